@@ -18,8 +18,9 @@ to the host (`tolist`, `cpu`) is not seen as a wait; a single number is.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,11 +32,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradwire import Algorithm
+from gradwire.core.plan.dry_run import dry_run
+from gradwire.torch_backend.advise.method_cost import _Clock, _Exchange, _Groups
 from gradwire.torch_backend.ddp.hook import CommHook
-from gradwire.torch_backend.engine.driver import MESSAGE_BYTES_ON_DEVICE, Driver, specs_of
+from gradwire.torch_backend.engine.driver import MESSAGE_BYTES, MESSAGE_BYTES_ON_DEVICE, Driver, specs_of
+from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.ops.kernels import TorchOps
 
 MIB = 1 << 20
@@ -45,6 +49,8 @@ FREE = (
     | {"is_same_size", "is_pinned", "record_stream", "_unsafe_view", "_reshape_alias", "lift_fresh", "lift", "detach"}
     | {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "_has_compatible_shallow_copy_type"}
 )
+#: In place, without a look at what was there.
+FILLS = {"copy_", "zero_", "fill_", "normal_", "_foreach_copy_", "_foreach_zero_"}
 #: The host reads what the device has computed, and waits for it.
 WAITS = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2"}
 
@@ -58,6 +64,7 @@ class Kernels(TorchDispatchMode):
     Attributes:
         by_name: how often each operation.
         waits: how often the host would have waited for the device: it read a number.
+        nbytes: what the operations read and write, each of their tensors once; of an expanded axis one element.
     """
 
     def __init__(self, *, compute: bool = False) -> None:
@@ -65,6 +72,7 @@ class Kernels(TorchDispatchMode):
         self.compute = compute
         self.by_name: Counter[str] = Counter()
         self.waits = 0
+        self.nbytes = 0
 
     @property
     def kernels(self) -> int:
@@ -78,8 +86,10 @@ class Kernels(TorchDispatchMode):
             return func(*args, **kwargs)
         if name in FREE or _is_view(func):
             return func(*args, **kwargs)
+        result = func(*args, **kwargs) if self.compute else _unwritten(func, args, kwargs)
         self.by_name[name] += 1
-        return func(*args, **kwargs) if self.compute else _unwritten(func, args, kwargs)
+        self.nbytes += _moved(func, args, kwargs, result)
+        return result
 
 
 def _is_view(func: Any) -> bool:
@@ -102,6 +112,27 @@ def _unwritten(func: Any, args: Any, kwargs: Any) -> Any:
         if "device" in named:
             named["device"] = torch.device("meta")
         return tree_map_only(Tensor, lambda x: _empty_like(x, "cpu"), func(*on_meta, **named))
+
+
+def _moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Bytes that are read and written."""
+    moved, writes = 0, False
+    for i, argument in enumerate(func._schema.arguments):
+        given = args[i] if i < len(args) else kwargs.get(argument.name)
+        nbytes = sum(_bytes_of(x) for x in tree_leaves(given) if isinstance(x, Tensor))
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        writes = writes or written
+        # What is only written to: `out=`, and what is filled. Other operations in place read it first.
+        read = not written or not (argument.kwarg_only or func._schema.name.split("::")[1] in FILLS)
+        moved += nbytes * (written + read)
+    return moved if writes else moved + sum(_bytes_of(x) for x in tree_leaves(result) if isinstance(x, Tensor))
+
+
+def _bytes_of(x: Tensor) -> int:
+    """Elements of a stride of several count as if nothing lay between them, which flatters what reads single bytes of words."""
+    return (
+        math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.itemsize if x.numel() else 0
+    )
 
 
 def _empty_like(x: Tensor, device: str) -> Tensor:
@@ -231,6 +262,22 @@ def _parameters(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> di
     return {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
 
 
+class ImaginedGroups(_Groups):
+    """Eight replicas, of which the others send what this one sends: for what is gathered and exchanged. That is not counted."""
+
+    def __init__(self) -> None:
+        super().__init__(8, _Clock(torch.device("cpu")))
+        self.whole = PretendedGroup()
+
+    def exchange(self, groups: Any, device: torch.device) -> Exchange:
+        return _NotCounted(self.whole, self._clock)
+
+
+class _NotCounted(_Exchange):
+    def _copied(self, own: Tensor, others: Sequence[Tensor]) -> list[Any]:
+        return []
+
+
 def gradwire_step(
     shapes: Mapping[str, tuple[int, ...]],
     algorithm: Algorithm,
@@ -239,12 +286,13 @@ def gradwire_step(
     **options: Any,
 ) -> Step:
     """gradwire's hook, with DDP buckets of `cap_mib`; to be made `on_a_device()`. `options`: those of `Driver`."""
-    options.setdefault("message_bytes", MESSAGE_BYTES_ON_DEVICE)
-    parameters, group = _parameters(shapes, dtype), PretendedGroup()
+    parameters, groups = _parameters(shapes, dtype), ImaginedGroups()
+    remembers = bool(dry_run(algorithm, specs_of(parameters), groups.whole.size()).memory.tensors)
+    options.setdefault("message_bytes", MESSAGE_BYTES_ON_DEVICE if remembers else MESSAGE_BYTES)
     with Kernels():  # memory that nobody writes to is not taken
-        driver = Driver(algorithm, specs_of(parameters), torch.device("cpu"), group, **options)
+        driver = Driver(algorithm, specs_of(parameters), torch.device("cpu"), groups, **options)
     handle = CommHook(driver, parameters, None)
-    return Step(lambda bucket: handle.hook(None, bucket), buckets_of(parameters, cap_mib), group)
+    return Step(lambda bucket: handle.hook(None, bucket), buckets_of(parameters, cap_mib), groups.whole)
 
 
 def torch_step(

@@ -219,8 +219,12 @@ class Ops(Protocol[A]):
         """`x` if the boolean scalar `ok` holds, else `y`, for each pair of equal shapes and dtypes. `ys` are donated. `limits`: as `limit` of
         `where_lazy`, one for each pair."""
 
-    def nan_unless(self, ok: A, xs: Sequence[A]) -> list[A]:
-        """`x` if the boolean scalar `ok` holds, else NaN throughout, for each array."""
+    def subtract_each(self, xs: Sequence[A], ys: Sequence[A]) -> list[A] | None:
+        """`x - y` for each pair of equal shapes and dtypes, of which `xs` are donated. None, and nothing is done, where one by one in `where_lazy` is better:
+        when that computes what it needs, where it needs it."""
+
+    def nan_unless(self, ok: A, xs: Sequence[A], *, out: Sequence[A] | None = None) -> list[A]:
+        """`x` if the boolean scalar `ok` holds, else NaN throughout, for each array. `out`: of the same shapes and dtypes."""
 
     def where_lazy(self, ok: A, x: Callable[[A | None], A], y: A, *, limit: float = math.inf) -> A:
         """`x(out)` if the boolean scalar `ok` holds, else `y`, which is donated, with its elements brought into [-limit, limit].
@@ -281,8 +285,21 @@ class Ops(Protocol[A]):
     def view_as(self, x: A, dtype: str) -> A:
         """The same bits as elements of another dtype: (…, n) → (…, n · size of the old / size of the new), the lowest byte first."""
 
+    def to_bytes(self, x: A) -> A:
+        """float32 (n, k) → uint8 (n, 4k), in an order that `from_bytes` knows: for what is sent."""
+
+    def from_bytes(self, x: A, dtype: str) -> A:
+        """What `to_bytes` made bytes of."""
+
+    def to_blocks(self, x: A, rows: int, width: int) -> A:
+        """An array in rows (rows, width), filled up with zeros. Each row has elements that lie side by side; the order of rows is the kernel's own."""
+
+    def from_blocks(self, x: A, shape: tuple[int, ...]) -> A:
+        """The array of this shape of which `to_blocks` made the rows."""
+
     def by_rows(self, f: Callable[..., A], *arrays: A, out: A | None = None) -> A:
-        """`f(*arrays)`, for a function that makes of the n rows of each of its arguments, (…, n, B), a matrix of n rows, each row by itself.
+        """`f(*arrays)`, for a function that makes of the n rows of each of its arguments, (…, n, B), a matrix of n rows, each row by itself; or,
+        without `out`, a tuple of such matrices.
 
         A kernel may call it on a few rows at a time, whose intermediate results stay in a processor's cache; what kernels make in there is gone
         when it returns. `out` takes the result if it has its dtype and its number of elements. It may be one of the arrays. `f` is called with
@@ -309,6 +326,13 @@ class Ops(Protocol[A]):
 
     def scale_each(self, xs: Sequence[A], factor: A) -> list[A]:
         """`x * factor` for each array, in its own dtype, computed in that of the scalar `factor` at least. `xs` are donated."""
+
+    def sum_of_each(self, f: Callable[..., A], *arrays: A) -> A:
+        """`f(*(x[0] for x in arrays)) + f(*(x[1] for x in arrays)) + …`, for arrays (W, n, B) and an `f` that makes rows of rows, whatever
+        lies before them. An accelerator may add in another order: what has to be equal on all replicas is formed by one of them."""
+
+    def joining(self, arrays: Sequence[A]) -> list[int] | None:
+        """In which order arrays are better joined (`rows`) than computed with one by one. None: they are not. Replicas may differ in it."""
 
     def loop(self, n: int, body: Callable[[Any, A], A], start: A) -> A:
         """`x = body(i, x)` for i in 0, …, n-1. `i` may be traced."""

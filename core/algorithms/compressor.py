@@ -198,6 +198,13 @@ class Compressor(abc.ABC):
             replicas.
         """
 
+    def compress_together(
+        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any
+    ) -> Program[list[tuple[A, A, dict[str, A]]]] | None:
+        """A program that does for all these tensors what `compress` does for each, in their order; None where that is no better. What comes back of a
+        tensor must not depend on what is sent beside it."""
+        return None
+
     def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> Hashable | None:
         """What a tensor, with this shape of its gradient and this memory of its own, has in common with those that `compress_stack` can compress
         as one stack with it; None: nothing."""
@@ -281,15 +288,18 @@ class Compressor(abc.ABC):
         """All messages of a step in this phase. XLA copies what a branch returns, so nothing as large as a gradient is made here."""
         programs: list[Program[Any]] = []
         x = given.x
-        for name, left in x.items():
-            memory = dict(given.tensors[name])
-            memory.pop(ERROR, None)
+        memories = {name: {key: m for key, m in given.tensors[name].items() if key != ERROR} for name in x}
+        joint = self.compress_together(ops, {name: left.x for name, left in x.items()}, memories, given.step)
+        for name, left in x.items() if joint is None else ():
+            memory = memories[name]
             context = StepContext(given.step, phase, left if self.error_feedback else None)
             if name in given.stacks:
                 programs.append(self.compress_stack(ops, given.stacks[name], left.x, memory, context))
             else:
                 programs.append(self.compress(ops, name, left.x, memory, context))
-        *results, averages = await together([*programs, mean_each(given.uncompressed)])
+        programs = programs if joint is None else [joint]
+        *each, averages = await together([*programs, mean_each(given.uncompressed)])
+        results: Any = each if joint is None else each[0]
         columns = zip(*results, strict=True) if results else ((), (), ())
         sent, received, new = (dict(zip(x, column, strict=True)) for column in columns)
         factors = {name: each for name, each in received.items() if isinstance(each, LowRank)}
@@ -352,11 +362,24 @@ class Compressor(abc.ABC):
             early = {name: self._decayed(ops, left.x) for name, left in x.items() if left.computed}
             if early:
                 commit(ERROR, early, [largest_error(ops, tensors[name][ERROR]) for name in early])
-            for name in [name for name in x if name not in early]:
+            late = [name for name in x if name not in early]
+            dense = [name for name in late if not isinstance(exchanged.sent[name], LowRank)]
+            if dense and (lefts := self._all_left(ops, x, exchanged.sent, dense)) is not None:
+                limits = [largest_error(ops, tensors[name][ERROR]) for name in dense]
+                commit(ERROR, dict(zip(dense, lefts, strict=True)), limits)
+                late = [name for name in late if name not in dense]
+            for name in late:
                 rest = partial(self._left, ops, x[name].x, exchanged.sent[name])
                 error = tensors[name][ERROR]
                 after[name][ERROR] = ops.where_lazy(ok, rest, error, limit=largest_error(ops, error))
         return after
+
+    def _all_left(
+        self, ops: Ops[A], x: Mapping[str, Residual[A]], sent: Mapping[str, Any], names: Sequence[str]
+    ) -> list[A] | None:
+        """What was left out of these, in their places, where it has to be computed in any case."""
+        lefts = ops.subtract_each([x[name].x for name in names], [sent[name] for name in names])
+        return None if lefts is None else [self._decayed(ops, each) for each in lefts]
 
     def _left(self, ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
         return self._decayed(ops, _less(ops, x, sent, out))
@@ -378,10 +401,11 @@ class Compressor(abc.ABC):
         factors = ops.nan_unless(finite, [each.q for each in exchanged.factors.values()])
         for (name, each), q in zip(exchanged.factors.items(), factors, strict=True):
             averages[name] = self._like(ops, multiplied(ops, each.p, q, out=x[name].x), gradients[name])
-        for name in [name for name in x if name not in exchanged.factors]:
-            place = x[name].x if self.state_dtype is None else None
-            averages[name] = ops.where(finite, averages[name], float("nan"), out=place)
-        return averages
+        dense = [name for name in x if name not in exchanged.factors]
+        places = [x[name].x for name in dense] if self.state_dtype is None else None
+        return averages | dict(
+            zip(dense, ops.nan_unless(finite, [averages[name] for name in dense], out=places), strict=True)
+        )
 
 
 async def _in_phase(counter: Any, kinds: Sequence[Callable[[], Program[T]]], first: int = 0) -> T:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.codecs.options import Quantizer
 from gradwire.core.ops import A, Ops, Spec
+from gradwire.core.protocol.programs import Program
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -65,3 +68,19 @@ class Quantize(Quantizer, Compressor):
             return x, mean, memory
         (mean,), (sent,) = await coder.mean_and_sent([x])
         return sent, mean, memory
+
+    def compress_together(
+        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any
+    ) -> Program[list[tuple[A, A, dict[str, A]]]] | None:
+        """All tensors in a few kernels. Rounded by chance, each draws numbers of its own: one by one."""
+        return None if self.stochastic or not x else self._all(ops, x, memory, step)
+
+    async def _all(
+        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any
+    ) -> list[tuple[A, A, dict[str, A]]]:
+        arrays, coder = list(x.values()), self._coder(ops, next(iter(x)), step)
+        if self.error_feedback:
+            means, sent = await coder.mean_and_sent(arrays)
+        else:
+            means, sent = await coder.mean(arrays), arrays
+        return list(zip(sent, means, memory.values(), strict=True))

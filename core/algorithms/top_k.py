@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.shared.sparse_blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of, packed, unpacked
 from gradwire.core.codecs import CODECS, Codec
+from gradwire.core.codecs.codec import received, sendable
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, wide_dtype
 from gradwire.core.protocol import gather, replica_weights, watch, world_size
 from gradwire.core.text.options import AtLeast1, share
@@ -97,11 +98,11 @@ class TopK(Compressor):
         if codec is None:
             every_value, every_index = await gather(values, positions, watched=False)
         else:
-            codes = codec.encode(ops, ops.cast(values, "float32"))
-            every_code, every_index = await gather(codes, positions, watched=False)
-            rows = every_code.reshape((-1, codes.shape[-1]))
-            values = ops.cast(codec.decode(ops, codes), dtype)
-            every_value = ops.cast(codec.decode(ops, rows), dtype).reshape((-1, *index.shape))
+            fields = codec.encode(ops, ops.cast(values, "float32"))
+            *every_code, every_index = await gather(*sendable(ops, fields), positions, watched=False)
+            rows = received(ops, codec, values.shape[-1], every_code)
+            values = ops.cast(codec.decode(ops, *fields), dtype)
+            every_value = ops.cast(codec.decode(ops, *rows), dtype).reshape((-1, *index.shape))
         replicas, weights, wide = await world_size(), await replica_weights(), wide_dtype(dtype)
 
         def added(of_each: A) -> A:

@@ -21,14 +21,14 @@ class Cast(Codec):
     def layout(self, n: int) -> tuple[int, int]:
         return n, 1
 
-    def width(self, n: int) -> int:
-        return n
+    def fields(self, n: int) -> tuple[tuple[int, str], ...]:
+        return ((n, self.dtype),)
 
-    def encode(self, ops: Ops[A], x: A, dither: A | None = None, *, out: A | None = None) -> A:
-        return ops.cast(x, self.dtype, out=out)
+    def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> tuple[A, ...]:
+        return (ops.cast(x, self.dtype),)
 
-    def decode(self, ops: Ops[A], y: A, *, out: A | None = None) -> A:
-        return ops.cast(y, "float32", out=out)
+    def decode(self, ops: Ops[A], *fields: A, out: A | None = None) -> A:
+        return ops.cast(fields[0], "float32", out=out)
 
-    def witness(self, ops: Ops[A], y: A) -> A:
-        return y
+    def witness(self, *fields: A) -> A:
+        return fields[0]

@@ -1,17 +1,17 @@
 """What a codec is: rows of numbers to rows of bytes and back, with no communication in it.
 
-A `BlockCodec` has a scale for each block of elements, so that a large element costs precision in its own block only. A block and its scale lie
-side by side, so that both travel in one message:
-
-    code code code … code | scale (float32)
+A `BlockCodec` has a scale for each block of elements, so that a large element costs precision in its own block only. Codes and scales are arrays of their
+own: rows of a length that no accelerator likes, such as 132 bytes, would be moved about at every step.
 """
 
 from __future__ import annotations
 
 import abc
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.core.ops import A, Ops
+from gradwire.core.ops import WIRE_ITEMSIZE, A, Ops
 
 
 class Codec(abc.ABC):
@@ -31,22 +31,26 @@ class Codec(abc.ABC):
         beside it, nor on how many replicas there are."""
 
     @abc.abstractmethod
+    def fields(self, n: int) -> tuple[tuple[int, str], ...]:
+        """Of each array that a matrix of rows of n elements becomes: m, the length of its rows, and its dtype."""
+
     def width(self, n: int) -> int:
-        """m, the length of the code of a row of n elements."""
+        """Bytes of the code of a row of n elements."""
+        return sum(m * WIRE_ITEMSIZE[dtype] for m, dtype in self.fields(n))
 
     @abc.abstractmethod
-    def encode(self, ops: Ops[A], x: A, dither: A | None = None, *, out: A | None = None) -> A:
-        """float32 (R, B) → (R, m). An inf or NaN in a row makes all of it NaN when it is decoded.
+    def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> tuple[A, ...]:
+        """float32 (R, B) → (R, m), one for each of `fields`. An inf or NaN in a row makes all of it NaN when it is decoded.
 
         `dither`, (R, B) on (-1/2, 1/2), is added before rounding, in units of what is rounded to.
         """
 
     @abc.abstractmethod
-    def decode(self, ops: Ops[A], y: A, *, out: A | None = None) -> A:
-        """(R, m) → float32 (R, B)."""
+    def decode(self, ops: Ops[A], *fields: A, out: A | None = None) -> A:
+        """(…, R, m), … → float32 (…, R, B). `out` for (R, B) alone."""
 
     @abc.abstractmethod
-    def witness(self, ops: Ops[A], y: A) -> A:
+    def witness(self, *fields: A) -> A:
         """What is finite if and only if everything decoded is."""
 
 
@@ -62,10 +66,8 @@ class BlockCodec(Codec):
     def bits(self) -> int: ...
 
     @abc.abstractmethod
-    def coded(self, ops: Ops[A], x: A, dither: A | None, out: A | None) -> tuple[A, A]:
-        """float32 (R, B) → codes below 2**bits, uint8 (R, B), and float32 (R, scales), of which one is inf or NaN if an element is.
-
-        `out`, uint8 (R, B), is where codes of 8 bits are to lie, if there is a place for them."""
+    def coded(self, ops: Ops[A], x: A, dither: A | None) -> tuple[A, A]:
+        """float32 (R, B) → codes below 2**bits, uint8 (R, B), and float32 (R, scales), of which one is inf or NaN if an element is."""
 
     @abc.abstractmethod
     def decoded(self, ops: Ops[A], codes: A, scales: A, out: A | None) -> A:
@@ -82,27 +84,24 @@ class BlockCodec(Codec):
             width //= 2
         return -(-n // width), width
 
-    def width(self, n: int) -> int:
-        return n * self.bits // 8 + self._scale_bytes
+    def fields(self, n: int) -> tuple[tuple[int, str], ...]:
+        return (n * self.bits // 8, "uint8"), (self.scales, "float32")
 
-    def encode(self, ops: Ops[A], x: A, dither: A | None = None, *, out: A | None = None) -> A:
-        room = None if out is None or self.bits < 8 else out[:, : x.shape[1]]
-        codes, scales = self.coded(ops, x, dither, room)
-        return ops.rows([_packed(codes, self.bits), ops.view_as(scales, "uint8")], x.shape[0], out=out)
+    def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> tuple[A, ...]:
+        codes, scales = self.coded(ops, x, dither)
+        return _packed(codes, self.bits), scales
 
-    def decode(self, ops: Ops[A], y: A, *, out: A | None = None) -> A:
-        codes = _unpacked(ops, y[:, : y.shape[1] - self._scale_bytes], self.bits)
-        return self.decoded(ops, codes, self._scales(ops, y), out)
+    def decode(self, ops: Ops[A], *fields: A, out: A | None = None) -> A:
+        codes, scales = fields
+        if self.bits == 8:
+            return self.decoded(ops, codes, scales, out)
+        lead = tuple(codes.shape[:-1])
+        codes, scales = (y.reshape((math.prod(lead), y.shape[-1])) for y in fields)
+        x = self.decoded(ops, _unpacked(ops, codes, self.bits), scales, out)
+        return x.reshape((*lead, x.shape[1]))
 
-    def witness(self, ops: Ops[A], y: A) -> A:
-        return self._scales(ops, y)
-
-    @property
-    def _scale_bytes(self) -> int:
-        return 4 * self.scales
-
-    def _scales(self, ops: Ops[A], y: A) -> A:
-        return ops.view_as(y[:, y.shape[1] - self._scale_bytes :], "float32")
+    def witness(self, *fields: A) -> A:
+        return fields[1]
 
 
 class Scaled(BlockCodec):
@@ -113,17 +112,17 @@ class Scaled(BlockCodec):
     def largest(self) -> float: ...
 
     @abc.abstractmethod
-    def codes(self, ops: Ops[A], y: A, dither: A | None, out: A | None) -> A:
-        """uint8 below 2**bits, for elements between -largest and largest, which are donated. `out`: see `coded`."""
+    def codes(self, ops: Ops[A], y: A, dither: A | None) -> A:
+        """uint8 below 2**bits, for elements between -largest and largest, which are donated."""
 
     @abc.abstractmethod
     def values(self, ops: Ops[A], codes: A) -> A:
         """The elements, float32 in an array of their own, that codes stand for."""
 
-    def coded(self, ops: Ops[A], x: A, dither: A | None, out: A | None) -> tuple[A, A]:
+    def coded(self, ops: Ops[A], x: A, dither: A | None) -> tuple[A, A]:
         scale, reciprocal = ops.scales(x, self.largest)
         # Times the reciprocal: into that XLA turns the division by what is the same along a row, and a code in a million would be another.
-        return self.codes(ops, ops.multiply(x, reciprocal), dither, out), scale
+        return self.codes(ops, ops.multiply(x, reciprocal), dither), scale
 
     def decoded(self, ops: Ops[A], codes: A, scales: A, out: A | None) -> A:
         values = self.values(ops, codes)
@@ -141,6 +140,20 @@ def _packed(codes: A, bits: int) -> A:
 
 
 def _unpacked(ops: Ops[A], packed: A, bits: int) -> A:
-    if bits == 8:
-        return packed
     return ops.rows([(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], packed.shape[0])
+
+
+def sendable(ops: Ops[A], fields: Sequence[A]) -> list[A]:
+    """Codes and scales as bytes, so that both travel in one message; what has no scales as it is."""
+    return list(fields) if len(fields) == 1 else [fields[0], ops.to_bytes(fields[1].reshape((1, -1)))]
+
+
+def received(ops: Ops[A], codec: Codec, n: int, sent: Sequence[A]) -> list[A]:
+    """The fields (W, R, m) of rows of n elements, of which `sendable` has made what has arrived of W replicas, (W, …)."""
+    answers, replicas = [], sent[0].shape[0]
+    for y, (m, dtype) in zip(sent, codec.fields(n), strict=True):
+        y = y.reshape((replicas, -1))
+        answers.append(
+            (y if len(sent) == 1 or dtype == "uint8" else ops.from_bytes(y, dtype)).reshape((replicas, -1, m))
+        )
+    return answers

@@ -1,4 +1,4 @@
-"""The quantized mean: of what all replicas have, quantized once by each, summed in float32.
+"""The quantized mean: of what all replicas have, in codes that each has made once, summed in float32.
 
     x ── encode ── all-to-all ── decode, sum ── encode ── all-gather ── decode ── the mean, the same bits everywhere
 
@@ -9,15 +9,16 @@ all-reduce of the codes. Two replicas send each other everything at once: these 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, chain, islice
 from typing import Any, Generic, NamedTuple
 
 from gradwire.core.codecs.cast import Cast
-from gradwire.core.codecs.codec import Codec
+from gradwire.core.codecs.codec import Codec, received, sendable
 from gradwire.core.kernels import random
-from gradwire.core.ops import ITEMSIZE, A, Ops, wide_dtype
+from gradwire.core.ops import ITEMSIZE, WIRE_ITEMSIZE, A, Ops, wide_dtype
 from gradwire.core.protocol import (
     all_to_all,
     all_to_all_parts,
@@ -41,12 +42,25 @@ class Noise(NamedTuple):
     step: Any
 
 
-class _Pack(NamedTuple, Generic[A]):
-    """Arrays that are quantized together: `members` of all, in rows (R, B), of which each has so many."""
+class _Rows(NamedTuple, Generic[A]):
+    """Arrays that are computed with as one: `members` of all, in a matrix (R, B), of which each has so many rows."""
 
     members: list[int]
     matrix: A
     rows: list[int]
+
+
+class _Pack(NamedTuple, Generic[A]):
+    """Arrays that are sent together, in rows of one length: matrices one below the other, and the first row and the number of rows of what is divided
+    among the replicas by itself."""
+
+    parts: list[_Rows[A]]
+    divided: list[tuple[int, int]]
+
+    @property
+    def matrix(self) -> A:
+        """Like which all are."""
+        return self.parts[0].matrix
 
 
 @dataclass
@@ -55,7 +69,7 @@ class Coder(Generic[A]):
 
     Args:
         ops: kernels.
-        codec: how rows are quantized.
+        codec: how rows are coded.
         noise: of stochastic rounding. None: to the nearest.
     """
 
@@ -63,12 +77,11 @@ class Coder(Generic[A]):
     codec: Codec
     noise: Noise | None = None
     _drawn: int = field(default=0, init=False)
-    #: Of the replicas whose codes have arrived last; None: all count alike.
     _weights: Weights[A] | None = field(default=None, init=False)
 
     @property
     def casts(self) -> bool:
-        """Whether an array can be quantized element by element, and so also be handed over."""
+        """Whether an array can be coded element by element, and so also be handed over."""
         return isinstance(self.codec, Cast)
 
     def shrinks(self, x: A) -> bool:
@@ -85,38 +98,40 @@ class Coder(Generic[A]):
         return (await self._mean(arrays, donated, watched, groups, keeps=False))[0]
 
     async def mean_and_sent(self, arrays: Sequence[A]) -> tuple[list[A], list[A]]:
-        """And what was sent of this replica's arrays, with mean `mean`: the error of the second rounding is taken off the part of the replica that
+        """And what was sent of this replica's arrays, with mean `mean`: what the second rounding left out is taken off the part of the replica that
         has rounded it."""
         return await self._mean(arrays, False, True, None, keeps=True)
 
     async def _mean(
         self, arrays: Sequence[A], donated: bool, watched: bool, groups: Groups | None, *, keeps: bool
     ) -> tuple[list[A], list[A]]:
-        ops = self.ops
         size = await world_size(groups, assumed=1)
         place = await replica_index(groups) if keeps or self.noise else 0
-        packs = [self._pack(arrays, members) for members in self._members(arrays)]
+        packs = self._packs(arrays, apart=keeps)
         if size == 2:
             return await self._mean_of_two(arrays, packs, place, donated, watched, groups, keeps=keeps)
-        coded = [self._in_parts(self._encoded(pack.matrix, place + 1), size) for pack in packs]
-        received = await all_to_all(*coded, groups=groups)
+        coded = [self._all_encoded(pack, place + 1) for pack in packs]
+        mine = [[self._in_parts(y, pack.divided, size) for y in own] for own, pack in zip(coded, packs, strict=True)]
+        arrived = iter(await all_to_all(*chain.from_iterable(mine), groups=groups))
         self._weights = await replica_weights(groups)
-        of_each = [self._of_each(y, pack.matrix.shape[1]) for y, pack in zip(received, packs, strict=True)]
+        of_each = [self._fields(list(islice(arrived, len(own))), pack) for own, pack in zip(mine, packs, strict=True)]
         shares = [self._share(y, pack.matrix) for y, pack in zip(of_each, packs, strict=True)] if keeps else []
         if keeps:
             again = [self._encoded(x, 0) for x in shares]
         else:
             again = [self._share_encoded(y, pack.matrix) for y, pack in zip(of_each, packs, strict=True)]
-        gathered = await gather(*again, watched=False, groups=groups, assumed=1)
+        sent_again = [sendable(self.ops, y) for y in again]
+        gathered = iter(await gather(*chain.from_iterable(sent_again), watched=False, groups=groups, assumed=1))
         means, sent, shown = list(arrays), list(arrays), []
-        for pack, everything in zip(packs, gathered, strict=True):
-            rows = everything.reshape((-1, everything.shape[2]))[: pack.matrix.shape[0]]
-            x = self._decoded(rows, out=self._room(pack) if donated else None)
+        for pack, own in zip(packs, sent_again, strict=True):
+            everything = self._fields(list(islice(gathered, len(own))), pack)
+            rows = [self._from_parts(y, pack.divided) for y in everything]
             if watched and groups is None:
-                shown.append(self.codec.witness(ops, rows))
-            self._cut(x, arrays, pack, means)
-        for pack, mine, share, part in zip(packs, coded, shares, again, strict=keeps):
-            self._cut(self._settled(mine, share, part, place), arrays, pack, sent)
+                shown.append(self.codec.witness(*rows))
+            self._cut(pack, rows, arrays, means, donated=donated)
+        if keeps:
+            for pack, own, share, part in zip(packs, coded, shares, again, strict=True):
+                self._settle(pack, own, share, part, arrays, sent, place, size)
         await watch(*shown)
         return means, sent
 
@@ -132,17 +147,20 @@ class Coder(Generic[A]):
         keeps: bool,
     ) -> tuple[list[A], list[A]]:
         ops = self.ops
-        coded = [self._encoded(pack.matrix, place + 1) for pack in packs]
-        of_both = await gather(*coded, watched=False, groups=groups)
+        coded = [self._all_encoded(pack, place + 1) for pack in packs]
+        given = [sendable(ops, own) for own in coded]
+        arrived = iter(await gather(*chain.from_iterable(given), watched=False, groups=groups))
         self._weights = await replica_weights(groups)
         means, sent, shown = list(arrays), list(arrays), []
-        for pack, mine, codes in zip(packs, coded, of_both, strict=True):
+        for pack, mine, own in zip(packs, coded, given, strict=True):
+            of_both = self._fields(list(islice(arrived, len(own))), pack)
             if keeps:
-                self._cut(self._decoded(mine), arrays, pack, sent)
-            x = self._share(codes, pack.matrix, self._room(pack) if donated else None)
-            if watched and groups is None:  # the mean, since a sum of finite numbers may overflow
-                shown.append(ops.by_rows(lambda x, out=None: ops.max_abs(x), x))
-            self._cut(x, arrays, pack, means)
+                self._cut(pack, mine, arrays, sent)
+            for part, rows in self._rows_of(pack, of_both):
+                x = self._share(rows, part.matrix, self._room(part) if donated else None)
+                if watched and groups is None:  # the mean, since a sum of finite numbers may overflow
+                    shown.append(ops.by_rows(lambda x, out=None: ops.max_abs(x), x))
+                self._divide(x, part, arrays, means)
         await watch(*shown)
         return means, sent
 
@@ -159,139 +177,282 @@ class Coder(Generic[A]):
             if not parts:
                 answers.append(x)
                 continue
-            coded = [self._encoded(self._matrix(part), place + 1) for part in parts]
-            nbytes = iter([_size(y) for y in coded])
-            sizes = tuple(next(nbytes) if k else 0 for k in own)
-            flat = ops.rows(coded, 1).reshape((-1,))
-            (received,) = await all_to_all_parts([flat], [sizes], groups=groups)
+            coded = [sendable(ops, self._encoded(self._matrix(part), place + 1)) for part in parts]
+            elements = iter([sum(map(_size, fields)) for fields in coded])
+            sizes = tuple(next(elements) if k else 0 for k in own)
+            flat = ops.rows(list(chain.from_iterable(coded)), 1).reshape((-1,))
+            (arrived,) = await all_to_all_parts([flat], [sizes], groups=groups)
             self._weights = await replica_weights(groups)
             dtype = ops.dtype_of(x)
             if n:
-                of_each = self._of_each(received.reshape((len(own), -1)), self.codec.layout(n)[1])
+                of_each = self._apart(arrived.reshape((len(own), -1)), self.codec.layout(n))
                 answers.append(ops.cast(self._share(of_each, x).reshape((-1,))[:n], dtype))
             else:
                 answers.append(x[:0])
         return answers
 
-    def _members(self, arrays: Sequence[A]) -> list[list[int]]:
-        """Which are quantized together: small ones in rows of one length and dtype."""
+    def _packs(self, arrays: Sequence[A], *, apart: bool) -> list[_Pack[A]]:
+        """Arrays of one length of rows and one kind together. `apart`: each is divided among the replicas by itself, so that which of them has formed
+        which part of its mean does not depend on what is sent beside it."""
         together: dict[object, list[int]] = {}
         for i, x in enumerate(arrays):
             if size := _size(x):
-                alike = (self.ops.kind_of(x), self.codec.layout(size)[1]) if size < LARGE else i
-                together.setdefault(alike, []).append(i)
-        return list(together.values())
+                together.setdefault((self.ops.kind_of(x), self.codec.layout(size)[1]), []).append(i)
+        packs = []
+        for members in together.values():
+            order = None if self._draws else self.ops.joining([arrays[i] for i in members])
+            if order is not None:
+                joined = self._joined(arrays, [members[k] for k in order] if apart else members)
+                packs.append(_Pack([joined], _divided(joined, members) if apart else [(0, sum(joined.rows))]))
+            elif apart:
+                alone = [self._joined(arrays, [i]) for i in members]
+                packs += [_Pack([part], [(0, part.rows[0])]) for part in alone]
+            else:
+                large = [i for i in members if _size(arrays[i]) >= LARGE]
+                small = [i for i in members if _size(arrays[i]) < LARGE]
+                parts = [self._joined(arrays, some) for some in [*([i] for i in large), *([small] if small else [])]]
+                packs.append(_Pack(parts, [(0, sum(sum(part.rows) for part in parts))]))
+        return packs
 
-    def _pack(self, arrays: Sequence[A], members: list[int]) -> _Pack[A]:
-        matrices = [self._matrix(arrays[i].reshape((-1,))) for i in members]
+    def _joined(self, arrays: Sequence[A], members: list[int]) -> _Rows[A]:
+        matrices = [self._matrix(arrays[i]) for i in members]
         rows, width = [x.shape[0] for x in matrices], matrices[0].shape[1]
-        joined = matrices[0] if len(members) == 1 else self.ops.rows(matrices, 1).reshape((sum(rows), width))
-        return _Pack(members, joined, rows)
+        # As if they were donated: where they lie side by side they are only read there, unless they really are.
+        one = (
+            matrices[0]
+            if len(members) == 1
+            else self.ops.rows(matrices, 1, donated=self.ops.joining(matrices) is not None)
+        )
+        return _Rows(members, one.reshape((sum(rows), width)), rows)
 
-    def _matrix(self, vector: A) -> A:
-        """A vector in rows, of which the last is filled up with zeros."""
-        rows, width = self.codec.layout(vector.shape[0])
-        n = rows * width
-        return (vector if vector.shape[0] == n else self.ops.pad(vector, n)).reshape((rows, width))
+    def _matrix(self, x: A) -> A:
+        """An array in rows, of which the last is filled up with zeros."""
+        rows, width = self.codec.layout(_size(x))
+        if not self._draws:  # what is drawn depends on an element's place
+            return self.ops.to_blocks(x, rows, width)
+        flat = x.reshape((-1,))
+        return (flat if _size(x) == rows * width else self.ops.pad(flat, rows * width)).reshape((rows, width))
 
-    def _encoded(self, x: A, who: Any) -> A:
+    @property
+    def _draws(self) -> bool:
+        return self.noise is not None and self.codec.dithers
+
+    def _all_encoded(self, pack: _Pack[A], who: Any) -> list[A]:
+        """Of all its rows."""
+        each = [self._encoded(part.matrix, who) for part in pack.parts]
+        if len(each) == 1:
+            return list(each[0])
+        return [self.ops.rows(own, 1).reshape((-1, own[0].shape[1])) for own in zip(*each, strict=True)]
+
+    def _encoded(self, x: A, who: Any) -> tuple[A, ...]:
         """The codes (R, m) of rows (R, B). `who` rounds them: a replica, counted from 1, or all alike, 0."""
-        return self._codes_of(x, lambda x: x, tuple(x.shape), who)
+        return self._codes_of([x], lambda x: x, tuple(x.shape), who)
 
-    def _codes_of(self, arrays: A, numbers: Callable[[A], A], shape: tuple[int, ...], who: Any) -> A:
+    def _codes_of(
+        self, arrays: Sequence[A], numbers: Callable[..., A], shape: tuple[int, ...], who: Any
+    ) -> tuple[A, ...]:
         """The codes (R, m) of the rows, of this shape (R, B), that `numbers` makes of the rows of arrays (…, R, …): in one go, so that they are never
         stored."""
         ops, codec, noise = self.ops, self.codec, self.noise
+        codes: Any  # several matrices
         if noise is None or not codec.dithers:
-            return ops.by_rows(lambda y, out=None: codec.encode(ops, ops.cast(numbers(y), "float32"), out=out), arrays)
+
+            def nearest(*y: A, out: A | None = None) -> Any:
+                return codec.encode(ops, ops.cast(numbers(*y), "float32"))
+
+            codes = ops.by_rows(nearest, *arrays)
+            return tuple(codes)
         self._drawn += 1
         key, step = random.key(noise.key, str(self._drawn)), random.of_replica(noise.step, who)
         firsts, columns = (ops.iota(shape[0]) * shape[1]).reshape((-1, 1)), ops.iota(shape[1])
 
-        def rows(y: A, firsts: A, out: A | None = None) -> A:
+        def rows(firsts: A, *y: A, out: A | None = None) -> Any:
             dither = random.dither(ops, key, firsts + columns, step)
-            return codec.encode(ops, ops.cast(numbers(y), "float32"), dither, out=out)
+            return codec.encode(ops, ops.cast(numbers(*y), "float32"), dither)
 
-        return ops.by_rows(rows, arrays, firsts)
+        codes = ops.by_rows(rows, firsts, *arrays)
+        return tuple(codes)
 
-    def _in_parts(self, codes: A, size: int) -> A:
-        """Codes as a row for each replica, all with as many rows of the codes: zeros, which stand for zeros, fill them up."""
-        flat, part = codes.reshape((-1,)), -(-codes.shape[0] // size) * codes.shape[1]
-        return (flat if _size(flat) == size * part else self.ops.pad(flat, size * part)).reshape((size, part))
+    def _in_parts(self, codes: A, divided: Sequence[tuple[int, int]], size: int) -> A:
+        """Codes, as they are sent, as a row for each replica, all with as many rows of the codes: zeros, which stand for zeros, fill them up."""
+        dtype = self.ops.dtype_of(codes)
+        parts = self._parts(codes, divided, size, dtype)
+        return parts if self.casts or dtype == "uint8" else self.ops.to_bytes(parts)
 
-    def _decoded(self, codes: A, out: A | None = None) -> A:
-        return self.ops.by_rows(partial(self.codec.decode, self.ops), codes, out=out)
+    def _parts(self, codes: A, divided: Sequence[tuple[int, int]], size: int, dtype: str) -> A:
+        flat, m = codes.reshape((-1,)), codes.shape[1]
+        if len(divided) == 1:
+            n = -(-codes.shape[0] // size) * m * size
+            if missing := n - _size(flat):
+                flat = self.ops.rows([flat, self._zeros(missing, dtype)], 1)
+            return flat.reshape((size, n // size))
+        pieces = []
+        for replica in range(size):
+            for first, rows in divided:
+                begin, end, each = _part(rows, size, replica)
+                pieces += [flat[(first + begin) * m : (first + end) * m]] if end > begin else []
+                missing = (each - (end - begin)) * m
+                pieces += [self._zeros(missing, dtype)] if missing else []
+        return self.ops.rows(pieces, 1).reshape((size, -1))
 
-    def _of_each(self, received: A, width: int) -> A:
-        """What each replica has sent of this one's part (W, …), in rows of the codes of this width (W, R, m)."""
-        return received.reshape((received.shape[0], -1, self.codec.width(width)))
+    def _zeros(self, n: int, dtype: str) -> A:
+        return self.ops.constant(("zero codes", n, dtype), lambda: self.ops.zeros((n,), dtype))
 
-    def _share(self, of_each: A, like: A, out: A | None = None) -> A:
+    def _from_parts(self, x: A, divided: Sequence[tuple[int, int]]) -> A:
+        """The rows of which `_in_parts` has made so many for each replica, (W, P, m), as they lay."""
+        (size, _, m), total = x.shape, sum(rows for _, rows in divided)
+        if len(divided) == 1:
+            return x.reshape((-1, m))[:total]
+        starts, pieces = [0, *accumulate(-(-rows // size) for _, rows in divided)], []
+        for (_, rows), start in sorted(zip(divided, starts, strict=False)):
+            for replica in range(size):
+                begin, end, _ = _part(rows, size, replica)
+                pieces += [x[replica, start : start + end - begin]] if end > begin else []
+        return self.ops.rows(pieces, 1).reshape((total, m))
+
+    def _fields(self, arrived: Sequence[A], pack: _Pack[A]) -> list[A]:
+        """What has arrived of each replica, (W, …), as fields (W, R, m)."""
+        return received(self.ops, self.codec, pack.matrix.shape[1], arrived)
+
+    def _apart(self, of_each: A, layout: tuple[int, int]) -> list[A]:
+        """Likewise of (W, …), in which the fields of so many rows stand one after the other."""
+        (rows, n), start, fields = layout, 0, []
+        for m, dtype in self.codec.fields(n):
+            length = rows * m * (1 if self.casts else WIRE_ITEMSIZE[dtype])
+            own = of_each[:, start : start + length]
+            fields.append(own)
+            start += length
+        return received(self.ops, self.codec, n, fields)
+
+    def _decoded(self, fields: Sequence[A], out: A | None = None) -> A:
+        return self.ops.by_rows(partial(self.codec.decode, self.ops), *fields, out=out)
+
+    def _share(self, of_each: Sequence[A], like: A, out: A | None = None) -> A:
         """The mean of the rows of all replicas (W, R, m), decoded (R, B)."""
         dtype = self.ops.dtype_of(like)
-        return self.ops.by_rows(lambda y, out=None: self._mean_of(y, dtype, out), of_each, out=out)
+        return self.ops.by_rows(lambda *y, out=None: self._mean_of(y, dtype, out), *of_each, out=out)
 
-    def _share_encoded(self, of_each: A, like: A) -> A:
+    def _share_encoded(self, of_each: Sequence[A], like: A) -> tuple[A, ...]:
         """And encoded again."""
-        dtype, shape = self.ops.dtype_of(like), (of_each.shape[1], like.shape[1])
-        return self._codes_of(of_each, lambda y: self._mean_of(y, dtype), shape, 0)
+        dtype, shape = self.ops.dtype_of(like), (of_each[0].shape[1], like.shape[1])
+        return self._codes_of(of_each, lambda *y: self._mean_of(y, dtype), shape, 0)
 
-    def _mean_of(self, of_each: A, dtype: str, out: A | None = None) -> A:
+    def _mean_of(self, of_each: Sequence[A], dtype: str, out: A | None = None) -> A:
         """Summed in float32, of float64 in float64."""
-        ops, size, weights = self.ops, of_each.shape[0], self._weights
-        summed = wide_dtype(dtype)
+        ops, size, weights, summed = self.ops, of_each[0].shape[0], self._weights, wide_dtype(dtype)
 
-        def decoded(y: A, i: Any) -> A:
-            x = ops.cast(self.codec.decode(ops, y), summed)
-            return x if weights is None else weights.times(ops, x, i)
+        def decoded(*y: A) -> A:
+            return ops.cast(self.codec.decode(ops, *y), summed)
 
-        def added(i: Any, total: A) -> A:
-            def add(y: A, total: A, out: A | None = None) -> A:
-                return ops.add(total, decoded(y, i + 1), out=out)
+        if weights is None:
+            total = ops.sum_of_each(decoded, *of_each)
+            return ops.multiply(total, 1.0 / size, out=total if out is None else out)
+        counted = weights
 
-            return ops.by_rows(add, of_each[i + 1], total, out=total)
+        def of_replica(i: Any) -> A:
+            return counted.times(ops, decoded(*[y[i] for y in of_each]), i)
 
-        total = ops.loop(size - 1, added, decoded(of_each[0], 0))
-        if weights is not None:
-            share = ops.divide(ops.zeros((), summed) + 1.0, ops.cast(weights.total, summed))
-            return ops.multiply(total, share, out=total if out is None else out)
-        return ops.multiply(total, 1.0 / size, out=total if out is None else out)
+        total = ops.loop(size - 1, lambda i, total: ops.add(total, of_replica(i + 1), out=total), of_replica(0))
+        share = ops.divide(ops.zeros((), summed) + 1.0, ops.cast(counted.total, summed))
+        return ops.multiply(total, share, out=total if out is None else out)
 
-    def _settled(self, mine: A, share: A, part: A, place: Any) -> A:
-        """What counts as sent, in rows: what was sent, and in the part of this replica the error of the second rounding of the share is taken off."""
-        ops, size, dtype = self.ops, mine.shape[0], self.ops.dtype_of(share)
-        own = ops.cast(self._decoded(mine.reshape((-1, part.shape[1]))), dtype).reshape((1, size, -1))
+    def _settle(
+        self,
+        pack: _Pack[A],
+        own: Sequence[A],
+        share: A,
+        part: Sequence[A],
+        arrays: Sequence[A],
+        sent: list[A],
+        place: Any,
+        size: int,
+    ) -> None:
+        """What counts as sent: what was sent, and in the part of this replica what the second rounding left out of the share is taken off."""
+        ops, dtype = self.ops, self.ops.dtype_of(share)
+        factor = self._factor(size, place, dtype)
+        (rows,) = pack.parts
+        decoded = ops.cast(self._decoded(own), dtype)
 
-        factor = self._owed(size, place, dtype)
+        def missed(share: A, *part: A, out: A | None = None) -> A:
+            rest: A = (share - ops.cast(self.codec.decode(ops, *part), dtype)) * factor
+            return rest
 
-        def less(own: A, share: A, part: A, out: A | None = None) -> A:
-            missed = share - ops.cast(self.codec.decode(ops, part), dtype)
-            return ops.add(own, missed * factor, out=out)
+        off = ops.by_rows(missed, share, *part)
+        if len(pack.divided) == 1:
+            # Chosen element by element: to cut out a row that only the device knows would move everything.
+            (n, width), each = decoded.shape, share.shape[0]
+            if n < size * each:
+                decoded = ops.pad(decoded.reshape((-1,)), size * each * width)
+            replicas = ops.iota(size).reshape((size, 1, 1))
+            taken = ops.where((replicas >= place) & (replicas <= place), off, 0.0)
+            decoded = (decoded.reshape((size, each, width)) + taken).reshape((-1, width))[:n]
+        else:
+            start, places, addends = 0, [], []
+            for first, count in pack.divided:
+                begin, end, each = _part(count, size, place)
+                places.append(decoded[first + begin : first + end])
+                addends.append(off[start : start + end - begin])
+                start += each
+            ops.add_each(places, addends)  # in place
+        self._divide(decoded, rows, arrays, sent)
 
-        settled = ops.by_rows(less, ops.row(own, place).reshape(tuple(share.shape)), share, part)
-        return ops.set_row(own, place, settled.reshape((1, 1, -1)))
-
-    def _owed(self, size: int, place: Any, dtype: str) -> Any:
+    def _factor(self, size: int, place: Any, dtype: str) -> Any:
         """What one replica adds to what it has sent, so that the mean changes by -1: of one that does not count, nothing changes it."""
         if self._weights is None:
             return -float(size)
         ops, own = self.ops, self._weights.of_each[place]
         counts = own > 0
-        return ops.cast(
-            ops.where(counts, ops.divide(self._weights.total, ops.where(counts, own, 1.0)) * -1.0, 0.0), dtype
-        )
+        inverse = ops.divide(self._weights.total, ops.where(counts, own, 1.0))
+        return ops.cast(ops.where(counts, inverse * -1.0, 0.0), dtype)
 
-    def _room(self, pack: _Pack[A]) -> A | None:
-        """The array itself, if what is decoded has its dtype."""
-        alone = len(pack.members) == 1 and self.ops.dtype_of(pack.matrix) == "float32"
-        return pack.matrix if alone else None
+    def _room(self, part: _Rows[A]) -> A | None:
+        """The arrays themselves, if what is decoded has their dtype."""
+        alone = len(part.members) == 1 or self.ops.joining([part.matrix]) is not None
+        return part.matrix if alone and self.ops.dtype_of(part.matrix) == "float32" else None
 
-    def _cut(self, joined: A, arrays: Sequence[A], pack: _Pack[A], answers: list[A]) -> None:
-        flat, start = joined.reshape((-1,)), 0
-        for i, rows in zip(pack.members, pack.rows, strict=True):
-            x = flat[start : start + _size(arrays[i])].reshape(tuple(arrays[i].shape))
+    def _rows_of(self, pack: _Pack[A], fields: Sequence[A]) -> Iterator[tuple[_Rows[A], list[A]]]:
+        """Each part of a pack with its rows of the fields (…, R, m)."""
+        start = 0
+        for part in pack.parts:
+            end = start + part.matrix.shape[0]
+            alone = len(pack.parts) == 1
+            yield (
+                part,
+                list(fields) if alone else [y[start:end] if len(y.shape) == 2 else y[:, start:end] for y in fields],
+            )
+            start = end
+
+    def _cut(
+        self, pack: _Pack[A], fields: Sequence[A], arrays: Sequence[A], answers: list[A], *, donated: bool = False
+    ) -> None:
+        """Decode all of a pack."""
+        for part, rows in self._rows_of(pack, fields):
+            self._divide(self._decoded(rows, out=self._room(part) if donated else None), part, arrays, answers)
+
+    def _divide(self, joined: A, part: _Rows[A], arrays: Sequence[A], answers: list[A]) -> None:
+        start = 0
+        for i, rows in zip(part.members, part.rows, strict=True):
+            own, shape = joined if len(part.rows) == 1 else joined[start : start + rows], tuple(arrays[i].shape)
+            x = (
+                own.reshape((-1,))[: math.prod(shape)].reshape(shape)
+                if self._draws
+                else self.ops.from_blocks(own, shape)
+            )
             answers[i] = self.ops.cast(x, self.ops.dtype_of(arrays[i]))
-            start += rows * pack.matrix.shape[1]
+            start += rows
+
+
+def _divided(joined: _Rows[Any], members: Sequence[int]) -> list[tuple[int, int]]:
+    """First row and rows of each member, in this order."""
+    firsts = dict(zip(joined.members, [0, *accumulate(joined.rows)], strict=False))
+    counts = dict(zip(joined.members, joined.rows, strict=True))
+    return [(firsts[i], counts[i]) for i in members]
+
+
+def _part(rows: int, size: int, replica: int) -> tuple[int, int, int]:
+    """The first and the last of so many rows that are a replica's, and how many each has, of which some may stand for nothing."""
+    each = -(-rows // size)
+    return min(replica * each, rows), min((replica + 1) * each, rows), each
 
 
 def _size(x: Any) -> int:

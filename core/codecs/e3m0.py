@@ -19,7 +19,7 @@ class E3M0(Scaled):
     bits = 4
     largest = 64.0
 
-    def codes(self, ops: Ops[A], y: A, dither: A | None, out: A | None) -> A:
+    def codes(self, ops: Ops[A], y: A, dither: A | None) -> A:
         size = ops.abs(y)
         # Halfway between 2**k and 2**(k+1) lies 3/2 · 2**k: times 4/3 a number has the exponent of the nearest power, or of what lies between.
         exponent = (ops.view_as(size * (4 / 3), "int32") >> MANTISSA) - BIAS

@@ -17,7 +17,7 @@ class Float8(Scaled):
     bits = 8
     largest = 448.0
 
-    def codes(self, ops: Ops[A], y: A, dither: A | None, out: A | None) -> A:
+    def codes(self, ops: Ops[A], y: A, dither: A | None) -> A:
         return ops.view_as(ops.cast(y, DTYPE), "uint8")
 
     def values(self, ops: Ops[A], codes: A) -> A:

@@ -23,20 +23,26 @@ class Integers(Scaled):
     def largest(self) -> float:
         return float(2 ** (self.bits - 1) - 1)
 
-    def coded(self, ops: Ops[A], x: A, dither: A | None, out: A | None) -> tuple[A, A]:
+    def coded(self, ops: Ops[A], x: A, dither: A | None) -> tuple[A, A]:
         if self.bits == 8 or dither is not None:
-            return super().coded(ops, x, dither, out)
+            return super().coded(ops, x, dither)
         scale, reciprocal = ops.scales(x, self.largest + 1.0, signed=True)
         codes = ops.nearest_bytes(ops.multiply(x, reciprocal))
         # Of -8, …, 8 only in the byte of 8 the fourth bit and the fifth differ.
         return (codes - (((codes >> 3) ^ (codes >> 4)) & 1)) & 15, scale
 
-    def codes(self, ops: Ops[A], y: A, dither: A | None, out: A | None) -> A:
-        codes = ops.nearest_bytes(y if dither is None else ops.add(y, dither, out=y), out=out)
+    def codes(self, ops: Ops[A], y: A, dither: A | None) -> A:
+        codes = ops.nearest_bytes(y if dither is None else ops.add(y, dither, out=y))
         return codes if self.bits == 8 else codes & (2**self.bits - 1)
 
     def values(self, ops: Ops[A], codes: A) -> A:
+        return ops.cast(self._signed(ops, codes), "float32")
+
+    def decoded(self, ops: Ops[A], codes: A, scales: A, out: A | None) -> A:
+        return ops.multiply(scales, self._signed(ops, codes), out=out)  # without a copy as floats
+
+    def _signed(self, ops: Ops[A], codes: A) -> A:
         if self.bits < 8:
             sign = 2 ** (self.bits - 1)
             codes = (codes ^ sign) - sign  # as a byte has it
-        return ops.cast(ops.view_as(codes, "int8"), "float32")
+        return ops.view_as(codes, "int8")

@@ -30,7 +30,7 @@ class TwoBits(BlockCodec):
     bits = 2
     scales = 2
 
-    def coded(self, ops: Ops[A], x: A, dither: A | None, out: A | None) -> tuple[A, A]:
+    def coded(self, ops: Ops[A], x: A, dither: A | None) -> tuple[A, A]:
         size, ones = ops.abs(x), ops.zeros((x.shape[1], 1), "float32") + 1.0
 
         def total(of: A) -> A:

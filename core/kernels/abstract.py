@@ -134,7 +134,12 @@ class AbstractOps:
     ) -> list[AbstractArray]:
         return [self.where(ok, x, y) for x, y in zip(xs, ys, strict=True)]
 
-    def nan_unless(self, ok: AbstractArray, xs: Sequence[AbstractArray]) -> list[AbstractArray]:
+    def subtract_each(self, xs: Sequence[AbstractArray], ys: Sequence[AbstractArray]) -> None:
+        return None
+
+    def nan_unless(
+        self, ok: AbstractArray, xs: Sequence[AbstractArray], *, out: Sequence[AbstractArray] | None = None
+    ) -> list[AbstractArray]:
         return list(xs)
 
     def where_lazy(
@@ -223,10 +228,29 @@ class AbstractOps:
             raise ValueError(f"view_as: rows of {nbytes} bytes are no {dtype}")
         return AbstractArray((*x.shape[:-1], nbytes // WIRE_ITEMSIZE[dtype]), dtype)
 
+    def to_bytes(self, x: AbstractArray) -> AbstractArray:
+        return self.view_as(x, "uint8")
+
+    def from_bytes(self, x: AbstractArray, dtype: str) -> AbstractArray:
+        return self.view_as(x, dtype)
+
+    def to_blocks(self, x: AbstractArray, rows: int, width: int) -> AbstractArray:
+        flat, n = x.reshape((-1,)), rows * width
+        return (flat if flat.shape[0] == n else self.pad(flat, n)).reshape((rows, width))
+
+    def from_blocks(self, x: AbstractArray, shape: tuple[int, ...]) -> AbstractArray:
+        return x.reshape((-1,))[: math.prod(shape)].reshape(shape)
+
     def by_rows(
         self, f: Callable[..., AbstractArray], *arrays: AbstractArray, out: AbstractArray | None = None
     ) -> AbstractArray:
         return f(*arrays)
+
+    def sum_of_each(self, f: Callable[..., AbstractArray], *arrays: AbstractArray) -> AbstractArray:
+        return f(*[x[0] for x in arrays])
+
+    def joining(self, arrays: Sequence[AbstractArray]) -> None:
+        return None
 
     def loop(self, n: int, body: Callable[[Any, AbstractArray], AbstractArray], start: AbstractArray) -> AbstractArray:
         return body(0, start) if n else start

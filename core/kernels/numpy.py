@@ -124,8 +124,12 @@ class NumpyOps:
         chosen = [self.where(ok, x, y, out=y) for x, y in zip(xs, ys, strict=True)]
         return chosen if ok or not limits else [_limited(y, n, y) for y, n in zip(chosen, limits, strict=True)]
 
-    def nan_unless(self, ok: NDArray, xs: Sequence[NDArray]) -> list[NDArray]:
-        return [self.where(ok, x, math.nan) for x in xs]
+    def subtract_each(self, xs: Sequence[NDArray], ys: Sequence[NDArray]) -> None:
+        return None
+
+    def nan_unless(self, ok: NDArray, xs: Sequence[NDArray], *, out: Sequence[NDArray] | None = None) -> list[NDArray]:
+        places = [None] * len(xs) if out is None else out
+        return [self.where(ok, x, math.nan, out=place) for x, place in zip(xs, places, strict=True)]
 
     def where_lazy(
         self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray, *, limit: float = math.inf
@@ -212,12 +216,34 @@ class NumpyOps:
     def view_as(self, x: NDArray, dtype: str) -> NDArray:
         return np.ascontiguousarray(x).view(dtype_named(dtype))
 
+    def to_bytes(self, x: NDArray) -> NDArray:
+        return self.view_as(x, "uint8")
+
+    def from_bytes(self, x: NDArray, dtype: str) -> NDArray:
+        return self.view_as(x, dtype)
+
+    def to_blocks(self, x: NDArray, rows: int, width: int) -> NDArray:
+        flat, n = x.reshape((-1,)), rows * width
+        return (flat if flat.shape[0] == n else self.pad(flat, n)).reshape((rows, width))
+
+    def from_blocks(self, x: NDArray, shape: tuple[int, ...]) -> NDArray:
+        return x.reshape((-1,))[: math.prod(shape)].reshape(shape)
+
     def by_rows(self, f: Callable[..., NDArray], *arrays: NDArray, out: NDArray | None = None) -> NDArray:
         result = f(*arrays)
         if out is None:
             return result
         out[...] = result.reshape(out.shape)
         return out.reshape(result.shape)
+
+    def sum_of_each(self, f: Callable[..., NDArray], *arrays: NDArray) -> NDArray:
+        total = f(*[x[0] for x in arrays])
+        for i in range(1, len(arrays[0])):
+            total = total + f(*[x[i] for x in arrays])
+        return total
+
+    def joining(self, arrays: Sequence[NDArray]) -> None:
+        return None
 
     def loop(self, n: int, body: Callable[[Any, NDArray], NDArray], start: NDArray) -> NDArray:
         for i in range(n):

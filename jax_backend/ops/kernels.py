@@ -26,6 +26,10 @@ from gradwire.jax_backend.ops.packing import chosen_each, columns, or_each, stor
 THIN = 16
 #: Elements from which on that is worth its place in the program, which grows with the inner dimension.
 LARGE = 1 << 16
+#: Rows and lanes of a tile, in which a TPU keeps an array.
+TILE, LANES = 8, 128
+#: The bits below each byte of a number of 32.
+BYTES = (0, 8, 16, 24)
 #: Elements of the largest array that is made while the program is traced, and becomes part of it.
 LARGEST_CONSTANT = 1 << 17
 
@@ -129,7 +133,12 @@ class JaxOps:
         ys = [limited(y, limit) for y, limit in zip(ys, limits, strict=True)] if limits else ys
         return chosen_each(ok, [jnp.asarray(x, y.dtype) for x, y in zip(xs, ys, strict=True)], ys)
 
-    def nan_unless(self, ok: jax.Array, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    def subtract_each(self, xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> None:
+        return None
+
+    def nan_unless(
+        self, ok: jax.Array, xs: Sequence[jax.Array], *, out: Sequence[jax.Array] | None = None
+    ) -> list[jax.Array]:
         return or_each(ok, xs, math.nan)
 
     def where_lazy(
@@ -225,8 +234,36 @@ class JaxOps:
         viewed = lax.bitcast_convert_type(x, jnp.dtype(dtype))
         return viewed if wanted >= size else viewed.reshape((*x.shape[:-1], -1))
 
+    def to_bytes(self, x: jax.Array) -> jax.Array:
+        # The first byte of each, then the second: four of a number side by side would lie in four lanes of an accelerator's 128.
+        bits = lax.bitcast_convert_type(x, jnp.int32)
+        return jnp.concatenate([((bits >> shift) & 255).astype(jnp.uint8) for shift in BYTES], axis=1)
+
+    def from_bytes(self, x: jax.Array, dtype: str) -> jax.Array:
+        k = x.shape[1] // len(BYTES)
+        parts = [x[:, i * k : (i + 1) * k].astype(jnp.int32) << shift for i, shift in enumerate(BYTES)]
+        return lax.bitcast_convert_type(functools.reduce(jnp.bitwise_or, parts), jnp.dtype(dtype))
+
+    def to_blocks(self, x: jax.Array, rows: int, width: int) -> jax.Array:
+        if _in_tiles(x.shape, width):  # as they lie: no element is moved
+            return x.reshape(-1, TILE, x.shape[-1] // width, width).swapaxes(1, 2).reshape(rows, width)
+        flat, n = x.reshape(-1), rows * width
+        return (flat if x.size == n else self.pad(flat, n)).reshape(rows, width)
+
+    def from_blocks(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        if _in_tiles(shape, x.shape[1]):
+            return x.reshape(-1, shape[-1] // x.shape[1], TILE, x.shape[1]).swapaxes(1, 2).reshape(shape)
+        return x.reshape(-1)[: math.prod(shape)].reshape(shape)
+
     def by_rows(self, f: Callable[..., jax.Array], *arrays: jax.Array, out: jax.Array | None = None) -> jax.Array:
         return f(*arrays)
+
+    def sum_of_each(self, f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+        # All at once: in a loop over the replicas the sum would be stored and read again for each of them.
+        return f(*arrays).sum(0)
+
+    def joining(self, arrays: Sequence[jax.Array]) -> None:
+        return None
 
     def loop(self, n: int, body: Callable[[Any, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
         if n == 1:
@@ -260,6 +297,8 @@ class JaxOps:
     def rows(
         self, arrays: Sequence[jax.Array], n: int, *, out: jax.Array | None = None, donated: bool = False
     ) -> jax.Array:
+        if n == 1 and all(x.ndim == 2 and x.shape[1] == arrays[0].shape[1] for x in arrays):
+            return jnp.concatenate(arrays).reshape(1, -1)  # whose rows need not be moved
         lengths = [-(-x.size // n) for x in arrays]
         filled = [
             x if x.size == n * k else self.pad(x.reshape(-1), n * k) for x, k in zip(arrays, lengths, strict=True)
@@ -306,6 +345,11 @@ def _sum_of_outer_products(p: jax.Array, q: jax.Array) -> jax.Array:
 
     products = (of(columns, i) * of(rows, i) for i in range(p.shape[axis]))
     return lax.squeeze(functools.reduce(jnp.add, products), [axis]).astype(p.dtype)
+
+
+def _in_tiles(shape: tuple[int, ...], width: int) -> bool:
+    """Whether a TPU's tiles of 8 rows and 128 lanes are blocks of such rows."""
+    return width == LANES and len(shape) > 1 and shape[-1] % LANES == 0 and shape[-2] % TILE == 0
 
 
 def _typed(y: jax.Array | float, x: jax.Array) -> jax.Array:

@@ -22,6 +22,8 @@ ZERO = np.uint32(0)
 #: (number of pieces, rows of each, axes along which they vary) → where they begin.
 Starts = dict[tuple[int, int, frozenset[str]], Sequence[np.uint32 | jax.Array]]
 
+#: Of an accelerator's registers, and from how many bytes on for a replica it is worth some more to fill them.
+LANES, WORTH_LANES = 128, 1 << 13
 #: From this many pieces on, compile time is worth a trick.
 MANY = 8
 
@@ -29,6 +31,22 @@ MANY = 8
 def pack(arrays: Sequence[jax.Array]) -> jax.Array:
     """Arrays of one dtype in one: the only one as it is, several as a flat vector."""
     return arrays[0] if len(arrays) == 1 else jnp.concatenate([x.reshape(-1) for x in arrays])
+
+
+def _in_lanes(arrays: Sequence[jax.Array], rows: int) -> list[jax.Array] | None:
+    """Rows of bytes as (rows, n, 128), filled up with zeros, where that is worth it: then a TPU does not move them to send them."""
+    if any(x.dtype != jnp.uint8 for x in arrays) or sum(x.size for x in arrays) < WORTH_LANES * rows:
+        return None
+    missing = [-(x.size // rows) % LANES for x in arrays]
+    flat = [x.reshape(rows, -1) for x in arrays]
+    full = [jnp.pad(x, ((0, 0), (0, n))) if n else x for x, n in zip(flat, missing, strict=True)]
+    return [x.reshape(rows, -1, LANES) for x in full]
+
+
+def _pack_lanes(arrays: Sequence[jax.Array]) -> jax.Array:
+    """`pack`, or bytes as (n, 128)."""
+    lanes = None if len(arrays) == 1 else _in_lanes(arrays, 1)
+    return pack(arrays) if lanes is None else jnp.concatenate(lanes, axis=1)[0]
 
 
 def unpack(packed: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
@@ -47,7 +65,9 @@ def side_by_side(arrays: Sequence[jax.Array]) -> jax.Array:
     """Arrays of as many rows in one matrix: the only one as it is. `columns` cuts it again."""
     if len(arrays) == 1:
         return arrays[0]
-    return jnp.concatenate([x.reshape(x.shape[0], -1) for x in arrays], axis=1)
+    rows = arrays[0].shape[0]
+    lanes = _in_lanes(arrays, rows)
+    return jnp.concatenate(lanes or [x.reshape(rows, -1) for x in arrays], axis=1)
 
 
 def columns(matrix: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
@@ -76,6 +96,11 @@ def _from_columns(matrix: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]
     if len(shapes) == 1:
         return [matrix]
     rows = matrix.shape[0]
+    if matrix.ndim > 2:
+        widths = [math.prod(shape) // rows for shape in shapes]
+        ends = np.cumsum([-(-width // LANES) for width in widths])
+        parts = [x.reshape(rows, -1) for x in jnp.split(matrix, ends[:-1], axis=1)]
+        return [x[:, :width].reshape(shape) for x, width, shape in zip(parts, widths, shapes, strict=True)]
     cut = columns(matrix, [math.prod(shape) // rows for shape in shapes])
     return [x.reshape(shape) for x, shape in zip(cut, shapes, strict=True)]
 
@@ -83,7 +108,7 @@ def _from_columns(matrix: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]
 #: Everything flat, in one vector.
 FLAT = Layout(pack, unpack)
 #: Everything flat, of which a row from each replica comes back.
-FLAT_TO_ROWS = Layout(pack, _from_columns)
+FLAT_TO_ROWS = Layout(_pack_lanes, _from_columns)
 #: Rows, one for each replica, side by side.
 ROWS = Layout(side_by_side, _from_columns)
 

@@ -106,7 +106,7 @@ class DataParallel(nn.Module):
             graph in each forward pass and one small message in each step; on CUDA the host waits for it where this rank left parameters out.
             A parameter that no rank used keeps the gradient it had, usually None. Buckets are not rebuilt then.
         message_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: where an
-            algorithm compresses, 1 MiB (32 MiB on an accelerator); else each bucket is a message. With two levels, what travels inside a node
+            algorithm compresses, 1 MiB (4 MiB on an accelerator); else each bucket is a message. With two levels, what travels inside a node
             counts a 32nd.
         grad_scaler: see `register_comm_hook`.
 

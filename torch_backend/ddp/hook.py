@@ -54,7 +54,7 @@ def register_comm_hook(
     Args:
         ddp: the wrapped model, or what `torch.compile` has made of it. Gradients of float dtypes, dense, on one device.
         algorithm: what to run, the same on every rank: `PowerSGD(rank=4)`, `AllReduce()`, `WireDtype(...)`, your own.
-        message_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: 1 MiB; 32 MiB for
+        message_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: 1 MiB; 4 MiB for
             compressed gradients on an accelerator, where messages are quick and kernels count. With two levels, what travels inside a node
             counts a 32nd.
         grad_scaler: the scaler of the loss. The compression error is in units of scaled gradients and has to follow when the scale

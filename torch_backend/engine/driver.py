@@ -44,8 +44,9 @@ from gradwire.torch_backend.state.memory import Memory, Replicated, factors_side
 
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
 MESSAGE_BYTES = 1 << 20
-#: The same on an accelerator, where every group costs some hundred kernels: enough for two messages in a step of most models.
-MESSAGE_BYTES_ON_DEVICE = 32 << 20
+#: The same on an accelerator, where every group costs some hundred kernels. Few groups, but more than one where compressed gradients are some MiB, since the
+#: messages of a single one would leave when the backward pass is over.
+MESSAGE_BYTES_ON_DEVICE = 4 << 20
 #: So many bytes inside a node are worth as much of a message as one between nodes: about as much faster is the network there. Without them a model
 #: whose factors are few would begin to average inside its nodes when the backward pass is over.
 INSIDE = 32
@@ -73,7 +74,7 @@ class Driver:
         specs: parameter name → shape and dtype, of all parameters it may meet.
         device: of the gradients.
         process_group: whose ranks are the replicas; or groups of them as well, if the algorithm averages in groups.
-        message_bytes: payload at which a group is closed; 0 makes every call of `add` a group of its own. None: 1 MiB; 32 MiB for compressed
+        message_bytes: payload at which a group is closed; 0 makes every call of `add` a group of its own. None: 1 MiB; 4 MiB for compressed
             steps on an accelerator.
         grad_scaler: the loss scaler in whose units gradients come; memory of them follows its scale. None: they are not scaled, or by a
             constant.

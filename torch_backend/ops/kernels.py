@@ -146,12 +146,25 @@ class TorchOps:
         dtype = dtype or like.dtype
         return like.new_empty(shape, dtype=dtype) if self._scratch is None else self._scratch.take(shape, like, dtype)
 
+    @contextmanager
+    def briefly(self) -> Iterator[None]:
+        """Within, temporary memory is what the next such call takes too, whatever its shapes."""
+        if not isinstance(self._scratch, Scratch):
+            yield
+            return
+        brief = self._scratch.brief
+        with self.scratch(brief):
+            yield
+        brief.taken = 0
+
     def _place(
         self, x: Tensor, out: Tensor | None, y: object = None, dtype: torch.dtype | None = None
     ) -> Tensor | None:
         """Where a result of the shape and, unless another is given, of the dtype of `x` is to lie. None: in new memory."""
         if out is not None or self._scratch is not self._stack:
             return out
+        if isinstance(y, Tensor) and x.is_floating_point() and y.dtype == torch.int8 and x.shape == (*y.shape[:-1], 1):
+            return self._stack.take(tuple(y.shape), x, dtype)
         if isinstance(y, Tensor) and (y.dtype != x.dtype or y.shape[:-1] != x.shape[:-1] or y.shape[-1] > x.shape[-1]):
             return None  # it may have another shape
         return self._stack.take(tuple(x.shape), x, dtype)
@@ -183,7 +196,14 @@ class TorchOps:
         self, ok: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], *, limits: Sequence[float] = ()
     ) -> list[Tensor]:
         if not self._host_knows:
-            for x, y in _neighbours_joined(xs, ys):
+            pairs = list(_neighbours_joined(xs, ys)) if xs else []
+            small = [pair for pair in pairs if pair[1].numel() <= LARGE]
+            if len(small) > 4:  # to join them takes four kernels
+                pairs = [pair for pair in pairs if pair[1].numel() > LARGE]
+                for new, old in _by_dtype(*zip(*small, strict=True)):
+                    parts = torch.split(torch.where(ok, _flat(new), _flat(old)), [y.numel() for y in old])
+                    torch._foreach_copy_(old, [x.view(y.shape) for x, y in zip(parts, old, strict=True)])
+            for x, y in pairs:
                 torch.where(ok, x, y, out=y)
         elif ok:
             for chosen, donated in _by_dtype(xs, ys):
@@ -193,7 +213,21 @@ class TorchOps:
                 _limit(y, limit)
         return list(ys)
 
-    def nan_unless(self, ok: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
+    def subtract_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor] | None:
+        if self._host_knows:
+            return None
+        for donated, taken in _by_dtype(xs, ys):
+            torch._foreach_sub_(donated, taken)
+        return list(xs)
+
+    def nan_unless(self, ok: Tensor, xs: Sequence[Tensor], *, out: Sequence[Tensor] | None = None) -> list[Tensor]:
+        if out is not None:
+            if self._host_knows:
+                return [self.where(ok, x, math.nan, out=y) for x, y in zip(xs, out, strict=True)]
+            pairs = sorted(zip(xs, out, strict=True), key=lambda pair: pair[1].data_ptr())
+            for x, y in _neighbours_joined(*zip(*pairs, strict=True)) if pairs else ():
+                torch.where(ok, x, self.scalar(math.nan, x.dtype), out=y)
+            return list(out)
         if self._host_knows:
             return list(xs) if ok else [torch.full_like(x, math.nan) for x in xs]
         answers = list(xs)
@@ -247,8 +281,11 @@ class TorchOps:
     def max_abs(self, x: Tensor) -> Tensor:
         if not x.shape[-1]:
             return x.new_zeros((*x.shape[:-1], 1))
+        if not self._host_knows:  # one kernel
+            norms: Tensor = torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True)
+            return norms
         before = self._stack.taken
-        # A fraction of what torch takes for that norm of a row.
+        # A fraction of what torch takes for that norm of a row on the CPU.
         largest = torch.abs(x, out=self._place(x, None)).amax(-1, keepdim=True)
         self._stack.taken = before
         return largest
@@ -258,9 +295,10 @@ class TorchOps:
             return scales(self, x, largest, signed=signed)
         # What `scales` does, call by call in one place: rows are few, and what a call costs counts.
         size = self.max_abs(x)
-        scale = torch.mul(size, 1.0 / largest).clamp_min_(TINY)
-        scale.view(torch.int32).add_(255).bitwise_and_(-256)
-        scale = torch.where(size < math.inf, scale, size)
+        exact = torch.mul(size, 1.0 / largest).clamp_min_(TINY)
+        bits = exact.view(torch.int32).add(255).bitwise_and_(-256)
+        # Rounding up makes a number of some NaNs, which the larger of the two is not.
+        scale = torch.maximum(bits.view(torch.float32), exact)
         if signed:
             scale = torch.where(x.amax(-1, keepdim=True) >= size, -scale, scale)
         return scale, scale.reciprocal()
@@ -351,6 +389,19 @@ class TorchOps:
             flat = flat.clone()
         return flat.view(wanted).view(*x.shape[:-1], last)
 
+    def to_bytes(self, x: Tensor) -> Tensor:
+        return self.view_as(x, "uint8")
+
+    def from_bytes(self, x: Tensor, dtype: str) -> Tensor:
+        return self.view_as(x, dtype)
+
+    def to_blocks(self, x: Tensor, rows: int, width: int) -> Tensor:
+        flat, n = x.reshape(-1), rows * width
+        return (flat if flat.shape[0] == n else self.pad(flat, n)).reshape((rows, width))
+
+    def from_blocks(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return x.reshape(-1)[: math.prod(shape)].reshape(shape)
+
     def by_rows(self, f: Callable[..., Tensor], *arrays: Tensor, out: Tensor | None = None) -> Tensor:
         n, width = arrays[0].shape[-2:]
         some = max(1, IN_CACHE // max(1, width)) if self._host_knows else n
@@ -358,15 +409,18 @@ class TorchOps:
         rows = None if out is None or not n else out if out.ndim == 2 else out.view(n, -1)
         if n <= some and self._scratch is not self._stack:
             return _within(rows, f(*arrays, out=rows))
+        several, wholes = False, [] if rows is None else [rows]
         for i in range(0, n, some):
             with self._stacked():
                 here = None if rows is None else rows[i : i + some]
                 part = f(*[x.narrow(-2, i, min(some, n - i)) for x in arrays], out=here)
-            if rows is None:
-                rows = self.temporary((n, *part.shape[1:]), part)
-            _within(rows[i : i + some], part)
-        assert rows is not None
-        return rows
+            several = isinstance(part, tuple)
+            parts = part if several else (part,)
+            if not wholes:
+                wholes = [self.temporary((n, *each.shape[1:]), each) for each in parts]
+            for whole, each in zip(wholes, parts, strict=True):
+                _within(whole[i : i + some], each)
+        return tuple(wholes) if several else wholes[0]  # type: ignore[return-value]
 
     @contextmanager
     def _stacked(self) -> Iterator[None]:
@@ -375,6 +429,19 @@ class TorchOps:
         with self.scratch(self._stack):
             yield
         self._stack.taken = taken
+
+    def sum_of_each(self, f: Callable[..., Tensor], *arrays: Tensor) -> Tensor:
+        if not self._host_knows:  # two kernels, whatever the number of replicas
+            return f(*arrays).sum(0)
+        total = f(*[x[0] for x in arrays])
+        for i in range(1, len(arrays[0])):
+            taken = self._stack.taken
+            total.add_(f(*[x[i] for x in arrays]))
+            self._stack.taken = taken
+        return total
+
+    def joining(self, arrays: Sequence[Tensor]) -> list[int]:
+        return sorted(range(len(arrays)), key=lambda i: arrays[i].data_ptr())
 
     def loop(self, n: int, body: Callable[[Any, Tensor], Tensor], start: Tensor) -> Tensor:
         for i in range(n):
@@ -408,6 +475,8 @@ class TorchOps:
             return joined.view(1, -1)
         lengths = [-(-x.numel() // n) for x in arrays]
         matrix = self.temporary((n, sum(lengths)), arrays[0]) if out is None else out
+        if n == 1 and out is None:
+            return torch.cat([x.reshape(1, -1) for x in arrays], dim=1, out=matrix)
         for x, columns in zip(arrays, torch.split(matrix, lengths, dim=1), strict=True):
             if x.data_ptr() != columns.data_ptr() or x.stride() != columns.stride():  # else it lies there already
                 _fill(columns, x)
@@ -471,6 +540,10 @@ def _within(out: Tensor | None, result: Tensor) -> Tensor:
     return place if place.data_ptr() == result.data_ptr() and place.dtype == result.dtype else place.copy_(result)
 
 
+def _flat(arrays: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in arrays])
+
+
 def _limit(y: Tensor, limit: float) -> Tensor:
     """`y` with its elements brought into [-limit, limit], in place; see `gradwire.core.ops.largest_error`."""
     short = y.dtype == torch.float16 and torch.linalg.vector_norm(y, dtype=torch.float32) < LONGEST_FLOAT16
@@ -490,9 +563,6 @@ def _by_dtype(xs: Sequence[Tensor], others: Sequence[T]) -> Iterable[tuple[list[
 
 def _neighbours_joined(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """The same pairs, small ones that lie side by side in memory on either side as one."""
-    if all(x.numel() > LARGE for x in xs):  # worth a kernel each
-        yield from zip(xs, ys, strict=True)
-        return
     x, y = side_by_side(xs), side_by_side(ys)
     if x is not None and y is not None:
         yield x, y

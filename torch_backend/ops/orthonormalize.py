@@ -15,6 +15,7 @@ other alone it cannot tell from noise either, and drops: some 1e-4 of a row at m
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -37,6 +38,7 @@ class Workspace(Ops[Tensor], Protocol):
     @property
     def device(self) -> torch.device: ...
     def temporary(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor: ...
+    def briefly(self) -> AbstractContextManager[None]: ...
     def scalar(self, y: float, dtype: torch.dtype) -> Tensor: ...
     def constant(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor: ...
 
@@ -60,12 +62,15 @@ def orthonormalized_unseen(ops: Workspace, arrays: Sequence[Tensor], fresh: Sequ
         elif shape.numel():
             by_rank.setdefault(shape[-2], []).append(members)
     for groups in by_rank.values():
-        wide = [_stacked(ops, [arrays[i] for i in members]) for members in groups]
-        new = [_stacked(ops, [fresh[i] for i in members]) for members in groups] if fresh else []
-        _clean(ops, wide, new)
-        for members, rows in zip(groups, _orthonormal(ops, wide), strict=True):
-            narrow = ops.temporary(tuple(rows.shape), arrays[members[0]]).copy_(rows)
-            for i, matrices in zip(members, narrow.view(len(members), *arrays[members[0]].shape).unbind(), strict=True):
+        narrow = [_room(ops, [arrays[i] for i in members]) for members in groups]
+        with ops.briefly():  # what is in float64 is large, and P's and Q's memory may be the same
+            wide = [_stacked(ops, [arrays[i] for i in members]) for members in groups]
+            new = [_stacked(ops, [fresh[i] for i in members]) for members in groups] if fresh else []
+            _clean(ops, wide, new)
+            for room, rows in zip(narrow, _orthonormal(ops, wide), strict=True):
+                room.copy_(rows.view(room.shape))
+        for members, room in zip(groups, narrow, strict=True):
+            for i, matrices in zip(members, room.view(len(members), *arrays[members[0]].shape).unbind(), strict=True):
                 answers[i] = matrices
     if doubles:
         some = [fresh[i] for i in doubles] if fresh else []
@@ -74,12 +79,16 @@ def orthonormalized_unseen(ops: Workspace, arrays: Sequence[Tensor], fresh: Sequ
     return answers
 
 
+def _room(ops: Workspace, matrices: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """For all of these, one after the other along their first axis."""
+    first, *rest = matrices[0].shape
+    return ops.temporary((len(matrices) * first, *rest), matrices[0], dtype)
+
+
 def _stacked(ops: Workspace, matrices: Sequence[Tensor]) -> Tensor:
     """(k, r, n) in float64; stacks one after the other."""
-    *stack, r, n = matrices[0].shape
-    first = stack[0] if stack else r
-    out = ops.temporary((len(matrices) * first, *matrices[0].shape[1:]), matrices[0], torch.float64)
-    return torch.cat(list(matrices), out=out).view(-1, r, n)
+    out = _room(ops, matrices, torch.float64)
+    return torch.cat(list(matrices), out=out).view(-1, *matrices[0].shape[-2:])
 
 
 def _clean(ops: Workspace, wide: list[Tensor], fresh: list[Tensor]) -> None:

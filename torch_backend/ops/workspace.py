@@ -27,6 +27,8 @@ class Scratch:
     def __init__(self) -> None:
         self._pools: dict[tuple[torch.dtype, tuple[int, ...]], _Pool] = {}
         self._step = 0
+        #: For what one call takes and gives back.
+        self.brief = Stack(spare=0)
 
     def rewind(self) -> None:
         """Begin a step: everything handed out before may be handed out again."""
@@ -50,14 +52,18 @@ class Scratch:
 
 
 class Stack:
-    """Uninitialized tensors on the CPU for a short time, one after the other in the same bytes, which so stay in the processor's cache.
+    """Uninitialized tensors of one device for a short time, one after the other in the same bytes, which so stay in a processor's cache.
+
+    Args:
+        spare: how much more memory is taken than is needed at first, in parts of that.
 
     Attributes:
         taken: bytes in use. Set back to what it was, it gives back what was taken since.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spare: float = 1) -> None:
         self.taken = 0
+        self._spare = 1 + spare
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._tensors: dict[tuple[int, tuple[int, ...], torch.dtype], tuple[int, Tensor]] = {}
 
@@ -65,14 +71,14 @@ class Stack:
         """A contiguous tensor of this shape and, unless another is given, of `like`'s dtype."""
         key = self.taken, shape, dtype or like.dtype
         if key not in self._tensors:  # to make it takes longer than to find it
-            self._tensors[key] = self._made(*key)
+            self._tensors[key] = self._made(*key, like.device)
         self.taken, tensor = self._tensors[key]
         return tensor
 
-    def _made(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, Tensor]:
+    def _made(self, start: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[int, Tensor]:
         """Where the next tensor begins, and this one."""
         end = start + math.prod(shape) * dtype.itemsize
         if end > self._bytes.numel():  # what was taken before keeps the memory that it has
-            self._bytes = torch.empty(2 * end, dtype=torch.uint8)
+            self._bytes = torch.empty(int(self._spare * end), dtype=torch.uint8, device=device)
             self._tensors.clear()
         return -(-end // 64) * 64, self._bytes[start:end].view(dtype).view(shape)
