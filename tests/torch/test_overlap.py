@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.torch_backend import local_sgd
 from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
 from tests.core import golden
+from tests.launch import torchrun
+from tests.torch import restarted
 from tests.torch.compare import same_bits, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import PATIENCE, Cases, World
@@ -208,6 +211,12 @@ def test_moments_that_begin_anew_have_no_moment_to(world: World) -> None:
     model = nn.Linear(4, 3)
     with pytest.raises(ValueError, match="moments='reset'"):
         local_sgd(model, torch.optim.Adam(model.parameters()), LATE["one"], moments="reset", process_group=world.group)
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_where_a_message_was_on_its_way(tmp_path: Path) -> None:
+    said = torchrun(Path(restarted.__file__), 2, str(tmp_path), env={"PET_MAX_RESTARTS": "1"}).stdout
+    assert said.count("the same bits after restart") == 2, said
 
 
 @cases.case
