@@ -35,6 +35,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE.parent), str(ROOT / "examples")]
 from frontier.pages import fill  # noqa: E402
 from frontier.pictures import draw  # noqa: E402
+from frontier.reading import timed  # noqa: E402
 from frontier.results import BACKENDS, Experiment, Results  # noqa: E402
 from frontier.runs import LENGTHS, Run, Settings  # noqa: E402
 from frontier.subjects import BY_NAME, PERIOD  # noqa: E402
@@ -154,7 +155,7 @@ def timed_settings(experiment: Experiment) -> dict[str, int]:
     return {name: value for name, value in asdict(experiment.settings).items() if name != "steps"}
 
 
-def timed(experiment: Experiment, results: Results) -> bool:
+def has_times(experiment: Experiment, results: Results) -> bool:
     """Whether the file has the times of all methods on this machine."""
     here = results.times.get("machine") == machine() and results.times.get("settings") == timed_settings(experiment)
     return here and all(s.name in results.times.get(b, {}) for s in experiment.subjects for b in BACKENDS)
@@ -183,7 +184,7 @@ def main() -> None:
                 train(results.tuning(experiment), results, args.work, console, f"learning rates, {what}")
             train(results.training(experiment), results, args.work, console, f"training, {what}")
         results.keep_only(shown)
-    if "times" in args.only or ("times" in stages and not timed(asked[0], results)):
+    if "times" in args.only or ("times" in stages and not has_times(asked[0], results)):
         time_steps(asked[0], args.timed_steps, results, args.work, console)
     missing = results.missing([run for e in shown for run in [*results.tuning(e), *results.training(e)]])
     if missing:
@@ -191,10 +192,8 @@ def main() -> None:
     results.summarize(shown)
     results.save()
     if "pictures" in stages:
-        if not results.methods or any(m["step_seconds"]["torch"] is None for m in results.methods):
-            raise SystemExit(
-                f"{args.output} has no trained methods, or not their times; leave --only out and both are done"
-            )
+        if not timed(results.methods):
+            raise SystemExit(f"{args.output} has no trained methods, or no times; leave --only out and both are done")
         for path in draw(results.methods, results.settings, args.pages / "docs"):
             console.print(f"drawn: {path}", highlight=False)
         for path in fill(results.content, args.pages):

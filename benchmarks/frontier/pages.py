@@ -27,6 +27,7 @@ from frontier.reading import (
     excesses,
     lengths,
     longest,
+    timed,
     times_faster,
 )
 
@@ -120,7 +121,7 @@ def _table(methods: Sequence[Row]) -> str:
 
 
 def _which(methods: Sequence[Row]) -> str:
-    steps, _ = longest(methods)
+    steps, methods = longest(timed(methods))
 
     def told(m: Row, link: str) -> str:
         return "dense averages" if m is dense(methods) else f"{m['name']}, {times_faster(m, methods, link):.1f}× faster"

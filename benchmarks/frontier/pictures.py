@@ -22,6 +22,7 @@ from frontier.reading import (
     lengths,
     longest,
     seconds,
+    timed,
     times_faster,
 )
 
@@ -82,7 +83,7 @@ def _bytes(methods: Methods, settings: dict[str, Any], path: Path) -> Path:
 
 def _time(methods: Methods, path: Path) -> Path:
     links = list(dense(methods)["wire_seconds"])
-    steps, methods = longest(methods)
+    steps, methods = longest(timed(methods))
     figure, panels = plt.subplots(1, len(links), figsize=(15, 5.6), dpi=130, layout="constrained", sharey=True)
     for axes, link in zip(panels, links, strict=True):
         chosen = [best(methods, link, steps, within) for within in (AS_GOOD, NEARLY)]

@@ -15,6 +15,11 @@ def dense(methods: Sequence[Row]) -> Row:
     return next(m for m in methods if m["name"] == "dense")
 
 
+def timed(methods: Sequence[Row]) -> list[Row]:
+    """Those whose steps have been measured."""
+    return [m for m in methods if m["step_seconds"]["torch"] is not None]
+
+
 def lengths(methods: Sequence[Row]) -> list[int]:
     """Steps of the trainings, the shortest first."""
     return sorted(map(int, dense(methods)["lengths"]))

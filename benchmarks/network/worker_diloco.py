@@ -60,12 +60,39 @@ class Subject:
         return took / (PERIODS * self.period)
 
 
+def seconds_of_message(nbytes: int, times: int) -> float:
+    """Of one all-reduce as large as the model, with both hosts otherwise idle."""
+    message = torch.ones(nbytes // 4)
+    found = []
+    for _ in range(times + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(message)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[1:])  # connections are made in the first
+
+
+def trace(subject: Subject, path: str) -> None:
+    """A period of it, after one that fills the link: a message leaves, travels and is taken."""
+    for _ in range(subject.period + subject.period // 2):
+        subject.step()
+    if dist.get_rank() == 0:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(subject.period):
+                subject.step()
+        profile.export_chrome_trace(path)
+    else:
+        for _ in range(subject.period):
+            subject.step()
+
+
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--width", type=int, required=True)
     p.add_argument("--period", type=int, required=True)
     p.add_argument("--repeats", type=int, required=True)
-    p.add_argument("--subjects", nargs="+", required=True)
+    p.add_argument("--subjects", nargs="+", default=[])
+    p.add_argument("--message", type=int, default=0, help="time an all-reduce of so many bytes")
     p.add_argument("--trace", default="")
     args = p.parse_args()
     torch.set_num_threads(1)
@@ -77,16 +104,12 @@ def main() -> None:
     for _ in range(args.repeats):
         for name, subject in subjects.items():
             took[name].append(subject.seconds())
-    if args.trace and "overlap" in subjects and dist.get_rank() == 0:
-        with torch.profiler.profile() as profile:
-            subjects["overlap"].seconds()
-        profile.export_chrome_trace(args.trace)
-    elif args.trace and "overlap" in subjects:
-        subjects["overlap"].seconds()
-    nbytes = sum(x.numel() * x.element_size() for x in next(iter(subjects.values())).model.parameters())
+    if args.trace and "overlap" in subjects:
+        trace(subjects["overlap"], args.trace)
     result: dict[str, Any] = {
         "step_ms": {name: 1e3 * statistics.median(seconds) for name, seconds in took.items()},
-        "message_bytes": nbytes,
+        "message_bytes": [sum(x.nbytes for x in subject.model.parameters()) for subject in subjects.values()],
+        "message_s": seconds_of_message(args.message, args.repeats) if args.message else None,
         "cores": os.cpu_count(),
     }
     if dist.get_rank() == 0:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import AllReduce, PowerSGD
+from gradwire import AllReduce, PowerSGD, diloco
 from gradwire.core.protocol.collective_requests import ReduceScatter
-from gradwire.torch_backend import DataParallel, ZeroOptimizer, register_comm_hook
+from gradwire.torch_backend import DataParallel, ZeroOptimizer, local_sgd, register_comm_hook
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.ops.kernels import TorchOps
@@ -476,6 +476,39 @@ def test_a_consolidated_state_travels_by_the_cpu(results):
     for (on_device, on_cpu), devices in results("consolidated"):
         assert devices == {"cpu"}
         assert same_bits(on_device, on_cpu)
+
+
+@cases.case
+def outer_parameters_on_the_host(world):
+    """Two steps of DiLoCo, here and on the CPU: where its memory is, and what it is."""
+    from tests.emulated.device import DEVICE, watched
+
+    states, memory = [], []
+    for device, of in ((DEVICE, on_emulated_nccl()), (torch.device("cpu"), world.group)):
+        model = mlp(16, 12, 8).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = local_sgd(model, optimizer, diloco(2, overlap=1), process_group=of, outer_device="cpu")
+        watched.clear()
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_on(16)(lambda x, model=model, device=device: model(x.to(device)).cpu(), 0, step).backward()
+            optimizer.step()
+        memory += [x for m in handle._memory.state.tensors.values() for x in m.values()] if device == DEVICE else []
+        handle.synchronize()
+        states.append(handle.state_dict())
+        handle.load_state_dict(handle.rank_state_dict())
+        assert next(iter(handle.outer_parameters().values())).device.type == device.type
+    return states, {(x.device.type, x.is_pinned()) for x in memory}, whats(watched.problems)
+
+
+def test_outer_parameters_may_be_on_the_host(results):
+    for (on_device, on_cpu), places, problems in results("outer_parameters_on_the_host"):
+        assert places == {("cpu", True)}
+        assert on_device.keys() == on_cpu.keys()
+        for name, memory in on_cpu["tensors"].items():
+            for key, x in memory.items():
+                assert torch.allclose(on_device["tensors"][name][key], x, rtol=1e-4, atol=1e-6)
+        assert problems == []
 
 
 @cases.case

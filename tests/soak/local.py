@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwire import LocalSGD, LocalSimulator
+from gradwire import LocalSGD, LocalSimulator, OuterSGD
 from gradwire.core.simulate import PoisonOps
 from tests.soak import draw
 from tests.soak.checks import Flat
@@ -20,6 +20,8 @@ def run(seed):
     Averaging moves nothing on average. With a compressor, what it has not sent yet is in the errors, which are of differences from the outer parameters:
 
         mean of the parameters - mean of the errors    is what the optimizers alone have made of it
+
+    Nor does an average that is taken later, if what was learned meanwhile is kept. Between any two steps the run may end, and another go on from its memory.
     """
     rng = random.Random(seed)
     shapes = draw.shapes(rng)
@@ -37,6 +39,8 @@ def run(seed):
         return {name: x - 0.1 * gradients[name] for name, x in parameters.items()}
 
     for _ in range(STEPS):
+        if rng.random() < 0.1:
+            simulator = resumed(simulator, local, replicas)
         used.clear()
         simulator.step(stream.of(replicas, list(shapes)), update)  # raises if those that met do not agree
         gradients = flat.of(used)
@@ -51,6 +55,15 @@ def run(seed):
     return STEPS
 
 
+def resumed(before, local, replicas):
+    """Another, from copies of parameters and memory alone: what is on its way is in these."""
+    after = LocalSimulator(local, before.parameters[0], replicas, ops=before.ops)
+    after.parameters = [{n: x.copy() for n, x in p.items()} for p in before.parameters]
+    after.states = [s.map(np.array) for s in before.states]
+    after.steps = before.steps
+    return after
+
+
 def drawn(rng, parameters):
     replicas = rng.choice([1, 2, 2, 3, 4, 6])
     period = rng.randint(1, 6)
@@ -60,11 +73,14 @@ def drawn(rng, parameters):
     hierarchy = (
         {rng.choice(sizes): period, "all": period * rng.randint(2, 3)} if sizes and rng.random() < 0.4 else period
     )
+    longest = max(hierarchy.values()) if isinstance(hierarchy, dict) else hierarchy
+    late = {"outer": OuterSGD(), "overlap": rng.randint(1, longest - 1), "merge": "progress"} if longest > 1 else {}
     local = LocalSGD(
         hierarchy,
         start_step=rng.choice([0, 0, 1, 5]),
         subgroup=rng.choice([None, *sizes]),
         fragments=rng.randint(1, min(period, parameters)),
         compressor=compressor,
+        **(late if rng.random() < 0.5 else {}),
     )
     return local, replicas

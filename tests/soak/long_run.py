@@ -2,7 +2,7 @@
 
     python -m tests.soak.long_run --steps 5000 --groups 200
 
-Every step trains one model behind several front doors at once: DDP with a hook, `DataParallel`, `Averager` and local SGD. Resident memory, file descriptors
+Every step trains one model behind several front doors at once: DDP with a hook, `DataParallel`, `Averager` and local SGD, waiting for averages and not. Resident memory, file descriptors
 and threads are read when a tenth of the steps is done, by which all memory is there, and in the end. Then process groups are made, train a step and
 are destroyed, one after the other, and the same is read after a tenth of them.
 """
@@ -37,7 +37,7 @@ def model():
 
 
 def doors(group):
-    """What trains a step, of each front door, by its name; and its optimizer."""
+    """What trains a step, of each front door, by its name; and its optimizer. And the handle that has a process group of its own, until it is unregistered."""
     made = {}
     hooked = nn.parallel.DistributedDataParallel(model(), process_group=group)
     register_comm_hook(hooked, PowerSGD(2, half_step=True))
@@ -51,7 +51,11 @@ def doors(group):
     optimizer = torch.optim.AdamW(local.parameters(), lr=0.001)
     local_sgd(local, optimizer, diloco(5, compressor=Sign()), process_group=group)
     made["local SGD"] = local, optimizer, None
-    return made
+    late = model()
+    optimizer = torch.optim.AdamW(late.parameters(), lr=0.001)
+    handle = local_sgd(late, optimizer, diloco(5, overlap=3, fragments=2, compressor=PowerSGD(2)), process_group=group)
+    made["overlap"] = late, optimizer, None
+    return made, handle
 
 
 def step(made, number):
@@ -93,7 +97,10 @@ def watched(what, times, work):
 def one_group(_):
     """A group that trains a step behind each door, and is gone."""
     group = dist.new_group(timeout=timedelta(seconds=60))
-    step(doors(group), 0)
+    made, handle = doors(group)
+    step(made, 0)
+    handle.unregister()
+    del made, handle
     gc.collect()
     dist.destroy_process_group(group)
 
@@ -101,11 +108,11 @@ def one_group(_):
 def work(steps, groups):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    made = doors(None)
+    made, handle = doors(None)
     grown = watched("steps", steps, partial(step, made))
     weights = torch.cat([p.detach().flatten() for name in made for p in made[name][0].parameters()])
     assert weights.isfinite().all()
-    del made
+    del made, handle
     grown += watched("process groups", groups, one_group)
     print(f"rank {dist.get_rank()}: nothing grows" if not grown else f"grown: {grown}", flush=True)
     dist.destroy_process_group()

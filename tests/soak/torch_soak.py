@@ -4,7 +4,8 @@
 
 Ranks are slow at random places of the backward pass, their gradients hold an inf or NaN now and then, layers are frozen and trained again,
 and steps accumulate a random number of micro-batches. The wrapper (DDP with a hook, or `DataParallel`) and the algorithm change from stretch to
-stretch, with the memory of the algorithm taken along where it is the same. After every 100 steps and every stretch the ranks compare, bit for bit,
+stretch, with the memory of the algorithm taken along where it is the same. In between the ranks train by themselves, with averages that are taken later, and end
+and go on while these are on their way. After every 100 steps and every stretch the ranks compare, bit for bit,
 weights, moments of the optimizer and all memory that must be equal; and after every step that was not finite, each of them that nothing has changed.
 """
 
@@ -29,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import AllReduce
-from gradwire.torch_backend import DataParallel, register_comm_hook
+from gradwire import AllReduce, PowerSGD, WireDtype, diloco
+from gradwire.torch_backend import DataParallel, local_sgd, register_comm_hook
 from tests.launch import torchrun
 from tests.methods import METHODS
 from tests.parity.cases import TORCH_METHODS
@@ -46,6 +47,12 @@ WIDTH = 24
 #: Of the methods, each once, those for any model.
 ALGORITHMS = [
     *dict.fromkeys(a for a in (METHODS[name].algorithm for name in TORCH_METHODS) if a == AllReduce() or fits(a))
+]
+#: Averages that are on their way while training goes on.
+OVERLAPPED = [
+    diloco(6, overlap=2, fragments=3),
+    diloco(5, overlap=4, merge="progress", compressor=PowerSGD(2, min_compression_rate=1)),
+    diloco(4, eager=True, fragments=2, compressor=WireDtype(AllReduce(), "int8")),
 ]
 
 
@@ -74,7 +81,15 @@ class Training:
         torch.manual_seed(seed)
         self.model = Model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
-        self.counts = {"steps": 0, "not finite": 0, "frozen": 0, "micro-batches": 0, "delays": 0, "comparisons": 0}
+        self.counts = {
+            "steps": 0,
+            "not finite": 0,
+            "frozen": 0,
+            "micro-batches": 0,
+            "delays": 0,
+            "comparisons": 0,
+            "resumed": 0,
+        }
         self.wrapped = None
         for p in self.model.parameters():
             p.register_hook(self._delay)
@@ -127,6 +142,31 @@ class Training:
         self.counts["not finite"] += any(bad)
         self.counts["frozen"] += len(frozen)
         self.counts["micro-batches"] += parts
+
+    def train_apart(self, steps):
+        """With DiLoCo whose messages overlap. Now and then the handle goes, and another takes over from each rank's own state."""
+        local, handle = self.shared.choice(OVERLAPPED), None
+        for _ in range(steps):
+            if handle is None or self.shared.random() < 0.1:
+                own = None if handle is None else handle.rank_state_dict()
+                before = None if handle is None else copy.deepcopy(self.model.state_dict())
+                if handle is not None:
+                    handle._leave_optimizer()
+                handle = local_sgd(self.model, self.optimizer, local)  # makes parameters equal
+                if own is not None:
+                    self.model.load_state_dict(before)
+                    handle.load_state_dict(own)
+                    self.counts["resumed"] += 1
+            self.optimizer.zero_grad()
+            self.wrapped = self.model
+            self._loss().backward()
+            self.optimizer.step()
+            everyone = [None] * dist.get_world_size()
+            outer = {} if local.eager else handle.outer_parameters()
+            dist.all_gather_object(everyone, digest(outer))
+            assert len(set(everyone)) == 1, f"{local}: outer parameters differ"
+        handle.unregister()
+        assert all(bool(p.isfinite().all()) for p in self.model.parameters())
 
     def compare(self):
         """All ranks hold the same bits. Raises AssertionError on all of them otherwise."""
@@ -194,6 +234,8 @@ def work(steps, seed, stretch_steps):
                 training.compare()
         training.compare()  # the next wrapper begins with the weights of rank 0
         memory = training.memory()
+        if ours:
+            training.train_apart(stretch_steps)
         sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
         if training.rank == 0:
             done, seconds = training.counts["steps"], time.monotonic() - start

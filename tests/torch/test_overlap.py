@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, WireDtype, diloco
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.torch_backend import local_sgd
 from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
 from tests.core import golden
+from tests.launch import torchrun
+from tests.torch import restarted
 from tests.torch.compare import same_bits, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import PATIENCE, Cases, World
@@ -33,11 +37,13 @@ LATE = {
 class Run:
     """A small model that trains with local SGD."""
 
-    def __init__(self, world: World, local: LocalSGD) -> None:
+    def __init__(self, world: World, local: LocalSGD, **options: Any) -> None:
         self.world = world
-        self.model = mlp(8, 7, 5)
+        self.model: nn.Module = mlp(8, 7, 5)
+        if local.start_step:
+            self.model = DistributedDataParallel(self.model, process_group=world.group, broadcast_buffers=False)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.handle: LocalSGDHandle = local_sgd(self.model, self.optimizer, local, process_group=world.group)
+        self.handle: LocalSGDHandle = local_sgd(self.model, self.optimizer, local, process_group=world.group, **options)
 
     def steps(self, first: int, last: int) -> None:
         for step in range(first, last):
@@ -71,6 +77,34 @@ def resumed(world: World, local: LocalSGD) -> bool:
 @pytest.mark.parametrize("case", LATE)
 def test_a_run_that_ends_while_messages_travel_goes_on_with_the_same_bits(results, case):
     assert all(results(f"resumed[{case}]"))
+
+
+@cases.each(LATE | {"waiting": diloco(3, fragments=2), "later": diloco(3, start_step=5, overlap=1)})
+def test_outer_parameters_on_the_host_change_no_bit(world: World, local: LocalSGD) -> None:
+    """Nor does a run that goes on from the other's state."""
+    here, there = Run(world, local), Run(world, local, outer_device="cpu")
+    for run in (here, there):
+        run.steps(0, 9)
+    assert same_bits(there.seen(), here.seen())
+    assert same_bits(there.handle.outer_parameters(), here.handle.outer_parameters())
+    states = [run.handle.rank_state_dict() for run in (here, there)]
+    for run, state in zip((there, here), states, strict=True):
+        run.handle.load_state_dict(state)
+        run.steps(9, 16)
+        run.handle.synchronize()
+    assert same_bits(there.seen(), here.seen())
+    assert same_bits(there.handle.state_dict(), here.handle.state_dict())
+    for run in (here, there):
+        run.handle.reconfigure(diloco(5, lr=0.1))
+        run.steps(16, 22)
+    assert same_bits(there.seen(), here.seen())
+
+
+@cases.case
+def test_plain_averages_have_nothing_on_the_host(world: World) -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match="outer_device='cpu'"):
+        local_sgd(model, None, LocalSGD(3), process_group=world.group, outer_device="cpu")
 
 
 @cases.case
@@ -142,7 +176,7 @@ class Golden(nn.Module):
         self.embed = nn.Parameter(torch.tensor([1.0, 2.0]))
 
 
-@cases.each(golden.SCHEDULES)
+@cases.each(list(golden.SCHEDULES))
 def test_the_golden_schedule(world: World, schedule: str) -> None:
     model = Golden()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -177,6 +211,12 @@ def test_moments_that_begin_anew_have_no_moment_to(world: World) -> None:
     model = nn.Linear(4, 3)
     with pytest.raises(ValueError, match="moments='reset'"):
         local_sgd(model, torch.optim.Adam(model.parameters()), LATE["one"], moments="reset", process_group=world.group)
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_where_a_message_was_on_its_way(tmp_path: Path) -> None:
+    said = torchrun(Path(restarted.__file__), 2, str(tmp_path), env={"PET_MAX_RESTARTS": "1"}).stdout
+    assert said.count("the same bits after restart") == 2, said
 
 
 @cases.case

@@ -323,7 +323,7 @@ class LocalSGDHandle:
         elif (local.has_outer and not before.has_outer) or subgroups not in (None, before.subgroups(self._replicas)):
             self._synchronize_if_needed()
         equal, sent, memory = self._parameters_are_equal, self._collectives.sent, self._memory
-        self._drop()
+        self._drop(for_good=True)
         self._adopt(local, self._groups.also(fit_here.groups))
         self._collectives.sent = replace(sent)
         self._memory.steps = memory.steps
@@ -354,15 +354,18 @@ class LocalSGDHandle:
         meet_to_change(self._memory.placement.meetings)
         settings = {"call": "unregister", "step": str(self.steps)}
         require_same_on_all_ranks(self._groups.whole, settings, {}, self._why_not(), self._ops.device)
-        self._drop()
+        self._drop(for_good=True)
         self._make_equal()
         self._leave_optimizer()
         self._registered = False
         self._target.leave()
 
-    def _drop(self) -> None:
-        """Forget what is on its way. What it is made of is in the memory."""
-        if self._in_flight is not None:
+    def _drop(self, *, for_good: bool = False) -> None:
+        """Forget what is on its way, of which the memory has what it is made of; and that anything ever was, `for_good`."""
+        if self._in_flight is not None and for_good:
+            self._in_flight.close()
+            self._in_flight = None
+        elif self._in_flight is not None:
             self._in_flight.drop()
 
     def _why_not(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithm import State, Stepped
@@ -99,3 +100,8 @@ class InFlight:
         """Wait for what is on its way, and forget it. What it is made of stays in the memory."""
         while self._on_their_way:
             self._on_their_way.popitem()[1].step.abandon()
+
+    def close(self) -> None:
+        """The same, for good: the process group goes too. To be called on all ranks."""
+        self.drop()
+        dist.destroy_process_group(self._groups.whole)
