@@ -1,4 +1,5 @@
-"""Every way to train, on one, two and three ranks of an emulated accelerator: nothing races, nobody waits, and Gloo's results come out.
+"""Every way to train, on one, two and three ranks of an emulated accelerator: nothing races, nobody waits, no constant is made twice,
+and Gloo's results come out.
 
 The accelerator has streams, and its process group behaves as NCCL's: see `device.cpp` and `process_group.py`.
 """
@@ -81,22 +82,24 @@ def way(world, name):
     from tests.emulated.device import DEVICE, core, watched
     from tests.emulated.process_group import BACKEND
 
-    def waits():
-        seen = watched.own_waits()
+    def look():
+        seen = watched.own_waits(), list(watched.made), sum(core.operations().values())
         watched.waits.clear()
+        watched.made.clear()
         return seen
 
     way, group = WAYS[name], dist.new_group(backend=BACKEND)
     watched.clear()
     before = core.messages_on_their_way()  # of the ways before
     with native_collectives(BACKEND if way.native else "nccl"):
-        record = train(way, DEVICE, group, on_a_side_stream, waits)
+        record = train(way, DEVICE, group, on_a_side_stream, look)
     on_the_cpu = train(way, torch.device("cpu"), world.group)
     return {
-        # Where branches join, torch frees memory early if `backward` is called on another stream: with plain DDP as well.
-        "problems": watched.races() if way.branches else watched.problems,
+        "problems": watched.problems,
         "on their way": core.messages_on_their_way() - before,
-        "waits": record.waits,
+        "waits": [waits for waits, _, _ in record.seen],
+        "made": [made for _, made, _ in record.seen],
+        "kernels": [kernels for *_, kernels in record.seen],
         "launched": group.launched,
         "difference": relative(record.moved, on_the_cpu.moved),
     }
@@ -109,6 +112,9 @@ def test_a_way_to_train(results_of, name, ranks):
     for result in (first, *others):
         assert result["problems"] == []
         assert result["on their way"] == way.left
-        assert max(map(len, result["waits"][FIRST_STEPS:])) <= way.waits, result["waits"]
+        first_waits, waits = (list(map(len, each)) for each in (result["waits"][:FIRST_STEPS], result["waits"][FIRST_STEPS:]))
+        assert max(waits) <= way.waits, result["waits"]
+        assert sum(first_waits) <= FIRST_STEPS * way.waits + way.waits_at_first, result["waits"]
+        assert {event.what for event in result["made"][-1]} <= way.makes, result["made"]
         assert result["launched"] == first["launched"]
         assert result["difference"] <= way.tolerance
