@@ -67,7 +67,7 @@ def test_a_pattern_becomes_something_else(pattern: str, becomes: str, expected: 
 
 def test_a_pattern_that_is_nowhere_is_refused() -> None:
     mutation = mutations.changed("Pending.wait", "self.nowhere()", "pass", mutations.SHARDED)
-    with pytest.raises(ValueError, match="0 places of Pending.wait"):
+    with pytest.raises(ValueError, match=r"0 places of Pending\.wait"):
         mutations.mutated(mutation)
     with pytest.raises(ValueError, match="0 functions called nobody"):
         mutations.mutated(mutations.changed("nobody", "X", "Y", mutations.SHARDED))

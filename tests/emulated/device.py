@@ -13,8 +13,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +28,17 @@ LONG_AGO = 40
 #: Where gradwire's code is.
 OURS = tuple(f"{Path(str(room.__file__)).parent}/" for room in (gradwire.core, gradwire.torch_backend))
 #: Kernels that add in any order on CUDA, so that ranks may differ in the last bit.
-UNORDERED = {"scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_add", "index_add_", "bincount", "histc", "cumsum"}
+UNORDERED = {
+    "scatter_add",
+    "scatter_add_",
+    "scatter_reduce",
+    "scatter_reduce_",
+    "index_add",
+    "index_add_",
+    "bincount",
+    "histc",
+    "cumsum",
+}
 #: Kernels that make constants.
 MAKES = {"fill_", "arange", "eye", "linspace", "full", "ones", "tril", "triu"}
 
@@ -50,7 +60,9 @@ def _register() -> torch.device:
     module._is_in_bad_fork = lambda: False
     module.device_count = lambda: core.HOME + 1
     module.current_device = core.current_device
-    module.set_device = lambda device: core.set_device(torch.device(device).index if not isinstance(device, int) else device)
+    module.set_device = lambda device: core.set_device(
+        torch.device(device).index if not isinstance(device, int) else device
+    )
     module.manual_seed_all = lambda seed: None
     module.get_rng_state = lambda device=None: torch.empty(0, dtype=torch.uint8)
     module.set_rng_state = lambda state, device=None: None

@@ -40,7 +40,13 @@ def hooked(model, algorithm, group, **options):
 
 def wrapped(model, algorithm, group, **options):
     parallel = gw.DataParallel(
-        model, algorithm, process_group=group, bucket_cap_mb=1 / 1024, first_bucket_mb=1 / 1024, message_bytes=0, **options
+        model,
+        algorithm,
+        process_group=group,
+        bucket_cap_mb=1 / 1024,
+        first_bucket_mb=1 / 1024,
+        message_bytes=0,
+        **options,
     )
     return parallel, parallel.handle
 
@@ -51,7 +57,12 @@ DOORS = {"DDP": hooked, "DataParallel": wrapped}
 def sharded(model, group):
     """The gradients of an optimizer with sharded state: it takes them away from weights that are zero."""
     optimizer = gw.ZeroOptimizer(
-        model.named_parameters(), torch.optim.SGD, lr=1.0, process_group=group, average_gradients=True, shard="parameter"
+        model.named_parameters(),
+        torch.optim.SGD,
+        lr=1.0,
+        process_group=group,
+        average_gradients=True,
+        shard="parameter",
     )
     return optimizer.step
 
@@ -171,4 +182,6 @@ def test_the_numbers_are_numpys(results, door):
                 if step == INFINITE and name != "b":
                     assert np.isnan(average[name]).all()
                 elif step != INFINITE:
-                    np.testing.assert_allclose(average[name], wanted[name], rtol=0, atol=2e-5, err_msg=f"step {step}, {name}")
+                    np.testing.assert_allclose(
+                        average[name], wanted[name], rtol=0, atol=2e-5, err_msg=f"step {step}, {name}"
+                    )

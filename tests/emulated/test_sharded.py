@@ -117,7 +117,7 @@ POLICIES = {
 }
 
 
-@cases.each(POLICIES, slow={"mixed precision"})
+@cases.each(POLICIES)
 def test_unit_by_unit_on_a_stream_of_its_own(world, options):
     from tests.emulated.device import DEVICE, watched
     from tests.emulated.process_group import BACKEND, EmulatedNCCL

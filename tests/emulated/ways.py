@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -41,7 +42,6 @@ ROUNDED = 0.02
 COARSE = 0.1
 #: Numbers from 0 to n, of which a program may take the memory; and ones that signs are compared with.
 IOTA, ONES = frozenset({"arange"}), frozenset({"fill_"})
-ANEW = {"by_chance": IOTA, "top_k": IOTA, "top_k_tiles": IOTA, "top_k_bits": IOTA, "sign": ONES, "one_bit": ONES}
 #: Of `DataParallel`, which learns the order of gradients from the first replica.
 LEARNS = 2
 #: Smooth near zero: gradients that are rounding noise stay noise, and are not turned into steps.
@@ -128,6 +128,12 @@ class Way:
     native: bool = True
     steps: int = 5
     left: int = 0
+
+    @property
+    def steady(self) -> bool:
+        """Whether each step does what the first two did."""
+        begins_late = self.model.args[0] == "start_step" if isinstance(self.model, partial) else False
+        return not begins_late and self.wrap.__qualname__.split(".")[0] not in ("local", "post_local")
 
 
 def sgd(model):
@@ -290,7 +296,28 @@ def of_the_table(name):
     """Some steps, of which two compress and come after the first ones."""
     algorithm = METHODS[name].algorithm
     steps = max(5, algorithm.start_step + 2)
-    return Way(hooked(algorithm), partial(OfTheTable, name), steps=steps, makes=ANEW.get(name, frozenset()))
+    makes = frozenset[str]() if isinstance(algorithm, PowerSGD) else IOTA | ONES
+    return Way(hooked(algorithm), partial(OfTheTable, name), steps=steps, makes=makes)
+
+
+def _crossed():
+    """Algorithms that remember nothing, something by name, or a number for all; behind both doors, with a scaler and without."""
+    algorithms = {
+        "AllReduce": AllReduce(),
+        "PowerSGD, no memory": PowerSGD(2, error_feedback=False, warm_start=False),
+        "PowerSGD, half steps": PowerSGD(2, half_step=True),
+        "Quantize": gradwire.Quantize("int8"),
+        "TopK": gradwire.TopK(8, per=64),
+        "Sign": gradwire.Sign(),
+        "two levels": TwoLevel(WireDtype(PowerSGD(2), "bfloat16"), "node"),
+    }
+    doors = {"DDP": (hooked, 0), "DataParallel": (data_parallel, LEARNS)}
+    return {
+        f"{algorithm} x {door}{' x scaler' * scaler}": Way(
+            wrap(algorithms[algorithm]), scaler=scaler, tolerance=COARSE, waits_at_first=learns, makes=IOTA | ONES
+        )
+        for (algorithm, (door, (wrap, learns)), scaler) in product(algorithms, doors.items(), (False, True))
+    }
 
 
 WAYS = {
@@ -338,6 +365,8 @@ WAYS = {
     "post_localSGD_hook": Way(
         named(gw.post_localSGD_hook, lambda group: gw.PostLocalSGDState(group, group, start_localSGD_iter=2))
     ),
+    **_crossed(),
+    "PowerSGD, a hundred steps": Way(hooked(PowerSGD(2), message_bytes=1 << 20), steps=110),
     # The wrapper.
     "DataParallel(AllReduce)": Way(data_parallel(AllReduce()), waits_at_first=LEARNS),
     "DataParallel(PowerSGD)": Way(data_parallel(PowerSGD(2)), waits_at_first=LEARNS),
