@@ -119,7 +119,14 @@ MUTATIONS = {
         ways("PowerSGD, a message per bucket"),
     ),
     "all_ranks_in_place_of_a_group": changed(
-        "Collectives._reduce", "X[request.groups]", "X.whole", ways("everything that can be asked")
+        "Collectives._reduce",
+        "X[request.groups]",
+        "X.whole",
+        in_file(
+            "test_requests.py",
+            ["asked[means in groups, NCCL]"],
+            "test_a_request_is_answered_as_the_core_says[means in groups-NCCL]",
+        ),
     ),
     "rank_of_the_group_for_a_rank": changed(
         "Exchange.__init__", "dist.get_global_rank(X, Y)", "Y", ways("everything that can be asked")
@@ -129,7 +136,7 @@ MUTATIONS = {
         "Step.start",
         "X.advance(None)",
         "self.collectives.scratch.rewind()\nX.advance(None)",
-        ways("PowerSGD, a message per bucket"),
+        ways("rank_2", "half_step"),
     ),
     "abandoned_on_its_way": changed(
         "Running.close",
@@ -184,6 +191,38 @@ MUTATIONS = {
         "return A if B else None",
         "return ((A | True) if self.collectives.groups.whole.rank() == 1 else A) if B else None",
         in_file("test_reference.py", ["as_in_numpy[DDP]"], "test_the_numbers_are_numpys[DDP]"),
+    ),
+    # Written after the accelerator was finished.
+    "event_not_recorded": changed("Foreseen.note", "self._arrived.record(X)", "pass", ways("half_step")),
+    "first_rank_for_the_first_of_a_group": changed(
+        "ShardedBackward._learn", "dist.get_global_rank(X, Y)", "Y", SHARDED
+    ),
+    "memory_grows": changed("Step.begin", "X.scratch.rewind()", "pass", ways("PowerSGD, a hundred steps")),
+    "numbers_from_pageable_memory": changed(
+        "TorchOps.from_host",
+        "self._on_device(torch.tensor(X, dtype=Y))",
+        "torch.tensor(X, dtype=Y, device=self.device)",
+        ways("DDP, unused parameters"),
+    ),
+    "count_read_early": changed(
+        "SkippedSteps.look", "X or self._arrived.query()", "True", ways("PowerSGD, a hundred steps")
+    ),
+    "divided_on_its_way": Mutation(
+        "Reducing._launch",
+        (
+            ("if self._divides:\n    X", "pass"),
+            ("work = kept(X, Y)", "work = kept(X, Y)\nif self._divides:\n    Y.mul_(share(group, Y.dtype))"),
+        ),
+        ways("all_reduce"),
+    ),
+    "no_overlap_of_shards": changed(
+        "Exchange.sum_for_owners",
+        "return [_reduce_scatter(A, B, group=C, async_op=True)]",
+        "work = _reduce_scatter(A, B, group=C, async_op=True)\nwork.wait()\nreturn [work]",
+        ways("hook_with_zero_step by element", "hook_with_zero_step_interleaved by element"),
+    ),
+    "the_host_chooses": changed(
+        "TorchOps.where", "self._host_knows and ok.ndim == 0", "ok.ndim == 0", ways("DDP, GradScaler", "rank_2")
     ),
 }
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, ProcessGroupGloo, _create_work_from_future
+from torch.distributed.distributed_c10d import _world
 from torch.futures import Future
 
 from tests.emulated.device import DEVICE, core, stream
@@ -81,6 +82,10 @@ class EmulatedNCCL(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        return _world.pg_names.get(self, "")
 
     @property
     def _device_types(self) -> list[torch.device]:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from gradwire import PowerSGD
@@ -40,7 +39,6 @@ def _built():
 def fsdp_on_emulated_streams():
     """What FSDP asks of `torch.emu`."""
     from tests.emulated.device import DEVICE, core, stream
-    from tests.emulated.process_group import EmulatedNCCL
 
     numbers = count(40)
 
@@ -81,10 +79,10 @@ def fsdp_on_emulated_streams():
     module.current_stream = lambda device=None: Stream(number=core.current_stream())
     module.stream = lambda chosen: stream(chosen.number)
     core.set_device(DEVICE.index)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EmulatedNCCL, "group_name", property(lambda group: _world.pg_names[group]))
+    try:
         yield
-    core.set_device(0)
+    finally:
+        core.set_device(0)
 
 
 def trained(replicas, shards, device, after_step=lambda step: None, **options):
