@@ -19,6 +19,7 @@ from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.zero.sharded_step import ShardedStep
 from tests.emulated.build import shared_library
 from tests.emulated.ways import WAYS, native_collectives, train
 from tests.torch.compare import same_bits
@@ -402,6 +403,41 @@ def test_messages_travel_during_the_backward_pass(results, wrapper):
     for seen in results(f"on_their_way[{wrapper}]"):
         assert len(seen) > 2
         assert seen == [(min(i, 1), i == len(seen) - 1) for i in range(len(seen))]
+
+
+SHARDED = ("hook_with_zero_step by element", "hook_with_zero_step_interleaved by element")
+
+
+@cases.each(SHARDED)
+def shards_on_their_way(world, name):
+    """Messages each time that a sharded optimizer is given a bucket, in the last step."""
+    from tests.emulated.device import DEVICE, core
+    from tests.emulated.process_group import BACKEND
+
+    group, seen, begin, add = on_emulated_nccl(), [], ShardedStep.begin, ShardedStep.add
+    before = core.messages_on_their_way()
+
+    def begun(step):
+        begin(step)
+        seen.append([])
+
+    def added(step, gradients):
+        seen[-1].append(core.messages_on_their_way() - before)
+        add(step, gradients)
+
+    with pytest.MonkeyPatch.context() as patch, native_collectives(BACKEND):
+        patch.setattr(ShardedStep, "begin", begun)
+        patch.setattr(ShardedStep, "add", added)
+        train(WAYS[name], DEVICE, group)
+    return seen[-1]
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_travel_during_the_backward_pass(results, name):
+    for first, *others in results(f"shards_on_their_way[{name}]"):
+        assert first == 0
+        assert others
+        assert all(others)
 
 
 @cases.case
