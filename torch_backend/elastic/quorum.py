@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.core.protocol.groups import Groups
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
+from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.ops.kernels import TorchOps
@@ -113,7 +116,7 @@ class Quorum:
         cards = self.attempt(lambda: gathered_by_all(mine, manager._pg, self.device))
         if cards is None or not self._agree(mine, cards):
             return None
-        self._groups = ProcessGroups(manager._pg)
+        self._groups = _Members(manager._pg, manager.participating_rank() or 0)
         self._collectives = Collectives(self._groups, TorchOps(self.device))
         self._collectives.sent = self.sent
         self.changes += 1
@@ -151,6 +154,17 @@ class Quorum:
             logger.warning("A round fails: %s", error)
             self.manager.report_error(error)
         return not others
+
+
+class _Members(ProcessGroups):
+    """The group of a quorum, in which torchft has given this replica a number."""
+
+    def __init__(self, whole: dist.ProcessGroup, rank: int) -> None:
+        super().__init__(whole)
+        self._rank = rank
+
+    def exchange(self, groups: Groups | None, device: torch.device) -> Exchange:
+        return Exchange(self[groups], device, self._rank)
 
 
 def on_host(x: Tensor) -> Tensor:
