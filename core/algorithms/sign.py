@@ -16,7 +16,7 @@ from typing import Literal
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.shared.views import view_of
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, wide_dtype
-from gradwire.core.protocol import gather, watch, world_size
+from gradwire.core.protocol import gather, replica_weights, watch, world_size
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -72,7 +72,9 @@ class Sign(Compressor):
         bits, scales = ops.pack_bits(positive.reshape((-1,))), ops.cast(self._scales(ops, rows, positive, wide), dtype)
         # As bytes, scales travel in the message of the bits.
         every_bits, every_byte = await gather(bits, ops.view_as(scales, "uint8"), watched=False)
-        every_scales = ops.view_as(every_byte, dtype)
+        every_scales, weights = ops.view_as(every_byte, dtype), await replica_weights()
+        if weights is not None:
+            every_scales = weights.present(ops, every_scales)
         await watch(every_scales)
 
         def reconstructed(positive: A, scales: A) -> A:
@@ -81,14 +83,16 @@ class Sign(Compressor):
 
         def add(replica: int, total: A) -> A:
             its = ops.unpack_bits(every_bits[replica], math.prod(lies)).reshape(tuple(rows.shape))
-            return ops.add(total, reconstructed(its, every_scales[replica]), out=total)
+            sent = reconstructed(its, every_scales[replica])
+            return ops.add(total, sent if weights is None else weights.times(ops, sent, replica), out=total)
 
         def back(rows: A) -> A:
             return ops.cast(rows.mT if self._axis == -2 else rows, dtype).reshape(shape)
 
         replicas = await world_size()
         total = ops.loop(replicas, add, ops.zeros(tuple(rows.shape), wide))
-        return back(reconstructed(positive, scales)), back(total / replicas), memory
+        mean = total / replicas if weights is None else weights.share(ops, total)
+        return back(reconstructed(positive, scales)), back(mean), memory
 
     def _scales(self, ops: Ops[A], rows: A, positive: A, dtype: str) -> A:
         """(magnitudes, …, 1): what stands for a positive element; and, if there are two, what for another. An inf or NaN shows in them."""

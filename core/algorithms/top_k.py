@@ -14,7 +14,7 @@ from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.shared.sparse_blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of, packed, unpacked
 from gradwire.core.codecs import CODECS, Codec
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, wide_dtype
-from gradwire.core.protocol import gather, watch, world_size
+from gradwire.core.protocol import gather, replica_weights, watch, world_size
 from gradwire.core.text.options import AtLeast1, share
 
 
@@ -102,14 +102,15 @@ class TopK(Compressor):
             rows = every_code.reshape((-1, codes.shape[-1]))
             values = ops.cast(codec.decode(ops, codes), dtype)
             every_value = ops.cast(codec.decode(ops, rows), dtype).reshape((-1, *index.shape))
-        replicas, wide = await world_size(), wide_dtype(dtype)
+        replicas, weights, wide = await world_size(), await replica_weights(), wide_dtype(dtype)
 
         def added(of_each: A) -> A:
             """One replica after the other: its positions are distinct, so no order of additions is left to the device."""
 
             def add(replica: int, total: A) -> A:
                 its = unpacked(ops, every_index[replica], blocks.length, tuple(index.shape))
-                return ops.scatter_add(total, its, ops.cast(of_each[replica], wide))
+                values = ops.cast(of_each[replica], wide)
+                return ops.scatter_add(total, its, values if weights is None else weights.times(ops, values, replica))
 
             return ops.loop(replicas, add, ops.zeros(shape, wide))
 
@@ -118,7 +119,7 @@ class TopK(Compressor):
         # Of finite numbers the sum may overflow, and what is not finite is in it.
         await watch(ops.by_rows(lambda x, out=None: ops.max_abs(x), total))
         if self.mean == "replicas":
-            return sent, ops.cast(total / replicas, dtype)
+            return sent, ops.cast(total / replicas if weights is None else weights.share(ops, total), dtype)
         count = added(ops.zeros(tuple(every_value.shape), wide) + 1.0)
         return sent, ops.cast(total / ops.where(count > 0, count, 1.0), dtype)
 

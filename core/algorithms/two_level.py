@@ -23,6 +23,7 @@ from gradwire.core.ops import FLOATS, A, Ops
 from gradwire.core.protocol import all_gather, mean_each, replica_index, watch, world_size
 from gradwire.core.protocol.groups import Groups, NoPartition
 from gradwire.core.protocol.programs import Fusable, Program, Request, ask, relayed
+from gradwire.core.protocol.weights import count_as
 from gradwire.core.text.options import AtLeast1, check_options
 from gradwire.core.text.wording import configured
 
@@ -106,6 +107,7 @@ class TwoLevel(Wrapper):
         if len(near[0]) == 1:
             return await self.algorithm.step(ops, gradients, state, step)
         node = await mean_each(gradients, watched=False, groups=near)
+        await count_as(near)
         between = Between(ops, near, await replica_index(near))
         return await between.run(self.algorithm.step(ops, node, state, step))
 

@@ -10,11 +10,20 @@ from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.ops import A, Ops, Spec
 
 
+def require_inner(algorithm: object, what: str = "algorithm") -> None:
+    """Raise TypeError for what is no algorithm, or has weights, which concern the whole step."""
+    require_algorithm(algorithm, what)
+    if getattr(algorithm, "weighted", False):
+        raise TypeError(
+            f"{what}={algorithm!r} is weighted, and stands inside another algorithm; Weighted goes round all others"
+        )
+
+
 @dataclass(frozen=True)
 class Wrapper:
     """A base of algorithms whose memory is that of `algorithm`: they differ in `step`."""
 
-    algorithm: Annotated[Algorithm, require_algorithm]
+    algorithm: Annotated[Algorithm, require_inner]
 
     @property
     def per_replica(self) -> frozenset[str]:

@@ -23,6 +23,7 @@ from gradwire.core.algorithms.quantize import Quantize
 from gradwire.core.algorithms.sign import Sign
 from gradwire.core.algorithms.top_k import TopK
 from gradwire.core.algorithms.two_level import TwoLevel
+from gradwire.core.algorithms.weighted import Weighted
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.kernels.low_rank import LowRank
@@ -34,6 +35,7 @@ from gradwire.core.plan.plan import Plan, plan
 from gradwire.core.plan.traffic import Traffic
 from gradwire.core.plan.utilization import link_for, utilization
 from gradwire.core.protocol.programs import ReplicaMismatch
+from gradwire.core.protocol.weights import NobodyCounts
 from gradwire.core.simulate.local import LocalSimulator
 from gradwire.core.simulate.simulator import Simulator
 from gradwire.core.state.flax_names import FlaxNames
@@ -53,6 +55,7 @@ __all__ = [
     "LocalSGD",
     "LocalSimulator",
     "LowRank",
+    "NobodyCounts",
     "OuterSGD",
     "Plan",
     "PowerSGD",
@@ -67,6 +70,7 @@ __all__ = [
     "TopK",
     "Traffic",
     "TwoLevel",
+    "Weighted",
     "WireDtype",
     "Zero",
     "advise",

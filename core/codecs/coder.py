@@ -18,8 +18,17 @@ from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.codec import Codec
 from gradwire.core.kernels import random
 from gradwire.core.ops import ITEMSIZE, A, Ops, wide_dtype
-from gradwire.core.protocol import all_to_all, all_to_all_parts, gather, replica_index, watch, world_size
+from gradwire.core.protocol import (
+    all_to_all,
+    all_to_all_parts,
+    gather,
+    replica_index,
+    replica_weights,
+    watch,
+    world_size,
+)
 from gradwire.core.protocol.groups import Groups
+from gradwire.core.protocol.weights import Weights
 
 #: Arrays of this number of elements are coded by themselves: joining them would cost a copy. Smaller ones share rows.
 LARGE = 1 << 15
@@ -54,6 +63,8 @@ class Coder(Generic[A]):
     codec: Codec
     noise: Noise | None = None
     _drawn: int = field(default=0, init=False)
+    #: Of the replicas whose codes have arrived last; None: all count alike.
+    _weights: Weights[A] | None = field(default=None, init=False)
 
     @property
     def casts(self) -> bool:
@@ -89,6 +100,7 @@ class Coder(Generic[A]):
             return await self._mean_of_two(arrays, packs, place, donated, watched, groups, keeps=keeps)
         coded = [self._in_parts(self._encoded(pack.matrix, place + 1), size) for pack in packs]
         received = await all_to_all(*coded, groups=groups)
+        self._weights = await replica_weights(groups)
         of_each = [self._of_each(y, pack.matrix.shape[1]) for y, pack in zip(received, packs, strict=True)]
         shares = [self._share(y, pack.matrix) for y, pack in zip(of_each, packs, strict=True)] if keeps else []
         if keeps:
@@ -122,6 +134,7 @@ class Coder(Generic[A]):
         ops = self.ops
         coded = [self._encoded(pack.matrix, place + 1) for pack in packs]
         of_both = await gather(*coded, watched=False, groups=groups)
+        self._weights = await replica_weights(groups)
         means, sent, shown = list(arrays), list(arrays), []
         for pack, mine, codes in zip(packs, coded, of_both, strict=True):
             if keeps:
@@ -151,6 +164,7 @@ class Coder(Generic[A]):
             sizes = tuple(next(nbytes) if k else 0 for k in own)
             flat = ops.rows(coded, 1).reshape((-1,))
             (received,) = await all_to_all_parts([flat], [sizes], groups=groups)
+            self._weights = await replica_weights(groups)
             dtype = ops.dtype_of(x)
             if n:
                 of_each = self._of_each(received.reshape((len(own), -1)), self.codec.layout(n)[1])
@@ -224,19 +238,23 @@ class Coder(Generic[A]):
 
     def _mean_of(self, of_each: A, dtype: str, out: A | None = None) -> A:
         """Summed in float32, of float64 in float64."""
-        ops, size = self.ops, of_each.shape[0]
+        ops, size, weights = self.ops, of_each.shape[0], self._weights
         summed = wide_dtype(dtype)
 
-        def decoded(y: A) -> A:
-            return ops.cast(self.codec.decode(ops, y), summed)
-
-        def add(y: A, total: A, out: A | None = None) -> A:
-            return ops.add(total, decoded(y), out=out)
+        def decoded(y: A, i: Any) -> A:
+            x = ops.cast(self.codec.decode(ops, y), summed)
+            return x if weights is None else weights.times(ops, x, i)
 
         def added(i: Any, total: A) -> A:
+            def add(y: A, total: A, out: A | None = None) -> A:
+                return ops.add(total, decoded(y, i + 1), out=out)
+
             return ops.by_rows(add, of_each[i + 1], total, out=total)
 
-        total = ops.loop(size - 1, added, decoded(of_each[0]))
+        total = ops.loop(size - 1, added, decoded(of_each[0], 0))
+        if weights is not None:
+            share = ops.divide(ops.zeros((), summed) + 1.0, ops.cast(weights.total, summed))
+            return ops.multiply(total, share, out=total if out is None else out)
         return ops.multiply(total, 1.0 / size, out=total if out is None else out)
 
     def _settled(self, mine: A, share: A, part: A, place: Any) -> A:
@@ -244,12 +262,24 @@ class Coder(Generic[A]):
         ops, size, dtype = self.ops, mine.shape[0], self.ops.dtype_of(share)
         own = ops.cast(self._decoded(mine.reshape((-1, part.shape[1]))), dtype).reshape((1, size, -1))
 
+        factor = self._owed(size, place, dtype)
+
         def less(own: A, share: A, part: A, out: A | None = None) -> A:
             missed = share - ops.cast(self.codec.decode(ops, part), dtype)
-            return ops.add(own, missed * -float(size), out=out)
+            return ops.add(own, missed * factor, out=out)
 
         settled = ops.by_rows(less, ops.row(own, place).reshape(tuple(share.shape)), share, part)
         return ops.set_row(own, place, settled.reshape((1, 1, -1)))
+
+    def _owed(self, size: int, place: Any, dtype: str) -> Any:
+        """What one replica adds to what it has sent, so that the mean changes by -1: of one that does not count, nothing changes it."""
+        if self._weights is None:
+            return -float(size)
+        ops, own = self.ops, self._weights.of_each[place]
+        counts = own > 0
+        return ops.cast(
+            ops.where(counts, ops.divide(self._weights.total, ops.where(counts, own, 1.0)) * -1.0, 0.0), dtype
+        )
 
     def _room(self, pack: _Pack[A]) -> A | None:
         """The array itself, if what is decoded has its dtype."""

@@ -18,23 +18,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self, cast
 
-from gradwire.core.algorithm import Algorithm, State, Stepped, check_specs, require_algorithm
+from gradwire.core.algorithm import Algorithm, State, Stepped, check_specs
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.two_level import require_nodes
+from gradwire.core.algorithms.weighted import weighed
+from gradwire.core.algorithms.wrapper import require_inner
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.outer import OuterSGD, times
+from gradwire.core.local_sgd.radial import Step, averaged_by_direction, taken_apart
 from gradwire.core.local_sgd.schedule import Level, Schedule, Turn
 from gradwire.core.ops import A, FloatDtype, Ops, Spec
 from gradwire.core.protocol import branch, mean_each, together
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.programs import Program
+from gradwire.core.protocol.weights import Weighing, weight_of
 from gradwire.core.text.options import AtLeast0, share
 
 OUTER = "outer"
 VELOCITY = "velocity"
 #: How far this replica had come from the outer parameters when its last message left.
 DIFFERENCE = "difference"
-OWN = frozenset({OUTER, VELOCITY, DIFFERENCE})
+#: And what it counts for.
+WEIGHT = "weight"
+#: What all replicas together count for, beside what `message` returns for eager ones.
+TOTAL = "total"
+OWN = frozenset({OUTER, VELOCITY, DIFFERENCE, WEIGHT})
 
 #: Averaged along with parameters, as it is: owner → name → array. What a parameter owns (its optimizer's moments) goes with its
 #: fragment, everything else (buffers, under any name) with the first.
@@ -60,7 +68,14 @@ class LocalGradients:
         check_specs(specs)
         return State()
 
-    async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
+    @property
+    def weighted(self) -> bool:
+        """Whether `step` takes a weight, as that of `Weighted` does."""
+        return bool(getattr(self.schedule, "weighted", False))
+
+    async def step(
+        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any, weight: Any = 1.0
+    ) -> Stepped[A]:
         subgroups = self.schedule.subgroups(self.replicas)
 
         async def everywhere(g: dict[str, A]) -> dict[str, A]:
@@ -72,7 +87,8 @@ class LocalGradients:
             return await mean_each(g, watched=False, groups=subgroups if len(subgroups) > 1 else None)
 
         warming_up = False if self.start_step == 0 else step < self.start_step
-        return await branch(warming_up, everywhere, in_subgroups, dict(gradients)), state
+        averages = branch(warming_up, everywhere, in_subgroups, dict(gradients))
+        return await (Weighing(ops, weight).run(averages) if self.weighted else averages), state
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -111,17 +127,24 @@ class LocalSGD(Schedule):
             (LOSCAR, arXiv 2605.20866). None: 0, the outer parameters themselves; 0.5 where there is an `overlap`.
         eager: a message may last from one average to the next (Kale et al. 2025, "Eager updates", arXiv 2502.12996): each replica has outer parameters of its own
             by the average of the differences before, corrected by what it has itself done since, D̄' + (D - D') / replicas.
+        weighted: each average counts a replica by its weight, see `gradwire.Weighted`: that given with the step after which the average, or the difference,
+            leaves. What others compute is that of a run without the replicas of weight 0, which receive the averages as all do.
+        radial: average directions and lengths of differences apart, `(Σ w‖D‖ / Σ w) · φ(Σ w φ(D))` with φ(x) = x / ‖x‖ ("Decoupled DiLoCo", arXiv 2604.21428): where
+            replicas part, the mean of their differences shrinks, and this does not. One number more for each tensor travels along. True: of all tensors with two and more
+            axes; or patterns of names (`fnmatch`). The paper leaves embeddings, heads and vectors out, and weighs by tokens² / steps.
 
     Raises:
         ValueError: naming the option, its value and the fix.
     """
 
     outer: OuterSGD | None = None
-    compressor: Annotated[Algorithm, require_algorithm] | None = None
+    compressor: Annotated[Algorithm, require_inner] | None = None
     state_dtype: FloatDtype | None = None
     overlap: AtLeast0 = 0
     merge: Annotated[float, share()] | Literal["progress"] | None = None
     eager: bool = False
+    weighted: bool = False
+    radial: bool | tuple[str, ...] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,6 +152,10 @@ class LocalSGD(Schedule):
         if self.state_dtype is not None and not self.has_outer:
             raise ValueError(
                 f"state_dtype={self.state_dtype!r}, but plain averaging keeps no state; leave it out, or give an outer optimizer"
+            )
+        if self.radial and not self.has_outer:
+            raise ValueError(
+                f"radial={self.radial!r} is of averaged differences, and plain averaging has none; give an outer optimizer, as diloco does"
             )
 
     def _check_overlap(self) -> None:
@@ -179,8 +206,8 @@ class LocalSGD(Schedule):
         """Names of the memories that differ between replicas; outer and velocity do not, but for eager ones."""
         own = frozenset() if self.compressor is None else self.compressor.per_replica
         if self.eager:
-            return own | {OUTER, VELOCITY, DIFFERENCE}
-        return own | {DIFFERENCE} if self.overlap else own
+            return own | OWN
+        return own | {DIFFERENCE, WEIGHT} if self.overlap else own
 
     def gradients(self, replicas: int) -> LocalGradients:
         """What to do with gradients. Raises ValueError if the schedule does not fit so many replicas."""
@@ -209,6 +236,7 @@ class LocalSGD(Schedule):
         parts = self.parts(specs)
         if not self.has_outer:
             return State()
+        taken_apart(self.radial, specs)
         algorithm = self._algorithm
         memory = algorithm.init(ops, specs)
         state: State[A] = State()
@@ -227,6 +255,8 @@ class LocalSGD(Schedule):
                 state.tensors[name][VELOCITY] = ops.zeros(specs[name].shape, specs[name].dtype)
             if self.delayed:
                 state.tensors[name][DIFFERENCE] = ops.zeros(specs[name].shape, specs[name].dtype)
+                if self.weighted:
+                    state.tensors[name][WEIGHT] = ops.zeros((), "float32")
         state.tensors |= {name: kept for name, kept in memory.tensors.items() if name not in params}
         return state
 
@@ -284,6 +314,7 @@ class LocalSGD(Schedule):
         extras: Extras[A] | None = None,
         arrived: Mapping[int, Stepped[A]] | None = None,
         turn: Turn | None = None,
+        weight: Any = 1.0,
     ) -> tuple[dict[str, A], State[A], dict[str, dict[str, A]]]:
         """What happens to the parameters after the optimizer's update of one step.
 
@@ -296,6 +327,7 @@ class LocalSGD(Schedule):
             extras: averaged with the parameters, as they are, when these leave; donated.
             arrived: what `message` returned for fragments that are taken now. Others are sent now.
             turn: what happens after this step, where `step` is traced and the host knows it. None: each decision is a branch.
+            weight: of this replica, in what leaves now, if the schedule is `weighted`: a number or a scalar array.
 
         Returns:
             Parameters, state and extras after the step. Where nothing was due they are the given ones. A parameter may be the very array
@@ -305,6 +337,7 @@ class LocalSGD(Schedule):
         parts = self.parts(specs)
         levels = self.levels(replicas)
         owned = extras or {}
+        weight = weight_of(ops, weight) if self.weighted else None
         memory = {n: dict(m) for n, m in state.tensors.items()}
         after: dict[str, Any] = {"params": {}, "shared": {}, "extras": {}}
         for number, names in enumerate(parts):
@@ -316,7 +349,8 @@ class LocalSGD(Schedule):
                 "shared": {k: x for k, x in state.shared.items() if k.startswith(prefix)},
                 "extras": {o: dict(x) for o, x in owned.items() if o in names or (number == 0 and o not in params)},
             }
-            fragment = _Fragment(self, ops, number, levels, step, specs, replicas, (arrived or {}).get(number), turn)
+            came = (arrived or {}).get(number)
+            fragment = _Fragment(self, ops, number, levels, step, specs, replicas, came, turn, weight)
             done = await fragment.run(mine)
             for name, changed in done["tensors"].items():
                 memory[name] = memory[name] | changed
@@ -402,6 +436,7 @@ class _Fragment:
     replicas: int
     arrived: Stepped[Any] | None
     turn: Turn | None
+    weight: Any
 
     async def run(self, values: dict[str, Any]) -> dict[str, Any]:
         local = self.local
@@ -449,7 +484,8 @@ class _Fragment:
     async def _plain(self, v: dict[str, Any], groups: Groups | None) -> dict[str, Any]:
         flat = {("params", n, ""): x for n, x in v["params"].items()}
         flat |= {("extras", owner, key): x for owner, owned in v["extras"].items() for key, x in owned.items()}
-        averages = await mean_each(flat, watched=False, groups=groups)
+        sent: Program[dict[Any, Any]] = mean_each(flat, watched=False, groups=groups)
+        averages = await (Weighing(self.ops, self.weight, keeps=True).run(sent) if self.local.weighted else sent)
         return v | {
             "params": {n: averages["params", n, ""] for n in v["params"]},
             "extras": {o: {k: averages["extras", o, k] for k in owned} for o, owned in v["extras"].items()},
@@ -463,14 +499,14 @@ class _Fragment:
     async def _outer_step(self, v: dict[str, Any]) -> dict[str, Any]:
         """All of it after one step."""
         differences = self._differences(v)
-        tensors = {n: m | {DIFFERENCE: differences[n]} if n in differences else m for n, m in v["tensors"].items()}
+        tensors = {n: m | self._sent(differences[n]) if n in differences else m for n, m in v["tensors"].items()}
         sent = self._exchange(tensors, v["shared"], self._round())
         averaged, extras = cast(Any, await together([sent, self._extras(v)]))
         return self._applied(v, averaged) | {"extras": extras}
 
     async def _leave(self, v: dict[str, Any]) -> dict[str, Any]:
         """The difference is kept, and is on its way from now on."""
-        kept = {n: v["tensors"][n] | {DIFFERENCE: x} for n, x in self._differences(v).items()}
+        kept = {n: v["tensors"][n] | self._sent(x) for n, x in self._differences(v).items()}
         return v | {"tensors": v["tensors"] | kept, "extras": await self._extras(v)}
 
     async def _arrive(self, v: dict[str, Any]) -> dict[str, Any]:
@@ -485,32 +521,47 @@ class _Fragment:
         differences = self._differences(v)
         own = functools.reduce(lambda a, b: a & b, [ops.all_finite(x) for x in differences.values()])
         now = {n: ops.where(own, x, _zeros_like(ops, x)) for n, x in differences.items()}
-        before = {n: v["tensors"][n][DIFFERENCE] for n in now}
+        before = {n: {k: v["tensors"][n][k] for k in (DIFFERENCE, WEIGHT) if k in v["tensors"][n]} for n in now}
         memory = {n: _compressors(m) for n, m in v["tensors"].items()}
 
         async def nothing(kept: Any) -> Any:
-            return {n: _zeros_like(ops, x) for n, x in before.items()}, kept
+            total = await Weighing(ops, self.weight).whole() if self.local.weighted else None
+            return {n: _zeros_like(ops, m[DIFFERENCE]) for n, m in before.items()}, kept, (self.weight, total)
 
         async def received(kept: Any) -> Any:
             if self.arrived is not None:
                 averages, state = self.arrived
             else:
-                tensors = {n: m | ({DIFFERENCE: before[n]} if n in before else {}) for n, m in kept["tensors"].items()}
+                tensors = {n: m | before.get(n, {}) for n, m in kept["tensors"].items()}
                 averages, state = await self._exchange(tensors, kept["shared"], index - 1)
-            shared = {f"{self.number}/{key}": x for key, x in state.shared.items()}
-            return averages, {"tensors": kept["tensors"] | state.tensors, "shared": shared}
+            shared = {f"{self.number}/{key}": x for key, x in state.shared.items() if key != TOTAL}
+            counted = next((m[WEIGHT] for m in before.values() if WEIGHT in m), None), state.shared.get(TOTAL)
+            return averages, {"tensors": kept["tensors"] | state.tensors, "shared": shared}, counted
 
         given = {"tensors": memory, "shared": v["shared"]}
         first = index == 0 if self.turn is None else self.number not in self.turn.later
-        (averages, kept), extras = cast(Any, await together([branch(first, nothing, received, given), self._extras(v)]))
-        share = 1.0 / self.replicas
-        corrected = {
-            n: ops.add(x, times(ops, ops.add(now[n], times(ops, before[n], -1.0)), share)) for n, x in averages.items()
-        }
+        (averages, kept, counted), extras = cast(
+            Any, await together([branch(first, nothing, received, given), self._extras(v)])
+        )
+        corrected = {}
+        for n, x in averages.items():
+            since = ops.add(now[n], times(ops, before[n][DIFFERENCE], -1.0))
+            corrected[n] = ops.add(x, self._own_share(since, *counted))
         shared = {key.removeprefix(f"{self.number}/"): x for key, x in kept["shared"].items()}
         applied = self._applied(v, (corrected, State(shared, kept["tensors"])), own)
-        after = {n: m | ({DIFFERENCE: now[n]} if n in now else {}) for n, m in applied["tensors"].items()}
+        after = {n: m | (self._sent(now[n]) if n in now else {}) for n, m in applied["tensors"].items()}
         return applied | {"tensors": after, "extras": extras}
+
+    def _own_share(self, x: Any, weight: Any, total: Any) -> Any:
+        """What `x` of this replica, of so much of the total weight, adds to an average."""
+        ops, dtype = self.ops, self.ops.dtype_of(x)
+        if total is None:
+            return times(ops, x, 1.0 / self.replicas)
+        return ops.multiply(x, ops.divide(ops.cast(weight, dtype), ops.cast(total, dtype)))
+
+    def _sent(self, difference: Any) -> dict[str, Any]:
+        """What is remembered of a difference that leaves."""
+        return {DIFFERENCE: difference} | ({WEIGHT: self.weight} if self.local.weighted else {})
 
     def _round(self, ago: int = 0) -> Any:
         return self.local.round(self.step - ago, self.levels[0].period, self.number)
@@ -541,7 +592,13 @@ class _Fragment:
             if velocity is not None:
                 after[name][VELOCITY] = ops.where(ok, speed, velocity, out=velocity)
             back = ops.cast(after[name][OUTER], ops.dtype_of(x))
-            params[name] = back if merged is None else ops.where(ok, ops.cast(merged, ops.dtype_of(x)), back)
+            if (
+                merged is not None and local.weighted
+            ):  # the others have not heard of what is not finite on an absent replica
+                back = ops.where(ok & ops.all_finite(merged), ops.cast(merged, ops.dtype_of(x)), back)
+            elif merged is not None:
+                back = ops.where(ok, ops.cast(merged, ops.dtype_of(x)), back)
+            params[name] = back
         shared = {f"{self.number}/{key}": x for key, x in memory.shared.items()}
         return v | {"params": params, "tensors": after, "shared": shared}
 
@@ -576,7 +633,18 @@ async def _exchange(
         {key.removeprefix(prefix): x for key, x in shared.items() if key.startswith(prefix)},
         {n: _compressors(m) for n, m in tensors.items() if n in compressed},
     )
-    return await local._algorithm.step(ops, differences, memory, index)
+    program: Step = local._algorithm.step
+    if apart := taken_apart(local.radial, {n: specs[n] for n in differences}):
+        program = averaged_by_direction(program, apart)
+    averaged: Program[Stepped[Any]] = program(ops, differences, memory, index)
+    if not local.weighted:
+        return await averaged
+    weight = next(m[WEIGHT] for m in tensors.values() if WEIGHT in m)
+    weighing = Weighing(ops, weight, name=repr(local._algorithm))
+    averages, after = await weighed(weighing, averaged, memory, local._algorithm.per_replica)
+    if local.eager:
+        after.shared[TOTAL] = await weighing.whole()
+    return averages, after
 
 
 async def _unchanged(v: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from gradwire.core.algorithms.quantize import Quantize
 from gradwire.core.algorithms.sign import Sign
 from gradwire.core.algorithms.top_k import TopK
 from gradwire.core.algorithms.two_level import TwoLevel
+from gradwire.core.algorithms.weighted import Weighted
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
 from gradwire.core.local_sgd.outer import OuterSGD
@@ -35,6 +36,7 @@ NAMES: dict[str, Callable[..., Any]] = {
     "Sign": Sign,
     "TopK": TopK,
     "TwoLevel": TwoLevel,
+    "Weighted": Weighted,
     "WireDtype": WireDtype,
     "diloco": diloco,
 }

@@ -20,6 +20,7 @@ from gradwire.core.protocol.collective_requests import (
 from gradwire.core.protocol.control_requests import branch, branch_on_phase, optimizer_step, step_is_finite, watch
 from gradwire.core.protocol.local_requests import local_norm, orthonormalize, replica_index, world_size
 from gradwire.core.protocol.programs import run, together
+from gradwire.core.protocol.weights import replica_weights
 
 __all__ = [
     "all_gather",
@@ -37,6 +38,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_sum",
     "replica_index",
+    "replica_weights",
     "run",
     "step_is_finite",
     "sum_scalar",

@@ -74,6 +74,10 @@ class Reduce(Fusable[A]):
     async def between(self, nodes: Any) -> Any:
         return await nodes.in_parts(self, donated=all(self.donated))
 
+    async def weighed(self, weighing: Any) -> tuple[Any, ...]:
+        answers: tuple[Any, ...] = await weighing.mean(self)
+        return answers
+
     async def coded(self, coder: Any) -> tuple[A, ...]:
         mine = [i for i, x in enumerate(self.arrays) if self.op != "max" and coder.shrinks(x)]
         rest = [i for i in range(len(self)) if i not in mine]
@@ -206,6 +210,10 @@ class Gather(Fusable[A]):
     async def between(self, nodes: Any) -> Any:
         return await nodes.in_parts(self, received=group_size(self.groups, nodes.count))
 
+    async def weighed(self, weighing: Any) -> tuple[Any, ...]:
+        answers: tuple[Any, ...] = await weighing.gathered(self)
+        return answers
+
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         size = group_size(self.groups, world_size or self.assumed)
         return [-(-size * nbytes // 2) for nbytes in self.bytes_by_dtype(ops)]
@@ -256,6 +264,10 @@ class AllToAll(Fusable[A]):
     async def between(self, nodes: Any) -> Any:
         size = group_size(self.groups, nodes.count)
         return await (nodes.whole(self) if self.counts else nodes.in_parts(self, size, size))
+
+    async def weighed(self, weighing: Any) -> tuple[Any, ...]:
+        answers: tuple[Any, ...] = await weighing.gathered(self)
+        return answers
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return [-(-nbytes // 2) for nbytes in self.bytes_by_dtype(ops)]
@@ -327,6 +339,9 @@ class ReduceScatter(Fusable[A]):
 
     async def between(self, nodes: Any) -> Any:
         return await nodes.whole(self)
+
+    async def weighed(self, weighing: Any) -> tuple[Any, ...]:
+        raise weighing.refuse(self, "of which each replica receives a part")
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return _parts_payloads(self, ops)
@@ -451,7 +466,7 @@ def _combined(vectors: Sequence[Any], op: str) -> Any:
         return np.maximum.reduce(list(vectors))
     if op == "sum":
         return np.asarray(sum(vectors), dtype)
-    return np.asarray(sum([v / len(vectors) for v in vectors]), dtype)
+    return np.asarray(sum(vectors) / len(vectors), dtype)
 
 
 def _joined(arrays: Sequence[Any]) -> Any:

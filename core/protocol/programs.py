@@ -131,6 +131,10 @@ class Request:
         """The answers, in a program that all replicas of a node run alike, asked for by a `gradwire.core.algorithms.two_level.Between`."""
         return await ask(self.wrapped(nodes.run))
 
+    async def weighed(self, weighing: Any) -> tuple[Any, ...]:
+        """The answers, where each replica counts by its weight: asked for by a `gradwire.core.protocol.weights.Weighing`."""
+        return await ask(self.wrapped(weighing.inside))
+
 
 class Fusable(Request, Generic[A]):
     """A request about any number of arrays, so that several can be fused into one."""

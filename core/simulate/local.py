@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.core.algorithm import State
+from gradwire.core.algorithms.weighted import checked_weights
 from gradwire.core.kernels.numpy import NumpyOps, dtype_named
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import FloatDtype
@@ -94,12 +95,15 @@ class LocalSimulator:
         self,
         gradients: Sequence[Mapping[str, npt.ArrayLike]],
         update: Callable[[int, Tensors, Tensors], Mapping[str, npt.ArrayLike]],
+        *,
+        weights: Sequence[float] | None = None,
     ) -> list[Tensors]:
         """One step of training.
 
         Args:
             gradients: of each replica, parameter name → array. Not modified.
             update: the optimizer: (replica, its parameters, its gradients) → its parameters.
+            weights: what each replica counts for in what leaves after this step, 0 if it is absent; of a `weighted` schedule. None: 1 each.
 
         Returns:
             The gradients that each replica's optimizer was given.
@@ -111,37 +115,46 @@ class LocalSimulator:
         replicas = len(self.parameters)
         if len(gradients) != replicas:
             raise ValueError(f"{len(gradients)} gradients for {replicas} replicas")
+        if weights is not None and not all(own.weighted for own in self.local):
+            raise ValueError(
+                f"weights={weights} for {self.local[0]!r}, whose replicas count alike; give it weighted=True"
+            )
+        each = [1.0] * replicas if weights is None else checked_weights(weights, replicas)
         self.requests = []
         given = [_copied(g, p[next(iter(p))].dtype) for g, p in zip(gradients, self.parameters, strict=True)]
         programs = [
-            own.gradients(replicas).step(self.ops, g, State(), self.steps)
-            for own, g in zip(self.local, given, strict=True)
+            own.gradients(replicas).step(self.ops, g, State(), self.steps, w)
+            for own, g, w in zip(self.local, given, each, strict=True)
         ]
         used = [g for g, _ in lock_step(programs, self.ops, self.requests)]
         updated: list[Tensors] = []
         for replica, (p, g) in enumerate(zip(self.parameters, used, strict=True)):
             new = update(replica, _copied(p), _copied(g))
             updated.append({n: np.array(new[n], x.dtype) for n, x in p.items()})
-        self._average(updated)
+        self._average(updated, each)
         self.steps += 1
         return used
 
-    def _average(self, updated: Sequence[Tensors]) -> None:
+    def _average(self, updated: Sequence[Tensors], weights: Sequence[float]) -> None:
         replicas = len(updated)
         after = lock_step(
             [
-                own.average(self.ops, p, s.map(np.array), self.steps, replicas, {o: _copied(x) for o, x in e.items()})
-                for own, p, s, e in zip(self.local, updated, self.states, self.extras, strict=True)
+                own.average(
+                    self.ops, p, s.map(np.array), self.steps, replicas, {o: _copied(x) for o, x in e.items()}, weight=w
+                )
+                for own, p, s, e, w in zip(self.local, updated, self.states, self.extras, weights, strict=True)
             ],
             self.ops,
             self.requests,
         )
-        self._require_agreement([a[0] for a in after], [a[1] for a in after])
+        self._require_agreement([a[0] for a in after], [a[1] for a in after], weights)
         self.parameters = [_copied(p) for p, _, _ in after]
         self.states = [s for _, s, _ in after]
         self.extras = [e for _, _, e in after]
 
-    def _require_agreement(self, parameters: Sequence[Tensors], states: Sequence[State[NDArray]]) -> None:
+    def _require_agreement(
+        self, parameters: Sequence[Tensors], states: Sequence[State[NDArray]], weights: Sequence[float]
+    ) -> None:
         local, replicas = self.local[0], len(parameters)
         require_same_memory(states, local.per_replica)
         if local.delayed or local.merge:
@@ -149,7 +162,7 @@ class LocalSimulator:
         for number, names in enumerate(local.parts(local._specs(self.ops, parameters[0]))):
             due = [v for v in local.levels(replicas) if local.due(self.steps, v.period, number)]
             for members in (due[0].groups or (tuple(range(replicas)),)) if due else ():
-                for name in names:
+                for name in names if any(weights[m] for m in members) else ():  # else each keeps its own
                     require_equal(f"{name!r} after averaging in {members}", [parameters[m][name] for m in members])
 
 

@@ -9,13 +9,14 @@ In float64 it is the oracle of the parity tests.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.two_level import require_nodes
+from gradwire.core.algorithms.weighted import checked_weights, weighted
 from gradwire.core.kernels.numpy import NumpyOps, dtype_named
 from gradwire.core.ops import FloatDtype, Spec
 from gradwire.core.plan.traffic import Traffic, traffic_of
@@ -79,17 +80,21 @@ class Simulator:
         """Messages and bytes of the last step, as replica 0 handed them to the network. Zeros before there was one."""
         return traffic_of(self.ops, self.requests, len(self.states))
 
-    def step(self, gradients: Sequence[Mapping[str, npt.ArrayLike]]) -> dict[str, NDArray]:
+    def step(
+        self, gradients: Sequence[Mapping[str, npt.ArrayLike]], *, weights: Sequence[float] | None = None
+    ) -> dict[str, NDArray]:
         """Average one gradient per replica.
 
         Args:
             gradients: for each replica, parameter name → array. Not modified.
+            weights: what each replica counts for, 0 if it is absent; see `Weighted`. None: all the same.
 
         Returns:
             Parameter name → averaged gradient, identical on all replicas.
 
         Raises:
-            ValueError: gradients that do not fit the shapes.
+            ValueError: gradients that do not fit the shapes, weights that are no weights.
+            NobodyCounts: all weights are 0. Nothing has changed then.
             ReplicaMismatch: the replicas disagree about a request, a result, or a memory that must be equal.
         """
         if len(gradients) != len(self.states):
@@ -101,13 +106,15 @@ class Simulator:
                 raise ReplicaMismatch(f"replica 0 has gradients for {names}, but replica {replica} for {list(g)}")
         states = [state.of(local[0]).map(np.array) for state in self.states]
         self.requests = []
+        algorithm: Any = self.algorithm if weights is None else weighted(self.algorithm)
+        each = [()] * len(states) if weights is None else [(w,) for w in checked_weights(weights, len(states))]
         results = lock_step(
-            [self.algorithm.step(self.ops, g, s, self.steps) for g, s in zip(local, states, strict=True)],
+            [algorithm.step(self.ops, g, s, self.steps, *w) for g, s, w in zip(local, states, each, strict=True)],
             self.ops,
             self.requests,
             self.optimizer,
         )
-        averages = [r[0] for r in results]
+        averages: list[dict[str, NDArray]] = [r[0] for r in results]
         after = [r[1] for r in results]
         for name in names:
             require_equal(f"the averaged gradient of {name!r}", [a[name] for a in averages])

@@ -84,6 +84,8 @@ class Driver:
         measurement: while it is there, it compares each step with a full average. There on all ranks, or on none.
         discarding: while it is true, steps leave no trace in the memory and are not counted. Equal on all ranks.
         memory: of the algorithm, and how many steps are finished.
+        weighted: replicas count by their weights.
+        weight: what this one counts for, a scalar on the device.
         skipped: steps in which some rank's gradient held inf or NaN.
         dense_elements: like the `dense_bytes` of `stats`, in numbers of elements.
     """
@@ -106,6 +108,8 @@ class Driver:
         self.process_group = self.groups.whole
         self.message_bytes = message_bytes
         self.divided = divided
+        self.weighted = bool(getattr(algorithm, "weighted", False))
+        self.weight = torch.ones((), device=device)
         replicas = self.process_group.size()
         self._dry = dry_run(algorithm, self.specs, replicas)
         state = factors_side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
@@ -260,7 +264,8 @@ class Driver:
             self.measurement.take(donated, state.tensors)
         if not (self.discarding or self._captured):
             self.skipped.examine(self.memory.steps, donated)
-        program = self.algorithm.step(self.ops, donated, state, self.memory.steps)
+        weight = (self.weight,) if self.weighted else ()
+        program = self.algorithm.step(self.ops, donated, state, self.memory.steps, *weight)
         running = self._step.start(program if usage is None else usage.sent_with(program))
         self._groups.append(_Group(gradients, running, usage))
 
@@ -363,6 +368,7 @@ class Driver:
         difference = self.memory.continue_from(other.memory)
         self.collectives.foreseen.note(self.memory.state.shared)
         self.skipped.continue_from(other.skipped)
+        self.weight.copy_(other.weight)
         self.collectives.sent = replace(other.collectives.sent)
         self._dense_bytes, self.dense_elements = other._dense_bytes, other.dense_elements
         self.watch.continue_from(other.watch)

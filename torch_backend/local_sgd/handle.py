@@ -15,6 +15,7 @@ from gradwire.core.local_sgd.algorithm import OUTER, LocalSGD
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.protocol import mean_each
+from gradwire.core.protocol.weights import require_weight
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import refuse_capture
@@ -64,6 +65,7 @@ class LocalSGDHandle:
         self._message_bytes = message_bytes
         self._leave_optimizer: Callable[[], None] = lambda: None
         self._registered = True
+        self._weight = 1.0
         self._first_step = 0
         self._has_begun = False
         self._equal_at = 0
@@ -100,7 +102,33 @@ class LocalSGDHandle:
         self._gradients = new = _Gradients(self, self._message_bytes)
         if old is not None:
             new.collectives.sent = replace(old.collectives.sent)
+        new.weight.fill_(self._weight)
         self._target.average_by(new)
+
+    @property
+    def weight(self) -> float:
+        """What this replica counts for in what leaves after the next step of the optimizer: its tokens since the last average, 0 if it is absent. 1 until it
+        is set. Before `start_step`, and with a `subgroup`, gradients are weighed by it too.
+
+            handle = local_sgd(model, optimizer, gradwire.diloco(100, weighted=True))
+            handle.weight = tokens
+            optimizer.step()
+
+        Raises:
+            TypeError, ValueError: it is no weight, or the schedule is not `weighted`.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        number = require_weight(weight)
+        if not self.local.weighted:
+            raise ValueError(
+                f"weight={number:g} for {self.local!r}, whose replicas all count alike; give it weighted=True"
+            )
+        self._weight = number
+        if self._gradients is not None:
+            self._gradients.weight.fill_(number)
 
     @property
     def steps(self) -> int:
@@ -163,7 +191,9 @@ class LocalSGDHandle:
         if due:
             extras |= self._moments.taken(due)
         arrived = None if self._in_flight is None else self._in_flight.arrived(step)
-        program = self.local.average(self._ops, params, state, step, self._replicas, extras, arrived)
+        program = self.local.average(
+            self._ops, params, state, step, self._replicas, extras, arrived, weight=self._weight
+        )
         after, state, others = run_alone(self._collectives, program, self._make_step)
         for name, x in after.items():
             _put(self._parameters[name], x)

@@ -9,6 +9,7 @@ from typing import Any
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.plan.dry_run import size_of
+from gradwire.core.protocol.weights import require_weight
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.monitor.fidelity import Approximation
@@ -64,6 +65,31 @@ class Handle:
     def algorithm(self) -> Algorithm:
         """The algorithm that runs."""
         return self._driver.algorithm
+
+    @property
+    def weight(self) -> float:
+        """What this replica counts for, from the next step on: the tokens of its batch, 0 if it is absent. 1 until it is set.
+
+            handle = register_comm_hook(ddp, gradwire.Weighted(PowerSGD(rank=4)))
+            handle.weight = batch.numel()
+            loss.backward()
+
+        See `gradwire.Weighted`, which the algorithm has to be on all ranks. Set it before the first gradient arrives. On CUDA asking for it waits for the device,
+        and setting it does not: a captured graph goes by the weight that is there when it is replayed.
+
+        Raises:
+            TypeError, ValueError: it is no weight, or all replicas count alike.
+        """
+        return float(self._driver.weight)
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        number = require_weight(weight)
+        if not self._driver.weighted:
+            raise ValueError(
+                f"weight={number:g} for {self.algorithm!r}, whose replicas all count alike; give Weighted({self.algorithm!r}) on all ranks"
+            )
+        self._driver.weight.fill_(number)
 
     def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
         """Go on with another algorithm, another rank for instance, from the next step on. To be called on all ranks, between steps.

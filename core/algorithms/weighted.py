@@ -1,0 +1,92 @@
+"""Replicas that count by their weight: `Weighted(PowerSGD(rank=4))`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.core.algorithm import Algorithm, State, Stepped
+from gradwire.core.algorithms.wrapper import Wrapper
+from gradwire.core.ops import A, Ops
+from gradwire.core.protocol.programs import Program
+from gradwire.core.protocol.weights import Weighing, require_weight
+from gradwire.core.text.options import check_options
+from gradwire.core.text.wording import configured
+
+
+@dataclass(frozen=True, repr=False)
+class Weighted(Wrapper):
+    """Another algorithm, whose means count each replica by its weight, `Σ w·x / Σ w`: the tokens of its batch, say. Weight 0 is an absent replica.
+
+    The weight of a step is given to the driver: `handle.weight = tokens` in torch, `tx.update(…, weight=tokens)` in JAX, `simulator.step(…,
+    weights=[…])`; it is 1 where nothing is said. It travels in float32 in the first message of what is averaged, 4 bytes more; before it, in one of its own, where
+    floats of 16 bits are averaged. What others compute is that of a run without the absent replica, and what is there does not matter, inf and NaN included. It
+    receives the average, and its own memory, the error, stays as it was.
+
+    If all weights are 0 nothing is averaged: the memory stays as it was, and `NobodyCounts` is raised on all replicas. Where the host cannot know it, in a compiled program
+    or on an accelerator, the averages are NaN instead.
+
+    Memory is that of `algorithm`: a checkpoint goes on with weights or without.
+
+    Examples:
+        >>> import numpy as np
+        >>> from gradwire import AllReduce, Simulator, Weighted
+        >>> replicas = Simulator(Weighted(AllReduce()), {"w": (2,)}, replicas=3)
+        >>> gradients = [{"w": [1.0, 2.0]}, {"w": [4.0, 8.0]}, {"w": [np.nan, np.inf]}]
+        >>> replicas.step(gradients, weights=[2, 1, 0])["w"].tolist()
+        [2.0, 4.0]
+
+    Args:
+        algorithm: any whose replicas average or gather: all of gradwire's but `Zero`. It stands outermost: `Weighted(WireDtype(…))`.
+
+    Raises:
+        TypeError: `algorithm` is none, or is weighted already. And where it is registered: it sums, or gathers without asking for `replica_weights`.
+    """
+
+    weighted = True
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def __repr__(self) -> str:
+        return configured(self)
+
+    @property
+    def biased(self) -> bool:
+        """Whether something of the gradients is lost for good, as with `algorithm` alone: see `Compressor.biased`."""
+        return bool(getattr(self.algorithm, "biased", False))
+
+    async def step(
+        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any, weight: Any = 1.0
+    ) -> Stepped[A]:
+        """A step of the inner algorithm. Arguments and results are those of `Algorithm.step`, and `weight`, of this replica: a number, or a scalar array."""
+        program = self.algorithm.step(ops, gradients, state, step)
+        return await weighed(Weighing(ops, weight, name=repr(self.algorithm)), program, state, self.per_replica)
+
+
+async def weighed(
+    weighing: Weighing[A], program: Program[Stepped[A]], state: State[A], per_replica: frozenset[str]
+) -> Stepped[A]:
+    """A program that is donated this state, by weight: an absent replica keeps what differs between replicas as it was."""
+    ops, kept = weighing.ops, {}
+    for name, memory in state.tensors.items() if not weighing.present else ():
+        own = {key: x for key, x in memory.items() if key in per_replica}
+        kept[name] = {key: ops.add(ops.zeros(tuple(x.shape), ops.dtype_of(x)), x) for key, x in own.items()}
+    averages, after = await weighing.run(program)
+    for name, own in kept.items():
+        for key, x in own.items():
+            after.tensors[name][key] = ops.where(weighing.weight > 0, after.tensors[name][key], x)
+    return averages, after
+
+
+def weighted(algorithm: Algorithm) -> Weighted:
+    """The algorithm, weighted if it is not."""
+    return algorithm if isinstance(algorithm, Weighted) else Weighted(algorithm)
+
+
+def checked_weights(weights: Sequence[float], replicas: int) -> list[float]:
+    """The weights of so many replicas. Raises TypeError, ValueError for what is none."""
+    if len(weights) != replicas:
+        raise ValueError(f"{len(weights)} weights for {replicas} replicas")
+    return [require_weight(w, f"weights[{i}]") for i, w in enumerate(weights)]
