@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.algorithm import Algorithm, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.two_level import levels_of
+from gradwire.core.algorithms.weighted import weighted
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.ops import ITEMSIZE, Spec
@@ -111,6 +112,8 @@ def _obstacle(what: Algorithm | LocalSGD, module: nn.Module, optimizer: torch.op
     """Why this replica cannot take part; "" if it can."""
     if manager._use_async_quorum:
         return "manager has use_async_quorum=True: a newcomer would train before it has its parameters; make it with use_async_quorum=False"
+    if manager._replica_world_size_mode is not type(manager._replica_world_size_mode).DYNAMIC:
+        return "manager has spare replicas (world_size_mode); all count here, so leave world_size_mode out"
     if KEY in manager._user_state_dicts:
         return "manager serves another model already; make one for each"
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -136,6 +139,8 @@ def _obstacle_of_schedule(local: LocalSGD, specs: Mapping[str, Spec]) -> str:
         return str(error)
     if local.eager and local.fragments > 1:
         return f"fragments={local.fragments} with eager=True has several messages on their way, and a vote is about one; use one fragment"
+    if local.eager and local.weighted:
+        return "weighted=True with eager=True sends its weights before there is a quorum; leave one of them out"
     if local.overlap >= turn:
         return f"overlap={local.overlap} is not less than the {turn:g} steps from one fragment to the next, and a vote is about one message; use fewer"
     return "" if local.compressor is None else _obstacle_of_algorithm(local.compressor, local.kept(specs), "compressor")
@@ -144,7 +149,7 @@ def _obstacle_of_schedule(local: LocalSGD, specs: Mapping[str, Spec]) -> str:
 def _obstacle_of_algorithm(algorithm: Algorithm, specs: Mapping[str, Spec], option: str) -> str:
     if levels_of(algorithm) is not None or getattr(algorithm, "mentions_nodes", False):
         return f"{option}={algorithm!r} needs nodes of equally many replicas, and here they come and go; give the algorithm inside"
-    return tried(algorithm, specs, 2).obstacle
+    return tried(weighted(algorithm), specs, 2).obstacle
 
 
 def _asks(what: Algorithm | LocalSGD, trained: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> str:

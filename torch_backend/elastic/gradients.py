@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithms.weighted import Weighted, weighted
 from gradwire.torch_backend.elastic.handle import ElasticHandle
-from gradwire.torch_backend.elastic.quorum import Quorum
+from gradwire.torch_backend.elastic.quorum import Present, Quorum
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
@@ -43,7 +44,7 @@ class ElasticGradients(ElasticHandle):
         if present is not None:
             self._memory.steps = present.steps
             if present.trained:
-                averages = self.quorum.attempt(self._average)
+                averages = self.quorum.attempt(lambda: self._average(present))
         taken = self.quorum.vote()
         self._joining = self._joining and not taken
         if taken and averages is not None:
@@ -57,12 +58,17 @@ class ElasticGradients(ElasticHandle):
                 p.grad = None
 
     @torch.no_grad()
-    def _average(self) -> Any:
+    def _average(self, present: Present) -> Any:
+        algorithm, weight = self._algorithm, ()
+        if not present.all_count:
+            algorithm = weighted(algorithm)
+        if isinstance(algorithm, Weighted):
+            weight = (self._weight * present.counts,)
         given = {n: p.grad for n, p in self._parameters.items()}
         gradients = {
             n: torch.zeros_like(p, memory_format=torch.contiguous_format) if given[n] is None else given[n].contiguous()  # type: ignore[union-attr]
             for n, p in self._parameters.items()
         }
         with plain_arithmetic(self._ops.device):
-            program = self._algorithm.step(self._ops, gradients, self._copied(), self.steps)
+            program = algorithm.step(self._ops, gradients, self._copied(), self.steps, *weight)
             return run_alone(self.quorum.collectives, program)

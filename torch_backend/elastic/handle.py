@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.protocol.weights import require_weight
 from gradwire.torch_backend.elastic.quorum import Quorum, on_host
 from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.ops.kernels import TorchOps
@@ -41,6 +42,7 @@ class ElasticHandle:
         self._ops = TorchOps(quorum.device)
         self._memory = Memory(what, state, _OneReplica(quorum.device))
         self._joining = True
+        self._weight = 1.0
         quorum.manager.register_state_dict_fn(KEY, self._receive, self._give)
 
     @property
@@ -57,6 +59,25 @@ class ElasticHandle:
     def sent(self) -> Sent:
         """Messages and bytes of this replica."""
         return self.quorum.sent
+
+    @property
+    def weight(self) -> float:
+        """What this replica counts for in the averages that leave from now on: 1, or the tokens that it has seen, say. It may be set where the algorithm is
+        `Weighted(…)` or the schedule `weighted`. In the round in which a replica comes it counts for nothing.
+
+        Raises:
+            TypeError, ValueError: it is no weight, or all replicas count alike.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        number = require_weight(weight)
+        if not getattr(self._memory.algorithm, "weighted", False):
+            raise ValueError(
+                f"weight={number:g} for {self._memory.algorithm!r}, whose replicas all count alike; give Weighted(…) or weighted=True to all of them"
+            )
+        self._weight = number
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._memory.algorithm!r}: {self.steps} steps, {self.rounds} rounds)"

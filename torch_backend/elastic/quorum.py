@@ -36,12 +36,12 @@ class Card:
     Attributes:
         asks: for what it was made.
         steps: how far it has come.
-        weight: what its own work counts in this round: 0 where it has none, since it has just come.
+        counts: its own work does in this round. It has none where it has just come.
     """
 
     asks: str
     steps: int
-    weight: float
+    counts: bool
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,15 @@ class Present:
 
     Attributes:
         steps: from where all go on.
-        weight: what the work of this replica counts.
-        trained: somebody has trained, so there is something to average.
+        counts: the work of this replica does.
+        trained: somebody's does, so there is something to average.
+        all_count: everybody's does.
     """
 
     steps: int
-    weight: float
-    trained: bool
+    counts: bool = True
+    trained: bool = True
+    all_count: bool = True
 
 
 class Quorum:
@@ -108,10 +110,9 @@ class Quorum:
         manager.start_quorum()  # a state of another replica is taken over in there
         if manager.errored() is not None:
             return None
-        spare = manager.participating_rank() is None
-        mine = Card(self.asks, steps, 0.0 if joining or self.healed or spare else 1.0)
+        mine = Card(self.asks, steps, counts=not (joining or self.healed))
         if manager._quorum_id == self._known:
-            return Present(steps, mine.weight, True)
+            return Present(steps)
         self._known = None
         cards = self.attempt(lambda: gathered_by_all(mine, manager._pg, self.device))
         if cards is None or not self._agree(mine, cards):
@@ -121,17 +122,18 @@ class Quorum:
         self._collectives.sent = self.sent
         self.changes += 1
         self._known = manager._quorum_id
-        leading = [card.steps for card in cards if card.weight] or [card.steps for card in cards]
-        return Present(max(leading), mine.weight, any(card.weight for card in cards))
+        counting = [card for card in cards if card.counts]
+        leading = max(card.steps for card in counting or cards)
+        return Present(leading, mine.counts, bool(counting), len(counting) == len(cards))
 
     def attempt(self, send: Callable[[], T]) -> T | None:
-        """What takes messages; None if one does not come, and then the vote will be no."""
+        """What takes messages; None if one does not come, or nobody counts, and then the vote will be no."""
         try:
             return send()
         except torch.OutOfMemoryError:
             raise
         except LOST as error:
-            logger.warning("A round fails, since a message has not come: %s", error)
+            logger.warning("A round fails: %s", error)
             self.manager.report_error(error)
             return None
 
@@ -142,7 +144,7 @@ class Quorum:
 
     def _agree(self, mine: Card, cards: list[Card]) -> bool:
         """Whether all ask for the same. Those that do not, go."""
-        first = next((card for card in cards if card.weight), cards[0])
+        first = next((card for card in cards if card.counts), cards[0])
         if mine.asks != first.asks:
             self.manager.shutdown(wait=False)
             raise ValueError(
@@ -162,6 +164,10 @@ class _Members(ProcessGroups):
     def __init__(self, whole: dist.ProcessGroup, rank: int) -> None:
         super().__init__(whole)
         self._rank = rank
+
+    @property
+    def rank(self) -> int:
+        return self._rank
 
     def exchange(self, groups: Groups | None, device: torch.device) -> Exchange:
         return Exchange(self[groups], device, self._rank)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.core.algorithm import State, Stepped
-from gradwire.core.local_sgd.algorithm import DIFFERENCE, OUTER, LocalSGD
+from gradwire.core.local_sgd.algorithm import DIFFERENCE, OUTER, WEIGHT, LocalSGD
 from gradwire.torch_backend.elastic.handle import ElasticHandle
-from gradwire.torch_backend.elastic.quorum import LOST, Quorum
+from gradwire.torch_backend.elastic.quorum import LOST, Present, Quorum
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.scheduler import Step, run_alone
 from gradwire.torch_backend.local_sgd.in_flight import InFlight
@@ -38,8 +39,8 @@ class ElasticLocalSGD(ElasticHandle):
         self._parts = local.parts(self._specs)
         self._late = local.longest if local.eager else local.overlap
         self._in_flight: InFlight | None = None
-        #: After which step the message that is on its way has left, and the memory that it is made of.
-        self._left: tuple[int, State[Tensor]] | None = None
+        #: Of the message that is on its way.
+        self._left: _Left | None = None
         state = local.init(TorchOps(quorum.device), {n: p.detach() for n, p in parameters.items()}, 1)
         super().__init__(local, state, parameters, buffers, optimizer, quorum)
         took_part = False
@@ -60,7 +61,9 @@ class ElasticLocalSGD(ElasticHandle):
 
     def _own(self) -> frozenset[str]:
         compressor = self.local.compressor
-        return frozenset({DIFFERENCE}) | (frozenset() if compressor is None else frozenset(compressor.per_replica))
+        return frozenset({DIFFERENCE, WEIGHT}) | (
+            frozenset() if compressor is None else frozenset(compressor.per_replica)
+        )
 
     def _receive(self, given: Mapping[str, Any]) -> None:
         super()._receive(given)
@@ -72,11 +75,11 @@ class ElasticLocalSGD(ElasticHandle):
         step = self.steps
         if self._left is not None:
             self._receive_rounds(step)
-        if self._left is not None and step - self._left[0] >= self._late:
+        if self._left is not None and step - self._left.step >= self._late:
             self._arrive(step)
         if due := self._due(step):
             if self.local.eager and self._left is None and not self.local.round(step, self._late, due[0]):
-                self._take(*self._average(step, {}))  # of the first difference each knows only its own
+                self._take(*self._average(Present(step), {}))  # of the first difference each knows only its own
             self._round()
         self._memory.steps += 1
 
@@ -93,11 +96,11 @@ class ElasticLocalSGD(ElasticHandle):
             self._vote(None)
             return False
         if self.local.delayed:
-            self._left = self.quorum.attempt(self._leave)
+            self._left = self.quorum.attempt(lambda: self._leave(present))
             if self._left is None:
                 self._vote(None)
         else:
-            self._vote(self.quorum.attempt(lambda: self._average(self.steps, self._buffers)))
+            self._vote(self.quorum.attempt(lambda: self._average(present, self._buffers)))
         return True
 
     def _vote(self, after: tuple[dict[str, Tensor], State[Tensor]] | None) -> bool:
@@ -112,40 +115,53 @@ class ElasticLocalSGD(ElasticHandle):
         with torch.no_grad():
             for name, x in parameters.items():
                 self._parameters[name].copy_(x)
+            for name, kept in state.tensors.items():
+                if WEIGHT in kept and WEIGHT not in self._memory.state.tensors[name]:
+                    del kept[WEIGHT]  # of a round in which somebody did not count
             self._memory.keep(state)
 
     @torch.no_grad()
     def _average(
         self,
-        step: int,
+        present: Present,
         buffers: Mapping[str, Tensor],
         state: State[Tensor] | None = None,
         arrived: Mapping[int, Stepped[Tensor]] | None = None,
     ) -> tuple[dict[str, Tensor], State[Tensor]]:
         """What the schedule makes of parameters and memory after this step. Neither is touched; averaged buffers are written over."""
+        step, local = present.steps, self._local(present)
         if state is None:
             state = self._copied({n for f in self._due(step) for n in self._parts[f]})
         parameters = {n: p.detach().clone(memory_format=torch.contiguous_format) for n, p in self._parameters.items()}
         extras = {n: {"": b.clone(memory_format=torch.contiguous_format)} for n, b in buffers.items()}
         collectives, replicas = self.quorum.collectives, self.quorum.groups.whole.size()
+        weight = self._weight * present.counts
         with plain_arithmetic(self._ops.device):
-            program = self.local.average(self._ops, parameters, state, step, replicas, extras, arrived)
+            program = local.average(self._ops, parameters, state, step, replicas, extras, arrived, weight=weight)
             after, memory, others = run_alone(collectives, program)
         for name, b in buffers.items():
             b.copy_(others[name][""])
         return after, memory
 
+    def _local(self, present: Present) -> LocalSGD:
+        """The schedule, in which replicas have weights where they do not count alike."""
+        return self.local if present.all_count else replace(self.local, weighted=True)
+
     # ---- averages that are taken later than their differences leave
 
-    def _leave(self) -> tuple[int, State[Tensor]]:
-        step, quorum = self.steps, self.quorum
+    def _leave(self, present: Present) -> _Left:
+        step, quorum, local = present.steps, self.quorum, self._local(present)
         state = self._copied({n for f in self._due(step) for n in self._parts[f]})
         if not self.local.eager:
-            _, state = self._average(step, self._buffers, state)
-        self._in_flight = InFlight(self.local, self._specs, quorum.groups, self._ops, Step, quorum.collectives)
+            _, state = self._average(present, self._buffers, state)
+        elif local.weighted:
+            for kept in state.tensors.values():
+                if DIFFERENCE in kept:
+                    kept[WEIGHT] = torch.tensor(self._weight * present.counts, device=self._ops.device)
+        self._in_flight = InFlight(local, self._specs, quorum.groups, self._ops, Step, quorum.collectives)
         with torch.no_grad(), plain_arithmetic(self._ops.device):
             self._in_flight.leave(step, state)
-        return step, state
+        return _Left(step, present, state)
 
     def _receive_rounds(self, step: int) -> None:
         """Of the message that is on its way, those that have had their time."""
@@ -158,14 +174,23 @@ class ElasticLocalSGD(ElasticHandle):
     def _arrive(self, step: int) -> None:
         assert self._in_flight is not None
         assert self._left is not None
-        flight, (_, state) = self._in_flight, self._left
+        flight, left = self._in_flight, self._left
         self._left = self._in_flight = None
         after = None
         if self.quorum.manager.errored() is None:
             with torch.no_grad(), plain_arithmetic(self._ops.device):
                 arrived = self.quorum.attempt(lambda: flight.arrived(step))
             if arrived is not None:
-                after = self._average(step, {}, state, arrived)
+                after = self._average(replace(left.present, steps=step), {}, left.state, arrived)
         with suppress(*LOST):
             flight.drop()
         self._vote(after)
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A message that is on its way: after which step it has left, among whom, and the memory that it is made of."""
+
+    step: int
+    present: Present
+    state: State[Tensor]
