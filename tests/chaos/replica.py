@@ -52,7 +52,7 @@ def run(name: str, seed: int, what: str, stop: Path, lighthouse: str, pace: floa
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=4)),
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
         load_state_dict=None,
         state_dict=None,
         min_replica_size=1,
