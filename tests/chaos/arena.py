@@ -82,7 +82,7 @@ class Arena:
                 sys.stdout.flush()
                 os._exit(1)
         self.alive[name] = pid
-        self.note("add", [name])
+        self.note("add" if slower == 1 else "add a slow one", [name])
         return name
 
     def kill(self, names: list[str]) -> None:
@@ -91,7 +91,7 @@ class Arena:
             os.kill(self.alive[name], signal.SIGKILL)
         for name in names:
             os.waitpid(self.alive.pop(name), 0)
-        self.note("kill", names)
+        self.note("kill" if len(names) == 1 else "kill two at once", names)
 
     def kill_in_flight(self, name: str, limit: float = 30.0) -> None:
         """When a message of it is on its way."""
@@ -121,6 +121,13 @@ class Arena:
             assert time.time() < end, f"{self.rounds()} of {rounds} rounds after {limit} s: something hangs"
             time.sleep(0.1)
 
+    def wait_until(self, name: str, limit: float) -> None:
+        """Raise AssertionError if this replica has not taken part in a round in time."""
+        end = time.time() + limit
+        while not any(line["event"] == "vote" and line["taken"] for line in self.lines(name)):
+            assert time.time() < end, f"{name} has taken part in no round for {limit} s"
+            time.sleep(0.1)
+
     def finish(self, rounds: int, limit: float) -> None:
         """Let all end after this round, or at once if it is over. Raises AssertionError if one does not."""
         self.stop.write_text(str(rounds))
@@ -137,7 +144,7 @@ class Arena:
     def lines(self, name: str = "*") -> Iterator[dict[str, Any]]:
         """What replicas have written, in the order of time."""
         found = []
-        for path in self.folder.glob(name if name != "*" else "replica*"):
+        for path in self.folder.glob("replica*" if name == "*" else name):
             for line in path.read_text().splitlines():
                 with suppress(ValueError):  # cut off, or a warning
                     found.append(json.loads(line))

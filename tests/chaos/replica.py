@@ -59,6 +59,7 @@ def run(name: str, seed: int, what: str, stop: Path, lighthouse: str, pace: floa
         use_async_quorum=False,
         timeout=timedelta(seconds=8),
         quorum_timeout=timedelta(seconds=60),
+        quorum_retries=20,
         rank=0,
         world_size=1,
         store_addr="localhost",
@@ -80,7 +81,15 @@ def run(name: str, seed: int, what: str, stop: Path, lighthouse: str, pace: floa
     def say(**what) -> None:
         print(json.dumps({"name": name, "time": time.time()} | what), flush=True)
 
-    say(event="asks")
+    ask, asked = manager.start_quorum, []
+
+    def asks(*args, **options) -> None:
+        if not asked:
+            say(event="asks")
+        asked.append(True)
+        ask(*args, **options)
+
+    manager.start_quorum = asks
     algorithm = eval(what, vars(gradwire))
     handle = elastic(model, optimizer, algorithm, manager)
     schedule = isinstance(algorithm, gradwire.LocalSGD)
