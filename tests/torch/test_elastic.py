@@ -272,6 +272,38 @@ def test_a_vote_against_a_step_leaves_every_memory_as_it_was_and_nothing_is_lost
     assert len(kept) >= 2
 
 
+def test_who_has_missed_a_round_takes_over_the_state_of_the_others():
+    """The message has come for both, and one of them votes no."""
+    local, rows, kept = diloco(3, compressor=PowerSGD(1, min_compression_rate=1)), {}, []
+
+    def train(here, number):
+        model, optimizer = small()
+        manager = here.manager(f"replica{number}")
+        handle = elastic(model, optimizer, local, manager)
+        vote = manager.should_commit
+
+        def voted(*args, **options):
+            if number == 1 and handle.steps == 8:
+                kept.append(numbers(handle.state_dict()))
+                manager.report_error(RuntimeError("against it"))
+            return vote(*args, **options)
+
+        manager.should_commit = voted
+        while handle.steps < 18:
+            rounds = handle.rounds
+            take(model, optimizer, drawn(number, handle.steps))
+            if handle.rounds > rounds:
+                rows.setdefault(handle.rounds, []).append(numbers(handle.outer_parameters()).clone())
+
+    with site(2) as here:
+        for number in range(2):
+            here.start(train, here, number)
+        here.join()
+    assert len(kept) == 1
+    assert sorted(map(len, rows.values())) == [1, 2, 2, 2, 2, 2]
+    assert all(each.equal(many[0]) for many in rows.values() for each in many)
+
+
 @pytest.mark.parametrize("what", WITH_MEMORY, ids=repr)
 def test_a_newcomer_weighs_nothing_at_first_and_then_as_all_do(what):
     """It comes with weights of its own, which nobody may hear of, and leaves nothing out before its first round."""

@@ -59,7 +59,8 @@ class ElasticGradients(ElasticHandle):
 
     @torch.no_grad()
     def _average(self, present: Present) -> Any:
-        algorithm, weight = self._algorithm, ()
+        algorithm = self._algorithm
+        weight: tuple[float, ...] = ()
         if not present.all_count:
             algorithm = weighted(algorithm)
         if isinstance(algorithm, Weighted):
