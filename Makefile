@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-compiled test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network frontier mutate mutate-emulated fuzz soak soak-torch soak-long clean
+.PHONY: help demo test test-all test-compiled test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network chaos frontier mutate mutate-emulated fuzz soak soak-torch soak-long clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -145,6 +145,10 @@ soak: $(READY) ## random histories in the simulator, for MINUTES (10)
 STEPS ?= 10000
 soak-torch: $(READY) ## three real processes, random faults, all ranks compared every 100 steps, for STEPS (10000)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.torch_soak --steps $(STEPS) $(ARGS)
+
+CHAOS_MINUTES ?= 10
+chaos: $(READY) ## replicas over a real lighthouse that are killed, frozen, slow and replaced, for CHAOS_MINUTES (10), then without chaos for comparison
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --minutes $(CHAOS_MINUTES) $(ARGS)
 
 soak-long: $(READY) ## two real processes, 5,000 steps behind each front door and 200 process groups, memory and threads watched, in ten minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.long_run $(ARGS)

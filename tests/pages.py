@@ -53,6 +53,7 @@ INSTEAD = {"HOST|node0": "127.0.0.1", "1234|29400|29500": "$FREE_PORT", "nproc-p
 #: Programs that bash finds first. Slurm's know what the pages use of them; `gradwire` sends few and small messages.
 PROGRAMS = {
     "python": f'exec {sys.executable} "$@"',
+    "torchft_lighthouse": f'exec {Path(sys.executable).parent}/torchft_lighthouse "$@"',
     "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
     "gradwire": f'exec {sys.executable} {ROOT}/tests/cli/commands.py "$@"',
     "scontrol": '[ "$1 $2" = "show hostnames" ] && tr , "\\n" <<< "$3"',

@@ -27,20 +27,23 @@ class Exchange:
     long as an all-reduce; so on the CPU ranks send each other their parts directly, from where they lie to where they belong. The same
     bytes as half of a ring all-reduce, in half the time. Gloo cannot do that with CUDA tensors, for which all-to-all and broadcasts serve.
 
+    Args:
+        rank: of this rank in the group, where that does not know it; torchft's say 0 always.
+
     Attributes:
         group, size, rank: of this rank.
         native: the library sums the parts for their owners. Otherwise the addends are exchanged.
         direct: ranks send each other their parts by themselves.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, rank: int | None = None) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-        # Not `dist.get_backend`: a group may have one library for each kind of device ("cpu:gloo,cuda:nccl").
-        self.native = f"{device.type}:{NCCL}" in dist.get_backend_config(group).split(",")
+        self.rank = group.rank() if rank is None else rank
         self.direct = device.type == "cpu"
-        self._global = [dist.get_global_rank(group, r) for r in range(self.size)]
+        # Not `dist.get_backend`: a group may have one library for each kind of device ("cpu:gloo,cuda:nccl"). One whose members come and go is not registered.
+        registered = group in dist.distributed_c10d._world.pg_map
+        self.native = registered and f"{device.type}:{NCCL}" in dist.get_backend_config(group).split(",")
         self._tags = count()
 
     def gather(self, whole: Tensor, counts: Sequence[int]) -> list[Any]:
@@ -53,8 +56,8 @@ class Exchange:
         if len(set(counts)) == 1:
             return [_all_gather(as_bytes(whole), as_bytes(own), group=self.group, async_op=True)]
         return [
-            dist.broadcast(as_bytes(part), source, group=self.group, async_op=True)
-            for part, source in zip(parts, self._global, strict=True)
+            dist.broadcast(as_bytes(part), group_src=source, group=self.group, async_op=True)
+            for source, part in enumerate(parts)
             if part.numel()
         ]
 
@@ -77,8 +80,8 @@ class Exchange:
             return [_reduce_scatter(parts[self.rank], x, group=self.group, async_op=True)]
         # One by one, and not by all-to-all: who owns much would need room for everybody's addends.
         return [
-            dist.reduce(part, owner, group=self.group, async_op=True)
-            for part, owner in zip(parts, self._global, strict=True)
+            dist.reduce(part, group_dst=owner, group=self.group, async_op=True)
+            for owner, part in enumerate(parts)
             if part.numel()
         ]
 
@@ -87,9 +90,9 @@ class Exchange:
 
     def _messages(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> list[Any]:
         """Start to send and receive, each by the other's rank. Empty messages are not sent."""
-        tag, group, peers = FIRST_TAG + next(self._tags) % 0x8000, self.group, self._global
-        works = [dist.irecv(as_bytes(x), peers[r], group=group, tag=tag) for r, x in received.items() if x.numel()]
-        return works + [dist.isend(as_bytes(x), peers[r], group=group, tag=tag) for r, x in sent.items() if x.numel()]
+        tag, group = FIRST_TAG + next(self._tags) % 0x8000, self.group
+        works = [group.recv([as_bytes(x)], r, tag) for r, x in received.items() if x.numel()]
+        return works + [group.send([as_bytes(x)], r, tag) for r, x in sent.items() if x.numel()]
 
 
 def as_bytes(x: Tensor) -> Tensor:

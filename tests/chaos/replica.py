@@ -1,0 +1,119 @@
+"""One replica of a run under chaos. It writes a line for each vote, and ends after the round that the file `stop` says.
+
+It learns to sort. The data are those of its number at the position of the run, so a newcomer goes on where the others are.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo
+
+import gradwire
+from gradwire.torch_backend import elastic
+
+WIDTH = 16
+
+
+def batch(seed: int, number: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of this replica, at this position."""
+    generator = torch.Generator().manual_seed((seed * 1000 + number) * 1_000_003 + step)
+    x = torch.rand(32, WIDTH, generator=generator)
+    return x, x.sort(dim=1).values
+
+
+def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x) - y).square().mean()
+
+
+def digest(tensors) -> str:
+    found = hashlib.sha256()
+    for x in tensors:
+        found.update(x.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+def run(name: str, seed: int, what: str, stop: Path, lighthouse: str, pace: float) -> None:
+    """Train until told to stop. To be called in a process of its own, which it ends. `pace`: seconds between two steps."""
+    number = int(name.removeprefix("replica"))
+    logging.disable(logging.INFO)
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.Tanh(), torch.nn.Linear(64, WIDTH))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        use_async_quorum=False,
+        timeout=timedelta(seconds=8),
+        quorum_timeout=timedelta(seconds=60),
+        quorum_retries=20,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        replica_id=name,
+        lighthouse_addr=lighthouse,
+    )
+    votes: list[bool] = []
+    vote = manager.should_commit
+
+    def voted(*args, **options) -> bool:
+        votes.append(vote(*args, **options))
+        return votes[-1]
+
+    manager.should_commit = voted
+    wanted = {"die": False}
+    signal.signal(signal.SIGUSR1, lambda *_: wanted.update(die=True))
+
+    def say(**what) -> None:
+        print(json.dumps({"name": name, "time": time.time()} | what), flush=True)
+
+    ask, asked = manager.start_quorum, []
+
+    def asks(*args, **options) -> None:
+        if not asked:
+            say(event="asks")
+        asked.append(True)
+        ask(*args, **options)
+
+    manager.start_quorum = asks
+    algorithm = eval(what, vars(gradwire))
+    handle = elastic(model, optimizer, algorithm, manager)
+    schedule = isinstance(algorithm, gradwire.LocalSGD)
+    equal = handle.outer_parameters if schedule and algorithm.has_outer else lambda: dict(model.named_parameters())
+
+    def note() -> None:
+        for taken in votes:
+            say(event="vote", taken=taken, round=handle.rounds, steps=handle.steps, outer=digest(equal().values()))
+        votes.clear()
+
+    note()
+    while not (last := stop.read_text()) or handle.rounds < int(last):
+        x, y = batch(seed, number, handle.steps)
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        loss.backward()
+        optimizer.step()
+        note()
+        if wanted["die"] and getattr(handle, "_left", True) is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(pace)
+    model.load_state_dict(equal(), strict=False)
+    with torch.no_grad():
+        loss = sum(float(loss_of(model, *batch(12345, 0, step))) for step in range(64)) / 64
+    say(event="ends", loss=loss, sent=handle.sent.nbytes)
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,65 @@
+"""Replicas that are killed, frozen and slow, over a real lighthouse: the short form of `make chaos`."""
+
+import json
+import subprocess
+import sys
+import uuid
+
+import pytest
+
+from tests.chaos import verdict
+from tests.launch import ROOT, end_all, environment
+
+pytest.importorskip("torchft")
+
+
+@pytest.mark.slow
+def test_survivors_go_on_and_newcomers_heal(tmp_path):
+    mark = uuid.uuid4().hex
+    try:
+        command = [sys.executable, "-m", "tests.chaos.short", str(tmp_path / "arena")]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(mark), capture_output=True, text=True, timeout=240, check=False
+        )
+    finally:
+        end_all(mark)
+    assert not done.returncode, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert done.stdout.count("healed after") == 2
+
+
+def line(name, time, **what):
+    return {"name": name, "time": time, "event": "vote", "taken": True, "outer": "a"} | what
+
+
+def test_a_verdict_sees_what_must_not_be():
+    lines = [
+        line("r0", 1, round=1),
+        line("r1", 1, round=1),
+        line("r0", 2, round=2),
+        line("r1", 2, round=2, outer="b"),
+        line("r0", 3, round=2, taken=False),
+        line("r0", 4, round=2, taken=False),
+        line("r2", 4, event="asks"),
+        *(line("r0", 4 + n, round=2 + n) for n in (1, 2, 3)),
+        line("r2", 7, round=5),
+        line("r0", 8, event="ends", loss=0.5),
+    ]
+    events = [(2.5, "kill", ["r1"]), (4.0, "add", ["r2"])]
+    assert verdict.unequal_rounds(lines) == [2]
+    assert verdict.lost(lines, events) == {0: 1, 1: 1}
+    assert verdict.lost(lines, [(2.5, "kill", ["r1"])]) == {0: 2}
+    assert verdict.lost(lines, [(2.5, "freeze", ["r0"])]) == {0: 0}
+    assert verdict.healing(lines) == {"r2": 3}
+    assert verdict.longest_pause(lines) == 3
+    assert verdict.losses(lines) == {0.5}
+    assert verdict.deviation(2.0, [0.0, 1.0, 2.0]) == pytest.approx(1 / (4 / 3) ** 0.5)
+    assert verdict.by_kind(lines, events)["add"]["rounds to heal, at most"] == 3
+
+
+def test_the_published_chaos_found_nothing():
+    found = json.loads((ROOT / "benchmarks" / "results" / "chaos.json").read_text())
+    assert not found["rounds after which live replicas differed"]
+    assert max(row["rounds lost by a survivor, at most"] for row in found["events"].values()) <= 1
+    assert max(row.get("rounds to heal, at most", 0) for row in found["events"].values()) <= 2
+    assert abs(found["standard errors from undisturbed"]) <= 2
+    assert found["minutes"] == 10

@@ -1,0 +1,476 @@
+"""Replicas that come and go, as threads of one process, each with a torchft manager, under a real lighthouse. tests/chaos has them as processes that are killed."""
+
+import json
+import logging
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, TopK, TwoLevel, Weighted, diloco
+from gradwire.torch_backend import elastic
+
+pytest.importorskip("torchft")
+from torchft.coordination import LighthouseServer
+from torchft.manager import Manager, WorldSizeMode
+from torchft.process_group import ProcessGroupGloo
+
+FAILURE = json.loads((Path(__file__).parents[1] / "core" / "authors" / "torchft_failure.json").read_text())
+LIMIT = 60.0
+
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:The given buffer is not writable:UserWarning"
+    ),  # of torch, in torchft's transport
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:.*deprecated:"),
+]
+
+
+class Site:
+    """A lighthouse, and replicas that are threads."""
+
+    def __init__(self, least):
+        self.lighthouse = LighthouseServer(
+            bind="[::]:0", min_replicas=least, join_timeout_ms=20_000, heartbeat_timeout_ms=1_000
+        )
+        self.stores, self.managers, self.threads, self.errors = [], [], [], []
+
+    def manager(self, name, **options):
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.stores.append(store)
+        options = {"min_replica_size": 1, "use_async_quorum": False} | options
+        made = Manager(
+            pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
+            load_state_dict=None,
+            state_dict=None,
+            timeout=timedelta(seconds=20),
+            quorum_timeout=timedelta(seconds=LIMIT),
+            rank=0,
+            world_size=1,
+            store_addr="localhost",
+            store_port=store.port,
+            replica_id=name,
+            lighthouse_addr=self.lighthouse.address(),
+            **options,
+        )
+        self.managers.append(made)
+        return made
+
+    def start(self, train, *args):
+        """Run a replica in a thread. What it raises is noted."""
+
+        def run():
+            try:
+                train(*args)
+            except BaseException as error:
+                self.errors.append(error)
+
+        self.threads.append(threading.Thread(target=run, daemon=True))
+        self.threads[-1].start()
+
+    def join(self):
+        for thread in self.threads:
+            thread.join(LIMIT)
+            assert not thread.is_alive()
+        if self.errors:
+            raise self.errors[0]
+
+
+@contextmanager
+def site(least):
+    made = Site(least)
+    logging.disable(logging.INFO)
+    try:
+        yield made
+    finally:
+        logging.disable(logging.NOTSET)
+        for manager in made.managers:
+            with suppress(Exception):
+                manager.shutdown(wait=False)
+            manager._checkpoint_transport._server.socket.close()
+        made.lighthouse.shutdown()
+
+
+def leave(manager):
+    """As a process that is killed: no heartbeat any more, and no messages."""
+    manager.shutdown(wait=False)
+    manager._pg.abort()
+
+
+def descend(model, optimizer, gradient):
+    for p in model.parameters():
+        p.grad = torch.full_like(p, gradient)
+    optimizer.step()
+
+
+def test_torchft_comes_to_the_same_numbers_where_a_replica_fails():
+    """Its seventh fixture. There a replica that begins anew trains three steps before it asks for the others, which is nothing here: it asks at once."""
+    begun = threading.Barrier(2, timeout=LIMIT)
+    found = [{}, {}]
+
+    def train(which, here, number, until):
+        model = torch.nn.ModuleDict(
+            {"layers": torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(2))}
+        )
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        handle = elastic(
+            model, optimizer, LocalSGD(6, fragments=2, outer=OuterSGD(lr=2.0)), here.manager(f"replica{number}")
+        )
+        history = found[which] = {"parameters": {}, "outer": {}}
+        first = handle.steps
+        for step in range(first, until + 1):
+            history["parameters"][str(step)] = [p.item() for p in model.parameters()]
+            history["outer"][str(step)] = [p.item() for p in handle.outer_parameters().values()]
+            if step < until:
+                descend(model, optimizer, 2.0)
+        return handle
+
+    def fails(here):
+        leave(train(1, here, 1, 6).quorum.manager)
+        begun.wait()
+        train(1, here, 2, 21)
+
+    with site(2) as here:
+        here.start(train, 0, here, 0, 21)
+        here.start(fails, here)
+        begun.wait()
+        here.join()
+    theirs, healed = FAILURE
+    for kind in ("parameters", "outer"):
+        assert found[0][kind].keys() >= theirs[kind].keys()
+        for step, expected in theirs[kind].items():
+            assert found[0][kind][step] == pytest.approx(expected, abs=1e-6)
+        for step, expected in healed[kind].items():
+            if (
+                int(step) >= 3
+            ):  # from the round on in which it has come, which is the first replica's third: six steps more
+                assert found[1][kind][str(int(step) + 6)] == pytest.approx(expected, abs=1e-6)
+    assert min(map(int, found[1]["parameters"])) == 9
+
+
+SHAPES = {"a.weight": (6, 5), "a.bias": (6,), "b.weight": (4, 6), "b.bias": (4,)}
+SCHEDULES = [
+    LocalSGD(3),
+    diloco(3, compressor=PowerSGD(1, min_compression_rate=1)),
+    diloco(4, fragments=2, overlap=1, compressor=TopK(0.5)),
+    diloco(4, overlap=2, merge="progress", compressor=PowerSGD(1, min_compression_rate=1)),
+    diloco(3, eager=True, lr=0.3),
+]
+
+
+def small():
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(5, 6), "b": torch.nn.Linear(6, 4)})
+    model.load_state_dict(drawn(9, 9))  # by no generator that threads share
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def drawn(number, step):
+    generator = torch.Generator().manual_seed(1000 * number + step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def take(model, optimizer, gradients):
+    for name, p in model.named_parameters():
+        p.grad = gradients[name].clone()
+    optimizer.step()
+
+
+def numbers(state):
+    """Of a handle's state, or of parameters: all tensors, in one."""
+    found = []
+
+    def walk(x):
+        for value in x.values():
+            walk(value) if isinstance(value, dict) else found.append(value)
+
+    walk({"shared": state["shared"], "tensors": state["tensors"]} if "shared" in state else dict(state))
+    return torch.cat(
+        [x.detach().double().reshape(-1) for x in found if isinstance(x, torch.Tensor)] or [torch.zeros(0)]
+    )
+
+
+@pytest.mark.parametrize("local", SCHEDULES, ids=repr)
+def test_replicas_that_stay_come_to_what_the_simulator_says(local):
+    steps, after = 14, [None, None]
+
+    def train(here, number):
+        model, optimizer = small()
+        elastic(model, optimizer, local, here.manager(f"replica{number}"))
+        for step in range(steps):
+            take(model, optimizer, drawn(number, step))
+        after[number] = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    with site(2) as here:
+        for number in range(2):
+            here.start(train, here, number)
+        here.join()
+    start = {name: p.detach().double().numpy() for name, p in small()[0].named_parameters()}
+    sim = LocalSimulator(local, start, 2)
+    for step in range(steps):
+        gradients = [{n: g.double().numpy() for n, g in drawn(number, step).items()} for number in range(2)]
+        sim.step(gradients, lambda _, p, g: {n: p[n] - 0.1 * g[n] for n in p})
+    for number in range(2):
+        for name, p in after[number].items():
+            np.testing.assert_allclose(p.numpy(), sim.parameters[number][name], atol=1e-5)
+    moved = max(float(np.abs(sim.parameters[0][n] - start[n]).max()) for n in start)
+    assert moved > 0.1
+
+
+WITH_MEMORY = [
+    diloco(3, compressor=PowerSGD(1, min_compression_rate=1)),
+    diloco(4, overlap=2, compressor=TopK(0.5)),
+    PowerSGD(1, min_compression_rate=1),
+]
+
+
+@pytest.mark.parametrize("what", WITH_MEMORY, ids=repr)
+def test_a_vote_against_a_step_leaves_every_memory_as_it_was_and_nothing_is_lost(what):
+    """Both vote no once, after all messages have come. A schedule trains on; what averages gradients takes no step."""
+    same, kept = [], []
+
+    def train(here, number):
+        model, optimizer = small()
+        manager = here.manager(f"replica{number}")
+        handle = elastic(model, optimizer, what, manager)
+        vote = manager.should_commit
+
+        def voted(*args, **options):
+            if step >= 7:
+                manager.report_error(RuntimeError("against it"))
+            return vote(*args, **options)
+
+        manager.should_commit = voted
+        for step in range(10):
+            before, rounds = handle.state_dict(), handle.rounds
+            weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+            take(model, optimizer, drawn(number, step))
+            if step >= 7 and manager.errored() is not None:
+                same.append(numbers(handle.state_dict()).equal(numbers(before)) and handle.rounds == rounds)
+                moved = not numbers(weights).equal(numbers(dict(model.named_parameters())))
+                kept.append(moved == isinstance(what, LocalSGD))
+            elif handle.rounds > rounds:
+                same.append(not numbers(handle.state_dict()).equal(numbers(before)))
+
+    with site(2) as here:
+        for number in range(2):
+            here.start(train, here, number)
+        here.join()
+    assert all(same)
+    assert len(same) >= 4
+    assert all(kept)
+    assert len(kept) >= 2
+
+
+def test_who_has_missed_a_round_takes_over_the_state_of_the_others():
+    """The message has come for both, and one of them votes no."""
+    local, rows, kept = diloco(3, compressor=PowerSGD(1, min_compression_rate=1)), {}, []
+
+    def train(here, number):
+        model, optimizer = small()
+        manager = here.manager(f"replica{number}")
+        handle = elastic(model, optimizer, local, manager)
+        vote = manager.should_commit
+
+        def voted(*args, **options):
+            if number == 1 and handle.steps == 8:
+                kept.append(numbers(handle.state_dict()))
+                manager.report_error(RuntimeError("against it"))
+            return vote(*args, **options)
+
+        manager.should_commit = voted
+        while handle.steps < 18:
+            rounds = handle.rounds
+            take(model, optimizer, drawn(number, handle.steps))
+            if handle.rounds > rounds:
+                rows.setdefault(handle.rounds, []).append(numbers(handle.outer_parameters()).clone())
+
+    with site(2) as here:
+        for number in range(2):
+            here.start(train, here, number)
+        here.join()
+    assert len(kept) == 1
+    assert sorted(map(len, rows.values())) == [1, 2, 2, 2, 2, 2]
+    assert all(each.equal(many[0]) for many in rows.values() for each in many)
+
+
+@pytest.mark.parametrize("what", WITH_MEMORY, ids=repr)
+def test_a_newcomer_weighs_nothing_at_first_and_then_as_all_do(what):
+    """It comes with weights of its own, which nobody may hear of, and leaves nothing out before its first round."""
+    come, rows, until = threading.Event(), {}, 9
+
+    def train(here, number):
+        model, optimizer = small()
+        if number == 2:
+            assert come.wait(LIMIT)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.fill_(float("nan"))
+        handle = elastic(model, optimizer, what, here.manager(f"replica{number}"))
+        if number == 2:
+            errors = [x for m in handle._memory.state.tensors.values() for k, x in m.items() if k in handle._own()]
+            assert errors
+            assert not any(x.any() for x in errors)
+        while handle.rounds < until:
+            if number < 2 and handle.rounds == 3:
+                come.set()
+                if not wait_for_newcomer(here):
+                    return
+            before = handle.rounds
+            step = handle.steps
+            take(model, optimizer, drawn(number, step))
+            if handle.rounds > before:
+                equal = handle.outer_parameters() if isinstance(what, LocalSGD) else dict(model.named_parameters())
+                rows.setdefault(handle.rounds, []).append(numbers(equal).clone())
+
+    def wait_for_newcomer(here):
+        """Until it asks, as far as the lighthouse knows."""
+        end = time.monotonic() + LIMIT
+        while len(here.managers) < 3 and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        return len(here.managers) == 3
+
+    with site(2) as here:
+        for number in range(3):
+            here.start(train, here, number)
+        here.join()
+    assert all(each.equal(many[0]) and each.isfinite().all() for many in rows.values() for each in many)
+    assert len(rows[until - 1]) == 3
+
+
+def test_a_newcomer_with_other_options_is_refused_and_the_others_go_on():
+    mine, other = diloco(2), diloco(2, lr=0.5)
+    raised, rounds = [], {}
+
+    def train(here, number):
+        model, optimizer = small()
+        handle = elastic(model, optimizer, mine, here.manager(f"replica{number}"))
+        deadline = time.monotonic() + LIMIT
+        while (not raised or handle.rounds < rounds["then"] + 4) and time.monotonic() < deadline:
+            take(model, optimizer, drawn(number, handle.steps))
+            rounds[number] = handle.rounds
+            time.sleep(0.01)
+
+    def refused(here):
+        model, optimizer = small()
+        while len(rounds) < 2:
+            time.sleep(0.02)
+        with pytest.raises(ValueError) as error:
+            elastic(model, optimizer, other, here.manager("replica2"))
+        rounds["then"] = max(rounds.values())
+        raised.append(str(error.value))
+
+    with site(2) as here:
+        for number in range(2):
+            here.start(train, here, number)
+        here.start(refused, here)
+        here.join()
+    assert repr(mine) in raised[0]
+    assert repr(other) in raised[0]
+    assert rounds[0] >= rounds["then"] + 4 <= rounds[1]
+
+
+def test_replicas_weigh_what_they_say():
+    tokens, after = [3.0, 1.0], {}
+
+    def train(here, number):
+        model, optimizer = small()
+        handle = elastic(model, optimizer, Weighted(AllReduce()), here.manager(f"replica{number}"))
+        handle.weight = tokens[number]
+        take(model, optimizer, drawn(number, 0))
+        after[number] = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    with site(2) as here:
+        for number in range(2):
+            here.start(train, here, number)
+        here.join()
+    for name, start in small()[0].named_parameters():
+        mean = 0.75 * drawn(0, 0)[name] + 0.25 * drawn(1, 0)[name]
+        assert torch.allclose(after[0][name], start - 0.1 * mean, atol=1e-6)
+        assert after[0][name].equal(after[1][name])
+
+
+def test_a_run_goes_on_from_the_state_of_a_replica():
+    """And what all count alike takes no weight."""
+    local, found = diloco(3, compressor=PowerSGD(1, min_compression_rate=1)), []
+    with site(1) as here:
+        model, optimizer = small()
+        manager = here.manager("replica0")
+        handle = elastic(model, optimizer, local, manager)
+        with pytest.raises(ValueError, match="weight"):
+            handle.weight = 2.0
+        with pytest.raises(ValueError, match="manager"):
+            elastic(model, optimizer, local, manager)
+        for step in range(4):
+            take(model, optimizer, drawn(0, step))
+        saved = {"handle": handle.state_dict(), "model": model.state_dict(), "manager": manager.state_dict()}
+        saved["model"] = {name: x.clone() for name, x in saved["model"].items()}
+        for step in range(4, 9):
+            take(model, optimizer, drawn(0, step))
+        found.append(numbers(handle.state_dict()))
+    with site(1) as here:
+        model, optimizer = small()
+        model.load_state_dict(saved["model"])
+        manager = here.manager("replica0")
+        manager.load_state_dict(saved["manager"])
+        handle = elastic(model, optimizer, local, manager)
+        handle.load_state_dict(saved["handle"])
+        assert handle.steps == 4
+        for step in range(4, 9):
+            take(model, optimizer, drawn(0, step))
+        found.append(numbers(handle.state_dict()))
+    assert found[0].equal(found[1])
+
+
+REFUSED = [
+    (LocalSGD(3, start_step=5), "start_step"),
+    (LocalSGD(4, subgroup=2), "subgroup"),
+    (LocalSGD({2: 2, "all": 4}), "period"),
+    (diloco(4, fragments=2, overlap=2), "overlap"),
+    (diloco(4, fragments=2, eager=True), "fragments"),
+    (diloco(4, eager=True, weighted=True), "weighted"),
+    (diloco(12, fragments=9), "fragments"),
+    (diloco(4, compressor=TwoLevel(PowerSGD(1))), "compressor"),
+    (TwoLevel(PowerSGD(1)), "what"),
+]
+
+
+def test_what_cannot_be_served_is_refused_by_name(monkeypatch):
+    with site(1) as here:
+        manager = here.manager("replica0")
+        for what, named in REFUSED:
+            model, optimizer = small()
+            with pytest.raises(ValueError, match=named):
+                elastic(model, optimizer, what, manager)
+        model, optimizer = small()
+        for options, named in (
+            ({"use_async_quorum": True}, "use_async_quorum"),
+            ({"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES}, "world_size_mode"),
+        ):
+            with pytest.raises(ValueError, match=named):
+                elastic(model, optimizer, diloco(3), here.manager("replica1", **options))
+        with pytest.raises(ValueError, match="optimizer"):
+            elastic(model, torch.optim.SGD(small()[0].parameters(), lr=0.1), diloco(3), manager)
+        for arguments, named in (
+            ((model, optimizer, diloco(3), "manager"), "manager"),
+            ((model, optimizer, "diloco", manager), "algorithm"),
+            ((model, None, diloco(3), manager), "optimizer"),
+            (("model", optimizer, diloco(3), manager), "module"),
+        ):
+            with pytest.raises(TypeError, match=named):
+                elastic(*arguments)
+        monkeypatch.setitem(sys.modules, "torchft.manager", None)
+        with pytest.raises(ImportError, match=r"gradwire\[elastic\]"):
+            elastic(model, optimizer, diloco(3), manager)
+        assert not manager._user_state_dicts

@@ -1,0 +1,160 @@
+"""Replicas that come and go: one call, under a torchft `Manager`.
+
+manager = torchft.Manager(pg=torchft.ProcessGroupGloo(), min_replica_size=1, use_async_quorum=False, ...)
+handle = gradwire.torch_backend.elastic(model, optimizer, gradwire.diloco(500), manager)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.core.algorithm import Algorithm, require_algorithm
+from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.algorithms.two_level import levels_of
+from gradwire.core.algorithms.weighted import weighted
+from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.local_sgd.schedule import Schedule
+from gradwire.core.ops import ITEMSIZE, Spec
+from gradwire.core.plan.advice import warn
+from gradwire.core.text.options import OWN_CHECK, checked
+from gradwire.torch_backend.elastic.gradients import ElasticGradients
+from gradwire.torch_backend.elastic.handle import KEY
+from gradwire.torch_backend.elastic.quorum import Quorum
+from gradwire.torch_backend.elastic.schedules import ElasticLocalSGD
+from gradwire.torch_backend.engine.driver import specs_of
+from gradwire.torch_backend.local_sgd.wrapped_optimizer import unwrapped
+from gradwire.torch_backend.ops.kernels import dtype_name
+from gradwire.torch_backend.setup.consistency import algorithm_obstacle, describe, obstacle, require_initialized
+from gradwire.torch_backend.setup.registration import tried
+
+
+@checked
+def elastic(
+    module: Annotated[nn.Module, OWN_CHECK],
+    optimizer: Annotated[torch.optim.Optimizer, OWN_CHECK],
+    what: Annotated[Algorithm | LocalSGD, OWN_CHECK],
+    manager: Annotated[Any, OWN_CHECK],
+    *,
+    buffers: Literal["average", "keep"] = "average",
+) -> ElasticGradients | ElasticLocalSGD:
+    """Train with replicas that come and go: from now on `optimizer.step()` averages gradients, or parameters when it is time to, among the replicas that a torchft
+    lighthouse sees.
+
+    It joins at once, and returns when this replica has met the others: the first ones wait for each other (`min_replicas` of the lighthouse), a newcomer for the
+    next average. A newcomer receives parameters, averaged buffers, the optimizer's state, outer parameters and factors from one of the others by torchft's checkpoint
+    transport. Its error memory begins with zeros, and its own work counts from the next average on. What else it needs, a scheduler's state for instance, give to
+    `manager.register_state_dict_fn` before; the position in the data is `handle.steps`.
+
+    Each average is a round of the manager: a quorum, messages, a vote. A replica that is lost fails one round at most: where a message does not come, nothing that
+    this replica remembers is changed. A schedule then trains on from where it is, and the next difference holds what was learned since; a step that averages gradients
+    does nothing. Replicas for which a round failed, and for others it did not, take over the state of these in the next quorum.
+
+    Args:
+        module: a model that each replica holds as a whole. A DistributedDataParallel counts as its module: its process group is the replica.
+        optimizer: that steps the module's parameters.
+        what: an algorithm, which averages gradients in each step; or `LocalSGD(...)`, `diloco(...)`, which average parameters among all replicas.
+        manager: a `torchft.Manager` with `use_async_quorum=False`. Its process group carries the messages, and its time limits are those of a round.
+        buffers: floating buffers are averaged with the parameters of a schedule; or each replica keeps its own, as it does with an algorithm, and with `eager`.
+
+    Returns:
+        A handle with the position, the outer parameters, and the state for checkpoints.
+
+    Warns:
+        CompressionWarning: see `register_comm_hook`.
+
+    Raises:
+        ImportError: torchft is not installed.
+        TypeError: `module`, `optimizer`, `what` or `manager` is no such thing.
+        ValueError: something cannot be served, and nothing has been changed; or this replica asks for something else than the others do.
+        RuntimeError: there is no quorum, or too many rounds have failed, as the manager says.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; give the model")
+    if not isinstance(what, Schedule):
+        require_algorithm(what)
+    optimizer = unwrapped(optimizer)
+    if optimizer is None:
+        raise TypeError("optimizer is None; give the one that steps the model: averages are rounds of its steps")
+    _require_manager(manager)
+    inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    trained = {n: p for n, p in inner.named_parameters() if p.requires_grad}
+    require_initialized(trained)
+    averages_buffers = isinstance(what, LocalSGD) and not what.eager and buffers == "average"
+    kept = {n: b for n, b in inner.named_buffers() if dtype_name(b.dtype) in ITEMSIZE} if averages_buffers else {}
+    if why_not := _obstacle(what, inner, optimizer, manager):
+        raise ValueError(why_not)
+    warn(what, specs_of(trained))
+    quorum = Quorum(manager, _asks(what, trained, kept), next(iter(trained.values())).device)
+    if isinstance(what, LocalSGD):
+        return ElasticLocalSGD(what, trained, kept, optimizer, quorum)
+    return ElasticGradients(what, trained, kept, optimizer, quorum)
+
+
+def _require_manager(manager: object) -> None:
+    """Raise for what is no torchft `Manager`."""
+    try:
+        from torchft.manager import Manager  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError(
+            f"elastic needs torchft ({error}); install it with pip install 'gradwire[elastic]'"
+        ) from error
+    if not isinstance(manager, Manager):
+        raise TypeError(f"manager is a {type(manager).__name__}; give a torchft.Manager")
+
+
+def _obstacle(what: Algorithm | LocalSGD, module: nn.Module, optimizer: torch.optim.Optimizer, manager: Any) -> str:
+    """Why this replica cannot take part; "" if it can."""
+    if manager._use_async_quorum:
+        return "manager has use_async_quorum=True: a newcomer would train before it has its parameters; make it with use_async_quorum=False"
+    if manager._replica_world_size_mode is not type(manager._replica_world_size_mode).DYNAMIC:
+        return "manager has spare replicas (world_size_mode); all count here, so leave world_size_mode out"
+    if KEY in manager._user_state_dicts:
+        return "manager serves another model already; make one for each"
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    if not trained:
+        return "module has no parameter with requires_grad=True, so there is nothing to average"
+    known = {id(p) for p in trained.values()}
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        return "optimizer steps parameters that are not in module, and nobody would average them"
+    if isinstance(what, LocalSGD):
+        return obstacle(module, AllReduce(), trained) or _obstacle_of_schedule(what, specs_of(trained))
+    why_not = obstacle(module, what, trained) or algorithm_obstacle(what, in_buckets=False)
+    return why_not or _obstacle_of_algorithm(what, specs_of(trained), "what")
+
+
+def _obstacle_of_schedule(local: LocalSGD, specs: Mapping[str, Spec]) -> str:
+    if local.start_step:
+        return f"start_step={local.start_step} of {local!r} averages gradients first; train so with elastic(…, AllReduce(), …), and go on from its checkpoint"
+    if local.subgroup is not None or isinstance(local.period, Mapping):
+        return f"{local!r} averages in groups, and replicas that come and go have none; give a number as period, and leave subgroup out"
+    try:
+        turn = local.longest / len(local.parts(specs))
+    except ValueError as error:
+        return str(error)
+    if local.eager and local.fragments > 1:
+        return f"fragments={local.fragments} with eager=True has several messages on their way, and a vote is about one; use one fragment"
+    if local.eager and local.weighted:
+        return "weighted=True with eager=True sends its weights before there is a quorum; leave one of them out"
+    if local.overlap >= turn:
+        return f"overlap={local.overlap} is not less than the {turn:g} steps from one fragment to the next, and a vote is about one message; use fewer"
+    return "" if local.compressor is None else _obstacle_of_algorithm(local.compressor, local.kept(specs), "compressor")
+
+
+def _obstacle_of_algorithm(algorithm: Algorithm, specs: Mapping[str, Spec], option: str) -> str:
+    if levels_of(algorithm) is not None or getattr(algorithm, "mentions_nodes", False):
+        return f"{option}={algorithm!r} needs nodes of equally many replicas, and here they come and go; give the algorithm inside"
+    return tried(weighted(algorithm), specs, 2).obstacle
+
+
+def _asks(what: Algorithm | LocalSGD, trained: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> str:
+    """In words what has to be the same for all replicas."""
+    described = describe(trained) | describe(buffers, "buffer")
+    digest = hashlib.sha256(repr(described).encode()).hexdigest()[:8]
+    elements = sum(p.numel() for p in trained.values())
+    return f"{what!r} of {len(trained)} parameters and {len(buffers)} buffers with {elements:,} elements ({digest})"

@@ -1,0 +1,75 @@
+"""Gradients averaged in each step, by replicas that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.core.algorithm import Algorithm
+from gradwire.core.algorithms.weighted import Weighted, weighted
+from gradwire.torch_backend.elastic.handle import ElasticHandle
+from gradwire.torch_backend.elastic.quorum import Present, Quorum
+from gradwire.torch_backend.engine.driver import specs_of
+from gradwire.torch_backend.engine.scheduler import run_alone
+from gradwire.torch_backend.ops.full_precision import plain_arithmetic
+from gradwire.torch_backend.ops.kernels import TorchOps
+
+
+class ElasticGradients(ElasticHandle):
+    """What `elastic` returns for an algorithm: each `optimizer.step()` is a round, and does nothing where the vote is against it."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        quorum: Quorum,
+    ) -> None:
+        self._algorithm = algorithm
+        state = algorithm.init(TorchOps(quorum.device), specs_of(parameters))
+        super().__init__(algorithm, state, parameters, buffers, optimizer, quorum)
+        optimizer.register_step_pre_hook(self._before_step)
+        while self._joining:
+            optimizer.zero_grad()
+            optimizer.step()
+        optimizer.zero_grad()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        present = self.quorum.meet(self.steps, joining=self._joining)
+        averages = None
+        if present is not None:
+            self._memory.steps = present.steps
+            if present.trained:
+                averages = self.quorum.attempt(lambda: self._average(present))
+        taken = self.quorum.vote()
+        self._joining = self._joining and not taken
+        if taken and averages is not None:
+            average, state = averages
+            self._memory.keep(state)
+            self._memory.steps += 1
+            for name, p in self._parameters.items():
+                p.grad = average[name].clone() if p.grad is None else p.grad.copy_(average[name])
+        else:  # a step without any gradient does nothing
+            for p in self._parameters.values():
+                p.grad = None
+
+    @torch.no_grad()
+    def _average(self, present: Present) -> Any:
+        algorithm = self._algorithm
+        weight: tuple[float, ...] = ()
+        if not present.all_count:
+            algorithm = weighted(algorithm)
+        if isinstance(algorithm, Weighted):
+            weight = (self._weight * present.counts,)
+        given = {n: p.grad for n, p in self._parameters.items()}
+        gradients = {
+            n: torch.zeros_like(p, memory_format=torch.contiguous_format) if given[n] is None else given[n].contiguous()  # type: ignore[union-attr]
+            for n, p in self._parameters.items()
+        }
+        with plain_arithmetic(self._ops.device):
+            program = algorithm.step(self._ops, gradients, self._copied(), self.steps, *weight)
+            return run_alone(self.quorum.collectives, program)

@@ -1,0 +1,156 @@
+"""What `elastic` returns: what one replica remembers, and what a newcomer receives of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.protocol.weights import require_weight
+from gradwire.torch_backend.elastic.quorum import Quorum, on_host
+from gradwire.torch_backend.monitor.stats import Sent
+from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.state.memory import Memory, Replicated
+
+#: Under which a `Manager` keeps what belongs to a handle.
+KEY = "gradwire"
+
+
+class ElasticHandle:
+    """What `elastic` returns.
+
+    Attributes:
+        quorum: the present members.
+    """
+
+    def __init__(
+        self,
+        what: Algorithm | LocalSGD,
+        state: State[Tensor],
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        quorum: Quorum,
+    ) -> None:
+        self.quorum = quorum
+        self._parameters, self._buffers, self._optimizer = parameters, buffers, optimizer
+        self._ops = TorchOps(quorum.device)
+        self._memory = Memory(what, state, _OneReplica(quorum.device))
+        self._joining = True
+        self._weight = 1.0
+        quorum.manager.register_state_dict_fn(KEY, self._receive, self._give)
+
+    @property
+    def steps(self) -> int:
+        """How far the run has come, in steps of the optimizer: the position in the data that a newcomer goes on from."""
+        return self._memory.steps
+
+    @property
+    def rounds(self) -> int:
+        """Averages that counted, of the whole run; the first is the one in which the first replicas met."""
+        return int(self.quorum.manager.current_step())
+
+    @property
+    def sent(self) -> Sent:
+        """Messages and bytes of this replica."""
+        return self.quorum.sent
+
+    @property
+    def weight(self) -> float:
+        """What this replica counts for in the averages that leave from now on: 1, or the tokens that it has seen, say. It may be set where the algorithm is
+        `Weighted(…)` or the schedule `weighted`. In the round in which a replica comes it counts for nothing.
+
+        Raises:
+            TypeError, ValueError: it is no weight, or all replicas count alike.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        number = require_weight(weight)
+        if not getattr(self._memory.algorithm, "weighted", False):
+            raise ValueError(
+                f"weight={number:g} for {self._memory.algorithm!r}, whose replicas all count alike; give Weighted(…) or weighted=True to all of them"
+            )
+        self._weight = number
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._memory.algorithm!r}: {self.steps} steps, {self.rounds} rounds)"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step and the memory of this replica, copied to the CPU: for a checkpoint, with its parameters, its optimizer and `manager.state_dict()`.
+        That of any replica serves all. Communicates nothing."""
+        lent = self._memory.lent()
+        return {
+            **lent,
+            "shared": {key: on_host(x) for key, x in lent["shared"].items()},
+            "tensors": {name: {key: on_host(x) for key, x in kept.items()} for name, kept in lent["tensors"].items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`. Load the state of one replica on all of them, or on none.
+
+        Raises:
+            ValueError: it is no such state or does not fit, said how. Nothing has been changed then.
+        """
+        self._memory.take(self._memory.fit(state))
+
+    def _own(self) -> Collection[str]:
+        """Names of the memories that a newcomer begins with zeros."""
+        return self._memory.per_replica
+
+    def _give(self) -> dict[str, Any]:
+        """What another replica takes over. Copies, since training goes on while it is sent."""
+        own = self._own()
+        kept = self._memory.state.tensors
+        return {
+            "asks": self.quorum.asks,
+            "steps": self.steps,
+            "shared": {key: on_host(x) for key, x in self._memory.state.shared.items()},
+            "tensors": {n: {key: on_host(x) for key, x in m.items() if key not in own} for n, m in kept.items()},
+            "parameters": {name: on_host(p) for name, p in self._parameters.items()},
+            "buffers": {name: on_host(b) for name, b in self._buffers.items()},
+            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+        }
+
+    def _receive(self, given: Mapping[str, Any]) -> None:
+        """What another replica gives. What this one has left out so far stays its own: zeros, of a newcomer."""
+        self.quorum.healed = True
+        if given["asks"] != self.quorum.asks:
+            return  # it will be refused when all have said what they ask for
+        self._memory.steps = given["steps"]
+        self._optimizer.load_state_dict(given["optimizer"])
+        with torch.no_grad():
+            for name, x in given["parameters"].items():
+                self._parameters[name].copy_(x)
+            for name, x in given["buffers"].items():
+                self._buffers[name].copy_(x)
+            for key, x in given["shared"].items():
+                self._memory.state.shared[key].copy_(x)
+            for name, kept in given["tensors"].items():
+                for key, x in kept.items():
+                    self._memory.state.tensors[name][key].copy_(x)
+
+    def _copied(self, names: Collection[str] | None = None) -> State[Tensor]:
+        """The memory, of which that of the parameters with these names is a copy; None: of all. A round works on it, and is taken if the vote is for it."""
+        state = self._memory.state
+        return State(
+            {key: x.clone() for key, x in state.shared.items()},
+            {
+                n: {key: x.clone() for key, x in m.items()} if names is None or n in names else dict(m)
+                for n, m in state.tensors.items()
+            },
+        )
+
+
+class _OneReplica(Replicated):
+    """Of a memory that is saved by one replica for itself: the others may be gone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.meetings, self.pieces = [], {}

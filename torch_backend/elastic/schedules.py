@@ -1,0 +1,196 @@
+"""Local SGD and DiLoCo among replicas that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.core.algorithm import State, Stepped
+from gradwire.core.local_sgd.algorithm import DIFFERENCE, OUTER, WEIGHT, LocalSGD
+from gradwire.torch_backend.elastic.handle import ElasticHandle
+from gradwire.torch_backend.elastic.quorum import LOST, Present, Quorum
+from gradwire.torch_backend.engine.driver import specs_of
+from gradwire.torch_backend.engine.scheduler import Step, run_alone
+from gradwire.torch_backend.local_sgd.in_flight import InFlight
+from gradwire.torch_backend.local_sgd.optimizer_hooks import step_on_every_rank
+from gradwire.torch_backend.ops.full_precision import plain_arithmetic
+from gradwire.torch_backend.ops.kernels import TorchOps
+
+
+class ElasticLocalSGD(ElasticHandle):
+    """What `elastic` returns for a schedule: each average of parameters is a round. Where the vote is against it, a replica trains on from where it is, and
+    its next difference holds the work of both periods."""
+
+    def __init__(
+        self,
+        local: LocalSGD,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        quorum: Quorum,
+    ) -> None:
+        self.local = local
+        self._specs = specs_of(parameters)
+        self._parts = local.parts(self._specs)
+        self._late = local.longest if local.eager else local.overlap
+        self._in_flight: InFlight | None = None
+        #: Of the message that is on its way.
+        self._left: _Left | None = None
+        state = local.init(TorchOps(quorum.device), {n: p.detach() for n, p in parameters.items()}, 1)
+        super().__init__(local, state, parameters, buffers, optimizer, quorum)
+        took_part = False
+        while self._joining and self._left is None:
+            took_part = self._round()
+        self._memory.steps += took_part
+        step_on_every_rank(optimizer, lambda: None, self._after_step)
+
+    def outer_parameters(self) -> dict[str, Tensor]:
+        """The outer parameters by name, as `LocalSGDHandle.outer_parameters`.
+
+        Raises:
+            ValueError: plain averaging has none.
+        """
+        if not self.local.has_outer:
+            raise ValueError(f"{self.local!r} averages parameters themselves; evaluate the model after a round")
+        return {name: kept[OUTER] for name, kept in self._memory.state.tensors.items() if OUTER in kept}
+
+    def _own(self) -> frozenset[str]:
+        compressor = self.local.compressor
+        return frozenset({DIFFERENCE, WEIGHT}) | (
+            frozenset() if compressor is None else frozenset(compressor.per_replica)
+        )
+
+    def _receive(self, given: Mapping[str, Any]) -> None:
+        super()._receive(given)
+        for kept in self._memory.state.tensors.values():  # what has left of it, left by another way
+            if DIFFERENCE in kept:
+                kept[DIFFERENCE].zero_()
+
+    def _after_step(self) -> None:
+        step = self.steps
+        if self._left is not None:
+            self._receive_rounds(step)
+        if self._left is not None and step - self._left.step >= self._late:
+            self._arrive(step)
+        if due := self._due(step):
+            if self.local.eager and self._left is None and not self.local.round(step, self._late, due[0]):
+                self._take(*self._average(Present(step), {}))  # of the first difference each knows only its own
+            self._round()
+        self._memory.steps += 1
+
+    def _due(self, step: int) -> list[int]:
+        """Fragments whose averages, or whose messages, begin after this step."""
+        return [f for f in range(len(self._parts)) if self.local.due(step, self.local.longest, f)]
+
+    def _round(self) -> bool:
+        """The quorum, and the average or the message of what is due. Returns whether replicas have trained before."""
+        present = self.quorum.meet(self.steps, joining=self._joining)
+        if present is not None:
+            self._memory.steps = present.steps
+        if present is None or not present.trained:
+            self._vote(None)
+            return False
+        if self.local.delayed:
+            self._left = self.quorum.attempt(lambda: self._leave(present))
+            if self._left is None:
+                self._vote(None)
+        else:
+            self._vote(self.quorum.attempt(lambda: self._average(present, self._buffers)))
+        return True
+
+    def _vote(self, after: tuple[dict[str, Tensor], State[Tensor]] | None) -> bool:
+        """Take what a round has made of parameters and memory, if the vote is for it."""
+        taken = self.quorum.vote()
+        self._joining = self._joining and not taken
+        if taken and after is not None:
+            self._take(*after)
+        return taken
+
+    def _take(self, parameters: Mapping[str, Tensor], state: State[Tensor]) -> None:
+        with torch.no_grad():
+            for name, x in parameters.items():
+                self._parameters[name].copy_(x)
+            for name, kept in state.tensors.items():
+                if WEIGHT in kept and WEIGHT not in self._memory.state.tensors[name]:
+                    del kept[WEIGHT]  # of a round in which somebody did not count
+            self._memory.keep(state)
+
+    @torch.no_grad()
+    def _average(
+        self,
+        present: Present,
+        buffers: Mapping[str, Tensor],
+        state: State[Tensor] | None = None,
+        arrived: Mapping[int, Stepped[Tensor]] | None = None,
+    ) -> tuple[dict[str, Tensor], State[Tensor]]:
+        """What the schedule makes of parameters and memory after this step. Neither is touched; averaged buffers are written over."""
+        step, local = present.steps, self._local(present)
+        if state is None:
+            state = self._copied({n for f in self._due(step) for n in self._parts[f]})
+        parameters = {n: p.detach().clone(memory_format=torch.contiguous_format) for n, p in self._parameters.items()}
+        extras = {n: {"": b.clone(memory_format=torch.contiguous_format)} for n, b in buffers.items()}
+        collectives, replicas = self.quorum.collectives, self.quorum.groups.whole.size()
+        weight = self._weight * present.counts
+        with plain_arithmetic(self._ops.device):
+            program = local.average(self._ops, parameters, state, step, replicas, extras, arrived, weight=weight)
+            after, memory, others = run_alone(collectives, program)
+        for name, b in buffers.items():
+            b.copy_(others[name][""])
+        return after, memory
+
+    def _local(self, present: Present) -> LocalSGD:
+        """The schedule, in which replicas have weights where they do not count alike."""
+        return self.local if present.all_count else replace(self.local, weighted=True)
+
+    # ---- averages that are taken later than their differences leave
+
+    def _leave(self, present: Present) -> _Left:
+        step, quorum, local = present.steps, self.quorum, self._local(present)
+        state = self._copied({n for f in self._due(step) for n in self._parts[f]})
+        if not self.local.eager:
+            _, state = self._average(present, self._buffers, state)
+        elif local.weighted:
+            for kept in state.tensors.values():
+                if DIFFERENCE in kept:
+                    kept[WEIGHT] = torch.tensor(self._weight * present.counts, device=self._ops.device)
+        self._in_flight = InFlight(local, self._specs, quorum.groups, self._ops, Step, quorum.collectives)
+        with torch.no_grad(), plain_arithmetic(self._ops.device):
+            self._in_flight.leave(step, state)
+        return _Left(step, present, state)
+
+    def _receive_rounds(self, step: int) -> None:
+        """Of the message that is on its way, those that have had their time."""
+        assert self._in_flight is not None
+        flight = self._in_flight
+        if self.quorum.manager.errored() is None:
+            with torch.no_grad(), plain_arithmetic(self._ops.device):
+                self.quorum.attempt(lambda: flight.advance(step))
+
+    def _arrive(self, step: int) -> None:
+        assert self._in_flight is not None
+        assert self._left is not None
+        flight, left = self._in_flight, self._left
+        self._left = self._in_flight = None
+        after = None
+        if self.quorum.manager.errored() is None:
+            with torch.no_grad(), plain_arithmetic(self._ops.device):
+                arrived = self.quorum.attempt(lambda: flight.arrived(step))
+            if arrived is not None:
+                after = self._average(replace(left.present, steps=step), {}, left.state, arrived)
+        with suppress(*LOST):
+            flight.drop()
+        self._vote(after)
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A message that is on its way: after which step it has left, among whom, and the memory that it is made of."""
+
+    step: int
+    present: Present
+    state: State[Tensor]
