@@ -89,6 +89,8 @@ def compare(
                 _require_seeds_to_matter(runs, seed, factor)
                 if output is not None:
                     runs.save(output)
+    if output is not None:
+        runs.save(output)  # with the factors that were asked for, also where all runs were there
     return comparison
 
 

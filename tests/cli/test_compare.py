@@ -123,6 +123,9 @@ def test_rates_are_searched_with_the_first_seed_and_gone_on_with(folder, capsys,
     more = ("-a", "Sign()", "--seeds", "1", "--rates=0.01", "--rates", "1", "2", "4")
     run(capsys, *command(*more))
     assert taken[len(search) + 2 :] == [("AllReduce()", 0, 4.0), ("Sign()", 0, 4.0)]
+    assert "×0.01" in run(capsys, *command("-a", "Sign()", "--seeds", "1", "--rates", "0.01"))
+    assert json.loads((folder / "comparison.json").read_text())["factors"] == [0.01]
+    assert len(taken) == len(search) + 4
 
 
 def test_an_advice_weighs_what_was_compared(folder, capsys):

@@ -56,6 +56,10 @@ class Comparison:
         return len(self.runs.factors) > 1
 
     @property
+    def _tells_rates(self) -> bool:
+        return list(self.runs.factors) != [1.0]
+
+    @property
     def seeds(self) -> list[int]:
         """The seeds with which plain averages were run."""
         return sorted(self._chosen(PLAIN))
@@ -188,7 +192,7 @@ class Comparison:
     def __str__(self) -> str:
         runs, seeds = self.runs, len(self.seeds)
         above = f"{runs.training}: {runs.replicas} replicas, {runs.steps} steps, {seeds} seed{'s' * (seeds != 1)}"
-        rate = f"{'rate':>{RATE}}" if self.searched else ""
+        rate = f"{'rate':>{RATE}}" if self._tells_rates else ""
         lines = [
             textwrap.fill(above, WIDTH),
             "",
@@ -202,7 +206,7 @@ class Comparison:
     def _row(self, algorithm: Any) -> list[str]:
         name, found, factor = name_of(algorithm), self.verdict(algorithm), self.factor(algorithm)
         sent = next((size_of(run.sent) for run in self._chosen(algorithm).values()), "")
-        rate = f"{'' if factor is None else f'×{factor:g}':>{RATE}}" if self.searched else ""
+        rate = f"{'' if factor is None else f'×{factor:g}':>{RATE}}" if self._tells_rates else ""
         loss = "" if found.step is None else f"{found.loss:.4g}"
         figures = f"{sent:>{SENT}}{rate}{loss:>{LOSS}}  "
         says = found.in_short() if found.seeds == len(self.seeds) else str(found)
