@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from model_torch import Transformer
 from text import VOCABULARY, load
+from torch.distributed import TCPStore
 from torchft import Manager, ProcessGroupGloo
 
 from gradwire import PowerSGD, diloco
@@ -26,7 +26,7 @@ from gradwire.torch_backend import elastic
 
 def manager_of(site: int) -> Any:
     """Of this process, which is all of its site. The address of the lighthouse is in TORCHFT_LIGHTHOUSE."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     return Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),  # how long a message may take
         load_state_dict=None,
