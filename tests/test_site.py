@@ -66,4 +66,4 @@ def test_the_reference_is_written_out_and_found(site: Path) -> None:
 def test_the_site_shows_nothing_that_only_tests_read(site: Path) -> None:
     text = (site / "local-sgd.html").read_text()
     assert not re.search(r"tests\.jax\.reader|continues", text)
-    assert '<span class="filename">train.py</span>' in (site / "project" / "readme.html").read_text()
+    assert '<span class="filename">train.py</span>' in (site / "tutorials" / "torch.html").read_text()
