@@ -167,7 +167,7 @@ class Driver:
                 self._compared = True
             self._begin()
             if self.measurement is not None:
-                self.measurement.begin()
+                self.measurement.begin(self.weight if self.weighted else None)
             if self._captured:  # what is noted now would be noted once, and every replay is a step
                 self.watch.times.skip()
             elif not self.discarding:
