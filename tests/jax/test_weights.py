@@ -91,6 +91,16 @@ def test_refusals():
             update(wrong)
     assert update(2)["w"].tolist() == np.ones((4, 2)).tolist()
 
+    # Parameters stay as they were where nobody counts.
+    local_tx = gw.local_sgd(optax.sgd(1.0), LocalSGD(1, weighted=True), axis_name=AXIS)
+
+    def alone(params, weight):
+        return local_tx.average_params(params, local_tx.init(params), weight=weight)[0]
+
+    mine = jnp.arange(4.0)
+    assert jax.vmap(alone, axis_name=AXIS)(mine, jnp.zeros(4)).tolist() == mine.tolist()
+    assert jax.vmap(alone, axis_name=AXIS)(mine, jnp.array([0.0, 0, 1, 3])).tolist() == [2.75] * 4
+
     for local, words in ((LocalSGD(2), "weighted=True"), (LocalSGD(2, start_step=2, weighted=True), "TrainState")):
         local_tx = gw.local_sgd(optax.sgd(0.1), local, axis_name=AXIS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.dry import on_a_device
 from gradwire import (
     AllReduce,
     LocalSGD,
@@ -26,6 +28,7 @@ from gradwire import (
 )
 from gradwire.core.algorithm import Algorithm
 from gradwire.torch_backend import Averager, local_sgd, register_comm_hook
+from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.compare import same_bits
 from tests.torch.ranks import Cases, World
 
@@ -159,6 +162,52 @@ def test_unused_parameters_and_weights_share_a_message(world: World) -> None:
         assert not state["b.weight"]["error"].any()
         sent.append(handle.stats().collectives)
     assert sent[0] == sent[1]
+
+
+@cases.case
+def test_weights_do_not_part_states(world: World) -> None:
+    """What was saved without weights goes on with them, and the other way round; a step is measured against the weighted mean."""
+    like = {n: torch.zeros(s) for n, s in SHAPES.items()}
+    plain = Averager(PowerSGD(2), like, world.group)
+    weighted = Averager(Weighted(PowerSGD(2)), like, world.group)
+    plain(tensors(given(world.rank, 0)))
+    weighted.load_state_dict(plain.gathered_state_dict("all", to=None))
+    plain.load_state_dict(weighted.rank_state_dict())
+    assert same_bits(weighted.rank_state_dict()["tensors"], plain.rank_state_dict()["tensors"])
+
+    exact = Averager(Weighted(AllReduce()), like, world.group)
+    exact.weight = WEIGHTS[world.rank]
+    with exact.measured() as found:
+        exact(tensors(given(world.rank, 0), float("nan") if world.rank == ABSENT else 1.0))
+    assert found.relative_error is not None
+    assert found.relative_error < 1e-6
+
+
+@cases.each({name: ALGORITHMS[name] for name in ("dense", "power_sgd", "sign", "codes")})
+def unseen(world: World, algorithm: Algorithm) -> dict[str, Any]:
+    """As on a device, where the host must not look at numbers."""
+    with on_a_device(), mock.patch.object(TorchOps, "truth", return_value=None):
+        averager = Averager(Weighted(algorithm), {n: torch.zeros(s) for n, s in SHAPES.items()}, world.group)
+        averager.weight = WEIGHTS[world.rank]
+        mine = tensors(given(world.rank, 0), float("nan") if world.rank == ABSENT else 1.0)
+        first = {n: x.clone() for n, x in averager(mine).items()}
+        before = averager.rank_state_dict()["tensors"]
+        averager.weight = 0
+        nobody = averager(tensors(given(world.rank, 1)))
+        return {"first": first, "nobody": nobody, "kept": same_bits(before, averager.rank_state_dict()["tensors"])}
+
+
+@pytest.mark.parametrize("name", ["dense", "power_sgd", "sign", "codes"])
+def test_where_the_host_does_not_look(results, name):
+    runs = results(f"unseen[{name}]")
+    simulator = Simulator(ALGORITHMS[name], SHAPES, 4, dtype="float32")
+    expected = simulator.step([given(r, 0) for r in range(4)], weights=WEIGHTS)
+    for run in runs:
+        assert run["kept"]
+        assert same_bits(run["first"], runs[0]["first"])
+        for n in SHAPES:
+            np.testing.assert_allclose(run["first"][n], expected[n], rtol=2e-5, atol=2e-5)
+            assert run["nobody"][n].isnan().all()
 
 
 @cases.case
