@@ -355,7 +355,7 @@ class Coder(Generic[A]):
             return (share - ops.cast(self.codec.decode(ops, *part), dtype)) * -float(size)
 
         off = ops.by_rows(missed, share, *part)
-        if len(pack.divided) == 1:
+        if ops.joining([]) is None:
             # Chosen element by element: to cut out a row that only the device knows would move everything.
             (n, width), each = decoded.shape, share.shape[0]
             if n < size * each:
