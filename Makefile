@@ -49,7 +49,7 @@ test-portability: $(READY) ## the tests of `make test` as on other processors, o
 COMPILERS := libtpu==0.0.52 jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2
 test-compiled: $(READY) ## what the compilers of TPU and H100 make of it, without one of them; fetches 340 MB into build/compilers
 	test -d build/compilers/libtpu || $(BIN)/pip install -q --no-compile --no-deps --target build/compilers $(COMPILERS)
-	$(PYTEST) tests/compiled $(ARGS)
+	GRADWIRE_TEST_COMPILED=1 $(PYTEST) -rP tests/compiled $(ARGS)
 
 VERSIONS ?=
 test-versions: $(READY) ## the core and the parity tables on the oldest and the newest Python, torch and jax; only VERSIONS="oldest"

@@ -266,11 +266,12 @@ class Coder(Generic[A]):
         key, step = random.key(noise.key, str(self._drawn)), random.of_replica(noise.step, who)
         firsts, columns = (ops.iota(shape[0]) * shape[1]).reshape((-1, 1)), ops.iota(shape[1])
 
-        def rows(firsts: A, *y: A, out: A | None = None) -> Any:
+        def rows(*given: A, out: A | None = None) -> Any:
+            *y, firsts = given
             dither = random.dither(ops, key, firsts + columns, step)
             return codec.encode(ops, ops.cast(numbers(*y), "float32"), dither)
 
-        codes = ops.by_rows(rows, firsts, *arrays)
+        codes = ops.by_rows(rows, *arrays, firsts)
         return tuple(codes)
 
     def _in_parts(self, codes: A, divided: Sequence[tuple[int, int]], size: int) -> A:
@@ -378,7 +379,7 @@ class Coder(Generic[A]):
             return rest
 
         off = ops.by_rows(missed, share, *part)
-        if len(pack.divided) == 1:
+        if ops.joining([]) is None:
             # Chosen element by element: to cut out a row that only the device knows would move everything.
             (n, width), each = decoded.shape, share.shape[0]
             if n < size * each:

@@ -13,7 +13,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 COMPILERS = ROOT / "build" / "compilers"
-PACKAGES = {"tpu": "libtpu", "h100": "jax_cuda12_plugin"}
+#: One slice of v5e, two of them, and an H100 with three others.
+PACKAGES = {"v5e": "libtpu", "tpu": "libtpu", "h100": "jax_cuda12_plugin"}
 
 
 def missing(target: str) -> str:
@@ -34,13 +35,15 @@ def prepare() -> None:
 
 
 def mesh(target: str) -> Any:
-    """Replicas along "dcn", over the slow link, and the devices of each along "ici": two slices of four, or four GPUs."""
+    """Replicas along "dcn", over the slow link, and the devices of each along "ici": two slices of four; or four of one device, TPUs or GPUs."""
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh
 
     if target == "tpu":
         found = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2", num_slices=2)
+    elif target == "v5e":
+        found = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
     else:
         described = (Path(__file__).parent / "h100.txt").read_text()
         found = topologies.get_topology_desc(
