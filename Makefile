@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-compiled test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network frontier mutate fuzz soak soak-torch soak-long clean
+.PHONY: help demo test test-all test-compiled test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network frontier mutate mutate-emulated fuzz soak soak-torch soak-long clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
@@ -131,6 +131,9 @@ bench-advice: $(READY) ## what is recommended on shaped links, and what is faste
 SEED ?= 1
 mutate: $(READY) ## 120 mutations of the product, drawn by SEED (1), each against the tests of its line; goes on where it was stopped
 	$(BIN)/python -m tests.mutate --seed $(SEED) $(ARGS)
+
+mutate-emulated: $(READY) ## 20 mutations that an accelerator would mind, each against tests on the emulated one; goes on where it was stopped
+	$(BIN)/python -m tests.emulated.mutations $(ARGS)
 
 MINUTES ?= 10
 fuzz: $(READY) ## options, states, texts and files that are wrong, for MINUTES (10), from SEED (1) on: all counts have to be 0

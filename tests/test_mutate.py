@@ -1,9 +1,10 @@
-"""What `make mutate` changes, and that a seed says what."""
+"""What `make mutate` changes, and that a seed says what; what `make mutate-emulated` changes."""
 
 import ast
 
 import pytest
 
+from tests.emulated import mutations
 from tests.mutate import ROOT, draw, everything, mutated, places
 
 SOURCE = '''
@@ -37,3 +38,36 @@ def test_a_seed_draws_the_same_from_all_rooms(seed: int) -> None:
     for mutation in drawn:
         source = (ROOT / mutation.file).read_text()
         assert ast.dump(ast.parse(mutated(source, mutation.number))) != ast.dump(ast.parse(source))
+
+
+@pytest.mark.parametrize("name", mutations.MUTATIONS)
+def test_each_mutation_for_the_accelerator_has_one_place(name: str) -> None:
+    file, source = mutations.mutated(mutations.MUTATIONS[name])
+    assert ast.dump(ast.parse(source)) != ast.dump(ast.parse(file.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "becomes", "expected"),
+    [
+        ("X < 1", "X <= 1", "if x <= 1 and (not y)"),
+        ("print(X)", "pass", "pass"),
+        ("total += X", "total += 2 * (X)\nprint(X)", "total += 2 * (1 if x is None else 2)"),
+        ("while X:\n    print(Y)\n    Z += A", "print(X, Y)", "print(y, total)"),
+        ("-x * 3", "x", "total: float = x"),
+        ("A and B", "B", "if not y:"),
+    ],
+)
+def test_a_pattern_becomes_something_else(pattern: str, becomes: str, expected: str) -> None:
+    change = mutations.Change(pattern, becomes)
+    source = ast.unparse(change.generic_visit(ast.parse(SOURCE)))
+    assert change.places == 1
+    assert expected in source
+    assert "(X" not in source
+
+
+def test_a_pattern_that_is_nowhere_is_refused() -> None:
+    mutation = mutations.changed("Pending.wait", "self.nowhere()", "pass", mutations.SHARDED)
+    with pytest.raises(ValueError, match=r"0 places of Pending\.wait"):
+        mutations.mutated(mutation)
+    with pytest.raises(ValueError, match="0 functions called nobody"):
+        mutations.mutated(mutations.changed("nobody", "X", "Y", mutations.SHARDED))

@@ -1,0 +1,379 @@
+"""Mutations of the product that an accelerator would mind, each run against the tests of this folder that concern it: `make mutate-emulated`.
+
+    make mutate-emulated                            # all of them, each at most 90 s; goes on where it was stopped
+    make mutate-emulated ARGS="--fresh read_early"  # this one, anew
+
+A mutation is a change of the syntax tree: in a function, the only place that matches a pattern becomes something else. In patterns a capital letter is
+any expression. So neither comments nor layout nor the file that a function is in matter, and `tests/test_mutate.py` says which function has been
+renamed or rewritten so that there is nothing to change any more.
+
+A mutation is caught by an assertion, by a hang (a rank waits until its time is up), or not. Every verdict is a line of runs/mutate/emulated.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.mutate import FOLDER, ROOT, copies, run
+
+RESULTS = FOLDER / "emulated.json"
+#: Seconds for the tests of a mutation, most of which Python takes to start, on a machine that does nothing else.
+LIMIT = 90
+#: What is said where a rank has waited for others until its time was up.
+WAITED = ("stopped after", "Timed out", "timed out")
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Tests of a file, and regular expressions of those of its cases that they look at."""
+
+    nodes: tuple[str, ...]
+    cases: str
+
+
+def ways(*names: str, ranks: int = 2) -> Tests:
+    """Of `test_ways.py`."""
+    nodes = tuple(f"tests/emulated/test_ways.py::test_a_way_to_train[{name}-{ranks}]" for name in names)
+    return Tests(nodes, exactly(f"way[{name}]" for name in names))
+
+
+def in_file(file: str, cases: Sequence[str], *tests: str) -> Tests:
+    """Of another file."""
+    return Tests(tuple(f"tests/emulated/{file}::{test}" for test in tests), exactly(cases))
+
+
+def exactly(names: Iterable[str]) -> str:
+    """A regular expression of these names alone."""
+    return "^(" + "|".join(re.escape(name) for name in names) + ")$"
+
+
+#: In mixed precision FSDP lets go of what it has reduced while it is cast.
+UNITS = [f"test_unit_by_unit_on_a_stream_of_its_own[{policy}]" for policy in ("plain", "mixed precision")]
+SHARDED = in_file("test_sharded.py", UNITS, *UNITS)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change of one function.
+
+    Attributes:
+        function: its name, with that of its class where others are called alike.
+        changes: pattern → what it becomes, statements or expressions.
+        tests: that concern it.
+    """
+
+    function: str
+    changes: tuple[tuple[str, str], ...]
+    tests: Tests
+
+
+def changed(function: str, pattern: str, becomes: str, tests: Tests) -> Mutation:
+    return Mutation(function, ((pattern, becomes),), tests)
+
+
+MUTATIONS = {
+    # Streams.
+    "the_outside_does_not_wait": changed("_Stream.__exit__", "X.wait_stream(Y)", "pass", SHARDED),
+    "not_recorded_on_the_stream": changed("on_unit", "X.record_stream(Y)", "pass", SHARDED),
+    "read_early": Mutation(
+        "Pending.wait",
+        (("self.settle()", "early = self.unpacked()\nself.settle()"), ("return self.unpacked()", "return early")),
+        ways("top_k", "hook_with_zero_step by element, all-to-all"),
+    ),
+    "waits_on_another_stream": changed(
+        "Pending.settle", "work.wait()", "with torch.Stream('emu'):\n    work.wait()", ways("PowerSGD")
+    ),
+    "accumulators_not_held": changed(
+        "BackwardReducer._hook",
+        "self._accumulators = X",
+        "self._accumulators = []",
+        in_file(
+            "test_streams.py",
+            ["forward_on_two_streams[DataParallel(AllReduce)]"],
+            "test_a_forward_pass_on_two_streams[DataParallel(AllReduce)]",
+        ),
+    ),
+    # The order of collectives, and among whom.
+    "another_order_on_one_rank": changed(
+        "Step.advance",
+        "for X in sent:\n    X.receive()",
+        "for X in (sent[::-1] if self.collectives.groups.whole.rank() == 1 else sent):\n    X.receive()",
+        ways("PowerSGD, a message per bucket"),
+    ),
+    "goes_on_in_a_callback": changed(
+        "Step.start",
+        "X.advance(None)",
+        "X.advance(None)\n"
+        "if not self.collectives.ops.host_knows and X.pending is not None and len(X.pending.works) == 1:\n"
+        "    X.pending.works[0].get_future().then(lambda _: X.receive() if X.pending is not None else None)",
+        ways("PowerSGD, a message per bucket"),
+    ),
+    "all_ranks_in_place_of_a_group": changed(
+        "Collectives._reduce",
+        "X[request.groups]",
+        "X.whole",
+        in_file(
+            "test_requests.py",
+            ["asked[means in groups, NCCL]"],
+            "test_a_request_is_answered_as_the_core_says[means in groups-NCCL]",
+        ),
+    ),
+    "rank_of_the_group_for_a_rank": changed(
+        "Exchange.__init__", "dist.get_global_rank(X, Y)", "Y", ways("everything that can be asked")
+    ),
+    # Memory.
+    "scratch_used_again_in_a_step": changed(
+        "Step.start",
+        "X.advance(None)",
+        "self.collectives.scratch.rewind()\nX.advance(None)",
+        ways("rank_2", "half_step"),
+    ),
+    "abandoned_on_its_way": changed(
+        "Running.close",
+        "X.settle()",
+        "pass",
+        in_file(
+            "test_streams.py",
+            ["a_pass_after_one_that_failed[DataParallel(PowerSGD)]"],
+            "test_a_pass_after_one_that_failed_leaves_its_messages_alone[DataParallel(PowerSGD)]",
+        ),
+    ),
+    "pinned_memory_read_early": changed("Foreseen.value", "X.synchronize()", "pass", ways("half_step")),
+    "pinned_memory_written_early": changed(
+        "TorchOps._on_device",
+        "return X if Y else Z",
+        "if Y:\n"
+        "    return X\n"
+        "stage = self.__dict__.setdefault('_stage', {})\n"
+        "key = (numbers.dtype, tuple(numbers.shape))\n"
+        "if key not in stage:\n"
+        "    stage[key] = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)\n"
+        "return stage[key].copy_(numbers).to(self.device, non_blocking=True)",
+        ways("DDP, unused parameters"),
+    ),
+    # The host.
+    "the_host_reads": changed("SkippedSteps.add", "X += ~Y", "X += int(not Y)", ways("PowerSGD")),
+    "no_overlap": changed(
+        "Reducing._launch",
+        "work = kept(X, Y)",
+        "work = kept(X, Y)\nif not Y.is_cpu:\n    work.wait()",
+        in_file("test_streams.py", ["on_their_way[DDP]"], "test_messages_travel_during_the_backward_pass[DDP]"),
+    ),
+    "constants_made_anew": changed("TorchOps.constant", "X not in Y", "True", ways("rank_2", "int8")),
+    "times_noted_in_a_capture": changed(
+        "Driver.add",
+        "if X:\n    self.watch.times.skip()\nelif Y:\n    self._begin_step()",
+        "if Y:\n    self._begin_step()",
+        in_file("test_streams.py", ["captured"], "test_a_capture_notes_no_times"),
+    ),
+    # Numbers.
+    "cast_forgotten": changed(
+        "share",
+        "torch.promote_types(X, torch.float32)",
+        "X",
+        in_file("test_reference.py", ["short_mean[bfloat16, DDP]"], "test_a_mean_is_rounded_once[bfloat16, DDP]"),
+    ),
+    "added_in_any_order": changed(
+        "TorchOps.scatter_add", "if self._host_knows:\n    return X", "return X", ways("top_k")
+    ),
+    "finite_for_one_rank": changed(
+        "Step.finite",
+        "return A if B else None",
+        "return ((A | True) if self.collectives.groups.whole.rank() == 1 else A) if B else None",
+        in_file("test_reference.py", ["as_in_numpy[DDP]"], "test_the_numbers_are_numpys[DDP]"),
+    ),
+    # Written after the accelerator was finished.
+    "event_not_recorded": changed("Foreseen.note", "self._arrived.record(X)", "pass", ways("half_step")),
+    "first_rank_for_the_first_of_a_group": changed(
+        "ShardedBackward._learn", "dist.get_global_rank(X, Y)", "Y", SHARDED
+    ),
+    "memory_grows": changed("Step.begin", "X.scratch.rewind()", "pass", ways("PowerSGD, a hundred steps")),
+    "numbers_from_pageable_memory": changed(
+        "TorchOps.from_host",
+        "self._on_device(torch.tensor(X, dtype=Y))",
+        "torch.tensor(X, dtype=Y, device=self.device)",
+        ways("DDP, unused parameters"),
+    ),
+    "count_read_early": changed(
+        "SkippedSteps.look", "X or self._arrived.query()", "True", ways("PowerSGD, a hundred steps")
+    ),
+    "divided_on_its_way": Mutation(
+        "Reducing._launch",
+        (
+            ("if self._divides:\n    X", "pass"),
+            ("work = kept(X, Y)", "work = kept(X, Y)\nif self._divides:\n    Y.mul_(share(group, Y.dtype))"),
+        ),
+        ways("all_reduce"),
+    ),
+    "no_overlap_of_shards": changed(
+        "Exchange.sum_for_owners",
+        "return [_reduce_scatter(A, B, group=C, async_op=True)]",
+        "work = _reduce_scatter(A, B, group=C, async_op=True)\nwork.wait()\nreturn [work]",
+        in_file(
+            "test_streams.py",
+            ["shards_on_their_way[hook_with_zero_step by element]"],
+            "test_shards_travel_during_the_backward_pass[hook_with_zero_step by element]",
+        ),
+    ),
+    "the_host_chooses": changed(
+        "TorchOps.where", "self._host_knows and ok.ndim == 0", "ok.ndim == 0", ways("int8", "DDP, unused parameters")
+    ),
+}
+
+
+# --- the syntax tree -------------------------------------------------------------------------------------------------------------
+
+
+def _is_any(node: Any) -> bool:
+    return isinstance(node, ast.Name) and len(node.id) == 1 and node.id.isupper()
+
+
+def _matches(pattern: Any, node: Any, found: dict[str, ast.expr]) -> bool:
+    """Whether the node is as the pattern; `found` are the expressions of its capital letters, which are the same each time."""
+    if _is_any(pattern) and isinstance(node, ast.expr):
+        before = found.setdefault(pattern.id, node)
+        return ast.unparse(before) == ast.unparse(node)
+    if isinstance(pattern, ast.AST):
+        return type(pattern) is type(node) and all(
+            _matches(value, getattr(node, name), found)
+            for name, value in ast.iter_fields(pattern)
+            if name not in ("ctx", "type_comment")
+        )
+    if isinstance(pattern, list):
+        return len(pattern) == len(node) and all(_matches(p, n, found) for p, n in zip(pattern, node, strict=True))
+    return bool(pattern == node)
+
+
+class _Filled(ast.NodeTransformer):
+    """Puts expressions in the place of capital letters."""
+
+    def __init__(self, found: dict[str, ast.expr]) -> None:
+        self._found = found
+
+    def visit_Name(self, node: ast.Name) -> Any:
+        return copy.deepcopy(self._found[node.id]) if _is_any(node) else node
+
+
+class Change(ast.NodeTransformer):
+    """Puts something else in the place of all that matches, and counts it."""
+
+    def __init__(self, pattern: str, becomes: str) -> None:
+        self._pattern, self._new = ast.parse(pattern).body[0], ast.parse(becomes).body
+        both = [self._pattern, *self._new]
+        self._of_statements = len(both) > 2 or not all(isinstance(each, ast.Expr) for each in both)
+        self.places = 0
+
+    def visit(self, node: ast.AST) -> Any:
+        pattern: Any = (
+            self._pattern if self._of_statements or not isinstance(self._pattern, ast.Expr) else self._pattern.value
+        )
+        found: dict[str, ast.expr] = {}
+        if isinstance(node, ast.stmt if self._of_statements else ast.expr) and _matches(pattern, node, found):
+            self.places += 1
+            new = [_Filled(found).visit(copy.deepcopy(each)) for each in self._new]
+            return new if self._of_statements else new[0].value
+        return self.generic_visit(node)
+
+
+@cache
+def _functions() -> list[tuple[Path, str]]:
+    """The file and the name of every function."""
+
+    def named(tree: ast.AST, prefix: str) -> Iterator[str]:
+        for node in ast.iter_child_nodes(tree):
+            name = prefix
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = f"{prefix}.{node.name}"
+                if not isinstance(node, ast.ClassDef):
+                    yield name
+            yield from named(node, name)
+
+    files = sorted((ROOT / "torch_backend").rglob("*.py"))
+    return [(file, name) for file in files for name in named(ast.parse(file.read_text()), "")]
+
+
+def mutated(mutation: Mutation) -> tuple[Path, str]:
+    """The file that it changes, and what is in it then.
+
+    Raises:
+        ValueError: there is no such function, or no such place in it, or several.
+    """
+    found = [
+        (file, name) for file, name in _functions() if f".{mutation.function}" == name[-len(mutation.function) - 1 :]
+    ]
+    if len(found) != 1:
+        raise ValueError(f"there are {len(found)} functions called {mutation.function}")
+    (file, name), tree = found[0], ast.parse(found[0][0].read_text())
+    node: Any = tree
+    for part in name.split(".")[1:]:
+        node = next(n for n in ast.walk(node) if getattr(n, "name", "") == part and n is not node)
+    for pattern, becomes in mutation.changes:
+        change = Change(pattern, becomes)
+        change.generic_visit(node)
+        if change.places != 1:
+            raise ValueError(f"{change.places} places of {mutation.function} are like {pattern!r}")
+    return file, ast.unparse(ast.fix_missing_locations(tree))
+
+
+# --- what comes of them ----------------------------------------------------------------------------------------------------------
+
+
+def verdict(folder: Path, tests: Sequence[Tests], limit: float) -> str:
+    """Of a copy of the repository: "an assertion", "a hang" or "nothing" stops its tests."""
+    env = {
+        "PYTHONPATH": str(folder / "build" / "typed"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "GRADWIRE_TEST_CASES": "|".join(each.cases for each in tests),
+    }
+    nodes = [node for each in tests for node in each.nodes]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *nodes]
+    status = run(command, folder, limit, env)
+    said = (folder / "runs" / "mutate.log").read_text(errors="replace")
+    if status not in (0, 1, None):
+        raise RuntimeError(f"the tests could not be run:\n{said[-4000:]}")
+    waited = status is None or (status == 1 and any(words in said for words in WAITED))
+    return "a hang" if waited else "an assertion" if status else "nothing"
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("names", nargs="*", help="only these")
+    p.add_argument("--limit", type=float, default=LIMIT, help=f"seconds for the tests of one (default: {LIMIT})")
+    p.add_argument("--fresh", action="store_true", help="forget what came of them before")
+    args = p.parse_args()
+    names = args.names or list(MUTATIONS)
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    todo = [name for name in names if args.fresh or name not in known]
+    if todo:
+        (folder,) = copies(1)
+        (folder / "build" / "emulated").symlink_to(ROOT / "build" / "emulated")
+        everything = [MUTATIONS[name].tests for name in todo]
+        if verdict(folder, everything, args.limit * len(todo)) != "nothing":
+            raise SystemExit(f"the tests fail as things are, see {folder / 'runs' / 'mutate.log'}")
+        for name in todo:
+            file, source = mutated(MUTATIONS[name])
+            place = folder / file.relative_to(ROOT)
+            place.write_text(source)
+            known[name] = verdict(folder, [MUTATIONS[name].tests], args.limit)
+            place.write_text(file.read_text())
+            RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+            print(f"{name}: caught by {known[name]}", flush=True)
+    print(f"\n{'mutation':32} caught by")
+    for name in names:
+        print(f"{name:32} {known[name]}")
+    caught = [known[name] for name in names].count("an assertion")
+    print(f"{caught} of {len(names)} mutations were caught by an assertion")
+
+
+if __name__ == "__main__":
+    main()
