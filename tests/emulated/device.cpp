@@ -33,13 +33,16 @@ using emulated::Stream;
 using emulated::Touch;
 
 constexpr auto KIND = c10::DeviceType::PrivateUse1;
-constexpr Stream FIRST_NEW_STREAM = 100, FIRST_POOL_STREAM = 1000;
+// There are two devices. All tensors are on the second; the first, on which nothing is, is the current one of threads that have not chosen.
+constexpr c10::DeviceIndex DEVICES = 2, HOME = 1;
+constexpr Stream FIRST_NEW_STREAM = 100, FIRST_POOL_STREAM = 1000, ELSEWHERE = 5000;
 
 Device& device() {
   static Device* const only = new Device;  // never destroyed: tensors may outlive everything
   return *only;
 }
 thread_local Stream current_stream = 0;
+thread_local c10::DeviceIndex current_device = 0;
 
 bool on_device(const at::Tensor& t) { return t.defined() && t.device().type() == KIND; }
 
@@ -57,7 +60,7 @@ struct Memory final : c10::Allocator {
   static void release(void* memory) { device().release(static_cast<char*>(memory)); }
   c10::DataPtr allocate(size_t bytes) override {
     char* memory = device().allocate(bytes, current_stream);
-    return {memory, memory, &release, c10::Device(KIND, 0)};
+    return {memory, memory, &release, c10::Device(KIND, HOME)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
@@ -98,30 +101,35 @@ PinnedMemory pinned_memory;
 // --- streams and events, as torch asks for them -------------------------------------------------------------------------------
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  static c10::Stream wrap(Stream s) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(KIND, 0), s); }
+  static c10::Stream wrap(Stream s, c10::DeviceIndex device = HOME) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(KIND, device), s); }
+  static c10::DeviceIndex index(c10::Device device) { return device.has_index() ? device.index() : current_device; }
 
   c10::DeviceType type() const override { return KIND; }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  c10::Device exchangeDevice(c10::Device) const override { return {KIND, 0}; }
-  c10::Device getDevice() const override { return {KIND, 0}; }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
+  c10::Device exchangeDevice(c10::Device device) const override { return {KIND, std::exchange(current_device, index(device))}; }
+  c10::Device getDevice() const override { return {KIND, current_device}; }
+  void setDevice(c10::Device device) const override { current_device = index(device); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current_device = index(device); }
 
-  c10::Stream getStream(c10::Device) const override { return wrap(current_stream); }
-  c10::Stream getDefaultStream(c10::Device) const override { return wrap(0); }
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+  c10::Stream getStream(c10::Device device) const override { return index(device) == HOME ? wrap(current_stream) : wrap(ELSEWHERE, index(device)); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return index(device) == HOME ? wrap(0) : wrap(ELSEWHERE, index(device)); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
     static std::atomic<Stream> number{0};
-    return wrap(FIRST_POOL_STREAM + number++ % 32);
+    return wrap(FIRST_POOL_STREAM + number++ % 32, index(device));
   }
-  c10::Stream getNewStream(c10::Device, int) const override {
+  c10::Stream getNewStream(c10::Device device, int) const override {
     static std::atomic<Stream> number{FIRST_NEW_STREAM};
-    return wrap(number++);
+    return wrap(number++, index(device));
   }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return wrap(std::exchange(current_stream, stream.id())); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    if (stream.device_index() != HOME) return stream;
+    return wrap(std::exchange(current_stream, stream.id()));
+  }
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag flag) const override {
+    if (stream.device_index() != HOME) device().problem("an event is recorded on another device than that of the tensors");
     if (!*event) *event = new Event;
-    *static_cast<Event*>(*event) = device().record(stream.id());
+    *static_cast<Event*>(*event) = device().record(stream.id(), flag == c10::EventFlag::BACKEND_DEFAULT);
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event) device().wait(stream.id(), *static_cast<Event*>(event), stream.id() >= FIRST_POOL_STREAM);
@@ -146,13 +154,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+// Memory is given back to the allocator, and other taken. What fits in both is kept.
+void resize_storage(c10::StorageImpl* storage, size_t bytes) {
+  auto other = memory.allocate(bytes);
+  std::memcpy(other.get(), storage->data(), std::min(bytes, storage->nbytes()));
+  storage->set_data_ptr(std::move(other));
+  storage->set_nbytes(bytes);
+}
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::DeviceIndex deviceCount() const override { return DEVICES; }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device; }
+  void setCurrentDevice(c10::DeviceIndex device) const override { current_device = device; }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override { resize_storage(storage.unsafeGetStorageImpl(), bytes); }
   bool isPinnedPtr(const void* data) const override { return PinnedMemory::holds(data); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
 };
@@ -189,12 +206,7 @@ const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::
   auto shape = C10_AS_INTARRAYREF_SLOW(size);
   const size_t bytes = (c10::multiply_integers(shape) + self.storage_offset()) * self.itemsize();
   auto* storage = self.storage().unsafeGetStorageImpl();
-  if (bytes > storage->nbytes()) {
-    auto larger = memory.allocate(bytes);
-    std::memcpy(larger.get(), storage->data(), storage->nbytes());
-    storage->set_data_ptr(std::move(larger));
-    storage->set_nbytes(bytes);
-  }
+  if (bytes > storage->nbytes()) resize_storage(storage, bytes);
   self.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
   return self;
 }
@@ -219,8 +231,9 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     device().host_waits(current_stream, on_device(to) ? "a blocking copy to the device" : "a blocking copy to the host");
   else if (of_host.is_non_overlapping_and_dense()) {
     char* place = static_cast<char*>(of_host.data_ptr());
-    device().copy("copy_", current_stream, {place, std::string(place, of_host.nbytes())}, on_device(self),
-                  {std::make_shared<at::Tensor>(of_host)});
+    auto kept = std::make_shared<at::Tensor>(of_host);
+    auto version = [t = kept.get()] { return t->is_inference() ? 0 : static_cast<int64_t>(t->_version()); };
+    device().copy("copy_", current_stream, {place, std::string(place, of_host.nbytes())}, on_device(self), version, {kept});
   }
   return to;
 }
@@ -240,7 +253,8 @@ const std::set<std::string> TAKES_HOST_SCALARS = {
     "maximum",      "minimum",       "mul",     "mul_",         "ne",          "pow",        "remainder",   "rsub",
     "sub",          "sub_",          "true_divide"};
 // Kernels after which the host waits for their result, or for its size.
-const std::set<std::string> READ_BY_THE_HOST = {"equal", "is_nonzero", "masked_select", "nonzero"};
+const std::set<std::string> READ_BY_THE_HOST = {"_unique",   "_unique2", "equal", "is_nonzero", "masked_select", "nonzero", "unique_consecutive",
+                                                "unique_dim"};
 
 // One call of an operator: its arguments as tensors of the CPU, and what the kernel does with memory of the device.
 class Call {
@@ -398,9 +412,14 @@ std::function<void(Arguments...)> callback(const py::object& function) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   using unlocked = py::call_guard<py::gil_scoped_release>;  // whoever holds the device's lock may wait for the interpreter's
-  m.def("watch", [](const py::object& problem, const py::object& wait) {
-    device().watch(callback<const std::string&>(problem), callback<const std::string&, int64_t>(wait));
+  m.def("watch", [](const py::object& problem, const py::object& wait, const py::object& launch, std::set<std::string> names) {
+    device().watch(callback<const std::string&>(problem), callback<const std::string&, int64_t>(wait), callback<const std::string&>(launch),
+                   std::move(names));
   });
+  m.attr("HOME") = static_cast<int>(HOME);
+  m.def("current_device", [] { return static_cast<int>(current_device); });
+  m.def("set_device", [](int device) { current_device = static_cast<c10::DeviceIndex>(device); });
+  m.def("capture", [](bool on) { device().capture(on); }, unlocked());
   m.def("current_stream", [] { return current_stream; });
   m.def("use_stream", [](Stream stream) { return std::exchange(current_stream, stream); });
   m.def("wait_for", [](Stream stream, Stream other) { device().wait(stream, device().record(other)); }, unlocked());

@@ -13,18 +13,34 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+import gradwire.core
+import gradwire.torch_backend
 from tests.emulated.build import NAME, shared_library
-from tests.launch import ROOT
 
 #: Operations, fewer than a step has. The host runs ahead of the device by about a step, and does not feel a wait for what was before.
 LONG_AGO = 40
 #: Where gradwire's code is.
-OURS = tuple(f"{ROOT / folder}/" for folder in ("core", "torch_backend"))
+OURS = tuple(f"{Path(str(room.__file__)).parent}/" for room in (gradwire.core, gradwire.torch_backend))
+#: Kernels that add in any order on CUDA, so that ranks may differ in the last bit.
+UNORDERED = {
+    "scatter_add",
+    "scatter_add_",
+    "scatter_reduce",
+    "scatter_reduce_",
+    "index_add",
+    "index_add_",
+    "bincount",
+    "histc",
+    "cumsum",
+}
+#: Kernels that make constants.
+MAKES = {"fill_", "arange", "eye", "linspace", "full", "ones", "tril", "triu"}
 
 
 def _load() -> Any:
@@ -42,16 +58,18 @@ def _register() -> torch.device:
     module.is_available = lambda: True
     module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
-    module.device_count = lambda: 1
-    module.current_device = lambda: 0
-    module.set_device = lambda device: None
+    module.device_count = lambda: core.HOME + 1
+    module.current_device = core.current_device
+    module.set_device = lambda device: core.set_device(
+        torch.device(device).index if not isinstance(device, int) else device
+    )
     module.manual_seed_all = lambda seed: None
     module.get_rng_state = lambda device=None: torch.empty(0, dtype=torch.uint8)
     module.set_rng_state = lambda state, device=None: None
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     torch._register_device_module("emu", module)
     torch.utils.generate_methods_for_privateuse1_backend()
-    return torch.device("emu", 0)
+    return torch.device("emu", core.HOME)
 
 
 @dataclass(frozen=True)
@@ -67,20 +85,25 @@ class Watched:
     """What the device has seen since the last `clear`.
 
     Attributes:
-        problems: races, memory written while a message was on its way, memory freed while in use.
+        problems: races, memory written while a message was on its way, memory used again while in use, kernels of gradwire that add in any order.
         waits: of the host for the device.
+        made: kernels of gradwire that make constants.
     """
 
     problems: list[Event] = field(default_factory=list)
     waits: list[Event] = field(default_factory=list)
+    made: list[Event] = field(default_factory=list)
 
     def clear(self) -> None:
         self.problems.clear()
         self.waits.clear()
+        self.made.clear()
 
-    def races(self) -> list[Event]:
-        """Problems but for memory that is freed early, which torch itself does where several streams meet."""
-        return [event for event in self.problems if "is freed while" not in event.what]
+    def launched(self, name: str) -> None:
+        """A kernel of `UNORDERED` or `MAKES`."""
+        event = _event(f"{name} adds in any order" if name in UNORDERED else name)
+        if event.where:
+            (self.problems if name in UNORDERED else self.made).append(event)
 
     def wait(self, why: str, since: int) -> None:
         """The host waits for something after which so many operations have been launched: after many, it has long come."""
@@ -100,8 +123,15 @@ def _event(what: str) -> Event:
 core = _load()
 DEVICE = _register()
 watched = Watched()
-core.watch(lambda what: watched.problems.append(_event(what)), watched.wait)
-atexit.register(core.watch, None, None)
+core.watch(lambda what: watched.problems.append(_event(what)), watched.wait, watched.launched, UNORDERED | MAKES)
+atexit.register(core.watch, None, None, None, set())
+
+
+def event() -> torch.Event:
+    """This point of the current stream."""
+    here = torch.Event(DEVICE)
+    here.record(torch.accelerator.current_stream(DEVICE))
+    return here
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """A process group for tensors on `emu` that behaves as NCCL's does for tensors on CUDA.
 
 A collective is put on a stream of the group's own and returns at once. Its result is computed by Gloo then and there, but hidden: until a
-stream waits for the work, or the host does, the memory is NaN, and whoever touches it is reported. Tensors of the CPU are refused.
+stream waits for the work, or the host does, the memory is NaN, and whoever touches it is reported. Tensors of the CPU are refused. Where NCCL would
+hang, here an error says why: if ranks launch different collectives, or one launches them from a callback of a future.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from threading import local
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, ProcessGroupGloo, _create_work_from_future
+from torch.distributed.distributed_c10d import _world
 from torch.futures import Future
 
 from tests.emulated.device import DEVICE, core, stream
@@ -23,6 +27,27 @@ from tests.emulated.device import DEVICE, core, stream
 BACKEND = "emunccl"
 #: Streams of groups, apart from the few that tests use and those that torch asks for.
 _streams = count(10)
+
+#: Of a thread that runs a callback.
+_inside = local()
+
+
+def _noticed(then: Any) -> Any:
+    def with_notice(future: Future[Any], callback: Callable[[Future[Any]], Any]) -> Any:
+        def called(done: Future[Any]) -> Any:
+            before, _inside.callback = getattr(_inside, "callback", False), True
+            try:
+                return callback(done)
+            finally:
+                _inside.callback = before
+
+        return then(future, called)
+
+    return with_notice
+
+
+torch._C.Future.then = _noticed(torch._C.Future.then)  # type: ignore[attr-defined]
+torch._C.Future.add_done_callback = _noticed(torch._C.Future.add_done_callback)  # type: ignore[attr-defined]
 
 Compute = Callable[[list[Tensor]], list[Tensor]]
 
@@ -59,6 +84,10 @@ class EmulatedNCCL(dist.ProcessGroup):
         return BACKEND
 
     @property
+    def group_name(self) -> str:
+        return _world.pg_names.get(self, "")
+
+    @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device(DEVICE.type)]  # where torch puts objects that it sends
 
@@ -90,6 +119,8 @@ class EmulatedNCCL(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
         def compute(copies: list[Tensor]) -> list[Tensor]:
             self._gloo.allreduce(copies).wait()
+            if getattr(opts, "reduceOp", None) == dist.ReduceOp.AVG:
+                copies[0].div_(self.size())
             return [copies[0].reshape(-1).chunk(self.size())[self.rank()].reshape(output.shape).clone()]
 
         return self._run("reduce_scatter", [given], [output], compute, opts)
@@ -149,6 +180,7 @@ class EmulatedNCCL(dist.ProcessGroup):
                 raise ValueError("Tensors must be contiguous")
         uneven = name == "alltoall"
         self.launched.append(Launched(name, 0 if uneven else sum(x.numel() for x in inputs), inputs[0].dtype))
+        self._require_the_same(self.launched[-1])
         values = compute([core.host_alias(x).clone() for x in inputs])
         # Without `async_op` NCCL runs a collective on the stream of its caller.
         asynchronous = getattr(opts, "asyncOp", True)
@@ -161,6 +193,13 @@ class EmulatedNCCL(dist.ProcessGroup):
         core.send(name, at, list(inputs), list(outputs), [x.contiguous() for x in values])
         with stream(at):
             return self._work(list(outputs))
+
+    def _require_the_same(self, launched: Launched) -> None:
+        if getattr(_inside, "callback", False):
+            raise RuntimeError(f"{launched} is launched from a callback: other ranks may launch something else first")
+        everyones = self._from_everyone([torch.tensor([crc32(repr(launched).encode())])])
+        if len({int(x) for x in everyones}) > 1:
+            raise RuntimeError(f"rank {self.rank()} launches {launched} while another launches something else")
 
     @staticmethod
     def _work(result: list[Tensor]) -> dist.Work:

@@ -79,37 +79,47 @@ class Device {
   // Of a wait: why, and how many operations have been launched since what is waited for.
   using WaitReport = std::function<void(const std::string&, int64_t)>;
 
-  // Who is told of mistakes, and of each time that the host waits. Called without the lock, so both may use the device.
-  void watch(Report problem, WaitReport wait) {
+  // Who is told of mistakes, of each time that the host waits, and of each operation of these names. Called without the lock, so all may use the
+  // device.
+  void watch(Report problem, WaitReport wait, Report launch, std::set<std::string> names) {
     Locked lock(*this);
     on_problem_ = std::move(problem);
     on_wait_ = std::move(wait);
+    on_launch_ = std::move(launch);
+    looked_for_ = std::move(names);
+  }
+
+  void problem(std::string what) { Locked(*this).problem(std::move(what)); }
+
+  // From now on what is launched goes into a graph, or does no longer: the host must not wait, nor ask for times.
+  void capture(bool on) {
+    Locked lock(*this);
+    captures_ = on;
   }
 
   char* allocate(size_t bytes, Stream stream) {
     Locked lock(*this);
     char* memory = static_cast<char*>(std::aligned_alloc(512, (bytes / 512 + 1) * 512));
     std::memset(memory, UNINITIALIZED, bytes);
-    blocks_[memory] = Block{bytes, stream, {}, {}};
+    blocks_[memory] = Block{bytes, stream, ++serial_, {}, {}};
     used_ += bytes;
     peak_ = std::max(peak_, used_);
     return memory;
   }
 
-  // The memory may be given to the next operation of the stream that it was allocated on: whatever other streams do with it has to be known
-  // to that one, or to the host, or have been announced (`Tensor.record_stream`).
+  // The memory may be given to whatever its stream allocates next: what other streams do with it has to be known to who uses that, or to the
+  // host, or have been announced (`Tensor.record_stream`).
   void release(char* memory) {
     Locked lock(*this);
     auto found = blocks_.find(memory);
     if (found != blocks_.end()) {
-      const Block& block = found->second;
-      for (auto& access : block.accesses) {
-        bool over = access.stream == block.stream || clocks_[block.stream].knows(access.stream, access.tick) ||
-                    host_.knows(access.stream, access.tick) || ended_.knows(access.stream, access.tick);
-        if (!over && !block.recorded.count(access.stream))
-          lock.problem("memory of stream " + std::to_string(block.stream) + " is freed while " + access.operation +
-                       " may use it on stream " + std::to_string(access.stream));
-      }
+      Block& block = found->second;
+      auto over = [&](const Access& access) {
+        return access.stream == block.stream || block.recorded.count(access.stream) || ended(access, block.stream);
+      };
+      auto& accesses = block.accesses;
+      accesses.erase(std::remove_if(accesses.begin(), accesses.end(), over), accesses.end());
+      if (!accesses.empty()) freed_.push_back({block.stream, ++serial_, std::move(accesses)});
       used_ -= block.bytes;
       blocks_.erase(found);
     }
@@ -131,6 +141,7 @@ class Device {
           access(lock, {touch.region, stream, tick, write, name});
     ++operations_[name];
     ++launched_;
+    if (looked_for_.count(name)) lock.launched(name);
   }
 
   // The last operation of the stream has these results, which nobody sees before a stream has waited. So long `kept` stays alive; and where
@@ -143,10 +154,13 @@ class Device {
 
   // The last operation of the stream copies between the device and pinned memory. The host sees what came, and may write where the device
   // reads, once it has waited for that. So long `kept` stays alive.
-  void copy(const std::string& name, Stream stream, Result pinned, bool to_host, Kept kept) {
+  // `version` counts how often the host has written there.
+  void copy(const std::string& name, Stream stream, Result pinned, bool to_host, std::function<int64_t()> version, Kept kept) {
     Locked lock(*this);
     if (to_host) std::memset(pinned.place, ON_ITS_WAY, pinned.bytes.size());
-    copies_.push_back({{stream, clocks_[stream].of(stream), name, {std::move(pinned)}, std::move(kept)}, to_host});
+    const int64_t now = version();
+    copies_.push_back(
+        {{stream, clocks_[stream].of(stream), name, {std::move(pinned)}, std::move(kept)}, to_host, now, std::move(version)});
   }
 
   size_t messages_on_their_way() {
@@ -154,14 +168,20 @@ class Device {
     return messages_.size();
   }
 
-  Event record(Stream stream) {
+  Event record(Stream stream, bool with_time = false) {
     Locked lock(*this);
+    if (with_time && captures_) lock.problem("an event with a time is recorded in a capture");
     return {stream, clocks_[stream], launched_};
   }
-  // Whether the device has come by, as far as the host can tell.
+  // Whether the device has come by, as far as the host can tell. If so, the host knows it from now on.
   bool happened(const Event& event) {
     Locked lock(*this);
-    return host_.knows(event.stream, event.clock.of(event.stream)) || launched_ - event.operations >= LONG_AGO;
+    if (!host_.knows(event.stream, event.clock.of(event.stream))) {
+      if (launched_ - event.operations < LONG_AGO) return false;
+      host_.join(event.clock);
+      end_copies(lock);
+    }
+    return true;
   }
   void wait(Stream stream, const Event& event, bool for_a_callback = false) {
     Locked lock(*this);
@@ -173,7 +193,7 @@ class Device {
     host_.join(event.clock);
     end_copies(lock);
     deliver(lock, host_);
-    lock.wait(why, launched_ - event.operations);
+    host_has_waited(lock, why, launched_ - event.operations);
   }
   void host_waits(Stream stream, const std::string& why) { host_waits_for(record(stream), why); }
   void host_waits_for_all(const std::string& why) {
@@ -181,7 +201,7 @@ class Device {
     for (auto& [stream, clock] : clocks_) host_.join(clock);
     end_copies(lock);
     deliver(lock, host_);
-    lock.wait(why, 0);
+    host_has_waited(lock, why, 0);
   }
 
   // Operations by name since the last call.
@@ -206,7 +226,14 @@ class Device {
   struct Block {
     size_t bytes;
     Stream stream;
+    int64_t number;
     std::set<Stream> recorded;
+    std::vector<Access> accesses;
+  };
+  // Memory that went back to the allocator of its stream, and what other streams may still do with it.
+  struct Freed {
+    Stream stream;
+    int64_t number;
     std::vector<Access> accesses;
   };
   struct Message {
@@ -218,6 +245,8 @@ class Device {
   };
   struct Copy : Message {
     bool to_host;
+    int64_t before;
+    std::function<int64_t()> version;
   };
 
   // The lock. What was found meanwhile is reported, and what was kept is let go, after it has been given back: both may come here again.
@@ -227,20 +256,28 @@ class Device {
     ~Locked() {
       Report on_problem = problems_.empty() ? Report() : device_.on_problem_;
       WaitReport on_wait = waits_.empty() ? WaitReport() : device_.on_wait_;
+      Report on_launch = launched_.empty() ? Report() : device_.on_launch_;
       device_.mutex_.unlock();
       if (on_problem) for (auto& what : problems_) on_problem(what);
       if (on_wait) for (auto& [why, since] : waits_) on_wait(why, since);
+      if (on_launch) for (auto& what : launched_) on_launch(what);
     }
     void problem(std::string what) { problems_.push_back(std::move(what)); }
     void wait(std::string why, int64_t since) { waits_.emplace_back(std::move(why), since); }
+    void launched(std::string what) { launched_.push_back(std::move(what)); }
     void let_go(Kept kept) { garbage_.push_back(std::move(kept)); }
 
    private:
     Device& device_;
-    std::vector<std::string> problems_;
+    std::vector<std::string> problems_, launched_;
     std::vector<std::pair<std::string, int64_t>> waits_;
     std::vector<Kept> garbage_;
   };
+
+  void host_has_waited(Locked& lock, const std::string& why, int64_t since) {
+    if (captures_) lock.problem("the host waits in a capture: " + why);
+    lock.wait(why, since);
+  }
 
   Tick advance(Stream stream) {
     clocks_[stream].join(host_);  // what the host launches comes after all that it has waited for
@@ -257,6 +294,7 @@ class Device {
   void access(Locked& lock, Access now) {
     Block* block = block_of(now.region.begin);
     if (!block) return lock.problem(now.operation + " uses memory that is not of the device");
+    if (!freed_.empty()) use_again(lock, *block, now);
     auto precedes = [&](const Message& message) { return message.stream == now.stream; };
     if (std::any_of(messages_.begin(), messages_.end(), precedes))
       deliver(lock, clocks_[now.stream]);  // in the order of the stream, its results are there
@@ -274,6 +312,29 @@ class Device {
     auto& accesses = block->accesses;
     accesses.erase(std::remove_if(accesses.begin(), accesses.end(), hidden), accesses.end());
     accesses.push_back(std::move(now));
+  }
+
+  // Whether an access is known to have ended, to the host or on this stream.
+  bool ended(const Access& access, Stream stream) {
+    return clocks_[stream].knows(access.stream, access.tick) || host_.knows(access.stream, access.tick) || ended_.knows(access.stream, access.tick);
+  }
+
+  // A block that was allocated later may lie in freed memory.
+  void use_again(Locked& lock, const Block& block, const Access& now) {
+    for (auto& freed : freed_) {
+      const bool here = freed.stream == block.stream && freed.number < block.number;
+      auto over = [&](const Access& before) {
+        if (ended(before, freed.stream)) return true;
+        if (!here || ended(before, now.stream)) return false;
+        lock.problem("memory of stream " + std::to_string(freed.stream) + " is freed and may be used by " + now.operation + " while " +
+                     before.operation + " uses it on stream " + std::to_string(before.stream));
+        return true;
+      };
+      auto& accesses = freed.accesses;
+      accesses.erase(std::remove_if(accesses.begin(), accesses.end(), over), accesses.end());
+    }
+    auto done = [](const Freed& freed) { return freed.accesses.empty(); };
+    freed_.erase(std::remove_if(freed_.begin(), freed_.end(), done), freed_.end());
   }
 
   void deliver(Locked& lock, const Clock& known, bool for_a_callback = false) {
@@ -310,7 +371,7 @@ class Device {
       auto& [place, bytes] = copy->results[0];
       if (copy->to_host)
         std::memcpy(place, bytes.data(), bytes.size());
-      else if (std::memcmp(place, bytes.data(), bytes.size()))
+      else if (copy->version() != copy->before || std::memcmp(place, bytes.data(), bytes.size()))
         lock.problem("pinned memory was written while " + copy->operation + " read it");
       lock.let_go(std::move(copy->kept));
       copy = copies_.erase(copy);
@@ -321,13 +382,16 @@ class Device {
   std::map<Stream, Clock> clocks_;
   Clock host_;  // what the host has waited for
   std::map<char*, Block> blocks_;
+  std::vector<Freed> freed_;
   std::vector<Message> messages_;
   std::vector<Copy> copies_;
   std::deque<Message> shelf_;  // delivered to callbacks only
   Clock ended_;                // what has left the shelf
   std::map<std::string, int64_t> operations_;
-  int64_t launched_ = 0, used_ = 0, peak_ = 0;
-  Report on_problem_;
+  int64_t launched_ = 0, used_ = 0, peak_ = 0, serial_ = 0;
+  bool captures_ = false;
+  std::set<std::string> looked_for_;
+  Report on_problem_, on_launch_;
   WaitReport on_wait_;
 };
 

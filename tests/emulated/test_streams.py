@@ -16,8 +16,10 @@ from gradwire import AllReduce, PowerSGD
 from gradwire.core.protocol.collective_requests import ReduceScatter
 from gradwire.torch_backend import DataParallel, ZeroOptimizer, register_comm_hook
 from gradwire.torch_backend.engine.collectives import Collectives
+from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.zero.sharded_step import ShardedStep
 from tests.emulated.build import shared_library
 from tests.emulated.ways import WAYS, native_collectives, train
 from tests.torch.compare import same_bits
@@ -84,33 +86,35 @@ def test_races_are_reported(results):
 def memory_freed_while_in_use(world):
     from tests.emulated.device import DEVICE, core, stream, watched
 
-    def problems(*, record, wait):
+    def problems(*, record=False, wait=""):
         x = torch.zeros(8).to(DEVICE)
         watched.clear()
         core.wait_for(3, 0)
         with stream(3):
             x.fill_(1)
-        if record:
-            x.record_stream(torch.Stream(stream_id=3, device_index=0, device_type=DEVICE_TYPE))
-        if wait:
+            if record:
+                x.record_stream(torch.accelerator.current_stream(DEVICE))
+        if wait == "before":
             core.wait_for(0, 3)
         del x
+        if wait == "after":
+            core.wait_for(0, 3)
+        torch.zeros(8, device=DEVICE)
         core.wait_for(0, 3)
         return whats(watched.problems)
 
-    DEVICE_TYPE = 20  # noqa: N806  (PrivateUse1)
-    return [problems(record=record, wait=wait) for record, wait in ((False, False), (True, False), (False, True))]
+    return problems(), problems(record=True), problems(wait="before"), problems(wait="after")
 
 
-def test_memory_freed_while_another_stream_uses_it_is_reported(results):
-    for early, recorded, waited in results("memory_freed_while_in_use"):
-        assert early == ["memory of stream 0 is freed while fill_ may use it on stream 3"]
-        assert recorded == waited == []
+def test_memory_that_another_stream_still_uses_is_not_used_again(results):
+    for early, *right in results("memory_freed_while_in_use"):
+        assert early == ["memory of stream 0 is freed and may be used by zero_ while fill_ uses it on stream 3"]
+        assert right == [[], [], []]
 
 
 @cases.case
 def waits_of_the_host(world):
-    from tests.emulated.device import DEVICE, watched
+    from tests.emulated.device import DEVICE, event, watched
 
     x = torch.ones(4).to(DEVICE)
     on_device = torch.tensor(0.0).to(DEVICE)
@@ -122,11 +126,10 @@ def waits_of_the_host(world):
         return len(watched.waits)
 
     def wait_for_an_event(operations):
-        event = torch.Event(DEVICE)
-        event.record()
+        now = event()
         for _ in range(operations):
             x.add_(0)
-        event.synchronize()
+        now.synchronize()
 
     return {
         "item": waits(lambda: x[0].item()),
@@ -134,6 +137,7 @@ def waits_of_the_host(world):
         "an event of long ago": waits(lambda: wait_for_an_event(100)),
         "bool": waits(lambda: bool((x > 0).all())),
         "equal": waits(lambda: torch.equal(x, x)),
+        "unique": waits(lambda: torch.unique(x)),
         "cpu": waits(lambda: x.cpu()),
         "a list": waits(lambda: torch.tensor([1.0, 2.0], device=DEVICE)),
         "where with a scalar of the host": waits(lambda: torch.where(x > 0, x, torch.tensor(0.0))),
@@ -159,32 +163,50 @@ def test_waits_of_the_host_are_counted(results):
 
 @cases.case
 def copies_by_pinned_memory(world):
-    from tests.emulated.device import DEVICE, watched
+    from tests.emulated.device import DEVICE, event, watched
 
-    def problems(*, wait):
-        pinned, event = torch.ones(4).pin_memory(), torch.Event(DEVICE)
+    def problems(value, *, wait=False):
+        pinned = torch.ones(4).pin_memory()
         watched.clear()
         there = pinned.to(DEVICE, non_blocking=True)
-        event.record()
+        now = event()
         if wait:
-            event.synchronize()
-        pinned.fill_(2)
+            now.synchronize()
+        pinned.fill_(value)
         back = there.to("cpu", non_blocking=True)
-        before = back.clone()
-        event.record()
-        event.synchronize()
-        return before, back, whats(watched.problems)
+        before, now = back.clone(), event()
+        asked = now.query()
+        for _ in range(100):
+            there.add_(0)
+        return asked, before, now.query(), back, whats(watched.problems)
 
-    return problems(wait=True), problems(wait=False)
+    return problems(2, wait=True), problems(2), problems(1)
 
 
 def test_copies_by_pinned_memory_take_time(results):
-    for right, early in results("copies_by_pinned_memory"):
-        for before, back, _ in (right, early):
+    for seen in results("copies_by_pinned_memory"):
+        for early, before, late, back, _ in seen:
             assert before.isnan().all()
             assert back.tolist() == [1.0] * 4
-        assert right[-1] == []
-        assert early[-1] == ["pinned memory was written while copy_ read it"]
+            assert (early, late) == (False, True)
+        # Also where what is written is what was there.
+        assert [problems for *_, problems in seen] == [[], *[["pinned memory was written while copy_ read it"]] * 2]
+
+
+@cases.case
+def another_device(world):
+    from tests.emulated.device import DEVICE, core, watched
+
+    watched.clear()
+    torch.Event(DEVICE).record()  # on a stream of the current device, on which no tensor is
+    core.set_device(DEVICE.index)
+    torch.Event(DEVICE).record()
+    core.set_device(0)
+    return whats(watched.problems)
+
+
+def test_an_event_on_another_device_is_reported(results):
+    assert results("another_device") == [["an event is recorded on another device than that of the tensors"]] * 2
 
 
 @cases.case
@@ -205,6 +227,26 @@ def test_results_are_hidden_until_somebody_waits(results):
     for seen in results("collectives"):
         assert seen["hidden"].isnan().all()
         assert seen["after"].tolist() == [3.0] * 4
+
+
+@cases.case
+def wrong_launches(world):
+    """Where NCCL would wait for ever, or sometimes."""
+    from tests.emulated.device import DEVICE
+
+    group, x = on_emulated_nccl(), torch.ones(4).to(DEVICE)
+    with pytest.raises(RuntimeError, match="another launches something else"):
+        dist.all_reduce(x[: 2 + world.rank], group=group)
+    future = dist.all_reduce(x, group=group, async_op=True).get_future()
+    with pytest.raises(RuntimeError, match="launched from a callback"):
+        future.then(lambda _: dist.all_reduce(x, group=group)).wait()
+    dist.all_reduce(x, group=group)
+    return x.cpu()
+
+
+def test_wrong_launches_are_refused(results):
+    for seen in results("wrong_launches"):
+        assert seen.tolist() == [4.0] * 4
 
 
 MISTAKES = {
@@ -241,7 +283,7 @@ def a_mistake(world, mistake):
         train(WAYS["PowerSGD"], DEVICE, group)
     finally:
         dist.all_reduce = real
-    return whats(watched.races())
+    return whats(watched.problems)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -336,6 +378,101 @@ WRAPPERS = {
 
 
 @cases.each(WRAPPERS)
+def on_their_way(world, wrap):
+    """Messages each time that the driver is given a bucket, and whether it is the last. Those before it have arrived when the next one is sent."""
+    from tests.emulated.device import DEVICE, core
+
+    model, seen, real = wrap(mlp(64, 96, 96, 96, 48).to(DEVICE), on_emulated_nccl()), [], Driver.add
+    before = core.messages_on_their_way()  # of other cases
+
+    def add(driver, *args, last, **kwargs):
+        seen.append((core.messages_on_their_way() - before, last))
+        real(driver, *args, last=last, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Driver, "add", add)
+        for _ in range(3):
+            seen.clear()
+            model(torch.randn(16, 64).to(DEVICE)).square().mean().backward()
+            model.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_messages_travel_during_the_backward_pass(results, wrapper):
+    for seen in results(f"on_their_way[{wrapper}]"):
+        assert len(seen) > 2
+        assert seen == [(min(i, 1), i == len(seen) - 1) for i in range(len(seen))]
+
+
+SHARDED = ("hook_with_zero_step by element", "hook_with_zero_step_interleaved by element")
+
+
+@cases.each(SHARDED)
+def shards_on_their_way(world, name):
+    """Messages each time that a sharded optimizer is given a bucket, in the last step."""
+    from tests.emulated.device import DEVICE, core
+    from tests.emulated.process_group import BACKEND
+
+    group, seen, begin, add = on_emulated_nccl(), [], ShardedStep.begin, ShardedStep.add
+    before = core.messages_on_their_way()
+
+    def begun(step):
+        begin(step)
+        seen.append([])
+
+    def added(step, gradients):
+        seen[-1].append(core.messages_on_their_way() - before)
+        add(step, gradients)
+
+    with pytest.MonkeyPatch.context() as patch, native_collectives(BACKEND):
+        patch.setattr(ShardedStep, "begin", begun)
+        patch.setattr(ShardedStep, "add", added)
+        train(WAYS[name], DEVICE, group)
+    return seen[-1]
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_travel_during_the_backward_pass(results, name):
+    for first, *others in results(f"shards_on_their_way[{name}]"):
+        assert first == 0
+        assert others
+        assert all(others)
+
+
+@cases.case
+def captured(world):
+    """A step that goes into a graph, in which times would be noted once and for all."""
+    from tests.emulated.device import DEVICE, core, watched
+
+    model, data = ddp(mlp(64, 64, 48).to(DEVICE), on_emulated_nccl()), torch.randn(16, 64).to(DEVICE)
+    for captures in (False, False, False, True):
+        watched.clear()
+        core.capture(captures)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("gradwire.torch_backend.engine.driver.capturing", lambda captures=captures: captures)
+            model(data).square().mean().backward()
+        core.capture(False)
+        model.zero_grad()
+    torch.Event(DEVICE, enable_timing=True).record(torch.accelerator.current_stream(DEVICE))
+    seen = whats(watched.problems)
+    core.capture(True)
+    torch.Event(DEVICE, enable_timing=True).record(torch.accelerator.current_stream(DEVICE))
+    data.sum().item()
+    core.capture(False)
+    return seen, whats(watched.problems)
+
+
+def test_a_capture_notes_no_times(results):
+    for seen, wrong in results("captured"):
+        assert seen == []
+        assert wrong == [
+            "an event with a time is recorded in a capture",
+            "the host waits in a capture: a value was read (item, bool, float)",
+        ]
+
+
+@cases.each(WRAPPERS)
 def forward_on_two_streams(world, wrap):
     from tests.emulated.device import DEVICE, watched
 
@@ -343,7 +480,7 @@ def forward_on_two_streams(world, wrap):
     for _ in range(3):
         model(torch.randn(16, 64).to(DEVICE)).square().mean().backward()
         model.zero_grad()
-    return whats(watched.races())
+    return whats(watched.problems)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -398,7 +535,7 @@ def a_pass_after_one_that_failed(world, wrap):
         else:
             loss.backward()
         model.zero_grad()
-    return whats(watched.races())
+    return whats(watched.problems)
 
 
 @pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name != "DDP"])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ EXACT = 1e-4
 ROUNDED = 0.02
 #: Weights are, which move by a few units of their last bit.
 COARSE = 0.1
+#: Numbers from 0 to n, of which a program may take the memory; and ones that signs are compared with.
+IOTA, ONES = frozenset({"arange"}), frozenset({"fill_"})
+#: Of `DataParallel`, which learns the order of gradients from the first replica.
+LEARNS = 2
 #: Smooth near zero: gradients that are rounding noise stay noise, and are not turned into steps.
 ADAMW = {"lr": 0.1, "eps": 0.1}
 
@@ -75,9 +80,14 @@ class OfTheTable(GivenGradients):
 
     def forward(self, x):
         given = cases.gradients(self.method, self.step, dist.get_rank())
-        total = super().forward({name: torch.from_numpy(g).to(x.device) for name, g in given.items()})
+        total = super().forward({name: _there(torch.from_numpy(g), x.device) for name, g in given.items()})
         self.step += 1
         return torch.sin(3 * x[:, :1]) + 0.5 + (total - total.detach())  # the loss's derivative by `total` is 1
+
+
+def _there(x, device):
+    """Without a wait of the host, in which what gradwire has forgotten to wait for would arrive."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def layers():
@@ -98,6 +108,8 @@ class Way:
         dtype: of parameters and data.
         tolerance: how far apart weights may end here and with Gloo on the CPU, as a part of how far they have come.
         waits: of the host, that gradwire may cause in a step.
+        waits_at_first: and besides in the first two steps together.
+        makes: kernels by which gradwire makes constants in every step.
         micro_batches: all but the last under `no_sync`.
         scaler: the loss is scaled, and infinite once on the last rank.
         max_norm: gradients are clipped to it.
@@ -112,6 +124,8 @@ class Way:
     dtype: torch.dtype = torch.float32
     tolerance: float = EXACT
     waits: int = 0
+    waits_at_first: int = 0
+    makes: frozenset[str] = frozenset()
     micro_batches: int = 1
     scaler: bool = False
     max_norm: float | None = None
@@ -280,7 +294,29 @@ def _zero_ways():
 def of_the_table(name):
     """Some steps, of which two compress and come after the first ones."""
     algorithm = METHODS[name].algorithm
-    return Way(hooked(algorithm), partial(OfTheTable, name), steps=max(5, algorithm.start_step + 2))
+    steps = max(5, algorithm.start_step + 2)
+    makes = frozenset[str]() if isinstance(algorithm, PowerSGD) else IOTA | ONES
+    return Way(hooked(algorithm), partial(OfTheTable, name), steps=steps, makes=makes)
+
+
+def _crossed():
+    """Algorithms that remember nothing, something by name, or a number for all; behind both doors, with a scaler and without."""
+    algorithms = {
+        "AllReduce": AllReduce(),
+        "PowerSGD, no memory": PowerSGD(2, error_feedback=False, warm_start=False),
+        "PowerSGD, half steps": PowerSGD(2, half_step=True),
+        "Quantize": gradwire.Quantize("int8"),
+        "TopK": gradwire.TopK(8, per=64),
+        "Sign": gradwire.Sign(),
+        "two levels": TwoLevel(WireDtype(PowerSGD(2), "bfloat16"), "node"),
+    }
+    doors = {"DDP": (hooked, 0), "DataParallel": (data_parallel, LEARNS)}
+    return {
+        f"{algorithm} x {door}{' x scaler' * scaler}": Way(
+            wrap(algorithms[algorithm]), scaler=scaler, tolerance=COARSE, waits_at_first=learns, makes=IOTA | ONES
+        )
+        for (algorithm, (door, (wrap, learns)), scaler) in product(algorithms, doors.items(), (False, True))
+    }
 
 
 WAYS = {
@@ -300,9 +336,9 @@ WAYS = {
     "two levels": Way(hooked(TwoLevel(PowerSGD(2), "node"))),
     "two levels, a message per bucket": Way(hooked(TwoLevel(PowerSGD(2), "node"), message_bytes=0)),
     # It branches on an average of each tensor, which the host has to read.
-    "everything that can be asked": Way(everything(hooked), waits=6),
-    "everything that can be asked, all-to-all": Way(everything(hooked), native=False, waits=6),
-    "DataParallel, everything that can be asked": Way(everything(data_parallel), waits=6),
+    "everything that can be asked": Way(everything(hooked), waits=6, makes=IOTA),
+    "everything that can be asked, all-to-all": Way(everything(hooked), native=False, waits=6, makes=IOTA),
+    "DataParallel, everything that can be asked": Way(everything(data_parallel), waits=6, waits_at_first=LEARNS, makes=IOTA),
     # DDP's options, and what a loop does besides.
     "DDP, views": Way(hooked(PowerSGD(2), gradient_as_bucket_view=True)),
     "DDP, static_graph": Way(hooked(PowerSGD(2), static_graph=True)),
@@ -328,31 +364,33 @@ WAYS = {
     "post_localSGD_hook": Way(
         named(gw.post_localSGD_hook, lambda group: gw.PostLocalSGDState(group, group, start_localSGD_iter=2))
     ),
+    **_crossed(),
+    "PowerSGD, a hundred steps": Way(hooked(PowerSGD(2), message_bytes=1 << 20), steps=110),
     # The wrapper.
-    "DataParallel(AllReduce)": Way(data_parallel(AllReduce())),
-    "DataParallel(PowerSGD)": Way(data_parallel(PowerSGD(2))),
-    "DataParallel(PowerSGD), a message per bucket": Way(data_parallel(PowerSGD(2), message_bytes=0)),
-    "DataParallel(WireDtype(AllReduce))": Way(data_parallel(WireDtype(AllReduce(), "bfloat16")), tolerance=ROUNDED),
+    "DataParallel(AllReduce)": Way(data_parallel(AllReduce()), waits_at_first=LEARNS),
+    "DataParallel(PowerSGD)": Way(data_parallel(PowerSGD(2)), waits_at_first=LEARNS),
+    "DataParallel(PowerSGD), a message per bucket": Way(data_parallel(PowerSGD(2), message_bytes=0), waits_at_first=LEARNS),
+    "DataParallel(WireDtype(AllReduce))": Way(data_parallel(WireDtype(AllReduce(), "bfloat16")), tolerance=ROUNDED, waits_at_first=LEARNS),
     "DataParallel, unused parameters looked for": Way(data_parallel(PowerSGD(2), find_unused_parameters=True)),
     # Which of them found no use anywhere decides what has a gradient: the host has to know.
     "DataParallel, unused parameters": Way(
         data_parallel(PowerSGD(2), find_unused_parameters=True), Branches, branches=True, waits=1
     ),
-    "DataParallel, accumulation": Way(data_parallel(AllReduce()), micro_batches=3),
-    "DataParallel, GradScaler": Way(data_parallel(PowerSGD(2)), scaler=True),
-    "DataParallel, GradScaler and clipping": Way(data_parallel(PowerSGD(2)), scaler=True, max_norm=0.01),
-    "DataParallel, two dtypes": Way(data_parallel(PowerSGD(2)), TwoDtypes, tolerance=COARSE),
-    "DataParallel, channels_last": Way(data_parallel(PowerSGD(2)), ChannelsLast),
+    "DataParallel, accumulation": Way(data_parallel(AllReduce()), micro_batches=3, waits_at_first=LEARNS),
+    "DataParallel, GradScaler": Way(data_parallel(PowerSGD(2)), scaler=True, waits_at_first=LEARNS),
+    "DataParallel, GradScaler and clipping": Way(data_parallel(PowerSGD(2)), scaler=True, max_norm=0.01, waits_at_first=LEARNS),
+    "DataParallel, two dtypes": Way(data_parallel(PowerSGD(2)), TwoDtypes, tolerance=COARSE, waits_at_first=LEARNS),
+    "DataParallel, channels_last": Way(data_parallel(PowerSGD(2)), ChannelsLast, waits_at_first=LEARNS),
     # Optimizers with sharded state.
     **_zero_ways(),
     # Parameters that are averaged now and then.
     "local_sgd": Way(local(LocalSGD(period=2))),
-    "local_sgd, moments": Way(local(LocalSGD(period=2), moments="average")),
+    "local_sgd, moments": Way(local(LocalSGD(period=2), moments="average"), waits_at_first=8),
     "local_sgd, subgroups": Way(local(lambda size: LocalSGD(period=3, start_step=1, subgroup=one_by_one(size)))),
     "local_sgd, GradScaler": Way(local(LocalSGD(period=2)), scaler=True, waits=1),  # as torch's: is the step skipped?
     "diloco": Way(local(gradwire.diloco(2))),
     "diloco, fragments": Way(local(gradwire.diloco(2, fragments=2))),
-    "diloco, overlap": Way(local(gradwire.diloco(4, overlap=2, compressor=PowerSGD(2))), steps=6),
+    "diloco, overlap": Way(local(gradwire.diloco(4, overlap=2, compressor=PowerSGD(2))), steps=6, makes=ONES),
     "diloco, overlap, fragments": Way(local(gradwire.diloco(3, overlap=1, fragments=2, merge="progress"))),
     "diloco, eager": Way(local(gradwire.diloco(2, eager=True)), left=1),
     "local_sgd, compressed": Way(local(LocalSGD(period=2, compressor=PowerSGD(2)))),
@@ -369,14 +407,14 @@ class Record:
 
     Attributes:
         moved: how far all parameters have come, as one vector in float32.
-        waits: by step, what gradwire made the host wait for.
+        seen: by step, what was seen of it.
     """
 
     moved: Tensor
-    waits: list[list[Any]] = field(default_factory=list)
+    seen: list[Any] = field(default_factory=list)
 
 
-def train(way, device, group, stream_of_backward=nullcontext, waits=list):
+def train(way, device, group, stream_of_backward=nullcontext, look=list):
     """Some steps in a user's loop; the same data and weights on every device.
 
     Args:
@@ -384,7 +422,7 @@ def train(way, device, group, stream_of_backward=nullcontext, waits=list):
         device: where.
         group: its process group.
         stream_of_backward: a context in which `backward` is called.
-        waits: gives the waits of the host since it was last called.
+        look: gives what was seen of the device since it was last called.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(0)
@@ -402,7 +440,7 @@ def train(way, device, group, stream_of_backward=nullcontext, waits=list):
     infinite = torch.tensor(float("inf")).to(device)
     before = _weights(model)
     record = Record(before)
-    waits()
+    look()
     for step, batch in enumerate(batches):
         for part, x in enumerate(batch):
             with wrapped.no_sync() if part + 1 < len(batch) else nullcontext():
@@ -420,7 +458,7 @@ def train(way, device, group, stream_of_backward=nullcontext, waits=list):
         else:
             scaler.step(optimizer)
             scaler.update()
-        record.waits.append(waits())
+        record.seen.append(look())
         optimizer.zero_grad()
     record.moved = _weights(model) - before
     return record

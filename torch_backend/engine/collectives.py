@@ -449,7 +449,10 @@ def _averaged(parts: Sequence[tuple[Tensor, list[Tensor]]], factor: float) -> tu
             # Each addend is divided, and not the sum: a sum of large float16 gradients would overflow.
             own.mul_(factor)
             for part in addends:
-                own.add_(part, alpha=factor)
+                if part.itemsize < 4:  # torch would round `alpha` to the dtype, and a third is none of its numbers
+                    own.add_(part.mul_(factor))
+                else:
+                    own.add_(part, alpha=factor)
     return tuple(own for own, _ in parts)
 
 

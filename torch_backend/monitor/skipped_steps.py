@@ -109,7 +109,7 @@ class SkippedSteps:
         self._copy = steps, self._copy[1]
         self._copy[1].copy_(self.count, non_blocking=True)
         if self._arrived is not None:
-            self._arrived.record()
+            self._arrived.record(torch.accelerator.current_stream(self.count.device))
 
     def continue_from(self, other: SkippedSteps) -> None:
         """Count on from another algorithm's."""
