@@ -43,7 +43,7 @@ def test_what_an_algorithm_shows_is_what_it_is_read_from(algorithm):
         ("PowerSGD(rank=0)", "rank=0"),
         ("PowerSGD(4", "is no expression"),
         ("WireDtype(AllReduce(), 'int7')", "int7"),
-        ("OuterSGD()", "no algorithm"),
+        ("OuterSGD()", "algorithm"),
         ("4", "no algorithm"),
         ("", "is no expression"),
         ("PowerSGD(*[4])", r"\*\[4\] is neither a known name nor a literal"),

@@ -17,7 +17,6 @@
 #include <ATen/ops/is_set_to_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -422,7 +421,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("current_device", [] { return static_cast<int>(current_device); });
   m.def("set_device", [](int device) { current_device = static_cast<c10::DeviceIndex>(device); });
   m.def("capture", [](bool on) { device().capture(on); }, unlocked());
-  m.def("most_on_their_way", [] { return device().most_on_their_way(); }, unlocked());
   m.def("current_stream", [] { return current_stream; });
   m.def("use_stream", [](Stream stream) { return std::exchange(current_stream, stream); });
   m.def("wait_for", [](Stream stream, Stream other) { device().wait(stream, device().record(other)); }, unlocked());

@@ -226,7 +226,7 @@ MUTATIONS = {
         ),
     ),
     "the_host_chooses": changed(
-        "TorchOps.where", "self._host_knows and ok.ndim == 0", "ok.ndim == 0", ways("DDP, GradScaler", "rank_2")
+        "TorchOps.where", "self._host_knows and ok.ndim == 0", "ok.ndim == 0", ways("int8", "DDP, unused parameters")
     ),
 }
 

@@ -150,7 +150,6 @@ class Device {
     Locked lock(*this);
     for (auto& result : results) std::memset(result.place, ON_ITS_WAY, result.bytes.size());
     messages_.push_back({stream, clocks_[stream].of(stream), name, std::move(results), std::move(kept)});
-    most_on_their_way_ = std::max(most_on_their_way_, messages_.size());
   }
 
   // The last operation of the stream copies between the device and pinned memory. The host sees what came, and may write where the device
@@ -173,11 +172,6 @@ class Device {
   size_t messages_on_their_way() {
     Locked lock(*this);
     return messages_.size();
-  }
-  // At a time, since the last call.
-  size_t most_on_their_way() {
-    Locked lock(*this);
-    return std::exchange(most_on_their_way_, messages_.size());
   }
 
   Event record(Stream stream, bool with_time = false) {
@@ -404,7 +398,6 @@ class Device {
   Clock ended_;                // what has left the shelf
   std::map<std::string, int64_t> operations_;
   int64_t launched_ = 0, used_ = 0, peak_ = 0, serial_ = 0;
-  size_t most_on_their_way_ = 0;
   bool captures_ = false;
   std::set<std::string> looked_for_;
   Report on_problem_, on_launch_;
