@@ -17,11 +17,13 @@ import optax  # type: ignore[import-untyped]
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.algorithms.weighted import Weighted
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol.groups import NoPartition, UnknownWorldSize
 from gradwire.core.protocol.programs import Request, UnknownRequest
+from gradwire.core.protocol.weights import require_weight
 from gradwire.core.text.options import short
 from gradwire.jax_backend.axes.auto_axes import compiler_axes
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of, check_local, is_manual, tracked, varying_axes
@@ -31,14 +33,23 @@ from gradwire.jax_backend.state.types import MARK, DataParallelState
 
 
 def configuration_of(algorithm: Algorithm) -> str:
-    """The options that memory depends on: what every state is marked with. A wire dtype and the size of buckets may change any time."""
-    while isinstance(algorithm, WireDtype):
+    """The options that memory depends on: what every state is marked with. A wire dtype, weights and the size of buckets may change any time."""
+    while isinstance(algorithm, (WireDtype, Weighted)):
         algorithm = algorithm.algorithm
     if isinstance(algorithm, AllReduce):
         return "AllReduce()"
     described = type(algorithm).__qualname__ if type(algorithm).__repr__ is object.__repr__ else repr(algorithm)
     # A function among the options lies elsewhere in every process.
     return re.sub(r" at 0x[0-9a-f]+", "", described)
+
+
+def scalar_weight(weight: Any) -> jax.Array:
+    """What a replica counts for, as a scalar array of float32. Raises TypeError, ValueError for what is no weight, as far as that is known."""
+    if not isinstance(weight, jax.Array):
+        weight = require_weight(weight)
+    elif weight.size != 1:
+        raise ValueError(f"weight has shape {weight.shape}; give a scalar, what this replica itself counts for")
+    return jnp.asarray(weight, jnp.float32).reshape(())
 
 
 def transformation(inner: Any, example: str) -> optax.GradientTransformationExtraArgs:

@@ -17,6 +17,7 @@ from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.two_level import TwoLevel, Within, without_levels
+from gradwire.core.algorithms.weighted import weighted
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
@@ -41,6 +42,7 @@ from gradwire.jax_backend.checks import (
     check_placed,
     check_requests,
     configuration_of,
+    scalar_weight,
     warn_of_gathers,
     warn_of_one_vector,
 )
@@ -57,7 +59,7 @@ OPS = JaxOps()
 
 def power_sgd(
     rank: int | Mapping[str, int], *, axis_name: AxisName, within: Within | None = None, **options: Any
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Average gradients over replicas as low-rank factors (Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727).
 
         tx = optax.chain(power_sgd(4, axis_name="data"), optax.adamw(3e-4))
@@ -108,7 +110,7 @@ def power_sgd(
 
 def all_reduce_mean(
     *, axis_name: AxisName, bucket_bytes: int | None = None, first_bucket_bytes: int | None = None
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Average gradients over replicas as they are, in one all-reduce per dtype, or in one for each bucket.
 
     Gradients are not copied: this costs what `lax.pmean` does. Buckets are what this function hands to XLA, one `psum` of a list for each.
@@ -139,7 +141,7 @@ def all_reduce_mean(
     return average_gradients(AllReduce(bucket_bytes, first_bucket_bytes), axis_name=axis_name)
 
 
-def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.GradientTransformation:
+def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
     """Any algorithm as an Optax transformation: `PowerSGD`, `AllReduce`, `WireDtype(...)`, or a `Compressor` of your own.
 
     It turns the gradients of one replica into what the optimizer is given on every replica, the same bits on all of them. Give it
@@ -176,11 +178,14 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
 
     Raises:
         TypeError: for what is no algorithm, or no name of an axis.
+
+    Replicas count by their weights where these are given, `tx.update(gradients, state, params, weight=tokens)`, also through an `optax.chain`: a number or a scalar
+    array, 0 for a replica that is absent. See `gradwire.Weighted`. If all are 0, updates are NaN and the memory stays as it was.
     """
     require_algorithm(algorithm)
     axes_of(axis_name)
     both = _Averaging(algorithm, with_near_axis(algorithm, axis_name), configuration_of(algorithm))
-    return optax.GradientTransformation(both.init, both.update)
+    return optax.GradientTransformationExtraArgs(both.init, both.update)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +227,13 @@ class _Averaging:
         return self._own(jax.jit(make, out_shardings=shardings)())
 
     def update(
-        self, updates: optax.Updates, state: DataParallelState, params: optax.Params | None = None
+        self,
+        updates: optax.Updates,
+        state: DataParallelState,
+        params: optax.Params | None = None,
+        *,
+        weight: Any = None,
+        **others: Any,
     ) -> tuple[optax.Updates, DataParallelState]:
         require_axis(self.axis_name, type(self.algorithm).__name__)
         warn_of_gathers(self.axis_name)
@@ -233,9 +244,11 @@ class _Averaging:
         before.shared = agreed(before.shared, self.axis_name)
         mine = before.of(arrays)
         algorithm = with_numbers(self.algorithm, self.axis_name)
+        if weight is not None:
+            algorithm, weight = weighted(algorithm), scalar_weight(weight)
         given = arrays, mine.shared, mine.tensors
         averages, shared, tensors, finite = left_to_the_compiler(
-            partial(self._exchange, algorithm), *given, step, like=(*given, None)
+            partial(self._exchange, algorithm), *given, step, weight, like=(*given, None)
         )
         after = repack(state, State(shared, tensors), finite)
         if after.account is not None and state.record is not None and state.record.unsaid:
@@ -254,10 +267,13 @@ class _Averaging:
         check_gradients(gradients, state)
         return gradients
 
-    def _exchange(self, algorithm: Algorithm, arrays: Any, shared: Any, tensors: Any, step: Any) -> Any:
+    def _exchange(self, algorithm: Algorithm, arrays: Any, shared: Any, tensors: Any, step: Any, weight: Any) -> Any:
         """The step itself, with all axes but those of the replicas left to the compiler: averages, memory, whether all was finite."""
         memory = State(shared, whole_memory(tensors, arrays))
-        program = in_pieces(algorithm, self.axis_name).step(OPS, arrays, memory, step)
+        if weight is None:
+            program = in_pieces(algorithm, self.axis_name).step(OPS, arrays, memory, step)
+        else:
+            program = weighted(algorithm).step(OPS, arrays, memory, step, weight)
         (averages, after), finite = drive_watched(program, self.axis_name, given=arrays)
         return lying_alike(averages, arrays), after.shared, whole_memory(after.tensors, arrays), finite
 

@@ -144,13 +144,11 @@ class Weighing(Generic[A]):
 
     Attributes:
         weight: of this replica, or, after `count_as`, of its group.
-        total: of all replicas; None before the first message.
     """
 
     def __init__(self, ops: Ops[A], weight: Any, *, keeps: bool = False, name: str = "this method") -> None:
         self.ops, self.keeps, self.name = ops, keeps, name
         self.weight: A = weight_of(ops, weight)
-        self.total: A | None = None
         self._whole: Groups | None = None
         self._totals: dict[Groups | None, A] = {}
         self._of_all: dict[Groups | None, Weights[A]] = {}
@@ -174,13 +172,13 @@ class Weighing(Generic[A]):
     async def inside(self, program: Program[T]) -> T:
         """A program in a branch, of which nothing that is traced may leave."""
         inner = Weighing(self.ops, self.weight, keeps=self.keeps, name=self.name)
-        inner.total, inner._whole, inner._noted = self.total, self._whole, self._noted
+        inner._whole, inner._noted = self._whole, self._noted
         inner._totals, inner._of_all = dict(self._totals), dict(self._of_all)
         return await inner._relayed(program)
 
     def refuse(self, request: Request, why: str) -> UnknownRequest:
         """What is raised for a request that cannot be weighed."""
-        return UnknownRequest(f"{self.name} asks for {request.describe()}, {why}: its replicas cannot be weighed")
+        return UnknownRequest(f"{self.name} asks for a {type(request).__name__}, {why}: its replicas cannot be weighed")
 
     @property
     def present(self) -> bool | None:
@@ -194,6 +192,8 @@ class Weighing(Generic[A]):
         ops, groups = self.ops, request.groups
         if request.op != "mean":
             raise self.refuse(request, f"and a {request.op} counts all replicas alike")
+        if not any(math.prod(x.shape) for x in request.arrays):
+            return await ask(request)  # of which nothing is sent
         dtypes = [ops.dtype_of(x) for x in request.arrays]
         if groups not in self._totals and not WIDE.issuperset(dtypes):
             await self.total_of(groups)
@@ -245,10 +245,8 @@ class Weighing(Generic[A]):
 
     def _found(self, groups: Groups | None, total: A) -> A:
         self._totals[groups] = total
-        if groups == self._whole:
-            self.total = total
-            if self.ops.truth(total > 0) is False:
-                raise NobodyCounts
+        if groups == self._whole and self.ops.truth(total > 0) is False:
+            raise NobodyCounts
         return total
 
     async def total_of(self, groups: Groups | None) -> A:
@@ -261,7 +259,7 @@ class Weighing(Generic[A]):
 
     async def whole(self) -> A:
         """The sum of the weights of all replicas."""
-        return await self.total_of(self._whole) if self.total is None else self.total
+        return await self.total_of(self._whole)
 
     async def count_as(self, groups: Groups) -> None:
         """From now on this replica weighs as much as its group does, and the others in it are the same."""
@@ -285,26 +283,29 @@ class Weighing(Generic[A]):
         if "uint8" in [ops.dtype_of(x) for x in request.arrays]:
             mine = ops.view_as(mine, "uint8")
         *answers, every = await ask(replace(request, arrays=(*request.arrays, mine)))
-        self._learnt(groups, every)
+        await self._learn(groups, every, exchanged=isinstance(request, AllToAll))
         return tuple(answers)
 
-    def _learnt(self, groups: Groups | None, every: A) -> Weights[A]:
+    async def _learn(self, groups: Groups | None, every: A, *, exchanged: bool = False) -> None:
+        """What replicas weigh has come. If it was `exchanged`, JAX does not know that it is the same on all of them: what a method makes of that is sent, and
+        watched, once more."""
         ops = self.ops
         every = ops.view_as(every, "float32").reshape((-1,))
         total: A = ops.zeros((), "float32")
         for i in range(every.shape[0]):  # in order: an absent replica changes no bit
             total = total + every[i]
-        found = self._of_all[groups] = Weights(every, total)
-        self._found(groups, total)
-        return found
+        self._of_all[groups] = Weights(every, total)
+        if groups == self._whole and ops.truth(total > 0) is False:
+            raise NobodyCounts
+        if not exchanged:
+            self._totals[groups] = total
+            if groups == self._whole and ops.truth(total > 0) is None:
+                await self._watch(total)
 
     async def of_all(self, groups: Groups | None) -> Weights[A]:
         """What each replica of a group weighs."""
         self._noted["asked"] = True
         if groups not in self._of_all:
             (every,) = await gather(self.weight.reshape((1,)), watched=False, groups=groups)
-            self._learnt(groups, every)
-        found = self._of_all[groups]
-        if groups == self._whole and self.ops.truth(found.total > 0) is None:
-            await self._watch(found.total)
-        return found
+            await self._learn(groups, every)
+        return self._of_all[groups]

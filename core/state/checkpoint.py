@@ -386,11 +386,14 @@ def _of_another_view(name: str, theirs: Mapping[str, Any], ours: Mapping[str, An
 
 
 def _without_views(algorithm: str) -> str:
-    """A configuration's `repr` without what it says of views."""
+    """A configuration's `repr` without what it says of views and weights, on which memory does not depend."""
     try:
         tree = ast.parse(algorithm, mode="eval")
     except SyntaxError:  # not what a dataclass writes
         return algorithm
+    call = tree.body
+    if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Weighted":
+        tree.body = [*call.args, *(keyword.value for keyword in call.keywords)][0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             node.keywords = [keyword for keyword in node.keywords if keyword.arg not in VIEWS]

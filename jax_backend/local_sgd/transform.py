@@ -54,6 +54,7 @@ from gradwire.jax_backend.checks import (
     check_leaves,
     check_requests,
     configuration_of,
+    scalar_weight,
     transformation,
     warn_of_gathers,
 )
@@ -99,7 +100,9 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
         made._halves = halves
         return made
 
-    def average_params(self, params: Any, state: Any, *extras: Any, turn: Turn | None = None) -> tuple[Any, ...]:
+    def average_params(
+        self, params: Any, state: Any, *extras: Any, turn: Turn | None = None, weight: Any = None
+    ) -> tuple[Any, ...]:
         """Count a step, and average if it is time to: to be called in every training step, after the update, inside the map.
 
             params, opt_state = tx.average_params(params, opt_state)
@@ -118,6 +121,9 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
             *extras: trees whose floating arrays are averaged with the parameters, as they are: BatchNorm's statistics. Others stay.
             turn: `tx.turn(n)` of the n-th call, static: what is due is then decided while the step is compiled, once for each kind of step. A message
                 stands in no branch, and nothing in the forward and backward pass waits for it. None: decided in the program, by the count.
+            weight: what this replica counts for in what leaves now, of a `weighted` schedule: a number or a scalar array, its tokens since the last average, 0
+                if it is absent. None: 1. Where all are 0, parameters that are averaged as they are stay so, and of differences all replicas return to the outer
+                parameters.
 
         Returns:
             The arguments after the step. Parameters that were averaged together have the same bits on all replicas that did so.
@@ -128,10 +134,10 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
                 parameters; or parameters or state are not per replica.
             NotImplementedError: groups that JAX cannot sum in, see `local_sgd`.
         """
-        after: tuple[Any, ...] = self._halves.average_params(params, state, extras, turn)
+        after: tuple[Any, ...] = self._halves.average_params(params, state, extras, turn, weight)
         return after
 
-    def step(self, gradients: Any, training: Any, *extras: Any, turn: Turn | None = None) -> Any:
+    def step(self, gradients: Any, training: Any, *extras: Any, turn: Turn | None = None, weight: Any = None) -> Any:
         """Both halves of a training step, so that none is forgotten: the optimizer's update, then `average_params`. Inside the map.
 
             params, opt_state = tx.step(gradients, (params, opt_state))
@@ -145,6 +151,7 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
                 an `nnx.Module` and its `nnx.Optimizer`.
             *extras: see `average_params`.
             turn: see `average_params`.
+            weight: see `average_params`; of a schedule that averages gradients, theirs too.
 
         Returns:
             `training` after the step, and the extras if there are any.
@@ -152,7 +159,14 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
         Raises:
             TypeError: `training` is none of these. Else as `update` and `average_params`.
         """
+        told = {} if weight is None else {"weight": weight}
         if is_train_state(training):
+            local = self._halves.local
+            if told and (local.start_step or local.subgroup is not None):
+                raise ValueError(
+                    f"weight= with {local!r}, which averages gradients too, and a TrainState, whose apply_gradients takes none; "
+                    "call tx.update(…, weight=…) and tx.average_params(…, weight=…)"
+                )
             training = training.apply_gradients(grads=gradients)
         elif not (isinstance(training, tuple) and len(training) == 2):
             raise TypeError(
@@ -160,12 +174,12 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
             )
         elif is_nnx(training):
             model, optimizer = training
-            optimizer.update(model, gradients)
+            optimizer.update(model, gradients, **told)
         else:
             params, opt_state = training
-            updates, opt_state = self.update(gradients, opt_state, params)
+            updates, opt_state = self.update(gradients, opt_state, params, **told)
             training = optax.apply_updates(params, updates), opt_state
-        params, opt_state, *others = self.average_params(*parts(training), *extras, turn=turn)
+        params, opt_state, *others = self.average_params(*parts(training), *extras, turn=turn, weight=weight)
         after = with_parts(training, params, opt_state)
         return (after, *others) if extras else after
 
@@ -342,20 +356,31 @@ class _Halves:
         check_leaves(gradients, self.axis_name)
         check_local(gradients.leaves, self.axis_name)
         program = self._fitted().gradients(lax.axis_size(self.axis_name))
+        weight = self._weight(extra.pop("weight", None))
         arrays = {name: jnp.asarray(g) for name, g in gradients.leaves.items()}
         step = agreed(state.averages.step, self.axis_name)
 
-        def exchange(arrays: Any, step: Any) -> Any:
-            return drive(program.step(OPS, arrays, State(), step), self.axis_name, given=arrays)[0]
+        def exchange(arrays: Any, step: Any, weight: Any) -> Any:
+            return drive(program.step(OPS, arrays, State(), step, weight), self.axis_name, given=arrays)[0]
 
-        averages = left_to_the_compiler(exchange, arrays, step, like=arrays)
+        averages = left_to_the_compiler(exchange, arrays, step, weight, like=arrays)
         # In a loop over steps inside shard_map what varies before a step must vary after it, whatever `inner` does.
         new, inner = self.inner.update(
             gradients.rebuild(vary_if_tracked(averages, self.axis_name)), state.inner, params, **extra
         )
         return new, state._replace(inner=inner, updates=optax.safe_increment(state.updates))
 
-    def average_params(self, params: Any, state: Any, extras: tuple[Any, ...], turn: Turn | None) -> tuple[Any, ...]:
+    def _weight(self, weight: Any) -> jax.Array:
+        """What this replica counts for. Raises ValueError where all count alike."""
+        if weight is not None and not self.local.weighted:
+            raise ValueError(
+                f"weight={weight} for {self.local!r}, whose replicas all count alike; give it weighted=True"
+            )
+        return scalar_weight(1.0 if weight is None else weight)
+
+    def average_params(
+        self, params: Any, state: Any, extras: tuple[Any, ...], turn: Turn | None, weight: Any
+    ) -> tuple[Any, ...]:
         require_axis(self.axis_name, "average_params")
         warn_of_gathers(self.axis_name)
         leaves, structure, mine, place = _only_state(state)
@@ -370,7 +395,7 @@ class _Halves:
         if self.local.has_outer and named.leaves.keys() != known:
             different = sorted(named.leaves.keys() ^ known)
             raise ValueError(f"the parameters are not those given to init: {some(different)} in one of them only")
-        after, averages, inner = self._averaged(named, mine, before, others, turn)
+        after, averages, inner = self._averaged(named, mine, before, others, turn, self._weight(weight))
         leaves[place] = mine._replace(inner=inner, averages=repack(mine.averages, averages))
         return named.rebuild(after), jax.tree.unflatten(structure, leaves), *(extra.rebuilt() for extra in others)
 
@@ -381,13 +406,14 @@ class _Halves:
         before: State[jax.Array],
         others: list[Extra],
         turn: Turn | None,
+        weight: jax.Array,
     ) -> tuple[Mapping[str, jax.Array], State[jax.Array], Any]:
         """Parameters, memory, and the state of the inner optimizer."""
         if not named.leaves:
             return {}, before, state.inner
         local, replicas = self._fitted(), lax.axis_size(self.axis_name)
         local = with_numbers(local, self.axis_name)
-        if local.compressor is not None:
+        if local.compressor is not None and not local.weighted:
             local = replace(local, compressor=in_pieces(local.compressor, self.axis_name))
         step = agreed(state.averages.step, self.axis_name)
         arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
@@ -395,14 +421,14 @@ class _Halves:
         owned = moments.by_parameter() if self.moments == "average" else {}
         extras = owned | {key: x for extra in others for key, x in extra.arrays.items()}
 
-        def exchange(arrays: Any, shared: Any, tensors: Any, extras: Any, step: Any) -> Any:
+        def exchange(arrays: Any, shared: Any, tensors: Any, extras: Any, step: Any, weight: Any) -> Any:
             memory = State(shared, whole_memory(tensors, arrays))
-            program = local.average(OPS, arrays, memory, step, replicas, extras, turn=turn)
+            program = local.average(OPS, arrays, memory, step, replicas, extras, turn=turn, weight=weight)
             after, averages, averaged = drive(program, self.axis_name, given=arrays)
             return after, averages.shared, whole_memory(averages.tensors, arrays), averaged
 
         given = arrays, before.shared, before.tensors, extras
-        after, shared, tensors, averaged = left_to_the_compiler(exchange, *given, step, like=given)
+        after, shared, tensors, averaged = left_to_the_compiler(exchange, *given, step, weight, like=given)
         averages = State(shared, tensors)
         for extra in others:
             extra.arrays = {key: averaged[key] for key in extra.arrays}
@@ -425,6 +451,7 @@ class _Halves:
         momentum = local.outer is not None and bool(local.outer.momentum)
         compressor = None if local.compressor is None else configuration_of(local.compressor)
         delayed = ", eager=True" if local.eager else ", overlap" if local.overlap else ""
+        delayed += ", weighted" if delayed and local.weighted else ""
         return f"LocalSGD(fragments={local.fragments}, momentum={momentum}, compressor={compressor}, state_dtype={local.state_dtype}{delayed})"
 
     def _fitted(self) -> LocalSGD:
@@ -435,6 +462,10 @@ class _Halves:
 
     def _check_varying(self, params: NamedTree) -> None:
         axes = frozenset(axes_of(self.axis_name))
+        if self.local.radial and (parted := [n for n, x in params.leaves.items() if varying_axes(x) - axes]):
+            raise ValueError(
+                f"radial={self.local.radial!r} takes lengths of whole tensors, and {parted[0]!r} is divided along another axis; leave it out"
+            )
         same = [n for n, x in params.leaves.items() if not axes <= varying_axes(x)] if tracked(self.axis_name) else []
         if same:
             raise ValueError(

@@ -56,6 +56,9 @@ CASES = {
     "two_levels": diloco(
         4, lr=0.4, momentum=0.6, start_step=2, subgroup=2, fragments=2, compressor=TwoLevel(PowerSGD(2), 2)
     ),
+    "weighted": LocalSGD({2: 2, 4: 4}, start_step=2, subgroup=2, weighted=True),
+    "weighted_overlap": diloco(6, lr=0.4, momentum=0.6, overlap=2, weighted=True, radial=True, compressor=PowerSGD(2)),
+    "weighted_eager": diloco(4, lr=0.4, momentum=0.6, eager=True, weighted=True),
 }
 
 
@@ -63,6 +66,11 @@ def initial():
     """float32 parameters, where all replicas begin."""
     rng = np.random.default_rng(0)
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def weight(replica, step):
+    """What a replica counts for: others in each round, and replica 1 is absent in every other one."""
+    return [3.0, 500.0 * (step // 4 % 2), 2.0 + step, 40.0][replica]
 
 
 @cache
@@ -118,7 +126,8 @@ def oracle(case):
             {n: CURVATURE[r] * (p[n] - target(r)[n]) + noise(r, step)[n] for n in SHAPES}
             for r, p in enumerate(sim.parameters)
         ]
-        sim.step(gradients, lambda _, p, g: {n: p[n] - RATE * g[n] for n in p})
+        weights = [weight(r, step) for r in range(REPLICAS)] if CASES[case].weighted else None
+        sim.step(gradients, lambda _, p, g: {n: p[n] - RATE * g[n] for n in p}, weights=weights)
         trace.parameters.append([{n: x.copy() for n, x in p.items()} for p in sim.parameters])
         sizes.step(nothing, lambda _, p, g: p)
         trace.nbytes.append(sizes.traffic.nbytes)

@@ -34,9 +34,12 @@ ELSEWHERE = {
     "power_sgd": "shard_map",
     "everything": "shard_map_vma",
     "two_levels": "shard_map_vma",
+    "weighted_overlap": "shard_map_vma",
 }
+SLOW = ["weighted_overlap", "weighted_eager"]
 ROWS = [
-    *((case, ELSEWHERE.get(case, "pmap")) for case in table.CASES),
+    *((case, ELSEWHERE.get(case, "pmap")) for case in table.CASES if case not in SLOW),
+    *(pytest.param(case, ELSEWHERE.get(case, "pmap"), marks=pytest.mark.slow) for case in SLOW),
     pytest.param("partition", "shard_map", marks=pytest.mark.slow),
     pytest.param("subgroups", "shard_map_vma", marks=pytest.mark.slow),
     pytest.param("hierarchical", "shard_map_vma", marks=pytest.mark.slow),
@@ -75,18 +78,23 @@ def run(case, driver):
             for name in table.SHAPES
         },
         np.asarray(table.CURVATURE, np.float32),
+        np.array([[table.weight(r, s) for s in range(table.STEPS)] for r in range(table.REPLICAS)], np.float32),
     )
 
-    def train(state, goal, noises, curvature):
+    def train(state, goal, noises, curvature, weights):
         def loss(p, z):
             return sum(0.5 * curvature * ((p[n] - goal[n]) ** 2).sum() + (z[n] * p[n]).sum() for n in table.SHAPES)
 
-        def one(mine, z):
-            updates, opt_state = tx.update(jax.grad(loss)(mine["params"], z), mine["opt_state"], mine["params"])
-            params, opt_state = tx.average_params(optax.apply_updates(mine["params"], updates), opt_state)
+        def one(mine, given):
+            z, weight = given
+            counts = {"weight": weight} if local.weighted else {}
+            updates, opt_state = tx.update(
+                jax.grad(loss)(mine["params"], z), mine["opt_state"], mine["params"], **counts
+            )
+            params, opt_state = tx.average_params(optax.apply_updates(mine["params"], updates), opt_state, **counts)
             return {"params": params, "opt_state": opt_state}, params
 
-        after, trace = lax.scan(one, this_replica(state), noises)
+        after, trace = lax.scan(one, this_replica(state), (noises, weights))
         return stack_replicas(after), trace
 
     if driver == "pmap":
@@ -99,7 +107,7 @@ def run(case, driver):
         return state, jax.tree.map(lambda x: x[None], trace)
 
     specs, rows = partition_specs(start, axis), jax.P(axis)
-    shards = {"in_specs": (specs, rows, rows, rows), "out_specs": (specs, rows)}
+    shards = {"in_specs": (specs, rows, rows, rows, rows), "out_specs": (specs, rows)}
     mapped = jax.shard_map(body, mesh=mesh, **shards, check_vma=driver == "shard_map_vma")
     state, trace = jax.jit(mapped)(distribute(start, mesh, axis), *data)
     return Result(jax.tree.map(np.asarray, trace), jax.tree.map(np.asarray, state).per_replica)

@@ -52,6 +52,8 @@ def table(world: World, local: LocalSGD) -> dict[str, Any]:
         before = handle.stats()
         target, noise = tensors(parity.target(world.rank)), tensors(parity.noise(world.rank, step))
         optimizer.zero_grad()
+        if local.weighted:
+            handle.weight = parity.weight(world.rank, step)
         ddp(parity.CURVATURE[world.rank], target, noise).backward()
         optimizer.step()
         trace["parameters"].append(weights(module))

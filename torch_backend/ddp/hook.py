@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.protocol.weights import NobodyCounts
 from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
 from gradwire.torch_backend.ddp.newly_trained import Newcomers
 from gradwire.torch_backend.engine.driver import Driver, specs_of
@@ -182,23 +183,41 @@ class BucketHook:
         self._names = {id(p): name for p, name in names.items()}
         self.used = used
         self._waiting: list[Bucket] = []
+        self._failed: NobodyCounts | None = None
 
     def __call__(self, bucket: Bucket) -> None:
         first = bucket.index == 0
         if first:
-            self._waiting = []  # whatever a failed backward pass has left
+            self._waiting, self._failed = [], None  # whatever a failed backward pass has left
             if self.at_start is not None:
                 self.at_start(self.driver.memory.steps)
         self._waiting.append(bucket)
         gradients = {self._names[id(p)]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
         unused = None if self.used is None else gradients.keys() - self.used
-        self.driver.add(gradients, first=first, last=bucket.is_last, unused=unused)
+        if self._failed is None:
+            try:
+                self.driver.add(gradients, first=first, last=bucket.is_last, unused=unused)
+            except NobodyCounts as error:
+                self._failed = error
         if bucket.is_last:
             if self.used is not None:
                 self.used.clear()
             waiting, self._waiting = self._waiting, []
             for each in waiting:
                 each.future.set_result(each.buffer)
+            if self._failed is not None:
+                _raise_after_backward(self._failed)
+
+
+def _raise_after_backward(error: Exception) -> None:
+    """Raise when the reducer has finished the backward pass, of which it would otherwise take no other."""
+    engine = torch.autograd.Variable._execution_engine
+
+    def last() -> None:
+        raise error
+
+    # The reducer queues its own callback when this hook has returned, so the first of ours comes before that, and the second after it.
+    engine.queue_callback(lambda: engine.queue_callback(last))
 
 
 class Slot:

@@ -167,7 +167,7 @@ class Driver:
                 self._compared = True
             self._begin()
             if self.measurement is not None:
-                self.measurement.begin()
+                self.measurement.begin(self.weight if self.weighted else None)
             if self._captured:  # what is noted now would be noted once, and every replay is a step
                 self.watch.times.skip()
             elif not self.discarding:
@@ -259,7 +259,7 @@ class Driver:
         if self.discarding:
             state = self._to_be_dropped(state)
         elif self._unused is not None and (remembered := [name for name in order if name in self._remembered]):
-            usage = Usage(self.ops, self._unused, state, remembered)
+            usage = Usage(self.ops, self._unused, state, remembered, weighted=self.weighted)
         if self.measurement is not None:
             self.measurement.take(donated, state.tensors)
         if not (self.discarding or self._captured):

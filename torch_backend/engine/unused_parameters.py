@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.algorithm import State
-from gradwire.core.protocol import mean
+from gradwire.core.protocol import mean, reduce_sum
 from gradwire.core.protocol.programs import Fusable, Program, Request, ask, relayed
 from gradwire.torch_backend.ops.kernels import TorchOps
 
@@ -20,15 +20,24 @@ class Usage:
     """What this rank did not use of some gradients, told to the others with the first message that can take it along.
 
     `state` is their memory, of which the program gets copies where it may have to be undone. `remembered` are those of which some rank has memory.
+    `weighted`: gradients are summed by weight, so this is too, and shares their message.
     """
 
-    def __init__(self, ops: TorchOps, unused: Collection[str], state: State[Tensor], remembered: Sequence[str]) -> None:
+    def __init__(
+        self,
+        ops: TorchOps,
+        unused: Collection[str],
+        state: State[Tensor],
+        remembered: Sequence[str],
+        *,
+        weighted: bool = False,
+    ) -> None:
         self._ops = ops
         self._names = {name: i for i, name in enumerate(remembered) if name in unused and name in state.tensors}
         # Per tensor with memory, 1.0 if this rank used the parameter. The mean is 0 for those that no rank used.
         self._used = ops.from_host([float(name not in unused) for name in remembered], torch.float32)
         self._request: Fusable[Tensor] | None = cast(
-            "Fusable[Tensor]", mean(self._used, watched=False).send(cast(Any, None))
+            "Fusable[Tensor]", (reduce_sum if weighted else mean)(self._used, watched=False).send(cast(Any, None))
         )
         for name in self._names:
             state.tensors[name] = {key: x.clone() for key, x in state.tensors[name].items()}

@@ -73,6 +73,13 @@ def averages_gradients(local: LocalSGD) -> bool:
     return bool(local.start_step or local.subgroup is not None)
 
 
+def radial_obstacle(local: LocalSGD, target: Target) -> str:
+    """Why lengths of tensors cannot be averaged; "" if they can."""
+    if local.radial and target.partial:
+        return f"radial={local.radial!r} takes lengths of whole tensors, and a rank of a sharded model has blocks of them; leave it out"
+    return ""
+
+
 def obstacle_of(
     module: nn.Module,
     target: Target,
@@ -84,6 +91,8 @@ def obstacle_of(
     if not target.trained:
         return "module has no parameter with requires_grad=True, so there is nothing to average"
     if why_not := hook_obstacle(module) or target.obstacle():
+        return why_not
+    if why_not := radial_obstacle(local, target):
         return why_not
     if moments == "reset" and local.delayed:
         return f"moments='reset' with {local!r}: parameters are merged, and not replaced, when an average is taken; use 'average' or 'keep'"

@@ -15,7 +15,8 @@ from gradwire.core.local_sgd.algorithm import OUTER, LocalSGD
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.protocol import mean_each
-from gradwire.core.protocol.weights import require_weight
+from gradwire.core.protocol.programs import Program
+from gradwire.core.protocol.weights import Weighing, require_weight
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import refuse_capture
@@ -25,7 +26,7 @@ from gradwire.torch_backend.engine.groups.barrier import LONGEST
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
 from gradwire.torch_backend.engine.scheduler import run_alone
-from gradwire.torch_backend.local_sgd.checks import averages_gradients, fitted
+from gradwire.torch_backend.local_sgd.checks import averages_gradients, fitted, radial_obstacle
 from gradwire.torch_backend.local_sgd.in_flight import InFlight
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.local_sgd.target import Target
@@ -233,12 +234,15 @@ class LocalSGDHandle:
 
     def synchronize(self) -> None:
         """Average all parameters and averaged buffers over all ranks now, whatever the schedule says: for the end of training, or before
-        an evaluation. To be called on all ranks. Outer parameters and memories stay as they are."""
+        an evaluation. To be called on all ranks. Outer parameters and memories stay as they are. By weight, if the schedule is `weighted`."""
         start = self._watch.times.now()
         with torch.no_grad():
             tensors = [*self._parameters.values(), *self._buffers.values()]
             arrays = {i: tensor.detach().contiguous() for i, tensor in enumerate(tensors)}
-            for i, x in run_alone(self._collectives, mean_each(arrays, watched=False)).items():
+            averages: Program[dict[int, Tensor]] = mean_each(arrays, watched=False)
+            if self.local.weighted:
+                averages = Weighing(self._ops, self._weight).run(averages)
+            for i, x in run_alone(self._collectives, averages).items():
                 _put(tensors[i], x)
         self._watch.times.worked(start)
         self._equal_at = self.steps
@@ -270,7 +274,7 @@ class LocalSGDHandle:
             raise TypeError(f"local is a {type(local).__name__}; give LocalSGD(...) or diloco(...)")
         whole, before = self._groups.whole, self.local
         fit_here = fitted(local, whole, self._parameters, averager=self._target.averages)
-        local, why_not = fit_here.local, fit_here.obstacle
+        local, why_not = fit_here.local, fit_here.obstacle or radial_obstacle(fit_here.local, self._target)
         meet_to_change(self._memory.placement.meetings)
         settings = {"call": "reconfigure", "local": repr(local), "step": str(self.steps)}
         why_not = self._target.obstacle_of_all(why_not, repr(settings))

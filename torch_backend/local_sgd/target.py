@@ -42,10 +42,11 @@ class Target:
         kind: what that is, for messages.
         averages: somebody can average gradients.
         averages_always: somebody averages them in full, unless told otherwise.
+        partial: this rank has only blocks of parameters.
     """
 
     kind = "parameter"
-    averages = averages_always = False
+    averages = averages_always = partial = False
 
     def __init__(self, trained: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         self.trained, self.group = trained, group
@@ -133,7 +134,7 @@ class ShardedTarget(Target):
     """A model that FSDP has sharded: a rank averages its own blocks, and the shards of a replica agree on what concerns all of them."""
 
     kind = "block of parameter"
-    averages = True
+    averages = partial = True
 
     def __init__(self, layout: Layout, trained: Mapping[str, Tensor]) -> None:
         super().__init__(trained, layout.replicas)

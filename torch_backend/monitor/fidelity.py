@@ -49,13 +49,16 @@ class Measurement:
         self.found = Approximation()
         self.failure = ""
         self._group = group
-        self._share = 1.0 if divided else 1.0 / dist.get_world_size(group)
+        self._share: float | Tensor = 1.0 if divided else 1.0 / dist.get_world_size(group)
         self.begin()
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, weight: Tensor | None = None) -> None:
+        """A step begins, in which this replica counts for so much, all for the same without."""
         self._given: dict[str, Tensor] = {}
         self._fails = False
+        if weight is not None:
+            dist.all_reduce(total := weight.clone(), group=self._group)
+            self._share = weight / total
 
     @contextmanager
     def _noting_failures(self) -> Iterator[None]:
@@ -72,7 +75,10 @@ class Measurement:
                 x = _wide(gradient.detach())
                 if (error := memory.get(name, {}).get(ERROR)) is not None:
                     x.add_(error)
-                self._given[name] = x.mul_(self._share)
+                x.mul_(self._share)
+                if isinstance(self._share, Tensor):  # whatever an absent replica has
+                    x = torch.where(self._share > 0, x, 0.0)
+                self._given[name] = x
 
     def compare(self, averages: Mapping[str, Tensor], step: int) -> None:
         """With what has come out of it, on all ranks."""

@@ -1,0 +1,378 @@
+"""Replicas that count by a weight, in the simulator: against NumPy's weighted average, and against runs without the absent replica."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from gradwire import (
+    AllReduce,
+    Compressor,
+    LocalSGD,
+    LocalSimulator,
+    NobodyCounts,
+    PowerSGD,
+    Quantize,
+    Sign,
+    Simulator,
+    Spec,
+    TopK,
+    TwoLevel,
+    Weighted,
+    WireDtype,
+    Zero,
+    diloco,
+    plan,
+    shard_by_element,
+)
+from gradwire.core.kernels.numpy import PoisonOps
+from gradwire.core.protocol import gather
+from gradwire.core.protocol.programs import UnknownRequest
+from tests.methods import METHODS
+
+SHAPES = {"w": (24, 16), "b": (7,), "x": (130,), "none": (0, 2), "s": ()}
+
+#: What a method remembers of a step is what it has not sent, so the average is known without looking at its messages.
+REMEMBERING = {
+    "power_sgd": PowerSGD(2),
+    "half_step": PowerSGD(2, half_step=True, start_step=1),
+    "cold": PowerSGD(1, warm_start=False),
+    "top_k": TopK(4, per=32),
+    "top_k_bits": TopK(8, per=64, bits=4),
+    "sign": Sign(),
+    "one_bit": Sign(per="column", magnitudes=2),
+    "int8": Quantize("int8", block=8),
+    "int2": Quantize("int2", block=8),
+    "wire": WireDtype(TopK(4, per=32), "float32"),
+}
+#: And those that forget.
+FORGETTING = {
+    "dense": AllReduce(),
+    "buckets": AllReduce(bucket_bytes=512),
+    "senders": TopK(4, per=32, mean="senders"),
+    "wire_int8": WireDtype(AllReduce(), "int8", block=8),
+    "wire_factors": WireDtype(PowerSGD(2), "bfloat16"),
+    "codes": Quantize("int4", block=8, error_feedback=False),
+}
+
+#: Whose programs others have too.
+VARIANTS = ("half_step", "cold", "one_bit", "int2", "wire", "buckets", "wire_factors", "codes", "senders")
+
+
+def rows(*tables):
+    return [pytest.param(n, marks=pytest.mark.slow if n in VARIANTS else ()) for table in tables for n in table]
+
+
+weight = st.one_of(st.just(0.0), st.just(1.0), st.floats(2**-10, 2**20, width=32))
+
+
+@st.composite
+def some_weights(draw, smallest=1):
+    """Of up to 5 replicas, of which one or more count."""
+    found = draw(st.lists(weight, min_size=smallest, max_size=5))
+    found[draw(st.integers(0, len(found) - 1))] = draw(st.floats(2**-10, 2**20, width=32))
+    return found
+
+
+def gradients(replicas, step, shapes=SHAPES):
+    return [
+        {n: np.random.default_rng([r, step, *n.encode()]).normal(size=s) for n, s in shapes.items()} for r in replicas
+    ]
+
+
+def broken(given):
+    return {n: np.full(np.shape(x), np.nan) for n, x in given.items()}
+
+
+def same_bits(a, b):
+    return a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize("method", rows(REMEMBERING))
+@settings(max_examples=4)
+@drawn(weights=some_weights())
+def test_the_average_is_the_weighted_mean_of_what_was_sent(method, weights):
+    """x - error is what a replica has sent, or nothing, if it is absent: then its error stays, whatever its gradient is."""
+    algorithm = REMEMBERING[method]
+    if isinstance(algorithm, Quantize):  # the part of the average that an absent replica rounds is nobody's to remember
+        weights = [w or 1.0 for w in weights]
+    replicas, float32 = range(len(weights)), np.asarray(weights, np.float32)
+    simulator = Simulator(algorithm, SHAPES, len(weights))
+    for step in range(3):
+        given = gradients(replicas, step)
+        before = [s.map(np.array).tensors for s in simulator.states]
+        sent = [broken(g) if w == 0 else g for g, w in zip(given, weights, strict=True)]
+        averages = simulator.step(sent, weights=weights)
+        for name in SHAPES:
+            parts = []
+            for r in replicas:
+                error = before[r].get(name, {}).get("error", 0.0)
+                after = simulator.states[r].tensors.get(name, {}).get("error", np.zeros(SHAPES[name]))
+                if weights[r] == 0:
+                    assert np.array_equal(after, error * np.ones(SHAPES[name]))
+                early = step < algorithm.start_step  # nothing is remembered, and the error is as it was
+                parts.append(given[r][name] if early else given[r][name] + error - after)
+            present = [r for r in replicas if weights[r]]
+            expected = np.average([parts[r] for r in present], axis=0, weights=float32[present].astype(float))
+            np.testing.assert_allclose(averages[name], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", rows(REMEMBERING, FORGETTING))
+@settings(max_examples=4)
+@drawn(weights=some_weights(), place=st.integers(0, 5), dtype=st.sampled_from(["float64", "float32", "float16"]))
+def test_weight_0_is_a_run_without_that_replica(method, weights, place, dtype):
+    algorithm = {**REMEMBERING, **FORGETTING}[method]
+    place = min(place, len(weights))
+    if isinstance(algorithm, (Quantize, WireDtype)):
+        # Parts of an average are owned by replicas: who owns a part remembers how it was rounded, and two replicas round once less.
+        weights = [w or 1.0 for w in (weights * 3)[: max(3, len(weights))]]
+        place = len(weights)
+        if isinstance(algorithm, Quantize) and algorithm.error_feedback:
+            algorithm = Quantize("int8")  # tensors of less blocks than replicas
+    with_it = Simulator(algorithm, SHAPES, len(weights) + 1, dtype=dtype)
+    without, unweighted = (Simulator(algorithm, SHAPES, len(weights), dtype=dtype) for _ in range(2))
+    for step in range(3):
+        given = gradients(range(len(weights)), step)
+        more = [*given[:place], broken(given[0]), *given[place:]]
+        averages = without.step(given, weights=weights)
+        assert same_bits(averages, with_it.step(more, weights=[*weights[:place], 0, *weights[place:]]))
+        others = [*with_it.states[:place], *with_it.states[place + 1 :]]
+        for mine, theirs in zip(without.states, others, strict=True):
+            assert same_bits(mine.shared, theirs.shared)
+            assert all(same_bits(memory, theirs.tensors[n]) for n, memory in mine.tensors.items())
+        if set(weights) == {1.0} and dtype != "float16":  # whose sums would be too long to be divided afterwards
+            assert same_bits(averages, unweighted.step(given))
+
+
+def test_half_precision_does_not_overflow():
+    replicas = Simulator(AllReduce(), {"w": (2,)}, 2, dtype="float16")
+    assert replicas.step([{"w": [4e4, 1.0]}, {"w": [0.0, 3.0]}], weights=[3e5, 1e5])["w"].tolist() == [3e4, 1.5]
+
+
+def test_levels_weigh_nodes_by_their_replicas():
+    weights, near = [1.0, 3.0, 0.0, 0.0, 2.0, 0.0], ((0, 1), (2, 3), (4, 5))
+    for algorithm in (AllReduce(), PowerSGD(2), TopK(4, per=32), Sign(), Quantize("int8")):
+        two, one = Simulator(TwoLevel(algorithm, near), SHAPES, 6), Simulator(algorithm, SHAPES, 3)
+        for step in range(3):
+            given = gradients(range(6), step)
+            nodes = [
+                {n: (given[0][n] + 3 * given[1][n]) / 4 for n in SHAPES},
+                broken(given[2]),
+                given[4],
+            ]
+            given[3], given[5] = broken(given[3]), broken(given[5])
+            averages, expected = two.step(given, weights=weights), one.step(nodes, weights=[4, 0, 2])
+            for name in SHAPES:
+                np.testing.assert_allclose(averages[name], expected[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["dense", "power_sgd", "half_step", "top_k", "sign", "wire_int8", "int8"])
+def test_nobody_counts(method):
+    """The memory is as it was, and the next step goes on from it."""
+    algorithm = {**REMEMBERING, **FORGETTING}[method]
+    for levels in (algorithm, TwoLevel(algorithm, 2)):
+        two, never = Simulator(levels, SHAPES, 4), Simulator(levels, SHAPES, 4)
+        for step in range(3):
+            given = gradients(range(4), step)
+            two.step(given, weights=[1, 2, 3, 4])
+            never.step(given, weights=[1, 2, 3, 4])
+            before = [s.map(np.array) for s in two.states]
+            with pytest.raises(NobodyCounts):
+                two.step(given, weights=[0] * 4)
+            assert two.steps == step + 1
+            for mine, other in zip(two.states, before, strict=True):
+                assert all(same_bits(memory, other.tensors[n]) for n, memory in mine.tensors.items())
+        assert same_bits(two.step(given, weights=[1, 0, 0, 0]), never.step(given, weights=[1, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("method", ["dense", "power_sgd", "top_k", "sign", "wire_int8", "int8"])
+def test_donated_arrays_are_not_looked_at(method):
+    algorithm = {**REMEMBERING, **FORGETTING}[method]
+    usual, poisoned = (Simulator(algorithm, SHAPES, 3, ops=ops) for ops in (None, PoisonOps()))
+    for step in range(3):
+        given = gradients(range(3), step)
+        assert same_bits(usual.step(given, weights=[5, 0, 2]), poisoned.step(given, weights=[5, 0, 2]))
+
+
+@pytest.mark.parametrize("method", [*REMEMBERING, *FORGETTING])
+def test_a_weight_is_4_bytes_of_a_message(method):
+    algorithm = {**REMEMBERING, **FORGETTING}[method]
+    if method == "wire_factors":
+        return  # between codes of 16 bits it travels by itself
+    steps = plan(SHAPES, algorithm, world_size=4).steps
+    weighted = plan(SHAPES, Weighted(algorithm), world_size=4).steps
+    for mine, theirs in zip(weighted, steps, strict=True):
+        assert mine.collectives == theirs.collectives
+        assert 4 <= mine.nbytes - theirs.nbytes <= 12  # a gather of 4 counts for 8, and there may be both
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Careless(Compressor):
+    """Averages what it has gathered, all alike."""
+
+    def memory(self, ops, name, spec):
+        return {}
+
+    async def compress(self, ops, name, x, memory, context):
+        (every,) = await gather(x)
+        return x, ops.multiply(every[0], 1.0), memory
+
+
+@pytest.mark.parametrize(
+    "algorithm", [Careless(), METHODS["int8"].algorithm, Zero(shard_by_element({"w": Spec((8,))}, 2))]
+)
+def test_what_cannot_be_weighed_is_refused_by_name(algorithm):
+    with pytest.raises(UnknownRequest) as refused:
+        plan({"w": (8,) if isinstance(algorithm, Zero) else (8, 8)}, Weighted(algorithm), world_size=2)
+    assert type(algorithm).__name__ in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (lambda: TwoLevel(Weighted(AllReduce())), "Weighted"),
+        (lambda: WireDtype(Weighted(AllReduce()), "int8"), "Weighted"),
+        (lambda: Weighted(Weighted(AllReduce())), "Weighted"),
+        (lambda: diloco(3, compressor=Weighted(AllReduce())), "compressor"),
+        (lambda: LocalSGD(3, radial=True), "radial"),
+        (lambda: plan({"w": (4, 4)}, diloco(3, radial=("q*",))), "radial"),
+        (lambda: step_by([1]), "weights"),
+        (lambda: step_by([1, -1]), r"weights\[1\]"),
+        (lambda: step_by([np.nan, 1]), r"weights\[0\]"),
+        (lambda: step_by([np.inf, 1]), r"weights\[0\]"),
+        (lambda: step_by(["1", 1]), r"weights\[0\]"),
+        (lambda: step_by([True, 1]), r"weights\[0\]"),
+        (lambda: LocalSimulator(LocalSGD(1), {"w": [0.0]}, 1).step([{"w": [1.0]}], updated, weights=[1]), "weighted"),
+    ],
+)
+def test_refusals(wrong, named):
+    with pytest.raises((TypeError, ValueError), match=named):
+        wrong()
+
+
+def step_by(weights):
+    Simulator(AllReduce(), {"w": (2,)}, 2).step([{"w": [1, 2]}] * 2, weights=weights)
+
+
+# ---- local SGD
+
+START = {
+    "w": np.random.default_rng(1).normal(size=(12, 8)),
+    "v": np.random.default_rng(2).normal(size=(8, 6)),
+    "b": np.ones(5),
+}
+LOCAL = {
+    "plain": {},
+    "warm": {"start_step": 2},
+    "diloco": {"lr": 0.7},
+    "fragments": {"lr": 0.7, "fragments": 2, "compressor": PowerSGD(2)},
+    "overlap": {"lr": 0.7, "overlap": 2, "start_step": 1},
+    "progress": {"lr": 0.7, "overlap": 1, "merge": "progress", "fragments": 3, "compressor": TopK(4, per=16)},
+    "eager": {"lr": 0.7, "eager": True, "compressor": PowerSGD(1)},
+    "radial": {"lr": 0.7, "radial": True},
+    "radial_overlap": {"lr": 0.7, "radial": ("w",), "overlap": 2, "compressor": Sign()},
+}
+
+
+def local_of(name, **options):
+    make = diloco if "lr" in LOCAL[name] else LocalSGD
+    return make(4, **LOCAL[name], **options)
+
+
+def updated(replica, parameters, given):
+    return {n: parameters[n] - 0.1 * given[n] for n in parameters}
+
+
+def at(step, replicas):
+    return gradients(replicas, step, {n: x.shape for n, x in START.items()})
+
+
+@pytest.mark.parametrize("case", LOCAL)
+@settings(max_examples=3)
+@drawn(weights=some_weights(), place=st.integers(0, 5))
+def test_local_sgd_without_an_absent_replica(case, weights, place):
+    """To the bit, weights changing with the steps; and equal weights are none."""
+    local, place = local_of(case, weighted=True), min(place, len(weights))
+    with_it, without = (LocalSimulator(local, START, n) for n in (len(weights) + 1, len(weights)))
+    plain = LocalSimulator(local_of(case), START, len(weights))
+    for step in range(11):
+        mine = [w * (1 + step % 3) for w in weights]
+        given = at(step, range(len(weights)))
+        warm = step < local.start_step
+        absent = given[0] if warm else {n: np.full(x.shape, np.nan if step == 6 else 3.0) for n, x in START.items()}
+        without.step(given, updated, weights=mine)
+        with_it.step([*given[:place], absent, *given[place:]], updated, weights=[*mine[:place], 0, *mine[place:]])
+        rest = [*with_it.parameters[:place], *with_it.parameters[place + 1 :]]
+        assert all(map(same_bits, without.parameters, rest))
+        if set(weights) == {1.0}:
+            plain.step(given, updated)
+            for a, b in zip(plain.parameters, without.parameters, strict=True):
+                for name in START:
+                    np.testing.assert_allclose(a[name], b[name], rtol=1e-9, atol=1e-9)
+    # What was broken has taken part again since, in nothing that others have received.
+    assert all(np.isfinite(x).all() for x in without.parameters[0].values())
+
+
+@pytest.mark.parametrize("start", ["plain", "diloco", "eager"])
+def test_no_replica_counts_in_a_round(start):
+    local = local_of(start, weighted=True)
+    simulator = LocalSimulator(local, START, 2)
+    for step in range(3):
+        simulator.step(at(step, range(2)), updated)
+    before = [s.map(np.array) for s in simulator.states]
+    parameters = [{n: x.copy() for n, x in p.items()} for p in simulator.parameters]
+    with pytest.raises(NobodyCounts):
+        simulator.step(at(3, range(2)), updated, weights=[0, 0])
+    assert simulator.steps == 3
+    assert all(map(same_bits, simulator.parameters, parameters))
+    for mine, theirs in zip(simulator.states, before, strict=True):
+        assert all(same_bits(memory, theirs.tensors[n]) for n, memory in mine.tensors.items())
+
+
+def test_a_group_of_absent_replicas_goes_on_by_itself():
+    local = LocalSGD({2: 1, "all": 2}, weighted=True)
+    simulator = LocalSimulator(local, {"w": [0.0]}, 4)
+    given = [{"w": [-10.0 * (r + 1)]} for r in range(4)]
+    simulator.step(given, updated, weights=[0, 0, 1, 3])
+    assert [float(p["w"][0]) for p in simulator.parameters] == [1.0, 2.0, 3.75, 3.75]
+    simulator.step([{"w": [0.0]}] * 4, updated, weights=[0, 0, 1, 0])
+    assert [float(p["w"][0]) for p in simulator.parameters] == [3.75] * 4
+
+
+@settings(max_examples=10)
+@drawn(weights=some_weights(), seed=st.integers(0, 99), scale=st.sampled_from([0.0, 1e-40, 1e-6, 1.0, 1e12]))
+def test_directions_and_lengths_are_averaged_apart(weights, seed, scale):
+    """The formula of the paper, in NumPy; with lr 1 and no momentum the outer step is the average itself."""
+    shapes, rng = {"m": (4, 3), "v": (5,)}, np.random.default_rng(seed)
+    local = LocalSGD(1, compressor=AllReduce(), weighted=True, radial=True)
+    moves = [{n: rng.normal(size=s) * scale * 10.0 ** rng.integers(-3, 4) for n, s in shapes.items()} for _ in weights]
+    simulator = LocalSimulator(local, {n: np.zeros(s) for n, s in shapes.items()}, len(weights))
+    simulator.step(moves, lambda r, p, g: {n: p[n] - g[n] for n in p}, weights=weights)
+    w = np.asarray(weights, np.float32).astype(float)
+    lengths = np.array([np.linalg.norm(d["m"]) for d in moves])
+    unit = [d["m"] / x if x > 1e-30 else d["m"] for d, x in zip(moves, lengths, strict=True)]
+    direction = np.average(unit, axis=0, weights=w)
+    length = np.linalg.norm(direction)
+    expected = np.average(lengths, weights=w) * direction / (length if length > 1e-12 else 1.0)
+    for p in simulator.parameters:
+        np.testing.assert_allclose(p["m"], -expected, rtol=1e-6, atol=1e-30)
+        np.testing.assert_allclose(
+            p["v"], -np.average([d["v"] for d in moves], axis=0, weights=w), rtol=1e-6, atol=1e-30
+        )
+
+
+def test_a_radial_average_is_as_long_as_what_it_averages():
+    for radial, length in ((False, 0.5), (True, 1.0)):
+        simulator = LocalSimulator(LocalSGD(1, compressor=AllReduce(), radial=radial), {"w": np.zeros((2, 2))}, 4)
+        moves = [{"w": np.eye(4)[r].reshape(2, 2)} for r in range(4)]  # orthogonal to each other
+        simulator.step(moves, lambda r, p, g: {"w": p["w"] - g["w"]})
+        assert np.isclose(np.linalg.norm(simulator.parameters[0]["w"]), length)
+
+
+def test_a_radial_average_costs_a_number_for_each_tensor():
+    shapes = {"m": (64, 32), "n": (8, 8), "v": (5,)}
+    assert plan(shapes, diloco(1, radial=True)).wire_bytes - plan(shapes, diloco(1)).wire_bytes == 2 * 4
+    assert plan(shapes, diloco(1, weighted=True)).wire_bytes - plan(shapes, diloco(1)).wire_bytes == 4

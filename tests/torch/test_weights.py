@@ -1,0 +1,259 @@
+"""Weights in torch, in four processes on Gloo: against the simulator, and against runs without the absent rank."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.dry import on_a_device
+from gradwire import (
+    AllReduce,
+    LocalSGD,
+    NobodyCounts,
+    PowerSGD,
+    Quantize,
+    Sign,
+    Simulator,
+    TopK,
+    TwoLevel,
+    Weighted,
+    WireDtype,
+    diloco,
+)
+from gradwire.core.algorithm import Algorithm
+from gradwire.torch_backend import Averager, local_sgd, register_comm_hook
+from gradwire.torch_backend.ops.kernels import TorchOps
+from tests.torch.compare import same_bits
+from tests.torch.ranks import Cases, World
+
+cases = Cases(__file__, ranks=4)
+
+SHAPES = {"w": (24, 16), "x": (130,), "b": (7,)}
+WEIGHTS = [512.0, 0.0, 100.0, 7.5]
+STEPS = 3
+ABSENT = 1
+ALGORITHMS = {
+    "dense": AllReduce(),
+    "power_sgd": PowerSGD(2),
+    "start_step": PowerSGD(2, half_step=True, start_step=1),
+    "top_k": TopK(4, per=32),
+    "top_k_bits": TopK(8, per=64, bits=2),
+    "sign": Sign(),
+    "codes": WireDtype(AllReduce(), "int8"),
+    "int4": Quantize("int4", block=8),
+    "short": WireDtype(PowerSGD(2), "bfloat16"),
+    "levels": TwoLevel(PowerSGD(2), 2),
+}
+#: Of whose parts an absent rank owns one, and does not remember how it has rounded it.
+OWNED = ("int4", "levels")
+
+
+def given(rank: int, step: int) -> dict[str, np.ndarray[Any, Any]]:
+    drawn = {n: np.random.default_rng([rank, step, *n.encode()]).normal(size=s) for n, s in SHAPES.items()}
+    return {n: x.astype(np.float32) for n, x in drawn.items()}
+
+
+def tensors(arrays: dict[str, Any], factor: float = 1.0) -> dict[str, Tensor]:
+    return {n: torch.from_numpy(x) * factor for n, x in arrays.items()}
+
+
+@cases.each(ALGORITHMS)
+def averaged(world: World, algorithm: Algorithm) -> dict[str, Any]:
+    """What an absent rank has is NaN. The others do the same once more without it."""
+    like = {n: torch.zeros(s) for n, s in SHAPES.items()}
+    averager = Averager(Weighted(algorithm), like, world.group)
+    present = [r for r in range(world.size) if r != ABSENT]
+    others = torch.distributed.new_group(present)
+    alone = None
+    if world.rank != ABSENT and not isinstance(algorithm, TwoLevel):
+        alone = Averager(Weighted(algorithm), like, others)
+        alone.weight = WEIGHTS[world.rank]
+    averager.weight = WEIGHTS[world.rank]
+    averages, apart = [], 0.0
+    for step in range(STEPS):
+        mine = given(world.rank, step)
+        found = averager(tensors(mine, float("nan") if world.rank == ABSENT else 1.0))
+        assert world.agree(found)
+        averages.append({n: x.numpy().copy() for n, x in found.items()})
+        if alone is not None:
+            expected = alone(tensors(mine))
+            apart = max(apart, *(float((found[n] - x).abs().max()) for n, x in expected.items()))
+    return {"averages": averages, "apart": apart, "error": averager.error_norm()}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_absent_rank_changes_nothing(results, name):
+    runs = results(f"averaged[{name}]")
+    simulator = Simulator(ALGORITHMS[name], SHAPES, 4, dtype="float32")
+    for step in range(STEPS):
+        expected = simulator.step([given(r, step) for r in range(4)], weights=WEIGHTS)
+        for n in SHAPES:
+            np.testing.assert_allclose(runs[0]["averages"][step][n], expected[n], rtol=2e-5, atol=2e-5)
+    if name not in OWNED:
+        assert runs[ABSENT]["error"] == 0
+        assert max(run["apart"] for run in runs) <= 2e-6
+
+
+@cases.case
+def test_nobody_counts(world: World) -> None:
+    """All ranks hear of it, DDP has finished its backward pass, and the next one goes on from the memory as it was."""
+    model = nn.Linear(48, 32, bias=False)
+    ddp = DistributedDataParallel(model, process_group=world.group)
+    handle = register_comm_hook(ddp, Weighted(PowerSGD(2)))
+    for weights in ([1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0], [0, 1, 2, 3]):
+        handle.weight = weights[world.rank]
+        before = handle.rank_state_dict()
+        model.zero_grad()
+        loss = ddp(torch.ones(2, 48) * (world.rank + 1)).sum()
+        if any(weights):
+            loss.backward()
+            expected = 2 * np.average([1, 2, 3, 4], weights=weights)
+            assert torch.allclose(model.weight.grad, torch.full((32, 48), float(expected)), rtol=1e-5)
+            continue
+        with pytest.raises(NobodyCounts):
+            loss.backward()
+        after = handle.rank_state_dict()
+        assert after["step"] == before["step"]
+        assert same_bits(after["tensors"], before["tensors"])
+    assert handle.stats().steps == 2
+
+
+@cases.case
+def test_uneven_inputs_under_join(world: World) -> None:
+    """A rank that has come to its end weighs 0, so that the others average among themselves."""
+    model = nn.Linear(4, 1, bias=False)
+    ddp = DistributedDataParallel(model, process_group=world.group)
+    handle = register_comm_hook(ddp, Weighted(AllReduce()))
+    batches = 1 + world.rank
+    found = []
+    with ddp.join():
+        for _ in range(batches):
+            model.zero_grad()
+            handle.weight = 1
+            ddp(torch.ones(1, 4) * (world.rank + 1)).sum().backward()
+            found.append(float(model.weight.grad[0, 0]))
+        handle.weight = 0
+    assert found == [2.5, 3.0, 3.5, 4.0][:batches]
+
+
+@cases.case
+def test_unused_parameters_and_weights_share_a_message(world: World) -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(48, 32, bias=False), nn.Linear(48, 32, bias=False)
+
+        def forward(self, x: Tensor, which: bool) -> Tensor:
+            out: Tensor = (self.a if which else self.b)(x)
+            return out
+
+    sent = []
+    for weighted in (False, True):
+        ddp = DistributedDataParallel(Halves(), process_group=world.group, find_unused_parameters=True)
+        handle = register_comm_hook(ddp, Weighted(PowerSGD(2)) if weighted else PowerSGD(2))
+        ddp(torch.ones(2, 48), which=True).sum().backward()
+        state = handle.rank_state_dict()["tensors"]
+        assert not state["b.weight"]["error"].any()
+        sent.append(handle.stats().collectives)
+    assert sent[0] == sent[1]
+
+
+@cases.case
+def test_weights_do_not_part_states(world: World) -> None:
+    """What was saved without weights goes on with them, and the other way round; a step is measured against the weighted mean."""
+    like = {n: torch.zeros(s) for n, s in SHAPES.items()}
+    plain = Averager(PowerSGD(2), like, world.group)
+    weighted = Averager(Weighted(PowerSGD(2)), like, world.group)
+    plain(tensors(given(world.rank, 0)))
+    weighted.load_state_dict(plain.gathered_state_dict("all", to=None))
+    plain.load_state_dict(weighted.rank_state_dict())
+    assert same_bits(weighted.rank_state_dict()["tensors"], plain.rank_state_dict()["tensors"])
+
+    exact = Averager(Weighted(AllReduce()), like, world.group)
+    exact.weight = WEIGHTS[world.rank]
+    with exact.measured() as found:
+        exact(tensors(given(world.rank, 0), float("nan") if world.rank == ABSENT else 1.0))
+    assert found.relative_error is not None
+    assert found.relative_error < 1e-6
+
+
+@cases.each({name: ALGORITHMS[name] for name in ("dense", "power_sgd", "sign", "codes")})
+def unseen(world: World, algorithm: Algorithm) -> dict[str, Any]:
+    """As on a device, where the host must not look at numbers."""
+    with on_a_device(), mock.patch.object(TorchOps, "truth", return_value=None):
+        averager = Averager(Weighted(algorithm), {n: torch.zeros(s) for n, s in SHAPES.items()}, world.group)
+        averager.weight = WEIGHTS[world.rank]
+        mine = tensors(given(world.rank, 0), float("nan") if world.rank == ABSENT else 1.0)
+        first = {n: x.clone() for n, x in averager(mine).items()}
+        before = averager.rank_state_dict()["tensors"]
+        averager.weight = 0
+        nobody = averager(tensors(given(world.rank, 1)))
+        return {"first": first, "nobody": nobody, "kept": same_bits(before, averager.rank_state_dict()["tensors"])}
+
+
+@pytest.mark.parametrize("name", ["dense", "power_sgd", "sign", "codes"])
+def test_where_the_host_does_not_look(results, name):
+    runs = results(f"unseen[{name}]")
+    simulator = Simulator(ALGORITHMS[name], SHAPES, 4, dtype="float32")
+    expected = simulator.step([given(r, 0) for r in range(4)], weights=WEIGHTS)
+    for run in runs:
+        assert run["kept"]
+        assert same_bits(run["first"], runs[0]["first"])
+        for n in SHAPES:
+            np.testing.assert_allclose(run["first"][n], expected[n], rtol=2e-5, atol=2e-5)
+            assert run["nobody"][n].isnan().all()
+
+
+@cases.case
+def test_refusals(world: World) -> None:
+    like = {"w": torch.zeros(4)}
+    for wrong in (-1, float("nan"), float("inf"), True, "2", None):
+        with pytest.raises((TypeError, ValueError), match="weight"):
+            Averager(Weighted(AllReduce()), like, world.group).weight = wrong
+    with pytest.raises(ValueError, match="Weighted"):
+        Averager(AllReduce(), like, world.group).weight = 2
+    with pytest.raises(ValueError, match="algorithm"):  # not all of them
+        Averager(Weighted(AllReduce()) if world.rank else AllReduce(), like, world.group)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = local_sgd(model, optimizer, LocalSGD(2), process_group=world.group)
+    with pytest.raises(ValueError, match="weighted=True"):
+        handle.weight = 2
+    handle.reconfigure(diloco(2, weighted=True))
+    with pytest.raises(ValueError, match="weight"):
+        handle.weight = -2
+
+
+@cases.case
+def test_a_run_goes_on_with_its_weights(world: World) -> None:
+    """The weight of a difference on its way is in the memory: what is sent anew counts as it did."""
+
+    def begun() -> tuple[nn.Linear, torch.optim.Optimizer, Any]:
+        model = nn.Linear(16, 8, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, local_sgd(model, optimizer, local, process_group=world.group)
+
+    local = diloco(4, overlap=3, weighted=True, compressor=PowerSGD(2))
+
+    def train(model: nn.Linear, optimizer: torch.optim.Optimizer, handle: Any, steps: range) -> None:
+        for step in steps:
+            handle.weight = (world.rank + step) % 4
+            model.weight.grad = torch.from_numpy(given(world.rank, step)["w"][:8]).clone()
+            optimizer.step()
+
+    one, other = begun(), begun()
+    train(*one, range(5))
+    state, weights = one[2].rank_state_dict(), one[0].weight.detach().clone()
+    train(*one, range(5, 10))
+    with torch.no_grad():
+        other[0].weight.copy_(weights)
+    other[2].load_state_dict(state)
+    train(*other, range(5, 10))
+    assert torch.equal(one[0].weight, other[0].weight)
