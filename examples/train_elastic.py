@@ -26,7 +26,7 @@ from gradwire.torch_backend import elastic
 
 def manager_of(site: int) -> Any:
     """Of this process, which is all of its site. The address of the lighthouse is in TORCHFT_LIGHTHOUSE."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     return Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),  # how long a message may take
         load_state_dict=None,
