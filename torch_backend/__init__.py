@@ -39,11 +39,11 @@ from gradwire.torch_backend.compat.zero_hooks import hook_with_zero_step, hook_w
 from gradwire.torch_backend.ddp.averager import Averager
 from gradwire.torch_backend.ddp.data_parallel import DataParallel
 from gradwire.torch_backend.ddp.hook import CommHook, register_comm_hook
-from gradwire.torch_backend.elastic.api import elastic
-from gradwire.torch_backend.elastic.gradients import ElasticGradients
-from gradwire.torch_backend.elastic.schedules import ElasticLocalSGD
 from gradwire.torch_backend.fsdp.replicas import ReplicaHandle, compress_replicas
 from gradwire.torch_backend.local_sgd.api import local_sgd
+from gradwire.torch_backend.local_sgd.elastic.api import elastic
+from gradwire.torch_backend.local_sgd.elastic.gradients import ElasticGradients
+from gradwire.torch_backend.local_sgd.elastic.schedules import ElasticLocalSGD
 from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
 from gradwire.torch_backend.monitor.fidelity import Approximation
 from gradwire.torch_backend.monitor.stats import Stats

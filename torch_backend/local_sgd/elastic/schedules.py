@@ -12,10 +12,10 @@ from torch import Tensor
 
 from gradwire.core.algorithm import State, Stepped
 from gradwire.core.local_sgd.algorithm import DIFFERENCE, OUTER, WEIGHT, LocalSGD
-from gradwire.torch_backend.elastic.handle import ElasticHandle
-from gradwire.torch_backend.elastic.quorum import LOST, Present, Quorum
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.scheduler import Step, run_alone
+from gradwire.torch_backend.local_sgd.elastic.handle import ElasticHandle
+from gradwire.torch_backend.local_sgd.elastic.quorum import LOST, Present, Quorum
 from gradwire.torch_backend.local_sgd.in_flight import InFlight
 from gradwire.torch_backend.local_sgd.optimizer_hooks import step_on_every_rank
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic

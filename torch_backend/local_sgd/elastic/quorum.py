@@ -72,13 +72,12 @@ class Quorum:
     Attributes:
         healed: this replica has just received a state from another one.
         groups, collectives: of the present members; to be asked for after `meet`.
-        changes: how often the members have changed.
+        sent: by this replica, so far.
     """
 
     def __init__(self, manager: Any, asks: str, device: torch.device) -> None:
         self.manager, self.asks, self.device = manager, asks, device
         self.healed = False
-        self.changes = 0
         self.sent = Sent()
         self._known: Any = None
         self._groups: ProcessGroups | None = None
@@ -120,7 +119,6 @@ class Quorum:
         self._groups = _Members(manager._pg, manager.participating_rank() or 0)
         self._collectives = Collectives(self._groups, TorchOps(self.device))
         self._collectives.sent = self.sent
-        self.changes += 1
         self._known = manager._quorum_id
         counting = [card for card in cards if card.counts]
         leading = max(card.steps for card in counting or cards)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.weighted import Weighted, weighted
-from gradwire.torch_backend.elastic.handle import ElasticHandle
-from gradwire.torch_backend.elastic.quorum import Present, Quorum
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.scheduler import run_alone
+from gradwire.torch_backend.local_sgd.elastic.handle import ElasticHandle
+from gradwire.torch_backend.local_sgd.elastic.quorum import Present, Quorum
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
 

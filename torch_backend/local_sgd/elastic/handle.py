@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.protocol.weights import require_weight
-from gradwire.torch_backend.elastic.quorum import Quorum, on_host
+from gradwire.torch_backend.local_sgd.elastic.quorum import Quorum, on_host
 from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.state.memory import Memory, Replicated

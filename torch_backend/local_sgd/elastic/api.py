@@ -23,11 +23,11 @@ from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.plan.advice import warn
 from gradwire.core.text.options import OWN_CHECK, checked
-from gradwire.torch_backend.elastic.gradients import ElasticGradients
-from gradwire.torch_backend.elastic.handle import KEY
-from gradwire.torch_backend.elastic.quorum import Quorum
-from gradwire.torch_backend.elastic.schedules import ElasticLocalSGD
 from gradwire.torch_backend.engine.driver import specs_of
+from gradwire.torch_backend.local_sgd.elastic.gradients import ElasticGradients
+from gradwire.torch_backend.local_sgd.elastic.handle import KEY
+from gradwire.torch_backend.local_sgd.elastic.quorum import Quorum
+from gradwire.torch_backend.local_sgd.elastic.schedules import ElasticLocalSGD
 from gradwire.torch_backend.local_sgd.wrapped_optimizer import unwrapped
 from gradwire.torch_backend.ops.kernels import dtype_name
 from gradwire.torch_backend.setup.consistency import algorithm_obstacle, describe, obstacle, require_initialized
@@ -56,7 +56,7 @@ def elastic(
     does nothing. Replicas for which a round failed, and for others it did not, take over the state of these in the next quorum.
 
     Args:
-        module: a model that each replica holds as a whole. A DistributedDataParallel counts as its module: its process group is the replica.
+        module: a model that each replica, one process, holds as a whole.
         optimizer: that steps the module's parameters.
         what: an algorithm, which averages gradients in each step; or `LocalSGD(...)`, `diloco(...)`, which average parameters among all replicas.
         manager: a `torchft.Manager` with `use_async_quorum=False`. Its process group carries the messages, and its time limits are those of a round.
@@ -71,23 +71,23 @@ def elastic(
     Raises:
         ImportError: torchft is not installed.
         TypeError: `module`, `optimizer`, `what` or `manager` is no such thing.
-        ValueError: something cannot be served, and nothing has been changed; or this replica asks for something else than the others do.
+        ValueError: something cannot be served, and nothing has been changed; or this replica asks for something else than the others do, and its
+            manager has been shut down, so that they do not wait for it.
         RuntimeError: there is no quorum, or too many rounds have failed, as the manager says.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; give the model")
+    if not isinstance(module, nn.Module) or isinstance(module, DistributedDataParallel):
+        raise TypeError(f"module is a {type(module).__name__}; give the model itself: each replica is one process")
     if not isinstance(what, Schedule):
         require_algorithm(what)
     optimizer = unwrapped(optimizer)
     if optimizer is None:
         raise TypeError("optimizer is None; give the one that steps the model: averages are rounds of its steps")
     _require_manager(manager)
-    inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
-    trained = {n: p for n, p in inner.named_parameters() if p.requires_grad}
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
     require_initialized(trained)
     averages_buffers = isinstance(what, LocalSGD) and not what.eager and buffers == "average"
-    kept = {n: b for n, b in inner.named_buffers() if dtype_name(b.dtype) in ITEMSIZE} if averages_buffers else {}
-    if why_not := _obstacle(what, inner, optimizer, manager):
+    kept = {n: b for n, b in module.named_buffers() if dtype_name(b.dtype) in ITEMSIZE} if averages_buffers else {}
+    if why_not := _obstacle(what, module, optimizer, manager):
         raise ValueError(why_not)
     warn(what, specs_of(trained))
     quorum = Quorum(manager, _asks(what, trained, kept), next(iter(trained.values())).device)
@@ -114,6 +114,11 @@ def _obstacle(what: Algorithm | LocalSGD, module: nn.Module, optimizer: torch.op
         return "manager has use_async_quorum=True: a newcomer would train before it has its parameters; make it with use_async_quorum=False"
     if manager._replica_world_size_mode is not type(manager._replica_world_size_mode).DYNAMIC:
         return "manager has spare replicas (world_size_mode); all count here, so leave world_size_mode out"
+    if manager._group_world_size != 1:
+        return (
+            f"manager has world_size={manager._group_world_size}: the ranks of a newcomer would receive the local parameters of different replicas; "
+            "let each replica be one process, world_size=1"
+        )
     if KEY in manager._user_state_dicts:
         return "manager serves another model already; make one for each"
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
