@@ -44,7 +44,7 @@ def warn(algorithm: Any, specs: Mapping[str, Spec], hint: str = "") -> None:
     (`WireDtype`), or local SGD."""
     found = advice(algorithm, specs)
     if found:
-        warnings.warn("\n".join([*found, *filter(None, [hint])]), CompressionWarning, stacklevel=_outside())
+        warnings.warn("\n".join([*found, *filter(None, [hint])]), CompressionWarning, stacklevel=outside())
 
 
 def warn_of_few_rounds(local: LocalSGD, steps: int | None) -> None:
@@ -55,7 +55,7 @@ def warn_of_few_rounds(local: LocalSGD, steps: int | None) -> None:
             f"steps={steps} are {max(rounds, 0)} outer steps of {local!r}: with fewer than {ROUNDS} the outer optimizer has hardly begun to act. "
             f"A period of {max((steps - local.start_step) // ROUNDS, 1)} has {ROUNDS}",
             CompressionWarning,
-            stacklevel=_outside(),
+            stacklevel=outside(),
         )
 
 
@@ -225,7 +225,7 @@ def _some(names: Iterable[str], specs: Mapping[str, Spec]) -> str:
     return some(names, 3, lambda name: f"{name!r} {tuple(specs[name].shape)}")
 
 
-def _outside() -> int:
+def outside() -> int:
     """The `stacklevel`, for who calls this, of the first frame that is not ours."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("gradwire."):

@@ -1,12 +1,15 @@
 """Replicas of a model that FSDP2 has sharded, in the loops that people write, and as one model in its shards."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gradwire import AllReduce, CompressionWarning, PowerSGD
 from gradwire.torch_backend import compress_replicas
+from gradwire.torch_backend.fsdp import units
 from tests.torch.compare import relative, same_bits
 from tests.torch.models import Checkpointed, loss_on, mlp
 from tests.torch.ranks import Cases
@@ -78,6 +81,25 @@ class Crossed(nn.Module):
         first, second = (torch.tanh(layer(x)) for layer in layers)
         x = first + second
         return torch.tanh(self.twice(torch.tanh(self.twice(x))))
+
+
+@cases.case
+def test_torch_that_reduces_in_the_dtype_of_parameters_is_warned_of(world):
+    """From torch 2.15 on; here as if it were."""
+    mesh, bfloat16 = mesh_of(2, 2), torch.bfloat16
+    for policy, wide in (
+        (MixedPrecisionPolicy(param_dtype=bfloat16), True),
+        (MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=bfloat16), False),
+        (MixedPrecisionPolicy(), False),
+    ):
+        model = sharded_mlp(WIDTHS, mesh["shard"], mp_policy=policy)
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            patch.setattr(units, "REDUCES_IN_OWN_DTYPE", True)
+            compress_replicas(model, AllReduce(), mesh["replicate"])
+        assert ["reduce_dtype=None" in str(w.message) for w in seen if w.category is CompressionWarning] == [
+            True
+        ] * wide
 
 
 @cases.case

@@ -27,6 +27,7 @@ from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.fsdp.backward import ShardedBackward, hook_obstacle
 from gradwire.torch_backend.fsdp.driver import ShardDriver, asked
 from gradwire.torch_backend.fsdp.layout import Layout, obstacle_of_shards, replica_group
+from gradwire.torch_backend.fsdp.units import warn_of_wide_shards
 from gradwire.torch_backend.setup.consistency import (
     algorithm_obstacle,
     describe,
@@ -72,7 +73,8 @@ def compress_replicas(
         A handle with statistics and memory.
 
     Warns:
-        CompressionWarning: see `register_comm_hook`; of the blocks, not of whole parameters.
+        CompressionWarning: see `register_comm_hook`; of the blocks, not of whole parameters. And on torch 2.15 and later, if FSDP reduces in a longer dtype than
+            `param_dtype`, since `reduce_dtype` is None.
 
     Raises:
         TypeError: `model` is not sharded by FSDP2, `mesh` is no mesh, or `algorithm` is no algorithm.
@@ -99,6 +101,7 @@ def compress_replicas(
     )
     driver = ShardDriver(algorithm, layout, specs_of(parts), groups, message_bytes, grad_scaler=grad_scaler)
     announce(driver, trial)
+    warn_of_wide_shards(layout.units)
     return ReplicaHandle(driver, ShardedBackward(driver, layout, unused))
 
 

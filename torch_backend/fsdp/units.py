@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradwire.core.plan.advice import CompressionWarning, outside
 from gradwire.torch_backend.setup.sharded_models import is_fsdp
+
+#: `reduce_dtype=None` of a `MixedPrecisionPolicy` is the dtype of the parameters, and no longer `param_dtype`.
+REDUCES_IN_OWN_DTYPE = torch.__version__ >= (2, 15)
 
 
 @dataclass
@@ -70,6 +75,25 @@ def accumulating(units: Sequence[Unit]) -> bool:
             "nothing: call it on the model itself, which passes it on"
         )
     return any(found.values())
+
+
+def warn_of_wide_shards(units: Sequence[Unit]) -> None:
+    """Warn where FSDP reduces over the shards in more bytes than the user who asked for a shorter `param_dtype` may think."""
+    if not REDUCES_IN_OWN_DTYPE:
+        return
+    for unit in units:
+        for group in getattr(_state(unit.modules[0]), "_fsdp_param_groups", ()):
+            policy = getattr(group, "mp_policy", None)
+            short = None if policy is None or policy.reduce_dtype is not None else policy.param_dtype
+            wide = {p.dtype for module in unit.modules for p in module.parameters()}
+            if short is not None and any(dtype.itemsize > short.itemsize for dtype in wide):
+                warnings.warn(
+                    f"reduce_dtype=None in the MixedPrecisionPolicy of module {unit.name!r}: torch {torch.__version__} reduces over the shards in the "
+                    f"dtype of the parameters, and not in param_dtype={short}. Say reduce_dtype={short} to send fewer bytes, or the other to be rid of this",
+                    CompressionWarning,
+                    stacklevel=outside(),
+                )
+                return
 
 
 def _state(module: Any) -> Any:
