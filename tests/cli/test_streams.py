@@ -108,7 +108,7 @@ def printed(monkeypatch, folder, columns, encoding="utf-8", **env):
 @pytest.mark.parametrize("columns", [1, 20, 40, 80])
 def test_no_figure_is_lost_on_a_narrow_screen(folder, monkeypatch, columns):
     text = printed(monkeypatch, folder, columns)
-    for figure in ("50257×768", "154.4 MB", "816.4 kB", "messages", "on the link"):
+    for figure in ("50257×768", "154.4 MB", "816.4 kB", "messages", "link time"):
         assert figure in text
     assert "…" not in text
 

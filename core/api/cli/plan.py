@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gradwire.cli.models import BadArgument, Model
-from gradwire.cli.tables import in_lines, plain_table, say, show
+from gradwire.cli.tables import NAME, in_lines, plain_table, say, show
 from gradwire.core.advise.advice import written
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
@@ -128,12 +128,12 @@ def _tensors(plans: Sequence[Plan]) -> Table:
 def _totals(plans: Sequence[Plan], link: Link) -> Table:
     """With two levels "sent" is what all replicas of a node send to other nodes, for which "fewer" holds; the rest stays in the node."""
     inside = ["in a node"] if any(plan.levels for plan in plans) else []
-    columns = ["sent", "fewer", *inside, "messages", "on the link", "memory"]
+    columns = ["sent", "fewer", *inside, "messages", "link time", "memory"]
     table = plain_table("algorithm", *((column, "right") for column in columns))
     for plan in plans:
         near = [size_of(plan.levels[0].nbytes) if plan.levels else "-" for _ in inside]
         table.add_row(
-            escape(written(plan.algorithm)),
+            escape(in_lines(written(plan.algorithm), NAME)),
             size_of(plan.levels[1].node_bytes if plan.levels else plan.wire_bytes),
             f"{plan.compression_ratio:,.1f}×",
             *near,
@@ -151,7 +151,7 @@ def _shares(plans: Sequence[Plan], model: Model, link: Link, step: float) -> Tab
         used = _used(plan, model, link, step)
         needed = used["link_for_90"]
         table.add_row(
-            escape(written(plan.algorithm)),
+            escape(in_lines(written(plan.algorithm), NAME)),
             f"{used['utilization']:.1%}",
             "none" if needed is None else rate_of(needed / 8),
         )

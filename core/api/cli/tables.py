@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 
@@ -15,6 +16,8 @@ from rich.table import Table
 WIDE = 200
 #: How far a column of names may shrink.
 NARROW = 12
+#: Of an algorithm's name before numbers: a table of totals then has 80 columns.
+NAME = 24
 
 
 def screen_width() -> int | None:
@@ -47,7 +50,7 @@ def say(text: str) -> None:
 
 def plain_table(*columns: str | tuple[str, str]) -> Table:
     """A table with these headings; of those with "right" numbers, which are never broken in two."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     for column in columns:
         heading, justify = (column, "left") if isinstance(column, str) else column
         right = justify == "right"
@@ -55,6 +58,8 @@ def plain_table(*columns: str | tuple[str, str]) -> Table:
     return table
 
 
-def in_lines(name: str) -> str:
-    """The name of an algorithm as a heading, in lines where it may be broken: it is longer than the numbers below it."""
-    return name.replace("(", "\n(", 1).replace(", ", ",\n ")
+def in_lines(name: str, most: int = 0) -> str:
+    """The name of an algorithm that has more characters than this, in lines where it may be broken: as a heading it is longer than the numbers below it."""
+    if len(name) <= most:
+        return name
+    return re.sub(r"=(\w+\()", r"=\n  \1", name.replace("(", "\n(", 1).replace(", ", ",\n "))
