@@ -150,6 +150,10 @@ class LocalSGD(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.outer, type) and self.outer.__module__ == "builtins":
+            raise TypeError(
+                f"outer={self.outer.__name__} makes no optimizer; give OuterSGD(…), or what makes one of torch or Optax"
+            )
         if self.outer is not None and not isinstance(self.outer, OuterOptimizer):
             object.__setattr__(self, "outer", OuterFactory(self.outer))
         self._check_overlap()

@@ -165,12 +165,13 @@ def test_on_a_device_the_host_waits_for_nothing_to_see_a_run_of_skipped_steps(mo
         def query(self):
             return Event.arrived
 
-        def record(self):
+        def record(self, stream):
             pass
 
     skipped = SkippedSteps("method", torch.device("cpu"), 0, seen_by_host=False)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **kwargs: empty(*args, **kwargs))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
     skipped._arrived = Event()
     said_after = []
     for step in range(1, 61):

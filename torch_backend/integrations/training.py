@@ -85,7 +85,8 @@ def training_of_lightning(
     Args:
         module: with automatic optimization, and one optimizer.
         data: a `LightningDataModule`, or a `DataLoader` to train on. None: the module has loaders of its own.
-        accumulate_grad_batches, gradient_clip_val: as of Lightning's `Trainer`; the norm is clipped.
+        accumulate_grad_batches: as of Lightning's `Trainer`.
+        gradient_clip_val: likewise; the norm is clipped.
 
     Raises:
         TypeError: when training begins: a schedule that follows a metric, or a step that returns no loss.

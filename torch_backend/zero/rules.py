@@ -82,7 +82,9 @@ def rules_of(
         raise ValueError("optimizer_class={} holds no pattern; give {pattern: (class, options, shard)}")
     if options or shard != "element":
         given = sorted(options) or ["shard"]
-        raise TypeError(f"{given[0]}= stands beside patterns; put it into them: {{pattern: (class, options, shard)}}")
+        raise TypeError(
+            f"{given[0]}= stands beside optimizer_class={{pattern: …}}; put it into the patterns: {{pattern: (class, options, shard)}}"
+        )
     if len(groups) != 1 or groups[0].keys() != {"params"}:
         raise TypeError("params holds parameter groups, and the patterns make them; give model.named_parameters()")
     rules = {pattern: _parsed(pattern, entry) for pattern, entry in optimizer_class.items()}
