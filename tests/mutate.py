@@ -182,13 +182,20 @@ def everything(only: str = "") -> dict[str, list[Mutation]]:
 
 
 def draw(seed: int, count: int, only: str = "") -> list[Mutation]:
-    """Mutations of all rooms: each folder has a share by the root of its number of places, one at least."""
+    """So many mutations of all rooms, or all that there are: each folder has a share by the root of its number of places, one at least if `count` allows it.
+
+    The places of a room are given out one by one, by d'Hondt's rule: shares that are rounded would not add up.
+    """
     rooms = everything(only)
     chance, drawn = random.Random(seed), list[Mutation]()
-    weights = {room: len(found) ** 0.5 for room, found in rooms.items()}
+    shares = dict.fromkeys(rooms, 1)
+    while sum(shares.values()) < count:
+        left = [room for room, found in rooms.items() if shares[room] < len(found)]
+        if not left:
+            break
+        shares[max(left, key=lambda room: len(rooms[room]) ** 0.5 / (shares[room] + 1))] += 1
     for room, found in rooms.items():
-        share = max(1, round(count * weights[room] / sum(weights.values())))
-        drawn += chance.sample(found, min(share, len(found)))
+        drawn += chance.sample(found, shares[room])
     chance.shuffle(drawn)
     return drawn[:count]
 

@@ -40,6 +40,13 @@ def test_a_seed_draws_the_same_from_all_rooms(seed: int) -> None:
         assert ast.dump(ast.parse(mutated(source, mutation.number))) != ast.dump(ast.parse(source))
 
 
+@pytest.mark.parametrize("count", [1, 59, 61, 397])
+def test_as_many_are_drawn_as_are_asked_for(count: int) -> None:
+    assert len(set(draw(1, count))) == count
+    few = "core/codecs"
+    assert len(draw(1, 10**6, few)) == sum(map(len, everything(few).values()))
+
+
 @pytest.mark.parametrize("name", mutations.MUTATIONS)
 def test_each_mutation_for_the_accelerator_has_one_place(name: str) -> None:
     file, source = mutations.mutated(mutations.MUTATIONS[name])

@@ -128,8 +128,8 @@ MUTATIONS = {
             "test_a_request_is_answered_as_the_core_says[means in groups-NCCL]",
         ),
     ),
-    "rank_of_the_group_for_a_rank": changed(
-        "Exchange.__init__", "dist.get_global_rank(X, Y)", "Y", ways("everything that can be asked")
+    "rank_for_a_rank_of_the_group": changed(
+        "Exchange.__init__", "X.rank() if Y is None else Z", "dist.get_rank()", ways("everything that can be asked")
     ),
     # Memory.
     "scratch_used_again_in_a_step": changed(

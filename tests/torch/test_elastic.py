@@ -1,7 +1,9 @@
 """Replicas that come and go, as threads of one process, each with a torchft manager, under a real lighthouse. tests/chaos has them as processes that are killed."""
 
+import http.client
 import json
 import logging
+import re
 import sys
 import threading
 import time
@@ -62,6 +64,14 @@ class Site:
         )
         self.managers.append(made)
         return made
+
+    def somebody_asks(self):
+        """A replica has asked for a quorum that is not complete. Only the lighthouse's own page says so."""
+        connection = http.client.HTTPConnection(self.lighthouse.address().removeprefix("http://"), timeout=LIMIT)
+        connection.request("GET", "/status")
+        page = connection.getresponse().read().decode()
+        connection.close()
+        return int(re.search(r"\[(\d+)/\d+ participants healthy\]", page)[1]) > 0
 
     def start(self, train, *args):
         """Run a replica in a thread. What it raises is noted."""
@@ -305,7 +315,7 @@ def test_who_has_missed_a_round_takes_over_the_state_of_the_others():
 
 def rounds_of(what, until, newcomer=None):
     """What two replicas have in common after each round, and after which round a newcomer had it too. It comes when the others have had so many."""
-    rows, joined = {}, []
+    rows, joined, comes = {}, [], threading.Event()
 
     def note(handle):
         common = handle.outer_parameters() if isinstance(what, LocalSGD) else dict(handle._parameters)
@@ -324,11 +334,12 @@ def rounds_of(what, until, newcomer=None):
             joined.append(errors != [] and not any(x.any() for x in errors))
         while handle.rounds < until:
             rounds = handle.rounds
-            if number == 0 and rounds == newcomer and len(here.threads) == 2:
+            if number == 0 and rounds == newcomer and not comes.is_set():
                 here.start(train, here, 2)
-            if newcomer is not None and number < 2 and rounds == newcomer:
-                wait_until(lambda: len(here.managers) == 3)
-                time.sleep(0.3)  # until the lighthouse has heard of it
+                wait_until(here.somebody_asks)  # else the others end without it, however long its start takes
+                comes.set()
+            if number == 1 and rounds == newcomer:
+                assert comes.wait(LIMIT)
             take(model, optimizer, drawn(number, handle.steps))
             if handle.rounds > rounds:
                 note(handle)

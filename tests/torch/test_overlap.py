@@ -215,7 +215,9 @@ def test_moments_that_begin_anew_have_no_moment_to(world: World) -> None:
 
 @pytest.mark.slow
 def test_torchrun_goes_on_where_a_message_was_on_its_way(tmp_path: Path) -> None:
-    said = torchrun(Path(restarted.__file__), 2, str(tmp_path), env={"PET_MAX_RESTARTS": "1"}).stdout
+    # As docs/how-to/several-nodes.md says: in one store for all attempts new ranks may find the addresses of dead ones.
+    env = {"PET_MAX_RESTARTS": "3", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    said = torchrun(Path(restarted.__file__), 2, str(tmp_path), env=env).stdout
     assert said.count("the same bits after restart") == 2, said
 
 
