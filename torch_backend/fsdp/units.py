@@ -14,7 +14,7 @@ from gradwire.core.plan.advice import CompressionWarning, outside
 from gradwire.torch_backend.setup.sharded_models import is_fsdp
 
 #: `reduce_dtype=None` of a `MixedPrecisionPolicy` is the dtype of the parameters, and no longer `param_dtype`.
-REDUCES_IN_OWN_DTYPE = torch.__version__ >= (2, 15)
+REDUCES_IN_OWN_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 
 @dataclass
