@@ -107,7 +107,7 @@ class Coder(Generic[A]):
     ) -> tuple[list[A], list[A]]:
         size = await world_size(groups, assumed=1)
         place = await replica_index(groups) if keeps or self.noise else 0
-        packs = self._packs(arrays, apart=keeps)
+        packs = self._packs(arrays, apart=keeps, replicas=size)
         if size == 2:
             return await self._mean_of_two(arrays, packs, place, donated, watched, groups, keeps=keeps)
         coded = [self._all_encoded(pack, place + 1) for pack in packs]
@@ -191,7 +191,7 @@ class Coder(Generic[A]):
                 answers.append(x[:0])
         return answers
 
-    def _packs(self, arrays: Sequence[A], *, apart: bool) -> list[_Pack[A]]:
+    def _packs(self, arrays: Sequence[A], *, apart: bool, replicas: int) -> list[_Pack[A]]:
         """Arrays of one length of rows and one kind together. `apart`: each is divided among the replicas by itself, so that which of them has formed
         which part of its mean does not depend on what is sent beside it."""
         together: dict[object, list[int]] = {}
@@ -202,7 +202,9 @@ class Coder(Generic[A]):
         for members in together.values():
             order = None if self._draws else self.ops.joining([arrays[i] for i in members])
             if order is not None:
-                joined = self._joined(arrays, [members[k] for k in order] if apart else members)
+                # Two send rows as they are joined, and replicas may differ in where arrays lie. In DDP's buckets the last parameter is the first.
+                reordered = members[::-1] if replicas == 2 else [members[k] for k in order]
+                joined = self._joined(arrays, reordered if apart else members)
                 packs.append(_Pack([joined], _divided(joined, members) if apart else [(0, sum(joined.rows))]))
             elif apart:
                 alone = [self._joined(arrays, [i]) for i in members]

@@ -211,6 +211,36 @@ def test_the_mean_of_what_was_sent_is_what_was_received(shapes, name, replicas, 
         np.testing.assert_allclose(sent, results[0][0][k], rtol=1e-12, atol=1e-12)
 
 
+class Joining(NumpyOps):
+    """Where arrays lie in memory differs from replica to replica, and from call to call."""
+
+    def __init__(self, rng):
+        super().__init__()
+        self.rng = rng
+
+    def joining(self, arrays):
+        return self.rng.permutation(len(arrays)).tolist()
+
+
+@given(st.lists(st.integers(1, 400), min_size=4, max_size=8), st.integers(2, 4), st.integers(0, 2**31))
+def test_a_mean_does_not_depend_on_where_arrays_lie(sizes, replicas, seed):
+    rng = np.random.default_rng(seed)
+    own = [[rng.normal(size=n).astype(np.float32) for n in sizes] for _ in range(replicas)]
+
+    def results(*ops):
+        coders = [Coder(each, CODECS["int8"]) for each in ops]
+        programs = [
+            [getattr(c, form)(x) for c, x in zip(coders, own, strict=True)] for form in ("mean", "mean_and_sent")
+        ]
+        means, both = map(lock_step, programs)
+        return [[*mean, *again, *sent] for mean, (again, sent) in zip(means, both, strict=True)]
+
+    in_any_order = results(*[Joining(rng) for _ in own])
+    for found, right in zip(in_any_order, results(*[OPS] * replicas), strict=True):
+        for x, y in zip(found, right, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 # Tensors of a few elements are no smaller in codes.
 @pytest.mark.filterwarnings("ignore:WireDtype.* sends as many bytes")
 @given(shapes, st.sampled_from(sorted(CODECS)), st.integers(1, 5))
