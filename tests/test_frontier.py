@@ -49,6 +49,8 @@ def test_the_method_to_take_is_the_fastest_that_is_good_enough(frontier: Callabl
     ]
     assert [reading.best(methods, link, 10)["name"] for link in ("slow", "fast")] == ["close", "dense"]
     assert [reading.best(methods, link, 10, 0.02)["name"] for link in ("slow", "fast")] == ["quick", "quick"]
+    methods[2]["wire_seconds"]["fast"] = 0.09  # a hundredth faster
+    assert reading.best(methods, "fast", 10, 0.02)["name"] == "dense"
     steps, trained = reading.longest(methods)  # only dense averages were trained for longer
     assert (steps, [m["name"] for m in trained]) == (60, ["dense", "close", "quick"])
 

@@ -8,6 +8,8 @@ from typing import Any
 
 #: A loss that is so much higher than that of dense averages, as a part of it, passes for as good; and what somebody in a hurry may give for time.
 AS_GOOD, NEARLY = 0.005, 0.02
+#: A step that is not so many times faster than that of dense averages is no reason to change them.
+WORTH = 1.05
 Row = Mapping[str, Any]
 
 
@@ -60,9 +62,10 @@ def seconds(method: Row, link: str, backend: str = "torch") -> float:
 
 
 def best(methods: Sequence[Row], link: str, steps: int, within: float = AS_GOOD) -> Row:
-    """The fastest of those whose loss after so many steps is so near to that of dense averages."""
+    """The fastest of those whose loss after so many steps is so near to that of dense averages; these, if none is clearly faster."""
     good = [m for m in methods if str(steps) in m["lengths"] and excess(m, methods, steps) <= within]
-    return min(good, key=lambda m: seconds(m, link))
+    fastest = min(good, key=lambda m: seconds(m, link))
+    return fastest if times_faster(fastest, methods, link) > WORTH else dense(methods)
 
 
 def times_faster(method: Row, methods: Sequence[Row], link: str) -> float:
