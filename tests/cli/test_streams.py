@@ -14,10 +14,10 @@ from gradwire.core.state.files import whole_file
 
 COMMAND = [sys.executable, "-c", "from gradwire.cli import main; main()", "plan", "shapes.json"]
 INTERRUPTED = """
-import os, signal, sys
+import signal
 import gradwire.cli.app as app
 def slow(*args, **kwargs):
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)  # in this thread: another would return first
 app.load_model = slow
 from gradwire.cli import main
 main()
