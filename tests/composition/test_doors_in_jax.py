@@ -30,7 +30,7 @@ from tests.composition.scenario import (
     shapes_of,
 )
 from tests.composition.table import cells, quick
-from tests.methods import EVERY, TWO_LEVELS
+from tests.methods import EVERY, TWO_LEVELS, VARIANTS
 
 AXIS = "data"
 OPS = NumpyOps()
@@ -220,7 +220,8 @@ def of_three(case: str) -> dict[str, Any]:
     return checkpoint.gather(OPS, states, algorithm.per_replica)
 
 
-CELLS = cells([(door, case) for door in RUNS for case in EVERY], quick)
+#: Without variants, each of which is the program of another method but for numbers: tests/parity has them.
+CELLS = cells([(door, case) for door in RUNS for case in EVERY if case not in VARIANTS], quick)
 
 
 @pytest.mark.parametrize(("door", "case", "feature"), CELLS)

@@ -9,7 +9,7 @@ from tests.composition.table import BEGIN, DOORS, END, PAGE, page_with, rendered
 from tests.composition.test_doors_in_jax import CELLS as IN_JAX
 from tests.composition.test_doors_in_torch import CELLS as IN_TORCH
 from tests.composition.test_two_levels_in_torch import CELLS as OF_TWO_LEVELS
-from tests.methods import EVERY
+from tests.methods import EVERY, VARIANTS
 
 
 def test_the_page_has_the_table():
@@ -20,7 +20,8 @@ def test_the_page_has_the_table():
 def test_every_method_is_tried_at_every_door():
     tried = {parameters.values[:2] for parameters in [*IN_TORCH, *OF_TWO_LEVELS, *IN_JAX]}
     refused = {(door, "all_reduce_buckets") for door in ("ddp", "data_parallel", "zero")}
-    assert tried | refused == {(door, case) for door in DOORS for case in EVERY}
+    variants = {(door, case) for door in ("jax", "jax_local_sgd") for case in VARIANTS}
+    assert tried | refused | variants == {(door, case) for door in DOORS for case in EVERY}
     assert {parameters.values[2] for parameters in IN_TORCH} == set(FEATURES)
 
 
