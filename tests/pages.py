@@ -54,7 +54,7 @@ INSTEAD = {"HOST|node0": "127.0.0.1", "1234|29400|29500": "$FREE_PORT", "nproc-p
 PROGRAMS = {
     "python": f'exec {sys.executable} "$@"',
     "torchft_lighthouse": f'exec {Path(sys.executable).parent}/torchft_lighthouse "$@"',
-    "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    "torchrun": f'exec {sys.executable} {ROOT}/tests/torchrun.py "$@"',
     "gradwire": f'exec {sys.executable} {ROOT}/tests/cli/commands.py "$@"',
     "scontrol": '[ "$1 $2" = "show hostnames" ] && tr , "\\n" <<< "$3"',
     "srun": 'for i in 0 1; do SLURM_NODEID=$i "$@" & nodes+=($!); done; for i in ${nodes[@]}; do wait $i || exit 1; done',
