@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.advice.regret import regrets
-from benchmarks.compare.order import curves_of, final_of, kendall, told_apart
+from benchmarks.compare.order import best_of, curves_of, final_of, kendall, told_apart
 from tests.launch import ROOT
 
 FRONTIER = json.loads((ROOT / "benchmarks" / "results" / "frontier.json").read_text())["runs"]
@@ -37,6 +37,21 @@ def test_pairs_beyond_noise_are_those_whose_interval_holds_no_zero():
             if a < b:
                 assert (frozenset((a, b)) in told) == (stats.ttest_rel(*losses).pvalue < 0.05), (a, b)
     assert all(final_of(curves[a], 240, seeds) < final_of(curves[b], 240, seeds) for a, b in pairs)
+
+
+def test_a_method_is_taken_with_its_best_rates_the_outer_one_included():
+    def run(outer_rate, seed, loss):
+        return {
+            "subject": "DiLoCo",
+            "backend": "torch",
+            "rate": 1.0,
+            "outer_rate": outer_rate,
+            "seed": seed,
+            "curve": [[2, loss]],
+        }
+
+    runs = [run(0.7, 0, 3.0), run(0.7, 1, 3.0), run(0.4, 0, 2.0), run(0.4, 1, 2.5), run(1.0, 0, 1.0)]
+    assert best_of(runs, 2, (0, 1)) == {"DiLoCo": ((1.0, 0.4), {0: {2: 2.0}, 1: {2: 2.5}})}
 
 
 def test_regret_is_against_the_fastest_and_the_best_constant_answer():

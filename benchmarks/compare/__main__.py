@@ -31,7 +31,7 @@ from frontier.runs import LENGTHS, REPLICAS, Settings  # noqa: E402
 from frontier.subjects import BY_NAME  # noqa: E402
 from measuring import save  # noqa: E402
 
-from compare.order import Curves, Pair, curves_of, kendall, told_apart  # noqa: E402
+from compare.order import Curves, Pair, Rates, best_of, curves_of, kendall, told_apart  # noqa: E402
 from compare.training import training_of  # noqa: E402
 from gradwire import LocalSGD  # noqa: E402
 from gradwire.torch_backend.advise.compare.run import run  # noqa: E402
@@ -46,11 +46,12 @@ BEGIN, END = "<!-- order: begin -->", "<!-- order: end -->"
 Row = dict[str, Any]
 
 
-def trained(subject: str, rate: float, seed: int, looks: Sequence[int]) -> Row:
+def trained(subject: str, rates: Rates, seed: int, looks: Sequence[int]) -> Row:
     """A training by the engine of `gradwire compare`, cut after the last look."""
+    rate, outer_rate = rates
     found = run(
         partial(training_of, SETTINGS, RATE, seed),
-        BY_NAME[subject].algorithm,
+        BY_NAME[subject].at(outer_rate).algorithm,
         REPLICAS,
         max(looks),
         seed,
@@ -59,7 +60,7 @@ def trained(subject: str, rate: float, seed: int, looks: Sequence[int]) -> Row:
         rate / RATE,
     )
     curve = [[step, round(mean(losses), 6)] for step, losses in found.held_out.items()]
-    return {"subject": subject, "rate": rate, "seed": seed, "curve": curve}
+    return {"subject": subject, "rate": rate, "outer_rate": outer_rate, "seed": seed, "curve": curve}
 
 
 def averages_each_step(subject: str) -> bool:
@@ -147,7 +148,7 @@ def main() -> None:
     args = p.parse_args()
     frontier = json.loads(args.frontier.read_text())
     fresh: list[Row] = json.loads(args.output.read_text())["fresh"] if args.output.exists() else []
-    rates = {m["name"]: m["lengths"][str(SETTINGS.steps)]["rate"] for m in frontier["methods"]}
+    rates = {name: rates for name, (rates, _) in best_of(frontier["runs"], SETTINGS.steps, SEEDS).items()}
     # Those that average in each step come first: two of the questions are about them.
     subjects = sorted(args.subjects, key=lambda subject: not averages_each_step(subject))
     seeds = range(len(SEEDS), len(SEEDS) + args.fresh_seeds)

@@ -13,26 +13,33 @@ import numpy as np
 
 from gradwire.core.advise.compare.verdicts import quantile
 
-#: Of a method with one learning rate: seed → steps done → held-out loss.
+#: Of a method with its learning rates: seed → steps done → held-out loss.
 Curves = dict[int, dict[int, float]]
+#: The learning rate, and the outer one where there is one.
+Rates = tuple[float, float | None]
 Pair = tuple[str, str]
 
 
-def curves_of(runs: Sequence[Mapping[str, Any]], steps: int, seeds: Sequence[int]) -> dict[str, Curves]:
-    """The frontier's trainings of this length in torch, of the methods that have all these seeds with one learning rate: that of least loss, if several have."""
-    found: dict[tuple[str, float], Curves] = defaultdict(dict)
+def best_of(runs: Sequence[Mapping[str, Any]], steps: int, seeds: Sequence[int]) -> dict[str, tuple[Rates, Curves]]:
+    """The frontier's trainings of this length in torch, of the methods that have all these seeds with the same rates: those of least loss, if several have."""
+    found: dict[tuple[str, Rates], Curves] = defaultdict(dict)
     for run in runs:
         if run["backend"] == "torch" and run["curve"][-1][0] == steps:
-            found[run["subject"], run["rate"]][run["seed"]] = {
+            found[run["subject"], (run["rate"], run.get("outer_rate"))][run["seed"]] = {
                 step: math.inf if loss is None else loss for step, loss in run["curve"]
             }
-    best: dict[str, Curves] = {}
-    for (subject, _), curves in found.items():
+    best: dict[str, tuple[Rates, Curves]] = {}
+    for (subject, rates), curves in found.items():
         if set(seeds) <= set(curves) and (
-            subject not in best or final_of(curves, steps, seeds) < final_of(best[subject], steps, seeds)
+            subject not in best or final_of(curves, steps, seeds) < final_of(best[subject][1], steps, seeds)
         ):
-            best[subject] = curves
+            best[subject] = rates, curves
     return best
+
+
+def curves_of(runs: Sequence[Mapping[str, Any]], steps: int, seeds: Sequence[int]) -> dict[str, Curves]:
+    """Their curves alone."""
+    return {subject: curves for subject, (_, curves) in best_of(runs, steps, seeds).items()}
 
 
 def final_of(curves: Curves, steps: int, seeds: Sequence[int]) -> float:
