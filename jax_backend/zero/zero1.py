@@ -93,7 +93,8 @@ def zero1(
 
         tx = optax.chain(power_sgd(4, axis_name="data"), zero1(optax.adamw(3e-4), axis_name="data", replicas=…, averaged=True))
 
-    Where `jax.shard_map` leaves axes to the compiler (`axis_names={"dcn"}`) it is refused: the optimizer's state is divided along those already.
+    Where `jax.shard_map` leaves axes to the compiler (`axis_names={"dcn"}`) pieces of parameters are refused: the optimizer's state is divided along
+    those axes already. `shard="parameter"` works there. Each device of a slice sends its part; then matrices are whole on all devices of their owner.
 
     Under plain `jax.jit` no such wrapper is needed: shard the arrays of the optimizer's state (`jax.device_put` them with a
     `NamedSharding`) and XLA does the rest.
@@ -286,7 +287,7 @@ class _Sharded:
         program = zero.step(OPS, _arrays(gradients), State(), 0)
         if self.wire is not None:
             program = self.wire.carried(OPS, program, "", 0)
-        results, _ = drive(program, self.axis_name, optimize)
+        results, _ = drive(program, self.axis_name, optimize, given=_arrays(gradients))
         # Pieces of different dtypes that share a message travel in the widest.
         places = shards.places if isinstance(shards, StackShards) else {}
         results = {name: x.astype(dtypes[places.get(name, (name,))[0]]) for name, x in results.items()}
@@ -310,7 +311,8 @@ class _Sharded:
                     f"zero1(inner, axis_name={self.axis_name!r}, replicas=jax.device_count())"
                 )
             return kind(specs, self.replicas)
-        refuse_slices(self.axis_name)
+        if not self.whole:
+            refuse_slices(self.axis_name)
         size = lax.axis_size(self.axis_name)
         if self.replicas not in (None, size):
             raise ValueError(f"zero1: replicas={self.replicas}, but the axis {self.axis_name!r} has {size}")

@@ -60,6 +60,8 @@ RUNS = [
     ("lamb, accumulated", 3, "shard_map"),
     ("mixture", 3, "shard_map_vma"),
     ("layers", 3, "shard_map_vma"),
+    ("layers", 2, "slices"),
+    pytest.param("muon", 2, "slices", marks=pytest.mark.slow),
     *(pytest.param("layers", w, mode, marks=pytest.mark.slow) for w, mode in ((2, "shard_map"), (4, "vmap"))),
 ]
 
