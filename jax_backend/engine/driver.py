@@ -234,7 +234,9 @@ class _Driver:
         peers = peers_of(request.groups, self.axis_name)
 
         def scattered(xs: list[jax.Array]) -> list[jax.Array]:
-            return wide_on_cpu(partial(peers.exchange, lax.psum_scatter, tiled=True), xs)
+            if not between_cpu_hosts():
+                return wide_on_cpu(partial(peers.exchange, lax.psum_scatter, tiled=True), xs)
+            return [x.sum(0, keepdims=True) for x in peers.exchange(lax.all_to_all, xs, 0, 0, tiled=True)]
 
         def part(x: jax.Array) -> jax.Array:
             if not x.size:
@@ -293,6 +295,11 @@ class _Driver:
     def _optimizer_step(self, request: OptimizerStep[jax.Array]) -> tuple[dict[str, jax.Array]]:
         assert self.optimizer is not None  # see `why_not`
         return (self.optimizer(request.pieces, request.ok),)
+
+
+def between_cpu_hosts() -> bool:
+    """Whether messages go through JAX's Gloo, whose reduce-scatter takes 1.6 times as long as an all-to-all of the same bytes and a sum."""
+    return jax.default_backend() == "cpu" and jax.process_count() > 1
 
 
 #: How each kind of request is performed, besides those that are `local`: the only list of them here.
