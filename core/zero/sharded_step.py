@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.ops import A, Ops, Spec, wide_dtype
-from gradwire.core.protocol import all_gather, optimizer_step, reduce_scatter, replica_index, sum_scalar
+from gradwire.core.protocol import all_gather, optimizer_step, reduce_scatter, reduce_sum, replica_index, sum_scalar
 from gradwire.core.text.options import Positive, check_options
 from gradwire.core.zero.sharding import Shards
 from gradwire.core.zero.stacks import StackShards
@@ -114,6 +114,9 @@ class Zero:
         results = await self._gathered(ops, new, buckets, own, out)
         return {name: results[name] for name in gradients}, state
 
+    def _scattered(self, name: str) -> bool:
+        return not (self.shards.is_kept(name) or self.shards.is_sparse(name))
+
     async def _averaged(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any, buckets: list[list[str]], own: Any
     ) -> tuple[dict[str, A], State[A]]:
@@ -123,9 +126,10 @@ class Zero:
                 gradients, state = await self.algorithm.step(ops, gradients, state, step)
             return self.shards.own(ops, gradients, own), state
         pieces: dict[str, A] = {}
-        if kept := {name: g for name, g in gradients.items() if self.shards.is_kept(name)}:
-            pieces, _ = await ALL_REDUCE.step(ops, kept, State(), 0)
-        buckets = [names for names in buckets if not self.shards.is_kept(names[0])]
+        if whole := {name: g for name, g in gradients.items() if not self._scattered(name)}:
+            averages, _ = await ALL_REDUCE.step(ops, whole, State(), 0)
+            pieces = self.shards.own(ops, averages, own)
+        buckets = [names for names in buckets if self._scattered(names[0])]
         messages = [self.shards.message(ops, {name: gradients[name] for name in names}) for names in buckets]
         received = await reduce_scatter(messages, [self.shards.counts(names) for names in buckets])
         for names, shard in zip(buckets, received, strict=True):
@@ -137,7 +141,12 @@ class Zero:
     ) -> dict[str, A]:
         """The pieces of all replicas as whole parameters, in `out` where that is given."""
         whole = {name: piece for name, piece in pieces.items() if self.shards.is_kept(name)}
-        buckets = [names for names in buckets if not self.shards.is_kept(names[0])]
+        for names in (names for names in buckets if self.shards.is_sparse(names[0])):
+            alone = self.shards.alone(ops, pieces, names, own)
+            vector = ops.rows(list(alone.values()), 1)
+            summed = await reduce_sum(vector, out=vector, watched=False)
+            whole |= dict(zip(alone, ops.from_rows(summed, [self.shards.specs[n].shape for n in alone]), strict=True))
+        buckets = [names for names in buckets if self._scattered(names[0])]
         shards = [self.shards.shard(ops, pieces, names, own) for names in buckets]
         into = [None if out is None else {name: out[name] for name in names} for names in buckets]
         places = [None if each is None else self.shards.place(each) for each in into]

@@ -52,6 +52,10 @@ class Shards(abc.ABC):
         """Whether all replicas keep this parameter whole, and update it alike."""
         return False
 
+    def is_sparse(self, name: str) -> bool:
+        """Whether a message about this parameter would be padding for the most part: then it is averaged whole, and what its owners have is summed."""
+        return False
+
     def together(self, names: Sequence[str]) -> list[list[str]]:
         """Those of these parameters that may share a message."""
         return [list(names)] if names else []
@@ -99,6 +103,10 @@ class Shards(abc.ABC):
         return ops.rows([_padded(ops, pieces[name], math.prod(shape)) for name, shape in layout.items()], 1).reshape(
             (-1,)
         )
+
+    def alone(self, ops: Ops[A], pieces: Mapping[str, A], names: Sequence[str], replica: Any) -> dict[str, A]:
+        """Whole arrays of what is sparse, with zeros where other replicas have a piece: the sum over all replicas is the arrays."""
+        raise AssertionError(f"nothing of {type(self).__name__} is sparse")
 
     @abc.abstractmethod
     def own(self, ops: Ops[A], arrays: Mapping[str, A], replica: Any) -> dict[str, A]:

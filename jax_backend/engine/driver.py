@@ -234,22 +234,24 @@ class _Driver:
         peers = peers_of(request.groups, self.axis_name)
 
         def scattered(xs: list[jax.Array]) -> list[jax.Array]:
-            return peers.exchange(lax.psum_scatter, xs, tiled=True)
+            if not between_cpu_hosts():
+                return wide_on_cpu(partial(peers.exchange, lax.psum_scatter, tiled=True), xs)
+            return [x.sum(0, keepdims=True) for x in peers.exchange(lax.all_to_all, xs, 0, 0, tiled=True)]
 
         def part(x: jax.Array) -> jax.Array:
             if not x.size:
                 return jnp.zeros_like(x)
-            own = [vary_if_tracked(x, self.axis_name)]
-            return (mean_by_sum(scattered, own, peers.size) if peers.axes else own)[0]
+            own = [vary_if_tracked(x.reshape((peers.size, -1)), self.axis_name)]
+            means = mean_by_sum(self._parted(scattered, 1, 0), own, peers.size) if peers.axes else own
+            return means[0].reshape((-1,))
 
         return tuple(part(x) for x in request.arrays)
 
     def _all_gather(self, request: AllGather[jax.Array]) -> tuple[jax.Array, ...]:
         peers = peers_of(request.groups, self.axis_name)
+        send = self._parted(lambda arrays: self._gathered(arrays, peers, tiled=False), 0, 1)
         # Nothing is the same on all replicas, and x is not known to be.
-        return tuple(
-            self._gathered([x], peers, tiled=True)[0] if x.size else jnp.zeros(x.shape, x.dtype) for x in request.arrays
-        )
+        return tuple(send([x])[0].reshape((-1,)) if x.size else jnp.zeros(x.shape, x.dtype) for x in request.arrays)
 
     def _world_size(self, request: WorldSize) -> tuple[int]:
         return (peers_of(request.groups, self.axis_name).size,)
@@ -293,6 +295,11 @@ class _Driver:
     def _optimizer_step(self, request: OptimizerStep[jax.Array]) -> tuple[dict[str, jax.Array]]:
         assert self.optimizer is not None  # see `why_not`
         return (self.optimizer(request.pieces, request.ok),)
+
+
+def between_cpu_hosts() -> bool:
+    """Whether messages go through JAX's Gloo, whose reduce-scatter takes 1.6 times as long as an all-to-all of the same bytes and a sum."""
+    return jax.default_backend() == "cpu" and jax.process_count() > 1
 
 
 #: How each kind of request is performed, besides those that are `local`: the only list of them here.

@@ -132,7 +132,7 @@ class Trial:
     def run(self) -> None:
         """Raise DifferentError if anything comes out otherwise on pieces; and what the optimizer raises."""
         whole = self._on_replicas(self._inner.init, 1)(self._whole(self._params))
-        pieces = self._on_replicas(self._inner.init, self._shards.world_size)(self._cut(self._params))
+        pieces = self._init_pieces()
         self._check_state(whole, pieces)
         # Compiled quickly rather than well: it runs a few times.
         quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
@@ -175,15 +175,22 @@ class Trial:
             # Some transformations demand the value of the loss; the others do not look.
             return self._inner.update(updates, state, params, value=np.float32(1))
 
-        on_pieces = self._on_replicas(update, self._shards.world_size)
         on_whole = self._on_replicas(update, 1)(self._whole(gradients), whole, self._whole(params))
-        return *on_whole, *on_pieces(self._cut(gradients), pieces, self._cut(params))
+        return *on_whole, *self._update_pieces(update, gradients, pieces, params)
+
+    def _init_pieces(self) -> Any:
+        return self._on_replicas(self._inner.init, self._shards.world_size)(self._cut(self._params))
+
+    def _update_pieces(self, update: Any, gradients: Any, state: Any, params: Any) -> Any:
+        """Updates and state."""
+        on_pieces = self._on_replicas(update, self._shards.world_size)
+        return on_pieces(self._cut(gradients), state, self._cut(params))
 
     def _compare_updates(self, new: Any, cut: Any) -> np.ndarray[Any, Any]:
         """Which parameters move."""
         updates = [np.asarray(x[0]) for x in jax.tree.leaves(jax.device_get(new))]
         for name, x, y in zip(self._shards.specs, updates, jax.tree.leaves(cut), strict=True):
-            compare(f"the update of {name!r}", x, _joined(y, x))
+            compare(f"the update of {name!r}", x, joined(y, x))
         return np.array([(x != 0).any() for x in updates])
 
     def _on_replicas(self, fn: Callable[..., Any], size: int) -> Callable[..., Any]:
@@ -215,7 +222,7 @@ class Trial:
         each = zip(self._state_names, self._divided, jax.tree.leaves(whole), jax.tree.leaves(pieces), strict=True)
         for name, divided, x, y in each:
             one, rows = on_host(x)[0], on_host(y)
-            compare(f"the state {name!r}", one, _joined(rows, one) if divided else rows)
+            compare(f"the state {name!r}", one, joined(rows, one) if divided else rows)
 
 
 def rows_of(shards: ElementShards, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -227,7 +234,7 @@ def rows_of(shards: ElementShards, arrays: Sequence[jax.Array]) -> list[jax.Arra
     ]
 
 
-def _joined(pieces: Any, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def joined(pieces: Any, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.asarray(pieces).reshape(-1)[: like.size].reshape(like.shape)
 
 

@@ -24,11 +24,12 @@ from gradwire.jax_backend.zero.elementwise import (
     DifferentError,
     Trial,
     compare,
+    joined,
     on_host,
     quietly,
     shortened,
 )
-from gradwire.jax_backend.zero.stacked_names import paths_in, stacked_keys
+from gradwire.jax_backend.zero.stacked_names import keys_of_slots, paths_in
 
 #: Elements of one parameter of each shape, together: matrices that are orthogonalized take much longer than what treats each element by itself.
 LARGEST = 1 << 14
@@ -46,7 +47,7 @@ def require_independent(
             shortened if they are large.
         axis_name: the axes that `inner` may sum over.
     """
-    if not any(spec.size for spec in shards.specs.values()) or not shards.stacks:
+    if not any(spec.size for spec in shards.specs.values()) or not shards.places:
         return
     try:
         with ThreadPoolExecutor(1) as thread:
@@ -67,67 +68,119 @@ def _refusal(reason: str) -> str:
 
 
 class WholeTrial(Trial):
-    """An optimizer on all parameters, which one replica has, beside the same on those of two replicas."""
+    """An optimizer on all parameters, which one replica has, beside the same on those of two replicas, and of two owners."""
 
     def _tried(self, shards: StackShards) -> StackShards:
         self._all = list(shards.specs)
-        return StackShards(_thinned(shards), 2)
+        thinned = _thinned(shards)
+        owned = [name for name in thinned if shards.places.get(name, ("",))[0] in shards.ragged]
+        self._owners = [names for names in (owned[::2], owned[1::2]) if names]
+        return StackShards(thinned, 2, shards.cut.intersection(thinned), pooled=False)
 
     def _tree(self, leaves: Mapping[str, Any]) -> Any:
         return jax.tree.unflatten(self._structure, [leaves.get(name, optax.MaskedNode()) for name in self._all])
 
+    def _named(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        return {name: jnp.asarray(x) for name, x in zip(self._shards.specs, arrays, strict=True)}
+
     def _whole(self, arrays: Sequence[Any]) -> Any:
-        return self._tree({name: jnp.asarray(x)[None] for name, x in zip(self._shards.specs, arrays, strict=True)})
+        return self._tree({name: x[None] for name, x in self._named(arrays).items()})
+
+    def _of_owners(self, arrays: Sequence[Any]) -> list[Any]:
+        given = self._named(arrays)
+        return [self._tree({name: given[name][None] for name in names}) for names in self._owners]
 
     def _cut(self, arrays: Sequence[Any]) -> Any:
-        given = {name: jnp.asarray(x) for name, x in zip(self._shards.specs, arrays, strict=True)}
+        given = self._named(arrays)
         kept = {name: jnp.stack([x, x]) for name, x in given.items() if self._shards.is_kept(name)}
         stacked = self._shards.stacked(OPS, {name: x for name, x in given.items() if name not in kept})
         return self._tree(stacked | kept)
 
+    def _init_pieces(self) -> Any:
+        alone = [self._on_replicas(self._inner.init, 1)(tree) for tree in self._of_owners(self._params)]
+        return super()._init_pieces(), alone
+
+    def _update_pieces(self, update: Any, gradients: Any, state: Any, params: Any) -> Any:
+        new, after = super()._update_pieces(update, gradients, state[0], params)
+        each = zip(self._of_owners(gradients), state[1], self._of_owners(params), strict=True)
+        alone = [self._on_replicas(update, 1)(*given) for given in each]
+        return (new, [x for x, _ in alone]), (after, [x for _, x in alone])
+
     def _gradients(self, kind: str) -> list[np.ndarray[Any, Any]]:
         gradients = self._numbers(lambda place: (1 + 9 * place) * (place >= 0.5 if kind == "sparse" else 1))
         if kind == "not finite":  # in one parameter alone, which another replica does not have
-            stacked = next((i for i, name in enumerate(self._shards.specs) if name in self._shards.stacks), 0)
-            gradients[stacked].reshape(-1)[:1] = np.nan
+            owned = {name for names in self._owners for name in names}
+            apart = [i for i, n in enumerate(self._shards.specs) if n in owned or not self._shards.is_kept(n)]
+            gradients[apart[0] if apart else 0].reshape(-1)[:1] = np.nan
         return gradients
 
     def _compare_updates(self, new: Any, cut: Any) -> np.ndarray[Any, Any]:
         updates = dict(zip(self._shards.specs, (on_host(x)[0] for x in jax.tree.leaves(new)), strict=True))
-        here = [name for name in self._shards.specs if name in self._shards.stacks or self._shards.is_kept(name)]
-        for name, rows in zip(here, map(on_host, jax.tree.leaves(cut)), strict=True):
+        here = [
+            name for name in self._shards.specs if self._shards.is_kept(name) or self._shards.places[name][0] == name
+        ]
+        for name, rows in zip(here, map(on_host, jax.tree.leaves(cut[0])), strict=True):
+            if name in self._shards.cut:
+                compare(f"the update of {name!r}", updates[name], joined(rows, updates[name]))
+                continue
             for member, row in zip(self._shards.stacks.get(name, (name, name)), rows, strict=True):
                 compare(f"the update of {member!r}", updates[member], row)
+        for names, tree in zip(self._owners, cut[1], strict=True):
+            for name, x in zip(names, jax.tree.leaves(tree), strict=True):
+                compare(f"the update of {name!r}", updates[name], on_host(x)[0])
         return np.array([(x != 0).any() for x in updates.values()])
 
     def _check_state(self, whole: Any, pieces: Any) -> None:
-        paths = [path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(pieces)[0]]
-        keys = stacked_keys(paths, self._shards.stacks, self._all)
-        self._paths = [paths_in(key) if key else (path, path) for path, key in zip(paths, keys, strict=True)]
+        keys = keys_of_slots(self._inner.init, self._shards, self._tree, self._all)
+        paths = [path for path, _ in by_path(pieces[0])]
+        self._paths = [paths_in(key or "") or (path, path) for path, key in zip(paths, keys, strict=True)]
         self._compare_states(whole, pieces)
 
     def _compare_states(self, whole: Any, pieces: Any) -> None:
-        expected = {path_of(path): on_host(x)[0] for path, x in jax.tree_util.tree_flatten_with_path(whole)[0]}
-        for paths, rows in zip(self._paths, map(on_host, jax.tree.leaves(pieces)), strict=True):
-            for path, row in zip(paths or (), rows, strict=True):
-                if path not in expected or expected[path].shape != row.shape:
-                    raise DifferentError(f"the state {path!r} is not there, or has another shape")
-                compare(f"the state {path!r}", expected[path], row)
+        expected = {path: on_host(x)[0] for path, x in by_path(whole)}
+
+        def same(path: str, found: np.ndarray[Any, Any], *, flat: bool = False) -> None:
+            if path not in expected or not (flat or expected[path].shape == found.shape):
+                raise DifferentError(f"the state {path!r} is not there, or has another shape")
+            compare(f"the state {path!r}", expected[path], joined(found, expected[path]) if flat else found)
+
+        for paths, (_, x) in zip(self._paths, by_path(pieces[0]), strict=True):
+            rows = on_host(x)
+            if len(paths) == 1:
+                same(paths[0], rows, flat=True)
+                continue
+            for path, row in zip(paths, rows, strict=True):
+                same(path, row)
+        for path, x in (leaf for state in pieces[1] for leaf in by_path(state)):
+            same(path, on_host(x)[0])
+
+
+def by_path(state: Any) -> list[tuple[str, Any]]:
+    return [(path_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(state)[0]]
 
 
 def _thinned(shards: StackShards) -> dict[str, Spec]:
-    """Two parameters of each stacked shape, and of those that are kept one that is left over on two replicas, made small."""
-    shapes = list(dict.fromkeys(shards.specs.values()))
-    small: dict[Spec, Spec] = {}
-    for spec, short in zip(shapes, shortened({str(i): s for i, s in enumerate(shapes)}, LARGEST).values(), strict=True):
+    """Two parameters of each stacked shape, one of each that is kept, has owners or is cut by layers, made small, three layers at most."""
+
+    def kind(name: str) -> tuple[Spec, bool]:
+        spec, cut = shards.specs[name], name in shards.cut
+        return Spec((min(spec.shape[0], 3), *spec.shape[1:]), spec.dtype) if cut else spec, cut
+
+    kinds = list(dict.fromkeys(map(kind, shards.specs)))
+    small: dict[tuple[Spec, bool], Spec] = {}
+    for each, short in zip(
+        kinds, shortened({str(i): s for i, (s, _) in enumerate(kinds)}, LARGEST).values(), strict=True
+    ):
         while short in small.values():  # what is not alike stays so
             short = Spec((*short.shape[:-1], short.shape[-1] + 1), short.dtype)
-        small[spec] = short
+        small[each] = short
     taken: dict[str, Spec] = {}
-    for spec in shapes:
-        alike = [name for name, other in shards.specs.items() if other == spec]
-        stacked = [name for name in alike if not shards.is_kept(name)]
-        # Of a kept shape alone one, for two would be a stack here.
-        names = [*stacked[:2], *[name for name in alike if shards.is_kept(name)][:1]]
-        taken |= dict.fromkeys(names, small[spec])
+    for each in kinds:
+        alike = [name for name in shards.specs if kind(name) == each]
+        of_stacks = [
+            name for name in alike if shards.places.get(name, ("",))[0] in shards.stacks.keys() - shards.ragged
+        ]
+        # Of another kind of this shape one, for two would be a stack here.
+        others = {shards.is_kept(name): name for name in reversed(alike) if name not in of_stacks}
+        taken |= dict.fromkeys([*of_stacks[:2], *list(others.values())[:1]], small[each])
     return {name: taken[name] for name in shards.specs if name in taken}

@@ -1,18 +1,37 @@
-"""How the arrays of stacked parameters are called in a state: `"0.mu.{layer_0.kernel|layer_1.kernel}"`, of replica 0 and of replica 1.
+"""How the arrays of stacked parameters are called in a state.
+
+    "0.mu.{layer_0.kernel|layer_1.kernel}"    of replica 0 and of replica 1
+    "0.mu.{up.kernel;down.kernel}"            of replica 0 and of replica 1, each as a vector with padding: they have other shapes
+    "0.mu.{layers.kernel}"                    some layers of each
 
 In the inner state, whose tree is that of the parameters, a stack lies where the first of its parameters lies: `"0.mu.layer_0.kernel"`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-OPEN, BETWEEN, CLOSE = "{|}"
+import jax
+
+from gradwire.core.zero.stacks import StackShards
+from gradwire.jax_backend.state.types import path_of
+
+OPEN, BETWEEN, OWNERS, CLOSE = "{|;}"
 
 
 def dotted(name: str) -> str:
     """A parameter's name as in the path of a state."""
     return name.replace("/", ".")
+
+
+def require_plain(names: Iterable[str]) -> None:
+    """Raise ValueError for a name with one of the signs that stand between names."""
+    signs = OPEN + BETWEEN + OWNERS + CLOSE
+    if bad := [name for name in names if set(name) & set(signs)]:
+        raise ValueError(
+            f"parameter {bad[0]!r} has one of the signs {signs} in its name, which stand between stacked names"
+        )
 
 
 def parameter_in(path: str, names: Collection[str]) -> tuple[str, str, str] | None:
@@ -31,16 +50,9 @@ def stacked_keys(paths: Sequence[str], stacks: Mapping[str, Sequence[str]], name
 
     Args:
         paths: in the inner state.
-        stacks: see `StackShards`.
+        stacks: see `StackShards`; of layers their own name alone.
         names: of all parameters.
-
-    Raises:
-        ValueError: a name with one of the signs that stand between names.
     """
-    if bad := [name for name in names if set(name) & {OPEN, BETWEEN, CLOSE}]:
-        raise ValueError(
-            f"parameter {bad[0]!r} has one of the signs {OPEN + BETWEEN + CLOSE} in its name, which stand between stacked names"
-        )
     members = {dotted(stack): tuple(map(dotted, own)) for stack, own in stacks.items()}
     known = set(map(dotted, names))
     keys: list[str | None] = []
@@ -51,13 +63,60 @@ def stacked_keys(paths: Sequence[str], stacks: Mapping[str, Sequence[str]], name
     return keys
 
 
+def keys_of_slots(
+    init: Callable[[Any], Any], shards: StackShards, build: Callable[[Mapping[str, Any]], Any], names: Collection[str]
+) -> list[str | None]:
+    """The key of each leaf of the state that `init` makes of what a replica has, besides what has owners. Of what is known of layers that is divided
+    which has one more for one layer more.
+
+    Args:
+        init: of an optimizer.
+        shards: how parameters are divided.
+        build: makes a tree of parameters by name.
+        names: of all parameters in the tree.
+    """
+
+    def shapes(more: int) -> dict[str, tuple[int, ...]]:
+        pieces = {}
+        for name, spec in shards.specs.items():
+            if shards.is_kept(name) or (shards.places[name][0] == name and name not in shards.ragged):
+                first, *rest = (*(spec.shape if shards.is_kept(name) else shards.slot_shape(name)), 1)
+                shape = (first + more * (name in shards.cut), *rest)[: len(spec.shape)]
+                pieces[name] = jax.ShapeDtypeStruct(shape, spec.dtype)  # type: ignore[no-untyped-call]
+        state = jax.eval_shape(init, build(pieces))
+        return {path_of(path): x.shape for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}
+
+    stacks = {stack: own for stack, own in shards.stacks.items() if stack not in shards.ragged}
+    before, after = shapes(0), shapes(1) if shards.cut else {}
+    keys = stacked_keys(list(before), stacks | {name: (name,) for name in shards.cut}, names)
+    layers = {dotted(name) for name in shards.cut}
+    known = set(map(dotted, names))
+
+    def common(path: str) -> bool:
+        return (parameter_in(path, known) or ("", "", ""))[1] in layers and before[path] == after.get(path)
+
+    return [None if common(path) else key for path, key in zip(before, keys, strict=True)]
+
+
+def owners_key(before: str, names: Sequence[str], after: str) -> str:
+    """Of each replica the dotted name of its own parameter, or ""."""
+    return f"{before}{OPEN}{OWNERS.join(names)}{CLOSE}{after}"
+
+
+def has_owners(key: str) -> bool:
+    """Whether this is a key of `owners_key`."""
+    return OWNERS in key
+
+
 def paths_in(key: str) -> tuple[str, ...] | None:
-    """The paths that the parameters of a stack have in a plain state; None for the key of anything else."""
+    """The paths that the parameters of a stack have in a plain state, "" where there is none; None for the key of anything else."""
     before, opened, rest = key.partition(OPEN)
     names, closed, after = rest.partition(CLOSE)
-    return tuple(f"{before}{name}{after}" for name in names.split(BETWEEN)) if opened and closed else None
+    if not (opened and closed):
+        return None
+    return tuple(name and f"{before}{name}{after}" for name in names.split(OWNERS if has_owners(key) else BETWEEN))
 
 
 def path_at(key: str) -> str:
     """Where an array with this key lies in the inner state."""
-    return (paths_in(key) or (key,))[0]
+    return next(filter(None, paths_in(key) or (key,)))

@@ -13,7 +13,7 @@ import optax  # type: ignore[import-untyped]
 
 from gradwire.jax_backend.state.names import pure
 from gradwire.jax_backend.state.types import MARK, PerReplica, on_host, path_of
-from gradwire.jax_backend.zero.stacked_names import path_at, paths_in
+from gradwire.jax_backend.zero.stacked_names import has_owners, path_at, paths_in
 
 T = TypeVar("T")
 STRUCT: Any = jax.ShapeDtypeStruct
@@ -27,7 +27,8 @@ class ZeroState(NamedTuple):
             replicas: step counts, learning rates.
         pieces: those arrays, path in the inner state (`"0.mu.Dense_0.kernel"`) → this replica's piece of shape (1, 1, …, 1, k), k = ⌈n/W⌉;
             in global form (W, 1, …, 1, k). With `shard="parameter"` a stack of parameters, of which each replica has one:
-            `"0.mu.{Dense_0.kernel|Dense_1.kernel}"` → (1, n, m), in global form (W, n, m). See `gradwire.jax_backend.state.types` for the
+            `"0.mu.{Dense_0.kernel|Dense_1.kernel}"` → (1, n, m), in global form (W, n, m); what has owners as vectors,
+            `"0.mu.{Dense_2.kernel;Dense_3.kernel}"` → (1, k); some layers of a stacked array, `"0.mu.{layers.kernel}"` → (1, ⌈L/W⌉, n, m). See `gradwire.jax_backend.state.types` for the
             forms, and `reshard`.
     """
 
@@ -84,9 +85,26 @@ def reshard(state: Any, like: T) -> T:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A divided array: one row per replica. A leaf to JAX."""
+    """A divided array: one row per replica, and padding of less than a `unit` for each. A leaf to JAX."""
 
     array: Any
+    unit: int = 1
+
+    @property
+    def slack(self) -> int:
+        """How many elements at the end may be padding."""
+        return max(len(self.array) - 1, 0) * self.unit if self.array.shape else 0
+
+
+@dataclass(frozen=True)
+class _Vector:
+    """An array with as much padding as its owner needs."""
+
+    array: Any
+
+    @property
+    def slack(self) -> int:
+        return int(self.array.size)
 
 
 @dataclass(frozen=True)
@@ -95,11 +113,17 @@ class _Stack:
 
     array: Any
     paths: tuple[str, ...]
+    ragged: bool
+
+    def row(self, x: Any) -> Any:
+        return _Vector(x) if self.ragged else x
 
 
 def _opened(key: str, x: Any) -> _Rows | _Stack:
-    paths = paths_in(key)
-    return _Rows(x) if paths is None else _Stack(x, paths)
+    paths = paths_in(key) or ("",)
+    if len(paths) > 1:
+        return _Stack(x, paths, has_owners(key))
+    return _Rows(x, int(np.prod(x.shape[2:]))) if paths[0] else _Rows(x)
 
 
 def _by_path(leaves: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
@@ -107,8 +131,10 @@ def _by_path(leaves: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, x in leaves:
         if isinstance(x, _Stack):
-            rows: Any = [_row_of(x)] * len(x.paths) if isinstance(x.array, STRUCT) else on_host(x.array)
-            found |= dict(zip(_paths(path_of(path), x), rows, strict=False))  # without padding
+            rows: Any = [_row_of(x)] * len(x.paths)
+            if not isinstance(x.array, STRUCT):
+                rows = map(x.row, on_host(x.array))
+            found |= {p: row for p, row in zip(_paths(path_of(path), x), rows, strict=False) if p}  # without padding
         else:
             found[path_of(path)] = x
     return found
@@ -120,18 +146,19 @@ def _like(path: str, found: Mapping[str, Any], target: Any) -> Any:
         return _convert(path, found[path], target)
     rows = np.zeros(target.array.shape, target.array.dtype)
     for r, p in enumerate(_paths(path, target)):
-        rows[r] = on_host(_convert(p, found[p], _row_of(target)))
+        if p:
+            rows[r] = on_host(_convert(p, found[p], _row_of(target)))
     return rows
 
 
 def _paths(path: str, stack: _Stack) -> list[str]:
     """In the whole tree, from the path at which the stack lies there."""
-    before = path.removesuffix(stack.paths[0])
-    return [before + each for each in stack.paths]
+    before = path.removesuffix(next(filter(None, stack.paths)))
+    return [each and before + each for each in stack.paths]
 
 
 def _row_of(stack: _Stack) -> Any:
-    return STRUCT(stack.array.shape[1:], stack.array.dtype)
+    return stack.row(STRUCT(stack.array.shape[1:], stack.array.dtype))
 
 
 def _is_zero(x: Any) -> bool:
@@ -154,29 +181,20 @@ def _close(inner: Any, like: ZeroState) -> ZeroState:
 
 
 def _convert(name: str, x: Any, like: Any) -> Any:
-    if isinstance(like, _Rows):
-        target = like.array.shape
-        replicas, k = target[0], int(np.prod(target[1:]))
-        sizes = {replicas * k - i for i in range(replicas)}
-    elif isinstance(x, _Rows):
-        target = np.shape(like)
-        sizes = {int(np.prod(target))}
-    elif np.shape(x) == np.shape(like) or MARK in name.split("."):
+    padded = _Rows | _Vector
+    if not isinstance(x, padded) and not isinstance(like, padded):
+        if np.shape(x) != np.shape(like) and MARK not in name.split("."):
+            raise ValueError(_misfit(name, np.shape(x), np.shape(like)))
         return x
-    else:
-        raise ValueError(_misfit(name, np.shape(x), np.shape(like)))
-    if isinstance(x, _Rows):
-        flat = on_host(x.array)
-        replicas = flat.shape[0] if flat.ndim else 1
-        fits = not sizes.isdisjoint(flat.size - i for i in range(max(replicas, 1)))
-    else:
-        flat = on_host(x)
-        fits = flat.size in sizes
-    if not fits:
-        raise ValueError(_misfit(name, flat.shape, target))
+    target = np.shape(like.array if isinstance(like, padded) else like)
+    flat = on_host(x.array if isinstance(x, padded) else x)
+    shape, size = flat.shape, int(np.prod(target))
+    least = flat.size - (x.slack if isinstance(x, padded) else 0)
+    fits = least <= size and size - (like.slack if isinstance(like, padded) else 0) <= flat.size
     # In every form an element has its place in the flattened parameter; what lies beyond its end is padding.
-    size = int(np.prod(target))
-    flat = flat.reshape(-1)[:size]
+    flat, rest = flat.reshape(-1)[:size], flat.reshape(-1)[size:]
+    if not fits or (isinstance(x, _Vector) and rest.any()):
+        raise ValueError(_misfit(name, shape, target))
     return np.pad(flat, (0, size - flat.size)).reshape(target)
 
 

@@ -8,8 +8,9 @@ with 1/W of the optimizer's state. Parameters stay whole on every replica.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import jax
@@ -22,6 +23,7 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.codecs.options import WireName
 from gradwire.core.ops import Spec, wide_dtype
+from gradwire.core.text.name_patterns import chosen
 from gradwire.core.text.options import OWN_CHECK, AtLeast1, Positive, Replicas, checked
 from gradwire.core.zero.sharded_step import Zero, clip_by_norm
 from gradwire.core.zero.sharding import ElementShards
@@ -44,7 +46,8 @@ from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of
 from gradwire.jax_backend.state.types import PerReplica, path_of, require_own_row
 from gradwire.jax_backend.zero.elementwise import divided_leaves, require_elementwise, rows_of
 from gradwire.jax_backend.zero.independent import require_independent
-from gradwire.jax_backend.zero.stacked_names import path_at, stacked_keys
+from gradwire.jax_backend.zero.owners import Owners
+from gradwire.jax_backend.zero.stacked_names import has_owners, keys_of_slots, path_at, require_plain
 from gradwire.jax_backend.zero.state import ZeroState, joined_state, keys_of, split_state
 
 OPS = JaxOps()
@@ -77,6 +80,7 @@ def zero1(
     skip_non_finite: bool = False,
     elementwise: bool = False,
     shard: Literal["element", "parameter"] = "element",
+    stacked: str | Sequence[str] = (),
 ) -> optax.GradientTransformationExtraArgs:
     """Average gradients over replicas and optimize, each replica its part: reduce-scatter, `inner`, all-gather of the updates.
 
@@ -89,7 +93,8 @@ def zero1(
 
         tx = optax.chain(power_sgd(4, axis_name="data"), zero1(optax.adamw(3e-4), axis_name="data", replicas=…, averaged=True))
 
-    Where `jax.shard_map` leaves axes to the compiler (`axis_names={"dcn"}`) it is refused: the optimizer's state is divided along those already.
+    Where `jax.shard_map` leaves axes to the compiler (`axis_names={"dcn"}`) pieces of parameters are refused: the optimizer's state is divided along
+    those axes already. `shard="parameter"` works there. Each device of a slice sends its part; then matrices are whole on all devices of their owner.
 
     Under plain `jax.jit` no such wrapper is needed: shard the arrays of the optimizer's state (`jax.device_put` them with a
     `NamedSharding`) and XLA does the rest.
@@ -117,9 +122,12 @@ def zero1(
             pieces (no more than two million elements of them). True: it is not tried, and what of its state is no piece has to come out equal on all
             replicas.
         shard: "element": every parameter in pieces. "parameter": parameters stay whole, for an `inner` that needs them so (`optax.contrib.muon`,
-            Adafactor, …) and treats each by itself, which `init` tries out. W of one shape and dtype are a stack, of which each replica has one;
-            what is left over of a shape fills one more stack if it fills half of it, and is otherwise updated on every replica, as without
-            `zero1`. `inner` finds its parameter under the name of the first of the stack, and `optax.MaskedNode` under the others.
+            Adafactor, …) and treats each by itself, which `init` tries out. W of one shape and dtype are a stack, of which each replica has one,
+            under the name of the first of the stack; under the other names `inner` finds `optax.MaskedNode`. What is left over of a shape fills
+            one more stack, or has owners together with what is left over of others, by work; see `gradwire.core.zero.stacks`. A single matrix that
+            would be alone so, and less than W/2 vectors of one length, are updated on every replica, as without `zero1`.
+        stacked: with `shard="parameter"`, patterns of the names of arrays whose first axis counts layers (`nn.scan`), of which each replica has
+            ⌈L/W⌉. `inner` must treat each layer by itself, as `optax.contrib.muon` does if its dimension numbers leave out that axis.
 
     Returns:
         A transformation whose `update` runs inside a map over `axis_name`, and whose `init` runs inside it or outside. The state is a
@@ -133,18 +141,21 @@ def zero1(
     Raises:
         TypeError: for what is no name of an axis, or no transformation.
         ValueError: for a number of replicas below 1, a size that is not positive, no dtype to send in, buckets or a dtype where nothing is
-            reduced, or `shard="parameter"` with `elementwise=True` or `bucket_bytes`.
+            reduced, `shard="parameter"` with `elementwise=True` or `bucket_bytes`, or `stacked` without it.
     """
     axes_of(axis_name)
     inner = transformation(inner, "zero1(optax.adam(1e-3), axis_name='data')")
     if replicas is not None and replicas < 1:
         raise ValueError(f"replicas={replicas} must be at least 1")
-    _require_way(shard, elementwise, bucket_bytes)
+    _require_way(shard, elementwise, bucket_bytes, stacked)
     if averaged:
         _require_nothing_to_reduce(bucket_bytes, wire_dtype, axis_name)
     algorithm = None if averaged else AllReduce(bucket_bytes)
     wire = None if wire_dtype is None else WireDtype(AllReduce(), wire_dtype)
-    sharded = _Sharded(inner, axis_name, replicas, algorithm, wire, skip_non_finite, elementwise, shard == "parameter")
+    layers = (stacked,) if isinstance(stacked, str) else tuple(stacked)
+    sharded = _Sharded(
+        inner, axis_name, replicas, algorithm, wire, skip_non_finite, elementwise, shard == "parameter", layers
+    )
     return optax.GradientTransformationExtraArgs(sharded.init, sharded.update)
 
 
@@ -158,6 +169,7 @@ class _Sharded:
     skip_non_finite: bool
     elementwise: bool
     whole: bool
+    layers: tuple[str, ...]
     tried: set[Any] = field(default_factory=set)  # trees of shapes: `init` is called again for abstract states
 
     def init(self, params: optax.Params) -> ZeroState:
@@ -170,6 +182,9 @@ class _Sharded:
         specs = specs_of(named.leaves)
         shards = self._shards(specs)
 
+        if isinstance(shards, StackShards):
+            require_plain(specs)
+
         def tree(own: Mapping[str, Any]) -> Any:
             return jax.tree.unflatten(structure, [own.get(name, optax.MaskedNode()) for name in specs])
 
@@ -181,31 +196,29 @@ class _Sharded:
             self.tried.add(known)
         struct: Any = jax.ShapeDtypeStruct
         shapes = shards.layout(list(specs), 0) | {name: specs[name].shape for name in specs if shards.is_kept(name)}
-        pieces = tree({name: struct(shape, specs[name].dtype) for name, shape in shapes.items()})
-        paths = [
-            path_of(path)
-            for path, _ in jax.tree_util.tree_flatten_with_path(jax.eval_shape(self.inner.init, pieces))[0]
-        ]
-        if isinstance(shards, StackShards):
-            keys = stacked_keys(paths, shards.stacks, specs)
-        else:
-            divided = divided_leaves(self.inner, pieces)
-            keys = [path if own else None for path, own in zip(paths, divided, strict=True)]
+        pieces = tree(_without_owners(shards, {n: struct(shape, specs[n].dtype) for n, shape in shapes.items()}))
+        keys = self._keys(shards, pieces, tree)
+        owners = Owners(self.inner, shards, tree) if isinstance(shards, StackShards) else None
         inside = is_bound(self.axis_name)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in named.leaves.values()):
             count = 1 if inside else shards.world_size
             abstract = self.inner.init(pieces)  # of shapes optimizers make arrays, if they read no parameters
-            return split_state(abstract, keys, lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))))
+            state = split_state(abstract, keys, lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))))
+            every = {name: struct(spec.shape, spec.dtype) for name, spec in specs.items()}
+            return _with(state, {key: x[:count] for key, x in owners.init(every).items()} if owners else {})
         arrays = _arrays(named)
         if inside:
-            own = shards.own(OPS, arrays, lax.axis_index(self.axis_name))
-            return split_state(self.inner.init(tree(own)), keys, self._local_form)
+            place = lax.axis_index(self.axis_name)
+            own = _without_owners(shards, shards.own(OPS, arrays, place))
+            state = split_state(self.inner.init(tree(own)), keys, self._local_form)
+            vectors = owners.init(arrays) if owners else {}
+            return _with(state, {key: self._local_form(x[place]) for key, x in vectors.items()})
 
         def of_all_replicas() -> ZeroState:
             kept = {name: x for name, x in arrays.items() if shards.is_kept(name)}
 
             def leaves(own: dict[str, jax.Array]) -> list[Any]:
-                return jax.tree.leaves(self.inner.init(tree(own | kept)))
+                return jax.tree.leaves(self.inner.init(tree(_without_owners(shards, own) | kept)))
 
             rows = (
                 shards.stacked(OPS, {name: x for name, x in arrays.items() if name not in kept})
@@ -215,10 +228,20 @@ class _Sharded:
             stacked = jax.vmap(leaves, axis_size=shards.world_size)(rows)
             each = [x[0] if key is None else x for x, key in zip(stacked, keys, strict=True)]
             state = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(self.inner.init, pieces)), each)
-            return split_state(state, keys, lambda x: x)
+            return _with(split_state(state, keys, lambda x: x), owners.init(arrays) if owners else {})
 
         made: ZeroState = jax.jit(of_all_replicas)()
         return made
+
+    def _keys(
+        self, shards: _Shards | StackShards, pieces: Any, tree: Callable[[Mapping[str, Any]], Any]
+    ) -> list[str | None]:
+        """Of each leaf of the inner state on these pieces its key in `ZeroState.pieces`; None for what is equal on all replicas."""
+        if isinstance(shards, StackShards):
+            return keys_of_slots(self.inner.init, shards, tree, shards.specs)
+        state = jax.tree_util.tree_flatten_with_path(jax.eval_shape(self.inner.init, pieces))[0]
+        divided = divided_leaves(self.inner, pieces)
+        return [path_of(path) if own else None for (path, _), own in zip(state, divided, strict=True)]
 
     def update(
         self, updates: optax.Updates, state: ZeroState, params: optax.Params | None = None, **extra: Any
@@ -228,35 +251,59 @@ class _Sharded:
         check_leaves(gradients, self.axis_name)
         (_check_averaged if self.algorithm is None else _check_local)(gradients, self.axis_name)
         shards = self._shards(specs_of(gradients.leaves))
+        state, vectors = _apart(state)
         before, keys = _join(state), keys_of(state)
-        own_params = None if params is None else self._own_pieces(params)
+        named = None if params is None else flatten(params)
+        own = None if named is None else self._own_pieces(named)
+        own_params = None if named is None or own is None else _rebuilt(named, _without_owners(shards, own))
+        owners = (
+            Owners(self.inner, shards, partial(_rebuilt, named or gradients))
+            if isinstance(shards, StackShards)
+            else None
+        )
         after: list[Any] = []
         dtypes: dict[str, Any] = {}
 
         def optimize(pieces: dict[str, jax.Array], ok: jax.Array | None) -> dict[str, jax.Array]:
-            tree = _rebuilt(gradients, pieces)
+            tree = _rebuilt(gradients, _without_owners(shards, pieces))
             _check_pieces(self.inner, tree if params is None else own_params, before, self.axis_name, strict=self.whole)
             new, new_state = self.inner.update(tree, before, own_params, **extra)
-            if ok is not None:
-                new = jax.tree.map(lambda x: jnp.where(ok, x, jnp.zeros_like(x)), new)
-                new_state = jax.tree.map(lambda x, old: jnp.where(ok, x, old), new_state, before)
-            after.append(new_state)
             leaves = {name: jnp.asarray(x) for name, x in flatten(new).leaves.items()}
+            new_vectors: dict[str, jax.Array] = {}
+            if owners is not None:
+                _check_owners(owners, vectors, self.axis_name)
+                ragged = {name: x for name, x in pieces.items() if name in owners.slots}
+                updates, new_vectors = owners.update(ragged, vectors, before, own, extra, self.axis_name)
+                leaves |= updates
+            results = leaves, new_state, new_vectors
+            if ok is not None:
+                unchanged = {name: jnp.zeros_like(x) for name, x in leaves.items()}, before, vectors
+                results = jax.tree.map(lambda x, old: jnp.where(ok, x, old), results, unchanged)
+            after.extend(results[1:])
             dtypes.update({name: x.dtype for name, x in leaves.items()})
-            return leaves
+            return results[0]
 
         zero = Zero(shards, self.algorithm, skip_non_finite=self.skip_non_finite)
         program = zero.step(OPS, _arrays(gradients), State(), 0)
         if self.wire is not None:
             program = self.wire.carried(OPS, program, "", 0)
-        results, _ = drive(program, self.axis_name, optimize)
+        results, _ = drive(program, self.axis_name, optimize, given=_arrays(gradients))
         # Pieces of different dtypes that share a message travel in the widest.
         places = shards.places if isinstance(shards, StackShards) else {}
         results = {name: x.astype(dtypes[places.get(name, (name,))[0]]) for name, x in results.items()}
-        return gradients.rebuild(results), split_state(after[0], keys, self._local_form)
+        new_state, new_vectors = after
+        rows = {key: self._local_form(x) for key, x in new_vectors.items()}
+        return gradients.rebuild(results), _with(split_state(new_state, keys, self._local_form), rows)
 
     def _shards(self, specs: Mapping[str, Spec]) -> _Shards | StackShards:
-        kind = StackShards if self.whole else _Shards
+        def kind(specs: Mapping[str, Spec], size: int) -> _Shards | StackShards:
+            layers = frozenset(chosen("stacked", self.layers, specs)) if self.layers and specs else frozenset[str]()
+            if flat := [name for name in layers if not specs[name].shape]:
+                raise ValueError(
+                    f"stacked: {flat[0]!r} is a scalar, and has no axis of layers; leave it out of the pattern"
+                )
+            return StackShards(specs, size, layers) if self.whole else _Shards(specs, size)
+
         if not is_bound(self.axis_name):
             if self.replicas is None:
                 raise ValueError(
@@ -264,16 +311,16 @@ class _Sharded:
                     f"zero1(inner, axis_name={self.axis_name!r}, replicas=jax.device_count())"
                 )
             return kind(specs, self.replicas)
-        refuse_slices(self.axis_name)
+        if not self.whole:
+            refuse_slices(self.axis_name)
         size = lax.axis_size(self.axis_name)
         if self.replicas not in (None, size):
             raise ValueError(f"zero1: replicas={self.replicas}, but the axis {self.axis_name!r} has {size}")
         return kind(specs, size)
 
-    def _own_pieces(self, params: Any) -> Any:
-        named = flatten(params)
+    def _own_pieces(self, named: NamedTree) -> dict[str, jax.Array]:
         shards = self._shards(specs_of(named.leaves))
-        return _rebuilt(named, shards.own(OPS, _arrays(named), lax.axis_index(self.axis_name)))
+        return shards.own(OPS, _arrays(named), lax.axis_index(self.axis_name))
 
     def _local_form(self, x: jax.Array) -> jax.Array:
         # Marked, for a loop over steps inside shard_map: what varies after a step must vary before it.
@@ -322,12 +369,14 @@ def clip_by_global_norm(max_norm: Positive, axis_name: AxisName) -> optax.Gradie
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _require_way(shard: str, elementwise: bool, bucket_bytes: int | None) -> None:
+def _require_way(shard: str, elementwise: bool, bucket_bytes: int | None, stacked: str | Sequence[str]) -> None:
     if shard not in ("element", "parameter"):
         raise ValueError(f"shard={shard!r} is not one of 'element', 'parameter'")
     if shard == "parameter" and (elementwise or bucket_bytes is not None):
         given = "elementwise=True" if elementwise else f"bucket_bytes={bucket_bytes}"
         raise ValueError(f"{given} is for pieces of parameters; leave it out, or leave out shard='parameter'")
+    if shard == "element" and stacked:
+        raise ValueError(f"stacked={stacked!r} says what is divided by layers, and needs shard='parameter'")
 
 
 def _require_nothing_to_reduce(bucket_bytes: int | None, wire_dtype: Any, axis_name: AxisName) -> None:
@@ -349,11 +398,41 @@ def _rebuilt(named: NamedTree, own: Mapping[str, Any]) -> Any:
     return named.rebuild(dict.fromkeys(named.leaves, optax.MaskedNode()) | dict(own))
 
 
+def _without_owners(shards: _Shards | StackShards, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What `inner` updates in one call on all replicas."""
+    ragged = shards.ragged if isinstance(shards, StackShards) else ()
+    return {name: x for name, x in own.items() if name not in ragged}
+
+
+def _apart(state: ZeroState) -> tuple[ZeroState, dict[str, jax.Array]]:
+    """The state without what has owners, and that, of this replica."""
+    rows = state.pieces.per_replica if jax.tree.leaves(state.pieces) else {}
+    for name, x in rows.items():
+        require_own_row(f"the piece {name!r} of the state", x)
+    others = {key: x for key, x in rows.items() if not has_owners(key)}
+    return state._replace(pieces=PerReplica(others)), {key: x[0] for key, x in rows.items() if has_owners(key)}
+
+
+def _with(state: ZeroState, vectors: Mapping[str, jax.Array]) -> ZeroState:
+    return state._replace(pieces=PerReplica(state.pieces.per_replica | vectors))
+
+
+def _check_owners(owners: Owners, vectors: Mapping[str, jax.Array], axis_name: AxisName) -> None:
+    if {key: array.length for key, array in owners.arrays.items()} != {key: x.size for key, x in vectors.items()}:
+        raise ValueError(_other_stacks(axis_name))
+
+
+def _other_stacks(axis_name: AxisName) -> str:
+    return (
+        f"zero1: the parameters and gradients on {lax.axis_size(axis_name)} replicas do not come to the stacks that the state was made for: it is of "
+        "another number of replicas, or of other parameters, or a gradient is None. Convert the state with "
+        "gradwire.jax_backend.reshard(state, like), and give every parameter a gradient."
+    )
+
+
 def _join(state: ZeroState) -> Any:
     """The inner state of this replica."""
     pieces = state.pieces.per_replica if jax.tree.leaves(state.pieces) else {}
-    for name, x in pieces.items():
-        require_own_row(f"the piece {name!r} of the state", x)
     return joined_state(state, {path_at(name): x[0] for name, x in pieces.items()})
 
 
@@ -364,11 +443,7 @@ def _check_pieces(
     expected = jax.eval_shape(inner.init, tree)
     structures: list[Any] = [jax.tree.structure(expected), jax.tree.structure(state)]
     if strict and structures[0] != structures[1]:
-        raise ValueError(
-            f"zero1: the parameters and gradients on {lax.axis_size(axis_name)} replicas do not come to the stacks that the state was made for: it is of "
-            "another number of replicas, or of other parameters, or a gradient is None. Convert the state with "
-            "gradwire.jax_backend.reshard(state, like), and give every parameter a gradient."
-        )
+        raise ValueError(_other_stacks(axis_name))
     if structures[0] != structures[1]:
         return  # A parameter without a gradient, or other parameters: `inner` has its own ways with that.
     for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(expected), strict=True):

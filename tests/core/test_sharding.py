@@ -27,7 +27,8 @@ def plans(draw, kinds=("element", "parameter", "bucket", "spread", "mixed", "sta
     if kind == "parameter":
         return shard_by_parameter(specs, world)
     if kind == "stacks":
-        return StackShards(specs, world)
+        layers = {n for n in draw(st.sets(st.sampled_from(list(specs)))) if specs[n].shape}
+        return StackShards(specs, world, frozenset(layers), pooled=draw(st.booleans()))
     if kind == "mixed":
         cut = draw(st.sets(st.sampled_from(list(specs))))
         parts = [{n: s for n, s in specs.items() if (n in cut) == own} for own in (True, False)]
@@ -75,18 +76,25 @@ def test_pieces_are_alike_and_padding_is_small(shards):
 
 
 @given(shards=plans(["stacks"]))
-def test_stacks_are_of_one_shape_and_hold_no_more_padding_than_parameters(shards):
-    names = [name for own in shards.stacks.values() for name in own]
-    assert sorted([*names, *filter(shards.is_kept, shards.specs)]) == sorted(shards.specs)
+def test_slots_bound_the_work_of_a_replica_and_the_wire(shards):
+    """In a stack, and of what is kept, every replica has the work, also of padding; of a ragged slot its owner alone."""
+    world, specs = shards.world_size, shards.specs
+    names = [name for own in shards.stacks.values() for name in own if name]
+    assert sorted([*names, *shards.cut, *filter(shards.is_kept, specs)]) == sorted(specs)
+    whole = {
+        n: math.prod(s.shape) * min(s.shape[-2:]) for n, s in specs.items() if len(s.shape) > 1 and n not in shards.cut
+    }
+    of_all = [n for n in whole if shards.is_kept(n) or (n in shards.stacks and n not in shards.ragged)]
+    owned = [
+        sum(whole[own[r]] for s, own in shards.stacks.items() if s in shards.ragged and own[r]) for r in range(world)
+    ]
+    if shards.pooled and whole:
+        assert sum(whole[n] for n in of_all) + max(owned) <= sum(whole.values()) / world + max(whole.values())
     for stack, own in shards.stacks.items():
-        assert {shards.specs[name] for name in own} == {shards.specs[stack]}
-        assert shards.world_size <= max(2 * len(own), 1)
-        assert [shards.owned(name, r)[1] for r, name in enumerate(own)] == [shards.specs[stack].size] * len(own)
-    for spec in set(shards.specs.values()):
-        alike = [name for name, other in shards.specs.items() if other == spec]
-        assert sum(map(shards.is_kept, alike)) < max(2, shards.world_size / 2)
-        full = sum(len(shards.stacks.get(name, ())) == shards.world_size for name in alike)
-        assert full == len(alike) // shards.world_size
+        assert stack in shards.ragged or {specs[name] for name in own} == {specs[stack]}
+    for together in shards.together(list(specs)):
+        if not (shards.is_kept(together[0]) or shards.is_sparse(together[0])):
+            assert sum(shards.counts(together)) <= 2 * sum(specs[name].size for name in together)
 
 
 @given(shapes=SHAPES, world=WORLDS, data=st.data())
@@ -149,6 +157,8 @@ def test_messages_and_pieces_come_back(shards, data):
     for together in shards.together(names):
         if not shards.is_kept(together[0]):
             message_and_pieces_come_back(shards, {name: arrays[name] for name in together})
+        if shards.is_sparse(together[0]):
+            parts_sum_to_the_whole(shards, {name: arrays[name] for name in together})
 
 
 def message_and_pieces_come_back(shards, arrays):
@@ -168,13 +178,18 @@ def message_and_pieces_come_back(shards, arrays):
         for name, piece in own.items():
             np.testing.assert_array_equal(pieces[name], piece)
             if isinstance(shards, StackShards):  # by the name of the first
-                of = dict(enumerate(shards.stacks[name])).get(replica)
-                np.testing.assert_array_equal(piece, arrays.get(of, np.zeros_like(piece)))
-                continue
-            start, stop = shards.owned(name, replica)
-            flat = arrays[name].reshape(-1)[start:stop]
+                name = dict(enumerate(shards.stacks.get(name, [name] * len(counts)))).get(replica)
+            start, stop = shards.owned(name, replica) if name else (0, 0)
+            flat = arrays[name].reshape(-1)[start:stop] if name else np.zeros(0)
             np.testing.assert_array_equal(piece.reshape(-1), np.pad(flat, (0, piece.size - flat.size)))
         np.testing.assert_array_equal(shards.shard(OPS, own, names, replica), part)
+
+
+def parts_sum_to_the_whole(shards, arrays):
+    own = [shards.own(OPS, arrays, replica) for replica in range(shards.world_size)]
+    parts = [shards.alone(OPS, pieces, list(arrays), replica) for replica, pieces in enumerate(own)]
+    for name, x in arrays.items():
+        np.testing.assert_array_equal(sum(part[name] for part in parts), x)
 
 
 def test_pieces_without_their_padding_are_padded():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradwire.jax_backend import distribute, mark_varying, partition_specs
@@ -61,8 +62,15 @@ def train(tx, replicas, mode="vmap", steps=50, params=None, state=None):
 
         return whole(params, state)
     mesh = mesh_of(replicas)
-    shards = {"mesh": mesh, "in_specs": (P(), specs), "out_specs": (P(), specs)}
-    mapped = jax.shard_map(run, **shards, check_vma=mode == "shard_map_vma")
+    shards = {"in_specs": (P(), specs), "out_specs": (P(), specs), "check_vma": mode in ("shard_map_vma", "slices")}
+    if mode == "slices":  # a replica is two devices, between which the compiler divides the parameters
+        mesh = jax.make_mesh(
+            (replicas, 2), (AXIS, "ici"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * replicas]
+        )
+        shards["axis_names"] = {AXIS}
+        halves = {n: P("ici") if x.ndim > 1 and x.shape[0] % 2 == 0 else P() for n, x in params.items()}
+        params = {n: jax.device_put(x, NamedSharding(mesh, halves[n])) for n, x in params.items()}
+    mapped = jax.shard_map(run, mesh=mesh, **shards)
     return jax.jit(mapped)(params, distribute(state, mesh, AXIS))
 
 

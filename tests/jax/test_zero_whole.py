@@ -34,12 +34,20 @@ def mixture(muon, adam):
 
 
 HIDDEN, VECTORS = optax.contrib.muon(0.02, weight_decay=0.01), optax.adamw(0.02)
+#: Layers of `nn.scan`, of which no number of replicas here has as many, and a matrix of each of two shapes.
+LAYERED = {"layers": (5, 6, 4), "layers_bias": (5, 4), "up": (4, 9), "square": (6, 6)}
+#: A layer of (6, 4) is a matrix; the biases are AdamW's.
+MATRICES = dict.fromkeys([(6, 4), (4, 9), (6, 6)], optax.contrib.MuonDimensionNumbers(-2, -1))
+OF_LAYERS = optax.contrib.muon(
+    0.02, muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda p: MATRICES.get(p.shape[-2:]), params)
+)
 ADAFACTOR = optax.adafactor(0.02, min_dim_size_to_factor=3)
 #: In `zero1` → without it.
 INNER = {
     "muon": lambda w: (sharded(HIDDEN, w), HIDDEN),
     "adafactor": lambda w: (sharded(ADAFACTOR, w), ADAFACTOR),
     "lamb, accumulated": lambda w: ((t := optax.MultiSteps(optax.lamb(0.02), 3)) and sharded(t, w), t),
+    "layers": lambda w: (sharded(OF_LAYERS, w, stacked="layers*"), OF_LAYERS),
     "mixture": lambda w: (
         mixture(sharded(HIDDEN, w), gw.zero1(VECTORS, axis_name=AXIS, replicas=w)),
         mixture(HIDDEN, VECTORS),
@@ -51,19 +59,24 @@ RUNS = [
     ("adafactor", 3, "vmap"),
     ("lamb, accumulated", 3, "shard_map"),
     ("mixture", 3, "shard_map_vma"),
+    ("layers", 3, "shard_map_vma"),
+    ("layers", 2, "slices"),
+    pytest.param("muon", 2, "slices", marks=pytest.mark.slow),
+    *(pytest.param("layers", w, mode, marks=pytest.mark.slow) for w, mode in ((2, "shard_map"), (4, "vmap"))),
 ]
 
 
 @pytest.mark.parametrize(("name", "replicas", "mode"), RUNS)
 def test_fifty_steps_are_the_plain_ones(name, replicas, mode):
     with jax.enable_x64(True):
-        params = jax.tree.map(lambda x: x.astype(jnp.float64), PARAMS)
+        params = start(LAYERED) if name == "layers" else PARAMS
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
         tx, plain = INNER[name](replicas)
         found, state = train(tx, replicas, mode, params=params)
         expected, plain_state = train_plain(plain, replicas, params=params)
         assert_close(found, expected, 1e-8)
         assert_close(gw.reshard(state, plain_state), plain_state, 1e-7)
-        assert all(np.abs(found[n] - params[n]).max(initial=0) > 0.01 for n in SHAPES)
+        assert all(np.abs(found[n] - params[n]).max(initial=0) > 0.01 for n in params)
 
 
 #: As many of each shape as are divided on 2 and on 4 replicas.
@@ -149,6 +162,24 @@ def test_a_way_that_there_is_not():
         gw.zero1(HIDDEN, axis_name=AXIS, shard="bucket")
     with refused("'a|b'"):
         sharded(VECTORS, 2).init({"a|b": jnp.ones(3), "c": jnp.ones(3)})
+
+
+def test_each_owner_runs_its_own_matrices_alone():
+    """Three of these on three replicas would be more work as stacks, and everything if all kept them."""
+    shapes = {"square": (6, 6), "up": (4, 9), "down": (9, 4), "layer_0": (5, 5), "layer_1": (5, 5), "layer_2": (5, 5)}
+    seen = []
+
+    def update(updates, params):
+        seen.append({n for n, x in updates.items() if not isinstance(x, optax.MaskedNode)})
+        return jax.tree.map(lambda x: x / jnp.linalg.norm(x), updates)
+
+    tx = sharded(optax.stateless(update), 3)
+    state, params = tx.init(start(shapes)), start(shapes)
+    seen.clear()
+    jaxpr = jax.make_jaxpr(tx.update, axis_env=[(AXIS, 3)])(params, of_one(state), params)
+    assert set(map(frozenset, seen)) == {frozenset(n) for n in ({"layer_0"}, {"square"}, {"up"}, {"down"})}
+    branches = [eqn.params["branches"] for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+    assert [len(each) for each in branches] == [3]
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["zeros", "nan on one replica"])
