@@ -207,11 +207,12 @@ class LocalSGD(Schedule):
         """Whether "node" is to be replaced, in the schedule or in the compressor; see `on_nodes_of`."""
         return super().mentions_nodes or bool(getattr(self.compressor, "mentions_nodes", False))
 
-    def on_nodes_of(self, size: int) -> Self:
-        """The same with "node" replaced by `size`, the number of replicas on each machine. Raises ValueError as the class does."""
-        on_nodes = super().on_nodes_of(size)
+    def on_nodes_of(self, near: int | Groups) -> Self:
+        """The same with "node" replaced, by the number of replicas on each machine, or by a partition of the replicas. Raises ValueError as the class
+        does."""
+        on_nodes = super().on_nodes_of(near)
         replaced = getattr(self.compressor, "on_nodes_of", None)
-        return on_nodes if replaced is None else replace(on_nodes, compressor=replaced(size))
+        return on_nodes if replaced is None else replace(on_nodes, compressor=replaced(near))
 
     @property
     def has_outer(self) -> bool:

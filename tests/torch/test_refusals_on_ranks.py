@@ -293,7 +293,7 @@ EVERYWHERE = {
         (lambda h: h.local_ddp(LocalSGD(9, fragments=7)), "fragments=7"),
         (lambda h: h.local_ddp(LocalSGD({2: 2})), "groups of 2", "4 replicas"),
         (another_schedule(lambda _: diloco(2, compressor=PowerSGD({"conv*": 2}))), "'conv*'"),
-        (by_environment(LOCAL_WORLD_SIZE=""), "LOCAL_WORLD_SIZE"),
+        (by_environment(LOCAL_WORLD_SIZE="3"), "LOCAL_WORLD_SIZE=3"),
         # hooks
         (another_algorithm(lambda _: PowerSGD({"conv*": 2})), "'conv*'"),
         (another_algorithm(lambda _: LocalSGD(4)), "LocalSGD(period=4)", "local_sgd"),

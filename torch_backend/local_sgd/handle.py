@@ -309,9 +309,9 @@ class LocalSGDHandle:
         if not isinstance(local, LocalSGD):
             raise TypeError(f"local is a {type(local).__name__}; give LocalSGD(...) or diloco(...)")
         whole, before = self._groups.whole, self.local
+        meet_to_change(self._memory.placement.meetings)
         fit_here = fitted(local, whole, self._parameters, averager=self._target.averages)
         local, why_not = fit_here.local, fit_here.obstacle or radial_obstacle(fit_here.local, self._target)
-        meet_to_change(self._memory.placement.meetings)
         settings = {"call": "reconfigure", "local": repr(local), "step": str(self.steps)}
         why_not = self._target.obstacle_of_all(why_not, repr(settings))
         require_same_on_all_ranks(whole, settings, {}, why_not, self._ops.device)
