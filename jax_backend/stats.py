@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import tree_flatten_with_path, tree_leaves_with_path
 
 from gradwire.core.algorithms.compressor import ERROR
@@ -167,7 +168,7 @@ def stats(state: Any) -> Stats:
         stacked = of_local and one.step.ndim > 0  # all of it has a row for each replica
         step, account = jax.tree.map(lambda x: x[0], (one.step, one.account)) if stacked else (one.step, one.account)
         first = jnp.asarray(one.record.stages)
-        after = jnp.append(first[1:], jnp.iinfo(jnp.int32).max)
+        after = jnp.append(first[1:], np.iinfo(np.int32).max)
         taken = jnp.clip(step, first, after) - first
         sent += jnp.where(taken[:, None] > 0, taken[:, None] * account.sent, 0).sum(0)  # which may be unknown before
         next_step += account.sent[(step >= first).sum() - 1, 0]
