@@ -420,6 +420,14 @@ class LocalSGD(Schedule):
             self._compressed_of[key] = frozenset(self._algorithm.init(AbstractOps(), specs).tensors)
         return self._compressed_of[key]
 
+    def outer_parameters(self, state: State[A]) -> dict[str, A]:
+        """The outer parameters in a memory, by name. Raises ValueError: plain averaging has none."""
+        if not self.has_outer:
+            raise ValueError(
+                f"{self!r} averages parameters themselves, and has no outer parameters: evaluate their mean, after an average of all replicas"
+            )
+        return {name: kept[OUTER] for name, kept in state.tensors.items() if OUTER in kept}
+
     def kept(self, specs: Mapping[str, Spec]) -> dict[str, Spec]:
         """Parameters as their differences are kept, and given to the compressor: as plain shapes, in `state_dtype`."""
         return {n: Spec(tuple(s.shape), self.state_dtype or s.dtype) for n, s in specs.items()}
