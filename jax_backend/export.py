@@ -59,8 +59,8 @@ def _own_types() -> None:
     _register(optax.MaskedNode, "optax.MaskedNode")  # stands in the memory of what is not compressed
 
     def from_bytes(stored: bytes) -> tuple[Any, ...]:
-        axis_name, start_step, unsaid = json.loads(stored)
-        return tuple(axis_name) if isinstance(axis_name, list) else axis_name, start_step, unsaid
+        axis_name, stages, unsaid = json.loads(stored)
+        return tuple(axis_name) if isinstance(axis_name, list) else axis_name, tuple(stages), unsaid
 
     def to_bytes(auxiliary: tuple[Any, ...]) -> bytes:
         return json.dumps(auxiliary).encode()

@@ -9,34 +9,40 @@ orders compressing, sending and computing as it likes, and nothing in it may loo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import tree_flatten_with_path, tree_leaves_with_path
 
 from gradwire.core.algorithms.compressor import ERROR
 from gradwire.jax_backend.axes.mapped_axis import AxisName
 from gradwire.jax_backend.local_sgd.transform import LocalSGDState
 from gradwire.jax_backend.state.names import pure
+from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.types import DataParallelState
 
 
 class Stats(NamedTuple):
-    """Scalars, of all `average_gradients` transformations in a state together.
+    """Scalars, of all states of `average_gradients` and `local_sgd` in a tree together.
 
     Attributes:
         steps: int32, updates so far.
-        skipped_steps: int32, those that changed no memory, since a replica's gradient held an inf or NaN.
+        skipped_steps: int32, those that changed no memory, since a replica's gradient held an inf or NaN. Of local SGD, where each replica has its own,
+            none is counted.
         bytes_sent: float32, what a replica has handed to the network in all of them, as `wire_bytes` counts.
-        dense_bytes: float32, what it would have been uncompressed.
-        compression_ratio: float32, how many times fewer bytes than uncompressed have been sent; before the first step, and before the algorithm's
-            start, 1.
+        dense_bytes: float32, what it would have been uncompressed; of local SGD, with gradients averaged in each step.
+        compression_ratio: float32, how many times fewer bytes than uncompressed have been sent, `dense_bytes / between_bytes`; before the first step, and
+            before the algorithm's start, 1. With two levels it is that between nodes.
         wire_bytes: float32, bytes that a replica hands to the network in the step that comes next; from the algorithm's start on its average
-            over a cycle, as in `gradwire.plan`. NaN before the first step if it depends on the number of replicas, and `init` was called
-            outside the map.
-        error_norm: float32, the 2-norm of the compression error so far and will send later. Of a state in global form, the root of
+            over a cycle, as in `gradwire.plan`: of local SGD over a period of its schedule. Without buffers and moments that are averaged along. NaN before
+            the first step if it depends on the number of replicas, as it does with two levels and of local SGD, and `init` was called outside the map.
+        error_norm: float32, the 2-norm of the compression error so far, which is sent later. Of a state in global form, the root of
             the mean square over the replicas; inside the training step this replica's own, over which `jax.lax.pmean` averages.
+        within_bytes: float32, with two levels those of `bytes_sent` that stay inside the node; else 0.
+        between_bytes: float32, with two levels what all replicas of a node have sent to other nodes together, whose link they share; else `bytes_sent`.
     """
 
     steps: jax.Array
@@ -46,6 +52,13 @@ class Stats(NamedTuple):
     compression_ratio: jax.Array
     wire_bytes: jax.Array
     error_norm: jax.Array
+    within_bytes: jax.Array
+    between_bytes: jax.Array
+
+    @property
+    def within_ratio(self) -> jax.Array:
+        """`dense_bytes / within_bytes`: with two levels, how many times fewer bytes inside the node; 1 if none were sent there."""
+        return _times_fewer(self.dense_bytes, self.within_bytes)
 
     def scalars(self) -> dict[str, float]:
         """What a tracker draws: name → number, on the host. Those that torch's `Stats.scalars` has too have the same names."""
@@ -84,7 +97,7 @@ def relative_error(gradients: Any, averages: Any, state: Any, *, axis_name: Axis
     Raises:
         ValueError: there is not one state of `average_gradients` in `state`.
     """
-    states = _states(state)
+    states = [each for each in _states(state) if isinstance(each, DataParallelState)]
     if len(states) != 1:
         raise ValueError(
             f"relative_error: state holds {len(states)} states of power_sgd, all_reduce_mean or average_gradients; give it that of one"
@@ -107,17 +120,24 @@ def _ratio(difference: Any, whole: Any) -> jax.Array:
     )
 
 
-def _states(tree: Any) -> list[DataParallelState]:
-    """Those of `average_gradients` transformations that stand for themselves."""
+def _times_fewer(dense: jax.Array, sent: jax.Array) -> jax.Array:
+    return jnp.where(sent == 0, 1, dense / jnp.where(sent == 0, 1, sent))
 
-    def stands_alone(x: Any) -> bool:
-        return isinstance(x, (DataParallelState, LocalSGDState))
 
-    return [x for x in jax.tree.leaves(pure(tree), is_leaf=stands_alone) if isinstance(x, DataParallelState)]
+def _is_ours(x: Any) -> bool:
+    return isinstance(x, (DataParallelState, LocalSGDState))
+
+
+def _states(tree: Any) -> list[Any]:
+    """Those of `average_gradients` and `local_sgd` in a tree."""
+    return [x for x in jax.tree.leaves(pure(tree), is_leaf=_is_ours) if _is_ours(x)]
 
 
 def stats(state: Any) -> Stats:
     """What compression does in this run.
+
+    Outside `jax.jit` the host looks at the counts of steps, and waits for them. Where ten and more in a row were skipped it says so in the log, as `distribute`,
+    `replicate`, `unreplicate`, `set_replicas` and `to_portable` do.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -127,36 +147,45 @@ def stats(state: Any) -> Stats:
         (0, 16384.0, 0.0)
 
     Args:
-        state: any tree that holds states of `average_gradients` transformations: an optimizer's state, a Flax `TrainState`, `nnx.Optimizer.opt_state`.
+        state: any tree that holds states of `average_gradients` or `local_sgd`: an optimizer's state, a Flax `TrainState`, `nnx.Optimizer.opt_state`.
             In local or global form; after `jax.pmap`: `unreplicate` first, or call it in the training step.
 
     Raises:
-        ValueError: there is no such state in it. What local SGD sends stands in `gradwire.plan`.
+        ValueError: there is no such state in it.
     """
     found = _states(state)
     if not found:
         raise ValueError(
-            "stats: there is no state of power_sgd, all_reduce_mean or average_gradients in what it was given. Give it the optimizer's state. "
-            "For local SGD: gradwire.plan(parameter_shapes(params), LocalSGD(…))"
+            "stats: there is no state of power_sgd, all_reduce_mean, average_gradients or local_sgd in what it was given. Give it the optimizer's state"
         )
-    next_step, sent, dense, squares = (jnp.zeros((), jnp.float32) for _ in range(4))
+    note_skipped_steps(found)
+    next_step, dense, squares = (jnp.zeros((), jnp.float32) for _ in range(3))
+    sent = jnp.zeros((3,), jnp.float32)
     skipped = jnp.zeros((), jnp.int32)
-    for one in found:
-        record, account = one.record, one.account
-        next_step += jnp.where(one.step >= record.start_step, account.wire_bytes, account.dense_bytes)
-        compressed = jnp.maximum(one.step - record.start_step, 0)
-        sent += (one.step - compressed) * account.dense_bytes
-        sent += jnp.where(compressed > 0, compressed * account.wire_bytes, 0)  # which may be unknown before
-        dense += one.step * account.dense_bytes
+    for each in found:
+        of_local = isinstance(each, LocalSGDState)
+        one: DataParallelState = each.averages if of_local else each
+        stacked = of_local and one.step.ndim > 0  # all of it has a row for each replica
+        step, account = jax.tree.map(lambda x: x[0], (one.step, one.account)) if stacked else (one.step, one.account)
+        first = jnp.asarray(one.record.stages)
+        after = jnp.append(first[1:], np.iinfo(np.int32).max)
+        taken = jnp.clip(step, first, after) - first
+        sent += jnp.where(taken[:, None] > 0, taken[:, None] * account.sent, 0).sum(0)  # which may be unknown before
+        next_step += account.sent[(step >= first).sum() - 1, 0]
+        dense += step * account.dense_bytes
         skipped += account.skipped
-        for error in jax.tree.leaves(one.local):
-            squares += jnp.square(error.astype(jnp.float32)).sum() / error.shape[0]
+        memory = one.memory if of_local else one.local.per_replica
+        for error in jax.tree.leaves(memory.get(ERROR) if isinstance(memory, Mapping) else None):
+            rows = error.shape[0] if stacked or not of_local else 1
+            squares += jnp.square(error.astype(jnp.float32)).sum() / rows
     return Stats(
-        steps=found[0].step,
+        steps=step,
         skipped_steps=skipped,
-        bytes_sent=sent,
+        bytes_sent=sent[0],
         dense_bytes=dense,
-        compression_ratio=jnp.where(sent == 0, 1, dense / jnp.where(sent == 0, 1, sent)),
+        compression_ratio=_times_fewer(dense, sent[2]),
         wire_bytes=next_step,
         error_norm=jnp.sqrt(squares),
+        within_bytes=sent[1],
+        between_bytes=sent[2],
     )

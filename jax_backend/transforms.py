@@ -16,12 +16,13 @@ from jax import lax
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
-from gradwire.core.algorithms.two_level import TwoLevel, Within, without_levels
+from gradwire.core.algorithms.two_level import TwoLevel, Within, levels_of, without_levels
 from gradwire.core.algorithms.weighted import weighted
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import DryRun, dry_run
+from gradwire.core.plan.traffic import LevelBytes
 from gradwire.core.protocol.groups import UnknownWorldSize
 from gradwire.jax_backend.axes.auto_axes import left_to_the_compiler, lying_alike, whole_memory
 from gradwire.jax_backend.axes.mapped_axis import (
@@ -207,9 +208,11 @@ class _Averaging:
         check_requests(algorithm, specs, replicas)
         warn(algorithm, specs)
         rows = jnp.zeros((1 if inside else 0,), bool) if algorithm.per_replica else None
-        wire_bytes = _wire_bytes(algorithm, specs, replicas)
-        record = Record(rows, self.axis_name, algorithm.start_step, math.isnan(wire_bytes))
-        traffic = wire_bytes, sum(s.nbytes for s in specs.values())
+        stages = tuple(sorted({0, algorithm.start_step}))
+        sent = _sent(algorithm if inside else self.algorithm, specs, replicas)
+        record = Record(rows, self.axis_name, stages, sent is None)
+        sent = [LevelBytes(*[math.nan] * 3)] * len(stages) if sent is None else sent
+        dense_bytes = sum(s.nbytes for s in specs.values())
 
         def make() -> DataParallelState:
             made: State[jax.Array] = algorithm.init(OPS, specs)
@@ -220,7 +223,7 @@ class _Averaging:
             if algorithm.per_replica:
                 warn_of_one_vector(named, bool(made.tensors))
             memories = getattr(algorithm, "memories", None)
-            return pack(params, made, algorithm.per_replica, self.configuration, record, traffic, memories)
+            return pack(params, made, algorithm.per_replica, self.configuration, record, sent, dense_bytes, memories)
 
         shardings = shardings_like(params, make)
         # Compiled as a whole: op by op, every shape of a large model would compile its own little kernels.
@@ -253,8 +256,8 @@ class _Averaging:
         after = repack(state, State(shared, tensors), finite)
         if after.account is not None and state.record is not None and state.record.unsaid:
             abstract = mine.map(lambda x: AbstractArray(tuple(x.shape), x.dtype.name))
-            sent = DryRun(algorithm, specs_of(arrays), lax.axis_size(self.axis_name), abstract).wire_bytes
-            after = after._replace(account=after.account._replace(wire_bytes=jnp.asarray(sent, jnp.float32)))
+            sent = DryRun(algorithm, specs_of(arrays), lax.axis_size(self.axis_name), abstract).stages
+            after = after._replace(account=after.account._replace(sent=jnp.asarray(sent, jnp.float32)))
         return gradients.rebuild(averages), after
 
     def _checked(self, updates: optax.Updates, state: Any, params: optax.Params | None) -> NamedTree:
@@ -282,10 +285,11 @@ class _Averaging:
         return state._replace(local=PerReplica(vary_if_tracked(state.local.per_replica, self.axis_name)))
 
 
-def _wire_bytes(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int | None = None) -> float:
-    """Bytes of a step after the start, on average over a cycle, as `gradwire.plan` counts them. NaN where they depend on the number of
-    replicas, and nobody has said it."""
+def _sent(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int | None) -> list[LevelBytes] | None:
+    """Bytes of a step in each stage. None where they depend on the number of replicas, and nobody has said it."""
+    if replicas is None and levels_of(algorithm) is not None:
+        return None
     try:
-        return dry_run(algorithm, specs, replicas).wire_bytes
+        return dry_run(algorithm, specs, replicas).stages
     except UnknownWorldSize:
-        return math.nan
+        return None

@@ -207,11 +207,12 @@ class LocalSGD(Schedule):
         """Whether "node" is to be replaced, in the schedule or in the compressor; see `on_nodes_of`."""
         return super().mentions_nodes or bool(getattr(self.compressor, "mentions_nodes", False))
 
-    def on_nodes_of(self, size: int) -> Self:
-        """The same with "node" replaced by `size`, the number of replicas on each machine. Raises ValueError as the class does."""
-        on_nodes = super().on_nodes_of(size)
+    def on_nodes_of(self, near: int | Groups) -> Self:
+        """The same with "node" replaced, by the number of replicas on each machine, or by a partition of the replicas. Raises ValueError as the class
+        does."""
+        on_nodes = super().on_nodes_of(near)
         replaced = getattr(self.compressor, "on_nodes_of", None)
-        return on_nodes if replaced is None else replace(on_nodes, compressor=replaced(size))
+        return on_nodes if replaced is None else replace(on_nodes, compressor=replaced(near))
 
     @property
     def has_outer(self) -> bool:
@@ -418,6 +419,14 @@ class LocalSGD(Schedule):
         if key not in self._compressed_of:
             self._compressed_of[key] = frozenset(self._algorithm.init(AbstractOps(), specs).tensors)
         return self._compressed_of[key]
+
+    def outer_parameters(self, state: State[A]) -> dict[str, A]:
+        """The outer parameters in a memory, by name. Raises ValueError: plain averaging has none."""
+        if not self.has_outer:
+            raise ValueError(
+                f"{self!r} averages parameters themselves, and has no outer parameters: evaluate their mean, after an average of all replicas"
+            )
+        return {name: kept[OUTER] for name, kept in state.tensors.items() if OUTER in kept}
 
     def kept(self, specs: Mapping[str, Spec]) -> dict[str, Spec]:
         """Parameters as their differences are kept, and given to the compressor: as plain shapes, in `state_dtype`."""

@@ -129,14 +129,15 @@ class Schedule:
         named = [*self._hierarchy(), self.subgroup]
         return "all" not in named or any(isinstance(who, tuple) for who in named)
 
-    def on_nodes_of(self, size: int) -> Self:
-        """The schedule with "node" replaced by `size`, the number of replicas on each machine. Raises ValueError as the class does."""
+    def on_nodes_of(self, near: int | Groups) -> Self:
+        """The schedule with "node" replaced, by the number of replicas on each machine, or by a partition of the replicas. Raises ValueError as the class
+        does."""
         period = self.period
         if isinstance(period, Mapping) and "node" in period:
-            if size in period:
-                raise ValueError(f"period={dict(period)!r} names groups of {size}, the size of a node, twice")
-            period = {(size if who == "node" else who): steps for who, steps in period.items()}
-        return replace(self, period=period, subgroup=size if self.subgroup == "node" else self.subgroup)
+            if near in period:
+                raise ValueError(f"period={dict(period)!r} names groups of {near}, the size of a node, twice")
+            period = {(near if who == "node" else who): steps for who, steps in period.items()}
+        return replace(self, period=period, subgroup=near if self.subgroup == "node" else self.subgroup)
 
     @functools.cached_property
     def _levels(self) -> dict[int, tuple[Level, ...]]:

@@ -19,7 +19,7 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.ops import Spec
-from gradwire.core.plan.traffic import Message, Traffic, counted
+from gradwire.core.plan.traffic import LevelBytes, Message, Traffic, bytes_by_level, counted
 from gradwire.core.protocol import run
 from gradwire.core.protocol.groups import Groups, UnknownWorldSize, group_size, require_partition
 from gradwire.core.protocol.programs import Program, Request, cannot_answer
@@ -115,9 +115,12 @@ class DryRun:
         return [step.traffic for step in self.cycle]
 
     @property
-    def wire_bytes(self) -> float:
-        """Bytes of a step after the start, on average over a cycle, without those inside nodes."""
-        return sum(sent.far_bytes(self.algorithm) for sent in self.traffic) / len(self.traffic)
+    def stages(self) -> list[LevelBytes]:
+        """What a step sends: one before the start, if there is one, and one after it, on average over a cycle."""
+        levels = levels_of(self.algorithm)
+        near = None if levels is None or self.world_size is None else levels.near(self.world_size)
+        kinds = [*([[self.steps[0].traffic]] if self.algorithm.start_step else []), self.traffic]
+        return [bytes_by_level([(sent, 1) for sent in kind], near) for kind in kinds]
 
     @cached_property
     def groups(self) -> list[Groups]:
@@ -282,14 +285,13 @@ class Summary:
 
 def summary(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> Summary:
     """What an algorithm does with these parameters. Raises as `DryRun` does."""
-    dry, levels = dry_run(algorithm, specs, world_size), levels_of(algorithm)
-    replicas = 1 if levels is None or world_size is None else len(levels.near(world_size)[0])
+    dry = dry_run(algorithm, specs, world_size)
     return Summary(
         repr(algorithm),
         len(dry.memory.tensors),
         len(specs),
         sum(spec.nbytes for spec in specs.values()),
-        dry.wire_bytes * replicas,
+        dry.stages[-1].between,
         sum(sent.collectives for sent in dry.traffic) / len(dry.traffic),
         state_bytes(dry.memory, dry.algorithm.per_replica),
         dry.algorithm.start_step,

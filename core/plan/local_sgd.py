@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import overload
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.local_sgd.outer import OuterFactory, OuterSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import DryStep, dry_run, rehearsed
-from gradwire.core.plan.traffic import Traffic
+from gradwire.core.plan.traffic import LevelBytes, Traffic, bytes_by_level
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,34 @@ def local_traffic(
     first = local.start_step + levels[0].period * compressor.start_step
     kinds = tuple((sent[due], times) for due, times in count.items())
     return LocalSteps(kinds, length, lambda i: sent[due_at(first + i)]), by_itself
+
+
+def stage_starts(local: LocalSGD) -> tuple[int, ...]:
+    """The steps from which on something else is sent: 0; that after which replicas part; and that after which the compressor has started."""
+    warm_up = 0 if local.compressor is None else local.compressor.start_step
+    return tuple(sorted({0, local.start_step, local.start_step + local.longest * warm_up}))
+
+
+def local_stages(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> list[LevelBytes]:
+    """What a step sends in each stage that `stage_starts` says, on average over a cycle. "node" and mesh axes in it are replaced before. Raises what
+    `local_traffic` raises."""
+    levels = levels_of(local)
+    near = None if levels is None else levels.near(replicas)
+    if isinstance(local.outer, OuterFactory):  # whichever it is, what is sent is the same
+        local = replace(local, outer=OuterSGD())
+    steps, _ = local_traffic(local, specs, replicas)
+    local, stages = local.at_once(), []
+    memory = local_memory(local, specs, replicas)
+    for start in stage_starts(local)[:-1]:
+        sent = dry_run(local.gradients(replicas), specs, replicas).at(start).traffic
+        kinds = [(sent, 1)]
+        if start == local.start_step:
+            kinds = [
+                (sent + average_of(local, specs, memory, step, replicas, 0, replicas).traffic, times)
+                for step, times in local.occasions(replicas)
+            ]
+        stages.append(bytes_by_level(kinds, near))
+    return [*stages, bytes_by_level(steps.kinds, near)]
 
 
 def local_memory(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> State[AbstractArray]:

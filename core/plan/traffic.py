@@ -5,8 +5,9 @@ They are counted by running the algorithm itself, the very coroutine that the dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradwire.core.algorithm import near_in
 from gradwire.core.ops import A, Ops
@@ -60,6 +61,29 @@ class Traffic:
             self.optional_bytes + other.optional_bytes,
             tuple((groups, n, nbytes) for groups, (n, nbytes) in by_groups.items()),
         )
+
+
+class LevelBytes(NamedTuple):
+    """Bytes of a step.
+
+    Attributes:
+        total: what a replica hands to the network, as `Traffic.nbytes`.
+        within: with two levels, those of them that stay inside the node; else 0.
+        between: with two levels, what all replicas of a node send to other nodes together, whose link they share; else `total`.
+    """
+
+    total: float
+    within: float
+    between: float
+
+
+def bytes_by_level(kinds: Iterable[tuple[Traffic, int]], near: Groups | None) -> LevelBytes:
+    """The mean over steps, so many of each kind. `near`: the replicas of each node; None: there is one level."""
+    listed = list(kinds)
+    times = sum(n for _, n in listed)
+    total = sum(traffic.nbytes * n for traffic, n in listed) / times
+    within = sum(traffic.in_groups(near)[1] * n for traffic, n in listed) / times
+    return LevelBytes(total, within, (total - within) * (len(near[0]) if near else 1))
 
 
 def traffic_of(ops: Ops[A], requests: Sequence[Request], world_size: int | None = None) -> Traffic:

@@ -76,6 +76,15 @@ def require_weight(weight: Any, what: str = "weight") -> float:
     return number
 
 
+def counted_weight(weight: Any, of: object, *, weighted: bool, instead: str) -> float:
+    """The weight that a replica is given, as a float, of what runs an algorithm or a schedule. Raises as `require_weight`, and ValueError where its replicas
+    all count alike; `instead`: what to give."""
+    number = require_weight(weight)
+    if not weighted:
+        raise ValueError(f"weight={number:g} for {of!r}, whose replicas all count alike; {instead}")
+    return number
+
+
 def weight_of(ops: Ops[A], weight: Any) -> A:
     """A weight, a number or a scalar array, as a scalar array of float32."""
     number = isinstance(weight, (int, float))

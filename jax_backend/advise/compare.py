@@ -15,7 +15,7 @@ import optax  # type: ignore[import-untyped]
 
 from gradwire.core.advise.advice import name_of
 from gradwire.core.advise.compare.batches import endless
-from gradwire.core.advise.compare.runs import Run, described
+from gradwire.core.advise.compare.runs import Run
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.plan import plan
 from gradwire.jax_backend.advise.model_shapes import specs_of_parameters
@@ -110,7 +110,7 @@ def run(
         if n in looks and training.evaluate is not None:
             held_out[n] = _held_out(training, form, tx, n, jax.tree.map(lambda x: x[0], state))
         on_step()
-    return Run(name_of(algorithm), seed, losses, held_out, [], sent, factor, described(specs))
+    return Run(name_of(algorithm), seed, losses, held_out, [], sent, factor, specs)
 
 
 def _mapped(step: Callable[..., Any], replicas: int) -> Callable[..., Any]:

@@ -17,9 +17,10 @@ train_step = jax.pmap(train_step, axis_name="data", donate_argnums=0)
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import jax
@@ -28,12 +29,15 @@ import optax  # type: ignore[import-untyped]
 from jax import lax
 
 from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.algorithms.two_level import without_levels
+from gradwire.core.algorithms.two_level import levels_of, without_levels
 from gradwire.core.local_sgd.algorithm import OUTER, LocalSGD
 from gradwire.core.local_sgd.algorithm import diloco as diloco_of
 from gradwire.core.local_sgd.outer import OuterFactory
 from gradwire.core.local_sgd.schedule import Turn
+from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn, warn_of_few_rounds
+from gradwire.core.plan.local_sgd import local_stages, stage_starts
+from gradwire.core.plan.traffic import LevelBytes
 from gradwire.core.text.options import OWN_CHECK, AtLeast1, checked
 from gradwire.core.text.wording import some
 from gradwire.jax_backend.axes.auto_axes import left_to_the_compiler, whole_memory
@@ -309,6 +313,7 @@ class _Halves:
     local: LocalSGD
     axis_name: AxisName
     moments: WhatOfMoments
+    _found: dict[Any, list[LevelBytes]] = field(default_factory=dict)
 
     def init(self, params: optax.Params) -> LocalSGDState:
         know_flax()
@@ -326,11 +331,14 @@ class _Halves:
             run = with_numbers(self.local, self.axis_name) if inside else memory
             check_requests(cast(Algorithm, run.compressor), self.local.kept(specs), replicas)
         warn(self.local, specs)
-        record = Record(None, self.axis_name, self.local.start_step)
+        stages = stage_starts(self.local)
+        sent = self._sent(specs) if inside and specs else [LevelBytes(*[math.nan] * 3)] * len(stages)
+        record = Record(None, self.axis_name, stages, unsaid=not (inside and specs))
+        dense_bytes = sum(s.nbytes for s in specs.values())
 
         def averages(leaves: dict[str, jax.Array]) -> DataParallelState:
             made = memory.init(OPS, leaves, 1) if leaves else State[jax.Array]()
-            return pack(params, made, frozenset(), self._configuration, record)
+            return pack(params, made, frozenset(), self._configuration, record, sent, dense_bytes)
 
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in named.leaves.values()):
             raise TypeError(
@@ -399,7 +407,7 @@ class _Halves:
             different = sorted(named.leaves.keys() ^ known)
             raise ValueError(f"the parameters are not those given to init: {some(different)} in one of them only")
         after, averages, inner = self._averaged(named, mine, before, others, turn, self._weight(weight))
-        leaves[place] = mine._replace(inner=inner, averages=repack(mine.averages, averages))
+        leaves[place] = mine._replace(inner=inner, averages=self._accounted(repack(mine.averages, averages), named))
         return named.rebuild(after), jax.tree.unflatten(structure, leaves), *(extra.rebuilt() for extra in others)
 
     def _averaged(
@@ -444,6 +452,23 @@ class _Halves:
                 self.inner.init(named.rebuild(after)), functools.reduce(operator.or_, due), self.axis_name
             )
         return after, averages, inner
+
+    def _accounted(self, averages: DataParallelState, params: NamedTree) -> DataParallelState:
+        """With what a step sends, if `init` did not know among how many replicas."""
+        if not averages.record.unsaid or not params.leaves:
+            return averages
+        sent = vary_if_tracked(jnp.asarray(self._sent(specs_of(params.leaves)), jnp.float32), self.axis_name)
+        return averages._replace(account=averages.account._replace(sent=sent))
+
+    def _sent(self, specs: Mapping[str, Spec]) -> list[LevelBytes]:
+        """Bytes of a step in each stage. Found once for a model: it takes as long as tracing a step does."""
+        local, replicas = with_numbers(self._fitted(), self.axis_name), lax.axis_size(self.axis_name)
+        plain = {name: Spec(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
+        levels = levels_of(local)
+        key = local.levels(replicas), local.subgroups(replicas), levels and levels.within, tuple(plain.items())
+        if key not in self._found:
+            self._found[key] = local_stages(local, plain, replicas)
+        return self._found[key]
 
     @property
     def _configuration(self) -> str:

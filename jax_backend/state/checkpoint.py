@@ -17,6 +17,7 @@ from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.state import checkpoint
 from gradwire.core.text.options import OWN_CHECK, Replicas, checked
 from gradwire.jax_backend.axes.two_levels import nodes_of
+from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import Leaf, survey
 from gradwire.jax_backend.state.trees import by_parameter, rebuilt
 from gradwire.jax_backend.state.types import LOCAL, DataParallelState, PerReplica, on_host, spec
@@ -59,6 +60,7 @@ def set_replicas(state: T, replicas: Replicas) -> T:
     found = survey(state)
     found.refuse_pmap_form()
     found.refuse_missed_averages()
+    note_skipped_steps(state)
 
     def fewer_rows(leaf: Leaf) -> Any:
         x = leaf.value
@@ -118,6 +120,7 @@ def to_portable(
     """
     _require_ours(state)
     survey(state).refuse_pmap_form()
+    note_skipped_steps(state)
     tensors = {
         name: {key: on_host(x) for key, x in memory.items()} for name, memory in by_parameter(state.memory).items()
     }

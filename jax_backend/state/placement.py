@@ -25,6 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gradwire.core.text.options import Replicas, checked
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
 from gradwire.jax_backend.state.same_state import require_same
+from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import Leaf, Survey, survey
 from gradwire.jax_backend.state.types import PIECES, spec
 
@@ -109,6 +110,7 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
     found = survey(state)
     _require_sound(found, axis_name)
     found.refuse_missed_averages()
+    note_skipped_steps(state)
     axes = _axes_in(mesh, axis_name)
     if {device.process_index for device in mesh.devices.flat} == set(range(jax.process_count())):
         require_same(found, "distribute")
@@ -162,6 +164,7 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
     found = survey(state)
     _require_sound(found, None)
     found.refuse_missed_averages()
+    note_skipped_steps(state)
     require_same(found, "replicate")
     devices = list(devices) if devices is not None else jax.local_devices()
     if not devices:
@@ -217,6 +220,7 @@ def unreplicate(state: T) -> T:
     found = survey(state)
     found.refuse_accumulated(half=True)
     found.refuse_missed_averages()
+    note_skipped_steps(state)
     device_of: list[list[jax.Device]] = []  # by process; found once, and only if anything is per replica
 
     def take(leaf: Leaf) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +25,11 @@ def pack(
     per_replica: frozenset[str],
     configuration: str,
     record: Record,
-    traffic: tuple[float, int] = (0, 0),
+    sent: Sequence[Sequence[float]],
+    dense_bytes: int,
     memories: frozenset[str] | None = None,
 ) -> DataParallelState:
-    """The state before the first step, in local form. `traffic`: bytes of a step, compressed and not. `memories`: of each tensor that has one, if
+    """The state before the first step, in local form. `sent`, `dense_bytes`: see `Account`. `memories`: of each tensor that has one, if
     the algorithm can name them."""
     named = flatten(params)
     tensors = {name: memory or {NOTHING: jnp.zeros((), bool)} for name, memory in state.tensors.items()}
@@ -51,7 +52,7 @@ def pack(
         else {key: tree(key) for key in sorted(keys - per_replica)},
         local=PerReplica(jax.tree.map(lambda x: x[None], {key: tree(key) for key in sorted(per_replica)})),
         record=record,
-        account=Account(jnp.zeros((), jnp.int32), *(jnp.asarray(n, jnp.float32) for n in traffic)),
+        account=Account(jnp.zeros((), jnp.int32), *(jnp.asarray(n, jnp.float32) for n in (sent, dense_bytes))),
     )
 
 

@@ -33,23 +33,23 @@ class PerReplica(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["per_replica"], meta_fields=["axis_name", "start_step", "unsaid"]
+    jax.tree_util.register_dataclass, data_fields=["per_replica"], meta_fields=["axis_name", "stages", "unsaid"]
 )
 @dataclass(frozen=True)
 class Record:
-    """Where a state belongs. `axis_name` and `start_step` are part of its structure, and of no checkpoint.
+    """Where a state belongs. `axis_name` and `stages` are part of its structure, and of no checkpoint.
 
     Attributes:
         per_replica: one row on each replica, none in what `init` returns outside the map: so a state is noticed that has not come to its
             replicas by `distribute` or `replicate`. None if nothing differs between replicas.
         axis_name: that of the transformation.
-        start_step: of the algorithm.
+        stages: steps from which on something else is sent: 0, and the algorithm's start. Rising.
         unsaid: what is sent depends on the number of replicas, which nobody had said in `init`.
     """
 
     per_replica: Any
     axis_name: AxisName
-    start_step: int
+    stages: tuple[int, ...]
     unsaid: bool = False
 
 
@@ -58,13 +58,14 @@ class Account(NamedTuple):
 
     Attributes:
         skipped: int32, how many steps changed no memory, since a replica's gradient held an inf or NaN.
-        wire_bytes: float32, what a replica sends in a step after the algorithm's start, on average over its cycle, as in `gradwire.plan`.
-            NaN in a new state if it depends on the number of replicas, and `init` was called outside the map.
+        sent: float32 (stages, 3), the bytes of a step in each stage of the record, on average over the algorithm's cycle: what a replica sends, as in
+            `gradwire.plan`; with two levels what of it stays inside the node, and what all replicas of a node send to others. NaN in a new state if they
+            depend on the number of replicas, and `init` was called outside the map.
         dense_bytes: float32, what an uncompressed step sends.
     """
 
     skipped: jax.Array
-    wire_bytes: jax.Array
+    sent: jax.Array
     dense_bytes: jax.Array
 
 

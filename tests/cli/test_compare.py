@@ -66,13 +66,19 @@ def test_a_comparison_is_printed_kept_and_drawn(folder, capsys):
     printed = run(capsys, *command(*options))
     assert "at step 12" in printed
     assert max(map(len, printed.splitlines())) <= 80
-    assert (folder / "comparison.svg").read_text().count("LocalSGD") >= 1
+    picture = (folder / "comparison.svg").read_text()
+    assert "LocalSGD" in picture
+    assert "seconds" not in picture
     kept = json.loads((folder / "comparison.json").read_text())
     assert [(r["method"], r["seed"]) for r in kept["runs"]] == [
         (name, seed) for seed in range(2) for name in ("plain", "LocalSGD(period=4)", "PowerSGD(rank=1)")
     ]
     found = json.loads(run(capsys, *command(*options, "--json")))
     assert found["LocalSGD(period=4)"]["seeds"] == 2
+    run(capsys, *command(*options, "--link", "1Gbit", "--latency", "1ms", "--step-ms", "10"))
+    picture = (folder / "comparison.svg").read_text()
+    assert "seconds, without" in picture
+    assert "1 Gbit/s, a step alone takes 10 ms" in picture
 
 
 def test_a_comparison_that_was_stopped_goes_on(folder, capsys, monkeypatch):
@@ -146,6 +152,11 @@ def test_an_advice_weighs_what_was_compared(folder, capsys):
     assert found["methods"][2]["loss"]["difference"] == told["LocalSGD(period=4)"]["difference"]
     assert "some_training:make, 12 steps, 2 seeds" in found["losses"]
     assert "--replicas 3" in refused(capsys, "advise", "shapes.json", "--probe", "3.json", *options)
+    timed = ("-a", "Sign()", "--seeds", "2", "--step-ms", "1", "--probe")
+    run(capsys, *command(*timed, "2.json"))
+    assert "2 replicas on 1 node (torch, cpu)" in (folder / "comparison.svg").read_text()
+    assert "--replicas 3" in refused(capsys, *command(*timed, "3.json"))
+    assert "--link with --probe" in refused(capsys, *command(*timed, "2.json", "--link", "1Gbit"))
     assert "comparison.json" in refused(capsys, "advise", "other.json", "--probe", "2.json", *options)
 
 
@@ -166,6 +177,11 @@ def test_seeds_are_given_to_who_takes_them(folder, capsys):
         (("-a", "Sign()", "--rates", "1", "2"), "three_windows", "rates"),
         (("-a", "Sign()", "--rates", "0"), "make", "rates"),
         (("-a", "Sign()", "--rates", "much"), "make", "--rates"),
+        (("-a", "Sign()", "--link", "1Gbit"), "make", "--step-ms"),
+        (("-a", "Sign()", "--link", "1Gbit", "--step-ms", "nan"), "make", "--step-ms nan"),
+        (("-a", "Sign()", "--link", "fast", "--step-ms", "1"), "make", "--link 'fast'"),
+        (("-a", "Sign()", "--probe", "missing.json", "--step-ms", "1"), "make", "--probe missing.json"),
+        (("-a", "Sign()", "--step-ms", "1"), "make", "--link or --probe"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(folder, capsys, options, training, named):

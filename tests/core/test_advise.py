@@ -331,7 +331,7 @@ def compared(algorithms, losses, model=SPECS, replicas=2, factors=(1.0,)):
     for algorithm, held_out in zip([DENSE, *algorithms], losses, strict=True):
         for seed in (0, 1):
             windows = [loss + 0.001 * seed for loss in held_out]
-            runs.add(Run(name_of(algorithm), seed, [1.0], {50: windows}, [], 1.0, factors[0], described(model)))
+            runs.add(Run(name_of(algorithm), seed, [1.0], {50: windows}, [], 1.0, factors[0], model))
     return Comparison(runs, algorithms)
 
 
@@ -410,4 +410,4 @@ def test_names_of_parameters_do_not_tell_models_apart():
     assert described(renamed) == described(SPECS)
     found = compared([PowerSGD(4)], LOSSES[:2])
     with pytest.raises(ValueError, match="another file"):
-        found.runs.add(Run("plain", 2, [1.0], {}, model=described({"w": Spec((2,))})))
+        found.runs.add(Run("plain", 2, [1.0], {}, specs={"w": Spec((2,))}))

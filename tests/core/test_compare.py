@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire import AllReduce, Comparison, LocalSGD, PowerSGD, Quantize, TopK, diloco
+from gradwire import AllReduce, Comparison, LocalSGD, PowerSGD, Quantize, Spec, TopK, diloco
+from gradwire.cli.compare import Network
 from gradwire.core.advise.advice import name_of
 from gradwire.core.advise.compare.runs import Run, Runs
 from gradwire.core.advise.compare.schedule import OUTER_STEPS, doubts, evaluated_at, ready_at, warm_up
 from gradwire.core.advise.compare.verdicts import margin, quantile, verdict
+from gradwire.core.algorithms.shared.views import StackedShape
 
 LOCAL = [LocalSGD(7), LocalSGD({2: 2, 4: 6}, start_step=5), diloco(9, fragments=3), diloco(9, fragments=3, overlap=2)]
 
@@ -110,14 +112,14 @@ def test_doubts(algorithm, said):
     assert doubts(algorithm, 4, 100, searched=True) == [each for each in found if "rate" not in each]
 
 
-def runs_of(*methods, seeds=(0, 1), steps=100, rates=(1.0,), worse=0.1):
+def runs_of(*methods, seeds=(0, 1), steps=100, rates=(1.0,), worse=0.1, specs=None):
     runs = Runs("a:make", 4, steps)
     for seed in seeds:
         for i, method in enumerate(methods):
             held_out = {n: [3 + seed + i * worse, 2 + seed + i * worse] for n in evaluated_at(method, 4, steps)}
             if method == AllReduce():
                 held_out |= {n: [3.0 + seed, 2.0 + seed] for n in range(1, steps + 1)}
-            runs.add(Run(name_of(method), seed, [1.0], held_out, rates, 1e6))
+            runs.add(Run(name_of(method), seed, [1.0], held_out, rates, 1e6, specs=specs or {}))
     return runs
 
 
@@ -131,6 +133,24 @@ def test_verdicts_are_about_what_both_have_run():
     assert found[methods[1]].difference == pytest.approx(0.2 / 3)
     assert found[methods[2]].step is None
     assert found[TopK(4)].step is None
+
+
+def test_losses_have_times_over_a_link(tmp_path):
+    """A ring sends 6/4 of a message of 4 MB, which the next forward pass of its only layer waits for: 48 ms at 1 Gbit/s, besides 6 hops for each message."""
+    methods = [PowerSGD(4), LocalSGD(33), TopK(4)]
+    specs = {"w": Spec(StackedShape((10, 100, 1000), 1))}
+    runs_of(AllReduce(), *methods[:2], specs=specs).save(tmp_path / "c.json")
+    comparison = Comparison(Runs.load(tmp_path / "c.json"), methods)
+    assert comparison.runs.specs == specs
+    assert comparison.runs.specs["w"].shape.stacked == 1  # so factors are those of ten matrices
+    found = comparison.seconds(step=0.1, link="1Gbit", latency=1e-4)
+    ring = {
+        "plain": 0.048 + 6e-4,
+        "PowerSGD(rank=4)": 1.5 * 10 * 1100 * 4 * 4 / 125e6 + 12e-4,
+        "LocalSGD(period=33)": (0.048 + 6e-4) / 33,
+    }
+    assert found == pytest.approx({name: 0.1 + waits for name, waits in ring.items()})  # nobody has run TopK
+    assert Network(0.1, 125e6, 1e-4, "").curves(comparison)["plain"][0][-1] == pytest.approx(100 * found["plain"])
 
 
 #: Of two methods the losses of windows 0 and 2, which choose the rate, and of 1 and 3, which make the verdict, by factor.

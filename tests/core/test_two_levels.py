@@ -7,7 +7,20 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 import gradwire.core.protocol as rq
-from gradwire import AllReduce, LocalSimulator, PowerSGD, Quantize, Simulator, TopK, TwoLevel, WireDtype, diloco, plan
+from gradwire import (
+    AllReduce,
+    LocalSGD,
+    LocalSimulator,
+    PowerSGD,
+    Quantize,
+    Simulator,
+    TopK,
+    TwoLevel,
+    Weighted,
+    WireDtype,
+    diloco,
+    plan,
+)
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.kernels.numpy import PoisonOps
 from gradwire.core.protocol import together
@@ -239,3 +252,9 @@ def test_node_is_replaced_by_those_who_know():
     local = diloco(4, compressor=TwoLevel(AllReduce(), "node"))
     assert local.mentions_nodes
     assert local.on_nodes_of(2).compressor.within == 2
+    for around in (Weighted, lambda two: WireDtype(two, "bfloat16")):
+        assert around(TwoLevel(AllReduce())).on_nodes_of(((0, 2), (1, 3))) == around(
+            TwoLevel(AllReduce(), ((0, 2), (1, 3)))
+        )
+        assert around(TwoLevel(AllReduce())).mentions_nodes > around(TwoLevel(AllReduce(), 2)).mentions_nodes
+    assert LocalSGD(4, subgroup="node").on_nodes_of(((0, 2), (1, 3))).subgroups(4) == ((0, 2), (1, 3))

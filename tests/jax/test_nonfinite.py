@@ -7,7 +7,8 @@ import optax
 import pytest
 
 from gradwire import AllReduce, PowerSGD, Quantize, TwoLevel
-from gradwire.jax_backend import average_gradients, power_sgd
+from gradwire.jax_backend import average_gradients, power_sgd, replicate, stats, to_portable, unreplicate
+from gradwire.jax_backend.state.skipped_steps import _run_of
 from tests.jax.replicas import AXIS, Replicas, gradients, power
 
 SHAPES = {"w": (32, 24), "b": (24,)}
@@ -55,6 +56,33 @@ def test_memory_stays_as_it_was_and_training_goes_on(algorithm, mode):
     assert int(run.global_state().account.skipped) == 3
     assert all(np.array_equal(after[name], expected[name]) for name in SHAPES)
     assert all(np.isfinite(x).all() for x in after.values())
+
+
+SEEN_BY = {
+    "stats": stats,
+    "unreplicate": lambda state: unreplicate(replicate(state, jax.devices()[:1], axis_name=AXIS)),
+    "to_portable": lambda state: to_portable(state, PowerSGD(2)),
+    "stats, traced": jax.jit(stats),
+}
+
+
+@pytest.mark.parametrize("by", SEEN_BY)
+@pytest.mark.parametrize(
+    ("looks", "lines"),
+    [([(12, 0), (21, 9)], 0), ([(12, 0), (22, 10), (32, 20)], 1), ([(30, 30)], 1), ([(10, 10), (11, 10), (30, 29)], 2)],
+)
+def test_ten_skipped_steps_in_a_row_are_said_where_the_host_sees_a_state(by, looks, lines, caplog):
+    """By its counts of steps, and of those that were skipped, at some of them."""
+    _run_of.cache_clear()
+    state = power_sgd(2, axis_name=AXIS).init(PARAMS)
+    for steps, skipped in looks:
+        account = state.account._replace(skipped=jnp.int32(skipped))
+        SEEN_BY[by](state._replace(step=jnp.int32(steps), account=account))
+    found = [
+        record.getMessage() for record in caplog.records if "10 steps in a row were skipped" in record.getMessage()
+    ]
+    assert len(found) == lines * (by != "stats, traced")
+    assert all(line.startswith("PowerSGD(rank=2)") for line in found)
 
 
 def test_in_the_dense_phase_and_in_a_plain_all_reduce():

@@ -9,7 +9,7 @@ from flax import nnx
 
 import gradwire
 import gradwire.jax_backend as gw
-from gradwire import AllReduce, PowerSGD, WireDtype
+from gradwire import AllReduce, LocalSGD, LocalSimulator, PowerSGD, Simulator, TwoLevel, WireDtype, diloco
 from gradwire.torch_backend import Stats
 from tests.jax.replicas import AXIS, Replicas, gradients, mesh_of
 
@@ -41,6 +41,80 @@ def test_before_the_start_everything_is_sent():
     whole, wire = plan.dense_bytes, plan.wire_bytes
     assert total == [(0, 0), (whole, whole), (2 * whole, 2 * whole), (2 * whole + wire, 3 * whole)]
     assert np.isclose(found.compression_ratio, 3 * whole / (2 * whole + wire))
+
+
+def of_levels(sent, near=((0, 1), (2, 3))):
+    """Bytes in all, inside nodes, and of both replicas of a node to the other node."""
+    total, within = (sum(x) for x in zip(*((t.nbytes, t.in_groups(near)[1]) for t in sent), strict=True))
+    return total, within, 2 * (total - within)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        TwoLevel(PowerSGD(2, start_step=2), 2),
+        pytest.param(WireDtype(TwoLevel(AllReduce(), 2), "bfloat16"), marks=pytest.mark.slow),
+    ],
+    ids=repr,
+)
+def test_each_of_two_levels_has_its_ratio(algorithm):
+    tx, sim = gw.average_gradients(algorithm, axis_name=AXIS), Simulator(algorithm, SHAPES, replicas=4, dtype="float32")
+    assert np.isnan(gw.stats(tx.init(PARAMS)).wire_bytes)  # nobody has said how many replicas there are
+    run, sent = Replicas(tx, PARAMS, mode="shard_map"), []
+    for step in range(3):
+        run.update(gradients(SHAPES, step))
+        sim.step(gradients(SHAPES, step))
+        sent.append(sim.traffic)
+    found = gw.stats(run.state)
+    total, within, between = of_levels(sent)
+    assert (found.bytes_sent, found.within_bytes, found.between_bytes) == (total, within, between)
+    assert found.wire_bytes == gradwire.plan(SHAPES, algorithm, world_size=4).wire_bytes == sent[-1].nbytes
+    assert np.isclose(found.compression_ratio, found.dense_bytes / between)
+    assert np.isclose(found.within_ratio, found.dense_bytes / within)
+
+
+LOCAL = {
+    "two levels": (diloco(2, fragments=2, subgroup=2, compressor=TwoLevel(PowerSGD(2), 2)), 4),
+    "warm-up": (LocalSGD(3, start_step=2), 8),
+    "groups": (LocalSGD({2: 1, "all": 2}, subgroup=2), 4),
+    "compressor's warm-up": (diloco(2, start_step=1, compressor=PowerSGD(2, start_step=1, half_step=True)), 7),
+}
+SLOW = [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in LOCAL.items()][1:]
+
+
+@pytest.mark.parametrize(("local", "steps"), [pytest.param(*LOCAL["two levels"], id="two levels"), *SLOW])
+def test_local_sgd_is_counted_as_its_replicas_send(local, steps):
+    tx, mesh = gw.local_sgd(optax.sgd(0.1), local, axis_name=AXIS), mesh_of(4)
+    state = gw.stack_replicas((PARAMS, tx.init(PARAMS)))
+    assert (gw.stats(state).bytes_sent, gw.stats(state).compression_ratio) == (0, 1)
+    state, specs = gw.distribute(state, mesh, AXIS), gw.partition_specs(state, AXIS)
+
+    def step(g, state):
+        state = tx.step(jax.tree.map(lambda x: x[0], g), gw.this_replica(state))
+        return gw.stack_replicas(state), jax.tree.map(lambda x: x[None], gw.stats(state))
+
+    shards = {"in_specs": (jax.P(AXIS), specs), "out_specs": (specs, jax.P(AXIS)), "check_vma": False}
+    mapped, sim, sent = (
+        jax.jit(jax.shard_map(step, mesh=mesh, **shards)),
+        LocalSimulator(local, PARAMS, 4, dtype="float32"),
+        [],
+    )
+    for t in range(steps):
+        given = gradients(SHAPES, t)
+        state, inside = mapped(jax.tree.map(lambda *x: jnp.stack(x), *given), state)
+        sim.step(given, lambda _, p, g: {n: p[n] - 0.1 * g[n] for n in p})
+        sent.append(sim.traffic)
+    found, errors = gw.stats(state), state.per_replica[1].averages.memory.get("error", {})
+    total, within, between = of_levels(sent)
+    two = (within, between) if local.compressor and hasattr(local.compressor, "within") else (0, total)
+    assert (found.steps, found.bytes_sent) == (steps, total)
+    assert (found.within_bytes, found.between_bytes) == two
+    assert found.dense_bytes == steps * gradwire.plan(SHAPES, AllReduce()).dense_bytes
+    assert all(np.ptp(x) == 0 for x in inside[:6])
+    assert found[:6] == tuple(x[0] for x in inside[:6])
+    squares = sum((np.asarray(x, np.float64) ** 2).sum() / 4 for x in jax.tree.leaves(errors))
+    assert np.isclose(found.error_norm, np.sqrt(squares), rtol=1e-5)
+    assert (found.error_norm > 0) == (local.compressor is not None)
 
 
 def test_what_torch_has_too_is_called_the_same():

@@ -83,7 +83,7 @@ class Here:
 
 
 def _of_module(module):
-    values = [x for x in (*module.parameters(), *module.buffers()) if not nn.parameter.is_lazy(x)]
+    values = [x for x in (*module.parameters(), *module.buffers()) if not (nn.parameter.is_lazy(x) or x.is_meta)]
     local = [x.to_local() if isinstance(x, DTensor) else x for x in values]
     hooks = [dict(x._post_accumulate_grad_hooks or {}) for x in module.parameters()]
     return [[x.detach().clone() for x in local], hooks, list(getattr(module, "_comm_hooks", ()))]
@@ -134,6 +134,11 @@ def with_phase():
 
 def lazy():
     return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+
+
+def on_meta():
+    with torch.device("meta"):
+        return small()
 
 
 def normed(width=5):

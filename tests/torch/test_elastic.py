@@ -243,6 +243,18 @@ WITH_MEMORY = [
 ]
 
 
+def vote_against(manager, now):
+    """Whenever a replica is asked for its vote, and it is `now`."""
+    vote = manager.should_commit
+
+    def voted(*args, **options):
+        if now():
+            manager.report_error(RuntimeError("against it"))
+        return vote(*args, **options)
+
+    manager.should_commit = voted
+
+
 @pytest.mark.parametrize("what", WITH_MEMORY, ids=repr)
 def test_a_vote_against_a_step_leaves_every_memory_as_it_was_and_nothing_is_lost(what):
     """Both vote no once, after all messages have come. A schedule trains on; what averages gradients takes no step."""
@@ -252,14 +264,7 @@ def test_a_vote_against_a_step_leaves_every_memory_as_it_was_and_nothing_is_lost
         model, optimizer = small()
         manager = here.manager(f"replica{number}")
         handle = elastic(model, optimizer, what, manager)
-        vote = manager.should_commit
-
-        def voted(*args, **options):
-            if step >= 7:
-                manager.report_error(RuntimeError("against it"))
-            return vote(*args, **options)
-
-        manager.should_commit = voted
+        vote_against(manager, lambda: step >= 7)
         for step in range(10):
             before, rounds = handle.state_dict(), handle.rounds
             weights = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -289,15 +294,12 @@ def test_who_has_missed_a_round_takes_over_the_state_of_the_others():
         model, optimizer = small()
         manager = here.manager(f"replica{number}")
         handle = elastic(model, optimizer, local, manager)
-        vote = manager.should_commit
 
-        def voted(*args, **options):
-            if number == 1 and handle.steps == 8:
-                kept.append(numbers(handle.state_dict()))
-                manager.report_error(RuntimeError("against it"))
-            return vote(*args, **options)
+        def seen():
+            kept.append(numbers(handle.state_dict()))
+            return True
 
-        manager.should_commit = voted
+        vote_against(manager, lambda: number == 1 and handle.steps == 8 and seen())
         while handle.steps < 18:
             rounds = handle.rounds
             take(model, optimizer, drawn(number, handle.steps))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import LocalSGD, PowerSGD, diloco
+from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, WireDtype, diloco
 from gradwire.torch_backend import local_sgd
 from tests.parity import local_sgd_cases as parity
 from tests.torch.compare import flat, relative, said, same_bits, weights
@@ -273,7 +273,15 @@ def test_weights_may_be_loaded_until_the_first_step(world: World) -> None:
 
 
 @cases.case
-def test_nodes_are_found_in_the_environment_of_torchrun(world: World) -> None:
+def test_nodes_are_those_of_torchrun_or_ranks_on_one_host(world: World) -> None:
+    schedule = LocalSGD({"node": 2, "all": 4}, subgroup="node", compressor=WireDtype(TwoLevel(AllReduce()), "bfloat16"))
+    with mock.patch.dict(os.environ), mock.patch("socket.gethostname", return_value=f"host{world.rank % 2}"):
+        del os.environ["LOCAL_WORLD_SIZE"]
+        handle = Training(world, schedule).handle
+        assert handle.local == schedule.on_nodes_of(((0, 2), (1, 3)))
+        assert handle.local.subgroups(4) == handle.local.levels(4)[1].groups == ((0, 2), (1, 3))
+        assert handle.local.compressor.algorithm.within == ((0, 2), (1, 3))
+        handle.reconfigure(schedule)
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
         training = Training(world, LocalSGD({"node": 2, "all": 4}, subgroup="node"))
     assert repr(training.handle.local) == "LocalSGD(period={2: 2, 'all': 4}, subgroup=2)"

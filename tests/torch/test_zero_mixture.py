@@ -154,16 +154,20 @@ def test_equals_the_plain_pair(world, variant):
             assert theirs.keys() == own.keys()
 
 
+def train_with(ddp, optimizers, rank, steps):
+    for step in range(steps):
+        ddp.zero_grad()
+        loss(ddp, rank, step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 @cases.case
 def test_with_torchs_casts_it_is_torchs_pair_to_the_last_bit(world):
     twin = Model(torch.float32)
     ddp = DistributedDataParallel(twin, process_group=world.group, bucket_cap_mb=0.001)
     pair = plain_pair(twin)
-    for step in range(50):
-        ddp.zero_grad()
-        loss(ddp, world.rank, step).backward()
-        for optimizer in pair:
-            optimizer.step()
+    train_with(ddp, pair, world.rank, 50)
     wrapper, zero = sharded(Model(torch.float32), world.group, "plain")
     assert same_bits(train(wrapper, zero, world.rank, range(50)), weights(twin))
 
@@ -248,11 +252,7 @@ def test_compressed_gradients_in_front(world, algorithm):
         ddp = DistributedDataParallel(model, process_group=world.group)
         handle = gw.register_comm_hook(ddp, algorithm())
         optimizers = make(model)
-        for step in range(8):
-            ddp.zero_grad()
-            loss(ddp, world.rank, step).backward()
-            for optimizer in optimizers:
-                optimizer.step()
+        train_with(ddp, optimizers, world.rank, 8)
         assert handle.stats().compression_ratio > 1.2
         found.append(weights(model))
     assert same_bits(*found)

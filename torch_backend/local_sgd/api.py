@@ -71,7 +71,8 @@ def local_sgd(
         optimizer: that steps the module's parameters, any; in several parameter groups if you like. accelerate's and Lightning's wrappers
             of one count as the optimizer inside. None: call `handle.step()` after each
             step yourself, for instance where there are several optimizers; weights must then be loaded before.
-        local: what to do: `LocalSGD(...)` or `diloco(...)`. "node" in it is what LOCAL_WORLD_SIZE says.
+        local: what to do: `LocalSGD(...)` or `diloco(...)`. "node" in it is a machine, as for `TwoLevel`: by what
+            torchrun says in LOCAL_WORLD_SIZE, or else by the names of the hosts.
         buffers: floating buffers (the statistics of BatchNorm) are averaged with the parameters, as they are; or kept. A DDP that
             broadcasts buffers in each forward pass is refused, since that is a message in each step.
         moments: the optimizer's tensors of a parameter that have its shape are kept as each rank has them; averaged with the parameter; or

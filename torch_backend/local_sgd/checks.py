@@ -15,7 +15,7 @@ from gradwire.core.plan.local_sgd import local_memory
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.text.wording import some
 from gradwire.torch_backend.engine.driver import specs_of
-from gradwire.torch_backend.engine.groups.process_groups import node_size
+from gradwire.torch_backend.engine.groups.nodes import on_nodes
 from gradwire.torch_backend.fsdp.backward import hook_obstacle
 from gradwire.torch_backend.local_sgd.outer import in_torch
 from gradwire.torch_backend.local_sgd.target import Target
@@ -42,13 +42,13 @@ class Fitted:
 
 
 def fitted(local: LocalSGD, group: dist.ProcessGroup, parameters: Mapping[str, Tensor], *, averager: bool) -> Fitted:
-    """A schedule for this group and these parameters. `averager`: there is somebody who can average gradients, if it wants that."""
+    """A schedule for this group and these parameters. `averager`: there is somebody who can average gradients, if it wants that. To be called on all ranks."""
     replicas, specs = dist.get_world_size(group), specs_of(parameters)
+    device = next((x.device for x in parameters.values()), None)
     try:
-        if local.mentions_nodes:
-            local = local.on_nodes_of(node_size(group))
-        if parameters:
-            local = in_torch(local, specs, next(iter(parameters.values())).device)
+        local = on_nodes(local, group, device)
+        if device is not None:
+            local = in_torch(local, specs, device)
         local_memory(local, specs, replicas)
     except ValueError as error:
         return Fitted(local, obstacle=str(error))

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.two_level import levels_of
-from gradwire.core.local_sgd.algorithm import OUTER, LocalSGD
+from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.protocol import mean_each
 from gradwire.core.protocol.programs import Program
-from gradwire.core.protocol.weights import Weighing, require_weight
+from gradwire.core.protocol.weights import Weighing, counted_weight
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import refuse_capture
@@ -132,14 +132,9 @@ class LocalSGDHandle:
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        number = require_weight(weight)
-        if not self.local.weighted:
-            raise ValueError(
-                f"weight={number:g} for {self.local!r}, whose replicas all count alike; give it weighted=True"
-            )
-        self._weight = number
+        self._weight = counted_weight(weight, self.local, weighted=self.local.weighted, instead="give it weighted=True")
         if self._gradients is not None:
-            self._gradients.weight.fill_(number)
+            self._gradients.weight.fill_(self._weight)
 
     @property
     def steps(self) -> int:
@@ -309,9 +304,9 @@ class LocalSGDHandle:
         if not isinstance(local, LocalSGD):
             raise TypeError(f"local is a {type(local).__name__}; give LocalSGD(...) or diloco(...)")
         whole, before = self._groups.whole, self.local
+        meet_to_change(self._memory.placement.meetings)
         fit_here = fitted(local, whole, self._parameters, averager=self._target.averages)
         local, why_not = fit_here.local, fit_here.obstacle or radial_obstacle(fit_here.local, self._target)
-        meet_to_change(self._memory.placement.meetings)
         settings = {"call": "reconfigure", "local": repr(local), "step": str(self.steps)}
         why_not = self._target.obstacle_of_all(why_not, repr(settings))
         require_same_on_all_ranks(whole, settings, {}, why_not, self._ops.device)
@@ -432,14 +427,10 @@ class LocalSGDHandle:
         Raises:
             ValueError: plain averaging has none.
         """
-        if not self.local.has_outer:
-            raise ValueError(
-                f"{self.local!r} averages parameters themselves: call synchronize() and evaluate the model"
-            )
-        state = (
-            self._memory.state if self._host is None else self._host.fetched(self._memory.state, (), self._parameters)
+        memory = self._memory.state
+        return self.local.outer_parameters(
+            memory if self._host is None else self._host.fetched(memory, (), self._parameters)
         )
-        return {name: memory[OUTER] for name, memory in state.tensors.items() if OUTER in memory}
 
     @property
     def sharded_state(self) -> ShardedState:

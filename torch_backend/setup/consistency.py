@@ -35,12 +35,17 @@ def describe(tensors: Mapping[str, Tensor], kind: str = "parameter") -> dict[str
 
 
 def require_initialized(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for a parameter of a lazy module, which has no shape yet."""
+    """Raise ValueError for a parameter of a lazy module, which has no shape yet, or on the meta device, which has no numbers."""
     for name, tensor in tensors.items():
         if is_lazy(tensor):
             raise ValueError(
                 f"parameter {name!r} of a lazy module has no shape before the module's first forward pass: run the model on one batch, on all ranks, "
                 "before this"
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device, and has no numbers yet: model.to_empty(device=…), and initialize or load its weights, on all "
+                "ranks, before this"
             )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.protocol.weights import require_weight
+from gradwire.core.protocol.weights import counted_weight
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.monitor.fidelity import Approximation
@@ -85,11 +85,8 @@ class Handle:
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        number = require_weight(weight)
-        if not self._driver.weighted:
-            raise ValueError(
-                f"weight={number:g} for {self.algorithm!r}, whose replicas all count alike; give Weighted({self.algorithm!r}) on all ranks"
-            )
+        instead = f"give Weighted({self.algorithm!r}) on all ranks"
+        number = counted_weight(weight, self.algorithm, weighted=self._driver.weighted, instead=instead)
         self._driver.weight.fill_(number)
 
     def reconfigure(self, algorithm: Algorithm) -> StateMismatch:

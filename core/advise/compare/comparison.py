@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,10 @@ from gradwire.core.advise.compare.schedule import doubts, ready_at, warm_up
 from gradwire.core.advise.compare.verdicts import Verdict, verdict
 from gradwire.core.advise.quality import LossDifference, MeasuredLosses
 from gradwire.core.ops import Spec
+from gradwire.core.plan.advice import CompressionWarning
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.plan.expressions import parse_algorithm
+from gradwire.core.plan.utilization import utilization
 
 #: Characters of a name that stands beside its figures, and of these.
 NAME, SENT, RATE, LOSS = 18, 9, 6, 8
@@ -188,6 +191,23 @@ class Comparison:
             steps = sorted(set.intersection(*(set(run) for run in runs))) if runs else []
             found[name_of(algorithm)] = steps, [float(np.mean([run[step] for run in runs])) for step in steps]
         return found
+
+    def seconds(self, *, step: float, link: str | float, latency: float = 0.0) -> dict[str, float]:
+        """How long a step takes under each method that was run, in seconds, if a link joins the replicas: by `gradwire.utilization`, whose arguments these are. What
+        compressing takes is not in it.
+
+        Raises:
+            ValueError: as `gradwire.utilization`.
+        """
+        shares = {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CompressionWarning)  # those who trained were told
+            for algorithm in (PLAIN, *self.algorithms):
+                if self._chosen(algorithm):
+                    shares[name_of(algorithm)] = utilization(
+                        self.runs.specs, algorithm, step=step, link=link, replicas=self.runs.replicas, latency=latency
+                    )
+        return {name: step / share for name, share in shares.items()}
 
     def __str__(self) -> str:
         runs, seeds = self.runs, len(self.seeds)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gradwire.core.algorithms.shared.views import StackedShape
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.state.files import whole_file
@@ -29,7 +30,7 @@ class Run:
         rates: the optimizer's largest learning rate in each step; [] where nobody knows it.
         sent: bytes per step, in the unit of a plan.
         factor: on the user's learning rates.
-        model: what was trained, see `described`.
+        specs: what was trained: the shapes and dtypes of the parameters, by name.
     """
 
     method: str
@@ -39,7 +40,12 @@ class Run:
     rates: Sequence[float] = ()
     sent: float = 0.0
     factor: float = 1.0
-    model: str = ""
+    specs: Mapping[str, Spec] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str:
+        """What was trained, see `described`."""
+        return described(self.specs)
 
 
 def described(specs: Mapping[str, Spec]) -> str:
@@ -66,6 +72,11 @@ class Runs:
     factors: Sequence[float] = (1.0,)
     done: dict[tuple[str, int, float], Run] = field(default_factory=dict)
 
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """The shapes and dtypes of the parameters, by name; {} before anything has been run."""
+        return next((run.specs for run in self.done.values()), {})
+
     def add(self, run: Run) -> None:
         """Note a run, in place of one with the same method, seed and factor. Raises ValueError if it is of another model than those that are there."""
         for other in self.done.values():
@@ -88,7 +99,8 @@ class Runs:
             "replicas": self.replicas,
             "steps": self.steps,
             "factors": list(self.factors),
-            "runs": [asdict(run) for run in self.done.values()],
+            "shapes": {name: _written(spec) for name, spec in self.specs.items()},
+            "runs": [{k: x for k, x in asdict(run).items() if k != "specs"} for run in self.done.values()],
         }
         with whole_file(path) as file:
             file.write((json.dumps(data) + "\n").encode())
@@ -105,9 +117,10 @@ class Runs:
             data: dict[str, Any] = {"format": None, **json.loads(Path(path).read_text())}
             factors = tuple(float(x) for x in data["factors"])
             runs = cls(str(data["training"]), int(data["replicas"]), int(data["steps"]), factors)
+            specs = {name: _read(spec) for name, spec in data["shapes"].items()}
             for run in data["runs"]:
                 held_out = {int(step): [float(x) for x in losses] for step, losses in run["held_out"].items()}
-                runs.add(Run(**run | {"held_out": held_out}))
+                runs.add(Run(**run | {"held_out": held_out, "specs": specs}))
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is no comparison of gradwire ({type(error).__name__}: {error})") from error
         if data["format"] != FORMAT:
@@ -126,3 +139,13 @@ class Runs:
                     f"{path} has runs with {name}={theirs!r}, and not {mine!r}; name another file, or remove it"
                 )
         return replace(found, factors=self.factors)
+
+
+def _written(spec: Spec) -> dict[str, Any]:
+    stacked = getattr(spec.shape, "stacked", 0)
+    return {"shape": list(spec.shape), "dtype": spec.dtype} | ({"stacked": stacked} if stacked else {})
+
+
+def _read(written: Mapping[str, Any]) -> Spec:
+    shape = tuple(written["shape"])
+    return Spec(StackedShape(shape, written["stacked"]) if "stacked" in written else shape, written["dtype"])

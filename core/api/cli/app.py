@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperCommand
 
 from gradwire.cli.advise import load_probe, print_advice
-from gradwire.cli.compare import each_after, print_comparison
+from gradwire.cli.compare import Network, each_after, print_comparison
 from gradwire.cli.models import BadArgument, load_model
 from gradwire.cli.plan import Link, print_plans
 from gradwire.cli.probe import run_probe
@@ -181,11 +181,28 @@ def compare(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Where runs are kept, and a comparison that was stopped goes on.")
     ] = Path("comparison.json"),
+    link: Annotated[
+        str | None, typer.Option(help="Draw losses against time too, over a link between replicas: 1Gbit, 125MB/s.")
+    ] = None,
+    latency: Annotated[str, typer.Option(help="With --link: time of one hop, 50us.")] = "50us",
+    probe: Annotated[
+        str | None, typer.Option(help="The same, over the link that `gradwire probe` has measured: its file.")
+    ] = None,
+    step_ms: Annotated[
+        float | None, typer.Option(help="With either: a step of one replica alone, in milliseconds.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train your own model under several methods, on this device, and say how their held-out losses differ."""
     algorithms = [argument(f"--algorithm {text}", parse_algorithm, text) for text in algorithm]
-    status = print_comparison(training, algorithms, replicas, steps, seeds, rates, output, as_json=json)
+    network = Network.of(
+        step_ms,
+        None if link is None else argument("--link", units.rate, link),
+        argument("--latency", units.seconds, latency),
+        None if probe is None else argument("--probe", load_probe, probe),
+        replicas,
+    )
+    status = print_comparison(training, algorithms, replicas, steps, seeds, rates, output, network, as_json=json)
     if status:
         raise typer.Exit(status)
 

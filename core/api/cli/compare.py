@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,69 @@ from gradwire.cli.models import BadArgument, load_callable
 from gradwire.comparing import compare
 from gradwire.core.advise.compare.comparison import Comparison
 from gradwire.core.advise.compare.runs import Runs
+from gradwire.core.advise.probe import ALL, Probe
 from gradwire.core.state.files import whole_file
+from gradwire.core.text.units import rate_of, time_of
 
 #: Of a command that Ctrl-C has ended.
 INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the losses are drawn against the time of.
+
+    Attributes:
+        step: seconds of a step of one replica alone.
+        bandwidth: bytes per second of the link between replicas, in each direction.
+        latency: seconds per hop.
+        said: where these are from.
+    """
+
+    step: float
+    bandwidth: float
+    latency: float
+    said: str
+
+    @classmethod
+    def of(
+        cls, step_ms: float | None, link: float | None, latency: float, probe: Probe | None, replicas: int
+    ) -> Network | None:
+        """What the options say; None: nothing. Raises BadArgument."""
+        if link is None and probe is None:
+            if step_ms is not None:
+                raise BadArgument(
+                    f"--step-ms {step_ms:g} is for a picture of the losses against time: give --link or --probe too"
+                )
+            return None
+        if link is not None and probe is not None:
+            raise BadArgument("--link with --probe: give one of them, the rate of a link or what was measured of one")
+        if step_ms is None or not 0 < step_ms < math.inf:
+            given = "" if step_ms is None else f" --step-ms {step_ms:g} is none:"
+            raise BadArgument(
+                f"--link and --probe need --step-ms, the time of a step of one replica alone;{given} give more than 0"
+            )
+        if link is not None:
+            return cls(step_ms / 1e3, link, latency, rate_of(link))
+        assert probe is not None
+        if probe.replicas != replicas:
+            raise BadArgument(
+                f"--probe is of {probe.replicas} replicas, and --replicas {replicas}: give --replicas {probe.replicas}"
+            )
+        level = probe.level(ALL)
+        return cls(step_ms / 1e3, level.bandwidth, level.latency, probe.network)
+
+    def curves(self, comparison: Comparison) -> dict[str, tuple[list[float], list[float]]]:
+        """Of each method when it was evaluated, in seconds, and the held-out loss there."""
+        seconds = comparison.seconds(step=self.step, link=8 * self.bandwidth, latency=self.latency)
+        return {
+            name: ([n * seconds[name] for n in steps], losses)
+            for name, (steps, losses) in comparison.curves().items()
+            if name in seconds
+        }
+
+    def __str__(self) -> str:
+        return f"{self.said}, a step alone takes {time_of(self.step)}"
 
 
 def print_comparison(
@@ -31,10 +92,11 @@ def print_comparison(
     seeds: int,
     rates: Sequence[float],
     output: Path,
+    network: Network | None,
     *,
     as_json: bool,
 ) -> int:
-    """Train, print, and draw if somebody can; returns the exit status. Raises BadArgument."""
+    """Train, print, and draw if somebody can, with a `network` the losses against time too; returns the exit status. Raises BadArgument."""
     make = load_callable(training, "TRAINING")
     status = 0
     with Progress(
@@ -72,7 +134,7 @@ def print_comparison(
             found, status = Comparison(Runs.load(output), algorithms), INTERRUPTED
     print(json.dumps(found.as_dict(), indent=1) if as_json else found)
     if not as_json:
-        drawn = _drawn(found, output.with_suffix(".svg"))
+        drawn = _drawn(found, output.with_suffix(".svg"), network)
         print(f"\nwritten to {output}{drawn}")
     return status
 
@@ -98,17 +160,21 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _drawn(comparison: Comparison, path: Path) -> str:
+def _drawn(comparison: Comparison, path: Path, network: Network | None) -> str:
     """The curves as a picture, where matplotlib is installed. Returns what to say of it."""
     if importlib.util.find_spec("matplotlib") is None:
         return "; pip install matplotlib for a picture"
     figures: Any = importlib.import_module("matplotlib.figure")
-    figure = figures.Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure = figures.Figure(figsize=(7 if network is None else 12, 4.5), layout="constrained")
+    axes = figure.subplots(1, 1 if network is None else 2, sharey=True, squeeze=False)[0]
     for name, (steps, losses) in comparison.curves().items():
-        axes.plot(steps, losses, marker=".", label=name)
-    axes.set(xlabel="step", ylabel="held-out loss", title=comparison.runs.training)
-    axes.legend(fontsize="small")
+        axes[0].plot(steps, losses, marker=".", label=name)
+    axes[0].set(xlabel="step", ylabel="held-out loss", title=comparison.runs.training)
+    axes[0].legend(fontsize="small")
+    if network is not None:
+        for name, (seconds, losses) in network.curves(comparison).items():
+            axes[1].plot(seconds, losses, marker=".", label=name)
+        axes[1].set(xlabel="seconds, without what compressing takes", title=str(network))
     with whole_file(path) as file:
         figure.savefig(file, format="svg")
     return f" and {path}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gradwire.core.advise.advice import name_of
-from gradwire.core.advise.compare.runs import Run, described
+from gradwire.core.advise.compare.runs import Run
 from gradwire.torch_backend.advise.compare.generators import seed_all
 from gradwire.torch_backend.advise.compare.opaque import OpaqueReplicas
 from gradwire.torch_backend.advise.compare.replicas import Replicas, replicas_of
@@ -71,7 +71,7 @@ def run(
         rates,
         trained.sent / steps,
         factor,
-        described(specs_of(trained.parameters)),
+        specs_of(trained.parameters),
     )
 
 

@@ -35,7 +35,7 @@ def nodes_of(group: dist.ProcessGroup, device: torch.device | None = None) -> in
     if local.isdigit() and int(local) and ranks == dist.get_world_size():
         if ranks % int(local):
             raise ValueError(
-                f"within='node', but LOCAL_WORLD_SIZE={local} ranks on each machine do not make {ranks}; start equally many on each"
+                f"'node', but LOCAL_WORLD_SIZE={local} ranks on each machine do not make {ranks}; start equally many on each"
             )
         return int(local)
     hosts = gathered_by_all(socket.gethostname(), group, device)
@@ -44,9 +44,7 @@ def nodes_of(group: dist.ProcessGroup, device: torch.device | None = None) -> in
         nodes.setdefault(host, []).append(rank)
     if len({len(members) for members in nodes.values()}) > 1:
         sizes = {host: len(members) for host, members in nodes.items()}
-        raise ValueError(
-            f"within='node', but machines have different numbers of ranks: {sizes}; start equally many on each"
-        )
+        raise ValueError(f"'node', but machines have different numbers of ranks: {sizes}; start equally many on each")
     return tuple(tuple(members) for members in nodes.values())
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.protocol.weights import require_weight
+from gradwire.core.protocol.weights import counted_weight
 from gradwire.torch_backend.local_sgd.elastic.quorum import Quorum, on_host
 from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.ops.kernels import TorchOps
@@ -72,12 +72,9 @@ class ElasticHandle:
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        number = require_weight(weight)
-        if not getattr(self._memory.algorithm, "weighted", False):
-            raise ValueError(
-                f"weight={number:g} for {self._memory.algorithm!r}, whose replicas all count alike; give Weighted(…) or weighted=True to all of them"
-            )
-        self._weight = number
+        what = self._memory.algorithm
+        instead = "give Weighted(…) or weighted=True to all of them"
+        self._weight = counted_weight(weight, what, weighted=getattr(what, "weighted", False), instead=instead)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._memory.algorithm!r}: {self.steps} steps, {self.rounds} rounds)"
@@ -86,11 +83,7 @@ class ElasticHandle:
         """The step and the memory of this replica, copied to the CPU: for a checkpoint, with its parameters, its optimizer and `manager.state_dict()`.
         That of any replica serves all. Communicates nothing."""
         lent = self._memory.lent()
-        return {
-            **lent,
-            "shared": {key: on_host(x) for key, x in lent["shared"].items()},
-            "tensors": {name: {key: on_host(x) for key, x in kept.items()} for name, kept in lent["tensors"].items()},
-        }
+        return {**lent, **_copied_to_host(lent["shared"], lent["tensors"])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`. Load the state of one replica on all of them, or on none.
@@ -106,13 +99,11 @@ class ElasticHandle:
 
     def _give(self) -> dict[str, Any]:
         """What another replica takes over. Copies, since training goes on while it is sent."""
-        own = self._own()
-        kept = self._memory.state.tensors
+        memory = self._memory.state
         return {
             "asks": self.quorum.asks,
             "steps": self.steps,
-            "shared": {key: on_host(x) for key, x in self._memory.state.shared.items()},
-            "tensors": {n: {key: on_host(x) for key, x in m.items() if key not in own} for n, m in kept.items()},
+            **_copied_to_host(memory.shared, memory.tensors, without=self._own()),
             "parameters": {name: on_host(p) for name, p in self._parameters.items()},
             "buffers": {name: on_host(b) for name, b in self._buffers.items()},
             "optimizer": copy.deepcopy(self._optimizer.state_dict()),
@@ -146,6 +137,16 @@ class ElasticHandle:
                 for n, m in state.tensors.items()
             },
         )
+
+
+def _copied_to_host(
+    shared: Mapping[str, Tensor], tensors: Mapping[str, Mapping[str, Tensor]], without: Collection[str] = ()
+) -> dict[str, Any]:
+    """A memory, `without` those of some names."""
+    return {
+        "shared": {key: on_host(x) for key, x in shared.items()},
+        "tensors": {n: {key: on_host(x) for key, x in m.items() if key not in without} for n, m in tensors.items()},
+    }
 
 
 class _OneReplica(Replicated):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.algorithm import State, Stepped
-from gradwire.core.local_sgd.algorithm import DIFFERENCE, OUTER, WEIGHT, LocalSGD
+from gradwire.core.local_sgd.algorithm import DIFFERENCE, WEIGHT, LocalSGD
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.scheduler import Step, run_alone
 from gradwire.torch_backend.local_sgd.elastic.handle import ElasticHandle
@@ -55,9 +55,7 @@ class ElasticLocalSGD(ElasticHandle):
         Raises:
             ValueError: plain averaging has none.
         """
-        if not self.local.has_outer:
-            raise ValueError(f"{self.local!r} averages parameters themselves; evaluate the model after a round")
-        return {name: kept[OUTER] for name, kept in self._memory.state.tensors.items() if OUTER in kept}
+        return self.local.outer_parameters(self._memory.state)
 
     def _own(self) -> frozenset[str]:
         compressor = self.local.compressor
