@@ -1,7 +1,8 @@
 """The versions that the metadata promises: `make test-versions`, or `python -m tests.versions oldest -- tests/core`.
 
 Each row has an environment of its own under build/versions, made by uv: a Python, and the oldest or the newest packages that `pyproject.toml` accepts. In it run
-the tests of the core and the parity tables of both backends. torch comes from the index that UV_TORCH_BACKEND names, by default "cpu", PyTorch's own of
+the tests of the core, the parity tables of both backends, and what comes and goes by torchft, where it is installed: torch's own process groups that can be given
+other members are there since 2.15. torch comes from the index that UV_TORCH_BACKEND names, by default "cpu", PyTorch's own of
 builds for CPUs. Where that cannot be reached, `UV_TORCH_BACKEND= make test-versions` takes the build of the package registry, some gigabytes.
 """
 
@@ -19,21 +20,23 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 #: What the tests below import, of the extra `dev`.
 TOOLS = ("flatbuffers", "hypothesis", "ninja", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "setuptools")
-TESTS = ("tests/core", "tests/parity/test_kernels.py", "tests/parity/test_torch.py", "tests/parity/test_jax.py")
+PARITY = ("tests/parity/test_kernels.py", "tests/parity/test_torch.py", "tests/parity/test_jax.py")
+TESTS = ("tests/core", *PARITY, "tests/torch/test_elastic.py", "tests/chaos")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A Python, and how uv chooses packages for it; `without`: tests of what needs newer ones, and says so where it is asked for."""
+    """A Python, and how uv chooses packages for it; `without`: tests of what needs newer ones, and says so where it is asked for; `extras` of gradwire."""
 
     python: str
     resolution: str
     without: str = ""
+    extras: str = "all,elastic"
 
 
 ROWS = {
     # An all-gather under shard_map(check_vma=True) needs JAX 0.9, and raises with the fix on 0.8.
-    "oldest": Row("3.11", "lowest-direct", without="not vma"),
+    "oldest": Row("3.11", "lowest-direct", without="not vma", extras="all"),
     "middle": Row("3.12", "highest"),
     "newest": Row("3.13", "highest"),
 }
@@ -55,7 +58,17 @@ def passes(name: str, tests: list[str]) -> bool:
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
         uv("venv", "--clear", "--python", row.python, str(folder))
-        uv("pip", "install", "--python", str(python), "--resolution", row.resolution, "-e", f"{ROOT}[all]", *tools())
+        uv(
+            "pip",
+            "install",
+            "--python",
+            str(python),
+            "--resolution",
+            row.resolution,
+            "-e",
+            f"{ROOT}[{row.extras}]",
+            *tools(),
+        )
         (folder / "ready").touch()
     what = [f"{package}.__version__" for package in ("torch", "jax", "flax", "optax", "numpy")]
     subprocess.run(

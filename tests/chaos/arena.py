@@ -16,6 +16,9 @@ from typing import Any
 from tests.chaos.replica import run
 from tests.launch import free_port
 
+#: A process in which the replicas of native groups meet.
+STORE = "import sys, time, torch.distributed as d; s = d.TCPStore('localhost', int(sys.argv[1]), is_master=True, wait_for_workers=False); time.sleep(1e6)"
+
 
 class Arena:
     """To be used in a process without threads that has imported what replicas need.
@@ -26,9 +29,12 @@ class Arena:
         replicas: how many begin.
         seconds: after which any process ends by itself.
         pace: seconds between two steps of a replica.
+        native: by torch's own groups that can be given other members, which meet in one store (torch 2.15).
     """
 
-    def __init__(self, folder: Path, what: str, seed: int, replicas: int, seconds: int, pace: float) -> None:
+    def __init__(
+        self, folder: Path, what: str, seed: int, replicas: int, seconds: int, pace: float, native: bool = False
+    ) -> None:
         self.folder, self.what, self.seed, self.seconds, self.pace = folder, what, seed, seconds, pace
         folder.mkdir(parents=True)
         self.stop = folder / "stop"
@@ -46,7 +52,11 @@ class Arena:
         command += [word for key, value in options.items() for word in (f"--{key}", str(value))]
         with (folder / "lighthouse").open("w") as log:
             limited = ["timeout", "--signal=KILL", str(seconds), *command]
-            self._server = subprocess.Popen(limited, stdout=log, stderr=log, start_new_session=True)
+            self._servers = [subprocess.Popen(limited, stdout=log, stderr=log, start_new_session=True)]
+            self._store = free_port() if native else None
+            if native:
+                limited[3:] = [sys.executable, "-c", STORE, str(self._store)]
+                self._servers.append(subprocess.Popen(limited, stdout=log, stderr=log, start_new_session=True))
         for _ in range(replicas):
             self.add()
 
@@ -57,8 +67,9 @@ class Arena:
         for pid in self.alive.values():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        os.killpg(self._server.pid, signal.SIGKILL)
-        self._server.wait()
+        for server in self._servers:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
 
     def note(self, what: str, names: list[str]) -> None:
         self.events.append((time.time(), what, names))
@@ -73,7 +84,7 @@ class Arena:
                 signal.alarm(self.seconds)  # ends the process, whatever it does
                 for number, path in ((1, self.folder / name), (2, self.folder / f"errors of {name}")):
                     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-                run(name, self.seed, self.what, self.stop, self._lighthouse, self.pace * slower)
+                run(name, self.seed, self.what, self.stop, self._lighthouse, self.pace * slower, self._store)
             except BaseException:
                 import traceback
 

@@ -42,8 +42,19 @@ def digest(tensors) -> str:
     return found.hexdigest()[:12]
 
 
-def run(name: str, seed: int, what: str, stop: Path, lighthouse: str, pace: float) -> None:
-    """Train until told to stop. To be called in a process of its own, which it ends. `pace`: seconds between two steps."""
+def group_of(number: int, port: int | None) -> dist.ProcessGroup:
+    """Of torchft; or torch's own, whose replicas meet in the store at this port."""
+    timeout = timedelta(seconds=5)
+    if port is None:
+        return ProcessGroupGloo(timeout=timeout)
+    store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+    options = {"rank": number, "world_size": number + 1, "timeout": timeout}
+    dist.init_process_group("gloo", store=store, enable_reconfigure=True, **options)
+    return dist.group.WORLD
+
+
+def run(name: str, seed: int, what: str, stop: Path, lighthouse: str, pace: float, native: int | None) -> None:
+    """Train until told to stop. To be called in a process of its own, which it ends. `pace`: seconds between two steps; `native`: see `group_of`."""
     number = int(name.removeprefix("replica"))
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
@@ -52,7 +63,7 @@ def run(name: str, seed: int, what: str, stop: Path, lighthouse: str, pace: floa
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        pg=group_of(number, native),
         load_state_dict=None,
         state_dict=None,
         min_replica_size=1,

@@ -1,4 +1,5 @@
-"""Every kind of disturbance once, in half a minute: `python -m tests.chaos.short FOLDER`. Raises AssertionError for what must not be."""
+"""Every kind of disturbance once, in half a minute: `python -m tests.chaos.short FOLDER`, with `native` for torch's own groups. Raises AssertionError for
+what must not be."""
 
 import sys
 import time
@@ -39,11 +40,11 @@ def delay(arena: Arena) -> None:
     arena.wait_for(arena.rounds() + 2, 30)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, native: bool) -> None:
     torch.set_num_threads(1)
     begun = time.time()
     for name, what in WHAT.items():
-        with Arena(folder / name, what, 0, 4 if name == "overlap" else 3, 120, 0.03) as arena:
+        with Arena(folder / name, what, 0, 4 if name == "overlap" else 3, 120, 0.03, native) as arena:
             arena.wait_for(4, 60)
             if name == "overlap":
                 lose(arena)
@@ -69,4 +70,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), "native" in sys.argv[2:])

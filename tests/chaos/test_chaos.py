@@ -6,6 +6,7 @@ import sys
 import uuid
 
 import pytest
+import torch.distributed as dist
 
 from tests.chaos import verdict
 from tests.launch import ROOT, end_all, environment
@@ -13,11 +14,16 @@ from tests.launch import ROOT, end_all, environment
 pytest.importorskip("torchft")
 
 
-@pytest.mark.slow
-def test_survivors_go_on_and_newcomers_heal(tmp_path):
+NATIVE = pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs torch 2.15")
+
+
+@pytest.mark.parametrize(
+    "groups", [pytest.param("torchft", marks=pytest.mark.slow), pytest.param("native", marks=NATIVE)]
+)
+def test_survivors_go_on_and_newcomers_heal(tmp_path, groups):
     mark = uuid.uuid4().hex
     try:
-        command = [sys.executable, "-m", "tests.chaos.short", str(tmp_path / "arena")]
+        command = [sys.executable, "-m", "tests.chaos.short", str(tmp_path / "arena"), groups]
         done = subprocess.run(
             command, cwd=ROOT, env=environment(mark), capture_output=True, text=True, timeout=240, check=False
         )

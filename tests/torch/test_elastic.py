@@ -18,11 +18,12 @@ import torch.distributed as dist
 
 from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, TopK, TwoLevel, Weighted, diloco
 from gradwire.torch_backend import elastic
+from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 
 pytest.importorskip("torchft")
 from torchft.coordination import LighthouseServer
 from torchft.manager import Manager, WorldSizeMode
-from torchft.process_group import ProcessGroupGloo
+from torchft.process_group import ProcessGroupGloo, reconfigure_with_store
 
 FAILURE = json.loads((Path(__file__).parents[1] / "core" / "authors" / "torchft_failure.json").read_text())
 LIMIT = 60.0
@@ -39,18 +40,33 @@ pytestmark = [
 class Site:
     """A lighthouse, and replicas that are threads."""
 
-    def __init__(self, least):
+    def __init__(self, least, native=False):
+        self.native, self.joined = native, 0
         self.lighthouse = LighthouseServer(
             bind="[::]:0", min_replicas=least, join_timeout_ms=20_000, heartbeat_timeout_ms=1_000
         )
         self.stores, self.managers, self.threads, self.errors = [], [], [], []
+        self.shared = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def group(self):
+        """Of torchft; or torch's own as `init_process_group("gloo", enable_reconfigure=True)` makes it, of which a process has one."""
+        timeout = timedelta(seconds=10)
+        if not self.native:
+            return ProcessGroupGloo(timeout=timeout)
+        store = dist.TCPStore("localhost", self.shared.port, is_master=False, wait_for_workers=False)
+        number, self.joined = self.joined, self.joined + 1
+        group = dist.ProcessGroup(store, number, number + 1)
+        gloo = dist.ProcessGroupGloo(store, number, number + 1, timeout=timeout, enable_reconfigure=True)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        return group
 
     def manager(self, name, **options):
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.stores.append(store)
         options = {"min_replica_size": 1, "use_async_quorum": False, "world_size": 1} | options
         made = Manager(
-            pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
+            pg=self.group(),
             load_state_dict=None,
             state_dict=None,
             timeout=timedelta(seconds=20),
@@ -94,8 +110,8 @@ class Site:
 
 
 @contextmanager
-def site(least):
-    made = Site(least)
+def site(least, native=False):
+    made = Site(least, native)
     logging.disable(logging.INFO)
     try:
         yield made
@@ -120,7 +136,19 @@ def descend(model, optimizer, gradient):
     optimizer.step()
 
 
-def test_torchft_comes_to_the_same_numbers_where_a_replica_fails():
+#: Of the process group: torch's own can be given other members since 2.15.
+NATIVE = [
+    pytest.param(False, id="torchft"),
+    pytest.param(
+        True,
+        id="native",
+        marks=pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs torch 2.15"),
+    ),
+]
+
+
+@pytest.mark.parametrize("native", NATIVE)
+def test_torchft_comes_to_the_same_numbers_where_a_replica_fails(native):
     """Its seventh fixture. There a replica that begins anew trains three steps before it asks for the others, which is nothing here: it asks at once."""
     begun = threading.Barrier(2, timeout=LIMIT)
     found = [{}, {}]
@@ -150,7 +178,7 @@ def test_torchft_comes_to_the_same_numbers_where_a_replica_fails():
         begun.wait()
         train(1, here, 2, 21)
 
-    with site(2) as here:
+    with site(2, native) as here:
         here.start(train, 0, here, 0, 21)
         here.start(fails, here)
         begun.wait()
@@ -315,7 +343,7 @@ def test_who_has_missed_a_round_takes_over_the_state_of_the_others():
     assert all(each.equal(many[0]) for many in rows.values() for each in many)
 
 
-def rounds_of(what, until, newcomer=None):
+def rounds_of(what, until, newcomer=None, native=False):
     """What two replicas have in common after each round, and after which round a newcomer had it too. It comes when the others have had so many."""
     rows, joined, comes = {}, [], threading.Event()
 
@@ -346,7 +374,7 @@ def rounds_of(what, until, newcomer=None):
             if handle.rounds > rounds:
                 note(handle)
 
-    with site(2) as here:
+    with site(2, native) as here:
         for number in range(2):
             here.start(train, here, number)
         here.join()
@@ -360,12 +388,12 @@ def wait_until(true):
         time.sleep(0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.slow, id="torchft"), NATIVE[1]])
 @pytest.mark.parametrize("what", WITH_MEMORY, ids=repr)
-def test_a_newcomer_weighs_nothing_at_first_and_then_as_all_do(what):
+def test_a_newcomer_weighs_nothing_at_first_and_then_as_all_do(what, native):
     """It comes with numbers of its own, which nobody may hear of. Up to the round in which it comes the others have what they have without it."""
-    alone, _ = rounds_of(what, 9)
-    rows, (joined, without_errors) = rounds_of(what, 9, newcomer=3)
+    alone, _ = rounds_of(what, 9, native=native)
+    rows, (joined, without_errors) = rounds_of(what, 9, newcomer=3, native=native)
     assert without_errors
     assert 3 < joined < 8
     assert all(each.equal(many[0]) for many in rows.values() for each in many)
@@ -457,6 +485,28 @@ def test_a_run_goes_on_from_the_state_of_a_replica():
             take(model, optimizer, drawn(0, step))
         found.append(numbers(handle.state_dict()))
     assert found[0].equal(found[1])
+
+
+def test_parts_are_exchanged_on_a_device_too():
+    """Where ranks do not send to each other by themselves, by those collectives that torchft's groups have."""
+    found = {}
+
+    def exchange(here, number):
+        group, store = here.group(), f"localhost:{here.shared.port}/exchange"
+        reconfigure_with_store(group, store, number, 2, timedelta(seconds=LIMIT))
+        exchange = Exchange(group, torch.device("cuda"), number)  # of the kind for CUDA, on tensors of the CPU
+        for counts in ((2, 2), (3, 1)):
+            whole = torch.zeros(4)
+            torch.split(whole, counts)[number].fill_(number + 1)
+            for work in exchange.gather(whole, counts):
+                work.wait()
+            found[number, counts] = whole.tolist()
+
+    with site(2) as here:
+        for number in range(2):
+            here.start(exchange, here, number)
+        here.join()
+    assert found == {(n, c): [1.0] * c[0] + [2.0] * c[1] for n in range(2) for c in ((2, 2), (3, 1))}
 
 
 REFUSED = [

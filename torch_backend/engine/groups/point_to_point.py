@@ -42,8 +42,8 @@ class Exchange:
         self.rank = group.rank() if rank is None else rank
         self.direct = device.type == "cpu"
         # Not `dist.get_backend`: a group may have one library for each kind of device ("cpu:gloo,cuda:nccl"). One whose members come and go is not registered.
-        registered = group in dist.distributed_c10d._world.pg_map
-        self.native = registered and f"{device.type}:{NCCL}" in dist.get_backend_config(group).split(",")
+        self._registered = group in dist.distributed_c10d._world.pg_map
+        self.native = self._registered and f"{device.type}:{NCCL}" in dist.get_backend_config(group).split(",")
         self._tags = count()
 
     def gather(self, whole: Tensor, counts: Sequence[int]) -> list[Any]:
@@ -53,8 +53,10 @@ class Exchange:
         if self.direct:
             received = self._others(parts)
             return self._messages(dict.fromkeys(received, own), received)
-        if len(set(counts)) == 1:
+        if len(set(counts)) == 1 and self._registered:
             return [_all_gather(as_bytes(whole), as_bytes(own), group=self.group, async_op=True)]
+        if len(set(counts)) == 1:  # torchft's groups have no gather into one tensor
+            return [dist.all_gather([as_bytes(x) for x in parts], as_bytes(own), group=self.group, async_op=True)]
         return [
             dist.broadcast(as_bytes(part), group_src=source, group=self.group, async_op=True)
             for source, part in enumerate(parts)

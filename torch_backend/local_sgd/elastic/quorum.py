@@ -6,6 +6,7 @@ A round is `meet`, messages, `vote`. A lost replica fails the messages of one ro
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from gradwire.core.protocol.groups import Groups
 from gradwire.torch_backend.engine.collectives import Collectives
-from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.monitor.stats import Sent
@@ -113,7 +113,7 @@ class Quorum:
         if manager._quorum_id == self._known:
             return Present(steps)
         self._known = None
-        cards = self.attempt(lambda: gathered_by_all(mine, manager._pg, self.device))
+        cards = self.attempt(lambda: _told(mine, manager._pg, self.device))
         if cards is None or not self._agree(mine, cards):
             return None
         self._groups = _Members(manager._pg, manager.participating_rank() or 0)
@@ -169,6 +169,17 @@ class _Members(ProcessGroups):
 
     def exchange(self, groups: Groups | None, device: torch.device) -> Exchange:
         return Exchange(self[groups], device, self._rank)
+
+
+def _told(mine: Card, group: dist.ProcessGroup, device: torch.device) -> list[Card]:
+    """The cards of all members, by the one gather that all groups of torchft have under each torch: `all_gather_object` uses another since torch 2.15."""
+    written = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([written.numel()], device=device), group=group)
+    counts = [int(size) for size in sizes]
+    cards = [torch.zeros(max(counts), dtype=torch.uint8, device=device) for _ in counts]
+    dist.all_gather(cards, torch.nn.functional.pad(written, (0, max(counts) - written.numel())), group=group)
+    return [pickle.loads(card[:n].cpu().numpy().tobytes()) for card, n in zip(cards, counts, strict=True)]
 
 
 def on_host(x: Tensor) -> Tensor:
