@@ -28,7 +28,7 @@ from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.outer import OuterFactory, OuterOptimizer, OuterSGD, is_optimizers, times
 from gradwire.core.local_sgd.radial import Step, averaged_by_direction, taken_apart
 from gradwire.core.local_sgd.schedule import Level, Schedule, Turn
-from gradwire.core.ops import A, FloatDtype, Ops, Spec
+from gradwire.core.ops import FLOATS, A, FloatDtype, Ops, Spec
 from gradwire.core.protocol import branch, mean_each, together
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.programs import Program
@@ -98,9 +98,9 @@ class LocalSGD(Schedule):
     the parameters of the last such average, and the result moves the outer parameters. Smaller groups of a hierarchy always average parameters
     as they are: these belong to all replicas, so only what all of them agree on can move them.
 
-    If a difference holds inf or NaN on one replica, all replicas return to the outer parameters, and nothing else changes. Of several fragments that one
-    is meant which is averaged, on all replicas; a replica of which any parameter is not finite then returns with all of them. Without outer parameters there
-    is nothing to return to: plain averaging makes all replicas non-finite.
+    If a difference holds inf or NaN on one replica, or the outer optimizer would make one of their average, all replicas return to the outer parameters, and
+    nothing else changes. Of several fragments that one is meant which is averaged, on all replicas; a replica of which any parameter is not finite then returns
+    with all of them. Without outer parameters there is nothing to return to: plain averaging makes all replicas non-finite.
 
     With `overlap` a difference leaves after the step that is due, and its average is taken so many steps later: training goes on while the message
     travels. The difference is kept in the memory until then, so a run that is interrupted sends it again, and goes on with the same bits.
@@ -636,13 +636,15 @@ class _Fragment:
         local, ops = self.local, self.ops
         tensors: dict[str, dict[str, Any]] = v["tensors"]
         averages, memory = averaged
-        # Of averages, so every replica finds the same.
-        finite = [ops.all_finite(x) for x in averages.values()] + ([] if own is None else [own])
-        ok = functools.reduce(lambda a, b: a & b, finite) if finite else None
         params, after = {}, {n: m | memory.tensors.get(n, {}) for n, m in tensors.items() if n not in averages}
         outers = {n: tensors[n][OUTER] for n in averages}
         remembered = {n: {key: x for key, x in tensors[n].items() if is_optimizers(key)} for n in averages}
         moved, remembers = local.optimizer.step(ops, outers, averages, remembered)
+        # Of averages and what comes of them, so every replica finds the same. What is finite may overflow where it is added up, or as a parameter.
+        results = [*averages.values(), *(ops.cast(x, ops.dtype_of(v["params"][n])) for n, x in moved.items())]
+        results += [x for m in remembers.values() for x in m.values() if ops.dtype_of(x) in FLOATS]
+        finite = [ops.all_finite(x) for x in results] + ([] if own is None else [own])
+        ok = functools.reduce(lambda a, b: a & b, finite) if finite else None
         for name, outer in outers.items():
             kept, x, new = tensors[name], v["params"][name], moved[name]
             merged = self._merged(x, new, outer, kept.get(DIFFERENCE))

@@ -330,6 +330,21 @@ def test_a_replica_that_went_wrong_comes_back_to_the_outer_parameters(local, bad
     assert all(np.isfinite(p[n]).all() for p in sim.parameters for n in SHAPES)
 
 
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "float64"}, {"overlap": 1}, {"eager": True}], ids=str)
+def test_what_overflows_as_it_is_added_up_leaves_outer_parameters_alone(options):
+    """Each average is finite. The velocity, or the outer parameter as a parameter, is not."""
+    local = LocalSGD(2, outer=OuterSGD(1.0, 0.9), **options)
+    sim = LocalSimulator(local, {"w": np.zeros(4, np.float32)}, 2, dtype="float32")
+    outers = []
+    with np.errstate(over="ignore", invalid="ignore"):
+        for step in range(12):
+            sim.step([{"w": np.full(4, -7e37 if step < 6 else 1.0)}] * 2, lambda _, p, g: {"w": p["w"] - g["w"]})
+            outers.append(sim.states[0].tensors["w"]["outer"].copy())
+            assert all(np.isfinite(x).all() for state in sim.states for x in state.tensors["w"].values())
+    assert np.max(outers) > 1e38  # the first average counts
+    assert all(np.isfinite(p["w"]).all() for p in sim.parameters)
+
+
 @given(
     st.sampled_from(
         [LocalSGD(3), LocalSGD(2, start_step=1), diloco(2), LocalSGD({2: 1, 4: 2}), LocalSGD(2, fragments=2)]

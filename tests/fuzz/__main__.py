@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from tests.fuzz import core_targets, jax_targets, states, texts, torch_targets
+from tests.fuzz import core_targets, histories, jax_targets, states, texts, torch_targets
 from tests.fuzz.engine import Found, Target, cases, construct
 
 TABLES: dict[str, dict[str, Target]] = {
@@ -38,9 +38,10 @@ def constructions(tables: Iterable[str], found: Found, seed: int = 0, share: flo
 
 
 def everything(seed: int, found: Found, *, share: float, each: int, count: int) -> None:
-    """One round: so large a part of the constructions, so many states of each form, so many texts and files."""
+    """One round: so large a part of the constructions, so many states of each form and histories of each kind, so many texts and files."""
     constructions(TABLES, found, seed, share)
     states.histories(seed, found, each)
+    histories.histories(seed, found, each)
     texts.expressions(seed, found, count)
     with TemporaryDirectory() as folder:
         texts.files(seed, found, count, Path(folder))

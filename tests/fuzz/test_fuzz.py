@@ -2,12 +2,30 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
-from tests.fuzz import states, texts
+from gradwire import PowerSGD
+from gradwire.core.algorithms import compressor
+from gradwire.core.simulate import NumpyOps
+from gradwire.core.zero import sharded_step
+from tests.fuzz import histories, states, texts
 from tests.fuzz.__main__ import constructions
-from tests.fuzz.engine import CHANGED, GARBAGE, LATE, NOT_NAMED, VALUES, WRONG_CLASS, Found, Target, cases, construct
+from tests.fuzz.engine import (
+    CHANGED,
+    DIFFERENT,
+    GARBAGE,
+    LATE,
+    NOT_NAMED,
+    STUCK,
+    VALUES,
+    WRONG_CLASS,
+    Found,
+    Target,
+    cases,
+    construct,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -29,6 +47,13 @@ def test_options(table, share):
 def test_states():
     found = Found()
     states.histories(1, found, 4)
+    nothing(found)
+
+
+@pytest.mark.usefixtures("alone")
+def test_histories():
+    found = Found()
+    histories.histories(1, found, 6)
     nothing(found)
 
 
@@ -87,3 +112,50 @@ def test_what_is_careless_of_states_is_found():
     for state in ({"kind": 1}, {"error": torch.full((2,), torch.nan)}, {"error": torch.ones(2)}):
         states.tried("memory", trained, trained(), state, found)
     assert [kind for kind, _ in found.findings] == [CHANGED, GARBAGE]
+
+
+RIGHT = PowerSGD.compress
+
+
+async def early(self, ops, name, x, memory, at):
+    """Writes its memory before it is known whether the step counts."""
+    sent, received, new = await RIGHT(self, ops, name, x, memory, at)
+    for key, value in new.items():
+        memory[key][...] = value
+    return sent, received, new
+
+
+async def selfish(self, ops, name, x, memory, at):
+    """Takes what it has sent for the average."""
+    sent, _, new = await RIGHT(self, ops, name, x, memory, at)
+    return sent, sent, new
+
+
+async def always():
+    return np.asarray(True)
+
+
+async def unfinite(ops, pieces, *options):
+    return pieces, np.asarray(np.nan)
+
+
+CARELESS = {
+    "memory is written early": (PowerSGD, "compress", early, histories.averages, CHANGED),
+    "one's own for the average": (PowerSGD, "compress", selfish, histories.averages, DIFFERENT),
+    "every step counts": (compressor, "step_is_finite", always, histories.averages, GARBAGE),
+    "every outer step counts": (NumpyOps, "all_finite", lambda self, x: np.asarray(True), histories.locally, GARBAGE),
+    "every sharded step counts": (NumpyOps, "all_finite", lambda self, x: np.asarray(True), histories.sharded, CHANGED),
+    "no sharded step counts": (sharded_step, "clip_by_norm", unfinite, histories.sharded, STUCK),
+}
+
+
+@pytest.mark.parametrize("name", CARELESS)
+def test_what_is_careless_in_histories_is_found(monkeypatch, name):
+    owner, function, wrong, kind, expected = CARELESS[name]
+    monkeypatch.setattr(owner, function, wrong)
+    found = Found()
+    for seed in range(30):
+        kind(seed, found)
+        if found.counts[expected]:
+            return
+    pytest.fail(f"only {found.counts}")

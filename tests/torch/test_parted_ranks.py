@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from gradwire import AllReduce, PowerSGD, diloco
-from gradwire.torch_backend import Averager, compress_replicas, local_sgd
+from gradwire.torch_backend import Averager, ZeroOptimizer, compress_replicas, local_sgd
 from gradwire.torch_backend.engine.groups.whereabouts import INTERVAL, Whereabouts, _all
 from tests.forked import start
 from tests.launch import ROOT
@@ -59,6 +59,16 @@ class Stepped:
                 averager({name: p.grad for name, p in self.model.named_parameters()})
 
             self.handle, self.step = averager, step
+        elif way == "ZeroOptimizer":
+            zero = ZeroOptimizer(
+                self.model.named_parameters(), torch.optim.AdamW, process_group=group, average_gradients=True
+            )
+
+            def step(number):
+                loss(self.model, rank, number).backward()
+                zero.step()
+
+            self.handle, self.step = zero, step
         else:
             self.handle = local_sgd(self.model, optimizer, diloco(1, compressor=METHOD), process_group=group)
 
@@ -69,7 +79,6 @@ class Stepped:
             self.step = step
 
 
-STOPPED = "stops"
 STOPPED = "stops"
 #: What rank 2 does after three steps; what the others are told of it, and of themselves.
 FAULTS = {
@@ -82,6 +91,7 @@ OTHERS = "ranks [0, 1]: in step {} of …, waiting for message …, a … of …
 #: Each door with one fault, and one door with all.
 ROWS = [("DDP", fault) for fault in FAULTS]
 ROWS += [("DataParallel", "skips a backward pass"), ("Averager", "leaves"), ("compress_replicas", STOPPED)]
+ROWS += [("ZeroOptimizer", "skips a backward pass")]
 ROWS += [("local_sgd", "skips a backward pass"), ("local_sgd", "reconfigures alone")]
 
 

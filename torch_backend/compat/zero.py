@@ -97,12 +97,12 @@ class ZeroRedundancyOptimizer(ZeroOptimizer):
             RuntimeError: with `overlap_with_ddp=True` and without a hook nobody would ever take a step.
             ValueError: arguments for a step that a hook has taken.
         """
-        if self._overlap_with_ddp and self._overlap is None:
+        if self._overlap_with_ddp and not self._in_hook:
             raise RuntimeError(
                 "overlap_with_ddp=True leaves the step to a hook, and there is none: "
                 "ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, optimizer))"
             )
-        if kwargs and self._overlap is not None:
+        if kwargs and self._in_hook:
             raise ValueError(f"step({', '.join(kwargs)}): the hook has taken the step, without these arguments")
         self._step_arguments = kwargs
         return super().step(closure)
@@ -121,7 +121,7 @@ class ZeroRedundancyOptimizer(ZeroOptimizer):
         if not self._made:
             super().add_param_group(param_group)
             return
-        if self._overlap is not None:
+        if self._in_hook:
             raise ValueError(
                 "a hook takes the step of this optimizer; add parameters before hook_with_zero_step, and wrap the model anew"
             )
@@ -146,8 +146,7 @@ class ZeroRedundancyOptimizer(ZeroOptimizer):
         self._buckets += buckets_of(new, self._limits)
         torch.optim.Optimizer.add_param_group(self, group)
         self._copy_options(self.optimizer.param_groups[-1:], self.param_groups[-1:])
-        before, self._step = self._step, self._sharded_step(averaged=not self._average_gradients)
-        self._step.collectives.sent = before.collectives.sent
+        self._step = self._sharded_step(averaged=not self._average_gradients)
 
     def _divided(self, new: Mapping[str, Tensor]) -> WholeShards:
         """Owners for new parameters; who owns the others stays, and so does their state."""

@@ -25,6 +25,7 @@ from gradwire.torch_backend.engine.dynamo import uncompiled
 from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by
 from gradwire.torch_backend.engine.groups.process_groups import given_or_default
+from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
 from gradwire.torch_backend.monitor.skipped_steps import RunOfSkips
 from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank
@@ -167,12 +168,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._consolidate = consolidate
         self._whole: dict[str, Any] | None = None
         self._meeting = Meeting(group)
-        self._overlap: ShardedStep | None = None
+        self._in_hook = False
         self._serves_scaler = True
-        self._steps = 0
         self._dense_bytes = 0
         self._skipped = 0
-        self._run_of_skips = RunOfSkips(f"ZeroOptimizer of {settings['optimizer_class']}", dist.get_rank(group))
+        self._what = f"ZeroOptimizer of {settings['optimizer_class']}"
+        self._run_of_skips = RunOfSkips(self._what, dist.get_rank(group))
         self._has_state = False
         if average_gradients:
             copy_from_first_rank(list(trained.values()), group)
@@ -196,9 +197,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _sharded_step(self, *, averaged: bool, interleaved: bool = False, **options: Any) -> ShardedStep:
         zero = Zero(self.shards, None if averaged else AllReduce(), self._zero.max_norm, **options)
         wire = None if averaged else self._wire
-        return ShardedStep(
+        step = ShardedStep(
             zero, self._own.parameters, self._optimize, self._process_group, wire=wire, interleaved=interleaved
         )
+        before: ShardedStep | None = getattr(self, "_step", None)
+        if before is not None:
+            step.steps, step.collectives.sent = before.steps, before.collectives.sent
+            before.collectives.whereabouts = None  # one says where this rank is
+        step.collectives.whereabouts = Whereabouts(self._meeting, self._what, step, step.collectives)
+        return step
 
     def _optimize(self, gradients: dict[str, Tensor], step: bool) -> dict[str, Tensor]:
         """New values of the owned pieces."""
@@ -223,7 +230,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Give the step to a hook of DDP; for `hook_with_zero_step`. Raises ValueError for what does not go together."""
         if self._average_gradients:
             raise ValueError("average_gradients=True is for models without DDP; leave it out, the hook averages")
-        if self._overlap is not None:
+        if self._in_hook:
             raise ValueError("this ZeroOptimizer belongs to a hook already; make one for each model")
         if averaged and self._wire is not None:
             raise ValueError(
@@ -238,15 +245,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for rule in dict.fromkeys(self._own.rules):
                 require_independent_parameters(rule.optimizer_class, rule.options, self._device)
         if spread and self._shard == "bucket":
-            if self._steps or self.optimizer.state:
+            if self._step.steps or self.optimizer.state:
                 raise ValueError("shard_buckets=True divides the parameters anew; make the hook before the first step")
             self._own.divide(shard_by_bucket(self.shards.specs, self.shards.world_size, self._buckets, spread=True))
         options: dict[str, Any] = {}
         if grad_scaler is not None:
             options = {"skip_non_finite": True, "unscale": lambda: _reciprocal(grad_scaler)}
         self._serves_scaler = grad_scaler is not None
-        self._overlap = self._sharded_step(averaged=averaged, interleaved=interleaved, **options)
-        return self._overlap
+        self._in_hook = True
+        self._step = self._sharded_step(averaged=averaged, interleaved=interleaved, **options)
+        return self._step
 
     @property
     def _device(self) -> torch.device:
@@ -298,7 +306,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     f"parameter {name!r} has a gradient, and required none when this ZeroOptimizer was made, so that no rank keeps a state for "
                     "it. Make a new ZeroOptimizer after parameters have been thawed"
                 )
-        if self._overlap is None:
+        if not self._in_hook:
             if self._wire is not None and not self._average_gradients:
                 raise ValueError(
                     f"wire_dtype={self._wire.dtype!r} codes what this optimizer averages, and it averages nothing: pass average_gradients=True "
@@ -331,10 +339,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         stepped = step.finish()
         self._whole, self._has_state = None, True
-        self._steps += 1
         self._dense_bytes += sum(spec.nbytes for spec in self.shards.specs.values())
         self._skipped += not stepped
-        self._run_of_skips.seen(self._steps, self._skipped)
+        self._run_of_skips.seen(step.steps, self._skipped)
         return stepped
 
     def _gradient(self, name: str) -> Tensor | None:
@@ -355,8 +362,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Steps, and what `step` or the hook has sent: reduce-scatters and all-gathers of n bytes count n/2, so that a step that replaces an
         all-reduce counts as many bytes as it. Times are of the same messages: packing and waiting, without the optimizer's own step, and without
         what another hook does that averages the gradients before."""
-        collectives = (self._overlap or self._step).collectives
-        return Stats.of(collectives.times.read(), self._steps, self._skipped, collectives.sent, self._dense_bytes)
+        collectives = self._step.collectives
+        return Stats.of(collectives.times.read(), self._step.steps, self._skipped, collectives.sent, self._dense_bytes)
 
     def __repr__(self) -> str:
         """What this rank keeps and how long sharding takes, and the parameter groups as every optimizer shows them."""

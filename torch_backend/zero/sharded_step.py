@@ -31,7 +31,7 @@ LARGE = 4 << 20
 
 class ShardedStep:
     """One step of a sharded optimizer on one rank: the program of `zero` overwrites the parameters. `collectives` have counted what was sent,
-    and their `times` say how long it took, without the optimizer's own work.
+    and their `times` say how long it took, without the optimizer's own work. `steps` have come to their end.
 
     Args:
         optimize: (gradients of the owned pieces, whether to step at all) → new values of the pieces.
@@ -56,6 +56,7 @@ class ShardedStep:
         self._interleaved = interleaved
         self._stepped = True
         self._started: Moment = None
+        self.steps = 0
         ops = TorchOps(next(iter(parameters.values())).device)
         self.collectives = Collectives(ProcessGroups(process_group), ops)
         self._buckets = Step(self.collectives, optimize=self._update, in_flight=IN_FLIGHT, update_at_once=interleaved)
@@ -89,6 +90,7 @@ class ShardedStep:
             self._buckets.begin()
         times.worked(self._started)
         times.end()
+        self.steps += 1
         return self._stepped
 
     def _update(self, asked: Sequence[tuple[dict[str, Tensor], Tensor | None]]) -> list[dict[str, Tensor]]:
