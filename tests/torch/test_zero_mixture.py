@@ -10,13 +10,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import gradwire.torch_backend as gw
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.ranks import Cases
+from tests.torch.sharded import shard
 
 cases = Cases(__file__, ranks=4)
 
@@ -196,6 +201,129 @@ def test_it_goes_on_on_another_number_of_ranks(world):
             own = {number: saved["state"][number] for number in group["params"]}
             optimizer.load_state_dict({"state": own, "param_groups": [group]})
         assert relative(plainly(model, pair, 2, range(6, 9)), expected) < 1e-9
+
+
+ON_SHARDS = MIXTURE | {"head.*": (torch.optim.AdamW, HEADS, "element")}
+
+
+def on_shards(mesh, dtype=torch.float64):
+    """Each layer a unit of its own, of which some matrices have fewer rows than there are shards."""
+    model = shard(Model(dtype), mesh)
+    return model, gw.ZeroOptimizer(model.named_parameters(), ON_SHARDS)
+
+
+def train_on_shards(model, zero, rank, steps, micro_batches=1, clip=None):
+    for step in steps:
+        zero.zero_grad()
+        for part in range(micro_batches):
+            (loss(model, rank, step * micro_batches + part) / micro_batches).backward()
+        if clip:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients).full_tensor()
+            torch._foreach_mul_([g.to_local() for g in gradients], float((clip / norm).clamp(max=1)))
+        zero.step()
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+@cases.each({"hsdp": ((2, 2), 8), "fsdp, 4": ((4,), 8), "fsdp, 2": ((2,), 50)}, slow=("fsdp, 4", "fsdp, 2"))
+def test_on_shards_it_is_the_plain_pair(world, variant):
+    """With accumulation and clipping; the state, whole, is the pair's, and goes on where matrices have other owners."""
+    shape, steps = variant
+    size, half = torch.Size(shape).numel(), steps // 2
+    dims = ("replicate", "shard")[-len(shape) :]
+    mesh = DeviceMesh("cpu", torch.arange(size).reshape(shape), mesh_dim_names=dims)
+    if world.rank >= size:
+        return
+    with without_casts():
+        twin = Model()
+        expected = plainly(twin, pair := plain_pair(twin), size, range(steps), 2, 0.3)
+        model, zero = on_shards(mesh)
+        train_on_shards(model, zero, world.rank, range(half), 2, 0.3)
+        saved = zero.consolidated_state_dict(to=None)
+        weights_then = {name: p.full_tensor() for name, p in model.named_parameters()}
+        if size == world.size:  # on shards in which all matrices lie otherwise, by way of the plain pair's form
+            other = (4,) if shape == (2, 2) else (2, 2)
+            mesh = init_device_mesh("cpu", other, mesh_dim_names=("replicate", "shard")[-len(other) :])
+            fresh = Model()
+            fresh.load_state_dict(weights_then)
+            model = shard(fresh, mesh)
+            zero = gw.ZeroOptimizer(model.named_parameters(), ON_SHARDS)
+            zero.load_state_dict(saved)
+        found = train_on_shards(model, zero, world.rank, range(half, steps), 2, 0.3)
+        whole = zero.consolidated_state_dict(to=None)
+        natively = get_optimizer_state_dict(model, zero, options=StateDictOptions(full_state_dict=True))
+    assert {n: relative(found[n], expected[n]) for n in found if relative(found[n], expected[n]) > 1e-9} == {}
+    for optimizer, group in zip(pair, whole["param_groups"], strict=True):
+        plain = optimizer.state_dict()
+        assert group["param_names"] == plain["param_groups"][0]["param_names"]
+        for number, own in plain["state"].items():
+            theirs = whole["state"][group["params"][number]]
+            assert theirs.keys() == own.keys()
+            assert all(torch.allclose(theirs[k].double(), x.double(), rtol=1e-7, atol=1e-12) for k, x in own.items())
+            if world.rank == 0:
+                assert same_bits(natively["state"][group["param_names"][number]], theirs)
+
+
+@cases.case
+def test_on_shards_one_message_each_way_and_the_tools_of_torch(world):
+    """One all-reduce's bytes of the matrices; a scheduler and a state of torch.distributed.checkpoint, saved on four shards for two."""
+    model, zero = on_shards(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)), torch.float32)
+    train_on_shards(model, zero, world.rank, range(2))
+    matrices = [p for n, p in model.named_parameters() if n.startswith("layers") and n.endswith("weight")]
+    assert zero.stats().bytes_sent == 2 * sum(p.numel() * 4 for p in matrices)
+    assert zero.stats().collectives == 2 * 2 * 3  # three ranks own a square matrix each, the fourth three small ones
+    assert isinstance(next(iter(zero.state.values()))["exp_avg"], DTensor)
+    saved = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, zero)}
+    dcp.save(saved, checkpoint_id=world.folder / "of_four", process_group=world.group)
+    other, again = on_shards(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), torch.float32)
+    template = {"model": other.state_dict(), "optimizer": get_optimizer_state_dict(other, again)}
+    dcp.load(template, checkpoint_id=world.folder / "of_four", process_group=world.group)
+    other.load_state_dict(template["model"])
+    set_optimizer_state_dict(other, again, template["optimizer"])
+    assert same_bits(again.consolidated_state_dict(to=None)["state"], zero.consolidated_state_dict(to=None)["state"])
+    before = {name: p.full_tensor() for name, p in other.named_parameters()}
+    for group in again.param_groups:
+        group["lr"] = 0.0
+    assert same_bits(train_on_shards(other, again, world.rank, range(2, 3)), before)
+
+
+@cases.case
+def test_on_shards_what_cannot_be_done_is_refused_by_name(world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(Model(), mesh)
+    named = list(model.named_parameters())
+    columns = shard(nn.Linear(8, 8), mesh["shard"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    half = nn.Sequential(shard(nn.Linear(8, 8), mesh["shard"]), nn.Linear(8, 8))
+    muon = {"*.weight": MIXTURE["*.weight"], "*": MIXTURE["*"]}
+    each = {
+        "'scale' is a DTensor": (named, {"*": MIXTURE["*"]}, {}),
+        "optimizer_class['head.*']=AdamW": (named, MIXTURE, {}),
+        "average_gradients=True": (named, ON_SHARDS, {"average_gradients": True}),
+        "master_dtype=": (named, ON_SHARDS, {"master_dtype": torch.float32}),
+        "max_grad_norm=1.0": (named, ON_SHARDS, {"max_grad_norm": 1.0}),
+        "process_group=": (named, ON_SHARDS, {"process_group": world.group}),
+        "'bias' is no DTensor": (
+            [("a.weight", half[0].weight), ("bias", half[1].bias)],
+            muon,
+            {},
+        ),
+        "'a.weight' is (Shard(dim=1),)": ([("a.weight", columns.weight), ("bias", columns.bias)], muon, {}),
+    }
+    for words, (params, rules, options) in each.items():
+        heard = said(gw.ZeroOptimizer, params, rules, **options)
+        assert words in heard, heard
+    zero = gw.ZeroOptimizer(named, ON_SHARDS)
+    for call in (zero.rank_state_dict, lambda: zero.sharded_state, lambda: zero.consolidate_state_dict(0)):
+        assert "is of DTensors" in said(call)
+    assert "no further parameter groups" in said(zero.add_param_group, {"params": []})
+    train_on_shards(model, zero, world.rank, range(1))
+    saved = zero.consolidated_state_dict(to=None)
+    number = next(n for n, own in saved["state"].items() if "momentum_buffer" in own)
+    first = saved["state"][number]["momentum_buffer"]
+    for spoiled, words in ((first[1:], "'momentum_buffer' of parameter 'layers"), (first / 0, "holds NaN or inf")):
+        saved["state"][number]["momentum_buffer"] = spoiled
+        assert words in said(zero.load_state_dict, saved)
+    assert "parameter groups" in said(zero.load_state_dict, {**saved, "param_groups": saved["param_groups"][1:]})
 
 
 @cases.case

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.ops import Spec
-from gradwire.core.zero.sharded_step import Zero
 from gradwire.core.zero.sharding import MixedShards, Shards, shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.setup.consistency import describe, require_initialized, require_same_on_all_ranks
-from gradwire.torch_backend.setup.sharded_models import sharded_parameter
 from gradwire.torch_backend.zero.rules import Rule
+
+T = TypeVar("T")
 
 
 def require_parameters(trained: Mapping[str, Tensor]) -> None:
@@ -26,9 +27,32 @@ def require_parameters(trained: Mapping[str, Tensor]) -> None:
     devices = {p.device for p in trained.values()}
     if len(devices) != 1:
         raise ValueError(f"parameters are on {sorted(map(str, devices))}; one device per process is supported")
-    if name := sharded_parameter(trained):
+
+
+def require_sharded(name: str, rules: Sequence[Rule], given: Mapping[str, Any]) -> None:
+    """Raise ValueError for what cannot be done where a parameter, this one, is a DTensor.
+
+    Args:
+        name: of the parameter.
+        rules: of all parameters.
+        given: options that are not what they are by default.
+    """
+    if given:
+        option, value = next(iter(given.items()))
+        raise ValueError(
+            f"{option}={value!r} with the DTensor {name!r}: fully_shard averages gradients, divides the state and keeps parameters in the dtype that "
+            "they have, and torch.nn.utils.clip_grad_norm_ knows their norm; leave it out"
+        )
+    whole = [rule for rule in rules if rule.shard != "element"]
+    if not whole:
         raise ValueError(
             f"parameter {name!r} is a DTensor, whose optimizer state is sharded as it is itself: use the plain optimizer itself"
+        )
+    muon = getattr(torch.optim, "Muon", None)
+    if other := next((rule for rule in whole if rule.optimizer_class is not muon), None):
+        raise ValueError(
+            f"{other.subject or 'optimizer_class'}={other.optimizer_class.__name__}, shard={other.shard!r}: of DTensors matrices go to owners for "
+            "torch.optim.Muon alone, since its state is elementwise; use torch's optimizers, or 'element'"
         )
 
 
@@ -36,14 +60,15 @@ def agreed_on(
     group: dist.ProcessGroup,
     settings: Mapping[str, Any],
     trained: Mapping[str, Tensor],
-    divided: Callable[[], Zero],
+    divided: Callable[[], T],
     refused: Exception | None,
-) -> Zero:
+) -> T:
     """What `divided` gives, if all ranks ask for the same, and no rank's optimizer has `refused` its arguments."""
     # What its arguments are worth is no question of shards.
-    zero, obstacle = None, "" if refused is None else f"{settings['optimizer_class']}: {refused}"
+    found: list[T] = []
+    obstacle = "" if refused is None else f"{settings['optimizer_class']}: {refused}"
     try:
-        zero = None if refused else divided()
+        found += [] if refused else [divided()]
     except ValueError as error:
         obstacle = str(error)
     said = {name: str(value) for name, value in settings.items()}
@@ -51,8 +76,7 @@ def agreed_on(
         require_same_on_all_ranks(group, said, describe(trained), obstacle, next(iter(trained.values())).device)
     except ValueError as error:
         raise (error if refused is None else refused) from None
-    assert zero is not None  # or there was an obstacle
-    return zero
+    return found[0]  # or there was an obstacle
 
 
 def buckets_of(parameters: Mapping[str, Tensor], limits: Any) -> list[list[str]]:

@@ -29,6 +29,7 @@ from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
 from gradwire.torch_backend.monitor.skipped_steps import RunOfSkips
 from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank
+from gradwire.torch_backend.setup.sharded_models import sharded_parameter
 from gradwire.torch_backend.state.loss_scale import require_all_ranks, require_receiver, scale_of
 from gradwire.torch_backend.state.rank_memory import on_cpu
 from gradwire.torch_backend.zero.arguments import (
@@ -37,6 +38,7 @@ from gradwire.torch_backend.zero.arguments import (
     divide,
     named_groups,
     require_parameters,
+    require_sharded,
 )
 from gradwire.torch_backend.zero.checkpoint import ShardedState, require_served
 from gradwire.torch_backend.zero.elementwise import (
@@ -45,6 +47,7 @@ from gradwire.torch_backend.zero.elementwise import (
     require_independent_parameters,
     require_shardable,
 )
+from gradwire.torch_backend.zero.owned_muon import OnShards
 from gradwire.torch_backend.zero.rules import made, misfit, rules_of
 from gradwire.torch_backend.zero.shard import Shard
 from gradwire.torch_backend.zero.sharded_step import ShardedStep
@@ -52,6 +55,8 @@ from gradwire.torch_backend.zero.state import consolidate as consolidate_shards
 from gradwire.torch_backend.zero.state import load_shard, shard_state
 
 BUCKET_CAP_MB, FIRST_BUCKET_MB = 25, 1
+#: What is of no use where parameters are sharded already.
+OPTIONS = ("max_grad_norm", "master_dtype", "average_gradients", "wire_dtype", "consolidate", "bucket_cap_mb")
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -68,6 +73,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     parameter groups, LR schedulers, `GradScaler`, clipping before `step`. It sends the parameters (an all-gather) besides the gradients.
     `hook_with_zero_step` sends no more than plain data-parallel training does, and overlaps the step with communication;
     `average_gradients=True` does the former without DDP.
+
+    On a model of `fully_shard`, whose parameters are DTensors over (shard) or (replicate, shard), patterns with `torch.optim.Muon` and "parameter" give
+    each matrix to one rank: momentum stays sharded, and travels there, asynchronously, while the matrix before is orthogonalized. The other patterns
+    are "element", torch's optimizers on DTensors. `state_dict` is that of any optimizer on DTensors. All ranks must have gradients of the same parameters.
 
     Examples:
         >>> import torch
@@ -105,7 +114,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError: `optimizer_class` is not a class of optimizers, `params` is no iterable of parameters, or none of them requires a gradient.
-        ValueError: an option that cannot be served (named), DTensors, an optimizer that needs whole parameters with `shard="element"` or
+        ValueError: an option that cannot be served (named), DTensors without Muon, or divided in another way than by rows, an optimizer that needs whole parameters with `shard="element"` or
             cannot be sharded at all (L-BFGS, SparseAdam), or ranks that ask for different things.
     """
 
@@ -146,9 +155,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "bucket_cap_mb": bucket_cap_mb,
             "param_groups": group_names,
         }
-        self._buckets = buckets_of(trained, self._limits)
+        self._steps = 0  # of sharded parameters
+        self._complete = False
+        self._sharded: OnShards | None = None
         refused = refusal(lambda stand_ins: made(rules, stand_ins), groups, master_dtype)
         refused = refused and misfit(rules, groups, self._names, refused)
+        self._average_gradients = average_gradients
+        self._serves_scaler = True
+        self._in_hook = False
+        if name := sharded_parameter(trained):
+            options = {key: settings[key] for key in OPTIONS} | {"process_group": process_group}
+            if bucket_cap_mb == BUCKET_CAP_MB:
+                del options["bucket_cap_mb"]
+            require_sharded(name, rules, {key: value for key, value in options.items() if value not in (None, False)})
+            self._sharded = OnShards(rules, groups, self._names, settings, refused)
+            super().__init__(self._sharded.param_groups, {})
+            self._complete = True
+            return
+        self._buckets = buckets_of(trained, self._limits)
 
         def divided() -> Zero:
             device = next(iter(trained.values())).device
@@ -163,13 +187,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._zero = agreed_on(group, settings, trained, divided, refused)
         self._shard = str(settings["shard"])
         self._process_group = group
-        self._average_gradients = average_gradients
         self._wire = wire
         self._consolidate = consolidate
         self._whole: dict[str, Any] | None = None
         self._meeting = Meeting(group)
-        self._in_hook = False
-        self._serves_scaler = True
         self._dense_bytes = 0
         self._skipped = 0
         self._what = f"ZeroOptimizer of {settings['optimizer_class']}"
@@ -177,17 +198,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._has_state = False
         if average_gradients:
             copy_from_first_rank(list(trained.values()), group)
-        options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        given = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         shards, rank = self._zero.shards, dist.get_rank(group)
-        self._own = Shard(rules, trained, group_names, options, shards, rank, master_dtype)
+        self._part = Shard(rules, trained, group_names, given, shards, rank, master_dtype)
         super().__init__(groups, dict(self.optimizer.defaults))
         self._copy_options(self.optimizer.param_groups, self.param_groups)
         self._step = self._sharded_step(averaged=not average_gradients)
+        self._complete = True
+
+    @property
+    def _own(self) -> Shard:
+        if self._sharded is not None:
+            raise RuntimeError(
+                "this optimizer is of DTensors, and its state is divided as they are: state_dict() gives it to torch.distributed.checkpoint, and "
+                "consolidated_state_dict() whole; nothing else is divided here, and no hook of DDP takes part"
+            )
+        return self._part
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of this rank's part, of `optimizer_class`. Its parameters are pieces."""
-        return self._own.optimizer
+        """The optimizer of this rank's part, of `optimizer_class`. Its parameters are pieces, or DTensors."""
+        return self._sharded or self._own.optimizer
 
     @property
     def shards(self) -> Shards:
@@ -228,6 +259,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def overlap(self, *, averaged: bool, interleaved: bool, spread: bool, grad_scaler: Any = None) -> ShardedStep:
         """Give the step to a hook of DDP; for `hook_with_zero_step`. Raises ValueError for what does not go together."""
+        _ = self._own
         if self._average_gradients:
             raise ValueError("average_gradients=True is for models without DDP; leave it out, the hook averages")
         if self._in_hook:
@@ -306,7 +338,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     f"parameter {name!r} has a gradient, and required none when this ZeroOptimizer was made, so that no rank keeps a state for "
                     "it. Make a new ZeroOptimizer after parameters have been thawed"
                 )
-        if not self._in_hook:
+        if self._sharded is not None:
+            self._sharded.step()
+            self._steps += 1
+        elif not self._in_hook:
             if self._wire is not None and not self._average_gradients:
                 raise ValueError(
                     f"wire_dtype={self._wire.dtype!r} codes what this optimizer averages, and it averages nothing: pass average_gradients=True "
@@ -354,7 +389,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only at construction: who owns what is decided there. Raises ValueError afterwards."""
-        if getattr(self, "_step", None) is not None:
+        if self._complete:
             raise ValueError("a ZeroOptimizer takes no further parameter groups; give all of them at construction")
         super().add_param_group(param_group)
 
@@ -362,11 +397,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Steps, and what `step` or the hook has sent: reduce-scatters and all-gathers of n bytes count n/2, so that a step that replaces an
         all-reduce counts as many bytes as it. Times are of the same messages: packing and waiting, without the optimizer's own step, and without
         what another hook does that averages the gradients before."""
+        if self._sharded is not None:
+            dense = sum(p.nbytes for p in self._names)
+            return Stats(self._steps, 0, *self._sharded.sent, dense * self._steps)
         collectives = self._step.collectives
         return Stats.of(collectives.times.read(), self._step.steps, self._skipped, collectives.sent, self._dense_bytes)
 
     def __repr__(self) -> str:
         """What this rank keeps and how long sharding takes, and the parameter groups as every optimizer shows them."""
+        if self._sharded is not None:
+            return f"Optimizers of DTensors, whose matrices go to owners\n{super().__repr__()}"
         stats = self.stats()
         own = sum(piece.nbytes for piece in self._own.pieces.values())
         whole = sum(spec.nbytes for spec in self.shards.specs.values())
@@ -386,6 +426,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: neither is so. A tool that saves the state of one rank would save a part of it, and find out when it resumes.
         """
+        if self._sharded is not None:
+            return super().state_dict()
         if self._whole is not None:
             self._copy_options(self.param_groups, self._whole["param_groups"])  # what a scheduler has set since
             return self._whole
@@ -406,6 +448,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state(self) -> dict[Tensor, Any]:
         """What this rank remembers of each parameter: of its piece, or nothing. Empty before there is any state, on all ranks alike: by that
         tools see whether there is some."""
+        if self._sharded is not None:
+            return self._sharded.state  # type: ignore[return-value]  # a mapping of several
         if not self._has_state:
             return {}
         remembered, pieces = self.optimizer.state, self._own.pieces
@@ -454,14 +498,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
             ValueError: `to` is no rank.
             RuntimeError: some ranks have not called it within 10 minutes.
         """
+        if self._sharded is not None:
+            require_receiver(to, dist.get_world_size())
+            whole = self._sharded.whole(super().state_dict())
+            return whole if to in (None, dist.get_rank()) else None
         return self._gathered("consolidated_state_dict()", to)
 
     def _gathered(self, subject: str, to: int | None) -> dict[str, Any] | None:
-        size = dist.get_world_size(self._process_group)
-        require_receiver(to, size)
+        device = self._device
+        require_receiver(to, dist.get_world_size(self._process_group))
         require_all_ranks(self._meeting, subject, "rank_state_dict()")
         # A pickled CUDA tensor comes to life on the sender's device, in the receiver's process.
-        mine, device = on_cpu(self.rank_state_dict()), self._device
+        mine = on_cpu(self.rank_state_dict())
         shards = gathered_by(to, mine, self._process_group, device)
         return None if shards is None else consolidate_shards(shards)
 
@@ -476,6 +524,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             ValueError: it does not fit, holds NaN or inf, or cannot be stepped from, said why: each parameter's is tried out with zeros first.
                 Nothing has been changed then.
         """
+        if self._sharded is not None:
+            self._sharded.load_state_dict(state_dict)
+            self.param_groups = self._sharded.param_groups
+            return
         plain, masters = load_shard(state_dict, self._own)
         require_served(self._own, plain)
         self.optimizer.load_state_dict(plain)
