@@ -27,7 +27,7 @@ class WorldSize(Request):
     assumed: int | None = None
 
     async def between(self, nodes: Any) -> tuple[Any, ...]:
-        return await ask(self.among(nodes.peers))
+        return await ask(self.among(nodes.inter_node))
 
     def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
         return (replica.replicas(self.groups, self.assumed),)
@@ -53,7 +53,7 @@ class ReplicaIndex(Request):
     groups: Groups | None = None
 
     async def between(self, nodes: Any) -> tuple[Any, ...]:
-        return await ask(self.among(nodes.peers))
+        return await ask(self.among(nodes.inter_node))
 
     def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
         return (0,)

@@ -73,8 +73,6 @@ class Request:
     local: ClassVar[bool] = False
     #: Whether what is sent after it are parameters, and not gradients.
     updates: ClassVar[bool] = False
-    #: Whether its answer says if memory may be stored.
-    settles: ClassVar[bool] = False
     #: Whether replicas hand each other parts, in half the time of an all-reduce.
     exchanges: ClassVar[bool] = False
     #: In which groups of replicas each message stays.
