@@ -34,7 +34,7 @@ class ReplicaMismatch(RuntimeError):
 
 
 class AbstractReplica(Protocol):
-    """What answers on arrays without data, as the replica of some place in its group."""
+    """What answers on arrays without data, as the replica of some index in its group."""
 
     place: int
 
