@@ -24,6 +24,9 @@ from gradwire.jax_backend.state.names import pure
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.types import DataParallelState
 
+#: Steps are counted so far.
+LAST = np.iinfo(np.int32).max
+
 
 class Stats(NamedTuple):
     """Scalars, of all states of `average_gradients` and `local_sgd` in a tree together.
@@ -167,8 +170,8 @@ def stats(state: Any) -> Stats:
         one: DataParallelState = each.averages if of_local else each
         stacked = of_local and one.step.ndim > 0  # all of it has a row for each replica
         step, account = jax.tree.map(lambda x: x[0], (one.step, one.account)) if stacked else (one.step, one.account)
-        first = jnp.asarray(one.record.stages)
-        after = jnp.append(first[1:], np.iinfo(np.int32).max)
+        first = np.minimum(one.record.stages, LAST).astype(np.int32)
+        after = np.append(first[1:], np.int32(LAST))
         taken = jnp.clip(step, first, after) - first
         sent += jnp.where(taken[:, None] > 0, taken[:, None] * account.sent, 0).sum(0)  # which may be unknown before
         next_step += account.sent[(step >= first).sum() - 1, 0]

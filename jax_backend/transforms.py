@@ -102,7 +102,7 @@ def power_sgd(
     given: Any = rank
     if "options" in options or isinstance(given, jax.Array):
         raise TypeError(
-            "power_sgd cannot stand inside optax.inject_hyperparams: its options decide shapes and messages, and cannot change from step to "
+            "power_sgd cannot be inside optax.inject_hyperparams: its options decide shapes and messages, and cannot change from step to "
             "step. Inject into the optimizer behind it: optax.chain(power_sgd(4, axis_name=…), optax.inject_hyperparams(optax.adamw)(…))"
         )
     algorithm = PowerSGD(rank, **options)
@@ -146,7 +146,7 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
     """Any algorithm as an Optax transformation: `PowerSGD`, `AllReduce`, `WireDtype(...)`, or a `Compressor` of your own.
 
     It turns the gradients of one replica into what the optimizer is given on every replica, the same bits on all of them. Give it
-    *local* gradients, with no `pmean` before it. It must not stand inside `optax.apply_if_finite`; put that after it. A step in
+    *local* gradients, with no `pmean` before it. It must not be inside `optax.apply_if_finite`; put that after it. A step in
     which any replica's gradient holds an inf or NaN gives non-finite updates on all replicas and leaves the memory as it was.
 
     To accumulate gradients, scan over micro-batches inside the training step: `optax.MultiSteps` runs what it wraps at every

@@ -263,6 +263,6 @@ def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, which: str) -> str:
 WATCH = {
     "rounded": "It has nothing to tune.",
     "feedback": "Compare the loss with plain averages over some hundred steps.",
-    "lossy": "What it leaves out is lost: compare the loss with plain averages.",
+    "lossy": "What it does not send is lost: compare the loss with plain averages.",
     "local": "It is another way to train: tune its period and rates.",
 }

@@ -192,7 +192,7 @@ def measure(prober: Prober, framework: str, device: str, replicas: int, nodes: i
 
 
 def partition(replicas: int, nodes: int) -> tuple[Groups, Groups]:
-    """The replicas of each node, and those of equal place on all nodes."""
+    """The replicas of each node, and the inter-node groups."""
     each = replicas // nodes
     within = tuple(tuple(range(node * each, (node + 1) * each)) for node in range(nodes))
     return within, tuple(zip(*within, strict=True))

@@ -10,7 +10,7 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.local_sgd.algorithm import LocalSGD
 
-#: The best first: the plain average; 8 bits or more, as good as a rule; what is not sent comes later; what is left out is gone; replicas part between averages.
+#: The best first: the plain average; 8 bits or more, as good as a rule; with error feedback, which sends the rest later; without, where the rest is lost; replicas part between averages.
 QUALITIES = ("exact", "rounded", "feedback", "lossy", "local")
 #: Codes of fewer bits lose what matters.
 ROUNDED = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")

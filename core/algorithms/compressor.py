@@ -215,7 +215,7 @@ class Compressor(abc.ABC):
     ) -> tuple[A | LowRank[A], A | LowRank[A], dict[str, A]]:
         """`compress` for k tensors that are `alike`, of one shape: with arrays of a leading axis k, those in `memory` too.
 
-        A backend asks for it where one large operation is worth more than many small ones (`gradwire.core.ops.Ops.bundled`).
+        A backend asks for it where one large operation costs less than many small ones (`gradwire.core.ops.Ops.bundled`).
         """
         raise NotImplementedError(f"{type(self).__name__} calls tensors alike, and has no compress_stack")
 
@@ -273,7 +273,7 @@ class Compressor(abc.ABC):
         # reaches everyone through the averages, so all replicas decide alike without another message.
         finite = await step_is_finite()
         ok = finite if started is True else finite & started
-        after = self._settled(ops, ok, x, tensors, exchanged)
+        after = self._memory_after(ops, ok, x, tensors, exchanged)
         averages = self._averages(ops, finite, gradients, x, exchanged)
         if bundled is not None:
             averages, after = bundled.apart(averages, after)
@@ -333,7 +333,7 @@ class Compressor(abc.ABC):
     def _like(self, ops: Ops[A], average: A, gradient: A) -> A:
         return average if self.state_dtype is None else ops.cast(average, ops.dtype_of(gradient))
 
-    def _settled(
+    def _memory_after(
         self,
         ops: Ops[A],
         ok: A,
@@ -359,33 +359,33 @@ class Compressor(abc.ABC):
             if new:
                 commit(key, new)
         if self.error_feedback:
-            early = {name: self._decayed(ops, left.x) for name, left in x.items() if left.computed}
+            early = {name: self._decayed(ops, residual.x) for name, residual in x.items() if residual.computed}
             if early:
                 commit(ERROR, early, [largest_error(ops, tensors[name][ERROR]) for name in early])
             late = [name for name in x if name not in early]
             dense = [name for name in late if not isinstance(exchanged.sent[name], LowRank)]
-            if dense and (lefts := self._all_left(ops, x, exchanged.sent, dense)) is not None:
+            if dense and (errors := self._all_errors(ops, x, exchanged.sent, dense)) is not None:
                 limits = [largest_error(ops, tensors[name][ERROR]) for name in dense]
-                commit(ERROR, dict(zip(dense, lefts, strict=True)), limits)
+                commit(ERROR, dict(zip(dense, errors, strict=True)), limits)
                 late = [name for name in late if name not in dense]
             for name in late:
-                rest = partial(self._left, ops, x[name].x, exchanged.sent[name])
+                rest = partial(self._error_after, ops, x[name].x, exchanged.sent[name])
                 error = tensors[name][ERROR]
                 after[name][ERROR] = ops.where_lazy(ok, rest, error, limit=largest_error(ops, error))
         return after
 
-    def _all_left(
+    def _all_errors(
         self, ops: Ops[A], x: Mapping[str, Residual[A]], sent: Mapping[str, Any], names: Sequence[str]
     ) -> list[A] | None:
-        """What was left out of these, in their places, where it has to be computed in any case."""
-        lefts = ops.subtract_each([x[name].x for name in names], [sent[name] for name in names])
-        return None if lefts is None else [self._decayed(ops, each) for each in lefts]
+        """The compression errors of these, in their arrays, where they have to be computed in any case."""
+        errors = ops.subtract_each([x[name].x for name in names], [sent[name] for name in names])
+        return None if errors is None else [self._decayed(ops, each) for each in errors]
 
-    def _left(self, ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
+    def _error_after(self, ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
         return self._decayed(ops, _less(ops, x, sent, out))
 
     def _decayed(self, ops: Ops[A], error: A) -> A:
-        """The error of the next step, in the place of the residual of this one."""
+        """The error of the next step, in the array of the residual of this one."""
         if self.error_feedback is True:
             return error
         dtype = wide_dtype(ops.dtype_of(error))
@@ -395,7 +395,7 @@ class Compressor(abc.ABC):
     def _averages(
         self, ops: Ops[A], finite: A, gradients: Mapping[str, A], x: Mapping[str, Residual[A]], exchanged: _Exchanged[A]
     ) -> dict[str, A]:
-        """All averages, in the places of `x`; NaN throughout if the step was not finite, so that everyone skips it."""
+        """All averages, in the arrays of `x`; NaN throughout if the step was not finite, so that everyone skips it."""
         averages = dict(exchanged.averages)
         # NaN in the small factor is NaN everywhere in the product, even where the other factor is zero.
         factors = ops.nan_unless(finite, [each.q for each in exchanged.factors.values()])

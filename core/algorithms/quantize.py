@@ -57,7 +57,7 @@ class Quantize(Quantizer, Compressor):
     async def compress(
         self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
     ) -> tuple[A, A, dict[str, A]]:
-        """Average one tensor in codes: two messages, an all-to-all and an all-gather.
+        """Average one tensor, quantized: two messages, an all-to-all and an all-gather.
 
         Returns:
             What this replica sent, with its rounding of the average counted; the average as all decode it; `memory` as it was.

@@ -93,9 +93,9 @@ class TwoLevel(Wrapper):
         """Groups of the replicas of a node, all of one size. Raises ValueError where so many replicas cannot be divided so."""
         return _near(self.within, replicas)
 
-    def peers(self, replicas: int) -> Groups:
-        """Groups of the replicas that have the same place in their nodes, in the order of the nodes."""
-        return _peers(self.near(replicas))
+    def inter_node(self, replicas: int) -> Groups:
+        """The inter-node groups: of the replicas with the same index in their nodes, in the order of the nodes."""
+        return _inter_node(self.near(replicas))
 
     def is_near(self, groups: Groups) -> bool:
         """Whether these are the groups of replicas of a node."""
@@ -118,16 +118,16 @@ class Between:
     Args:
         ops: kernels.
         near: groups of the replicas of a node, of two and more.
-        place: of this replica in its node, an int or a traced int32 scalar.
+        index: of this replica in its node, an int or a traced int32 scalar.
 
     Attributes:
-        peers: groups of the replicas of one place.
+        inter_node: the inter-node groups, of the replicas of one index.
         size, count: replicas in a node, and nodes.
     """
 
-    def __init__(self, ops: Ops[Any], near: Groups, place: Any) -> None:
-        self.ops, self.near, self.place = ops, near, place
-        self.peers = _peers(near)
+    def __init__(self, ops: Ops[Any], near: Groups, index: Any) -> None:
+        self.ops, self.near, self.index = ops, near, index
+        self.inter_node = _inter_node(near)
         self.size, self.count = len(near[0]), len(near)
 
     async def run(self, program: Program[T]) -> T:
@@ -137,7 +137,7 @@ class Between:
     async def whole(self, request: Request) -> tuple[Any, ...]:
         """The answers, where each replica exchanges all of it in its inter-node group: in a single node nothing is sent, and parts of several sizes are those of
         a sharded optimizer."""
-        answers = await ask(request.among(self.peers))
+        answers = await ask(request.among(self.inter_node))
         return await watch(*answers) if getattr(request, "watched", False) else answers
 
     async def in_parts(
@@ -155,10 +155,10 @@ class Between:
             return await self.whole(request)
         ops, gathers = self.ops, bool(received and not sent)
         packs = self._packs(request.arrays, sent or 1, donated)
-        rows = [ops.row(pack.matrix.reshape((sent or 1, self.size, pack.length)), self.place) for pack in packs]
+        rows = [ops.row(pack.matrix.reshape((sent or 1, self.size, pack.length)), self.index) for pack in packs]
         parts = [x.reshape((sent, -1) if sent else (-1,)) for x in rows]
         about = request.about_parts(tuple(parts), tuple(pack.ours for pack in packs))
-        answers = await ask(about.among(self.peers))
+        answers = await ask(about.among(self.inter_node))
         wholes = await all_gather(
             [x.reshape((-1,)) for x in answers],
             [((received or 1) * pack.length,) * self.size for pack in packs],
@@ -263,7 +263,7 @@ def _near(within: Within, replicas: int) -> Groups:
 
 
 @lru_cache(maxsize=64)
-def _peers(near: Groups) -> Groups:
+def _inter_node(near: Groups) -> Groups:
     return tuple(zip(*near, strict=True))
 
 

@@ -38,7 +38,7 @@ class Weighted(Wrapper):
         [2.0, 4.0]
 
     Args:
-        algorithm: any whose replicas average or gather: all of gradwire's but `Zero`. It stands outermost: `Weighted(WireDtype(…))`.
+        algorithm: any whose replicas average or gather: all of gradwire's but `Zero`. It goes outermost: `Weighted(WireDtype(…))`.
 
     Raises:
         TypeError: `algorithm` is none, or is weighted already. And where it is registered: it sums, or gathers without asking for `replica_weights`.

@@ -23,8 +23,8 @@ T = TypeVar("T")
 class WireDtype(Quantizer, Wrapper):
     """Another algorithm, with its payloads in fewer bits: `WireDtype(AllReduce(), "int8")`, `WireDtype(PowerSGD(rank=4), "bfloat16")`.
 
-    What is averaged, summed or reduced and scattered travels in codes, and is summed in float32: all replicas send each other their parts, each averages
-    one, and all gather these. Two roundings, however many replicas there are, and the bytes of an all-reduce of the codes: of float32 0.258 with 8 bits,
+    What is averaged, summed or reduced and scattered travels quantized, and is summed in float32: all replicas send each other their parts, each averages
+    one, and all gather these. Two roundings, however many replicas there are, and the bytes of an all-reduce of quantized values: of float32 0.258 with 8 bits,
     0.133 with 4, 0.5 with "bfloat16". Local arithmetic and memory keep their dtype. Maxima, and the sum of a scalar (`sum_scalar`), travel as they are; what
     is gathered or exchanged is cast to a shorter float, and not quantized.
 
@@ -65,7 +65,7 @@ class WireDtype(Quantizer, Wrapper):
     async def step(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
     ) -> tuple[dict[str, A], State[A]]:
-        """A step of the inner algorithm, whose payloads travel in codes. Arguments and results are those of `Algorithm.step`."""
+        """A step of the inner algorithm, with quantized payloads. Arguments and results are those of `Algorithm.step`."""
         program = self.algorithm.step(self._kernels(ops), gradients, state, step)
         return await self.carried(ops, program, next(iter(gradients), ""), step)
 
@@ -73,7 +73,7 @@ class WireDtype(Quantizer, Wrapper):
         return ops if isinstance(self._codec, Cast) else ops.unbundled()
 
     async def carried(self, ops: Ops[A], program: Program[T], name: str, step: Any) -> T:
-        """Run a program of the algorithm's with its payloads in codes, and return what it returns. `name`, of its first tensor, and `step` decide
+        """Run a program of the algorithm's with quantized payloads, and return what it returns. `name`, of its first tensor, and `step` decide
         what stochastic rounding draws."""
         return await self._coded(self._coder(ops, name, step), program)
 
@@ -85,7 +85,7 @@ class WireDtype(Quantizer, Wrapper):
             if request.updates:
                 if in_branch:
                     raise ValueError(
-                        f"{self!r} cannot tell whether payloads hold gradients or parameters where the optimizer's update stands in a branch; "
+                        f"{self!r} cannot tell whether payloads hold gradients or parameters where the optimizer's update is in a branch; "
                         "give WireDtype to the algorithm that averages the gradients"
                     )
                 codes = False

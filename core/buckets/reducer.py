@@ -40,9 +40,9 @@ class Reducer:
         self.active = False
         self.arrived: list[int] = []
         self._accumulating = False
-        self._settled: set[int] = set()
+        self._done: set[int] = set()
         self._unused: set[int] = set()
-        self._missing: list[int] = []  # per bucket: how many have not been settled
+        self._missing: list[int] = []  # per bucket: how many are neither ready nor unused
         self._next = 0
         self._bucket_of: list[int] = []
         self.rebuild(buckets)
@@ -85,7 +85,7 @@ class Reducer:
         if self.active:
             raise RuntimeError("a backward pass has begun before the last one ended; call end() or abandon() first")
         self.active, self._accumulating = True, accumulating
-        self._settled = set()
+        self._done = set()
         if accumulating:
             return []
         self.arrived = []
@@ -93,7 +93,7 @@ class Reducer:
         self._missing = [len(bucket) for bucket in self.buckets]
         self._unused = set(unused)
         for i in self._unused:
-            self._settle(i)
+            self._mark_done(i)
         return self._launchable()
 
     def ready(self, i: int) -> list[int]:
@@ -106,17 +106,17 @@ class Reducer:
             raise RuntimeError(f"parameter {self.names[i]!r} is ready, but no backward pass has begun")
         if self._accumulating:
             return []
-        if i in self._settled:
+        if i in self._done:
             raise RuntimeError(self._why_not_again(i))
         self.arrived.append(i)
         # Most gradients complete no bucket: those pay for nothing more.
-        return self._launchable() if self._settle(i) else []
+        return self._launchable() if self._mark_done(i) else []
 
     def missing(self) -> list[int]:
         """Parameters of this pass that are neither ready nor unused, in the order of the buckets."""
         if not self.active or self._accumulating:
             return []
-        return [i for bucket in self.buckets for i in bucket if i not in self._settled]
+        return [i for bucket in self.buckets for i in bucket if i not in self._done]
 
     def end(self, *, missing_are_unused: bool = False) -> list[int]:
         """The backward pass is over. `missing_are_unused`: what has no gradient by now is taken as unused. Returns the buckets to launch now, in order:
@@ -141,7 +141,7 @@ class Reducer:
                 "requires_grad=False before wrapping the module."
             )
         for i in missing:
-            self._settle(i)
+            self._mark_done(i)
         return self._launchable()
 
     def abandon(self) -> None:
@@ -153,9 +153,9 @@ class Reducer:
         came = set(self.arrived)
         return self.arrived + [i for bucket in self.buckets for i in bucket if i not in came]
 
-    def _settle(self, i: int) -> bool:
+    def _mark_done(self, i: int) -> bool:
         """True if that completes a bucket."""
-        self._settled.add(i)
+        self._done.add(i)
         bucket = self._bucket_of[i]
         self._missing[bucket] -= 1
         return not self._missing[bucket]

@@ -1,4 +1,4 @@
-"""The quantized mean: of what all replicas have, in codes that each has made once, summed in float32.
+"""The quantized mean: of what all replicas have, quantized once by each, summed in float32.
 
     x ── encode ── all-to-all ── decode, sum ── encode ── all-gather ── decode ── the mean, the same bits everywhere
 
@@ -65,7 +65,7 @@ class _Pack(NamedTuple, Generic[A]):
 
 @dataclass
 class Coder(Generic[A]):
-    """Averages in codes. One for a step of a program.
+    """Quantized averages. One for a step of a program.
 
     Args:
         ops: kernels.
@@ -98,7 +98,7 @@ class Coder(Generic[A]):
         return (await self._mean(arrays, donated, watched, groups, keeps=False))[0]
 
     async def mean_and_sent(self, arrays: Sequence[A]) -> tuple[list[A], list[A]]:
-        """And what was sent of this replica's arrays, with mean `mean`: what the second rounding left out is taken off the part of the replica that
+        """And what was sent of this replica's arrays, with mean `mean`: the error of the second rounding is subtracted from the part of the replica that
         has rounded it."""
         return await self._mean(arrays, False, True, None, keeps=True)
 
@@ -131,7 +131,7 @@ class Coder(Generic[A]):
             self._cut(pack, rows, arrays, means, donated=donated)
         if keeps:
             for pack, own, share, part in zip(packs, coded, shares, again, strict=True):
-                self._settle(pack, own, share, part, arrays, sent, place, size)
+                self._note_sent(pack, own, share, part, arrays, sent, place, size)
         await watch(*shown)
         return means, sent
 
@@ -359,7 +359,7 @@ class Coder(Generic[A]):
         share = ops.divide(ops.zeros((), summed) + 1.0, ops.cast(counted.total, summed))
         return ops.multiply(total, share, out=total if out is None else out)
 
-    def _settle(
+    def _note_sent(
         self,
         pack: _Pack[A],
         own: Sequence[A],
@@ -370,17 +370,17 @@ class Coder(Generic[A]):
         place: Any,
         size: int,
     ) -> None:
-        """What counts as sent: what was sent, and in the part of this replica what the second rounding left out of the share is taken off."""
+        """What counts as sent: what was sent, less the error of the second rounding in the part of this replica."""
         ops, dtype = self.ops, self.ops.dtype_of(share)
         factor = self._factor(size, place, dtype)
         (rows,) = pack.parts
         decoded = ops.cast(self._decoded(own), dtype)
 
-        def missed(share: A, *part: A, out: A | None = None) -> A:
+        def rounding_error(share: A, *part: A, out: A | None = None) -> A:
             rest: A = (share - ops.cast(self.codec.decode(ops, *part), dtype)) * factor
             return rest
 
-        off = ops.by_rows(missed, share, *part)
+        off = ops.by_rows(rounding_error, share, *part)
         if ops.joining([]) is None:
             # Chosen element by element: to cut out a row that only the device knows would move everything.
             (n, width), each = decoded.shape, share.shape[0]

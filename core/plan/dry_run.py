@@ -173,7 +173,7 @@ class _Runs(dict[Hashable, DryRun]):
 
 
 def rehearsed(program: Program[Any], phase: int = 0, world_size: int | None = None) -> DryStep:
-    """A program over `AbstractArray`s, as the replica of some place in its group runs it."""
+    """A program over `AbstractArray`s, as the replica of some index in its group runs it."""
     dry = _Answers(phase, world_size)
     result = run(program, dry.answer)
     return DryStep(tuple(dry.requests), dry.traffic, tuple(dry.messages), result)

@@ -13,7 +13,7 @@ from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.outer import OuterFactory, OuterSGD
 from gradwire.core.ops import Spec
-from gradwire.core.plan.dry_run import DryStep, dry_run, rehearsed
+from gradwire.core.plan.dry_run import DryRun, DryStep, dry_run, rehearsed
 from gradwire.core.plan.traffic import LevelBytes, Traffic, bytes_by_level
 
 
@@ -52,11 +52,9 @@ class LocalSteps(Sequence[Traffic]):
         return self._at(range(self.length)[index])
 
 
-def local_traffic(
-    local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None = None
-) -> tuple[LocalSteps, dict[str, float]]:
-    """What one replica sends in each step of a cycle, once gradients are local and the compressor has started; and for each parameter the bytes that
-    it sends by itself, in a step on average. "node" in the schedule is replaced before, see `Schedule.on_nodes_of`.
+def local_steps(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None = None) -> LocalSteps:
+    """What one replica sends in each step of a cycle, once gradients are local and the compressor has started. "node" in the schedule is replaced before, see
+    `Schedule.on_nodes_of`.
 
     `world_size` None: that of which the schedule speaks; if it speaks of none, a compressor must not ask for it.
 
@@ -64,6 +62,36 @@ def local_traffic(
         UnknownWorldSize: what the compressor sends depends on the number of replicas.
         ValueError: a schedule that does not fit so many.
     """
+    return _steps(local, specs, world_size)[0]
+
+
+def local_traffic(
+    local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None = None
+) -> tuple[LocalSteps, dict[str, float]]:
+    """`local_steps`; and for each parameter the bytes that it sends by itself, in a step on average."""
+    steps, count, gradients = _steps(local, specs, world_size)
+    outer = (
+        dry_run(local.compressor or AllReduce(), local.kept(specs), gradients.world_size) if local.has_outer else None
+    )
+    by_itself = {}
+    for number, names in enumerate(local.parts(specs)):
+        for name in names:
+            alone = gradients.only([name]).at(local.start_step).traffic.nbytes
+            compressed = [] if outer is None else [t.nbytes for t in outer.only([name]).traffic]
+            total = alone * steps.length
+            for due, times in count.items():
+                for here in due:
+                    if here.fragment == number:
+                        far = local.has_outer and here.level == 0
+                        total += times * (compressed[here.phase] if far else specs[name].nbytes)
+            by_itself[name] = total / steps.length
+    return steps, by_itself
+
+
+def _steps(
+    local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None
+) -> tuple[LocalSteps, Mapping[tuple[_Due, ...], int], DryRun]:
+    """The steps of a cycle; how many there are in which the same is due; and the gradients' part of them."""
     local = local.at_once().without_factory()
     replicas = world_size or local.some_replicas
     if world_size is None and local.names_replicas:
@@ -94,22 +122,9 @@ def local_traffic(
             phase = next((d.phase for d in due if d.level == 0), 0)
             sent[due] = every_step + average_of(local, specs, state, step, replicas, phase, world_size).traffic
 
-    by_itself = {}
-    outer = dry_run(compressor, local.kept(specs), world_size) if local.has_outer else None
-    for number, names in enumerate(local.parts(specs)):
-        for name in names:
-            alone = gradients.only([name]).at(local.start_step).traffic.nbytes
-            compressed = [] if outer is None else [t.nbytes for t in outer.only([name]).traffic]
-            total = alone * length
-            for due, times in count.items():
-                for here in due:
-                    if here.fragment == number:
-                        far = local.has_outer and here.level == 0
-                        total += times * (compressed[here.phase] if far else specs[name].nbytes)
-            by_itself[name] = total / length
     first = local.start_step + levels[0].period * compressor.start_step
     kinds = tuple((sent[due], times) for due, times in count.items())
-    return LocalSteps(kinds, length, lambda i: sent[due_at(first + i)]), by_itself
+    return LocalSteps(kinds, length, lambda i: sent[due_at(first + i)]), count, gradients
 
 
 def stage_starts(local: LocalSGD) -> tuple[int, ...]:
@@ -120,12 +135,12 @@ def stage_starts(local: LocalSGD) -> tuple[int, ...]:
 
 def local_stages(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> list[LevelBytes]:
     """What a step sends in each stage that `stage_starts` says, on average over a cycle. "node" and mesh axes in it are replaced before. Raises what
-    `local_traffic` raises."""
+    `local_steps` raises."""
     levels = levels_of(local)
     near = None if levels is None else levels.near(replicas)
     if isinstance(local.outer, OuterFactory):  # whichever it is, what is sent is the same
         local = replace(local, outer=OuterSGD())
-    steps, _ = local_traffic(local, specs, replicas)
+    last = bytes_by_level(local_steps(local, specs, replicas).kinds, near)
     local, stages = local.at_once(), []
     memory = local_memory(local, specs, replicas)
     for start in stage_starts(local)[:-1]:
@@ -137,7 +152,7 @@ def local_stages(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> l
                 for step, times in local.occasions(replicas)
             ]
         stages.append(bytes_by_level(kinds, near))
-    return [*stages, bytes_by_level(steps.kinds, near)]
+    return [*stages, last]
 
 
 def local_memory(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> State[AbstractArray]:

@@ -31,7 +31,7 @@ from gradwire.core.text.units import rate
 #: Of a step's time, that of the forward pass: backward has twice as many products.
 FORWARD = 1 / 3
 #: Steps in which a method that sends in every step has come to its pace.
-SETTLED = 6
+STEADY = 6
 
 Times = npt.NDArray[np.float64]
 
@@ -174,7 +174,7 @@ class _Shape:
 
         if local is None:
             everything = messages(list(specs))
-            return cls(seconds, lambda _: everything, SETTLED, 0, ring, latency)
+            return cls(seconds, lambda _: everything, STEADY, 0, ring, latency)
         period = local.levels(replicas)[0].period
         fragments = [messages(names) for names in local.parts(kept)]
         turns = {local._offset(period, f): f for f in range(local.fragments)}

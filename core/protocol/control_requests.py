@@ -38,7 +38,6 @@ class StepIsFinite(Request):
 
     priority = 3
     shared = True
-    settles = True
 
     def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
         return (AbstractArray((), "bool"),)

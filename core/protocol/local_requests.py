@@ -27,7 +27,7 @@ class WorldSize(Request):
     assumed: int | None = None
 
     async def between(self, nodes: Any) -> tuple[Any, ...]:
-        return await ask(self.among(nodes.peers))
+        return await ask(self.among(nodes.inter_node))
 
     def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
         return (replica.replicas(self.groups, self.assumed),)
@@ -53,19 +53,19 @@ class ReplicaIndex(Request):
     groups: Groups | None = None
 
     async def between(self, nodes: Any) -> tuple[Any, ...]:
-        return await ask(self.among(nodes.peers))
+        return await ask(self.among(nodes.inter_node))
 
     def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
         return (0,)
 
     @staticmethod
     def simulate(asked: Sequence[ReplicaIndex], world: LockStep) -> list[tuple[Any, ...]]:
-        places = {m: i for members in members_of(asked[0].groups, len(asked)) for i, m in enumerate(members)}
-        return [(places[replica],) for replica in range(len(asked))]
+        index = {m: i for members in members_of(asked[0].groups, len(asked)) for i, m in enumerate(members)}
+        return [(index[replica],) for replica in range(len(asked))]
 
 
 async def replica_index(groups: Groups | None = None) -> Any:
-    """The number of this replica, or its place in its group: an int or a traced int32 scalar."""
+    """The number of this replica, or its index in its group: an int or a traced int32 scalar."""
     return await ask_one(ReplicaIndex(groups))
 
 

@@ -34,7 +34,7 @@ class ReplicaMismatch(RuntimeError):
 
 
 class AbstractReplica(Protocol):
-    """What answers on arrays without data, as the replica of some place in its group."""
+    """What answers on arrays without data, as the replica of some index in its group."""
 
     place: int
 
@@ -73,8 +73,6 @@ class Request:
     local: ClassVar[bool] = False
     #: Whether what is sent after it are parameters, and not gradients.
     updates: ClassVar[bool] = False
-    #: Whether its answer says if memory may be stored.
-    settles: ClassVar[bool] = False
     #: Whether replicas hand each other parts, in half the time of an all-reduce.
     exchanges: ClassVar[bool] = False
     #: In which groups of replicas each message stays.

@@ -112,7 +112,7 @@ class ReplicaWeights(Request):
         return [(None,)] * len(asked)
 
     async def between(self, nodes: Any) -> tuple[Any, ...]:
-        return await ask(self.among(nodes.peers))
+        return await ask(self.among(nodes.inter_node))
 
     async def weighed(self, weighing: Any) -> tuple[Any, ...]:
         return (await weighing.of_all(self.groups),)

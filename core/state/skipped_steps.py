@@ -12,9 +12,9 @@ from gradwire.core.text.wording import some
 
 logger = logging.getLogger("gradwire")
 
-#: So many in a row are worth a word.
+#: So many in a row are said.
 IN_A_ROW = 10
-#: Parameters that the word names.
+#: Parameters that are named then.
 NAMED = 3
 
 

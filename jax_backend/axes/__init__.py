@@ -1,1 +1,1 @@
-"""The mapped axes that replicas stand on, and those that the compiler manages."""
+"""The mapped axes of the replicas, and those that the compiler manages."""

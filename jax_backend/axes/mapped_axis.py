@@ -1,4 +1,4 @@
-"""The mapped axis that the replicas stand on, and what JAX knows about values that differ along it.
+"""The mapped axis of the replicas, and what JAX knows about values that differ along it.
 
 Under `jax.shard_map(check_vma=True)`, its default, every value carries the axes along which it *varies*. Elsewhere (`pmap`, `vmap`,
 `check_vma=False`) it carries nothing, and the functions here change nothing.
@@ -162,5 +162,5 @@ def check_local(gradients: dict[str, jax.Array], axis_name: AxisName) -> None:
             f"the gradients of {some(summed)} do not vary over "
             f"{axis_name!r}: they are the same on all replicas already. Either autodiff has already summed them, as it does under "
             f"jax.shard_map(check_vma=True): differentiate with respect to gradwire.jax_backend.mark_varying(params, {axis_name!r}), or pass "
-            "check_vma=False to jax.shard_map. Or a pmean or psum stands before this transformation: take it out."
+            "check_vma=False to jax.shard_map. Or a pmean or psum precedes this transformation: take it out."
         )

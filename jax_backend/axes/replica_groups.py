@@ -54,7 +54,7 @@ class Peers:
         return self._of_own([[len(members)] * len(members) for members in self.groups], dtype)
 
     def index(self) -> jax.Array:
-        """The place of this replica among them, int32."""
+        """The index of this replica among them, int32."""
         if self.groups is not None:
             return self._of_own([list(range(len(members))) for members in self.groups], jnp.int32)
         return jnp.asarray(lax.axis_index(self.axes) if self.axes else 0, jnp.int32)

@@ -24,7 +24,7 @@ from gradwire.jax_backend.ops.packing import chosen_each, columns, or_each, stor
 
 #: Up to this inner dimension a large product is computed element by element where it is used: XLA would store the result of a `dot` first.
 THIN = 16
-#: Elements from which on that is worth its place in the program, which grows with the inner dimension.
+#: From so many elements on it saves more time than it takes to compile: the program grows with the inner dimension.
 LARGE = 1 << 16
 #: Rows and lanes of a tile, in which a TPU keeps an array.
 TILE, LANES = 8, 128
@@ -51,7 +51,7 @@ class JaxOps:
 
     def iota(self, n: int) -> jax.Array:
         # From a NumPy array `gradwire.core.kernels.random.uniform` makes a constant while the program is traced. Traced, it is a chain of
-        # kernels for every parameter to compile and, at every step, to run. Very large ones are not worth their place in the program.
+        # kernels for every parameter to compile and, at every step, to run. Very large ones would make the program large.
         return np.arange(n, dtype=np.int32) if n <= LARGEST_CONSTANT else jnp.arange(n, dtype=jnp.int32)  # type: ignore[return-value]
 
     def cast(self, x: jax.Array, dtype: str, *, out: jax.Array | None = None) -> jax.Array:

@@ -22,8 +22,8 @@ ZERO = np.uint32(0)
 #: (number of pieces, rows of each, axes along which they vary) → where they begin.
 Starts = dict[tuple[int, int, frozenset[str]], Sequence[np.uint32 | jax.Array]]
 
-#: Of an accelerator's registers, and from how many bytes on for a replica it is worth some more to fill them.
-LANES, WORTH_LANES = 128, 1 << 13
+#: Of an accelerator's registers, and from how many bytes on for a replica messages are padded to fill them.
+LANES, PADDED = 128, 1 << 13
 #: From this many pieces on, compile time is worth a trick.
 MANY = 8
 
@@ -34,8 +34,8 @@ def pack(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _in_lanes(arrays: Sequence[jax.Array], rows: int) -> list[jax.Array] | None:
-    """Rows of bytes as (rows, n, 128), filled up with zeros, where that is worth it: then a TPU does not move them to send them."""
-    if any(x.dtype != jnp.uint8 for x in arrays) or sum(x.size for x in arrays) < WORTH_LANES * rows:
+    """Rows of bytes as (rows, n, 128), padded with zeros where they are large enough: then a TPU does not move them to send them."""
+    if any(x.dtype != jnp.uint8 for x in arrays) or sum(x.size for x in arrays) < PADDED * rows:
         return None
     missing = [-(x.size // rows) % LANES for x in arrays]
     flat = [x.reshape(rows, -1) for x in arrays]

@@ -55,11 +55,11 @@ def partition_specs(state: Any, axis_name: AxisName) -> Any:
         A tree of the same structure: `P(axis_name)` for what is per replica, `P()` for the rest.
 
     Raises:
-        ValueError: the transformation stands inside `optax.apply_if_finite`, or inside `optax.MultiSteps`, whose accumulated
+        ValueError: the transformation is inside `optax.apply_if_finite`, or inside `optax.MultiSteps`, whose accumulated
             gradients differ between replicas and have no axis for them; or it is one of local SGD, and not all of the state is marked
             by `stack_replicas`. Or it belongs to replicas along another axis, or is in pmap form.
 
-    Warns of an `optax.chain` in which moments stand before what averages gradients, or in which a mask leaves gradients to nobody.
+    Warns of an `optax.chain` in which moments precede what averages gradients, or in which a mask leaves gradients to nobody.
     """
     found = survey(state)
     _require_sound(found, axis_name)
@@ -158,7 +158,7 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
 
     Raises:
         ValueError: the memory is that of another number of replicas, or of one of them alone; the state is in pmap form already; what is equal on
-            all replicas differs between processes; `average_params` of local SGD was not called as often as `update`; the transformation stands inside `optax.apply_if_finite`; or it is one of local SGD, and not all of the state is marked by
+            all replicas differs between processes; `average_params` of local SGD was not called as often as `update`; the transformation is inside `optax.apply_if_finite`; or it is one of local SGD, and not all of the state is marked by
             `stack_replicas`.
     """
     found = survey(state)
@@ -267,7 +267,7 @@ def abstract_state(
         replicas: as many as the state is wanted of. Of a checkpoint: as many as it was saved with.
         mesh: on which it is wanted. None: shapes without shardings, for `replicate`.
         axis_name: of the replicas in that mesh.
-        params: the parameters, arrays or shapes with shardings. Whatever stands in the state under the name of one of them and has its shape, moments
+        params: the parameters, arrays or shapes with shardings. Whatever is in the state under the name of one of them and has its shape, moments
             and errors and outer parameters, is wanted as that lies. None: every array as it lies in `state`; shapes from `jax.eval_shape` lie nowhere.
 
     Returns:
@@ -340,7 +340,7 @@ def _keys(path: Any) -> tuple[str, ...]:
 
 
 def _kept_spec(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Any, ...]:
-    """How an array is sharded along those axes of the mesh that the replicas do not stand on; () if it is not."""
+    """How an array is sharded along those axes of the mesh that are not of the replicas; () if it is not."""
     sharding = getattr(x, "sharding", None)
     if isinstance(x, jax.core.Tracer):
         if AxisType.Explicit not in mesh.axis_types:

@@ -74,7 +74,7 @@ class Survey:
         leaves: its arrays, in JAX's order.
         marks: paths of all marks, also of those that hold nothing.
         records: of our transformations.
-        chains: of optax in which one of ours stands.
+        chains: of optax that hold one of ours.
     """
 
     state: Any
@@ -107,13 +107,13 @@ class Survey:
             if MARK in node:
                 continue  # Under local SGD each replica steps by itself.
             raise ValueError(
-                f"the transformation with the memory {'.'.join(memory)} stands inside optax.MultiSteps(should_skip_update_fn=…), which decides on "
+                f"the transformation with the memory {'.'.join(memory)} is inside optax.MultiSteps(should_skip_update_fn=…), which decides on "
                 "each replica by itself: others average without it, or wait for it forever. Accumulate inside the training step (jax.lax.scan "
                 "over micro-batches): a step that is not finite is then skipped on all replicas"
             )
         for memory in self._wrappers("notfinite_count", "inner_state").values():
             raise ValueError(
-                f"the transformation with the memory {'.'.join(memory)} stands inside optax.apply_if_finite: if one replica's gradients "
+                f"the transformation with the memory {'.'.join(memory)} is inside optax.apply_if_finite: if one replica's gradients "
                 "hold an inf or NaN, the others wait for it forever. Put it after: "
                 "optax.chain(power_sgd(...), optax.apply_if_finite(optimizer, ...)), or give zero(...) skip_non_finite=True"
             )
@@ -125,7 +125,7 @@ class Survey:
         if not half:
             for memory in wrappers.values():
                 raise ValueError(
-                    f"the transformation with the memory {'.'.join(memory)} stands inside optax.MultiSteps, which accumulates gradients that "
+                    f"the transformation with the memory {'.'.join(memory)} is inside optax.MultiSteps, which accumulates gradients that "
                     "differ between replicas in an array that has no axis for them. Accumulate inside the training step (jax.lax.scan over "
                     "micro-batches), or use jax.pmap"
                 )
@@ -200,7 +200,7 @@ class Survey:
             before = next(filter(None, map(_moments, chain[:first])), None)
             if before is not None:
                 warnings.warn(
-                    f"{before} stands before the transformation that averages gradients in optax.chain: its moments are those of one "
+                    f"{before} precedes the transformation that averages gradients in optax.chain: its moments are those of one "
                     "replica's gradients, differ between replicas, and a checkpoint keeps those of the first. Put power_sgd(…), "
                     "all_reduce_mean(…) or average_gradients(…) first: optax.chain(power_sgd(…), optax.adam(…))",
                     stacklevel=4,

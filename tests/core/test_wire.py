@@ -319,7 +319,7 @@ def test_an_update_inside_a_branch_cannot_be_told_apart():
             return await branch(np.array(True), side, side), state
 
     simulator = Simulator(WireDtype(Branches(), "bfloat16"), SHARDED, 1, optimizer=lambda replica, pieces: pieces)
-    with pytest.raises(ValueError, match="update stands in a branch"):
+    with pytest.raises(ValueError, match="update is in a branch"):
         simulator.step([{name: np.ones(shape) for name, shape in SHARDED.items()}])
 
 

@@ -117,6 +117,11 @@ def test_local_sgd_is_counted_as_its_replicas_send(local, steps):
     assert (found.error_norm > 0) == (local.compressor is not None)
 
 
+def test_a_start_later_than_any_count_of_steps():
+    tx = gw.diloco(optax.sgd(0.1), 3_000_000, compressor=PowerSGD(2, start_step=1_000), axis_name=AXIS)
+    assert gw.stats(tx.init(PARAMS)).steps == 0
+
+
 def test_what_torch_has_too_is_called_the_same():
     run = Replicas(gw.power_sgd(2, axis_name=AXIS), PARAMS)
     run.update(gradients(SHAPES, 0))

@@ -56,7 +56,7 @@ def some_seed_fails(kind, match):
 
 
 def test_an_error_that_is_forgotten_is_found(monkeypatch):
-    right = Compressor._settled
+    right = Compressor._memory_after
 
     def forgetful(self, *args):
         return {
@@ -64,7 +64,7 @@ def test_an_error_that_is_forgotten_is_found(monkeypatch):
             for name, memory in right(self, *args).items()
         }
 
-    monkeypatch.setattr(Compressor, "_settled", forgetful)
+    monkeypatch.setattr(Compressor, "_memory_after", forgetful)
     some_seed_fails("compression", "has lost or gained")
     some_seed_fails("local", "averaging has moved")
 

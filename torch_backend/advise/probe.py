@@ -82,7 +82,7 @@ class _Prober:
         found = []
         for _ in range(repeats):
             dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)  # all begin together
-            self._settle()
+            self._synchronize()
             began = time.perf_counter()
             self._step.begin()
             if nbytes:
@@ -90,12 +90,12 @@ class _Prober:
             for _ in range(products):
                 torch.mm(self._matrix, self._matrix, out=product)
             self._step.finish()
-            self._settle()
+            self._synchronize()
             found.append(time.perf_counter() - began)
         slowest = torch.tensor(statistics.median(found), dtype=torch.float64, device=self._device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
         return float(slowest)
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

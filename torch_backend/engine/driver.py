@@ -47,7 +47,7 @@ MESSAGE_BYTES = 1 << 20
 #: The same on an accelerator, where every group costs some hundred kernels. Few groups, but more than one where compressed gradients are some MiB, since the
 #: messages of a single one would leave when the backward pass is over.
 MESSAGE_BYTES_ON_DEVICE = 4 << 20
-#: So many bytes inside a node are worth as much of a message as one between nodes: about as much faster is the network there. Without them a model
+#: So many bytes inside a node count like one between nodes: about as much faster is the network there. Without them a model
 #: whose factors are few would begin to average inside its nodes when the backward pass is over.
 INSIDE = 32
 
@@ -231,7 +231,7 @@ class Driver:
         return MESSAGE_BYTES_ON_DEVICE if compresses and self.ops.device.type != "cpu" else MESSAGE_BYTES
 
     def _payload(self, gradients: Mapping[str, Tensor]) -> int:
-        """Bytes that these send between nodes, and what those inside are worth. What a group sends is the sum over its parts, which is quicker than asking
+        """Bytes that these send between nodes, and those inside in the same unit, see `INSIDE`. What a group sends is the sum over its parts, which is quicker than asking
         about all of them each time."""
         key = self.memory.steps >= self.algorithm.start_step, tuple(gradients)
         if key not in self._payloads:

@@ -93,7 +93,7 @@ class LocalSGDHandle:
         state = state if self._host is None else self._host.placed(state)
         self._memory = Memory(local, state, self._target.placement(groups, self._ops.device))
         if self._host is not None:
-            self._memory.settle = self._host.settle
+            self._memory.wait = self._host.wait
         meeting = self._memory.placement.meetings[0]
         self._collectives.whereabouts = Whereabouts(meeting, repr(local), self._memory, self._collectives)
         self._in_flight = self._make_in_flight()

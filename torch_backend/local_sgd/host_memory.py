@@ -71,7 +71,7 @@ class HostMemory:
         if self._stream is not None:
             self._copied.record(self._stream)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until the host has what was copied to it."""
         if self._copied is not None:
             self._copied.synchronize()

@@ -94,7 +94,7 @@ class Handle:
 
             handle.reconfigure(PowerSGD(rank=8))
 
-        Memory is kept where it fits: the compression error so far, and factors of the same shape. Others begin anew. What was left out
+        Memory is kept where it fits: the compression error so far, and factors of the same shape. Others begin anew. The error
         of a tensor that is no longer compressed is dropped. Steps and statistics count on, so `start_step` means what it says. A CUDA graph
         that has captured a step goes on with the algorithm before: capture anew.
 

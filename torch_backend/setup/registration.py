@@ -107,7 +107,7 @@ def tried(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen
         return Trial(str(error))
     except Exception:
         levels = levels_of(algorithm)
-        return Trial() if levels is None else Trial(groups=[levels.near(replicas), levels.peers(replicas)])
+        return Trial() if levels is None else Trial(groups=[levels.near(replicas), levels.inter_node(replicas)])
 
 
 def announce(driver: Driver, trial: Trial) -> None:
@@ -128,7 +128,7 @@ def in_one_line(driver: Driver) -> str:
 def reconfigured(
     driver: Driver, algorithm: Algorithm, settings: Mapping[str, str], *, in_buckets: bool = True, **options: Any
 ) -> tuple[Driver, StateMismatch]:
-    """A driver of another algorithm that goes on where this one stands, of which nothing is changed; and what of the memory does not fit it. To be
+    """A driver of another algorithm that goes on from the step and the memory of this one, of which nothing is changed; and what of the memory does not fit it. To be
     called on all ranks. `settings` have to be equal on them besides, and `options` of `Driver` are given in place of this one's.
 
     Raises:

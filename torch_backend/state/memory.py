@@ -22,7 +22,7 @@ from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.state import checkpoint
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.torch_backend.engine.groups.barrier import Meeting
-from gradwire.torch_backend.engine.groups.nodes import peers_of_this_rank
+from gradwire.torch_backend.engine.groups.nodes import inter_node_groups
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.state.blocks import Piece, recut
@@ -64,7 +64,7 @@ class Memory:
         steps: finished so far.
         scale: in whose units errors are.
         loaded: digest of what was loaded into it, "" if nothing was.
-        settle: what to wait for before the host reads or writes the memory.
+        wait: called before the host reads or writes the memory.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Memory:
         self.steps = 0
         self.scale = LossScale(scaler)
         self.loaded = ""
-        self.settle: Callable[[], None] = lambda: None
+        self.wait: Callable[[], None] = lambda: None
 
     @property
     def per_replica(self) -> Collection[str]:
@@ -120,7 +120,7 @@ class Memory:
 
     def lent(self) -> dict[str, Any]:
         """The memory itself, as a state of one replica that does not say whose it is."""
-        self.settle()
+        self.wait()
         state = {
             **checkpoint.head(self.kind, repr(self.algorithm), self.steps),
             "shared": self.state.shared,
@@ -201,7 +201,7 @@ class Memory:
         return checkpoint.of_replica(TorchOps(torch.device("cpu")), state, row, rows)
 
     def _write(self, loaded: State[Tensor]) -> None:
-        self.settle()
+        self.wait()
         for key, value in loaded.shared.items():
             self.state.shared[key].copy_(value)
         for name, memory in loaded.tensors.items():
@@ -263,7 +263,7 @@ class Replicated:
 
     def portable(self, memory: Memory, errors: str, to: int | None) -> dict[str, Any] | None:
         """The portable form, on rank `to` or on all. One tensor at a time: the device needs no memory for more."""
-        partition, members = peers_of_this_rank(memory.algorithm, self.groups.whole)
+        partition, members = inter_node_groups(memory.algorithm, self.groups.whole)
         if to is not None and to not in members:  # those of the receiver's place send it
             return None
         group = self.groups.whole if partition is None else self.groups[partition]
@@ -284,13 +284,13 @@ class Replicated:
 
     def row(self, algorithm: Any) -> tuple[int, int]:
         """Which row of a portable state is this rank's, of how many: that of its node, if the algorithm has two levels."""
-        members = peers_of_this_rank(algorithm, self.groups.whole)[1]
+        members = inter_node_groups(algorithm, self.groups.whole)[1]
         return members.index(self.groups.whole.rank()), len(members)
 
     def keeps_rows(self, algorithm: Any, before: Any) -> bool:
         """Whether what a rank remembers of the algorithm before is its own with this one too: its node is the rank alone, or has the same ranks."""
-        peers = peers_of_this_rank(algorithm, self.groups.whole)[0]
-        return peers is None or peers == peers_of_this_rank(before, self.groups.whole)[0]
+        groups = inter_node_groups(algorithm, self.groups.whole)[0]
+        return groups is None or groups == inter_node_groups(before, self.groups.whole)[0]
 
 
 def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:

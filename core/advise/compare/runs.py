@@ -79,11 +79,9 @@ class Runs:
 
     def add(self, run: Run) -> None:
         """Note a run, in place of one with the same method, seed and factor. Raises ValueError if it is of another model than those that are there."""
-        for other in self.done.values():
-            if other.model != run.model:
-                raise ValueError(
-                    f"it trains {run.model}, and runs that are kept are of {other.model}; name another file"
-                )
+        other = next(iter(self.done.values()), run)
+        if other.specs is not run.specs and other.model != run.model:
+            raise ValueError(f"it trains {run.model}, and runs that are kept are of {other.model}; name another file")
         self.done[run.method, run.seed, run.factor] = run
 
     def has(self, method: str, seed: int, factor: float, looks: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Two levels of ranks: who shares a machine, and who has the same place on others."""
+"""Two levels of ranks: who shares a machine, and the inter-node groups."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def nodes_of(group: dist.ProcessGroup, device: torch.device | None = None) -> in
     return tuple(tuple(members) for members in nodes.values())
 
 
-def peers_of_this_rank(algorithm: Any, group: dist.ProcessGroup) -> tuple[Groups | None, tuple[int, ...]]:
-    """All groups of ranks of one place in their nodes, and that of this rank. None, and all ranks: nodes are single ranks, or there is one level."""
+def inter_node_groups(algorithm: Any, group: dist.ProcessGroup) -> tuple[Groups | None, tuple[int, ...]]:
+    """The inter-node groups, and that of this rank. None, and all ranks: nodes are single ranks, or there is one level."""
     levels = levels_of(algorithm)
     if levels is None or len(levels.near(group.size())[0]) == 1:
         return None, tuple(range(group.size()))
-    peers = levels.peers(group.size())
-    return peers, next(members for members in peers if group.rank() in members)
+    groups = levels.inter_node(group.size())
+    return groups, next(members for members in groups if group.rank() in members)

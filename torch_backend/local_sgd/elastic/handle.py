@@ -110,7 +110,7 @@ class ElasticHandle:
         }
 
     def _receive(self, given: Mapping[str, Any]) -> None:
-        """What another replica gives. What this one has left out so far stays its own: zeros, of a newcomer."""
+        """What another replica gives. Its compression error stays its own: zeros, of a newcomer."""
         self.quorum.healed = True
         if given["asks"] != self.quorum.asks:
             return  # it will be refused when all have said what they ask for
