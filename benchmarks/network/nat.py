@@ -25,23 +25,13 @@ PUBLIC = {"lighthouse": "203.0.113.1", "site1": "203.0.113.2", "router": "203.0.
 BEHIND, GATEWAY = "192.168.7.2", "192.168.7.1"
 PRIVATE = {"lighthouse": "10.77.0.1", "site0": "10.77.0.2", "site1": "10.77.0.3"}
 OWN = {"site0": BEHIND, "site1": PUBLIC["site1"]}
-#: What is tried: whether there is WireGuard, whether the router forwards all ports, to what a site's name resolves, and the environment.
+#: What is tried: whether there is WireGuard, whether the router forwards all ports, to what a site's name resolves, and Gloo's interface.
 TRIED = {
-    "the sites' own addresses": (False, False, OWN, {}),
-    "the router's address, which forwards all ports": (
-        False,
-        True,
-        {"site0": PUBLIC["router"], "site1": PUBLIC["site1"]},
-        {"GLOO_SOCKET_IFNAME": "eth0"},
-    ),
-    "WireGuard's addresses": (True, False, PRIVATE, {}),
-    "WireGuard's addresses, GLOO_SOCKET_IFNAME=wg0": (True, False, PRIVATE, {"GLOO_SOCKET_IFNAME": "wg0"}),
-    "the sites' own addresses, GLOO_SOCKET_IFNAME=wg0": (
-        True,
-        False,
-        OWN,
-        {"GLOO_SOCKET_IFNAME": "wg0"},
-    ),
+    "the sites' own addresses": (False, False, OWN, ""),
+    "the router's address, which forwards all ports": (False, True, OWN | {"site0": PUBLIC["router"]}, "eth0"),
+    "WireGuard's addresses": (True, False, PRIVATE, ""),
+    "WireGuard's addresses, GLOO_SOCKET_IFNAME=wg0": (True, False, PRIVATE, "wg0"),
+    "the sites' own addresses, GLOO_SOCKET_IFNAME=wg0": (True, False, OWN, "wg0"),
 }
 NAMED = 'hostname "$NAME"; printf "$HOSTS" > "$FILE"; mount --bind "$FILE" /etc/hosts; exec "$@"'
 
@@ -50,37 +40,31 @@ def space(name: str) -> str:
     return f"gwnat{os.getpid()}{name}"
 
 
-def inside(name: str, *command: str) -> None:
-    do("ip", "netns", "exec", space(name), *command)
+def inside(name: str, command: str) -> None:
+    do("ip", "netns", "exec", space(name), *command.split())
 
 
 @contextmanager
 def network(folder: Path, *, vpn: bool, forwarded: bool) -> Iterator[None]:
     """A switch, the lighthouse's host, a site, and a router with the other site behind it."""
-    spaces = ["switch", "lighthouse", "site0", "router", "site1"]
+    spaces = ["switch", "lighthouse", "site1", "router", "site0"]
     try:
         for name in spaces:
             do("ip", "netns", "add", space(name))
-            inside(name, "ip", "link", "set", "lo", "up")
-        inside("switch", "ip", "link", "add", "bridge", "type", "bridge")
-        inside("switch", "ip", "link", "set", "bridge", "up")
+            inside(name, "ip link set lo up")
+        inside("switch", "ip link add bridge type bridge")
+        inside("switch", "ip link set bridge up")
         for name, address in PUBLIC.items():
             join(name, "eth0", address, "switch", name)
-            inside("switch", "ip", "link", "set", name, "master", "bridge", "up")
+            inside("switch", f"ip link set {name} master bridge up")
         join("site0", "eth0", BEHIND, "router", "eth1")
-        inside("router", "ip", "addr", "add", f"{GATEWAY}/24", "dev", "eth1")
-        inside("router", "ip", "link", "set", "eth1", "up")
-        inside("site0", "ip", "route", "add", "default", "via", GATEWAY)
-        inside("router", "sysctl", "-qw", "net.ipv4.ip_forward=1")
-        inside("router", *"iptables -t nat -A POSTROUTING -o eth0 -j MASQUERADE".split())
-        inside(
-            "router",
-            *"iptables -A FORWARD -i eth0 -m state --state NEW".split(),
-            "-j",
-            "ACCEPT" if forwarded else "DROP",
-        )
+        inside("router", f"ip addr add {GATEWAY}/24 dev eth1")
+        inside("router", "ip link set eth1 up")
+        inside("site0", f"ip route add default via {GATEWAY}")
+        inside("router", "sysctl -qw net.ipv4.ip_forward=1")
+        inside("router", "iptables -t nat -A POSTROUTING -o eth0 -j MASQUERADE")
         if forwarded:
-            inside("router", *f"iptables -t nat -A PREROUTING -i eth0 -p tcp -j DNAT --to-destination {BEHIND}".split())
+            inside("router", f"iptables -t nat -A PREROUTING -i eth0 -p tcp -j DNAT --to-destination {BEHIND}")
         if vpn:
             wireguard(folder)
         yield
@@ -95,8 +79,8 @@ def network(folder: Path, *, vpn: bool, forwarded: bool) -> Iterator[None]:
 def join(name: str, interface: str, address: str, other: str, far: str) -> None:
     """A cable between two of them, and an address at its first end."""
     do("ip", "link", "add", interface, "netns", space(name), "type", "veth", "peer", "name", far, "netns", space(other))
-    inside(name, "ip", "addr", "add", f"{address}/24", "dev", interface)
-    inside(name, "ip", "link", "set", interface, "up")
+    inside(name, f"ip addr add {address}/24 dev {interface}")
+    inside(name, f"ip link set {interface} up")
 
 
 def wireguard(folder: Path) -> None:
@@ -107,19 +91,19 @@ def wireguard(folder: Path) -> None:
         public[name] = run("wg", "pubkey", given=key)
     device = {
         name: f"wg{os.getpid() % 100_000}{name[-1]}" for name in PRIVATE
-    }  # `wg` finds it by a name that no other host has
+    }  # a name of its own, by which `wg` finds it
     for name, address in PRIVATE.items():
-        inside(name, "wireguard-go", device[name])
-        inside(name, "wg", "set", device[name], "listen-port", "51820", "private-key", str(folder / name))
+        inside(name, f"wireguard-go {device[name]}")
+        inside(name, f"wg set {device[name]} listen-port 51820 private-key {folder / name}")
         if name != hub:
-            inside(hub, "wg", "set", device[hub], "peer", public[name], "allowed-ips", f"{address}/32")
-            there = f"peer {public[hub]} endpoint {PUBLIC[hub]}:51820 allowed-ips 10.77.0.0/24 persistent-keepalive 25"
-            inside(name, "wg", "set", device[name], *there.split())
+            inside(hub, f"wg set {device[hub]} peer {public[name]} allowed-ips {address}/32")
+            to_hub = f"peer {public[hub]} endpoint {PUBLIC[hub]}:51820 allowed-ips 10.77.0.0/24 persistent-keepalive 25"
+            inside(name, f"wg set {device[name]} {to_hub}")
     for name, address in PRIVATE.items():
-        inside(name, "ip", "link", "set", device[name], "name", "wg0")
-        inside(name, "ip", "addr", "add", f"{address}/24", "dev", "wg0")
-        inside(name, "ip", "link", "set", "wg0", "up", "mtu", "1420")
-    inside("lighthouse", "sysctl", "-qw", "net.ipv4.ip_forward=1")
+        inside(name, f"ip link set {device[name]} name wg0")
+        inside(name, f"ip addr add {address}/24 dev wg0")
+        inside(name, "ip link set wg0 up mtu 1420")
+    inside(hub, "sysctl -qw net.ipv4.ip_forward=1")
 
 
 def run(*command: str, given: str = "") -> str:
@@ -141,7 +125,8 @@ def start(name: str, names: dict[str, str], folder: Path, env: dict[str, str], *
 
 def trial(what: str, folder: Path) -> str:
     """What becomes of two sites that are to average three times."""
-    vpn, forwarded, names, env = TRIED[what]
+    vpn, forwarded, names, interface = TRIED[what]
+    env = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     with network(folder, vpn=vpn, forwarded=forwarded):
         names = {"lighthouse": (PRIVATE if vpn else PUBLIC)["lighthouse"], **names}
         binary = str(Path(sys.executable).parent / "torchft_lighthouse")
