@@ -54,6 +54,7 @@ def test_a_verdict_sees_what_must_not_be():
     assert verdict.unequal_rounds(lines) == [2]
     assert verdict.lost(lines, events) == {0: 1, 1: 1}
     assert verdict.lost(lines, [(2.5, "kill", ["r1"])]) == {0: 2}
+    assert verdict.lost(lines, [(2.2, "kill", ["r1"]), (2.5, "add", ["r2"])]) == {0: 1, 1: 1}
     assert verdict.lost(lines, [(2.5, "freeze", ["r0"])]) == {0: 0}
     assert verdict.healing(lines) == {"r2": 3}
     assert verdict.longest_pause(lines) == 3

@@ -26,16 +26,21 @@ def taken(lines: Lines) -> list[dict[str, Any]]:
 
 
 def lost(lines: Lines, events: Events) -> dict[int, int]:
-    """For each event, the most rounds that one survivor has lost before the next event. Whoever was frozen is none."""
-    worst = {}
-    for i, (begin, _, names) in enumerate(events):
-        end = events[i + 1][0] if i + 1 < len(events) else float("inf")
-        failed: dict[str, int] = defaultdict(int)
-        for line in lines:
-            if line["event"] == "vote" and not line["taken"] and begin <= line["time"] < end:
-                failed[line["name"]] += line["name"] not in names
-        worst[i] = max(failed.values(), default=0)
-    return worst
+    """For each event, the most rounds that one survivor has lost by it. Whoever was frozen is none.
+
+    A round that fails was disturbed by the first event since the vote before, which replicas hear of some seconds apart: a message that does not come fails for the
+    neighbours at once, and for others when its time is over. Where there was no event since, it is lost by the last one once more.
+    """
+    failed: dict[int, dict[str, int]] = {i: defaultdict(int) for i in range(len(events))}
+    before: dict[str, float] = {}
+    for line in (line for line in lines if line["event"] == "vote"):
+        name, since = line["name"], before.get(line["name"], line["time"])
+        before[name] = line["time"]
+        earlier = [i for i, (begin, _, _) in enumerate(events) if begin <= line["time"]]
+        if not line["taken"] and earlier:
+            cause = next((i for i in earlier if events[i][0] > since), earlier[-1])
+            failed[cause][name] += name not in events[cause][2]
+    return {i: max(found.values(), default=0) for i, found in failed.items()}
 
 
 def seconds_to_next_round(lines: Lines, events: Events) -> dict[int, float]:

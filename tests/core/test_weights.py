@@ -91,14 +91,21 @@ def same_bits(a, b):
     return a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a)
 
 
+def remembered(algorithm, weights, shape):
+    """Where the second rounding of the mean is in somebody's memory: not in those blocks that an absent replica rounds. Two replicas round once."""
+    if not isinstance(algorithm, Quantize) or len(weights) == 2:
+        return np.full(shape, True)
+    blocks = np.arange(np.prod(shape, dtype=int)) // algorithm.block
+    owners = blocks // -(-(blocks.max(initial=0) + 1) // len(weights))
+    return (np.asarray(weights)[owners] > 0).reshape(shape)
+
+
 @pytest.mark.parametrize("method", rows(REMEMBERING))
 @settings(max_examples=4)
 @drawn(weights=some_weights())
 def test_the_average_is_the_weighted_mean_of_what_was_sent(method, weights):
     """x - error is what a replica has sent, or nothing, if it is absent: then its error stays, whatever its gradient is."""
     algorithm = REMEMBERING[method]
-    if isinstance(algorithm, Quantize):  # the part of the average that an absent replica rounds is nobody's to remember
-        weights = [w or 1.0 for w in weights]
     replicas, float32 = range(len(weights)), np.asarray(weights, np.float32)
     simulator = Simulator(algorithm, SHAPES, len(weights))
     for step in range(3):
@@ -117,7 +124,8 @@ def test_the_average_is_the_weighted_mean_of_what_was_sent(method, weights):
                 parts.append(given[r][name] if early else given[r][name] + error - after)
             present = [r for r in replicas if weights[r]]
             expected = np.average([parts[r] for r in present], axis=0, weights=float32[present].astype(float))
-            np.testing.assert_allclose(averages[name], expected, rtol=1e-5, atol=1e-5)
+            told = remembered(algorithm, weights, SHAPES[name])
+            np.testing.assert_allclose(averages[name][told], expected[told], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", rows(REMEMBERING, FORGETTING))

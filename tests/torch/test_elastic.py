@@ -243,7 +243,8 @@ def test_replicas_that_stay_come_to_what_the_simulator_says(local):
 
     def train(here, number):
         model, optimizer = small()
-        elastic(model, optimizer, local, here.manager(f"replica{number}"))
+        device = "cpu" if number and local.has_outer else None  # its bits are the same
+        elastic(model, optimizer, local, here.manager(f"replica{number}"), outer_device=device)
         for step in range(steps):
             take(model, optimizer, drawn(number, step))
         after[number] = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -291,7 +292,8 @@ def test_a_vote_against_a_step_leaves_every_memory_as_it_was_and_nothing_is_lost
     def train(here, number):
         model, optimizer = small()
         manager = here.manager(f"replica{number}")
-        handle = elastic(model, optimizer, what, manager)
+        device = "cpu" if number and isinstance(what, LocalSGD) else None
+        handle = elastic(model, optimizer, what, manager, outer_device=device)
         vote_against(manager, lambda: step >= 7)
         for step in range(10):
             before, rounds = handle.state_dict(), handle.rounds
@@ -357,7 +359,8 @@ def rounds_of(what, until, newcomer=None, native=False):
             with torch.no_grad():
                 for p in model.parameters():
                     p.fill_(float("nan"))
-        handle = elastic(model, optimizer, what, here.manager(f"replica{number}"))
+        device = "cpu" if number and isinstance(what, LocalSGD) else None
+        handle = elastic(model, optimizer, what, here.manager(f"replica{number}"), outer_device=device)
         if number == 2:
             errors = [x for m in handle._memory.state.tensors.values() for k, x in m.items() if k in what.per_replica]
             joined.extend([handle.rounds + (handle._left is not None if isinstance(what, LocalSGD) else 0)])
@@ -537,6 +540,9 @@ def test_what_cannot_be_served_is_refused_by_name(monkeypatch):
         ):
             with pytest.raises(ValueError, match=named):
                 elastic(model, optimizer, diloco(3), here.manager("replica1", **options))
+        for what in (LocalSGD(3), AllReduce()):
+            with pytest.raises(ValueError, match="outer_device"):
+                elastic(model, optimizer, what, manager, outer_device="cpu")
         with pytest.raises(ValueError, match="optimizer"):
             elastic(model, torch.optim.SGD(small()[0].parameters(), lr=0.1), diloco(3), manager)
         for arguments, named in (

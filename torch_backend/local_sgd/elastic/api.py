@@ -42,6 +42,7 @@ def elastic(
     manager: Annotated[Any, OWN_CHECK],
     *,
     buffers: Literal["average", "keep"] = "average",
+    outer_device: Literal["cpu"] | None = None,
 ) -> ElasticGradients | ElasticLocalSGD:
     """Train with replicas that come and go: from now on `optimizer.step()` averages gradients, or parameters when it is time to, among the replicas that a torchft
     lighthouse sees.
@@ -61,6 +62,7 @@ def elastic(
         what: an algorithm, which averages gradients in each step; or `LocalSGD(...)`, `diloco(...)`, which average parameters among all replicas.
         manager: a `torchft.Manager` with `use_async_quorum=False`. Its process group carries the messages, and its time limits are those of a round.
         buffers: floating buffers are averaged with the parameters of a schedule; or each replica keeps its own, as it does with an algorithm, and with `eager`.
+        outer_device: "cpu" keeps what a schedule with outer parameters remembers in memory of the host, as `local_sgd` does. Each replica as it likes.
 
     Returns:
         A handle with the position, the outer parameters, and the state for checkpoints.
@@ -87,12 +89,15 @@ def elastic(
     require_initialized(trained)
     averages_buffers = isinstance(what, LocalSGD) and not what.eager and buffers == "average"
     kept = {n: b for n, b in module.named_buffers() if dtype_name(b.dtype) in ITEMSIZE} if averages_buffers else {}
-    if why_not := _obstacle(what, module, optimizer, manager):
+    why_not = _obstacle(what, module, optimizer, manager)
+    if outer_device is not None and not (isinstance(what, LocalSGD) and what.has_outer):
+        why_not = why_not or f"outer_device={outer_device!r} with {what!r}, which has no outer parameters; leave it out"
+    if why_not:
         raise ValueError(why_not)
     warn(what, specs_of(trained))
     quorum = Quorum(manager, _asks(what, trained, kept), next(iter(trained.values())).device)
     if isinstance(what, LocalSGD):
-        return ElasticLocalSGD(what, trained, kept, optimizer, quorum)
+        return ElasticLocalSGD(what, trained, kept, optimizer, quorum, on_host=outer_device is not None)
     return ElasticGradients(what, trained, kept, optimizer, quorum)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +16,12 @@ from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.scheduler import Step, run_alone
 from gradwire.torch_backend.local_sgd.elastic.handle import ElasticHandle
 from gradwire.torch_backend.local_sgd.elastic.quorum import LOST, Present, Quorum
+from gradwire.torch_backend.local_sgd.host_memory import HostMemory
 from gradwire.torch_backend.local_sgd.in_flight import InFlight
 from gradwire.torch_backend.local_sgd.optimizer_hooks import step_on_every_rank
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.state.memory import owned
 
 
 class ElasticLocalSGD(ElasticHandle):
@@ -33,6 +35,8 @@ class ElasticLocalSGD(ElasticHandle):
         buffers: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
         quorum: Quorum,
+        *,
+        on_host: bool = False,
     ) -> None:
         self.local = local
         self._specs = specs_of(parameters)
@@ -42,7 +46,11 @@ class ElasticLocalSGD(ElasticHandle):
         #: Of the message that is on its way.
         self._left: _Left | None = None
         state = local.init(TorchOps(quorum.device), {n: p.detach() for n, p in parameters.items()}, 1)
+        self._host = HostMemory(quorum.device) if on_host else None
+        state = state if self._host is None else self._host.placed(state)
         super().__init__(local, state, parameters, buffers, optimizer, quorum)
+        if self._host is not None:
+            self._memory.settle = self._host.settle
         took_part = False
         while self._joining and self._left is None:
             took_part = self._round()
@@ -55,7 +63,17 @@ class ElasticLocalSGD(ElasticHandle):
         Raises:
             ValueError: plain averaging has none.
         """
-        return self.local.outer_parameters(self._memory.state)
+        state = self._memory.state
+        return self.local.outer_parameters(
+            state if self._host is None else self._host.fetched(state, (), self._parameters)
+        )
+
+    def _copied(self, names: Collection[str] | None = None) -> State[Tensor]:
+        if self._host is None or names is None:
+            return super()._copied(names)
+        state = self._memory.state
+        fetched = self._host.fetched(state, names, outer=self._parameters if len(self._parts) > 1 else ())
+        return State({key: x.clone() for key, x in state.shared.items()}, fetched.tensors)
 
     def _own(self) -> frozenset[str]:
         compressor = self.local.compressor
@@ -116,7 +134,15 @@ class ElasticLocalSGD(ElasticHandle):
             for name, kept in state.tensors.items():
                 if WEIGHT in kept and WEIGHT not in self._memory.state.tensors[name]:
                     del kept[WEIGHT]  # of a round in which somebody did not count
-            self._memory.keep(state)
+            self._keep(state)
+
+    def _keep(self, state: State[Tensor]) -> None:
+        if self._host is None:
+            return self._memory.keep(state)
+        memory = self._memory.state
+        memory.shared.update(owned(state.shared, memory.shared))
+        used = [n for n, kept in state.tensors.items() if all(x is not memory.tensors[n][k] for k, x in kept.items())]
+        self._host.store(state, memory, used)
 
     @torch.no_grad()
     def _average(
