@@ -45,9 +45,9 @@ def axes_of(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def is_bound(axis_name: AxisName) -> bool:
-    """Whether the code runs inside a map over `axis_name`."""
+    """Whether the code runs inside a map over `axis_name`. Raises as `axes_of`."""
     try:
-        lax.axis_size(axis_name)
+        lax.axis_size(axes_of(axis_name))
     except NameError:
         return False
     return True
@@ -146,6 +146,7 @@ def mark_varying(params: T, axis_name: AxisName) -> T:
 
     Raises:
         NameError: outside any map over `axis_name`.
+        TypeError, ValueError: `axis_name` is no name of axes.
     """
     require_axis(axis_name, "mark_varying")
     return vary_if_tracked(params, axis_name)

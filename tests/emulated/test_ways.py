@@ -45,6 +45,28 @@ OF_THREE = (
 ON_RANKS = {2: list(WAYS), 1: doors(), 3: [*doors(), *OF_THREE]}
 #: Of the products of algorithm, door and scaler: one that remembers nothing, and one that rounds.
 CROSSED = ("AllReduce x DDP x scaler", "TopK x DataParallel x scaler")
+#: Kernels that a step may launch beyond one of plain averages of the same model, on two ranks; or each step of a cycle, where they differ. These are as
+#: many as there are: who needs more of them has a reason to say.
+KERNELS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "PowerSGD": ("allreduce_hook", (231,)),
+    "PowerSGD, one message": ("allreduce_hook", (152,)),
+    "DDP, accumulation": ("allreduce_hook", (297,)),
+    "DataParallel(AllReduce)": ("allreduce_hook", (0,)),
+    "DataParallel(PowerSGD)": ("allreduce_hook", (146,)),
+    "WireDtype(AllReduce)": ("allreduce_hook", (8,)),
+    "two levels": ("allreduce_hook", (252,)),
+    "half_step": ("all_reduce", (241,)),
+    "int8": ("all_reduce", (165,)),
+    "top_k": ("all_reduce", (608,)),
+    "sign": ("all_reduce", (401,)),
+    "ZeroOptimizer by element, averaging": ("allreduce_hook", (55,)),
+    "hook_with_zero_step by element": ("allreduce_hook", (69,)),
+    "hook_with_zero_step_interleaved by element": ("allreduce_hook", (69,)),
+    "diloco": ("allreduce_hook", (36, 159)),
+    "diloco, eager": ("allreduce_hook", (36, 243)),
+    "diloco, on the host": ("allreduce_hook", (36, 346)),
+    "diloco, overlap": ("allreduce_hook", (36, 272, 101, 196)),
+}
 #: Methods that differ from others in numbers, and other ways to share out an optimizer's state.
 SLOW = {
     name
@@ -87,7 +109,7 @@ def way(world, name):
     from tests.emulated.process_group import BACKEND
 
     def look():
-        seen = watched.own_waits(), list(watched.made), core.memory()[1]
+        seen = watched.own_waits(), list(watched.made), core.memory()[1], sum(core.operations().values())
         watched.waits.clear()
         watched.made.clear()
         return seen
@@ -101,9 +123,10 @@ def way(world, name):
     return {
         "problems": watched.problems,
         "on their way": core.messages_on_their_way() - before,
-        "waits": [waits for waits, _, _ in record.seen],
-        "made": [made for _, made, _ in record.seen],
-        "memory": [used for *_, used in record.seen],
+        "waits": [waits for waits, *_ in record.seen],
+        "made": [made for _, made, *_ in record.seen],
+        "memory": [used for *_, used, _ in record.seen],
+        "kernels": [kernels for *_, kernels in record.seen],
         "launched": group.launched,
         "difference": relative(record.moved, on_the_cpu.moved),
     }
@@ -125,4 +148,9 @@ def test_a_way_to_train(results_of, name, ranks):
         if way.steps > 100:
             assert result["memory"][-1] < 1.01 * result["memory"][FIRST_STEPS]
         assert result["launched"] == first["launched"]
+        if ranks == 2 and name in KERNELS:
+            plain, most = KERNELS[name]
+            base = results_of(2)(f"way[{plain}]")[0]["kernels"][-1]
+            beyond = [kernels - base for kernels in result["kernels"][FIRST_STEPS:]]
+            assert all(n <= most[step % len(most)] for step, n in enumerate(beyond)), beyond
         assert result["difference"] <= way.tolerance

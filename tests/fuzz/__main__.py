@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from tests.fuzz import core_targets, histories, jax_targets, states, texts, torch_targets
+from tests.fuzz import core_targets, histories, jax_targets, states, texts, torch_targets, world_sizes
 from tests.fuzz.engine import Found, Target, cases, construct
 
 TABLES: dict[str, dict[str, Target]] = {
@@ -41,6 +41,7 @@ def everything(seed: int, found: Found, *, share: float, each: int, count: int) 
     """One round: so large a part of the constructions, so many states of each form and histories of each kind, so many texts and files."""
     constructions(TABLES, found, seed, share)
     states.histories(seed, found, each)
+    world_sizes.histories(seed, found, each)
     histories.histories(seed, found, each)
     texts.expressions(seed, found, count)
     with TemporaryDirectory() as folder:

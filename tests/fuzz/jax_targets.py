@@ -51,6 +51,7 @@ TARGETS = {
         gw.distribute, {"state": STATE, "mesh": jax.make_mesh((1,), (AXIS,)), **NAMED}, left_out=["state"]
     ),
     "partition_specs": Target(gw.partition_specs, {"state": STATE, **NAMED}, left_out=["state"]),
+    "mark_varying": Target(gw.mark_varying, {"params": PARAMS, **NAMED}, left_out=["params"], raises=UNBOUND),
     "to_portable": Target(gw.to_portable, {"state": STATE, "algorithm": PowerSGD(1)}),
     "from_portable": Target(
         gw.from_portable,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -132,11 +133,19 @@ def damaged(state: Any, rng: random.Random) -> tuple[Any, str]:
             other = rng.choice(list(around))
             around[last], around[other] = around[other], around[last]
             return state, f"{where} swapped with {other}"
-    changed = rng.choice(TENSORS)(value) if isinstance(value, torch.Tensor) else None
+    changed = _altered(value, rng)
     around[last] = rng.choice(WRONG) if changed is None else changed
     if last == "lr" and isinstance(around[last], int):  # any number is a learning rate
         around[last] = "x"
     return state, f"{where} is {shown(around[last])}"
+
+
+def _altered(x: Any, rng: random.Random) -> Any:
+    """Another array in place of one; None where there is none."""
+    if isinstance(x, torch.Tensor):
+        return rng.choice(TENSORS)(x)
+    changed = rng.choice(TENSORS)(torch.from_numpy(x)) if isinstance(x, np.ndarray) else None
+    return changed.numpy() if isinstance(changed, torch.Tensor) and not changed.is_meta else changed
 
 
 def finite(x: Any) -> bool:

@@ -9,8 +9,9 @@ import torch
 from gradwire import PowerSGD
 from gradwire.core.algorithms import compressor
 from gradwire.core.simulate import NumpyOps
+from gradwire.core.state import checkpoint
 from gradwire.core.zero import sharded_step
-from tests.fuzz import histories, states, texts
+from tests.fuzz import histories, states, texts, world_sizes
 from tests.fuzz.__main__ import constructions
 from tests.fuzz.engine import (
     CHANGED,
@@ -47,6 +48,16 @@ def test_options(table, share):
 def test_states():
     found = Found()
     states.histories(1, found, 4)
+    nothing(found)
+
+
+@pytest.mark.usefixtures("alone")
+def test_other_world_sizes():
+    found = Found()
+    world_sizes.compressors(1, found, 60, ("core", "torch"))
+    world_sizes.compressors(1, found, 4, ("jax",))
+    world_sizes.sharded(1, found, 60)
+    world_sizes.resharded(1, found, 2)
     nothing(found)
 
 
@@ -159,3 +170,16 @@ def test_what_is_careless_in_histories_is_found(monkeypatch, name):
         if found.counts[expected]:
             return
     pytest.fail(f"only {found.counts}")
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_careless_of_world_sizes_is_found(monkeypatch):
+    """The first replica's error in place of the mean; and shards that are joined as they come."""
+    found, joined = Found(), Found()
+    monkeypatch.setattr(checkpoint, "mean_of_rows", lambda ops, rows: rows[:1])
+    world_sizes.compressors(1, found, 10, ("core", "torch"))
+    first = world_sizes.gw.consolidate
+    monkeypatch.setattr(world_sizes.gw, "consolidate", lambda shards: first([{**shards[0], "rank": 0, "replicas": 1}]))
+    world_sizes.sharded(1, joined, 40)
+    assert set(dict(found.findings)) == {GARBAGE}
+    assert joined.counts[GARBAGE]

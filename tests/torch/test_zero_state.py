@@ -3,6 +3,7 @@
 import copy
 import math
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -316,8 +317,29 @@ def test_what_is_done_with_one_is_refused_by_name_and_changes_nothing(world):
     refused(["consolidate"], good.load_state_dict, {**before, "rank": (world.rank + 1) % world.size})
     refused(["format 9"], good.load_state_dict, {**before, "format": 9})
     refused(["all of 3 ranks"], gw.consolidate, [before])
+    for where in ("shapes", "param_groups"):
+        bad = {**before, "shared": {k: v for k, v in before["shared"].items() if k != where}}
+        refused([where], gw.consolidate, [bad])
+    refused(["replicas"], gw.consolidate, [{**before, "replicas": "3"}])
     good.load_state_dict(before)
     assert same_bits(before, good.rank_state_dict())
+
+
+@pytest.mark.usefixtures("alone")
+def test_shards_that_do_not_fit_together_are_refused():
+    weight = nn.Parameter(torch.ones(4, 3))
+    zero = gw.ZeroOptimizer([("w", weight)], torch.optim.AdamW, average_gradients=True)
+    weight.grad = torch.randn(4, 3)
+    zero.step()
+    whole = zero.rank_state_dict()
+    own = whole["tensors"]["w"]
+    halves = [{k: x.reshape(-1)[place] if x.ndim else x for k, x in own.items()} for place in (slice(6), slice(6, 12))]
+    shards = [{**whole, "rank": rank, "replicas": 2, "tensors": {"w": half}} for rank, half in enumerate(halves)]
+    assert same_bits(gw.consolidate(shards[::-1])["state"], gw.consolidate([whole])["state"])
+    moment = halves[1]["exp_avg"]
+    for change in ({"exp_avg": moment[1:]}, {"exp_avg": moment.tolist()}, {"other": moment}):
+        with pytest.raises(ValueError, match="parameter 'w'"):
+            gw.consolidate([shards[0], {**shards[1], "tensors": {"w": halves[1] | change}}])
 
 
 def damages(tensors, group):

@@ -71,7 +71,7 @@ def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     in_order = sorted(shards, key=lambda s: int(s["rank"]))
     first = in_order[0]
     ranks = [int(s["rank"]) for s in in_order]
-    if ranks != list(range(first["replicas"])):
+    if ranks != list(range(len(ranks))) or len(ranks) != first["replicas"]:
         raise ValueError(f"shards of ranks {ranks}; all of {first['replicas']} ranks are needed, each once")
     for shard in in_order:
         for key in ("replicas", "divided", "shapes"):
@@ -79,13 +79,15 @@ def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 raise ValueError(f"the shards of ranks {first['rank']} and {shard['rank']} differ in {key}")
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
-    for group in first["shared"]["param_groups"]:
+    for group in _groups(first["shared"]["param_groups"]):
         numbers = []
         for name in group["params"]:
             owners = [s["tensors"][name] for s in in_order if s["tensors"].get(name)]
+            if name not in first["shared"]["shapes"] or any(own.keys() != owners[0].keys() for own in owners):
+                raise ValueError(f"the shards hold different memory of parameter {name!r}, or do not say its shape")
             shape = tuple(first["shared"]["shapes"][name])
             if owners:
-                state[number] = {key: _joined([o[key] for o in owners], shape) for key in owners[0]}
+                state[number] = {key: _joined(name, key, [o[key] for o in owners], shape) for key in owners[0]}
             numbers.append(number)
             number += 1
         groups.append({**group, "params": numbers, "param_names": list(group["params"])})
@@ -122,8 +124,6 @@ def load_shard(saved: Mapping[str, Any], shard: Shard) -> tuple[dict[str, Any], 
 def _of_shard(saved: Mapping[str, Any], shard: Shard) -> tuple[list[dict[str, Any]], Mapping[str, Mapping[str, Any]]]:
     """Parameter groups and memory by name of a rank's shard, if it is that of this rank."""
     _require_shard(saved)
-    if missing := {"param_groups", "shapes", "divided"} - saved["shared"].keys():
-        raise ValueError(f"'shared' in the state lacks {sorted(missing)}")
     shards, divided = shard.shards, saved["shared"]["divided"]
     if (saved["replicas"], saved["rank"], divided) != (shards.world_size, shard.rank, _divided(shards)):
         raise ValueError(
@@ -206,18 +206,30 @@ def _require_weights(name: str, master: Any, piece: Tensor) -> None:
         raise ValueError(f"{MASTER!r} of {name!r} is {found} in the state, here {piece.dtype} of {tuple(piece.shape)}")
 
 
-def _joined(values: Sequence[Any], shape: tuple[int, ...]) -> Any:
+def _joined(name: str, key: str, values: Sequence[Any], shape: tuple[int, ...]) -> Any:
     first = values[0]
+    if any(isinstance(v, Tensor) != isinstance(first, Tensor) for v in values):
+        raise ValueError(f"{key!r} of parameter {name!r} is a tensor in some shards and not in others")
     if not isinstance(first, Tensor) or (first.ndim == 0 and shape):
         return first
     joined = torch.cat([v.reshape(-1).to(first.device) for v in values])
-    size = torch.Size(shape).numel()
-    return joined.view(shape) if joined.numel() == size else first
+    if joined.numel() == torch.Size(shape).numel():
+        return joined.view(shape)
+    if any(v.shape != first.shape for v in values):
+        raise ValueError(
+            f"{key!r} of parameter {name!r} has {joined.numel()} elements in all shards, and its shape is {shape}"
+        )
+    return first
 
 
 def _require_shard(saved: Mapping[str, Any]) -> None:
     """Raise ValueError for what is no shard."""
     require_kind(saved, KIND, ("rank", "replicas", "shared", "tensors"))
+    if missing := {"param_groups", "shapes", "divided"} - saved["shared"].keys():
+        raise ValueError(f"'shared' in the state lacks {sorted(missing)}")
+    for key in ("rank", "replicas"):
+        if isinstance(saved[key], bool) or not isinstance(saved[key], int):
+            raise ValueError(f"{key}={saved[key]!r} in the state must be a number")  # noqa: TRY004  (what a file holds)
 
 
 def _steps(state: Mapping[str, Mapping[str, Any]]) -> int:
