@@ -275,12 +275,19 @@ class Ops(Protocol[A]):
         equal on all of them takes a call for each replica's values, whose positions are distinct.
         """
 
-    def pack_bits(self, x: A) -> A:
-        """Eight booleans in each byte: (…, n) → uint8 (…, ⌈n / 8⌉). Element 8j + i is bit i of byte j, counted from the lowest; the last bits
-        may stand for nothing and are 0. To pack signs: `pack_bits(x > 0)`."""
+    def scatter_sum(self, n: int, index: A, values: A) -> A:
+        """Rows (…, n) of zeros, with `values` (W, …, k) added at the positions `index` (W, …, k) of each row: those of one replica after the other, whose
+        positions are distinct, so that no order is left to the device."""
 
-    def unpack_bits(self, x: A, n: int) -> A:
-        """The first `n` booleans of each row that `pack_bits` packed: uint8 (…, m) → (…, n), n ≤ 8m."""
+    def pack_bits(self, x: A) -> A:
+        """Eight booleans in each byte: n of any shape → uint8 (⌈n / 8⌉,). To pack signs: `pack_bits(x > 0)`.
+
+        Of 8k rows along the last axis, row i·k + j is in bit i, counted from the lowest, of the bytes of row j; a vector has rows of one element. The
+        elements of up to seven rows that are left follow likewise: element i·l + j of 8l is bit i of byte j. Bits that stand for nothing are 0.
+        """
+
+    def unpack_bits(self, x: A, shape: tuple[int, ...]) -> A:
+        """The booleans of this shape, n elements, that `pack_bits` packed: uint8 (…, ⌈n / 8⌉) → (…, *shape)."""
 
     def view_as(self, x: A, dtype: str) -> A:
         """The same bits as elements of another dtype: (…, n) → (…, n · size of the old / size of the new), the lowest byte first."""
@@ -334,8 +341,11 @@ class Ops(Protocol[A]):
     def joining(self, arrays: Sequence[A]) -> list[int] | None:
         """In which order arrays are better joined (`rows`) than computed with one by one. None: they are not. Replicas may differ in it."""
 
-    def loop(self, n: int, body: Callable[[Any, A], A], start: A) -> A:
-        """`x = body(i, x)` for i in 0, …, n-1. `i` may be traced."""
+    def loop(self, n: int, body: Callable[[Any, A], A], start: A, *, fused: bool = False) -> A:
+        """`x = body(i, x)` for i in 0, …, n-1. `i` may be traced.
+
+        `fused`: `x` is large, and `body` goes over it element by element. A kernel may compile several turns into one.
+        """
 
     def rows_before(self, x: A, i: Any) -> A:
         """Rows 0, …, i-1 of each matrix of a batch (k, r, n). If `i` is traced: all rows, of which those from `i` on must be zero."""

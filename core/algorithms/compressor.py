@@ -421,7 +421,7 @@ def _less(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
         return rest
 
     def rows(x: A, sent: A, out: A | None = None) -> A:
-        return ops.add(x, ops.multiply(sent, -1.0), out=out)
+        return x - sent if out is None else ops.add(x, ops.multiply(sent, -1.0), out=out)
 
     flat = (math.prod(x.shape), 1)
     out = out if out is None else out.reshape(flat)

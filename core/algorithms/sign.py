@@ -52,7 +52,8 @@ class Sign(Compressor):
         Arguments are those of `Compressor.memory`.
         """
         lies = self._lies(name, spec.shape)
-        scales = math.prod(lies) // lies[self._axis]
+        sharing = {"tensor": spec.size, "row": lies[-1], "column": lies[-2]}[self.per]
+        scales = spec.size // sharing
         sent = -(-spec.size // 8) + self.magnitudes * scales * ITEMSIZE[spec.dtype]
         return {} if 2 * sent < spec.nbytes else None
 
@@ -64,12 +65,11 @@ class Sign(Compressor):
         Returns:
             This replica's signs times its scales, the mean of those of all replicas, both of the shape of `x`; and `memory` as it was.
         """
-        shape, lies, dtype = tuple(x.shape), self._lies(name, tuple(x.shape)), ops.dtype_of(x)
-        wide = wide_dtype(dtype)
+        shape, dtype = tuple(x.shape), ops.dtype_of(x)
+        wide, lies = wide_dtype(dtype), self._lies(name, shape)
         matrix = x.reshape(lies)
-        rows = matrix.mT if self._axis == -2 else matrix  # what shares a scale lies along the last axis
-        positive = rows > 0
-        bits, scales = ops.pack_bits(positive.reshape((-1,))), ops.cast(self._scales(ops, rows, positive, wide), dtype)
+        positive = matrix > 0
+        bits, scales = ops.pack_bits(positive), ops.cast(self._scales(ops, matrix, positive, wide), dtype)
         # As bytes, scales travel in the message of the bits.
         every_bits, every_byte = await gather(bits, ops.view_as(scales, "uint8"), watched=False)
         every_scales, weights = ops.view_as(every_byte, dtype), await replica_weights()
@@ -78,40 +78,46 @@ class Sign(Compressor):
         await watch(every_scales)
 
         def reconstructed(positive: A, scales: A) -> A:
-            scales = ops.cast(scales, wide)
-            return ops.where(positive, scales[0], scales[self.magnitudes - 1] * (-1.0 if self.magnitudes == 1 else 1.0))
+            above = self._spread(ops.cast(scales, wide), lies)
+            return ops.where(positive, above[0], above[self.magnitudes - 1] * (-1.0 if self.magnitudes == 1 else 1.0))
 
         def add(replica: int, total: A) -> A:
-            its = ops.unpack_bits(every_bits[replica], math.prod(lies)).reshape(tuple(rows.shape))
-            sent = reconstructed(its, every_scales[replica])
+            sent = reconstructed(ops.unpack_bits(every_bits[replica], lies), every_scales[replica])
             return ops.add(total, sent if weights is None else weights.times(ops, sent, replica), out=total)
 
-        def back(rows: A) -> A:
-            return ops.cast(rows.mT if self._axis == -2 else rows, dtype).reshape(shape)
-
         replicas = await world_size()
-        total = ops.loop(replicas, add, ops.zeros(tuple(rows.shape), wide))
+        total = ops.loop(replicas, add, ops.zeros(lies, wide), fused=True)
         mean = total / replicas if weights is None else weights.share(ops, total)
-        return back(reconstructed(positive, scales)), back(mean), memory
+        sent = ops.cast(reconstructed(positive, scales), dtype)
+        return sent.reshape(shape), ops.cast(mean, dtype).reshape(shape), memory
 
-    def _scales(self, ops: Ops[A], rows: A, positive: A, dtype: str) -> A:
+    def _scales(self, ops: Ops[A], matrix: A, positive: A, dtype: str) -> A:
         """(magnitudes, …, 1): what stands for a positive element; and, if there are two, what for another. An inf or NaN shows in them."""
+
+        def mean_abs(x: A) -> A:
+            if self.per == "tensor":
+                return ops.mean_abs(x.reshape((1, -1)))
+            return ops.mean_abs(x.mT if self.per == "column" else x)
+
         if self.magnitudes == 1:
-            return ops.stack([ops.mean_abs(rows)])
-        share, zero = ops.mean_abs(ops.cast(positive, dtype)), ops.zeros((), ops.dtype_of(rows))
-        above, below = ops.mean_abs(ops.where(positive, rows, 0.0)), ops.mean_abs(ops.where(positive, zero, rows))
+            return ops.stack([mean_abs(matrix)])
+        share, zero = mean_abs(ops.cast(positive, dtype)), ops.zeros((), ops.dtype_of(matrix))
+        above, below = mean_abs(ops.where(positive, matrix, 0.0)), mean_abs(ops.where(positive, zero, matrix))
         rest = share * -1.0 + 1.0
         mean = above / ops.where(share > 0, share, 1.0)
         return ops.stack([mean, below / ops.where(rest > 0, rest, 1.0) * -1.0])
 
-    @property
-    def _axis(self) -> int:
-        """Along which a scale is shared."""
-        return -2 if self.per == "column" else -1
+    def _spread(self, scales: A, lies: tuple[int, ...]) -> A:
+        """Scales (magnitudes, …, 1) so that each stands beside the elements that share it."""
+        if self.per == "tensor":
+            return scales.reshape((self.magnitudes, *[1] * len(lies)))
+        return scales.mT if self.per == "column" else scales
 
     def _lies(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A tensor as its elements lie: a matrix, a stack of them, or one long row."""
+        """A tensor as its elements lie: a matrix, a stack of them, or one row."""
+        if self.per == "tensor" and len(shape) > 1:
+            return shape
         view = None if self.per == "tensor" else view_of(name, shape)
         if view is None:
-            return (1, math.prod(shape)) if self._axis == -1 else (math.prod(shape), 1)
+            return (math.prod(shape), 1) if self.per == "column" else (1, math.prod(shape))
         return view.shape

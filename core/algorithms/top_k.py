@@ -93,7 +93,7 @@ class TopK(Compressor):
     async def _gathered(self, ops: Ops[A], blocks: Blocks, x: A) -> tuple[A, A]:
         # What is not finite counts as largest, so it is among what is sent, and everyone hears of it.
         index = ops.top_k(ops.abs(x), self._kept(blocks))
-        values, shape, dtype = ops.take(x, index), tuple(x.shape), ops.dtype_of(x)
+        values, dtype = ops.take(x, index), ops.dtype_of(x)
         positions, codec = packed(ops, index, blocks.length), self._codec
         if codec is None:
             every_value, every_index = await gather(values, positions, watched=False)
@@ -103,25 +103,20 @@ class TopK(Compressor):
             rows = received(ops, codec, values.shape[-1], every_code)
             values = ops.cast(codec.decode(ops, *fields), dtype)
             every_value = ops.cast(codec.decode(ops, *rows), dtype).reshape((-1, *index.shape))
-        replicas, weights, wide = await world_size(), await replica_weights(), wide_dtype(dtype)
-
-        def added(of_each: A) -> A:
-            """One replica after the other: its positions are distinct, so no order of additions is left to the device."""
-
-            def add(replica: int, total: A) -> A:
-                its = unpacked(ops, every_index[replica], blocks.length, tuple(index.shape))
-                values = ops.cast(of_each[replica], wide)
-                return ops.scatter_add(total, its, values if weights is None else weights.times(ops, values, replica))
-
-            return ops.loop(replicas, add, ops.zeros(shape, wide))
-
-        sent = ops.scatter_add(ops.zeros(shape, dtype), index, values)
-        total = added(every_value)
-        # Of finite numbers the sum may overflow, and what is not finite is in it.
-        await watch(ops.by_rows(lambda x, out=None: ops.max_abs(x), total))
+        replicas, weights, wide, length = await world_size(), await replica_weights(), wide_dtype(dtype), blocks.length
+        places = unpacked(ops, every_index, length, tuple(index.shape))
+        every_value = ops.cast(every_value, wide)
+        each = ops.zeros(tuple(every_value.shape), wide) + 1.0
+        if weights is not None:
+            every_value, each = weights.times_each(ops, every_value), weights.times_each(ops, each)
+        # What is not finite is in it, and of finite numbers a sum may overflow: none is larger than this one.
+        largest = ops.max_abs(every_value)
+        await watch(ops.loop(replicas - 1, lambda i, total: total + largest[i + 1], largest[0]))
+        sent = ops.scatter_sum(length, index.reshape((1, *index.shape)), values.reshape((1, *index.shape)))
+        total = ops.scatter_sum(length, places, every_value)
         if self.mean == "replicas":
             return sent, ops.cast(total / replicas if weights is None else weights.share(ops, total), dtype)
-        count = added(ops.zeros(tuple(every_value.shape), wide) + 1.0)
+        count = ops.scatter_sum(length, places, each)
         return sent, ops.cast(total / ops.where(count > 0, count, 1.0), dtype)
 
     def _blocks(self, name: str, shape: tuple[int, ...]) -> Blocks:

@@ -355,7 +355,9 @@ class Coder(Generic[A]):
         def of_replica(i: Any) -> A:
             return counted.times(ops, decoded(*[y[i] for y in of_each]), i)
 
-        total = ops.loop(size - 1, lambda i, total: ops.add(total, of_replica(i + 1), out=total), of_replica(0))
+        total = ops.loop(
+            size - 1, lambda i, total: ops.add(total, of_replica(i + 1), out=total), of_replica(0), fused=True
+        )
         share = ops.divide(ops.zeros((), summed) + 1.0, ops.cast(counted.total, summed))
         return ops.multiply(total, share, out=total if out is None else out)
 

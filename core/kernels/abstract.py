@@ -212,15 +212,18 @@ class AbstractOps:
             )
         return x
 
+    def scatter_sum(self, n: int, index: AbstractArray, values: AbstractArray) -> AbstractArray:
+        return self.scatter_add(AbstractArray((*index.shape[1:-1], n), values.dtype), index[0], values[0])
+
     def pack_bits(self, x: AbstractArray) -> AbstractArray:
         if x.dtype != "bool":
             raise ValueError(f"pack_bits: {x.dtype} are no booleans; of signs, give x > 0")
-        return AbstractArray((*x.shape[:-1], -(-x.shape[-1] // 8)), "uint8")
+        return AbstractArray((-(-math.prod(x.shape) // 8),), "uint8")
 
-    def unpack_bits(self, x: AbstractArray, n: int) -> AbstractArray:
-        if x.dtype != "uint8" or n > 8 * x.shape[-1]:
-            raise ValueError(f"unpack_bits: {x.dtype} {x.shape} do not hold {n} booleans in a row")
-        return AbstractArray((*x.shape[:-1], n), "bool")
+    def unpack_bits(self, x: AbstractArray, shape: tuple[int, ...]) -> AbstractArray:
+        if x.dtype != "uint8" or x.shape[-1] != -(-math.prod(shape) // 8):
+            raise ValueError(f"unpack_bits: {x.dtype} {x.shape} do not hold the booleans of {shape}")
+        return AbstractArray((*x.shape[:-1], *shape), "bool")
 
     def view_as(self, x: AbstractArray, dtype: str) -> AbstractArray:
         nbytes = x.shape[-1] * WIRE_ITEMSIZE[x.dtype]
@@ -252,7 +255,9 @@ class AbstractOps:
     def joining(self, arrays: Sequence[AbstractArray]) -> None:
         return None
 
-    def loop(self, n: int, body: Callable[[Any, AbstractArray], AbstractArray], start: AbstractArray) -> AbstractArray:
+    def loop(
+        self, n: int, body: Callable[[Any, AbstractArray], AbstractArray], start: AbstractArray, *, fused: bool = False
+    ) -> AbstractArray:
         return body(0, start) if n else start
 
     def rows_before(self, x: AbstractArray, i: Any) -> AbstractArray:

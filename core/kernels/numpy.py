@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.core.kernels import rounding
+from gradwire.core.kernels.bits import bytes_of_rows
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.ops import FLOATS, INTEGERS, LONGEST_FLOAT16
 
@@ -207,11 +208,29 @@ class NumpyOps:
         np.add.at(x, (*np.indices(index.shape, sparse=True)[:-1], index), values)
         return x
 
-    def pack_bits(self, x: NDArray) -> NDArray:
-        return np.packbits(x, axis=-1, bitorder="little")
+    def scatter_sum(self, n: int, index: NDArray, values: NDArray) -> NDArray:
+        total: NDArray = np.zeros((*index.shape[1:-1], n), values.dtype)
+        for places, own in zip(index, values, strict=True):
+            total = self.scatter_add(total, places, own)
+        return total
 
-    def unpack_bits(self, x: NDArray, n: int) -> NDArray:
-        return np.unpackbits(x, axis=-1, bitorder="little")[..., :n].astype(bool)
+    def pack_bits(self, x: NDArray) -> NDArray:
+        whole, left = bytes_of_rows(x.shape)
+        flat = self.pad(x.reshape(-1), 8 * (whole + left))
+        parts = flat[: 8 * whole].reshape(8, whole), flat[8 * whole :].reshape(8, left)
+        return np.concatenate(
+            [np.packbits(part, axis=0, bitorder="little")[0] for part in parts if part.size] or [flat.astype("uint8")]
+        )
+
+    def unpack_bits(self, x: NDArray, shape: tuple[int, ...]) -> NDArray:
+        whole, _ = bytes_of_rows(shape)
+        lead, size = x.shape[:-1], math.prod(shape)
+        shifts = np.arange(8, dtype=np.uint8)[:, None]
+        parts = [
+            ((part[..., None, :] >> shifts) & 1).reshape(*lead, 8 * part.shape[-1])
+            for part in (x[..., :whole], x[..., whole:])
+        ]
+        return np.concatenate(parts, axis=-1)[..., :size].reshape(*lead, *shape).astype(bool)
 
     def view_as(self, x: NDArray, dtype: str) -> NDArray:
         return np.ascontiguousarray(x).view(dtype_named(dtype))
@@ -245,7 +264,7 @@ class NumpyOps:
     def joining(self, arrays: Sequence[NDArray]) -> None:
         return None
 
-    def loop(self, n: int, body: Callable[[Any, NDArray], NDArray], start: NDArray) -> NDArray:
+    def loop(self, n: int, body: Callable[[Any, NDArray], NDArray], start: NDArray, *, fused: bool = False) -> NDArray:
         for i in range(n):
             start = body(i, start)
         return start

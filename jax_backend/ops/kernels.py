@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from gradwire.core.kernels import rounding
+from gradwire.core.kernels.bits import bytes_of_rows
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3
@@ -30,6 +31,10 @@ LARGE = 1 << 16
 TILE, LANES = 8, 128
 #: The bits below each byte of a number of 32.
 BYTES = (0, 8, 16, 24)
+#: Up to so many positions in a row a TPU compares all of them with each place.
+FEW = 128
+#: Turns of a loop that are fused into one: each is compiled.
+AT_ONCE = 8
 #: Elements of the largest array that is made while the program is traced, and becomes part of it.
 LARGEST_CONSTANT = 1 << 17
 
@@ -216,16 +221,58 @@ class JaxOps:
         return lax.top_k(x, k)[1]
 
     def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x, index, axis=-1)
+        def compared(x: jax.Array, index: jax.Array) -> jax.Array:
+            return _chosen(index[..., None], x.shape[-1], x[..., None, :], -1)
+
+        def gathered(x: jax.Array, index: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(x, index, axis=-1)
+
+        return _compared_on_tpu(index, gathered, compared)(x, index)
 
     def scatter_add(self, x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
         return jnp.asarray(x).at[(*jnp.indices(index.shape, sparse=True)[:-1], index)].add(values)
 
-    def pack_bits(self, x: jax.Array) -> jax.Array:
-        return jnp.packbits(x, axis=-1, bitorder="little")
+    def scatter_sum(self, n: int, index: jax.Array, values: jax.Array) -> jax.Array:
+        def compared(index: jax.Array, values: jax.Array) -> jax.Array:
+            return _chosen(index[..., None], n, values[..., None], (0, -2))
 
-    def unpack_bits(self, x: jax.Array, n: int) -> jax.Array:
-        return jnp.unpackbits(x, axis=-1, count=n, bitorder="little").astype(bool)
+        def scattered(index: jax.Array, values: jax.Array) -> jax.Array:
+            start = jnp.zeros((*index.shape[1:-1], n), values.dtype)
+            return self.loop(len(index), lambda i, total: self.scatter_add(total, index[i], values[i]), start)
+
+        return _compared_on_tpu(index, scattered, compared)(index, values)
+
+    def pack_bits(self, x: jax.Array) -> jax.Array:
+        if not x.size:
+            return jnp.zeros(0, jnp.uint8)
+        (whole, left), row = bytes_of_rows(x.shape), x.shape[1:][-1:]
+        rows = x.reshape(-1, *row)
+        k = len(rows) // 8
+        parts = [rows[: 8 * k].reshape(8, k, *row)] * (whole > 0)
+        parts += [self.pad(rows[8 * k :].reshape(-1), 8 * left).reshape(8, left)] * (left > 0)
+        packed = [
+            functools.reduce(jnp.bitwise_or, [part[i].astype(jnp.int32) << i for i in range(8)]) for part in parts
+        ]
+        return jnp.concatenate([each.astype(jnp.uint8).reshape(-1) for each in packed])
+
+    def unpack_bits(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        (whole, left), row = bytes_of_rows(shape), shape[1:][-1:]
+
+        lead = x.shape[:-1]
+
+        def bits(part: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+            shifts = np.arange(8, dtype=np.int32).reshape(8, *[1] * len(shape))
+            return (part.astype(jnp.int32).reshape(*lead, 1, *shape) >> shifts) & 1 > 0
+
+        parts = []
+        if whole:
+            k = whole // math.prod(row)
+            parts.append(bits(x[..., :whole], (k, *row)).reshape(*lead, 8 * k, *row))
+        if left:
+            rest = bits(x[..., whole:], (left,)).reshape(*lead, 8 * left)
+            parts.append(rest[..., : math.prod(shape) - 8 * whole].reshape(*lead, -1, *row))
+        rows = jnp.concatenate(parts, axis=len(lead)) if parts else jnp.zeros((), bool)
+        return rows.reshape(*lead, *shape) if parts else jnp.zeros((*lead, *shape), bool)
 
     def view_as(self, x: jax.Array, dtype: str) -> jax.Array:
         size, wanted = x.dtype.itemsize, jnp.dtype(dtype).itemsize
@@ -265,12 +312,15 @@ class JaxOps:
     def joining(self, arrays: Sequence[jax.Array]) -> None:
         return None
 
-    def loop(self, n: int, body: Callable[[Any, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
+    def loop(
+        self, n: int, body: Callable[[Any, jax.Array], jax.Array], start: jax.Array, *, fused: bool = False
+    ) -> jax.Array:
         if n == 1:
             return body(0, start)
         # A loop's carry must vary over the same mapped axes at its start and at its end.
         start = vary(start, varying_axes(jax.eval_shape(body, jnp.int32(0), start)))
-        result: jax.Array = lax.fori_loop(0, n, body, start)
+        # Else what is summed would be stored and read again for each replica.
+        result: jax.Array = lax.fori_loop(0, n, body, start, unroll=min(n, AT_ONCE) if fused else 1)
         return result
 
     def rows_before(self, x: jax.Array, i: Any) -> jax.Array:
@@ -345,6 +395,27 @@ def _sum_of_outer_products(p: jax.Array, q: jax.Array) -> jax.Array:
 
     products = (of(columns, i) * of(rows, i) for i in range(p.shape[axis]))
     return lax.squeeze(functools.reduce(jnp.add, products), [axis]).astype(p.dtype)
+
+
+def _compared_on_tpu(
+    index: jax.Array, default: Callable[..., jax.Array], compared: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+    """A TPU takes one element after the other by its position: to compare all positions with each is quicker for few, and is fused with what is around it."""
+    if not 0 < index.shape[-1] <= FEW:
+        return default
+
+    def kernel(*arrays: jax.Array) -> jax.Array:
+        axes = frozenset().union(*(varying_axes(x) for x in arrays))
+        result: jax.Array = lax.platform_dependent(*(vary(x, axes) for x in arrays), tpu=compared, default=default)
+        return result
+
+    return kernel
+
+
+def _chosen(index: jax.Array, n: int, values: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
+    """Of values (…, k, n) those whose position in the row is `index` (…, k, 1), summed along an axis."""
+    places = lax.broadcasted_iota(jnp.int32, (*index.shape[:-1], n), index.ndim - 1)
+    return jnp.where(index == places, values, jnp.zeros((), values.dtype)).sum(axis, dtype=values.dtype)
 
 
 def _in_tiles(shape: tuple[int, ...], width: int) -> bool:

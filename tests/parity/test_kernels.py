@@ -112,6 +112,7 @@ COMPRESSING = (
     "top_k",
     "take",
     "scatter_add",
+    "scatter_sum",
     "pack_bits",
     "unpack_bits",
     "asarray",
@@ -241,13 +242,14 @@ KERNELS = {
     "scatter_add, columns": lambda ops, x, y, **_: ops.scatter_add(x.mT, ops.asarray([[5]] * 5, "int32"), ops.take(y.mT, ops.asarray([[2]] * 5, "int32"))),
     "scatter_add, nothing": lambda ops, x, y, **_: ops.scatter_add(x, no_positions(ops), ops.take(y, no_positions(ops))),
     "scatter_add, integers": lambda ops, **_: ops.scatter_add(ops.iota(5), ops.asarray([2, 2], "int32"), ops.asarray([10, 20], "int32")),
+    "scatter_sum": lambda ops, batch, **_: ops.scatter_sum(6, ops.asarray(np.arange(24).reshape(3, 4, 2) % 5, "int32"), batch[:, :4, :2]),
     "pack_bits": lambda ops, batch, **_: ops.pack_bits(batch > 0),
     "pack_bits, two bytes": lambda ops, v, **_: ops.pack_bits(v > 0),
-    "pack_bits, nothing": lambda ops, x, **_: ops.pack_bits(ops.unpack_bits(ops.pack_bits(x > 0), 0)),
+    "pack_bits, nothing": lambda ops, x, **_: ops.pack_bits(ops.unpack_bits(ops.pack_bits((x > 0)[:0]), (0,))),
     "pack_bits, no rows": lambda ops, x, **_: ops.pack_bits((x > 0)[:0]),
-    "unpack_bits": lambda ops, batch, **_: ops.unpack_bits(ops.pack_bits(batch > 0), 7),
-    "unpack_bits, two bytes": lambda ops, v, **_: ops.unpack_bits(ops.pack_bits(v > 0), 9),
-    "unpack_bits, nothing": lambda ops, x, **_: ops.unpack_bits(ops.pack_bits(x > 0), 0),
+    "unpack_bits": lambda ops, batch, **_: ops.unpack_bits(ops.pack_bits(batch > 0), tuple(batch.shape)),
+    "unpack_bits, two bytes": lambda ops, v, **_: ops.unpack_bits(ops.pack_bits(v > 0), tuple(v.shape)),
+    "unpack_bits, nothing": lambda ops, x, **_: ops.unpack_bits(ops.pack_bits((x > 0)[:0]), (0, 5)),
     "asarray": lambda ops, x, **_: ops.asarray([[0.1, 2], [NAN, -INF]], ops.dtype_of(x)),
     "asarray, of NumPy": lambda ops, x, **_: ops.asarray(np.linspace(0, 1, 7), ops.dtype_of(x)),
     "asarray, of ml_dtypes": lambda ops, x, **_: ops.asarray(np.linspace(0, 1, 7).astype("bfloat16"), ops.dtype_of(x)),
@@ -477,15 +479,21 @@ def test_what_is_taken_can_be_added_where_it_was(x, data):
         np.testing.assert_allclose(added.astype(float).reshape(count, n), sums, rtol=tolerance, atol=tolerance)
 
 
-@given(st.lists(st.booleans(), max_size=40), st.sampled_from([1, 3]))
-def test_bits_come_back(bits, rows):
-    x = np.array([bits] * rows, bool).reshape(rows, -1)
-    x[1:] ^= True
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=3).map(tuple), st.integers(0, 2**32 - 1))
+def test_bits_come_back(shape, seed):
+    """In the bytes lie rows in eights, then what is left of them."""
+    x = np.random.default_rng(seed).random(shape) < 0.5
+    rows = x.reshape(math.prod(shape[:-1]) if len(shape) > 1 else -1, shape[-1] if len(shape) > 1 else 1)
+    k = len(rows) // 8
+    left = rows[8 * k :].reshape(-1)
+    parts = rows[: 8 * k].reshape(8, -1), np.pad(left, (0, -len(left) % 8)).reshape(8, -1)
+    expected = np.concatenate([np.packbits(part, axis=0, bitorder="little").reshape(-1) for part in parts])
     for run in RUNS:
         packed = run(lambda ops, x: ops.pack_bits(x), {"x": x})
         assert packed.dtype == np.uint8
-        np.testing.assert_array_equal(packed, np.packbits(x, axis=-1, bitorder="little"))
-        np.testing.assert_array_equal(run(lambda ops, x: ops.unpack_bits(x, len(bits)), {"x": packed}), x)
+        np.testing.assert_array_equal(packed, expected)
+        both = np.stack([packed, packed ^ 255])
+        np.testing.assert_array_equal(run(lambda ops, x: ops.unpack_bits(x, shape), {"x": both}), [x, ~x])
 
 
 def hard_to_cast():
@@ -595,8 +603,8 @@ def test_rows_of_another_length_are_refused():
         ops.scatter_add(x, AbstractArray((2, 1), "int32"), AbstractArray((2, 1), "float16"))
     with pytest.raises(ValueError, match="pack_bits: float32 are no booleans; of signs, give x > 0"):
         ops.pack_bits(x)
-    with pytest.raises(ValueError, match=r"unpack_bits: uint8 \(2, 1\) do not hold 9 booleans in a row"):
-        ops.unpack_bits(AbstractArray((2, 1), "uint8"), 9)
+    with pytest.raises(ValueError, match=r"unpack_bits: uint8 \(2,\) do not hold the booleans of \(3, 6\)"):
+        ops.unpack_bits(AbstractArray((2,), "uint8"), (3, 6))
 
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k.split(",")[0] in COMPRESSING])

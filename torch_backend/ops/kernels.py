@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.core.kernels.bits import bytes_of_rows
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.rounding import TINY, scales
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16
@@ -368,16 +369,29 @@ class TorchOps:
         rows = [self._numbers(m, torch.int64).view(-1, *[1] * (x.ndim - 1 - i)) for i, m in enumerate(x.shape[:-1])]
         return x.index_put_((*rows, index.long()), values, accumulate=True)
 
+    def scatter_sum(self, n: int, index: Tensor, values: Tensor) -> Tensor:
+        total = self.zeros((*index.shape[1:-1], n), self.dtype_of(values))
+        for places, own in zip(index, values, strict=True):
+            total = self.scatter_add(total, places, own)
+        return total
+
     def pack_bits(self, x: Tensor) -> Tensor:
-        bits = torch.nn.functional.pad(x.view(torch.uint8), (0, -x.shape[-1] % 8))
-        packed = bits[..., ::8].clone()
-        for i in range(1, 8):
-            packed |= bits[..., i::8] << i
+        whole, left = bytes_of_rows(tuple(x.shape))
+        bits = x.contiguous().view(torch.uint8).view(-1)
+        rest = torch.nn.functional.pad(bits[8 * whole :], (0, 8 * (whole + left) - len(bits)))
+        packed = torch.zeros(whole + left, dtype=torch.uint8, device=x.device)
+        for part, into in ((bits[: 8 * whole], packed[:whole]), (rest, packed[whole:])):
+            if len(into):
+                for i, row in enumerate(part.view(8, -1)):
+                    into |= row << i
         return packed
 
-    def unpack_bits(self, x: Tensor, n: int) -> Tensor:
-        bits = (x.unsqueeze(-1) >> self._numbers(8, torch.uint8)) & 1
-        return bits.flatten(-2)[..., :n].to(torch.bool)
+    def unpack_bits(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        whole, _ = bytes_of_rows(shape)
+        shifts = self._numbers(8, torch.uint8).unsqueeze(-1)
+        parts = [((part.unsqueeze(-2) >> shifts) & 1).flatten(-2) for part in (x[..., :whole], x[..., whole:])]
+        bits = torch.cat(parts, -1) if all(part.numel() for part in parts) else max(parts, key=torch.numel)
+        return bits[..., : math.prod(shape)].reshape(*x.shape[:-1], *shape).view(torch.bool)
 
     def view_as(self, x: Tensor, dtype: str) -> Tensor:
         wanted: torch.dtype = getattr(torch, dtype)
@@ -443,7 +457,7 @@ class TorchOps:
     def joining(self, arrays: Sequence[Tensor]) -> list[int]:
         return sorted(range(len(arrays)), key=lambda i: arrays[i].data_ptr())
 
-    def loop(self, n: int, body: Callable[[Any, Tensor], Tensor], start: Tensor) -> Tensor:
+    def loop(self, n: int, body: Callable[[Any, Tensor], Tensor], start: Tensor, *, fused: bool = False) -> Tensor:
         for i in range(n):
             start = body(i, start)
         return start

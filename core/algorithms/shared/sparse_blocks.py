@@ -81,19 +81,18 @@ def bits_of(length: int) -> int:
 
 
 def packed(ops: Ops[A], index: A, length: int) -> A:
-    """Positions below `length`, int32 of any shape, as one vector of bytes: the bits of the first position, lowest first, then those of the
-    next. Only the last byte may have bits to spare."""
-    shifts = ops.iota(bits_of(length)).reshape((1, -1))
-    bits = (index.reshape((-1, 1)) >> shifts) & 1
-    return ops.pack_bits((bits > 0).reshape((-1,)))
+    """Positions below `length`, int32 of any shape, as one vector of bytes: the lowest bits of all, then the next. Only the last byte may have bits
+    to spare."""
+    shifts = ops.iota(bits_of(length)).reshape((-1, 1))
+    return ops.pack_bits(((index.reshape((1, -1)) >> shifts) & 1) > 0)
 
 
 def unpacked(ops: Ops[A], data: A, length: int, shape: tuple[int, ...]) -> A:
-    """The positions that `packed` packed, as int32 of this shape."""
+    """The positions that `packed` packed, of all replicas: bytes (W, …) → int32 (W, *shape)."""
     n, bits = math.prod(shape), bits_of(length)
-    each = ops.cast(ops.unpack_bits(data, n * bits), "float32").reshape((n, bits))
-    worth = ops.constant(("worth of bits", bits), lambda: ops.asarray([[2**i] for i in range(bits)], "float32"))
-    return ops.cast(ops.matmul(each, worth), "int32").reshape(shape)
+    each = ops.cast(ops.unpack_bits(data, (bits, n)), "float32")
+    worth = ops.constant(("worth of bits", bits), lambda: ops.asarray([[2**i for i in range(bits)]], "float32"))
+    return ops.cast(ops.matmul(worth, each), "int32").reshape((-1, *shape))
 
 
 def _filled(ops: Ops[A], x: A, n: int) -> A:
