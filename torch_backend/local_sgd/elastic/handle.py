@@ -99,7 +99,7 @@ class ElasticHandle:
 
     def _give(self) -> dict[str, Any]:
         """What another replica takes over. Copies, since training goes on while it is sent."""
-        self._memory.settle()
+        self._memory.wait()
         memory = self._memory.state
         return {
             "asks": self.quorum.asks,
@@ -116,7 +116,7 @@ class ElasticHandle:
         if given["asks"] != self.quorum.asks:
             return  # it will be refused when all have said what they ask for
         self._memory.steps = given["steps"]
-        self._memory.settle()
+        self._memory.wait()
         self._optimizer.load_state_dict(given["optimizer"])
         with torch.no_grad():
             for name, x in given["parameters"].items():

@@ -50,7 +50,7 @@ class ElasticLocalSGD(ElasticHandle):
         state = state if self._host is None else self._host.placed(state)
         super().__init__(local, state, parameters, buffers, optimizer, quorum)
         if self._host is not None:
-            self._memory.settle = self._host.settle
+            self._memory.wait = self._host.wait
         took_part = False
         while self._joining and self._left is None:
             took_part = self._round()
