@@ -15,13 +15,12 @@ from gradwire.jax_backend.advise.compare import run
 
 STEPS, REPLICAS, SEED = 6, 4, 1
 METHODS = [
-    AllReduce(),
     PowerSGD(2),
-    Quantize("int4"),
-    TopK(8, per=(8, 8)),
-    Sign(),
     LocalSGD(2, start_step=1),
-    diloco(3, compressor=PowerSGD(2)),
+    *(
+        pytest.param(algorithm, marks=pytest.mark.slow)
+        for algorithm in (AllReduce(), Quantize("int4"), TopK(8, per=(8, 8)), Sign(), diloco(3, compressor=PowerSGD(2)))
+    ),
 ]
 HELD_OUT = np.random.default_rng(9).standard_normal((8, 4, 16), np.float32)
 
@@ -141,6 +140,7 @@ def test_replicas_on_one_device_train_as_on_several(algorithm):
     assert found.sent > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [PowerSGD(2), LocalSGD(2, start_step=1)], ids=repr)
 def test_replicas_on_devices_of_their_own_train_as_on_one(algorithm, monkeypatch):
     found = run(linen, algorithm, REPLICAS, STEPS, SEED, {6}, lambda: None)
@@ -157,7 +157,7 @@ def test_groups_of_replicas_need_devices_of_their_own():
 
 
 @pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize("algorithm", [Quantize("int4"), diloco(3)], ids=repr)
+@pytest.mark.parametrize("algorithm", [pytest.param(Quantize("int4"), marks=pytest.mark.slow), diloco(3)], ids=repr)
 def test_all_forms_of_a_training_train_alike(algorithm):
     first, *others = (run(make, algorithm, REPLICAS, STEPS, SEED, {6}, lambda: None) for make in (pair, linen, objects))
     for other in others:

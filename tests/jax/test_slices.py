@@ -267,7 +267,7 @@ def test_differences_of_diloco_compressed(compressor):
     assert all(np.allclose(x, -1.0, atol=0.05) for x in jax.tree.leaves(after))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
 def test_factors_in_codes(dtype):
     """Every device codes all of them, and sends a part."""
     algorithm = WireDtype(power(), dtype)

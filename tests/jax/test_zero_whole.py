@@ -55,14 +55,20 @@ INNER = {
 }
 RUNS = [
     ("muon", 2, "shard_map_vma"),
-    ("muon", 4, "vmap"),
-    ("adafactor", 3, "vmap"),
-    ("lamb, accumulated", 3, "shard_map"),
     ("mixture", 3, "shard_map_vma"),
-    ("layers", 3, "shard_map_vma"),
     ("layers", 2, "slices"),
-    pytest.param("muon", 2, "slices", marks=pytest.mark.slow),
-    *(pytest.param("layers", w, mode, marks=pytest.mark.slow) for w, mode in ((2, "shard_map"), (4, "vmap"))),
+    *(
+        pytest.param(*run, marks=pytest.mark.slow)
+        for run in (
+            ("muon", 4, "vmap"),
+            ("muon", 2, "slices"),
+            ("adafactor", 3, "vmap"),
+            ("lamb, accumulated", 3, "shard_map"),
+            ("layers", 3, "shard_map_vma"),
+            ("layers", 2, "shard_map"),
+            ("layers", 4, "vmap"),
+        )
+    ),
 ]
 
 
