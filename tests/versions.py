@@ -58,17 +58,8 @@ def passes(name: str, tests: list[str]) -> bool:
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
         uv("venv", "--clear", "--python", row.python, str(folder))
-        uv(
-            "pip",
-            "install",
-            "--python",
-            str(python),
-            "--resolution",
-            row.resolution,
-            "-e",
-            f"{ROOT}[{row.extras}]",
-            *tools(),
-        )
+        gradwire = f"{ROOT}[{row.extras}]"
+        uv("pip", "install", "--python", str(python), "--resolution", row.resolution, "-e", gradwire, *tools())
         (folder / "ready").touch()
     what = [f"{package}.__version__" for package in ("torch", "jax", "flax", "optax", "numpy")]
     subprocess.run(

@@ -73,7 +73,9 @@ class ElasticLocalSGD(ElasticHandle):
             return super()._copied(names)
         state = self._memory.state
         fetched = self._host.fetched(state, names, outer=self._parameters if len(self._parts) > 1 else ())
-        return State({key: x.clone() for key, x in state.shared.items()}, fetched.tensors)
+        return State(
+            {key: x.clone() for key, x in state.shared.items()}, {n: dict(m) for n, m in fetched.tensors.items()}
+        )
 
     def _own(self) -> frozenset[str]:
         compressor = self.local.compressor
