@@ -43,8 +43,8 @@ def require_independent(
     Args:
         inner: an optimizer.
         structure: of the tree of parameters.
-        shards: how they are divided, in the order of the tree. Two of each stacked shape are tried on two replicas, and one of those that are kept,
-            shortened if they are large.
+        shards: how they are divided, in the order of the tree. Two of each stacked shape are tried on two replicas, three layers of each array of layers,
+            what has owners on two of them, and one of those that are kept, shortened if they are large.
         axis_name: the axes that `inner` may sum over.
     """
     if not any(spec.size for spec in shards.specs.values()) or not shards.places:
@@ -61,7 +61,8 @@ def require_independent(
 def _refusal(reason: str) -> str:
     return (
         f"zero1: inner cannot work on some of the parameters alone (tried on random numbers, {reason}). With shard='parameter' each replica has one "
-        "parameter of each stack of W of one shape, under the name of the first of them. So inner must not mix parameters, as global norms do: put that "
+        "parameter of each stack of W of one shape, under the name of the first of them, and some layers of what is stacked=. So inner must not mix "
+        "parameters, as global norms do, nor such layers: put that "
         "before, optax.chain(all_reduce_mean(axis_name=…), transformation, zero1(inner, averaged=True, …)). Nor must it treat parameters of one "
         "shape differently by their names: put optax.multi_transform around, with a zero1 in each of its parts."
     )

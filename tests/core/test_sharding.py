@@ -185,6 +185,16 @@ def message_and_pieces_come_back(shards, arrays):
         np.testing.assert_array_equal(shards.shard(OPS, own, names, replica), part)
 
 
+def test_what_is_sparse_is_the_sum_of_what_its_owners_have():
+    """Three layers of one array, and matrices of two shapes, on eight replicas."""
+    shapes = {"layers": (3, 4), "wide": (2, 5), "square": (3, 3)}
+    arrays = {name: np.random.default_rng(i).normal(size=shape) for i, (name, shape) in enumerate(shapes.items())}
+    shards = StackShards({n: Spec(s, "float64") for n, s in shapes.items()}, 8, frozenset({"layers"}))
+    assert all(map(shards.is_sparse, shapes))
+    assert shards.ragged == {"square"}
+    parts_sum_to_the_whole(shards, arrays)
+
+
 def parts_sum_to_the_whole(shards, arrays):
     own = [shards.own(OPS, arrays, replica) for replica in range(shards.world_size)]
     parts = [shards.alone(OPS, pieces, list(arrays), replica) for replica, pieces in enumerate(own)]

@@ -163,6 +163,25 @@ def test_refused_by_name(name):
         sharded(inner, 2, **options).init(PARAMS)
 
 
+def test_owners_and_layers_are_tried():
+    """A norm over all parameters, which owners do not have; one over all layers of an array; names that are not there."""
+    both = start({"up": (4, 9), "square": (6, 6)})
+    assert StackShards({n: Spec(x.shape) for n, x in both.items()}, 2).ragged
+    with refused("update of"):
+        sharded(optax.clip_by_global_norm(1.0), 2).init(both)
+    by_norm = optax.stateless(lambda updates, params: jax.tree.map(lambda x: x / jnp.linalg.norm(x), updates))
+    layers = start({"layers": (4, 6, 4)})
+    sharded(by_norm, 2).init(layers)
+    with refused("update of 'layers'"):
+        sharded(by_norm, 2, stacked="layers").init(layers)
+    with refused("stacked", "'blocks/*'"):
+        sharded(by_norm, 2, stacked="blocks/*").init(layers)
+    with refused("stacked", "shard='parameter'"):
+        gw.zero1(by_norm, axis_name=AXIS, replicas=2, stacked="layers")
+    with refused("'scale'", "no axis"):
+        sharded(VECTORS, 2, stacked="*").init(start({"scale": (), "layers": (4, 6)}))
+
+
 def test_a_way_that_there_is_not():
     with refused("shard='bucket'", "'element', 'parameter'"):
         gw.zero1(HIDDEN, axis_name=AXIS, shard="bucket")

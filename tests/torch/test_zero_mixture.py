@@ -285,6 +285,20 @@ def test_on_shards_one_message_each_way_and_the_tools_of_torch(world):
     for group in again.param_groups:
         group["lr"] = 0.0
     assert same_bits(train_on_shards(other, again, world.rank, range(2, 3)), before)
+    # Between the two shards of its owner there and back, and each half on to the other replica.
+    every = sum(world.everyones(again.stats().bytes_sent))
+    assert every == again.stats().steps * 4 * sum(p.numel() * 4 for p in matrices)
+
+
+@cases.case
+def test_on_shards_compressed_between_replicas(world):
+    """Gradients are averaged between replicas by us, and each replica has owners of its own: dense, it is what FSDP does by itself."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with without_casts():
+        expected = train_on_shards(*on_shards(mesh), world.rank, range(3))
+        model, zero = on_shards(mesh["shard"])
+        gw.compress_replicas(model, gradwire.AllReduce(), mesh["replicate"])
+        assert relative(train_on_shards(model, zero, world.rank, range(3)), expected) < 1e-9
 
 
 @cases.case

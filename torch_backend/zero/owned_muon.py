@@ -193,7 +193,7 @@ class OwnedMuon(torch.optim.Optimizer):
         stand_in = torch.nn.Parameter(momentum.new_zeros(p.shape))
         stand_in.grad = momentum.view(p.shape)
         options = {key: group[key] for key in self._options}
-        self._class([stand_in], **options | {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}).step()
+        self._class([stand_in], **options | {"momentum": 0.0, "nesterov": False}).step()
         return stand_in.detach().reshape(-1)
 
     def _of_all_replicas(self, own: list[list[Tensor | None]], returned: Tensor) -> dict[Tensor, Tensor]:
