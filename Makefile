@@ -132,11 +132,11 @@ SEED ?= 1
 mutate: $(READY) ## 120 mutations of the product, drawn by SEED (1), each against the tests of its line; goes on where it was stopped
 	$(BIN)/python -m tests.mutate --seed $(SEED) $(ARGS)
 
-mutate-emulated: $(READY) ## 20 mutations that an accelerator would mind, each against tests on the emulated one; goes on where it was stopped
+mutate-emulated: $(READY) ## mutations that an accelerator would mind, each against tests on the emulated one; goes on where it was stopped
 	$(BIN)/python -m tests.emulated.mutations $(ARGS)
 
 MINUTES ?= 10
-fuzz: $(READY) ## options, states, texts and files that are wrong, for MINUTES (10), from SEED (1) on: all counts have to be 0
+fuzz: $(READY) ## options, states, texts, files and gradients that are wrong, for MINUTES (10), from SEED (1) on: all counts have to be 0
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 soak: $(READY) ## random histories in the simulator, for MINUTES (10)

@@ -41,10 +41,14 @@ class Tests:
     cases: str
 
 
+#: What kernels are compared with.
+PLAIN = ("all_reduce", "allreduce_hook")
+
+
 def ways(*names: str, ranks: int = 2) -> Tests:
     """Of `test_ways.py`."""
     nodes = tuple(f"tests/emulated/test_ways.py::test_a_way_to_train[{name}-{ranks}]" for name in names)
-    return Tests(nodes, exactly(f"way[{name}]" for name in names))
+    return Tests(nodes, exactly(f"way[{name}]" for name in (*names, *PLAIN)))
 
 
 def in_file(file: str, cases: Sequence[str], *tests: str) -> Tests:
@@ -60,6 +64,12 @@ def exactly(names: Iterable[str]) -> str:
 #: In mixed precision FSDP lets go of what it has reduced while it is cast.
 UNITS = [f"test_unit_by_unit_on_a_stream_of_its_own[{policy}]" for policy in ("plain", "mixed precision")]
 SHARDED = in_file("test_sharded.py", UNITS, *UNITS)
+
+
+#: Of outer parameters in the host's memory.
+_FILE = in_file("test_streams.py", ["outer_parameters_on_the_host"], "test_outer_parameters_may_be_on_the_host")
+_WAYS = ways("diloco, on the host", "diloco, on the host, overlap")
+ON_THE_HOST = Tests(_FILE.nodes + _WAYS.nodes, f"{_FILE.cases}|{_WAYS.cases}")
 
 
 @dataclass(frozen=True)
@@ -227,6 +237,53 @@ MUTATIONS = {
     ),
     "the_host_chooses": changed(
         "TorchOps.where", "self._host_knows and ok.ndim == 0", "ok.ndim == 0", ways("int8", "DDP, unused parameters")
+    ),
+    # Written later, for places that no test named. Six of these eight were caught by tests that were there. For the other two, `one_scratch_for_all_messages`
+    # and `memories_of_a_skipped_step`, ways to train were added: no two messages of equal shapes were on their way, no skipped step had many memories.
+    "copied_before_it_is_there": changed("HostMemory.store", "self._stream.wait_stream(X)", "pass", ON_THE_HOST),
+    "event_on_another_stream": changed(
+        "HostMemory.store",
+        "self._copied.record(self._stream)",
+        "self._copied.record(torch.accelerator.current_stream(self._device))",
+        ON_THE_HOST,
+    ),
+    "one_scratch_for_all_messages": changed(
+        "InFlight.leave",
+        "collectives = Collectives(X, Y)",
+        "collectives = self.__dict__.setdefault('_own', Collectives(X, Y))\ncollectives.scratch.rewind()",
+        ways("diloco, overlap", "diloco, overlap, fragments", "diloco, eager", "diloco, two on their way"),
+    ),
+    "looked_at_before_it_has_come": Mutation(
+        "Running.receive",
+        (
+            (
+                "answers = self.pending.wait(X)",
+                "for each in self.pending.watched:\n    self._step.watch(each)\nanswers = self.pending.wait(X)",
+            ),
+            ("for x in self.pending.watched:\n    self._step.watch(x)", "pass"),
+        ),
+        ways("PowerSGD, a message per bucket", "DataParallel(PowerSGD)"),
+    ),
+    "memories_of_a_skipped_step": changed(
+        "TorchOps.where_each",
+        "torch.where(ok, _flat(X), _flat(Y))",
+        "_flat(X)",
+        ways("DDP, GradScaler", "many memories, GradScaler"),
+    ),
+    "not_divided": changed(
+        "Collectives._reduce_scatter",
+        "X.mul_(share(Y, Z))",
+        "X",
+        ways("hook_with_zero_step by element", "ZeroOptimizer by element, averaging"),
+    ),
+    "scale_the_other_way": changed(
+        "LossScale.follow",
+        "torch._foreach_mul_(X, scale / self.value)",
+        "torch._foreach_mul_(X, self.value / scale)",
+        ways("DDP, GradScaler", "DataParallel, GradScaler"),
+    ),
+    "phase_not_foreseen": changed(
+        "Driver._commit", "self.collectives.foreseen.note(X)", "pass", ways("half_step", "TopK x DataParallel x scaler")
     ),
 }
 

@@ -90,6 +90,11 @@ def _there(x, device):
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
+def many():
+    """Equal layers, more of them than are taken one by one."""
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+
+
 def layers():
     return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 33), nn.ReLU(), nn.Linear(33, 8))
 
@@ -365,6 +370,9 @@ WAYS = {
         named(gw.post_localSGD_hook, lambda group: gw.PostLocalSGDState(group, group, start_localSGD_iter=2))
     ),
     **_crossed(),
+    "many memories, GradScaler": Way(
+        hooked(gradwire.Quantize("int8"), message_bytes=1 << 20), many, scaler=True, tolerance=COARSE, makes=IOTA | ONES
+    ),
     "PowerSGD, a hundred steps": Way(hooked(PowerSGD(2), message_bytes=1 << 20), steps=110),
     # The wrapper.
     "DataParallel(AllReduce)": Way(data_parallel(AllReduce()), waits_at_first=LEARNS),
@@ -392,6 +400,7 @@ WAYS = {
     "diloco, fragments": Way(local(gradwire.diloco(2, fragments=2))),
     "diloco, overlap": Way(local(gradwire.diloco(4, overlap=2, compressor=PowerSGD(2))), steps=6, makes=ONES),
     "diloco, overlap, fragments": Way(local(gradwire.diloco(3, overlap=1, fragments=2, merge="progress"))),
+    "diloco, two on their way": Way(local(gradwire.diloco(4, overlap=3, fragments=2)), many, steps=8, left=1),
     "diloco, on the host": Way(local(gradwire.diloco(2, compressor=PowerSGD(2)), outer_device="cpu")),
     "diloco, on the host, overlap": Way(
         local(gradwire.diloco(4, overlap=2, fragments=2, compressor=PowerSGD(2)), outer_device="cpu"), steps=8, left=1

@@ -1,4 +1,4 @@
-"""Fuzz everything that takes an option, a state, a text or a file, for as long as one likes: `make fuzz`.
+"""Fuzz everything that takes an option, a state, a text, a file or gradients, for as long as one likes: `make fuzz`.
 
 Everything that is drawn comes from the seed, which is counted up. All counts have to be 0.
 """
