@@ -51,13 +51,9 @@ def of_levels(sent, near=((0, 1), (2, 3))):
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    [
-        TwoLevel(PowerSGD(2, start_step=2), 2),
-        pytest.param(WireDtype(TwoLevel(AllReduce(), 2), "bfloat16"), marks=pytest.mark.slow),
-    ],
-    ids=repr,
+    "algorithm", [TwoLevel(PowerSGD(2, start_step=2), 2), WireDtype(TwoLevel(AllReduce(), 2), "bfloat16")], ids=repr
 )
+@pytest.mark.slow
 def test_each_of_two_levels_has_its_ratio(algorithm):
     tx, sim = gw.average_gradients(algorithm, axis_name=AXIS), Simulator(algorithm, SHAPES, replicas=4, dtype="float32")
     assert np.isnan(gw.stats(tx.init(PARAMS)).wire_bytes)  # nobody has said how many replicas there are
