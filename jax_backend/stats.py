@@ -168,13 +168,16 @@ def stats(state: Any) -> Stats:
     for each in found:
         of_local = isinstance(each, LocalSGDState)
         one: DataParallelState = each.averages if of_local else each
-        stacked = of_local and one.step.ndim > 0  # all of it has a row for each replica
-        step, account = jax.tree.map(lambda x: x[0], (one.step, one.account)) if stacked else (one.step, one.account)
+        stacked = of_local and one.step.ndim > 0  # all of it has a row for each replica, and these are equal
+        step, account = (
+            jax.tree.map(lambda x: x.max(0), (one.step, one.account)) if stacked else (one.step, one.account)
+        )
         first = np.minimum(one.record.stages, LAST).astype(np.int32)
         after = np.append(first[1:], np.int32(LAST))
         taken = jnp.clip(step, first, after) - first
-        sent += jnp.where(taken[:, None] > 0, taken[:, None] * account.sent, 0).sum(0)  # which may be unknown before
-        next_step += account.sent[(step >= first).sum() - 1, 0]
+        sent += jnp.where(taken[:, None] > 0, taken[:, None] * account.sent, 0).sum(0)  # which may be `UNSAID` before
+        coming = account.sent[(step >= first).sum() - 1, 0]
+        next_step += jnp.where(coming < 0, jnp.nan, coming)
         dense += step * account.dense_bytes
         skipped += account.skipped
         memory = one.memory if of_local else one.local.per_replica

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +52,7 @@ from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.state.flax_serialization import know_flax
 from gradwire.jax_backend.state.names import NamedTree, flatten, specs_of, stacks_of
 from gradwire.jax_backend.state.trees import check_gradients, pack, repack, shardings_like, unpack
-from gradwire.jax_backend.state.types import DataParallelState, PerReplica, Record
+from gradwire.jax_backend.state.types import UNSAID, DataParallelState, PerReplica, Record
 
 OPS = JaxOps()
 
@@ -211,7 +210,7 @@ class _Averaging:
         stages = tuple(sorted({0, algorithm.start_step}))
         sent = _sent(algorithm if inside else self.algorithm, specs, replicas)
         record = Record(rows, self.axis_name, stages, sent is None)
-        sent = [LevelBytes(*[math.nan] * 3)] * len(stages) if sent is None else sent
+        account = [UNSAID] * len(stages) if sent is None else sent
         dense_bytes = sum(s.nbytes for s in specs.values())
 
         def make() -> DataParallelState:
@@ -223,7 +222,7 @@ class _Averaging:
             if algorithm.per_replica:
                 warn_of_one_vector(named, bool(made.tensors))
             memories = getattr(algorithm, "memories", None)
-            return pack(params, made, algorithm.per_replica, self.configuration, record, sent, dense_bytes, memories)
+            return pack(params, made, algorithm.per_replica, self.configuration, record, account, dense_bytes, memories)
 
         shardings = shardings_like(params, make)
         # Compiled as a whole: op by op, every shape of a large model would compile its own little kernels.

@@ -17,7 +17,6 @@ train_step = jax.pmap(train_step, axis_name="data", donate_argnums=0)
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -72,7 +71,7 @@ from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.state.flax_serialization import know_flax
 from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of, stacks_of
 from gradwire.jax_backend.state.trees import pack, repack, shardings_like, unpack
-from gradwire.jax_backend.state.types import DataParallelState, PerReplica, Record
+from gradwire.jax_backend.state.types import UNSAID, DataParallelState, PerReplica, Record
 from gradwire.jax_backend.zero.state import ZeroState
 
 OPS = JaxOps()
@@ -332,7 +331,7 @@ class _Halves:
             check_requests(cast(Algorithm, run.compressor), self.local.kept(specs), replicas)
         warn(self.local, specs)
         stages = stage_starts(self.local)
-        sent = self._sent(specs) if inside and specs else [LevelBytes(*[math.nan] * 3)] * len(stages)
+        sent = self._sent(specs) if inside and specs else [UNSAID] * len(stages)
         record = Record(None, self.axis_name, stages, unsaid=not (inside and specs))
         dense_bytes = sum(s.nbytes for s in specs.values())
 

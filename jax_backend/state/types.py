@@ -53,13 +53,17 @@ class Record:
     unsaid: bool = False
 
 
+#: Bytes of a step that nobody knows yet. No NaN, for which `jax_debug_nans` stops a program.
+UNSAID = (-1.0, -1.0, -1.0)
+
+
 class Account(NamedTuple):
     """What `gradwire.jax_backend.stats` tells.
 
     Attributes:
         skipped: int32, how many steps changed no memory, since a replica's gradient held an inf or NaN.
         sent: float32 (stages, 3), the bytes of a step in each stage of the record, on average over the algorithm's cycle: what a replica sends, as in
-            `gradwire.plan`; with two levels what of it stays inside the node, and what all replicas of a node send to others. NaN in a new state if they
+            `gradwire.plan`; with two levels what of it stays inside the node, and what all replicas of a node send to others. `UNSAID` in a new state if they
             depend on the number of replicas, and `init` was called outside the map.
         dense_bytes: float32, what an uncompressed step sends.
     """

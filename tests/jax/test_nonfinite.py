@@ -66,7 +66,7 @@ SEEN_BY = {
 }
 
 
-@pytest.mark.parametrize("by", SEEN_BY)
+@pytest.mark.parametrize("by", ["stats", *(pytest.param(by, marks=pytest.mark.slow) for by in [*SEEN_BY][1:])])
 @pytest.mark.parametrize(
     ("looks", "lines"),
     [([(12, 0), (21, 9)], 0), ([(12, 0), (22, 10), (32, 20)], 1), ([(30, 30)], 1), ([(10, 10), (11, 10), (30, 29)], 2)],
