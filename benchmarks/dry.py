@@ -241,14 +241,17 @@ class Step:
         buckets: in the order in which DDP hands them over.
         group: counts the all-reduces.
         synchronized: how often the hook called `torch.cuda.synchronize`, all steps together.
+        steps: so many were run.
     """
 
     hook: Callable[[Any], Any]
     buckets: list[PretendedBucket]
     group: PretendedGroup
     synchronized: int = field(default=0)
+    steps: int = field(default=0)
 
     def run(self) -> None:
+        self.steps += 1
         for bucket in self.buckets:
             self.hook(bucket)
 

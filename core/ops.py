@@ -275,9 +275,9 @@ class Ops(Protocol[A]):
         equal on all of them takes a call for each replica's values, whose positions are distinct.
         """
 
-    def scatter_sum(self, n: int, index: A, values: A) -> A:
-        """Rows (…, n) of zeros, with `values` (W, …, k) added at the positions `index` (W, …, k) of each row: those of one replica after the other, whose
-        positions are distinct, so that no order is left to the device."""
+    def scatter_sum(self, n: int, replicas: int, of: Callable[[Any], tuple[A, A]]) -> A:
+        """Rows (…, n): the sum of what all replicas have sent of them. `of(replica)` are positions (…, k), distinct in each row, and values (…, k). They are
+        added one replica after the other, so that no order is left to the device. The replica may be traced."""
 
     def pack_bits(self, x: A) -> A:
         """Eight booleans in each byte: n of any shape → uint8 (⌈n / 8⌉,). To pack signs: `pack_bits(x > 0)`.
@@ -287,7 +287,7 @@ class Ops(Protocol[A]):
         """
 
     def unpack_bits(self, x: A, shape: tuple[int, ...]) -> A:
-        """The booleans of this shape, n elements, that `pack_bits` packed: uint8 (…, ⌈n / 8⌉) → (…, *shape)."""
+        """The booleans of this shape, n elements, that `pack_bits` packed: uint8 (⌈n / 8⌉,) → `shape`."""
 
     def view_as(self, x: A, dtype: str) -> A:
         """The same bits as elements of another dtype: (…, n) → (…, n · size of the old / size of the new), the lowest byte first."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.shared.sparse_blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of, packed, unpacked
@@ -103,20 +103,24 @@ class TopK(Compressor):
             rows = received(ops, codec, values.shape[-1], every_code)
             values = ops.cast(codec.decode(ops, *fields), dtype)
             every_value = ops.cast(codec.decode(ops, *rows), dtype).reshape((-1, *index.shape))
-        replicas, weights, wide, length = await world_size(), await replica_weights(), wide_dtype(dtype), blocks.length
-        places = unpacked(ops, every_index, length, tuple(index.shape))
-        every_value = ops.cast(every_value, wide)
-        each = ops.zeros(tuple(every_value.shape), wide) + 1.0
-        if weights is not None:
-            every_value, each = weights.times_each(ops, every_value), weights.times_each(ops, each)
+        replicas, weights, wide = await world_size(), await replica_weights(), wide_dtype(dtype)
+        length, ones = blocks.length, ops.zeros(tuple(index.shape), wide) + 1.0
+
+        def weighed(x: A, replica: Any) -> A:
+            return x if weights is None else weights.times(ops, x, replica)
+
+        def of(replica: Any) -> tuple[A, A]:
+            places = unpacked(ops, every_index[replica], length, tuple(index.shape))
+            return places, weighed(ops.cast(every_value[replica], wide), replica)
+
         # What is not finite is in it, and of finite numbers a sum may overflow: none is larger than this one.
-        largest = ops.max_abs(every_value)
-        await watch(ops.loop(replicas - 1, lambda i, total: total + largest[i + 1], largest[0]))
-        sent = ops.scatter_sum(length, index.reshape((1, *index.shape)), values.reshape((1, *index.shape)))
-        total = ops.scatter_sum(length, places, every_value)
+        largest = ops.zeros((*index.shape[:-1], 1), wide)
+        await watch(ops.loop(replicas, lambda i, total: total + ops.max_abs(of(i)[1]), largest))
+        sent = ops.scatter_sum(length, 1, lambda _: (index, values))
+        total = ops.scatter_sum(length, replicas, of)
         if self.mean == "replicas":
             return sent, ops.cast(total / replicas if weights is None else weights.share(ops, total), dtype)
-        count = ops.scatter_sum(length, places, each)
+        count = ops.scatter_sum(length, replicas, lambda replica: (of(replica)[0], weighed(ones, replica)))
         return sent, ops.cast(total / ops.where(count > 0, count, 1.0), dtype)
 
     def _blocks(self, name: str, shape: tuple[int, ...]) -> Blocks:

@@ -212,8 +212,11 @@ class AbstractOps:
             )
         return x
 
-    def scatter_sum(self, n: int, index: AbstractArray, values: AbstractArray) -> AbstractArray:
-        return self.scatter_add(AbstractArray((*index.shape[1:-1], n), values.dtype), index[0], values[0])
+    def scatter_sum(
+        self, n: int, replicas: int, of: Callable[[Any], tuple[AbstractArray, AbstractArray]]
+    ) -> AbstractArray:
+        index, values = of(0)
+        return self.scatter_add(AbstractArray((*index.shape[:-1], n), values.dtype), index, values)
 
     def pack_bits(self, x: AbstractArray) -> AbstractArray:
         if x.dtype != "bool":
@@ -221,9 +224,9 @@ class AbstractOps:
         return AbstractArray((-(-math.prod(x.shape) // 8),), "uint8")
 
     def unpack_bits(self, x: AbstractArray, shape: tuple[int, ...]) -> AbstractArray:
-        if x.dtype != "uint8" or x.shape[-1] != -(-math.prod(shape) // 8):
+        if x.dtype != "uint8" or x.shape != (-(-math.prod(shape) // 8),):
             raise ValueError(f"unpack_bits: {x.dtype} {x.shape} do not hold the booleans of {shape}")
-        return AbstractArray((*x.shape[:-1], *shape), "bool")
+        return AbstractArray(shape, "bool")
 
     def view_as(self, x: AbstractArray, dtype: str) -> AbstractArray:
         nbytes = x.shape[-1] * WIRE_ITEMSIZE[x.dtype]

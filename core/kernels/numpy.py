@@ -208,10 +208,11 @@ class NumpyOps:
         np.add.at(x, (*np.indices(index.shape, sparse=True)[:-1], index), values)
         return x
 
-    def scatter_sum(self, n: int, index: NDArray, values: NDArray) -> NDArray:
-        total: NDArray = np.zeros((*index.shape[1:-1], n), values.dtype)
-        for places, own in zip(index, values, strict=True):
-            total = self.scatter_add(total, places, own)
+    def scatter_sum(self, n: int, replicas: int, of: Callable[[Any], tuple[NDArray, NDArray]]) -> NDArray:
+        index, values = of(0)
+        total = self.scatter_add(np.zeros((*index.shape[:-1], n), values.dtype), index, values)
+        for replica in range(1, replicas):
+            total = self.scatter_add(total, *of(replica))
         return total
 
     def pack_bits(self, x: NDArray) -> NDArray:
@@ -224,13 +225,9 @@ class NumpyOps:
 
     def unpack_bits(self, x: NDArray, shape: tuple[int, ...]) -> NDArray:
         whole, _ = bytes_of_rows(shape)
-        lead, size = x.shape[:-1], math.prod(shape)
         shifts = np.arange(8, dtype=np.uint8)[:, None]
-        parts = [
-            ((part[..., None, :] >> shifts) & 1).reshape(*lead, 8 * part.shape[-1])
-            for part in (x[..., :whole], x[..., whole:])
-        ]
-        return np.concatenate(parts, axis=-1)[..., :size].reshape(*lead, *shape).astype(bool)
+        parts = [((part >> shifts) & 1).reshape(-1) for part in (x[:whole], x[whole:])]
+        return np.concatenate(parts)[: math.prod(shape)].reshape(shape).astype(bool)
 
     def view_as(self, x: NDArray, dtype: str) -> NDArray:
         return np.ascontiguousarray(x).view(dtype_named(dtype))

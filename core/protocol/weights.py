@@ -57,11 +57,6 @@ class Weights(NamedTuple, Generic[A]):
         weight = self.of_each[replica]
         return ops.where(weight > 0, ops.multiply(x, ops.cast(weight, ops.dtype_of(x))), 0.0)
 
-    def times_each(self, ops: Ops[A], every: A) -> A:
-        """`times`, of what all replicas have sent (W, …)."""
-        weights = self.of_each.reshape((-1, *[1] * (len(every.shape) - 1)))
-        return ops.where(weights > 0, ops.multiply(every, ops.cast(weights, ops.dtype_of(every))), 0.0)
-
     def present(self, ops: Ops[A], every: A) -> A:
         """Of what all replicas have sent (W, …), zeros for those that are absent."""
         counts = self.of_each.reshape((-1, *[1] * (len(every.shape) - 1))) > 0

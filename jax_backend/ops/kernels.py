@@ -221,26 +221,28 @@ class JaxOps:
         return lax.top_k(x, k)[1]
 
     def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
-        def compared(x: jax.Array, index: jax.Array) -> jax.Array:
+        def compared() -> jax.Array:
             return _chosen(index[..., None], x.shape[-1], x[..., None, :], -1)
 
-        def gathered(x: jax.Array, index: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(x, index, axis=-1)
-
-        return _compared_on_tpu(index, gathered, compared)(x, index)
+        return _compared_on_tpu(index.shape[-1], lambda: jnp.take_along_axis(x, index, axis=-1), compared)
 
     def scatter_add(self, x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
         return jnp.asarray(x).at[(*jnp.indices(index.shape, sparse=True)[:-1], index)].add(values)
 
-    def scatter_sum(self, n: int, index: jax.Array, values: jax.Array) -> jax.Array:
-        def compared(index: jax.Array, values: jax.Array) -> jax.Array:
+    def scatter_sum(self, n: int, replicas: int, of: Callable[[Any], tuple[jax.Array, jax.Array]]) -> jax.Array:
+        kept = jax.eval_shape(of, jnp.int32(0))[1]
+        rows = (*kept.shape[:-1], n)
+
+        def compared() -> jax.Array:
+            each = [of(replica) for replica in range(replicas)]
+            index, values = (self.stack(x) for x in zip(*each, strict=True))
             return _chosen(index[..., None], n, values[..., None], (0, -2))
 
-        def scattered(index: jax.Array, values: jax.Array) -> jax.Array:
-            start = jnp.zeros((*index.shape[1:-1], n), values.dtype)
-            return self.loop(len(index), lambda i, total: self.scatter_add(total, index[i], values[i]), start)
+        def scattered() -> jax.Array:
+            start = jnp.zeros(rows, kept.dtype)
+            return self.loop(replicas, lambda i, total: self.scatter_add(total, *of(i)), start)
 
-        return _compared_on_tpu(index, scattered, compared)(index, values)
+        return _compared_on_tpu(kept.shape[-1], scattered, compared)
 
     def pack_bits(self, x: jax.Array) -> jax.Array:
         if not x.size:
@@ -256,23 +258,18 @@ class JaxOps:
         return jnp.concatenate([each.astype(jnp.uint8).reshape(-1) for each in packed])
 
     def unpack_bits(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        if not math.prod(shape):
+            return jnp.zeros(shape, bool)
         (whole, left), row = bytes_of_rows(shape), shape[1:][-1:]
 
-        lead = x.shape[:-1]
+        def bits(part: jax.Array) -> jax.Array:
+            shifts = np.arange(8, dtype=np.int32).reshape(8, *[1] * part.ndim)
+            return (part.astype(jnp.int32) >> shifts) & 1 > 0
 
-        def bits(part: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-            shifts = np.arange(8, dtype=np.int32).reshape(8, *[1] * len(shape))
-            return (part.astype(jnp.int32).reshape(*lead, 1, *shape) >> shifts) & 1 > 0
-
-        parts = []
-        if whole:
-            k = whole // math.prod(row)
-            parts.append(bits(x[..., :whole], (k, *row)).reshape(*lead, 8 * k, *row))
+        parts = [bits(x[:whole].reshape(-1, *row)).reshape(-1, *row)] * (whole > 0)
         if left:
-            rest = bits(x[..., whole:], (left,)).reshape(*lead, 8 * left)
-            parts.append(rest[..., : math.prod(shape) - 8 * whole].reshape(*lead, -1, *row))
-        rows = jnp.concatenate(parts, axis=len(lead)) if parts else jnp.zeros((), bool)
-        return rows.reshape(*lead, *shape) if parts else jnp.zeros((*lead, *shape), bool)
+            parts.append(bits(x[whole:]).reshape(-1)[: math.prod(shape) - 8 * whole].reshape(-1, *row))
+        return jnp.concatenate(parts).reshape(shape)
 
     def view_as(self, x: jax.Array, dtype: str) -> jax.Array:
         size, wanted = x.dtype.itemsize, jnp.dtype(dtype).itemsize
@@ -397,19 +394,14 @@ def _sum_of_outer_products(p: jax.Array, q: jax.Array) -> jax.Array:
     return lax.squeeze(functools.reduce(jnp.add, products), [axis]).astype(p.dtype)
 
 
-def _compared_on_tpu(
-    index: jax.Array, default: Callable[..., jax.Array], compared: Callable[..., jax.Array]
-) -> Callable[..., jax.Array]:
-    """A TPU takes one element after the other by its position: to compare all positions with each is quicker for few, and is fused with what is around it."""
-    if not 0 < index.shape[-1] <= FEW:
-        return default
-
-    def kernel(*arrays: jax.Array) -> jax.Array:
-        axes = frozenset().union(*(varying_axes(x) for x in arrays))
-        result: jax.Array = lax.platform_dependent(*(vary(x, axes) for x in arrays), tpu=compared, default=default)
-        return result
-
-    return kernel
+def _compared_on_tpu(k: int, default: Callable[[], jax.Array], compared: Callable[[], jax.Array]) -> jax.Array:
+    """A TPU takes one element after the other by its position: to compare all `k` positions with each place is quicker for few, and is fused with what is
+    around it."""
+    if not 0 < k <= FEW:
+        return default()
+    axes = varying_axes(jax.eval_shape(default))
+    result: jax.Array = lax.platform_dependent(tpu=lambda: vary(compared(), axes), default=default)
+    return result
 
 
 def _chosen(index: jax.Array, n: int, values: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:

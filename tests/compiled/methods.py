@@ -1,9 +1,12 @@
 """What a compiler makes of a step of each method, with averages of a model's gradients and an update by gradient descent: a line of JSON for each.
 
-python -m tests.compiled.methods h100 1024 pmean "power_sgd(4)" "Quantize('int8')"
+python -m tests.compiled.methods h100 pair pmean "PowerSGD(4)" "Quantize('int8')" "diloco(4)"
 """
 
+from __future__ import annotations
+
 import json
+import math
 import re
 import sys
 import time
@@ -12,60 +15,46 @@ from tests.compiled import targets
 
 #: A kernel, or a library's, that the host launches.
 _LAUNCH = re.compile(r" = .* (fusion|custom-call|while|conditional|copy|all-[a-z-]*|async-start|sort|scatter|dot)\(")
-#: A message, or where it begins.
+#: A message, or where it begins; and one that the program waits for at once.
 _MESSAGE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|send)(-start)?\(")
+_WAITING = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\(")
+#: What a message between slices sends: its type, and the program's name for it.
+_SEND = re.compile(r" = \((?P<type>\w+)\[(?P<shape>[\d,]*)\].*\) send\(")
+_BYTES = {"f32": 4, "s32": 4, "u32": 4, "u8": 1, "s8": 1, "pred": 1, "bf16": 2}
 
 
-def compiled(target, width, name):
-    """A row. The names in `name` are those of `gradwire` and of `gradwire.jax_backend`."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
+def pair(width: int = 512) -> dict[str, tuple[int, ...]]:
+    """Two matrices and a vector."""
+    return {"up": (width, 2 * width), "down": (2 * width, width), "bias": (width,)}
 
+
+def fifty(width: int = 256) -> dict[str, tuple[int, ...]]:
+    """The 50 matrices, of three shapes for the most part, and the vectors of a GPT of 12 layers."""
+    layer = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    vectors = {"norm": (width,), "bias": (4 * width,)}
+    shapes = {f"h{i}/{name}": shape for i in range(12) for name, shape in (layer | vectors).items()}
+    return shapes | {"wte": (8 * width, width), "wpe": (2 * width, width)}
+
+
+MODELS = {"pair": pair, "fifty": fifty}
+
+
+def compiled(target, model, name):
+    """A row. The names in `name` are those of `gradwire`, and "pmean" and "zero1"."""
     import gradwire
-    from gradwire import jax_backend
 
-    mesh = targets.mesh(target)
-    axis, replicas = "dcn", mesh.shape["dcn"]
-    params = {
-        "up": jax.ShapeDtypeStruct((width, 2 * width), jnp.float32),
-        "down": jax.ShapeDtypeStruct((2 * width, width), jnp.float32),
-        "bias": jax.ShapeDtypeStruct((width,), jnp.float32),
-    }
-    tx = None
-    if name != "pmean":
-        made = eval(name, vars(gradwire) | {"power_sgd": jax_backend.power_sgd})
-        if callable(made) and not hasattr(made, "update"):
-            made = made(axis_name=axis)
-        tx = made if hasattr(made, "update") else jax_backend.average_gradients(made, axis_name=axis)
-
-    def step(state, gradients):
-        if mesh.shape["ici"] > 1:
-            gradients = jax.lax.pmean(gradients, "ici")
-        if tx is None:
-            averages, after = jax.lax.pmean(gradients, axis), state["o"]
-        else:
-            averages, after = tx.update(gradients, state["o"], state["p"])
-        return {"p": jax.tree.map(lambda p, g: p - 0.1 * g, state["p"], averages), "o": after}
-
-    start = {"p": params, "o": jax.eval_shape(tx.init, params) if tx else ()}
-    state = jax_backend.abstract_state(start, replicas, mesh, axis)
-    specs, rows = jax_backend.partition_specs(state, axis), P(("dcn", "ici"))
-    gradients = {
-        k: jax.ShapeDtypeStruct((mesh.size * x.shape[0], *x.shape[1:]), x.dtype, sharding=NamedSharding(mesh, rows))
-        for k, x in params.items()
-    }
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, rows), out_specs=specs, check_vma=False)
-    lowered = jax.jit(mapped, donate_argnums=0).lower(state, gradients)
+    params = model()
+    made = None if name in ("pmean", "zero1") else eval(name, vars(gradwire))
+    nodes = isinstance(made, gradwire.TwoLevel)
+    lowered = _lowered(targets.mesh(target, nodes), params, name, made)
     began = time.process_time()
     program = lowered.compile()
     seconds = time.process_time() - began
-    nbytes = sum(4 * int(np.prod(x.shape)) for x in params.values())
+    nbytes = sum(4 * math.prod(shape) for shape in params.values())
     text = program.as_text()
     entry = text[text.index("ENTRY") :].splitlines()
     cost = program.cost_analysis() or {}
+    sent = [found for line in entry if (found := _SEND.search(line))]
     return {
         "target": target,
         "method": name,
@@ -74,10 +63,66 @@ def compiled(target, width, name):
         "temporary": round(program.memory_analysis().temp_size_in_bytes / nbytes, 2),
         "launches": sum(_LAUNCH.search(line) is not None for line in entry),
         "messages": sum(_MESSAGE.search(line) is not None for line in entry),
+        "waiting": sum(_WAITING.search(line) is not None for line in entry),
+        "sent": sum(_BYTES[m["type"]] * math.prod(map(int, filter(None, m["shape"].split(",")))) for m in sent),
     }
+
+
+def _lowered(mesh, shapes, name, made):
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import gradwire
+    from gradwire import jax_backend as gw
+
+    params = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()}
+    two_levels = isinstance(made, gradwire.TwoLevel)
+    axis, replicas = (("dcn", "ici"), mesh.size) if two_levels else ("dcn", mesh.shape["dcn"])
+    tx, start = None, {"params": params, "own": ()}
+    if name == "zero1":
+        tx = gw.zero1(optax.sgd(0.1), axis_name=axis, replicas=replicas)
+    elif isinstance(made, gradwire.LocalSGD):
+        tx = gw.local_sgd(optax.sgd(0.1), made, axis_name=axis)
+    elif made is not None:
+        tx = gw.average_gradients(made, axis_name=axis)
+    if tx is not None:
+        start["own"] = jax.eval_shape(tx.init, params)
+
+    def gradient_descent(state, gradients):
+        if tx is None:
+            averages, own = jax.lax.pmean(gradients, axis), state["own"]
+        else:
+            averages, own = tx.update(gradients, state["own"], state["params"])
+        factor = 1.0 if name == "zero1" else -0.1
+        return {"params": jax.tree.map(lambda p, g: p + factor * g, state["params"], averages), "own": own}
+
+    def with_an_average(state, gradients):
+        mine = gw.this_replica(state)
+        turn = tx.turn(made.period - 1)
+        params, own = tx.step(gradients, (mine["params"], mine["own"]), turn=turn)
+        return gw.stack_replicas({"params": params, "own": own})
+
+    local = isinstance(made, gradwire.LocalSGD)
+
+    def step(state, gradients):
+        if mesh.shape["ici"] > 1 and not two_levels:
+            gradients = jax.lax.pmean(gradients, "ici")
+        return (with_an_average if local else gradient_descent)(state, gradients)
+
+    state = gw.abstract_state(gw.stack_replicas(start) if local else start, replicas, mesh, axis)
+    specs, rows = gw.partition_specs(state, axis), P(("dcn", "ici"))
+    gradients = {
+        key: jax.ShapeDtypeStruct((mesh.size * x.shape[0], *x.shape[1:]), x.dtype, sharding=NamedSharding(mesh, rows))
+        for key, x in params.items()
+    }
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, rows), out_specs=specs, check_vma=False)
+    return jax.jit(mapped, donate_argnums=0).lower(state, gradients)
 
 
 if __name__ == "__main__":
     targets.prepare()
     for each in sys.argv[3:]:
-        print(json.dumps(compiled(sys.argv[1], int(sys.argv[2]), each)), flush=True)
+        print(json.dumps(compiled(sys.argv[1], MODELS[sys.argv[2]], each)), flush=True)

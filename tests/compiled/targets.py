@@ -29,13 +29,17 @@ def prepare() -> None:
     os.environ.pop("XLA_FLAGS", None)
     library = COMPILERS / "libtpu" / "libtpu.so"
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost"}
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = (
+        "1"  # it would guard a device that is not there from a second test process
+    )
     if library.exists():
         os.environ["TPU_LIBRARY_PATH"] = str(library)
     sys.path.insert(0, str(COMPILERS))
 
 
-def mesh(target: str) -> Any:
-    """Replicas along "dcn", over the slow link, and the devices of each along "ici": two slices of four; or four of one device, TPUs or GPUs."""
+def mesh(target: str, nodes: bool = False) -> Any:
+    """Replicas along "dcn", over the slow link, and the devices of each along "ici": two slices of four; or four of one device, TPUs or GPUs; or, of four,
+    `nodes` of two."""
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh
@@ -49,4 +53,4 @@ def mesh(target: str) -> Any:
         found = topologies.get_topology_desc(
             platform="cuda", topology_name="h100", target_config=described, topology="1x1x4"
         )
-    return Mesh(np.array(found.devices).reshape((2, -1) if target == "tpu" else (-1, 1)), ("dcn", "ici"))
+    return Mesh(np.array(found.devices).reshape((2, -1) if target == "tpu" or nodes else (-1, 1)), ("dcn", "ici"))

@@ -120,9 +120,9 @@ def test_equal_shapes_are_orthonormalized_by_one_kernel():
     calls = []
 
     class Counting(NumpyOps):
-        def loop(self, n, body, start):
+        def loop(self, n, body, start, **options):
             calls.append(start.shape)
-            return super().loop(n, body, start)
+            return super().loop(n, body, start, **options)
 
     ops = Counting()
     shapes = [(2, 5), (3, 5), (2, 5), (2, 5)]

@@ -192,7 +192,7 @@ def test_what_is_the_same_in_each_step_is_made_once() -> None:
     def step() -> list[torch.Tensor]:
         index = ops.top_k(ops.abs(x), 2)
         sums = ops.scatter_add(torch.zeros(2, 4), index, torch.ones(2, 2))
-        return [index, sums, ops.unpack_bits(ops.pack_bits(signs), 3)]
+        return [index, sums, ops.unpack_bits(ops.pack_bits(signs), (2, 3))]
 
     first = step()
     with mock.patch("torch.arange", side_effect=AssertionError("made anew")):

@@ -369,10 +369,11 @@ class TorchOps:
         rows = [self._numbers(m, torch.int64).view(-1, *[1] * (x.ndim - 1 - i)) for i, m in enumerate(x.shape[:-1])]
         return x.index_put_((*rows, index.long()), values, accumulate=True)
 
-    def scatter_sum(self, n: int, index: Tensor, values: Tensor) -> Tensor:
-        total = self.zeros((*index.shape[1:-1], n), self.dtype_of(values))
-        for places, own in zip(index, values, strict=True):
-            total = self.scatter_add(total, places, own)
+    def scatter_sum(self, n: int, replicas: int, of: Callable[[Any], tuple[Tensor, Tensor]]) -> Tensor:
+        index, values = of(0)
+        total = self.scatter_add(self.zeros((*index.shape[:-1], n), self.dtype_of(values)), index, values)
+        for replica in range(1, replicas):
+            total = self.scatter_add(total, *of(replica))
         return total
 
     def pack_bits(self, x: Tensor) -> Tensor:
@@ -389,9 +390,9 @@ class TorchOps:
     def unpack_bits(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         whole, _ = bytes_of_rows(shape)
         shifts = self._numbers(8, torch.uint8).unsqueeze(-1)
-        parts = [((part.unsqueeze(-2) >> shifts) & 1).flatten(-2) for part in (x[..., :whole], x[..., whole:])]
-        bits = torch.cat(parts, -1) if all(part.numel() for part in parts) else max(parts, key=torch.numel)
-        return bits[..., : math.prod(shape)].reshape(*x.shape[:-1], *shape).view(torch.bool)
+        parts = [((part >> shifts) & 1).view(-1) for part in (x[:whole], x[whole:])]
+        bits = torch.cat(parts) if all(part.numel() for part in parts) else max(parts, key=torch.numel)
+        return bits[: math.prod(shape)].view(shape).view(torch.bool)
 
     def view_as(self, x: Tensor, dtype: str) -> Tensor:
         wanted: torch.dtype = getattr(torch, dtype)

@@ -88,11 +88,11 @@ def packed(ops: Ops[A], index: A, length: int) -> A:
 
 
 def unpacked(ops: Ops[A], data: A, length: int, shape: tuple[int, ...]) -> A:
-    """The positions that `packed` packed, of all replicas: bytes (W, …) → int32 (W, *shape)."""
+    """The positions that `packed` packed, as int32 of this shape."""
     n, bits = math.prod(shape), bits_of(length)
     each = ops.cast(ops.unpack_bits(data, (bits, n)), "float32")
     worth = ops.constant(("worth of bits", bits), lambda: ops.asarray([[2**i for i in range(bits)]], "float32"))
-    return ops.cast(ops.matmul(worth, each), "int32").reshape((-1, *shape))
+    return ops.cast(ops.matmul(worth, each), "int32").reshape(shape)
 
 
 def _filled(ops: Ops[A], x: A, n: int) -> A:
