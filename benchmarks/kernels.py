@@ -33,7 +33,7 @@ from shapes import elements, gpt
 from torch.overrides import TorchFunctionMode
 
 from gradwire import PowerSGD
-from gradwire.torch_backend.monitor.skipped_steps import IN_A_ROW
+from gradwire.core.state.skipped_steps import IN_A_ROW
 
 #: Steps before one is counted: torch's hook begins with two dense ones, and makes its factors in the third.
 WARM_UP = 4

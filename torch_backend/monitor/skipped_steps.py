@@ -9,8 +9,6 @@ from torch import Tensor
 
 from gradwire.core.state.skipped_steps import IN_A_ROW, RunOfSkips
 
-__all__ = ["RunOfSkips", "SkippedSteps"]
-
 
 class SkippedSteps:
     """The count of one driver, kept where its gradients are. On a device the host looks at it after every tenth step, at what had arrived by then:

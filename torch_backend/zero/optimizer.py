@@ -17,6 +17,7 @@ from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.buckets.assignment import Mebibytes, bucket_limits
 from gradwire.core.codecs.options import WireName
 from gradwire.core.plan.dry_run import size_of
+from gradwire.core.state.skipped_steps import RunOfSkips
 from gradwire.core.text.options import OWN_CHECK, Positive, checked
 from gradwire.core.zero.sharded_step import Zero
 from gradwire.core.zero.sharding import Shards, shard_by_bucket
@@ -26,7 +27,6 @@ from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by
 from gradwire.torch_backend.engine.groups.process_groups import given_or_default
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
-from gradwire.torch_backend.monitor.skipped_steps import RunOfSkips
 from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank
 from gradwire.torch_backend.setup.sharded_models import sharded_parameter
