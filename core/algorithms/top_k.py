@@ -109,18 +109,20 @@ class TopK(Compressor):
         def weighed(x: A, replica: Any) -> A:
             return x if weights is None else weights.times(ops, x, replica)
 
-        def of(replica: Any) -> tuple[A, A]:
-            places = unpacked(ops, every_index[replica], length, tuple(index.shape))
-            return places, weighed(ops.cast(every_value[replica], wide), replica)
+        def places(replica: Any) -> A:
+            return unpacked(ops, every_index[replica], length, tuple(index.shape))
+
+        def value(replica: Any) -> A:
+            return weighed(ops.cast(every_value[replica], wide), replica)
 
         # What is not finite is in it, and of finite numbers a sum may overflow: none is larger than this one.
         largest = ops.zeros((*index.shape[:-1], 1), wide)
-        await watch(ops.loop(replicas, lambda i, total: total + ops.max_abs(of(i)[1]), largest))
+        await watch(ops.loop(replicas, lambda i, total: total + ops.max_abs(value(i)), largest))
         sent = ops.scatter_sum(length, 1, lambda _: (index, values))
-        total = ops.scatter_sum(length, replicas, of)
+        total = ops.scatter_sum(length, replicas, lambda replica: (places(replica), value(replica)))
         if self.mean == "replicas":
             return sent, ops.cast(total / replicas if weights is None else weights.share(ops, total), dtype)
-        count = ops.scatter_sum(length, replicas, lambda replica: (of(replica)[0], weighed(ones, replica)))
+        count = ops.scatter_sum(length, replicas, lambda replica: (places(replica), weighed(ones, replica)))
         return sent, ops.cast(total / ops.where(count > 0, count, 1.0), dtype)
 
     def _blocks(self, name: str, shape: tuple[int, ...]) -> Blocks:

@@ -233,7 +233,7 @@ class JaxOps:
         kept = jax.eval_shape(of, jnp.int32(0))[1]
         rows = (*kept.shape[:-1], n)
 
-        def compared() -> jax.Array:
+        def compared() -> jax.Array:  # all replicas at once: each of them runs this program
             each = [of(replica) for replica in range(replicas)]
             index, values = (self.stack(x) for x in zip(*each, strict=True))
             return _chosen(index[..., None], n, values[..., None], (0, -2))

@@ -41,7 +41,15 @@ CEILINGS = {
 #: For 50 matrices of three shapes: processor seconds to compile for a TPU are to be at most so many times those of `pmean`, and some more.
 TIMES, SECONDS = 3, 8
 #: What is compiled so, in how many seconds more.
-LONGER = {"PowerSGD(4)": 30, "Sign()": 10, "zero1": 16, "LocalSGD(4)": 0, "diloco(4)": 0}
+LONGER = {
+    "PowerSGD(4)": 30,
+    "Quantize('int8')": 40,
+    "Sign()": 10,
+    "TopK(64,per=(64,64))": 40,
+    "zero1": 16,
+    "LocalSGD(4)": 0,
+    "diloco(4)": 0,
+}
 #: Bytes of a tile. What is sent to another slice is filled up to whole ones.
 TILE = 4096
 COLUMNS = ("target", "method", "compile_s", "passes", "temporary", "launches", "messages", "sent")
