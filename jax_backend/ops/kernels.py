@@ -264,7 +264,7 @@ class JaxOps:
 
         def bits(part: jax.Array) -> jax.Array:
             shifts = np.arange(8, dtype=np.int32).reshape(8, *[1] * part.ndim)
-            return (part.astype(jnp.int32) >> shifts) & 1 > 0
+            return (part.astype(jnp.int32)[None] >> shifts) & 1 > 0
 
         parts = [bits(x[:whole].reshape(-1, *row)).reshape(-1, *row)] * (whole > 0)
         if left:

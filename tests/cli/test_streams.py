@@ -15,6 +15,7 @@ from gradwire.core.state.files import whole_file
 COMMAND = [sys.executable, "-c", "from gradwire.cli import main; main()", "plan", "shapes.json"]
 INTERRUPTED = """
 import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests are run in the background
 import gradwire.cli.app as app
 def slow(*args, **kwargs):
     signal.raise_signal(signal.SIGINT)  # in this thread: another would return first

@@ -379,19 +379,18 @@ class TorchOps:
     def pack_bits(self, x: Tensor) -> Tensor:
         whole, left = bytes_of_rows(tuple(x.shape))
         bits = x.contiguous().view(torch.uint8).view(-1)
-        rest = torch.nn.functional.pad(bits[8 * whole :], (0, 8 * (whole + left) - len(bits)))
-        packed = torch.zeros(whole + left, dtype=torch.uint8, device=x.device)
-        for part, into in ((bits[: 8 * whole], packed[:whole]), (rest, packed[whole:])):
-            if len(into):
-                for i, row in enumerate(part.view(8, -1)):
-                    into |= row << i
-        return packed
+        parts = [bits[: 8 * whole]] * (whole > 0)
+        if left:
+            parts.append(torch.nn.functional.pad(bits[8 * whole :], (0, 8 * (whole + left) - len(bits))))
+        shifts = self._numbers(8, torch.uint8).unsqueeze(-1)
+        packed = [(part.view(8, -1) << shifts).sum(0, dtype=torch.uint8) for part in parts]
+        return packed[0] if len(packed) == 1 else torch.cat([bits[:0], *packed])
 
     def unpack_bits(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         whole, _ = bytes_of_rows(shape)
         shifts = self._numbers(8, torch.uint8).unsqueeze(-1)
-        parts = [((part >> shifts) & 1).view(-1) for part in (x[:whole], x[whole:])]
-        bits = torch.cat(parts) if all(part.numel() for part in parts) else max(parts, key=torch.numel)
+        parts = [((part >> shifts) & 1).view(-1) for part in (x[:whole], x[whole:]) if len(part)]
+        bits = parts[0] if len(parts) == 1 else torch.cat([x[:0], *parts])
         return bits[: math.prod(shape)].view(shape).view(torch.bool)
 
     def view_as(self, x: Tensor, dtype: str) -> Tensor:

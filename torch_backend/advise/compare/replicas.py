@@ -311,7 +311,11 @@ def handle_of(
 
 
 def replicas_of(training: Training, algorithm: Any, replicas: int, seed: int) -> Replicas:
-    """So many replicas under a method. Raises as `Replicas`."""
+    """So many replicas under a method. Raises as `Replicas`, and ValueError for nodes that are not given by numbers."""
+    if getattr(algorithm, "mentions_nodes", False):
+        raise ValueError(
+            f'{algorithm!r}: replicas of one process are on no nodes; say who shares one by a number in place of "node"'
+        )
     kind = LocalReplicas if isinstance(algorithm, LocalSGD) else Replicas
     return kind(training, algorithm, replicas, seed)
 
