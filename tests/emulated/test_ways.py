@@ -115,7 +115,9 @@ def way(world, name):
         return seen
 
     way, group = WAYS[name], dist.new_group(backend=BACKEND)
-    torch.accelerator.synchronize(DEVICE)  # what the way before has left arrives: NCCL's watchdog would keep its memory until then
+    torch.accelerator.synchronize(
+        DEVICE
+    )  # what the way before has left arrives: NCCL's watchdog would keep its memory until then
     watched.clear()
     with native_collectives(BACKEND if way.native else "nccl"):
         record = train(way, DEVICE, group, on_a_side_stream, look)
