@@ -7,6 +7,8 @@ import pytest
 from tests.emulated import mutations
 from tests.mutate import ROOT, draw, everything, mutated, places
 
+pytestmark = pytest.mark.slow
+
 SOURCE = '''
 def f(x: int = 2, *, y: bool = True) -> int:
     """Text."""

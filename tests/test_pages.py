@@ -16,10 +16,10 @@ from tests.pages import Block, blocks, chain, differs, outcomes, pages, read
 
 
 def everywhere() -> Iterator[ParameterSet]:
-    """Each block of each page. What starts processes besides one is slow."""
+    """Each block of each page. What starts processes besides one, or has several devices, is slow."""
     for block in (block for page in pages() for block in blocks(page)):
         together = chain(block.page, block.first) if block.first else []
-        slow = any(each.language == "bash" or each.says("ranks") for each in together)
+        slow = any(each.language == "bash" or each.says("ranks") or each.says("devices") for each in together)
         yield pytest.param(block, id=f"{block.page}:{block.line}", marks=pytest.mark.slow if slow else ())
 
 

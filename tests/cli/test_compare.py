@@ -13,6 +13,8 @@ from gradwire.cli import app
 from gradwire.core.advise.probe import ALL, Level
 from tests.cli.called import refused, run
 
+pytestmark = pytest.mark.slow
+
 TRAINING = """
 import dataclasses
 import torch

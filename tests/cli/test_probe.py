@@ -17,6 +17,8 @@ from tests.cli.called import run
 from tests.forked import run_ranks
 from tests.launch import jax_processes
 
+pytestmark = pytest.mark.slow
+
 JAX_METHODS = [gradwire.PowerSGD(2, half_step=True, start_step=3), gradwire.diloco(4, compressor=gradwire.PowerSGD(2))]
 SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
 

@@ -17,6 +17,8 @@ from gradwire.jax_backend import replicate, unreplicate
 from tests.examples.conftest import EXAMPLES, TINY, examples_importable
 from tests.forked import run_ranks
 
+pytestmark = pytest.mark.slow
+
 with examples_importable():
     import checkpoints
     import convert

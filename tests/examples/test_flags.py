@@ -8,6 +8,8 @@ import pytest
 
 from tests.examples.conftest import EXAMPLES, examples_importable
 
+pytestmark = pytest.mark.slow
+
 with examples_importable():
     import flags
 

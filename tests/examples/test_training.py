@@ -16,6 +16,8 @@ from tests.examples.conftest import EXAMPLES, TINY, examples_importable
 from tests.forked import run_ranks
 from tests.pages import bash, blocks
 
+pytestmark = pytest.mark.slow
+
 with examples_importable():
     import checkpoints
 

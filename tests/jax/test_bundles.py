@@ -13,6 +13,8 @@ from gradwire.jax_backend.ops.batched_small import PART, STACK_BYTES, bundles_of
 from gradwire.jax_backend.ops.packing import within_a_branch
 from tests.jax.replicas import AXIS, Replicas, gradients
 
+pytestmark = pytest.mark.slow
+
 #: Nine of one shape, so many that they are unstacked in the way of many; tensors that are stacks themselves, and of several axes.
 SHAPES = {
     **{f"m{i}": (16, 12) for i in range(9)},

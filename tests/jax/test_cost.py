@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS, mesh_of, one_step
 
+pytestmark = pytest.mark.slow
+
 Shapes = Mapping[str, tuple[int, ...]]
 LARGE = {"a": (256, 512), "b": (512, 256), "c": (256, 512), "d": (512,)}
 MANY = {f"{i}/{kind}": shape for i in range(24) for kind, shape in (("a", (64, 64)), ("b", (64, 128)))}

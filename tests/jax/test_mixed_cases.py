@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS, mesh_of, mesh_of_two
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 FULL = {"rank": 8, "min_compression_rate": 1e-3}
 

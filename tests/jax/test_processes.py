@@ -14,6 +14,8 @@ from tests.jax.replicas import AXIS, Replicas, gradients
 from tests.launch import jax_processes
 from tests.methods import METHODS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(240)
 def test_two_processes_are_two_devices(tmp_path):

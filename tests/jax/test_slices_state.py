@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import gradwire.jax_backend as gw
 
+pytestmark = pytest.mark.slow
+
 SPECS = {"up": P(None, "ici"), "down": P("ici"), "bias": P("ici")}
 TX = optax.chain(gw.power_sgd(2, axis_name="dcn"), optax.adam(1e-2))
 

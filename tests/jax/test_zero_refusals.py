@@ -11,6 +11,8 @@ import gradwire.jax_backend as gw
 from gradwire.jax_backend.zero.elementwise import PATIENCE
 from tests.jax.replicas import AXIS, mesh_of, refused
 
+pytestmark = pytest.mark.slow
+
 PARAMS = {"w": jnp.ones((6, 4)), "b": jnp.ones(5)}
 SCALED = PARAMS | {"s": jnp.ones(())}
 

@@ -118,6 +118,7 @@ def test_bytes_and_memory(shapes, replicas):
         assert gw.total_traffic(traffic).nbytes <= 1.5 * dense
 
 
+@pytest.mark.slow
 def test_a_state_goes_to_any_number_of_replicas_and_back():
     """Training goes on where it was, also between a mixture's parts."""
     (tx, plain), (other, _) = INNER["mixture"](3), INNER["mixture"](4)
@@ -223,6 +224,7 @@ def test_hostile_gradients(broken):
         assert_close(after, state, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("front", ["power_sgd", "int8"])
 def test_compressed_gradients_in_front(front):
     """The average is compressed, and the rest is the plain optimizer on it."""
@@ -242,6 +244,7 @@ def test_gradients_travel_in_codes():
     assert 1e-5 < max(off.values()) < 0.02
 
 
+@pytest.mark.slow
 def test_diloco_with_muon_inside():
     """MuLoCo: the outer step is Optax's Nesterov on the difference of the average from where the period began."""
     period, rounds, replicas = 3, 2, 2

@@ -12,6 +12,8 @@ from gradwire.core.buckets.reducer import Reducer
 from tests.soak import arrival, draw
 from tests.soak.simulation import KINDS, Failure, simulate
 
+pytestmark = pytest.mark.slow
+
 HISTORIES = dict.fromkeys(KINDS, 60)
 
 

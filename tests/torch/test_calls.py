@@ -8,6 +8,8 @@ import pytest
 
 from tests.launch import ROOT, environment
 
+pytestmark = pytest.mark.slow
+
 CEILINGS = {
     ("ddp-registration", 1): 700,
     ("ddp-registration", 50): 12_500,

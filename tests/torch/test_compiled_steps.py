@@ -18,6 +18,8 @@ from tests.torch.doors import FORMS
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 
 cases = Cases(__file__, ranks=2)

@@ -17,6 +17,8 @@ from tests.torch.ranks import Cases
 from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp, simulated, train_sharded
 from tests.torch.training import fit_with_two_rates
 
+pytestmark = pytest.mark.slow
+
 ALGORITHM = PowerSGD(rank=2, min_compression_rate=1)
 #: Gradients with many directions, so that rounding does not decide which are sent.
 LOSS = loss_on(40, spread=1)

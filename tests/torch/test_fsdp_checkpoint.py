@@ -16,6 +16,8 @@ from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases, variants
 from tests.torch.sharded import mesh_of, sharded_mlp
 
+pytestmark = pytest.mark.slow
+
 #: Rows that two and four shards do not share equally. The last layer's blocks are too small to be compressed where there are four.
 WIDTHS = (40, 37, 34, 6)
 ALGORITHM = PowerSGD(rank=2, min_compression_rate=1)

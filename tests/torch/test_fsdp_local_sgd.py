@@ -15,6 +15,8 @@ from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.sharded import local_parts, mesh_of, sharded_mlp
 
+pytestmark = pytest.mark.slow
+
 WIDTHS = (40, 37, 20)
 LOSS = loss_on(40, spread=1)
 

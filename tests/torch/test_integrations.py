@@ -15,6 +15,8 @@ from tests.launch import ROOT
 from tests.torch.compare import said, same_bits
 from tests.torch.models import mlp
 
+pytestmark = pytest.mark.slow
+
 
 def test_tools_are_imported_when_they_are_asked_for():
     code = (

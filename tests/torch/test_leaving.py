@@ -10,6 +10,8 @@ import pytest
 
 from tests.launch import end_all, environment
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked")
 def test_leaving_at_once() -> None:

@@ -20,6 +20,8 @@ from tests.torch.models import Layers, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.training import buckets_of, fit, hooked, sgd, train
 
+pytestmark = pytest.mark.slow
+
 cases = Cases(__file__, ranks=4)
 
 WIDTHS = (24, 40, 32, 24)

@@ -26,6 +26,8 @@ from tests.launch import ROOT
 from tests.torch.models import loss_on, mlp
 from tests.torch.training import hooked, paralleled, train
 
+pytestmark = pytest.mark.slow
+
 RANKS, TIMEOUT = 3, 8.0
 #: Of what comes before, on a busy machine.
 PATIENCE = 140.0

@@ -23,6 +23,8 @@ from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.training import fit, hooked, sgd
 
+pytestmark = pytest.mark.slow
+
 RANKS = 3
 WIDTHS = (24, 40, 32, 24)
 loss = loss_on(WIDTHS[0])

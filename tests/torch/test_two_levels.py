@@ -158,7 +158,7 @@ class _Double(nn.Module):
         return x.double()
 
 
-@cases.case
+@cases.case(slow=True)
 def test_a_checkpoint_goes_on_with_other_nodes(world):
     go_on_with_other_nodes(world)
 
@@ -174,7 +174,7 @@ def go_on_with_other_nodes(world):
         assert {len(memory["error"]) for memory in state["local"].values()} == {state["replicas"]}
 
 
-@cases.each({"linear": PowerSGD(2, half_step=True), "not linear": TopK(8, per=64)})
+@cases.each({"linear": PowerSGD(2, half_step=True), "not linear": TopK(8, per=64)}, slow=["linear"])
 def test_a_run_is_resumed_as_if_it_had_not_been_interrupted(world, algorithm):
     """From the memory of each rank, from that of all, and from what `torch.distributed.checkpoint` has written; on other nodes from the mean."""
     algorithm, folder = two_nodes(world, algorithm), world.folder / f"{algorithm}"
@@ -276,7 +276,7 @@ def test_a_log_speaks_of_a_saved_state_where_there_is_one(world):
     assert [line[:36] for line in lines] == ["Part of a saved state was left out: "]
 
 
-@cases.each({"a number": 1, "a partition": ((2,), (0,), (3,), (1,)), "node": "node"})
+@cases.each({"a number": 1, "a partition": ((2,), (0,), (3,), (1,)), "node": "node"}, slow=["a number", "a partition"])
 def test_nodes_of_one_rank_are_one_level(world, within):
     """In what is averaged, in what is saved, and to whom it is loaded."""
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}):

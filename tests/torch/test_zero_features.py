@@ -27,6 +27,8 @@ from tests.torch.models import Layers, loss_on
 from tests.torch.ranks import Cases
 from tests.torch.training import buckets_of, fit
 
+pytestmark = pytest.mark.slow
+
 cases = Cases(__file__, ranks=3)
 
 LOSS = loss_on(6)
