@@ -10,6 +10,7 @@ import os
 import runpy
 import signal
 import sys
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,9 @@ def main(given: list[str]) -> None:
     args = get_args_parser().parse_args(given)
     if int(args.max_restarts):
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *given])
-    env, script = environment(args), args.training_script
     for name in ("torch._dynamo", "torch.nn.parallel", "gradwire.torch_backend"):
         import_module(name)
+    env, script = environment(args), args.training_script  # a port that is free now is taken at once
     ranks = []
     for local in range(int(args.nproc_per_node)):
         if (rank := os.fork()) == 0:
@@ -60,7 +61,8 @@ def main(given: list[str]) -> None:
     for _ in ranks:
         if os.wait()[1]:  # the first that fails ends the others
             for rank in ranks:
-                os.kill(rank, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
             sys.exit(1)
 
 

@@ -15,7 +15,11 @@ from tests.soak.long_run import RANKS, watched
 def test_nothing_grows_in_many_steps_and_groups():
     said = run_ranks(Path(long_run.__file__), RANKS, "--work", "--steps=300", "--groups=20", timeout=200)
     assert said.count("nothing grows") == RANKS
-    assert len(re.findall(r"descriptors (\d+) → \1, threads (\d+) → \2, system threads (\d+) → \3 ", said)) == 2 * RANKS
+    seen = re.findall(r"descriptors (\d+) → (\d+), threads (\d+) → (\d+), system threads (\d+) → (\d+) ", said)
+    assert len(seen) == 2 * RANKS
+    for counts in seen:  # one may be gone that was about to go
+        before, after = counts[::2], counts[1::2]
+        assert all(int(b) >= int(a) for b, a in zip(before, after, strict=True)), counts
 
 
 def test_what_grows_is_seen(tmp_path):
