@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -60,3 +63,14 @@ def said(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 def flat(model: nn.Module) -> Tensor:
     """All parameters as one vector."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def alive(parts: Mapping[str, ref[Any]]) -> list[str]:
+    """Names of those that nothing frees. The thread that notes where a rank is may look at one for a moment."""
+    end = time.monotonic() + 10
+    while True:
+        gc.collect()
+        left = [name for name, part in parts.items() if part() is not None]
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.05)

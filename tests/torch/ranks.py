@@ -223,13 +223,8 @@ class Cases:
         result, error = None, ""
         try:
             result = function(World(rank, size, group, folder))
-        except (Exception, pytest.fail.Exception) as raised:  # with what the variables were where an assertion fails
-            trace = TracebackException.from_exception(raised, capture_locals=True)
-            for frame in trace.stack:
-                frame.locals = {name: shorten(value, 200) for name, value in (frame.locals or {}).items()}
-            error = "".join(trace.format())
-            # Whoever waits for this rank learns of it now.
-            dist.destroy_process_group(group)
+        except (Exception, pytest.fail.Exception) as raised:
+            error = _told(raised)
         torch.save((result, error), folder / f"{name}.{rank}.pt")
         dist.barrier()
         if rank == 0:
@@ -244,6 +239,17 @@ class Cases:
                     results(name)
                 except AssertionError as error:
                     print(error)
+
+
+def _told(error: BaseException) -> str:
+    """The traceback, with what the variables were where an assertion fails, as far as they can be shown."""
+    try:
+        trace = TracebackException.from_exception(error, capture_locals=True)
+    except Exception:  # one that is half built
+        trace = TracebackException.from_exception(error)
+    for frame in trace.stack:
+        frame.locals = {name: shorten(value, 200) for name, value in (frame.locals or {}).items()}
+    return "".join(trace.format())
 
 
 if __name__ == "__main__":

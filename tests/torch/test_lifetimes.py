@@ -1,11 +1,11 @@
 """Whatever gradwire puts on a model or an optimizer goes with them: a sweep of runs in one process needs the memory of one."""
 
-import gc
 import weakref
 from functools import partial
 
 from gradwire import LocalSGD, PowerSGD, diloco
 from gradwire.torch_backend import HierarchicalModelAverager, compress_replicas, local_sgd
+from tests.torch.compare import alive
 from tests.torch.doors import FORMS, algorithm, post_local
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
@@ -57,5 +57,4 @@ def test_nothing_stays_when_it_is_dropped(world, door):
         parts = {"model": model, "parameter": next(model.parameters()), "optimizer": optimizer, "handle": handle}
         left = {name: weakref.ref(part) for name, part in parts.items()}
         del model, optimizer, handle, parts
-        gc.collect()
-        assert [name for name, part in left.items() if part() is not None] == []
+        assert alive(left) == []

@@ -48,10 +48,21 @@ class Whereabouts:
 
     def note(self, *, left: bool = False) -> None:
         """Write down where this rank is. Where there is no store any more, nothing is written, nor tried again."""
-        memory, collectives, store = self._memory(), self._collectives(), self._meeting.store
-        if memory is None or collectives is None or store is None:
+        store = self._meeting.store
+        place = self._place(left)  # the store may take its time, and what the place was read from may go meanwhile
+        if store is None or place is None:
             return
-        place = {
+        try:
+            store.set(self._key(self._meeting.rank), json.dumps(place))
+        except Exception:
+            _forget(self)
+
+    def _place(self, left: bool) -> dict[str, Any] | None:
+        """What there is to note; None once the driver is gone."""
+        memory, collectives = self._memory(), self._collectives()
+        if memory is None or collectives is None:
+            return None
+        return {
             "what": self._what,
             "step": memory.steps,
             "messages": collectives.sent.collectives,
@@ -62,10 +73,6 @@ class Whereabouts:
             "left": left,
             "time": time.time(),
         }
-        try:
-            store.set(self._key(self._meeting.rank), json.dumps(place))
-        except Exception:
-            _forget(self)
 
     def named(self, error: RuntimeError) -> RuntimeError:
         """The same error, with where each rank was. Waits until those that live have said so."""
