@@ -165,6 +165,7 @@ def stats(state: Any) -> Stats:
     next_step, dense, squares = (jnp.zeros((), jnp.float32) for _ in range(3))
     sent = jnp.zeros((3,), jnp.float32)
     skipped = jnp.zeros((), jnp.int32)
+    steps: Any = None
     for each in found:
         of_local = isinstance(each, LocalSGDState)
         one: DataParallelState = each.averages if of_local else each
@@ -172,6 +173,7 @@ def stats(state: Any) -> Stats:
         step, account = (
             jax.tree.map(lambda x: x.max(0), (one.step, one.account)) if stacked else (one.step, one.account)
         )
+        steps = step if steps is None else steps
         first = np.minimum(one.record.stages, LAST).astype(np.int32)
         after = np.append(first[1:], np.int32(LAST))
         taken = jnp.clip(step, first, after) - first
@@ -185,7 +187,7 @@ def stats(state: Any) -> Stats:
             rows = error.shape[0] if stacked or not of_local else 1
             squares += jnp.square(error.astype(jnp.float32)).sum() / rows
     return Stats(
-        steps=step,
+        steps=steps,
         skipped_steps=skipped,
         bytes_sent=sent[0],
         dense_bytes=dense,

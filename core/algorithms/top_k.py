@@ -104,7 +104,7 @@ class TopK(Compressor):
             values = ops.cast(codec.decode(ops, *fields), dtype)
             every_value = ops.cast(codec.decode(ops, *rows), dtype).reshape((-1, *index.shape))
         replicas, weights, wide = await world_size(), await replica_weights(), wide_dtype(dtype)
-        length, ones = blocks.length, ops.zeros(tuple(index.shape), wide) + 1.0
+        length = blocks.length
 
         def weighed(x: A, replica: Any) -> A:
             return x if weights is None else weights.times(ops, x, replica)
@@ -122,6 +122,7 @@ class TopK(Compressor):
         total = ops.scatter_sum(length, replicas, lambda replica: (places(replica), value(replica)))
         if self.mean == "replicas":
             return sent, ops.cast(total / replicas if weights is None else weights.share(ops, total), dtype)
+        ones = ops.zeros(tuple(index.shape), wide) + 1.0
         count = ops.scatter_sum(length, replicas, lambda replica: (places(replica), weighed(ones, replica)))
         return sent, ops.cast(total / ops.where(count > 0, count, 1.0), dtype)
 

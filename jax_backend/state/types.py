@@ -129,6 +129,11 @@ def path_of(path: Any) -> str:
     return str(jax.tree_util.keystr(path, simple=True, separator="."))
 
 
+def by_path(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree with their paths."""
+    return [(path_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
 def require_own_row(what: str, x: Any) -> None:
     """Raise ValueError for an array in local form that has not exactly one row."""
     if np.shape(x)[:1] != (1,):

@@ -22,7 +22,7 @@ from gradwire.core.ops import Spec
 from gradwire.core.zero.sharding import ElementShards
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
 from gradwire.jax_backend.ops.kernels import JaxOps
-from gradwire.jax_backend.state.types import path_of
+from gradwire.jax_backend.state.types import by_path
 
 OPS = JaxOps()
 STRUCT: Any = jax.ShapeDtypeStruct
@@ -209,7 +209,7 @@ class Trial:
         structures: list[Any] = [jax.tree.structure(state) for state in (whole, pieces)]
         if structures[0] != structures[1]:
             raise DifferentError("its state has another structure")
-        self._state_names = [path_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(whole)[0]]
+        self._state_names = [path for path, _ in by_path(whole)]
         of_one = [STRUCT(self._shards.piece_shape(name), s.dtype) for name, s in self._shards.specs.items()]
         self._divided = divided_leaves(self._inner, jax.tree.unflatten(self._structure, of_one))
         shapes = {spec.shape for spec in self._specs}

@@ -18,7 +18,7 @@ import optax  # type: ignore[import-untyped]
 from gradwire.core.ops import Spec
 from gradwire.core.zero.stacks import StackShards
 from gradwire.jax_backend.axes.mapped_axis import AxisName
-from gradwire.jax_backend.state.types import path_of
+from gradwire.jax_backend.state.types import by_path
 from gradwire.jax_backend.zero.elementwise import (
     OPS,
     DifferentError,
@@ -154,10 +154,6 @@ class WholeTrial(Trial):
                 same(path, row)
         for path, x in (leaf for state in pieces[1] for leaf in by_path(state)):
             same(path, on_host(x)[0])
-
-
-def by_path(state: Any) -> list[tuple[str, Any]]:
-    return [(path_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(state)[0]]
 
 
 def _thinned(shards: StackShards) -> dict[str, Spec]:

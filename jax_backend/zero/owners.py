@@ -18,7 +18,7 @@ from jax import lax
 from gradwire.core.zero.stacks import StackShards
 from gradwire.jax_backend.axes.mapped_axis import AxisName, vary_if_tracked
 from gradwire.jax_backend.state.names import flatten
-from gradwire.jax_backend.state.types import path_of
+from gradwire.jax_backend.state.types import by_path, path_of
 from gradwire.jax_backend.zero.stacked_names import dotted, owners_key, parameter_in
 
 Vectors = dict[str, jax.Array]
@@ -57,7 +57,7 @@ class Owners:
         every = {name: slot for own in self.names for slot, name in own.items()}
         structs = {name: STRUCT(shards.specs[name].shape, shards.specs[name].dtype) for name in every}
         self._state: Any = jax.eval_shape(inner.init, build(structs)) if every else ()
-        self._leaves = {path_of(path): x for path, x in jax.tree_util.tree_flatten_with_path(self._state)[0]}
+        self._leaves = dict(by_path(self._state))
         known = {dotted(name): name for name in shards.specs}
         members: dict[tuple[Any, ...], dict[int, tuple[str, str]]] = {}
         for path, x in self._leaves.items():
@@ -79,7 +79,7 @@ class Owners:
         if not self.arrays:
             return {}
         owned = [name for own in self.names for name in own.values()]
-        leaves = self._by_path(self._inner.init(self._build({name: params[name] for name in owned})))
+        leaves = dict(by_path(self._inner.init(self._build({name: params[name] for name in owned}))))
         rows = [self._packed(leaves, r) for r in range(self._shards.world_size)]
         return {key: jnp.stack([row[key] for row in rows]) for key in self.arrays}
 
@@ -104,7 +104,7 @@ class Owners:
         """
         if not pieces:
             return {}, {}
-        shared = self._by_path(common)
+        shared = dict(by_path(common))
 
         def updated(r: int) -> tuple[Any, Any]:
             before = self._state_of(r, state, shared)
@@ -125,7 +125,7 @@ class Owners:
                     slot: _vector(leaves.get(names.get(slot, "")), pieces[slot].size, dtype)
                     for slot, dtype in dtypes.items()
                 }
-                result = updates, self._packed(self._by_path(after), r)
+                result = updates, self._packed(dict(by_path(after)), r)
                 varied: tuple[Vectors, Vectors] = jax.tree.map(lambda x: vary_if_tracked([x], axis)[0], result)
                 return varied
 
@@ -140,9 +140,6 @@ class Owners:
 
     def _members(self, pieces: Mapping[str, jax.Array], r: int) -> dict[str, jax.Array]:
         return {name: self._shards.member(name, pieces[slot]) for slot, name in self.names[r].items()}
-
-    def _by_path(self, state: Any) -> dict[str, Any]:
-        return {path_of(path): x for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}
 
     def _state_of(self, r: int, state: Vectors, shared: Mapping[str, Any]) -> Any:
         """The inner state of a replica, out of its vectors."""

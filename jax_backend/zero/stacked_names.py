@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from gradwire.core.zero.stacks import StackShards
-from gradwire.jax_backend.state.types import path_of
+from gradwire.jax_backend.state.types import by_path
 
 OPEN, BETWEEN, OWNERS, CLOSE = "{|;}"
 
@@ -84,7 +84,7 @@ def keys_of_slots(
                 shape = (first + more * (name in shards.cut), *rest)[: len(spec.shape)]
                 pieces[name] = jax.ShapeDtypeStruct(shape, spec.dtype)  # type: ignore[no-untyped-call]
         state = jax.eval_shape(init, build(pieces))
-        return {path_of(path): x.shape for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}
+        return {path: x.shape for path, x in by_path(state)}
 
     stacks = {stack: own for stack, own in shards.stacks.items() if stack not in shards.ragged}
     before, after = shapes(0), shapes(1) if shards.cut else {}

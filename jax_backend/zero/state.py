@@ -12,7 +12,7 @@ import numpy as np
 import optax  # type: ignore[import-untyped]
 
 from gradwire.jax_backend.state.names import pure
-from gradwire.jax_backend.state.types import MARK, PerReplica, on_host, path_of
+from gradwire.jax_backend.state.types import MARK, PerReplica, by_path, on_host, path_of
 from gradwire.jax_backend.zero.stacked_names import has_owners, path_at, paths_in
 
 T = TypeVar("T")
@@ -219,7 +219,7 @@ def keys_of(state: ZeroState) -> list[str | None]:
     pieces = state.pieces.per_replica if jax.tree.leaves(state.pieces) else {}
     keys = {path_at(key): key for key in pieces}
     joined = joined_state(state, {path: pieces[key] for path, key in keys.items()})
-    return [keys.get(path_of(path)) for path, _ in jax.tree_util.tree_flatten_with_path(joined)[0]]
+    return [keys.get(path) for path, _ in by_path(joined)]
 
 
 def split_state(state: Any, keys: Sequence[str | None], row: Callable[[jax.Array], jax.Array]) -> ZeroState:

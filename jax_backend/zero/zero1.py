@@ -43,7 +43,7 @@ from gradwire.jax_backend.engine.driver import drive
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.ops.packing import columns
 from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of
-from gradwire.jax_backend.state.types import PerReplica, path_of, require_own_row
+from gradwire.jax_backend.state.types import PerReplica, by_path, path_of, require_own_row
 from gradwire.jax_backend.zero.elementwise import divided_leaves, require_elementwise, rows_of
 from gradwire.jax_backend.zero.independent import require_independent
 from gradwire.jax_backend.zero.owners import Owners
@@ -239,9 +239,9 @@ class _Sharded:
         """Of each leaf of the inner state on these pieces its key in `ZeroState.pieces`; None for what is equal on all replicas."""
         if isinstance(shards, StackShards):
             return keys_of_slots(self.inner.init, shards, tree, shards.specs)
-        state = jax.tree_util.tree_flatten_with_path(jax.eval_shape(self.inner.init, pieces))[0]
+        state = by_path(jax.eval_shape(self.inner.init, pieces))
         divided = divided_leaves(self.inner, pieces)
-        return [path_of(path) if own else None for (path, _), own in zip(state, divided, strict=True)]
+        return [path if own else None for (path, _), own in zip(state, divided, strict=True)]
 
     def update(
         self, updates: optax.Updates, state: ZeroState, params: optax.Params | None = None, **extra: Any

@@ -142,7 +142,6 @@ def test_devices_of_jax_are_probed(monkeypatch):
         gradwire.jax_backend.probe(mesh, "model")
 
 
-@pytest.mark.slow
 def test_nodes_are_levels(tmp_path):
     output = tmp_path / "probe.json"
     run_ranks(Path(commands.__file__), 4, "probe", "--nodes", "2", "--output", str(output), timeout=120)
@@ -150,7 +149,6 @@ def test_nodes_are_levels(tmp_path):
     assert [(level.name, level.replicas) for level in probe.levels] == [(ALL, 4), (WITHIN, 2), (BETWEEN, 2)]
 
 
-@pytest.mark.slow
 def test_two_processes_of_jax_are_probed(tmp_path):
     output = tmp_path / "probe.json"
     jax_processes(Path(jax_commands.__file__), 2, str(output), timeout=120)

@@ -106,7 +106,6 @@ def batch(args, step):
     return windows[:, :-1], windows[:, 1:]
 
 
-@pytest.mark.slow
 def test_a_run_moves_to_flax_and_back_as_if_it_had_stayed():
     p = flags.parser("")
     args = flags.check(p.parse_args([*TINY, "--layers=2", "--rank=2", "--half-step", "--steps=12", "--lr=0.01"]), p)

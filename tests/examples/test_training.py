@@ -81,7 +81,6 @@ def cut_and_resume(start, folder, train, launcher, script, read_state):
     assert not list(folder.glob("*.unfinished"))
 
 
-@pytest.mark.slow
 def test_a_killed_torch_run_resumes_bit_for_bit(start, tmp_path):
     # With all the memory there is: errors, two factors, and whose turn it is.
     memory = ["--half-step", "--start-step=3"]
@@ -94,7 +93,6 @@ def test_a_killed_torch_run_resumes_bit_for_bit(start, tmp_path):
     assert (state["step"], state["replicas"]) == (81, 1)
 
 
-@pytest.mark.slow
 def test_torchrun_goes_on_from_the_last_checkpoint_when_a_rank_is_lost(tmp_path):
     """The command of the page, with a small model."""
     lost = f"{lost_once.__file__} 15 {EXAMPLES}/train_torch.py"
@@ -111,7 +109,6 @@ def test_torchrun_goes_on_from_the_last_checkpoint_when_a_rank_is_lost(tmp_path)
     assert curve(tmp_path / "lost.jsonl") == curve(tmp_path / "whole.jsonl")
 
 
-@pytest.mark.slow
 def test_a_killed_jax_run_resumes_bit_for_bit(start, tmp_path):
     # With all the memory there is: errors, factors, and moments in pieces.
     command = [*JAX, "--zero"]
@@ -124,7 +121,6 @@ def test_a_killed_jax_run_resumes_bit_for_bit(start, tmp_path):
     assert sum(x.size for x in pieces) == 2 * sum(x.size for x in weights)
 
 
-@pytest.mark.slow
 def test_the_jax_run_of_diloco_goes_on_after_ctrl_c(start, tmp_path):
     files = [f"--checkpoint={tmp_path / 'checkpoint'}", f"--metrics={tmp_path / 'metrics.jsonl'}"]
     method = ["--rank=2", "--diloco=3", "--start-step=2"]
@@ -148,7 +144,6 @@ def test_the_jax_run_of_diloco_goes_on_after_ctrl_c(start, tmp_path):
     assert [line["collectives"] for line in lines] == [min(s, 2) + 2 * (max(s - 2, 0) // 3) for s in range(1, 201)]
 
 
-@pytest.mark.slow
 def test_a_sharded_torch_run_goes_on_unsharded(tmp_path):
     def run(name, *more):
         files = [f"--checkpoint={tmp_path / name}.checkpoint", f"--metrics={tmp_path / name}.jsonl"]

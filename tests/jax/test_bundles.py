@@ -68,9 +68,8 @@ def test_what_is_joined():
         (power(half_step=True), "shard_map_vma"),
         (power(rank=5), "vmap"),
         (DECAYS, "pmap"),
-        # As two of one shape are in `tests/parity/test_jax.py`.
-        pytest.param(power(start_step=2), "shard_map_vma", marks=pytest.mark.slow),
-        pytest.param(power(max_norm=1.0), "shard_map_vma", marks=pytest.mark.slow),
+        (power(start_step=2), "shard_map_vma"),
+        (power(max_norm=1.0), "shard_map_vma"),
     ],
     ids=str,
 )

@@ -73,7 +73,7 @@ def test_an_average_takes_the_memory_of_pmean_and_copies_nothing(name):
     assert " concatenate(" not in compiled(name).as_text()
 
 
-@pytest.mark.parametrize("name", ["power_sgd", pytest.param("rank 16", marks=pytest.mark.slow), "half-step"])
+@pytest.mark.parametrize("name", ["power_sgd", "rank 16", "half-step"])
 def test_powersgd_stores_nothing_as_large_as_a_gradient(name):
     assert temporary(name) < 0.5
     largest = 4 * 256 * 512
@@ -81,7 +81,7 @@ def test_powersgd_stores_nothing_as_large_as_a_gradient(name):
     assert all(4 * np.prod([int(n) for n in dims.split(",")]) < largest for dims in copies)
 
 
-@pytest.mark.parametrize("name", [pytest.param("dense start", marks=pytest.mark.slow), "half-step, dense start"])
+@pytest.mark.parametrize("name", ["dense start", "half-step, dense start"])
 def test_a_dense_start_stores_the_averages_and_no_errors(name):
     """As a branch decides between the two kinds of step, what it returns has memory of its own."""
     assert temporary(name) < 1.5

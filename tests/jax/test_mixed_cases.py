@@ -210,13 +210,7 @@ def on_replicas(case, slices):
     return state[0]
 
 
-#: Compiling is what takes the time: each case in one of two ways, where they differ most.
-IN_SLICES = (tied_weights, experts, two_models)
-ROWS = [
-    pytest.param(case, slices, marks=() if slices == (case in IN_SLICES) else pytest.mark.slow)
-    for case in CASES
-    for slices in (False, True)
-]
+ROWS = [(case, slices) for case in CASES for slices in (False, True)]
 
 
 @pytest.mark.parametrize(("case", "slices"), ROWS, ids=lambda x: getattr(x, "__name__", "slices" if x else "replicas"))

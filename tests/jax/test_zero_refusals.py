@@ -120,7 +120,6 @@ def test_a_scalar_parameter_is_no_number_for_the_others():
         sharded(optax.stateless(lambda u, p: u | {"b": u["b"] * p["s"]})).init(SCALED)
 
 
-@pytest.mark.slow
 def test_it_is_tried_for_any_number_of_replicas_and_where_init_is_traced():
     inner, right = optax.centralize(), optax.adam(0.1)
     for replicas in (1, 2, 50):

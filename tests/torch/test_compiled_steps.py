@@ -37,7 +37,6 @@ KINDS = (
     "local_sgd",
 )
 USUAL = ("PowerSGD", "hook_with_zero_step_interleaved")
-SLOW = set(KINDS) - set(USUAL)
 
 
 def trained(world, form, backend) -> dict[str, Any]:
@@ -63,14 +62,14 @@ def trained(world, form, backend) -> dict[str, Any]:
     return weights(model)
 
 
-@cases.each(KINDS, slow=SLOW)
+@cases.each(KINDS)
 def test_a_compiled_step_has_the_bits_of_the_step_as_written(world, form):
     plain = trained(world, form, None)
     assert same_bits(trained(world, form, "aot_eager"), plain)
     assert not same_bits(plain, dict(mlp(24, 40, 16).named_parameters()))
 
 
-@cases.each(USUAL, slow=USUAL)
+@cases.each(USUAL)
 def with_inductor(world, form):
     """It fuses, and so rounds otherwise."""
     from torch._inductor import config
@@ -83,7 +82,6 @@ def with_inductor(world, form):
     assert relative(compiled, plain) < 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", USUAL)
 def test_inductor_trains_the_same(results, form):
     require_compiler("inductor")

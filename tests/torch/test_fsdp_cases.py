@@ -134,11 +134,9 @@ SCENARIOS = {
     "resharding": offered(reshard_after_forward=True),
     "offloaded": offered(offload_policy=CPUOffloadPolicy(pin_memory=False)),
 }
-#: They differ from the others in what FSDP keeps, or in the last cast.
-SLOW = ("bfloat16 reduces", "no resharding", "resharding")
 
 
-@cases.each(SCENARIOS, slow=SLOW)
+@cases.each(SCENARIOS)
 def test_blocks_are_averaged_as_the_simulator_says(world, scenario):
     mesh = mesh_of(*scenario.mesh)
     model, twin = (scenario.make(mesh["shard"]) for _ in range(2))

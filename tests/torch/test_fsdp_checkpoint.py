@@ -13,7 +13,7 @@ from gradwire.torch_backend import compress_replicas, register_comm_hook
 from gradwire.torch_backend.fsdp.layout import local_part
 from tests.torch.compare import relative, same_bits
 from tests.torch.models import loss_on, mlp
-from tests.torch.ranks import Cases, variants
+from tests.torch.ranks import Cases
 from tests.torch.sharded import mesh_of, sharded_mlp
 
 pytestmark = pytest.mark.slow
@@ -78,11 +78,9 @@ ONTO = {"2x2": (2, 2), "1x4": (1, 4), "4x1": (4, 1)}
 
 FORMS = {f"{form}, {mesh}": (form, shape) for form in ("dcp", "portable") for mesh, shape in ONTO.items()}
 FORMS["in parts, 2x2"] = ("in parts", ONTO["2x2"])
-#: What is cut anew is by the same code for both forms.
-SLOW = ("portable, 1x4", "portable, 4x1")
 
 
-@cases.each(FORMS, slow=SLOW, ranks=(4,))
+@cases.each(FORMS, ranks=(4,))
 def loaded_on_four(world, how):
     form, shape = how
     model, handle = made(mesh_of(*shape))
@@ -96,7 +94,7 @@ def loaded_on_four(world, how):
     return whole, train(model, world, range(3, 6)), handle.stats().steps
 
 
-@pytest.mark.parametrize("how", variants(FORMS, SLOW))
+@pytest.mark.parametrize("how", FORMS)
 def test_a_run_goes_on_with_other_replicas_and_shards(results_of, how):
     mesh = how.split(", ")[1]
     saved, goes_on = results_of(6)("saved_on_six")[0]

@@ -62,7 +62,7 @@ RESIZED = {f"{name}, mean": (ALGORITHMS[name], "mean") for name in ALGORITHMS}
 RESIZED["half step, all"] = (ALGORITHMS["half step"], "all")
 
 
-@cases.each(RESIZED, slow=("full, mean", "uncompressed, mean"))
+@cases.each(RESIZED)
 def test_four_ranks_then_two_then_three_follow_the_run_of_four(world, variant):
     algorithm, kept = variant
     ddp, handle, optimizer = wrapped(world.group, algorithm)

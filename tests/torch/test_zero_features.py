@@ -159,11 +159,9 @@ RUNS = {
 }
 RUNS |= {f"{shard} {form}": ("adamw", form, None, shard) for shard in ("parameter", "bucket") for form in FORMS}
 RUNS |= {f"{hook} {form}": ("adamw", form, hook, "element") for hook in HOOKS for form in FORMS if form != "averaging"}
-#: Of hooks one with memory is run in every form, of the others one.
-SLOW = [name for name, run in RUNS.items() if run[2] in ("bf16", "torch's fp16") and name != "bf16 overlapped"]
 
 
-@cases.each(RUNS, slow=[*SLOW, "rmsprop, plain", "rmsprop, interleaved"])
+@cases.each(RUNS)
 def test_equals_ddp_with_the_plain_optimizer(world, variant):
     optimizer, form, hook, shard = variant
     state, function = HOOKS[hook](world.group) if hook else (None, gw.allreduce_hook)

@@ -393,7 +393,7 @@ def _average(parameters: list[Tensor], group: dist.ProcessGroup) -> None:
 
 def _node(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     whole = given_or_default(process_group)
-    nodes = _consecutive(dist.get_world_size(whole), node_size(whole, "give subgroup"))
+    nodes = _consecutive(dist.get_world_size(whole), node_size(whole))
     return ProcessGroups(whole, [nodes])[nodes]
 
 

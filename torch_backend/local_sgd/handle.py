@@ -39,7 +39,7 @@ from gradwire.torch_backend.monitor.timers import StepTimes
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.setup.consistency import meet_to_change, require_same_on_all_ranks
-from gradwire.torch_backend.state.memory import Memory, owned
+from gradwire.torch_backend.state.memory import Memory
 from gradwire.torch_backend.state.rank_memory import ShardedState
 
 
@@ -231,8 +231,7 @@ class LocalSGDHandle:
             self._memory.keep(state)
             return self._memory.state
         memory = self._memory.state
-        memory.shared.update(owned(state.shared, memory.shared))
-        self._host.store(state, memory, used)
+        self._host.keep(state, memory, used)
         tensors = {name: {k: x.clone() for k, x in state.tensors[name].items()} for name in used if self.local.delayed}
         return State(memory.shared, tensors)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradwire.core.algorithm import State
 from gradwire.core.local_sgd.algorithm import OUTER
+from gradwire.torch_backend.state.memory import owned
 
 
 class HostMemory:
@@ -70,6 +71,11 @@ class HostMemory:
                         x.record_stream(self._stream)
         if self._stream is not None:
             self._copied.record(self._stream)
+
+    def keep(self, state: State[Tensor], host: State[Tensor], names: Collection[str]) -> None:
+        """Take over a memory after an average in which what is remembered of `names` was used."""
+        host.shared.update(owned(state.shared, host.shared))
+        self.store(state, host, names)
 
     def wait(self) -> None:
         """Wait until the host has what was copied to it."""

@@ -155,7 +155,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "bucket_cap_mb": bucket_cap_mb,
             "param_groups": group_names,
         }
-        self._steps = 0  # of sharded parameters
         self._complete = False
         self._sharded: OnShards | None = None
         refused = refusal(lambda stand_ins: made(rules, stand_ins), groups, master_dtype)
@@ -206,13 +205,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._step = self._sharded_step(averaged=not average_gradients)
         self._complete = True
 
-    @property
-    def _own(self) -> Shard:
+    def _require_own_shards(self) -> None:
+        """Raise RuntimeError for DTensors."""
         if self._sharded is not None:
             raise RuntimeError(
                 "this optimizer is of DTensors, and its state is divided as they are: state_dict() gives it to torch.distributed.checkpoint, and "
                 "consolidated_state_dict() whole; nothing else is divided here, and no hook of DDP takes part"
             )
+
+    @property
+    def _own(self) -> Shard:
+        self._require_own_shards()
         return self._part
 
     @property
@@ -259,7 +262,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def overlap(self, *, averaged: bool, interleaved: bool, spread: bool, grad_scaler: Any = None) -> ShardedStep:
         """Give the step to a hook of DDP; for `hook_with_zero_step`. Raises ValueError for what does not go together."""
-        _ = self._own
+        self._require_own_shards()
         if self._average_gradients:
             raise ValueError("average_gradients=True is for models without DDP; leave it out, the hook averages")
         if self._in_hook:
@@ -340,7 +343,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 )
         if self._sharded is not None:
             self._sharded.step()
-            self._steps += 1
         elif not self._in_hook:
             if self._wire is not None and not self._average_gradients:
                 raise ValueError(
@@ -398,8 +400,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         all-reduce counts as many bytes as it. Times are of the same messages: packing and waiting, without the optimizer's own step, and without
         what another hook does that averages the gradients before."""
         if self._sharded is not None:
-            dense = sum(p.nbytes for p in self._names)
-            return Stats(self._steps, 0, *self._sharded.sent, dense * self._steps)
+            return self._sharded.stats()
         collectives = self._step.collectives
         return Stats.of(collectives.times.read(), self._step.steps, self._skipped, collectives.sent, self._dense_bytes)
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradwire.core.ops import Spec
 from gradwire.core.zero.sharding import shard_by_parameter
 from gradwire.torch_backend.fsdp.layout import local_part
+from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.setup.sharded_models import is_dtensor
 from gradwire.torch_backend.zero.arguments import agreed_on
 from gradwire.torch_backend.zero.rules import Mixture, Rule
@@ -253,12 +254,19 @@ class OnShards(Mixture):
         found = agreed() if place.replicas is None else agreed_on(place.replicas, settings, trained, agreed, None)
         super().__init__(found)
         self._names = names
+        self._steps = 0
 
-    @property
-    def sent(self) -> tuple[int, int]:
-        """Messages and bytes, in which a round's matrices count half for each way."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One of each."""
+        result = super().step(closure)
+        self._steps += 1
+        return result
+
+    def stats(self) -> Stats:
+        """Steps, and what they have sent: a round's matrices count half for each way."""
         muons = [part for part in self.parts if isinstance(part, OwnedMuon)]
-        return sum(part.messages for part in muons), sum(part.bytes_sent for part in muons)
+        messages, sent = sum(part.messages for part in muons), sum(part.bytes_sent for part in muons)
+        return Stats(self._steps, 0, messages, sent, self._steps * sum(p.nbytes for p in self._names))
 
     def whole(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """A state with whole tensors. All ranks call it."""

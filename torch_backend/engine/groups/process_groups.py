@@ -158,8 +158,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-def node_size(whole: dist.ProcessGroup, instead: str = "give the number instead of 'node'") -> int:
-    """How many ranks torchrun has started on each machine. `instead`: what its caller offers besides, for messages.
+def node_size(whole: dist.ProcessGroup) -> int:
+    """How many ranks torchrun has started on each machine.
 
     Raises:
         ValueError: torchrun has not said so, or `whole` is not all ranks, so that its numbers say nothing about machines.
@@ -168,7 +168,7 @@ def node_size(whole: dist.ProcessGroup, instead: str = "give the number instead 
     if not local.isdigit() or not int(local):
         raise ValueError(
             f"'node' needs the number of ranks on each machine, but LOCAL_WORLD_SIZE={local!r} in the environment: start with torchrun, "
-            f"set it, or {instead}"
+            "set it, or give subgroup"
         )
     if dist.get_world_size(whole) != dist.get_world_size():
         raise ValueError(

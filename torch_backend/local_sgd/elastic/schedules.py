@@ -21,7 +21,6 @@ from gradwire.torch_backend.local_sgd.in_flight import InFlight
 from gradwire.torch_backend.local_sgd.optimizer_hooks import step_on_every_rank
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
-from gradwire.torch_backend.state.memory import owned
 
 
 class ElasticLocalSGD(ElasticHandle):
@@ -142,9 +141,8 @@ class ElasticLocalSGD(ElasticHandle):
         if self._host is None:
             return self._memory.keep(state)
         memory = self._memory.state
-        memory.shared.update(owned(state.shared, memory.shared))
         used = [n for n, kept in state.tensors.items() if all(x is not memory.tensors[n][k] for k, x in kept.items())]
-        self._host.store(state, memory, used)
+        self._host.keep(state, memory, used)
 
     @torch.no_grad()
     def _average(
