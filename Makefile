@@ -100,6 +100,7 @@ bench: $(READY) ## what compression costs in torch and in JAX, what buckets and 
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/buckets.py
 	$(BIN)/python benchmarks/zero.py
+	$(BIN)/python benchmarks/muon.py
 	$(BIN)/python benchmarks/jax_step.py
 	$(BIN)/python benchmarks/stacks.py
 	$(BIN)/python benchmarks/half_step.py

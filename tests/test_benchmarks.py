@@ -67,6 +67,7 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
         2,
         "subject cap_mib buckets kernels by_name all_reduces host_waits host_ms",
     ),
+    "muon.py": ([*TINY, "--width=32"], "rows", 2, "backend plain_ms divided_ms message_ms share"),
     "network": (
         [*TINY, "--backends=torch", "--hosts=2", "--rates=1gbit", "--training-steps=0", "--picture="],
         "rows",
@@ -86,7 +87,7 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
 
 
 #: They start their own ranks, which import them.
-BY_THEMSELVES = ("buckets.py", "error_feedback.py", "frontier", "zero.py")
+BY_THEMSELVES = ("buckets.py", "error_feedback.py", "frontier", "muon.py", "zero.py")
 
 
 def run(script: str, folder: Path, *options: str) -> str:
