@@ -26,6 +26,7 @@ from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.local_requests import LocalNorm, ReplicaIndex, WorldSize
 from gradwire.core.protocol.programs import Program, Request, UnknownRequest
 from gradwire.jax_backend.axes.auto_axes import Exchange, compiler_axes, parted, slice_size, wide_on_cpu
+from gradwire.jax_backend.axes.cpu_hosts import between_cpu_hosts, in_short_pieces
 from gradwire.jax_backend.axes.mapped_axis import (
     AxisName,
     axes_of,
@@ -193,7 +194,7 @@ class _Driver:
 
     def _gather(self, request: Gather[jax.Array]) -> tuple[jax.Array, ...]:
         peers = peers_of(request.groups, self.axis_name)
-        send = self._parted(lambda arrays: self._gathered(arrays, peers, tiled=False), 0, 1)
+        send = self._parted(lambda arrays: self._gathered(arrays, peers), 0, 1)
         pieces = partial(_pieces, request.arrays, FLAT_TO_ROWS)
         return self._message(request.arrays, pieces, send, rows=(peers.size,), watched=request.watched)
 
@@ -201,9 +202,9 @@ class _Driver:
         """`send`; if there are slices, of a part on each of their devices."""
         return parted(send, kept, added, check_vma=tracked(self.axis_name)) if self.in_slices else send
 
-    def _gathered(self, arrays: list[jax.Array], peers: Peers, *, tiled: bool) -> list[jax.Array]:
+    def _gathered(self, arrays: list[jax.Array], peers: Peers) -> list[jax.Array]:
         if not peers.axes:
-            return arrays if tiled else [x[None] for x in arrays]
+            return [x[None] for x in arrays]
         told = {}
         if tracked(self.axis_name):
             arrays = vary(arrays, peers.axes)
@@ -213,7 +214,7 @@ class _Driver:
                         "an all-gather under jax.shard_map(check_vma=True) needs JAX 0.9; pass check_vma=False to jax.shard_map"
                     )
                 told = {"to": "invarying"}
-        return peers.exchange(lax.all_gather, arrays, tiled=tiled, **told)
+        return in_short_pieces(partial(peers.exchange, lax.all_gather, **told), arrays)
 
     def _all_to_all(self, request: AllToAll[jax.Array]) -> tuple[jax.Array, ...]:
         peers = peers_of(request.groups, self.axis_name)
@@ -225,10 +226,18 @@ class _Driver:
             own = vary_if_tracked(pieces, self.axis_name)
             if not peers.axes:
                 return own
-            return peers.exchange(lax.all_to_all, own, 0, 0, tiled=True)
+            return self._exchanged(peers, own)
 
         answers = self._message(rows, partial(_pieces, rows, ROWS), self._parted(exchanged, 1, 0))
         return tuple(x.reshape((-1,)) for x in answers) if request.counts else answers
+
+    def _exchanged(self, peers: Peers, rows: list[jax.Array]) -> list[jax.Array]:
+        """A row to each replica."""
+
+        def send(xs: list[jax.Array]) -> list[jax.Array]:
+            return peers.exchange(lax.all_to_all, xs, 0, 0, tiled=True)
+
+        return in_short_pieces(send, rows)
 
     def _reduce_scatter(self, request: ReduceScatter[jax.Array]) -> tuple[jax.Array, ...]:
         peers = peers_of(request.groups, self.axis_name)
@@ -236,7 +245,7 @@ class _Driver:
         def scattered(xs: list[jax.Array]) -> list[jax.Array]:
             if not between_cpu_hosts():
                 return wide_on_cpu(partial(peers.exchange, lax.psum_scatter, tiled=True), xs)
-            return [x.sum(0, keepdims=True) for x in peers.exchange(lax.all_to_all, xs, 0, 0, tiled=True)]
+            return [x.sum(0, keepdims=True) for x in self._exchanged(peers, xs)]
 
         def part(x: jax.Array) -> jax.Array:
             if not x.size:
@@ -249,7 +258,7 @@ class _Driver:
 
     def _all_gather(self, request: AllGather[jax.Array]) -> tuple[jax.Array, ...]:
         peers = peers_of(request.groups, self.axis_name)
-        send = self._parted(lambda arrays: self._gathered(arrays, peers, tiled=False), 0, 1)
+        send = self._parted(lambda arrays: self._gathered(arrays, peers), 0, 1)
         # Nothing is the same on all replicas, and x is not known to be.
         return tuple(send([x])[0].reshape((-1,)) if x.size else jnp.zeros(x.shape, x.dtype) for x in request.arrays)
 
@@ -295,11 +304,6 @@ class _Driver:
     def _optimizer_step(self, request: OptimizerStep[jax.Array]) -> tuple[dict[str, jax.Array]]:
         assert self.optimizer is not None  # see `why_not`
         return (self.optimizer(request.pieces, request.ok),)
-
-
-def between_cpu_hosts() -> bool:
-    """Whether messages go through JAX's Gloo, whose reduce-scatter takes 1.6 times as long as an all-to-all of the same bytes and a sum."""
-    return jax.default_backend() == "cpu" and jax.process_count() > 1
 
 
 #: How each kind of request is performed, besides those that are `local`: the only list of them here.
