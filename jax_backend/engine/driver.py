@@ -226,18 +226,10 @@ class _Driver:
             own = vary_if_tracked(pieces, self.axis_name)
             if not peers.axes:
                 return own
-            return self._exchanged(peers, own)
+            return peers.exchange(lax.all_to_all, own, 0, 0, tiled=True)
 
         answers = self._message(rows, partial(_pieces, rows, ROWS), self._parted(exchanged, 1, 0))
         return tuple(x.reshape((-1,)) for x in answers) if request.counts else answers
-
-    def _exchanged(self, peers: Peers, rows: list[jax.Array]) -> list[jax.Array]:
-        """A row to each replica."""
-
-        def send(xs: list[jax.Array]) -> list[jax.Array]:
-            return peers.exchange(lax.all_to_all, xs, 0, 0, tiled=True)
-
-        return in_short_pieces(send, rows)
 
     def _reduce_scatter(self, request: ReduceScatter[jax.Array]) -> tuple[jax.Array, ...]:
         peers = peers_of(request.groups, self.axis_name)
@@ -245,7 +237,10 @@ class _Driver:
         def scattered(xs: list[jax.Array]) -> list[jax.Array]:
             if not between_cpu_hosts():
                 return wide_on_cpu(partial(peers.exchange, lax.psum_scatter, tiled=True), xs)
-            return [x.sum(0, keepdims=True) for x in self._exchanged(peers, xs)]
+            return in_short_pieces(summed, xs)
+
+        def summed(xs: list[jax.Array]) -> list[jax.Array]:
+            return [x.sum(0, keepdims=True) for x in peers.exchange(lax.all_to_all, xs, 0, 0, tiled=True)]
 
         def part(x: jax.Array) -> jax.Array:
             if not x.size:

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import gradwire.jax_backend as gw
-from gradwire import PowerSGD, Quantize, TopK
+from gradwire import PowerSGD, TopK
 from gradwire.jax_backend.axes import cpu_hosts
 from gradwire.jax_backend.engine import driver
 from tests.jax.replicas import AXIS, Replicas, gradients
@@ -14,7 +14,6 @@ from tests.jax.replicas import AXIS, Replicas, gradients
 SHAPES = {"w": (9, 14), "b": (7,)}
 SENDS = {
     "zero1": lambda: gw.zero1(optax.sgd(0.1), axis_name=AXIS, replicas=3),
-    "all-to-all, of pieces": lambda: gw.average_gradients(Quantize("int8"), axis_name=AXIS),
     "gather": lambda: gw.average_gradients(TopK(keep=0.2), axis_name=AXIS),
     "reduce": lambda: gw.average_gradients(PowerSGD(2), axis_name=AXIS),
 }
