@@ -125,8 +125,8 @@ def on_host(x: Any) -> np.ndarray[Any, Any]:
 
 
 def path_of(path: Any) -> str:
-    """The path of a leaf, joined by "."."""
-    return str(jax.tree_util.keystr(path, simple=True, separator="."))
+    """The path of a leaf, joined by ".", which stands for a "/" in a name too: {"a/b": x} has the names of {"a": {"b": x}}."""
+    return str(jax.tree_util.keystr(path, simple=True, separator=".")).replace("/", ".")
 
 
 def by_path(tree: Any) -> list[tuple[str, Any]]:

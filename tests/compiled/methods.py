@@ -36,15 +36,24 @@ def fifty(width: int = 256) -> dict[str, tuple[int, ...]]:
     return shapes | {"wte": (8 * width, width), "wpe": (2 * width, width)}
 
 
-MODELS = {"pair": pair, "fifty": fifty}
+def layers(width: int = 256) -> dict[str, tuple[int, ...]]:
+    """Matrices of two shapes, of each as many as four replicas can share evenly."""
+    return {f"h{i}/{name}": (width, n * width) for i in range(4) for name, n in (("out", 1), ("up", 2), ("gate", 2))}
+
+
+MODELS = {"pair": pair, "fifty": fifty, "layers": layers}
+
+
+#: What is no algorithm: averages, and optimizers, as they are and divided.
+PLAIN = ("pmean", "muon", "zero1", "zero1 of muon")
 
 
 def compiled(target, model, name):
-    """A row. The names in `name` are those of `gradwire`, and "pmean" and "zero1"."""
+    """A row. `name` is an expression with the names of `gradwire`, or one of `PLAIN`."""
     import gradwire
 
     params = model()
-    made = None if name in ("pmean", "zero1") else eval(name, vars(gradwire))
+    made = None if name in PLAIN else eval(name, vars(gradwire))
     nodes = isinstance(made, gradwire.TwoLevel)
     lowered = _lowered(targets.mesh(target, nodes), params, name, made)
     began = time.process_time()
@@ -59,6 +68,7 @@ def compiled(target, model, name):
         "target": target,
         "method": name,
         "compile_s": round(seconds, 1),
+        "flops": cost.get("flops"),
         "passes": round(cost["bytes accessed"] / nbytes, 1) if "bytes accessed" in cost else None,
         "temporary": round(program.memory_analysis().temp_size_in_bytes / nbytes, 2),
         "launches": sum(_LAUNCH.search(line) is not None for line in entry),
@@ -82,8 +92,13 @@ def _lowered(mesh, shapes, name, made):
     two_levels = isinstance(made, gradwire.TwoLevel)
     axis, replicas = (("dcn", "ici"), mesh.size) if two_levels else ("dcn", mesh.shape["dcn"])
     tx, start = None, {"params": params, "own": ()}
-    if name == "zero1":
+    muon = optax.contrib.muon(0.1)
+    if name == "muon":
+        tx = optax.chain(gw.all_reduce_mean(axis_name=axis), muon)
+    elif name == "zero1":
         tx = gw.zero1(optax.sgd(0.1), axis_name=axis, replicas=replicas)
+    elif name == "zero1 of muon":
+        tx = gw.zero1(muon, axis_name=axis, replicas=replicas, shard="parameter")
     elif isinstance(made, gradwire.LocalSGD):
         tx = gw.local_sgd(optax.sgd(0.1), made, axis_name=axis)
     elif made is not None:
@@ -96,7 +111,7 @@ def _lowered(mesh, shapes, name, made):
             averages, own = jax.lax.pmean(gradients, axis), state["own"]
         else:
             averages, own = tx.update(gradients, state["own"], state["params"])
-        factor = 1.0 if name == "zero1" else -0.1
+        factor = 1.0 if name in PLAIN[1:] else -0.1
         return {"params": jax.tree.map(lambda p, g: p + factor * g, state["params"], averages), "own": own}
 
     def with_an_average(state, gradients):

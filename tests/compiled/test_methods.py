@@ -97,6 +97,12 @@ def test_fifty_matrices_compile_in_little_more_time(method):
 
 
 @all_of_it
+def test_muon_divided_among_four_computes_a_quarter_of_the_plain_step():
+    found = rows("v5e", "layers", "muon", "zero1 of muon")
+    assert found["zero1 of muon"]["flops"] <= 1.15 / 4 * found["muon"]["flops"], found
+
+
+@all_of_it
 @pytest.mark.parametrize(
     ("method", "algorithm"),
     [

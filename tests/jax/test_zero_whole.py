@@ -292,3 +292,13 @@ def test_under_pmap():
     found = Replicas(sharded(inner, 3), PARAMS, 3, "pmap").update([jax.tree.map(np.float32, g) for g in given])
     average = {n: np.mean([g[n] for g in given], axis=0) for n in SHAPES}
     assert_close(found, {n: x / np.linalg.norm(x) for n, x in average.items()})
+
+
+def test_a_flat_tree_has_names_with_a_slash():
+    """As Haiku's. They are those of a nested tree."""
+    flat = {f"h{i}/{name}": jnp.ones((4, n)) for i in range(2) for name, n in (("up", 6), ("out", 4), ("gate", 6))}
+    nested = {f"h{i}": {name: flat[f"h{i}/{name}"] for name in ("up", "out", "gate")} for i in range(2)}
+    states = [jax.eval_shape(sharded(optax.contrib.muon(0.02), 2).init, tree) for tree in (flat, nested)]
+    first, second = (set(state.pieces.per_replica) for state in states)
+    assert first == second
+    assert any("h0.up|h1.up" in key or "h0.gate|h0.up" in key for key in first)
