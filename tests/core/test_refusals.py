@@ -189,6 +189,7 @@ PATTERNS = [
     (ValueError, "parameter 'ids'", lambda: init(PowerSGD(2), w=((20, 20),), ids=((20,), "int32"))),
 ]
 
+TWO = {"a": Spec((2,)), "b": Spec(())}
 SCHEDULES = [
     (ValueError, "period=0", lambda: Schedule(0)),
     (ValueError, "period[2]=-1", lambda: Schedule({2: -1, 4: 4})),
@@ -198,7 +199,7 @@ SCHEDULES = [
     (ValueError, "fragments=5", lambda: Schedule(4, fragments=5)),
     (ValueError, "fragments=3", lambda: Schedule({2: 2, 4: 8}, fragments=3)),
     (TypeError, "fragments=2.0", lambda: Schedule(4, fragments=2.0)),
-    (ValueError, "fragments=3 of 2", lambda: Schedule(4, fragments=3).parts({"a": Spec((2,)), "b": Spec(())})),
+    (ValueError, "fragments=3 of 2", lambda: Schedule(4, fragments=3).parts(TWO)),
     (ValueError, "subgroup='rack'", lambda: Schedule(4, subgroup="rack")),
     (TypeError, "subgroup[0]=0", lambda: Schedule(4, subgroup=(0, 1))),
     (ValueError, "groups of 3, but 4 replicas", lambda: Schedule(4, subgroup=3).subgroups(4)),
@@ -210,6 +211,21 @@ SCHEDULES = [
     (ValueError, "groups of 2, the size of a node", lambda: Schedule({2: 2, "node": 3, "all": 8}).on_nodes_of(2)),
     (ValueError, "state_dtype='float32'", lambda: LocalSGD(4, state_dtype="float32")),
     (ValueError, "state_dtype='int8'", lambda: LocalSGD(4, outer=OuterSGD(), state_dtype="int8")),
+    *each(ValueError, "overlap={}", lambda x: diloco(4, overlap=x), 4, -1),
+    (TypeError, "overlap=True", lambda: diloco(4, overlap=True)),
+    *each(ValueError, "merge={!r}", lambda x: diloco(4, overlap=1, merge=x), 1.5, "half"),
+    (TypeError, "eager=1", lambda: diloco(4, eager=1)),
+    (ValueError, "merge=0.5", lambda: diloco(4, eager=True, merge=0.5)),
+    (ValueError, "overlap=1", lambda: diloco(4, eager=True, overlap=1)),
+    (ValueError, "layout='rows'", lambda: diloco(4, layout="rows")),
+    (TypeError, "layout[0]=1", lambda: diloco(4, layout=[1])),
+    (ValueError, "fragments=1", lambda: diloco(4, layout=("a*", "*"))),
+    # Plain averages have no differences.
+    *(
+        (ValueError, f"{x}=", lambda x=x, to=to: LocalSGD(4, **{x: to}))
+        for x, to in [("overlap", 1), ("merge", 0.5), ("eager", True)]
+    ),
+    *each(ValueError, "'b'", lambda x: diloco(9, fragments=2, layout=x).parts(TWO), ("a", "c"), ("*", "b")),
 ]
 
 X = np.zeros(2)

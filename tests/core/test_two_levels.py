@@ -137,8 +137,7 @@ class StoresEarly(Wrapper):
         return await rq.mean_each(averages), after
 
 
-@pytest.mark.parametrize("name", ["a", "c", "f"])
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize(("name", "bad"), [("a", np.inf), ("c", np.nan), ("f", np.inf)])
 @pytest.mark.parametrize("early", [False, True])
 def test_a_step_that_is_not_finite_leaves_no_trace_on_any_replica(name, bad, early):
     algorithm = PowerSGD(2, half_step=True)
@@ -258,3 +257,6 @@ def test_node_is_replaced_by_those_who_know():
         )
         assert around(TwoLevel(AllReduce())).mentions_nodes > around(TwoLevel(AllReduce(), 2)).mentions_nodes
     assert LocalSGD(4, subgroup="node").on_nodes_of(((0, 2), (1, 3))).subgroups(4) == ((0, 2), (1, 3))
+    assert LocalSGD({"node": 2, "all": 8}, subgroup="node").on_nodes_of(2) == LocalSGD({2: 2, "all": 8}, subgroup=2)
+    assert LocalSGD(8).on_nodes_of(2) == LocalSGD(8)
+    assert LocalSGD(4, subgroup=1).subgroups(4) is None
