@@ -1,7 +1,6 @@
 """What a probe says of a network, predicted steps, and what is recommended."""
 
 import json
-import math
 
 import pytest
 from hypothesis import given
@@ -48,12 +47,6 @@ def test_a_larger_message_never_takes_less(samples):
     assert seconds == sorted(seconds)
     assert seconds[0] == 0
     assert seconds[-1] == pytest.approx(2 * seconds[-2])  # beyond what was measured it grows in proportion
-
-
-@pytest.mark.parametrize("samples", [(), ((0, 1.0),), ((8, 0.0),), ((8, math.nan),)])
-def test_what_is_no_sample_is_refused(samples):
-    with pytest.raises(ValueError, match="exchange"):
-        Level(ALL, 2, ((1, 1.0),), samples, 1.0)
 
 
 def test_a_probe_says_alpha_and_beta_of_a_ring():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, Quantize, Spec, WireDtype, diloco, plan
+from gradwire import LocalSGD, LocalSimulator, OuterSGD, PowerSGD, Spec, diloco, plan
 from gradwire.core.local_sgd.fragments import fragments_of, layers
 from gradwire.core.plan.advice import warn_of_few_rounds
 from gradwire.core.simulate import PoisonOps

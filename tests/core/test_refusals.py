@@ -28,6 +28,7 @@ from gradwire import (
     Zero,
     assign_buckets,
     diloco,
+    link_for,
     plan,
     shard_by_bucket,
     shard_by_element,
@@ -269,6 +270,7 @@ SHARDS = [
     (ValueError, "first_bucket_mb=0", lambda: bucket_limits(1, 0)),
 ]
 
+LINKED = {"model": SHAPES, "algorithm": AllReduce(), "step": 0.1, "link": "1Gbit", "replicas": 2}
 PLANS = [
     (ValueError, "itemsize=3", lambda: plan(SHAPES, PowerSGD(1), itemsize=3)),
     (ValueError, "dtype='int8'", lambda: plan(SHAPES, PowerSGD(1), dtype="int8")),
@@ -285,9 +287,19 @@ PLANS = [
     (ValueError, "world_size=0", lambda: plan(SHAPES, AllReduce()).seconds(0, 1e-4, 1e9)),
     (ValueError, "latency=-1.0", lambda: plan(SHAPES, AllReduce()).seconds(4, -1.0, 1e9)),
     (TypeError, "world_size='2'", lambda: plan(SHAPES, AllReduce(), world_size="2")),
-    *each(ValueError, "step={}", lambda x: utilization(SHAPES, AllReduce(), step=x, link="1Gbit", replicas=2), 0, NAN),
+    *each(ValueError, "step={}", lambda x: utilization(**LINKED | {"step": x}), 0, NAN),
+    *each(ValueError, "{}", lambda x: utilization(**LINKED | {"link": x}), "fast", -1.0),
+    (ValueError, "latency=-1.0", lambda: utilization(**LINKED | {"latency": -1.0})),
+    (ValueError, "replicas=0", lambda: utilization(**LINKED | {"replicas": 0})),
+    (ValueError, "utilization=1.0", lambda: link_for(SHAPES, AllReduce(), step=0.1, replicas=2, utilization=1.0)),
+    (
+        ValueError,
+        "utilization=",
+        lambda: link_for(SHAPES, AllReduce(), step=0.1, replicas=2, utilization=0.99, latency=10.0),
+    ),
     (ValueError, "bandwidth=0.0", lambda: plan(SHAPES, AllReduce()).seconds(4, 1e-4, 0.0)),
-    *each(ValueError, "all_reduce", lambda x: Level("all", 2, x, x, 0.5), (), ((0, 1.0),), ((8, 0.0),)),
+    *each(ValueError, "all_reduce", lambda x: Level("all", 2, x, x, 0.5), (), ((0, 1.0),), ((8, 0.0),), ((8, NAN),)),
+    (ValueError, "exchange", lambda: Level("all", 2, ((1, 1.0),), (), 0.5)),
     (ValueError, "two replicas", lambda: measure(None, "torch", "cpu", 1, 1)),
     (ValueError, "equally many", lambda: measure(None, "torch", "cpu", 3, 2)),
 ]

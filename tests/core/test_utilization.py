@@ -172,25 +172,3 @@ def test_a_message_that_a_step_cannot_hide_takes_its_time():
     """By hand: one layer, a ring of four sends 1.5 times the bytes; the step waits for all of it."""
     took = 1.5 * 4 * 1000 * 8 / 1e6
     assert utilization({"w": (1000,)}, LocalSGD(5), step=0.1, link=1e6, replicas=4) == pytest.approx(0.5 / (0.5 + took))
-
-
-REFUSED = [
-    ({"step": 0}, "step="),
-    ({"link": "fast"}, "fast"),
-    ({"link": -1.0}, "link="),
-    ({"latency": -1.0}, "latency="),
-    ({"replicas": 0}, "replicas="),
-]
-
-
-@pytest.mark.parametrize(("wrong", "named"), REFUSED)
-def test_what_cannot_be_is_refused_by_name(wrong, named):
-    with pytest.raises(ValueError) as refused:
-        utilization({"w": (4, 4)}, AllReduce(), **{"step": 0.1, "link": "1Gbit", "replicas": 2} | wrong)
-    assert named in str(refused.value)
-
-
-@pytest.mark.parametrize("options", [{"utilization": 1.0}, {"utilization": 0.99, "latency": 10.0}])
-def test_a_link_that_nobody_has(options):
-    with pytest.raises(ValueError, match="utilization="):
-        link_for({"w": (4, 4)}, AllReduce(), **{"step": 0.1, "replicas": 2} | options)
