@@ -58,10 +58,6 @@ def test_nested_togethers_send_what_one_would(tree):
     assert [payload(r) for r in requests] == [payload(r) for r in flat]
 
 
-def test_together_of_nothing_asks_for_nothing():
-    assert run(together([])) == ([], [])
-
-
 def test_a_request_about_nothing_takes_nobodys_answer():
     async def ask_for(*values):
         return await ask(Reduce(tuple(np.full(1, v) for v in values), (False,) * len(values)))

@@ -288,7 +288,7 @@ PLANS = [
     (ValueError, "latency=-1.0", lambda: plan(SHAPES, AllReduce()).seconds(4, -1.0, 1e9)),
     (TypeError, "world_size='2'", lambda: plan(SHAPES, AllReduce(), world_size="2")),
     *each(ValueError, "step={}", lambda x: utilization(**LINKED | {"step": x}), 0, NAN),
-    *each(ValueError, "{}", lambda x: utilization(**LINKED | {"link": x}), "fast", -1.0),
+    *each(ValueError, "link={!r}", lambda x: utilization(**LINKED | {"link": x}), "fast", -1.0),
     (ValueError, "latency=-1.0", lambda: utilization(**LINKED | {"latency": -1.0})),
     (ValueError, "replicas=0", lambda: utilization(**LINKED | {"replicas": 0})),
     (ValueError, "utilization=1.0", lambda: link_for(SHAPES, AllReduce(), step=0.1, replicas=2, utilization=1.0)),
