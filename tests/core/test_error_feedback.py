@@ -1,4 +1,4 @@
-"""Error feedback as a part of its own: under a compressor written by a user, bounded, and in its dtype."""
+"""Error feedback as a part of its own: under a compressor written by a user, in its dtype, and with a decay."""
 
 import itertools
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.protocol import mean
 from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator
+from gradwire.core.state.checkpoint import head
+from gradwire.testing import ConformanceError, check
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -82,12 +84,12 @@ def test_a_compressors_own_memory_counts_only_finite_compressed_steps():
 
 def test_half_precision_gradients_under_dense_compressors():
     """The rest `x - sent` in bfloat16, where NumPy's products of array and number come out in float32."""
-    for dtype, ops in itertools.product(("bfloat16", "float16"), (NumpyOps(), PoisonOps())):
-        simulator = Simulator(Threshold(), {"w": (3,)}, replicas=2, dtype=dtype, ops=ops)
+    for dtype, ops, decay in itertools.product(("bfloat16", "float16"), (NumpyOps(), PoisonOps()), (True, 0.5)):
+        simulator = Simulator(Threshold(error_feedback=decay), {"w": (3,)}, replicas=2, dtype=dtype, ops=ops)
         simulator.step([{"w": [4.0, 1.0, -3.0]}, {"w": [4.0, 1.0, -3.0]}])
         error = simulator.states[1].tensors["w"]["error"]
         assert error.dtype.name == dtype
-        np.testing.assert_array_equal(error.astype(float), [0, 1, 0])
+        np.testing.assert_array_equal(error.astype(float), [0, decay, 0])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -107,3 +109,27 @@ def test_state_dtype_means_that_all_arithmetic_is_in_that_dtype(dtype, options):
             for key in b.tensors["w"]:
                 assert a.tensors["w"][key].dtype == np.float32
                 np.testing.assert_array_equal(a.tensors["w"][key], b.tensors["w"][key])
+
+
+def test_a_decay_of_one_is_none_at_all():
+    assert PowerSGD(2, error_feedback=1) == PowerSGD(2, error_feedback=1.0) == PowerSGD(2)
+    assert repr(PowerSGD(2, error_feedback=1.0)) == "PowerSGD(rank=2)"  # so that a state of the one is one of the other
+    assert repr(PowerSGD(2, error_feedback=0.95)) == "PowerSGD(rank=2, error_feedback=0.95)"
+    assert head("compressor", repr(PowerSGD(2, error_feedback=1.0)), 0) == head("compressor", repr(PowerSGD(2)), 0)
+
+
+def test_what_decays_is_lost_for_good():
+    assert not PowerSGD(2).biased
+    assert PowerSGD(2, error_feedback=0.95).biased
+    # In each step a known part of the error; what else is lost, the kit finds.
+    assert any(line.startswith("conservation") for line in check(PowerSGD(2, error_feedback=0.95)))
+
+    class Forgetful(PowerSGD):
+        def _decayed(self, ops, error):
+            return ops.scale_each([error], ops.asarray(0.5, "float64"))[0]
+
+    with pytest.raises(ConformanceError, match="its promise of conservation"):
+        check(Forgetful(2, error_feedback=0.95), world_sizes=(2,))
+    assert not any(
+        line.startswith("conservation") for line in check(WireDtype(PowerSGD(2, error_feedback=0.95), "float16"))
+    )

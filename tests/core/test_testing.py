@@ -43,6 +43,11 @@ FORGETS, NO_WARM_UP = "conservation", "warm-up"
         (PowerSGD(2), set()),
         (PowerSGD(2, half_step=True, start_step=1, error_feedback=False), {FORGETS}),
         (PowerSGD(2, square=True, half_step=True), set()),
+        (
+            PowerSGD(2, square=True, error_feedback=0.75),
+            set(),
+        ),  # whose rest is computed after the message, not meanwhile
+        (PowerSGD(2, half_step=True, error_feedback=0.75), set()),
         (PowerSGD(2, orthogonalization_epsilon=1e-3), set()),
         (PowerSGD(2, state_dtype="float16", max_norm=10.0), {FORGETS}),
         (PowerSGD(2, start_step=1, state_dtype="float32"), set()),
