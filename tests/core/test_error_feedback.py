@@ -121,8 +121,6 @@ def test_a_decay_of_one_is_none_at_all():
 def test_what_decays_is_lost_for_good():
     assert not PowerSGD(2).biased
     assert PowerSGD(2, error_feedback=0.95).biased
-    # In each step a known part of the error; what else is lost, the kit finds.
-    assert any(line.startswith("conservation") for line in check(PowerSGD(2, error_feedback=0.95)))
 
     class Forgetful(PowerSGD):
         def _decayed(self, ops, error):
@@ -130,6 +128,3 @@ def test_what_decays_is_lost_for_good():
 
     with pytest.raises(ConformanceError, match="its promise of conservation"):
         check(Forgetful(2, error_feedback=0.95), world_sizes=(2,))
-    assert not any(
-        line.startswith("conservation") for line in check(WireDtype(PowerSGD(2, error_feedback=0.95), "float16"))
-    )

@@ -115,8 +115,7 @@ def test_scaling_by_a_power_of_two_changes_no_bit(size, seed, exponent):
     np.testing.assert_array_equal(orthonormal(x), orthonormal(x * np.float32(2.0**exponent)))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@given(seed=seeds, where=st.integers(0, 3))
+@given(st.sampled_from([np.nan, np.inf, -np.inf]), seeds, st.integers(0, 3))
 def test_a_row_that_is_not_finite_becomes_zero_and_spoils_no_other(bad, seed, where):
     x = np.random.default_rng(seed).normal(size=(4, 9)).astype(np.float32)
     broken, blank = x.copy(), x.copy()
@@ -128,9 +127,9 @@ def test_a_row_that_is_not_finite_becomes_zero_and_spoils_no_other(bad, seed, wh
     np.testing.assert_array_equal(rows[where], 0)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float16", 3e-3)])
-@given(size=sizes, seed=seeds)
-def test_half_precision_is_computed_in_float32_and_rounded_once(dtype, tolerance, size, seed):
+@given(st.sampled_from([("bfloat16", 2e-2), ("float16", 3e-3)]), sizes, seeds)
+def test_half_precision_is_computed_in_float32_and_rounded_once(half, size, seed):
+    dtype, tolerance = half
     x = np.random.default_rng(seed).normal(size=size).astype(dtype)
     rows = orthonormal(x)
     assert rows.dtype.name == dtype

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.epfml import HalfSteps
@@ -14,7 +14,7 @@ from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.protocol.local_requests import Orthonormalize
 from gradwire.core.simulate import NumpyOps, Simulator
 
-STEPS = 8
+STEPS = 6
 
 seeds = st.integers(0, 2**32 - 1)
 worlds = st.integers(1, 4)
@@ -174,6 +174,7 @@ def test_a_tensor_is_the_matrix_of_its_row_axes(seed, shape, world, data):
 
 @pytest.mark.parametrize("options", [{}, {"half_step": True}, {"error_feedback": False}], ids=str)
 @pytest.mark.parametrize("transpose", [(), ("w",)])
+@settings(max_examples=8)
 @given(seed=seeds, shape=st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8)), world=worlds)
 def test_a_stack_is_its_matrices_each_by_itself(options, transpose, seed, shape, world):
     """The updates and errors of a stack are those that its matrices have as tensors of their own, from the same initial factors."""
@@ -210,6 +211,7 @@ def test_a_stack_is_one_request_of_each_kind():
 @pytest.mark.parametrize(
     "algorithm", [PowerSGD(4), PowerSGD(4, warm_start=False), PowerSGD(4, half_step=True)], ids=repr
 )
+@settings(max_examples=8)
 @given(seed=seeds, world=worlds, true_rank=st.integers(1, 4))
 def test_a_gradient_of_no_more_than_the_rank_is_recovered_exactly(algorithm, seed, world, true_rank):
     algorithm = dataclasses.replace(algorithm, **ALWAYS)
