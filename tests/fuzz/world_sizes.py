@@ -1,4 +1,4 @@
-"""States saved by so many replicas and loaded by others, whole and damaged, in the forms of the core, torch and JAX.
+"""States saved by so many replicas and loaded by others, whole and damaged, by torch and JAX.
 
 A whole one is taken: the mean of what each replica had for itself is kept. A damaged one is refused by name, or what goes on from it is finite.
 """
@@ -20,11 +20,10 @@ import torch
 import gradwire.jax_backend as gwj
 import gradwire.torch_backend as gw
 from gradwire import PowerSGD, Quantize, Simulator, Spec, TopK, shard_by_element
-from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithm import Algorithm
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.core.simulate import ReplicaMismatch
 from gradwire.core.state import checkpoint
-from tests.fuzz.engine import CHANGED, DIFFERENT, GARBAGE, LATE, NOT_NAMED, REFUSALS, WRONG_CLASS, Found, shown
+from tests.fuzz.engine import CHANGED, GARBAGE, LATE, NOT_NAMED, REFUSALS, WRONG_CLASS, Found, shown
 from tests.fuzz.states import damaged, finite
 from tests.jax.replicas import AXIS, Replicas
 from tests.torch.compare import same_bits
@@ -50,25 +49,6 @@ def saved(algorithm: Algorithm, replicas: int) -> dict[str, Any]:
     head = checkpoint.head("compressor", repr(algorithm), simulator.steps)
     states = [head | {"shared": s.shared, "tensors": s.tensors} for s in simulator.states]
     return checkpoint.gather(OPS, states, algorithm.per_replica)
-
-
-def in_core(state: Any, algorithm: Algorithm, replicas: int) -> tuple[Any, list[Any]]:
-    simulator = Simulator(algorithm, SHAPES, replicas, dtype="float32")
-    for number, own in enumerate(simulator.states):
-        given = checkpoint.of_replica(OPS, state, number, replicas)
-        found, difference = checkpoint.fit(given, repr(algorithm), own)
-        if difference:
-            raise ValueError(str(difference))
-        shared = {key: np.asarray(x).astype(own.shared[key].dtype) for key, x in found.shared.items()}
-        tensors = {
-            n: {k: np.asarray(x).astype(own.tensors[n][k].dtype) for k, x in m.items()}
-            for n, m in found.tensors.items()
-        }
-        simulator.states[number] = State(shared, tensors)
-    simulator.steps = checkpoint.step_in(state)
-    error = np.mean([s.tensors["w"]["error"] for s in simulator.states], axis=0, dtype=np.float64)
-    averages = simulator.step(gradients(replicas))
-    return error, [*averages.values(), *(s.tensors["w"]["error"] for s in simulator.states)]
 
 
 @functools.cache
@@ -119,7 +99,7 @@ def in_jax(state: Any, algorithm: Algorithm, replicas: int) -> tuple[Any, list[A
     return error, [*averages.values(), run.global_state().local.per_replica["error"]["w"]]
 
 
-FORMS: dict[str, GoOn] = {"core": in_core, "torch": in_torch, "jax": in_jax}
+FORMS: dict[str, GoOn] = {"torch": in_torch, "jax": in_jax}
 
 
 def tried(what: str, attempt: Callable[[], tuple[Any, list[Any]]], found: Found, mean: Any = None) -> None:
@@ -129,8 +109,6 @@ def tried(what: str, attempt: Callable[[], tuple[Any, list[Any]]], found: Found,
         error, after = attempt()
     except AssertionError as error:
         found.add(CHANGED, f"{what}: {shown(error, 150)}")
-    except ReplicaMismatch as error:
-        found.add(DIFFERENT, f"{what}: {shown(error, 150)}")
     except Exception as error:
         if mean is not None or not isinstance(error, REFUSALS):
             found.add(WRONG_CLASS if mean is None else LATE, f"{what}: {type(error).__name__}: {shown(error, 150)}")
