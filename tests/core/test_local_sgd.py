@@ -216,7 +216,8 @@ def test_the_plan_is_what_is_sent(name):
     phases = local.compressor.cycle if local.compressor else 1
     first = local.start_step + local.levels(4)[0].period * (local.compressor.start_step if local.compressor else 0)
     sent = []
-    train(local, first + 2 * local.cycle * phases, each=lambda sim: sent.append(sim.traffic))
+    sim = train(local, first + 2 * local.cycle * phases, each=lambda sim: sent.append(sim.traffic))
+    assert planned.memory_bytes == sum(x.nbytes for m in sim.states[0].tensors.values() for x in m.values())
     assert sent[first:] == list(planned.steps) * 2
     assert planned.wire_bytes == np.mean([t.nbytes for t in sent[first:]])
     assert planned.peak_bytes == max(t.nbytes for t in sent[first:])

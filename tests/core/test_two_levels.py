@@ -43,14 +43,6 @@ def of_nodes(given, near):
     return [{n: np.mean([given[r][n] for r in members], axis=0) for n in given[0]} for members in near]
 
 
-@pytest.mark.parametrize(("nodes", "within"), [(2, 2), (2, 3), (1, 2), (3, 1)])
-def test_a_hierarchical_all_reduce_is_the_mean(nodes, within):
-    given = gradients(nodes * within)
-    averages = Simulator(TwoLevel(AllReduce(), within), SHAPES, nodes * within).step(given)
-    for name, x in averages.items():
-        np.testing.assert_allclose(x, np.mean([g[name] for g in given], axis=0), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("shapes", [SHAPES, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize(
     "algorithm",
@@ -178,9 +170,7 @@ def test_nodes_of_one_replica_are_one_level_and_a_single_node_sends_nothing_betw
     assert {r.groups for r in alone.requests if r.groups} == {((0, 1, 2),), ((0,), (1,), (2,))}
 
 
-@pytest.mark.parametrize(
-    "algorithm", [PowerSGD(2, start_step=2), AllReduce(), Quantize("int8"), TopK(8, per=64)], ids=repr
-)
+@pytest.mark.parametrize("algorithm", [PowerSGD(2, start_step=2), Quantize("int8"), TopK(8, per=64)], ids=repr)
 def test_keeps_the_promises_of_every_algorithm(algorithm):
     check(TwoLevel(algorithm, 2), UNEVEN, world_sizes=(2,))
 

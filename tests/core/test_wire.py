@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -295,19 +294,6 @@ def test_gradients_of_a_sharded_optimizer_are_cast_and_parameters_are_not(option
     # Both halves of 24 and 6 (5, padded) elements: 2 bytes down, 4 bytes up; and a scalar for the norm.
     assert simulator.traffic.nbytes == 30 * 2 // 2 + 30 * 4 // 2 + 4 * ("max_norm" in options)
     assert plan(SHARDED, algorithm).steps == (simulator.traffic,)
-
-
-def test_a_sharded_optimizer_averages_what_the_wire_dtype_leaves_of_gradients():
-    def optimizer(replica, pieces):
-        return pieces
-
-    g = {name: np.full(shape, 1 + 2**-12) for name, shape in SHARDED.items()}
-    results = [
-        Simulator(a, SHARDED, replicas=3, dtype="float32", optimizer=optimizer).step([g] * 3)["b"][0]
-        for a in (zero(), WireDtype(zero(), "bfloat16"))
-    ]
-    np.testing.assert_allclose(results[0], 1 + 2**-12, rtol=1e-6)
-    assert results[1] == np.float32(ml_dtypes.bfloat16(results[1]))
 
 
 def test_an_update_inside_a_branch_cannot_be_told_apart():
