@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.core.kernels.gram_schmidt import gram_schmidt, refresh
-from gradwire.core.simulate import NumpyOps, PoisonOps
+from gradwire.core.simulate import NumpyOps
 
 OPS = NumpyOps()
 
@@ -60,24 +60,6 @@ def test_float64_rows_are_those_of_qr(size, seed, conditioning):
     q, r = np.linalg.qr(x.T)
     expected = (q * np.sign(np.diag(r))).T
     np.testing.assert_allclose(orthonormal(x), expected, rtol=0, atol=1e-12 * conditioning)
-
-
-@given(st.integers(1, 4), st.integers(0, 4), st.integers(8, 80), st.integers(8, 80), seeds)
-def test_an_exactly_low_rank_matrix_is_reconstructed(true_rank, surplus, n, m, seed):
-    # Small integers: the matrix and its sketch are exact in float32, so any error is Gram-Schmidt's.
-    rng = np.random.default_rng(seed)
-
-    def integers(*shape):
-        return rng.integers(-3, 4, size=shape).astype(np.float32)
-
-    matrix = integers(n, true_rank) @ integers(true_rank, m)
-    sketch = integers(true_rank + surplus, m) @ matrix.T
-    singular = np.linalg.svd(sketch.astype(np.float64), compute_uv=False)
-    assume(singular[true_rank - 1] * 10 >= singular[0] > 0)
-    p = orthonormal(sketch)
-    assert_zero_or_orthonormal(p)
-    again = p.T.astype(np.float64) @ (p @ matrix).astype(np.float64)
-    assert np.linalg.norm(matrix - again) <= 1e-6 * np.linalg.norm(matrix)
 
 
 @given(st.integers(1, 40), seeds)
@@ -158,14 +140,6 @@ def test_more_rows_than_columns_leave_zeros():
 @pytest.mark.parametrize("shape", [(1, 0, 3), (2, 3, 0), (0, 2, 3)])
 def test_empty_matrices_stay_empty(shape):
     assert gram_schmidt(OPS, np.zeros(shape)).shape == shape
-
-
-def test_the_input_is_not_donated():
-    x = np.random.default_rng(0).normal(size=(1, 3, 5))
-    before = x.copy()
-    rows = gram_schmidt(PoisonOps(), x)
-    np.testing.assert_array_equal(x, before)
-    np.testing.assert_array_equal(rows, gram_schmidt(OPS, x))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])

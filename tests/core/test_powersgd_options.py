@@ -118,25 +118,3 @@ def test_memory_has_these_names_shapes_and_dtypes(options, expected, state_dtype
     assert {value.dtype.name for value in state.tensors["w"].values()} == {state_dtype or "float16"}
     assert state.shared.keys() == ({"phase"} if algorithm.half_step else set())
     assert algorithm.per_replica == {"error"}
-
-
-@pytest.mark.parametrize("options", [{}, {"half_step": True}, {"warm_start": False}, {"square": True}], ids=str)
-def test_a_transposed_matrix_is_compressed_as_the_matrix_is(options):
-    """The initial factor goes by the parameter's name, which is the same here."""
-    plain = Simulator(PowerSGD(2, **options), {"w": (20, 13), "v": (12, 18)}, 2)
-    turned = Simulator(PowerSGD(2, transpose=("w",), **options), {"w": (13, 20), "v": (12, 18)}, 2)
-    other = Simulator(PowerSGD(2, **options), {"w": (13, 20), "v": (12, 18)}, 2)
-    rng = np.random.default_rng(0)
-    for _ in range(4):
-        given = [{"w": rng.standard_normal((20, 13)), "v": rng.standard_normal((12, 18))} for _ in range(2)]
-        transposed = [{"w": g["w"].T, "v": g["v"]} for g in given]
-        expected, found, different = plain.step(given), turned.step(transposed), other.step(transposed)
-        if "square" not in options:  # where padding puts elements in other rows
-            np.testing.assert_allclose(found["w"].T, expected["w"], rtol=0, atol=1e-10)
-        np.testing.assert_allclose(found["v"], expected["v"], rtol=0, atol=1e-10)
-    assert np.abs(found["w"] - different["w"]).max() > 0.01
-    if "square" not in options:
-        for mine, theirs in zip(turned.states, plain.states, strict=True):
-            np.testing.assert_allclose(mine.tensors["w"]["error"].T, theirs.tensors["w"]["error"], rtol=0, atol=1e-10)
-            for key in theirs.tensors["w"].keys() - {"error"}:  # factors keep their roles
-                assert mine.tensors["w"][key].shape == theirs.tensors["w"][key].shape

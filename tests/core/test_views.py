@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire import PowerSGD, Simulator, Spec, plan
-from gradwire.core.algorithms.shared.views import StackedShape, View, all_views, reproducing, square_view, view_of
+from gradwire.core.algorithms.shared.views import StackedShape, View, all_views, reproducing, view_of
 from gradwire.core.simulate import NumpyOps
 from gradwire.core.state import checkpoint
 
@@ -25,33 +25,6 @@ def test_no_other_cut_sends_less(shape, data):
     others = [math.prod(shape[stacked:cut]) + math.prod(shape[cut:]) for cut in range(stacked + 1, len(shape))]
     cut = stacked + 1 + others.index(min(others))
     assert (view.rows, view.columns) == (shape[stacked:cut], shape[cut:])
-
-
-@given(shapes, st.data())
-def test_a_tensor_comes_back_from_its_matrices(shape, data):
-    stacked = data.draw(st.integers(0, len(shape) - 2))
-    rows = data.draw(st.integers(1, len(shape) - stacked - 1))
-    x = np.random.default_rng(0).normal(size=shape)
-    plain, turned = (view_of("w", shape, stacked, rows, transposed) for transposed in (False, True))
-    matrices = plain.matrices(NumpyOps(), x)
-    assert matrices.shape == (*plain.stack, plain.n, plain.m)
-    assert len(plain.stack) == min(stacked, 1)
-    np.testing.assert_array_equal(matrices.reshape(shape), x)
-    np.testing.assert_array_equal(turned.matrices(NumpyOps(), x), np.swapaxes(matrices, -1, -2))
-    assert (turned.n, turned.m, turned.sides) == (plain.n, plain.m, plain.sides[::-1])
-    # Element by element, what a matrix is: batch axes count matrices, row axes rows, column axes columns.
-    index = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    ends = (0, stacked), (stacked, stacked + rows), (stacked + rows, len(shape))
-    places = [int(np.ravel_multi_index(index[a:b], shape[a:b])) if b > a else 0 for a, b in ends]
-    assert matrices.reshape(-1, plain.n, plain.m)[tuple(places)] == x[index]
-
-
-@given(st.lists(st.integers(1, 5), max_size=4).map(tuple))
-def test_a_square_holds_the_tensor_and_zeros(shape):
-    x = np.random.default_rng(0).normal(size=shape)
-    matrix = square_view(shape).matrices(NumpyOps(), x)
-    np.testing.assert_array_equal(matrix.reshape(-1)[: x.size], x.reshape(-1))
-    assert not matrix.reshape(-1)[x.size :].any()
 
 
 def test_all_views_are_all():
