@@ -368,6 +368,8 @@ STATES = [
     (ValueError, "states[0]", lambda: gathered(OTHER, OWN)),
     (ValueError, "states[0]", lambda: gathered(OWN)),
     (ValueError, "['local', 'replicas']", lambda: own(state())),
+    (ValueError, "both become 'x'", lambda: checkpoint.renamed(state(tensors={"v": {}, "w": {}}), lambda _: "x")),
+    (ValueError, "lacks parameter 'w'", lambda: checkpoint.renamed(state(), {"v": "w"})),
     (ValueError, "3 rows", lambda: checkpoint.spread(OPS, gathered(state(), state()) | {"replicas": 3}, 2)),
 ]
 
