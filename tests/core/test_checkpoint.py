@@ -117,7 +117,7 @@ NAMES = st.text(min_size=1, max_size=12)
 MEMORIES = st.dictionaries(st.sampled_from(["q", "p", "error"]), st.integers(0, 3), max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.dictionaries(NAMES, MEMORIES, max_size=4), st.integers(0, 2**40), st.booleans())
 def test_flat_names_come_apart_again_whatever_a_parameter_is_called(memories, steps, portable):
     tensors = {name: {k: np.full((n,), n) for k, n in memory.items()} for name, memory in memories.items()}

@@ -242,7 +242,7 @@ def test_the_plan_by_hand():
     assert half.tensors[0].rank == 2
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_kinds_of_steps_are_counted_as_if_each_were_looked_at(data):
     long = data.draw(st.integers(1, 40))
