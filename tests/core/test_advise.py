@@ -158,11 +158,6 @@ def test_a_step_lies_between_all_hidden_and_nothing_hidden(computed, overlap, fi
     assert probe.levels[0].seconds(second, exchange=False) * (1 - 1e-9) <= found.exposed + 1e-9
 
 
-def test_a_step_takes_time():
-    with pytest.raises(ValueError, match=r"seconds=0\.0"):
-        Compute(0.0)
-
-
 SPECS = {"w": Spec((512, 512)), "b": Spec((512,))}
 METHODS = [
     DENSE,

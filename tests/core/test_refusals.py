@@ -27,6 +27,7 @@ from gradwire import (
     WireDtype,
     Zero,
     assign_buckets,
+    compare,
     diloco,
     link_for,
     plan,
@@ -37,6 +38,7 @@ from gradwire import (
 )
 from gradwire.core import protocol as rq
 from gradwire.core.advise.probe import Level, measure
+from gradwire.core.advise.timeline import Compute
 from gradwire.core.algorithm import require_algorithm
 from gradwire.core.buckets.assignment import bucket_limits
 from gradwire.core.kernels.abstract import AbstractArray
@@ -296,6 +298,14 @@ PLANS = [
     (ValueError, "bandwidth=0.0", lambda: plan(SHAPES, AllReduce()).seconds(4, 1e-4, 0.0)),
     *each(ValueError, "all_reduce", lambda x: Level("all", 2, x, x, 0.5), (), ((0, 1.0),), ((8, 0.0),), ((8, NAN),)),
     (ValueError, "exchange", lambda: Level("all", 2, ((1, 1.0),), (), 0.5)),
+    (ValueError, "seconds=0.0", lambda: Compute(0.0)),
+    (ValueError, "steps=0", lambda: compare(print, [], steps=0)),
+    (TypeError, "seeds=True", lambda: compare(print, [], seeds=True)),
+    (TypeError, "replicas=1.5", lambda: compare(print, [], replicas=1.5)),
+    *each(ValueError, "rates", lambda x: compare(print, [], rates=x), (), (1.0, INF)),
+    *each(TypeError, "rates", lambda x: compare(print, [], rates=x), 2.0, "12", (True,)),
+    (TypeError, "make", lambda: compare(None, [])),
+    (TypeError, "algorithms", lambda: compare(print, ["PowerSGD"])),
     (ValueError, "two replicas", lambda: measure(None, "torch", "cpu", 1, 1)),
     (ValueError, "equally many", lambda: measure(None, "torch", "cpu", 3, 2)),
 ]

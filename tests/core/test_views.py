@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire import PowerSGD, Simulator, Spec, plan
-from gradwire.core.algorithms.shared.views import StackedShape, View, all_views, reproducing, view_of
+from gradwire.core.algorithms.shared.views import StackedShape, View, reproducing, view_of
 from gradwire.core.simulate import NumpyOps
 from gradwire.core.state import checkpoint
 
@@ -25,17 +25,6 @@ def test_no_other_cut_sends_less(shape, data):
     others = [math.prod(shape[stacked:cut]) + math.prod(shape[cut:]) for cut in range(stacked + 1, len(shape))]
     cut = stacked + 1 + others.index(min(others))
     assert (view.rows, view.columns) == (shape[stacked:cut], shape[cut:])
-
-
-def test_all_views_are_all():
-    assert [str(view) for _, _, view in all_views((2, 3, 4, 5))] == [
-        "2 | 3·4·5",
-        "2·3 | 4·5",
-        "2·3·4 | 5",
-        "2 × (3 | 4·5)",
-        "2 × (3·4 | 5)",
-        "2·3 × (4 | 5)",
-    ]
 
 
 def test_a_shape_that_knows_of_its_stack_is_a_shape():
