@@ -8,9 +8,7 @@ import pytest
 
 from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.algorithms.power_sgd import PowerSGD
-from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.protocol import mean
-from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator
 from gradwire.core.state.checkpoint import head
 from gradwire.testing import ConformanceError, check
@@ -31,46 +29,6 @@ class Threshold(Compressor):
         small = (limit > x) & (x > limit * -1)
         sent = ops.where(small, x * 0, x)
         return sent, await mean(sent), {"count": memory["count"] + 1}
-
-
-SHAPES = {"w": (12, 5), "v": (7, 8), "b": (5,)}
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        PowerSGD(rank=1),
-        PowerSGD(rank=1, half_step=True),
-        PowerSGD(rank=1, transpose=("w",)),
-        PowerSGD(rank=1, warm_start=False),
-        WireDtype(PowerSGD(rank=1), "float32"),
-    ],
-    ids=str,
-)
-def test_the_residual_may_be_computed_while_the_last_message_is_under_way_or_later(algorithm, monkeypatch):
-    simulators = {}
-    offered = []
-    for early in (True, False):
-        right = Reduce.__init__
-
-        def init(self, arrays, donated, watched=True, groups=None, overlap=(), op="mean", right=right, early=early):
-            offered.extend(overlap if early else ())
-            right(self, arrays, donated, watched, groups, overlap if early else (), op)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Reduce, "__init__", init)
-            simulators[early] = simulator = Simulator(algorithm, SHAPES, replicas=2, ops=PoisonOps())
-            rng = np.random.default_rng(0)
-            for step in range(6):
-                gradients = [{k: rng.normal(size=s) for k, s in SHAPES.items()} for _ in range(2)]
-                if step == 3:
-                    gradients[1]["v"][0, 0] = np.inf
-                simulator.step(gradients)
-    assert offered
-    for early, later in zip(simulators[True].states, simulators[False].states, strict=True):
-        for name in later.tensors:
-            for key, right in later.tensors[name].items():
-                np.testing.assert_array_equal(early.tensors[name][key], right)
 
 
 def test_a_compressors_own_memory_counts_only_finite_compressed_steps():
