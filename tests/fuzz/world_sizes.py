@@ -24,7 +24,8 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.state import checkpoint
 from tests.fuzz.engine import CHANGED, GARBAGE, LATE, NOT_NAMED, REFUSALS, WRONG_CLASS, Found, shown
-from tests.fuzz.states import damaged, finite
+from tests.fuzz.states import Trained, begun, damaged
+from tests.fuzz.states import tried as load
 from tests.jax.replicas import AXIS, Replicas
 from tests.torch.compare import same_bits
 
@@ -142,16 +143,18 @@ def compressors(seed: int, found: Found, each: int, forms: tuple[str, ...] = tup
 # --- sharded optimizers ----------------------------------------------------------------------------------------------------------
 
 
-def _optimizer() -> Any:
+def _trained() -> Trained:
     torch.manual_seed(0)
     parameters = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
-    return gw.ZeroOptimizer(parameters.items(), torch.optim.AdamW, lr=1e-3, average_gradients=True), parameters
+    optimizer = gw.ZeroOptimizer(parameters.items(), torch.optim.AdamW, lr=1e-3, average_gradients=True)
 
+    def step() -> None:
+        for name, x in gradients(1)[0].items():
+            parameters[name].grad = torch.from_numpy(x)
+        optimizer.step()
 
-def _stepped(optimizer: Any, parameters: dict[str, Any], seed: int = 0) -> None:
-    for name, x in gradients(1, seed)[0].items():
-        parameters[name].grad = torch.from_numpy(x)
-    optimizer.step()
+    forms = {"whole": optimizer.consolidated_state_dict}
+    return Trained(step, optimizer.load_state_dict, optimizer.rank_state_dict, forms)
 
 
 def cut(state: Any, ranks: int) -> list[dict[str, Any]]:
@@ -171,9 +174,8 @@ def cut(state: Any, ranks: int) -> list[dict[str, Any]]:
 def sharded(seed: int, found: Found, each: int) -> None:
     """Shards of several ranks, of which one is damaged, is there twice, or missing, joined and loaded."""
     rng = random.Random(f"shards {seed}")
-    optimizer, parameters = _optimizer()
-    _stepped(optimizer, parameters)
-    whole, state = copy.deepcopy(optimizer.consolidated_state_dict()), optimizer.rank_state_dict()
+    target = begun(_trained)
+    whole, state = copy.deepcopy(target.forms["whole"]()), copy.deepcopy(target.now())
     for _ in range(each):
         ranks = rng.choice(WORLDS)
         shards, how = cut(state, ranks), "whole"
@@ -188,37 +190,18 @@ def sharded(seed: int, found: Found, each: int) -> None:
         found.tried += 1
         try:
             joined = gw.consolidate(shards)
-            refused = False
         except REFUSALS as error:
-            refused = True
             if how == "whole":
                 found.add(LATE, f"{what}: {type(error).__name__}: {shown(error, 150)}")
+            continue
         except Exception as error:
             found.add(WRONG_CLASS, f"{what}: {type(error).__name__}: {shown(error, 150)}")
-            continue
-        if refused:
             continue
         if how == "whole" and not same_bits(joined["state"], whole["state"]):
             found.add(GARBAGE, f"{what}: other memory")
         if how in ("one twice", "one missing"):
             found.add(GARBAGE, f"{what}: accepted")
-        before = copy.deepcopy(optimizer.rank_state_dict())
-        try:
-            optimizer.load_state_dict(joined)
-        except Exception as error:
-            if not isinstance(error, REFUSALS):
-                found.add(WRONG_CLASS, f"{what}, loaded: {type(error).__name__}: {shown(error, 150)}")
-            if not same_bits(optimizer.rank_state_dict(), before):
-                found.add(CHANGED, f"{what}: {shown(error, 150)}")
-        else:
-            try:
-                _stepped(optimizer, parameters, 1)
-                if not finite(optimizer.rank_state_dict()):
-                    found.add(GARBAGE, f"{what}: not finite")
-            except Exception as error:
-                found.add(LATE, f"{what}: {type(error).__name__}: {shown(error, 150)}")
-        optimizer, parameters = _optimizer()
-        _stepped(optimizer, parameters)
+        target = load(f"{what}, loaded", _trained, target, joined, found)
 
 
 def resharded(seed: int, found: Found, each: int) -> None:
