@@ -218,12 +218,6 @@ def test_the_answer_lies_where_the_gradient_did_only_if_that_was_given_away():
     np.testing.assert_array_equal(kept["w"], given["w"])
 
 
-def test_a_wire_dtype_reports_its_algorithms_contract():
-    inner = PowerSGD(2, half_step=True, start_step=7)
-    outer = WireDtype(inner, "float16")
-    assert (outer.per_replica, outer.cycle, outer.start_step) == (inner.per_replica, 2, 7)
-
-
 LAYERS = {"a": (100, 100), "b": (100,), "c": (200, 100), "d": (10,)}  # 40,000, 400, 80,000 and 40 bytes
 
 
