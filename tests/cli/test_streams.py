@@ -29,7 +29,8 @@ main()
 def folder(tmp_path_factory):
     """With more shapes than a pipe holds characters of their table."""
     folder = tmp_path_factory.mktemp("streams")
-    (folder / "shapes.json").write_text(json.dumps({f"layers.{i}.weight": [512, 256] for i in range(900)}))
+    shapes = {f"layers.{i}.self_attention.output_projection.weight": [512, 256] for i in range(1000)}
+    (folder / "shapes.json").write_text(json.dumps(shapes))
     (folder / "small.json").write_text('{"weight": [512, 256]}')
     return folder
 
