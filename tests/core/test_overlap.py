@@ -15,7 +15,7 @@ from gradwire.core.plan.advice import warn_of_few_rounds
 from gradwire.core.simulate import PoisonOps
 from tests.core import golden
 from tests.core.authors import muloco
-from tests.core.test_local_sgd import SHAPES, SPECS, START, assert_close, gradient, sgd
+from tests.core.test_local_sgd import SHAPES, SPECS, START, assert_close, average, gradient, sgd
 
 TORCHFT, MULOCO = (
     json.loads((Path(__file__).parent / "authors" / f"{name}.json").read_text()) for name in ("torchft", "muloco")
@@ -52,52 +52,51 @@ def test_the_authors_of_muloco_come_to_the_same_numbers(replicas):
     assert len(MULOCO) == 10
 
 
-def by_hand(period, fragments, overlap, merge, steps, *, replicas=3, lr=0.7, momentum=0.9, start=START):
-    """Algorithm 2 of Streaming DiLoCo, for plain averages."""
-    names = list(start)
-    specs = {n: Spec(SHAPES[n]) for n in names}
-    parts = fragments_of(specs, fragments, "strided")
-    ps = [dict(start) for _ in range(replicas)]
-    outer, velocity = dict(start), {n: np.zeros(SHAPES[n]) for n in names}
+def by_hand(period, fragments, overlap, merge, nesterov, start_step, steps, *, replicas=3, lr=0.7, momentum=0.9):
+    """Algorithm 2 of Streaming DiLoCo, for plain averages; of one fragment and no overlap it is DiLoCo, Algorithm 1 of Douillard et al. 2023."""
+    parts = fragments_of(SPECS, fragments, "strided")
+    ps, outer, velocity = [START] * replicas, START, {n: np.zeros(shape) for n, shape in SHAPES.items()}
     sent = {}
     for step in range(steps):
-        ps = [sgd(r, p, gradient(r, step, p)) for r, p in enumerate(ps)]
+        ps, since = [sgd(r, p, gradient(r, step, p)) for r, p in enumerate(ps)], step + 1 - start_step
+        if since <= 0:
+            outer = average(ps)
+            ps = [outer] * replicas
         for number, part in enumerate(parts):
             turn = (number + 1) * period // fragments
-            if (step + 1 - turn) % period == 0 and step + 1 >= turn:
+            if since >= turn and (since - turn) % period == 0:
                 sent[number] = [{n: p[n] for n in part} for p in ps]
-            if number in sent and (step + 1 - overlap - turn) % period == 0:
+            if number in sent and (since - overlap - turn) % period == 0:
                 left = sent.pop(number)
                 for n in part:
                     mean = np.mean([outer[n] - p[n] for p in left], axis=0)
                     velocity[n] = momentum * velocity[n] + mean
-                    outer[n] = outer[n] - lr * (mean + momentum * velocity[n])
-                    for p, then in zip(ps, left, strict=True):
-                        p[n] = (
-                            outer[n] + (p[n] - then[n])
-                            if merge == "progress"
-                            else merge * p[n] + (1 - merge) * outer[n]
-                        )
+                    outer = outer | {n: outer[n] - lr * (mean + momentum * velocity[n] if nesterov else velocity[n])}
+                    for r, (p, then) in enumerate(zip(ps, left, strict=True)):
+                        progress = outer[n] + (p[n] - then[n])
+                        ps[r] = p | {n: progress if merge == "progress" else merge * p[n] + (1 - merge) * outer[n]}
     return ps, outer
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=35)
 @given(
     period=st.integers(3, 7),
     fragments=st.sampled_from([1, 2, 3]),
     overlap=st.integers(0, 6),
     merge=st.sampled_from([0.0, None, 0.3, "progress"]),
+    nesterov=st.booleans(),
+    start_step=st.sampled_from([0, 4]),
 )
-def test_streaming_is_what_the_paper_says(period, fragments, overlap, merge):
+def test_streaming_is_what_the_paper_says(period, fragments, overlap, merge, nesterov, start_step):
     """Which merges halves, where nothing else is said."""
-    overlap = min(overlap, period - 1)
-    local = diloco(period, fragments=fragments, overlap=overlap, merge=merge)
-    sim = LocalSimulator(local, START, 3, ops=PoisonOps())
-    for step in range(3 * period + 1):
+    overlap, steps = min(overlap, period - 1), start_step + 3 * period + 1
+    late = {"overlap": overlap, "merge": merge, "nesterov": nesterov, "start_step": start_step}
+    sim = LocalSimulator(diloco(period, fragments=fragments, **late), START, 3, ops=PoisonOps())
+    for step in range(steps):
         sim.step([gradient(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
     if merge is None:
         merge = 0.5 if overlap else 0.0
-    expected, outer = by_hand(period, fragments, overlap, merge, 3 * period + 1)
+    expected, outer = by_hand(period, fragments, overlap, merge, nesterov, start_step, steps)
     for mine, theirs in zip(sim.parameters, expected, strict=True):
         assert_close(mine, theirs, 1e-9)
     assert_close({n: sim.states[0].tensors[n]["outer"] for n in START}, outer, 1e-9)
