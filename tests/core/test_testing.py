@@ -64,7 +64,7 @@ FORGETS, NO_WARM_UP = "conservation", "warm-up"
     ids=lambda x: "" if isinstance(x, set) else repr(x),
 )
 def test_options_together_keep_the_promises_that_are_told(algorithm, lacking):
-    assert {line.split(":")[0] for line in check(algorithm, FEW, world_sizes=(2,))} == ALL - lacking
+    assert {line.split(":")[0] for line in check(algorithm, world_sizes=(2,))} == ALL - lacking
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
