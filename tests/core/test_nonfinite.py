@@ -77,14 +77,14 @@ OUTLIERS = {"row": np.s_[3], "column": np.s_[:, 5], "all": np.s_[:]}
 def test_training_goes_on_after_outliers(algorithm, dtype):
     """A step that is not finite leaves the error as it is, and it may be the error that is not sent."""
     largest = float(np.finfo(dtype).max)
-    for seed, (kind, replicas) in enumerate(itertools.product(OUTLIERS, (1, 4))):
-        rng = np.random.default_rng(seed)
-        simulator = Simulator(algorithm, {"w": (24, 24)}, replicas=4, dtype=dtype)
+    for (kind, where), seed in itertools.product(OUTLIERS.items(), (0, 1, 3)):
+        rng = np.random.default_rng([seed, *kind.encode()])
+        simulator = Simulator(algorithm, {"w": (32, 32)}, replicas=4, dtype=dtype)
         for step in range(13):
-            given = [{"w": (0.01 * rng.normal(size=(24, 24))).astype(dtype)} for _ in range(4)]
+            given = [{"w": (0.01 * rng.normal(size=(32, 32))).astype(dtype)} for _ in range(4)]
             if 4 <= step < 10:
                 size = largest * rng.choice([1.0, 0.5, 0.1])
-                for g in given[:replicas]:
-                    g["w"][OUTLIERS[kind]] = size * (rng.choice([-1, 1], (24, 24))[OUTLIERS[kind]] if step % 2 else 1)
+                for g in given[: 4 if seed % 2 else 1]:
+                    g["w"][where] = size * (rng.choice([-1, 1], (32, 32))[where] if seed % 3 == 0 else 1)
             average = simulator.step(given)["w"]
-        assert np.isfinite(average).all(), (kind, replicas)
+        assert np.isfinite(average).all(), (kind, seed)
