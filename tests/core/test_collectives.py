@@ -112,6 +112,22 @@ def test_local_requests_come_first_so_that_messages_meet():
         assert len(requests[1]) == 2
 
 
+def test_equal_shapes_are_orthonormalized_by_one_kernel():
+    calls = []
+
+    class Counting(NumpyOps):
+        def loop(self, n, body, start, **options):
+            calls.append(start.shape)
+            return super().loop(n, body, start, **options)
+
+    ops = Counting()
+    shapes = [(2, 5), (3, 5), (2, 5), (2, 5)]
+    arrays = [np.random.default_rng(i).normal(size=s) for i, s in enumerate(shapes)]
+    _, requests = run(together(rq.orthonormalize(ops, a) for a in arrays))
+    assert len(requests) == 1
+    assert sorted(calls) == [(1, 3, 5), (3, 2, 5)]
+
+
 def test_different_ways_to_orthonormalize_are_not_mixed():
     ops, x = NumpyOps(), np.array([[3.0, 4.0], [0.0, 0.0]])
     fresh = np.array([[1.0, 0.0], [0.0, 1.0]])
