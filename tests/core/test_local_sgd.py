@@ -189,11 +189,14 @@ def test_the_plan_is_what_is_sent(name):
     local = CONFIGURATIONS[name]
     planned = plan(SHAPES, local, itemsize=8)
     phases = local.compressor.cycle if local.compressor else 1
-    first = local.start_step + local.levels(4)[0].period * (local.compressor.start_step if local.compressor else 0)
+    late = local.compressor.start_step if local.compressor else 0
+    first = local.start_step + local.levels(4)[0].period * late
     sent = []
     sim = train(local, first + 2 * local.cycle * phases, each=lambda sim: sent.append(sim.traffic))
     assert planned.memory_bytes == sum(x.nbytes for m in sim.states[0].tensors.values() for x in m.values())
     assert sent[first:] == list(planned.steps) * 2
+    # A compressor's start is counted in rounds: before it they are dense.
+    assert sum(t.nbytes for t in sent[local.start_step : first]) == late * planned.dense_bytes
     assert planned.wire_bytes == np.mean([t.nbytes for t in sent[first:]])
     assert planned.peak_bytes == max(t.nbytes for t in sent[first:])
     # Whole bytes only where a half step sends P alone, or half of an odd number of them: tensor by tensor it is the same sum.
