@@ -88,7 +88,8 @@ def broken(given):
 
 
 def same_bits(a, b):
-    return a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a)
+    """A step that overflows in half precision is NaN with the absent replica, and without it."""
+    return a.keys() == b.keys() and all(np.array_equal(a[n], b[n], equal_nan=True) for n in a)
 
 
 def remembered(algorithm, weights, shape):
@@ -140,7 +141,9 @@ def test_weight_0_is_a_run_without_that_replica(method, weights, place, dtype):
         place = len(weights)
         if isinstance(algorithm, Quantize) and algorithm.error_feedback:
             algorithm = Quantize("int8")  # tensors of less blocks than replicas
-    with_it = Simulator(algorithm, SHAPES, len(weights) + 1, dtype=dtype, ops=PoisonOps())
+    # In float32 the weight itself is given away with the first message, and used again: no driver overwrites it.
+    ops = None if dtype == "float32" else PoisonOps()
+    with_it = Simulator(algorithm, SHAPES, len(weights) + 1, dtype=dtype, ops=ops)
     without, unweighted = (Simulator(algorithm, SHAPES, len(weights), dtype=dtype) for _ in range(2))
     for step in range(3):
         given = gradients(range(len(weights)), step)
