@@ -1,13 +1,11 @@
 """`gradwire compare`: a table, a file to go on from, a picture; stopped, gone on with, refused."""
 
 import json
-import math
 import sys
 import textwrap
 
 import pytest
 
-import gradwire
 from gradwire import Probe
 from gradwire.cli import app
 from gradwire.core.advise.probe import ALL, Level
@@ -188,25 +186,3 @@ def test_seeds_are_given_to_who_takes_them(folder, capsys):
 )
 def test_what_cannot_be_compared_is_refused(folder, capsys, options, training, named):
     assert named in refused(capsys, *command(*options, training=training))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [
-        ({"steps": 0}, ValueError),
-        ({"seeds": True}, TypeError),
-        ({"replicas": 1.5}, TypeError),
-        ({"rates": ()}, ValueError),
-        ({"rates": (1.0, math.inf)}, ValueError),
-        ({"rates": 2.0}, TypeError),
-        ({"rates": "12"}, TypeError),
-        ({"rates": (True,)}, TypeError),
-    ],
-)
-def test_numbers_are_checked_by_name(wrong, error):
-    with pytest.raises(error, match=next(iter(wrong))):
-        gradwire.compare(lambda: None, [], **wrong)
-    with pytest.raises(TypeError, match="make"):
-        gradwire.compare(None, [])
-    with pytest.raises(TypeError, match="algorithms"):
-        gradwire.compare(lambda: None, ["PowerSGD"])

@@ -29,14 +29,14 @@ def sizes_of(tensors):
     return [n * key[0].itemsize for n, key in tensors]
 
 
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(tensors=TENSORS, limits=LIMITS)
 def test_buckets_are_those_of_c10d(memory, tensors, limits):
     theirs, _ = dist._compute_bucket_assignment_by_size([memory[key][:n] for n, key in tensors], limits)
     assert assign_buckets(sizes_of(tensors), limits, [key for _, key in tensors]) == theirs
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(tensors=TENSORS, limits=LIMITS, data=st.data())
 def test_buckets_in_arrival_order_are_those_of_c10d(memory, tensors, limits, data):
     order = data.draw(st.permutations(range(len(tensors))))
@@ -51,15 +51,6 @@ def test_buckets_in_arrival_order_are_those_of_c10d(memory, tensors, limits, dat
     assert [b[0] for b in ours[len(closed) :]] == sorted((b[0] for b in ours[len(closed) :]), key=order.index)
 
 
-@settings(max_examples=150)
-@given(counts=st.lists(st.integers(0, 100), min_size=1), limits=LIMITS, data=st.data())
-def test_with_one_key_the_arrival_order_decides_everything(memory, counts, limits, data):
-    order = data.draw(st.permutations(range(len(counts))))
-    floats = memory[torch.float32, "cpu"]
-    theirs, _ = dist._compute_bucket_assignment_by_size([floats[: counts[i]] for i in order], limits, [], order)
-    assert assign_buckets([4 * n for n in counts], limits, order=order) == theirs
-
-
 def test_no_tensors_need_no_buckets():
     assert assign_buckets([], [1]) == []
     assert assign_buckets([], [1], [], []) == []
@@ -68,6 +59,3 @@ def test_no_tensors_need_no_buckets():
 def test_limits_are_those_of_ddp():
     assert bucket_limits(25, 1) == [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 1024 * 1024]
     assert bucket_limits(0.5, 1) == [1 << 19, 1 << 19]
-    for name in ("bucket_cap_mb", "first_bucket_mb"):
-        with pytest.raises(ValueError, match=f"{name}=0 "):
-            bucket_limits(*(0 if n == name else 1 for n in ("bucket_cap_mb", "first_bucket_mb")))

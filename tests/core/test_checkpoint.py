@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire import PowerSGD, Simulator, Spec, State
+from gradwire import PowerSGD, Simulator, Spec
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.state import checkpoint
 from gradwire.core.state.files import whole_file
@@ -38,10 +38,13 @@ def step(sim):
     return sim.step([{name: parts[name][r].mean(0) for name in SHAPES} for r in range(replicas)])
 
 
+def state_of(tensors, algorithm="PowerSGD(rank=2)", step=0, shared=None):
+    return checkpoint.head("compressor", algorithm, step) | {"shared": shared or {}, "tensors": tensors}
+
+
 def state_dict(sim, replica):
     state = sim.states[replica]
-    head = {"format": 1, "kind": "compressor", "algorithm": repr(sim.algorithm), "step": sim.steps}
-    return head | {"shared": state.shared, "tensors": state.tensors}
+    return state_of(state.tensors, repr(sim.algorithm), sim.steps, state.shared)
 
 
 def gathered(sim):
@@ -83,17 +86,6 @@ def test_runs_that_change_their_number_of_replicas_follow_the_one_that_does_not(
             assert relative(step(sim), step(whole)) < 1e-8
 
 
-@pytest.mark.parametrize("name", ["full", "half"])
-def test_a_replica_that_keeps_only_its_own_error_does_not(name):
-    """The tolerance above tells the right state from a wrong one."""
-    algorithm = ALGORITHMS[name]
-    whole = Simulator(algorithm, SHAPES, 4)
-    for _ in range(3):
-        step(whole)
-    first = checkpoint.gather(OPS, [state_dict(whole, 0)], algorithm.per_replica)
-    assert relative(step(resumed(algorithm, first, 2)), step(whole)) > 1e-2
-
-
 def test_every_replica_gets_its_own_error_back_or_the_mean():
     sim = Simulator(PowerSGD(2), SHAPES, 3)
     for _ in range(4):
@@ -102,7 +94,6 @@ def test_every_replica_gets_its_own_error_back_or_the_mean():
     assert set(state["tensors"]["w"]) == {"q"}
     assert state["local"]["w"]["error"].shape == (3, 12, 10)
     assert state["replicas"] == 3
-    assert "rank" not in made(of_rank(ONE, 0), of_rank(OTHER, 1))
     for replica in range(3):
         own = checkpoint.of_replica(OPS, state, replica, 3)
         np.testing.assert_array_equal(own["tensors"]["w"]["error"], errors[replica])
@@ -116,12 +107,8 @@ def test_every_replica_gets_its_own_error_back_or_the_mean():
 
 
 def test_means_of_narrow_memory_are_formed_in_a_wide_one():
-    def state(value):
-        memory = {"w": {"error": np.full((2,), value, "float16")}}
-        return {"format": 1, "kind": "compressor", "algorithm": "x", "step": 0, "shared": {}, "tensors": memory}
-
-    values = [60000.0, 60000.0, 1.0, 1.0]
-    mean = checkpoint.mean_of_replicas(OPS, checkpoint.gather(OPS, [state(v) for v in values], {"error"}))
+    states = [state_of({"w": {"error": np.full((2,), value, "float16")}}) for value in (60000.0, 60000.0, 1.0, 1.0)]
+    mean = checkpoint.mean_of_replicas(OPS, checkpoint.gather(OPS, states, {"error"}))
     assert mean["local"]["w"]["error"].dtype == np.float16
     np.testing.assert_array_equal(mean["local"]["w"]["error"], [[np.float16(30000.5)] * 2])
 
@@ -130,18 +117,12 @@ NAMES = st.text(min_size=1, max_size=12)
 MEMORIES = st.dictionaries(st.sampled_from(["q", "p", "error"]), st.integers(0, 3), max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.dictionaries(NAMES, MEMORIES, max_size=4), st.integers(0, 2**40), st.booleans())
 def test_flat_names_come_apart_again_whatever_a_parameter_is_called(memories, steps, portable):
     tensors = {name: {k: np.full((n,), n) for k, n in memory.items()} for name, memory in memories.items()}
-    state = {
-        "format": 1,
-        "kind": "compressor",
-        "algorithm": "PowerSGD(rank=2)",
-        "step": steps,
-        "shared": {"phase": np.int32(1)},
-    }
-    state |= {"tensors": tensors, **({"local": tensors, "replicas": 3} if portable else {})}
+    state = state_of(tensors, step=steps, shared={"phase": np.int32(1)})
+    state |= {"local": tensors, "replicas": 3} if portable else {}
     arrays, metadata = checkpoint.flatten(state)
     assert all(isinstance(value, str) for value in metadata.values())
     assert all(isinstance(key, str) for key in arrays)
@@ -162,14 +143,7 @@ def test_what_does_not_fit_is_named_and_the_rest_kept():
     old, new = PowerSGD(2, half_step=True), PowerSGD(3, half_step=True)
     then = init(old, same=(24, 20), gone=(24, 20), narrow=(24, 20))
     now = init(new, same=(24, 20), fresh=(24, 20), narrow=(24, 16), b=(4,))
-    state = {
-        "format": 1,
-        "kind": "compressor",
-        "algorithm": repr(old),
-        "step": 5,
-        "shared": then.shared,
-        "tensors": then.tensors,
-    }
+    state = state_of(then.tensors, repr(old), 5, then.shared)
     kept, difference = checkpoint.fit(state, repr(new), now)
     assert difference
     assert difference.algorithm == (repr(old), repr(new))
@@ -191,56 +165,6 @@ def test_what_does_not_fit_is_named_and_the_rest_kept():
     assert not checkpoint.fit(state, repr(old), then)[1]
 
 
-ONE, OTHER = (state_dict(Simulator(PowerSGD(2), SHAPES, 2), r) for r in range(2))
-
-
-def fitted(**change):
-    state = {k: v for k, v in (ONE | change).items() if v is not None}
-    return lambda: checkpoint.fit(state, "PowerSGD(rank=2)", State())
-
-
-def portable(**change):
-    return lambda: checkpoint.of_replica(OPS, made(ONE, OTHER) | change, 0, 2)
-
-
-def made(*states):
-    return checkpoint.gather(OPS, states, {"error"})
-
-
-def of_rank(state, rank):
-    return {**state, "rank": rank, "replicas": 2}
-
-
-REFUSED = [
-    (fitted(format=3), "format 3; this version reads format 1"),
-    (fitted(format=True), "format True"),
-    (fitted(kind="sharded_optimizer"), "ZeroOptimizer.load_state_dict"),
-    (fitted(kind=-1), "kind=-1"),
-    (fitted(step=True), "step=True"),
-    (fitted(step=2**70), "step=1180591620717411303424"),
-    (fitted(shared=1.5), "'shared' in the state is 1.5"),
-    (fitted(tensors=[1, 2]), "'tensors' in the state"),
-    (fitted(tensors={"w": None}), "'tensors' of 'w'"),
-    (fitted(tensors={"w": {"error": [1.0]}}, shared={3: 1}), "'shared' in the state"),
-    (fitted(tensors=None), "lacks .'tensors'"),
-    *((portable(replicas=n), "replicas=") for n in (-1, 0, True, None, "x", 2.0)),
-    (portable(replicas=3), "not 3 rows, or one"),
-    (lambda: checkpoint.of_replica(OPS, ONE, 0, 2), r"lacks \['local', 'replicas'\]"),
-    *((lambda x=x: checkpoint.scale_in({"scale": x}), "scale=") for x in (0, -1.0, np.nan, np.inf, "x", None, 10**400)),
-    (lambda: made(ONE, OTHER | {"step": 9}), "replica 1 has step=9, replica 0 0"),
-    (lambda: made(ONE, OTHER | {"tensors": {}}), "replica 1 has memory of other parameters"),
-    (made, r"states=\[\]"),
-    (lambda: made(of_rank(OTHER, 1), of_rank(ONE, 0)), r"states\[0\] is that of rank 1 of 2"),
-    (lambda: made(of_rank(ONE, 0)), r"states\[0\] is that of rank 0 of 2"),
-]
-
-
-@pytest.mark.parametrize(("call", "words"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_no_state_is_refused(call, words):
-    with pytest.raises(ValueError, match=words):
-        call()
-
-
 def not_finite_in(state, section, name, key, value):
     memory = state[section] if name is None else state[section][name]
     changed = np.array(memory[key], copy=True)
@@ -249,8 +173,7 @@ def not_finite_in(state, section, name, key, value):
     return {**state, section: changed if name is None else {**state[section], name: changed}}
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float64"), (-np.inf, "bfloat16")])
 def test_memory_that_is_not_finite_is_refused_by_name(value, dtype):
     sim = Simulator(PowerSGD(2, state_dtype=dtype), SHAPES, 3)
     step(sim)
@@ -299,7 +222,3 @@ def test_names_move():
     assert set(moved["tensors"]) == set(moved["local"]) == {"Dense_0/kernel", "Conv_0/kernel"}
     np.testing.assert_array_equal(moved["local"]["Dense_0/kernel"]["error"], state["local"]["w"]["error"].mT)
     assert set(state["tensors"]) == {"w", "conv"}
-    with pytest.raises(ValueError, match="both become 'x'"):
-        checkpoint.renamed(state, lambda _: "x")
-    with pytest.raises(ValueError, match="lacks parameter 'conv'"):
-        checkpoint.renamed(state, {"w": "v"})

@@ -55,27 +55,6 @@ def test_what_is_short_enough_is_left_alone_to_the_bit():
     assert plan(SHAPES, PowerSGD(2, max_norm=1.0)).steps == plan(SHAPES, PowerSGD(2)).steps
 
 
-@pytest.mark.parametrize("options", [{"rank": 1}, {"rank": 4}, {"rank": 4, "half_step": True}], ids=repr)
-def test_an_outlier_disturbs_the_steps_that_it_would_without_compression_and_one_more(options):
-    """Ordinary averages are shorter than 1. One batch of one replica is 10,000 times as large; how many averages are longer than 1 from then on?"""
-
-    def disturbed(max_norm):
-        shapes, rng = {"w": (40, 30), "v": (24, 36), "b": (40,)}, np.random.default_rng(0)
-        simulator = Simulator(PowerSGD(**options, max_norm=max_norm), shapes, replicas=2)
-        steps = 0
-        for step in range(40):
-            batches = [{k: rng.normal(size=shape) for k, shape in shapes.items()} for _ in range(2)]
-            given = [{k: g * (0.5 / norm(each)) for k, g in each.items()} for each in batches]
-            if step == 10:
-                given[1] = {k: 1e4 * g for k, g in given[1].items()}
-            average = simulator.step(given)
-            steps += step >= 10 and norm(average) > 1
-        return steps
-
-    assert disturbed(None) > 2
-    assert disturbed(1.0) <= 2
-
-
 def test_dense_steps_are_not_clipped():
     simulator = Simulator(PowerSGD(2, max_norm=1.0, start_step=1), SHAPES, replicas=3)
     step = gradients(np.random.default_rng(0))
@@ -84,8 +63,7 @@ def test_dense_steps_are_not_clipped():
     assert norm(simulator.step(step)) < 1.0 < norm(mean)
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "value"), [("w", np.inf), ("b", -np.inf), ("scalar", np.nan)])
 def test_a_gradient_that_is_not_finite_is_not_clipped_to_one_that_is(name, value):
     """Here and in every other tensor: all replicas see it, and skip the step."""
     simulator = Simulator(PowerSGD(2, max_norm=1.0), SHAPES, replicas=3)

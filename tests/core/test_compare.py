@@ -30,7 +30,7 @@ def test_intervals_hold_the_true_difference_as_often_as_they_say(over_seeds, ove
     """Of other seeds and other windows, drawn some hundred times."""
     random = np.random.default_rng(0)
     seeds, windows, held = 3, 20, []
-    for _ in range(400):
+    for _ in range(200):
         drawn = over_seeds * random.standard_normal((seeds, 1)) + over_windows * random.standard_normal((1, windows))
         drawn = drawn + 0.3 * random.standard_normal((seeds, windows))
         held.append(abs(drawn.mean()) <= margin(drawn))

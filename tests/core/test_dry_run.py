@@ -94,7 +94,7 @@ def test_runs_live_as_long_as_the_algorithm_and_are_few():
         assert dry_run(algorithm, SPECS, 2).algorithm is algorithm
     gone = weakref.ref(algorithm)
     del algorithm
-    gc.collect()
+    gc.collect(1)  # what is young
     assert gone() is None
 
 

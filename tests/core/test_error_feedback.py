@@ -1,4 +1,4 @@
-"""Error feedback as a part of its own: under a compressor written by a user, bounded, and in its dtype."""
+"""Error feedback as a part of its own: under a compressor written by a user, in its dtype, and with a decay."""
 
 import itertools
 from dataclasses import dataclass
@@ -8,11 +8,10 @@ import pytest
 
 from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.algorithms.power_sgd import PowerSGD
-from gradwire.core.algorithms.wire_dtype import WireDtype
-from gradwire.core.ops import Spec
 from gradwire.core.protocol import mean
-from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator
+from gradwire.core.state.checkpoint import head
+from gradwire.testing import ConformanceError, check
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -32,46 +31,6 @@ class Threshold(Compressor):
         return sent, await mean(sent), {"count": memory["count"] + 1}
 
 
-SHAPES = {"w": (12, 5), "v": (7, 8), "b": (5,)}
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        PowerSGD(rank=1),
-        PowerSGD(rank=1, half_step=True),
-        PowerSGD(rank=1, transpose=("w",)),
-        PowerSGD(rank=1, warm_start=False),
-        WireDtype(PowerSGD(rank=1), "float32"),
-    ],
-    ids=str,
-)
-def test_the_residual_may_be_computed_while_the_last_message_is_under_way_or_later(algorithm, monkeypatch):
-    simulators = {}
-    offered = []
-    for early in (True, False):
-        right = Reduce.__init__
-
-        def init(self, arrays, donated, watched=True, groups=None, overlap=(), op="mean", right=right, early=early):
-            offered.extend(overlap if early else ())
-            right(self, arrays, donated, watched, groups, overlap if early else (), op)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Reduce, "__init__", init)
-            simulators[early] = simulator = Simulator(algorithm, SHAPES, replicas=2, ops=PoisonOps())
-            rng = np.random.default_rng(0)
-            for step in range(6):
-                gradients = [{k: rng.normal(size=s) for k, s in SHAPES.items()} for _ in range(2)]
-                if step == 3:
-                    gradients[1]["v"][0, 0] = np.inf
-                simulator.step(gradients)
-    assert offered
-    for early, later in zip(simulators[True].states, simulators[False].states, strict=True):
-        for name in later.tensors:
-            for key, right in later.tensors[name].items():
-                np.testing.assert_array_equal(early.tensors[name][key], right)
-
-
 def test_a_compressors_own_memory_counts_only_finite_compressed_steps():
     simulator = Simulator(Threshold(start_step=2), {"w": (3,)}, replicas=2)
     counts = []
@@ -83,12 +42,12 @@ def test_a_compressors_own_memory_counts_only_finite_compressed_steps():
 
 def test_half_precision_gradients_under_dense_compressors():
     """The rest `x - sent` in bfloat16, where NumPy's products of array and number come out in float32."""
-    for dtype, ops in itertools.product(("bfloat16", "float16"), (NumpyOps(), PoisonOps())):
-        simulator = Simulator(Threshold(), {"w": (3,)}, replicas=2, dtype=dtype, ops=ops)
+    for dtype, ops, decay in itertools.product(("bfloat16", "float16"), (NumpyOps(), PoisonOps()), (True, 0.5)):
+        simulator = Simulator(Threshold(error_feedback=decay), {"w": (3,)}, replicas=2, dtype=dtype, ops=ops)
         simulator.step([{"w": [4.0, 1.0, -3.0]}, {"w": [4.0, 1.0, -3.0]}])
         error = simulator.states[1].tensors["w"]["error"]
         assert error.dtype.name == dtype
-        np.testing.assert_array_equal(error.astype(float), [0, 1, 0])
+        np.testing.assert_array_equal(error.astype(float), [0, decay, 0])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -110,33 +69,20 @@ def test_state_dtype_means_that_all_arithmetic_is_in_that_dtype(dtype, options):
                 np.testing.assert_array_equal(a.tensors["w"][key], b.tensors["w"][key])
 
 
-def test_the_error_stays_bounded_where_torchs_grows():
-    """Replicas whose data differ for good: local minus average gradient never changes sign.
-
-    torch remembers `M - P Q̄ᵀ`: that difference is added up, step after step. Here a replica forgets what it has sent itself.
-    """
-    shape, world, steps = (16, 12), 4, 400
-    rng = np.random.default_rng(0)
-    own = rng.normal(size=(world, *shape))
-    simulator = Simulator(PowerSGD(2), {"w": shape}, replicas=world)
-    torchs = [np.zeros(shape)] * world
-    norms, torchs_norms = [], []
-    for _ in range(steps):
-        gradients = [own[r] + rng.normal(size=shape) for r in range(world)]
-        average = simulator.step([{"w": g} for g in gradients])["w"]
-        torchs = [e + g - average for e, g in zip(torchs, gradients, strict=True)]
-        norms.append(max(np.linalg.norm(s.tensors["w"]["error"]) for s in simulator.states))
-        torchs_norms.append(max(np.linalg.norm(e) for e in torchs))
-    # The same mean, so the same updates.
-    mean_error = np.mean([s.tensors["w"]["error"] for s in simulator.states], axis=0)
-    np.testing.assert_allclose(mean_error, np.mean(torchs, axis=0), atol=1e-9)
-    assert max(norms[steps // 2 :]) < 1.3 * max(norms[: steps // 2])
-    assert max(torchs_norms[steps // 2 :]) > 1.8 * max(torchs_norms[: steps // 2])
-    assert torchs_norms[-1] > 5 * max(norms)
+def test_a_decay_of_one_is_none_at_all():
+    assert PowerSGD(2, error_feedback=1) == PowerSGD(2, error_feedback=1.0) == PowerSGD(2)
+    assert repr(PowerSGD(2, error_feedback=1.0)) == "PowerSGD(rank=2)"  # so that a state of the one is one of the other
+    assert repr(PowerSGD(2, error_feedback=0.95)) == "PowerSGD(rank=2, error_feedback=0.95)"
+    assert head("compressor", repr(PowerSGD(2, error_feedback=1.0)), 0) == head("compressor", repr(PowerSGD(2)), 0)
 
 
-def test_uncompressed_tensors_have_no_memory():
-    state = PowerSGD(2).init(NumpyOps(), {"w": Spec((20, 20)), "b": Spec((20,)), "s": Spec(()), "e": Spec((0, 4))})
-    assert set(state.tensors) == {"w"}
-    # An empty tensor has nothing to compress, whatever a compressor says.
-    assert set(Threshold().init(NumpyOps(), {"b": Spec((20,)), "e": Spec((0, 4))}).tensors) == {"b"}
+def test_what_decays_is_lost_for_good():
+    assert not PowerSGD(2).biased
+    assert PowerSGD(2, error_feedback=0.95).biased
+
+    class Forgetful(PowerSGD):
+        def _decayed(self, ops, error):
+            return ops.scale_each([error], ops.asarray(0.5, "float64"))[0]
+
+    with pytest.raises(ConformanceError, match="its promise of conservation"):
+        check(Forgetful(2, error_feedback=0.95), world_sizes=(2,))

@@ -60,8 +60,6 @@ def test_a_plan_counts_arrays_in_their_own_dtype():
     assert plan(model, AllReduce(), itemsize=4).wire_bytes == (64 * 32 + 32) * 4
     mixed = {"a": jnp.zeros(3, jnp.float16), "b": (3,)}
     assert plan(mixed, AllReduce()).wire_bytes == 3 * 2 + 3 * 4
-    with pytest.raises(ValueError, match="'steps' has dtype int32"):
-        plan({"w": jnp.zeros(3), "steps": jnp.zeros((), jnp.int32)}, AllReduce())
 
 
 def test_a_plan_takes_a_tree_of_jax_under_the_names_of_its_transformations():
@@ -73,5 +71,3 @@ def test_a_plan_takes_a_tree_of_jax_under_the_names_of_its_transformations():
     assert plan(params, PowerSGD(2)) == plan(parameter_shapes(params), PowerSGD(2))
     names = ["Dense_0/kernel", "Dense_1/bias", "Dense_1/kernel", "scale"]
     assert [t.name for t in plan(params, AllReduce()).tensors] == names
-    with pytest.raises(ValueError, match="same name 'a/b'"):
-        plan({"a": {"b": (3,)}, "a/b": (3,)}, AllReduce())

@@ -23,9 +23,8 @@ from gradwire import (
     diloco,
     plan,
 )
-from gradwire.core.protocol import mean, together
 from gradwire.core.protocol.collective_requests import Reduce
-from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
+from gradwire.core.simulate import NumpyOps, PoisonOps
 
 SHAPES = {"w": (10, 8), "v": (9, 12), "b": (7,), "s": ()}
 SPECS = {n: Spec(shape) for n, shape in SHAPES.items()}
@@ -62,82 +61,63 @@ def assert_close(mine, expected, rtol=1e-12):
         np.testing.assert_allclose(mine[n], expected[n], rtol=rtol, atol=1e-13)
 
 
-@pytest.mark.parametrize("local", [LocalSGD(1), LocalSGD(1, outer=OuterSGD()), LocalSGD(9, start_step=50)])
-def test_averaging_after_every_step_is_synchronous_sgd(local):
-    p = START
-    for step in range(40):
-        p = sgd(0, p, average([gradient(r, step, p) for r in range(4)]))
-    for mine in train(local, 40).parameters:
-        assert_close(mine, p, 1e-10)
-
-
-def wandered(steps, meet):
-    """By hand: each replica steps by itself, and `meet(step, parameters)` says where they all are then."""
-    ps = [START] * 4
-    for step in range(steps):
-        ps = meet(step, [sgd(r, p, gradient(r, step, p)) for r, p in enumerate(ps)])
-    return ps
-
-
-class Outer:
-    """Algorithm 1 of Douillard et al. 2023, the outer optimizer as in torch.optim.SGD."""
-
-    def __init__(self, lr, momentum, nesterov):
-        self.lr, self.momentum, self.nesterov, self.anchor = lr, momentum, nesterov, START
-        self.velocity = {n: np.zeros(shape) for n, shape in SHAPES.items()}
-
-    def __call__(self, ps):
-        outer = average([{n: self.anchor[n] - p[n] for n in p} for p in ps])
-        self.velocity = {n: self.momentum * self.velocity[n] + outer[n] for n in outer}
-        used = {n: outer[n] + self.momentum * v for n, v in self.velocity.items()} if self.nesterov else self.velocity
-        self.anchor = {n: self.anchor[n] - self.lr * used[n] for n in outer}
-        return [self.anchor] * 4
-
-
 def assert_wandered(local, steps, meet, rtol=1e-10):
-    for mine, expected in zip(train(local, steps).parameters, wandered(steps, meet), strict=True):
-        assert_close(mine, expected, rtol)
+    """By hand: each replica steps by itself, and `meet(step, parameters)` says where they all are then."""
+    sim, ps = LocalSimulator(local, START, 4), [START] * 4
+    for step in range(steps):
+        sim.step([gradient(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
+        ps = meet(step, [sgd(r, p, gradient(r, step, p)) for r, p in enumerate(ps)])
+        for mine, expected in zip(sim.parameters, ps, strict=True):
+            assert_close(mine, expected, rtol)
 
 
-@pytest.mark.parametrize("local", [LocalSGD(3), LocalSGD(3, outer=OuterSGD(1.0)), LocalSGD(3, compressor=AllReduce())])
-def test_averaging_now_and_then_by_hand(local):
-    assert_wandered(local, 24, lambda step, ps: [average(ps)] * 4 if step % 3 == 2 else ps)
-
-
-@pytest.mark.parametrize(("nesterov", "start_step"), [(True, 0), (False, 0), (True, 17)])
-def test_diloco_is_the_papers_algorithm_over_200_steps(nesterov, start_step):
-    outer = Outer(0.3, 0.8, nesterov)
-
-    def meet(step, ps):
-        if step < start_step:
-            outer.anchor = average(ps)
-            return [outer.anchor] * 4
-        return outer(ps) if (step + 1 - start_step) % 7 == 0 else ps
-
-    assert_wandered(diloco(7, lr=0.3, momentum=0.8, nesterov=nesterov, start_step=start_step), 200, meet, 1e-9)
+@pytest.mark.parametrize(
+    ("local", "period"),
+    [
+        *((local, 1) for local in (LocalSGD(1), LocalSGD(1, outer=OuterSGD()), LocalSGD(9, start_step=50))),
+        *((local, 3) for local in (LocalSGD(3), LocalSGD(3, outer=OuterSGD(1.0)))),
+        (LocalSGD(3, compressor=AllReduce()), 3),
+    ],
+)
+def test_averaging_now_and_then_by_hand(local, period):
+    """After every step it is synchronous SGD."""
+    assert_wandered(local, 14, lambda step, ps: [average(ps)] * 4 if step % period == period - 1 else ps)
 
 
 def test_an_outer_optimizer_above_pairs_that_average_plainly():
-    outer = Outer(0.4, 0.7, False)
+    anchor, velocity = START, {n: np.zeros(shape) for n, shape in SHAPES.items()}
 
     def meet(step, ps):
+        nonlocal anchor, velocity
         if step % 6 == 5:
-            return outer(ps)
+            velocity = {n: 0.7 * velocity[n] + anchor[n] - average(ps)[n] for n in anchor}
+            anchor = {n: anchor[n] - 0.4 * velocity[n] for n in anchor}
+            return [anchor] * 4
         return [average(ps[:2])] * 2 + [average(ps[2:])] * 2 if step % 2 else ps
 
-    assert_wandered(diloco({2: 2, "all": 6}, lr=0.4, momentum=0.7, nesterov=False), 36, meet)
+    assert_wandered(diloco({2: 2, "all": 6}, lr=0.4, momentum=0.7, nesterov=False), 20, meet)
 
 
-@pytest.mark.parametrize("steps", [2, 3, 4, 5, 24])
-def test_fragments_are_averaged_each_at_its_steps(steps):
-    local = LocalSGD(6, fragments=3)
+def test_groups_average_among_themselves():
+    def meet(step, ps):
+        if step % 4 == 3:
+            return [average(ps)] * 4
+        return [average(ps[::2]), average(ps[1::2])] * 2 if step % 2 else ps
+
+    assert_wandered(LocalSGD({((0, 2), (1, 3)): 2, "all": 4}), 9, meet)
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_fragments_are_averaged_each_at_its_steps(start):
+    local = LocalSGD(6, fragments=3, start_step=start)
     parts = local.parts(SPECS)
 
     def meet(step, ps):
-        now = parts[step // 2 % 3] if step % 2 else ()
+        late = step - start
+        now = SHAPES if late < 0 else parts[late // 2 % 3] if late % 2 else ()
         return [p | {n: average(ps)[n] for n in now} for p in ps]
 
-    assert_wandered(local, steps, meet)
+    assert_wandered(local, 20, meet)
 
 
 def means(sim):
@@ -150,17 +130,6 @@ def test_a_hierarchy_asks_for_exactly_these_messages():
     train(LocalSGD({2: 2, 4: 4}), 9, each=lambda sim: asked.append(means(sim)))
     pairs, everyone = [(((0, 1), (2, 3)), 4)], [(None, 4)]
     assert asked == [[], pairs, [], everyone, [], pairs, [], everyone, []]
-
-
-def test_groups_average_among_themselves():
-    sim = train(LocalSGD({((0, 2), (1, 3)): 2, "all": 4}), 2)
-    for n in SHAPES:
-        assert np.array_equal(sim.parameters[0][n], sim.parameters[2][n])
-        assert np.array_equal(sim.parameters[1][n], sim.parameters[3][n])
-        assert not np.array_equal(sim.parameters[0][n], sim.parameters[1][n])
-    first = [sgd(r, START, gradient(r, 0, START)) for r in range(4)]
-    alone = [sgd(r, p, gradient(r, 1, p)) for r, p in enumerate(first)]
-    assert_close(sim.parameters[2], average([alone[0], alone[2]]))
 
 
 @pytest.mark.parametrize(("subgroup", "afterwards"), [(None, []), (2, [(((0, 1), (2, 3)), 4)]), (4, [(None, 4)])])
@@ -220,10 +189,14 @@ def test_the_plan_is_what_is_sent(name):
     local = CONFIGURATIONS[name]
     planned = plan(SHAPES, local, itemsize=8)
     phases = local.compressor.cycle if local.compressor else 1
-    first = local.start_step + local.levels(4)[0].period * (local.compressor.start_step if local.compressor else 0)
+    late = local.compressor.start_step if local.compressor else 0
+    first = local.start_step + local.levels(4)[0].period * late
     sent = []
-    train(local, first + 2 * local.cycle * phases, each=lambda sim: sent.append(sim.traffic))
+    sim = train(local, first + 2 * local.cycle * phases, each=lambda sim: sent.append(sim.traffic))
+    assert planned.memory_bytes == sum(x.nbytes for m in sim.states[0].tensors.values() for x in m.values())
     assert sent[first:] == list(planned.steps) * 2
+    # A compressor's start is counted in rounds: before it they are dense.
+    assert sum(t.nbytes for t in sent[local.start_step : first]) == late * planned.dense_bytes
     assert planned.wire_bytes == np.mean([t.nbytes for t in sent[first:]])
     assert planned.peak_bytes == max(t.nbytes for t in sent[first:])
     # Whole bytes only where a half step sends P alone, or half of an odd number of them: tensor by tensor it is the same sum.
@@ -247,7 +220,7 @@ def test_the_plan_by_hand():
     assert half.tensors[0].rank == 2
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_kinds_of_steps_are_counted_as_if_each_were_looked_at(data):
     long = data.draw(st.integers(1, 40))
@@ -290,26 +263,14 @@ def test_a_plan_takes_no_longer_for_a_longer_period(local):
     assert str(planned)
 
 
-def test_a_compressor_sends_the_rest_later():
-    """Under a constant gradient of full rank: with error feedback all of it arrives in the end, without only what one factor holds."""
-
-    def missing(feedback):
-        local = LocalSGD(2, compressor=PowerSGD(1, error_feedback=feedback, min_compression_rate=1.0))
-        sim = LocalSimulator(local, START, 4)
-        for _ in range(80):
-            sim.step(TARGETS, sgd)
-        full = START["w"] - 80 * RATE * np.mean([target["w"] for target in TARGETS], axis=0)
-        return np.linalg.norm(sim.parameters[0]["w"] - full) / np.linalg.norm(full)
-
-    assert missing(True) < 0.15
-    assert missing(False) > 0.5
-
-
 @pytest.mark.parametrize(
-    "local",
-    [diloco(3), LocalSGD(3, compressor=PowerSGD(2, min_compression_rate=1.0)), LocalSGD(3, compressor=AllReduce())],
+    ("local", "bad"),
+    [
+        (diloco(3), np.inf),
+        (LocalSGD(3, compressor=PowerSGD(2, min_compression_rate=1.0)), np.nan),
+        (LocalSGD(3, compressor=AllReduce()), np.inf),
+    ],
 )
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_replica_that_went_wrong_comes_back_to_the_outer_parameters(local, bad):
     sim = train(local, 3)
     before = [{n: {k: x.copy() for k, x in m.items()} for n, m in s.tensors.items()} for s in sim.states]
@@ -367,22 +328,6 @@ def test_outer_parameters_are_kept_in_the_dtype_asked_for():
         assert {x.dtype.name for m in state.tensors.values() for x in m.values()} == {"float32"}
         assert all(np.array_equal(p[n], state.tensors[n]["outer"].astype(np.float16)) for n in SHAPES)
     assert sim.traffic.nbytes == sum(4 * x.size for x in start.values())
-
-
-def test_only_equal_groups_share_a_request():
-    pairs, others = ((0, 1), (2, 3)), ((0, 2), (1, 3))
-    requests = []
-    program = [together([mean(np.full(2, float(r)), groups=g) for g in (pairs, None, others, pairs)]) for r in range(4)]
-    answers = lock_step(program, NumpyOps(), requests)
-    asked = [(pairs, 2, False), (None, 1, True), (others, 1, False)]
-    assert [(r.groups, len(r.arrays), r.watched) for r in requests] == asked
-    first, second = [0.5, 1.5, 1.0, 0.5], [2.5, 1.5, 1.0, 2.5]
-    assert [[float(a[0]) for a in mine] for mine in answers] == [
-        first,
-        [0.5, 1.5, 2.0, 0.5],
-        second,
-        [2.5, 1.5, 2.0, 2.5],
-    ]
 
 
 def test_the_table_on_the_page_is_what_the_plan_says():

@@ -1,5 +1,7 @@
 """A step with an inf or NaN: what `gradwire.testing.check` asks of every method, and the soak of random ones, in places where it is easily lost."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -75,15 +77,14 @@ OUTLIERS = {"row": np.s_[3], "column": np.s_[:, 5], "all": np.s_[:]}
 def test_training_goes_on_after_outliers(algorithm, dtype):
     """A step that is not finite leaves the error as it is, and it may be the error that is not sent."""
     largest = float(np.finfo(dtype).max)
-    for kind, where in OUTLIERS.items():
-        for seed in range(6):
-            rng = np.random.default_rng([seed, *kind.encode()])
-            simulator = Simulator(algorithm, {"w": (32, 32)}, replicas=4, dtype=dtype)
-            for step in range(13):
-                given = [{"w": (0.01 * rng.normal(size=(32, 32))).astype(dtype)} for _ in range(4)]
-                if 4 <= step < 10:
-                    size = largest * rng.choice([1.0, 0.5, 0.1])
-                    for g in given[: 4 if seed % 2 else 1]:
-                        g["w"][where] = size * (rng.choice([-1, 1], (32, 32))[where] if seed % 3 == 0 else 1)
-                average = simulator.step(given)["w"]
-            assert np.isfinite(average).all(), (kind, seed)
+    for (kind, where), seed in itertools.product(OUTLIERS.items(), (0, 1, 3)):
+        rng = np.random.default_rng([seed, *kind.encode()])
+        simulator = Simulator(algorithm, {"w": (32, 32)}, replicas=4, dtype=dtype)
+        for step in range(13):
+            given = [{"w": (0.01 * rng.normal(size=(32, 32))).astype(dtype)} for _ in range(4)]
+            if 4 <= step < 10:
+                size = largest * rng.choice([1.0, 0.5, 0.1])
+                for g in given[: 4 if seed % 2 else 1]:
+                    g["w"][where] = size * (rng.choice([-1, 1], (32, 32))[where] if seed % 3 == 0 else 1)
+            average = simulator.step(given)["w"]
+        assert np.isfinite(average).all(), (kind, seed)

@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from gradwire.core.text.options import OWN_CHECK, Names, at_least, check, check_options, checked, more_than, share
+from gradwire import OuterSGD
+from gradwire.core.text.options import OWN_CHECK, Names, at_least, check, more_than, share
 
 
 class Thing:
@@ -50,6 +49,7 @@ def test_what_fits_is_taken_as_pythons_own(hint, value, expected):
     new = check("x", value, hint)
     assert new == expected
     assert type(new) is type(expected)
+    assert check("x", new, hint) == new
 
 
 REFUSED: list[tuple[Any, Any, type[Exception]]] = [
@@ -98,82 +98,15 @@ def test_what_does_not_is_refused_by_name(hint, value, error):
     assert type(refused.value) is error
 
 
-SIMPLE = [
-    int,
-    float,
-    bool,
-    str,
-    int | None,
-    Annotated[int, at_least(3)],
-    Literal["a", 2],
-    tuple[int, ...],
-    Mapping[str, float],
-]
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=2),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
-    max_leaves=4,
-)
-
-
-@given(st.sampled_from(SIMPLE), ANYTHING)
-def test_whatever_is_given_is_taken_or_refused(hint, value):
-    """And what is taken is taken again as it is."""
-    new = said = None
-    try:
-        new = check("option", value, hint)
-    except (TypeError, ValueError) as refused:
-        said = str(refused)
-    assert check("option", new, hint) == new if said is None else "option" in said
-
-
-@dataclass(frozen=True)
-class Method:
-    rank: Annotated[int, at_least(1)]
-    half_step: bool = False
-    decay: Annotated[float, share()] | bool = True
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
-def test_a_method_gets_it_for_nothing():
-    assert hash(Method(np.int64(4))) == hash(Method(4))
-    assert type(Method(np.int64(4)).rank) is int
-    for wrong, named in [
-        ({"rank": 0}, "rank=0"),
-        ({"rank": 1, "half_step": "no"}, "half_step='no'"),
-        ({"rank": 1, "decay": 2}, "decay=2"),
-    ]:
-        with pytest.raises((TypeError, ValueError)) as refused:
-            Method(**wrong)
-        assert named in str(refused.value)
-
-
-def test_a_front_door_gets_it_for_nothing():
-    @checked
-    def door(
-        model: Any, *layers: int, steps: Annotated[int, at_least(0)] = 0, name: str | None = None, **rest: int
-    ) -> int:
-        return steps
-
-    assert door(None, "not checked", steps=np.int8(3)) == 3
-    assert door(None) == 0
-    for wrong, named in [({"steps": -1}, "steps=-1"), ({"name": 3}, "name=3")]:
-        with pytest.raises((TypeError, ValueError)) as refused:
-            door(None, **wrong)
-        assert named in str(refused.value)
-
-
 def test_what_only_a_function_knows_is_not_checked():
     """Annotations of a class that is made in a function, of which only that function knows: what its base has is checked still."""
 
     @dataclass(frozen=True)
-    class Inner(Method):
+    class Inner(OuterSGD):
         own: "Unknown" = 0  # noqa: F821
 
     assert Inner(3, own="x").own == "x"
-    with pytest.raises(ValueError, match="rank=0"):
+    with pytest.raises(ValueError, match="lr=0"):
         Inner(0)
 
 

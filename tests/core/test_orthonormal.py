@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.core.kernels.gram_schmidt import gram_schmidt, refresh
-from gradwire.core.simulate import NumpyOps, PoisonOps
+from gradwire.core.simulate import NumpyOps
 
 OPS = NumpyOps()
 
@@ -62,24 +62,6 @@ def test_float64_rows_are_those_of_qr(size, seed, conditioning):
     np.testing.assert_allclose(orthonormal(x), expected, rtol=0, atol=1e-12 * conditioning)
 
 
-@given(st.integers(1, 4), st.integers(0, 4), st.integers(8, 80), st.integers(8, 80), seeds)
-def test_an_exactly_low_rank_matrix_is_reconstructed(true_rank, surplus, n, m, seed):
-    # Small integers: the matrix and its sketch are exact in float32, so any error is Gram-Schmidt's.
-    rng = np.random.default_rng(seed)
-
-    def integers(*shape):
-        return rng.integers(-3, 4, size=shape).astype(np.float32)
-
-    matrix = integers(n, true_rank) @ integers(true_rank, m)
-    sketch = integers(true_rank + surplus, m) @ matrix.T
-    singular = np.linalg.svd(sketch.astype(np.float64), compute_uv=False)
-    assume(singular[true_rank - 1] * 10 >= singular[0] > 0)
-    p = orthonormal(sketch)
-    assert_zero_or_orthonormal(p)
-    again = p.T.astype(np.float64) @ (p @ matrix).astype(np.float64)
-    assert np.linalg.norm(matrix - again) <= 1e-6 * np.linalg.norm(matrix)
-
-
 @given(st.integers(1, 40), seeds)
 def test_dependent_rows_become_zero(n, seed):
     rng = np.random.default_rng(seed)
@@ -115,8 +97,7 @@ def test_scaling_by_a_power_of_two_changes_no_bit(size, seed, exponent):
     np.testing.assert_array_equal(orthonormal(x), orthonormal(x * np.float32(2.0**exponent)))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@given(seed=seeds, where=st.integers(0, 3))
+@given(st.sampled_from([np.nan, np.inf, -np.inf]), seeds, st.integers(0, 3))
 def test_a_row_that_is_not_finite_becomes_zero_and_spoils_no_other(bad, seed, where):
     x = np.random.default_rng(seed).normal(size=(4, 9)).astype(np.float32)
     broken, blank = x.copy(), x.copy()
@@ -128,9 +109,9 @@ def test_a_row_that_is_not_finite_becomes_zero_and_spoils_no_other(bad, seed, wh
     np.testing.assert_array_equal(rows[where], 0)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float16", 3e-3)])
-@given(size=sizes, seed=seeds)
-def test_half_precision_is_computed_in_float32_and_rounded_once(dtype, tolerance, size, seed):
+@given(st.sampled_from([("bfloat16", 2e-2), ("float16", 3e-3)]), sizes, seeds)
+def test_half_precision_is_computed_in_float32_and_rounded_once(half, size, seed):
+    dtype, tolerance = half
     x = np.random.default_rng(seed).normal(size=size).astype(dtype)
     rows = orthonormal(x)
     assert rows.dtype.name == dtype
@@ -159,14 +140,6 @@ def test_more_rows_than_columns_leave_zeros():
 @pytest.mark.parametrize("shape", [(1, 0, 3), (2, 3, 0), (0, 2, 3)])
 def test_empty_matrices_stay_empty(shape):
     assert gram_schmidt(OPS, np.zeros(shape)).shape == shape
-
-
-def test_the_input_is_not_donated():
-    x = np.random.default_rng(0).normal(size=(1, 3, 5))
-    before = x.copy()
-    rows = gram_schmidt(PoisonOps(), x)
-    np.testing.assert_array_equal(x, before)
-    np.testing.assert_array_equal(rows, gram_schmidt(OPS, x))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])

@@ -1,13 +1,10 @@
-"""Donation: a program that uses an array after giving it away fails under `PoisonOps`; every algorithm passes."""
-
-from dataclasses import dataclass
+"""Donation: what was given away holds NaN under `PoisonOps`. What uses it then fails: `test_testing` has such an algorithm."""
 
 import numpy as np
 import pytest
 
-from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.protocol import mean
-from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator, lock_step
+from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
 
 
 def arrays():
@@ -45,26 +42,6 @@ def test_a_donated_array_is_poisoned_and_the_result_is_right(kernel):
         np.testing.assert_array_equal(b[name], arrays()[name])
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        "add",
-        "divide",
-        "matmul",
-        "subtract_product",
-        "where",
-        "where_lazy, true",
-        "set_row",
-        "add_each",
-        "scale_each",
-        "where_each, true",
-    ],
-)
-def test_numpy_kernels_write_where_they_may(kernel):
-    a = arrays()
-    assert np.shares_memory(KERNELS[kernel](NumpyOps(), **a), a["x"])
-
-
 def test_a_donated_payload_is_poisoned():
     kept = []
 
@@ -76,35 +53,3 @@ def test_a_donated_payload_is_poisoned():
     (result, _) = lock_step([program(), program()], PoisonOps())
     np.testing.assert_array_equal(result, np.ones(3))
     assert all(np.isnan(x).all() for x in kept)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class UsesItsGradientAfterDonation(Compressor):
-    """Right in torch and NumPy, where the sum is in `x`; wrong in JAX."""
-
-    def memory(self, ops, name, spec):
-        return {}
-
-    async def compress(self, ops, name, x, memory, at):
-        ops.add(x, x, out=x)
-        return x, await mean(x), {}
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class CountsOnTheOldMemory(Compressor):
-    """Right in JAX, where `memory` is untouched; wrong in torch, where `out=` has overwritten it."""
-
-    def memory(self, ops, name, spec):
-        return {"m": ops.zeros(spec.shape, spec.dtype)}
-
-    async def compress(self, ops, name, x, memory, at):
-        new = ops.add(memory["m"], x, out=memory["m"])
-        received = await mean(new)
-        return x, received + memory["m"], {"m": received}
-
-
-@pytest.mark.parametrize("bad", [UsesItsGradientAfterDonation(), CountsOnTheOldMemory()], ids=lambda a: repr(a))
-def test_bad_algorithms_are_caught(bad):
-    gradients = [{"w": np.ones((2, 2))} for _ in range(2)]
-    assert np.isfinite(Simulator(bad, {"w": (2, 2)}, 2).step(gradients)["w"]).all()
-    assert np.isnan(Simulator(bad, {"w": (2, 2)}, 2, ops=PoisonOps()).step(gradients)["w"]).any()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.ops import Spec
-from gradwire.core.simulate import NumpyOps, PoisonOps, Simulator
+from gradwire.core.simulate import NumpyOps, Simulator
 
 
 @given(st.lists(st.integers(0, 40), max_size=4).map(tuple), st.integers(1, 8), st.sampled_from([1, 2, 3]))
@@ -23,20 +23,9 @@ def test_a_tensor_is_compressed_iff_it_shrinks_by_more_than_the_rate(shape, rank
     assert PowerSGD(rank, min_compression_rate=rate).rank_of("w", shape) == expected
 
 
-@pytest.mark.parametrize(
-    ("shape", "rank"),
-    [
-        ((4, 4), 0),  # (4 + 4) * 1 * 2 = 16 is not less than 16
-        ((4, 5), 1),  # (4 + 5) * 1 * 2 = 18 is less than 20
-        ((64,), 0),
-        ((), 0),
-        ((0, 8), 0),
-        ((8, 0), 0),
-        ((16, 3, 3, 3), 1),  # 16 x 27
-    ],
-)
-def test_the_boundary_is_strict_and_vectors_stay(shape, rank):
-    assert PowerSGD(1).rank_of("w", shape) == rank
+def test_the_boundary_is_strict():
+    assert PowerSGD(1).rank_of("w", (4, 4)) == 0  # (4 + 4) * 1 * 2 = 16 is not less than 16
+    assert PowerSGD(1).rank_of("w", (4, 5)) == 1  # (4 + 5) * 1 * 2 = 18 is less than 20
 
 
 @pytest.mark.parametrize(
@@ -129,31 +118,3 @@ def test_memory_has_these_names_shapes_and_dtypes(options, expected, state_dtype
     assert {value.dtype.name for value in state.tensors["w"].values()} == {state_dtype or "float16"}
     assert state.shared.keys() == ({"phase"} if algorithm.half_step else set())
     assert algorithm.per_replica == {"error"}
-
-
-@pytest.mark.parametrize("ops", [NumpyOps, PoisonOps])
-@pytest.mark.parametrize("options", [{}, {"half_step": True}, {"warm_start": False}, {"square": True}], ids=str)
-def test_a_transposed_matrix_is_compressed_as_the_matrix_is(options, ops):
-    """The initial factor goes by the parameter's name, which is the same here."""
-    plain = Simulator(PowerSGD(2, **options), {"w": (20, 13), "v": (12, 18)}, 2, ops=ops())
-    turned = Simulator(PowerSGD(2, transpose=("w",), **options), {"w": (13, 20), "v": (12, 18)}, 2, ops=ops())
-    other = Simulator(PowerSGD(2, **options), {"w": (13, 20), "v": (12, 18)}, 2, ops=ops())
-    rng = np.random.default_rng(0)
-    for _ in range(4):
-        given = [{"w": rng.standard_normal((20, 13)), "v": rng.standard_normal((12, 18))} for _ in range(2)]
-        transposed = [{"w": g["w"].T, "v": g["v"]} for g in given]
-        expected, found, different = plain.step(given), turned.step(transposed), other.step(transposed)
-        if "square" not in options:  # where padding puts elements in other rows
-            np.testing.assert_allclose(found["w"].T, expected["w"], rtol=0, atol=1e-10)
-        np.testing.assert_allclose(found["v"], expected["v"], rtol=0, atol=1e-10)
-    assert np.abs(found["w"] - different["w"]).max() > 0.01
-    if "square" not in options:
-        for mine, theirs in zip(turned.states, plain.states, strict=True):
-            np.testing.assert_allclose(mine.tensors["w"]["error"].T, theirs.tensors["w"]["error"], rtol=0, atol=1e-10)
-            for key in theirs.tensors["w"].keys() - {"error"}:  # factors keep their roles
-                assert mine.tensors["w"][key].shape == theirs.tensors["w"][key].shape
-
-
-def test_transpose_takes_patterns():
-    assert "transpose=('*/kernel',)" in repr(PowerSGD(2, transpose=["*/kernel"]))
-    assert "transpose" not in repr(PowerSGD(2))

@@ -27,7 +27,9 @@ from gradwire import (
     WireDtype,
     Zero,
     assign_buckets,
+    compare,
     diloco,
+    link_for,
     plan,
     shard_by_bucket,
     shard_by_element,
@@ -36,6 +38,7 @@ from gradwire import (
 )
 from gradwire.core import protocol as rq
 from gradwire.core.advise.probe import Level, measure
+from gradwire.core.advise.timeline import Compute
 from gradwire.core.algorithm import require_algorithm
 from gradwire.core.buckets.assignment import bucket_limits
 from gradwire.core.kernels.abstract import AbstractArray
@@ -82,11 +85,7 @@ class Careless(PowerSGD):
 
 OPTIONS = [
     (ValueError, "rank=0", lambda: PowerSGD(0)),
-    (ValueError, "rank=-1", lambda: PowerSGD(-1)),
-    (TypeError, "rank=2.0", lambda: PowerSGD(2.0)),
-    (TypeError, "rank=True", lambda: PowerSGD(True)),
-    (TypeError, "rank='4'", lambda: PowerSGD("4")),
-    (TypeError, "rank=None", lambda: PowerSGD(None)),
+    *each(TypeError, "rank={!r}", PowerSGD, True, "4", None),
     (ValueError, "rank['w']=-1", lambda: PowerSGD({"w": -1})),
     (TypeError, "rank['w']=1.5", lambda: PowerSGD({"w": 1.5})),
     (ValueError, "start_step=-1", lambda: PowerSGD(4, start_step=-1)),
@@ -189,6 +188,7 @@ PATTERNS = [
     (ValueError, "parameter 'ids'", lambda: init(PowerSGD(2), w=((20, 20),), ids=((20,), "int32"))),
 ]
 
+TWO = {"a": Spec((2,)), "b": Spec(())}
 SCHEDULES = [
     (ValueError, "period=0", lambda: Schedule(0)),
     (ValueError, "period[2]=-1", lambda: Schedule({2: -1, 4: 4})),
@@ -198,7 +198,7 @@ SCHEDULES = [
     (ValueError, "fragments=5", lambda: Schedule(4, fragments=5)),
     (ValueError, "fragments=3", lambda: Schedule({2: 2, 4: 8}, fragments=3)),
     (TypeError, "fragments=2.0", lambda: Schedule(4, fragments=2.0)),
-    (ValueError, "fragments=3 of 2", lambda: Schedule(4, fragments=3).parts({"a": Spec((2,)), "b": Spec(())})),
+    (ValueError, "fragments=3 of 2", lambda: Schedule(4, fragments=3).parts(TWO)),
     (ValueError, "subgroup='rack'", lambda: Schedule(4, subgroup="rack")),
     (TypeError, "subgroup[0]=0", lambda: Schedule(4, subgroup=(0, 1))),
     (ValueError, "groups of 3, but 4 replicas", lambda: Schedule(4, subgroup=3).subgroups(4)),
@@ -210,6 +210,21 @@ SCHEDULES = [
     (ValueError, "groups of 2, the size of a node", lambda: Schedule({2: 2, "node": 3, "all": 8}).on_nodes_of(2)),
     (ValueError, "state_dtype='float32'", lambda: LocalSGD(4, state_dtype="float32")),
     (ValueError, "state_dtype='int8'", lambda: LocalSGD(4, outer=OuterSGD(), state_dtype="int8")),
+    *each(ValueError, "overlap={}", lambda x: diloco(4, overlap=x), 4, -1),
+    (TypeError, "overlap=True", lambda: diloco(4, overlap=True)),
+    *each(ValueError, "merge={!r}", lambda x: diloco(4, overlap=1, merge=x), 1.5, "half"),
+    (TypeError, "eager=1", lambda: diloco(4, eager=1)),
+    (ValueError, "merge=0.5", lambda: diloco(4, eager=True, merge=0.5)),
+    (ValueError, "overlap=1", lambda: diloco(4, eager=True, overlap=1)),
+    (ValueError, "layout='rows'", lambda: diloco(4, layout="rows")),
+    (TypeError, "layout[0]=1", lambda: diloco(4, layout=[1])),
+    (ValueError, "fragments=1", lambda: diloco(4, layout=("a*", "*"))),
+    # Plain averages have no differences.
+    *(
+        (ValueError, f"{x}=", lambda x=x, to=to: LocalSGD(4, **{x: to}))
+        for x, to in [("overlap", 1), ("merge", 0.5), ("eager", True)]
+    ),
+    *each(ValueError, "'b'", lambda x: diloco(9, fragments=2, layout=x).parts(TWO), ("a", "c"), ("*", "b")),
 ]
 
 X = np.zeros(2)
@@ -253,6 +268,7 @@ SHARDS = [
     (ValueError, "first_bucket_mb=0", lambda: bucket_limits(1, 0)),
 ]
 
+LINKED = {"model": SHAPES, "algorithm": AllReduce(), "step": 0.1, "link": "1Gbit", "replicas": 2}
 PLANS = [
     (ValueError, "itemsize=3", lambda: plan(SHAPES, PowerSGD(1), itemsize=3)),
     (ValueError, "dtype='int8'", lambda: plan(SHAPES, PowerSGD(1), dtype="int8")),
@@ -269,9 +285,27 @@ PLANS = [
     (ValueError, "world_size=0", lambda: plan(SHAPES, AllReduce()).seconds(0, 1e-4, 1e9)),
     (ValueError, "latency=-1.0", lambda: plan(SHAPES, AllReduce()).seconds(4, -1.0, 1e9)),
     (TypeError, "world_size='2'", lambda: plan(SHAPES, AllReduce(), world_size="2")),
-    *each(ValueError, "step={}", lambda x: utilization(SHAPES, AllReduce(), step=x, link="1Gbit", replicas=2), 0, NAN),
+    *each(ValueError, "step={}", lambda x: utilization(**LINKED | {"step": x}), 0, NAN),
+    *each(ValueError, "link={!r}", lambda x: utilization(**LINKED | {"link": x}), "fast", -1.0),
+    (ValueError, "latency=-1.0", lambda: utilization(**LINKED | {"latency": -1.0})),
+    (ValueError, "replicas=0", lambda: utilization(**LINKED | {"replicas": 0})),
+    (ValueError, "utilization=1.0", lambda: link_for(SHAPES, AllReduce(), step=0.1, replicas=2, utilization=1.0)),
+    (
+        ValueError,
+        "utilization=",
+        lambda: link_for(SHAPES, AllReduce(), step=0.1, replicas=2, utilization=0.99, latency=10.0),
+    ),
     (ValueError, "bandwidth=0.0", lambda: plan(SHAPES, AllReduce()).seconds(4, 1e-4, 0.0)),
-    *each(ValueError, "all_reduce", lambda x: Level("all", 2, x, x, 0.5), (), ((0, 1.0),), ((8, 0.0),)),
+    *each(ValueError, "all_reduce", lambda x: Level("all", 2, x, x, 0.5), (), ((0, 1.0),), ((8, 0.0),), ((8, NAN),)),
+    (ValueError, "exchange", lambda: Level("all", 2, ((1, 1.0),), (), 0.5)),
+    (ValueError, "seconds=0.0", lambda: Compute(0.0)),
+    (ValueError, "steps=0", lambda: compare(print, [], steps=0)),
+    (TypeError, "seeds=True", lambda: compare(print, [], seeds=True)),
+    (TypeError, "replicas=1.5", lambda: compare(print, [], replicas=1.5)),
+    *each(ValueError, "rates", lambda x: compare(print, [], rates=x), (), (1.0, INF)),
+    *each(TypeError, "rates", lambda x: compare(print, [], rates=x), 2.0, "12", (True,)),
+    (TypeError, "make", lambda: compare(None, [])),
+    (TypeError, "algorithms", lambda: compare(print, ["PowerSGD"])),
     (ValueError, "two replicas", lambda: measure(None, "torch", "cpu", 1, 1)),
     (ValueError, "equally many", lambda: measure(None, "torch", "cpu", 3, 2)),
 ]
@@ -344,6 +378,8 @@ STATES = [
     (ValueError, "states[0]", lambda: gathered(OTHER, OWN)),
     (ValueError, "states[0]", lambda: gathered(OWN)),
     (ValueError, "['local', 'replicas']", lambda: own(state())),
+    (ValueError, "both become 'x'", lambda: checkpoint.renamed(state(tensors={"v": {}, "w": {}}), lambda _: "x")),
+    (ValueError, "lacks parameter 'w'", lambda: checkpoint.renamed(state(), {"v": "w"})),
     (ValueError, "3 rows", lambda: checkpoint.spread(OPS, gathered(state(), state()) | {"replicas": 3}, 2)),
 ]
 

@@ -62,7 +62,7 @@ def test_positions_come_back_from_as_few_bits_as_the_block_needs(data, length):
 
 
 @pytest.mark.parametrize("algorithm", METHODS, ids=repr)
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     shapes=st.lists(SHAPES, min_size=1, max_size=3), world=st.integers(1, 3), seed=st.integers(0, 99), data=st.data()
 )
@@ -93,7 +93,7 @@ def test_any_size_is_sent_as_planned_and_nothing_is_lost(algorithm, shapes, worl
             np.testing.assert_array_equal(memory["error"], kept[n])
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 99), world=st.sampled_from([1, 2, 4]), per=st.sampled_from([16, (4, 4)]))
 def test_a_gradient_with_no_more_elements_than_are_kept_survives(seed, world, per):
     """Small integers, and a power of two of replicas: all sums are exact."""
@@ -110,7 +110,7 @@ def test_a_gradient_with_no_more_elements_than_are_kept_survives(seed, world, pe
     assert not any(state.tensors["w"]["error"].any() for state in simulator.states)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 99),
     world=st.integers(1, 4),
@@ -140,7 +140,7 @@ def test_a_mean_over_senders_divides_by_who_has_sent(seed, world, keep, per, bit
     np.testing.assert_allclose(*[each.step(alike)["w"] for each in same], rtol=1e-12)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 99))
 @pytest.mark.parametrize(("bits", "values"), [(2, [2, 2, -5, 5]), (4, [8, 1, -6, 3]), (8, [-127, 0, 1, 64])])
 def test_values_of_a_few_sizes_survive_in_as_many_bits(bits, values, seed):
@@ -153,7 +153,7 @@ def test_values_of_a_few_sizes_survive_in_as_many_bits(bits, values, seed):
     assert not simulator.states[0].tensors["w"]["error"].any()
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 99), world=st.sampled_from([1, 2, 4]), magnitude=st.sampled_from([0.5, 1.0, 3.0]))
 @pytest.mark.parametrize("per", ["tensor", "row", "column"])
 def test_signs_of_one_magnitude_survive(per, seed, world, magnitude):

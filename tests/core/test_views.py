@@ -9,79 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire import PowerSGD, Simulator, Spec, plan
-from gradwire.core.algorithms.shared.views import StackedShape, View, all_views, reproducing, square_view, view_of
+from gradwire.core.algorithms.shared.views import StackedShape, View, reproducing, view_of
 from gradwire.core.simulate import NumpyOps
 from gradwire.core.state import checkpoint
 
 shapes = st.lists(st.integers(1, 6), min_size=2, max_size=5).map(tuple)
 
 
-@pytest.mark.parametrize(
-    ("shape", "seen"),
-    [
-        ((64, 32), "64 | 32"),
-        ((64, 32, 3, 3), "64 | 32·3·3"),  # torch: (out, in, kh, kw)
-        ((64, 3, 7, 7), "64 | 3·7·7"),
-        ((64, 1, 3, 3), "64 | 1·3·3"),
-        ((3, 3, 32, 64), "3·3·32 | 64"),  # Flax: (kh, kw, in, out)
-        ((1, 1, 64, 256), "1·1·64 | 256"),
-        ((512, 8, 64), "512 | 8·64"),  # attention: (d, heads, hd)
-        ((8, 64, 512), "8·64 | 512"),  # (heads, hd, d)
-        ((8, 8, 8), "8 | 8·8"),  # of equals the one with the fewest row axes
-        ((64,), "None"),
-        ((), "None"),
-    ],
-)
-def test_the_default(shape, seen):
-    assert str(view_of("w", shape)) == seen
-
-
 @given(shapes, st.data())
 def test_no_other_cut_sends_less(shape, data):
+    """And of equals it is the one with the fewest row axes."""
     stacked = data.draw(st.integers(0, len(shape) - 2))
     view = view_of("w", shape, stacked)
     assert view.batch == shape[:stacked]
-    assert view.rows + view.columns == shape[stacked:]
     others = [math.prod(shape[stacked:cut]) + math.prod(shape[cut:]) for cut in range(stacked + 1, len(shape))]
-    assert view.n + view.m == min(others)
-
-
-@given(shapes, st.data())
-def test_a_tensor_comes_back_from_its_matrices(shape, data):
-    stacked = data.draw(st.integers(0, len(shape) - 2))
-    rows = data.draw(st.integers(1, len(shape) - stacked - 1))
-    x = np.random.default_rng(0).normal(size=shape)
-    plain, turned = (view_of("w", shape, stacked, rows, transposed) for transposed in (False, True))
-    matrices = plain.matrices(NumpyOps(), x)
-    assert matrices.shape == (*plain.stack, plain.n, plain.m)
-    assert len(plain.stack) == min(stacked, 1)
-    np.testing.assert_array_equal(matrices.reshape(shape), x)
-    np.testing.assert_array_equal(turned.matrices(NumpyOps(), x), np.swapaxes(matrices, -1, -2))
-    assert (turned.n, turned.m, turned.sides) == (plain.n, plain.m, plain.sides[::-1])
-    # Element by element, what a matrix is: batch axes count matrices, row axes rows, column axes columns.
-    index = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    ends = (0, stacked), (stacked, stacked + rows), (stacked + rows, len(shape))
-    places = [int(np.ravel_multi_index(index[a:b], shape[a:b])) if b > a else 0 for a, b in ends]
-    assert matrices.reshape(-1, plain.n, plain.m)[tuple(places)] == x[index]
-
-
-@given(st.lists(st.integers(1, 5), max_size=4).map(tuple))
-def test_a_square_holds_the_tensor_and_zeros(shape):
-    x = np.random.default_rng(0).normal(size=shape)
-    matrix = square_view(shape).matrices(NumpyOps(), x)
-    np.testing.assert_array_equal(matrix.reshape(-1)[: x.size], x.reshape(-1))
-    assert not matrix.reshape(-1)[x.size :].any()
-
-
-def test_all_views_are_all():
-    assert [str(view) for _, _, view in all_views((2, 3, 4, 5))] == [
-        "2 | 3·4·5",
-        "2·3 | 4·5",
-        "2·3·4 | 5",
-        "2 × (3 | 4·5)",
-        "2 × (3·4 | 5)",
-        "2·3 × (4 | 5)",
-    ]
+    cut = stacked + 1 + others.index(min(others))
+    assert (view.rows, view.columns) == (shape[stacked:cut], shape[cut:])
 
 
 def test_a_shape_that_knows_of_its_stack_is_a_shape():

@@ -62,7 +62,7 @@ def assert_equal(result, expected, rtol=1e-12):
         np.testing.assert_allclose(result[name], expected[name], rtol=rtol, atol=1e-15)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("case", [c for c in ZERO_CASES if not isinstance(ZERO_CASES[c].algorithm, PowerSGD)])
 def test_the_oracle_of_the_parity_table_is_the_optimizer_that_is_not_sharded(case, replicas):
     sharded, plain = zero_cases.oracle(case, replicas).params, zero_cases.plain(case, replicas)
@@ -99,9 +99,10 @@ def test_the_norm_is_that_of_every_gradient_once(make):
 
 @EVERY_KIND
 @pytest.mark.parametrize(
-    "algorithm", [AllReduce(), AllReduce(bucket_bytes=64), PowerSGD(2, min_compression_rate=0.5), None], ids=repr
+    ("algorithm", "max_norm"),
+    [(AllReduce(), None), (AllReduce(bucket_bytes=64), 1.0), (PowerSGD(2, min_compression_rate=0.5), 1.0), (None, 1.0)],
+    ids=repr,
 )
-@pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_plan_is_what_is_sent(make, algorithm, max_norm):
     if make is StackShards and algorithm == AllReduce(bucket_bytes=64):
         with pytest.raises(ValueError, match="bucket_bytes=64"):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire import PowerSGD
 from gradwire.core.algorithms import compressor
 from gradwire.core.simulate import NumpyOps
 from gradwire.core.state import checkpoint
@@ -15,7 +14,6 @@ from tests.fuzz import histories, states, texts, world_sizes
 from tests.fuzz.__main__ import constructions
 from tests.fuzz.engine import (
     CHANGED,
-    DIFFERENT,
     GARBAGE,
     LATE,
     NOT_NAMED,
@@ -54,7 +52,7 @@ def test_states():
 @pytest.mark.usefixtures("alone")
 def test_other_world_sizes():
     found = Found()
-    world_sizes.compressors(1, found, 60, ("core", "torch"))
+    world_sizes.compressors(1, found, 40, ("torch",))
     world_sizes.compressors(1, found, 4, ("jax",))
     world_sizes.sharded(1, found, 60)
     world_sizes.resharded(1, found, 2)
@@ -125,23 +123,6 @@ def test_what_is_careless_of_states_is_found():
     assert [kind for kind, _ in found.findings] == [CHANGED, GARBAGE]
 
 
-RIGHT = PowerSGD.compress
-
-
-async def early(self, ops, name, x, memory, at):
-    """Writes its memory before it is known whether the step counts."""
-    sent, received, new = await RIGHT(self, ops, name, x, memory, at)
-    for key, value in new.items():
-        memory[key][...] = value
-    return sent, received, new
-
-
-async def selfish(self, ops, name, x, memory, at):
-    """Takes what it has sent for the average."""
-    sent, _, new = await RIGHT(self, ops, name, x, memory, at)
-    return sent, sent, new
-
-
 async def always():
     return np.asarray(True)
 
@@ -151,8 +132,6 @@ async def unfinite(ops, pieces, *options):
 
 
 CARELESS = {
-    "memory is written early": (PowerSGD, "compress", early, histories.averages, CHANGED),
-    "one's own for the average": (PowerSGD, "compress", selfish, histories.averages, DIFFERENT),
     "every step counts": (compressor, "step_is_finite", always, histories.averages, GARBAGE),
     "every outer step counts": (NumpyOps, "all_finite", lambda self, x: np.asarray(True), histories.locally, GARBAGE),
     "every sharded step counts": (NumpyOps, "all_finite", lambda self, x: np.asarray(True), histories.sharded, CHANGED),
@@ -177,7 +156,7 @@ def test_what_is_careless_of_world_sizes_is_found(monkeypatch):
     """The first replica's error in place of the mean; and shards that are joined as they come."""
     found, joined = Found(), Found()
     monkeypatch.setattr(checkpoint, "mean_of_rows", lambda ops, rows: rows[:1])
-    world_sizes.compressors(1, found, 10, ("core", "torch"))
+    world_sizes.compressors(1, found, 10, ("torch",))
     first = world_sizes.gw.consolidate
     monkeypatch.setattr(world_sizes.gw, "consolidate", lambda shards: first([{**shards[0], "rank": 0, "replicas": 1}]))
     world_sizes.sharded(1, joined, 40)

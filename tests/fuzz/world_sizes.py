@@ -1,4 +1,4 @@
-"""States saved by so many replicas and loaded by others, whole and damaged, in the forms of the core, torch and JAX.
+"""States saved by so many replicas and loaded by others, whole and damaged, by torch and JAX.
 
 A whole one is taken: the mean of what each replica had for itself is kept. A damaged one is refused by name, or what goes on from it is finite.
 """
@@ -20,12 +20,12 @@ import torch
 import gradwire.jax_backend as gwj
 import gradwire.torch_backend as gw
 from gradwire import PowerSGD, Quantize, Simulator, Spec, TopK, shard_by_element
-from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.algorithm import Algorithm
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.core.simulate import ReplicaMismatch
 from gradwire.core.state import checkpoint
-from tests.fuzz.engine import CHANGED, DIFFERENT, GARBAGE, LATE, NOT_NAMED, REFUSALS, WRONG_CLASS, Found, shown
-from tests.fuzz.states import damaged, finite
+from tests.fuzz.engine import CHANGED, GARBAGE, LATE, NOT_NAMED, REFUSALS, WRONG_CLASS, Found, shown
+from tests.fuzz.states import Trained, begun, damaged
+from tests.fuzz.states import tried as load
 from tests.jax.replicas import AXIS, Replicas
 from tests.torch.compare import same_bits
 
@@ -50,25 +50,6 @@ def saved(algorithm: Algorithm, replicas: int) -> dict[str, Any]:
     head = checkpoint.head("compressor", repr(algorithm), simulator.steps)
     states = [head | {"shared": s.shared, "tensors": s.tensors} for s in simulator.states]
     return checkpoint.gather(OPS, states, algorithm.per_replica)
-
-
-def in_core(state: Any, algorithm: Algorithm, replicas: int) -> tuple[Any, list[Any]]:
-    simulator = Simulator(algorithm, SHAPES, replicas, dtype="float32")
-    for number, own in enumerate(simulator.states):
-        given = checkpoint.of_replica(OPS, state, number, replicas)
-        found, difference = checkpoint.fit(given, repr(algorithm), own)
-        if difference:
-            raise ValueError(str(difference))
-        shared = {key: np.asarray(x).astype(own.shared[key].dtype) for key, x in found.shared.items()}
-        tensors = {
-            n: {k: np.asarray(x).astype(own.tensors[n][k].dtype) for k, x in m.items()}
-            for n, m in found.tensors.items()
-        }
-        simulator.states[number] = State(shared, tensors)
-    simulator.steps = checkpoint.step_in(state)
-    error = np.mean([s.tensors["w"]["error"] for s in simulator.states], axis=0, dtype=np.float64)
-    averages = simulator.step(gradients(replicas))
-    return error, [*averages.values(), *(s.tensors["w"]["error"] for s in simulator.states)]
 
 
 @functools.cache
@@ -119,7 +100,7 @@ def in_jax(state: Any, algorithm: Algorithm, replicas: int) -> tuple[Any, list[A
     return error, [*averages.values(), run.global_state().local.per_replica["error"]["w"]]
 
 
-FORMS: dict[str, GoOn] = {"core": in_core, "torch": in_torch, "jax": in_jax}
+FORMS: dict[str, GoOn] = {"torch": in_torch, "jax": in_jax}
 
 
 def tried(what: str, attempt: Callable[[], tuple[Any, list[Any]]], found: Found, mean: Any = None) -> None:
@@ -129,8 +110,6 @@ def tried(what: str, attempt: Callable[[], tuple[Any, list[Any]]], found: Found,
         error, after = attempt()
     except AssertionError as error:
         found.add(CHANGED, f"{what}: {shown(error, 150)}")
-    except ReplicaMismatch as error:
-        found.add(DIFFERENT, f"{what}: {shown(error, 150)}")
     except Exception as error:
         if mean is not None or not isinstance(error, REFUSALS):
             found.add(WRONG_CLASS if mean is None else LATE, f"{what}: {type(error).__name__}: {shown(error, 150)}")
@@ -164,16 +143,18 @@ def compressors(seed: int, found: Found, each: int, forms: tuple[str, ...] = tup
 # --- sharded optimizers ----------------------------------------------------------------------------------------------------------
 
 
-def _optimizer() -> Any:
+def _trained() -> Trained:
     torch.manual_seed(0)
     parameters = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
-    return gw.ZeroOptimizer(parameters.items(), torch.optim.AdamW, lr=1e-3, average_gradients=True), parameters
+    optimizer = gw.ZeroOptimizer(parameters.items(), torch.optim.AdamW, lr=1e-3, average_gradients=True)
 
+    def step() -> None:
+        for name, x in gradients(1)[0].items():
+            parameters[name].grad = torch.from_numpy(x)
+        optimizer.step()
 
-def _stepped(optimizer: Any, parameters: dict[str, Any], seed: int = 0) -> None:
-    for name, x in gradients(1, seed)[0].items():
-        parameters[name].grad = torch.from_numpy(x)
-    optimizer.step()
+    forms = {"whole": optimizer.consolidated_state_dict}
+    return Trained(step, optimizer.load_state_dict, optimizer.rank_state_dict, forms)
 
 
 def cut(state: Any, ranks: int) -> list[dict[str, Any]]:
@@ -193,9 +174,8 @@ def cut(state: Any, ranks: int) -> list[dict[str, Any]]:
 def sharded(seed: int, found: Found, each: int) -> None:
     """Shards of several ranks, of which one is damaged, is there twice, or missing, joined and loaded."""
     rng = random.Random(f"shards {seed}")
-    optimizer, parameters = _optimizer()
-    _stepped(optimizer, parameters)
-    whole, state = copy.deepcopy(optimizer.consolidated_state_dict()), optimizer.rank_state_dict()
+    target = begun(_trained)
+    whole, state = copy.deepcopy(target.forms["whole"]()), copy.deepcopy(target.now())
     for _ in range(each):
         ranks = rng.choice(WORLDS)
         shards, how = cut(state, ranks), "whole"
@@ -210,41 +190,22 @@ def sharded(seed: int, found: Found, each: int) -> None:
         found.tried += 1
         try:
             joined = gw.consolidate(shards)
-            refused = False
         except REFUSALS as error:
-            refused = True
             if how == "whole":
                 found.add(LATE, f"{what}: {type(error).__name__}: {shown(error, 150)}")
+            continue
         except Exception as error:
             found.add(WRONG_CLASS, f"{what}: {type(error).__name__}: {shown(error, 150)}")
-            continue
-        if refused:
             continue
         if how == "whole" and not same_bits(joined["state"], whole["state"]):
             found.add(GARBAGE, f"{what}: other memory")
         if how in ("one twice", "one missing"):
             found.add(GARBAGE, f"{what}: accepted")
-        before = copy.deepcopy(optimizer.rank_state_dict())
-        try:
-            optimizer.load_state_dict(joined)
-        except Exception as error:
-            if not isinstance(error, REFUSALS):
-                found.add(WRONG_CLASS, f"{what}, loaded: {type(error).__name__}: {shown(error, 150)}")
-            if not same_bits(optimizer.rank_state_dict(), before):
-                found.add(CHANGED, f"{what}: {shown(error, 150)}")
-        else:
-            try:
-                _stepped(optimizer, parameters, 1)
-                if not finite(optimizer.rank_state_dict()):
-                    found.add(GARBAGE, f"{what}: not finite")
-            except Exception as error:
-                found.add(LATE, f"{what}: {type(error).__name__}: {shown(error, 150)}")
-        optimizer, parameters = _optimizer()
-        _stepped(optimizer, parameters)
+        target = load(f"{what}, loaded", _trained, target, joined, found)
 
 
 def resharded(seed: int, found: Found, each: int) -> None:
-    """JAX's state of so many replicas for others and back, and with leaves of other shapes."""
+    """JAX's state of so many replicas for others, with leaves of other shapes."""
     rng = random.Random(f"reshard {seed}")
     params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
@@ -255,14 +216,7 @@ def resharded(seed: int, found: Found, each: int) -> None:
     for _ in range(each):
         before, after = rng.choice(WORLDS), rng.choice(WORLDS)
         state, found.tried = made(before), found.tried + 1
-        whole = gwj.reshard(state, jax.tree.map(np.array, optax.adam(0.1).init(params)))
-        draw = np.random.default_rng(rng.randrange(1 << 30)).standard_normal
-        whole = jax.tree.map(lambda x, draw=draw: draw(x.shape).astype(x.dtype), whole)
-        state = gwj.reshard(whole, state)
-        again = gwj.reshard(gwj.reshard(state, made(after)), whole)
         what = f"reshard, {before} → {after} replicas"
-        if not all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(whole))):
-            found.add(GARBAGE, f"{what}: other memory")
         leaves, structure = jax.tree.flatten(state)
         place = rng.randrange(len(leaves))
         leaves[place] = rng.choice(

@@ -1,12 +1,8 @@
 """The command behind `make test-peers`: what it takes for good, and one test of torch for real."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.launch import ROOT
-from tests.peers.__main__ import tell
+from tests.peers.__main__ import run, tell
 from tests.peers.expected import EXPECTED
 from tests.peers.rows import ROWS
 
@@ -42,7 +38,5 @@ def test_what_is_listed_belongs_to_a_row():
 
 @pytest.mark.slow
 def test_a_test_of_torch_runs_against_gradwire():
-    command = [sys.executable, "-m", "tests.peers", "names", "--only", "test_ddp_hook_parity_allreduce$"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "1 passed, 0 failed, 0 skipped" in done.stdout
+    outcomes = run("names", "test_ddp_hook_parity_allreduce$", limit=240)
+    assert outcomes == {"test_ddp_hook_parity_allreduce": ["passed", ""]}
