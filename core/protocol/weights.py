@@ -208,9 +208,11 @@ class Weighing(Generic[A]):
             await self.total_of(groups)
         total = self._totals.get(groups)
         sent = tuple(self._times(x, given, total) for x, given in zip(request.arrays, request.donated, strict=True))
+        donated = (True,) * len(sent)
         if total is None:
             sent += (ops.cast(self.weight, dtypes[0]).reshape((1,)),)
-        answers = await ask(replace(request, arrays=sent, donated=(True,) * len(sent), op="sum"))
+            donated += (False,)  # it may be the weight itself, of the same dtype
+        answers = await ask(replace(request, arrays=sent, donated=donated, op="sum"))
         if total is None:
             total = self._found(groups, ops.cast(answers[-1], "float32").reshape(()))
             answers = answers[:-1]

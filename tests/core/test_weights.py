@@ -141,9 +141,7 @@ def test_weight_0_is_a_run_without_that_replica(method, weights, place, dtype):
         place = len(weights)
         if isinstance(algorithm, Quantize) and algorithm.error_feedback:
             algorithm = Quantize("int8")  # tensors of less blocks than replicas
-    # In float32 the weight itself is given away with the first message, and used again: no driver overwrites it.
-    ops = None if dtype == "float32" else PoisonOps()
-    with_it = Simulator(algorithm, SHAPES, len(weights) + 1, dtype=dtype, ops=ops)
+    with_it = Simulator(algorithm, SHAPES, len(weights) + 1, dtype=dtype, ops=PoisonOps())
     without, unweighted = (Simulator(algorithm, SHAPES, len(weights), dtype=dtype) for _ in range(2))
     for step in range(3):
         given = gradients(range(len(weights)), step)
