@@ -1,4 +1,5 @@
-"""Ranks that part in the middle of training: whoever waits in vain is told where each rank is. (Without torchrun, which would end them first.)"""
+"""Ranks that part in the middle of training, or die: whoever waits in vain raises in time, and is told where each rank is. (Without torchrun, which
+would end them first.)"""
 
 import json
 import os
@@ -25,8 +26,6 @@ from tests.forked import start
 from tests.launch import ROOT
 from tests.torch.models import loss_on, mlp
 from tests.torch.training import hooked, paralleled, train
-
-pytestmark = pytest.mark.slow
 
 RANKS, TIMEOUT = 3, 8.0
 #: Of what comes before, on a busy machine.
@@ -81,7 +80,7 @@ class Stepped:
             self.step = step
 
 
-STOPPED = "stops"
+STOPPED, KILLED = "stops", "is killed in a backward pass"
 #: What rank 2 does after three steps; what the others are told of it, and of themselves.
 FAULTS = {
     "skips a backward pass": ("rank 2: 4 steps of … done, … messages sent", 5),
@@ -94,7 +93,8 @@ OTHERS = "ranks [0, 1]: in step {} of …, waiting for message …, a … of …
 ROWS = [("DDP", fault) for fault in FAULTS]
 ROWS += [("DataParallel", "skips a backward pass"), ("Averager", "leaves"), ("compress_replicas", STOPPED)]
 ROWS += [("ZeroOptimizer", "skips a backward pass")]
-ROWS += [("local_sgd", "skips a backward pass"), ("local_sgd", "reconfigures alone")]
+ROWS += [("local_sgd", "skips a backward pass"), ("local_sgd", "reconfigures alone"), ("DDP", KILLED)]
+QUICK = [("DDP", KILLED), ("DataParallel", "skips a backward pass")]
 
 
 def pattern(text):
@@ -120,6 +120,9 @@ def part(fault, stepped):
     elif fault == STOPPED:
         time.sleep(3 * INTERVAL)  # until it has been heard of
         signal.raise_signal(signal.SIGSTOP)
+    elif fault == KILLED:
+        stepped.model[2].weight.register_hook(lambda _: signal.raise_signal(signal.SIGKILL))
+        stepped.step(BEFORE)
 
 
 def run(rank, way, fault, folder):
@@ -149,11 +152,12 @@ def run(rank, way, fault, folder):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What ranks were told in each row. All rows at once: most of the time is waiting."""
+def told(request, tmp_path_factory):
+    """What ranks were told in each row that runs. All rows at once: most of the time is waiting."""
     started, found = {}, {}
+    tests = [item for item in request.session.items if item.path == Path(__file__) and "told" in item.fixturenames]
     try:
-        for row in ROWS:
+        for row in (test.callspec.params["row"] for test in tests):
             folder = tmp_path_factory.mktemp("parted")
             (folder / "log").touch()
             log = str(folder / "log")
@@ -177,13 +181,18 @@ def told(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("row", ROWS, ids=" ".join)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=() if row in QUICK else pytest.mark.slow, id=" ".join(row)) for row in ROWS]
+)
 def test_the_others_are_told_where_each_rank_is(told, row):
     _, fault = row
-    expected, step = FAULTS[fault]
     for rank in (0, 1):
         seconds, error = told[row][rank]
         assert seconds < PATIENCE / 2  # it was the group's own timeout
+        if fault == KILLED:  # the first to notice ends, and the other may learn of that instead
+            assert re.search(r"(closed|reset) by peer|timed out|timeout", error, re.IGNORECASE), error
+            continue
+        expected, step = FAULTS[fault]
         assert re.search(pattern(expected), error), error
         assert re.search(pattern(OTHERS.format(step)), error), error
     if fault == "reconfigures alone":  # it is told who has not come, and has sent nothing

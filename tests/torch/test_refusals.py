@@ -256,6 +256,8 @@ ALONE = rows(
             (lambda h: h.averager({}), "nothing to average"),
             (lambda h: h.averager({"w": torch.zeros(3, dtype=torch.int32)}, AllReduce()), "'w'", "int32"),
             (lambda h: h.averager(TENSORS, LocalSGD(4)), "gradwire.torch_backend.local_sgd"),
+            (lambda h: h.local_ddp(LocalSGD(4), outer_device="cpu"), "outer_device='cpu'"),
+            (lambda h: h.local_ddp(diloco(6, overlap=3), moments="reset"), "moments='reset'"),
             (averaging(b=...), "'b' missing"),
             (averaging(c=GOOD["b"]), "'c' unknown"),
             (averaging(b=None), "gradients['b'] is None", "unused=True"),
