@@ -52,10 +52,8 @@ class Feature:
 
 
 FEATURES = {
-    "GradScaler": Feature(scaler=True),
     "GradScaler and clipping": Feature(scaler=True, max_norm=0.05),
     "gradient accumulation": Feature(micro_batches=3),
-    "clipping": Feature(max_norm=0.05),
     "static_graph": Feature(ddp={"static_graph": True}),
     "unused parameters": Feature(Branches, branching_loss, {"find_unused_parameters": True}),
     # No less, or torch.compile refuses.
@@ -348,7 +346,7 @@ def reference(name, prefix=""):
 
 def test_the_references_differ():
     """So that a cell in which a feature has no effect would be noticed."""
-    for name in ("GradScaler", "clipping", "gradient accumulation"):
+    for name in ("GradScaler and clipping", "gradient accumulation"):
         assert relative(reference(name), reference("static_graph")) > 1e-3
 
 

@@ -1,4 +1,4 @@
-"""transformers' models with stacked experts, and peft's adapters: small, with random weights. What is warned of, and what is right."""
+"""A model of transformers with stacked experts: small, with random weights. What is warned of: test_views.py."""
 
 import copy
 import warnings
@@ -20,37 +20,14 @@ ALGORITHM = PowerSGD(4, stacked=STACKED)
 
 cases = Cases(__file__, ranks=2)
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "num_experts_per_tok": 2,
-    "use_cache": False,
-    "attention_dropout": 0.0,
-}
-
 
 def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    return MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=INNER, num_local_experts=EXPERTS))
-
-
-def qwen3_moe():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        **SIZES, intermediate_size=INNER, moe_intermediate_size=INNER, num_experts=EXPERTS, head_dim=16
-    )
-    return Qwen3MoeForCausalLM(config)
-
-
-MODELS = {"Mixtral": mixtral, "Qwen3-MoE": qwen3_moe}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": INNER, "num_local_experts": EXPERTS}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, max_position_embeddings=32, use_cache=False))
 
 
 def loss_of(model, rank, step):
@@ -73,11 +50,11 @@ def trained(ddp, rank, steps):
     return trace
 
 
-@cases.each(MODELS)
-def test_stacked_experts_are_compressed_expert_by_expert(world, make):
+@cases.case
+def test_stacked_experts_are_compressed_expert_by_expert(world):
     with warnings.catch_warnings():
         warnings.simplefilter("error", CompressionWarning)
-        ddp = DistributedDataParallel(make(), process_group=world.group, find_unused_parameters=True)
+        ddp = DistributedDataParallel(mixtral(), process_group=world.group, find_unused_parameters=True)
         handle = register_comm_hook(ddp, ALGORITHM)
     trace = trained(ddp, world.rank, 3)
     assert world.agree(trace.given)
