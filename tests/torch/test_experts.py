@@ -1,6 +1,5 @@
 """A model of transformers with stacked experts: small, with random weights. What is warned of: test_views.py."""
 
-import copy
 import warnings
 
 import pytest
@@ -9,14 +8,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import CompressionWarning, PowerSGD, plan
 from gradwire.torch_backend import register_comm_hook
-from tests.torch.compare import gradients
 from tests.torch.ranks import Cases
-from tests.torch.training import Trace, distance, sgd
+from tests.torch.training import distance, train
 
 pytestmark = pytest.mark.slow
 EXPERTS, WIDTH, INNER, VOCABULARY = 8, 64, 160, 32
-STACKED = {"*.experts.*": 1}
-ALGORITHM = PowerSGD(4, stacked=STACKED)
+ALGORITHM = PowerSGD(4, stacked={"*.experts.*": 1})
 
 cases = Cases(__file__, ranks=2)
 
@@ -35,28 +32,13 @@ def loss_of(model, rank, step):
     return model(input_ids=tokens, labels=tokens).loss
 
 
-def trained(ddp, rank, steps):
-    """As `tests.torch.training.train`, of what transformers models return."""
-    optimizer = sgd(ddp)
-    trace = Trace()
-    for step in range(steps):
-        twin = copy.deepcopy(ddp.module)
-        loss_of(twin, rank, step).backward()
-        trace.local.append({n: torch.zeros_like(p) for n, p in twin.named_parameters()} | gradients(twin))
-        optimizer.zero_grad()
-        loss_of(ddp, rank, step).backward()
-        trace.given.append(gradients(ddp.module))
-        optimizer.step()
-    return trace
-
-
 @cases.case
 def test_stacked_experts_are_compressed_expert_by_expert(world):
     with warnings.catch_warnings():
         warnings.simplefilter("error", CompressionWarning)
         ddp = DistributedDataParallel(mixtral(), process_group=world.group, find_unused_parameters=True)
         handle = register_comm_hook(ddp, ALGORITHM)
-    trace = trained(ddp, world.rank, 3)
+    trace = train(ddp, loss_of, 3)
     assert world.agree(trace.given)
     assert distance(ALGORITHM, world.everyones(trace)) < 1e-4
     apart = {}
