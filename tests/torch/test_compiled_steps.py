@@ -85,12 +85,11 @@ def test_inductor_trains_the_same(results):
     results("with_inductor")
 
 
-# The warning is the compiler's, looking at a loss.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_autograd_is_refused(alone):
+@cases.case
+def test_compiled_autograd_is_refused(world):
     """As DDP refuses it: a backward pass whose end nobody hears of would leave gradients as they are."""
     torch._dynamo.reset()
-    model = gw.DataParallel(mlp(24, 16), PowerSGD(2))
+    model = gw.DataParallel(mlp(24, 16), PowerSGD(2), process_group=world.group)
 
     def step(x):
         model(x).square().mean().backward()
