@@ -17,6 +17,7 @@ from tests.torch.compare import relative, same_bits, weights
 from tests.torch.doors import FORMS
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
+from tests.torch.training import hooked
 
 pytestmark = pytest.mark.slow
 
@@ -99,3 +100,23 @@ def test_compiled_autograd_is_refused(world):
         pytest.raises(RuntimeError, match="compiled_autograd = False"),
     ):
         torch.compile(step, backend="aot_eager")(torch.randn(4, 24))
+
+
+@cases.case
+def test_a_pass_that_is_discarded_in_a_compiled_step_leaves_no_trace(world):
+    torch._dynamo.reset()
+    ddp, handle = hooked(mlp(24, 40, 16), PowerSGD(2), world.group, cap=25)
+
+    @torch.compile(backend="aot_eager")
+    def step(x):
+        loss = ddp(x).square().mean()
+        with handle.discarded():
+            loss.backward()
+        return loss
+
+    x = torch.randn(8, 24)
+    ddp(x).square().mean().backward()
+    before = handle.rank_state_dict()
+    step(x)
+    assert same_bits(before, handle.rank_state_dict())
+    assert before["step"] == 1

@@ -237,30 +237,6 @@ def test_on_one_rank_only_averages_stay_equal_and_steps_part(world):
     assert handle.stats().steps == (3 if world.rank == 0 else 4)
 
 
-@cases.case(slow=True)
-def test_in_a_compiled_step(world):
-    torch._dynamo.reset()
-    ddp, handle = hooked(mlp(*WIDTHS), PowerSGD(2), world.group, cap=25)
-
-    @torch.compile(backend="aot_eager")
-    def step(x):
-        loss = ddp(x).square().mean()
-        with handle.discarded():
-            loss.backward()
-        return loss
-
-    @torch.compile(backend="aot_eager")
-    def counted(x):
-        ddp(x).square().mean().backward()
-
-    x = torch.randn(8, 40)
-    counted(x)
-    before = handle.rank_state_dict()
-    step(x)
-    assert same_bits(before, handle.rank_state_dict())
-    assert before["step"] == 1
-
-
 @cases.case
 def test_errors_are_forgotten_by_pattern_and_nothing_else_is(world):
     ddp, handle = of_power_sgd(world)
