@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import CompressionWarning, PowerSGD, plan
 from gradwire.torch_backend import register_comm_hook
+from tests.torch.tools import quiet
 from tests.torch.training import distance, train
 
 pytestmark = pytest.mark.slow
@@ -29,6 +30,7 @@ def loss_of(model, rank, step):
     return model(input_ids=tokens, labels=tokens).loss
 
 
+@quiet()
 def test_stacked_experts_are_compressed_expert_by_expert(alone):
     with warnings.catch_warnings():
         warnings.simplefilter("error", CompressionWarning)

@@ -34,25 +34,25 @@ def test_a_request_is_answered_as_the_core_says(world, name):
 )
 def test_an_algorithm_may_ask_for_everything(world, variant):
     door, message_bytes = variant
-    algorithm = Everything(EVEN[world.size])
+    algorithm = Everything(EVEN)
     wrapped, handle = door(mlp(*WIDTHS), algorithm, world.group, message_bytes=message_bytes)
     trace = train(wrapped, loss_on(40), 4)
     assert world.agree(trace.given)
     assert distance(algorithm, world.everyones(trace)) < 1e-5
     assert len(wrapped.buckets()) > 1 if door is paralleled else buckets_of(wrapped) > 1
     if message_bytes:
-        (planned,) = plan_of(wrapped.module, world).steps
+        (planned,) = plan_of(wrapped.module).steps
         assert (handle.stats().collectives, handle.stats().bytes_sent) == (4 * planned.collectives, 4 * planned.nbytes)
 
 
-def plan_of(model, world):
+def plan_of(model):
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return gradwire.plan(shapes, Everything(EVEN[world.size]), world_size=world.size)
+    return gradwire.plan(shapes, Everything(EVEN), world_size=RANKS)
 
 
 @cases.case
 def test_an_averager_answers_everything(world):
-    algorithm, shapes = Everything(EVEN[world.size]), {"w": (8, 6), "b": (7,)}
+    algorithm, shapes = Everything(EVEN), {"w": (8, 6), "b": (7,)}
     averager = Averager(algorithm, {name: torch.zeros(shape) for name, shape in shapes.items()}, world.group)
     draw = torch.Generator().manual_seed(world.rank)
     own = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
@@ -63,13 +63,13 @@ def test_an_averager_answers_everything(world):
 
 @cases.case
 def test_local_sgd_answers_everything(world):
-    local = LocalSGD(period=2, compressor=Everything(EVEN[world.size]))
+    local = LocalSGD(period=2, compressor=Everything(EVEN))
     ddp, _ = hooked(mlp(*WIDTHS), None, world.group)
     optimizer = sgd(ddp)
     handle = local_sgd(ddp, optimizer, local)
     fit(ddp, optimizer, world.rank, range(4), loss_on(40))
     assert world.agree(weights(ddp))
-    (planned,) = plan_of(ddp.module, world).steps
+    (planned,) = plan_of(ddp.module).steps
     assert (handle.stats().collectives, handle.stats().bytes_sent) == (2 * planned.collectives, 2 * planned.nbytes)
 
 
