@@ -290,7 +290,7 @@ WRAPPERS["DataParallel, compiled"] = under_compiled_data_parallel
 CELLS["DataParallel, wrapped first, torch.compile"] = ("DataParallel, compiled", "torch.compile")
 
 
-#: Other libraries take long to load, and compiling takes long: test_compiled_steps.py and test_arithmetic.py do it quickly.
+#: Other libraries take long to load, and compiling takes long.
 SLOW = [name for name, (w, f) in CELLS.items() if w in ("accelerate", "Lightning", "Trainer") or "compile" in f]
 
 
