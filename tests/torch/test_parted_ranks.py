@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 from gradwire import AllReduce, PowerSGD, diloco
 from gradwire.torch_backend import Averager, ZeroOptimizer, compress_replicas, local_sgd
-from gradwire.torch_backend.engine.groups.whereabouts import INTERVAL, Whereabouts, _all
+from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts, _all
 from tests.forked import start
 from tests.launch import ROOT
 from tests.torch.models import loss_on, mlp
@@ -118,7 +118,8 @@ def part(fault, stepped):
         other = diloco(1) if hasattr(stepped.handle, "local") else AllReduce()
         stepped.handle.reconfigure(other)
     elif fault == STOPPED:
-        time.sleep(3 * INTERVAL)  # until it has been heard of
+        for one in _all():  # or it might not have been heard of yet
+            one.note()
         signal.raise_signal(signal.SIGSTOP)
     elif fault == KILLED:
         stepped.model[2].weight.register_hook(lambda _: signal.raise_signal(signal.SIGKILL))
