@@ -20,12 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from gradwire import AllReduce, PowerSGD, diloco
-from gradwire.torch_backend import Averager, ZeroOptimizer, compress_replicas, local_sgd
+from gradwire.torch_backend import compress_replicas, local_sgd
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts, _all
 from tests.forked import start
 from tests.launch import ROOT
+from tests.torch.doors import FORMS
 from tests.torch.models import loss_on, mlp
-from tests.torch.training import hooked, paralleled, train
+from tests.torch.training import fit, sgd
 
 RANKS, TIMEOUT = 3, 8.0
 #: Of what comes before, on a busy machine.
@@ -35,49 +36,38 @@ BEFORE = 3
 METHOD = PowerSGD(rank=2)
 
 
+#: Doors that others know as well.
+KNOWN = {
+    "DDP": "PowerSGD",
+    "DataParallel": "DataParallel, PowerSGD",
+    "Averager": "Averager",
+    "ZeroOptimizer": "ZeroOptimizer, averaging",
+}
+
+
+def behind(door, model, group):
+    """The module to be called, its optimizer, and the handle."""
+    if door in KNOWN:
+        return FORMS[KNOWN[door]](SimpleNamespace(group=group), model)
+    optimizer = sgd(model)
+    if door == "local_sgd":
+        return model, optimizer, local_sgd(model, optimizer, diloco(1, compressor=METHOD), process_group=group)
+    alone = [dist.new_group([r]) for r in range(RANKS)][dist.get_rank()]
+    groups, ranks = [group or dist.group.WORLD, alone], torch.arange(RANKS).view(-1, 1)
+    mesh = DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh["shard"])
+    return model, sgd(model), compress_replicas(model, METHOD, mesh["replicate"])
+
+
 class Stepped:
     """A front door as what its user calls in each step: `step(number)`, and its handle."""
 
-    def __init__(self, way, group):
-        self.model, loss = mlp(40, 36, 32, 28), loss_on(40)
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        rank = dist.get_rank()
-        if way in ("DDP", "DataParallel"):
-            wrapped, self.handle = (hooked if way == "DDP" else paralleled)(self.model, METHOD, group)
-            self.step = lambda number: train(wrapped, loss, [number], local=False)
-        elif way == "compress_replicas":
-            alone = [dist.new_group([r]) for r in range(RANKS)]
-            groups, ranks = [group or dist.group.WORLD, alone[rank]], torch.arange(RANKS).view(-1, 1)
-            mesh = DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("replicate", "shard"))
-            fully_shard(self.model, mesh=mesh["shard"])
-            self.handle = compress_replicas(self.model, METHOD, mesh["replicate"])
-            self.step = lambda number: loss(self.model, rank, number).backward()
-        elif way == "Averager":
-            averager = Averager(METHOD, dict(self.model.named_parameters()), group)
+    def __init__(self, door, group):
+        self.model = mlp(40, 36, 32, 28)
+        self.module, self.optimizer, self.handle = behind(door, self.model, group)
 
-            def step(number):
-                loss(self.model, rank, number).backward()
-                averager({name: p.grad for name, p in self.model.named_parameters()})
-
-            self.handle, self.step = averager, step
-        elif way == "ZeroOptimizer":
-            zero = ZeroOptimizer(
-                self.model.named_parameters(), torch.optim.AdamW, process_group=group, average_gradients=True
-            )
-
-            def step(number):
-                loss(self.model, rank, number).backward()
-                zero.step()
-
-            self.handle, self.step = zero, step
-        else:
-            self.handle = local_sgd(self.model, optimizer, diloco(1, compressor=METHOD), process_group=group)
-
-            def step(number):
-                loss(self.model, rank, number).backward()
-                optimizer.step()
-
-            self.step = step
+    def step(self, number):
+        fit(self.module, self.optimizer, dist.get_rank(), [number], loss_on(40))
 
 
 STOPPED, KILLED = "stops", "is killed in a backward pass"
