@@ -16,8 +16,6 @@ from zlib import crc32
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 from gradwire import AllReduce, PowerSGD, diloco
 from gradwire.torch_backend import compress_replicas, local_sgd
@@ -52,6 +50,9 @@ def behind(door, model, group):
     optimizer = sgd(model)
     if door == "local_sgd":
         return model, optimizer, local_sgd(model, optimizer, diloco(1, compressor=METHOD), process_group=group)
+    from torch.distributed.device_mesh import DeviceMesh  # most ranks need not load it
+    from torch.distributed.fsdp import fully_shard
+
     alone = [dist.new_group([r]) for r in range(RANKS)][dist.get_rank()]
     groups, ranks = [group or dist.group.WORLD, alone], torch.arange(RANKS).view(-1, 1)
     mesh = DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("replicate", "shard"))
