@@ -16,11 +16,11 @@ from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.compare import same_bits
 
-#: By number of ranks: groups of any size, and groups of one size, in an order that is not that of the ranks.
-UNEVEN = {2: ((1,), (0,)), 3: ((2, 0), (1,))}
-EVEN = {2: ((1, 0),), 3: ((2, 0, 1),)}
-EACH = {2: ((1,), (0,)), 3: ((2,), (0,), (1,))}
-RANKS = (2, 3)
+#: Of this many ranks: groups of any size, and groups of one size, in an order that is not that of the ranks.
+RANKS = 3
+UNEVEN = ((2, 0), (1,))
+EVEN = ((2, 0, 1),)
+EACH = ((2,), (0,), (1,))
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int32)
@@ -55,49 +55,47 @@ def counts_of(size):
 def reduce(op, dtypes, groups=None):
     def make(rank, size):
         arrays = tensors(rank, size, dtypes)
-        return Reduce(arrays, (False,) * len(arrays), False, groups and groups[size], op=op)
+        return Reduce(arrays, (False,) * len(arrays), False, groups, op=op)
 
     return make
 
 
 def gather_(dtypes, groups=None):
-    return lambda rank, size: Gather(tensors(rank, size, dtypes), False, groups and groups[size])
+    return lambda rank, size: Gather(tensors(rank, size, dtypes), False, groups)
 
 
 def all_to_all_(dtypes, groups=None):
     def make(rank, size):
-        members = len(groups[size][0]) if groups else size
-        return AllToAll(tensors(rank, members, dtypes, rows=True), groups and groups[size])
+        members = len(groups[0]) if groups else size
+        return AllToAll(tensors(rank, members, dtypes, rows=True), groups)
 
     return make
 
 
 def all_to_all_parts_(groups=None):
     def make(rank, size):
-        members = len(groups[size][0]) if groups else size
+        members = len(groups[0]) if groups else size
         counts = counts_of(members)
-        return AllToAll(parts(rank, counts, FLOATS[:2] * 2, whole=True), groups and groups[size], counts)
+        return AllToAll(parts(rank, counts, FLOATS[:2] * 2, whole=True), groups, counts)
 
     return make
 
 
 def reduce_scatter_(groups=None):
     def make(rank, size):
-        members = len(groups[size][0]) if groups else size
+        members = len(groups[0]) if groups else size
         counts = counts_of(members)
-        return ReduceScatter(parts(rank, counts, FLOATS[:2] * 2, whole=True), counts, groups and groups[size])
+        return ReduceScatter(parts(rank, counts, FLOATS[:2] * 2, whole=True), counts, groups)
 
     return make
 
 
 def all_gather_(groups=None):
     def make(rank, size):
-        members = next(m for m in groups[size] if rank in m) if groups else range(size)
+        members = next(m for m in groups if rank in m) if groups else range(size)
         counts = counts_of(len(members))
         own = parts(list(members).index(rank), counts, FLOATS, whole=False)
-        return AllGather(
-            own, counts, (None, torch.zeros(2 * len(members), dtype=FLOATS[1]), None, None), groups and groups[size]
-        )
+        return AllGather(own, counts, (None, torch.zeros(2 * len(members), dtype=FLOATS[1]), None, None), groups)
 
     return make
 
@@ -122,9 +120,9 @@ ASKED = {
     "an all-gather": all_gather_(),
     "an all-gather in groups": all_gather_(EVEN),
     "the number of ranks": lambda rank, size: WorldSize(),
-    "the number in a group": lambda rank, size: WorldSize(EVEN[size]),
+    "the number in a group": lambda rank, size: WorldSize(EVEN),
     "the rank": lambda rank, size: ReplicaIndex(),
-    "the rank in a group": lambda rank, size: ReplicaIndex(UNEVEN[size]),
+    "the rank in a group": lambda rank, size: ReplicaIndex(UNEVEN),
 }
 
 

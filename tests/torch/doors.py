@@ -22,10 +22,6 @@ def wrapped(world, model, **options):
     return DistributedDataParallel(model, process_group=world.group, **options)
 
 
-def plain(world, model) -> Form:
-    return wrapped(world, model), sgd(model), None
-
-
 def algorithm(world, model, which) -> Form:
     ddp = wrapped(world, model)
     return ddp, sgd(model), gw.register_comm_hook(ddp, which)
@@ -87,20 +83,15 @@ def averager(world, model) -> Form:
     return model, optimizer, average
 
 
+#: Of each kind one: what differs in numbers alone is left out.
 FORMS: dict[str, Callable[..., Form]] = {
-    "DDP": plain,
-    "AllReduce": partial(algorithm, which=AllReduce()),
     "PowerSGD": partial(algorithm, which=PowerSGD(2)),
-    "PowerSGD, half-step, late": partial(algorithm, which=PowerSGD(2, half_step=True, start_step=1)),
-    "WireDtype": partial(algorithm, which=WireDtype(PowerSGD(2), "bfloat16")),
+    "WireDtype, half-step, late": partial(
+        algorithm, which=WireDtype(PowerSGD(2, half_step=True, start_step=1), "bfloat16")
+    ),
     "powerSGD_hook": partial(power_sgd, hook=gw.powerSGD_hook),
-    "batched_powerSGD_hook": partial(power_sgd, hook=gw.batched_powerSGD_hook),
     "bf16_compress_wrapper": partial(power_sgd, hook=gw.bf16_compress_wrapper(gw.powerSGD_hook)),
-    "allreduce_hook": partial(stateless, hook=gw.allreduce_hook),
-    "noop_hook": partial(stateless, hook=gw.noop_hook),
     "bf16_compress_hook": partial(stateless, hook=gw.bf16_compress_hook),
-    "fp16_compress_hook": partial(stateless, hook=gw.fp16_compress_hook),
-    "fp16_compress_wrapper": partial(stateless, hook=gw.fp16_compress_wrapper(gw.allreduce_hook)),
     "fp16_compress_wrapper of torch's": partial(stateless, hook=gw.fp16_compress_wrapper(default_hooks.allreduce_hook)),
     "post_localSGD_hook": post_local,
     "hook_with_zero_step": partial(zero_hook, make=gw.hook_with_zero_step),

@@ -7,11 +7,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from gradwire import AllReduce, PowerSGD, WireDtype
 from gradwire.torch_backend import Averager
-from tests.torch.compare import flat, gradients, relative, same_bits
+from tests.torch.compare import gradients, relative, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.sharded import mesh_of, sharded_mlp
-from tests.torch.training import Trace, distance, hooked, sgd, train
+from tests.torch.training import Trace, distance, sgd
 
 #: An odd number of rows, so that shards are unequal.
 WIDTHS = (40, 37, 36, 28)
@@ -80,28 +80,6 @@ def test_shards_are_saved_and_loaded_apart(world):
         assert relative(given, expected) < 1e-5
 
 
-@cases.case
-def test_a_loop_by_hand_is_ddp_with_the_hook(world):
-    """Whose buckets are one group."""
-    model, (twin, hook) = mlp(*WIDTHS), hooked(mlp(*WIDTHS), ALGORITHM, world.group, cap=25)
-    averager = Averager(ALGORITHM, dict(model.named_parameters()), world.group)
-    optimizer = sgd(model)
-    for step in range(5):
-        optimizer.zero_grad()
-        loss_on(40)(model, world.rank, step).backward()
-        averager({n: p.grad for n, p in model.named_parameters()})
-        optimizer.step()
-    train(twin, loss_on(40), 5, local=False)
-    assert world.agree(flat(model))
-    assert relative(flat(model), flat(twin.module)) < 1e-6
-    ours, theirs = (each.gathered_state_dict("all", to=None)["local"] for each in (averager, hook))
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert relative(ours[name]["error"], theirs[name]["error"]) < 1e-4
-    ours, theirs = averager.stats(), hook.stats()
-    assert (ours.steps, ours.bytes_sent) == (theirs.steps, theirs.bytes_sent)
-
-
 #: By step, what each rank's forward pass takes; in the third, the right branch is taken by nobody.
 TAKEN = [(("left",), ("right",), (), ("left", "right")), (("left", "right"),) * 4, (("left",), (), ("left",), ())]
 
@@ -126,20 +104,6 @@ def test_parameters_that_some_rank_has_not_used(world):
     assert same_bits(states[2]["right.weight"], states[1]["right.weight"])
     assert not same_bits(states[2]["left.weight"], states[1]["left.weight"])
     assert averager.stats().collectives == 9
-
-
-@cases.case
-def test_an_averager_goes_on_from_its_state_bit_for_bit(world):
-    parameters = {"w": torch.zeros(24, 20), "b": torch.zeros(24)}
-
-    def steps(averager, numbers):
-        return [averager(own) for own in drawn(world, numbers, w=(24, 20), b=(24,))]
-
-    whole, first, second = (Averager(ALGORITHM, parameters, world.group) for _ in range(3))
-    expected = steps(whole, range(6))
-    steps(first, range(3))
-    second.load_state_dict(first.gathered_state_dict("all", to=None))
-    assert same_bits(steps(second, range(3, 6)), expected[3:])
 
 
 def test_buckets_of_the_algorithm_are_messages_here():

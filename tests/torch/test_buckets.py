@@ -45,11 +45,11 @@ def test_weights_memory_and_bytes_do_not_depend_on_buckets_and_groups(world):
     for name, (cap, message_bytes) in LAYOUTS.items():
         ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group, cap=cap, message_bytes=message_bytes)
         with collective_payloads() as sent:
-            trace = train(ddp, LOSS, 5)
+            trace = train(ddp, LOSS, 3)
         assert distance(algorithm, world.everyones(trace)) < 1e-5
         buckets[name], messages[name], stats = buckets_of(ddp), len(sent), handle.stats()
-        assert sum(p.nbytes for p in sent) == stats.bytes_sent == 5 * planned.wire_bytes < 5 * planned.dense_bytes / 4
-        assert (stats.steps, stats.collectives, stats.dense_bytes) == (5, len(sent), 5 * planned.dense_bytes)
+        assert sum(p.nbytes for p in sent) == stats.bytes_sent == 3 * planned.wire_bytes < 3 * planned.dense_bytes / 4
+        assert (stats.steps, stats.collectives, stats.dense_bytes) == (3, len(sent), 3 * planned.dense_bytes)
         found.append((trace.weights, handle.rank_state_dict()["tensors"]))
         assert relative(trace.weights, found[0][0]) < 1e-6
         for parameter, memory in found[0][1].items():
@@ -93,9 +93,7 @@ LONGEST_DELAY = 1e-3
 
 #: algorithm, bytes per group (None: torch's own names), steps
 VARIANTS = {
-    "a message per bucket": (PowerSGD(rank=2), 0, 40),
-    "default groups": (PowerSGD(rank=2), MESSAGE_BYTES, 30),
-    "half step": (PowerSGD(rank=2, half_step=True), 0, 20),
+    "a message per bucket": (PowerSGD(rank=2, half_step=True), 0, 20),
     "uncompressed": (AllReduce(), 0, 20),
     "everything that can be asked": (Everything(((2, 1, 0),)), 0, 12),
     "torch's names": (PowerSGD(rank=2), None, 20),

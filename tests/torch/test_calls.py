@@ -1,12 +1,11 @@
 """How much Python a registration runs: calls into gradwire's files, which no machine changes. `benchmarks/calls.py` shows more of them."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.launch import ROOT, environment
+from tests.forked import run_ranks
+from tests.launch import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -19,17 +18,11 @@ CEILINGS = {
 
 
 @pytest.fixture(scope="module")
-def counted():
-    code = f"import json, calls; print(json.dumps([calls.count(*row) for row in {[*CEILINGS]}]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT / "benchmarks",
-        env=environment("calls"),
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return dict(zip(CEILINGS, json.loads(done.stdout.splitlines()[-1]), strict=True))
+def counted(tmp_path_factory):
+    script = tmp_path_factory.mktemp("calls") / "counted.py"
+    path = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})"
+    script.write_text(f"{path}\nimport calls, json\nprint(json.dumps([calls.count(*row) for row in {[*CEILINGS]}]))")
+    return dict(zip(CEILINGS, json.loads(run_ranks(script, 1).splitlines()[-1]), strict=True))
 
 
 @pytest.mark.parametrize("row", CEILINGS, ids=str)

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,10 +15,11 @@ from benchmarks.dry import on_a_device
 from gradwire import Algorithm, AllReduce, LocalSGD, PowerSGD, WireDtype
 from gradwire.core.algorithm import State
 from gradwire.core.protocol import mean
-from gradwire.torch_backend import DataParallel, PeriodicModelAverager, ZeroOptimizer, local_sgd
+from gradwire.torch_backend import PeriodicModelAverager, ZeroOptimizer, local_sgd
 from gradwire.torch_backend.engine import cuda_graphs
-from gradwire.torch_backend.engine.driver import Driver, specs_of
-from tests.torch.training import hooked, sgd
+from tests.parity.given import GivenGradients
+from tests.torch.compare import same_bits
+from tests.torch.training import hooked, paralleled, sgd
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -46,15 +47,17 @@ class Graph(TorchDispatchMode):
                         x.copy_(y)  # a graph's results lie where they lay
 
 
-class Driven:
-    """A driver that takes the branch for devices, with gradients in two calls, as two buckets bring them."""
+under_ddp = partial(hooked, cap=0.002, message_bytes=0, gradient_as_bucket_view=True)
+under_data_parallel = partial(paralleled, cap=0.002, message_bytes=0)
 
-    def __init__(self, algorithm: Algorithm) -> None:
-        parameters = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+
+class Stepped:
+    """A wrapper that takes the branch for devices, its handle, and gradients that lie where they lie."""
+
+    def __init__(self, algorithm: Algorithm, wrap: Any = under_ddp) -> None:
+        self.model = GivenGradients({name: torch.zeros(shape) for name, shape in SHAPES.items()})
         with on_a_device():
-            self.driver = Driver(
-                algorithm, specs_of(parameters), torch.device("cpu"), dist.group.WORLD, message_bytes=0
-            )
+            self.wrapped, self.handle = wrap(self.model, algorithm)
         self.gradients = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 
     def fill(self, seed: int) -> None:
@@ -63,14 +66,13 @@ class Driven:
             x.normal_(generator=generator)
 
     def step(self) -> None:
-        names = list(self.gradients)
-        for half in (names[:2], names[2:]):
-            self.driver.add({n: self.gradients[n] for n in half}, first=half == names[:2], last=half == names[2:])
+        self.model.zero_grad(set_to_none=False)
+        self.wrapped(self.gradients).backward()
 
     def found(self) -> dict[str, Tensor]:
-        memory = self.driver.memory.own()["tensors"]
+        memory = self.handle.rank_state_dict()["tensors"]
         flat = {f"{name}/{key}": x for name, m in memory.items() for key, x in m.items()}
-        return flat | {name: x.clone() for name, x in self.gradients.items()}
+        return flat | {name: p.grad.clone() for name, p in self.model.named_parameters()}
 
 
 @pytest.fixture
@@ -103,21 +105,20 @@ class Replacing:
 
 
 @pytest.mark.parametrize(
-    "algorithm",
+    ("algorithm", "wrap"),
     [
-        AllReduce(),
-        PowerSGD(1),
-        PowerSGD(4),
-        PowerSGD(2, start_step=1),
-        PowerSGD(2, error_feedback=False),
-        PowerSGD(2, square=True),
-        WireDtype(PowerSGD(4), "bfloat16"),
-        Replacing(),
+        (AllReduce(), under_data_parallel),
+        (PowerSGD(4), under_data_parallel),
+        (PowerSGD(2, start_step=1), under_ddp),
+        (PowerSGD(2, error_feedback=False), under_ddp),
+        (PowerSGD(2, square=True), under_ddp),
+        (WireDtype(PowerSGD(4), "bfloat16"), under_ddp),
+        (Replacing(), under_ddp),
     ],
     ids=repr,
 )
-def test_a_replay_is_a_step(algorithm: Algorithm, capturing: Callable[[bool], None]) -> None:
-    replayed, eager = both = Driven(algorithm), Driven(algorithm)
+def test_a_replay_is_a_step(algorithm: Algorithm, wrap: Any, capturing: Callable[[bool], None]) -> None:
+    replayed, eager = both = Stepped(algorithm, wrap), Stepped(algorithm, wrap)
 
     def fill(seed: int, wide: float | None = None) -> None:
         for each in both:
@@ -125,85 +126,36 @@ def test_a_replay_is_a_step(algorithm: Algorithm, capturing: Callable[[bool], No
             if wide is not None:
                 each.gradients["wide"][3, 5] = wide
 
-    for seed in range(2):
+    for seed in range(3):  # buckets are rebuilt after the first
         fill(seed)
         for each in both:
             each.step()
-    fill(2)
+    fill(3)
     capturing(True)
-    with Graph() as graph:
+    with Graph() as graph:  # which runs as well, unlike a real capture
         replayed.step()
     capturing(False)
     eager.step()
-    for seed in range(3, 7):
-        fill(seed, float("inf") if seed == 4 else None)  # which no memory takes in
+    for seed in range(4, 8):
+        fill(seed, float("inf") if seed == 5 else None)  # which no memory takes in
         graph.replay()
         eager.step()
         torch.testing.assert_close(replayed.found(), eager.found(), rtol=0, atol=0, equal_nan=True, msg=f"{seed}")
-    assert replayed.driver.stats().skipped_steps == eager.driver.stats().skipped_steps
-    fill(7)  # and steps that are not replayed go on from there
+    assert replayed.handle.stats().skipped_steps == eager.handle.stats().skipped_steps
+    fill(8)  # and steps that are not replayed go on from there
     for each in both:
         each.step()
     torch.testing.assert_close(replayed.found(), eager.found(), rtol=0, atol=0)
 
 
-class Training:
-    """A model under a wrapper, and whole steps of it: forward, backward, optimizer."""
-
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 24))
-        with on_a_device():
-            self.wrapped = wrap(self.model)
-        self.optimizer = sgd(self.model)
-        self.x = torch.zeros(16, 30)
-
-    def step(self, x: Tensor) -> None:
-        self.x.copy_(x)
-        self.optimizer.zero_grad(set_to_none=False)
-        self.wrapped(self.x).square().mean().backward()
-        self.optimizer.step()
-
-
-def under_ddp(model: nn.Module) -> nn.Module:
-    return hooked(model, PowerSGD(2), cap=0.002, gradient_as_bucket_view=True)[0]
-
-
-def under_data_parallel(model: nn.Module) -> nn.Module:
-    return DataParallel(model, PowerSGD(2), bucket_cap_mb=0.002, first_bucket_mb=0.002)
-
-
-@pytest.mark.parametrize("wrap", [under_ddp, under_data_parallel])
-def test_a_replay_of_a_whole_step_trains(wrap: Any, capturing: Callable[[bool], None]) -> None:
-    replayed, eager = Training(wrap), Training(wrap)
-    inputs = torch.randn(8, 16, 30)
-    for x in inputs[:3]:
-        for each in (replayed, eager):
-            each.step(x)
-    replayed.x.copy_(inputs[3])
-    capturing(True)
-    with Graph() as graph:  # which runs as well, unlike a real capture
-        replayed.step(replayed.x)
-    capturing(False)
-    eager.step(inputs[3])
-    start = [p.detach().clone() for p in eager.model.parameters()]
-    for x in inputs[4:]:
-        replayed.x.copy_(x)
-        graph.replay()
-        eager.step(x)
-    for before, p, q in zip(start, eager.model.parameters(), replayed.model.parameters(), strict=True):
-        assert not torch.equal(before, p)
-        assert torch.equal(p, q)
-
-
 def test_a_replay_works_in_memory_of_its_own(capturing: Callable[[bool], None]) -> None:
     """Memory of a graph outlives what steps in between ask for."""
-    driven = Driven(PowerSGD(4))
-    driven.step()
-    before = driven.driver.collectives.scratch
+    stepped = Stepped(PowerSGD(4))
+    stepped.step()
+    before = stepped.handle._driver.collectives.scratch
     capturing(True)
-    driven.step()
-    assert driven.driver.collectives.scratch is not before
+    stepped.step()
+    assert stepped.handle._driver.collectives.scratch is not before
 
 
 class ByParity(Replacing):
@@ -228,45 +180,27 @@ class ByParity(Replacing):
 def test_what_rests_on_the_host_is_refused(
     algorithm: Algorithm, steps: int, message: str, capturing: Callable[[bool], None]
 ) -> None:
-    driven = Driven(algorithm)
+    stepped = Stepped(algorithm, under_data_parallel)
     for _ in range(steps):
-        driven.step()
-    before = driven.found()
+        stepped.step()
+    before = stepped.handle.rank_state_dict()
     capturing(True)
     with pytest.raises(RuntimeError, match=message):
-        driven.step()
+        stepped.step()
     capturing(False)
-    torch.testing.assert_close(driven.found(), before, rtol=0, atol=0)
-    driven.step()
+    assert same_bits(stepped.handle.rank_state_dict(), before)
+    stepped.step()
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"grad_scaler": torch.amp.GradScaler("cpu")}, "grad_scaler="),
-        ({"find_unused_parameters": True}, "find_unused_parameters=True"),
-        ({}, None),
-    ],
+    "options", [{"grad_scaler": torch.amp.GradScaler("cpu")}, {"find_unused_parameters": True}], ids=str
 )
-def test_under_ddp(options: Any, message: str | None, capturing: Any) -> None:
-    ddp, handle = hooked(nn.Linear(30, 40), PowerSGD(2), **options)
-
-    def backward() -> None:
-        ddp(torch.randn(4, 30)).square().sum().backward()
-
-    backward()
-    backward()
-    capturing(True)
-    with nullcontext() if message is None else pytest.raises(RuntimeError, match=message):
-        backward()
-    assert message or handle.stats().steps == 3
-
-
-def test_the_first_pass_of_data_parallel_is_refused(capturing: Any) -> None:
-    module = DataParallel(nn.Linear(30, 40), PowerSGD(2))
-    capturing(True)
-    with pytest.raises(RuntimeError, match="take at least 1 steps"):
-        module(torch.randn(4, 30)).square().sum().backward()
+def test_options_that_rest_on_the_host_are_refused(options: Any, capturing: Any) -> None:
+    ddp, _ = hooked(nn.Linear(30, 40), PowerSGD(2), **options)
+    for now in (False, True):
+        capturing(now)
+        with pytest.raises(RuntimeError, match=f"{next(iter(options))}=") if now else nullcontext():
+            ddp(torch.randn(4, 30)).square().sum().backward()
 
 
 def test_schedules_and_sharded_optimizers_are_refused(capturing: Any) -> None:

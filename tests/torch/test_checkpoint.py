@@ -1,38 +1,27 @@
-"""A checkpoint taken in the middle, loaded into fresh processes: they go on bit for bit like those that were not interrupted."""
+"""A checkpoint taken in the middle and loaded into fresh objects, which go on bit for bit. Of every method: tests/composition; in other processes:
+test_tools_checkpoints.py."""
 
 import torch
 from torch import nn
 
-from gradwire import AllReduce, PowerSGD, WireDtype
+from gradwire import PowerSGD, WireDtype
 from tests.torch.compare import same_bits, weights
 from tests.torch.models import Layers, loss_on, mlp
-from tests.torch.ranks import Cases, Results
+from tests.torch.ranks import Cases
 from tests.torch.training import buckets_of, fit, hooked, train
 
 cases = Cases(__file__, ranks=2)
 
 WIDTHS = (48, 40, 32, 24)
 STEPS = 8
-
-ALGORITHMS = {
-    "PowerSGD": PowerSGD(rank=2),
-    "half step": PowerSGD(rank=2, half_step=True),
-    "dense start": PowerSGD(rank=2, start_step=5),
-    "no warm start": PowerSGD(rank=2, warm_start=False),
-    "square": PowerSGD(rank=2, square=True),
-    "bfloat16 memory": PowerSGD(rank=2, state_dtype="bfloat16"),
-    "bfloat16 on the wire": WireDtype(PowerSGD(rank=2, half_step=True), "bfloat16"),
-    "several ranks": PowerSGD(rank={"layers.0.*": 4, "layers.4.*": 0, "*": 1}),
-    "uncompressed": AllReduce(),
-}
 #: Steps before the checkpoint: before and after buckets are rebuilt, in odd and even halves of a half step, in and after the dense start; and right
 #: after buckets were rebuilt, and before the first compressed step.
-TAKEN_AFTER = dict.fromkeys(ALGORITHMS, (4,)) | {
-    "PowerSGD": (1, 4),
-    "half step": (1, 4, 5),
-    "dense start": (1, 2, 4, 5, 6),
+TAKEN = {
+    "half step": (PowerSGD(rank=2, half_step=True), (1, 4, 5)),
+    "dense start": (PowerSGD(rank=2, start_step=5), (1, 2, 5, 6)),
+    "bfloat16 memory": (PowerSGD({"layers.0.*": 4, "layers.4.*": 0, "*": 1}, state_dtype="bfloat16"), (4,)),
+    "bfloat16 on the wire": (WireDtype(PowerSGD(rank=2, half_step=True), "bfloat16"), (4,)),
 }
-VARIANTS = {f"{name}, after {n}": (ALGORITHMS[name], n) for name, steps in TAKEN_AFTER.items() for n in steps}
 
 
 def shuffled():
@@ -41,53 +30,38 @@ def shuffled():
     return Layers(forward, layers=mlp(*WIDTHS), first=nn.Linear(WIDTHS[0], WIDTHS[0]))
 
 
-def wrapped(world, algorithm):
-    ddp, handle = hooked(shuffled(), algorithm, world.group, message_bytes=1500)
-    return ddp, handle, torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+@cases.each(TAKEN)
+def test_a_run_goes_on_bit_for_bit(world, variant):
+    algorithm, taken = variant
 
+    def made():
+        ddp, handle = hooked(shuffled(), algorithm, world.group, message_bytes=1500)
+        return ddp, torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9), handle
 
-def file_of(world, name):
-    return world.folder / f"checkpoint {name} {world.rank}.pt"
+    def go_on(parts, steps):
+        fit(*parts[:2], world.rank, steps, loss_on(WIDTHS[0]))
 
-
-@cases.each(VARIANTS.keys())
-def saved(world, name):
-    """Where training was in the middle, which the file has too, and in the end."""
-    algorithm, n = VARIANTS[name]
-    ddp, handle, optimizer = wrapped(world, algorithm)
-    fit(ddp, optimizer, world.rank, range(n), loss_on(WIDTHS[0]))
-    memory = handle.rank_state_dict()
-    whole = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "memory": memory}
-    torch.save(whole, file_of(world, name))
-    fit(ddp, optimizer, world.rank, range(n, STEPS), loss_on(WIDTHS[0]))
-    assert buckets_of(ddp) >= 2
-    return memory, weights(ddp.module), handle.rank_state_dict()
-
-
-@cases.each(VARIANTS.keys(), launch=1)
-def test_fresh_processes_go_on_bit_for_bit(world, name):
-    algorithm, n = VARIANTS[name]
-    ddp, handle, optimizer = wrapped(world, algorithm)
-    checkpoint = torch.load(file_of(world, name), weights_only=True)
-    ddp.module.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    handle.load_state_dict(checkpoint["memory"])
-    memory, trained, state = Results(world.folder, world.size)(f"saved[{name}]")[world.rank]
-    assert same_bits(handle.rank_state_dict(), memory)
-    fit(ddp, optimizer, world.rank, range(n, STEPS), loss_on(WIDTHS[0]))
-    # With two ranks a sum has only one order, whatever the buckets are at the moment.
-    assert same_bits(weights(ddp.module), trained)
-    assert same_bits(handle.rank_state_dict(), state)
-    assert world.agree(weights(ddp.module))
-
-
-def test_the_checkpoints_are_where_they_matter(results):
-    """Their phases differ, and the dense start is still on in one of them."""
-    states = {n: results(f"saved[half step, after {n}]")[0][0] for n in TAKEN_AFTER["half step"]}
-    assert {int(s["shared"]["phase"]) for s in states.values()} == {0, 1}
-    dense, compressed = (results(f"saved[dense start, after {n}]")[0][0] for n in (4, 6))
-    assert not any(memory["error"].any() for memory in dense["tensors"].values())
-    assert all(memory["error"].any() for memory in compressed["tensors"].values())
+    whole, saved = made(), {}
+    for step in range(STEPS):
+        go_on(whole, [step])
+        if step + 1 in taken:
+            states = whole[0].module.state_dict(), whole[1].state_dict(), whole[2].rank_state_dict()
+            torch.save(states, file := world.folder / f"checkpoint of {world.rank}.pt")
+            saved[step + 1] = torch.load(file, weights_only=True)
+    assert buckets_of(whole[0]) >= 2
+    for step, (model, optimizer, memory) in saved.items():
+        ddp, stepping, handle = again = made()
+        ddp.module.load_state_dict(model)
+        stepping.load_state_dict(optimizer)
+        handle.load_state_dict(memory)
+        assert same_bits(handle.rank_state_dict(), memory)
+        go_on(again, range(step, STEPS))
+        # With two ranks a sum has only one order, whatever the buckets are at the moment.
+        assert same_bits(weights(ddp.module), weights(whole[0].module))
+        assert same_bits(handle.rank_state_dict(), whole[2].rank_state_dict())
+    assert world.agree(weights(whole[0].module))
+    errors = [any(m["error"].any() for m in memory["tensors"].values()) for *_, memory in saved.values()]
+    assert errors == [step > algorithm.start_step for step in saved]  # the dense start is still on in some of them
 
 
 def test_a_state_is_a_copy_and_so_is_what_is_loaded(alone):

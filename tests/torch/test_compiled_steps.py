@@ -17,6 +17,7 @@ from tests.torch.compare import relative, same_bits, weights
 from tests.torch.doors import FORMS
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
+from tests.torch.training import hooked
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,6 @@ cases = Cases(__file__, ranks=2)
 #: Of each kind of compiled program one: where the graph breaks, and what of the optimizer is in it. The other forms differ from these in what is sent,
 #: and hooks are never compiled.
 KINDS = (
-    "DDP",
     "PowerSGD",
     "hook_with_zero_step_interleaved",
     "ZeroOptimizer",
@@ -36,7 +36,6 @@ KINDS = (
     "Averager",
     "local_sgd",
 )
-USUAL = ("PowerSGD", "hook_with_zero_step_interleaved")
 
 
 def trained(world, form, backend) -> dict[str, Any]:
@@ -69,31 +68,29 @@ def test_a_compiled_step_has_the_bits_of_the_step_as_written(world, form):
     assert not same_bits(plain, dict(mlp(24, 40, 16).named_parameters()))
 
 
-@cases.each(USUAL)
-def with_inductor(world, form):
+@cases.case
+def with_inductor(world):
     """It fuses, and so rounds otherwise."""
     from torch._inductor import config
 
     config.cpp.vec_isa_ok = False  # to look for vector instructions takes longer than all kernels do
     config.compile_threads = 1  # each rank would start processes that compile, which have to import torch
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(world.folder / "inductor")  # what a form has compiled serves the next
-    plain, compiled = trained(world, form, None), trained(world, form, "inductor")
-    assert world.agree(compiled) is world.agree(plain)  # some average nothing, or not in every step
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(world.folder / "inductor")
+    plain, compiled = (trained(world, "PowerSGD", backend) for backend in (None, "inductor"))
+    assert world.agree(compiled)
     assert relative(compiled, plain) < 1e-4
 
 
-@pytest.mark.parametrize("form", USUAL)
-def test_inductor_trains_the_same(results, form):
+def test_inductor_trains_the_same(results):
     require_compiler("inductor")
-    results(f"with_inductor[{form}]")
+    results("with_inductor")
 
 
-# The warning is the compiler's, looking at a loss.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_autograd_is_refused(alone):
+@cases.case
+def test_compiled_autograd_is_refused(world):
     """As DDP refuses it: a backward pass whose end nobody hears of would leave gradients as they are."""
     torch._dynamo.reset()
-    model = gw.DataParallel(mlp(24, 16), PowerSGD(2))
+    model = gw.DataParallel(mlp(24, 16), PowerSGD(2), process_group=world.group)
 
     def step(x):
         model(x).square().mean().backward()
@@ -103,3 +100,23 @@ def test_compiled_autograd_is_refused(alone):
         pytest.raises(RuntimeError, match="compiled_autograd = False"),
     ):
         torch.compile(step, backend="aot_eager")(torch.randn(4, 24))
+
+
+@cases.case
+def test_a_pass_that_is_discarded_in_a_compiled_step_leaves_no_trace(world):
+    torch._dynamo.reset()
+    ddp, handle = hooked(mlp(24, 40, 16), PowerSGD(2), world.group, cap=25)
+
+    @torch.compile(backend="aot_eager")
+    def step(x):
+        loss = ddp(x).square().mean()
+        with handle.discarded():
+            loss.backward()
+        return loss
+
+    x = torch.randn(8, 24)
+    ddp(x).square().mean().backward()
+    before = handle.rank_state_dict()
+    step(x)
+    assert same_bits(before, handle.rank_state_dict())
+    assert before["step"] == 1

@@ -9,10 +9,11 @@ import functools
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
@@ -20,7 +21,7 @@ from torch._dynamo.utils import counters
 from gradwire import PowerSGD, Simulator
 from gradwire.torch_backend import DataParallel, PowerSGDState, integrations, powerSGD_hook
 from tests.torch.compare import relative, weights
-from tests.torch.models import Branches, branching_loss, loss_on, mlp
+from tests.torch.models import TAKEN, Branches, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.tools import lightning_fit, lightning_module, new_accelerator, new_trainer, quiet
 from tests.torch.training import hooked, sgd
@@ -29,9 +30,8 @@ RANKS = 2
 ALGORITHM = PowerSGD(rank=2)
 LR = 0.1
 STEPS = 7
-#: The step and rank of an overflow, in the cells with a GradScaler; and the scales after each step, which doubles after two good ones.
+#: The step and rank of an overflow, in the cells with a GradScaler, whose scale doubles after two good steps.
 OVERFLOW = (3, 1)
-SCALES = [2.0**n for n in (10, 11, 11, 10, 10, 11, 11)]
 
 cases = Cases(__file__, ranks=RANKS)
 
@@ -51,16 +51,21 @@ class Feature:
     bucket_mb: float = 0.006
 
 
+def some_branches(model, rank, part):
+    """Each micro-batch takes other ones, or none."""
+    return branching_loss(model, rank, part % len(TAKEN))
+
+
+#: All that does not exclude another at once: what a wrapper does of them by itself it does here too.
+MANY = "GradScaler, clipping, gradient accumulation, unused parameters"
 FEATURES = {
-    "GradScaler": Feature(scaler=True),
-    "GradScaler and clipping": Feature(scaler=True, max_norm=0.05),
-    "gradient accumulation": Feature(micro_batches=3),
-    "clipping": Feature(max_norm=0.05),
+    MANY: Feature(
+        Branches, some_branches, {"find_unused_parameters": True}, micro_batches=2, max_norm=0.1, scaler=True
+    ),
     "static_graph": Feature(ddp={"static_graph": True}),
-    "unused parameters": Feature(Branches, branching_loss, {"find_unused_parameters": True}),
     # No less, or torch.compile refuses.
-    "torch.compile": Feature(lambda: mlp(40, 520, 520, 520, 28), compile=True, bucket_mb=1),
-    "compiled training step": Feature(lambda: mlp(40, 520, 520, 520, 28), compile_step=True, bucket_mb=1),
+    "torch.compile": Feature(lambda: mlp(40, 520, 520, 28), compile=True, bucket_mb=1),
+    "compiled training step": Feature(lambda: mlp(40, 520, 520, 28), compile_step=True, bucket_mb=1),
 }
 
 
@@ -88,8 +93,8 @@ def compiled_step(feature, step):
     return torch.compile(step, backend="aot_eager") if feature.compile_step else step
 
 
-def result(model, handle, scales=()):
-    return {n.removeprefix("_orig_mod."): p for n, p in weights(model).items()}, handle.stats(), list(scales)
+def result(model, handle):
+    return {n.removeprefix("_orig_mod."): p for n, p in weights(model).items()}, handle.stats()
 
 
 def plain_loop(world, feature, model, wrapped, handle, scaler):
@@ -101,7 +106,6 @@ def plain_loop(world, feature, model, wrapped, handle, scaler):
         (scaler.scale(loss) if scaler else loss).backward()
 
     train = compiled_step(feature, train)
-    scales = []
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(feature.micro_batches):
@@ -114,10 +118,9 @@ def plain_loop(world, feature, model, wrapped, handle, scaler):
         if scaler:
             scaler.step(optimizer)
             scaler.update()
-            scales.append(scaler.get_scale())
         else:
             optimizer.step()
-    return result(model, handle, scales)
+    return result(model, handle)
 
 
 def under_ddp(world, feature):
@@ -161,7 +164,6 @@ def under_accelerate(world, feature):
         accelerator.backward(part_loss(feature, wrapped, world.rank, step, part) * feature.micro_batches)
 
     train = compiled_step(feature, train)
-    scales = []
     for step in range(STEPS):
         for part in range(feature.micro_batches):
             with accelerator.accumulate(wrapped):
@@ -170,13 +172,10 @@ def under_accelerate(world, feature):
                     accelerator.clip_grad_norm_(wrapped.parameters(), feature.max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-        if feature.scaler:
-            scales.append(accelerator.scaler.get_scale())
-    return result(model, handle, scales)
+    return result(model, handle)
 
 
 def under_lightning(world, feature):
-    import pytorch_lightning as pl
     from pytorch_lightning.plugins.precision import MixedPrecision
 
     def loss(module, number):
@@ -196,13 +195,6 @@ def under_lightning(world, feature):
         module.automatic_optimization = False
         module.training_step = compiled_step(feature, train_by_hand)
 
-    scales = []
-
-    class Scales(pl.Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            if feature.scaler:
-                scales.append(trainer.precision_plugin.scaler.get_scale())
-
     class Float32(MixedPrecision):
         """The loss scaling of "16-mixed", without casts, so that there is something to compare."""
 
@@ -217,27 +209,21 @@ def under_lightning(world, feature):
         STEPS * feature.micro_batches,
         ddp={"bucket_cap_mb": feature.bucket_mb, **feature.ddp},
         plugins=plugins,
-        callbacks=[compression, Scales()],
+        callbacks=[compression],
         max_epochs=1,
         accumulate_grad_batches=feature.micro_batches,
         gradient_clip_val=feature.max_norm,
     )
-    return result(module.net, compression.handle, scales)
+    return result(module.net, compression.handle)
 
 
 def under_trainer(world, feature):
     import transformers
 
-    scales = []
-
-    class Scales(transformers.TrainerCallback):
+    class Scaled(transformers.TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
             if feature.scaler:  # as fp16=True does on a GPU
                 trainer.accelerator.native_amp, trainer.accelerator.state._mixed_precision = True, "fp16"
-
-        def on_step_end(self, args, state, control, **kwargs):
-            if feature.scaler:
-                scales.append(trainer.accelerator.scaler.get_scale())
 
     def loss(model, inputs):
         # The Trainer divides the loss by the number of micro-batches itself.
@@ -248,7 +234,7 @@ def under_trainer(world, feature):
     trainer = new_trainer(
         model,
         world.folder / "trainer",
-        Scales(),
+        Scaled(),
         sgd(model),
         [{"number": torch.tensor(i)} for i in range(STEPS * feature.micro_batches)],
         loss,
@@ -267,7 +253,7 @@ def under_trainer(world, feature):
     trainer.train()
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
-    return result(model, compression.handle, scales)
+    return result(model, compression.handle)
 
 
 WRAPPERS = {
@@ -284,7 +270,7 @@ WRAPPERS["DataParallel, compiled"] = under_compiled_data_parallel
 CELLS["DataParallel, wrapped first, torch.compile"] = ("DataParallel, compiled", "torch.compile")
 
 
-#: Other libraries take long to load, and compiling takes long: test_compiled_steps.py and test_arithmetic.py do it quickly.
+#: Other libraries take long to load, and compiling takes long.
 SLOW = [name for name, (w, f) in CELLS.items() if w in ("accelerate", "Lightning", "Trainer") or "compile" in f]
 
 
@@ -295,14 +281,13 @@ def test_a_cell_that_works_trains_as_the_simulator_says(world, names):
     torch._dynamo.reset()
     counters.clear()
     with quiet():
-        found, stats, scales = WRAPPERS[wrapper](world, column)
+        found, stats = WRAPPERS[wrapper](world, column)
     assert (counters["frames"]["ok"] > 0) is (column.compile or column.compile_step)
     assert world.agree(found)
     assert relative(found, reference(feature, PREFIXES.get(names, ""))) < 1e-5
     assert stats.steps == STEPS  # one for each step, however many micro-batches it has
     assert stats.bytes_sent < stats.dense_bytes / 2
     assert stats.skipped_steps == int(column.scaler)
-    assert scales == (SCALES if column.scaler else [])
 
 
 #: What comes before the names of parameters: memory belongs to names, and the first factor is drawn by them.
@@ -346,10 +331,11 @@ def reference(name, prefix=""):
     return {n: p.detach() for n, p in parameters.items()}
 
 
-def test_the_references_differ():
+@pytest.mark.parametrize("without", [{"max_norm": None}, {"micro_batches": 1}, {"scaler": False}], ids=str)
+def test_the_references_differ(monkeypatch, without):
     """So that a cell in which a feature has no effect would be noticed."""
-    for name in ("GradScaler", "clipping", "gradient accumulation"):
-        assert relative(reference(name), reference("static_graph")) > 1e-3
+    monkeypatch.setitem(FEATURES, "without", replace(FEATURES[MANY], **without))
+    assert relative(reference.__wrapped__("without"), reference(MANY)) > 1e-3
 
 
 @cases.case(slow=True)

@@ -122,7 +122,6 @@ HALF = {torch.bfloat16: 2 * torch.finfo(torch.bfloat16).eps, torch.float16: 2 * 
 UNUSED = {"find_unused_parameters": True}
 VIEWS = {"gradient_as_bucket_view": True}
 SCENARIOS = {
-    "nothing special": Scenario(model_of(torch.float32)),
     "find_unused_parameters": Scenario(Branches, branching_loss, UNUSED, used=any_rank_takes, steps=len(TAKEN)),
     "find_unused_parameters and no_sync": Scenario(
         Branches,
@@ -132,9 +131,6 @@ SCENARIOS = {
         used=partial(any_rank_takes, taken=TAKEN_IN_PARTS, parts=2),
         steps=len(TAKEN_IN_PARTS) // 2,
     ),
-    "static_graph": Scenario(model_of(torch.float32), ddp={"static_graph": True}),
-    "gradient_as_bucket_view": Scenario(model_of(torch.float32), ddp=VIEWS),
-    "no_sync": Scenario(model_of(torch.float32), loss_on(40, 6), micro_batches=4),
     "no_sync and gradient_as_bucket_view": Scenario(model_of(torch.float32), loss_on(40, 6), VIEWS, micro_batches=4),
     "float64": Scenario(model_of(torch.float64), loss_on(40, dtype=torch.float64), tolerance=1e-12),
     **{
@@ -149,8 +145,9 @@ SCENARIOS = {
     "channels_last and gradient_as_bucket_view": Scenario(convolutions, loss_on(64), VIEWS),
     "a transposed weight": Scenario(transposed),
     "nothing to compress": Scenario(lambda: mlp(5, 4, 3), loss_on(5), compresses=False),
-    "checkpoint": Scenario(lambda: Checkpointed(reentrant=False), loss_on(64)),
-    "reentrant checkpoint": Scenario(lambda: Checkpointed(reentrant=True), loss_on(64), {"static_graph": True}),
+    "reentrant checkpoint and static_graph": Scenario(
+        lambda: Checkpointed(reentrant=True), loss_on(64), {"static_graph": True}
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""What the error remembers: backward passes that leave no trace, error that is forgotten, replicas' gradients that are clipped before it is added."""
+"""What the error remembers: backward passes that leave no trace, error that is forgotten. Clipping: "max_norm" of tests/parity."""
 
 import copy
 from contextlib import nullcontext
@@ -8,26 +8,16 @@ import torch
 
 from benchmarks.dry import Kernels, PretendedGroup, on_a_device
 from benchmarks.shapes import gpt
-from gradwire import AllReduce, PowerSGD, Simulator, WireDtype
+from gradwire import PowerSGD, WireDtype
 from gradwire.torch_backend import PowerSGDState, powerSGD_hook
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from tests.torch.compare import gradients, relative, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import hooked, paralleled, train
+from tests.torch.training import hooked, paralleled
 
 WIDTHS = (40, 36, 32, 28)
-ALGORITHMS = {
-    "PowerSGD": PowerSGD(2),
-    "half-step": PowerSGD(2, half_step=True),
-    "dense yet": PowerSGD(2, start_step=100),
-    "no warm start": PowerSGD(2, warm_start=False),
-    "no error feedback": PowerSGD(2, error_feedback=False),
-    "in float64": PowerSGD(2, state_dtype="float64"),
-    "clipped": PowerSGD(2, max_norm=0.1),
-    "bfloat16 on the wire": WireDtype(PowerSGD(2), "bfloat16"),
-    "AllReduce": AllReduce(),
-}
+CLIPPED = PowerSGD(2, max_norm=0.1)
 LOSS = loss_on(40)
 
 cases = Cases(__file__, ranks=2)
@@ -50,19 +40,22 @@ def memory_of(handle):
     return handle.rank_state_dict()
 
 
-VARIANTS = {name: (algorithm, False) for name, algorithm in ALGORITHMS.items()} | {"DataParallel": (PowerSGD(2), True)}
+VARIANTS = {
+    "half-step": (hooked, PowerSGD(2, half_step=True)),
+    "dense yet": (hooked, PowerSGD(2, start_step=100)),
+    "no warm start": (hooked, PowerSGD(2, warm_start=False)),
+    "clipped": (hooked, CLIPPED),
+    "bfloat16 on the wire": (hooked, WireDtype(PowerSGD(2), "bfloat16")),
+    "DataParallel": (paralleled, PowerSGD(2)),
+}
 
 
 @cases.each(VARIANTS)
 def test_a_discarded_pass_leaves_no_trace(world, variant):
     """After one step and after two, so at both phases of a half-step."""
-    algorithm, python = variant
-
-    def made():
-        return (paralleled if python else hooked)(mlp(*WIDTHS), algorithm, world.group, message_bytes=0)
-
-    (module, handle), (other, twin) = made(), made()
-    limit = 0.1 * 1.001 if algorithm == ALGORITHMS["clipped"] else float("inf")
+    door, algorithm = variant
+    (module, handle), (other, twin) = (door(mlp(*WIDTHS), algorithm, world.group, message_bytes=0) for _ in range(2))
+    limit = 0.1 * 1.001 if algorithm == CLIPPED else float("inf")
     for step in range(3):
         for each in (module, other):
             backward(each, world.rank, step)
@@ -113,13 +106,31 @@ def test_a_discarded_pass_that_is_not_finite(world):
     assert all(g.isnan().all() for n, g in given.items() if n.endswith("weight"))
 
 
+@cases.each({"hook": hooked, "DataParallel": paralleled})
+def test_of_two_models_in_one_backward_pass_one_may_be_discarded(world, door):
+    """A generator's step goes through the discriminator, whose gradients are dropped."""
+    (g, ours), (d, theirs) = (door(mlp(*widths), PowerSGD(2), world.group) for widths in ((8, 32, 40), (40, 32, 1)))
+    noise = torch.randn(6, 8, generator=torch.Generator().manual_seed(world.rank))
+    d(g(noise).detach()).mean().backward()
+    before = theirs.rank_state_dict()
+    d.zero_grad()
+    with theirs.discarded():
+        (-d(g(noise)).mean()).backward()
+    assert same_bits(theirs.rank_state_dict(), before)
+    assert (ours.stats().steps, theirs.stats().steps) == (1, 1)
+    assert world.agree(gradients(g.module))
+    d.zero_grad()
+    (-d(g(noise)).mean()).backward()  # without a word, it takes them up
+    assert not same_bits(theirs.rank_state_dict(), before)
+    assert theirs.stats().steps == 2
+
+
 @cases.case
 def test_a_loss_scale_is_followed_by_the_next_step_and_counts_in_clipping(world):
     """The scale is halved before a discarded pass: memory stays in the units it has until a step counts."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    clipped = PowerSGD(2, max_norm=0.1)
-    ddp, handle = hooked(mlp(*WIDTHS), clipped, world.group, message_bytes=0, grad_scaler=scaler)
-    other, twin = hooked(mlp(*WIDTHS), clipped, world.group, message_bytes=0)
+    ddp, handle = hooked(mlp(*WIDTHS), CLIPPED, world.group, message_bytes=0, grad_scaler=scaler)
+    other, twin = hooked(mlp(*WIDTHS), CLIPPED, world.group, message_bytes=0)
     scaler.scale(LOSS(ddp, world.rank, 0)).backward()
     LOSS(other, world.rank, 0).backward()
     scaler.update(512.0)
@@ -226,30 +237,6 @@ def test_on_one_rank_only_averages_stay_equal_and_steps_part(world):
     assert handle.stats().steps == (3 if world.rank == 0 else 4)
 
 
-@cases.case(slow=True)
-def test_in_a_compiled_step(world):
-    torch._dynamo.reset()
-    ddp, handle = hooked(mlp(*WIDTHS), PowerSGD(2), world.group, cap=25)
-
-    @torch.compile(backend="aot_eager")
-    def step(x):
-        loss = ddp(x).square().mean()
-        with handle.discarded():
-            loss.backward()
-        return loss
-
-    @torch.compile(backend="aot_eager")
-    def counted(x):
-        ddp(x).square().mean().backward()
-
-    x = torch.randn(8, 40)
-    counted(x)
-    before = handle.rank_state_dict()
-    step(x)
-    assert same_bits(before, handle.rank_state_dict())
-    assert before["step"] == 1
-
-
 @cases.case
 def test_errors_are_forgotten_by_pattern_and_nothing_else_is(world):
     ddp, handle = of_power_sgd(world)
@@ -269,27 +256,10 @@ def test_errors_are_forgotten_by_pattern_and_nothing_else_is(world):
     assert errors() == {"0.weight", "2.weight", "4.weight"}
     handle.forget("0.*")
     assert errors() == {"2.weight", "4.weight"}
-    first = handle.rank_state_dict()
-    with pytest.raises(ValueError, match=r"names pattern 'nothing\*' matches no parameter"):
-        handle.forget(["nothing*", "2.weight"])
-    assert same_bits(handle.rank_state_dict(), first)
     handle.forget(["2.weight", "*.bias"])
     assert errors() == {"4.weight"}
     handle.forget(None)
     assert not errors()
-
-
-@cases.each({"one message": {"cap": 25}, "several": {"message_bytes": 0}})
-def test_each_ranks_gradient_is_clipped_by_its_norm(world, options):
-    """With several messages in a step the norm is still that of the whole model."""
-    ddp, _ = hooked(mlp(*WIDTHS), PowerSGD(2, max_norm=0.05), world.group, **options)
-    trace = train(ddp, LOSS, 4)
-    simulator = Simulator(PowerSGD(2), {n: g.shape for n, g in trace.local[0].items()}, 2)
-    for given, own in zip(trace.given, trace.local, strict=True):
-        norm = float(torch.cat([g.flatten() for g in own.values()]).norm())
-        assert norm > 0.05
-        scaled = world.everyones({n: (g * (0.05 / norm)).double().numpy() for n, g in own.items()})
-        assert relative(given, simulator.step(scaled)) < 1e-5
 
 
 def test_neither_clipping_nor_discarding_lets_the_host_wait():

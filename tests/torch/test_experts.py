@@ -1,6 +1,5 @@
-"""transformers' models with stacked experts, and peft's adapters: small, with random weights. What is warned of, and what is right."""
+"""A model of transformers with stacked experts: small, with random weights. What is warned of: test_views.py."""
 
-import copy
 import warnings
 
 import pytest
@@ -9,48 +8,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import CompressionWarning, PowerSGD, plan
 from gradwire.torch_backend import register_comm_hook
-from tests.torch.compare import gradients
-from tests.torch.ranks import Cases
-from tests.torch.training import Trace, distance, sgd
+from tests.torch.tools import quiet
+from tests.torch.training import distance, train
 
 pytestmark = pytest.mark.slow
 EXPERTS, WIDTH, INNER, VOCABULARY = 8, 64, 160, 32
-STACKED = {"*.experts.*": 1}
-ALGORITHM = PowerSGD(4, stacked=STACKED)
-
-cases = Cases(__file__, ranks=2)
-
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "num_experts_per_tok": 2,
-    "use_cache": False,
-    "attention_dropout": 0.0,
-}
+ALGORITHM = PowerSGD(4, stacked={"*.experts.*": 1})
 
 
 def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    return MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=INNER, num_local_experts=EXPERTS))
-
-
-def qwen3_moe():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        **SIZES, intermediate_size=INNER, moe_intermediate_size=INNER, num_experts=EXPERTS, head_dim=16
-    )
-    return Qwen3MoeForCausalLM(config)
-
-
-MODELS = {"Mixtral": mixtral, "Qwen3-MoE": qwen3_moe}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": INNER, "num_local_experts": EXPERTS}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, max_position_embeddings=32, use_cache=False))
 
 
 def loss_of(model, rank, step):
@@ -58,30 +30,13 @@ def loss_of(model, rank, step):
     return model(input_ids=tokens, labels=tokens).loss
 
 
-def trained(ddp, rank, steps):
-    """As `tests.torch.training.train`, of what transformers models return."""
-    optimizer = sgd(ddp)
-    trace = Trace()
-    for step in range(steps):
-        twin = copy.deepcopy(ddp.module)
-        loss_of(twin, rank, step).backward()
-        trace.local.append({n: torch.zeros_like(p) for n, p in twin.named_parameters()} | gradients(twin))
-        optimizer.zero_grad()
-        loss_of(ddp, rank, step).backward()
-        trace.given.append(gradients(ddp.module))
-        optimizer.step()
-    return trace
-
-
-@cases.each(MODELS)
-def test_stacked_experts_are_compressed_expert_by_expert(world, make):
+@quiet()
+def test_stacked_experts_are_compressed_expert_by_expert(alone):
     with warnings.catch_warnings():
         warnings.simplefilter("error", CompressionWarning)
-        ddp = DistributedDataParallel(make(), process_group=world.group, find_unused_parameters=True)
+        ddp = DistributedDataParallel(mixtral(), find_unused_parameters=True)
         handle = register_comm_hook(ddp, ALGORITHM)
-    trace = trained(ddp, world.rank, 3)
-    assert world.agree(trace.given)
-    assert distance(ALGORITHM, world.everyones(trace)) < 1e-4
+    assert distance(ALGORITHM, [train(ddp, loss_of, 3)]) < 1e-4
     apart = {}
     for n, p in ddp.module.named_parameters():
         shape = tuple(p.shape)

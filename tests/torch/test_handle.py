@@ -40,21 +40,26 @@ def given(ddp, steps, loss=LOSS):
     return train(ddp, loss, steps, local=False).given
 
 
-@cases.case
-def test_after_unregister_ddp_averages_as_without_a_hook(world):
+USED = {"all": (lambda: mlp(*WIDTHS), LOSS, {}), "some": (Branches, branching_loss, {"find_unused_parameters": True})}
+
+
+@cases.each(USED)
+def test_after_unregister_ddp_averages_as_without_a_hook(world, variant):
     """Compressed for three steps, plain from there on; beside a DDP that has no hook and begins with those weights."""
-    ddp, handle = wrapped(world, PowerSGD(rank=2))
-    train(ddp, LOSS, 3, local=False)
-    plain, _ = wrapped(world)
+    make, loss, options = variant
+    ddp, handle = wrapped(world, PowerSGD(rank=2), make(), **options)
+    train(ddp, loss, 3, local=False)
+    plain, _ = wrapped(world, None, make(), **options)
     plain.module.load_state_dict(ddp.module.state_dict())
     before = handle.stats()
     handle.unregister()
+    assert not any(p._post_accumulate_grad_hooks for p in ddp.module.parameters())  # nobody keeps count any more
     with collective_payloads() as payloads:
-        after = given(ddp, range(3, 6))
-    assert same_bits(after, given(plain, range(3, 6)))
+        after = given(ddp, range(3, 6), loss)
+    assert same_bits(after, given(plain, range(3, 6), loss))
     assert handle.stats() == before
-    assert sum(p.nbytes for p in payloads) == 3 * DENSE
-    assert repr(handle).startswith("CommHook(unregistered; PowerSGD(rank=2): 3 of 6 tensors, ")
+    assert sum(p.nbytes for p in payloads) == 3 * 4 * sum(p.numel() for p in ddp.parameters())
+    assert repr(handle).startswith("CommHook(unregistered; PowerSGD(rank=2): ")
     words = "ValueError: this handle is unregistered; register_comm_hook(ddp, algorithm) gives a new one"
     assert said(handle.unregister) == said(handle.reconfigure, PowerSGD(rank=4)) == words
 
@@ -236,18 +241,6 @@ def test_a_schedule_that_begins_with_equal_replicas_finds_them_so(world):
     handle.reconfigure(diloco(2, start_step=4))  # which began with other parameters than it finds
     outers = {name: memory["outer"] for name, memory in handle.rank_state_dict()["tensors"].items()}
     assert same_bits(outers, weights(ddp.module))
-
-
-@cases.case
-def test_unused_parameters_after_unregister(world):
-    """Nobody keeps count any more."""
-    ddp, handle = wrapped(world, PowerSGD(rank=2), Branches(), find_unused_parameters=True)
-    plain, _ = wrapped(world, None, Branches(), find_unused_parameters=True)
-    train(ddp, branching_loss, 3, local=False)
-    plain.module.load_state_dict(ddp.module.state_dict())
-    handle.unregister()
-    assert not any(p._post_accumulate_grad_hooks for p in ddp.module.parameters())
-    assert same_bits(*(given(each, range(3, 7), branching_loss) for each in (ddp, plain)))
 
 
 @cases.case

@@ -1,8 +1,6 @@
 """What needs no tool of the integrations: they are imported when asked for, and memory waits for its DDP. With tools: test_tools_checkpoints.py."""
 
 import logging
-import subprocess
-import sys
 
 import pytest
 from torch import nn
@@ -11,29 +9,28 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import PowerSGD
 from gradwire.torch_backend import integrations
 from gradwire.torch_backend.integrations.compression import Compression
-from tests.launch import ROOT
+from tests.forked import run_ranks
 from tests.torch.compare import said, same_bits
 from tests.torch.models import mlp
 
-pytestmark = pytest.mark.slow
 
-
-def test_tools_are_imported_when_they_are_asked_for():
-    code = (
-        "import sys, gradwire.torch_backend.integrations as i; "
-        "tools = {'transformers', 'accelerate', 'pytorch_lightning', 'lightning'}; "
-        "loaded = lambda: tools & set(sys.modules); assert not loaded(); i.AcceleratorCompression; assert not loaded(); "
-        "i.TrainerCompression; assert 'transformers' in loaded() and not {'pytorch_lightning', 'lightning'} & loaded()"
+def test_tools_are_imported_when_they_are_asked_for(tmp_path):
+    """Of which one stands in that takes no time to load."""
+    (tmp_path / "transformers.py").write_text("class TrainerCallback: pass")
+    (script := tmp_path / "asks.py").write_text(
+        "import sys, gradwire.torch_backend.integrations as i\n"
+        "tools = {'transformers', 'accelerate', 'pytorch_lightning', 'lightning'}\n"
+        "assert not tools & set(sys.modules)\n"
+        "i.AcceleratorCompression\n"
+        "assert not tools & set(sys.modules)\n"
+        "i.TrainerCompression\n"
+        "assert tools & set(sys.modules) == {'transformers'}\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT, timeout=240)
-
-
-def test_what_there_is_not():
+    run_ranks(script, 1)
     assert said(getattr, integrations, "Compress").endswith(
         "has no attribute 'Compress'; it has AcceleratorCompression, LightningCompression, TrainerCompression, "
         "training_of_lightning, training_of_trainer"
     )
-    assert said(Compression, PowerSGD).startswith("TypeError: algorithm=PowerSGD is a class and no algorithm")
 
 
 def test_one_process_hands_the_memory_on(caplog):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, Spec, TopK, TwoLevel, WireDtype, diloco
+from gradwire import AllReduce, LocalSGD, PowerSGD, Sign, Spec, TopK, TwoLevel, WireDtype, diloco
 from gradwire.torch_backend.advise.method_cost import message_groups, method_cost
 from gradwire.torch_backend.advise.step_time import step_compute
 
@@ -14,17 +14,13 @@ SPECS = {"a": Spec((96, 64)), "b": Spec((64,)), "c": Spec((64, 96)), "d": Spec((
 REPLICAS = 4
 METHODS = [
     AllReduce(),
-    PowerSGD(2),
     PowerSGD(2, start_step=10),
     PowerSGD(2, half_step=True),
     WireDtype(AllReduce(), "int8"),
-    WireDtype(PowerSGD(2), "bfloat16"),
-    Quantize("int4"),
     TopK(64, per=(32, 32)),
     Sign(),
     TwoLevel(PowerSGD(2), 2),
     PowerSGD({"a": 2, "*": 0}),
-    LocalSGD(4),
     diloco(4, compressor=PowerSGD(2)),
     diloco(4, fragments=2),
 ]

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, WireDtype, diloco
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.torch_backend import local_sgd
-from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
 from tests.core import golden
-from tests.launch import torchrun
-from tests.torch import restarted
 from tests.torch.compare import same_bits, weights
-from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import PATIENCE, Cases, World
+from tests.torch.training import LocalRun
 
 cases = Cases(__file__, ranks=3)
-LOSS = loss_on(8)
 
 LATE = {
     "one": diloco(6, overlap=3),
@@ -34,55 +29,29 @@ LATE = {
 }
 
 
-class Run:
-    """A small model that trains with local SGD."""
-
-    def __init__(self, world: World, local: LocalSGD, **options: Any) -> None:
-        self.world = world
-        self.model: nn.Module = mlp(8, 7, 5)
-        if local.start_step:
-            self.model = DistributedDataParallel(self.model, process_group=world.group, broadcast_buffers=False)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.handle: LocalSGDHandle = local_sgd(self.model, self.optimizer, local, process_group=world.group, **options)
-
-    def steps(self, first: int, last: int) -> None:
-        for step in range(first, last):
-            self.optimizer.zero_grad()
-            LOSS(self.model, self.world.rank, step).backward()
-            self.optimizer.step()
-
-    def seen(self) -> Any:
-        return weights(self.model), self.handle.rank_state_dict()["tensors"]
-
-
 @cases.each(LATE)
-def resumed(world: World, local: LocalSGD) -> bool:
-    """A run that ends after each step of a period, wherever its messages are, goes on with the same bits."""
-    through = Run(world, local)
-    through.steps(0, 9)
-    same = True
+def test_a_run_that_ends_while_messages_travel_goes_on_with_the_same_bits(world: World, local: LocalSGD) -> None:
+    """After each step of a period, wherever its messages are, from files of each rank."""
+    through, undisturbed, saved, seen = LocalRun(world, local), LocalRun(world, local), {}, {}
+    for step in range(20):
+        torch.save((weights(through.model), through.handle.rank_state_dict()), file := io.BytesIO())
+        saved[step] = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        through.steps(step, step + 1)
+        seen[step + 1] = through.seen()
+    undisturbed.steps(0, 20)
+    assert same_bits(undisturbed.seen(), seen[20])
     for step in range(9, 16):
-        again = Run(world, local)
-        again.model.load_state_dict(weights(through.model))
-        again.handle.load_state_dict(through.handle.rank_state_dict())
-        for run in (through, again):
-            run.steps(step, step + 1)
-        again.steps(step + 1, step + 5)
-        twin = Run(world, local)
-        twin.steps(0, step + 5)
-        same &= same_bits(again.seen(), twin.seen())
-    return same
-
-
-@pytest.mark.parametrize("case", LATE)
-def test_a_run_that_ends_while_messages_travel_goes_on_with_the_same_bits(results, case):
-    assert all(results(f"resumed[{case}]"))
+        again = LocalRun(world, local)
+        again.model.load_state_dict(saved[step][0])
+        again.handle.load_state_dict(saved[step][1])
+        again.steps(step, step + 5)
+        assert same_bits(again.seen(), seen[step + 5])
 
 
 @cases.each(LATE | {"waiting": diloco(3, fragments=2), "later": diloco(3, start_step=5, overlap=1)})
 def test_outer_parameters_on_the_host_change_no_bit(world: World, local: LocalSGD) -> None:
     """Nor does a run that goes on from the other's state."""
-    here, there = Run(world, local), Run(world, local, outer_device="cpu")
+    here, there = LocalRun(world, local), LocalRun(world, local, outer_device="cpu")
     for run in (here, there):
         run.steps(0, 9)
     assert same_bits(there.seen(), here.seen())
@@ -101,18 +70,11 @@ def test_outer_parameters_on_the_host_change_no_bit(world: World, local: LocalSG
 
 
 @cases.case
-def test_plain_averages_have_nothing_on_the_host(world: World) -> None:
-    model = nn.Linear(4, 3)
-    with pytest.raises(ValueError, match="outer_device='cpu'"):
-        local_sgd(model, None, LocalSGD(3), process_group=world.group, outer_device="cpu")
-
-
-@cases.case
 def test_what_is_on_its_way_may_be_left_there(world: World) -> None:
     """Between leaving and arriving: another schedule, none any more, an object that is dropped."""
     local = LATE["fragments"]
     for then in ("reconfigure", "unregister", "drop"):
-        run = Run(world, local)
+        run = LocalRun(world, local)
         run.steps(0, 3)
         assert run.handle._in_flight is not None
         assert run.handle._in_flight._on_their_way
@@ -130,7 +92,7 @@ def test_what_is_on_its_way_may_be_left_there(world: World) -> None:
 @cases.case
 def test_other_messages_do_not_wait_behind_it(world: World) -> None:
     """It has a process group of its own."""
-    run = Run(world, LATE["one"])
+    run = LocalRun(world, LATE["one"])
     assert run.handle._in_flight is not None
     assert run.handle._in_flight._groups.whole is not run.handle._groups.whole
     run.steps(0, 6)
@@ -142,7 +104,7 @@ def test_other_messages_do_not_wait_behind_it(world: World) -> None:
 @cases.case
 def test_steps_go_on_while_another_rank_has_not_sent_yet(world: World) -> None:
     """Rank 2 does not come to its step 3, after which a difference leaves, before the others have done two more."""
-    run = Run(world, diloco(4, overlap=3))
+    run = LocalRun(world, diloco(4, overlap=3))
     run.steps(0, 3)
     store = dist.distributed_c10d._get_default_store()
     if world.rank == 2:
@@ -155,7 +117,7 @@ def test_steps_go_on_while_another_rank_has_not_sent_yet(world: World) -> None:
 
 @cases.each({name: LATE[name] for name in ("one", "fragments")})
 def test_one_rank_that_breaks_while_messages_travel(world: World, local: LocalSGD) -> None:
-    run = Run(world, local)
+    run = LocalRun(world, local)
     run.steps(0, 7)
     if world.rank == 1:
         with torch.no_grad():
@@ -194,7 +156,7 @@ def test_the_golden_schedule(world: World, schedule: str) -> None:
 
 @cases.case
 def test_outer_parameters_are_the_same_on_all_ranks(world: World) -> None:
-    run = Run(world, LATE["one"])
+    run = LocalRun(world, LATE["one"])
     run.steps(0, 11)
     outer = run.handle.outer_parameters()
     assert outer.keys() == dict(run.model.named_parameters()).keys()
@@ -203,28 +165,13 @@ def test_outer_parameters_are_the_same_on_all_ranks(world: World) -> None:
     out = torch.func.functional_call(run.model, outer, torch.ones(2, 8))
     assert out.shape == (2, 5)
     with pytest.raises(ValueError, match="no outer parameters"):
-        Run(world, LocalSGD(3)).handle.outer_parameters()
-
-
-@cases.case
-def test_moments_that_begin_anew_have_no_moment_to(world: World) -> None:
-    model = nn.Linear(4, 3)
-    with pytest.raises(ValueError, match="moments='reset'"):
-        local_sgd(model, torch.optim.Adam(model.parameters()), LATE["one"], moments="reset", process_group=world.group)
-
-
-@pytest.mark.slow
-def test_torchrun_goes_on_where_a_message_was_on_its_way(tmp_path: Path) -> None:
-    # As docs/how-to/several-nodes.md says: in one store for all attempts new ranks may find the addresses of dead ones.
-    env = {"PET_MAX_RESTARTS": "3", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    said = torchrun(Path(restarted.__file__), 2, str(tmp_path), env=env).stdout
-    assert said.count("the same bits after restart") == 2, said
+        LocalRun(world, LocalSGD(3)).handle.outer_parameters()
 
 
 @cases.case
 def test_no_thread_sends_or_receives(world: World) -> None:
     """There are as many as with messages that are waited for."""
-    Run(world, diloco(6)).steps(0, 6)
+    LocalRun(world, diloco(6)).steps(0, 6)
     before = threading.active_count()
-    Run(world, LATE["one"]).steps(0, 7)
+    LocalRun(world, LATE["one"]).steps(0, 7)
     assert threading.active_count() == before

@@ -1,4 +1,5 @@
-"""Ranks that part in the middle of training: whoever waits in vain is told where each rank is. (Without torchrun, which would end them first.)"""
+"""Ranks that part in the middle of training, or die: whoever waits in vain raises in time, and is told where each rank is. (Without torchrun, which
+would end them first.)"""
 
 import json
 import os
@@ -15,18 +16,15 @@ from zlib import crc32
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 from gradwire import AllReduce, PowerSGD, diloco
-from gradwire.torch_backend import Averager, ZeroOptimizer, compress_replicas, local_sgd
-from gradwire.torch_backend.engine.groups.whereabouts import INTERVAL, Whereabouts, _all
+from gradwire.torch_backend import compress_replicas, local_sgd
+from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts, _all
 from tests.forked import start
 from tests.launch import ROOT
+from tests.torch.doors import FORMS
 from tests.torch.models import loss_on, mlp
-from tests.torch.training import hooked, paralleled, train
-
-pytestmark = pytest.mark.slow
+from tests.torch.training import fit, sgd
 
 RANKS, TIMEOUT = 3, 8.0
 #: Of what comes before, on a busy machine.
@@ -36,52 +34,44 @@ BEFORE = 3
 METHOD = PowerSGD(rank=2)
 
 
+#: Doors that others know as well.
+KNOWN = {
+    "DDP": "PowerSGD",
+    "DataParallel": "DataParallel, PowerSGD",
+    "Averager": "Averager",
+    "ZeroOptimizer": "ZeroOptimizer, averaging",
+}
+
+
+def behind(door, model, group):
+    """The module to be called, its optimizer, and the handle."""
+    if door in KNOWN:
+        return FORMS[KNOWN[door]](SimpleNamespace(group=group), model)
+    optimizer = sgd(model)
+    if door == "local_sgd":
+        return model, optimizer, local_sgd(model, optimizer, diloco(1, compressor=METHOD), process_group=group)
+    from torch.distributed.device_mesh import DeviceMesh  # most ranks need not load it
+    from torch.distributed.fsdp import fully_shard
+
+    alone = [dist.new_group([r]) for r in range(RANKS)][dist.get_rank()]
+    groups, ranks = [group or dist.group.WORLD, alone], torch.arange(RANKS).view(-1, 1)
+    mesh = DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh["shard"])
+    return model, sgd(model), compress_replicas(model, METHOD, mesh["replicate"])
+
+
 class Stepped:
     """A front door as what its user calls in each step: `step(number)`, and its handle."""
 
-    def __init__(self, way, group):
-        self.model, loss = mlp(40, 36, 32, 28), loss_on(40)
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        rank = dist.get_rank()
-        if way in ("DDP", "DataParallel"):
-            wrapped, self.handle = (hooked if way == "DDP" else paralleled)(self.model, METHOD, group)
-            self.step = lambda number: train(wrapped, loss, [number], local=False)
-        elif way == "compress_replicas":
-            alone = [dist.new_group([r]) for r in range(RANKS)]
-            groups, ranks = [group or dist.group.WORLD, alone[rank]], torch.arange(RANKS).view(-1, 1)
-            mesh = DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("replicate", "shard"))
-            fully_shard(self.model, mesh=mesh["shard"])
-            self.handle = compress_replicas(self.model, METHOD, mesh["replicate"])
-            self.step = lambda number: loss(self.model, rank, number).backward()
-        elif way == "Averager":
-            averager = Averager(METHOD, dict(self.model.named_parameters()), group)
+    def __init__(self, door, group):
+        self.model = mlp(40, 36, 32, 28)
+        self.module, self.optimizer, self.handle = behind(door, self.model, group)
 
-            def step(number):
-                loss(self.model, rank, number).backward()
-                averager({name: p.grad for name, p in self.model.named_parameters()})
-
-            self.handle, self.step = averager, step
-        elif way == "ZeroOptimizer":
-            zero = ZeroOptimizer(
-                self.model.named_parameters(), torch.optim.AdamW, process_group=group, average_gradients=True
-            )
-
-            def step(number):
-                loss(self.model, rank, number).backward()
-                zero.step()
-
-            self.handle, self.step = zero, step
-        else:
-            self.handle = local_sgd(self.model, optimizer, diloco(1, compressor=METHOD), process_group=group)
-
-            def step(number):
-                loss(self.model, rank, number).backward()
-                optimizer.step()
-
-            self.step = step
+    def step(self, number):
+        fit(self.module, self.optimizer, dist.get_rank(), [number], loss_on(40))
 
 
-STOPPED = "stops"
+STOPPED, KILLED = "stops", "is killed in a backward pass"
 #: What rank 2 does after three steps; what the others are told of it, and of themselves.
 FAULTS = {
     "skips a backward pass": ("rank 2: 4 steps of … done, … messages sent", 5),
@@ -94,7 +84,8 @@ OTHERS = "ranks [0, 1]: in step {} of …, waiting for message …, a … of …
 ROWS = [("DDP", fault) for fault in FAULTS]
 ROWS += [("DataParallel", "skips a backward pass"), ("Averager", "leaves"), ("compress_replicas", STOPPED)]
 ROWS += [("ZeroOptimizer", "skips a backward pass")]
-ROWS += [("local_sgd", "skips a backward pass"), ("local_sgd", "reconfigures alone")]
+ROWS += [("local_sgd", "skips a backward pass"), ("local_sgd", "reconfigures alone"), ("DDP", KILLED)]
+QUICK = [("DDP", KILLED), ("DataParallel", "skips a backward pass")]
 
 
 def pattern(text):
@@ -118,8 +109,12 @@ def part(fault, stepped):
         other = diloco(1) if hasattr(stepped.handle, "local") else AllReduce()
         stepped.handle.reconfigure(other)
     elif fault == STOPPED:
-        time.sleep(3 * INTERVAL)  # until it has been heard of
+        for one in _all():  # or it might not have been heard of yet
+            one.note()
         signal.raise_signal(signal.SIGSTOP)
+    elif fault == KILLED:
+        stepped.model[2].weight.register_hook(lambda _: signal.raise_signal(signal.SIGKILL))
+        stepped.step(BEFORE)
 
 
 def run(rank, way, fault, folder):
@@ -149,11 +144,12 @@ def run(rank, way, fault, folder):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What ranks were told in each row. All rows at once: most of the time is waiting."""
+def told(request, tmp_path_factory):
+    """What ranks were told in each row that runs. All rows at once: most of the time is waiting."""
     started, found = {}, {}
+    tests = [item for item in request.session.items if item.path == Path(__file__) and "told" in item.fixturenames]
     try:
-        for row in ROWS:
+        for row in (test.callspec.params["row"] for test in tests):
             folder = tmp_path_factory.mktemp("parted")
             (folder / "log").touch()
             log = str(folder / "log")
@@ -177,13 +173,18 @@ def told(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("row", ROWS, ids=" ".join)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=() if row in QUICK else pytest.mark.slow, id=" ".join(row)) for row in ROWS]
+)
 def test_the_others_are_told_where_each_rank_is(told, row):
     _, fault = row
-    expected, step = FAULTS[fault]
     for rank in (0, 1):
         seconds, error = told[row][rank]
         assert seconds < PATIENCE / 2  # it was the group's own timeout
+        if fault == KILLED:  # the first to notice ends, and the other may learn of that instead
+            assert re.search(r"(closed|reset) by peer|timed out|timeout", error, re.IGNORECASE), error
+            continue
+        expected, step = FAULTS[fault]
         assert re.search(pattern(expected), error), error
         assert re.search(pattern(OTHERS.format(step)), error), error
     if fault == "reconfigures alone":  # it is told who has not come, and has sent nothing

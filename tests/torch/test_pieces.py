@@ -1,4 +1,4 @@
-"""Blocks of parameters in a saved state: named, put together, and cut anew."""
+"""Blocks of parameters in a saved state: named, put together, and cut anew. Of models: test_fsdp_checkpoint.py."""
 
 import pytest
 import torch
@@ -65,12 +65,6 @@ def test_errors_are_put_together_and_cut_again(before, after, axis):
         assert list(found["tensors"]) == ["w"]
 
 
-def test_the_same_blocks_get_all_of_their_own():
-    for i, piece in enumerate(cut(3)):
-        found = recut(saved(cut(3)), {"w": piece}, memory(piece))
-        assert {key: set(x.flatten().tolist()) for key, x in found["tensors"]["w"].items()} == {"q": {i}, "p": {i}}
-
-
 def test_another_block_begins_with_the_factor_of_the_one_it_shares_most_with():
     # Of blocks of 4 rows, those of 3 rows share most with 0, 0 or 1, 1, 2; factors of rows begin anew.
     for piece, ones in zip(cut(4), ({0.0}, {0.0, 1.0}, {1.0, 2.0}, {2.0}), strict=True):
@@ -88,15 +82,6 @@ def test_a_whole_parameter_is_cut_like_its_blocks():
         found = recut(state, {"w": piece}, here)["tensors"]["w"]
         assert found["outer"].equal(numbers(N, M)[piece.start : piece.stop])
         assert found["q"].equal(state["tensors"]["w"]["q"])
-
-
-def test_a_whole_parameter_begins_with_the_factor_of_its_largest_block():
-    blocks = [Piece(0, 0, 5, N), Piece(0, 5, 12, N)]
-    whole = Piece(0, 0, N, N)
-    for pieces in ({}, {"w": whole}):
-        found = recut(saved(blocks), pieces, memory(whole))
-        assert set(found["tensors"]["w"]["q"].flatten().tolist()) == {1.0}
-        assert found["local"]["w"]["error"].equal(ERROR)
 
 
 def test_blocks_that_were_not_compressed_had_no_error():

@@ -89,7 +89,6 @@ def another_algorithm(change):
 
 DIFFERENT = [
     (lambda h: h.hook(small(), PowerSGD(rank=1 + h.odd)), "algorithm"),
-    (lambda h: h.hook(small(), AllReduce() if h.odd else ALGORITHM), "algorithm"),
     (lambda h: h.hook(small(), ALGORITHM, message_bytes=1000 + h.odd), "message_bytes"),
     (lambda h: h.hook(Layers(body=small()) if h.odd else small(), ALGORITHM), "parameters"),
     (lambda h: h.hook(small(frozen=[2]) if h.odd else mlp(40, 36, 28), ALGORITHM, init_sync=False), "parameters"),
@@ -111,12 +110,9 @@ DIFFERENT = [
     (lambda h: h.averager({"w": torch.zeros(8 + h.odd, 8)}), "parameters"),
     (lambda h: h.averager({"w": torch.zeros(8, 8)}, PowerSGD(1 + h.odd, min_compression_rate=0.1)), "algorithm"),
     (local(local=LocalSGD(5, start_step=2)), "local", "period=5"),
-    (local(local=LocalSGD(4, start_step=3)), "local", "start_step=3"),
-    (local(local=diloco(4, start_step=2)), "local", "OuterSGD"),
     (local(buffers="keep"), "buffers", "keep"),
     (local(moments="reset"), "moments", "reset"),
     (local(optimizer=adam), "optimizer", "AdamW"),
-    (local(local=LocalSGD(4, start_step=2, subgroup=2)), "local", "subgroup=2"),
     (local(local=LocalSGD(4, start_step=2, subgroup=3)), "subgroup", "groups of 3"),
     (another_schedule(lambda odd: LocalSGD(1 + odd)), "local"),
     (another_algorithm(lambda odd: PowerSGD(1 + odd)), "algorithm"),

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.simulate import Simulator
-from gradwire.torch_backend import Averager, DataParallel, register_comm_hook
+from gradwire.torch_backend import Averager, DataParallel, local_sgd, register_comm_hook
 from tests.torch.compare import flat, relative, weights
-from tests.torch.models import Loss
+from tests.torch.models import Loss, loss_on, mlp
 
 
 @dataclass
@@ -95,6 +95,27 @@ def fit_with_two_rates(model: nn.Module, layers: nn.Sequential, rank: int, loss:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+class LocalRun:
+    """A small model that trains with local SGD, under DDP where gradients are averaged first. `options`: of `local_sgd`."""
+
+    def __init__(self, world: Any, local: Any, model: nn.Module | None = None, **options: Any) -> None:
+        self.rank, self.model = world.rank, mlp(8, 7, 5) if model is None else model
+        self.loss = loss_on(8, dtype=next(self.model.parameters()).dtype)
+        options = {"process_group": world.group, **options}
+        if local.start_step:
+            self.model = DistributedDataParallel(
+                self.model, process_group=options["process_group"], broadcast_buffers=False
+            )
+        self.optimizer = sgd(self.model)
+        self.handle = local_sgd(self.model, self.optimizer, local, **options)
+
+    def steps(self, first: int, last: int) -> None:
+        fit(self.model, self.optimizer, self.rank, range(first, last), self.loss)
+
+    def seen(self) -> Any:
+        return weights(self.model), self.handle.rank_state_dict()["tensors"]
 
 
 def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0) -> torch.optim.SGD:
