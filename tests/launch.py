@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -99,11 +100,12 @@ def jax_processes(script: Path, count: int, *args: str, timeout: float = 240, de
 
 
 def free_port() -> int:
-    """On this machine, a moment ago."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
+    """On this machine, a moment ago; not among those that systems give to whoever asks for any (Linux from 32768 on): nobody takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("", port))
+            return port
 
 
 def environment(mark: str) -> dict[str, str]:

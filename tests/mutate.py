@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import json
 import os
 import random
@@ -163,9 +162,7 @@ def places(source: str) -> list[tuple[int, str]]:
 
 def mutated(source: str, number: int) -> str:
     """The source with one of them. Comments and layout are lost."""
-    tree = ast.parse(source)
-    visitor = _Places(number)
-    return ast.unparse(ast.fix_missing_locations(visitor.visit(copy.deepcopy(tree))))
+    return ast.unparse(ast.fix_missing_locations(_Places(number).visit(ast.parse(source))))
 
 
 @cache

@@ -33,6 +33,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.forked import run_ranks
+from tests.interpreter import VARIABLE, interpreter
 from tests.launch import ROOT, end_all, environment, free_port, quickly_compiled, xla_flags
 
 FENCE = re.compile(
@@ -50,12 +51,12 @@ HOW["diff"] = HOW["python"] + '( not-run="[^"]+")?'
 MEASURED = re.compile(r"too fast to see|\d[\d.,]*(?:e[-+]?\d+)?(?: ?(?:[kMGT]?i?B|bytes|[kMG]?bit/s|[nµm]?s)\b| ?%)?")
 #: What a cluster has, and this machine instead.
 INSTEAD = {"HOST|node0": "127.0.0.1", "1234|29400|29500": "$FREE_PORT", "nproc-per-node=8": "nproc-per-node=2"}
-#: Programs that bash finds first. Slurm's know what the pages use of them; `gradwire` sends few and small messages.
+#: Programs that bash finds first. Slurm's know what the pages use of them; `gradwire` sends few and small messages; the lighthouse is there at once.
 PROGRAMS = {
-    "python": f'exec {sys.executable} "$@"',
-    "torchft_lighthouse": f'exec {Path(sys.executable).parent}/torchft_lighthouse "$@"',
-    "torchrun": f'exec {sys.executable} {ROOT}/tests/torchrun.py "$@"',
-    "gradwire": f'exec {sys.executable} {ROOT}/tests/cli/commands.py "$@"',
+    "python": 'exec $PYTHON "$@"',
+    "torchft_lighthouse": f'exec {sys.executable} {ROOT}/tests/lighthouse.py "$@"',
+    "torchrun": f'exec $PYTHON {ROOT}/tests/torchrun.py "$@"',
+    "gradwire": f'exec $PYTHON {ROOT}/tests/cli/commands.py "$@"',
     "scontrol": '[ "$1 $2" = "show hostnames" ] && tr , "\\n" <<< "$3"',
     "srun": 'for i in 0 1; do SLURM_NODEID=$i "$@" & nodes+=($!); done; for i in ${nodes[@]}; do wait $i || exit 1; done',
 }
@@ -162,7 +163,7 @@ def outcomes(page: str, first: int) -> dict[int, tuple[str, str]]:
                 (folder / title).write_text("\n" * block.line + block.code)
         (folder / "examples").symlink_to(ROOT / "examples")
         try:
-            run_ranks(Path(__file__), ranks, page, str(first), place, str(free_port()))
+            run_ranks(Path(__file__), ranks, page, str(first), place, str(free_port()), interpreter())
         except AssertionError as error:
             log = str(error)
         files = [folder / f".rank{rank}" for rank in range(ranks)]
@@ -175,7 +176,7 @@ def outcomes(page: str, first: int) -> dict[int, tuple[str, str]]:
     return found
 
 
-def follow(page: str, first: str, folder: str, port: str) -> None:
+def follow(page: str, first: str, folder: str, port: str, python: str) -> None:
     """Run the blocks that run together, in this process."""
     together, rank, said = chain(page, int(first)), os.environ["RANK"], {}
     if not together[0].says("ranks"):  # nobody has started them by torchrun
@@ -183,7 +184,13 @@ def follow(page: str, first: str, folder: str, port: str) -> None:
         for name in [name for name in os.environ if name.startswith(own)]:
             del os.environ[name]
     devices = xla_flags(f"--xla_force_host_platform_device_count={together[0].says('devices') or 1}")
-    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": quickly_compiled(devices), "HEAD": "127.0.0.1", "PORT": port}
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": quickly_compiled(devices),
+        "HEAD": "127.0.0.1",
+        "PORT": port,
+        VARIABLE: python,
+    }
     os.chdir(folder)
     sys.path[0] = folder
     warnings.simplefilter("error")
@@ -219,7 +226,7 @@ def bash(code: str, folder: Path, nodes: int = 1, timeout: float = 200) -> str:
     for words, others in INSTEAD.items():
         code = re.sub(rf"\b({words})\b", others, code)
     env = {"PORT": str(free_port())} | environment(mark := uuid.uuid4().hex) | SLURM
-    env |= {"PATH": f"{programs}:{env['PATH']}", "FREE_PORT": env["PORT"]}
+    env |= {"PATH": f"{programs}:{env['PATH']}", "FREE_PORT": env["PORT"], "PYTHON": interpreter()}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as rest:
         command, to = ["bash", "-euo", "pipefail", "-c", code], {"cwd": folder, "stderr": rest}
         started = [

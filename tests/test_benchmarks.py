@@ -1,17 +1,15 @@
 """The benchmarks run, at their smallest, and write the fields that they promise. What they measure is not judged here: the machine is shared."""
 
 import json
-import os
-import signal
 import subprocess
-import sys
-from contextlib import suppress
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.forked import run_ranks, start
+from tests.forked import run_ranks
+from tests.interpreter import interpreter
 from tests.launch import ROOT, end_all, environment
 
 pytestmark = pytest.mark.slow
@@ -86,41 +84,24 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
 }
 
 
-#: They start their own ranks, which import them.
-BY_THEMSELVES = ("buckets.py", "error_feedback.py", "frontier", "muon.py", "zero.py")
-
-
-def run(script: str, folder: Path, *options: str) -> str:
+def run(script: str, *options: str) -> str:
     """Run a benchmark to its end, and whatever it has started. Returns what it prints."""
-    log, path = folder / "log", ROOT / "benchmarks" / script
-    log.touch()
-    if script in BY_THEMSELVES:
-        mark = f"benchmark-{os.getpid()}-{script}"
-        try:
-            with log.open("w") as out:
-                status = subprocess.run(
-                    [sys.executable, str(path), *options], env=environment(mark), stdout=out, stderr=out, timeout=280
-                ).returncode
-        finally:
-            end_all(mark)
-    else:
-        process = start(path, *options, log=str(log))
-        try:
-            process.join(280)
-        finally:
-            assert process.pid
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        status = process.exitcode
-    assert status == 0, log.read_text()[-6000:]
-    return log.read_text()
+    command, mark = [interpreter(), str(ROOT / "benchmarks" / script), *options], uuid.uuid4().hex
+    try:
+        done = subprocess.run(
+            command, env=environment(mark), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
+        )
+    finally:
+        end_all(mark)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
 
 
 @pytest.mark.parametrize("script", BENCHMARKS)
 def test_it_runs_and_writes_what_it_promises(script: str, tmp_path: Path) -> None:
     options, where, count, fields = BENCHMARKS[script]
     options = [option.format(folder=tmp_path) for option in options]
-    printed = run(script, tmp_path, *options, "--output", str(tmp_path / "found.json"))
+    printed = run(script, *options, "--output", str(tmp_path / "found.json"))
     if script == "network" and not (tmp_path / "found.json").exists():  # no root, or no tools: it says so, and predicts
         assert "No hosts: " in printed
         return

@@ -64,7 +64,8 @@ def kinds_of_requests() -> dict[str, type[Request]]:
 def test_requests_are_named_where_they_are_defined_and_in_one_file_of_a_backend(room):
     kinds = kinds_of_requests()
     assert {"Reduce", "Gather", "Branch", "OptimizerStep"} < kinds.keys()
-    naming = {name: used for name, (file, tree) in modules(room).items() if (used := _names(tree) & kinds.keys())}
+    here = {name: tree for name, (_, tree) in modules().items() if room_of(name) == room}
+    naming = {name: used for name, tree in here.items() if (used := _names(tree) & kinds.keys())}
     if room == "gradwire.core":
         defined = {kind.__module__ for kind in kinds.values()}
         assert naming.keys() == defined
@@ -110,15 +111,15 @@ def test_what_gradwire_has_not_is_said():
 
 
 @cache
-def modules(room: str = "") -> dict[str, tuple[Path, ast.Module]]:
-    """The modules of the package, or of a room, by name: file, and what Python reads in it."""
+def modules() -> dict[str, tuple[Path, ast.Module]]:
+    """The modules of the package by name: file, and what Python reads in it."""
     found = {}
     for package, folder in ROOMS.items():
         for file in sorted(folder.rglob("*.py")):
             if package != "gradwire.core" or ROOMS["gradwire"] not in file.parents:
                 name = ".".join([package, *file.relative_to(folder).with_suffix("").parts])
                 found[name.removesuffix(".__init__")] = file, ast.parse(file.read_text())
-    return {name: each for name, each in found.items() if not room or room_of(name) == room}
+    return found
 
 
 def room_of(module: str) -> str:

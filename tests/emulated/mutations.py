@@ -207,7 +207,7 @@ MUTATIONS = {
     "first_rank_for_the_first_of_a_group": changed(
         "ShardedBackward._learn", "dist.get_global_rank(X, Y)", "Y", SHARDED
     ),
-    "memory_grows": changed("Step.begin", "X.scratch.rewind()", "pass", ways("PowerSGD, a hundred steps")),
+    "memory_grows": changed("Step.begin", "X.scratch.rewind()", "pass", ways("PowerSGD, forty steps")),
     "numbers_from_pageable_memory": changed(
         "TorchOps.from_host",
         "self._on_device(torch.tensor(X, dtype=Y))",
@@ -215,7 +215,7 @@ MUTATIONS = {
         ways("DDP, unused parameters"),
     ),
     "count_read_early": changed(
-        "SkippedSteps.look", "X or self._arrived.query()", "True", ways("PowerSGD, a hundred steps")
+        "SkippedSteps.look", "X or self._arrived.query()", "True", ways("PowerSGD, forty steps")
     ),
     "divided_on_its_way": Mutation(
         "Reducing._launch",

@@ -73,7 +73,7 @@ SLOW = {
     for name in WAYS
     if (name in METHODS and name not in DIFFERENT)
     or (" x " in name and name not in CROSSED)
-    or name == "PowerSGD, a hundred steps"
+    or name == "PowerSGD, forty steps"
     or (any(shares in name for shares in (" by parameter", " by bucket")) and name not in OF_THREE)
 }
 ROWS = [
@@ -147,8 +147,8 @@ def test_a_way_to_train(results_of, name, ranks):
         assert max(waits) <= way.waits, result["waits"]
         assert sum(first_waits) <= FIRST_STEPS * way.waits + way.waits_at_first, result["waits"]
         assert {event.what for event in result["made"][-1]} <= way.makes, result["made"]
-        if way.steps > 100:
-            assert result["memory"][-1] < 1.01 * result["memory"][FIRST_STEPS]
+        if way.steps > 30:
+            assert result["memory"][-1] < 1.003 * result["memory"][FIRST_STEPS]
         assert result["launched"] == first["launched"]
         if ranks == 2 and name in KERNELS:
             plain, most = KERNELS[name]

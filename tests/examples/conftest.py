@@ -1,4 +1,4 @@
-"""The examples as their users run them: scripts, in processes of their own."""
+"""The examples as their users run them: scripts, in processes of their own, most of them forked by `tests/interpreter.py`."""
 
 import subprocess
 import sys
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import launch
+from tests.interpreter import interpreter
 
 EXAMPLES = launch.ROOT / "examples"
 #: A model small enough to train in no time.
@@ -78,7 +79,7 @@ def start(xla_cache: Path) -> Iterator[Callable[..., Started]]:
     """Start a command line; whatever it has started is gone after the test."""
     everything: list[Started] = []
 
-    def starter(*command: str | Path, **env: str) -> Started:
+    def starter(*command: str | Path, python: str = "", **env: str) -> Started:
         mark = uuid.uuid4().hex
         cache = {
             "JAX_COMPILATION_CACHE_DIR": str(xla_cache),
@@ -87,7 +88,7 @@ def start(xla_cache: Path) -> Iterator[Callable[..., Started]]:
             "XLA_FLAGS": launch.quickly_compiled(launch.xla_flags()),
         }
         process = subprocess.Popen(
-            [sys.executable, *map(str, command)],
+            [python or interpreter(), *map(str, command)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -5,18 +5,28 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.examples.conftest import EXAMPLES, TINY
+from tests.launch import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 DEMO = EXAMPLES / "demo.py"
 #: Pages, or commands, that its last lines name.
 NEXT = ("docs/choosing.md", "gradwire advise", "docs/tutorials/torch.md")
-#: In place of `advise.py`, where the advice is not what is looked at.
+#: In place of `advise.py`: it sends few and small messages.
+QUICK = f"""
+import runpy
+from tests.cli.commands import few_and_small
+
+few_and_small()
+runpy.run_path({str(EXAMPLES / "advise.py")!r}, run_name="__main__")
+"""
+#: Where the advice is not what is looked at.
 ADVISED = """
 import argparse, pathlib
 
@@ -26,16 +36,22 @@ parser.parse_known_args()[0].to.write_text("Leave it: nothing was measured.")
 """
 
 
-@pytest.fixture
-def advised(tmp_path) -> Path:
-    """The demo, whose advice comes at once: it begins to train."""
-    copy = shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "advise.py").write_text(ADVISED)
+def demo(folder, advise) -> Path:
+    """A copy of the demo with another script for advice."""
+    copy = shutil.copytree(EXAMPLES, folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "advise.py").write_text(advise)
     return copy / "demo.py"
 
 
+@pytest.fixture
+def advised(tmp_path) -> Path:
+    """The demo, whose advice comes at once: it begins to train."""
+    return demo(tmp_path, ADVISED)
+
+
 def test_it_ends_with_a_table_and_a_picture(start, tmp_path):
-    output = start(DEMO, "--steps=4", "--rank=2", f"--out={tmp_path}", "--", *TINY).finish(560)
+    options = ("--steps=4", "--rank=2", f"--out={tmp_path}", "--", *TINY, f"--text={ROOT / 'README.md'}")
+    output = start(demo(tmp_path, QUICK), *options).finish(560)
     number = r"([\d.,]+)"
     advice, trainings = output.split("Six trainings")
     assert re.search(r"^[→ ] plain +\S+ .*exact$", advice, re.MULTILINE), output
@@ -88,7 +104,7 @@ def test_it_leaves_nothing_running_on_ctrl_c(start, advised, tmp_path):
 
 
 def test_it_leaves_nothing_running_when_it_is_ended_early(start, tmp_path):
-    demo = start(DEMO, f"--out={tmp_path}", "--", *TINY)
+    demo = start(DEMO, f"--out={tmp_path}", "--", *TINY, python=sys.executable)
     demo.wait_for(lambda: len(demo.alive()) >= 2)  # torchrun has not got far yet
     os.kill(demo.process.pid, signal.SIGTERM)
     demo.output()

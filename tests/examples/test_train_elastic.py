@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ TINY = ("--width=32", "--layers=1", "--context=16", "--batch-size=4", "--rank=2"
 def test_a_site_that_is_killed_comes_back(tmp_path):
     port, started = free_port(), []
     env = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}", "OMP_NUM_THREADS": "1"}
-    lighthouse = [Path(sys.executable).parent / "torchft_lighthouse", f"--bind=127.0.0.1:{port}", "--min_replicas=1"]
+    lighthouse = [sys.executable, ROOT / "tests" / "lighthouse.py", f"--bind=127.0.0.1:{port}", "--min_replicas=1"]
 
     def site(number, log):
         (tmp_path / log).touch()

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -177,6 +178,7 @@ def test_torch_alone_and_uncompressed(start, tmp_path):
         "--eval-every=3",
         f"--text={text}",
         f"--metrics={metrics}",
+        python=sys.executable,
     ).finish()
     lines = read(metrics)
     numbers = (
@@ -188,6 +190,6 @@ def test_torch_alone_and_uncompressed(start, tmp_path):
 
 
 def test_windows_that_cannot_be_shared_are_refused(start):
-    refused = start(EXAMPLES / "train_flax.py", "--devices=3", "--eval-windows=4")
+    refused = start(EXAMPLES / "train_flax.py", "--devices=3", "--eval-windows=4", python=sys.executable)
     assert "--eval-windows 4 is not a multiple of the 3 devices" in refused.output()
     assert refused.process.returncode == 2

@@ -1,6 +1,7 @@
 """The researcher's examples need NumPy alone, and are what they say."""
 
 import re
+import sys
 
 import pytest
 
@@ -25,7 +26,7 @@ def test_it_runs_with_numpy_alone(start, tmp_path):
         "for name in ('torch', 'jax', 'flax', 'optax'): sys.modules[name] = None\n"  # importing it fails
         f"runpy.run_path({str(EXAMPLES / 'write_your_own.py')!r}, run_name='__main__')\n"
     )
-    output = start(alone).finish()
+    output = start(alone, python=sys.executable).finish()
     rows = re.findall(r"^(\w+)\(.*\) +([\d,]+) bytes +(\d) messages? +([\d.]+)%$", output, re.MULTILINE)
     assert [name for name, *_ in rows] == ["AllReduce", "PowerSGD", "RandomElements"]
     sent = [int(n.replace(",", "")) for _, n, _, _ in rows]
