@@ -205,7 +205,9 @@ def test_layers_that_are_frozen_keep_their_memory_until_they_are_thawed(world):
         model.zero_grad()
         trace = train_sharded(model, LOSS, range(2, 4), twin)
         after = handle.rank_state_dict()["tensors"]
-        assert [same_bits(memory[f"{n}.weight"], after[f"{n}.weight"]) for n in "02"] == [n not in trained for n in "02"]
+        assert [same_bits(memory[f"{n}.weight"], after[f"{n}.weight"]) for n in "02"] == [
+            n not in trained for n in "02"
+        ]
         assert all(sorted(given) == [f"{n}.{p}" for n in trained for p in ("bias", "weight")] for given in trace.given)
     assert simulated(ALGORITHM, world.everyones(trace), 2) < 1e-4  # of the last layer nothing is compressed
     model.requires_grad_(requires_grad=True)
