@@ -133,7 +133,7 @@ def test_a_tool_is_given_the_whole_state_or_an_error(world, hook):
 FORMS = {"averaging": None, "overlapped": gw.hook_with_zero_step, "interleaved": gw.hook_with_zero_step_interleaved}
 
 
-@cases.each({f"{shard} {form}": (shard, form) for shard in SHARDS for form in FORMS})
+@cases.each({f"{shard} {form}": (shard, form) for shard, form in zip(SHARDS, FORMS, strict=True)})
 def test_resumes_to_the_bit(world, variant):
     """Stopped after 6 steps and resumed, from this rank's shard, against the run that went on."""
     shard, form = variant
