@@ -5,6 +5,7 @@ soon a hundredth of a weight; so the casts are left out on both sides, but where
 """
 
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -26,7 +27,7 @@ from tests.torch.sharded import mesh_of, shard
 cases = Cases(__file__, ranks=4)
 
 FORMS = ("plain", "averaging", "overlapped", "interleaved")
-STEPS = 12
+STEPS = 8
 MUON, VECTORS, HEADS = {"lr": 0.02, "weight_decay": 0.1}, {"lr": 0.01, "weight_decay": 0.0}, {"lr": 0.005}
 MIXTURE = {
     "embedding.*": (torch.optim.AdamW, HEADS, "element"),
@@ -128,15 +129,23 @@ def smaller(world, size):
     return group if world.rank < size else None
 
 
+@cache
+def reference(clip):
+    """Of four ranks with accumulation: the weights after training, and the pair."""
+    model = Model()
+    pair = plain_pair(model)
+    with without_casts():
+        return plainly(model, pair, 4, range(STEPS), 2, clip), pair
+
+
 @cases.each(FORMS)
 def test_equals_the_plain_pair(world, form):
     """With accumulation and, where a form knows the norm, clipping."""
-    clip, steps = None if form == "interleaved" else 0.3, range(STEPS)
+    clip = None if form == "interleaved" else 0.3
+    expected, pair = reference(clip)
     with without_casts():
-        twin = Model()
-        expected = plainly(twin, pair := plain_pair(twin), world.size, steps, 2, clip)
         wrapper, zero = sharded(Model(), world.group, form, max_grad_norm=clip)
-        found = train(wrapper, zero, world.rank, steps, 2)
+        found = train(wrapper, zero, world.rank, range(STEPS), 2)
         whole = zero.consolidated_state_dict(to=None)
     assert relative(expected, weights(Model())) > 0.1
     assert apart(found, expected) == {}
@@ -222,17 +231,17 @@ def train_on_shards(model, zero, rank, steps, micro_batches=1, clip=None):
 @cases.case
 def test_on_shards_it_is_the_plain_pair(world):
     """With accumulation and clipping; the state, whole, is the pair's, and goes on where matrices have other owners."""
+    expected, pair = reference(0.3)
+    half = STEPS // 2
     with without_casts():
-        twin = Model()
-        expected = plainly(twin, pair := plain_pair(twin), world.size, range(8), 2, 0.3)
         model, zero = on_shards(mesh_of(2, 2))
-        train_on_shards(model, zero, world.rank, range(4), 2, 0.3)
+        train_on_shards(model, zero, world.rank, range(half), 2, 0.3)
         saved = zero.consolidated_state_dict(to=None)
         fresh = Model()
         fresh.load_state_dict({name: p.full_tensor() for name, p in model.named_parameters()})
         model, zero = on_shards(four_shards(), fresh)
         zero.load_state_dict(saved)
-        found = train_on_shards(model, zero, world.rank, range(4, 8), 2, 0.3)
+        found = train_on_shards(model, zero, world.rank, range(half, STEPS), 2, 0.3)
         whole = zero.consolidated_state_dict(to=None)
         natively = get_optimizer_state_dict(model, zero, options=StateDictOptions(full_state_dict=True))
     assert apart(found, expected) == {}
