@@ -43,7 +43,7 @@ def test_blocks_are_averaged_as_the_simulator_says(world, options):
     model, twin = (sharded_mlp(widths, mesh["shard"]) for _ in range(2))
     handle = compress_replicas(model, ALGORITHM, mesh["replicate"], **options)
     trace = train_sharded(model, LOSS, range(5), twin)
-    assert simulated(ALGORITHM, world.everyones(trace), 2) < 1e-4
+    assert simulated(world, ALGORITHM, trace, 2) < 1e-4
     assert relative(trace.given[0], trace.local[0]) > 1e-2
     assert world.agree(trace.weights)
     shapes = {n: tuple(x.shape) for n, x in local_parts(model).items()}
@@ -129,7 +129,7 @@ def test_replicas_whose_units_come_in_another_order_send_in_one(world):
     model.trunk[0].set_modules_to_backward_prefetch([model.left, model.right])
     handle = compress_replicas(model, ALGORITHM, mesh["replicate"], message_bytes=0)
     trace = train_sharded(model, LOSS, range(5), twin)
-    assert simulated(ALGORITHM, world.everyones(trace), 2) < 1e-4
+    assert simulated(world, ALGORITHM, trace, 2) < 1e-4
     order = [handle._backward.layout.units[k].name for k in handle._backward._order]
     assert world.agree(order)
     assert set(order) == {"twice", "left", "right"}
@@ -233,7 +233,7 @@ def test_parameters_that_take_the_place_of_others(world):
     model.load_state_dict({n: p.detach().clone() for n, p in before.items()}, assign=True)
     assert all(p is not before[n] for n, p in model.named_parameters())
     trace = train_sharded(model, LOSS, range(3), twin)
-    assert simulated(ALGORITHM, world.everyones(trace), 2) < 1e-4
+    assert simulated(world, ALGORITHM, trace, 2) < 1e-4
 
 
 # --- one model, in shards ---

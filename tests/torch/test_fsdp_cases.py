@@ -141,8 +141,7 @@ def test_blocks_are_averaged_as_the_simulator_says(world, scenario):
     model, twin = (scenario.make(mesh["shard"]) for _ in range(2))
     handle = compress_replicas(model, scenario.algorithm, mesh["replicate"], **scenario.options)
     trace = train_sharded(model, scenario.loss, range(scenario.steps), twin)
-    traces = world.everyones(trace)
-    assert simulated(scenario.algorithm, traces, scenario.mesh[1], used=scenario.used) < scenario.tolerance
+    assert simulated(world, scenario.algorithm, trace, scenario.mesh[1], used=scenario.used) < scenario.tolerance
     for step, given in enumerate(trace.given):  # what nobody has used keeps its gradient None
         assert set(given) == {n for n in trace.local[step] if scenario.used is None or scenario.used(step, n)}
     memory = handle.rank_state_dict()["tensors"]
@@ -209,7 +208,7 @@ def test_layers_that_are_frozen_keep_their_memory_until_they_are_thawed(world):
             n not in trained for n in "02"
         ]
         assert all(sorted(given) == [f"{n}.{p}" for n in trained for p in ("bias", "weight")] for given in trace.given)
-    assert simulated(ALGORITHM, world.everyones(trace), 2) < 1e-4  # of the last layer nothing is compressed
+    assert simulated(world, ALGORITHM, trace, 2) < 1e-4  # of the last layer nothing is compressed
     model.requires_grad_(requires_grad=True)
     thawed = train_sharded(model, LOSS, range(4, 6))
     assert len(thawed.given[0]) == 6

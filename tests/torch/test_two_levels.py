@@ -22,7 +22,7 @@ from gradwire.torch_backend.engine.groups.nodes import nodes_of
 from tests.torch.compare import relative, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import distance, hooked, paralleled, train, try_other_doors
+from tests.torch.training import distance_of_all, hooked, paralleled, train, try_other_doors
 
 WIDTHS = (40, 36, 36, 28)
 #: One matrix is most of the model.
@@ -50,19 +50,18 @@ ALGORITHMS = {
 
 
 @cases.each(ALGORITHMS, slow=("codes with memory", "positions"))
-def test_equals_the_simulator_in_any_buckets(world, algorithm):
-    compare_with_the_simulator(world, algorithm)
+def test_equals_the_simulator_bucket_by_bucket(world, algorithm):
+    compare_with_the_simulator(world, algorithm, cap=0.005, message_bytes=0)
 
 
-def compare_with_the_simulator(world, algorithm):
+def compare_with_the_simulator(world, algorithm, **buckets):
     algorithm = two_nodes(world, algorithm)
     tolerance = 1e-5 if isinstance(algorithm.algorithm, PowerSGD | AllReduce) else 2e-2
-    for cap, message_bytes in ((25, None), (0.005, 0)):
-        ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group, cap=cap, message_bytes=message_bytes)
-        trace = train(ddp, LOSS, 4)
-        assert world.agree(trace.weights)
-        assert distance(algorithm, world.everyones(trace)) < tolerance
-        assert handle.stats().skipped_steps == 0
+    ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group, **buckets)
+    trace = train(ddp, LOSS, 4)
+    assert world.agree(trace.weights)
+    assert distance_of_all(world, algorithm, trace) < tolerance
+    assert handle.stats().skipped_steps == 0
 
 
 @cases.case
@@ -76,7 +75,7 @@ def compare_a_large_tensor(world):
     ddp, handle = hooked(mlp(*UNEVEN), algorithm, world.group)
     trace = train(ddp, LOSS, 4)
     assert world.agree(trace.weights)
-    assert distance(algorithm, world.everyones(trace)) < 1e-5
+    assert distance_of_all(world, algorithm, trace) < 1e-5
     memory = handle.rank_state_dict()["tensors"]
     assert memory["0.weight"]["error"].shape == (300, 40)
     for node in (0, world.size // 2):
@@ -87,9 +86,9 @@ def compare_a_large_tensor(world):
 @cases.case
 def test_ranks_of_a_node_remember_the_same_and_nodes_of_a_partition_serve(world):
     nodes = tuple(tuple(range(i, world.size, 2)) for i in (0, 1))
-    ddp, handle = hooked(mlp(*WIDTHS), TwoLevel(PowerSGD(2), nodes), world.group)
-    trace = train(ddp, LOSS, 3)
-    assert distance(TwoLevel(PowerSGD(2), nodes), world.everyones(trace)) < 1e-5
+    algorithm = TwoLevel(PowerSGD(2), nodes)
+    ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
+    assert distance_of_all(world, algorithm, train(ddp, LOSS, 3)) < 1e-5
     kept = world.everyones(handle.rank_state_dict()["tensors"])
     for node, members in enumerate(nodes):
         assert all(same_bits(kept[member], kept[node]) for member in members)
