@@ -14,10 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.replica import run
-from tests.launch import free_port
 
-#: A process in which the replicas of native groups meet.
-STORE = "import sys, time, torch.distributed as d; s = d.TCPStore('localhost', int(sys.argv[1]), is_master=True, wait_for_workers=False); time.sleep(1e6)"
+#: A process of its own: the lighthouse, and a store in which the replicas of native groups meet. It says where they are, and ends after so many seconds.
+#: A replica that is alive is waited for, as long as a slow one takes; one that says nothing for two seconds is not.
+SERVER = """
+import sys, time
+import torch.distributed as dist
+from torchft.coordination import LighthouseServer
+times = {"join_timeout_ms": 20_000, "heartbeat_timeout_ms": 2_000, "quorum_tick_ms": 20}
+lighthouse = LighthouseServer(bind="[::]:0", min_replicas=2, **times)
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+print(lighthouse.address(), store.port, flush=True)
+time.sleep(float(sys.argv[1]))
+"""
 
 
 class Arena:
@@ -44,19 +53,14 @@ class Arena:
         self.events: list[tuple[float, str, list[str]]] = []
         self.codes: dict[str, int] = {}
         self._count = 0
-        port = free_port()
-        self._lighthouse = f"http://127.0.0.1:{port}"
-        # A replica that is alive is waited for, as long as a slow one takes; one that says nothing for two seconds is not.
-        options = {"min_replicas": 2, "join_timeout_ms": 20_000, "heartbeat_timeout_ms": 2_000, "quorum_tick_ms": 20}
-        command = [str(Path(sys.executable).parent / "torchft_lighthouse"), "--bind", f"127.0.0.1:{port}"]
-        command += [word for key, value in options.items() for word in (f"--{key}", str(value))]
+        command = [sys.executable, "-c", SERVER, str(seconds)]
         with (folder / "lighthouse").open("w") as log:
-            limited = ["timeout", "--signal=KILL", str(seconds), *command]
-            self._servers = [subprocess.Popen(limited, stdout=log, stderr=log, start_new_session=True)]
-            self._store = free_port() if native else None
-            if native:
-                limited[3:] = [sys.executable, "-c", STORE, str(self._store)]
-                self._servers.append(subprocess.Popen(limited, stdout=log, stderr=log, start_new_session=True))
+            self._server = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
+        assert self._server.stdout
+        self._lighthouse, port = self._server.stdout.readline().split()
+        self._store = int(port) if native else None
         for _ in range(replicas):
             self.add()
 
@@ -67,9 +71,8 @@ class Arena:
         for pid in self.alive.values():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        for server in self._servers:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+        self._server.kill()
+        self._server.communicate()
 
     def note(self, what: str, names: list[str]) -> None:
         self.events.append((time.time(), what, names))

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import AllReduce, PowerSGD, WireDtype, diloco
 from gradwire.torch_backend import DataParallel, local_sgd, register_comm_hook
 from tests.launch import torchrun
-from tests.methods import METHODS
+from tests.methods import METHODS, VARIANTS
 from tests.parity.cases import TORCH_METHODS
 from tests.soak.draw import fits
 
@@ -44,9 +44,11 @@ STRETCH = 250
 BAD = 0.02
 WIDTH = 24
 
-#: Of the methods, each once, those for any model.
+#: Of the methods that differ in more than numbers, those for any model.
 ALGORITHMS = [
-    *dict.fromkeys(a for a in (METHODS[name].algorithm for name in TORCH_METHODS) if a == AllReduce() or fits(a))
+    algorithm
+    for algorithm in (METHODS[name].algorithm for name in TORCH_METHODS if name not in VARIANTS)
+    if algorithm == AllReduce() or fits(algorithm)
 ]
 #: Averages that are on their way while training goes on.
 OVERLAPPED = [
@@ -81,15 +83,8 @@ class Training:
         torch.manual_seed(seed)
         self.model = Model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
-        self.counts = {
-            "steps": 0,
-            "not finite": 0,
-            "frozen": 0,
-            "micro-batches": 0,
-            "delays": 0,
-            "comparisons": 0,
-            "resumed": 0,
-        }
+        counted = ("steps", "not finite", "frozen", "micro-batches", "delays", "comparisons", "resumed")
+        self.counts = dict.fromkeys(counted, 0)
         self.wrapped = None
         for p in self.model.parameters():
             p.register_hook(self._delay)

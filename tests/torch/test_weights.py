@@ -40,16 +40,15 @@ STEPS = 3
 ABSENT = 1
 ALGORITHMS = {
     "dense": AllReduce(),
-    "power_sgd": PowerSGD(2),
     "start_step": PowerSGD(2, half_step=True, start_step=1),
-    "top_k": TopK(4, per=32),
     "top_k_bits": TopK(8, per=64, bits=2),
     "sign": Sign(),
     "codes": WireDtype(AllReduce(), "int8"),
     "int4": Quantize("int4", block=8),
-    "short": WireDtype(PowerSGD(2), "bfloat16"),
     "levels": TwoLevel(PowerSGD(2), 2),
 }
+#: That are run as on a device, too.
+UNSEEN = {name: ALGORITHMS[name] for name in ("dense", "sign", "codes")} | {"power_sgd": PowerSGD(2)}
 #: Of whose parts an absent rank owns one, and does not remember how it has rounded it.
 OWNED = ("int4", "levels")
 
@@ -183,7 +182,7 @@ def test_weights_do_not_part_states(world: World) -> None:
     assert found.relative_error < 1e-6
 
 
-@cases.each({name: ALGORITHMS[name] for name in ("dense", "power_sgd", "sign", "codes")})
+@cases.each(UNSEEN)
 def unseen(world: World, algorithm: Algorithm) -> dict[str, Any]:
     """As on a device, where the host must not look at numbers."""
     with on_a_device(), mock.patch.object(TorchOps, "truth", return_value=None):
@@ -197,10 +196,10 @@ def unseen(world: World, algorithm: Algorithm) -> dict[str, Any]:
         return {"first": first, "nobody": nobody, "kept": same_bits(before, averager.rank_state_dict()["tensors"])}
 
 
-@pytest.mark.parametrize("name", ["dense", "power_sgd", "sign", "codes"])
+@pytest.mark.parametrize("name", UNSEEN)
 def test_where_the_host_does_not_look(results, name):
     runs = results(f"unseen[{name}]")
-    simulator = Simulator(ALGORITHMS[name], SHAPES, 4, dtype="float32")
+    simulator = Simulator(UNSEEN[name], SHAPES, 4, dtype="float32")
     expected = simulator.step([given(r, 0) for r in range(4)], weights=WEIGHTS)
     for run in runs:
         assert run["kept"]
