@@ -16,7 +16,6 @@ from tests.parity import zero_cases as table
 #: Compiling is what takes the time.
 ROWS = [
     ("sgd", "pmap", 4),
-    ("adamw", "pmap", 3),
     ("sgd_clipped", "shard_map", 4),
     ("adamw_buckets", "shard_map", 3),
     ("adamw_clipped", "shard_map_vma", 2),
