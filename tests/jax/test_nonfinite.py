@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from gradwire import PowerSGD, Quantize, TwoLevel
@@ -93,21 +92,6 @@ def test_in_the_dense_phase():
     before = bits(run.global_state())
     assert not np.isfinite(run.update(poisoned(0, "w", np.nan))["w"]).all()
     assert bits(run.global_state()) == before
-
-
-def test_apply_if_finite_behind_it_skips_on_every_replica():
-    tx = optax.chain(power_sgd(2, axis_name=AXIS), optax.apply_if_finite(optax.adam(1e-2), 5))
-    run = Replicas(tx, PARAMS, mode="pmap")
-    run.update(gradients(SHAPES, 0))
-    before = run.global_state()
-    updates = run.update(poisoned(1, "w", np.nan))
-    after = run.global_state()
-    assert all((x == 0).all() for x in updates.values())
-    assert bits(after[0]) == bits(before[0])
-    assert [int(after[1].total_notfinite), int(before[1].total_notfinite)] == [1, 0]
-    unchanged = jax.tree.map(np.array_equal, after[1].inner_state, before[1].inner_state)
-    assert all(jax.tree.leaves(unchanged))
-    assert all((x != 0).any() for x in run.update(gradients(SHAPES, 2)).values())
 
 
 @pytest.mark.parametrize(

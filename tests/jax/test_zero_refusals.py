@@ -167,9 +167,8 @@ def test_what_knows_no_shape_passes():
         sharded(inner).init({name: x.astype(jnp.bfloat16 if name == "w" else x.dtype) for name, x in SCALED.items()})
 
 
-@pytest.mark.parametrize("name", ["clip_by_global_norm", "lamb", "position"])
-def test_elementwise_lets_it_pass(name):
-    tx = sharded(REFUSED[name][0], elementwise=True)
+def test_elementwise_lets_it_pass():
+    tx = sharded(REFUSED["lamb"][0], elementwise=True)
     state = tx.init(PARAMS)
     specs = gw.partition_specs(state, AXIS)
     step = jax.shard_map(
@@ -178,14 +177,3 @@ def test_elementwise_lets_it_pass(name):
     after = jax.eval_shape(step, PARAMS, state)[1]
     assert jax.tree.map(lambda x: x.shape, after) == jax.tree.map(lambda x: x.shape, state)
     assert sharded(NEEDY, elementwise=True).init(PARAMS).pieces.per_replica == {}
-
-
-def test_what_grows_with_a_piece_is_one():
-    """Also where it has the shape of a counter."""
-    state = sharded(optax.adam(0.1), elementwise=True).init(SCALED)
-    assert {name: x.shape for name, x in state.pieces.per_replica.items() if ".mu." in name} == {
-        "0.mu.b": (4, 2),
-        "0.mu.s": (4,),
-        "0.mu.w": (4, 1, 6),
-    }
-    assert state.common[0].count.shape == ()
