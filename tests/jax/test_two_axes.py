@@ -38,8 +38,8 @@ def test_replicated_and_sharded_parameters(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", [AllReduce(64), PowerSGD(1, max_norm=0.8)], ids=repr)
-def test_the_norm_that_is_clipped_is_that_of_all_parts_of_a_replica(algorithm):
-    """Of what is divided over the other axis every part counts, of what is not one copy."""
+def test_averages_and_the_norm_that_is_clipped(algorithm):
+    """That of all parts of a replica: of what is divided over the other axis every part counts, of what is not one copy."""
     common = directions()
     norm = float(np.sqrt(sum((x * x).sum() for x in common.values())))
     common = {n: x / norm for n, x in common.items()}  # replica 0, with half of it, is short enough
