@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 
 import gradwire.jax_backend as gw
-from tests.jax.replicas import AXIS, mesh_of
+from tests.jax.replicas import AXIS, mesh_of, through_orbax
 
 #: 12 examples a step, which 1, 2, 3 and 4 replicas share equally.
 PARAMS = {"w": np.linspace(-1, 1, 24 * 16, dtype=np.float32).reshape(24, 16), "b": np.zeros(16, np.float32)}
@@ -62,26 +61,14 @@ def trained(replicas, steps):
     return run(gw.distribute(fresh(), mesh_of(replicas), AXIS), replicas, range(steps))
 
 
-def saved(state, folder):
-    with ocp.CheckpointManager(folder) as manager:
-        manager.save(1, args=ocp.args.StandardSave(state))
-        manager.wait_until_finished()
-
-
-def restored(like, folder):
-    with ocp.CheckpointManager(folder) as manager:
-        return manager.restore(1, args=ocp.args.StandardRestore(like))
-
-
 def close(x, y, tolerance=1e-5):
     pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
     return all(np.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in pairs)
 
 
 def test_a_fresh_run_restores_its_checkpoint_and_goes_on(tmp_path):
-    saved(trained(4, 3), tmp_path)
     shapes = gw.abstract_state(fresh(), 4, mesh_of(4), AXIS)
-    state = restored(shapes, tmp_path)
+    state = through_orbax(trained(4, 3), tmp_path, shapes)
     assert jax.tree.structure(state) == jax.tree.structure(fresh())
     for x, y, shape in zip(*map(jax.tree.leaves, (state, trained(4, 3), shapes)), strict=True):
         assert np.array_equal(x, y)
@@ -92,8 +79,7 @@ def test_a_fresh_run_restores_its_checkpoint_and_goes_on(tmp_path):
 
 @pytest.mark.parametrize(("before", "now"), [(4, 2), (3, 4)])
 def test_on_another_number_of_devices(before, now, tmp_path):
-    saved(trained(before, 3), tmp_path)
-    state = restored(gw.abstract_state(fresh(), before, mesh_of(now), AXIS), tmp_path)
+    state = through_orbax(trained(before, 3), tmp_path, gw.abstract_state(fresh(), before, mesh_of(now), AXIS))
     assert errors(state).shape == (before, 24, 16)
     assert np.array_equal(errors(state), errors(trained(before, 3)))
     # No device holds more than its share of the rows.

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradwire.jax_backend as gw
+from tests.jax.replicas import through_orbax
 
 pytestmark = pytest.mark.slow
 
@@ -116,13 +116,9 @@ def trained_on_two():
 def test_saved_and_restored_on_another_mesh(shape, tmp_path):
     """The same replicas in smaller slices, and more replicas."""
     before, trained = mesh_of(2, 2), trained_on_two()
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(1, args=ocp.args.StandardSave(trained))
-        manager.wait_until_finished()
     now = mesh_of(*shape)
     shapes = gw.abstract_state(fresh(now), 2, now, "dcn")
-    with ocp.CheckpointManager(tmp_path) as manager:
-        state = manager.restore(1, args=ocp.args.StandardRestore(shapes))
+    state = through_orbax(trained, tmp_path, shapes)
     for x, y, wanted in zip(*map(jax.tree.leaves, (state, trained, shapes)), strict=True):
         assert np.array_equal(x, y)
         assert x.sharding == wanted.sharding
