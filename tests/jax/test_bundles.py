@@ -30,7 +30,7 @@ def power(**options):
 
 #: An error that decays is added to gradients at once, to small ones that would be a stack and to large ones, which are else multiplied without it.
 DECAYS = power(error_feedback=0.5)
-LARGE = {"large": (256, 512), "s_large": (2, 256, 256), "t_large": (256, 2, 256)}
+LARGE = {"large": (256, 256), "s_large": (2, 128, 256), "t_large": (256, 2, 128)}
 
 
 def joined(algorithm):

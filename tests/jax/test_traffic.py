@@ -45,7 +45,7 @@ def several(x):
         (several, [(SUM, "float32", 96 + 24), (SUM, "float16", 48), (SUM, "float32", 96)], (3, 264)),
         (lambda x: lax.pmean(x.astype(jnp.bfloat16), AXIS), [(SUM, "bfloat16", 48)], (1, 48)),
         (lambda x: lax.pmax(x, AXIS), [(SUM, "float32", 96)], (1, 96)),
-        (lambda x: lax.ppermute(x, AXIS, [(0, 1)]), [("permute", "float32", 96)], (1, 48)),
+        (lambda x: lax.ppermute(x, AXIS, [(0, 1)]), [("permute", "float32", 96)], (1, 96)),
         # Halves of an all-reduce count half.
         (halves, [("reduce_scatter", "float32", 96), ("all_gather", "float32", 96)], (2, 96)),
         (lambda x: lax.all_gather(x[0, 0].astype(HALF), AXIS), [("all_gather", "float16", 8)], (1, 4)),
