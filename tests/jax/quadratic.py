@@ -97,6 +97,12 @@ def train_plain(tx, replicas, steps=50, params=None, state=None):
     return run(params, tx.init(params) if state is None else state)
 
 
+def filled(plain):
+    """A plain state with another number in every element."""
+    numbers = iter(range(1, 10**6))
+    return jax.tree.map(lambda x: np.array([next(numbers) for _ in range(x.size)], x.dtype).reshape(x.shape), plain)
+
+
 def assert_close(mine, theirs, tolerance=1e-6):
     """Trees of one structure, each array within `tolerance` of the other's norm."""
     assert jax.tree.structure(mine) == jax.tree.structure(theirs)

@@ -141,6 +141,17 @@ def equal(a, b):
     )
 
 
+def through_orbax(state, folder, like):
+    """What a checkpoint of a state is restored to, as these shapes and shardings say."""
+    import orbax.checkpoint as ocp
+
+    with ocp.CheckpointManager(folder) as manager:
+        manager.save(1, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+    with ocp.CheckpointManager(folder) as manager:
+        return manager.restore(1, args=ocp.args.StandardRestore(like))
+
+
 def require_equal_shards(tree):
     """Every device holds the same bits of everything that is not marked as per replica. (`MultiSteps` accumulates local gradients.)"""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:

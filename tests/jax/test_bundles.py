@@ -13,8 +13,6 @@ from gradwire.jax_backend.ops.batched_small import PART, STACK_BYTES, bundles_of
 from gradwire.jax_backend.ops.packing import within_a_branch
 from tests.jax.replicas import AXIS, Replicas, gradients
 
-pytestmark = pytest.mark.slow
-
 #: Nine of one shape, so many that they are unstacked in the way of many; tensors that are stacks themselves, and of several axes.
 SHAPES = {
     **{f"m{i}": (16, 12) for i in range(9)},
@@ -30,8 +28,9 @@ def power(**options):
     return PowerSGD(**{"rank": 2, "min_compression_rate": 1.0, "stacked": {"s*": 1}, "transpose": ("t*",)} | options)
 
 
-#: An error that decays is added to gradients at once, to small ones that would be a stack and to large ones.
+#: An error that decays is added to gradients at once, to small ones that would be a stack and to large ones, which are else multiplied without it.
 DECAYS = power(error_feedback=0.5)
+LARGE = {"large": (256, 256), "s_large": (2, 128, 256), "t_large": (256, 2, 128)}
 
 
 def joined(algorithm):
@@ -65,18 +64,16 @@ def test_what_is_joined():
     ("algorithm", "mode"),
     [
         (power(), "pmap"),
-        (power(half_step=True), "shard_map_vma"),
-        (power(rank=5), "vmap"),
-        (DECAYS, "pmap"),
-        (power(start_step=2), "shard_map_vma"),
-        (power(max_norm=1.0), "shard_map_vma"),
+        pytest.param(power(half_step=True), "shard_map_vma", marks=pytest.mark.slow),
+        pytest.param(power(rank=5), "vmap", marks=pytest.mark.slow),
+        pytest.param(DECAYS, "pmap", marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_they_follow_the_simulator(algorithm, mode):
     rank = algorithm.rank
     assert isinstance(rank, int)
-    shapes = SHAPES | ({"large": (256, 512)} if algorithm == DECAYS else {})
+    shapes = SHAPES | (LARGE if algorithm in (DECAYS, power()) else {})
     oracle = gradwire.Simulator(algorithm, shapes, 2)
     run = Replicas(average_gradients(algorithm, axis_name=AXIS), {n: jnp.zeros(s) for n, s in shapes.items()}, 2, mode)
     for step in range(6):

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import re
 
 import jax
 import jax.numpy as jnp
@@ -94,15 +93,6 @@ def test_a_run_resumes_bit_for_bit_from_any_step(taken_after):
     assert same_bits(run((weights, (again, rest)), 4, range(taken_after, 8)), whole()[8])
 
 
-def test_what_is_not_error_memory_is_not_averaged():
-    state = gw.zero1(optax.adam(1e-3), axis_name=AXIS, replicas=4).init(params())
-    with pytest.raises(ValueError, match=r"has 4 rows for 2 replicas and is no error memory.*reshard"):
-        gw.set_replicas(jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape[1:])) if x.ndim > 1 else x, state), 2)
-    marked = jax.tree.map(lambda x: jnp.zeros((4, *x.shape[1:])), gw.stack_replicas(start()))
-    with pytest.raises(ValueError, match=r"has 4 rows for 2 replicas.*local SGD"):
-        gw.set_replicas(marked, 2)
-
-
 def test_a_distributed_state_is_taken_as_it_lies():
     _, (mine, _) = whole()[6]
     mesh = mesh_of(4)
@@ -137,36 +127,6 @@ def test_a_state_that_does_not_fit_is_refused_or_gives_what_fits(caplog):
     np.testing.assert_allclose(
         got.local.per_replica["error"]["in"][0], mine.local.per_replica["error"]["in"].mean(0), rtol=0, atol=1e-6
     )
-
-
-def test_a_chain_is_told_which_part_of_it_is_wanted():
-    _, (mine, _) = whole()[6]
-    for chain, part in (((mine, ()), "state[0]"), ({"opt": ((), mine)}, "state['opt'][1]")):
-        with pytest.raises(ValueError, match=re.escape(part)):
-            gw.to_portable(chain, HALF)
-
-
-@pytest.mark.parametrize("errors", ["mean", "all"])
-def test_a_state_that_would_spoil_the_memory_is_refused(errors):
-    _, (mine, _) = whole()[6]
-    saved = gw.to_portable(mine, HALF, errors=errors)
-    rows = np.array(saved["local"]["in"]["error"])
-    rows[-1, -1, -1] = np.nan
-    q = np.full_like(saved["tensors"]["out"]["q"], np.inf)
-    changes = {
-        "memory 'error' of parameter 'in' holds": {"local": {**saved["local"], "in": {"error": rows}}},
-        "memory 'q' of parameter 'out' holds": {
-            "tensors": {**saved["tensors"], "out": {**saved["tensors"]["out"], "q": q}}
-        },
-        "scale=0": {"scale": 0},
-        "scale=inf": {"scale": float("inf")},
-        "step=": {"step": 2**40},
-        "'local' in the state": {"local": 1.5},
-        "replicas=": {"replicas": -1},
-    }
-    for words, change in changes.items():
-        with pytest.raises(ValueError, match=words):
-            gw.from_portable(saved | change, HALF, mine, replicas=4)
 
 
 def test_units_of_a_loss_scale_are_left_behind():

@@ -109,34 +109,23 @@ def rows_of(tree):
     return [{np.asarray(row).tobytes() for row in np.asarray(x)} for x in jax.tree.leaves(tree)]
 
 
-def train(start, step, mode, part):
-    """Losses, how many different replicas there were after each step, and the state in global form."""
-    losses, different = [], []
-    for state, loss in training(step, gw.stack_replicas(start()), batches(), mode):
-        losses.append(loss)
-        different.append(max(map(len, rows_of(part(state)))))
-    return losses, different, gw.unreplicate(state) if mode == "pmap" else state
-
-
 @pytest.mark.parametrize(
-    ("start", "step", "modes", "part"),
+    ("start", "step", "mode", "part"),
     [
-        (linen_start, linen_step, ("pmap", "vma"), lambda s: (s.per_replica.params, s.per_replica.batch_stats)),
-        (nnx_start, nnx_step, ("pmap", "no vma"), lambda s: nnx.filter_state(s.per_replica, nnx.Param)),
+        (linen_start, linen_step, "vma", lambda s: (s.per_replica.params, s.per_replica.batch_stats)),
+        (nnx_start, nnx_step, "pmap", lambda s: nnx.filter_state(s.per_replica, nnx.Param)),
     ],
     ids=["linen", "nnx"],
 )
-def test_flax_training(start, step, modes, part):
-    (losses, different, state), (others, different_too, other) = (train(start, step, mode, part) for mode in modes)
+def test_flax_training(start, step, mode, part):
+    losses, different = [], []  # how many different replicas there were after each step
+    for state, loss in training(step, gw.stack_replicas(start()), batches(), mode):
+        losses.append(loss)
+        different.append(max(map(len, rows_of(part(state)))))
     assert losses[-1] < 0.9 * losses[0]
-    assert np.allclose(losses, others, rtol=1e-5)
     # One step together (but for statistics), then three apart before each average.
     assert different[1:] == [4, 4, 4, 1] * 2 + [4, 4, 4]
-    assert different == different_too
-    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(other), strict=True):
-        assert x.shape[0] == 4
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            assert np.allclose(x, y, rtol=1e-3, atol=1e-5), jax.tree_util.keystr(path)
+    assert all(x.shape[0] == 4 for x in jax.tree.leaves(gw.unreplicate(state) if mode == "pmap" else state))
 
 
 TARGET = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
@@ -214,9 +203,8 @@ def test_accumulation_inside_counts_micro_steps():
             assert np.allclose(trace[r, step + 1], w[r], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("inner_jit", [False, True], ids=["", "inner jit"])
-def test_under_vmap_an_average_is_sent_only_when_it_is_due(inner_jit):
-    """As DrJAX maps replicas. A branch on a number that has an axis for the replicas would become a selection, and be taken always."""
+def test_under_vmap_an_average_is_sent_only_when_it_is_due():
+    """As DrJAX maps replicas, with `jax.jit` inside too. A branch on a number that has an axis for the replicas would become a selection, and be taken always."""
     period, steps = 3, 7
     tx = gw.diloco(optax.sgd(0.1), period, axis_name=AXIS, start_step=1)
     params = {"w": jnp.zeros((3, 4))}
@@ -230,7 +218,7 @@ def test_under_vmap_an_average_is_sent_only_when_it_is_due(inner_jit):
         return gw.stack_replicas(tx.average_params(optax.apply_updates(params, updates), opt_state))
 
     numbers = jax.device_put(jnp.arange(2), jax.NamedSharding(mesh, jax.P(AXIS)))
-    mapped = jax.jit(jax.vmap(jax.jit(step) if inner_jit else step, axis_name=AXIS, spmd_axis_name=AXIS))
+    mapped = jax.jit(jax.vmap(jax.jit(step), axis_name=AXIS, spmd_axis_name=AXIS))
     text = mapped.lower(state, numbers).compile().as_text()
     always = text[text.index("ENTRY") :]
     assert "conditional(" in always
@@ -262,23 +250,13 @@ def test_marks():
     assert gw.stack_replicas({"w": jax.ShapeDtypeStruct((2,), jnp.float32)}).per_replica["w"].shape == (1, 2)
 
 
-def test_states_go_from_map_to_map():
-    state = gw.unreplicate(gw.replicate(fresh(SIMPLE), axis_name=AXIS))
-    assert state.per_replica["params"]["w"].shape == (4, 3, 2)
-    assert state.per_replica["opt_state"].placed.per_replica.shape == (4,)
-    placed = gw.distribute(state, mesh_of(4), AXIS)
-    assert placed.per_replica["params"]["w"].sharding.spec == jax.P(AXIS)
-    again = gw.replicate(state, axis_name=AXIS)
-    assert again.per_replica["params"]["w"].shape == (4, 1, 3, 2)
-
-
 def test_accumulation_outside_has_rows_for_its_gradients():
     tx = optax.MultiSteps(SIMPLE, 2).gradient_transformation()
     specs = gw.partition_specs(fresh(tx), AXIS)
     assert all(spec == jax.P(AXIS) for spec in jax.tree.leaves(specs))
 
 
-@pytest.mark.parametrize(("check_vma", "moments"), [(False, "average"), (True, "average"), (True, "reset")])
+@pytest.mark.parametrize(("check_vma", "moments"), [(False, "average"), (True, "reset")])
 def test_a_node_is_what_shares_the_first_of_two_axes(check_vma, moments):
     axes = ("host", "chip")
     mesh = jax.make_mesh((2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -40,33 +40,28 @@ def trained(tx, loss):
     return step
 
 
-def tied_weights(average, place):
-    """One matrix reads and writes."""
-    params = place({"embedding": matrix(0, 12, 8), "inside": matrix(1, 12, 12)})
-    tx = optax.chain(average(), optax.adam(0.05))
-    loss = lambda p, x, y: distance(jnp.tanh(x @ p["embedding"].T) @ p["inside"] @ p["embedding"], y)  # noqa: E731
-    return (params, tx.init(params)), trained(tx, loss)
-
-
-def lora(average, place):
-    """A frozen matrix with two thin ones beside it, which travel as they are beside the factors of another."""
+def parts(average, place):
+    """One matrix that reads and writes; experts, to which each replica sends its examples, so that others have no gradient there; a frozen matrix with two
+    thin ones beside it, which travel as they are beside the factors of others; and an optimizer of their own for vectors, which are averaged by themselves."""
     fixed = matrix(0, 8, 8)
-    params = place({"a": matrix(1, 8, 2), "b": 0.1 * matrix(2, 2, 8), "head": matrix(3, 8, 8), "bias": jnp.zeros(8)})
-    tx = optax.chain(average(rank={"head": 8, "*": 0}), optax.adam(0.05))
-    loss = lambda p, x, y: distance((x @ (fixed + p["a"] @ p["b"]) + p["bias"]) @ p["head"], y)  # noqa: E731
-    return (params, tx.init(params)), trained(tx, loss)
-
-
-def experts(average, place):
-    """Each replica sends its examples to some of them; the others have no gradient there."""
-    params = place({"experts": jnp.stack([matrix(i, 8, 8) for i in range(4)]), "out": matrix(4, 8, 8)})
-    tx = optax.chain(average(stacked={"experts": 1}), optax.adam(0.05))
+    params = {"embedding": matrix(1, 12, 8), "experts": jnp.stack([matrix(i, 8, 8) for i in range(4)])}
+    params |= {"a": matrix(2, 8, 2), "b": 0.1 * matrix(3, 2, 8), "bias": jnp.zeros(8)}
+    compressed = average(rank={"a": 0, "b": 0, "*": 8}, stacked={"experts": 1})
+    tx = optax.multi_transform(
+        {
+            "matrix": optax.chain(compressed, optax.adam(0.05)),
+            "vector": optax.chain(average(dense=True), optax.sgd(0.3)),
+        },
+        {name: "vector" if name == "bias" else "matrix" for name in params},
+    )
+    params = place(params)
 
     def loss(p, x, y):
+        read = jnp.tanh(x @ p["embedding"].T) @ p["embedding"]
         # The last element of an example says whose it is: that of the replica, in `batches`.
         chosen = jax.nn.one_hot(x[:, -1].astype(jnp.int32), 4)
-        hidden = jnp.einsum("ed,ndh,en->eh", x, p["experts"], chosen)
-        return distance(jnp.tanh(hidden) @ p["out"], y)
+        hidden = jnp.einsum("ed,ndh,en->eh", read, p["experts"], chosen)
+        return distance(jnp.tanh(hidden) @ (fixed + p["a"] @ p["b"]) + p["bias"], y)
 
     return (params, tx.init(params)), trained(tx, loss)
 
@@ -93,20 +88,6 @@ def bfloat16(average, place):
         return optax.apply_updates(params, updates), (memory, opt_state)
 
     return (params, (memory, adam.init(params))), step
-
-
-def several_optimizers(average, place):
-    """One for matrices, compressed, and one for vectors, which are averaged by themselves."""
-    params = place({"w": matrix(0, 8, 8), "v": matrix(1, 8, 8), "bias": jnp.zeros(8)})
-    tx = optax.multi_transform(
-        {
-            "matrix": optax.chain(average(), optax.adam(0.05)),
-            "vector": optax.chain(average(dense=True), optax.sgd(0.3)),
-        },
-        {"w": "matrix", "v": "matrix", "bias": "vector"},
-    )
-    loss = lambda p, x, y: distance(jnp.tanh(x @ p["w"] + p["bias"]) @ p["v"], y)  # noqa: E731
-    return (params, tx.init(params)), trained(tx, loss)
 
 
 def two_models(average, place):
@@ -164,7 +145,7 @@ def frozen_and_thawed(average, place):
     return (params, (compress.init(params), jnp.zeros((), jnp.int32))), step
 
 
-CASES = [tied_weights, lora, experts, bfloat16, several_optimizers, two_models, frozen_and_thawed]
+CASES = [parts, bfloat16, two_models, frozen_and_thawed]
 
 
 def batches():

@@ -127,12 +127,18 @@ def test_a_replica_that_breaks_comes_back_with_all_its_fragments(told):
     start = jax.tree.map(lambda x: jnp.stack([x] * 2), (params, tx.init(params)))
     start[0]["a"] = jnp.array([[np.nan, 1.0], [1.0, 1.0]])
 
+    def step(training, turn=None):
+        gradient = jax.grad(lambda p: jnp.square(sum(p.values())).sum())(training[0])
+        training = tx.step(gradient, training, turn=turn)
+        return training, jnp.isfinite(jnp.stack(list(training[0].values()))).all()
+
     def run(training):
+        if not told:
+            return jax.lax.scan(lambda training, _: step(training), training, length=6)[1]
         finite = []
         for n in range(6):
-            gradient = jax.grad(lambda p: jnp.square(sum(p.values())).sum())(training[0])
-            training = tx.step(gradient, training, turn=tx.turn(n) if told else None)
-            finite.append(jnp.isfinite(jnp.stack(list(training[0].values()))).all())
+            training, each = step(training, tx.turn(n))
+            finite.append(each)
         return jnp.stack(finite)
 
     # The first fragment has its turn after step 1.
@@ -144,43 +150,33 @@ def test_outer_params_are_those_of_the_state():
     assert (tx.outer_params(tx.init(params))["w"] == 1).all()
 
 
-class Plain:
-    """A loop with parameters and a state."""
-
-    def __init__(self, tx):
-        params = {"w": jnp.arange(6.0).reshape(3, 2)}
-        self.training = params, tx.init(params)
-
-    def params(self, training):
-        return training[0]
-
-
-class Linen(Plain):
-    def __init__(self, tx):
-        params = {"w": jnp.arange(6.0).reshape(3, 2)}
-        self.training = train_state.TrainState.create(
+#: Where training starts, and the parameters of it.
+LOOPS = {
+    "plain": (lambda params, tx: (params, tx.init(params)), lambda training: training[0]),
+    "linen": (
+        lambda params, tx: train_state.TrainState.create(
             apply_fn=None, params=params, tx=optax.chain(optax.identity(), tx)
-        )
+        ),
+        lambda training: training.params,
+    ),
+}
 
-    def params(self, training):
-        return training.params
 
-
-@pytest.mark.parametrize("loop", [Plain, Linen])
+@pytest.mark.parametrize("loop", LOOPS)
 def test_both_halves_of_a_step_in_one_call(loop):
     """Two replicas whose gradients differ: after every second step they agree, and extras with them."""
     tx = local_sgd(optax.sgd(0.5), diloco(2, lr=1.0, momentum=0.0), axis_name=AXIS)
-    own = loop(tx)
-    start = jax.tree.map(lambda x: jnp.stack([x] * 2), own.training)
+    begun, params_of = LOOPS[loop]
+    start = jax.tree.map(lambda x: jnp.stack([x] * 2), begun({"w": jnp.arange(6.0).reshape(3, 2)}, tx))
 
     def run(training, gradient):
         seen = []
         for n in range(4):
             training, stats = tx.step({"w": gradient}, training, {"mean": gradient.sum()}, turn=tx.turn(n))
-            seen.append((own.params(training)["w"], stats["mean"]))
+            seen.append((params_of(training)["w"], stats["mean"]))
         return seen
 
-    seen = jax.vmap(run, axis_name=AXIS)(_placed(start), jnp.stack([jnp.ones((3, 2)), jnp.full((3, 2), 3.0)]))
+    seen = jax.jit(jax.vmap(run, axis_name=AXIS))(_placed(start), jnp.stack([jnp.ones((3, 2)), jnp.full((3, 2), 3.0)]))
     expected = np.arange(6.0).reshape(3, 2)
     for n, (w, mean) in enumerate(seen):
         alone = np.stack([expected - 0.5 * (n % 2 + 1) * g for g in (1.0, 3.0)])
@@ -206,7 +202,7 @@ def test_of_nnx_as_well():
         tx.step(nnx.State({"kernel": nnx.Param(gradient)}), (model, optimizer), turn=tx.turn(0))
         return before - model.kernel[...], optimizer.step[...]
 
-    moved, steps = jax.vmap(run, axis_name=AXIS)(jnp.stack([jnp.ones((2, 2)), jnp.full((2, 2), 3.0)]))
+    moved, steps = jax.jit(jax.vmap(run, axis_name=AXIS))(jnp.stack([jnp.ones((2, 2)), jnp.full((2, 2), 3.0)]))
     np.testing.assert_allclose(moved, np.ones((2, 2, 2)), rtol=1e-6)
     assert steps.tolist() == [1, 1]
 

@@ -106,7 +106,6 @@ def test_outer_parameters_of_diloco_lie_as_their_parameters_do():
 @pytest.mark.parametrize(
     ("options", "check_vma", "kind"),
     [
-        pytest.param({}, True, AxisType.Auto, marks=pytest.mark.slow),
         ({}, False, AxisType.Explicit),
         ({"square": True}, False, AxisType.Auto),
         ({"half_step": True, "start_step": 1}, True, AxisType.Explicit),

@@ -34,7 +34,7 @@ def power(rank=2, **options):
 
 
 def sharded(inner=SGD, **options):
-    return gw.zero1(inner, **{"axis_name": AXIS, "replicas": 4} | options)
+    return gw.zero1(inner, **{"axis_name": AXIS, "replicas": 4, "elementwise": True} | options)
 
 
 def local(inner=SGD, schedule=LocalSGD(4), **options):  # noqa: B008
@@ -109,7 +109,9 @@ AT_ONCE = [
     (lambda: local(moments=3), TypeError, "moments=3"),
     *((lambda n=n: gw.set_replicas(TX.init(PARAMS), n), TypeError, f"replicas={n!r}") for n in (2.0, "4", None)),
     (lambda: gw.set_replicas(TX.init(PARAMS), 0), ValueError, "replicas=0"),
+    (lambda: gw.set_replicas(jax.eval_shape(TX.init, PARAMS), 4), TypeError, "ShapeDtypeStruct", "abstract_state("),
     (lambda: gw.abstract_state(TX.init(PARAMS), 0), ValueError, "replicas=0"),
+    (lambda: gw.abstract_state(TX.init(PARAMS), 4, mesh_of(4)), ValueError, "axis_name=None", "both"),
     (lambda: gw.replicate(TX.init(PARAMS), axis_name=3), TypeError, "axis_name=3"),
     (lambda: gw.to_portable(TX.init(PARAMS), PowerSGD(2), errors="none"), ValueError, "errors='none'"),
     (lambda: gw.from_portable({}, PowerSGD(2), PARAMS, replicas=2), TypeError, "like="),
@@ -261,6 +263,18 @@ def kept(state):
     return jax.tree.map(jnp.asarray, gw.unreplicate(gw.replicate(state)))
 
 
+PORTABLE = gw.to_portable(TX.init(PARAMS), PowerSGD(2))
+#: What is said → what was changed in a saved state.
+DAMAGED = {
+    "memory 'error' of parameter 'w' holds": {"local": {"w": {"error": np.full((1, 32, 24), np.nan)}}},
+    "memory 'q' of parameter 'w' holds": {"tensors": {"w": {"q": np.full((2, 24), np.inf)}}},
+    "scale=0": {"scale": 0},
+    "step=": {"step": 2**40},
+    "'local' in the state": {"local": 1.5},
+    "replicas=": {"replicas": -1},
+}
+
+
 def in_pmap(state, tx=TX, **axes):
     return lambda: jax.eval_shape(jax.pmap(tx.update, AXIS, **axes), STACKED, state(tx.init(PARAMS)))
 
@@ -302,6 +316,10 @@ IN_A_STEP = [
     *((stored(a, b), ValueError, "PowerSGD(rank=", "configuration") for a, b in STRANGERS),
     (lambda: step(BY_ROWS[0], state=BY_ROWS[1].init(CUBE), updates=CUBE), ValueError, "rows={'*': 2}"),
     (lambda: step(TX, state=MEAN.init(PARAMS)), ValueError, "AllReduce()", "PowerSGD(rank=2)"),
+    *((lambda chain=chain: gw.to_portable(chain, PowerSGD(2)), ValueError, part)
+      for chain, part in (((TX.init(PARAMS), ()), "state[0]"), ({"opt": ((), TX.init(PARAMS))}, "state['opt'][1]"))),
+    *((lambda change=change: gw.from_portable(PORTABLE | change, PowerSGD(2), TX.init(PARAMS), replicas=4), ValueError, said)
+      for said, change in DAMAGED.items()),
     # As a pickle of four fields of it comes back.
     (lambda: gw.to_portable({"step": 1, "shared": {}}, PowerSGD(2)), ValueError, "state is a dict"),
     *((lambda n=n: gw.relative_error(PARAMS, PARAMS, (TX.init(PARAMS),) * n, axis_name=AXIS), ValueError, "state",
@@ -342,6 +360,9 @@ PLACED_WRONGLY = [
     (lambda: gw.distribute(sharded(ADAM, replicas=2).init(PARAMS), mesh_of(4), AXIS), ValueError,
      "pieces.per_replica.0.mu.b", "2 replicas", "reshard"),
     (lambda: gw.replicate(sharded(ADAM, replicas=1).init(PARAMS)), ValueError, "1 replicas"),
+    (lambda: gw.abstract_state(sharded(ADAM, replicas=2).init(PARAMS), 4), ValueError, "2 replicas", "replicas=4", "zero1("),
+    (lambda: gw.abstract_state(TX.init(PARAMS), 4, mesh_of(4), "other"), ValueError, "axis_name='other'", "'data'"),
+    (lambda: gw.abstract_state(gw.replicate(TX.init(PARAMS)), 4, mesh_of(4), AXIS), ValueError, "jax.pmap", "unreplicate"),
     *((put, ValueError, "jax.pmap", "unreplicate(state)")
       for make in (lambda: TX.init(PARAMS), lambda: gw.stack_replicas(LOCAL.init(PARAMS))) for put in in_pmap_form(make)),
     (lambda: gw.unreplicate(TX.init(PARAMS)), ValueError, "step"),
@@ -430,6 +451,8 @@ OF_LOCAL_SGD = [
     *((put, ValueError, "params.b") for put in laid_out(lambda: (gw.stack_replicas(LOCAL.init(PARAMS)), {"params": PARAMS}))),
     *((put, ValueError, "opt_state.placed") for put in laid_out(UNMARKED)),
     (lambda: gw.distribute(kept(fresh()), mesh_of(2), AXIS), ValueError, "4 replicas", "2"),
+    *((lambda make=make: gw.set_replicas(make(), 2), ValueError, "4 rows for 2 replicas", "reshard", "local SGD")
+      for make in (lambda: kept(fresh()), lambda: sharded(ADAM).init(PARAMS))),
     (trained(lambda: placed(PAIRED), jax.P(AXIS), tx=PAIRED, check_vma=True), NotImplementedError, f"{PAIRS}", "'data'"),
     (the_same_everywhere, ValueError, "'b'", "'data'"),
     *((trained(lambda a=a: placed(a), jax.P(AXIS), tx=b), ValueError, "LocalSGD(", "LocalSGD(")

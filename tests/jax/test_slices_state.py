@@ -1,16 +1,17 @@
 """States of replicas that are divided among devices: made where they belong, saved, and restored on another mesh."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradwire.jax_backend as gw
+from tests.jax.replicas import through_orbax
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +80,10 @@ def batch(step):
     return np.random.default_rng(step).normal(size=(8, 16)).astype(np.float32)
 
 
-def run(state, mesh, steps):
+@functools.cache
+def trainer(mesh):
+    """A compiled step on this mesh."""
+    state = gw.distribute(fresh(mesh), mesh, "dcn")
     specs = gw.partition_specs(state, "dcn")
 
     def loss(params, x):
@@ -92,24 +96,29 @@ def run(state, mesh, steps):
         return optax.apply_updates(params, updates), opt_state
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("dcn")), out_specs=specs, axis_names={"dcn"})
-    train = jax.jit(mapped, out_shardings=jax.tree.map(lambda x: x.sharding, state))
+    return jax.jit(mapped, out_shardings=jax.tree.map(lambda x: x.sharding, state))
+
+
+def run(state, mesh, steps):
     for t in steps:
-        state = train(state, jax.device_put(batch(t), NamedSharding(mesh, P(("dcn", "ici")))))
+        state = trainer(mesh)(state, jax.device_put(batch(t), NamedSharding(mesh, P(("dcn", "ici")))))
     return state
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 1)], ids=str)
+@functools.cache
+def trained_on_two():
+    """Replicas of two devices, for three steps."""
+    mesh = mesh_of(2, 2)
+    return run(gw.distribute(fresh(mesh), mesh, "dcn"), mesh, range(3))
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (4, 1)], ids=str)
 def test_saved_and_restored_on_another_mesh(shape, tmp_path):
-    """The same replicas in the same slices, in smaller ones, and more replicas."""
-    before = mesh_of(2, 2)
-    trained = run(gw.distribute(fresh(before), before, "dcn"), before, range(3))
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(1, args=ocp.args.StandardSave(trained))
-        manager.wait_until_finished()
+    """The same replicas in smaller slices, and more replicas."""
+    before, trained = mesh_of(2, 2), trained_on_two()
     now = mesh_of(*shape)
     shapes = gw.abstract_state(fresh(now), 2, now, "dcn")
-    with ocp.CheckpointManager(tmp_path) as manager:
-        state = manager.restore(1, args=ocp.args.StandardRestore(shapes))
+    state = through_orbax(trained, tmp_path, shapes)
     for x, y, wanted in zip(*map(jax.tree.leaves, (state, trained, shapes)), strict=True):
         assert np.array_equal(x, y)
         assert x.sharding == wanted.sharding
@@ -117,32 +126,6 @@ def test_saved_and_restored_on_another_mesh(shape, tmp_path):
         state = gw.distribute(gw.set_replicas(state, shape[0]), now, "dcn")
     again, expected = run(state, now, range(3, 5)), run(trained, before, range(3, 5))
     for x, y in zip(*(jax.tree.leaves(s[0]) for s in (again, expected)), strict=True):
-        if shape == (2, 2):
-            assert np.array_equal(x, y)
         assert np.allclose(x, y, atol=1e-3)
     error = again[1][0].local.per_replica["error"]["up"]
     assert error.sharding.shard_shape(error.shape) == (1, 16, 32 // shape[1])
-
-
-def test_a_loop_over_steps_on_the_devices():
-    """`lax.scan` inside the map: what a step makes of the state is as it was before it."""
-    mesh = mesh_of(2, 2)
-    state = gw.distribute(fresh(mesh), mesh, "dcn")
-    specs = gw.partition_specs(state, "dcn")
-
-    def steps(state, g):
-        def one(carry, scale):
-            params, opt_state = carry
-            updates, opt_state = TX.update(jax.tree.map(lambda x: scale * x, first(g)), opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), None
-
-        return lax.scan(one, state, jnp.arange(1.0, 4.0))[0]
-
-    def first(g):
-        return jax.tree.map(lambda x: x[0], g)
-
-    mapped = jax.jit(jax.shard_map(steps, mesh=mesh, in_specs=(specs, P("dcn")), out_specs=specs, axis_names={"dcn"}))
-    given = jax.tree.map(lambda x: jnp.stack([x, 3 * x]), params_on(mesh))
-    after = mapped(state, given)
-    assert int(after[1][0].step) == 3
-    assert after[1][0].local.per_replica["error"]["up"].sharding.spec == P("dcn", None, "ici")

@@ -15,7 +15,7 @@ from flax import nnx
 from gradwire import AllReduce, PowerSGD
 from gradwire.core.kernels import random
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.jax_backend import all_reduce_mean, average_gradients, parameter_shapes, partition_specs, power_sgd
+from gradwire.jax_backend import average_gradients, parameter_shapes, partition_specs, power_sgd
 from tests.jax.replicas import AXIS, Replicas, gradients, mesh_of, power
 from tests.methods import METHODS, TWO_LEVELS
 
@@ -36,24 +36,17 @@ ALGORITHMS = [power(), power(half_step=True, start_step=5), power(warm_start=Fal
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_update_keeps_the_types_of_the_gradients_and_of_the_state(algorithm):
+def test_types_of_gradients_and_state_are_kept_and_init_runs_on_shapes_alone_and_under_jit(algorithm):
     params = {"kernel": jnp.ones((32, 24)), "again": jnp.ones((40, 8)), "b": jnp.ones(24), "s": jnp.ones(())}
     tx = average_gradients(algorithm, axis_name=AXIS)
-    updates, state = trace(tx, params)
-    assert types(updates) == types(params)
-    assert types(state) == types(tx.init(params))
-    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_init_runs_on_shapes_alone_and_under_jit(algorithm):
-    params = {"kernel": jnp.ones((32, 24)), "again": jnp.ones((40, 8))}
-    tx = average_gradients(algorithm, axis_name=AXIS)
+    updates, after = trace(tx, params)
     state = tx.init(params)
+    assert types(updates) == types(params)
+    assert types(after) == types(jax.eval_shape(tx.init, params)) == types(state)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     for other in (tx.init(abstract), jax.jit(tx.init)(params)):
         assert all(jax.tree.leaves(jax.tree.map(np.array_equal, state, other)))
-    assert types(jax.eval_shape(tx.init, params)) == types(state)
 
 
 def test_memory_is_drawn_by_name_and_shaped_like_the_parameters():
@@ -94,7 +87,9 @@ def test_names_of_nnx_variables_are_those_of_their_arrays():
 
 
 @pytest.mark.parametrize("params", [{}, {"a": {}}, None, (), {"none": jnp.ones((0, 3))}, {"z": jnp.ones((4, 0))}])
-@pytest.mark.parametrize("algorithm", [PowerSGD(2), PowerSGD(2, half_step=True, start_step=2), AllReduce()], ids=repr)
+@pytest.mark.parametrize(
+    "algorithm", [PowerSGD(2, half_step=True, start_step=2), AllReduce(), AllReduce(100)], ids=repr
+)
 def test_trees_with_nothing_in_them(algorithm, params):
     updates, state = trace(average_gradients(algorithm, axis_name=AXIS), params)
     assert types(updates) == types(params)
@@ -110,7 +105,8 @@ def test_a_bare_array_and_a_scalar():
 
 @pytest.mark.usefixtures("float16_in_jax")
 def test_dtypes_live_side_by_side():
-    params = {"f32": jnp.ones((32, 24)), "bf16": jnp.ones((32, 24), jnp.bfloat16), "f16": jnp.ones(8, jnp.float16)}
+    # One of them is as large as what is not added to its error before it is multiplied.
+    params = {"f32": jnp.ones((32, 24)), "bf16": jnp.ones((512, 256), jnp.bfloat16), "f16": jnp.ones(8, jnp.float16)}
     tx = power_sgd(2, axis_name=AXIS)
     state = tx.init(params)
     assert [state.memory["q"][k].dtype for k in ("f32", "bf16")] == [jnp.float32, jnp.bfloat16]
@@ -139,17 +135,10 @@ def test_parameters_without_a_gradient_keep_their_memory():
 
 
 def test_masked_parameters_are_left_to_others():
-    shapes = {"w": (32, 24), "b": (24,)}
     tx = optax.masked(power_sgd(2, axis_name=AXIS), {"w": True, "b": False})
     updates, state = trace(tx, PARAMS)
     assert types(updates) == types(PARAMS)
     assert types(state) == types(tx.init(PARAMS))
-    both = optax.chain(tx, optax.masked(all_reduce_mean(axis_name=AXIS), {"w": False, "b": True}))
-    given = gradients(shapes, 0)
-    updates = Replicas(both, PARAMS).update(given)
-    expected = Replicas(power_sgd(2, axis_name=AXIS), PARAMS).update(given)
-    assert np.allclose(updates["w"], expected["w"], rtol=1e-5, atol=1e-5)
-    assert np.allclose(updates["b"], expected["b"], rtol=1e-6)
 
 
 def test_multi_steps_updates_with_the_mean_of_its_gradients():
@@ -166,28 +155,6 @@ def test_multi_steps_updates_with_the_mean_of_its_gradients():
         expected = single.update(means)
         for name in shapes:
             assert np.linalg.norm(updates[name] - expected[name]) < 1e-5 * np.linalg.norm(expected[name])
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: power_sgd(2, axis_name=AXIS),
-        lambda: power_sgd({"w": 2, "*": 0}, axis_name=AXIS, half_step=True),
-        lambda: all_reduce_mean(axis_name=AXIS),
-        lambda: optax.chain(power_sgd(2, axis_name=AXIS), optax.adam(1e-3)),
-    ],
-)
-def test_map_params_finds_the_parameters(make):
-    tx = make()
-    state = tx.init(PARAMS)
-    marked = optax.tree.map_params(tx, lambda x: x + 100, state, transform_non_params=lambda x: x - 100)
-    for path, (before, after) in zip(
-        [p for p, _ in jax.tree_util.tree_flatten_with_path(state)[0]],
-        zip(jax.tree.leaves(state), jax.tree.leaves(marked), strict=True),
-        strict=True,
-    ):
-        parameter = "'w'" in jax.tree_util.keystr(path) or "'b'" in jax.tree_util.keystr(path)
-        assert np.array_equal(after, before + 100 if parameter else before - 100)
 
 
 @pytest.mark.parametrize(
@@ -210,39 +177,17 @@ def test_map_params_takes_a_second_tree(options):
     )
 
 
-def test_the_order_of_keys_does_not_matter_to_the_result():
-    shapes = {"w": (32, 24), "b": (24,), "v": (40, 8)}
-    given = gradients(shapes, 0)
-    one = Replicas(power_sgd(2, axis_name=AXIS), {k: jnp.zeros(s) for k, s in shapes.items()}).update(given)
-    tree = [{"all": Layer(g["w"], {"b": g["b"]})} for g in given]
-    other = Replicas(power_sgd(2, axis_name=AXIS), jax.tree.map(jnp.zeros_like, tree[0])).update(tree)
-    assert np.array_equal(one["b"], other["all"].rest["b"])
-    # Another name draws another start: not the same matrix, but as near to the mean.
-    mean = np.mean([g["w"] for g in given], axis=0)
-    near = [np.linalg.norm(x - mean) / np.linalg.norm(mean) for x in (one["w"], other["all"].kernel)]
-    assert max(near) < 0.2
-
-
-def test_state_of_several_steps_in_a_compiled_loop():
-    tx = power_sgd(2, axis_name=AXIS, half_step=True, start_step=1)
-    run = Replicas(tx, {"w": jnp.zeros((32, 24))})
-    given = [gradients({"w": (32, 24)}, step) for step in range(4)]
-    for g in given:
-        run.update(g)
-    mesh_specs = partition_specs(tx.init({"w": jnp.zeros((32, 24))}), AXIS)
+def test_a_loop_over_steps_may_make_the_state():
+    """What varies after a step must vary before it."""
+    tx, params = power_sgd(2, axis_name=AXIS, half_step=True, start_step=1), {"w": jnp.zeros((32, 24))}
 
     def loop(stacked):
-        # The state is made inside: what varies after a step must vary before it.
-        start = tx.init({"w": jnp.zeros((32, 24))})
-        return jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], start, jax.tree.map(lambda x: x[:, 0], stacked))[0]
+        return jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], tx.init(params), stacked)[0]
 
-    stacked = {"w": jnp.stack([jnp.stack([g["w"] for g in replicas]) for replicas in given])}
-    mapped = jax.shard_map(loop, mesh=mesh_of(4), in_specs=jax.P(None, AXIS), out_specs=mesh_specs)
-    final = jax.jit(mapped)(stacked)
-    expected = run.global_state()
-    assert int(final.step) == 4
-    for a, b in zip(jax.tree.leaves(final), jax.tree.leaves(expected), strict=True):
-        assert np.allclose(a, b, rtol=1e-4, atol=1e-4)
+    specs = partition_specs(tx.init(params), AXIS)
+    mapped = jax.shard_map(loop, mesh=mesh_of(4), in_specs=jax.P(None, AXIS), out_specs=specs)
+    final = jax.eval_shape(mapped, {"w": jnp.zeros((4, 4 * 32, 24))})
+    assert final.local.per_replica["error"]["w"].shape == (4, 32, 24)
 
 
 def test_under_vmap_one_phase_is_sent_in_a_step():

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from gradwire import AllReduce, PowerSGD, Simulator, TopK, TwoLevel, WireDtype
+from gradwire import PowerSGD, Simulator, TopK, TwoLevel, WireDtype
 from gradwire.jax_backend import (
     average_gradients,
     collective_traffic,
@@ -71,9 +71,6 @@ def updates_of(tx, driver, steps, replicas=4, within=2, bad=None):
         ("shard_map_vma", PowerSGD(2, half_step=True), "ici"),
         ("pmap", PowerSGD(2), 1),
         pytest.param("pmap", TopK(8, per=48, mean="senders"), ((0, 2), (1, 3)), marks=pytest.mark.slow),
-        pytest.param("pmap", AllReduce(), 2, marks=pytest.mark.slow),
-        pytest.param("shard_map", PowerSGD(2, start_step=1), "ici", marks=pytest.mark.slow),
-        pytest.param("shard_map_vma", AllReduce(), "ici", marks=pytest.mark.slow),
     ],
 )
 def test_equals_the_simulator(driver, algorithm, within):

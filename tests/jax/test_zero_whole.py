@@ -7,11 +7,11 @@ import optax
 import pytest
 
 import gradwire.jax_backend as gw
-from gradwire import AllReduce, WireDtype, Zero, plan
+from gradwire import Zero, plan
 from gradwire.core.ops import Spec
 from gradwire.core.zero.stacks import StackShards
-from tests.jax.quadratic import assert_close, loss, start, train, train_plain
-from tests.jax.replicas import AXIS, Replicas, refused
+from tests.jax.quadratic import assert_close, filled, start, train, train_plain
+from tests.jax.replicas import AXIS, Replicas, equal, refused
 from tests.jax.test_zero import step_of
 
 #: Of one shape five, of another two, of a third one, one of a single row; vectors of two lengths, a scalar.
@@ -54,19 +54,15 @@ INNER = {
     ),
 }
 RUNS = [
-    ("muon", 2, "shard_map_vma"),
     ("mixture", 3, "shard_map_vma"),
     ("layers", 2, "slices"),
     *(
         pytest.param(*run, marks=pytest.mark.slow)
         for run in (
-            ("muon", 4, "vmap"),
-            ("muon", 2, "slices"),
+            ("muon", 2, "shard_map_vma"),
             ("adafactor", 3, "vmap"),
             ("lamb, accumulated", 3, "shard_map"),
             ("layers", 3, "shard_map_vma"),
-            ("layers", 2, "shard_map"),
-            ("layers", 4, "vmap"),
         )
     ),
 ]
@@ -101,7 +97,7 @@ def nbytes(tree):
 
 @pytest.mark.parametrize(("shapes", "replicas"), [(EVEN, 2), (EVEN, 4), (EVEN, 3), (SHAPES, 4)])
 def test_bytes_and_memory(shapes, replicas):
-    params, tx = start(shapes), sharded(HIDDEN, replicas)
+    params, tx = start(shapes), sharded(optax.sgd(0.02, 0.9), replicas)
     state = jax.eval_shape(tx.init, params)
     traffic = gw.collective_traffic(tx.update, params, of_one(state), params, axis_env=[(AXIS, replicas)])
     shards = StackShards({n: Spec(s) for n, s in sorted(shapes.items())}, replicas)
@@ -110,7 +106,7 @@ def test_bytes_and_memory(shapes, replicas):
     if shapes is EVEN and replicas != 3:
         assert {c.kind for c in traffic} == {"reduce_scatter", "all_gather"}
         assert dense <= gw.total_traffic(traffic).nbytes <= 1.02 * dense
-        assert own + rest == pytest.approx(dense / replicas, rel=0.1)  # Muon remembers one number for each
+        assert own + rest == pytest.approx(dense / replicas, rel=0.1)  # a momentum is one number for each
     else:
         assert {c.kind for c in traffic} == {"reduce_scatter", "all_gather", "all_reduce"} - (
             {"all_reduce"} if not any(map(shards.is_kept, shapes)) else set()
@@ -120,17 +116,13 @@ def test_bytes_and_memory(shapes, replicas):
 
 @pytest.mark.slow
 def test_a_state_goes_to_any_number_of_replicas_and_back():
-    """Training goes on where it was, also between a mixture's parts."""
-    (tx, plain), (other, _) = INNER["mixture"](3), INNER["mixture"](4)
-    params, state = train(tx, 3, steps=4, params=PARAMS)
-    whole = gw.reshard(state, jax.eval_shape(plain.init, PARAMS))
-    like = jax.eval_shape(other.init, PARAMS)
-    straight, by_whole = gw.reshard(state, like), gw.reshard(whole, like)
-    assert_close(straight, by_whole, 0)
-    assert_close(gw.reshard(by_whole, jax.eval_shape(plain.init, PARAMS)), whole, 0)
-    found, _ = train(other, 4, steps=3, params=params, state=straight)
-    expected, _ = train_plain(plain, 4, steps=3, params=params, state=jax.tree.map(jnp.asarray, whole))
-    assert_close(found, expected, 1e-3)
+    """Also between a mixture's parts."""
+    plain = filled(INNER["mixture"](1)[1].init(PARAMS))
+    of_three, of_four = (jax.eval_shape(INNER["mixture"](w)[0].init, PARAMS) for w in (3, 4))
+    state = gw.reshard(plain, of_three)
+    straight, by_whole = gw.reshard(state, of_four), gw.reshard(plain, of_four)
+    assert equal(straight, by_whole)
+    assert equal(gw.reshard(straight, plain), plain)
     with refused("does not have the structure"):
         gw.reshard(state, jax.eval_shape(VECTORS.init, PARAMS))
     with refused("replicas", "reshard"):  # five layers are other stacks on two replicas
@@ -141,7 +133,11 @@ def test_a_state_goes_to_any_number_of_replicas_and_back():
 
 #: inner, other options → words of the error.
 REFUSED = {
-    "a global norm": (optax.chain(optax.clip_by_global_norm(1.0), HIDDEN), {}, ["mix parameters", "averaged=True"]),
+    "a global norm": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        {},
+        ["mix parameters", "averaged=True"],
+    ),
     "far above": (optax.clip_by_global_norm(1e6), {}, ["update of"]),
     "names": (mixture(HIDDEN, VECTORS), {}, None),
     "names of one shape": (
@@ -208,90 +204,41 @@ def test_each_owner_runs_its_own_matrices_alone():
     assert [len(each) for each in branches] == [3]
 
 
-@pytest.mark.parametrize("broken", [False, True], ids=["zeros", "nan on one replica"])
-def test_hostile_gradients(broken):
+def test_hostile_gradients():
     """Zeros stay finite; what is not finite on one replica changes nothing on any, also for parameters that all of them keep."""
     tx = sharded(HIDDEN, 3, skip_non_finite=True)
-    state = tx.init(PARAMS)
-    given = jax.tree.map(lambda p: jnp.zeros((3, *p.shape)), PARAMS)
-    if broken:
-        given = jax.tree.map(lambda g: g + 1, given)
-        given["row"] = given["row"].at[2].set(jnp.nan)
-    updates, after = step_of(tx, given, PARAMS, state, 3)
-    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((updates, after)))
-    assert any(x.any() for x in jax.tree.leaves(updates)) is not broken
-    if broken:
-        assert_close(after, state, 0)
+    state, step = tx.init(PARAMS), jax.jit(lambda given, state: step_of(tx, given, PARAMS, state, 3))
+    zeros = jax.tree.map(lambda p: jnp.zeros((3, *p.shape)), PARAMS)
+    broken = jax.tree.map(lambda g: g + 1, zeros)
+    broken["row"] = broken["row"].at[2].set(jnp.nan)
+    for given in zeros, broken:
+        updates, after = step(given, state)
+        assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((updates, after)))
+        assert any(x.any() for x in jax.tree.leaves(updates)) is (given is zeros)
+    assert_close(after, state, 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("front", ["power_sgd", "int8"])
-def test_compressed_gradients_in_front(front):
+def test_compressed_gradients_in_front():
     """The average is compressed, and the rest is the plain optimizer on it."""
     average = gw.power_sgd(2, axis_name=AXIS, min_compression_rate=1.0)
-    if front == "int8":
-        average = gw.average_gradients(WireDtype(AllReduce(), "int8"), axis_name=AXIS)
     tx = optax.chain(average, sharded(optax.adafactor(0.02), 3, averaged=True))
     plain = optax.chain(average, optax.adafactor(0.02))
-    assert_close(train(tx, 3, steps=8, params=PARAMS)[0], train(plain, 3, steps=8, params=PARAMS)[0], 1e-5)
+    params = {n: PARAMS[n] for n in ("layer_0", "layer_1", "layer_2", "up", "bias_0")}
+    assert_close(train(tx, 3, steps=8, params=params)[0], train(plain, 3, steps=8, params=params)[0], 1e-5)
 
 
-def test_gradients_travel_in_codes():
-    coded, dense = (
-        train(sharded(optax.sgd(0.01), 3, wire_dtype=d), 3, steps=8, params=PARAMS)[0] for d in ("int8", None)
-    )
-    off = jax.tree.map(lambda x, y: float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y)), coded, dense)
-    assert 1e-5 < max(off.values()) < 0.02
-
-
-@pytest.mark.slow
-def test_diloco_with_muon_inside():
-    """MuLoCo: the outer step is Optax's Nesterov on the difference of the average from where the period began."""
-    period, rounds, replicas = 3, 2, 2
-    inner, outer = optax.contrib.muon(0.02), optax.sgd(0.8, 0.9, nesterov=True)
-    tx = gw.diloco(inner, period, axis_name=AXIS, lr=0.8, momentum=0.9)
-
-    def body(params):
-        def one(carry, step):
-            params, state = carry
-            gradients = jax.grad(loss)(params, step, jax.lax.axis_index(AXIS))
-            updates, state = tx.update(gradients, state, params)
-            return tx.average_params(optax.apply_updates(params, updates), state), None
-
-        return jax.lax.scan(one, (params, tx.init(params)), jnp.arange(period * rounds))[0][0]
-
-    found = jax.jit(jax.vmap(body, in_axes=None, axis_name=AXIS, axis_size=replicas))(PARAMS)
-
-    @jax.jit
-    def a_round(anchor, state, outer_state, first):
-        def one(params, state, replica):
-            for step in range(period):
-                gradients = jax.grad(loss)(params, first + step, replica)
-                updates, state = inner.update(gradients, state, params)
-                params = optax.apply_updates(params, updates)
-            return params, state
-
-        trained, state = jax.vmap(one, (None, 0, 0))(anchor, state, jnp.arange(replicas))
-        moved = jax.tree.map(lambda a, x: a - x.mean(0), anchor, trained)
-        updates, outer_state = outer.update(moved, outer_state, anchor)
-        return optax.apply_updates(anchor, updates), state, outer_state
-
-    anchor, outer_state = PARAMS, outer.init(PARAMS)
-    state = jax.tree.map(lambda x: jnp.stack([x] * replicas), inner.init(PARAMS))
-    for i in range(rounds):
-        anchor, state, outer_state = a_round(anchor, state, outer_state, i * period)
-    assert all(np.abs(anchor[n] - PARAMS[n]).max() > 0.01 for n in SHAPES)
-    assert_close(jax.tree.map(lambda x: x[0], found), anchor, 1e-4)
-
-
-def test_under_pmap():
+@pytest.mark.parametrize(("dtype", "least", "most"), [(None, 0, 1e-6), ("int8", 1e-4, 0.02)])
+def test_under_pmap_and_in_codes(dtype, least, most):
     """Each parameter over its own norm, of which a piece would have another."""
     inner = optax.stateless(lambda updates, params: jax.tree.map(lambda x: x / jnp.linalg.norm(x), updates))
     rows = lambda r: {n: np.random.default_rng([r, *n.encode()]).normal(size=s) for n, s in SHAPES.items()}  # noqa: E731
     given = [rows(r) for r in range(3)]
-    found = Replicas(sharded(inner, 3), PARAMS, 3, "pmap").update([jax.tree.map(np.float32, g) for g in given])
+    tx = sharded(inner, 3, wire_dtype=dtype)
+    found = Replicas(tx, PARAMS, 3, "pmap").update([jax.tree.map(np.float32, g) for g in given])
     average = {n: np.mean([g[n] for g in given], axis=0) for n in SHAPES}
-    assert_close(found, {n: x / np.linalg.norm(x) for n, x in average.items()})
+    off = [np.linalg.norm(found[n] - x / np.linalg.norm(x)) for n, x in average.items()]
+    assert least <= max(off) <= most
 
 
 def test_a_flat_tree_has_names_with_a_slash():

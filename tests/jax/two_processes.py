@@ -14,7 +14,6 @@ from jax.experimental import multihost_utils
 ADAM = optax.adam(0.1)
 SHAPES = {"w": (32, 24), "b": (24,)}
 STEPS = 4
-METHODS_TOO = ("half_step", "top_k")
 
 
 def main(port, process, count, folder, flags):
@@ -22,7 +21,6 @@ def main(port, process, count, folder, flags):
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ['XLA_FLAGS']}"
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=count, process_id=process)
     from gradwire.jax_backend import (
-        average_gradients,
         distribute,
         partition_specs,
         power_sgd,
@@ -33,9 +31,8 @@ def main(port, process, count, folder, flags):
         zero1,
     )
     from tests.jax.replicas import AXIS, gradients
-    from tests.methods import METHODS
 
-    tx = power_sgd(2, axis_name=AXIS)
+    tx = power_sgd(2, axis_name=AXIS, half_step=True)
     params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
     given = [gradients(SHAPES, step, count) for step in range(STEPS)]
 
@@ -89,12 +86,6 @@ def main(port, process, count, folder, flags):
     placed = distribute(unreplicate(state), mesh, AXIS)
     mine["zero/moment"] = reshard(placed, jax.eval_shape(ADAM.init, params))[0].mu["w"]
 
-    # Methods that branch and that gather.
-    for name in METHODS_TOO:
-        tx = average_gradients(METHODS[name].algorithm, axis_name=AXIS)
-        state = replicate(tx.init(params), axis_name=AXIS)
-        updates, _ = jax.pmap(tx.update, axis_name=AXIS)({k: x[None] for k, x in given[0][process].items()}, state)
-        mine |= {f"{name}/{k}": np.asarray(x)[0] for k, x in updates.items()}
     np.savez(Path(folder) / f"{process}.npz", **mine)
 
 

@@ -2,7 +2,7 @@
 
 Before each step a driver is given the state in which the oracle begins it, and afterwards its averages and all its memory are compared. So a
 difference is found in the step that makes it, and none grows: with error feedback, directions of nearly equal weight compete, and rounding decides which
-is sent first. Runs that go on by themselves are compared in `test_training`, `test_moving` and the soak.
+is sent first. Runs that go on by themselves are compared in `test_moving` and the soak.
 
 Imported by the tests as `tests.parity.cases` and by the worker scripts beside it as `cases`.
 """

@@ -2,7 +2,7 @@
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from gradwire.core.kernels.numpy import NumpyOps
@@ -13,8 +13,8 @@ from tests.methods import METHODS
 from tests.parity.cases import SHAPES, STEPS, gradients, saved
 
 
-def run(case, driver, devices, names=tuple(SHAPES)):
-    """The averages of each step, and the memory [step][replica]. Each step begins in the oracle's state.
+def step_of(case, driver, devices, names):
+    """A mapped step (parameters, given, state) → (averages, state), the parameters, the state before the first one, and what places a state.
 
     Gradients are those of a loss, found by autodiff: the sum of parameter times given gradient.
 
@@ -24,10 +24,33 @@ def run(case, driver, devices, names=tuple(SHAPES)):
         devices: one for each replica.
         names: of the parameters.
     """
-    algorithm = METHODS[case].algorithm
-    tx = average_gradients(algorithm, axis_name="data")
+    tx = average_gradients(METHODS[case].algorithm, axis_name="data")
     params = {name: np.ones(SHAPES[name], np.float32) for name in names}
     like = tx.init(params)
+
+    def loss(p, given):
+        return sum((p[name] * given[name]).sum() for name in names)
+
+    def step(p, given, state):
+        return tx.update(jax.grad(loss)(p, given), state)
+
+    if driver == "pmap":
+        one = jax.pmap(step, axis_name="data", devices=devices, in_axes=(None, 0, 0))
+        return one, params, like, lambda state: replicate(state, devices, axis_name="data")
+    mesh, specs = Mesh(np.array(devices), ("data",)), partition_specs(like, "data")
+
+    def body(p, given, state):
+        return step(mark_varying(p, "data"), jax.tree.map(lambda x: x[0], given), state)
+
+    shards = {"mesh": mesh, "in_specs": (P(), P("data"), specs), "out_specs": (P(), specs)}
+    mapped = jax.shard_map(body, **shards, check_vma=driver == "shard_map_vma")
+    return jax.jit(mapped), params, like, lambda state: distribute(state, mesh, "data")
+
+
+def run(case, driver, devices, names=tuple(SHAPES)):
+    """The averages of each step, and the memory [step][replica]. Each step begins in the oracle's state."""
+    algorithm = METHODS[case].algorithm
+    one, params, like, placed = step_of(case, driver, devices, names)
     replicas = range(len(devices))
 
     def begun(step):
@@ -35,38 +58,11 @@ def run(case, driver, devices, names=tuple(SHAPES)):
         portable = checkpoint.gather(NumpyOps(), states, algorithm.per_replica)
         return from_portable(portable, algorithm, like, replicas=len(devices))
 
-    def loss(p, given):
-        return sum((p[name] * given[name]).sum() for name in names)
-
-    def step_of(p, given, state):
-        return tx.update(jax.grad(loss)(p, given), state)
-
-    if driver == "pmap":
-        one = jax.pmap(step_of, axis_name="data", devices=devices, in_axes=(None, 0, 0))
-
-        def placed(state):
-            return replicate(state, devices, axis_name="data")
-    else:
-        mesh = Mesh(np.array(devices), ("data",))
-        vma = driver == "shard_map_vma"
-
-        def body(p, given, state):
-            mine = jax.tree.map(lambda x: x[0], given)
-            return step_of(mark_varying(p, "data"), mine, state)
-
-        def placed(state):
-            return distribute(state, mesh, "data")
-
-        specs = partition_specs(like, "data")
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data"), specs), out_specs=(P(), specs), check_vma=vma)
-        one = jax.jit(mapped)
-
     updates, memories = [], []
     for step in range(STEPS):
         mine = [gradients(case, step, r) for r in replicas]
         stacked = {name: np.stack([g[name] for g in mine]) for name in names}
-        given = stacked if driver == "pmap" else jax.device_put(stacked, NamedSharding(mesh, P("data")))
-        update, state = one(params, given, placed(begun(step)))
+        update, state = one(params, stacked, placed(begun(step)))
         rows = {n: _rows(x) for n, x in update.items()}
         for name in names:  # every replica received the same bits
             assert all(np.array_equal(rows[name][0], row) for row in rows[name])

