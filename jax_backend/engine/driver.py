@@ -205,7 +205,7 @@ class _Driver:
     def _gathered(self, arrays: list[jax.Array], peers: Peers) -> list[jax.Array]:
         if not peers.axes:
             return [x[None] for x in arrays]
-        told = {}
+        told: dict[str, Any] = {}
         if tracked(self.axis_name):
             arrays = vary(arrays, peers.axes)
             if peers.groups is None:  # Then JAX must be told that the result is the same on all replicas.
