@@ -50,4 +50,5 @@ def _cut(send: Callable[[list[jax.Array]], list[jax.Array]], x: jax.Array) -> ja
 
     (whole,) = jax.eval_shape(lambda: send([x]))
     received = vary(jnp.zeros(whole.shape, whole.dtype), varying_axes(whole))
-    return lax.fori_loop(0, pieces, with_piece, received)
+    result: jax.Array = lax.fori_loop(0, pieces, with_piece, received)
+    return result
