@@ -50,6 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 3 if folder in ("core", "tests") else 2 if folder == "emulated" and file != "test_ways.py" else 1
 
     items.sort(key=place)
+    unlike = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    assert not unlike, f"an address is in a name that all processes must have alike: {unlike}"
 
 
 @pytest.fixture(scope="module")

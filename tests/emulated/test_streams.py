@@ -18,6 +18,7 @@ from gradwire.torch_backend import DataParallel, ZeroOptimizer, local_sgd, regis
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.monitor.skipped_steps import SkippedSteps
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.zero.sharded_step import ShardedStep
 from tests.emulated.build import shared_library
@@ -217,6 +218,26 @@ def test_copies_by_pinned_memory_take_time(results):
             assert (early, late) == (False, True)
         # Also where what is written is what was there.
         assert [problems for *_, problems in seen] == [[], *[["pinned memory was written while copy_ read it"]] * 2]
+
+
+@cases.case
+def skipped_steps(world):
+    """What the host takes note of while the device is behind by more than the ten steps between two looks: all steps are skipped."""
+    from tests.emulated.device import DEVICE
+
+    counted, seen = SkippedSteps("an algorithm", DEVICE, 0, seen_by_host=False), []
+    counted._run.seen = lambda steps, skipped: seen.append((steps, skipped))
+    finite = torch.zeros((), dtype=torch.bool, device=DEVICE)
+    for step in range(1, 201):
+        counted.add(finite)
+        counted.look(step)
+    return seen
+
+
+def test_a_count_is_read_when_it_has_come(results):
+    for seen in results("skipped_steps"):
+        assert seen
+        assert all(skipped == steps for steps, skipped in seen)
 
 
 @cases.case

@@ -115,7 +115,7 @@ class Replacing:
         (WireDtype(PowerSGD(4), "bfloat16"), under_ddp),
         (Replacing(), under_ddp),
     ],
-    ids=repr,
+    ids=lambda x: {id(under_ddp): "DDP", id(under_data_parallel): "DataParallel"}.get(id(x), repr(x)),
 )
 def test_a_replay_is_a_step(algorithm: Algorithm, wrap: Any, capturing: Callable[[bool], None]) -> None:
     replayed, eager = both = Stepped(algorithm, wrap), Stepped(algorithm, wrap)
@@ -193,7 +193,9 @@ def test_what_rests_on_the_host_is_refused(
 
 
 @pytest.mark.parametrize(
-    "options", [{"grad_scaler": torch.amp.GradScaler("cpu")}, {"find_unused_parameters": True}], ids=str
+    "options",
+    [{"grad_scaler": torch.amp.GradScaler("cpu")}, {"find_unused_parameters": True}],
+    ids=lambda x: next(iter(x)),
 )
 def test_options_that_rest_on_the_host_are_refused(options: Any, capturing: Any) -> None:
     ddp, _ = hooked(nn.Linear(30, 40), PowerSGD(2), **options)
