@@ -38,7 +38,11 @@ def test_the_page_on_error_feedback_shows_what_was_measured() -> None:
         assert skips == [str(skipped[subject]), str(forgetting[subject]), str(skipped[f"{subject}, max_norm=1"])]
 
 
-NETWORK = {2: "network.json", 4: "network-4-hosts.json"}
+NETWORK = {
+    ("torch", "2"): "network.json",
+    ("JAX", "2"): "network-jax.json",
+    ("torch", "4"): "network-4-hosts.json",
+}
 
 
 def test_pages_show_the_steps_that_were_measured() -> None:
@@ -48,7 +52,7 @@ def test_pages_show_the_steps_that_were_measured() -> None:
     assert len(tables) == 3
     tables.append(("torch", "2", re.findall(r"^\| ms per step.*\n\|[-|]+\n((?:\|.*\n)+)", README, re.MULTILINE)[0]))
     for backend, hosts, rows in tables:
-        measured = json.loads((ROOT / "benchmarks" / "results" / NETWORK[int(hosts)]).read_text())["rows"]
+        measured = json.loads((ROOT / "benchmarks" / "results" / NETWORK[backend, hosts]).read_text())["rows"]
         steps = {(r["backend"], r["subject"], r["rate"]): f"{r['step_ms']:,.0f}" for r in measured}
         for row in rows.splitlines():
             subject, *shown = (cell.strip() for cell in row.strip("|").split("|"))
