@@ -60,6 +60,7 @@ RUNS = [
         pytest.param(*run, marks=pytest.mark.slow)
         for run in (
             ("muon", 2, "shard_map_vma"),
+            ("muon", 4, "vmap"),
             ("adafactor", 3, "vmap"),
             ("lamb, accumulated", 3, "shard_map"),
             ("layers", 3, "shard_map_vma"),

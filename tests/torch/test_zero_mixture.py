@@ -152,6 +152,24 @@ def test_equals_the_plain_pair(world, form):
     require_state_of(pair, whole)
 
 
+FIFTY = {"averaging, 2": ("averaging", 2), "overlapped, 3": ("overlapped", 3), "plain, 4": ("plain", 4)}
+
+
+@cases.each(FIFTY, slow=FIFTY)
+def test_fifty_steps_are_the_plain_pairs(world, variant):
+    """Not one of them drifts, on any number of ranks."""
+    form, size = variant
+    if (group := smaller(world, size)) is None:
+        return
+    twin = Model()
+    with without_casts():
+        expected = plainly(twin, plain_pair(twin), size, range(50), 2, 0.3)
+        wrapper, zero = sharded(Model(), group, form, max_grad_norm=0.3)
+        found = train(wrapper, zero, world.rank, range(50), 2)
+    assert relative(expected, weights(Model())) > 0.3
+    assert apart(found, expected) == {}
+
+
 def apart(found, expected):
     """What is not as expected, and how far."""
     return {n: far for n in found if (far := relative(found[n], expected[n])) > 1e-9}
@@ -367,14 +385,20 @@ def test_one_step_sends_one_all_reduce(world):
     assert planned.wire_bytes == zero.stats().bytes_sent
 
 
-@cases.case
-def test_behind_compressed_gradients_it_is_torchs_pair_to_the_last_bit(world):
+FRONT = {
+    "PowerSGD": lambda: gradwire.PowerSGD(1, min_compression_rate=0.5),
+    "int8": lambda: gradwire.WireDtype(gradwire.AllReduce(), "int8"),
+}
+
+
+@cases.each(FRONT, slow=("int8",))
+def test_behind_compressed_gradients_it_is_torchs_pair_to_the_last_bit(world, algorithm):
     """With torch's casts: all ranks are given the same average."""
     found = []
     for make in (plain_pair, lambda m: [gw.ZeroOptimizer(m.named_parameters(), MIXTURE, process_group=world.group)]):
         model = Model(torch.float32)
         ddp = DistributedDataParallel(model, process_group=world.group)
-        handle = gw.register_comm_hook(ddp, gradwire.PowerSGD(1, min_compression_rate=0.5))
+        handle = gw.register_comm_hook(ddp, algorithm())
         optimizers = make(model)
         train_with(ddp, optimizers, world.rank, 8)
         assert handle.stats().compression_ratio > 1.2
