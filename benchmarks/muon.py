@@ -11,6 +11,7 @@ is measured by itself, as a gather of as many bytes. Subjects take turns; the sh
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import statistics
@@ -121,8 +122,6 @@ def main() -> None:
     args = parse()
     shapes = gpt(args.layers, args.width, args.vocabulary)
     if args.jax_worker:
-        import json
-
         print(json.dumps(in_jax(shapes, args.repeats)))
         return
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={REPLICAS}"

@@ -124,9 +124,14 @@ def on_host(x: Any) -> np.ndarray[Any, Any]:
     return np.asarray(x)
 
 
+def dotted(name: str) -> str:
+    """A parameter's name as in the path of a state."""
+    return name.replace("/", ".")
+
+
 def path_of(path: Any) -> str:
     """The path of a leaf, joined by ".", which stands for a "/" in a name too: {"a/b": x} has the names of {"a": {"b": x}}."""
-    return str(jax.tree_util.keystr(path, simple=True, separator=".")).replace("/", ".")
+    return dotted(str(jax.tree_util.keystr(path, simple=True, separator=".")))
 
 
 def by_path(tree: Any) -> list[tuple[str, Any]]:

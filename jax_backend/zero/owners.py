@@ -18,8 +18,8 @@ from jax import lax
 from gradwire.core.zero.stacks import StackShards
 from gradwire.jax_backend.axes.mapped_axis import AxisName, vary_if_tracked
 from gradwire.jax_backend.state.names import flatten
-from gradwire.jax_backend.state.types import by_path, path_of
-from gradwire.jax_backend.zero.stacked_names import dotted, owners_key, parameter_in
+from gradwire.jax_backend.state.types import by_path, dotted, path_of
+from gradwire.jax_backend.zero.stacked_names import owners_key, parameter_in
 
 Vectors = dict[str, jax.Array]
 #: Parameters by name → their tree, with `optax.MaskedNode` for all others.

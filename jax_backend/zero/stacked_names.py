@@ -15,14 +15,9 @@ from typing import Any
 import jax
 
 from gradwire.core.zero.stacks import StackShards
-from gradwire.jax_backend.state.types import by_path
+from gradwire.jax_backend.state.types import by_path, dotted
 
 OPEN, BETWEEN, OWNERS, CLOSE = "{|;}"
-
-
-def dotted(name: str) -> str:
-    """A parameter's name as in the path of a state."""
-    return name.replace("/", ".")
 
 
 def require_plain(names: Iterable[str]) -> None:

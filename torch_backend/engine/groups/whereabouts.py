@@ -49,9 +49,9 @@ class Whereabouts:
     def note(self, *, left: bool = False) -> None:
         """Write down where this rank is. Where there is no store any more, nothing is written, nor tried again."""
         store = self._meeting.store
-        place = self._place(left)  # the store may take its time, and what the place was read from may go meanwhile
-        if store is None or place is None:
+        if store is None or (place := self._place(left)) is None:
             return
+        # The store may take its time, and what the place was read from may go meanwhile.
         try:
             store.set(self._key(self._meeting.rank), json.dumps(place))
         except Exception:
