@@ -39,6 +39,7 @@ def wheel(tmp_path_factory) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_the_type_markers(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert sorted(n for n in names if n.endswith(".py")) == sorted(modules())

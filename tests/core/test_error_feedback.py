@@ -27,7 +27,7 @@ class Threshold(Compressor):
         limit = ops.max_abs(ops.max_abs(x.reshape((1, -1))).mT).reshape(()) * self.part
         # Asked this way round, a NaN is not small: it is sent, and everyone hears of it.
         small = (limit > x) & (x > limit * -1)
-        sent = ops.where(small, x * 0, x)
+        sent = ops.where(~small, x, 0.0)
         return sent, await mean(sent), {"count": memory["count"] + 1}
 
 

@@ -179,8 +179,8 @@ def message_and_pieces_come_back(shards, arrays):
             np.testing.assert_array_equal(pieces[name], piece)
             if isinstance(shards, StackShards):  # by the name of the first
                 name = dict(enumerate(shards.stacks.get(name, [name] * len(counts)))).get(replica)
-            start, stop = shards.owned(name, replica) if name else (0, 0)
-            flat = arrays[name].reshape(-1)[start:stop] if name else np.zeros(0)
+            start, stop = shards.owned(name, replica) if name in arrays else (0, 0)
+            flat = arrays[name].reshape(-1)[start:stop] if name in arrays else np.zeros(0)
             np.testing.assert_array_equal(piece.reshape(-1), np.pad(flat, (0, piece.size - flat.size)))
         np.testing.assert_array_equal(shards.shard(OPS, own, names, replica), part)
 

@@ -67,13 +67,20 @@ KERNELS: dict[str, tuple[str, tuple[int, ...]]] = {
     "diloco, on the host": ("allreduce_hook", (36, 346)),
     "diloco, overlap": ("allreduce_hook", (36, 272, 101, 196)),
 }
-#: Methods that differ from others in numbers, and other ways to share out an optimizer's state.
+#: What changes the numbers, the names or the layout of arrays, and no stream.
+ALIKE = (
+    *("channels_last", "two dtypes", "static_graph", "epsilon", "GradScaler and clipping", "buckets shared"),
+    *("_compress_", "(powerSGD_hook)", "float32 master weights"),
+)
+#: Methods that differ from others in numbers, other ways to share out an optimizer's state, and options of DDP behind another door.
 SLOW = {
     name
     for name in WAYS
     if (name in METHODS and name not in DIFFERENT)
     or (" x " in name and name not in CROSSED)
     or name == "PowerSGD, forty steps"
+    or any(of_numbers in name for of_numbers in ALIKE)
+    or (name.startswith("DataParallel, ") and name not in (*doors(), "DataParallel, accumulation"))
     or (any(shares in name for shares in (" by parameter", " by bucket")) and name not in OF_THREE)
 }
 ROWS = [

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from flax.traverse_util import flatten_dict
 
@@ -25,6 +26,7 @@ def to_torch(params):
     return {name: torch.tensor(x) for name, x in found.items()}
 
 
+@pytest.mark.slow
 def test_the_same_weights_give_the_same_logits():
     tokens = np.random.default_rng(0).integers(0, 256, (3, 16))
     flax_model = model_flax.Transformer(**SIZES)

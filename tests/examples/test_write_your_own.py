@@ -19,6 +19,7 @@ def test_each_keeps_all_promises_that_a_shipped_method_keeps(method):
     assert check(method) == check(PowerSGD(2), world_sizes=(2,))
 
 
+@pytest.mark.slow
 def test_it_runs_with_numpy_alone(start, tmp_path):
     alone = tmp_path / "alone.py"
     alone.write_text(

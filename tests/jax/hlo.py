@@ -85,38 +85,12 @@ def _groups(rest, kind):
         return [[int(n) for n in pair.split(",")] for pair in re.findall(r"(\d+,\d+)", pairs[1])]
     if listed := re.search(r"replica_groups=\{(\{.*?\})\}", rest):
         return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
-    if named := re.search(
-        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", rest
-    ):
-        return _along(*named.groups())
     counted = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     assert counted, rest
     numbers = np.arange(int(counted[1]) * int(counted[2])).reshape([int(n) for n in counted[3].split(",")])
     if counted[4]:
         numbers = numbers.transpose([int(n) for n in counted[4].split(",")])
     rows = numbers.reshape(int(counted[1]), int(counted[2])).tolist()
-    return rows
-
-
-def _along(axes, shape, order, chosen):
-    """The groups along some axes of a mesh that the text describes: `'a'=1,'b'=4`, the devices in it, and `'a','b':(1)2` for parts of axes."""
-    sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", axes)}
-    numbers = np.arange(math.prod(sizes.values()))
-    if shape:
-        numbers = numbers.reshape([int(n) for n in shape.split(",")])
-        numbers = numbers.transpose([int(n) for n in order.split(",")]) if order else numbers
-    # Each axis as (what is outside of the part, the part, what is inside): the whole axis is (1, n, 1).
-    parts = {
-        name: (int(before or 1), int(size or sizes[name]))
-        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)
-    }
-    split = []
-    for name, n in sizes.items():
-        before, size = parts.get(name, (1, 1))
-        split += [before, size, n // before // size]
-    members = [3 * i + 1 for i in range(len(sizes))]
-    spread = np.moveaxis(numbers.reshape(split), members, range(-len(members), 0))
-    rows = spread.reshape(-1, math.prod(size for _, size in parts.values())).tolist()
     return rows
 
 

@@ -137,6 +137,7 @@ def test_replicas_on_one_device_train_as_on_several(algorithm):
     assert found.sent > 0
 
 
+@pytest.mark.slow
 def test_groups_of_replicas_need_devices_of_their_own(monkeypatch):
     """On which they train as on one."""
     found = run(linen, TwoLevel(AllReduce(), 2), REPLICAS, STEPS, SEED, {6}, lambda: None)
@@ -147,7 +148,7 @@ def test_groups_of_replicas_need_devices_of_their_own(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize("algorithm", [AllReduce(), diloco(3)], ids=repr)
+@pytest.mark.parametrize("algorithm", [pytest.param(AllReduce(), marks=pytest.mark.slow), diloco(3)], ids=repr)
 def test_all_forms_of_a_training_train_alike(algorithm):
     first, *others = (run(make, algorithm, REPLICAS, STEPS, SEED, {6}, lambda: None) for make in (pair, linen, objects))
     for other in others:

@@ -21,12 +21,6 @@ MESH = SimpleNamespace(axis_names=("dcn", "ici"), devices=np.arange(8).reshape(2
         ("[2,4]<=[8]", {"ici"}),
         ("[4,2]<=[2,4]T(1,0)", {"dcn"}),
         ("[1,8]<=[8]", {"dcn", "ici"}),
-        ("mesh['a'=2,'b'=4] {'b'}", {"ici"}),
-        ("mesh['a'=2,'b'=4] {'a'}", {"dcn"}),
-        ("mesh['a'=2,'b'=4] {'a','b'}", {"dcn", "ici"}),
-        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", {"dcn"}),
-        ("mesh['a'=8] {'a':(1)2}", {"dcn"}),
-        ("mesh['a'=8] {'a':(2)4}", {"ici"}),
     ],
 )
 def test_groups_in_every_spelling(groups, axes):

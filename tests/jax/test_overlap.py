@@ -40,7 +40,7 @@ def trainer(local):
     return tx, train_step
 
 
-@pytest.mark.parametrize("case", ["overlap", "eager"])
+@pytest.mark.parametrize("case", [pytest.param("overlap", marks=pytest.mark.slow), "eager"])
 def test_a_turn_that_the_host_tells_changes_no_number(case):
     """As many programs as there are kinds of steps, whatever their number."""
     local = table.CASES[case]

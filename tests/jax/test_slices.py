@@ -67,7 +67,7 @@ def test_two_axes_of_the_compiler():
     assert found["moved"] <= plan.nbytes
 
 
-@pytest.mark.parametrize("kind", ["half-step", "dense start"])
+@pytest.mark.parametrize("kind", ["half-step", pytest.param("dense start", marks=pytest.mark.slow)])
 def test_branches(kind):
     """Each phase of a half-step, and the steps before the start and after it."""
     found = sliced.sent(kind, mesh_of(2), shapes=FEW)
@@ -98,7 +98,7 @@ def of_explicit(mesh):
 
 #: Each kind of mesh in one place, each place of one kind: compiling is what takes the time.
 WAYS = [
-    (AxisType.Auto, "mesh passed", True),
+    pytest.param(AxisType.Auto, "mesh passed", True, marks=pytest.mark.slow),
     (AxisType.Explicit, "mesh in context", True),
     pytest.param(AxisType.Auto, "mesh in context", False, marks=pytest.mark.slow),
     pytest.param(AxisType.Explicit, "mesh passed", True, marks=pytest.mark.slow),
@@ -246,7 +246,9 @@ def test_a_nan_in_one_piece_is_everywhere():
         assert np.allclose(averages[name], clipped, atol=2 * np.abs(clipped).max() / 127 + 1e-3)
 
 
-@pytest.mark.parametrize("compressor", [WireDtype(AllReduce(), "int8"), power()], ids=repr)
+@pytest.mark.parametrize(
+    "compressor", [WireDtype(AllReduce(), "int8"), pytest.param(power(), marks=pytest.mark.slow)], ids=repr
+)
 def test_differences_of_diloco_compressed(compressor):
     mesh = mesh_of(2)
     params = sliced.arrays(mesh, LONGEST, FEW)

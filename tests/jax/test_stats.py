@@ -76,10 +76,12 @@ LOCAL = {
     "groups": (LocalSGD({2: 1, "all": 2}, subgroup=2), 4),
     "compressor's warm-up": (diloco(2, start_step=1, compressor=PowerSGD(2, start_step=1, half_step=True)), 7),
 }
-SLOW = [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in LOCAL.items()][1:]
+ROWS = [
+    pytest.param(*case, id=name, marks=pytest.mark.slow if name != "groups" else ()) for name, case in LOCAL.items()
+]
 
 
-@pytest.mark.parametrize(("local", "steps"), [pytest.param(*LOCAL["two levels"], id="two levels"), *SLOW])
+@pytest.mark.parametrize(("local", "steps"), ROWS)
 def test_local_sgd_is_counted_as_its_replicas_send(local, steps):
     """Along an axis that JAX keeps track of, where a row of an array cannot be cut out."""
     tx = gw.local_sgd(optax.sgd(0.1), local, axis_name=AXIS)

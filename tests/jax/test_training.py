@@ -92,7 +92,9 @@ def train(framework, tx, mode):
 
 
 #: Under `check_vma` parameters are marked as varying, which `nnx.grad` of a module leaves no place for.
-@pytest.mark.parametrize(("framework", "other"), [(linen_training, "vma"), (nnx_training, "no vma")])
+@pytest.mark.parametrize(
+    ("framework", "other"), [(linen_training, "vma"), pytest.param(nnx_training, "no vma", marks=pytest.mark.slow)]
+)
 def test_a_sharded_optimizer_trains_as_the_whole_one_does(framework, other):
     """Under another map, behind the same compression."""
     (losses, state, params), (others, other_state, other_params) = (

@@ -364,7 +364,7 @@ def test_kernels_agree_with_numpy(name, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [pytest.param(d, marks=pytest.mark.slow if d == "float16" else ()) for d in DTYPES])
 def test_compiled_kernels_agree_with_numpy(request, dtype):
     """In one program: compiling is what takes the time."""
     if dtype == "float16":
@@ -591,7 +591,9 @@ def test_codes_are_the_same_bits_wherever_they_are_made(name, block):
         np.testing.assert_array_equal(found[finite, :-scales], expected[finite, :-scales], run.__name__)
         decoded = run(back, given)
         assert not np.isfinite(decoded[~finite]).all(1).any(), run.__name__
-        np.testing.assert_allclose(decoded[finite], in_numpy(back, given)[finite], rtol=1e-5, err_msg=run.__name__)
+        # A scale is a sum of as many float32 numbers as a block has, in any order.
+        rounding = max(1e-5, block * 2.0**-24)
+        np.testing.assert_allclose(decoded[finite], in_numpy(back, given)[finite], rtol=rounding, err_msg=run.__name__)
 
 
 def test_rows_of_another_length_are_refused():

@@ -87,7 +87,9 @@ def in_jax(algorithm, case, steps, state, begun, *, flax):
     return updates, after
 
 
-@pytest.mark.parametrize(("case", "flax"), [("start_step", False), ("half_step", True)])
+@pytest.mark.parametrize(
+    ("case", "flax"), [("start_step", False), pytest.param("half_step", True, marks=pytest.mark.slow)]
+)
 def test_a_run_that_moves_is_the_run_that_stayed(case, flax, alone):
     here = METHODS[case].algorithm
     assert isinstance(here, PowerSGD)

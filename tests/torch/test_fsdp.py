@@ -175,7 +175,7 @@ def test_a_unit_whose_gradients_come_in_parts_waits_for_all_of_them(world):
         late.loss(world.rank, 1, 2).backward()
 
 
-@cases.case
+@cases.case(slow=True)
 def test_activations_that_are_computed_again_change_nothing(world):
     mesh = mesh_of(2, 2)
     weights = []

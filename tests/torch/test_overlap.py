@@ -29,7 +29,7 @@ LATE = {
 }
 
 
-@cases.each(LATE)
+@cases.each(LATE, slow=("one", "progress"))
 def test_a_run_that_ends_while_messages_travel_goes_on_with_the_same_bits(world: World, local: LocalSGD) -> None:
     """After each step of a period, wherever its messages are, from files of each rank."""
     through, undisturbed, saved, seen = LocalRun(world, local), LocalRun(world, local), {}, {}

@@ -246,7 +246,7 @@ def train_on_shards(model, zero, rank, steps, micro_batches=1, clip=None):
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
-@cases.case
+@cases.case(slow=True)
 def test_on_shards_it_is_the_plain_pair(world):
     """With accumulation and clipping; the state, whole, is the pair's, and goes on where matrices have other owners."""
     expected, pair = reference(0.3)
@@ -296,7 +296,7 @@ def test_on_shards_one_message_each_way_and_the_tools_of_torch(world):
     assert every == again.stats().steps * 4 * sum(p.numel() * 4 for p in matrices)
 
 
-@cases.case
+@cases.case(slow=True)
 def test_on_shards_compressed_between_replicas(world):
     """Gradients are averaged between replicas by us, and each replica has owners of its own: dense, it is what FSDP does by itself."""
     mesh = mesh_of(2, 2)
