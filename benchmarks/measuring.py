@@ -109,3 +109,11 @@ def save(result: dict[str, Any], path: Path) -> None:
     """Write what a benchmark found as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def write_part(page: Path, name: str, text: str) -> None:
+    """Put `text` between the marks of this name in a page."""
+    begin, end = (f"<!-- {name}: {mark} -->" for mark in ("begin", "end"))
+    before, _, rest = page.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")

@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[1:1] = [str(HERE.parent), str(HERE.parent / "network")]
 from lab import PORT, Lab, obstacle  # noqa: E402
-from measuring import save  # noqa: E402
+from measuring import save, write_part  # noqa: E402
 
 from advice.delayed import DelayedLab, delay_obstacle  # noqa: E402
 from advice.models import COMPUTING, MODELS  # noqa: E402
@@ -41,7 +41,6 @@ CELLS: dict[str, list[str]] = {
 }
 #: A step that was predicted so well counts as predicted; a method within so much of the fastest as the fastest.
 CLOSE, FAST = 0.25, 1.10
-BEGIN, END = "<!-- advice: begin -->", "<!-- advice: end -->"
 
 
 def parse() -> argparse.Namespace:
@@ -188,14 +187,6 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_page(result: dict[str, Any], path: Path) -> None:
-    """Between the marks in the page."""
-    text = path.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    path.write_text(f"{before}{BEGIN}\n{page(result)}\n{END}{after}")
-
-
 def main() -> None:
     args = parse()
     if why_not := obstacle():
@@ -222,7 +213,7 @@ def main() -> None:
     save(result, args.output)
     print(json.dumps(result["found"]))
     if args.page:
-        write_page(result, Path(args.page))
+        write_part(Path(args.page), "advice", page(result))
 
 
 def result_of(rows: list[dict[str, Any]]) -> dict[str, Any]:

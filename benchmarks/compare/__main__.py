@@ -29,7 +29,7 @@ sys.path[:0] = [str(HERE.parent), str(ROOT / "examples")]
 import torch  # noqa: E402
 from frontier.runs import LENGTHS, REPLICAS, Settings  # noqa: E402
 from frontier.subjects import BY_NAME  # noqa: E402
-from measuring import save  # noqa: E402
+from measuring import save, write_part  # noqa: E402
 
 from compare.order import Curves, Pair, Rates, best_of, curves_of, kendall, told_apart  # noqa: E402
 from compare.training import training_of  # noqa: E402
@@ -42,7 +42,6 @@ SETTINGS = Settings()
 LOOKS = (SETTINGS.steps // 5, SETTINGS.steps // 2)
 #: The rate on which that of each method is a factor.
 RATE = 0.002
-BEGIN, END = "<!-- order: begin -->", "<!-- order: end -->"
 Row = dict[str, Any]
 
 
@@ -127,14 +126,6 @@ def page(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def write_page(rows: Sequence[Row], path: Path) -> None:
-    """Between the marks in the page."""
-    text = path.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    path.write_text(f"{before}{BEGIN}\n{page(rows)}\n{END}{after}")
-
-
 def main() -> None:
     p = argparse.ArgumentParser(
         prog="python benchmarks/compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -169,7 +160,7 @@ def main() -> None:
     save({**whole, "found": rows, "fresh": fresh}, args.output)
     print(page(rows))
     if args.page:
-        write_page(rows, Path(args.page))
+        write_part(Path(args.page), "order", page(rows))
 
 
 if __name__ == "__main__":

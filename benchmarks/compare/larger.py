@@ -1,9 +1,9 @@
 """One row of each family on a model of 3.3 million parameters with 4 replicas, learning rates searched: a call of `gradwire compare`.
 
     python benchmarks/compare/larger.py            # some three hours on two quiet cores; after Ctrl-C the same line goes on
-    python benchmarks/compare/larger.py --steps 6 --seeds 1 --results ""      # whether it runs
+    python benchmarks/compare/larger.py --steps 6 --seeds 1 --results "" --page ""      # whether it runs
 
-Runs are kept in build/compare-larger.json; what follows from them is written to benchmarks/results/compare-larger.json.
+Runs are kept in build/compare-larger.json; what follows from them is written to benchmarks/results/compare-larger.json, and the table to docs/frontier.md.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE.parent), str(ROOT / "examples")]
 from frontier.runs import Settings  # noqa: E402
 from frontier.subjects import TILES  # noqa: E402
-from measuring import save  # noqa: E402
+from measuring import save, write_part  # noqa: E402
 
 from compare.training import training_of  # noqa: E402
+from gradwire.core.advise.compare.comparison import Comparison  # noqa: E402
 from gradwire.torch_backend import Training  # noqa: E402
 
 STEPS, REPLICAS, SEEDS, PERIOD = 300, 4, 3, 30
@@ -46,6 +47,16 @@ def make(seed: int) -> Training:
     return training_of(SETTINGS, RATE, seed)
 
 
+def page(found: Comparison) -> str:
+    """The table: what each method sends in a step, its learning rate, and its held-out loss beside that of plain averages."""
+    lines = ["|  | sent in a step | rate | loss | to plain averages |", "|---|---|---|---|---|"]
+    sent = {run.method: run.sent for run in found.runs.done.values()}
+    for name, row in found.as_dict().items():
+        said = "" if name == "plain" else row["verdict"].partition(" at step")[0]
+        lines.append(f"| `{name}` | {sent[name] / 1e6:,.2f} MB | {RATE * row['rate']:g} | {row['loss']:.4f} | {said} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     p = argparse.ArgumentParser(
         prog="python benchmarks/compare/larger.py",
@@ -57,6 +68,7 @@ def main() -> None:
     p.add_argument("--algorithms", nargs="+", default=METHODS)
     p.add_argument("--runs", type=Path, default=ROOT / "build" / "compare-larger.json")
     p.add_argument("--results", default=str(HERE.parent / "results" / "compare-larger.json"), help="'' for none")
+    p.add_argument("--page", default=str(ROOT / "docs" / "frontier.md"), help="whose table is written; '' for none")
     args = p.parse_args()
     args.runs.parent.mkdir(exist_ok=True)
     asked = [
@@ -88,6 +100,8 @@ def main() -> None:
     if args.results:
         found = {"command": "python benchmarks/compare/larger.py", "steps": args.steps, "replicas": REPLICAS}
         save({**found, "found": json.loads(ended.stdout)}, Path(args.results))
+    if args.page:
+        write_part(Path(args.page), "larger", page(Comparison.load(args.runs)))
 
 
 if __name__ == "__main__":
