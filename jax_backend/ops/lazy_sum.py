@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradwire.core.ops import LONGEST_FLOAT16
-from gradwire.jax_backend.ops.products import ON_TPU
+from gradwire.jax_backend.ops.products import on_tpu
 
 
 class Sum:
@@ -76,7 +76,7 @@ class Sum:
         def added(
             x: jax.Array, y: jax.Array, thin: jax.Array
         ) -> jax.Array:  # where the product reads them: a TPU stores no sum
-            return times(x.astype(kind) + y.astype(kind), thin.astype(kind), ON_TPU)
+            return times(x.astype(kind) + y.astype(kind), thin.astype(kind), on_tpu(kind))
 
         parts = [x.reshape(self._rows) for x in (self.gradient, self.error)]
         result: jax.Array = lax.platform_dependent(*parts, thin, tpu=added, default=apart)

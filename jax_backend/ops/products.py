@@ -13,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 #: As `lax.dot_general` takes them: axes that are summed over, and axes of the batch.
 Numbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
-#: That of products as large as gradients on a TPU. To a GPU it is TF32.
-ON_TPU = lax.Precision.HIGH
+
+def on_tpu(dtype: jnp.dtype) -> lax.Precision:
+    """That of products as large as gradients on a TPU. To a GPU "high" is TF32, and of float64 it would lose half."""
+    return lax.Precision.HIGHEST if dtype == jnp.float64 else lax.Precision.HIGH
 
 
 def product(x: jax.Array, y: jax.Array, numbers: Numbers, *, exact: bool = False) -> jax.Array:
@@ -31,5 +34,5 @@ def product(x: jax.Array, y: jax.Array, numbers: Numbers, *, exact: bool = False
     highest = at(lax.Precision.HIGHEST)
     if exact:
         return highest(x, y)
-    result: jax.Array = lax.platform_dependent(x, y, tpu=at(ON_TPU), default=highest)
+    result: jax.Array = lax.platform_dependent(x, y, tpu=at(on_tpu(x.dtype)), default=highest)
     return result
