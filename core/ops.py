@@ -200,7 +200,8 @@ class Ops(Protocol[A]):
         """`x / y`."""
 
     def matmul(self, x: A, y: A, *, out: A | None = None) -> A:
-        """`x @ y`, at the full precision of the dtype (no TF32, no bfloat16 passes)."""
+        """`x @ y`, at the full precision of the dtype (no TF32, no bfloat16 passes). Of a sum that `add_each` left unadded, and where the result is as large as
+        a gradient, JAX takes three products of bfloat16 on a TPU."""
 
     def subtract_product(self, x: A, p: A, q: A, *, out: A | None = None) -> A:
         """`x - p.mT @ q` for `x` (n, m), `p` (r, n), `q` (r, m); or for batches of them."""

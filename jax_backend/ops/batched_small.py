@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AxisType
 
 from gradwire.core.algorithms.compressor import ERROR
 from gradwire.jax_backend.axes.mapped_axis import varying_axes
 from gradwire.jax_backend.ops.lazy_sum import Sum
 from gradwire.jax_backend.ops.packing import Starts, always, taken, unstack
+from gradwire.jax_backend.ops.products import product
 
 #: A stack has at most this part of the gradients of a model's small matrices, so that what is stored of it is little beside a gradient,
 PART = 8
@@ -137,12 +137,12 @@ class StackedSum(Sum):
     def _product(self, turns: Turns, thick: jax.Array, q: jax.Array) -> jax.Array:
         """As large as this, in its turn."""
 
-        def product() -> jax.Array:
+        def in_turn() -> jax.Array:
             batch = tuple(range(q.ndim - 2))
             numbers = (((thick.ndim - 1,), (q.ndim - 2,)), (batch, batch))
-            return lax.dot_general(thick, q, numbers, precision=lax.Precision.HIGHEST).astype(self.dtype)
+            return product(thick, q, numbers).astype(self.dtype)
 
-        return turns.take(q, product)
+        return turns.take(q, in_turn)
 
 
 class Bundles:

@@ -21,7 +21,8 @@ from gradwire.jax_backend.axes.auto_axes import free, whole
 from gradwire.jax_backend.axes.mapped_axis import vary, varying_axes
 from gradwire.jax_backend.ops.batched_small import Bundles, Members, StackedSum, bundles_of
 from gradwire.jax_backend.ops.lazy_sum import Sum, limited
-from gradwire.jax_backend.ops.packing import chosen_each, columns, or_each, stored, unstack
+from gradwire.jax_backend.ops.packing import apart_on_tpu, chosen_each, columns, or_each, stored, unstack
+from gradwire.jax_backend.ops.products import product
 
 #: Up to this inner dimension a large product is computed element by element where it is used: XLA would store the result of a `dot` first.
 THIN = 16
@@ -116,7 +117,7 @@ class JaxOps:
             fused: jax.Array = _sum_of_outer_products(p, q)
             return fused
         batch = tuple(range(p.ndim - 2))
-        return lax.dot_general(p, q, (((p.ndim - 2,), (p.ndim - 2,)), (batch, batch)), precision=lax.Precision.HIGHEST)
+        return product(p, q, (((p.ndim - 2,), (p.ndim - 2,)), (batch, batch)), exact=n == 1)  # as Gram-Schmidt's are
 
     def where(self, ok: jax.Array, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None) -> jax.Array:
         return _like(out, jnp.where(ok, x, jnp.asarray(y, x.dtype)))
@@ -176,7 +177,7 @@ class JaxOps:
             own = [fresh[i] for i in members] if fresh else []
             rows = each_shape(self, [arrays[i] for i in members], own, epsilon, unstack)
             # What replaces rows is last step's factor, which is only multiplied by; others are used element by element too.
-            rows = whole(rows)
+            rows = apart_on_tpu(whole(rows))
             for i, x in zip(members, rows if fresh else stored(rows), strict=True):
                 answers[i] = x
         return answers

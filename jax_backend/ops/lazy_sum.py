@@ -2,7 +2,7 @@
 
 PowerSGD multiplies the sum of the two by thin matrices, and subtracts a product from it. XLA would store the sum first: a pass over memory, and
 as much memory as the model, fresh in every step. (G + E) Q = G Q + E Q needs neither, and the new error, E + (G - P Qᵀ), is written where the
-old one lies.
+old one lies. Only a TPU adds the two as a product reads them, and stores nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradwire.core.ops import LONGEST_FLOAT16
+from gradwire.jax_backend.ops.products import on_tpu
 
 
 class Sum:
@@ -56,23 +57,30 @@ class Sum:
 
     def multiplied_by(self, thin: jax.Array) -> jax.Array:
         """`thin @ self`: (…, r, n) by (…, n, m)."""
-        batch = tuple(range(self.ndim - 2))
-        last = self.ndim - 1
+        batch, last = tuple(range(self.ndim - 2)), self.ndim - 1
         kind = jnp.promote_types(self.dtype, jnp.float32)
 
-        def product(a: jax.Array, b: jax.Array, of_a: int, of_b: int) -> jax.Array:
-            # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
-            highest = lax.Precision.HIGHEST
+        def product(a: jax.Array, b: jax.Array, of_a: int, of_b: int, precision: lax.Precision) -> jax.Array:
             numbers = (((of_a,), (of_b,)), (batch, batch))
-            return lax.dot_general(a, b, numbers, precision=highest, preferred_element_type=kind)
+            return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=kind)
+
+        def times(x: jax.Array, thin: jax.Array, precision: lax.Precision) -> jax.Array:
+            # The large factor first, and the transposition last: XLA on CPU is up to three times as slow on `thin @ x.mT`.
+            if self._transposed:
+                return product(x, thin, last, last, precision)
+            return product(thin, x, last, last - 1, precision)
+
+        def apart(x: jax.Array, y: jax.Array, thin: jax.Array) -> jax.Array:
+            return times(x, thin, lax.Precision.HIGHEST) + times(y, thin, lax.Precision.HIGHEST)
+
+        def added(
+            x: jax.Array, y: jax.Array, thin: jax.Array
+        ) -> jax.Array:  # where the product reads them: a TPU stores no sum
+            return times(x.astype(kind) + y.astype(kind), thin.astype(kind), on_tpu(kind))
 
         parts = [x.reshape(self._rows) for x in (self.gradient, self.error)]
-        if self._transposed:
-            # The large factor first, and the transposition last: XLA on CPU is up to three times as slow on `thin @ x.mT`.
-            first, second = (product(x, thin, last, last) for x in parts)
-            return (first + second).mT.astype(self.dtype)
-        first, second = (product(thin, x, last, last - 1) for x in parts)
-        return (first + second).astype(self.dtype)
+        result: jax.Array = lax.platform_dependent(*parts, thin, tpu=added, default=apart)
+        return (result.mT if self._transposed else result).astype(self.dtype)
 
     def minus(self, product: jax.Array) -> Sum:
         """What is left of it; `product` has this shape."""

@@ -191,6 +191,12 @@ def stored(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return kept
 
 
+def apart_on_tpu(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """These arrays. XLA for TPU would take each out of its batch in every product that it is a factor of, and takes twice as long to compile those."""
+    kept: list[jax.Array] = lax.platform_dependent(list(arrays), tpu=lax.optimization_barrier, default=lambda xs: xs)
+    return kept
+
+
 def within_a_branch(probe: jax.Array, make: Callable[[], T]) -> T:
     """`make()`, arrays, computed on CPU in a branch: after `probe`, and with memory of its own that ends with the branch.
 

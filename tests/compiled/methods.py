@@ -41,7 +41,7 @@ def layers(width: int = 256) -> dict[str, tuple[int, ...]]:
     return {f"h{i}/{name}": (width, n * width) for i in range(4) for name, n in (("out", 1), ("up", 2), ("gate", 2))}
 
 
-MODELS = {"pair": pair, "fifty": fifty, "layers": layers}
+MODELS = {"pair": pair, "wide": lambda: pair(2048), "fifty": fifty, "layers": layers}
 
 
 #: What is no algorithm: averages, and optimizers, as they are and divided.

@@ -28,25 +28,27 @@ class Ceiling(NamedTuple):
 
 
 CEILINGS = {
-    "WireDtype(AllReduce(),'int8')": Ceiling(20, 0.3, 20, 1),
-    "Quantize('int8')": Ceiling(25, 0.3, 32, 2),
-    "PowerSGD(4)": Ceiling(16, 0.3, 52, 1),
-    "Sign()": Ceiling(20, 0.3, 32, 1),
-    "TopK(64,per=(64,64))": Ceiling(56, 0.8, 56, 3.3),
-    "TwoLevel(PowerSGD(4),within='ici')": Ceiling(16, 0.3, 66, 2.7),
-    "zero1": Ceiling(21, 0.3, 12, 2),
+    "WireDtype(AllReduce(),'int8')": Ceiling(18.5, 0.3, 20, 1),
+    "Quantize('int8')": Ceiling(22.7, 0.3, 32, 2),
+    "PowerSGD(4)": Ceiling(15.2, 0.3, 52, 1),
+    "Sign()": Ceiling(18.2, 0.3, 32, 1),
+    "TopK(64,per=(64,64))": Ceiling(52, 0.8, 56, 3.3),
+    "TwoLevel(PowerSGD(4),within='ici')": Ceiling(14.4, 0.3, 66, 2.7),
+    "zero1": Ceiling(15.2, 0.3, 12, 2),
     "LocalSGD(4)": Ceiling(1, 0.3, 16, 2),
-    "diloco(4)": Ceiling(25, 0.3, 28, 2),
+    "diloco(4)": Ceiling(24, 0.3, 28, 2),
 }
 #: For 50 matrices of three shapes: processor seconds to compile for a TPU are to be at most so many times those of `pmean`, and some more.
 TIMES, SECONDS = 3, 8
 #: What is compiled so, in how many seconds more.
 LONGER = {
-    "PowerSGD(4)": 30,
-    "Quantize('int8')": 40,
-    "Sign()": 10,
+    "WireDtype(AllReduce(),'int8')": 80,
+    "PowerSGD(4)": 0,
+    "TwoLevel(PowerSGD(4),within='ici')": 0,
+    "Quantize('int8')": 33,
+    "Sign()": 5,
     "TopK(64,per=(64,64))": 40,
-    "zero1": 16,
+    "zero1": 0,
     "LocalSGD(4)": 0,
     "diloco(4)": 0,
 }
@@ -86,6 +88,13 @@ def test_a_tpu_passes_few_times_over_the_gradients(method):
     found, most = rows("v5e", "pair", *CEILINGS), CEILINGS[method]
     assert found[method]["passes"] <= found["pmean"]["passes"] + most.passes, found[method]
     assert found[method]["temporary"] <= most.memory, found[method]
+
+
+@all_of_it
+def test_a_tpu_passes_fewer_times_over_gradients_too_large_for_its_fast_memory():
+    found = rows("v5e", "wide", "PowerSGD(4)")
+    assert found["PowerSGD(4)"]["passes"] <= found["pmean"]["passes"] + 4, found
+    assert found["PowerSGD(4)"]["temporary"] <= found["pmean"]["temporary"], found
 
 
 @all_of_it
