@@ -3,8 +3,8 @@
 .PHONY: help demo test test-all test-compiled test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network chaos frontier mutate mutate-emulated fuzz soak soak-torch soak-long clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# Test processes. Several tests start processes of their own, so more than the cores would only make them wait.
-JOBS ?= 2
+# Test processes. Several tests wait for processes of their own, so a third has something to do on two cores.
+JOBS ?= 3
 ARGS ?=
 
 BIN := .venv/bin

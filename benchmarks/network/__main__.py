@@ -208,7 +208,8 @@ def predict(args: argparse.Namespace, reason: str) -> None:
     for hosts in args.hosts:
         for rate in args.rates:
             for name, algorithm in algorithms.items():
-                seconds = plan(shapes, algorithm).seconds(hosts, LATENCY, bytes_per_second(rate))
+                bandwidth = min(bytes_per_second(rate), sys.float_info.max)
+                seconds = plan(shapes, algorithm).seconds(hosts, LATENCY, bandwidth)
                 print(f"{hosts} hosts  {rate:>9}  {name:<28}  {seconds * 1e3:9.1f} ms")
 
 
