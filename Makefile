@@ -32,7 +32,8 @@ demo: $(READY) ## train a small language model with and without PowerSGD, in tor
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Tests that take long and prove little that others do not carry the mark `slow`: whether benchmarks, the demo and other scripts run, other libraries,
-# restarts under torchrun, options of sharded models, and what of the largest tables differs only in numbers.
+# restarts under torchrun, options of sharded models, a mixture of optimizers in torch,
+# wrappers and training features in all combinations, and what of the largest tables differs only in numbers.
 QUICK := -m 'not slow'
 
 test: $(READY) ## what proves the product

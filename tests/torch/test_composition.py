@@ -34,6 +34,7 @@ STEPS = 7
 OVERFLOW = (3, 1)
 
 cases = Cases(__file__, ranks=RANKS)
+pytestmark = pytest.mark.slow
 
 
 @dataclass
@@ -270,11 +271,7 @@ WRAPPERS["DataParallel, compiled"] = under_compiled_data_parallel
 CELLS["DataParallel, wrapped first, torch.compile"] = ("DataParallel, compiled", "torch.compile")
 
 
-#: Other libraries take long to load, and compiling takes long.
-SLOW = [name for name, (w, f) in CELLS.items() if w in ("accelerate", "Lightning", "Trainer") or "compile" in f]
-
-
-@cases.each(CELLS, slow=SLOW)
+@cases.each(CELLS)
 def test_a_cell_that_works_trains_as_the_simulator_says(world, names):
     wrapper, feature = names
     column = FEATURES[feature]
@@ -338,7 +335,7 @@ def test_the_references_differ(monkeypatch, without):
     assert relative(reference.__wrapped__("without"), reference(MANY)) > 1e-3
 
 
-@cases.case(slow=True)
+@cases.case
 def test_torchs_names_are_what_lightning_takes(world):
     """`DDPStrategy(ddp_comm_state=…, ddp_comm_hook=…)`. Lightning registers the hook on CUDA only; this does on the CPU what it does there."""
     from pytorch_lightning.overrides.distributed import _register_ddp_comm_hook

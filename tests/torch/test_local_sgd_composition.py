@@ -7,6 +7,7 @@ import re
 import warnings
 from contextlib import nullcontext
 
+import pytest
 import torch
 
 from gradwire import LocalSGD
@@ -26,6 +27,7 @@ DUE = (4, 7)
 VOCABULARY, LENGTH = 24, 12
 
 cases = Cases(__file__, ranks=RANKS)
+pytestmark = pytest.mark.slow
 
 
 with_momentum = functools.partial(sgd, momentum=0.9)
@@ -132,11 +134,9 @@ WRAPPERS = {
 }
 FEATURES = {"local_sgd": 1, "local_sgd and gradient accumulation": 3}
 CELLS = {f"{wrapper}, {f}": (*WRAPPERS[wrapper], FEATURES[f]) for wrapper in WRAPPERS for f in FEATURES}
-#: Other libraries take long to load.
-SLOW = [cell for cell in CELLS if cell.startswith(("Lightning", "Trainer"))]
 
 
-@cases.each(CELLS, slow=SLOW)
+@cases.each(CELLS)
 def test_a_cell_of_local_sgd_trains_as_the_reference(world, variant):
     under, make, loss, micro_batches = variant
     with quiet():

@@ -25,6 +25,7 @@ from tests.torch.ranks import Cases
 from tests.torch.sharded import mesh_of, shard
 
 cases = Cases(__file__, ranks=4)
+pytestmark = pytest.mark.slow
 
 FORMS = ("plain", "averaging", "overlapped", "interleaved")
 STEPS = 8
@@ -155,7 +156,7 @@ def test_equals_the_plain_pair(world, form):
 FIFTY = {"averaging, 2": ("averaging", 2), "overlapped, 3": ("overlapped", 3), "plain, 4": ("plain", 4)}
 
 
-@cases.each(FIFTY, slow=FIFTY)
+@cases.each(FIFTY)
 def test_fifty_steps_are_the_plain_pairs(world, variant):
     """Not one of them drifts, on any number of ranks."""
     form, size = variant
@@ -246,7 +247,7 @@ def train_on_shards(model, zero, rank, steps, micro_batches=1, clip=None):
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
-@cases.case(slow=True)
+@cases.case
 def test_on_shards_it_is_the_plain_pair(world):
     """With accumulation and clipping; the state, whole, is the pair's, and goes on where matrices have other owners."""
     expected, pair = reference(0.3)
@@ -296,7 +297,7 @@ def test_on_shards_one_message_each_way_and_the_tools_of_torch(world):
     assert every == again.stats().steps * 4 * sum(p.numel() * 4 for p in matrices)
 
 
-@cases.case(slow=True)
+@cases.case
 def test_on_shards_compressed_between_replicas(world):
     """Gradients are averaged between replicas by us, and each replica has owners of its own: dense, it is what FSDP does by itself."""
     mesh = mesh_of(2, 2)
@@ -391,7 +392,7 @@ FRONT = {
 }
 
 
-@cases.each(FRONT, slow=("int8",))
+@cases.each(FRONT)
 def test_behind_compressed_gradients_it_is_torchs_pair_to_the_last_bit(world, algorithm):
     """With torch's casts: all ranks are given the same average."""
     found = []
