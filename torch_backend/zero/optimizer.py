@@ -41,12 +41,7 @@ from gradwire.torch_backend.zero.arguments import (
     require_sharded,
 )
 from gradwire.torch_backend.zero.checkpoint import ShardedState, require_served
-from gradwire.torch_backend.zero.elementwise import (
-    refusal,
-    require_elementwise,
-    require_independent_parameters,
-    require_shardable,
-)
+from gradwire.torch_backend.zero.elementwise import refusal, require_independent_parameters
 from gradwire.torch_backend.zero.owned_muon import OnShards
 from gradwire.torch_backend.zero.rules import made, misfit, rules_of
 from gradwire.torch_backend.zero.shard import Shard
@@ -55,8 +50,15 @@ from gradwire.torch_backend.zero.state import consolidate as consolidate_shards
 from gradwire.torch_backend.zero.state import load_shard, shard_state
 
 BUCKET_CAP_MB, FIRST_BUCKET_MB = 25, 1
-#: What is of no use where parameters are sharded already.
-OPTIONS = ("max_grad_norm", "master_dtype", "average_gradients", "wire_dtype", "consolidate", "bucket_cap_mb")
+#: What is of no use where parameters are sharded already, and what it is by default.
+OF_NO_USE = {
+    "max_grad_norm": None,
+    "master_dtype": None,
+    "average_gradients": False,
+    "wire_dtype": None,
+    "consolidate": False,
+    "bucket_cap_mb": BUCKET_CAP_MB,
+}
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -163,10 +165,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._serves_scaler = True
         self._in_hook = False
         if name := sharded_parameter(trained):
-            options = {key: settings[key] for key in OPTIONS} | {"process_group": process_group}
-            if bucket_cap_mb == BUCKET_CAP_MB:
-                del options["bucket_cap_mb"]
-            require_sharded(name, rules, {key: value for key, value in options.items() if value not in (None, False)})
+            require_sharded(name, rules, _given(settings, process_group))
             self._sharded = OnShards(rules, groups, self._names, settings, refused)
             super().__init__(self._sharded.param_groups, {})
             self._complete = True
@@ -174,11 +173,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._buckets = buckets_of(trained, self._limits)
 
         def divided() -> Zero:
-            device = next(iter(trained.values())).device
             for rule in dict.fromkeys(rules):
-                require_shardable(rule.optimizer_class)
-                if rule.shard == "element":
-                    require_elementwise(rule.optimizer_class, rule.options, device)
+                rule.require_divisible(next(iter(trained.values())).device)
             rule_of = {name: rule for names, rule in zip(group_names, rules, strict=True) for name in names}
             shards = divide(rule_of, specs_of(trained), dist.get_world_size(group), self._buckets)
             return Zero(shards, AllReduce(), max_grad_norm)
@@ -537,6 +533,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._whole = None
         self._has_state = "format" in state_dict or bool(state_dict["state"])
         self._copy_options(self.optimizer.param_groups, self.param_groups)
+
+
+def _given(settings: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Options that are of no use where parameters are sharded already, and are given all the same."""
+    found = {key: settings[key] for key, default in OF_NO_USE.items() if settings[key] != default}
+    return found if process_group is None else found | {"process_group": process_group}
 
 
 def _reciprocal(scaler: Any) -> Any:
