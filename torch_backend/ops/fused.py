@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ VECTOR, ROWS_OF = 1024, 2048
 TILE = 32, 128
 #: The first GPUs for which Triton compiles: Ampere.
 OLDEST = (8, 0)
-#: As NumPy, torch and JAX round each product.
+#: Of what has to come out bit for bit: each product is rounded, as by NumPy, torch and JAX.
 EXACT = {"enable_fp_fusion": False}
 
 _LIBRARY: Any = torch.library.Library("gradwire", "DEF")  # type: ignore[no-untyped-call]
@@ -46,16 +47,13 @@ def _operator(schema: str) -> Callable[[Callable[..., None]], Callable[..., None
 
 def _launch(name: str, programs: int, device: torch.device, *args: Any, **options: Any) -> None:
     """Run so many programs of a kernel on the device's current stream."""
-    from gradwire.torch_backend.ops import triton_kernels
-
     if not programs:
         return
+    from gradwire.torch_backend.ops import triton_kernels
+
     kernel = getattr(triton_kernels, name)[programs,]
-    if device.type != "cuda":
-        kernel(*args, **options, **EXACT)
-        return
-    with torch.cuda.device(device):  # users need not have set it
-        kernel(*args, **options, **EXACT)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # which users need not have set
+        kernel(*args, **options)
 
 
 @_operator("Tensor ok, Tensor x, *, Tensor(a!) out")
@@ -87,7 +85,7 @@ def _blocks(rows: int, width: int) -> tuple[int, dict[str, int]]:
 def quantize(x: Tensor, largest: float, *, codes: Tensor, scales: Tensor) -> None:
     rows, width = x.shape
     programs, blocks = _blocks(rows, width)
-    _launch("quantize", programs, x.device, x, codes, scales, rows, 1.0 / largest, **blocks)
+    _launch("quantize", programs, x.device, x, codes, scales, rows, 1.0 / largest, **blocks, **EXACT)
 
 
 @_operator(
@@ -101,7 +99,7 @@ def quantize_mean(
     numbers = rows, replicas, codes.stride(0), scales.stride(0), 1.0 / replicas, -float(replicas), 1.0 / largest
     place = mean_scales if lost is None else lost  # which is not written to
     tensors = codes, scales, place, mean_codes, mean_scales
-    _launch("quantize_mean", programs, codes.device, *tensors, *numbers, keeps=lost is not None, **blocks)
+    _launch("quantize_mean", programs, codes.device, *tensors, *numbers, keeps=lost is not None, **blocks, **EXACT)
 
 
 @_operator("Tensor ok, Tensor x, Tensor codes, Tensor scales, Tensor lost, int first, *, Tensor(a!) out")
@@ -112,13 +110,13 @@ def subtract_decoded_if(
     programs, begin = -(-n // VECTOR), first * width
     numbers = n, begin, begin + lost.numel()
     tensors = ok, x, codes, scales, lost, out
-    _launch("subtract_decoded_if", programs, out.device, *tensors, *numbers, width=width, block=VECTOR)
+    _launch("subtract_decoded_if", programs, out.device, *tensors, *numbers, width=width, block=VECTOR, **EXACT)
 
 
 @_operator("Tensor ok, Tensor codes, Tensor scales, *, Tensor(a!) out")
 def decode_or_nan(ok: Tensor, codes: Tensor, scales: Tensor, *, out: Tensor) -> None:
     n, width = out.numel(), codes.shape[-1]
-    _launch("decode_or_nan", -(-n // VECTOR), out.device, ok, codes, scales, out, n, width=width, block=VECTOR)
+    _launch("decode_or_nan", -(-n // VECTOR), out.device, ok, codes, scales, out, n, width=width, block=VECTOR, **EXACT)
 
 
 class Memory(Protocol):
@@ -144,7 +142,8 @@ class TorchFused:
 
     def subtract_product_if(self, ok: Tensor, x: Tensor, p: Tensor, q: Tensor, y: Tensor) -> Tensor:
         p, q = (each if each.ndim == 3 else each.unsqueeze(0) for each in (p, q))
-        subtract_product_if(ok, x.contiguous(), p, q, out=y)
+        with _dense(y) as out:
+            subtract_product_if(ok, x.contiguous(), p, q, out=out)
         return y
 
     def quantized(self, x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
@@ -170,20 +169,26 @@ class TorchFused:
     def subtract_decoded_if(
         self, ok: Tensor, x: Tensor, codes: Tensor, scales: Tensor, lost: Tensor, first: int, y: Tensor
     ) -> Tensor:
-        subtract_decoded_if(ok, x.contiguous(), codes, scales, lost, first, out=y)
+        with _dense(y) as out:
+            subtract_decoded_if(ok, x.contiguous(), codes, scales, lost, first, out=out)
         return y
 
     def decoded_each(
         self, ok: Tensor, codes: Sequence[Tensor], scales: Sequence[Tensor], out: Sequence[Tensor]
     ) -> list[Tensor]:
         for place, own_codes, own_scales in _joined(out, codes, scales):
-            if place.is_contiguous():
-                decode_or_nan(ok, own_codes, own_scales, out=place)
-            else:
-                dense = torch.empty(place.shape, dtype=place.dtype, device=place.device)
+            with _dense(place) as dense:
                 decode_or_nan(ok, own_codes, own_scales, out=dense)
-                place.copy_(dense)
         return list(out)
+
+
+@contextmanager
+def _dense(y: Tensor) -> Iterator[Tensor]:
+    """The same elements side by side, to be written to."""
+    dense = y.contiguous()
+    yield dense
+    if dense.data_ptr() != y.data_ptr():
+        y.copy_(dense)
 
 
 def _joined(out: Sequence[Tensor], codes: Sequence[Tensor], scales: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
