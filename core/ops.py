@@ -176,7 +176,8 @@ class Fused(Protocol[A]):
     widest: int
 
     def subtract_product_if(self, ok: A, x: A, p: A, q: A, y: A) -> A:
-        """`y`, which becomes `x - p.mT @ q` if `ok` holds: see `Ops.subtract_product`. `y` has the shape and dtype of `x`, and is donated."""
+        """`y`, which becomes `x - p.mT @ q` if `ok` holds: see `Ops.subtract_product`. `x` may have any shape of so many elements; `y` has its shape and dtype,
+        and is donated."""
 
     def quantized(self, x: A, largest: float) -> tuple[A, A]:
         """Codes uint8 (R, B) and scales float32 (R, 1) of float32 (R, B): `nearest_bytes` of `x` times the reciprocal of its `scales`."""

@@ -49,10 +49,8 @@ def subtracted(ops: Ops[A], x: A, sent: LowRank[A], *, out: A | None = None) -> 
 def subtracted_if(fused: Fused[A], ok: A, x: A, sent: LowRank[A], y: A) -> A | None:
     """`y`, donated, which becomes `x - sent` if `ok` holds. None, and nothing is done, if the matrix has more elements than `x`."""
     p, q = sent
-    shape, matrix = tuple(x.shape), _matrix_shape(p, q)
-    if math.prod(shape) != math.prod(matrix):
-        return None
-    return fused.subtract_product_if(ok, x.reshape(matrix), p, q, y.reshape(matrix)).reshape(shape)
+    fits = math.prod(x.shape) == math.prod(_matrix_shape(p, q))
+    return fused.subtract_product_if(ok, x, p, q, y) if fits else None
 
 
 def multiplied(ops: Ops[A], p: A, q: A, *, out: A) -> A:
