@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -64,14 +64,12 @@ def copy_if(ok: Tensor, x: Tensor, *, out: Tensor) -> None:
 
 @_operator("Tensor ok, Tensor x, Tensor p, Tensor q, *, Tensor(a!) out")
 def subtract_product_if(ok: Tensor, x: Tensor, p: Tensor, q: Tensor, *, out: Tensor) -> None:
-    import triton.language as tl
-
-    (batch, r, n), m = p.shape, q.shape[-1]
+    r, n, m = *p.shape[-2:], q.shape[-1]
+    batch, strides = (p.shape[0], (*p.stride(), *q.stride())) if p.ndim == 3 else (1, (0, *p.stride(), 0, *q.stride()))
     rows, columns = TILE
     programs = batch * -(-n // rows) * -(-m // columns)
-    sum_in = tl.float64 if out.dtype == torch.float64 else tl.float32
-    tile = {"wide": sum_in, "some": rows, "columns": columns}
-    _launch("subtract_product_if", programs, out.device, ok, x, p, q, out, n, m, r, *p.stride(), *q.stride(), **tile)
+    tile = {"double": out.dtype == torch.float64, "some": rows, "columns": columns}
+    _launch("subtract_product_if", programs, out.device, ok, x, p, q, out, n, m, r, *strides, **tile)
 
 
 def _blocks(rows: int, width: int) -> tuple[int, dict[str, int]]:
@@ -141,10 +139,9 @@ class TorchFused:
         return torch.where(ok, x, y, out=y)
 
     def subtract_product_if(self, ok: Tensor, x: Tensor, p: Tensor, q: Tensor, y: Tensor) -> Tensor:
-        p, q = (each if each.ndim == 3 else each.unsqueeze(0) for each in (p, q))
-        with _dense(y) as out:
-            subtract_product_if(ok, x.contiguous(), p, q, out=out)
-        return y
+        out = y.contiguous()
+        subtract_product_if(ok, x.contiguous(), p, q, out=out)
+        return _returned(out, y)
 
     def quantized(self, x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
         codes, scales = self._coded(tuple(x.shape), x)
@@ -169,26 +166,23 @@ class TorchFused:
     def subtract_decoded_if(
         self, ok: Tensor, x: Tensor, codes: Tensor, scales: Tensor, lost: Tensor, first: int, y: Tensor
     ) -> Tensor:
-        with _dense(y) as out:
-            subtract_decoded_if(ok, x.contiguous(), codes, scales, lost, first, out=out)
-        return y
+        out = y.contiguous()
+        subtract_decoded_if(ok, x.contiguous(), codes, scales, lost, first, out=out)
+        return _returned(out, y)
 
     def decoded_each(
         self, ok: Tensor, codes: Sequence[Tensor], scales: Sequence[Tensor], out: Sequence[Tensor]
     ) -> list[Tensor]:
         for place, own_codes, own_scales in _joined(out, codes, scales):
-            with _dense(place) as dense:
-                decode_or_nan(ok, own_codes, own_scales, out=dense)
+            dense = place.contiguous()
+            decode_or_nan(ok, own_codes, own_scales, out=dense)
+            _returned(dense, place)
         return list(out)
 
 
-@contextmanager
-def _dense(y: Tensor) -> Iterator[Tensor]:
-    """The same elements side by side, to be written to."""
-    dense = y.contiguous()
-    yield dense
-    if dense.data_ptr() != y.data_ptr():
-        y.copy_(dense)
+def _returned(dense: Tensor, y: Tensor) -> Tensor:
+    """`y`, with the elements that were written side by side: there, as a rule."""
+    return y if dense is y or dense.data_ptr() == y.data_ptr() else y.copy_(dense)
 
 
 def _joined(out: Sequence[Tensor], codes: Sequence[Tensor], scales: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:

@@ -42,17 +42,18 @@ def subtract_product_if(
     q_batch,
     q_row,
     q_column,
-    wide: tl.constexpr,
+    double: tl.constexpr,
     some: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """out = x - pᵀ q, or nothing at all: x (b, n, m), p (b, r, n) and q (b, r, m), of which a program makes a tile. Summed in the dtype wide."""
+    """out = x - pᵀ q, or nothing at all: x (b, n, m), p (b, r, n) and q (b, r, m), of which a program makes a tile. Summed in float32, or `double`."""
     if tl.load(ok):
         across, down = tl.cdiv(m, columns), tl.cdiv(n, some)
         tile = tl.program_id(0)
         batch = (tile // (across * down)).to(tl.int64)
         i = (tile // across) % down * some + tl.arange(0, some)
         j = tile % across * columns + tl.arange(0, columns)
+        wide: tl.constexpr = tl.float64 if double else tl.float32
         product = tl.zeros((some, columns), wide)
         p += batch * p_batch
         q += batch * q_batch
