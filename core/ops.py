@@ -180,7 +180,7 @@ class Fused(Protocol[A]):
         and is donated."""
 
     def quantized(self, x: A, largest: float) -> tuple[A, A]:
-        """Codes uint8 (R, B) and scales float32 (R, 1) of float32 (R, B): `nearest_bytes` of `x` times the reciprocal of its `scales`."""
+        """Codes uint8 (R, B) and scales float32 (R, 1) of floats (R, B), cast to float32: `nearest_bytes` of `x` times the reciprocal of its `scales`."""
 
     def mean_quantized(self, codes: A, scales: A, largest: float, *, keeps: bool) -> tuple[A, A, A | None]:
         """Likewise of the mean of what codes uint8 (W, R, B) and scales (W, R, 1) stand for, in order of replicas; and, if it `keeps` that, float32 (R, B),

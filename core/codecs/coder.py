@@ -270,9 +270,11 @@ class Coder(Generic[A]):
         ops, codec, noise = self.ops, self.codec, self.noise
         codes: Any  # several matrices
         if noise is None or not codec.dithers:
+            casts = codec.fused(ops, shape[1]) is not None  # by itself
 
             def nearest(*y: A, out: A | None = None) -> Any:
-                return codec.encode(ops, ops.cast(numbers(*y), "float32"))
+                x = numbers(*y)
+                return codec.encode(ops, x if casts else ops.cast(x, "float32"))
 
             codes = ops.by_rows(nearest, *arrays)
             return tuple(codes)

@@ -78,6 +78,12 @@ def test_codes_of_many_programs(shape):
     assert_codes(FUSED.quantized(on_device(x), LARGEST), x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_codes_of_other_floats_are_those_of_them_in_float32(dtype):
+    x = on_device(rows((30, 64))).clamp(-60_000, 60_000).to(dtype)
+    assert_codes(FUSED.quantized(x, LARGEST), x.float().cpu().numpy())
+
+
 def test_halves_are_rounded_to_the_even_code():
     x = np.arange(-128, 128, dtype=np.float32)[None] / 2
     x[0, 0] = 127
