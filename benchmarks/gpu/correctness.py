@@ -92,10 +92,10 @@ def _product(target: Target) -> Row:
     x, p, q = (torch.randn(shape, generator=generator) for shape in ((1003, 517), (32, 1003), (32, 517)))
     y, no, yes = x.to(target.device), *(torch.tensor(ok, device=target.device) for ok in (False, True))
     fused = TorchFused(TorchOps(target.device))
-    given = [each.to(target.device) for each in (x, p, q)]
-    fused.subtract_product_if(no, *given, y)
+    there, own_p, own_q = (each.to(target.device) for each in (x, p, q))
+    fused.subtract_product_if(no, there, own_p, own_q, y)
     untouched = torch.equal(y.cpu(), x)
-    fused.subtract_product_if(yes, *given, y)
+    fused.subtract_product_if(yes, there, own_p, own_q, y)
     terms = x.double().abs() + p.double().abs().mT @ q.double().abs()
     off = ((y.cpu().double() - (x.double() - p.double().mT @ q.double())).abs() / terms).max()
     return _found(float(off) if untouched else float("inf"), 4e-6)

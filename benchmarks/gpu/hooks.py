@@ -129,7 +129,7 @@ def _group(target: Target) -> Any:
 
 
 def _ours(target: Target, parameters: dict[str, torch.Tensor], rank: int, algorithm: Algorithm | None = None) -> Hook:
-    group = _group(target) if algorithm is None else dist.group.WORLD
+    group: Any = _group(target) if algorithm is None else dist.group.WORLD
     driver = Driver(algorithm or PowerSGD(rank), specs_of(parameters), target.device, group)
     handle = CommHook(driver, parameters, None)
     return lambda bucket: handle.hook(None, bucket)

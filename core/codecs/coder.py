@@ -419,8 +419,8 @@ class Coder(Generic[A]):
             start, (codes, scales) = 0, own
             for i, first, count in _members(pack):
                 begin, end, each = _part(count, size, place)
-                lost, first_and = off[start : start + end - begin], slice(first, first + count)
-                sent[i] = Coded(codes[first_and], scales[first_and], lost, begin)
+                own_rows, lost = slice(first, first + count), off[start : start + end - begin]
+                sent[i] = Coded(codes[own_rows], scales[own_rows], lost, begin)
                 start += each
             return
         decoded = ops.cast(self._decoded(own), dtype)
