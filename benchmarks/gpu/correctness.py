@@ -90,7 +90,7 @@ def _product(target: Target) -> Row:
     """Residual of a product of rank 32, and nothing if the step is not finite: parts of its terms."""
     generator = torch.Generator().manual_seed(0)
     x, p, q = (torch.randn(shape, generator=generator) for shape in ((1003, 517), (32, 1003), (32, 517)))
-    y, no, yes = x.to(target.device), *(torch.tensor(ok, device=target.device) for ok in (False, True))
+    y, no, yes = x.clone().to(target.device), *(torch.tensor(ok, device=target.device) for ok in (False, True))
     fused = TorchFused(TorchOps(target.device))
     there, own_p, own_q = (each.to(target.device) for each in (x, p, q))
     fused.subtract_product_if(no, there, own_p, own_q, y)
