@@ -40,6 +40,7 @@ from gradwire.torch_backend.advise.method_cost import _Clock, _Exchange, _Groups
 from gradwire.torch_backend.ddp.hook import CommHook
 from gradwire.torch_backend.engine.driver import MESSAGE_BYTES, MESSAGE_BYTES_ON_DEVICE, Driver, specs_of
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
+from gradwire.torch_backend.ops.fused import TorchFused
 from gradwire.torch_backend.ops.kernels import TorchOps
 
 MIB = 1 << 20
@@ -140,13 +141,15 @@ def _empty_like(x: Tensor, device: str) -> Tensor:
 
 
 @contextmanager
-def on_a_device() -> Iterator[None]:
-    """Drivers made within take the branch for devices, on tensors of the CPU."""
+def on_a_device(*, fused: bool = False) -> Iterator[None]:
+    """Drivers made within take the branch for devices, on tensors of the CPU. `fused`: with the kernels in Triton, which count as what their schemas say; to
+    compute, they need Triton's interpreter."""
     original = TorchOps.__init__
 
     def init(self: TorchOps, device: torch.device) -> None:
         original(self, device)
         self._host_knows = False
+        self.fused = TorchFused(self) if fused else None
 
     with mock.patch.object(TorchOps, "__init__", init):
         yield

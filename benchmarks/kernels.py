@@ -1,12 +1,14 @@
-"""What a step of PowerSGD asks of a device and of the host, counted without a device: gradwire's hook and torch's on the gradients of a GPT.
+"""What a step of PowerSGD and of codes asks of a device and of the host, counted without a device: gradwire's hook and torch's on the gradients of a GPT.
 
     python benchmarks/kernels.py                 # some seconds; writes benchmarks/results/kernels.json and prints a table
     python benchmarks/kernels.py --ranks 4 --caps 25 --by-name --output ""
     python benchmarks/kernels.py --layers 1 --width 64 --vocabulary 200 --repeats 1 --output /tmp/kernels.json
 
-Each row is a step in which everything is warm, of one rank of eight, with DDP's buckets of 25 MiB or with one bucket:
+Each row is a step in which everything is warm, of one rank of eight, with DDP's buckets of 25 MiB or with one bucket. gradwire's hook is counted with its
+kernels in Triton and, as on a device on which these do not run, without:
 
 - kernels: aten operations that would be kernels, all-reduces not counted; `benchmarks/dry.py` says what counts.
+- passes: bytes that those kernels read and write, by the bytes of the gradients; what is exchanged, and copied to be, by all-reduces not counted.
 - all-reduces, and their payload.
 - host waits: numbers that the host reads, and calls of `torch.cuda.synchronize`.
 - host: CPU time of the hook's calls without tensors. The calls into torch (operators, views, questions about a tensor) are recorded once, then
@@ -32,13 +34,16 @@ from measuring import save
 from shapes import elements, gpt
 from torch.overrides import TorchFunctionMode
 
-from gradwire import PowerSGD
+from gradwire import Algorithm, AllReduce, PowerSGD, Quantize, WireDtype
 from gradwire.core.state.skipped_steps import IN_A_ROW
 
 #: Steps before one is counted: torch's hook begins with two dense ones, and makes its factors in the third.
 WARM_UP = 4
 #: A cap that puts everything into one bucket.
 ONE_BUCKET = 100_000.0
+#: gradwire's hook, and whether with the kernels in Triton.
+OURS = {"gradwire": True, "gradwire without Triton": False}
+CODES: list[Algorithm] = [WireDtype(AllReduce(), "int8"), Quantize("int8")]
 Call = tuple[Any, Any, Any]
 
 
@@ -124,8 +129,8 @@ def host_time(step: Step, repeats: int) -> tuple[float, int]:
     return whole - calls, len(record.calls)
 
 
-def measured(step: Step, repeats: int) -> dict[str, Any]:
-    """A row about one hook."""
+def counted(step: Step) -> dict[str, Any]:
+    """What a warm step asks of the device."""
     for _ in range(WARM_UP):
         with Kernels():
             step.run()
@@ -133,20 +138,34 @@ def measured(step: Step, repeats: int) -> dict[str, Any]:
     before = group.all_reduces, group.nbytes, step.synchronized
     with Kernels() as seen:
         step.run()
-    row = {
+    gradients = sum(bucket.buffer().nbytes for bucket in step.buckets)
+    return {
         "buckets": len(step.buckets),
         "kernels": seen.kernels,
+        "passes": seen.nbytes / gradients,
         "all_reduces": group.all_reduces - before[0],
         "payload_mib": (group.nbytes - before[1]) / MIB,
         "host_waits": seen.waits + step.synchronized - before[2],
         "by_name": dict(seen.by_name.most_common()),
     }
+
+
+def measured(step: Step, repeats: int) -> dict[str, Any]:
+    """A row about one hook."""
+    row = counted(step)
     seconds, calls = host_time(step, repeats)
     return row | {
         "host_ms": seconds * 1e3,
         "host_us_per_bucket": seconds * 1e6 / len(step.buckets),
         "torch_calls": calls,
     }
+
+
+def gradwire(
+    shapes: dict[str, tuple[int, ...]], algorithm: Algorithm, cap: float, dtype: torch.dtype, *, fused: bool
+) -> Step:
+    with on_a_device(fused=fused):
+        return gradwire_step(shapes, algorithm, cap, dtype)
 
 
 def main() -> None:
@@ -176,19 +195,29 @@ def main() -> None:
     rows = []
     for cap in args.caps:
         for rank in args.ranks:
-            with on_a_device():
-                ours = gradwire_step(shapes, PowerSGD(rank), cap, dtype)
-            for subject, step in {"gradwire": ours, "torch": torch_step(shapes, rank, cap, dtype)}.items():
+            steps = {name: gradwire(shapes, PowerSGD(rank), cap, dtype, fused=fused) for name, fused in OURS.items()}
+            for subject, step in (steps | {"torch": torch_step(shapes, rank, cap, dtype)}).items():
                 row = {"subject": subject, "rank": rank, "cap_mib": cap} | measured(step, args.repeats)
                 rows.append(row)
                 print(
-                    f"rank {rank:>2}  {row['buckets']:>3} buckets  {subject:<8}  {row['kernels']:6} kernels  {row['all_reduces']:3} all-reduces"
+                    f"rank {rank:>2}  {row['buckets']:>3} buckets  {subject:<24}  {row['kernels']:6} kernels  {row['passes']:5.2f} passes  {row['all_reduces']:3} all-reduces"
                     f" ({row['payload_mib']:6.2f} MiB)  {row['host_waits']:3} host waits  host {row['host_ms']:6.2f} ms,"
                     f" {row['host_us_per_bucket']:6.0f} µs per bucket, {row['torch_calls']} calls into torch",
                     flush=True,
                 )
                 if args.by_name:
                     print("   ", ", ".join(f"{name} {n}" for name, n in row["by_name"].items()))
+    codes = []
+    for algorithm in CODES:
+        for subject, fused in OURS.items():
+            row = {"algorithm": repr(algorithm), "subject": subject, "cap_mib": args.caps[0]}
+            row |= counted(gradwire(shapes, algorithm, args.caps[0], dtype, fused=fused))
+            codes.append(row)
+            print(
+                f"{row['algorithm']}  {subject:<24}  {row['kernels']:6} kernels  {row['passes']:5.2f} passes  {row['host_waits']:3} host waits"
+            )
+            if args.by_name:
+                print("   ", ", ".join(f"{name} {n}" for name, n in row["by_name"].items()))
     if args.output:
         result = {
             "command": " ".join(["python benchmarks/kernels.py", *sys.argv[1:]]),
@@ -197,6 +226,7 @@ def main() -> None:
             "dtype": args.dtype,
             "repeats": args.repeats,
             "rows": rows,
+            "codes": codes,
         }
         save(result, Path(args.output))
 

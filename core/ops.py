@@ -165,8 +165,41 @@ class Bundled(Protocol[A]):
         """Averages and memory after the step, of every single tensor."""
 
 
+class Fused(Protocol[A]):
+    """Kernels that do in one pass over memory what others do in several, and the same to rounding: those with codes bit for bit. `ok` is a boolean scalar; where
+    it does not hold, what is called `y` is neither read nor written.
+
+    Attributes:
+        widest: rows of codes have at most so many elements.
+    """
+
+    widest: int
+
+    def subtract_product_if(self, ok: A, x: A, p: A, q: A, y: A) -> A:
+        """`y`, which becomes `x - p.mT @ q` if `ok` holds: see `Ops.subtract_product`. `x` may have any shape of so many elements; `y` has its shape and dtype,
+        and is donated."""
+
+    def quantized(self, x: A, largest: float) -> tuple[A, A]:
+        """Codes uint8 (R, B) and scales float32 (R, 1) of floats (R, B), cast to float32: `nearest_bytes` of `x` times the reciprocal of its `scales`."""
+
+    def mean_quantized(self, codes: A, scales: A, largest: float, *, keeps: bool) -> tuple[A, A, A | None]:
+        """Likewise of the mean of what codes uint8 (W, R, B) and scales (W, R, 1) stand for, in order of replicas; and, if it `keeps` that, float32 (R, B),
+        what rounding takes from it, times -W."""
+
+    def subtract_decoded_if(self, ok: A, x: A, codes: A, scales: A, lost: A, first: int, y: A) -> A:
+        """`y`, which becomes, if `ok` holds, `x` less what codes uint8 (R, B) and scales (R, 1) stand for and, from row `first` on, less the rows `lost`, float32
+        (some, B). `y` has the shape and dtype of `x`, no more elements than the codes, and is donated."""
+
+    def decoded_each(self, ok: A, codes: Sequence[A], scales: Sequence[A], out: Sequence[A]) -> list[A]:
+        """What each (R, B) of codes stands for if `ok` holds, else NaN throughout, in `out`, whose arrays have no more elements than the codes."""
+
+
 class Ops(Protocol[A]):
     """The kernels of one framework. dtypes are named by strings: `"float32"`, `"bfloat16"`, `"int32"`, `"bool"`."""
+
+    @property
+    def fused(self) -> Fused[A] | None:
+        """Kernels for several operations at a time; None where there are none, or compilers fuse by themselves."""
 
     def dtype_of(self, x: A) -> str:
         """The name of `x`'s dtype."""

@@ -62,8 +62,8 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
     "kernels.py": (
         [*TINY, "--width=64", "--ranks=4", "--caps", "0.1"],
         "rows",
-        2,
-        "subject cap_mib buckets kernels by_name all_reduces host_waits host_ms",
+        3,
+        "subject cap_mib buckets kernels passes by_name all_reduces host_waits host_ms",
     ),
     "muon.py": ([*TINY, "--width=32"], "rows", 2, "backend plain_ms divided_ms message_ms share"),
     "network": (

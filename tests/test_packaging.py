@@ -53,11 +53,13 @@ def test_the_wheel_installs_and_every_module_imports(wheel, tmp_path):
     command = ["install", "-q", "--no-deps", "--no-index", "--no-compile", "--target", str(tmp_path), str(wheel)]
     subprocess.run([sys.executable, "-m", "pip", *command], check=True, timeout=240)
     program = f"""
-import importlib, pathlib, sys
+import importlib.util, pathlib, sys
 target = pathlib.Path({str(tmp_path)!r})
 sys.path.insert(0, str(target))
 for file in sorted(target.glob("gradwire/**/*.py")):
     name = ".".join(file.relative_to(target).with_suffix("").parts).removesuffix(".__init__")
+    if name.endswith("triton_kernels") and importlib.util.find_spec("triton") is None:
+        continue
     module = importlib.import_module(name)
     assert module.__file__ == str(file), (module.__file__, file)
 """

@@ -8,8 +8,10 @@
 GPTs of 125 million and 1.3 billion parameters, ranks 1, 4 and 32, float32 and bfloat16, DDP's default buckets and one bucket, one process (NCCL)
 unless it says otherwise. Parts, in this order, each with a limit of time (`parts.py`):
 
+- numbers: whether the device computes what NumPy does: orthonormal factors of gradients of few rows, the kernels in Triton.
 - products: what PowerSGD multiplies, for the embedding alone and a layer alone, against the bandwidth of a copy.
 - hook: time of the hook alone, which launching bounds; kernels, their time, waits of the host, memory.
+- methods: codes, TopK and Sign likewise.
 - steps: whole training steps under DDP with gradwire's hook, torch's, `bf16_compress_hook` and none.
 - graph: a step in a CUDA graph. compiled: a model compiled with graphs of its own.
 - gloo: two processes that share the device.

@@ -94,11 +94,14 @@ def _refused(target: Target, size: tuple[int, ...]) -> str:
     """What is said of a step that a graph cannot repeat; last, since what follows a failed capture is undefined."""
     if target.tiny:
         return ""
-    training = _Training(target, size, PowerSGD(RANK, warm_start=False))
-    for _ in range(3):
-        training.step()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # as in `_replaying`: else the capture fails before gradwire can say anything
+        training = _Training(target, size, PowerSGD(RANK, warm_start=False))
+        for _ in range(BEFORE_CAPTURE):
+            training.step()
+    torch.cuda.synchronize()
     try:
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
             training.step()
     except RuntimeError as error:
         said: BaseException | None = error

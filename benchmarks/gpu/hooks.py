@@ -21,26 +21,45 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
 from gpu.launches import launches
 from gpu.target import GIB, Target
-from gradwire import PowerSGD
+from gradwire import Algorithm, AllReduce, PowerSGD, Quantize, Sign, TopK, WireDtype
 from gradwire.torch_backend.ddp.hook import CommHook
 from gradwire.torch_backend.engine.driver import Driver, specs_of
+from gradwire.torch_backend.ops.fused import available as fused_on
 
 #: MiB of a bucket: DDP's default, and all in one.
 CAPS = {"25 MiB": 25.0, "one": 100_000.0}
-#: Over the gradient: gradient + error (3), M Q, Mᵀ P, M - P Qᵀ (2), P Qᵀ.
+#: Over the gradient: gradient + error (3), M Q, Mᵀ P, M - P Qᵀ into the error (2), P Qᵀ.
 PASSES = 8
+#: And what is made by torch's hook, and by gradwire's where its kernels in Triton do not run: M - P Qᵀ is written where M was, and then chosen or the old error (3).
+PASSES_APART = 11
 Row = dict[str, Any]
 Hook = Callable[[Any], Any]
 
 
 def hook_rows(target: Target, ranks: list[int], bandwidth: float) -> Iterator[tuple[str, Callable[[], Row]]]:
     """What is measured, the most important first: a name, and a function that measures it."""
-    plans = [("float32", "25 MiB"), ("float32", "one"), ("bfloat16", "25 MiB")]
-    for dtype, cap in plans:
-        for size in reversed(target.sizes):
-            for rank in sorted(ranks, key=lambda r: r != 4):
-                name = f"{size}, rank {rank}, {dtype}, buckets: {cap}"
-                yield name, partial(_compared, target, size, rank, dtype, cap, bandwidth)
+    plans = [("float32", "25 MiB"), ("bfloat16", "25 MiB"), ("float32", "one")]
+    rank_4, others = [r for r in ranks if r == 4], [r for r in ranks if r != 4]
+    for chosen in (rank_4, others):
+        for dtype, cap in plans:
+            for size in reversed(target.sizes):
+                for rank in chosen:
+                    name = f"{size}, rank {rank}, {dtype}, buckets: {cap}"
+                    yield name, partial(_compared, target, size, rank, dtype, cap, bandwidth)
+
+
+def method_rows(target: Target, bandwidth: float) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Other methods on the smallest model, beside a copy of its gradients."""
+    size = next(iter(target.sizes))
+    for algorithm in (WireDtype(AllReduce(), "int8"), Quantize("int8"), TopK(64), Sign()):
+        yield f"{size}, {algorithm!r}", partial(_one_method, target, size, algorithm, bandwidth)
+
+
+def _one_method(target: Target, size: str, algorithm: Algorithm, bandwidth: float) -> Row:
+    shapes = gpt(*target.sizes[size])
+    copy_ms = 2 * 4 * elements(shapes) / bandwidth * 1e3
+    found = _measured(target, partial(_ours, algorithm=algorithm), shapes, 0, torch.float32, CAPS["25 MiB"])
+    return {"size": size, "algorithm": repr(algorithm), "copies": found["compress_ms"] / copy_ms, "gradwire": found}
 
 
 def _compared(target: Target, size: str, rank: int, dtype: str, cap: str, bandwidth: float) -> Row:
@@ -61,6 +80,9 @@ def _compared(target: Target, size: str, rank: int, dtype: str, cap: str, bandwi
     for name, make in makers.items():
         row[name] = _measured(target, make, shapes, rank, getattr(torch, dtype), CAPS[cap])
         row[name]["of_bandwidth"] = floor / row[name]["compress_ms"]
+        passes = PASSES if name == "gradwire" and fused_on(target.device) else PASSES_APART
+        row[name]["passes"] = passes
+        row[name]["of_bandwidth_with_passes"] = passes / PASSES * row[name]["of_bandwidth"]
         gc.collect()
     row["ratio"] = row["gradwire"]["compress_ms"] / row["torch"]["compress_ms"]
     return row
@@ -106,8 +128,9 @@ def _group(target: Target) -> Any:
     return PretendedGroup() if target.tiny else dist.group.WORLD
 
 
-def _ours(target: Target, parameters: dict[str, torch.Tensor], rank: int) -> Hook:
-    driver = Driver(PowerSGD(rank), specs_of(parameters), target.device, _group(target))
+def _ours(target: Target, parameters: dict[str, torch.Tensor], rank: int, algorithm: Algorithm | None = None) -> Hook:
+    group: Any = _group(target) if algorithm is None else dist.group.WORLD
+    driver = Driver(algorithm or PowerSGD(rank), specs_of(parameters), target.device, group)
     handle = CommHook(driver, parameters, None)
     return lambda bucket: handle.hook(None, bucket)
 

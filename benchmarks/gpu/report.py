@@ -41,21 +41,57 @@ def _products(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def _hook(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    heads = ["", "hook", "ms", "of copy", "host ms", "kernels", "busy ms", "waits", "warned", "kept GiB", "peak GiB"]
+    heads = [
+        "",
+        "hook",
+        "ms",
+        "of copy, 8 passes",
+        "those made",
+        "host ms",
+        "kernels",
+        "busy ms",
+        "waits",
+        "warned",
+        "kept GiB",
+        "peak GiB",
+    ]
     lines = []
     for row in rows:
         for name in [key for key, value in row.items() if isinstance(value, dict)]:
             r = row[name]
             first = row["row"] if name == "gradwire" else ""
             counts = [str(r[key]) for key in ("host_waits", "host_waits_warned")]
-            times = [_ms(r["compress_ms"]), _share(r["of_bandwidth"]), _ms(r["host_ms"])]
+            made = f"{_share(r['of_bandwidth_with_passes'])} ({r['passes']})"
+            times = [_ms(r["compress_ms"]), _share(r["of_bandwidth"]), made, _ms(r["host_ms"])]
             memory = [_ms(r["kept_gib"]), _ms(r["peak_gib"])]
             lines.append([first, name, *times, str(r["kernels"]), _ms(r["busy_ms"]), *counts, *memory])
     return heads, lines
 
 
+def _methods(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    heads = [
+        "one process, so nothing is sent",
+        "ms",
+        "copies of the gradients",
+        "host ms",
+        "kernels",
+        "busy ms",
+        "waits",
+    ]
+    lines = []
+    for row in rows:
+        r = row["gradwire"]
+        counts = [str(r["kernels"]), _ms(r["busy_ms"]), str(r["host_waits"])]
+        lines.append([row["row"], _ms(r["compress_ms"]), _ms(row["copies"]), _ms(r["host_ms"]), *counts])
+    return heads, lines
+
+
+def _numbers(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    return ["", "found", "at most"], [[r["row"], f"{r['found']:.1e}", f"{r['at_most']:.1e}"] for r in rows]
+
+
 def _steps(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    heads = ["", "hook", "step ms", "over DDP ms", "peak GiB"]
+    heads = ["one process, so nothing is sent", "hook", "step ms", "over DDP ms", "peak GiB"]
     lines = [
         [row["row"] if name == "DDP" else "", name, _ms(r["step_ms"]), _ms(r["over_ddp_ms"]), _ms(r["peak_gib"])]
         for row in rows
@@ -100,6 +136,8 @@ def _jax(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 _TABLES = {
+    "numbers": _numbers,
+    "methods": _methods,
     "products": _products,
     "hook": _hook,
     "steps": _steps,
@@ -114,6 +152,9 @@ def goals(parts: dict[str, Row]) -> list[dict[str, Any]]:
     """Each goal that the rows speak of: what, the figure, whether it is reached. All rows of fp32 in DDP's default buckets."""
     rows = [r for r in parts.get("hook", {"rows": []})["rows"] if "error" not in r]
     found: list[dict[str, Any]] = []
+    for r in parts.get("numbers", {"rows": []})["rows"]:
+        right = "error" not in r and r["found"] <= r["at_most"]
+        found.append({"goal": f"right: {r['row']}", "figure": r.get("found", float("nan")), "reached": right})
     for r in rows:
         if (r["dtype"], r["buckets"]) == ("float32", "25 MiB"):
             what = f"{r['size']}, rank {r['rank']}: time of torch's hook, at most {RATIO}"

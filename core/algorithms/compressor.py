@@ -21,7 +21,8 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from gradwire.core.algorithm import State, Stepped, check_specs
 from gradwire.core.algorithms.shared.clipping import clipped
-from gradwire.core.kernels.low_rank import LowRank, Residual, multiplied, subtracted
+from gradwire.core.codecs.codec import Coded
+from gradwire.core.kernels.low_rank import LowRank, Residual, multiplied, subtracted, subtracted_if
 from gradwire.core.ops import A, Bundled, FloatDtype, Ops, Spec, largest_error, wide_dtype
 from gradwire.core.protocol import branch, branch_on_phase, mean_each, step_is_finite, together
 from gradwire.core.protocol.programs import Program
@@ -78,11 +79,12 @@ class _Given(NamedTuple, Generic[A]):
 
 
 class _Exchanged(NamedTuple, Generic[A]):
-    """What the messages of a step have brought, by name: what this replica `sent`, the new memory, the averages as factors and as they are."""
+    """What the messages of a step have brought, by name: what this replica `sent`, the new memory, the averages as factors, as codes and as they are."""
 
-    sent: dict[str, A | LowRank[A]]
+    sent: dict[str, A | LowRank[A] | Coded[A]]
     memory: dict[str, dict[str, A]]
     factors: dict[str, LowRank[A]]
+    coded: dict[str, Coded[A]]
     averages: dict[str, A]
 
 
@@ -200,9 +202,9 @@ class Compressor(abc.ABC):
 
     def compress_together(
         self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any
-    ) -> Program[list[tuple[A, A, dict[str, A]]]] | None:
+    ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:
         """A program that does for all these tensors what `compress` does for each, in their order; None where that is no better. What comes back of a
-        tensor must not depend on what is sent beside it."""
+        tensor must not depend on what is sent beside it. Arrays may be `gradwire.core.codecs.codec.Coded` where an error is kept whole."""
         return None
 
     def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> Hashable | None:
@@ -264,7 +266,7 @@ class Compressor(abc.ABC):
         given = _Given(x, {name: each for name, each in g.items() if name not in tensors}, tensors, stacks, step)
 
         async def dense() -> _Exchanged[A]:
-            return _Exchanged({}, {}, {}, await mean_each(gradients, watched=False))
+            return _Exchanged({}, {}, {}, {}, await mean_each(gradients, watched=False))
 
         phases = [partial(self._exchange, ops, gradients, given, phase) for phase in range(self.phases)]
         # Where the step number is not known, both sides are traced and nothing is written in place.
@@ -288,11 +290,13 @@ class Compressor(abc.ABC):
         """All messages of a step in this phase. XLA copies what a branch returns, so nothing as large as a gradient is made here."""
         programs: list[Program[Any]] = []
         x = given.x
+        # A kernel that computes the residual as it commits it takes no longer than one that commits what was computed before.
+        early = self.error_feedback and not (self.error_feedback is True and ops.fused is not None)
         memories = {name: {key: m for key, m in given.tensors[name].items() if key != ERROR} for name in x}
         joint = self.compress_together(ops, {name: left.x for name, left in x.items()}, memories, given.step)
         for name, left in x.items() if joint is None else ():
             memory = memories[name]
-            context = StepContext(given.step, phase, left if self.error_feedback else None)
+            context = StepContext(given.step, phase, left if early else None)
             if name in given.stacks:
                 programs.append(self.compress_stack(ops, given.stacks[name], left.x, memory, context))
             else:
@@ -303,8 +307,13 @@ class Compressor(abc.ABC):
         columns = zip(*results, strict=True) if results else ((), (), ())
         sent, received, new = (dict(zip(x, column, strict=True)) for column in columns)
         factors = {name: each for name, each in received.items() if isinstance(each, LowRank)}
-        dense = {name: self._like(ops, received[name], gradients[name]) for name in x if name not in factors}
-        return _Exchanged(sent, new, factors, averages | dense)
+        coded = {name: each for name, each in received.items() if isinstance(each, Coded)}
+        dense = {
+            name: self._like(ops, received[name], gradients[name])
+            for name in x
+            if name not in factors and name not in coded
+        }
+        return _Exchanged(sent, new, factors, coded, averages | dense)
 
     def _bundled(
         self, ops: Ops[A], gradients: dict[str, A], tensors: Mapping[str, Mapping[str, A]]
@@ -363,16 +372,30 @@ class Compressor(abc.ABC):
             if early:
                 commit(ERROR, early, [largest_error(ops, tensors[name][ERROR]) for name in early])
             late = [name for name in x if name not in early]
-            dense = [name for name in late if not isinstance(exchanged.sent[name], LowRank)]
+            dense = [name for name in late if not isinstance(exchanged.sent[name], (LowRank, Coded))]
             if dense and (errors := self._all_errors(ops, x, exchanged.sent, dense)) is not None:
                 limits = [largest_error(ops, tensors[name][ERROR]) for name in dense]
                 commit(ERROR, dict(zip(dense, errors, strict=True)), limits)
                 late = [name for name in late if name not in dense]
             for name in late:
-                rest = partial(self._error_after, ops, x[name].x, exchanged.sent[name])
                 error = tensors[name][ERROR]
-                after[name][ERROR] = ops.where_lazy(ok, rest, error, limit=largest_error(ops, error))
+                sent: Any = exchanged.sent[name]
+                kept = self._fused_error_after(ops, ok, x[name].x, sent, error)
+                if kept is None:
+                    rest = partial(self._error_after, ops, x[name].x, sent)
+                    kept = ops.where_lazy(ok, rest, error, limit=largest_error(ops, error))
+                after[name][ERROR] = kept
         return after
+
+    def _fused_error_after(self, ops: Ops[A], ok: A, x: A, sent: Any, error: A) -> A | None:
+        """The error, where one kernel computes and commits it."""
+        if ops.fused is None or self.error_feedback is not True:
+            return None
+        if isinstance(sent, LowRank):
+            return subtracted_if(ops.fused, ok, x, sent, error)
+        if not isinstance(sent, Coded) or sent.lost is None:
+            return None
+        return ops.fused.subtract_decoded_if(ok, x, sent.codes, sent.scales, sent.lost, sent.first, error)
 
     def _all_errors(
         self, ops: Ops[A], x: Mapping[str, Residual[A]], sent: Mapping[str, Any], names: Sequence[str]
@@ -401,7 +424,12 @@ class Compressor(abc.ABC):
         factors = ops.nan_unless(finite, [each.q for each in exchanged.factors.values()])
         for (name, each), q in zip(exchanged.factors.items(), factors, strict=True):
             averages[name] = self._like(ops, multiplied(ops, each.p, q, out=x[name].x), gradients[name])
-        dense = [name for name in x if name not in exchanged.factors]
+        if exchanged.coded and ops.fused is not None:
+            codes, scales, *_ = zip(*exchanged.coded.values(), strict=True)
+            decoded = ops.fused.decoded_each(finite, codes, scales, [x[name].x for name in exchanged.coded])
+            for name, average in zip(exchanged.coded, decoded, strict=True):
+                averages[name] = self._like(ops, average, gradients[name])
+        dense = [name for name in x if name not in exchanged.factors and name not in exchanged.coded]
         places = [x[name].x for name in dense] if self.state_dtype is None else None
         return averages | dict(
             zip(dense, ops.nan_unless(finite, [averages[name] for name in dense], out=places), strict=True)

@@ -71,16 +71,16 @@ class Quantize(Quantizer, Compressor):
 
     def compress_together(
         self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any
-    ) -> Program[list[tuple[A, A, dict[str, A]]]] | None:
+    ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:
         """All tensors in a few kernels. Rounded by chance, each draws numbers of its own: one by one."""
         return None if self.stochastic or not x else self._all(ops, x, memory, step)
 
     async def _all(
         self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any
-    ) -> list[tuple[A, A, dict[str, A]]]:
+    ) -> list[tuple[Any, Any, dict[str, A]]]:
         arrays, coder = list(x.values()), self._coder(ops, next(iter(x)), step)
         if self.error_feedback:
-            means, sent = await coder.mean_and_sent(arrays)
+            means, sent = await coder.mean_and_sent(arrays, late=self.error_feedback is True)
         else:
             means, sent = await coder.mean(arrays), arrays
         return list(zip(sent, means, memory.values(), strict=True))

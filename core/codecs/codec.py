@@ -10,8 +10,19 @@ import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, NamedTuple
 
-from gradwire.core.ops import WIRE_ITEMSIZE, A, Ops
+from gradwire.core.ops import WIRE_ITEMSIZE, A, Fused, Ops
+
+
+class Coded(NamedTuple, Generic[A]):
+    """A tensor that is not decoded: codes uint8 (R, B) and scales float32 (R, 1), for which `Codec.fused` has kernels. Of what is sent, the rows from `first` on count
+    `lost` as well, float32 (some, B)."""
+
+    codes: A
+    scales: A
+    lost: A | None = None
+    first: int = 0
 
 
 class Codec(abc.ABC):
@@ -52,6 +63,10 @@ class Codec(abc.ABC):
     @abc.abstractmethod
     def witness(self, *fields: A) -> A:
         """What is finite if and only if everything decoded is."""
+
+    def fused(self, ops: Ops[A], width: int) -> tuple[Fused[A], float] | None:
+        """Kernels for codes of rows of so many elements, and the largest code; None where there are none."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from itertools import accumulate, chain, islice
 from typing import Any, Generic, NamedTuple
 
 from gradwire.core.codecs.cast import Cast
-from gradwire.core.codecs.codec import Codec, received, sendable
+from gradwire.core.codecs.codec import Codec, Coded, received, sendable
 from gradwire.core.kernels import random
 from gradwire.core.ops import ITEMSIZE, WIRE_ITEMSIZE, A, Ops, wide_dtype
 from gradwire.core.protocol import (
@@ -97,14 +97,21 @@ class Coder(Generic[A]):
         """
         return (await self._mean(arrays, donated, watched, groups, keeps=False))[0]
 
-    async def mean_and_sent(self, arrays: Sequence[A]) -> tuple[list[A], list[A]]:
+    async def mean_and_sent(self, arrays: Sequence[A], *, late: bool = False) -> tuple[list[Any], list[Any]]:
         """And what was sent of this replica's arrays, with mean `mean`: the error of the second rounding is subtracted from the part of the replica that
-        has rounded it."""
-        return await self._mean(arrays, False, True, None, keeps=True)
+        has rounded it. `late`: some of either may be left `Coded`."""
+        return await self._mean(arrays, False, True, None, keeps=True, late=late)
 
     async def _mean(
-        self, arrays: Sequence[A], donated: bool, watched: bool, groups: Groups | None, *, keeps: bool
-    ) -> tuple[list[A], list[A]]:
+        self,
+        arrays: Sequence[A],
+        donated: bool,
+        watched: bool,
+        groups: Groups | None,
+        *,
+        keeps: bool,
+        late: bool = False,
+    ) -> tuple[list[Any], list[Any]]:
         size = await world_size(groups, assumed=1)
         place = await replica_index(groups) if keeps or self.noise else 0
         packs = self._packs(arrays, apart=keeps, replicas=size)
@@ -115,23 +122,28 @@ class Coder(Generic[A]):
         arrived = iter(await all_to_all(*chain.from_iterable(mine), groups=groups))
         self._weights = await replica_weights(groups)
         of_each = [self._fields(list(islice(arrived, len(own))), pack) for own, pack in zip(mine, packs, strict=True)]
-        shares = [self._share(y, pack.matrix) for y, pack in zip(of_each, packs, strict=True)] if keeps else []
-        if keeps:
-            again = [self._encoded(x, 0) for x in shares]
-        else:
-            again = [self._share_encoded(y, pack.matrix) for y, pack in zip(of_each, packs, strict=True)]
-        sent_again = [sendable(self.ops, y) for y in again]
+        of_shares = [
+            self._share_encoded(y, pack.matrix, place, keeps=keeps) for y, pack in zip(of_each, packs, strict=True)
+        ]
+        sent_again = [sendable(self.ops, y) for y, _ in of_shares]
         gathered = iter(await gather(*chain.from_iterable(sent_again), watched=False, groups=groups, assumed=1))
-        means, sent, shown = list(arrays), list(arrays), []
+        means: list[Any] = list(arrays)
+        sent: list[Any] = list(arrays)
+        shown = []
         for pack, own in zip(packs, sent_again, strict=True):
             everything = self._fields(list(islice(gathered, len(own))), pack)
             rows = [self._from_parts(y, pack.divided) for y in everything]
             if watched and groups is None:
                 shown.append(self.codec.witness(*rows))
-            self._cut(pack, rows, arrays, means, donated=donated)
-        if keeps:
-            for pack, own, share, part in zip(packs, coded, shares, again, strict=True):
-                self._note_sent(pack, own, share, part, arrays, sent, place, size)
+            if late and self._can_be_late(pack):
+                for i, first, count in _members(pack):
+                    codes, scales = rows
+                    means[i] = Coded(codes[first : first + count], scales[first : first + count])
+            else:
+                self._cut(pack, rows, arrays, means, donated=donated)
+        for pack, own, (_, lost) in zip(packs, coded, of_shares, strict=True):
+            if lost is not None:
+                self._note_sent(pack, own, lost, arrays, sent, place, size, late=late and self._can_be_late(pack))
         await watch(*shown)
         return means, sent
 
@@ -258,9 +270,11 @@ class Coder(Generic[A]):
         ops, codec, noise = self.ops, self.codec, self.noise
         codes: Any  # several matrices
         if noise is None or not codec.dithers:
+            casts = codec.fused(ops, shape[1]) is not None  # by itself
 
             def nearest(*y: A, out: A | None = None) -> Any:
-                return codec.encode(ops, ops.cast(numbers(*y), "float32"))
+                x = numbers(*y)
+                return codec.encode(ops, x if casts else ops.cast(x, "float32"))
 
             codes = ops.by_rows(nearest, *arrays)
             return tuple(codes)
@@ -335,10 +349,35 @@ class Coder(Generic[A]):
         dtype = self.ops.dtype_of(like)
         return self.ops.by_rows(lambda *y, out=None: self._mean_of(y, dtype, out), *of_each, out=out)
 
-    def _share_encoded(self, of_each: Sequence[A], like: A) -> tuple[A, ...]:
-        """And encoded again."""
-        dtype, shape = self.ops.dtype_of(like), (of_each[0].shape[1], like.shape[1])
-        return self._codes_of(of_each, lambda *y: self._mean_of(y, dtype), shape, 0)
+    def _share_encoded(
+        self, of_each: Sequence[A], like: A, place: Any, *, keeps: bool
+    ) -> tuple[tuple[A, ...], A | None]:
+        """And encoded again; and, if it `keeps` that, (R, B), what rounding takes from it, times what one replica adds to what it has sent to add that to the mean."""
+        ops, codec = self.ops, self.codec
+        dtype, size = ops.dtype_of(like), of_each[0].shape[0]
+        fused = codec.fused(ops, like.shape[1])
+        if fused is not None and self.noise is None and self._weights is None and wide_dtype(dtype) == "float32":
+            kernels, largest = fused
+            codes, scales, lost = kernels.mean_quantized(of_each[0], of_each[1], largest, keeps=keeps)
+            return (codes, scales), lost
+        if not keeps:
+            shape = (of_each[0].shape[1], like.shape[1])
+            return self._codes_of(of_each, lambda *y: self._mean_of(y, dtype), shape, 0), None
+        share = self._share(of_each, like)
+        coded, factor = self._encoded(share, 0), self._factor(size, place, dtype)
+
+        def rounding_error(share: A, *part: A, out: A | None = None) -> A:
+            rest: A = (share - ops.cast(codec.decode(ops, *part), dtype)) * factor
+            return rest
+
+        return coded, ops.by_rows(rounding_error, share, *coded)
+
+    def _can_be_late(self, pack: _Pack[A]) -> bool:
+        matrix = pack.matrix
+        return (
+            self.codec.fused(self.ops, matrix.shape[1]) is not None
+            and wide_dtype(self.ops.dtype_of(matrix)) == "float32"
+        )
 
     def _mean_of(self, of_each: Sequence[A], dtype: str, out: A | None = None) -> A:
         """Summed in float32, of float64 in float64."""
@@ -365,27 +404,29 @@ class Coder(Generic[A]):
         self,
         pack: _Pack[A],
         own: Sequence[A],
-        share: A,
-        part: Sequence[A],
+        off: A,
         arrays: Sequence[A],
-        sent: list[A],
+        sent: list[Any],
         place: Any,
         size: int,
+        *,
+        late: bool,
     ) -> None:
-        """What counts as sent: what was sent, less the error of the second rounding in the part of this replica."""
-        ops, dtype = self.ops, self.ops.dtype_of(share)
-        factor = self._factor(size, place, dtype)
+        """What counts as sent: what was sent, less the error of the second rounding in the part of this replica, `off`."""
+        ops, dtype = self.ops, self.ops.dtype_of(off)
         (rows,) = pack.parts
+        if late:
+            start, (codes, scales) = 0, own
+            for i, first, count in _members(pack):
+                begin, end, each = _part(count, size, place)
+                own_rows, lost = slice(first, first + count), off[start : start + end - begin]
+                sent[i] = Coded(codes[own_rows], scales[own_rows], lost, begin)
+                start += each
+            return
         decoded = ops.cast(self._decoded(own), dtype)
-
-        def rounding_error(share: A, *part: A, out: A | None = None) -> A:
-            rest: A = (share - ops.cast(self.codec.decode(ops, *part), dtype)) * factor
-            return rest
-
-        off = ops.by_rows(rounding_error, share, *part)
         if ops.joining([]) is None:
             # Chosen element by element: to cut out a row that only the device knows would move everything.
-            (n, width), each = decoded.shape, share.shape[0]
+            (n, width), each = decoded.shape, off.shape[0]
             if n < size * each:
                 decoded = ops.pad(decoded.reshape((-1,)), size * each * width)
             replicas = ops.iota(size).reshape((size, 1, 1))
@@ -452,6 +493,14 @@ def _divided(joined: _Rows[Any], members: Sequence[int]) -> list[tuple[int, int]
     firsts = dict(zip(joined.members, [0, *accumulate(joined.rows)], strict=False))
     counts = dict(zip(joined.members, joined.rows, strict=True))
     return [(firsts[i], counts[i]) for i in members]
+
+
+def _members(pack: _Pack[Any]) -> Iterator[tuple[int, int, int]]:
+    """Which array, its first row and its rows: of a pack whose arrays are divided each by itself, in their order."""
+    (joined,) = pack.parts
+    of_row = dict(zip([0, *accumulate(joined.rows)], joined.members, strict=False))
+    for first, count in pack.divided:
+        yield of_row[first], first, count
 
 
 def _part(rows: int, size: int, replica: int) -> tuple[int, int, int]:

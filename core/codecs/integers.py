@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradwire.core.codecs.codec import Scaled
-from gradwire.core.ops import A, Ops
+from gradwire.core.ops import A, Fused, Ops
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,17 @@ class Integers(Scaled):
     @property
     def largest(self) -> float:
         return float(2 ** (self.bits - 1) - 1)
+
+    def fused(self, ops: Ops[A], width: int) -> tuple[Fused[A], float] | None:
+        """Those of 8 bits."""
+        kernels = ops.fused if self.bits == 8 else None
+        return None if kernels is None or width > kernels.widest else (kernels, self.largest)
+
+    def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> tuple[A, ...]:
+        if dither is None and (fused := self.fused(ops, x.shape[1])) is not None:
+            kernels, largest = fused
+            return kernels.quantized(x, largest)
+        return super().encode(ops, x, dither)
 
     def coded(self, ops: Ops[A], x: A, dither: A | None) -> tuple[A, A]:
         if self.bits == 8 or dither is not None:

@@ -75,6 +75,8 @@ def abstract_arrays(specs: Mapping[str, Spec]) -> dict[str, AbstractArray]:
 class AbstractOps:
     """Kernels that compute shapes."""
 
+    fused = None
+
     def dtype_of(self, x: AbstractArray) -> str:
         return x.dtype
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
-from gradwire.core.ops import A, Ops
+from gradwire.core.ops import A, Fused, Ops
 
 
 class LowRank(NamedTuple, Generic[A]):
@@ -44,6 +44,13 @@ def subtracted(ops: Ops[A], x: A, sent: LowRank[A], *, out: A | None = None) -> 
         return ops.subtract_product(padded, p, q, out=padded).reshape((-1,))[:size].reshape(shape)
     place = None if out is None else out.reshape(matrix)
     return ops.subtract_product(x.reshape(matrix), p, q, out=place).reshape(shape)
+
+
+def subtracted_if(fused: Fused[A], ok: A, x: A, sent: LowRank[A], y: A) -> A | None:
+    """`y`, donated, which becomes `x - sent` if `ok` holds. None, and nothing is done, if the matrix has more elements than `x`."""
+    p, q = sent
+    fits = math.prod(x.shape) == math.prod(_matrix_shape(p, q))
+    return fused.subtract_product_if(ok, x, p, q, y) if fits else None
 
 
 def multiplied(ops: Ops[A], p: A, q: A, *, out: A) -> A:

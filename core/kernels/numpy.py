@@ -53,6 +53,8 @@ class NumpyOps:
     With ml_dtypes some operations on bfloat16 (`matmul`, times a Python float, a norm) come out wider: kernels cast back.
     """
 
+    fused = None
+
     def __init__(self) -> None:
         self._constants: dict[Hashable, NDArray] = {}
 

@@ -43,6 +43,8 @@ LARGEST_CONSTANT = 1 << 17
 class JaxOps:
     """The kernels of `gradwire.core.ops.Ops` for JAX arrays and tracers: each means what it says there. Has no state."""
 
+    fused = None
+
     def __init__(self, *, bundles: bool = True) -> None:
         self._bundles = bundles
 

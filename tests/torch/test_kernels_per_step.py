@@ -17,9 +17,9 @@ GPT_125M = gpt(12, 768, 50_257, 1024)
 GPT_1_3B = gpt(24, 2048, 50_257, 2048)
 
 
-def made(shapes, algorithm, cap_mib=25.0, **options) -> Step:
+def made(shapes, algorithm, cap_mib=25.0, *, fused=False, **options) -> Step:
     """A step in which everything is warm."""
-    with on_a_device():
+    with on_a_device(fused=fused):
         step = gradwire_step(shapes, algorithm, cap_mib, **options)
     for _ in range(2):
         with Kernels():
@@ -43,13 +43,20 @@ def test_a_step_of_a_gpt_with_the_buckets_of_ddp(rank, ceiling, messages) -> Non
     assert waits == 0
 
 
-#: Of GPT-125M, whose buckets of 25 MiB are 13: kernels, and bytes that are read and written for each element.
-CODED = [(WireDtype(AllReduce(), "int8"), 400, 52), (Quantize("int8"), 600, 106)]
+#: Of GPT-125M, whose buckets of 25 MiB are 13: kernels, and bytes that are read and written for each element; with the kernels in Triton, and without.
+CODED = {
+    "int8": (WireDtype(AllReduce(), "int8"), True, 120, 18),
+    "int8, without Triton": (WireDtype(AllReduce(), "int8"), False, 400, 52),
+    "quantize": (Quantize("int8"), True, 300, 41),
+    "quantize, without Triton": (Quantize("int8"), False, 600, 106),
+    "PowerSGD": (PowerSGD(4), True, 340, 4 * 8.3),
+    "PowerSGD, without Triton": (PowerSGD(4), False, 400, 4 * 11.3),
+}
 
 
-@pytest.mark.parametrize(("algorithm", "ceiling", "nbytes"), CODED, ids=["wire dtype", "quantize"])
-def test_codes_are_made_of_a_bucket_at_a_time(algorithm, ceiling, nbytes) -> None:
-    step = made(GPT_125M, algorithm)
+@pytest.mark.parametrize(("algorithm", "fused", "ceiling", "nbytes"), CODED.values(), ids=CODED)
+def test_what_a_step_reads_and_writes(algorithm, fused, ceiling, nbytes) -> None:
+    step = made(GPT_125M, algorithm, fused=fused)
     with Kernels() as seen:
         step.run()
     assert seen.kernels <= ceiling

@@ -17,6 +17,7 @@ from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.rounding import TINY, scales
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16
 from gradwire.torch_backend.ops.adjacent import side_by_side
+from gradwire.torch_backend.ops.fused import TorchFused, available
 from gradwire.torch_backend.ops.orthonormalize import CLEAR, orthonormalized_unseen
 from gradwire.torch_backend.ops.workspace import Scratch, Stack
 
@@ -50,6 +51,7 @@ class TorchOps:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._host_knows = device.type == "cpu"
+        self.fused = TorchFused(self) if available(device) else None
         self._constants: dict[Hashable, Tensor] = {}
         self._scratch: Scratch | Stack | None = None
         self._stack = Stack()
@@ -205,7 +207,7 @@ class TorchOps:
                     parts = torch.split(torch.where(ok, _flat(new), _flat(old)), [y.numel() for y in old])
                     torch._foreach_copy_(old, [x.view(y.shape) for x, y in zip(parts, old, strict=True)])
             for x, y in pairs:
-                torch.where(ok, x, y, out=y)
+                self._commit(ok, x, y)
         elif ok:
             for chosen, donated in _by_dtype(xs, ys):
                 torch._foreach_copy_(donated, chosen)
@@ -244,7 +246,11 @@ class TorchOps:
     ) -> Tensor:
         if self._host_knows:
             return x(y) if ok else _limit(y, limit)
-        return torch.where(ok, x(None), y, out=y)
+        return self._commit(ok, x(None), y)
+
+    def _commit(self, ok: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """`y`, on a device, which becomes `x` if `ok` holds."""
+        return torch.where(ok, x, y, out=y) if self.fused is None else self.fused.copy_if(ok, x, y)
 
     def truth(self, ok: Tensor) -> bool | None:
         return bool(ok) if ok.device.type == "cpu" else None

@@ -1,0 +1,173 @@
+"""The kernels in Triton without a GPU: what they compile to for an H100, what torch knows of them, and, in a process of its own, what they compute."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from benchmarks.dry import Kernels
+from gradwire.torch_backend.ops import fused
+from gradwire.torch_backend.ops.kernels import TorchOps
+
+NUMBERS = Path(__file__).with_name("triton_numbers.py")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: it is made for Linux alone"
+)
+
+FLAG, BYTES, INT, FLOAT = "*i1", "*u8", "i32", "fp32"
+CODES = {"width": 128, "padded": 128, "some": 16}
+#: Kernel → arguments in the types that Triton gives them, and constants. X is the dtype of gradients. Numbers whose type is in capitals are multiples of 16.
+LAUNCHES = {
+    "copy_if": ({"ok": FLAG, "x": "X", "out": "X", "n": "N"}, {"block": fused.VECTOR}),
+    "subtract_product_if": (
+        {"ok": FLAG, "x": "X", "p": "X", "q": "X", "out": "X", "n": "N", "m": "N", "r": INT}
+        | {"p_batch": "N", "p_row": "N", "q_batch": "N", "q_row": "N"},
+        {"p_column": 1, "q_column": 1, "double": False, "some": fused.TILE[0], "columns": fused.TILE[1]},
+    ),
+    "quantize": ({"x": "*fp32", "codes": BYTES, "scales": "*fp32", "rows": "N", "inverse": FLOAT}, CODES),
+    "quantize_mean": (
+        {"codes": BYTES, "scales": "*fp32", "lost": "*fp32", "mean_codes": BYTES, "mean_scales": "*fp32", "rows": "N"}
+        | {"replicas": INT, "codes_batch": "N", "scales_batch": "N", "share": FLOAT, "factor": FLOAT, "inverse": FLOAT},
+        CODES | {"keeps": True},
+    ),
+    "subtract_decoded_if": (
+        {"ok": FLAG, "x": "X", "codes": BYTES, "scales": "*fp32", "lost": "*fp32", "out": "X"}
+        | {"n": "N", "first": "N", "last": "N"},
+        {"width": 128, "block": fused.VECTOR},
+    ),
+    "decode_or_nan": (
+        {"ok": FLAG, "codes": BYTES, "scales": "*fp32", "out": "X", "n": "N"},
+        {"width": 128, "block": fused.VECTOR},
+    ),
+}
+#: More registers than this leave less than a third of a processor's threads at work.
+REGISTERS = 96
+
+
+def compiled(name: str, dtype: str, *, aligned: bool) -> tuple[str, int, int]:
+    """PTX for an H100, the registers of a thread, and the bytes that it spills. `aligned`: as tensors of even sizes are launched."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from gradwire.torch_backend.ops import triton_kernels
+
+    kernel = getattr(triton_kernels, name)
+    types, constants = LAUNCHES[name]
+    multiples = {argument for argument, kind in types.items() if kind == "N" or kind == "X" or "*" in kind}
+    names = {"X": f"*{dtype}", "N": INT}
+    signature = {each: names.get(types.get(each), types.get(each, "constexpr")) for each in kernel.arg_names}
+    hints = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(signature) if aligned and each in multiples}
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=hints)
+    exact = fused.EXACT if name not in ("copy_if", "subtract_product_if") else {}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=exact)
+    assert len(made.asm["cubin"])
+    return made.asm["ptx"], *said_by_ptxas(made.asm["ptx"])
+
+
+def said_by_ptxas(ptx: str) -> tuple[int, int]:
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    command = [get_ptxas(90).path, "--verbose", "--gpu-name=sm_90a", "--output-file=/dev/null", "/dev/stdin"]
+    said = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True, timeout=60).stderr
+    (registers,), (spilled,) = re.findall(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill stores", said)
+    return int(registers), int(spilled)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_it_compiles_for_an_h100(name: str, dtype: str) -> None:
+    ptx, registers, spilled = compiled(name, dtype, aligned=True)
+    assert registers <= REGISTERS
+    assert spilled == 0
+    # 16 bytes at a time.
+    assert "st.global.v4.b32" in ptx
+    # Nothing that depends on which program comes first, and no result that depends on contracted products.
+    assert "atom." not in ptx
+    assert ("fma.rn" in ptx) == (name == "subtract_product_if")
+    for shortcut in ("div.full", "div.approx", "rcp.", ".ftz"):
+        assert shortcut not in ptx
+
+
+@needs_triton
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_what_is_not_aligned_spills_no_registers(name: str) -> None:
+    assert compiled(name, "fp32", aligned=False)[2] == 0
+
+
+@needs_triton
+def test_what_they_compute() -> None:
+    environment = dict(os.environ)
+    if not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(NUMBERS)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def arguments() -> dict[str, tuple[list[torch.Tensor | float | int], dict[str, torch.Tensor]]]:
+    """Of each operator, for rows of 256 elements."""
+    ok, x = torch.ones((), dtype=torch.bool), torch.empty(4, 256)
+    factors = torch.empty(1, 2, 4), torch.empty(1, 2, 256)
+    codes, scales = torch.empty(4, 256, dtype=torch.uint8), torch.empty(4, 1)
+    of_all = torch.empty(3, 4, 256, dtype=torch.uint8), torch.empty(3, 4, 1)
+    out = {"out": torch.empty_like(x)}
+    return {
+        "copy_if": ([ok, x], out),
+        "subtract_product_if": ([ok, x, *factors], out),
+        "quantize": ([x, 127.0], {"codes": codes, "scales": scales}),
+        "quantize_mean": ([*of_all, 127.0], {"mean_codes": codes, "mean_scales": scales, "lost": torch.empty_like(x)}),
+        "subtract_decoded_if": ([ok, x, codes, scales, x[:2], 1], out),
+        "decode_or_nan": ([ok, codes, scales], out),
+    }
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_each_is_one_operation_that_reads_and_writes_what_its_schema_says(name: str) -> None:
+    given, written = arguments()[name]
+    with Kernels() as seen:
+        getattr(torch.ops.gradwire, name)(*given, **written)
+    assert seen.by_name == {name: 1}
+    assert seen.nbytes == sum(x.nbytes for x in [*given, *written.values()] if isinstance(x, torch.Tensor))
+    assert seen.waits == 0
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_compilers_see_what_it_is_without_running_it(name: str) -> None:
+    with FakeTensorMode():
+        given, written = arguments()[name]
+        assert getattr(torch.ops.gradwire, name)(*given, **written) is None
+
+
+def test_elsewhere_than_on_cuda_there_are_none() -> None:
+    assert TorchOps(torch.device("cpu")).fused is None
+    assert not fused.available(torch.device("meta"))
+
+
+def test_without_a_compiler_for_them_the_plain_operations_are_taken(monkeypatch) -> None:
+    """Triton compiles what starts a kernel with the C compiler of the machine."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    ones = torch.ones
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "ones", lambda *shape, device, **options: ones(*shape, **options))
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: ones(*shape))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: sys)
+    monkeypatch.setattr(fused, "_launch", refuse)
+    with pytest.warns(UserWarning, match=r"without its kernels in Triton on cuda:7.*Failed to find C compiler"):
+        assert not fused.available(torch.device("cuda:7"))
+    monkeypatch.setattr(fused, "_launch", lambda *args, **options: None)
+    assert fused.available(torch.device("cuda:6"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not fused.available(torch.device("cuda:5"))
+    fused.available.cache_clear()

@@ -1,0 +1,246 @@
+"""What the kernels in Triton compute, beside NumPy and torch. `test_triton.py` runs this file in a process of its own: under Triton's interpreter, which has to be
+asked for before Triton is imported; on a GPU, if there is one, compiled.
+"""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from benchmarks.dry import on_a_device
+from gradwire import AllReduce, PowerSGD, Quantize, Sign, WireDtype
+from gradwire.core.codecs.integers import Integers
+from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.torch_backend.ops.fused import TorchFused
+from gradwire.torch_backend.ops.kernels import TorchOps
+from tests.torch.compare import relative, same_bits, weights
+from tests.torch.models import loss_on, mlp
+from tests.torch.ranks import Cases
+from tests.torch.training import hooked, train
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # of the interpreter, and of the oracle
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FUSED = TorchFused(TorchOps(DEVICE))
+CODEC, NUMPY, LARGEST = Integers(), NumpyOps(), 127.0
+YES, NO = (torch.tensor(ok, device=DEVICE) for ok in (True, False))
+#: Numbers in a block, widths of blocks. Half of float32's numbers are smaller than 1e-19, and some subnormal.
+NUMBERS = st.floats(width=32) | st.sampled_from(
+    [0.0, -0.0, 1e-45, -1e-40, 3.4e38, math.inf, math.nan, 0.5, 1.5, 126.5, 127.0]
+)
+SHAPES = st.tuples(st.integers(1, 40), st.sampled_from([8, 16, 24, 64, 128]))
+QUICK = settings(max_examples=25)
+
+
+def on_device(x):
+    return torch.from_numpy(np.ascontiguousarray(x)).to(DEVICE)
+
+
+def rows(shape, seed=0):
+    """Rows of all magnitudes."""
+    generator = np.random.default_rng(seed)
+    size = np.exp2(generator.integers(-60, 60, (*shape[:-1], 1)))
+    return (generator.standard_normal(shape) * size).astype(np.float32)
+
+
+def coded(shape, seed=0):
+    """Codes and scales, as sent."""
+    width = shape[-1]
+    codes, scales = CODEC.encode(NUMPY, rows(shape, seed).reshape(-1, width))
+    return codes.reshape(shape), scales.reshape(*shape[:-1], 1)
+
+
+def assert_codes(found, x):
+    """Those of the oracle; of rows with inf or NaN the scale alone counts."""
+    codes, scales = CODEC.encode(NUMPY, x.copy())
+    finite = np.isfinite(scales[:, 0])
+    np.testing.assert_array_equal(found[1].cpu().numpy(), scales)
+    np.testing.assert_array_equal(found[0].cpu().numpy()[finite], codes[finite])
+
+
+@QUICK
+@given(SHAPES.flatmap(lambda shape: hnp.arrays(np.float32, shape, elements=NUMBERS)))
+def test_codes_are_those_of_numpy(x):
+    assert_codes(FUSED.quantized(on_device(x), LARGEST), x)
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (300, 128), (3, 4096)])
+def test_codes_of_many_programs(shape):
+    x = rows(shape)
+    x[0] = 0
+    assert_codes(FUSED.quantized(on_device(x), LARGEST), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_codes_of_other_floats_are_those_of_them_in_float32(dtype):
+    x = on_device(rows((30, 64))).clamp(-60_000, 60_000).to(dtype)
+    assert_codes(FUSED.quantized(x, LARGEST), x.float().cpu().numpy())
+
+
+def test_halves_are_rounded_to_the_even_code():
+    x = np.arange(-128, 128, dtype=np.float32)[None] / 2
+    x[0, 0] = 127
+    codes, scales = FUSED.quantized(on_device(x), LARGEST)
+    assert scales.item() == 1.0
+    np.testing.assert_array_equal(codes.cpu().numpy().view(np.int8), np.rint(x).astype(np.int8))
+
+
+@QUICK
+@given(SHAPES, st.integers(3, 9), st.booleans())
+def test_the_mean_of_all_replicas_is_coded_as_by_numpy(shape, replicas, keeps):
+    codes, scales = coded((replicas, *shape))
+    total = CODEC.decode(NUMPY, codes[0], scales[0])
+    for i in range(1, replicas):
+        total = total + CODEC.decode(NUMPY, codes[i], scales[i])
+    mean = total * np.float32(1 / replicas)
+    *found, lost = FUSED.mean_quantized(on_device(codes), on_device(scales), LARGEST, keeps=keeps)
+    assert_codes(found, mean)
+    assert (lost is not None) == keeps
+    if lost is not None:
+        rounded = CODEC.decode(NUMPY, *(each.cpu().numpy() for each in found))
+        np.testing.assert_array_equal(lost.cpu().numpy(), (mean - rounded) * np.float32(-replicas))
+
+
+@QUICK
+@given(SHAPES, st.data())
+def test_what_was_sent_is_subtracted_if_the_step_is_finite(shape, data):
+    count, width = shape
+    codes, scales = coded(shape)
+    first = data.draw(st.integers(0, count))
+    lost = rows((data.draw(st.integers(0, count - first)), width), 1)
+    n = count * width - data.draw(st.integers(0, width - 1))  # the last row may be filled up
+    x, before = rows((1, n), 2)[0], rows((1, n), 3)[0]
+    sent = CODEC.decode(NUMPY, codes, scales)
+    sent[first : first + len(lost)] += lost
+    for ok, expected in ((NO, before), (YES, x - sent.ravel()[:n])):
+        y = on_device(before)
+        arguments = (on_device(each) for each in (x, codes, scales, lost))
+        assert FUSED.subtract_decoded_if(ok, *arguments, first, y) is y
+        np.testing.assert_array_equal(y.cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_averages_are_decoded_where_they_belong_or_nan(dtype):
+    """Three in a bucket, of which the last row of the second is filled up; one elsewhere, of columns."""
+    codes, scales = (on_device(x) for x in coded((20, 16)))
+    scales = scales.clamp(1e-3, 1.0)
+    bucket = torch.zeros(16 * 12 + 1, dtype=dtype, device=DEVICE)
+    sizes, firsts = [16 * 4, 16 * 5 - 3, 16 * 3], [(0, 4), (4, 9), (9, 12)]
+    places = [*bucket[1:].split([*sizes, 3])[:3], torch.zeros(16, 8, dtype=dtype, device=DEVICE).mT]
+    parts = [slice(*rows) for rows in [*firsts, (12, 20)]]
+    everything = CODEC.decode(NUMPY, codes.cpu().numpy(), scales.cpu().numpy())
+    for ok in (YES, NO):
+        found = FUSED.decoded_each(ok, [codes[part] for part in parts], [scales[part] for part in parts], places)
+        for x, place, part in zip(found, places, parts, strict=True):
+            assert x is place
+            expected = torch.from_numpy(everything[part]).reshape(-1)[: x.numel()].to(dtype)
+            assert torch.equal(x.cpu().reshape(-1), expected) if ok is YES else x.isnan().all()
+    assert not bucket[:1].any()
+    assert not bucket[-3:].any()
+
+
+SHAPES_OF_PRODUCTS = [((33, 130), 1), ((64, 128), 4), ((3, 17, 29), 2), ((5, 1), 1), ((1, 7), 1), ((40, 200), 33)]
+#: Parts of a rounding of the result, or of the sum. The interpreter cuts bfloat16 off where a device rounds.
+CLOSE = {torch.float32: 4e-6, torch.float64: 1e-14, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize(("shape", "rank"), SHAPES_OF_PRODUCTS, ids=str)
+def test_a_product_is_subtracted_if_the_step_is_finite(shape, rank, dtype):
+    generator = torch.Generator().manual_seed(0)
+    *stack, n, m = shape
+
+    def random(*shape):
+        return torch.randn(*stack, *shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
+
+    # Factors are slices of messages: rows apart, or columns.
+    x, p, q, before = random(n, m), random(n, rank + 1)[..., :rank].mT, random(rank, m + 3)[..., :m], random(n, m)
+    y = before.clone()
+    assert same_bits(FUSED.subtract_product_if(NO, x, p, q, y), before)
+    FUSED.subtract_product_if(YES, x, p, q, y)
+    expected = x.double() - p.double().mT @ q.double()
+    size = x.double().abs() + p.double().abs().mT @ q.double().abs()
+    assert ((y.double() - expected).abs() / size).max() < CLOSE[dtype]
+    assert same_bits(FUSED.copy_if(NO, x, y.clone()), y)
+    assert same_bits(FUSED.copy_if(YES, x, y), x)
+
+
+def test_an_error_that_does_not_lie_side_by_side_is_written_as_well():
+    x, q = torch.ones(6, 4, device=DEVICE), torch.ones(1, 4, device=DEVICE)
+    y = torch.zeros(4, 6, device=DEVICE).mT
+    FUSED.subtract_product_if(YES, x, torch.ones(1, 6, device=DEVICE), 3 * q, y)
+    assert torch.equal(y, x - 3)
+    FUSED.copy_if(YES, x, y)
+    assert torch.equal(y, x)
+
+
+def test_a_compiled_program_may_hold_them():
+    def program(ok, x, y):
+        torch.ops.gradwire.copy_if(ok, x * 2, out=y)
+        return y + 1
+
+    x = torch.arange(5.0, device=DEVICE)
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(YES, x, torch.zeros_like(x)), x * 2 + 1)
+    assert torch.equal(compiled(NO, x, torch.zeros_like(x)), torch.ones_like(x))
+
+
+cases = Cases(__file__, ranks=3)
+#: Whether all of it comes out bit for bit.
+WHOLE_STEPS = {
+    "int8": (WireDtype(AllReduce(), "int8"), True),
+    "int8 in short blocks": (Quantize("int8", block=24), True),
+    "quantize": (Quantize("int8"), True),
+    "quantize, in half of what is kept": (Quantize("int8", error_feedback=0.5), True),
+    "low rank": (PowerSGD(2), False),
+    "low rank in int8": (WireDtype(PowerSGD(2), "int8"), False),
+    "low rank, error that decays": (PowerSGD(2, error_feedback=0.9), False),
+    "signs": (Sign(), True),
+}
+
+
+def nan_at(at):
+    def loss(model, rank, step):
+        y = loss_on(40)(model, rank, step)
+        return y * math.nan if step == at and rank == 1 else y
+
+    return loss
+
+
+def trained(algorithm, world):
+    """What the optimizer is given in four steps, of which the third is not finite; what is remembered before that, after it and in the end."""
+    ddp, handle = hooked(mlp(40, 36, 32, 28), algorithm, world.group, message_bytes=0)
+    given, memories = [], []
+    for steps in ([0, 1], [2], [3]):
+        before = weights(ddp.module)
+        given += train(ddp, nan_at(2), steps, local=False).given
+        memories.append(copy.deepcopy(handle.rank_state_dict()["tensors"]))
+        if steps == [2]:
+            ddp.module.load_state_dict(before)
+    return given, memories
+
+
+@cases.each(WHOLE_STEPS)
+def test_steps_are_those_of_the_host(world, variant):
+    algorithm, exact = variant
+    with on_a_device(fused=True):
+        given, memories = trained(algorithm, world)
+    expected, expected_memories = trained(algorithm, world)
+    assert same_bits(memories[0], memories[1])
+    for step, (found, wanted) in enumerate(zip(given, expected, strict=True)):
+        assert world.agree({name: x.nan_to_num() for name, x in found.items()})
+        for name, x in found.items():
+            assert torch.equal(x.isnan(), wanted[name].isnan())
+            if exact:
+                assert same_bits(x.nan_to_num(), wanted[name].nan_to_num()), (step, name)
+            elif step != 2:
+                assert relative(x, wanted[name]) < 1e-4
+    if exact:
+        assert same_bits(memories[-1], expected_memories[-1])

@@ -1,0 +1,166 @@
+"""Kernels in Triton (Tillet, Kung and Cox 2019), each of which reads and writes what is large once. `fused.py` launches them.
+
+They are compiled without contracted multiply-adds: each product is rounded, as by NumPy, torch and JAX. Loops over replicas and over a factor's rows go in order, so
+results do not depend on how the device is loaded. Offsets into what is large are int64.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gradwire.core.kernels.rounding import MAGIC as _MAGIC
+from gradwire.core.kernels.rounding import TINY as _TINY
+
+MAGIC = tl.constexpr(_MAGIC)
+TINY = tl.constexpr(_TINY)
+#: The bits of inf, than which those of a NaN are more.
+INFINITE = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def copy_if(ok, x, out, n, block: tl.constexpr):
+    """out = x, or nothing at all: n elements, if the boolean at `ok` holds."""
+    if tl.load(ok):
+        i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+        tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def subtract_product_if(
+    ok,
+    x,
+    p,
+    q,
+    out,
+    n,
+    m,
+    r,
+    p_batch,
+    p_row,
+    p_column,
+    q_batch,
+    q_row,
+    q_column,
+    double: tl.constexpr,
+    some: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """out = x - pᵀ q, or nothing at all: x (b, n, m), p (b, r, n) and q (b, r, m), of which a program makes a tile. Summed in float32, or `double`."""
+    if tl.load(ok):
+        across, down = tl.cdiv(m, columns), tl.cdiv(n, some)
+        tile = tl.program_id(0)
+        batch = (tile // (across * down)).to(tl.int64)
+        i = (tile // across) % down * some + tl.arange(0, some)
+        j = tile % across * columns + tl.arange(0, columns)
+        wide: tl.constexpr = tl.float64 if double else tl.float32
+        product = tl.zeros((some, columns), wide)
+        p += batch * p_batch
+        q += batch * q_batch
+        for _ in range(r):
+            column = tl.load(p + i.to(tl.int64) * p_column, mask=i < n, other=0).to(wide)
+            row = tl.load(q + j.to(tl.int64) * q_column, mask=j < m, other=0).to(wide)
+            product += column[:, None] * row[None, :]
+            p += p_row
+            q += q_row
+        inside = (i < n)[:, None] & (j < m)[None, :]
+        at = (batch * n + i)[:, None] * m + j[None, :]
+        rest = tl.load(x + at, mask=inside, other=0).to(wide) - product
+        tl.store(out + at, rest.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _quantized(x, inverse):
+    """Of float32 (R, B) the codes and scales of `gradwire.core.kernels.rounding.quantized`, where 1 / `inverse` is the largest code."""
+    # Magnitudes as integers have their order, and NaN is the largest.
+    size = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    exact = size.to(tl.float32, bitcast=True) * inverse
+    exact = tl.where(exact < TINY, TINY, exact)  # NaN stays
+    rounded = ((exact.to(tl.int32, bitcast=True) + 255) & -256).to(tl.float32, bitcast=True)
+    scale = tl.where(size < INFINITE, rounded, exact)
+    multiple = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
+    return (multiple + MAGIC).to(tl.int32, bitcast=True).to(tl.int8), scale
+
+
+@triton.jit
+def _store(codes, scales, code, scale, row, at, inside, rows):
+    tl.store(codes + at, code.to(tl.uint8, bitcast=True), mask=inside)
+    tl.store(scales + row, scale, mask=row < rows)
+
+
+@triton.jit
+def quantize(x, codes, scales, rows, inverse, width: tl.constexpr, padded: tl.constexpr, some: tl.constexpr):
+    """Codes and scales of the rows x (rows, width). padded is the power of two from width on."""
+    row = tl.program_id(0).to(tl.int64) * some + tl.arange(0, some)
+    column = tl.arange(0, padded)
+    at = row[:, None] * width + column[None, :]
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    code, scale = _quantized(tl.load(x + at, mask=inside, other=0).to(tl.float32), inverse)
+    _store(codes, scales, code, scale, row, at, inside, rows)
+
+
+@triton.jit
+def quantize_mean(
+    codes,
+    scales,
+    lost,
+    mean_codes,
+    mean_scales,
+    rows,
+    replicas,
+    codes_batch,
+    scales_batch,
+    share,
+    factor,
+    inverse,
+    keeps: tl.constexpr,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    some: tl.constexpr,
+):
+    """Codes and scales of the mean of what those of all replicas, (replicas, rows, width), stand for: `share` times their sum.
+    keeps: and `factor` times what rounding takes from it."""
+    row = tl.program_id(0).to(tl.int64) * some + tl.arange(0, some)
+    column = tl.arange(0, padded)
+    at = row[:, None] * width + column[None, :]
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    total = tl.zeros((some, padded), tl.float32)
+    for _ in range(replicas):
+        code = tl.load(codes + at, mask=inside, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+        total += code * tl.load(scales + row, mask=row < rows, other=0)[:, None]
+        codes += codes_batch
+        scales += scales_batch
+    mean = total * share
+    code, scale = _quantized(mean, inverse)
+    _store(mean_codes, mean_scales, code, scale, row, at, inside, rows)
+    if keeps:
+        rounded = code.to(tl.float32) * scale[:, None]
+        tl.store(lost + at, (mean - rounded) * factor, mask=inside)
+
+
+@triton.jit
+def _decoded(codes, scales, i, inside, width: tl.constexpr):
+    code = tl.load(codes + i, mask=inside, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+    return code * tl.load(scales + i // width, mask=inside, other=0)
+
+
+@triton.jit
+def subtract_decoded_if(ok, x, codes, scales, lost, out, n, first, last, width: tl.constexpr, block: tl.constexpr):
+    """out = x - (what codes stand for), or nothing at all: n elements, for which `lost` counts as well from element `first` to before `last`."""
+    if tl.load(ok):
+        i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+        inside = i < n
+        sent = _decoded(codes, scales, i, inside, width)
+        sent += tl.load(lost + (i - first), mask=inside & (i >= first) & (i < last), other=0)
+        rest = tl.load(x + i, mask=inside).to(tl.float32) - sent
+        tl.store(out + i, rest.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def decode_or_nan(ok, codes, scales, out, n, width: tl.constexpr, block: tl.constexpr):
+    """What n codes stand for, or NaN if the boolean at `ok` does not hold."""
+    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = i < n
+    x = _decoded(codes, scales, i, inside, width)
+    x = tl.where(tl.load(ok), x, float("nan"))
+    tl.store(out + i, x.to(out.dtype.element_ty), mask=inside)
