@@ -32,9 +32,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from tests.forked import run_ranks
-from tests.interpreter import VARIABLE, interpreter
-from tests.launch import ROOT, end_all, environment, free_port, quickly_compiled, xla_flags
+from tests.launch import ROOT, end_all, environment, free_port, interpreter, quickly_compiled, run_ranks, xla_flags
 
 FENCE = re.compile(
     r"^(?P<fence> *```)(?P<language>\w*)(?P<how>[^\n]*)\n(?P<code>.*?)^(?P=fence)$"
@@ -163,7 +161,7 @@ def outcomes(page: str, first: int) -> dict[int, tuple[str, str]]:
                 (folder / title).write_text("\n" * block.line + block.code)
         (folder / "examples").symlink_to(ROOT / "examples")
         try:
-            run_ranks(Path(__file__), ranks, page, str(first), place, str(free_port()), interpreter())
+            run_ranks(Path(__file__), ranks, page, str(first), place, str(free_port()))
         except AssertionError as error:
             log = str(error)
         files = [folder / f".rank{rank}" for rank in range(ranks)]
@@ -176,7 +174,7 @@ def outcomes(page: str, first: int) -> dict[int, tuple[str, str]]:
     return found
 
 
-def follow(page: str, first: str, folder: str, port: str, python: str) -> None:
+def follow(page: str, first: str, folder: str, port: str) -> None:
     """Run the blocks that run together, in this process."""
     together, rank, said = chain(page, int(first)), os.environ["RANK"], {}
     if not together[0].says("ranks"):  # nobody has started them by torchrun
@@ -189,7 +187,6 @@ def follow(page: str, first: str, folder: str, port: str, python: str) -> None:
         "XLA_FLAGS": quickly_compiled(devices),
         "HEAD": "127.0.0.1",
         "PORT": port,
-        VARIABLE: python,
     }
     os.chdir(folder)
     sys.path[0] = folder

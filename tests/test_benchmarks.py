@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.forked import run_ranks
-from tests.interpreter import interpreter
-from tests.launch import ROOT, end_all, environment
+from tests.launch import ROOT, end_all, environment, interpreter
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,8 @@ SUITE = """
 import os
 from pathlib import Path
 
-from tests.forked import PRELOAD, run_ranks
-from tests.launch import jax_processes
+from tests.launch import jax_processes, run_ranks
 
-PRELOAD.clear()  # what it imports is not looked at
 PROBE = Path(__file__).with_name("probe.py")
 
 

@@ -1,0 +1,215 @@
+"""What the tests are run with: processes that are gone afterwards, `make test-portability`, `make mutate`, and a compiler."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.compiler import require_compiler
+from tests.emulated import mutations
+from tests.launch import ROOT, run_ranks
+from tests.mutate import draw, everything, lines_of, mutated, places
+from tests.portability import CONFIGURATIONS
+
+# --- launches --------------------------------------------------------------------------------------------------------------------
+
+FAILS = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise RuntimeError("what went wrong on rank 1")
+time.sleep(600)
+"""
+
+# A child in a session of its own, and a rank that does not end when it is asked to.
+HANGS = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print("about to hang", flush=True)
+with open(f"{sys.argv[1]}/{os.environ['RANK']}", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+time.sleep(600)
+"""
+
+
+def running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_launch_shows_why_it_fails_and_leaves_no_process(tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text(FAILS)
+    with pytest.raises(AssertionError, match="what went wrong on rank 1"):
+        run_ranks(script, 2)
+    script.write_text(HANGS)
+    with pytest.raises(AssertionError, match=r"stopped after 3 s:\n(.*\n)*about to hang"):
+        run_ranks(script, 2, tmp_path, timeout=3)
+    pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
+    deadline = time.monotonic() + 60
+    while any(map(running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("in_ci", [False, True])
+def test_without_a_compiler_tests_say_so_and_fail_in_ci(monkeypatch: pytest.MonkeyPatch, in_ci: bool) -> None:
+    monkeypatch.setenv("CXX", "/no/such/compiler -O2")
+    monkeypatch.setenv("CI", "1" if in_ci else "")
+    with pytest.raises(pytest.fail.Exception if in_ci else pytest.skip.Exception, match="'/no/such/compiler'"):
+        require_compiler("the emulated accelerator")
+
+
+# --- other machines --------------------------------------------------------------------------------------------------------------
+
+#: A suite of one file, whose processes write down what they see.
+SUITE = """
+from pathlib import Path
+from tests.launch import jax_processes, run_ranks
+
+PROBE = Path(__file__).with_name("probe.py")
+
+def test_processes(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["probe.py", "pytest"])
+    exec(PROBE.read_text(), {"__file__": str(PROBE)})
+    run_ranks(PROBE, 1, "rank")
+    jax_processes(PROBE, 1, "jax")
+
+def test_that_fails():
+    assert False
+"""
+PROBE = """
+import json, os, sys
+from pathlib import Path
+
+where = Path(__file__).parent / f"{sys.argv[-1]}-{os.environ.get('ATEN_CPU_CAPABILITY')}"
+where.write_text(json.dumps([dict(os.environ), len(os.sched_getaffinity(0))]))
+"""
+OTHERS = ("XLA_FLAGS", "GRADWIRE_TEST_XLA_FLAGS", "ATEN_CPU_CAPABILITY")
+
+
+def portability(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.portability", *map(str, arguments)]
+    given = {k: v for k, v in os.environ.items() if k not in OTHERS} | env
+    return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.slow
+def test_switches_reach_every_process_and_failures_are_told(tmp_path: Path) -> None:
+    (suite := tmp_path / "test_inner.py").write_text(SUITE)
+    (tmp_path / "probe.py").write_text(PROBE)
+    command = [sys.executable, "-m", "pytest", "-n1", "-ptests.conftest", f"--rootdir={tmp_path}", suite]
+    done = portability("sse", "cores-1", "--", *command, XLA_FLAGS="--xla_force_host_platform_device_count=7")
+    assert done.returncode == 1, done.stdout
+    first, *failed = done.stdout.split("=== summary\n")[1].split("cores-1")[0].splitlines()
+    assert first.startswith("sse            1 passed, 1 failed, 0 skipped, "), done.stdout
+    assert [line.strip() for line in failed] == ["test_inner::test_that_fails"]
+
+    def seen(process: str, aten: str | None) -> Any:
+        return json.loads((tmp_path / f"{process}-{aten}").read_text())
+
+    for process, devices in (("pytest", 4), ("rank", 4), ("jax", 1)):
+        count = f"--xla_force_host_platform_device_count={devices}"
+        env, cores = seen(process, "default")
+        expected = dict(CONFIGURATIONS["sse"].env)
+        given = [*expected.pop("XLA_FLAGS").split(), count]
+        assert env["XLA_FLAGS"].split()[: len(given)] == given  # and what makes compilation quick
+        assert {name: env[name] for name in expected} == expected
+        assert cores == len(os.sched_getaffinity(0))
+        env, cores = seen(process, None)
+        assert (cores, env["XLA_FLAGS"].split()[0]) == (1, count)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["see", "--", "true"], "no configuration see: there are sse, avx2"), (["sse"], "after --")],
+)
+def test_what_means_nothing_is_refused(arguments: list[str], message: str) -> None:
+    done = portability(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+# --- mutations -------------------------------------------------------------------------------------------------------------------
+
+SOURCE = '''
+def f(x: int = 2, *, y: bool = True) -> int:
+    """Text."""
+    if x < 1 and not y:
+        raise ValueError(f"{x + 1}")
+    total: float = -x * 3
+    while y:
+        print(total)
+        total += 1 if x is None else 2
+    return total
+'''
+
+
+@pytest.mark.slow
+def test_each_place_is_another_program() -> None:
+    found = places(SOURCE)
+    programs = {ast.unparse(ast.parse(mutated(SOURCE, number))) for number in range(len(found))}
+    assert len(programs) == len(found)
+    assert ast.unparse(ast.parse(SOURCE)) not in programs
+    assert sorted(line for line, _ in found) == [2, 2, *[4] * 5, *[6] * 3, 7, 8, *[9] * 4]
+
+
+def test_the_lines_that_tests_have_to_reach() -> None:
+    """All of a statement; of what runs as the file is imported, the functions that it is for."""
+    source = f"LIMIT = (\n  1 +\n  2)\n{SOURCE}\n\ndef g():\n  return (\n    LIMIT)\n\nclass A:\n  n: int = 3\n  def h(self):\n    pass\n"
+    expected = {2: {1, 2, 3, 17}, 5: {5, 7, *range(7, 14)}, 7: {7}, 11: {11}, 16: {16, 17}, 20: {20, 21, 22}}
+    for line, lines in expected.items():
+        assert lines_of(source, line) >= lines, line
+    assert lines_of(source, 11) == {11}
+
+
+@pytest.mark.slow
+def test_a_seed_draws_the_same_from_all_rooms_and_as_many_as_are_asked_for() -> None:
+    drawn = draw(1, 60)
+    assert drawn == draw(1, 60)
+    assert drawn != draw(2, 60)
+    assert {m.file.rpartition("/")[0] for m in draw(1, 1000)} == set(everything())
+    for mutation in drawn[:20]:
+        source = (ROOT / mutation.file).read_text()
+        assert ast.dump(ast.parse(mutated(source, mutation.number))) != ast.dump(ast.parse(source))
+    for count in (1, 59, 61, 397):
+        assert len({(m.file, m.number) for m in draw(1, count)}) == count
+    few = "core/codecs"
+    assert len(draw(1, 10**6, few)) == sum(map(len, everything(few).values()))
+
+
+@pytest.mark.slow
+def test_each_mutation_for_the_accelerator_has_one_place() -> None:
+    for name, mutation in mutations.MUTATIONS.items():
+        file, source = mutations.mutated(mutation)
+        assert ast.dump(ast.parse(source)) != ast.dump(ast.parse(file.read_text())), name
+    for function, pattern in (("Pending.wait", "self.nowhere()"), ("nobody", "X")):
+        with pytest.raises(ValueError, match=rf"0 (places of|functions called) {function}"):
+            mutations.mutated(mutations.Mutation(function, ((pattern, "pass"),), mutations.SHARDED))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "becomes", "expected"),
+    [
+        ("X < 1", "X <= 1", "if x <= 1 and (not y)"),
+        ("print(X)", "pass", "pass"),
+        ("total += X", "total += 2 * (X)\nprint(X)", "total += 2 * (1 if x is None else 2)"),
+        ("while X:\n    print(Y)\n    Z += A", "print(X, Y)", "print(y, total)"),
+        ("-x * 3", "x", "total: float = x"),
+        ("A and B", "B", "if not y:"),
+    ],
+)
+def test_a_pattern_becomes_something_else(pattern: str, becomes: str, expected: str) -> None:
+    change = mutations.Change(pattern, becomes)
+    source = ast.unparse(change.generic_visit(ast.parse(SOURCE)))
+    assert change.places == 1
+    assert expected in source
+    assert "(X" not in source
