@@ -7,14 +7,9 @@
 A mutation changes one place of a file's syntax tree: a comparison, an operator, a condition, a constant, a call whose answer nobody takes, an `await`
 of one. Text and comments of the source do not matter, so a seed draws alike before and after a reformatting, not after a change of code.
 
-Two stages, whose results are in runs/mutate:
-
-- Which test reaches which line: every file of quick tests runs once under coverage.py. Lines that its processes reach count for the file, lines that
-  the test process reaches for the function.
-- Mutations: in a copy of the repository, the tests of the line, the quickest first, until one fails. What no test reaches, what passes, and what
-  passes for 60 seconds has survived.
-
-The report names the survivors; the score is the share of those that were noticed. Every mutation is a line of runs/mutate/SEED.json.
+Two stages, whose results are in runs/mutate: every file of quick tests runs once under coverage.py, which says what each function of tests reaches. Then, in
+copies of the repository, the tests of a mutation's lines run, the quickest first, until one fails. What no test reaches, what passes, and what passes for 60 seconds
+has survived. The score is the share of those that were noticed.
 """
 
 from __future__ import annotations
@@ -49,25 +44,12 @@ JOBS, LIMIT = 2, 60
 LEFT_OUT = ("tests/test_", "tests/examples", "tests/peers", "tests/soak", "tests/fuzz")
 QUICK = ("-m", "not slow", "-q", "-p", "no:cacheprovider")
 
+_OPPOSITES = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
+_OPPOSITES += ((ast.Add, ast.Sub), (ast.And, ast.Or))
 SWAPS: dict[type[Any], type[Any]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
+    **dict(_OPPOSITES),
+    **{b: a for a, b in _OPPOSITES},
+    **{ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv},
 }
 
 
@@ -165,6 +147,29 @@ def mutated(source: str, number: int) -> str:
     return ast.unparse(ast.fix_missing_locations(_Places(number).visit(ast.parse(source))))
 
 
+def lines_of(source: str, line: int) -> set[int]:
+    """The lines of which tests that reach one may notice a change in this one: those of its statement, of which Python does not count all; and where it runs as the
+    file is imported, those of the function or class that it is for, or of all that names what it defines."""
+    around, tree = list[Any](), ast.parse(source)
+    node: Any = tree
+    while inside := [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt) and n.lineno <= line <= _end(n)]:
+        around.append(node := inside[0])
+    body = getattr(node, "body", None)
+    found = {*range(node.lineno, body[0].lineno if body else _end(node) + 1)} if around else {line}
+    functions = [n for n in around if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if functions and functions[0].body[0].lineno <= line:
+        return found
+    whole = functions[:1] or [n for n in around if isinstance(n, ast.ClassDef)]
+    if whole:
+        return found | {*range(whole[0].lineno, _end(whole[0]) + 1)}
+    made = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return found | {n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in made}
+
+
+def _end(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno
+
+
 @cache
 def everything(only: str = "") -> dict[str, list[Mutation]]:
     """All mutations of files whose path begins so, by folder."""
@@ -202,14 +207,8 @@ def run(command: Sequence[str], folder: Path, seconds: float, env: Mapping[str, 
     log = folder / "runs" / "mutate.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=os.environ | dict(env),
-            start_new_session=True,
-        )
+        to: dict[str, Any] = {"stdout": out, "stderr": out, "env": os.environ | dict(env), "start_new_session": True}
+        process = subprocess.Popen(command, cwd=folder, **to)
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -261,17 +260,15 @@ def reached(data: Path) -> Callable[[Mutation], list[str]]:
     seconds: dict[str, float] = json.loads((data.parent / "seconds.json").read_text())
 
     def tests(mutation: Mutation) -> list[str]:
-        contexts = found.contexts_by_lineno(str(ROOT / mutation.file)).get(mutation.line, [])
+        lines = found.contexts_by_lineno(str(ROOT / mutation.file))
         functions, files = set[tuple[str, str]](), set[str]()
-        for context in contexts:
-            file, _, function = context.partition("|")
-            if not file:
-                continue
-            name = function.rpartition(".")[2]
-            if name.startswith("test_"):
-                functions.add((file, name))
-            else:
-                files.add(file)
+        for line in lines_of((ROOT / mutation.file).read_text(), mutation.line):
+            for context in lines.get(line, []):
+                file, _, function = context.partition("|")
+                if (name := function.rpartition(".")[2]).startswith("test_"):
+                    functions.add((file, name))
+                elif file:
+                    files.add(file)
         by_time = sorted(functions, key=lambda each: (seconds.get(each[0], 0), each))
         return [*(f"{file}::{name}" for file, name in by_time), *sorted(files, key=lambda file: seconds.get(file, 0))]
 
@@ -280,9 +277,7 @@ def reached(data: Path) -> Callable[[Mutation], list[str]]:
 
 def copies(count: int) -> Iterator[Path]:
     """Copies of the checkout, in which the package is a folder of links to their own rooms."""
-    names = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    names = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
     for number in range(count):
         folder = FOLDER / f"copy-{number}"
         shutil.rmtree(folder, ignore_errors=True)

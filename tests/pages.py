@@ -20,7 +20,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -32,7 +31,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from tests.launch import ROOT, end_all, environment, free_port, interpreter, quickly_compiled, run_ranks, xla_flags
+from tests import launch
+from tests.launch import ROOT
 
 FENCE = re.compile(
     r"^(?P<fence> *```)(?P<language>\w*)(?P<how>[^\n]*)\n(?P<code>.*?)^(?P=fence)$"
@@ -153,7 +153,7 @@ def differs(printed: str, block: Block) -> bool:
 def outcomes(page: str, first: int) -> dict[int, tuple[str, str]]:
     """By its line, what each of the blocks that run together has printed, of all ranks in order, and how it failed."""
     together = chain(page, first)
-    ranks, log = int(together[0].says("ranks") or 1), ""
+    ranks, log, found = int(together[0].says("ranks") or 1), "", {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for block in blocks(page):
@@ -161,12 +161,11 @@ def outcomes(page: str, first: int) -> dict[int, tuple[str, str]]:
                 (folder / title).write_text("\n" * block.line + block.code)
         (folder / "examples").symlink_to(ROOT / "examples")
         try:
-            run_ranks(Path(__file__), ranks, page, str(first), place, str(free_port()))
+            launch.run_ranks(Path(__file__), ranks, page, first, place, launch.free_port())
         except AssertionError as error:
             log = str(error)
         files = [folder / f".rank{rank}" for rank in range(ranks)]
         said = [json.loads(file.read_text()) if file.exists() else {} for file in files]
-    found = {}
     for block in together:
         each = [of_rank.get(str(block.line), ("", "did not come to its end")) for of_rank in said]
         failed = "\n".join(dict.fromkeys(error for _, error in each if error))
@@ -181,10 +180,10 @@ def follow(page: str, first: str, folder: str, port: str) -> None:
         own = ("TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         for name in [name for name in os.environ if name.startswith(own)]:
             del os.environ[name]
-    devices = xla_flags(f"--xla_force_host_platform_device_count={together[0].says('devices') or 1}")
+    devices = launch.xla_flags(f"--xla_force_host_platform_device_count={together[0].says('devices') or 1}")
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": quickly_compiled(devices),
+        "XLA_FLAGS": launch.quickly_compiled(devices),
         "HEAD": "127.0.0.1",
         "PORT": port,
     }
@@ -222,21 +221,17 @@ def bash(code: str, folder: Path, nodes: int = 1, timeout: float = 200) -> str:
         (programs / name).chmod(0o755)
     for words, others in INSTEAD.items():
         code = re.sub(rf"\b({words})\b", others, code)
-    env = {"PORT": str(free_port())} | environment(mark := uuid.uuid4().hex) | SLURM
-    env |= {"PATH": f"{programs}:{env['PATH']}", "FREE_PORT": env["PORT"], "PYTHON": interpreter()}
+    env = {"PORT": str(launch.free_port())} | launch.environment(mark := uuid.uuid4().hex) | SLURM
+    env |= {"PATH": f"{programs}:{env['PATH']}", "FREE_PORT": env["PORT"], "PYTHON": launch.interpreter()}
+    command = ["bash", "-euo", "pipefail", "-c", code]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as rest:
-        command, to = ["bash", "-euo", "pipefail", "-c", code], {"cwd": folder, "stderr": rest}
-        started = [
-            subprocess.Popen(command, env=env | {"NODE": str(i)}, stdout=rest if i else out, **to) for i in range(nodes)
-        ]
-        try:
-            codes = [node.wait(timeout) for node in started]
-        except subprocess.TimeoutExpired:
-            codes = [timeout]
-        finally:
-            end_all(mark)
+        to = [{"cwd": folder, "env": env | {"NODE": str(i)}, "stdout": rest if i else out} for i in range(nodes)]
+        started = [launch.Process(command, stderr=rest, **of_node) for of_node in to]
+        launch.ended(started, timeout)
+        codes = [node.poll() for node in started]
+        launch.end_all(mark)
         printed, others = (file.seek(0) or file.read() for file in (out, rest))
-    assert not any(codes), f"{code}\nended with {codes}:\n{printed[-3000:]}\n{others[-3000:]}"
+    assert codes == [0] * nodes, f"{code}\nended with {codes}:\n{printed[-3000:]}\n{others[-3000:]}"
     return "".join(line for line in printed.splitlines(True) if not line.startswith("[Gloo]"))
 
 

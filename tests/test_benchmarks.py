@@ -1,29 +1,23 @@
 """The benchmarks run, at their smallest, and write the fields that they promise. What they measure is not judged here: the machine is shared."""
 
 import json
-import subprocess
 import uuid
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.forked import run_ranks
-from tests.launch import ROOT, end_all, environment, interpreter
-
-pytestmark = pytest.mark.slow
+import gradwire
+from benchmarks.advice.regret import regrets
+from benchmarks.compare.order import curves_of, final_of, kendall, told_apart
+from tests.launch import MARK, ROOT, end_all, run_ranks, start
 
 TINY = ["--layers=1", "--vocabulary=200", "--repeats=1"]
-STEP = [
-    "--width=32",
-    "--layers=1",
-    "--context=16",
-    "--batch=2",
-    "--windows=8",
-    "--timed-steps=2",
-    "--steps=30",
-    "--evaluate-every=30",
-]
+TRAINED = "--only train --subjects dense --seeds=1 --rates=2e-3 --width=32 --layers=1 --context=16 --batch=2 --windows=8 --timed-steps=2"
 #: What is run → its options, where its rows are, how many there are, and the fields of each.
 BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
     "buckets.py": (
@@ -35,47 +29,27 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
     "compress.py": ([*TINY, "--models=gpt", "--ranks=2"], "rows", 1, "rank gradwire torch time_ratio"),
     "error_feedback.py": (["--steps=2"], "norm_of_a_zero_loss", 4, ""),
     "frontier": (
-        [
-            "--only",
-            "train",
-            "--subjects",
-            "dense",
-            "--seeds=1",
-            "--rates=2e-3",
-            *STEP,
-            "--pages={folder}",
-            "--work={folder}/work",
-        ],
-        "runs",
-        2,
-        "subject backend rate seed curve",
+        [*TRAINED.split(), "--steps=30", "--evaluate-every=30", "--pages={folder}", "--work={folder}/work"],
+        *("runs", 2, "subject backend rate seed curve"),
     ),
     "gpu": (["--tiny", "--only", "products", "hook", "graph"], "parts", 3, ""),
     "half_step.py": (["--rates", "0.1", "--seeds=1", "--epochs=1"], "accuracy_percent", 12, "0.1"),
     "jax_step.py": (
         [*TINY, "--layers=0", "--width=64", "--context=64", "--ranks=2", "--devices", "1", "--compile-matrices=2"],
-        "rows",
-        5,
-        "subject devices step_ms cpu_s step_to_pmean cpu_to_pmean all_reduces",
+        *("rows", 5, "subject devices step_ms cpu_s step_to_pmean cpu_to_pmean all_reduces"),
     ),
     "kernels.py": (
         [*TINY, "--width=64", "--ranks=4", "--caps", "0.1"],
-        "rows",
-        2,
-        "subject cap_mib buckets kernels by_name all_reduces host_waits host_ms",
+        *("rows", 2, "subject cap_mib buckets kernels by_name all_reduces host_waits host_ms"),
     ),
     "muon.py": ([*TINY, "--width=32"], "rows", 2, "backend plain_ms divided_ms message_ms share"),
     "network": (
         [*TINY, "--backends=torch", "--hosts=2", "--rates=1gbit", "--training-steps=0", "--picture="],
-        "rows",
-        12,
-        "subject step_ms wire_ms wire_bytes planned_wire_bytes",
+        *("rows", 12, "subject step_ms wire_ms wire_bytes planned_wire_bytes"),
     ),
     "overlap.py": (
         ["--alone", "--layers=3", "--width=64", "--batch=8", "--repeats=1", "--trace="],
-        "rows",
-        5,
-        "subject collectives launched_under_backward hidden",
+        *("rows", 5, "subject collectives launched_under_backward hidden"),
     ),
     "stacks.py": (["--stacks", "3", "--width=16", "--rank=1", "--repeats=1"], "rows", 2, "subject cpu_s to_one_layer"),
     "watching.py": (["--repeats=3"], "rows", 1, "device notes_us step_us"),
@@ -83,32 +57,27 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
 }
 
 
-def run(script: str, *options: str) -> str:
-    """Run a benchmark to its end, and whatever it has started. Returns what it prints."""
-    command, mark = [interpreter(), str(ROOT / "benchmarks" / script), *options], uuid.uuid4().hex
-    try:
-        done = subprocess.run(
-            command, env=environment(mark), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
-        )
-    finally:
-        end_all(mark)
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("script", BENCHMARKS)
 def test_it_runs_and_writes_what_it_promises(script: str, tmp_path: Path) -> None:
     options, where, count, fields = BENCHMARKS[script]
-    options = [option.format(folder=tmp_path) for option in options]
-    printed = run(script, *options, "--output", str(tmp_path / "found.json"))
+    words = [option.format(folder=tmp_path) for option in options]
+    (log := tmp_path / "log").touch()
+    command, mark = [ROOT / "benchmarks" / script, *words, "--output", tmp_path / "found.json"], uuid.uuid4().hex
+    process = start(*command, log=str(log), env={MARK: mark})
+    try:
+        code = process.wait(280)
+    finally:
+        process.kill()
+        end_all(mark)
+    assert code == 0, log.read_text()[-6000:]
     if script == "network" and not (tmp_path / "found.json").exists():  # no root, or no tools: it says so, and predicts
-        assert "No hosts: " in printed
+        assert "No hosts: " in log.read_text()
         return
     found: Any = json.loads((tmp_path / "found.json").read_text())[where]
     rows = list(found.values()) if isinstance(found, dict) else found
     assert len(rows) >= count
-    for row in rows:
-        assert not fields or set(fields.split()) <= row.keys()
+    assert all(not fields or set(fields.split()) <= row.keys() for row in rows)
 
 
 #: A host of a cell of the advice: short messages, few steps, and a model that is small.
@@ -126,6 +95,7 @@ worker.main()
 """
 
 
+@pytest.mark.slow
 def test_hosts_of_the_advice_predict_and_measure(tmp_path: Path) -> None:
     """Both on this machine, without a link between them."""
     (tmp_path / "host.py").write_text(HOST)
@@ -134,3 +104,66 @@ def test_hosts_of_the_advice_predict_and_measure(tmp_path: Path) -> None:
     names = [method["algorithm"] for method in row["methods"]]
     assert {"plain", "PowerSGD(rank=4)", row["recommended"], row["fastest"]} <= set(names)
     assert all(method["predicted_ms"] > 0 < method["measured_ms"] for method in row["methods"])
+
+
+# --- what they make of their figures ---------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(1, 2), min_size=2, max_size=12, unique=True), st.randoms())
+def test_kendall_is_kendall(final, random):
+    stats = pytest.importorskip("scipy.stats")
+    names = [str(i) for i in range(len(final))]
+    losses = random.sample(final, len(final))
+    pairs = list(combinations(sorted(names, key=lambda name: final[int(name)]), 2))
+    expected = stats.kendalltau(losses, final).statistic
+    assert kendall(dict(zip(names, losses, strict=True)), pairs) == pytest.approx(expected)
+
+
+def test_pairs_beyond_noise_are_those_whose_interval_holds_no_zero():
+    stats, seeds = pytest.importorskip("scipy.stats"), (0, 1, 2)
+    runs = json.loads((ROOT / "benchmarks" / "results" / "frontier.json").read_text())["runs"]
+    curves = curves_of(runs, 240, seeds)
+    assert len(curves) > 2
+    told = told_apart(curves, 240, seeds)
+    for a, b in combinations(curves, 2):
+        losses = [[curves[name][seed][240] for seed in seeds] for name in (a, b)]
+        assert ((a, b) in told or (b, a) in told) == (stats.ttest_rel(*losses).pvalue < 0.05), (a, b)
+    assert all(final_of(curves[a], 240, seeds) < final_of(curves[b], 240, seeds) for a, b in told)
+
+
+def test_regret_is_against_the_fastest_and_the_best_constant_answer():
+    def row(recommended, **times):
+        return {"recommended": recommended, "methods": [{"algorithm": a, "measured_ms": t} for a, t in times.items()]}
+
+    found = regrets([row("a", plain=4.0, a=2.0, b=1.0), row("plain", plain=1.0, a=1.5, b=3.0)])
+    assert found["advice"] == {"mean": 0.5, "worst": 1.0}
+    assert found["plain"] == {"mean": 1.5, "worst": 3.0}
+    assert found["constant"] == {"answer": "a", "mean": 0.75, "worst": 1.0}
+
+
+def test_the_frontier_does_only_a_changed_run_again_and_looks_beyond_the_rates_that_are_asked_for(
+    monkeypatch, tmp_path
+):
+    for folder in ("examples", "benchmarks"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    from frontier.results import Experiment, Results
+    from frontier.runs import Run, Settings
+    from frontier.subjects import BY_NAME
+
+    run, results = Run("torch", BY_NAME["int8"], 1e-3, 0, Settings()), Results(tmp_path / "frontier.json")
+    others = [replace(run, backend="jax"), replace(run, rate=2e-3), replace(run, settings=Settings(steps=30))]
+    others += [replace(run, subject=replace(run.subject, algorithm=gradwire.Sign()))]
+    results.add(run, [[120, 2.5], [240, float("nan")]], bytes_sent=1)
+    results.save()
+    again = Results.at(results.path)
+    assert again.missing([run, *others]) == others
+    assert again.missing([replace(run, subject=replace(run.subject, name="renamed"))]) == []
+    # An outer rate is searched with the best inner one.
+    for name, best in (("int8", (5e-4, None)), ("DiLoCo", (5e-4, 0.2))):
+        asked, results = Experiment((BY_NAME[name],), (1e-3, 2e-3, 4e-3), 1, run.settings), Results(tmp_path / name)
+        while missing := results.missing(results.tuning(asked)):
+            for tried in missing:
+                results.add(tried, [[240, abs(tried.rate - 5e-4) + abs((tried.subject.outer_rate or 0.2) - 0.2)]])
+        assert results.best_rates(BY_NAME[name], asked) == best
+        found = results.training(asked)
+        assert [Run.of(each.job()) for each in found] == found
