@@ -120,7 +120,8 @@ def become(call: dict[str, Any], files: list[int], program: str) -> NoReturn:
         os.chdir(call["folder"])
         os.environ.clear()
         os.environ.update(call["env"] | {PYTHON: program})
-        sys.executable = program
+        if "RANK" not in os.environ:  # ranks may start what needs more of Python
+            sys.executable = program
         # Ranks of its own are forked from it, and not by a server, which would import everything again.
         multiprocessing.context._concrete_contexts["forkserver"] = multiprocessing.get_context("fork")
         sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]

@@ -51,9 +51,9 @@ def ways(*names: str, ranks: int = 2) -> Tests:
     return Tests(nodes, exactly(f"way[{name}]" for name in (*names, *PLAIN)))
 
 
-def in_file(file: str, cases: Sequence[str], *tests: str) -> Tests:
-    """Of another file."""
-    return Tests(tuple(f"tests/emulated/{file}::{test}" for test in tests), exactly(cases))
+def in_file(file: str, *tests: str) -> Tests:
+    """Of another file, whose tests are called like their cases."""
+    return Tests(tuple(f"tests/emulated/{file}::{test}" for test in tests), exactly(tests))
 
 
 def exactly(names: Iterable[str]) -> str:
@@ -63,11 +63,11 @@ def exactly(names: Iterable[str]) -> str:
 
 #: In mixed precision FSDP lets go of what it has reduced while it is cast.
 UNITS = [f"test_unit_by_unit_on_a_stream_of_its_own[{policy}]" for policy in ("plain", "mixed precision")]
-SHARDED = in_file("test_sharded.py", UNITS, *UNITS)
+SHARDED = in_file("test_sharded.py", *UNITS)
 
 
 #: Of outer parameters in the host's memory.
-_FILE = in_file("test_streams.py", ["outer_parameters_on_the_host"], "test_outer_parameters_may_be_on_the_host")
+_FILE = in_file("test_streams.py", "test_outer_parameters_may_be_on_the_host")
 _WAYS = ways("diloco, on the host", "diloco, on the host, overlap")
 ON_THE_HOST = Tests(_FILE.nodes + _WAYS.nodes, f"{_FILE.cases}|{_WAYS.cases}")
 
@@ -107,11 +107,7 @@ MUTATIONS = {
         "BackwardReducer._hook",
         "self._accumulators = X",
         "self._accumulators = []",
-        in_file(
-            "test_streams.py",
-            ["forward_on_two_streams[DataParallel(AllReduce)]"],
-            "test_a_forward_pass_on_two_streams[DataParallel(AllReduce)]",
-        ),
+        in_file("test_streams.py", "test_a_forward_pass_on_two_streams[DataParallel(AllReduce)]"),
     ),
     # The order of collectives, and among whom.
     "another_order_on_one_rank": changed(
@@ -132,11 +128,7 @@ MUTATIONS = {
         "Collectives._reduce",
         "X[request.groups]",
         "X.whole",
-        in_file(
-            "test_requests.py",
-            ["asked[means in groups, NCCL]"],
-            "test_a_request_is_answered_as_the_core_says[means in groups-NCCL]",
-        ),
+        in_file("test_reference.py", "test_a_request_is_answered_as_the_core_says[means in groups, NCCL]"),
     ),
     "rank_for_a_rank_of_the_group": changed(
         "Exchange.__init__", "X.rank() if Y is None else Z", "dist.get_rank()", ways("everything that can be asked")
@@ -153,9 +145,7 @@ MUTATIONS = {
         "X.settle()",
         "pass",
         in_file(
-            "test_streams.py",
-            ["a_pass_after_one_that_failed[DataParallel(PowerSGD)]"],
-            "test_a_pass_after_one_that_failed_leaves_its_messages_alone[DataParallel(PowerSGD)]",
+            "test_streams.py", "test_a_pass_after_one_that_failed_leaves_its_messages_alone[DataParallel(PowerSGD)]"
         ),
     ),
     "pinned_memory_read_early": changed("Foreseen.value", "X.synchronize()", "pass", ways("half_step")),
@@ -177,21 +167,21 @@ MUTATIONS = {
         "Reducing._launch",
         "work = kept(X, Y)",
         "work = kept(X, Y)\nif not Y.is_cpu:\n    work.wait()",
-        in_file("test_streams.py", ["on_their_way[DDP]"], "test_messages_travel_during_the_backward_pass[DDP]"),
+        in_file("test_streams.py", "test_messages_travel_during_the_backward_pass[DDP]"),
     ),
     "constants_made_anew": changed("TorchOps.constant", "X not in Y", "True", ways("rank_2", "int8")),
     "times_noted_in_a_capture": changed(
         "Driver.add",
         "if X:\n    self.watch.times.skip()\nelif Y:\n    self._begin_step()",
         "if Y:\n    self._begin_step()",
-        in_file("test_streams.py", ["captured"], "test_a_capture_notes_no_times"),
+        in_file("test_streams.py", "test_a_capture_notes_no_times"),
     ),
     # Numbers.
     "cast_forgotten": changed(
         "share",
         "torch.promote_types(X, torch.float32)",
         "X",
-        in_file("test_reference.py", ["short_mean[bfloat16, DDP]"], "test_a_mean_is_rounded_once[bfloat16, DDP]"),
+        in_file("test_reference.py", "test_a_mean_is_rounded_once[bfloat16, DDP]"),
     ),
     "added_in_any_order": changed(
         "TorchOps.scatter_add", "if self._host_knows:\n    return X", "return X", ways("top_k")
@@ -200,7 +190,7 @@ MUTATIONS = {
         "Step.finite",
         "return A if B else None",
         "return ((A | True) if self.collectives.groups.whole.rank() == 1 else A) if B else None",
-        in_file("test_reference.py", ["as_in_numpy[DDP]"], "test_the_numbers_are_numpys[DDP]"),
+        in_file("test_reference.py", "test_the_numbers_are_numpys[DDP]"),
     ),
     # Written after the accelerator was finished.
     "event_not_recorded": changed("Foreseen.note", "self._arrived.record(X)", "pass", ways("half_step")),
@@ -218,7 +208,7 @@ MUTATIONS = {
         "SkippedSteps.look",
         "X or self._arrived.query()",
         "True",
-        in_file("test_streams.py", ["skipped_steps"], "test_a_count_is_read_when_it_has_come"),
+        in_file("test_streams.py", "test_a_count_is_read_when_it_has_come"),
     ),
     "divided_on_its_way": Mutation(
         "Reducing._launch",
@@ -232,11 +222,7 @@ MUTATIONS = {
         "Exchange.sum_for_owners",
         "return [_reduce_scatter(A, B, group=C, async_op=True)]",
         "work = _reduce_scatter(A, B, group=C, async_op=True)\nwork.wait()\nreturn [work]",
-        in_file(
-            "test_streams.py",
-            ["shards_on_their_way[hook_with_zero_step by element]"],
-            "test_shards_travel_during_the_backward_pass[hook_with_zero_step by element]",
-        ),
+        in_file("test_streams.py", "test_shards_travel_during_the_backward_pass[hook_with_zero_step by element]"),
     ),
     "the_host_chooses": changed(
         "TorchOps.where", "self._host_knows and ok.ndim == 0", "ok.ndim == 0", ways("int8", "DDP, unused parameters")

@@ -4,18 +4,22 @@ and Gloo's results come out.
 The accelerator has streams, and its process group behaves as NCCL's: see `device.cpp` and `process_group.py`.
 """
 
+import os
 from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.emulated.build import shared_library
 from tests.emulated.ways import WAYS, native_collectives, train
 from tests.methods import METHODS
 from tests.parity.cases import DIFFERENT
 from tests.torch.compare import relative
 from tests.torch.ranks import Cases
+
+if "RANK" in os.environ:
+    from tests.emulated.device import DEVICE, core, stream, watched
+    from tests.emulated.process_group import BACKEND
 
 #: Of the calls of `backward`: a user may call it on any stream.
 SIDE_STREAM = 7
@@ -92,15 +96,8 @@ ROWS = [
 cases = Cases(__file__, ranks=1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _built():
-    shared_library()
-
-
 @contextmanager
 def on_a_side_stream():
-    from tests.emulated.device import core, stream
-
     core.wait_for(SIDE_STREAM, 0)
     with stream(SIDE_STREAM):
         yield
@@ -111,9 +108,6 @@ def on_a_side_stream():
 def way(world, name):
     if name not in ON_RANKS[world.size]:
         return None
-
-    from tests.emulated.device import DEVICE, core, watched
-    from tests.emulated.process_group import BACKEND
 
     def look():
         seen = watched.own_waits(), list(watched.made), core.memory()[1], sum(core.operations().values())
