@@ -144,7 +144,7 @@ def in_jax(algorithm: Any) -> Trained:
     mine = jax.tree.map(lambda spec: spec == jax.sharding.PartitionSpec(AXIS), run.specs)
 
     def portable() -> Any:
-        return jax.tree.map(np.array, gwj.to_portable(run.global_state(), algorithm, errors="all"))
+        return gwj.to_portable(run.global_state(), algorithm, errors="all")
 
     def rows(x: Any, own: bool) -> Any:
         """A row for each replica, of what is its own."""
@@ -156,7 +156,7 @@ def in_jax(algorithm: Any) -> Trained:
         run.state = jax.tree.map(rows, given, mine)
 
     def now() -> Any:
-        return jax.tree.map(lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x, portable())
+        return jax.tree.map(lambda x: torch.from_numpy(np.array(x)) if hasattr(x, "dtype") else x, portable())
 
     forms = {"all": portable, "three": partial(of_three, algorithm, shapes)}
     return Trained(lambda: run.update(_gradients(shapes, 2)), load, now, forms)

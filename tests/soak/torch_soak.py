@@ -15,10 +15,8 @@ import gc
 import hashlib
 import math
 import os
-import platform
 import random
 import resource
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -32,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, WireDtype, diloco
 from gradwire.torch_backend import DataParallel, local_sgd, register_comm_hook
-from tests.launch import torchrun
+from tests.launch import run_ranks
 from tests.methods import METHODS, VARIANTS
 from tests.parity.cases import TORCH_METHODS
 from tests.soak.draw import fits
@@ -70,8 +68,7 @@ class Model(nn.Module):
     def forward(self, x):
         for layer in self.inner:
             x = x + torch.tanh(layer(x))
-        out = self.outer(x) * self.scale
-        return out
+        return self.outer(x) * self.scale
 
 
 class Training:
@@ -143,14 +140,13 @@ class Training:
         local, handle = self.shared.choice(OVERLAPPED), None
         for _ in range(steps):
             if handle is None or self.shared.random() < 0.1:
-                own = None if handle is None else handle.rank_state_dict()
-                before = None if handle is None else copy.deepcopy(self.model.state_dict())
+                saved = handle and (handle.rank_state_dict(), copy.deepcopy(self.model.state_dict()))
                 if handle is not None:
                     handle._leave_optimizer()
                 handle = local_sgd(self.model, self.optimizer, local)  # makes parameters equal
-                if own is not None:
-                    self.model.load_state_dict(before)
-                    handle.load_state_dict(own)
+                if saved:
+                    handle.load_state_dict(saved[0])
+                    self.model.load_state_dict(saved[1])
                     self.counts["resumed"] += 1
             self.optimizer.zero_grad()
             self.wrapped = self.model
@@ -245,52 +241,23 @@ def work(steps, seed, stretch_steps):
     dist.destroy_process_group()
 
 
-def soak(steps, seed, timeout, stretch_steps):
-    """Run it. Returns what rank 0 said; raises AssertionError with the end of the output if something does not hold."""
-    args = ["--work", f"--steps={steps}", f"--seed={seed}", f"--stretch={stretch_steps}"]
-    # DDP warns of steps in which no layer happened to be frozen.
-    return torchrun(Path(__file__), RANKS, *args, timeout=timeout, env={"TORCH_CPP_LOG_LEVEL": "ERROR"}).stdout
-
-
-def report(args, commit, said, seconds):
-    """In Markdown."""
-    command = f"make soak-torch STEPS={args.steps} ARGS='--seed {args.seed}'"
-    where = (
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
-    )
-    own = [
-        line for line in said.splitlines(keepends=True) if " saved in " not in line
-    ]  # what methods cost is not the subject
-    return (
-        f"# Soak with real processes\n\n    {command}\n\n{RANKS} Gloo ranks on {where}; commit {commit}; {seconds:.0f} s. What is random, and what is "
-        "compared, stands at the top of\n[tests/soak/torch_soak.py](../../tests/soak/torch_soak.py).\n\n"
-        f"```\n{''.join(own)}```\n"
-    )
-
-
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--steps", type=int, default=10_000)
-    p.add_argument("--seed", type=int, help="default: another one each time, and printed")
+    p.add_argument("--seed", type=int, default=int(time.time()) % (1 << 30), help="default: another one each time")
     p.add_argument("--stretch", type=int, default=STRETCH, help="steps with one wrapper (default: %(default)s)")
-    p.add_argument("--report", type=Path, metavar="PATH", help="write what was found to this file, in Markdown")
-    p.add_argument("--timeout", type=float, default=6 * 3600, help="seconds after which it has failed")
     p.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.work:
         work(args.steps, args.seed, args.stretch)
         return
-    args.seed = args.seed if args.seed is not None else int(time.time()) % (1 << 30)
     print(f"seed {args.seed}", flush=True)
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    start = time.monotonic()
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # DDP warns of steps in which no layer happened to be frozen
+    options = "--work", f"--steps={args.steps}", f"--seed={args.seed}", f"--stretch={args.stretch}"
     try:
-        said = soak(args.steps, args.seed, args.timeout, args.stretch)
+        print(run_ranks(Path(__file__), RANKS, *options, timeout=6 * 3600))
     except AssertionError as failure:
         sys.exit(f"seed {args.seed}: {failure}")
-    print(said)
-    if args.report:
-        args.report.write_text(report(args, head.stdout.strip(), said.rstrip() + "\n", time.monotonic() - start))
 
 
 if __name__ == "__main__":
