@@ -57,11 +57,8 @@ def interpreter() -> str:
     while not address.exists():
         assert server.poll() is None, log.read_text()
         time.sleep(0.02)
-    _SERVERS.append(server)  # which ends with the pipe that it reads
+    atexit.register(server.communicate)  # it ends with the pipe that it reads
     return str(program)
-
-
-_SERVERS: list[Process] = []
 
 
 def start(*command: object, log: str, env: Mapping[str, str] | None = None, python: str = "") -> Process:

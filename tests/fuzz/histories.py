@@ -12,24 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-import torch
 
-import gradwire.torch_backend as gw
-from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, Simulator, Spec, TwoLevel, Zero
+from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, Simulator, Spec, TwoLevel
 from gradwire.core.algorithms.compressor import ERROR
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.local_sgd.algorithm import DIFFERENCE, OUTER
 from gradwire.core.local_sgd.outer import VELOCITY
 from gradwire.core.ops import largest_error
 from gradwire.core.simulate import ReplicaMismatch
-from gradwire.jax_backend import average_gradients, to_portable
 from tests.fuzz.engine import CHANGED, DIFFERENT, GARBAGE, STUCK, WRONG_CLASS, Found, shown
-from tests.jax.replicas import AXIS, Replicas
 from tests.methods import METHODS, Int8
 from tests.soak import draw
-from tests.soak.sharded import shards
 
 Tensors = dict[str, Any]
 #: Of a replica, or of all in one form: name → key → array.
@@ -168,73 +162,26 @@ def changed(before: Sequence[Memory], after: Sequence[Memory]) -> list[str]:
     return found
 
 
+def memories(simulator: Simulator) -> list[Memory]:
+    return [state.map(np.array).tensors for state in simulator.states]
+
+
 # --- averages of gradients -------------------------------------------------------------------------------------------------------
 
 
-class Simulated:
-    """The reference driver."""
-
-    def __init__(self, algorithm: Any, history: History) -> None:
-        self._simulator = Simulator(algorithm, history.model, history.replicas, dtype=history.dtype)  # type: ignore[arg-type]
-
-    def step(self, given: Sequence[Tensors]) -> Tensors:
-        return self._simulator.step(given)
-
-    def memories(self) -> list[Memory]:
-        return [state.map(np.array).tensors for state in self._simulator.states]
-
-
-class Torchs:
-    """One rank of torch."""
-
-    def __init__(self, algorithm: Any, history: History) -> None:
-        dtype = getattr(torch, history.dtype)
-        self._handle = gw.Averager(algorithm, {n: torch.zeros(s, dtype=dtype) for n, s in history.model.items()})
-
-    def step(self, given: Sequence[Tensors]) -> Tensors:
-        gradients = {name: torch.from_numpy(x.copy()) for name, x in given[0].items()}
-        averages = self._handle(gradients) or gradients
-        return {name: x.numpy().copy() for name, x in averages.items()}
-
-    def memories(self) -> list[Memory]:
-        tensors = self._handle.rank_state_dict()["tensors"]
-        return [{name: {key: x.numpy() for key, x in own.items()} for name, own in tensors.items()}]
-
-
-class Jaxs:
-    """Several replicas of JAX under `vmap`, which does not compile where results may differ between them."""
-
-    def __init__(self, algorithm: Any, history: History) -> None:
-        self._algorithm = algorithm
-        params = {name: jnp.zeros(shape, history.dtype) for name, shape in history.model.items()}
-        self._run = Replicas(average_gradients(algorithm, axis_name=AXIS), params, history.replicas)
-
-    def step(self, given: Sequence[Tensors]) -> Tensors:
-        updates: Tensors = self._run.update(given)
-        return updates
-
-    def memories(self) -> list[Memory]:
-        state = to_portable(self._run.global_state(), self._algorithm, errors="all")
-        return [state["tensors"], state["local"]]
-
-
-DOORS: dict[str, Any] = {"simulator": Simulated, "torch": Torchs, "jax": Jaxs}
-
-
-def averages(seed: int, found: Found, door: str = "simulator") -> None:
+def averages(seed: int, found: Found) -> None:
     """A step with an inf or NaN is one on all replicas, and leaves memory alone; no other lets anything into it that is not finite."""
     rng = random.Random(f"averages {seed}")
-    replicas = {"simulator": rng.choice([1, 2, 2, 3, 4, 6]), "torch": 1, "jax": rng.choice([2, 4])}[door]
-    dtype = rng.choice(["float32", "float32", "float64", "float16"][: 2 if door == "jax" else 4])
-    algorithm = method(rng, 1 if door == "jax" else replicas)  # which under `vmap` exchanges over whole axes only
-    history = History(f"{door}, seed {seed}, {algorithm!r}", found, rng, model(rng), replicas, dtype)
-    made: list[Any] = []
+    replicas, dtype = rng.choice([1, 2, 2, 3, 4, 6]), rng.choice(["float32", "float32", "float64", "float16"])
+    algorithm = method(rng, replicas)
+    history = History(f"averages, seed {seed}, {algorithm!r}", found, rng, model(rng), replicas, dtype)
+    made: list[Simulator] = []  # where what it raises is a finding
 
     def one() -> bool:
-        trained = made[0] if made else DOORS[door](algorithm, history)
+        trained = made[0] if made else Simulator(algorithm, history.model, replicas, dtype=dtype)  # type: ignore[arg-type]
         made[:] = [trained]
-        given, before = history.gradients(ANY), trained.memories()
-        averages, after = trained.step(given), trained.memories()
+        given, before = history.gradients(ANY), memories(trained)
+        averages, after = trained.step(given), memories(trained)
         for name, average in averages.items():
             if finite(average) and not finite(*(own[name] for own in given)):
                 history.add(GARBAGE, f"the average of {name} is finite")
@@ -306,7 +253,7 @@ def locally(seed: int, found: Found) -> None:
     def one() -> bool:
         weights = [rng.choice([0, 1, 2.5]) for _ in range(replicas)] if local.weighted else [1.0] * replicas
         weights[rng.randrange(replicas)] = 1.0
-        before = [state.map(np.array).tensors for state in simulator.states]
+        before = memories(simulator)
         met.clear()
         given = history.gradients(ANY if returns() else (*ODD, "outlier"))
         simulator.step(given, update, **({"weights": weights} if local.weighted else {}))
@@ -328,61 +275,8 @@ def locally(seed: int, found: Found) -> None:
     history.run(one, LAST + 2 * local.longest)
 
 
-# --- sharded optimizers ----------------------------------------------------------------------------------------------------------
-
-
-def sharded(seed: int, found: Found) -> None:
-    """A step that is not finite on a replica updates nothing on any."""
-    rng = random.Random(f"sharded {seed}")
-    shapes, replicas, dtype = model(rng), rng.choice([1, 2, 2, 3, 4]), rng.choice(["float32", "float32", "float64"])
-    algorithm = rng.choice([AllReduce(), method(rng), method(rng)])
-    skips = rng.random() < 0.7
-    zero = Zero(
-        shards(rng, {name: Spec(shape, dtype) for name, shape in shapes.items()}, replicas),  # type: ignore[arg-type]
-        algorithm,
-        max_norm=rng.choice([None, 0.5, 100.0]),
-        skip_non_finite=skips,
-    )
-    history = History(f"sharded, seed {seed}, {algorithm!r}, {zero.max_norm}", found, rng, shapes, replicas, dtype)
-    parts = [
-        {name: np.zeros(b - a, dtype) for name in shapes for a, b in [zero.shards.owned(name, r)]}
-        for r in range(replicas)
-    ]
-
-    stepped = [True]
-
-    def optimizer(replica: int, pieces: Tensors, ok: Any = True) -> Tensors:
-        part, stepped[0] = parts[replica], bool(ok)
-        for name, piece in pieces.items() if ok else ():
-            part[name] = part[name] - np.asarray(1e-3, dtype) * piece.reshape(-1)[: part[name].size]
-        return {name: part[name].copy() for name in pieces}
-
-    simulator = Simulator(zero, shapes, replicas, dtype=dtype, optimizer=optimizer)  # type: ignore[arg-type]
-    last = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
-
-    def one() -> bool:
-        before = [state.map(np.array).tensors for state in simulator.states]
-        given = history.gradients(ANY if skips else ODD)
-        new = simulator.step(given)
-        if not finite(*new.values()) and skips:
-            history.add(GARBAGE, "parameters are not finite")
-        same = all(np.array_equal(last[name], x) for name, x in new.items())
-        if not finite(*(x for own in given for x in own.values())):
-            wrong = changed(before, [state.tensors for state in simulator.states]) + ([] if same else ["parameters"])
-            if wrong:
-                history.add(CHANGED, f"a step that is not finite: {wrong}")
-        last.update(new)
-        return stepped[0] and finite(*new.values())
-
-    history.run(one)
-
-
 def histories(seed: int, found: Found, each: int) -> None:
-    """So many of each kind in the simulator, and of averages a tenth by each real driver, one at least."""
+    """So many of each kind."""
     for number in range(seed * each, (seed + 1) * each):
         averages(number, found)
         locally(number, found)
-        sharded(number, found)
-    for number in range(seed * each, seed * each + max(1, each // 10)):
-        for door in ("torch", "jax"):
-            averages(number, found, door)

@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from gradwire import AllReduce, Compressor, PowerSGD, Simulator
 from gradwire.core.buckets.reducer import Reducer
+from gradwire.core.simulate import NumpyOps
+from gradwire.core.zero import sharded_step
 from tests.launch import run_ranks
 from tests.soak import arrival, draw, long_run, torch_soak
 from tests.soak.simulation import KINDS, Failure, simulate
@@ -62,6 +65,10 @@ async def selfish(right, self, *args):
     return sent, sent, new
 
 
+async def unfinite(right, ops, pieces, *options):
+    return pieces, np.asarray(np.nan)
+
+
 def as_they_come(right, self):
     """What goes wrong on a real network when every rank sends a bucket as soon as it is full."""
     early = self._early if self._next else []
@@ -76,6 +83,8 @@ FAULTS = [
     (Compressor, "_memory_after", forgetful, "local", "averaging has moved"),
     (PowerSGD, "compress", careless, "compression", "has changed a memory"),
     (PowerSGD, "compress", selfish, "compression", "ReplicaMismatch"),
+    (NumpyOps, "all_finite", lambda right, *args: np.asarray(True), "sharded", ""),
+    (sharded_step, "clip_by_norm", unfinite, "sharded", ""),
     (Reducer, "_launchable", as_they_come, "arrival", "too early"),
     (Reducer, "_launchable", as_they_come, "arrival", "for some and not for others"),
 ]
