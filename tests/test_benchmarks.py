@@ -2,16 +2,12 @@
 
 import json
 import uuid
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-import gradwire
 from benchmarks.advice.regret import regrets
 from benchmarks.compare.order import curves_of, final_of, kendall, told_apart
 from tests.launch import MARK, ROOT, end_all, run_ranks, start
@@ -106,31 +102,6 @@ def test_hosts_of_the_advice_predict_and_measure(tmp_path: Path) -> None:
     assert all(method["predicted_ms"] > 0 < method["measured_ms"] for method in row["methods"])
 
 
-# --- what they make of their figures ---------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.floats(1, 2), min_size=2, max_size=12, unique=True), st.randoms())
-def test_kendall_is_kendall(final, random):
-    stats = pytest.importorskip("scipy.stats")
-    names = [str(i) for i in range(len(final))]
-    losses = random.sample(final, len(final))
-    pairs = list(combinations(sorted(names, key=lambda name: final[int(name)]), 2))
-    expected = stats.kendalltau(losses, final).statistic
-    assert kendall(dict(zip(names, losses, strict=True)), pairs) == pytest.approx(expected)
-
-
-def test_pairs_beyond_noise_are_those_whose_interval_holds_no_zero():
-    stats, seeds = pytest.importorskip("scipy.stats"), (0, 1, 2)
-    runs = json.loads((ROOT / "benchmarks" / "results" / "frontier.json").read_text())["runs"]
-    curves = curves_of(runs, 240, seeds)
-    assert len(curves) > 2
-    told = told_apart(curves, 240, seeds)
-    for a, b in combinations(curves, 2):
-        losses = [[curves[name][seed][240] for seed in seeds] for name in (a, b)]
-        assert ((a, b) in told or (b, a) in told) == (stats.ttest_rel(*losses).pvalue < 0.05), (a, b)
-    assert all(final_of(curves[a], 240, seeds) < final_of(curves[b], 240, seeds) for a, b in told)
-
-
 def test_regret_is_against_the_fastest_and_the_best_constant_answer():
     def row(recommended, **times):
         return {"recommended": recommended, "methods": [{"algorithm": a, "measured_ms": t} for a, t in times.items()]}
@@ -141,29 +112,15 @@ def test_regret_is_against_the_fastest_and_the_best_constant_answer():
     assert found["constant"] == {"answer": "a", "mean": 0.75, "worst": 1.0}
 
 
-def test_the_frontier_does_only_a_changed_run_again_and_looks_beyond_the_rates_that_are_asked_for(
-    monkeypatch, tmp_path
-):
-    for folder in ("examples", "benchmarks"):
-        monkeypatch.syspath_prepend(str(ROOT / folder))
-    from frontier.results import Experiment, Results
-    from frontier.runs import Run, Settings
-    from frontier.subjects import BY_NAME
-
-    run, results = Run("torch", BY_NAME["int8"], 1e-3, 0, Settings()), Results(tmp_path / "frontier.json")
-    others = [replace(run, backend="jax"), replace(run, rate=2e-3), replace(run, settings=Settings(steps=30))]
-    others += [replace(run, subject=replace(run.subject, algorithm=gradwire.Sign()))]
-    results.add(run, [[120, 2.5], [240, float("nan")]], bytes_sent=1)
-    results.save()
-    again = Results.at(results.path)
-    assert again.missing([run, *others]) == others
-    assert again.missing([replace(run, subject=replace(run.subject, name="renamed"))]) == []
-    # An outer rate is searched with the best inner one.
-    for name, best in (("int8", (5e-4, None)), ("DiLoCo", (5e-4, 0.2))):
-        asked, results = Experiment((BY_NAME[name],), (1e-3, 2e-3, 4e-3), 1, run.settings), Results(tmp_path / name)
-        while missing := results.missing(results.tuning(asked)):
-            for tried in missing:
-                results.add(tried, [[240, abs(tried.rate - 5e-4) + abs((tried.subject.outer_rate or 0.2) - 0.2)]])
-        assert results.best_rates(BY_NAME[name], asked) == best
-        found = results.training(asked)
-        assert [Run.of(each.job()) for each in found] == found
+def test_pairs_beyond_noise_are_those_whose_interval_holds_no_zero_and_tau_is_kendalls():
+    stats, seeds = pytest.importorskip("scipy.stats"), (0, 1, 2)
+    curves = curves_of(json.loads((ROOT / "benchmarks/results/frontier.json").read_text())["runs"], 240, seeds)
+    told = told_apart(curves, 240, seeds)
+    for a, b in combinations(curves, 2):
+        losses = [[curves[name][seed][240] for seed in seeds] for name in (a, b)]
+        assert ((a, b) in told or (b, a) in told) == (stats.ttest_rel(*losses).pvalue < 0.05), (a, b)
+    early, final = ({name: final_of(curves[name], at, seeds) for name in curves} for at in (120, 240))
+    assert all(final[a] < final[b] for a, b in told)
+    pairs = list(combinations(sorted(curves, key=final.get), 2))
+    expected = stats.kendalltau([*early.values()], [*final.values()]).statistic
+    assert kendall(early, pairs) == pytest.approx(expected)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -130,16 +130,16 @@ class Arena:
 
     def wait_for(self, rounds: int, limit: float) -> None:
         """Raise AssertionError if so many rounds are not reached in time."""
-        end = time.time() + limit
-        while self.rounds() < rounds:
-            assert time.time() < end, f"{self.rounds()} of {rounds} rounds after {limit} s: something hangs"
-            time.sleep(0.1)
+        self._wait(lambda: self.rounds() >= rounds, limit, f"{rounds} rounds")
 
     def wait_until(self, name: str, limit: float) -> None:
         """Raise AssertionError if this replica has not taken part in a round in time."""
+        self._wait(lambda: any(line.get("taken") for line in self.lines(name)), limit, f"a round of {name}")
+
+    def _wait(self, condition: Callable[[], bool], limit: float, what: str) -> None:
         end = time.time() + limit
-        while not any(line["event"] == "vote" and line["taken"] for line in self.lines(name)):
-            assert time.time() < end, f"{name} has taken part in no round for {limit} s"
+        while not condition():
+            assert time.time() < end, f"{self.rounds()} rounds after {limit} s, and no {what}: something hangs"
             time.sleep(0.1)
 
     def finish(self, rounds: int, limit: float) -> None:

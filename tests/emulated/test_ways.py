@@ -47,8 +47,6 @@ OF_THREE = (
 )
 #: Two ranks show everything. One has nobody to wait for: that is shown once for each door, as options change nothing of it.
 ON_RANKS = {2: list(WAYS), 1: doors(), 3: [*doors(), *OF_THREE]}
-#: Of the products of algorithm, door and scaler: one that remembers nothing, and one that rounds.
-CROSSED = ("AllReduce x DDP x scaler", "TopK x DataParallel x scaler")
 #: Kernels that a step may launch beyond one of plain averages of the same model, on two ranks; or each step of a cycle, where they differ. These are as
 #: many as there are: who needs more of them has a reason to say.
 KERNELS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -81,7 +79,7 @@ SLOW = {
     name
     for name in WAYS
     if (name in METHODS and name not in DIFFERENT)
-    or (" x " in name and name not in CROSSED)
+    or (" x " in name and not name.startswith(("AllReduce x", "TopK x")))
     or name == "PowerSGD, forty steps"
     or any(of_numbers in name for of_numbers in ALIKE)
     or (name.startswith("DataParallel, ") and name not in (*doors(), "DataParallel, accumulation"))

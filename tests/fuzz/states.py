@@ -149,7 +149,7 @@ def in_jax(algorithm: Any) -> Trained:
     def rows(x: Any, own: bool) -> Any:
         """A row for each replica, of what is its own."""
         x = np.asarray(x)
-        return x if not own else x[:, None] if len(x) else np.zeros((2, *x.shape), x.dtype)
+        return x if not own else np.repeat(x, 2 // len(x), 0)[:, None] if len(x) else np.zeros((2, *x.shape), x.dtype)
 
     def load(state: Any) -> None:
         given = gwj.set_replicas(gwj.from_portable(state, algorithm, like, replicas=2), 2)

@@ -1,7 +1,8 @@
 """One row of `python -m tests.peers` in a process of its own: `python -m tests.peers.run_row ROW REPORT [PATTERN]`.
 
 Torch's tests are a mixin, `DistributedTest._DistTestBase`, and a base that starts the ranks of each test, `TestDistBackend`. Here ranks are forked from
-this process, which has imported torch already.
+this process, which has imported torch already. What was written for GPUs runs on CPUs: a rank's GPU is the CPU. Without NCCL, and without anything that asks a GPU
+what it does.
 """
 
 import json
@@ -9,12 +10,14 @@ import os
 import re
 import sys
 import unittest
+from functools import wraps
 from pathlib import Path
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal import common_distributed
 
 from tests.peers.expected import EXPECTED
-from tests.peers.on_cpu import cpu_in_place_of_gpus, skip_nothing_for_gpus, small_inputs
 from tests.peers.rows import ROWS
 
 LIMIT = 120  # seconds a test may take
@@ -23,7 +26,10 @@ LIMIT = 120  # seconds a test may take
 def main(name, report, only=""):
     row = ROWS[name]
     os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(row.ranks), "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT)}
-    skip_nothing_for_gpus()
+    # Before the tests are imported, which are decorated when they are defined.
+    common_distributed.skip_if_lt_x_gpu = lambda *args, **kwargs: lambda test: test
+    common_distributed.skip_if_no_gpu = lambda test: test
+    common_distributed.init_multigpu_helper = lambda world_size, backend: {rank: [rank] for rank in range(world_size)}
     from torch.testing._internal.distributed import distributed_test as theirs
 
     class Ranks(theirs.DistributedTest._DistTestBase, theirs.TestDistBackend):
@@ -51,15 +57,59 @@ def main(name, report, only=""):
         if test not in left_out and re.search(row.tests, test, re.IGNORECASE) and re.search(only, test):
             result = unittest.TestResult()
             Ranks(test).run(result)
-            outcomes[test] = _ended(result)
+            bad = [("failed", text) for _, text in [*result.failures, *result.errors]]
+            outcomes[test] = [*bad, *(("skipped", why) for _, why in result.skipped), ("passed", "")][0]
             print(f"{name}: {test} {outcomes[test][0]}", flush=True)
     Path(report).write_text(json.dumps(outcomes))
 
 
-def _ended(result):
-    if bad := [*result.failures, *result.errors]:
-        return "failed", bad[0][1]
-    return ("skipped", result.skipped[0][1]) if result.skipped else ("passed", "")
+def cpu_in_place_of_gpus():
+    """In a rank: the tests' helpers are compiled when they are imported, and would not compile with this."""
+    for name in ("set_device", "synchronize"):
+        setattr(torch.cuda, name, lambda device=None: None)
+    torch.cuda.current_device = lambda: 0
+    for owner in (torch.Tensor, torch.nn.Module):
+        owner.cuda = lambda self, device=None: self
+        owner.to = _at_cpu(owner.to)
+    for name in ("empty", "full", "ones", "rand", "randn", "tensor", "zeros"):
+        setattr(torch, name, _at_cpu(getattr(torch, name)))
+    init = DistributedDataParallel.__init__
+
+    @wraps(init)
+    def without_device_ids(self, *args, **kwargs):
+        init(self, *args, **{k: v for k, v in kwargs.items() if k not in ("device_ids", "output_device")})
+
+    DistributedDataParallel.__init__ = without_device_ids
+
+
+def _at_cpu(function):
+    def is_gpu(device):
+        return type(device) is int or str(device).startswith("cuda")
+
+    @wraps(function)
+    def wrapper(*args, **kwargs):
+        if "device" in kwargs and is_gpu(kwargs["device"]):
+            kwargs["device"] = "cpu"
+        if function.__name__ == "to" and len(args) > 1 and is_gpu(args[1]):
+            args = (args[0], "cpu", *args[2:])
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def small_inputs(tests):
+    """`test_ddp_uneven_inputs` takes some hundred steps with convolutions of images of 1000 x 1000, 25 seconds each on a CPU: nothing else keeps it
+    from its end. Here images are of 32 x 32. Its matrix of 1000 x 1000 is one of 64 x 64, for a PowerSGD of full rank."""
+    made, linear = tests.DDPUnevenTestInput, torch.nn.Linear(64, 64, bias=False)
+
+    def smaller(**options):
+        if options["name"] == "large_conv_model":
+            options["inp"] = options["inp"][..., :32, :32]
+        elif options["name"].startswith("small_model"):
+            options |= {"inp": options["inp"][..., :64], "model": linear}
+        return made(**options)
+
+    tests.DDPUnevenTestInput = smaller
 
 
 if __name__ == "__main__":
