@@ -193,7 +193,7 @@ def test_each_mutation_for_the_accelerator_has_one_place() -> None:
         assert ast.dump(ast.parse(source)) != ast.dump(ast.parse(file.read_text())), name
     for function, pattern in (("Pending.wait", "self.nowhere()"), ("nobody", "X")):
         with pytest.raises(ValueError, match=rf"0 (places of|functions called) {function}"):
-            mutations.mutated(mutations.Mutation(function, ((pattern, "pass"),), mutations.SHARDED))
+            mutations.mutated(mutations.Mutation(function, pattern, "pass", mutations.SHARDED))
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,8 @@
     make mutate-emulated                            # all of them, each at most 90 s; goes on where it was stopped
     make mutate-emulated ARGS="--fresh read_early"  # this one, anew
 
-A mutation is a change of the syntax tree: in a function, the only place that matches a pattern becomes something else. In patterns a capital letter is
-any expression. So neither comments nor layout nor the file that a function is in matter, and `tests/test_mutate.py` says which function has been
-renamed or rewritten so that there is nothing to change any more.
-
-A mutation is caught by an assertion, by a hang (a rank waits until its time is up), or not. Every verdict is a line of runs/mutate/emulated.json.
+In a function, the only place of its syntax tree that matches a pattern becomes something else. In patterns a capital letter is any expression. A mutation is caught
+by an assertion, by a hang (a rank waits until its time is up), or not. Every verdict is a line of runs/mutate/emulated.json.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import copy
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,6 +36,9 @@ class Tests:
 
     nodes: tuple[str, ...]
     cases: str
+
+    def __add__(self, other: Tests) -> Tests:
+        return Tests(self.nodes + other.nodes, f"{self.cases}|{other.cases}")
 
 
 #: What kernels are compared with.
@@ -67,56 +67,49 @@ SHARDED = in_file("test_sharded.py", *UNITS)
 
 
 #: Of outer parameters in the host's memory.
-_FILE = in_file("test_streams.py", "test_outer_parameters_may_be_on_the_host")
-_WAYS = ways("diloco, on the host", "diloco, on the host, overlap")
-ON_THE_HOST = Tests(_FILE.nodes + _WAYS.nodes, f"{_FILE.cases}|{_WAYS.cases}")
+ON_THE_HOST = in_file("test_streams.py", "test_outer_parameters_may_be_on_the_host")
+ON_THE_HOST += ways("diloco, on the host", "diloco, on the host, overlap")
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of one function.
-
-    Attributes:
-        function: its name, with that of its class where others are called alike.
-        changes: pattern → what it becomes, statements or expressions.
-        tests: that concern it.
-    """
+    """A change of one function, which has the name of its class where others are called alike: a pattern becomes statements or an expression; and `also` another.
+    `tests` concern it."""
 
     function: str
-    changes: tuple[tuple[str, str], ...]
+    pattern: str
+    becomes: str
     tests: Tests
-
-
-def changed(function: str, pattern: str, becomes: str, tests: Tests) -> Mutation:
-    return Mutation(function, ((pattern, becomes),), tests)
+    also: tuple[str, str] | None = None
 
 
 MUTATIONS = {
     # Streams.
-    "the_outside_does_not_wait": changed("_Stream.__exit__", "X.wait_stream(Y)", "pass", SHARDED),
-    "not_recorded_on_the_stream": changed("on_unit", "X.record_stream(Y)", "pass", SHARDED),
+    "the_outside_does_not_wait": Mutation("_Stream.__exit__", "X.wait_stream(Y)", "pass", SHARDED),
+    "not_recorded_on_the_stream": Mutation("on_unit", "X.record_stream(Y)", "pass", SHARDED),
     "read_early": Mutation(
         "Pending.wait",
-        (("self.settle()", "early = self.unpacked()\nself.settle()"), ("return self.unpacked()", "return early")),
+        *("self.settle()", "early = self.unpacked()\nself.settle()"),
         ways("top_k", "hook_with_zero_step by element, all-to-all"),
+        also=("return self.unpacked()", "return early"),
     ),
-    "waits_on_another_stream": changed(
+    "waits_on_another_stream": Mutation(
         "Pending.settle", "work.wait()", "with torch.Stream('emu'):\n    work.wait()", ways("PowerSGD")
     ),
-    "accumulators_not_held": changed(
+    "accumulators_not_held": Mutation(
         "BackwardReducer._hook",
         "self._accumulators = X",
         "self._accumulators = []",
         in_file("test_streams.py", "test_a_forward_pass_on_two_streams[DataParallel(AllReduce)]"),
     ),
     # The order of collectives, and among whom.
-    "another_order_on_one_rank": changed(
+    "another_order_on_one_rank": Mutation(
         "Step.advance",
         "for X in sent:\n    X.receive()",
         "for X in (sent[::-1] if self.collectives.groups.whole.rank() == 1 else sent):\n    X.receive()",
         ways("PowerSGD, a message per bucket"),
     ),
-    "goes_on_in_a_callback": changed(
+    "goes_on_in_a_callback": Mutation(
         "Step.start",
         "X.advance(None)",
         "X.advance(None)\n"
@@ -124,23 +117,23 @@ MUTATIONS = {
         "    X.pending.works[0].get_future().then(lambda _: X.receive() if X.pending is not None else None)",
         ways("PowerSGD, a message per bucket"),
     ),
-    "all_ranks_in_place_of_a_group": changed(
+    "all_ranks_in_place_of_a_group": Mutation(
         "Collectives._reduce",
         "X[request.groups]",
         "X.whole",
         in_file("test_reference.py", "test_a_request_is_answered_as_the_core_says[means in groups, NCCL]"),
     ),
-    "rank_for_a_rank_of_the_group": changed(
+    "rank_for_a_rank_of_the_group": Mutation(
         "Exchange.__init__", "X.rank() if Y is None else Z", "dist.get_rank()", ways("everything that can be asked")
     ),
     # Memory.
-    "scratch_used_again_in_a_step": changed(
+    "scratch_used_again_in_a_step": Mutation(
         "Step.start",
         "X.advance(None)",
         "self.collectives.scratch.rewind()\nX.advance(None)",
         ways("rank_2", "half_step"),
     ),
-    "abandoned_on_its_way": changed(
+    "abandoned_on_its_way": Mutation(
         "Running.close",
         "X.settle()",
         "pass",
@@ -148,8 +141,8 @@ MUTATIONS = {
             "test_streams.py", "test_a_pass_after_one_that_failed_leaves_its_messages_alone[DataParallel(PowerSGD)]"
         ),
     ),
-    "pinned_memory_read_early": changed("Foreseen.value", "X.synchronize()", "pass", ways("half_step")),
-    "pinned_memory_written_early": changed(
+    "pinned_memory_read_early": Mutation("Foreseen.value", "X.synchronize()", "pass", ways("half_step")),
+    "pinned_memory_written_early": Mutation(
         "TorchOps._on_device",
         "return X if Y else Z",
         "if Y:\n"
@@ -162,49 +155,48 @@ MUTATIONS = {
         ways("DDP, unused parameters"),
     ),
     # The host.
-    "the_host_reads": changed("SkippedSteps.add", "X += ~Y", "X += int(not Y)", ways("PowerSGD")),
-    "no_overlap": changed(
+    "the_host_reads": Mutation("SkippedSteps.add", "X += ~Y", "X += int(not Y)", ways("PowerSGD")),
+    "no_overlap": Mutation(
         "Reducing._launch",
         "work = kept(X, Y)",
         "work = kept(X, Y)\nif not Y.is_cpu:\n    work.wait()",
         in_file("test_streams.py", "test_messages_travel_during_the_backward_pass[DDP]"),
     ),
-    "constants_made_anew": changed("TorchOps.constant", "X not in Y", "True", ways("rank_2", "int8")),
-    "times_noted_in_a_capture": changed(
+    "constants_made_anew": Mutation("TorchOps.constant", "X not in Y", "True", ways("rank_2", "int8")),
+    "times_noted_in_a_capture": Mutation(
         "Driver.add",
         "if X:\n    self.watch.times.skip()\nelif Y:\n    self._begin_step()",
         "if Y:\n    self._begin_step()",
         in_file("test_streams.py", "test_a_capture_notes_no_times"),
     ),
     # Numbers.
-    "cast_forgotten": changed(
+    "cast_forgotten": Mutation(
         "share",
         "torch.promote_types(X, torch.float32)",
         "X",
         in_file("test_reference.py", "test_a_mean_is_rounded_once[bfloat16, DDP]"),
     ),
-    "added_in_any_order": changed(
+    "added_in_any_order": Mutation(
         "TorchOps.scatter_add", "if self._host_knows:\n    return X", "return X", ways("top_k")
     ),
-    "finite_for_one_rank": changed(
+    "finite_for_one_rank": Mutation(
         "Step.finite",
         "return A if B else None",
         "return ((A | True) if self.collectives.groups.whole.rank() == 1 else A) if B else None",
         in_file("test_reference.py", "test_the_numbers_are_numpys[DDP]"),
     ),
-    # Written after the accelerator was finished.
-    "event_not_recorded": changed("Foreseen.note", "self._arrived.record(X)", "pass", ways("half_step")),
-    "first_rank_for_the_first_of_a_group": changed(
+    "event_not_recorded": Mutation("Foreseen.note", "self._arrived.record(X)", "pass", ways("half_step")),
+    "first_rank_for_the_first_of_a_group": Mutation(
         "ShardedBackward._learn", "dist.get_global_rank(X, Y)", "Y", SHARDED
     ),
-    "memory_grows": changed("Step.begin", "X.scratch.rewind()", "pass", ways("PowerSGD, forty steps")),
-    "numbers_from_pageable_memory": changed(
+    "memory_grows": Mutation("Step.begin", "X.scratch.rewind()", "pass", ways("PowerSGD, forty steps")),
+    "numbers_from_pageable_memory": Mutation(
         "TorchOps.from_host",
         "self._on_device(torch.tensor(X, dtype=Y))",
         "torch.tensor(X, dtype=Y, device=self.device)",
         ways("DDP, unused parameters"),
     ),
-    "count_read_early": changed(
+    "count_read_early": Mutation(
         "SkippedSteps.look",
         "X or self._arrived.query()",
         "True",
@@ -212,31 +204,27 @@ MUTATIONS = {
     ),
     "divided_on_its_way": Mutation(
         "Reducing._launch",
-        (
-            ("if self._divides:\n    X", "pass"),
-            ("work = kept(X, Y)", "work = kept(X, Y)\nif self._divides:\n    Y.mul_(share(group, Y.dtype))"),
-        ),
+        *("if self._divides:\n    X", "pass"),
         ways("all_reduce"),
+        also=("work = kept(X, Y)", "work = kept(X, Y)\nif self._divides:\n    Y.mul_(share(group, Y.dtype))"),
     ),
-    "no_overlap_of_shards": changed(
+    "no_overlap_of_shards": Mutation(
         "Exchange.sum_for_owners",
         "return [_reduce_scatter(A, B, group=C, async_op=True)]",
         "work = _reduce_scatter(A, B, group=C, async_op=True)\nwork.wait()\nreturn [work]",
         in_file("test_streams.py", "test_shards_travel_during_the_backward_pass[hook_with_zero_step by element]"),
     ),
-    "the_host_chooses": changed(
+    "the_host_chooses": Mutation(
         "TorchOps.where", "self._host_knows and ok.ndim == 0", "ok.ndim == 0", ways("int8", "DDP, unused parameters")
     ),
-    # Written later, for places that no test named. Six of these eight were caught by tests that were there. For the other two, `one_scratch_for_all_messages`
-    # and `memories_of_a_skipped_step`, ways to train were added: no two messages of equal shapes were on their way, no skipped step had many memories.
-    "copied_before_it_is_there": changed("HostMemory.store", "self._stream.wait_stream(X)", "pass", ON_THE_HOST),
-    "event_on_another_stream": changed(
+    "copied_before_it_is_there": Mutation("HostMemory.store", "self._stream.wait_stream(X)", "pass", ON_THE_HOST),
+    "event_on_another_stream": Mutation(
         "HostMemory.store",
         "self._copied.record(self._stream)",
         "self._copied.record(torch.accelerator.current_stream(self._device))",
         ON_THE_HOST,
     ),
-    "one_scratch_for_all_messages": changed(
+    "one_scratch_for_all_messages": Mutation(
         "InFlight.leave",
         "collectives = Collectives(X, Y)",
         "collectives = self.__dict__.setdefault('_own', Collectives(X, Y))\ncollectives.scratch.rewind()",
@@ -244,34 +232,30 @@ MUTATIONS = {
     ),
     "looked_at_before_it_has_come": Mutation(
         "Running.receive",
-        (
-            (
-                "answers = self.pending.wait(X)",
-                "for each in self.pending.watched:\n    self._step.watch(each)\nanswers = self.pending.wait(X)",
-            ),
-            ("for x in self.pending.watched:\n    self._step.watch(x)", "pass"),
-        ),
+        "answers = self.pending.wait(X)",
+        "for each in self.pending.watched:\n    self._step.watch(each)\nanswers = self.pending.wait(X)",
         ways("PowerSGD, a message per bucket", "DataParallel(PowerSGD)"),
+        also=("for x in self.pending.watched:\n    self._step.watch(x)", "pass"),
     ),
-    "memories_of_a_skipped_step": changed(
+    "memories_of_a_skipped_step": Mutation(
         "TorchOps.where_each",
         "torch.where(ok, _flat(X), _flat(Y))",
         "_flat(X)",
         ways("DDP, GradScaler", "many memories, GradScaler"),
     ),
-    "not_divided": changed(
+    "not_divided": Mutation(
         "Collectives._reduce_scatter",
         "X.mul_(share(Y, Z))",
         "X",
         ways("hook_with_zero_step by element", "ZeroOptimizer by element, averaging"),
     ),
-    "scale_the_other_way": changed(
+    "scale_the_other_way": Mutation(
         "LossScale.follow",
         "torch._foreach_mul_(X, scale / self.value)",
         "torch._foreach_mul_(X, self.value / scale)",
         ways("DDP, GradScaler", "DataParallel, GradScaler"),
     ),
-    "phase_not_foreseen": changed(
+    "phase_not_foreseen": Mutation(
         "Driver._commit", "self.collectives.foreseen.note(X)", "pass", ways("half_step", "TopK x DataParallel x scaler")
     ),
 }
@@ -332,20 +316,21 @@ class Change(ast.NodeTransformer):
 
 
 @cache
-def _functions() -> list[tuple[Path, str]]:
-    """The file and the name of every function."""
+def _functions() -> dict[str, Path]:
+    """The names of all functions, with those of what they are in, and their files."""
+    found = {}
 
-    def named(tree: ast.AST, prefix: str) -> Iterator[str]:
+    def look(tree: ast.AST, prefix: str, file: Path) -> None:
         for node in ast.iter_child_nodes(tree):
-            name = prefix
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                name = f"{prefix}.{node.name}"
-                if not isinstance(node, ast.ClassDef):
-                    yield name
-            yield from named(node, name)
+            named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            name = f"{prefix}.{node.name}" if named else prefix  # type: ignore[attr-defined]
+            if named and not isinstance(node, ast.ClassDef):
+                found[name] = file
+            look(node, name, file)
 
-    files = sorted((ROOT / "torch_backend").rglob("*.py"))
-    return [(file, name) for file in files for name in named(ast.parse(file.read_text()), "")]
+    for file in sorted((ROOT / "torch_backend").rglob("*.py")):
+        look(ast.parse(file.read_text()), f"{file}:", file)
+    return found
 
 
 def mutated(mutation: Mutation) -> tuple[Path, str]:
@@ -354,16 +339,14 @@ def mutated(mutation: Mutation) -> tuple[Path, str]:
     Raises:
         ValueError: there is no such function, or no such place in it, or several.
     """
-    found = [
-        (file, name) for file, name in _functions() if f".{mutation.function}" == name[-len(mutation.function) - 1 :]
-    ]
+    found = [name for name in _functions() if name.endswith(f".{mutation.function}")]
     if len(found) != 1:
-        raise ValueError(f"there are {len(found)} functions called {mutation.function}")
-    (file, name), tree = found[0], ast.parse(found[0][0].read_text())
-    node: Any = tree
-    for part in name.split(".")[1:]:
+        raise ValueError(f"{len(found)} functions called {mutation.function}")
+    file = _functions()[found[0]]
+    node: Any = (tree := ast.parse(file.read_text()))
+    for part in found[0].partition(":.")[2].split("."):
         node = next(n for n in ast.walk(node) if getattr(n, "name", "") == part and n is not node)
-    for pattern, becomes in mutation.changes:
+    for pattern, becomes in ((mutation.pattern, mutation.becomes), *filter(None, [mutation.also])):
         change = Change(pattern, becomes)
         change.generic_visit(node)
         if change.places != 1:

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 with examples_importable():
     import checkpoints
+    import convert
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TORCH = [EXAMPLES / "train_torch.py"]
@@ -138,6 +139,57 @@ def test_the_jax_run_of_diloco_goes_on_after_ctrl_c(start, tmp_path):
     assert [line["step"] for line in lines] == list(range(1, 201))
     # Two steps average gradients, every third one after them parameters, in two messages each.
     assert [line["collectives"] for line in lines] == [min(s, 2) + 2 * (max(s - 2, 0) // 3) for s in range(1, 201)]
+
+
+def test_a_run_moves_to_flax_and_back_as_if_it_had_stayed(start, tmp_path, monkeypatch):
+    options = [*TINY, "--layers=2", "--rank=2", "--half-step", "--lr=0.01", "--steps=20"]
+    torch_ranks(*options, f"--metrics={tmp_path / 'stayed'}", ranks=1)
+
+    def part(script, name, last, *more):
+        """Train to this step; the checkpoint before it is left."""
+        metrics = tmp_path / f"{name} metrics"
+        files = [f"--checkpoint={tmp_path / name}", f"--metrics={metrics}", "--checkpoint-every=1"]
+        run = start(STOPPED, str(last), "for-ever", EXAMPLES / script, *options, *files, *more)
+        run.wait_for(lambda: any(line["step"] == last for line in curve(metrics)))
+        run.kill()
+        return curve(metrics)
+
+    def convert_to(*arguments):
+        monkeypatch.setattr("sys.argv", ["convert.py", *map(str, arguments), *options])
+        convert.main()
+
+    begun, flax, back = (tmp_path / name for name in ("begun", "flax", "back"))
+    moved = part("train_torch.py", "begun", 7)
+    convert_to("flax", begun, flax)
+    moved += part("train_flax.py", "flax", 14, "--devices=1", "--resume")
+    convert_to("torch", flax, back)
+    torch_ranks(*options, f"--checkpoint={back}", f"--metrics={back}.jsonl", "--resume", ranks=1)
+    by_step = {line["step"]: line["loss"] for line in [*moved, *curve(tmp_path / "back.jsonl")]}
+    stayed = {line["step"]: line["loss"] for line in curve(tmp_path / "stayed")}
+    assert by_step.keys() == stayed.keys()
+    np.testing.assert_allclose([by_step[step] for step in stayed], [*stayed.values()], rtol=1e-4)
+    assert abs(stayed[7] - stayed[20]) > 0.01  # they moved by more than the tolerance
+    monkeypatch.setattr("sys.argv", ["convert.py", "flax", str(begun), str(flax), "--zero"])
+    with pytest.raises(SystemExit):
+        convert.main()
+
+
+def test_a_file_is_what_was_written_and_damage_is_noticed(tmp_path):
+    path, data = tmp_path / "new" / "file", bytes(range(256)) * 20
+    checkpoints.write(path, b"something older")
+    checkpoints.write(path, data)
+    assert checkpoints.read(path) == data
+    assert [p.name for p in path.parent.iterdir()] == ["file"]
+    content = path.read_bytes()
+    for length in (0, 10, 40, len(data) // 2, len(data), len(data) + 39):
+        assert length < len(content)
+        path.write_bytes(content[:length])
+        with pytest.raises(SystemExit, match="cut off"):
+            checkpoints.read(path)
+    for place in (0, 1000, len(data) - 1, len(data), len(content) - 1):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        with pytest.raises(SystemExit, match=r"damaged|no checkpoint"):
+            checkpoints.read(path)
 
 
 def test_a_sharded_torch_run_goes_on_unsharded(tmp_path):
