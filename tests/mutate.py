@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from threading import Lock
+from queue import Queue
 from typing import Any
 
 import coverage
@@ -74,14 +74,11 @@ class _Places(ast.NodeTransformer):
         return len(self.found) - 1 == self.change
 
     def visit(self, node: ast.AST) -> Any:
-        if isinstance(node, ast.Raise | ast.AnnAssign | ast.arg | ast.JoinedStr | ast.Import | ast.ImportFrom):
-            return node if not isinstance(node, ast.AnnAssign) else self._value_only(node)
-        return super().visit(node)
-
-    def _value_only(self, node: ast.AnnAssign) -> ast.AnnAssign:
-        if node.value is not None:
-            node.value = self.visit(node.value)
-        return node
+        if isinstance(node, ast.AnnAssign):
+            node.value = node.value and self.visit(node.value)
+            return node
+        text = ast.Raise | ast.arg | ast.JoinedStr | ast.Import | ast.ImportFrom
+        return node if isinstance(node, text) else super().visit(node)
 
     def visit_FunctionDef(self, node: Any) -> Any:
         node.body = [self.visit(each) for each in node.body]
@@ -174,12 +171,11 @@ def _end(node: ast.stmt) -> int:
 def everything(only: str = "") -> dict[str, list[Mutation]]:
     """All mutations of files whose path begins so, by folder."""
     rooms: dict[str, list[Mutation]] = {}
-    for top in PRODUCT:
-        for path in sorted((ROOT / top).rglob("*.py")):
-            name = path.relative_to(ROOT).as_posix()
-            if name.startswith(only):
-                found = [Mutation(name, line, what, i) for i, (line, what) in enumerate(places(path.read_text()))]
-                rooms.setdefault(path.parent.relative_to(ROOT).as_posix(), []).extend(found)
+    for path in (path for top in PRODUCT for path in sorted((ROOT / top).rglob("*.py"))):
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith(only):
+            found = [Mutation(name, line, what, i) for i, (line, what) in enumerate(places(path.read_text()))]
+            rooms.setdefault(name.rpartition("/")[0], []).extend(found)
     return {room: found for room, found in rooms.items() if found}
 
 
@@ -219,31 +215,36 @@ def run(command: Sequence[str], folder: Path, seconds: float, env: Mapping[str, 
             process.wait()
 
 
+#: Of coverage.py: {0} is the folder of what it finds, {1} what is looked at.
+CONFIG = """[run]
+parallel = true
+concurrency = thread, multiprocessing
+patch = subprocess, _exit
+dynamic_context = test_function
+context = ${{GRADWIRE_CONTEXT}}
+data_file = {0}/coverage
+source = {1}
+"""
+
+
 def measure(data: Path) -> None:
     """Run every file of quick tests under coverage.py, its name the context of what it reaches."""
     files = [p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "tests").rglob("test_*.py"))]
     files = [name for name in files if not name.startswith(LEFT_OUT)]
-    parts = data.parent / "parts"
+    parts, config = data.parent / "parts", data.parent / "coveragerc"
     shutil.rmtree(data.parent, ignore_errors=True)
     parts.mkdir(parents=True)
-    config = data.parent / "coveragerc"
-    config.write_text(
-        "[run]\nparallel = true\nconcurrency = thread, multiprocessing\npatch = subprocess, _exit\ndynamic_context = test_function\n"
-        f"context = ${{GRADWIRE_CONTEXT}}\ndata_file = {parts}/{data.name}\nsource = {', '.join(str(ROOT / p) for p in PRODUCT)}\n"
-    )
-    done, lock = list[str](), Lock()
+    config.write_text(CONFIG.format(parts, ", ".join(str(ROOT / p) for p in PRODUCT)))
     seconds: dict[str, float] = {}
 
     def one(name: str) -> None:
         began = time.monotonic()
         command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", *QUICK, name]
-        env = {"GRADWIRE_CONTEXT": name, "COVERAGE_CORE": "ctrace"}
-        process = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False)
+        env = os.environ | {"GRADWIRE_CONTEXT": name, "COVERAGE_CORE": "ctrace"}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         seconds[name] = time.monotonic() - began
-        with lock:
-            done.append(name)
-            said = "" if process.returncode in (0, 5) else f" ended with {process.returncode}: {process.stdout[-400:]}"
-            print(f"{len(done)}/{len(files)} {name}{said}", flush=True)
+        said = "" if done.returncode in (0, 5) else f" ended with {done.returncode}: {done.stdout[-400:]}"
+        print(f"{len(seconds)}/{len(files)} {name}{said}", flush=True)
 
     with ThreadPoolExecutor(JOBS) as pool:
         list(pool.map(one, files))
@@ -312,36 +313,31 @@ def main() -> None:
     p.add_argument("--only", default="", help="files whose path begins so")
     p.add_argument("--fresh", action="store_true", help="measure again which test reaches which line")
     args = p.parse_args()
-    data = FOLDER / "reached" / "coverage"
+    data, results = FOLDER / "reached" / "coverage", FOLDER / f"{args.seed}.json"
     if args.fresh or not (data.parent / "seconds.json").exists():
         measure(data)
-    tests, results = reached(data), FOLDER / f"{args.seed}.json"
+    tests, free, drawn = reached(data), Queue[Path](), draw(args.seed, args.count, args.only)
     known = json.loads(results.read_text()) if results.exists() and not args.fresh else []
-    verdicts = {json.dumps(each["mutation"]): each["verdict"] for each in known}
-    drawn = draw(args.seed, args.count, args.only)
-    free, lock = list(copies(JOBS)), Lock()
+    verdicts = {Mutation(**each["mutation"]): each["verdict"] for each in known}
+    for folder in copies(JOBS):
+        free.put(folder)
 
     def one(mutation: Mutation) -> None:
-        key = json.dumps(asdict(mutation))
-        if key not in verdicts:
-            with lock:
-                folder = free.pop()
-            verdict = judge(mutation, tests(mutation), folder)
-            with lock:
-                free.append(folder)
-                verdicts[key] = verdict
-                rows = [{"mutation": json.loads(k), "verdict": v} for k, v in verdicts.items()]
-                results.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-                print(f"{len(verdicts)} {verdict}: {mutation.file}:{mutation.line} {mutation.what}", flush=True)
+        if mutation not in verdicts:
+            folder = free.get()
+            verdicts[mutation] = judge(mutation, tests(mutation), folder)
+            rows = [{"mutation": asdict(each), "verdict": verdict} for each, verdict in list(verdicts.items())]
+            results.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+            print(f"{len(rows)} {verdicts[mutation]}: {mutation.file}:{mutation.line} {mutation.what}", flush=True)
+            free.put(folder)
 
     with ThreadPoolExecutor(JOBS) as pool:
         list(pool.map(one, drawn))
-    mine = [(m, verdicts[json.dumps(asdict(m))]) for m in drawn]
-    for mutation, verdict in sorted(mine, key=lambda each: each[0].file):
-        if verdict != "noticed":
+    for mutation in sorted(drawn, key=lambda each: each.file):
+        if (verdict := verdicts[mutation]) != "noticed":
             print(f"{verdict:10} {mutation.file}:{mutation.line}  {mutation.what}")
-    noticed = sum(verdict == "noticed" for _, verdict in mine)
-    print(f"{noticed} of {len(mine)} mutations were noticed: {noticed / max(1, len(mine)):.0%}")
+    noticed = sum(verdicts[mutation] == "noticed" for mutation in drawn)
+    print(f"{noticed} of {len(drawn)} mutations were noticed: {noticed / max(1, len(drawn)):.0%}")
 
 
 if __name__ == "__main__":

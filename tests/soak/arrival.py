@@ -19,7 +19,7 @@ from gradwire.core.protocol.control_requests import Branch, StepIsFinite
 from gradwire.core.protocol.local_requests import LocalNorm, Orthonormalize, WorldSize
 from gradwire.core.simulate import NumpyOps
 from tests.soak import draw
-from tests.soak.checks import close, same_bits
+from tests.soak.histories import close, same_bits
 
 STEPS = 12
 

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 
-from tests.soak import arrival, compression, local, sharded
+from tests.soak import arrival, histories
 
 #: A seed → the number of steps that were simulated; raises if something does not hold.
 KINDS: dict[str, Callable[[int], int]] = {
-    "compression": compression.run,
+    "compression": histories.compression,
     "arrival": arrival.run,
-    "local": local.run,
-    "sharded": sharded.run,
+    "local": histories.local,
+    "sharded": histories.sharded,
 }
 
 
@@ -36,7 +36,7 @@ def simulate(kind, seed, run=None):
         raise Failure(f"{kind}, seed {seed}: {type(error).__name__}: {error}\nagain: {again}") from error
 
 
-def histories(kinds, seed):
+def one_of_each(kinds, seed):
     """One history of each kind from this seed: how many steps."""
     return {kind: simulate(kind, seed) for kind in kinds}
 
@@ -47,7 +47,7 @@ def soak(kinds, seed, *, count, minutes, jobs):
     seeds = itertools.count(seed) if count is None else iter(range(seed, seed + count))
     with ProcessPoolExecutor(jobs) as pool:
         # Two for each process, so that none has to wait for its next.
-        running = {pool.submit(histories, kinds, s) for s in itertools.islice(seeds, 2 * jobs)}
+        running = {pool.submit(one_of_each, kinds, s) for s in itertools.islice(seeds, 2 * jobs)}
         try:
             while running:
                 ended, running = wait(running, return_when=FIRST_COMPLETED)
@@ -56,7 +56,7 @@ def soak(kinds, seed, *, count, minutes, jobs):
                 if (done := done + len(ended)) // 500 > (done - len(ended)) // 500:
                     print(f"{done} histories, {sum(steps.values()):,} steps", flush=True)
                 if count is not None or time.monotonic() - began < 60 * minutes:
-                    running |= {pool.submit(histories, kinds, s) for s in itertools.islice(seeds, len(ended))}
+                    running |= {pool.submit(one_of_each, kinds, s) for s in itertools.islice(seeds, len(ended))}
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     elapsed = time.monotonic() - began

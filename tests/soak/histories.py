@@ -1,0 +1,293 @@
+"""Random histories in the simulators: what must hold after every step, whoever came and went. Everything is drawn from the seed.
+
+    compression   compressors conserve what they leave out, a bad step leaves no trace, and replicas may come and go
+    local         local SGD: replicas that train apart and meet, in random groups; averaging moves nothing on average
+    sharded       sharded optimizers: the parameters are those of the optimizer that was not divided
+
+Each returns the number of steps, and raises AssertionError or ReplicaMismatch if something does not hold.
+"""
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+
+from gradwire import AllReduce, Compressor, LocalSGD, LocalSimulator, OuterSGD, Simulator, Spec, State
+from gradwire.core.simulate import PoisonOps
+from gradwire.core.state import checkpoint
+from gradwire.core.zero.sharded_step import Zero
+from gradwire.core.zero.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
+from tests.soak import draw
+
+NDArray = np.ndarray[Any, Any]
+STEPS = 20
+LR, MOMENTUM = 0.1, 0.9
+
+
+# --- what is compared, and quickly: with tensors this small a careless check takes longer than the step --------------------------------
+
+
+class Flat:
+    """Tensors by name as one vector, so that a check is a few operations for all of them."""
+
+    def __init__(self, shapes):
+        self.place, self.size = {}, 0
+        for name, shape in shapes.items():
+            self.place[name] = slice(self.size, self.size + math.prod(shape))
+            self.size += math.prod(shape)
+        filled = [place for place in self.place.values() if place.start < place.stop]
+        self._starts = np.array([place.start for place in filled], np.intp)
+        self._sizes = [place.stop - place.start for place in filled]
+
+    def of(self, tensors):
+        """A row for each of these models; what it lacks is zero."""
+        models = list(tensors)
+        rows = np.zeros((len(models), self.size))
+        for row, model in zip(rows, models, strict=True):
+            for name, x in model.items():
+                row[self.place[name]] = x.reshape(-1)
+        return rows
+
+    def errors(self, states):
+        """The mean of what replicas have for themselves."""
+        memories = (state.tensors.items() for state in states)
+        rows = self.of({n: m["error"] for n, m in memory if "error" in m} for memory in memories)
+        return np.add.reduce(rows) / len(rows)
+
+    def largest(self, rows):
+        """Of each tensor the largest magnitude in any of the rows, in all its places."""
+        if not self._sizes:
+            return np.zeros(self.size)
+        return np.repeat(np.maximum.reduceat(np.maximum.reduce(np.abs(rows)), self._starts), self._sizes)
+
+    def require(self, wrong, largest, what):
+        """Raise AssertionError unless each magnitude of `wrong` is rounding of these. `what` says it with {name} and {wrong}."""
+        held = np.abs(wrong) <= 1e-11 * largest
+        i = int(held.argmin()) if held.size else 0
+        if held.size and not held[i]:
+            name = next(name for name, place in self.place.items() if place.start <= i < place.stop)
+            raise AssertionError(f"{what.format(name=name, wrong=abs(wrong[i]))}, and {1e-11 * largest[i]} is rounding")
+
+
+def close(what, found, right):
+    """Equal but for rounding, at the scale of the largest element; inf and NaN in the same places."""
+    if found.shape == right.shape and found.tobytes() == right.tobytes():
+        return
+    scale = np.abs(right[np.isfinite(right)]).max(initial=1e-3)
+    assert np.allclose(found, right, rtol=1e-9, atol=1e-9 * scale, equal_nan=True), f"{what} is {found} and not {right}"
+
+
+def same_bits(a, b):
+    return a.map(lambda x: x.tobytes()) == b.map(lambda x: x.tobytes())
+
+
+# --- compression -----------------------------------------------------------------------------------------------------------------
+
+
+def compression(seed):
+    """Of float64, so that for all steps that were finite
+
+    mean of the gradients so far  =  averages so far + mean of the errors
+    """
+    rng = random.Random(seed)
+    shapes = draw.shapes(rng)
+    algorithm, gradients, flat = draw.algorithm(rng), draw.Gradients(shapes, seed), Flat(shapes)
+    simulator = Simulator(algorithm, shapes, draw.replicas(rng), ops=PoisonOps() if rng.random() < 0.2 else None)
+    left_out, largest = np.zeros(flat.size), np.zeros(flat.size)
+    for _ in range(STEPS):
+        if rng.random() < 0.1:
+            simulator = resized(simulator, draw.replicas(rng), shapes)
+        # Now and then a layer is frozen.
+        local = gradients.of(len(simulator.states), [name for name in shapes if rng.random() < 0.9])
+        bad = rng.random() < 0.15 and gradients.spoil(rng, local)
+        before, step = [state.map(np.array) for state in simulator.states] if bad else [], simulator.steps
+        given = simulator.step(local)  # raises if the replicas disagree about anything
+        if bad:
+            require_skipped(simulator, before, given, local, step)
+            continue
+        (averages,) = flat.of([given])
+        assert np.isfinite(averages).all(), f"not finite, and all gradients were: {given}"
+        rows = flat.of(local)
+        left_out += np.add.reduce(rows) / len(local) - averages
+        largest += flat.largest(rows)
+        flat.require(left_out - flat.errors(simulator.states), largest, "{name} has lost or gained {wrong}")
+    return STEPS
+
+
+def require_skipped(simulator, before, given, local, step):
+    # What its memory does not hold, a plain average hands on as it is.
+    compressed = isinstance(simulator.algorithm, Compressor) and step >= simulator.algorithm.start_step
+    for name, average in given.items():
+        remembered = compressed and name in simulator.states[0].tensors and average.size
+        if remembered or any(not np.isfinite(g[name]).all() for g in local):
+            assert not np.isfinite(average).all(), f"{name} came out finite from a step that was not"
+        if remembered:
+            assert np.isnan(average).all(), f"{name} came out in part from a step that was not finite"
+    for old, new in zip(before, simulator.states, strict=True):
+        assert same_bits(old, new), "a step that was not finite has changed a memory"
+
+
+def resized(simulator, replicas, shapes):
+    """The same training with another number of replicas, through a checkpoint: everyone starts from the mean error, all else was equal anyway."""
+    algorithm = simulator.algorithm
+    other = Simulator(algorithm, shapes, replicas, ops=simulator.ops)
+    head = checkpoint.head("compressor", repr(algorithm), simulator.steps)
+    states = [head | {"shared": s.shared, "tensors": s.tensors} for s in simulator.states]
+    portable = checkpoint.gather(simulator.ops, states, algorithm.per_replica)
+    for replica in range(replicas):
+        own = checkpoint.of_replica(simulator.ops, portable, replica, replicas)
+        other.states[replica] = State(own["shared"], own["tensors"]).map(np.array)
+    other.steps = simulator.steps
+    return other
+
+
+# --- local SGD -------------------------------------------------------------------------------------------------------------------
+
+
+def local(seed):
+    """With a compressor, what it has not sent yet is in the errors, which are of differences from the outer parameters:
+
+        mean of the parameters - mean of the errors    is what the optimizers alone have made of it
+
+    Nor does an average that is taken later, if what was learned meanwhile is kept. Between any two steps the run may end, and another go on from its memory.
+    """
+    rng = random.Random(seed)
+    shapes = draw.shapes(rng)
+    stream, flat = draw.Gradients(shapes, seed), Flat(shapes)
+    local, replicas = schedule(rng, len(shapes))
+    (start,) = stream.of(1, list(shapes))
+    simulator = LocalSimulator(local, start, replicas, ops=PoisonOps() if rng.random() < 0.2 else None)
+    (expected,), used = flat.of([start]), []
+    largest = np.maximum(flat.largest(flat.of([start])), 1.0)
+
+    def update(replica, parameters, gradients):
+        used.append(gradients)
+        return {name: x - LR * gradients[name] for name, x in parameters.items()}
+
+    for _ in range(STEPS):
+        if rng.random() < 0.1:  # from copies of parameters and memory alone: what is on its way is in these
+            before, simulator = simulator, LocalSimulator(local, simulator.parameters[0], replicas, ops=simulator.ops)
+            simulator.parameters = [{n: x.copy() for n, x in p.items()} for p in before.parameters]
+            simulator.states, simulator.steps = [s.map(np.array) for s in before.states], before.steps
+        used.clear()
+        simulator.step(stream.of(replicas, list(shapes)), update)  # raises if those that met do not agree
+        gradients = flat.of(used)
+        expected -= LR * np.add.reduce(gradients) / replicas
+        largest += flat.largest(gradients)
+        now = np.add.reduce(flat.of(simulator.parameters)) / replicas - flat.errors(simulator.states)
+        flat.require(now - expected, largest, "averaging has moved {name} by {wrong}")
+    return STEPS
+
+
+def schedule(rng, parameters):
+    replicas = rng.choice([1, 2, 2, 3, 4, 6])
+    period = rng.randint(1, 6)
+    sizes = [n for n in (2, 3) if replicas % n == 0 and n < replicas]
+    compressor = draw.compressor(rng) if rng.random() < 0.5 else None
+    # Smaller groups average parameters as they are, and with outer parameters some of what they came to is compressed later: still nothing is lost.
+    grouped = sizes and rng.random() < 0.4
+    hierarchy = {rng.choice(sizes): period, "all": period * rng.randint(2, 3)} if grouped else period
+    longest = max(hierarchy.values()) if isinstance(hierarchy, dict) else hierarchy
+    late = {"outer": OuterSGD(), "overlap": rng.randint(1, longest - 1), "merge": "progress"} if longest > 1 else {}
+    local = LocalSGD(
+        hierarchy,
+        start_step=rng.choice([0, 0, 1, 5]),
+        subgroup=rng.choice([None, *sizes]),
+        fragments=rng.randint(1, min(period, parameters)),
+        compressor=compressor,
+        **(late if rng.random() < 0.5 else {}),
+    )
+    return local, replicas
+
+
+# --- sharded optimizers ----------------------------------------------------------------------------------------------------------
+
+
+def sharded(seed):
+    """Whoever owns what; and replicas may come and go."""
+    rng = random.Random(seed)
+    shapes = draw.shapes(rng)
+    stream = draw.Gradients(shapes, seed)
+    (start,) = stream.of(1, list(shapes))
+    whole = Momentum({n: x.copy() for n, x in start.items()}, {n: np.zeros_like(x) for n, x in start.items()})
+    sharded = Sharded(rng, whole)
+    for _ in range(STEPS):
+        if rng.random() < 0.15:
+            sharded = Sharded(rng, sharded.consolidated())
+        gradients = stream.of(sharded.replicas, list(shapes))
+        bad = rng.random() < 0.15 and stream.spoil(rng, gradients)
+        found = sharded.simulator.step(gradients)
+        if not bad:
+            whole.step(clipped({n: sum(g[n] / len(gradients) for g in gradients) for n in shapes}, sharded.max_norm))
+        for name, right in whole.parameters.items():
+            assert np.isfinite(right).all()
+            close(name, found[name], right)
+    return STEPS
+
+
+class Momentum:
+    """SGD with momentum on some arrays, whole or not."""
+
+    def __init__(self, parameters, velocities):
+        self.parameters, self.velocities = parameters, velocities
+
+    def step(self, gradients):
+        for name, g in gradients.items():
+            self.velocities[name] = MOMENTUM * self.velocities[name] + g
+            self.parameters[name] = self.parameters[name] - LR * self.velocities[name]
+
+
+class Sharded:
+    """The same optimizer, divided at random among a random number of replicas."""
+
+    def __init__(self, rng, whole):
+        self.replicas, self.max_norm = draw.replicas(rng), rng.choice([None, 0.5, 100.0])
+        self.shapes = {name: x.shape for name, x in whole.parameters.items()}
+        self.shards = shards(rng, {n: Spec(s, "float64") for n, s in self.shapes.items()}, self.replicas)
+        averaging = AllReduce(bucket_bytes=rng.choice([None, 1, 300, 1 << 20]))
+        zero = Zero(self.shards, averaging, max_norm=self.max_norm, skip_non_finite=True)
+        ops = PoisonOps() if rng.random() < 0.2 else None
+        self.simulator = Simulator(zero, self.shapes, self.replicas, ops=ops, optimizer=self._update)
+        cuts = ((self._cut(whole.parameters, r), self._cut(whole.velocities, r)) for r in range(self.replicas))
+        self.parts = [Momentum(*cut) for cut in cuts]
+
+    def consolidated(self):
+        """The whole optimizer again."""
+        joined = {}, {}
+        for name, shape in self.shapes.items():
+            for into, kind in zip(joined, ("parameters", "velocities"), strict=True):
+                flat = np.full(math.prod(shape), np.nan)
+                for replica, part in enumerate(self.parts):
+                    flat[slice(*self.shards.owned(name, replica))] = getattr(part, kind)[name]
+                into[name] = flat.reshape(shape)
+        return Momentum(*joined)
+
+    def _update(self, replica, pieces, ok):
+        part = self.parts[replica]
+        if ok:
+            sizes = {name: part.parameters[name].size for name in pieces}
+            part.step({name: piece.reshape(-1)[: sizes[name]] for name, piece in pieces.items()})
+        return {name: part.parameters[name].copy() for name in pieces}
+
+    def _cut(self, arrays, replica):
+        return {n: x.reshape(-1)[slice(*self.shards.owned(n, replica))].copy() for n, x in arrays.items()}
+
+
+def shards(rng, specs, replicas):
+    kind = rng.choice(["element", "parameter", "bucket", "spread"])
+    if kind == "element":
+        return shard_by_element(specs, replicas)
+    if kind == "parameter":
+        return shard_by_parameter(specs, replicas)
+    names = rng.sample(list(specs), len(specs))
+    cut = rng.randint(1, len(names))
+    buckets = [part for part in (names[:cut], names[cut:]) if part]
+    return shard_by_bucket(specs, replicas, buckets, spread=kind == "spread")
+
+
+def clipped(gradients, max_norm):
+    norm = float(np.sqrt(sum(float((g * g).sum()) for g in gradients.values())))
+    if max_norm is None or norm <= max_norm:
+        return gradients
+    return {name: g * (max_norm / norm) for name, g in gradients.items()}
