@@ -41,14 +41,10 @@ class Tests:
         return Tests(self.nodes + other.nodes, f"{self.cases}|{other.cases}")
 
 
-#: What kernels are compared with.
-PLAIN = ("all_reduce", "allreduce_hook")
-
-
 def ways(*names: str, ranks: int = 2) -> Tests:
     """Of `test_ways.py`."""
     nodes = tuple(f"tests/emulated/test_ways.py::test_a_way_to_train[{name}-{ranks}]" for name in names)
-    return Tests(nodes, exactly(f"way[{name}]" for name in (*names, *PLAIN)))
+    return Tests(nodes, exactly(f"way[{name}]" for name in names))
 
 
 def in_file(file: str, *tests: str) -> Tests:

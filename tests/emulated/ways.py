@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -45,29 +44,6 @@ IOTA, ONES = frozenset({"arange"}), frozenset({"fill_"})
 LEARNS = 2
 #: Smooth near zero: gradients that are rounding noise stay noise, and are not turned into steps.
 ADAMW = {"lr": 0.1, "eps": 0.1}
-
-
-class ChannelsLast(nn.Module):
-    """Of whose gradients the memory is not in the order of the elements. As products: the device knows no convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(24, 16, 2, 2).to(memory_format=torch.channels_last) / 8)
-        self.second = nn.Parameter(torch.randn(8, 6, 2, 2).to(memory_format=torch.channels_last) / 5)
-
-    def forward(self, x):
-        return torch.relu(x @ self.first.reshape(24, 64).mT) @ self.second.reshape(8, 24).mT
-
-
-class TwoDtypes(nn.Module):
-    """A layer in bfloat16 between two in float32."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(64, 48), nn.Linear(48, 33).bfloat16(), nn.Linear(33, 8)
-
-    def forward(self, x):
-        return self.third(torch.relu(self.second(torch.relu(self.first(x)).bfloat16()).float()))
 
 
 class OfTheTable(GivenGradients):
@@ -266,19 +242,11 @@ def _zero_ways():
         ways[f"{inside} {by}"] = Way(zero_step(shard=shard))
         ways[f"{inside} {by}, all-to-all"] = Way(zero_step(shard=shard), native=False)
         ways[f"{interleaved} {by}"] = Way(zero_step(late, shard=shard))
-    spread, low_rank = {"shard": "bucket", "spread": True}, {"hook": gw.powerSGD_hook, "state": powersgd_state}
-    for name, make in ((inside, gw.hook_with_zero_step), (interleaved, late)):
-        ways[f"{name}, buckets shared"] = Way(zero_step(make, **spread))
-        ways[f"{name}(powerSGD_hook)"] = Way(zero_step(make, **low_rank))
-    short = {"dtype": torch.bfloat16, "tolerance": COARSE}
     return ways | {
-        f"{inside}(bf16_compress_hook)": Way(zero_step(hook=gw.bf16_compress_hook), tolerance=ROUNDED),
         # The host reads whether the step is finite: the optimizer's step is not called otherwise.
         f"{inside}, GradScaler": Way(zero_step(), scaler=True, waits=1),
         f"{inside}, max_grad_norm": Way(zero_step(max_grad_norm=0.01)),
         "ZeroOptimizer, max_grad_norm": Way(zero(max_grad_norm=0.01)),
-        "ZeroOptimizer, float32 master weights": Way(zero(master_dtype=torch.float32), **short),
-        f"{interleaved}, float32 master weights": Way(zero_step(late, master_dtype=torch.float32), **short),
         "ZeroOptimizer, GradScaler": Way(zero(), scaler=True),
         "ZeroOptimizer, gradient accumulation": Way(zero(), micro_batches=2),
     }
@@ -306,7 +274,6 @@ WAYS = {
     "PowerSGD": Way(hooked(PowerSGD(2))),
     "PowerSGD, one message": Way(hooked(PowerSGD(2), message_bytes=1 << 20)),
     "PowerSGD, a message per bucket": Way(hooked(PowerSGD(2), message_bytes=0)),
-    "PowerSGD, epsilon": Way(hooked(PowerSGD(2, orthogonalization_epsilon=1e-6))),
     "PowerSGD, float64 state": Way(hooked(PowerSGD(2, state_dtype="float64"))),
     "WireDtype(PowerSGD)": Way(hooked(WireDtype(PowerSGD(2), "bfloat16")), tolerance=ROUNDED),
     "WireDtype(AllReduce)": Way(hooked(WireDtype(AllReduce(), "float16")), tolerance=ROUNDED),
@@ -319,26 +286,17 @@ WAYS = {
     "DataParallel, everything that can be asked": Way(everything(data_parallel), waits=6, waits_at_first=LEARNS, makes=IOTA),
     # DDP's options, and what a loop does besides.
     "DDP, views": Way(hooked(PowerSGD(2), gradient_as_bucket_view=True)),
-    "DDP, static_graph": Way(hooked(PowerSGD(2), static_graph=True)),
     "DDP, unused parameters looked for": Way(hooked(PowerSGD(2), find_unused_parameters=True)),
     "DDP, unused parameters": Way(hooked(PowerSGD(2), find_unused_parameters=True), Branches, branches=True),
     "DDP, accumulation": Way(hooked(PowerSGD(2)), micro_batches=3),
     "DDP, GradScaler": Way(hooked(PowerSGD(2)), scaler=True),
     "DDP, GradScaler, nothing remembered": Way(hooked(WireDtype(AllReduce(), "bfloat16")), scaler=True, tolerance=ROUNDED),
-    "DDP, GradScaler and clipping": Way(hooked(PowerSGD(2)), scaler=True, max_norm=0.01),
     "DDP, clipping": Way(hooked(PowerSGD(2)), max_norm=0.01),
-    "DDP, two dtypes": Way(hooked(PowerSGD(2)), TwoDtypes, tolerance=COARSE),
-    "DDP, channels_last": Way(hooked(PowerSGD(2)), ChannelsLast),
     "DDP, bfloat16": Way(hooked(PowerSGD(2)), dtype=torch.bfloat16, tolerance=COARSE),
     # torch's names.
     "allreduce_hook": Way(named(gw.allreduce_hook)),
-    "fp16_compress_hook": Way(named(gw.fp16_compress_hook), tolerance=ROUNDED),
-    "bf16_compress_hook": Way(named(gw.bf16_compress_hook), tolerance=ROUNDED),
     "powerSGD_hook": Way(named(gw.powerSGD_hook, powersgd_state)),
     "batched_powerSGD_hook": Way(named(gw.batched_powerSGD_hook, powersgd_state)),
-    "fp16_compress_wrapper(powerSGD_hook)": Way(named(gw.fp16_compress_wrapper(gw.powerSGD_hook), powersgd_state), tolerance=ROUNDED),
-    "bf16_compress_wrapper(allreduce_hook)": Way(named(gw.bf16_compress_wrapper(gw.allreduce_hook)), tolerance=ROUNDED),
-    "bf16_compress_wrapper(torch's)": Way(named(gw.bf16_compress_wrapper(default_hooks.allreduce_hook)), tolerance=ROUNDED),
     "post_localSGD_hook": Way(
         named(gw.post_localSGD_hook, lambda group: gw.PostLocalSGDState(group, group, start_localSGD_iter=2))
     ),
@@ -362,9 +320,6 @@ WAYS = {
     ),
     "DataParallel, accumulation": Way(data_parallel(AllReduce()), micro_batches=3, waits_at_first=LEARNS),
     "DataParallel, GradScaler": Way(data_parallel(PowerSGD(2)), scaler=True, waits_at_first=LEARNS),
-    "DataParallel, GradScaler and clipping": Way(data_parallel(PowerSGD(2)), scaler=True, max_norm=0.01, waits_at_first=LEARNS),
-    "DataParallel, two dtypes": Way(data_parallel(PowerSGD(2)), TwoDtypes, tolerance=COARSE, waits_at_first=LEARNS),
-    "DataParallel, channels_last": Way(data_parallel(PowerSGD(2)), ChannelsLast, waits_at_first=LEARNS),
     # Optimizers with sharded state.
     **_zero_ways(),
     # Parameters that are averaged now and then.

