@@ -2,15 +2,14 @@
 
 import json
 import uuid
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.advice.regret import regrets
-from benchmarks.compare.order import curves_of, final_of, kendall, told_apart
 from tests.launch import MARK, ROOT, end_all, run_ranks, start
+
+pytestmark = pytest.mark.slow
 
 TINY = ["--layers=1", "--vocabulary=200", "--repeats=1"]
 TRAINED = "--only train --subjects dense --seeds=1 --rates=2e-3 --width=32 --layers=1 --context=16 --batch=2 --windows=8 --timed-steps=2"
@@ -53,7 +52,6 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", BENCHMARKS)
 def test_it_runs_and_writes_what_it_promises(script: str, tmp_path: Path) -> None:
     options, where, count, fields = BENCHMARKS[script]
@@ -91,7 +89,6 @@ worker.main()
 """
 
 
-@pytest.mark.slow
 def test_hosts_of_the_advice_predict_and_measure(tmp_path: Path) -> None:
     """Both on this machine, without a link between them."""
     (tmp_path / "host.py").write_text(HOST)
@@ -100,27 +97,3 @@ def test_hosts_of_the_advice_predict_and_measure(tmp_path: Path) -> None:
     names = [method["algorithm"] for method in row["methods"]]
     assert {"plain", "PowerSGD(rank=4)", row["recommended"], row["fastest"]} <= set(names)
     assert all(method["predicted_ms"] > 0 < method["measured_ms"] for method in row["methods"])
-
-
-def test_regret_is_against_the_fastest_and_the_best_constant_answer():
-    def row(recommended, **times):
-        return {"recommended": recommended, "methods": [{"algorithm": a, "measured_ms": t} for a, t in times.items()]}
-
-    found = regrets([row("a", plain=4.0, a=2.0, b=1.0), row("plain", plain=1.0, a=1.5, b=3.0)])
-    assert found["advice"] == {"mean": 0.5, "worst": 1.0}
-    assert found["plain"] == {"mean": 1.5, "worst": 3.0}
-    assert found["constant"] == {"answer": "a", "mean": 0.75, "worst": 1.0}
-
-
-def test_pairs_beyond_noise_are_those_whose_interval_holds_no_zero_and_tau_is_kendalls():
-    stats, seeds = pytest.importorskip("scipy.stats"), (0, 1, 2)
-    curves = curves_of(json.loads((ROOT / "benchmarks/results/frontier.json").read_text())["runs"], 240, seeds)
-    told = told_apart(curves, 240, seeds)
-    for a, b in combinations(curves, 2):
-        losses = [[curves[name][seed][240] for seed in seeds] for name in (a, b)]
-        assert ((a, b) in told or (b, a) in told) == (stats.ttest_rel(*losses).pvalue < 0.05), (a, b)
-    early, final = ({name: final_of(curves[name], at, seeds) for name in curves} for at in (120, 240))
-    assert all(final[a] < final[b] for a, b in told)
-    pairs = list(combinations(sorted(curves, key=final.get), 2))
-    expected = stats.kendalltau([*early.values()], [*final.values()]).statistic
-    assert kendall(early, pairs) == pytest.approx(expected)

@@ -37,13 +37,12 @@ def everything(seed: int, found: Found, *, share: float, each: int, count: int) 
     """One round: so large a part of the constructions, so many states of each form and histories of each kind, so many texts and files."""
     constructions(TABLES, found, seed, share)
     states.histories(seed, found, each)
-    for kind in ("averages", "locally"):  # with gradients as they should not be
-        for number in range(seed * each, (seed + 1) * each):
-            found.tried += 1
-            try:
-                simulate(kind, number)
-            except Failure as error:
-                found.add(GARBAGE, str(error))
+    for number in range(seed * each, (seed + 1) * each):  # with gradients as they should not be
+        found.tried += 1
+        try:
+            simulate("averages", number)
+        except Failure as error:
+            found.add(GARBAGE, str(error))
     texts.expressions(seed, found, count)
     with TemporaryDirectory() as folder:
         texts.files(seed, found, count, Path(folder))

@@ -21,7 +21,6 @@ KINDS: dict[str, Callable[[int], int]] = {
     "local": histories.local,
     "sharded": histories.sharded,
     "averages": wild.averages,
-    "locally": wild.locally,
 }
 
 

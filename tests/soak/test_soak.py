@@ -93,7 +93,6 @@ FAULTS = [
     (PowerSGD, "compress", careless, "compression", "has changed a memory"),
     (PowerSGD, "compress", selfish, "compression", "ReplicaMismatch"),
     (NumpyOps, "all_finite", true, "sharded", ""),
-    (NumpyOps, "all_finite", true, "locally", "is not finite"),
     (compressor, "step_is_finite", always, "averages", "is not finite"),
     (sharded_step, "clip_by_norm", unfinite, "sharded", ""),
     (Reducer, "_launchable", as_they_come, "arrival", "too early"),

@@ -62,8 +62,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.outer = nn.Linear(WIDTH, 8)
-        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.outer, self.scale = nn.Linear(WIDTH, 8), nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x):
         for layer in self.inner:
@@ -90,18 +89,16 @@ class Training:
         """Begin a stretch."""
         self.wrapped = None
         gc.collect()  # the wrapper before is gone, and what it had hung on the parameters is of no effect
+        options = {"bucket_cap_mb": 0.003, "find_unused_parameters": True}
         if ours:
-            self.wrapped = DataParallel(
-                self.model, algorithm, bucket_cap_mb=0.003, first_bucket_mb=0.001, find_unused_parameters=True
-            )
+            self.wrapped = DataParallel(self.model, algorithm, first_bucket_mb=0.001, **options)
             handle = self.wrapped.handle
         else:
-            self.wrapped = DistributedDataParallel(self.model, bucket_cap_mb=0.003, find_unused_parameters=True)
+            self.wrapped = DistributedDataParallel(self.model, **options)
             handle = register_comm_hook(self.wrapped, algorithm, message_bytes=self.shared.choice([0, 1500, 1 << 20]))
-        self.memory, self.load = handle.rank_state_dict, handle.load_state_dict
-        self.algorithm = algorithm
+        self.memory, self.algorithm = handle.rank_state_dict, algorithm
         if memory is not None:
-            self.load(memory)
+            handle.load_state_dict(memory)
 
     def step(self):
         """One step, and what must be true after it on this rank."""
@@ -192,19 +189,9 @@ class Training:
 def digest(value):
     """Of all bits in nested dictionaries of tensors and numbers."""
     sha = hashlib.sha256()
-
-    def add(x):
-        if isinstance(x, dict):
-            for key in sorted(x, key=str):
-                sha.update(str(key).encode())
-                add(x[key])
-        elif isinstance(x, Tensor):
-            sha.update(f"{x.dtype} {tuple(x.shape)}".encode())
-            sha.update(x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            sha.update(repr(x).encode())
-
-    add(value)
+    for path, x in torch.utils._pytree.tree_flatten_with_path(value)[0]:
+        bits = x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if isinstance(x, Tensor) else b""
+        sha.update(f"{path} {(x.dtype, x.shape) if bits else x}".encode() + bits)
     return sha.hexdigest()
 
 
@@ -213,8 +200,7 @@ def work(steps, seed, stretch_steps):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     training = Training(seed)
-    start, sizes = time.monotonic(), []
-    memory = None
+    start, memory = time.monotonic(), None
     for stretch in range(math.ceil(steps / stretch_steps)):
         # Each algorithm for two stretches: under one wrapper, then with what it has kept under the other.
         algorithm, ours = ALGORITHMS[stretch // 2 % len(ALGORITHMS)], stretch % 2 == 1
@@ -227,17 +213,15 @@ def work(steps, seed, stretch_steps):
         memory = training.memory()
         if ours:
             training.train_apart(stretch_steps)
-        sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
         if training.rank == 0:
-            done, seconds = training.counts["steps"], time.monotonic() - start
-            wrapper = "DataParallel" if ours else "DDP"
-            print(f"{done:>6} steps  {seconds:6.0f} s  {sizes[-1]:4} MiB  {wrapper:12}  {algorithm}", flush=True)
+            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+            now = f"{training.counts['steps']:>6} steps  {time.monotonic() - start:6.0f} s  {resident:4} MiB"
+            print(f"{now}  {'DataParallel' if ours else 'DDP':12}  {algorithm}", flush=True)
     delays = torch.tensor(training.counts["delays"])
     dist.all_reduce(delays)
     if training.rank == 0:
         counts = training.counts | {"delays": int(delays)}
         print("all ranks equal: " + ", ".join(f"{what} {n}" for what, n in counts.items()), flush=True)
-        print(f"resident at most, after the first stretch and the last: {sizes[0]} MiB, {sizes[-1]} MiB", flush=True)
     dist.destroy_process_group()
 
 
