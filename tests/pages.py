@@ -1,6 +1,4 @@
-"""Every block of every page, found in the page, and run as a reader would run it.
-
-What stands after the language of a fence says how:
+"""Every block of every page, found in the page, and run as a reader would run it. What stands after the language of a fence says how:
 
     title="train.py"   a file in the folder of the page's blocks, one of which has to name it
     ranks=2            so many processes, as torchrun starts them
@@ -39,12 +37,9 @@ FENCE = re.compile(
     r"|^<!-- (?P<hidden>python|bash)(?P<unseen>[^\n]*)\n(?P<setup>.*?)^-->$|^#+ (?P<heading>[^\n]+)$",
     re.MULTILINE | re.DOTALL,
 )
-HOW = {
-    "python": r'( title="[^"]+"| ranks=\d+| devices=\d+| continues)*',
-    "bash": r'( nodes=\d+| continues| not-run="[^"]+")*',
-    "text": r'( varies| not-run="[^"]+")*',
-}
-HOW["diff"] = HOW["python"] + '( not-run="[^"]+")?'
+_PYTHON = r'( title="[^"]+"| ranks=\d+| devices=\d+| continues)*'
+HOW = {"python": _PYTHON, "diff": _PYTHON + '( not-run="[^"]+")?'}
+HOW |= {"bash": r'( nodes=\d+| continues| not-run="[^"]+")*', "text": r'( varies| not-run="[^"]+")*'}
 #: A number with its unit, or what a probe says for one.
 MEASURED = re.compile(r"too fast to see|\d[\d.,]*(?:e[-+]?\d+)?(?: ?(?:[kMGT]?i?B|bytes|[kMG]?bit/s|[nµm]?s)\b| ?%)?")
 #: What a cluster has, and this machine instead.
@@ -97,16 +92,12 @@ def chain(page: str, first: int) -> list[Block]:
 
 
 def read(page: str, text: str) -> list[Block]:
-    """The blocks of a page, in order.
-
-    Raises:
-        ValueError: a fence does not end, or says what is not known.
-    """
+    """The blocks of a page, in order. Raises ValueError if a fence does not end, or says what is not known."""
     found: list[Block] = []
-    prints = False  # whether text would be what the last one prints
-    fences = 0
-    for match in FENCE.finditer(text):
-        fences += 2 * bool(match["fence"])
+    prints, matches = False, list(FENCE.finditer(text))  # whether text would be what the last one prints
+    if len(re.findall(r"^ *```", text, re.MULTILINE)) != 2 * sum(bool(match["fence"]) for match in matches):
+        raise ValueError(f"{page}: a block does not end, or is indented otherwise than it begins")
+    for match in matches:
         if match["heading"]:
             prints = False
             continue
@@ -128,8 +119,6 @@ def read(page: str, text: str) -> list[Block]:
             if not first or re.search("ranks=|devices=", how):
                 raise ValueError(f"{page}:{line}: nothing to continue, or in other processes")
         found.append(Block(page, line, language, code, how, first * prints, hidden=bool(match["hidden"])))
-    if len(re.findall(r"^ *```", text, re.MULTILINE)) != fences:
-        raise ValueError(f"{page}: a block does not end, or is indented otherwise than it begins")
     return found
 
 

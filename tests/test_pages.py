@@ -10,9 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from html import unescape
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -164,8 +162,6 @@ def test_what_targets_run_is_there_and_is_in_a_test_and_ci_runs_all_tests() -> N
 
 # --- the site --------------------------------------------------------------------------------------------------------------------
 
-PLACES = re.compile(r'\bid="([^"]*)"')
-
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -180,33 +176,25 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_site_links_to_what_is_there_and_fetches_nothing(site: Path) -> None:
-    texts = {path: path.read_text() for path in site.rglob("*.html") if path.name != "404.html"}
+def test_the_site_fetches_nothing_from_elsewhere(site: Path) -> None:
+    """Links, anchors included, are looked at as it is built."""
+    texts = [path.read_text() for path in site.rglob("*.html")]
     assert len(texts) > 20
-    places = {path: {unescape(place) for place in PLACES.findall(text)} for path, text in texts.items()}
-    lost = []
-    for path, text in texts.items():
-        for tag, target in re.findall(r'<(a|img|link|script|iframe|source)\b[^>]*?\b(?:src|href)="([^"]*)"', text):
-            address = urlsplit(unescape(target))
-            to = (path.parent / unquote(address.path)).resolve() if address.path else path
-            to = to / "index.html" if to.is_dir() else to
-            place = unquote(address.fragment)
-            away = bool(address.scheme or address.netloc)
-            if tag != "a" if away else not to.exists() or (place and to in texts and place not in places[to]):
-                lost.append(f"{path.relative_to(site)} → {target}")
-    assert not lost, "\n".join(lost)
+    for text in texts:
+        for address in re.findall(r'<(?:img|link|script|iframe|source)\b[^>]*?\b(?:src|href)="([^"]*)"', text):
+            assert "://" not in address, address
 
 
 @pytest.mark.slow
 def test_the_reference_is_written_out_and_found_and_nothing_is_shown_that_only_tests_read(site: Path) -> None:
     for module, its in MODULES.items():
-        places = PLACES.findall((site / "reference" / f"{its}.html").read_text())
+        places = re.findall(r'\bid="([^"]*)"', (site / "reference" / f"{its}.html").read_text())
         names = {f"{module}.{name}" for name in importlib.import_module(module).__all__}
         assert not names - set(places), "have no place in the reference"
     text = re.sub(r"<[^>]*>", "", (site / "reference" / "gradwire.html").read_text())
     assert re.search(r"^PowerSGD\(\s+rank: [^*]+\s\*,", text, re.MULTILINE)  # in the order in which Python takes them
-    index = json.loads((site / "search" / "search_index.json").read_text())
-    found = {entry["location"] for entry in index["docs"]}
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    found = {entry["location"] for entry in entries}
     assert "reference/gradwire.html#gradwire.PowerSGD" in found
     assert not any(place.startswith("source/") for place in found)
     assert not re.search(r"tests\.jax\.reader|continues", (site / "local-sgd.html").read_text())
