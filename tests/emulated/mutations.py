@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import json
 import re
 import sys
@@ -120,7 +119,10 @@ MUTATIONS = {
         in_file("test_reference.py", "test_a_request_is_answered_as_the_core_says[means in groups, NCCL]"),
     ),
     "rank_for_a_rank_of_the_group": Mutation(
-        "Exchange.__init__", "X.rank() if Y is None else Z", "dist.get_rank()", ways("everything that can be asked")
+        "Exchange.__init__",
+        "group.rank() if rank is None else rank",
+        "dist.get_rank()",
+        ways("everything that can be asked"),
     ),
     # Memory.
     "scratch_used_again_in_a_step": Mutation(
@@ -158,7 +160,7 @@ MUTATIONS = {
         "work = kept(X, Y)\nif not Y.is_cpu:\n    work.wait()",
         in_file("test_streams.py", "test_messages_travel_during_the_backward_pass[DDP]"),
     ),
-    "constants_made_anew": Mutation("TorchOps.constant", "X not in Y", "True", ways("rank_2", "int8")),
+    "constants_made_anew": Mutation("TorchOps.constant", "key not in self._constants", "True", ways("rank_2", "int8")),
     "times_noted_in_a_capture": Mutation(
         "Driver.add",
         "if X:\n    self.watch.times.skip()\nelif Y:\n    self._begin_step()",
@@ -194,7 +196,7 @@ MUTATIONS = {
     ),
     "count_read_early": Mutation(
         "SkippedSteps.look",
-        "X or self._arrived.query()",
+        "self._arrived is None or self._arrived.query()",
         "True",
         in_file("test_streams.py", "test_a_count_is_read_when_it_has_come"),
     ),
@@ -257,58 +259,30 @@ MUTATIONS = {
 }
 
 
-# --- the syntax tree -------------------------------------------------------------------------------------------------------------
+# --- the change ------------------------------------------------------------------------------------------------------------------
 
 
-def _is_any(node: Any) -> bool:
-    return isinstance(node, ast.Name) and len(node.id) == 1 and node.id.isupper()
+def changed(source: str, pattern: str, becomes: str) -> tuple[str, int]:
+    """A function's source as `ast.unparse` writes it, with something else in all places that match; and how many there are. A capital letter is any expression, and in
+    a pattern that is no statement one without spaces."""
+    (old, *_), new, seen = ast.parse(pattern).body, ast.parse(becomes).body, set[str]()
+    whole = len(new) > 1 or not isinstance(old, ast.Expr) or not isinstance(new[0], ast.Expr)
 
+    def group(found: re.Match[str]) -> str:
+        if found[0] in seen:
+            return f"(?P={found[0]})"
+        seen.add(found[0])
+        return f"(?P<{found[0]}>{'.+' if whole else '[^ ]+'})"
 
-def _matches(pattern: Any, node: Any, found: dict[str, ast.expr]) -> bool:
-    """Whether the node is as the pattern; `found` are the expressions of its capital letters, which are the same each time."""
-    if _is_any(pattern) and isinstance(node, ast.expr):
-        before = found.setdefault(pattern.id, node)
-        return ast.unparse(before) == ast.unparse(node)
-    if isinstance(pattern, ast.AST):
-        return type(pattern) is type(node) and all(
-            _matches(value, getattr(node, name), found)
-            for name, value in ast.iter_fields(pattern)
-            if name not in ("ctx", "type_comment")
-        )
-    if isinstance(pattern, list):
-        return len(pattern) == len(node) and all(_matches(p, n, found) for p, n in zip(pattern, node, strict=True))
-    return bool(pattern == node)
+    lines = [re.sub(r"\b[A-Z]\b", group, re.escape(line)) for line in ast.unparse(old).splitlines()]
+    text = r"\n(?P=indent)".join(lines)
+    regex = rf"^(?P<indent> *){text}$" if whole else text
 
+    def filled(found: re.Match[str]) -> str:
+        text = re.sub(r"\b[A-Z]\b", lambda letter: found[letter[0]] if letter[0] in seen else letter[0], becomes)
+        return "\n".join(found["indent"] + line for line in text.splitlines()) if whole else text
 
-class _Filled(ast.NodeTransformer):
-    """Puts expressions in the place of capital letters."""
-
-    def __init__(self, found: dict[str, ast.expr]) -> None:
-        self._found = found
-
-    def visit_Name(self, node: ast.Name) -> Any:
-        return copy.deepcopy(self._found[node.id]) if _is_any(node) else node
-
-
-class Change(ast.NodeTransformer):
-    """Puts something else in the place of all that matches, and counts it."""
-
-    def __init__(self, pattern: str, becomes: str) -> None:
-        self._pattern, self._new = ast.parse(pattern).body[0], ast.parse(becomes).body
-        both = [self._pattern, *self._new]
-        self._of_statements = len(both) > 2 or not all(isinstance(each, ast.Expr) for each in both)
-        self.places = 0
-
-    def visit(self, node: ast.AST) -> Any:
-        pattern: Any = (
-            self._pattern if self._of_statements or not isinstance(self._pattern, ast.Expr) else self._pattern.value
-        )
-        found: dict[str, ast.expr] = {}
-        if isinstance(node, ast.stmt if self._of_statements else ast.expr) and _matches(pattern, node, found):
-            self.places += 1
-            new = [_Filled(found).visit(copy.deepcopy(each)) for each in self._new]
-            return new if self._of_statements else new[0].value
-        return self.generic_visit(node)
+    return re.subn(regex, filled, source, flags=re.MULTILINE)
 
 
 @cache
@@ -342,11 +316,12 @@ def mutated(mutation: Mutation) -> tuple[Path, str]:
     node: Any = (tree := ast.parse(file.read_text()))
     for part in found[0].partition(":.")[2].split("."):
         node = next(n for n in ast.walk(node) if getattr(n, "name", "") == part and n is not node)
+    source = ast.unparse(node)
     for pattern, becomes in ((mutation.pattern, mutation.becomes), *filter(None, [mutation.also])):
-        change = Change(pattern, becomes)
-        change.generic_visit(node)
-        if change.places != 1:
-            raise ValueError(f"{change.places} places of {mutation.function} are like {pattern!r}")
+        source, places = changed(source, pattern, becomes)
+        if places != 1:
+            raise ValueError(f"{places} places of {mutation.function} are like {pattern!r}")
+    node.body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
     return file, ast.unparse(ast.fix_missing_locations(tree))
 
 
