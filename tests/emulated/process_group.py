@@ -62,15 +62,9 @@ class Launched:
 
 
 class EmulatedNCCL(dist.ProcessGroup):
-    """The group.
+    """The group. Its collectives run on `stream`; all that were `launched` so far are kept, of which sizes that may differ between ranks are 0."""
 
-    Attributes:
-        stream: on which collectives run.
-        launched: all collectives so far. Sizes that may differ between ranks are 0.
-        timeout: as it was given.
-        with_gloo: tensors of the CPU are taken too, as by a group of "cpu:gloo,cuda:nccl".
-    """
-
+    #: Tensors of the CPU are taken too, as by a group of "cpu:gloo,cuda:nccl".
     with_gloo = False
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
