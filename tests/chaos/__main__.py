@@ -14,9 +14,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-import torch._dynamo  # what the first optimizer would import
-
 from tests.chaos import verdict
 from tests.chaos.arena import Arena
 
@@ -35,19 +32,19 @@ def disturb(arena: Arena, draw: random.Random, number: int) -> None:
         arena.freeze(name, 10.0)
         return
     if kind == "slow":
-        arena.kill([name])
+        arena.kill(name)
         name = arena.add(slower=5.0)
         time.sleep(BETWEEN)
-        arena.kill([name])
+        arena.kill(name)
     elif kind == "in flight":
         arena.kill_in_flight(name)
     elif kind == "two at once":
         other = draw.choice(sorted(arena.alive.keys() - {name}))
-        arena.kill([name, other])
+        arena.kill(name, other)
         time.sleep(draw.uniform(0, 3))
         arena.add()
     else:
-        arena.kill([name])
+        arena.kill(name)
     time.sleep(draw.uniform(0, 3))
     arena.add()
 
@@ -96,7 +93,7 @@ def short(folder: Path, native: bool) -> None:
             if replicas == 4:
                 every_kind_of_disturbance(arena)
             else:
-                arena.kill(["replica1"])
+                arena.kill("replica1")
                 arena.wait_for(arena.rounds() + 2, 30)
                 arena.wait_until(arena.add(), 30)
             arena.finish(arena.rounds() + 3, 40)
@@ -123,7 +120,7 @@ def every_kind_of_disturbance(arena: Arena) -> None:
     go_on(2)
     arena.add()
     go_on(3)
-    arena.kill(["replica1", "replica2"])
+    arena.kill("replica1", "replica2")
     go_on(2)
     arena.add()
     go_on(3)
@@ -131,7 +128,7 @@ def every_kind_of_disturbance(arena: Arena) -> None:
     go_on(2)
     slow = arena.add(slower=5.0)
     go_on(4)
-    arena.kill([slow])
+    arena.kill(slow)
     go_on(2)
 
 
@@ -163,7 +160,6 @@ def main() -> None:
     parser.add_argument("--short", type=Path, metavar="FOLDER")
     parser.add_argument("--native", action="store_true")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     if arguments.short:
         short(arguments.short, arguments.native)
         return

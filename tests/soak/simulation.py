@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 
-from tests.soak import arrival, histories, wild
+from tests.soak import arrival, histories
 
 #: A seed → the number of steps that were simulated; raises if something does not hold.
 KINDS: dict[str, Callable[[int], int]] = {
@@ -20,7 +20,7 @@ KINDS: dict[str, Callable[[int], int]] = {
     "arrival": arrival.run,
     "local": histories.local,
     "sharded": histories.sharded,
-    "averages": wild.averages,
+    "averages": histories.averages,
 }
 
 
