@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -70,63 +69,56 @@ def test_without_a_compiler_tests_say_so_and_fail_in_ci(monkeypatch: pytest.Monk
 
 # --- other machines --------------------------------------------------------------------------------------------------------------
 
-#: A suite of one file, whose processes write down what they see.
-SUITE = """
-from pathlib import Path
-from tests.launch import jax_processes, run_ranks
-
-PROBE = Path(__file__).with_name("probe.py")
-
-def test_processes(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["probe.py", "pytest"])
-    exec(PROBE.read_text(), {"__file__": str(PROBE)})
-    run_ranks(PROBE, 1, "rank")
-    jax_processes(PROBE, 1, "jax")
-
-def test_that_fails():
-    assert False
-"""
+#: In place of pytest: it writes down what it and its processes see, and a report of a test that failed.
 PROBE = """
 import json, os, sys
 from pathlib import Path
 
-where = Path(__file__).parent / f"{sys.argv[-1]}-{os.environ.get('ATEN_CPU_CAPABILITY')}"
-where.write_text(json.dumps([dict(os.environ), len(os.sched_getaffinity(0))]))
+def note(process):
+    where = Path(__file__).with_name(f"{process}-{os.environ.get('ATEN_CPU_CAPABILITY')}")
+    where.write_text(json.dumps([dict(os.environ), len(os.sched_getaffinity(0))]))
+
+if __name__ == "__main__":
+    if not sys.argv[-1].startswith("--junitxml="):
+        note(sys.argv[-1])
+    else:
+        import tests.conftest
+        from tests.launch import jax_processes, run_ranks
+        note("tests")
+        run_ranks(__file__, 1, "rank")
+        jax_processes(__file__, 1, "jax")
+        report = '<r><testcase/><testcase classname="a" name="b"><failure/></testcase></r>'
+        Path(sys.argv[-1].partition("=")[2]).write_text(report)
+        sys.exit(1)
 """
-OTHERS = ("XLA_FLAGS", "GRADWIRE_TEST_XLA_FLAGS", "ATEN_CPU_CAPABILITY")
-
-
-def portability(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.portability", *map(str, arguments)]
-    given = {k: v for k, v in os.environ.items() if k not in OTHERS} | env
-    return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.slow
 def test_switches_reach_every_process_and_failures_are_told(tmp_path: Path) -> None:
-    (suite := tmp_path / "test_inner.py").write_text(SUITE)
-    (tmp_path / "probe.py").write_text(PROBE)
-    command = [sys.executable, "-m", "pytest", "-n1", "-ptests.conftest", f"--rootdir={tmp_path}", suite]
-    done = portability("sse", "cores-1", "--", *command, XLA_FLAGS="--xla_force_host_platform_device_count=7")
-    assert done.returncode == 1, done.stdout
+    (probe := tmp_path / "probe.py").write_text(PROBE)
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=7", "PYTHONPATH": str(ROOT)}
+    env = {k: v for k, v in env.items() if k not in ("GRADWIRE_TEST_XLA_FLAGS", "ATEN_CPU_CAPABILITY")}
+
+    def portability(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tests.portability", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+
     assert portability("see", "--", "true").returncode == portability("sse").returncode == 2  # no such row, no command
-    first, *failed = done.stdout.split("=== summary\n")[1].split("cores-1")[0].splitlines()
+    done = portability("sse", "cores-1", "--", sys.executable, str(probe))
+    assert done.returncode == 1, done.stderr
+    first, failed, second, _ = done.stdout.split("=== summary\n")[1].splitlines()
     assert first.startswith("sse            1 passed, 1 failed, 0 skipped, "), done.stdout
-    assert [line.strip() for line in failed] == ["test_inner::test_that_fails"]
-
-    def seen(process: str, aten: str | None) -> Any:
-        return json.loads((tmp_path / f"{process}-{aten}").read_text())
-
-    for process, devices in (("pytest", 4), ("rank", 4), ("jax", 1)):
+    assert (failed.strip(), second[:7]) == ("a::b", "cores-1")
+    for process, devices in (("tests", 4), ("rank", 4), ("jax", 1)):
         count = f"--xla_force_host_platform_device_count={devices}"
-        env, cores = seen(process, "default")
+        seen, cores = json.loads((tmp_path / f"{process}-default").read_text())
         expected = dict(CONFIGURATIONS["sse"].env)
         given = [*expected.pop("XLA_FLAGS").split(), count]
-        assert env["XLA_FLAGS"].split()[: len(given)] == given  # and what makes compilation quick
-        assert {name: env[name] for name in expected} == expected
+        assert seen["XLA_FLAGS"].split()[: len(given)] == given  # and what makes compilation quick
+        assert {name: seen[name] for name in expected} == expected
         assert cores == len(os.sched_getaffinity(0))
-        env, cores = seen(process, None)
-        assert (cores, env["XLA_FLAGS"].split()[0]) == (1, count)
+        seen, cores = json.loads((tmp_path / f"{process}-None").read_text())
+        assert (cores, seen["XLA_FLAGS"].split()[0]) == (1, count)
 
 
 # --- mutations -------------------------------------------------------------------------------------------------------------------

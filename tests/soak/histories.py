@@ -2,7 +2,6 @@
 
     compression   compressors conserve what they leave out, a bad step leaves no trace, and replicas may come and go
     local         local SGD: replicas that train apart and meet, in random groups; averaging moves nothing on average
-    sharded       sharded optimizers: the parameters are those of the optimizer that was not divided
     averages      gradients as they should not be: what is bad comes in the first steps, and usual ones follow until all is finite again
 
 Each returns the number of steps, and raises AssertionError or ReplicaMismatch if something does not hold.
@@ -16,20 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from gradwire import AllReduce, Compressor, LocalSGD, LocalSimulator, OuterSGD, Simulator, Spec, State, TwoLevel
+from gradwire import AllReduce, Compressor, LocalSGD, LocalSimulator, OuterSGD, Simulator, State, TwoLevel
 from gradwire.core.algorithms.compressor import ERROR
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import largest_error
 from gradwire.core.simulate import PoisonOps
 from gradwire.core.state import checkpoint
-from gradwire.core.zero.sharded_step import Zero
-from gradwire.core.zero.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
 from tests.methods import METHODS
 from tests.soak import draw
 
 NDArray = np.ndarray[Any, Any]
 STEPS = 20
-LR, MOMENTUM = 0.1, 0.9
+LR = 0.1
 
 
 # --- what is compared, and quickly: with tensors this small a careless check takes longer than the step --------------------------------
@@ -208,98 +205,6 @@ def schedule(rng, parameters):
     return local, replicas
 
 
-# --- sharded optimizers ----------------------------------------------------------------------------------------------------------
-
-
-def sharded(seed):
-    """Whoever owns what; and replicas may come and go."""
-    rng = random.Random(seed)
-    shapes = draw.shapes(rng)
-    stream = draw.Gradients(shapes, seed)
-    (start,) = stream.of(1, list(shapes))
-    whole = Momentum({n: x.copy() for n, x in start.items()}, {n: np.zeros_like(x) for n, x in start.items()})
-    sharded = Sharded(rng, whole)
-    for _ in range(STEPS):
-        if rng.random() < 0.15:
-            sharded = Sharded(rng, sharded.consolidated())
-        gradients = stream.of(sharded.replicas, list(shapes))
-        bad = rng.random() < 0.15 and stream.spoil(rng, gradients)
-        found = sharded.simulator.step(gradients)
-        if not bad:
-            whole.step(clipped({n: sum(g[n] / len(gradients) for g in gradients) for n in shapes}, sharded.max_norm))
-        for name, right in whole.parameters.items():
-            assert np.isfinite(right).all()
-            close(name, found[name], right)
-    return STEPS
-
-
-class Momentum:
-    """SGD with momentum on some arrays, whole or not."""
-
-    def __init__(self, parameters, velocities):
-        self.parameters, self.velocities = parameters, velocities
-
-    def step(self, gradients):
-        for name, g in gradients.items():
-            self.velocities[name] = MOMENTUM * self.velocities[name] + g
-            self.parameters[name] = self.parameters[name] - LR * self.velocities[name]
-
-
-class Sharded:
-    """The same optimizer, divided at random among a random number of replicas."""
-
-    def __init__(self, rng, whole):
-        self.replicas, self.max_norm = draw.replicas(rng), rng.choice([None, 0.5, 100.0])
-        self.shapes = {name: x.shape for name, x in whole.parameters.items()}
-        self.shards = shards(rng, {n: Spec(s, "float64") for n, s in self.shapes.items()}, self.replicas)
-        averaging = AllReduce(bucket_bytes=rng.choice([None, 1, 300, 1 << 20]))
-        zero = Zero(self.shards, averaging, max_norm=self.max_norm, skip_non_finite=True)
-        ops = PoisonOps() if rng.random() < 0.2 else None
-        self.simulator = Simulator(zero, self.shapes, self.replicas, ops=ops, optimizer=self._update)
-        cuts = ((self._cut(whole.parameters, r), self._cut(whole.velocities, r)) for r in range(self.replicas))
-        self.parts = [Momentum(*cut) for cut in cuts]
-
-    def consolidated(self):
-        """The whole optimizer again."""
-        joined = {}, {}
-        for name, shape in self.shapes.items():
-            for into, kind in zip(joined, ("parameters", "velocities"), strict=True):
-                flat = np.full(math.prod(shape), np.nan)
-                for replica, part in enumerate(self.parts):
-                    flat[slice(*self.shards.owned(name, replica))] = getattr(part, kind)[name]
-                into[name] = flat.reshape(shape)
-        return Momentum(*joined)
-
-    def _update(self, replica, pieces, ok):
-        part = self.parts[replica]
-        if ok:
-            sizes = {name: part.parameters[name].size for name in pieces}
-            part.step({name: piece.reshape(-1)[: sizes[name]] for name, piece in pieces.items()})
-        return {name: part.parameters[name].copy() for name in pieces}
-
-    def _cut(self, arrays, replica):
-        return {n: x.reshape(-1)[slice(*self.shards.owned(n, replica))].copy() for n, x in arrays.items()}
-
-
-def shards(rng, specs, replicas):
-    kind = rng.choice(["element", "parameter", "bucket", "spread"])
-    if kind == "element":
-        return shard_by_element(specs, replicas)
-    if kind == "parameter":
-        return shard_by_parameter(specs, replicas)
-    names = rng.sample(list(specs), len(specs))
-    cut = rng.randint(1, len(names))
-    buckets = [part for part in (names[:cut], names[cut:]) if part]
-    return shard_by_bucket(specs, replicas, buckets, spread=kind == "spread")
-
-
-def clipped(gradients, max_norm):
-    norm = float(np.sqrt(sum(float((g * g).sum()) for g in gradients.values())))
-    if max_norm is None or norm <= max_norm:
-        return gradients
-    return {name: g * (max_norm / norm) for name, g in gradients.items()}
-
-
 # --- gradients as they should not be -----------------------------------------------------------------------------------------------
 
 #: Steps that may be bad, usual ones by which all has to be well, and how many of these one after the other.
@@ -355,24 +260,10 @@ def finite(*arrays):
     return all(bool(np.isfinite(np.asarray(x, np.float64)).all()) for x in arrays)
 
 
-def memories(simulator):
-    return [state.map(np.array).tensors for state in simulator.states]
-
-
-def require_finite(memories):
-    for memory in memories:
-        for name, own in memory.items():
-            for key, x in own.items():
-                assert finite(x), f"{key} of {name} is not finite"
-
-
-def require_same(before, after):
-    """Of memories; an error that overflows may have been brought into its bounds."""
-    for was, now in zip(before, after, strict=True):
-        for name, key, x in ((name, key, x) for name, own in was.items() for key, x in own.items()):
-            limit = largest_error(NumpyOps(), x) if key == ERROR else np.inf
-            same = any(np.array_equal(y, now[name][key]) for y in (x, np.clip(x, -limit, limit)))
-            assert same, f"an average that is not finite has changed {key} of {name}"
+def memory(simulator):
+    """Of all replicas: place → array."""
+    tensors = ((r, name, own) for r, state in enumerate(simulator.states) for name, own in state.tensors.items())
+    return {(r, name, key): np.array(x) for r, name, own in tensors for key, x in own.items()}
 
 
 def averages(seed):
@@ -403,14 +294,17 @@ def averages(seed):
 
 def one_step(simulator, given):
     """Whether what comes out is finite."""
-    before = memories(simulator)
+    before = memory(simulator)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         averages = simulator.step(given)
-    after = memories(simulator)
+    after, good = memory(simulator), finite(*averages.values())
     for name, average in averages.items():
         assert not finite(average) or finite(*(own[name] for own in given)), f"the average of {name} is finite"
-    require_finite(after)
-    if not (good := finite(*averages.values())):
-        require_same(before, after)
+    for place, x in after.items():
+        assert finite(x), f"{place} is not finite"
+        old = before[place]
+        limit = largest_error(NumpyOps(), old) if ERROR in place else np.inf  # where it overflows it may be clipped
+        same = np.array_equal(old, x) or np.array_equal(np.clip(old, -limit, limit), x)
+        assert good or same, f"an average that is not finite has changed {place}"
     return good

@@ -19,7 +19,6 @@ KINDS: dict[str, Callable[[int], int]] = {
     "compression": histories.compression,
     "arrival": arrival.run,
     "local": histories.local,
-    "sharded": histories.sharded,
     "averages": histories.averages,
 }
 
