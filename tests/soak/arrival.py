@@ -28,8 +28,7 @@ class Network:
     """A queue of requests for each replica, each with its place."""
 
     def __init__(self, replicas):
-        self.sent = [[] for _ in range(replicas)]
-        self._answers = {}
+        self.sent, self._answers = [[] for _ in range(replicas)], {}
 
     def send(self, replica, request):
         self.sent[replica].append(request)
