@@ -141,19 +141,18 @@ def differs(printed: str, block: Block) -> bool:
 @cache
 def outcomes(page: str, first: int) -> dict[int, tuple[str, str]]:
     """By its line, what each of the blocks that run together has printed, of all ranks in order, and how it failed."""
-    together = chain(page, first)
-    ranks, log, found = int(together[0].says("ranks") or 1), "", {}
+    together, log, found = chain(page, first), "", {}
+    ranks = int(together[0].says("ranks") or 1)
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
         for block in blocks(page):
             if title := block.says("title"):  # lines have the numbers that they have on the page
-                (folder / title).write_text("\n" * block.line + block.code)
-        (folder / "examples").symlink_to(ROOT / "examples")
+                Path(place, title).write_text("\n" * block.line + block.code)
+        Path(place, "examples").symlink_to(ROOT / "examples")
         try:
             launch.run_ranks(Path(__file__), ranks, page, first, place, launch.free_port())
         except AssertionError as error:
             log = str(error)
-        files = [folder / f".rank{rank}" for rank in range(ranks)]
+        files = [Path(place, f".rank{rank}") for rank in range(ranks)]
         said = [json.loads(file.read_text()) if file.exists() else {} for file in files]
     for block in together:
         each = [of_rank.get(str(block.line), ("", "did not come to its end")) for of_rank in said]

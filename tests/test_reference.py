@@ -61,14 +61,11 @@ def test_every_public_name_is_described_once_and_none_that_is_gone() -> None:
         assert exception or ">>> " in inspect.getdoc(item), f"show how to call {name}"
 
 
-def examples() -> list[str]:
-    """The files of the package whose docstrings have examples."""
-    files = [file for room in ("core", "torch_backend", "jax_backend") for file in (ROOT / room).rglob("*.py")]
-    found = [file for file in files if re.search(r"^ *>>> ", file.read_text(), re.MULTILINE)]
-    return sorted(file.relative_to(ROOT).as_posix() for file in found)
+FILES = [file for room in ("core", "torch_backend", "jax_backend") for file in sorted((ROOT / room).rglob("*.py"))]
+EXAMPLES = [str(f.relative_to(ROOT)) for f in FILES if re.search(r"^ *>>> ", f.read_text(), re.MULTILINE)]
 
 
-@pytest.mark.parametrize("file", examples())
+@pytest.mark.parametrize("file", EXAMPLES)
 def test_the_examples_of_docstrings_run_as_they_are_printed(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In a group of one rank, and on one device."""
     name = f"gradwire.{file.removesuffix('.py').removeprefix('core/api/').replace('/', '.')}".removesuffix(".__init__")
