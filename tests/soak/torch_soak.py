@@ -142,8 +142,8 @@ class Training:
                     handle._leave_optimizer()
                 handle = local_sgd(self.model, self.optimizer, local)  # makes parameters equal
                 if saved:
-                    handle.load_state_dict(saved[0])
                     self.model.load_state_dict(saved[1])
+                    handle.load_state_dict(saved[0])
                     self.counts["resumed"] += 1
             self.optimizer.zero_grad()
             self.wrapped = self.model
