@@ -279,14 +279,11 @@ def reached(data: Path) -> Callable[[Mutation], list[str]]:
 def copies(count: int) -> Iterator[Path]:
     """Copies of the checkout, in which the package is a folder of links to their own rooms."""
     names = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
-    for number in range(count):
-        folder = FOLDER / f"copy-{number}"
+    for folder in (FOLDER / f"copy-{number}" for number in range(count)):
         shutil.rmtree(folder, ignore_errors=True)
-        for name in names:
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if (ROOT / name).exists():
-                shutil.copy2(ROOT / name, target)
+        for name in (name for name in names if (ROOT / name).exists()):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
         subprocess.run(["make", "-s", "build/typed"], cwd=folder, check=True)
         yield folder
 

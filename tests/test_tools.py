@@ -45,6 +45,7 @@ def running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_launch_shows_why_it_fails_and_leaves_no_process(tmp_path: Path) -> None:
     (script := tmp_path / "script.py").write_text(FAILS)
     with pytest.raises(AssertionError, match="what went wrong on rank 1"):

@@ -20,32 +20,30 @@ from tests.chaos.arena import Arena
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WHAT = "diloco(12, fragments=2, overlap=3, compressor=PowerSGD(4))"
 REPLICAS = 4
-#: Seconds between two events.
+#: Seconds between two events, of which every second one is rarer than a kill.
 BETWEEN = 20.0
+RARE = ("two at once", "in flight", "freeze", "slow")
 
 
-def disturb(arena: Arena, draw: random.Random, number: int) -> None:
-    """One event, and whoever was lost by it is replaced. Every fifth time something rarer than a kill."""
-    kind = ("two at once", "in flight", "freeze", "slow")[number // 2 % 4] if number % 2 else "kill"
+def disturb(arena: Arena, draw: random.Random, kind: str, seconds: float) -> None:
+    """One event, and whoever was lost by it is replaced. One is frozen, or slow, for so long."""
     name = draw.choice(sorted(arena.alive))
     if kind == "freeze":
-        arena.freeze(name, 10.0)
+        arena.freeze(name, seconds / 2)
         return
-    if kind == "slow":
-        arena.kill(name)
-        name = arena.add(slower=5.0)
-        time.sleep(BETWEEN)
-        arena.kill(name)
-    elif kind == "in flight":
+    if kind == "in flight":
         arena.kill_in_flight(name)
-    elif kind == "two at once":
-        other = draw.choice(sorted(arena.alive.keys() - {name}))
-        arena.kill(name, other)
-        time.sleep(draw.uniform(0, 3))
-        arena.add()
     else:
-        arena.kill(name)
-    time.sleep(draw.uniform(0, 3))
+        others = [draw.choice(sorted(arena.alive.keys() - {name}))] if kind == "two at once" else []
+        arena.kill(name, *others)
+        for _ in others:
+            time.sleep(draw.uniform(0, seconds / 7))
+            arena.add()
+    if kind == "slow":
+        slow = arena.add(slower=5.0)
+        time.sleep(seconds)
+        arena.kill(slow)
+    time.sleep(draw.uniform(0, seconds / 7))
     arena.add()
 
 
@@ -56,7 +54,7 @@ def chaos(folder: Path, minutes: float, pace: float) -> dict:
         end, number = time.time() + 60 * minutes, 0
         while time.time() < end:
             began = time.time()
-            disturb(arena, draw, number)
+            disturb(arena, draw, RARE[number // 2 % 4] if number % 2 else "kill", BETWEEN)
             number += 1
             arena.wait_for(arena.rounds() + 2, 60)
             time.sleep(max(0.0, BETWEEN - (time.time() - began)))
@@ -84,18 +82,15 @@ def undisturbed(folder: Path, seed: int, rounds: int) -> float:
 
 def short(folder: Path, native: bool) -> None:
     """Of a schedule in fragments whose messages overlap, and of gradients in each step. Raises AssertionError for what must not be."""
-    for what, replicas in (
-        ("diloco(6, fragments=2, overlap=2, compressor=PowerSGD(2))", 4),
-        ("PowerSGD(2, start_step=5)", 3),
-    ):
+    overlap = "diloco(6, fragments=2, overlap=2, compressor=PowerSGD(2))"
+    for what, replicas, kinds in ((overlap, 4, RARE), ("PowerSGD(2, start_step=5)", 3, ("kill",))):
         with Arena(folder / str(replicas), what, 0, replicas, 120, 0.03, native) as arena:
             arena.wait_for(4, 60)
-            if replicas == 4:
-                every_kind_of_disturbance(arena)
-            else:
-                arena.kill("replica1")
-                arena.wait_for(arena.rounds() + 2, 30)
-                arena.wait_until(arena.add(), 30)
+            for kind in kinds:
+                disturb(arena, random.Random(0), kind, 12.0)
+                newest = arena.events[-1][2][0]
+                arena.wait_for(arena.rounds() + 3, 40)
+            arena.wait_until(newest, 30)
             arena.finish(arena.rounds() + 3, 40)
             lines, events = list(arena.lines()), arena.events
         assert not any(arena.codes.values()), arena.codes
@@ -108,28 +103,6 @@ def short(folder: Path, native: bool) -> None:
         print(
             f"{what}: {len(events)} events, healed after {sorted(healed.values())} rounds, loss {loss:.3f}", flush=True
         )
-
-
-def every_kind_of_disturbance(arena: Arena) -> None:
-    """One is lost while a message is on its way, and two at once; one is frozen, longer than a message may take; another is slow."""
-
-    def go_on(rounds: int) -> None:
-        arena.wait_for(arena.rounds() + rounds, 40)
-
-    arena.kill_in_flight("replica0")
-    go_on(2)
-    arena.add()
-    go_on(3)
-    arena.kill("replica1", "replica2")
-    go_on(2)
-    arena.add()
-    go_on(3)
-    arena.freeze("replica3", 6.0)
-    go_on(2)
-    slow = arena.add(slower=5.0)
-    go_on(4)
-    arena.kill(slow)
-    go_on(2)
 
 
 def table(found: dict) -> str:

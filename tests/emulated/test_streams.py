@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from gradwire import AllReduce, PowerSGD, diloco
 from gradwire.core.protocol.collective_requests import ReduceScatter
@@ -402,16 +403,9 @@ def test_a_pass_after_one_that_failed_leaves_its_messages_alone(world, wrap):
     assert problems() == []
 
 
-def tensors_in(x):
-    if isinstance(x, torch.Tensor):
-        return [x]
-    values = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
-    return [t for value in values for t in tensors_in(value)]
-
-
 def looked_at(function, devices):
     def call(*args, **kwargs):
-        devices.update(t.device.type for t in tensors_in(args))
+        devices.update(x.device.type for x in tree_leaves(args) if isinstance(x, torch.Tensor))
         return function(*args, **kwargs)
 
     return call
