@@ -87,7 +87,7 @@ def short(folder: Path, native: bool) -> None:
         with Arena(folder / str(replicas), what, 0, replicas, 120, 0.03, native) as arena:
             arena.wait_for(4, 60)
             for kind in kinds:
-                disturb(arena, random.Random(0), kind, 12.0)
+                disturb(arena, random.Random(0), kind, 11.0)
                 newest = arena.events[-1][2][0]
                 arena.wait_for(arena.rounds() + 3, 40)
             arena.wait_until(newest, 30)

@@ -79,7 +79,6 @@ class Mutation:
 
 
 MUTATIONS = {
-    # Streams.
     "the_outside_does_not_wait": Mutation("_Stream.__exit__", "X.wait_stream(Y)", "pass", SHARDED),
     "not_recorded_on_the_stream": Mutation("on_unit", "X.record_stream(Y)", "pass", SHARDED),
     "read_early": Mutation(
@@ -97,7 +96,6 @@ MUTATIONS = {
         "self._accumulators = []",
         in_file("test_streams.py", "test_a_forward_pass_on_two_streams[DataParallel(AllReduce)]"),
     ),
-    # The order of collectives, and among whom.
     "another_order_on_one_rank": Mutation(
         "Step.advance",
         "for X in sent:\n    X.receive()",
@@ -124,7 +122,6 @@ MUTATIONS = {
         "dist.get_rank()",
         ways("everything that can be asked"),
     ),
-    # Memory.
     "scratch_used_again_in_a_step": Mutation(
         "Step.start",
         "X.advance(None)",
@@ -152,7 +149,6 @@ MUTATIONS = {
         "return stage[key].copy_(numbers).to(self.device, non_blocking=True)",
         ways("DDP, unused parameters"),
     ),
-    # The host.
     "the_host_reads": Mutation("SkippedSteps.add", "X += ~Y", "X += int(not Y)", ways("PowerSGD")),
     "no_overlap": Mutation(
         "Reducing._launch",
@@ -167,7 +163,6 @@ MUTATIONS = {
         "if Y:\n    self._begin_step()",
         in_file("test_streams.py", "test_a_capture_notes_no_times"),
     ),
-    # Numbers.
     "cast_forgotten": Mutation(
         "share",
         "torch.promote_types(X, torch.float32)",
