@@ -7,8 +7,7 @@ from collections.abc import Generator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.device_branch import take_if_asked
-from tests.launch import quickly_compiled, xla_flags
+from tests.launch import quickly_compiled, take_device_branch, xla_flags
 
 # Set, not defaulted: these tests count devices and bits. Processes that tests start inherit it.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -23,7 +22,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, max_exa
 settings.register_profile("explore", deadline=None, max_examples=500, suppress_health_check=_quiet, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-take_if_asked()
+_branch = take_device_branch()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,70 +1,52 @@
-"""Python for what tests start as commands, forked from a process that has imported torch and jax already.
+"""The process that is forked for each command of `tests.launch.interpreter`, whose program is `called.py`. If that is killed, so is what was forked for it.
 
-    command = interpreter()      # the path of a program that is called as `python` is: script.py …, -m module …, -c code …
-
-To import them takes some seconds of a core, and a small training less. `sys.executable` is the same program there: whom torchrun or the demo starts is forked,
-too. The program is `called.py`; if it is killed, so is the process that was forked for it.
+`sys.executable` is the same program there: whom torchrun or the demo starts is forked, too.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
+import gc
+import importlib
 import json
 import multiprocessing.context
 import os
 import runpy
 import selectors
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
-import time
 import traceback
 import types
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
 import jax
 
-from tests.forked import start
+from tests.launch import PYTHON, take_device_branch
 
-CALLED = Path(__file__).with_name("called.py")
-#: The program, for processes of a test that start commands themselves.
-VARIABLE = "GRADWIRE_TEST_PYTHON"
+#: What scripts import anyway; `torch._dynamo` is what the first optimizer and the first DDP would.
+PRELOAD = ("torch._dynamo", "torch.nn.parallel", "torch.distributed.run", "gradwire.torch_backend", "pytest")
+PRELOAD += ("gradwire.jax_backend", "flax.linen")
 #: What JAX reads from the environment as it is imported.
 OF_JAX = {"JAX_COMPILATION_CACHE_DIR": str, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": float}
 
 
-@cache
-def interpreter() -> str:
-    """The path of the program. The process that is forked begins with the first call, and ends with the test process."""
-    if VARIABLE in os.environ:
-        return os.environ[VARIABLE]
-    folder = Path(tempfile.mkdtemp(prefix="gradwire-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    address, program, log = folder / "server", folder / "python", folder / "log"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {CALLED} {address} "$@"\n')
-    program.chmod(0o755)
-    log.touch()
-    server = start(Path(__file__), str(address), str(program), log=str(log))
-    while not address.exists():
-        assert server.is_alive(), log.read_text()
-        time.sleep(0.02)
-    return str(program)
-
-
 def serve(address: str, program: str) -> None:
-    """Fork a process for each `called.py` that asks, until this one is ended."""
+    """Fork a process for each `called.py` that asks, until standard input ends."""
     events, listener = selectors.DefaultSelector(), socket.socket(socket.AF_UNIX)
     listener.bind(f"{address}.new")
     listener.listen(64)
     os.rename(f"{address}.new", address)  # from now on it listens
     events.register(listener, selectors.EVENT_READ)
+    events.register(sys.stdin, selectors.EVENT_READ)
     while True:
         for key, _ in events.select()[:1]:  # it may change what the others are
             if key.fileobj is listener:
@@ -82,11 +64,14 @@ def serve(address: str, program: str) -> None:
                     events.register(ended, selectors.EVENT_READ, (pid, connection))
                     events.register(connection, selectors.EVENT_READ, pid)
                     answer(connection, pid)
+            elif key.fileobj is sys.stdin:
+                for other in events.get_map().values():
+                    if isinstance(other.fileobj, socket.socket) and other.data:
+                        end(other.data)
+                return
             elif isinstance(key.fileobj, socket.socket):  # who asked is gone
                 events.unregister(key.fileobj)
-                os.kill(key.data, signal.SIGKILL)
-                with suppress(ProcessLookupError):
-                    os.killpg(key.data, signal.SIGKILL)
+                end(key.data)
             else:
                 pid, connection = key.data
                 answer(connection, os.waitpid(pid, 0)[1])
@@ -95,6 +80,13 @@ def serve(address: str, program: str) -> None:
                 if connection in events.get_map():
                     events.unregister(connection)
                 connection.close()
+
+
+def end(pid: int) -> None:
+    """With all that is in its session."""
+    os.kill(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def received(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -123,19 +115,23 @@ def become(call: dict[str, Any], files: list[int], program: str) -> NoReturn:
             enter(space)
         for file in files:
             os.close(file)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        faulthandler.register(signal.SIGUSR1)
         os.chdir(call["folder"])
         os.environ.clear()
-        os.environ.update(call["env"])
-        sys.executable = program
+        os.environ.update(call["env"] | {PYTHON: program})
+        if "RANK" not in os.environ:  # ranks may start what needs more of Python
+            sys.executable = program
         # Ranks of its own are forked from it, and not by a server, which would import everything again.
-        multiprocessing.current_process()._config["daemon"] = False
         multiprocessing.context._concrete_contexts["forkserver"] = multiprocessing.get_context("fork")
         sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
         for name, kind in OF_JAX.items():
             if name in os.environ:
                 jax.config.update(name.lower(), kind(os.environ[name]))
+        with_branch = take_device_branch()
         run(call["arguments"])
         code = 0
+        del with_branch
     except SystemExit as ended:
         code = ended.code
     except BaseException:
@@ -175,4 +171,9 @@ def run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if "COVERAGE_PROCESS_CONFIG" in os.environ:  # `make mutate` measures what is forked, too
+        importlib.import_module("coverage").process_startup()
+    for module in PRELOAD:
+        importlib.import_module(module)
+    gc.freeze()  # frameworks are no garbage, and are not looked through again by every process
     serve(*sys.argv[1:])

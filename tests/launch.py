@@ -1,13 +1,18 @@
-"""Real processes for tests: started under torchrun, given a time limit, and gone afterwards whatever happens.
+"""Real processes for tests, forked from one that has imported torch and jax already; given a time limit, and gone afterwards whatever happens.
 
-A limit ends what hangs. It is no statement about speed: on one busy core everything takes ten times as long.
+    run_ranks(script, 3, "argument")      # as torchrun starts them
+    python = interpreter()                # the path of a program that is called as `python` is: script.py …, -m module …, -c code …
+
+To import the frameworks takes some seconds of a core, and a small training less. A limit ends what hangs. It is no statement about speed: on one busy core
+everything takes ten times as long.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +20,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,91 +31,120 @@ import psutil
 ROOT = Path(__file__).parents[1]
 #: In the environment of everything that one launch starts: how its processes are found again, orphans included.
 MARK = "GRADWIRE_TEST_LAUNCH"
+#: The program of `interpreter`, for processes that start commands themselves.
+PYTHON = "GRADWIRE_TEST_PYTHON"
 
 
-def torchrun(
-    script: Path, ranks: int, *args: str, timeout: float = 240, env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run `script` in `ranks` processes on this machine, on a free port, with one thread each.
+class Process(subprocess.Popen[str]):
+    """A command that was started."""
 
-    The scripts can import `tests...`. Output of all ranks is in `stdout`, in the order in which it came.
+    join = subprocess.Popen.wait
+
+
+@cache
+def interpreter() -> str:
+    """The path of the program, see `interpreter.py`. The process that is forked begins with the first call, and ends with the test process."""
+    if PYTHON in os.environ:
+        return os.environ[PYTHON]
+    folder = Path(tempfile.mkdtemp(prefix="gradwire-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    address, program, log = folder / "server", folder / "python", folder / "log"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {ROOT}/tests/called.py {address} "$@"\n')
+    program.chmod(0o755)
+    command = [sys.executable, str(ROOT / "tests" / "interpreter.py"), str(address), str(program)]
+    with log.open("w") as out:
+        server = Process(command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environment(), text=True)
+    while not address.exists():
+        assert server.poll() is None, log.read_text()
+        time.sleep(0.02)
+    atexit.register(server.communicate)  # it ends with the pipe that it reads
+    return str(program)
+
+
+def start(*command: object, log: str, env: Mapping[str, str] | None = None, python: str = "") -> Process:
+    """Run a script with its arguments, or what else Python takes, in a process whose output is added to the file `log`. Who starts it ends it."""
+    words = [python or interpreter(), *map(str, command)]
+    new = {"env": environment() | dict(env or {}), "start_new_session": True}
+    with Path(log).open("a") as out:
+        return Process(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, text=True, **new)
+
+
+def run_ranks(script: Path, ranks: int, *args: object, timeout: float = 240) -> str:
+    """Run `script` in `ranks` processes on this machine, with one thread each; returns the output of all ranks, as it came.
+
+    A rank finds what torchrun would have given it: the environment, a store that outlives rank 0, a session of its own. What torchrun itself does (restarts, its
+    signals) is tested under torchrun. The scripts can import `tests...` and what lies beside them.
 
     Raises:
         AssertionError: with the end of the output, if a rank fails or time is up. No process is left in any case.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(script), *args]
-    mark = uuid.uuid4().hex
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(mark) | dict(env or {}),
-        start_new_session=True,
-    )
-    late = ""
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        late = f", stopped after {timeout:g} s"
-    finally:
-        end_all(mark)
-    if late:
-        output, _ = process.communicate(timeout=30)
-    if process.returncode or late:
-        raise AssertionError(
-            f"{Path(script).name} on {ranks} ranks ended with {process.returncode}{late}:\n{output[-6000:]}"
-        )
-    return subprocess.CompletedProcess(command, process.returncode, output, "")
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "test"}
+    return _run([(script, *args)] * ranks, [shared | of_rank(rank, ranks) for rank in range(ranks)], timeout)
 
 
-def jax_processes(script: Path, count: int, *args: str, timeout: float = 240, devices: int = 1) -> None:
-    """Run `script PORT PROCESS_ID COUNT ...args` in `count` processes, for `jax.distributed`, with so many CPU devices each.
+def of_rank(local: int, here: int, node: int = 0, nodes: int = 1) -> dict[str, str]:
+    """What torchrun says to one of `here` ranks of a node about its place."""
+    place = {"RANK": node * here + local, "LOCAL_RANK": local, "WORLD_SIZE": nodes * here, "LOCAL_WORLD_SIZE": here}
+    return {name: str(number) for name, number in place.items()}
 
-    Raises:
-        AssertionError: with the end of the output of the first that failed, if one does or time is up. No process is left.
-    """
-    mark = uuid.uuid4().hex
-    env = environment(mark) | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags(f"--xla_force_host_platform_device_count={devices}"),
-    }
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / str(i) for i in range(count)]
-        started = []
-        for i, log in enumerate(logs):
-            command = [sys.executable, str(script), str(port), str(i), str(count), *args]
-            with log.open("w") as out:
-                started.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env))
-        deadline = time.monotonic() + timeout
-        # One that fails leaves the others waiting for it: stop at the first.
-        while time.monotonic() < deadline and any(p.poll() is None for p in started):
-            if any(p.poll() for p in started):
-                break
-            time.sleep(0.1)
-        codes = [p.poll() for p in started]
-        end_all(mark)
-        for p in started:
-            p.wait(timeout=30)
-        if any(codes) or None in codes:
-            first = next(i for i, code in enumerate(codes) if code != 0 and (code or not any(codes)))
-            raise AssertionError(
-                f"{script.name} ended with {codes}; process {first}:\n{logs[first].read_text()[-6000:]}"
-            )
+
+def jax_processes(script: Path, count: int, *args: object, timeout: float = 240, devices: int = 1) -> None:
+    """Run `script PORT PROCESS_ID COUNT ...args` in `count` processes, for `jax.distributed`, with so many CPU devices each. Raises as `run_ranks`."""
+    flags, port = xla_flags(f"--xla_force_host_platform_device_count={devices}"), free_port()
+    env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    _run([(script, port, i, count, *args) for i in range(count)], [env] * count, timeout)
+
+
+def _run(commands: Sequence[Sequence[object]], envs: Sequence[Mapping[str, str]], timeout: float) -> str:
+    mark = {MARK: uuid.uuid4().hex}
+    with tempfile.NamedTemporaryFile() as log:
+        started: list[Process] = []
+        try:
+            for command, env in zip(commands, envs, strict=True):
+                started.append(start(*command, log=log.name, env={**env, **mark}))
+            late = not ended(started, timeout)
+            if late:  # where does each stand?
+                for process in started:
+                    process.send_signal(signal.SIGUSR1)
+                time.sleep(1)
+        finally:
+            codes = [process.poll() for process in started]
+            for process in started:
+                process.kill()
+                process.wait()
+            end_all(mark[MARK])
+        output = Path(log.name).read_text(errors="replace")
+    if late or any(codes):
+        why = f", stopped after {timeout:g} s" if late else ""
+        name = Path(str(commands[0][0])).name
+        raise AssertionError(f"{name} in {len(commands)} processes ended with {codes}{why}:\n{output[-6000:]}")
+    return output
+
+
+def ended(processes: Sequence[Process], timeout: float = float("inf")) -> bool:
+    """Wait until all have ended well or one has not; False if neither happens in time."""
+    deadline = time.monotonic() + timeout
+    while None in (codes := [process.poll() for process in processes]) and not any(codes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def free_port() -> int:
     """On this machine, a moment ago; not among those that systems give to whoever asks for any (Linux from 32768 on): nobody takes it meanwhile."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_768)
-        with socket.socket() as free, contextlib.suppress(OSError):
+        with socket.socket() as free, suppress(OSError):
             free.bind(("", port))
             return port
 
 
-def environment(mark: str) -> dict[str, str]:
+def environment(mark: str = "") -> dict[str, str]:
     """For processes of a launch: one thread each, this repository's `tests` importable, and marked for `end_all`."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
@@ -137,16 +173,26 @@ def quickly_compiled(flags: str) -> str:
     return " ".join([flags, *(flag for flag in quick if flag.split("=")[0] not in flags)]).strip()
 
 
+def take_device_branch() -> list[object]:
+    """With GRADWIRE_TEST_DEVICE_BRANCH=1 (`make test-device-branch`) this process takes the branch for tensors on a device, where the host must not look at
+    them, while what is returned is held."""
+    if os.environ.get("GRADWIRE_TEST_DEVICE_BRANCH") != "1":
+        return []
+    from benchmarks.dry import on_a_device
+
+    branch = on_a_device()
+    branch.__enter__()
+    return [branch]
+
+
 def end_all(mark: str) -> None:
     """Kill every process whose environment holds this mark. torchrun puts its workers into sessions of their own: killing its process
     group would leave them behind."""
     deadline = time.monotonic() + 10
     while (alive := marked(mark)) and time.monotonic() < deadline:
         for pid in alive:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(0.05)
     if alive:
         raise RuntimeError(f"processes {alive} of a launch cannot be ended")
@@ -157,7 +203,7 @@ def marked(mark: str) -> list[int]:
     found = []
     for process in psutil.process_iter():
         # Gone meanwhile, ended and waiting for its parent, or somebody else's.
-        with contextlib.suppress(psutil.Error, OSError):
+        with suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark:
                 found.append(process.pid)
     return found

@@ -7,14 +7,9 @@
 A mutation changes one place of a file's syntax tree: a comparison, an operator, a condition, a constant, a call whose answer nobody takes, an `await`
 of one. Text and comments of the source do not matter, so a seed draws alike before and after a reformatting, not after a change of code.
 
-Two stages, whose results are in runs/mutate:
-
-- Which test reaches which line: every file of quick tests runs once under coverage.py. Lines that its processes reach count for the file, lines that
-  the test process reaches for the function.
-- Mutations: in a copy of the repository, the tests of the line, the quickest first, until one fails. What no test reaches, what passes, and what
-  passes for 60 seconds has survived.
-
-The report names the survivors; the score is the share of those that were noticed. Every mutation is a line of runs/mutate/SEED.json.
+Two stages, whose results are in runs/mutate: every file of quick tests runs once under coverage.py, which says what each function of tests reaches. Then, in
+copies of the repository, the tests of a mutation's lines run, the quickest first, until one fails. What no test reaches, what passes, and what passes for 60 seconds
+has survived. The score is the share of those that were noticed.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from threading import Lock
+from queue import Queue
 from typing import Any
 
 import coverage
@@ -49,25 +44,12 @@ JOBS, LIMIT = 2, 60
 LEFT_OUT = ("tests/test_", "tests/examples", "tests/peers", "tests/soak", "tests/fuzz")
 QUICK = ("-m", "not slow", "-q", "-p", "no:cacheprovider")
 
+_OPPOSITES = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
+_OPPOSITES += ((ast.Add, ast.Sub), (ast.And, ast.Or))
 SWAPS: dict[type[Any], type[Any]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
+    **dict(_OPPOSITES),
+    **{b: a for a, b in _OPPOSITES},
+    **{ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv},
 }
 
 
@@ -92,14 +74,11 @@ class _Places(ast.NodeTransformer):
         return len(self.found) - 1 == self.change
 
     def visit(self, node: ast.AST) -> Any:
-        if isinstance(node, ast.Raise | ast.AnnAssign | ast.arg | ast.JoinedStr | ast.Import | ast.ImportFrom):
-            return node if not isinstance(node, ast.AnnAssign) else self._value_only(node)
-        return super().visit(node)
-
-    def _value_only(self, node: ast.AnnAssign) -> ast.AnnAssign:
-        if node.value is not None:
-            node.value = self.visit(node.value)
-        return node
+        if isinstance(node, ast.AnnAssign):
+            node.value = node.value and self.visit(node.value)
+            return node
+        text = ast.Raise | ast.arg | ast.JoinedStr | ast.Import | ast.ImportFrom
+        return node if isinstance(node, text) else super().visit(node)
 
     def visit_FunctionDef(self, node: Any) -> Any:
         node.body = [self.visit(each) for each in node.body]
@@ -165,16 +144,38 @@ def mutated(source: str, number: int) -> str:
     return ast.unparse(ast.fix_missing_locations(_Places(number).visit(ast.parse(source))))
 
 
+def lines_of(source: str, line: int) -> set[int]:
+    """The lines of which tests that reach one may notice a change in this one: those of its statement, of which Python does not count all; and where it runs as the
+    file is imported, those of the function or class that it is for, or of all that names what it defines."""
+    around, tree = list[Any](), ast.parse(source)
+    node: Any = tree
+    while inside := [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt) and n.lineno <= line <= _end(n)]:
+        around.append(node := inside[0])
+    body = getattr(node, "body", None)
+    found = {*range(node.lineno, body[0].lineno if body else _end(node) + 1)} if around else {line}
+    functions = [n for n in around if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if functions and functions[0].body[0].lineno <= line:
+        return found
+    whole = functions[:1] or [n for n in around if isinstance(n, ast.ClassDef)]
+    if whole:
+        return found | {*range(whole[0].lineno, _end(whole[0]) + 1)}
+    made = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return found | {n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in made}
+
+
+def _end(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno
+
+
 @cache
 def everything(only: str = "") -> dict[str, list[Mutation]]:
     """All mutations of files whose path begins so, by folder."""
     rooms: dict[str, list[Mutation]] = {}
-    for top in PRODUCT:
-        for path in sorted((ROOT / top).rglob("*.py")):
-            name = path.relative_to(ROOT).as_posix()
-            if name.startswith(only):
-                found = [Mutation(name, line, what, i) for i, (line, what) in enumerate(places(path.read_text()))]
-                rooms.setdefault(path.parent.relative_to(ROOT).as_posix(), []).extend(found)
+    for path in (path for top in PRODUCT for path in sorted((ROOT / top).rglob("*.py"))):
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith(only):
+            found = [Mutation(name, line, what, i) for i, (line, what) in enumerate(places(path.read_text()))]
+            rooms.setdefault(name.rpartition("/")[0], []).extend(found)
     return {room: found for room, found in rooms.items() if found}
 
 
@@ -202,14 +203,8 @@ def run(command: Sequence[str], folder: Path, seconds: float, env: Mapping[str, 
     log = folder / "runs" / "mutate.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=os.environ | dict(env),
-            start_new_session=True,
-        )
+        to: dict[str, Any] = {"stdout": out, "stderr": out, "env": os.environ | dict(env), "start_new_session": True}
+        process = subprocess.Popen(command, cwd=folder, **to)
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -220,31 +215,36 @@ def run(command: Sequence[str], folder: Path, seconds: float, env: Mapping[str, 
             process.wait()
 
 
+#: Of coverage.py: {0} is the folder of what it finds, {1} what is looked at.
+CONFIG = """[run]
+parallel = true
+concurrency = thread, multiprocessing
+patch = subprocess, _exit
+dynamic_context = test_function
+context = ${{GRADWIRE_CONTEXT}}
+data_file = {0}/coverage
+source = {1}
+"""
+
+
 def measure(data: Path) -> None:
     """Run every file of quick tests under coverage.py, its name the context of what it reaches."""
     files = [p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "tests").rglob("test_*.py"))]
     files = [name for name in files if not name.startswith(LEFT_OUT)]
-    parts = data.parent / "parts"
+    parts, config = data.parent / "parts", data.parent / "coveragerc"
     shutil.rmtree(data.parent, ignore_errors=True)
     parts.mkdir(parents=True)
-    config = data.parent / "coveragerc"
-    config.write_text(
-        "[run]\nparallel = true\nconcurrency = thread, multiprocessing\npatch = subprocess, _exit\ndynamic_context = test_function\n"
-        f"context = ${{GRADWIRE_CONTEXT}}\ndata_file = {parts}/{data.name}\nsource = {', '.join(str(ROOT / p) for p in PRODUCT)}\n"
-    )
-    done, lock = list[str](), Lock()
+    config.write_text(CONFIG.format(parts, ", ".join(str(ROOT / p) for p in PRODUCT)))
     seconds: dict[str, float] = {}
 
     def one(name: str) -> None:
         began = time.monotonic()
         command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", *QUICK, name]
-        env = {"GRADWIRE_CONTEXT": name, "COVERAGE_CORE": "ctrace"}
-        process = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False)
+        env = os.environ | {"GRADWIRE_CONTEXT": name, "COVERAGE_CORE": "ctrace"}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         seconds[name] = time.monotonic() - began
-        with lock:
-            done.append(name)
-            said = "" if process.returncode in (0, 5) else f" ended with {process.returncode}: {process.stdout[-400:]}"
-            print(f"{len(done)}/{len(files)} {name}{said}", flush=True)
+        said = "" if done.returncode in (0, 5) else f" ended with {done.returncode}: {done.stdout[-400:]}"
+        print(f"{len(seconds)}/{len(files)} {name}{said}", flush=True)
 
     with ThreadPoolExecutor(JOBS) as pool:
         list(pool.map(one, files))
@@ -261,17 +261,15 @@ def reached(data: Path) -> Callable[[Mutation], list[str]]:
     seconds: dict[str, float] = json.loads((data.parent / "seconds.json").read_text())
 
     def tests(mutation: Mutation) -> list[str]:
-        contexts = found.contexts_by_lineno(str(ROOT / mutation.file)).get(mutation.line, [])
+        lines = found.contexts_by_lineno(str(ROOT / mutation.file))
         functions, files = set[tuple[str, str]](), set[str]()
-        for context in contexts:
-            file, _, function = context.partition("|")
-            if not file:
-                continue
-            name = function.rpartition(".")[2]
-            if name.startswith("test_"):
-                functions.add((file, name))
-            else:
-                files.add(file)
+        for line in lines_of((ROOT / mutation.file).read_text(), mutation.line):
+            for context in lines.get(line, []):
+                file, _, function = context.partition("|")
+                if (name := function.rpartition(".")[2]).startswith("test_"):
+                    functions.add((file, name))
+                elif file:
+                    files.add(file)
         by_time = sorted(functions, key=lambda each: (seconds.get(each[0], 0), each))
         return [*(f"{file}::{name}" for file, name in by_time), *sorted(files, key=lambda file: seconds.get(file, 0))]
 
@@ -280,17 +278,12 @@ def reached(data: Path) -> Callable[[Mutation], list[str]]:
 
 def copies(count: int) -> Iterator[Path]:
     """Copies of the checkout, in which the package is a folder of links to their own rooms."""
-    names = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    for number in range(count):
-        folder = FOLDER / f"copy-{number}"
+    names = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    for folder in (FOLDER / f"copy-{number}" for number in range(count)):
         shutil.rmtree(folder, ignore_errors=True)
-        for name in names:
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if (ROOT / name).exists():
-                shutil.copy2(ROOT / name, target)
+        for name in (name for name in names if (ROOT / name).exists()):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
         subprocess.run(["make", "-s", "build/typed"], cwd=folder, check=True)
         yield folder
 
@@ -317,36 +310,31 @@ def main() -> None:
     p.add_argument("--only", default="", help="files whose path begins so")
     p.add_argument("--fresh", action="store_true", help="measure again which test reaches which line")
     args = p.parse_args()
-    data = FOLDER / "reached" / "coverage"
+    data, results = FOLDER / "reached" / "coverage", FOLDER / f"{args.seed}.json"
     if args.fresh or not (data.parent / "seconds.json").exists():
         measure(data)
-    tests, results = reached(data), FOLDER / f"{args.seed}.json"
+    tests, free, drawn = reached(data), Queue[Path](), draw(args.seed, args.count, args.only)
     known = json.loads(results.read_text()) if results.exists() and not args.fresh else []
-    verdicts = {json.dumps(each["mutation"]): each["verdict"] for each in known}
-    drawn = draw(args.seed, args.count, args.only)
-    free, lock = list(copies(JOBS)), Lock()
+    verdicts = {Mutation(**each["mutation"]): each["verdict"] for each in known}
+    for folder in copies(JOBS):
+        free.put(folder)
 
     def one(mutation: Mutation) -> None:
-        key = json.dumps(asdict(mutation))
-        if key not in verdicts:
-            with lock:
-                folder = free.pop()
-            verdict = judge(mutation, tests(mutation), folder)
-            with lock:
-                free.append(folder)
-                verdicts[key] = verdict
-                rows = [{"mutation": json.loads(k), "verdict": v} for k, v in verdicts.items()]
-                results.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-                print(f"{len(verdicts)} {verdict}: {mutation.file}:{mutation.line} {mutation.what}", flush=True)
+        if mutation not in verdicts:
+            folder = free.get()
+            verdicts[mutation] = judge(mutation, tests(mutation), folder)
+            rows = [{"mutation": asdict(each), "verdict": verdict} for each, verdict in list(verdicts.items())]
+            results.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+            print(f"{len(rows)} {verdicts[mutation]}: {mutation.file}:{mutation.line} {mutation.what}", flush=True)
+            free.put(folder)
 
     with ThreadPoolExecutor(JOBS) as pool:
         list(pool.map(one, drawn))
-    mine = [(m, verdicts[json.dumps(asdict(m))]) for m in drawn]
-    for mutation, verdict in sorted(mine, key=lambda each: each[0].file):
-        if verdict != "noticed":
+    for mutation in sorted(drawn, key=lambda each: each.file):
+        if (verdict := verdicts[mutation]) != "noticed":
             print(f"{verdict:10} {mutation.file}:{mutation.line}  {mutation.what}")
-    noticed = sum(verdict == "noticed" for _, verdict in mine)
-    print(f"{noticed} of {len(mine)} mutations were noticed: {noticed / max(1, len(mine)):.0%}")
+    noticed = sum(verdicts[mutation] == "noticed" for mutation in drawn)
+    print(f"{noticed} of {len(drawn)} mutations were noticed: {noticed / max(1, len(drawn)):.0%}")
 
 
 if __name__ == "__main__":

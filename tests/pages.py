@@ -1,6 +1,4 @@
-"""Every block of every page, found in the page, and run as a reader would run it.
-
-What stands after the language of a fence says how:
+"""Every block of every page, found in the page, and run as a reader would run it. What stands after the language of a fence says how:
 
     title="train.py"   a file in the folder of the page's blocks, one of which has to name it
     ranks=2            so many processes, as torchrun starts them
@@ -20,7 +18,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -32,21 +29,17 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from tests.forked import run_ranks
-from tests.interpreter import VARIABLE, interpreter
-from tests.launch import ROOT, end_all, environment, free_port, quickly_compiled, xla_flags
+from tests import launch
+from tests.launch import ROOT
 
 FENCE = re.compile(
     r"^(?P<fence> *```)(?P<language>\w*)(?P<how>[^\n]*)\n(?P<code>.*?)^(?P=fence)$"
     r"|^<!-- (?P<hidden>python|bash)(?P<unseen>[^\n]*)\n(?P<setup>.*?)^-->$|^#+ (?P<heading>[^\n]+)$",
     re.MULTILINE | re.DOTALL,
 )
-HOW = {
-    "python": r'( title="[^"]+"| ranks=\d+| devices=\d+| continues)*',
-    "bash": r'( nodes=\d+| continues| not-run="[^"]+")*',
-    "text": r'( varies| not-run="[^"]+")*',
-}
-HOW["diff"] = HOW["python"] + '( not-run="[^"]+")?'
+_PYTHON = r'( title="[^"]+"| ranks=\d+| devices=\d+| continues)*'
+HOW = {"python": _PYTHON, "diff": _PYTHON + '( not-run="[^"]+")?'}
+HOW |= {"bash": r'( nodes=\d+| continues| not-run="[^"]+")*', "text": r'( varies| not-run="[^"]+")*'}
 #: A number with its unit, or what a probe says for one.
 MEASURED = re.compile(r"too fast to see|\d[\d.,]*(?:e[-+]?\d+)?(?: ?(?:[kMGT]?i?B|bytes|[kMG]?bit/s|[nµm]?s)\b| ?%)?")
 #: What a cluster has, and this machine instead.
@@ -99,16 +92,12 @@ def chain(page: str, first: int) -> list[Block]:
 
 
 def read(page: str, text: str) -> list[Block]:
-    """The blocks of a page, in order.
-
-    Raises:
-        ValueError: a fence does not end, or says what is not known.
-    """
+    """The blocks of a page, in order. Raises ValueError if a fence does not end, or says what is not known."""
     found: list[Block] = []
-    prints = False  # whether text would be what the last one prints
-    fences = 0
-    for match in FENCE.finditer(text):
-        fences += 2 * bool(match["fence"])
+    prints, matches = False, list(FENCE.finditer(text))  # whether text would be what the last one prints
+    if len(re.findall(r"^ *```", text, re.MULTILINE)) != 2 * sum(bool(match["fence"]) for match in matches):
+        raise ValueError(f"{page}: a block does not end, or is indented otherwise than it begins")
+    for match in matches:
         if match["heading"]:
             prints = False
             continue
@@ -130,8 +119,6 @@ def read(page: str, text: str) -> list[Block]:
             if not first or re.search("ranks=|devices=", how):
                 raise ValueError(f"{page}:{line}: nothing to continue, or in other processes")
         found.append(Block(page, line, language, code, how, first * prints, hidden=bool(match["hidden"])))
-    if len(re.findall(r"^ *```", text, re.MULTILINE)) != fences:
-        raise ValueError(f"{page}: a block does not end, or is indented otherwise than it begins")
     return found
 
 
@@ -154,21 +141,19 @@ def differs(printed: str, block: Block) -> bool:
 @cache
 def outcomes(page: str, first: int) -> dict[int, tuple[str, str]]:
     """By its line, what each of the blocks that run together has printed, of all ranks in order, and how it failed."""
-    together = chain(page, first)
-    ranks, log = int(together[0].says("ranks") or 1), ""
+    together, log, found = chain(page, first), "", {}
+    ranks = int(together[0].says("ranks") or 1)
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
         for block in blocks(page):
             if title := block.says("title"):  # lines have the numbers that they have on the page
-                (folder / title).write_text("\n" * block.line + block.code)
-        (folder / "examples").symlink_to(ROOT / "examples")
+                Path(place, title).write_text("\n" * block.line + block.code)
+        Path(place, "examples").symlink_to(ROOT / "examples")
         try:
-            run_ranks(Path(__file__), ranks, page, str(first), place, str(free_port()), interpreter())
+            launch.run_ranks(Path(__file__), ranks, page, first, place, launch.free_port())
         except AssertionError as error:
             log = str(error)
-        files = [folder / f".rank{rank}" for rank in range(ranks)]
+        files = [Path(place, f".rank{rank}") for rank in range(ranks)]
         said = [json.loads(file.read_text()) if file.exists() else {} for file in files]
-    found = {}
     for block in together:
         each = [of_rank.get(str(block.line), ("", "did not come to its end")) for of_rank in said]
         failed = "\n".join(dict.fromkeys(error for _, error in each if error))
@@ -176,20 +161,19 @@ def outcomes(page: str, first: int) -> dict[int, tuple[str, str]]:
     return found
 
 
-def follow(page: str, first: str, folder: str, port: str, python: str) -> None:
+def follow(page: str, first: str, folder: str, port: str) -> None:
     """Run the blocks that run together, in this process."""
     together, rank, said = chain(page, int(first)), os.environ["RANK"], {}
     if not together[0].says("ranks"):  # nobody has started them by torchrun
         own = ("TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         for name in [name for name in os.environ if name.startswith(own)]:
             del os.environ[name]
-    devices = xla_flags(f"--xla_force_host_platform_device_count={together[0].says('devices') or 1}")
+    devices = launch.xla_flags(f"--xla_force_host_platform_device_count={together[0].says('devices') or 1}")
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": quickly_compiled(devices),
+        "XLA_FLAGS": launch.quickly_compiled(devices),
         "HEAD": "127.0.0.1",
         "PORT": port,
-        VARIABLE: python,
     }
     os.chdir(folder)
     sys.path[0] = folder
@@ -225,21 +209,17 @@ def bash(code: str, folder: Path, nodes: int = 1, timeout: float = 200) -> str:
         (programs / name).chmod(0o755)
     for words, others in INSTEAD.items():
         code = re.sub(rf"\b({words})\b", others, code)
-    env = {"PORT": str(free_port())} | environment(mark := uuid.uuid4().hex) | SLURM
-    env |= {"PATH": f"{programs}:{env['PATH']}", "FREE_PORT": env["PORT"], "PYTHON": interpreter()}
+    env = {"PORT": str(launch.free_port())} | launch.environment(mark := uuid.uuid4().hex) | SLURM
+    env |= {"PATH": f"{programs}:{env['PATH']}", "FREE_PORT": env["PORT"], "PYTHON": launch.interpreter()}
+    command = ["bash", "-euo", "pipefail", "-c", code]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as rest:
-        command, to = ["bash", "-euo", "pipefail", "-c", code], {"cwd": folder, "stderr": rest}
-        started = [
-            subprocess.Popen(command, env=env | {"NODE": str(i)}, stdout=rest if i else out, **to) for i in range(nodes)
-        ]
-        try:
-            codes = [node.wait(timeout) for node in started]
-        except subprocess.TimeoutExpired:
-            codes = [timeout]
-        finally:
-            end_all(mark)
+        to = [{"cwd": folder, "env": env | {"NODE": str(i)}, "stdout": rest if i else out} for i in range(nodes)]
+        started = [launch.Process(command, stderr=rest, **of_node) for of_node in to]
+        launch.ended(started, timeout)
+        codes = [node.poll() for node in started]
+        launch.end_all(mark)
         printed, others = (file.seek(0) or file.read() for file in (out, rest))
-    assert not any(codes), f"{code}\nended with {codes}:\n{printed[-3000:]}\n{others[-3000:]}"
+    assert codes == [0] * nodes, f"{code}\nended with {codes}:\n{printed[-3000:]}\n{others[-3000:]}"
     return "".join(line for line in printed.splitlines(True) if not line.startswith("[Gloo]"))
 
 

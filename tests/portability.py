@@ -18,46 +18,36 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 #: XLA's matrix products: by Eigen, not by YNNPACK, whose kernels no switch but this one changes.
 EIGEN = "--xla_cpu_experimental_ynn_fusion_type="
-SSE = {
-    "XLA_FLAGS": f"--xla_cpu_max_isa=SSE4_2 {EIGEN}",
-    "ATEN_CPU_CAPABILITY": "default",
-    "MKL_CBWR": "SSE4_2",
-    "ONEDNN_MAX_CPU_ISA": "SSE41",
-    "OPENBLAS_CORETYPE": "Nehalem",
-    "NPY_DISABLE_CPU_FEATURES": "X86_V3,X86_V4,AVX512_ICL,AVX512_SPR",
-}
-AVX2 = {
-    "XLA_FLAGS": f"--xla_cpu_max_isa=AVX2 {EIGEN}",
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "MKL_CBWR": "AVX2",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "OPENBLAS_CORETYPE": "Haswell",
-    "NPY_DISABLE_CPU_FEATURES": "X86_V4,AVX512_ICL,AVX512_SPR",
-}
+
+
+def processor(xla: str, aten: str, mkl: str, onednn: str, openblas: str, without: str) -> dict[str, str]:
+    """The switches of all libraries."""
+    env = {"XLA_FLAGS": f"--xla_cpu_max_isa={xla} {EIGEN}", "ATEN_CPU_CAPABILITY": aten, "MKL_CBWR": mkl}
+    return env | {"ONEDNN_MAX_CPU_ISA": onednn, "OPENBLAS_CORETYPE": openblas, "NPY_DISABLE_CPU_FEATURES": without}
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a machine looks like to the tests."""
+    """What a machine looks like to the tests: `cores` of those that there are, or all; `busy`: a process beside the tests keeps each of all cores busy."""
 
     about: str
     env: dict[str, str] = field(default_factory=dict)
-    #: The command may use this many of the cores; None: all.
     cores: int | None = None
-    #: A process beside it keeps each of all cores busy.
     busy: bool = False
 
 
+_SSE = processor("SSE4_2", "default", "SSE4_2", "SSE41", "Nehalem", "X86_V3,X86_V4,AVX512_ICL,AVX512_SPR")
+_AVX2 = processor("AVX2", "avx2", "AVX2", "AVX2", "Haswell", "X86_V4,AVX512_ICL,AVX512_SPR")
 CONFIGURATIONS = {
-    "sse": Configuration("a processor with SSE4.2 only, for all libraries", SSE),
-    "avx2": Configuration("a processor with AVX2, for all libraries", AVX2),
+    "sse": Configuration("a processor with SSE4.2 only, for all libraries", _SSE),
+    "avx2": Configuration("a processor with AVX2, for all libraries", _AVX2),
     "xla-sse": Configuration("SSE4.2 for XLA alone", {"XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2"}),
     "xla-avx": Configuration(
         "AVX for XLA alone: no fused multiply-add, as with SSE4.2, but float16", {"XLA_FLAGS": "--xla_cpu_max_isa=AVX"}
@@ -75,53 +65,18 @@ CONFIGURATIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Result:
-    """How a configuration went. `counts` is in pytest's words; `failed` names the tests."""
-
-    status: int
-    counts: dict[str, int]
-    failed: list[str]
-    seconds: float
-
-
-def run(configuration: Configuration, command: Sequence[str]) -> Result:
-    """Run pytest's `command` under `configuration`, on the same standard output."""
-    begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, _beside(configuration.busy):
-        report = Path(folder, "report.xml")
-        available = os.sched_getaffinity(0)
-        with _affinity(set(sorted(available)[: configuration.cores])):
-            status = subprocess.run(
-                [*command, f"--junitxml={report}"], env=os.environ | configuration.env, check=False
-            ).returncode
-        counts, failed = _read(report)
-    return Result(status, counts, failed, time.monotonic() - begin)
-
-
-@contextmanager
-def _affinity(cores: set[int]) -> Iterator[None]:
-    """This process and what it starts run on `cores` only."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-@contextmanager
-def _beside(busy: bool) -> Iterator[None]:
-    """One process per core that never waits, if `busy`."""
-    spinning = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in (os.sched_getaffinity(0) if busy else ())
-    ]
-    try:
-        yield
-    finally:
-        for process in spinning:
-            process.kill()
-            process.wait()
+def run(configuration: Configuration, command: Sequence[str]) -> tuple[int, dict[str, int], list[str]]:
+    """Run pytest's `command` under `configuration`, on the same standard output. Its exit status; counts in pytest's words, and the tests that failed."""
+    available = os.sched_getaffinity(0)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as after:
+        for _ in available if configuration.busy else ():
+            spinning = after.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            after.callback(spinning.kill)
+        after.callback(os.sched_setaffinity, 0, available)
+        os.sched_setaffinity(0, set(sorted(available)[: configuration.cores]))
+        words = [*command, f"--junitxml={folder}/report.xml"]
+        done = subprocess.run(words, env=os.environ | configuration.env, check=False)
+        return done.returncode, *_read(Path(folder, "report.xml"))
 
 
 def _read(report: Path) -> tuple[dict[str, int], list[str]]:
@@ -153,10 +108,12 @@ def main(arguments: list[str]) -> int:
             continue
         switches = " ".join(f"{k}={v!r}" for k, v in configuration.env.items())
         print(f"\n=== {name}: {configuration.about}\n{switches}".rstrip(), flush=True)
-        result = run(configuration, command)
-        status |= result.status != 0
-        counts = ", ".join(f"{n} {what}" for what, n in result.counts.items()) or f"ended with {result.status}"
-        rows += [f"{name:14} {counts}, {result.seconds / 60:.1f} min", *(f"    {test}" for test in result.failed)]
+        begun = time.monotonic()
+        code, counts, failed = run(configuration, command)
+        status |= code != 0
+        said = ", ".join(f"{n} {what}" for what, n in counts.items()) or f"ended with {code}"
+        minutes = (time.monotonic() - begun) / 60
+        rows += [f"{name:14} {said}, {minutes:.1f} min", *(f"    {test}" for test in failed)]
     print("\n=== summary", *rows, sep="\n", flush=True)
     return status
 

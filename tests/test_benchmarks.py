@@ -1,30 +1,18 @@
 """The benchmarks run, at their smallest, and write the fields that they promise. What they measure is not judged here: the machine is shared."""
 
 import json
-import subprocess
 import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.forked import run_ranks
-from tests.interpreter import interpreter
-from tests.launch import ROOT, end_all, environment
+from tests.launch import MARK, ROOT, end_all, run_ranks, start
 
 pytestmark = pytest.mark.slow
 
 TINY = ["--layers=1", "--vocabulary=200", "--repeats=1"]
-STEP = [
-    "--width=32",
-    "--layers=1",
-    "--context=16",
-    "--batch=2",
-    "--windows=8",
-    "--timed-steps=2",
-    "--steps=30",
-    "--evaluate-every=30",
-]
+TRAINED = "--only train --subjects dense --seeds=1 --rates=2e-3 --width=32 --layers=1 --context=16 --batch=2 --windows=8 --timed-steps=2"
 #: What is run → its options, where its rows are, how many there are, and the fields of each.
 BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
     "buckets.py": (
@@ -36,47 +24,27 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
     "compress.py": ([*TINY, "--models=gpt", "--ranks=2"], "rows", 1, "rank gradwire torch time_ratio"),
     "error_feedback.py": (["--steps=2"], "norm_of_a_zero_loss", 4, ""),
     "frontier": (
-        [
-            "--only",
-            "train",
-            "--subjects",
-            "dense",
-            "--seeds=1",
-            "--rates=2e-3",
-            *STEP,
-            "--pages={folder}",
-            "--work={folder}/work",
-        ],
-        "runs",
-        2,
-        "subject backend rate seed curve",
+        [*TRAINED.split(), "--steps=30", "--evaluate-every=30", "--pages={folder}", "--work={folder}/work"],
+        *("runs", 2, "subject backend rate seed curve"),
     ),
     "gpu": (["--tiny", "--only", "products", "hook", "graph"], "parts", 3, ""),
     "half_step.py": (["--rates", "0.1", "--seeds=1", "--epochs=1"], "accuracy_percent", 12, "0.1"),
     "jax_step.py": (
         [*TINY, "--layers=0", "--width=64", "--context=64", "--ranks=2", "--devices", "1", "--compile-matrices=2"],
-        "rows",
-        5,
-        "subject devices step_ms cpu_s step_to_pmean cpu_to_pmean all_reduces",
+        *("rows", 5, "subject devices step_ms cpu_s step_to_pmean cpu_to_pmean all_reduces"),
     ),
     "kernels.py": (
         [*TINY, "--width=64", "--ranks=4", "--caps", "0.1"],
-        "rows",
-        3,
-        "subject cap_mib buckets kernels passes by_name all_reduces host_waits host_ms",
+        *("rows", 3, "subject cap_mib buckets kernels passes by_name all_reduces host_waits host_ms"),
     ),
     "muon.py": ([*TINY, "--width=32"], "rows", 2, "backend plain_ms divided_ms message_ms share"),
     "network": (
         [*TINY, "--backends=torch", "--hosts=2", "--rates=1gbit", "--training-steps=0", "--picture="],
-        "rows",
-        12,
-        "subject step_ms wire_ms wire_bytes planned_wire_bytes",
+        *("rows", 12, "subject step_ms wire_ms wire_bytes planned_wire_bytes"),
     ),
     "overlap.py": (
         ["--alone", "--layers=3", "--width=64", "--batch=8", "--repeats=1", "--trace="],
-        "rows",
-        5,
-        "subject collectives launched_under_backward hidden",
+        *("rows", 5, "subject collectives launched_under_backward hidden"),
     ),
     "stacks.py": (["--stacks", "3", "--width=16", "--rank=1", "--repeats=1"], "rows", 2, "subject cpu_s to_one_layer"),
     "watching.py": (["--repeats=3"], "rows", 1, "device notes_us step_us"),
@@ -84,32 +52,26 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
 }
 
 
-def run(script: str, *options: str) -> str:
-    """Run a benchmark to its end, and whatever it has started. Returns what it prints."""
-    command, mark = [interpreter(), str(ROOT / "benchmarks" / script), *options], uuid.uuid4().hex
-    try:
-        done = subprocess.run(
-            command, env=environment(mark), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
-        )
-    finally:
-        end_all(mark)
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
-
-
 @pytest.mark.parametrize("script", BENCHMARKS)
 def test_it_runs_and_writes_what_it_promises(script: str, tmp_path: Path) -> None:
     options, where, count, fields = BENCHMARKS[script]
-    options = [option.format(folder=tmp_path) for option in options]
-    printed = run(script, *options, "--output", str(tmp_path / "found.json"))
+    words = [option.format(folder=tmp_path) for option in options]
+    (log := tmp_path / "log").touch()
+    command, mark = [ROOT / "benchmarks" / script, *words, "--output", tmp_path / "found.json"], uuid.uuid4().hex
+    process = start(*command, log=str(log), env={MARK: mark})
+    try:
+        code = process.wait(280)
+    finally:
+        process.kill()
+        end_all(mark)
+    assert code == 0, log.read_text()[-6000:]
     if script == "network" and not (tmp_path / "found.json").exists():  # no root, or no tools: it says so, and predicts
-        assert "No hosts: " in printed
+        assert "No hosts: " in log.read_text()
         return
     found: Any = json.loads((tmp_path / "found.json").read_text())[where]
     rows = list(found.values()) if isinstance(found, dict) else found
     assert len(rows) >= count
-    for row in rows:
-        assert not fields or set(fields.split()) <= row.keys()
+    assert all(not fields or set(fields.split()) <= row.keys() for row in rows)
 
 
 #: A host of a cell of the advice: short messages, few steps, and a model that is small.

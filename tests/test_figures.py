@@ -1,60 +1,54 @@
 """Pages show what was measured: figures of benchmarks/results."""
 
+import importlib
 import json
 import re
+from typing import Any
+
+import pytest
 
 import gradwire
 from benchmarks.shapes import gpt
 from gradwire.core.advise.advice import MethodAdvice
 from tests.launch import ROOT
 
-README = (ROOT / "README.md").read_text()
-CHOOSING = (ROOT / "docs" / "choosing.md").read_text()
+DOCS = ROOT / "docs"
+
+
+def results(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
 def test_the_page_on_error_feedback_shows_what_was_measured() -> None:
-    page = (ROOT / "docs" / "error-feedback.md").read_text()
-    found = json.loads((ROOT / "benchmarks" / "results" / "error-feedback.json").read_text())
+    found, page = results("error-feedback"), (DOCS / "error-feedback.md").read_text()
     rows = [
         [cell.strip(" `*") for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "
     ]
-
-    def shown(first: str, second: str) -> list[str]:
-        """The row after the heading of a table's second column that begins with `first`."""
-        start = next(i for i, row in enumerate(rows) if row[1] == second)
-        return next(row for row in rows[start:] if row[0] == first)[1:]
-
-    for rank in (1, 2, 4):
-        for text, way in (("as usual", "as usual"), ("with a remedy", "discarded")):
-            drift, *_ = shown(f"rank {rank}, {text}", "140 steps")
-            assert drift == f"{found['gan_drift'][f'rank {rank}, {way}']:.1f}"
-    for text, way in (("as usual", "as usual"), ("with a remedy", "discarded")):
-        assert shown(f"rank 1, {text}", "140 steps")[1] == f"{found['gan_drift_of_a_longer_run'][f'rank 1, {way}']:.1f}"
     clipped, skipped, forgetting = (found[f"disturbed_{how}"] for how in ("clipped", "skipped", "skipped_forgetting"))
-    tables = [i for i, row in enumerate(rows) if row[1] == "as it is"]
     for subject in ("rank 1", "rank 4", "rank 4, half-step"):
-        outliers, skips = (next(row for row in rows[i:] if row[0] == subject)[1:] for i in tables)
-        assert outliers == [str(clipped[subject]), str(clipped[f"{subject}, max_norm=1"])]
-        assert skips == [str(skipped[subject]), str(forgetting[subject]), str(skipped[f"{subject}, max_norm=1"])]
+        limited = f"{subject}, max_norm=1"
+        assert [subject, str(clipped[subject]), str(clipped[limited])] in rows
+        assert [subject, str(skipped[subject]), str(forgetting[subject]), str(skipped[limited])] in rows
+    for text, way in (("as usual", "as usual"), ("with a remedy", "discarded")):
+        drift = {rank: f"{found['gan_drift'][f'rank {rank}, {way}']:.1f}" for rank in (1, 2, 4)}
+        assert all(any(row[:2] == [f"rank {rank}, {text}", shown] for row in rows) for rank, shown in drift.items())
+        longer = f"{found['gan_drift_of_a_longer_run'][f'rank 1, {way}']:.1f}"
+        assert any(row[:3] == [f"rank 1, {text}", drift[1], longer] for row in rows)
 
 
-NETWORK = {
-    ("torch", "2"): "network.json",
-    ("JAX", "2"): "network-jax.json",
-    ("torch", "4"): "network-4-hosts.json",
-}
+NETWORK = {("torch", "2"): "network", ("JAX", "2"): "network-jax", ("torch", "4"): "network-4-hosts"}
 
 
 def test_pages_show_the_steps_that_were_measured() -> None:
     """The tables of steps between hosts, and the README's part of them."""
-    page = (ROOT / "docs" / "performance.md").read_text()
-    tables = re.findall(r"^\| (torch|JAX), (\d) hosts.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)
+    table = r"^\| {}.*\n\|[-|]+\n((?:\|.*\n)+)"
+    tables = re.findall(table.format(r"(torch|JAX), (\d) hosts"), (DOCS / "performance.md").read_text(), re.MULTILINE)
     assert len(tables) == 3
-    tables.append(("torch", "2", re.findall(r"^\| ms per step.*\n\|[-|]+\n((?:\|.*\n)+)", README, re.MULTILINE)[0]))
-    for backend, hosts, rows in tables:
-        measured = json.loads((ROOT / "benchmarks" / "results" / NETWORK[backend, hosts]).read_text())["rows"]
+    (rows,) = re.findall(table.format("ms per step"), (ROOT / "README.md").read_text(), re.MULTILINE)
+    for backend, hosts, its in [*tables, ("torch", "2", rows)]:
+        measured = results(NETWORK[backend, hosts])["rows"]
         steps = {(r["backend"], r["subject"], r["rate"]): f"{r['step_ms']:,.0f}" for r in measured}
-        for row in rows.splitlines():
+        for row in its.splitlines():
             subject, *shown = (cell.strip() for cell in row.strip("|").split("|"))
             name = subject.removesuffix(", [at a price](methods.md#half-steps)").replace("`", "")
             name = name.replace("gradwire, rank 4", "PowerSGD, rank 4").replace("gradwire, int8", "int8")
@@ -62,26 +56,43 @@ def test_pages_show_the_steps_that_were_measured() -> None:
 
 
 def test_the_picture_of_two_hosts_shows_what_was_measured() -> None:
-    picture = (ROOT / "docs" / "two-hosts.svg").read_text()
-    measured = json.loads((ROOT / "benchmarks" / "results" / "network.json").read_text())["rows"]
-    of = {r["subject"]: r for r in measured if (r["backend"], r["rate"]) == ("torch", "1gbit")}
+    picture = (DOCS / "two-hosts.svg").read_text()
+    of = {r["subject"]: r for r in results("network")["rows"] if (r["backend"], r["rate"]) == ("torch", "1gbit")}
     rows = [of[name] for name in ("DDP", "torch's powerSGD_hook, rank 4", "PowerSGD, rank 4")]
     assert re.findall(r">(\d+) ms<", picture) == [f"{r['step_ms']:.0f}" for r in rows]
-    assert re.findall(r">\D*(\d[\d.]*) MB", picture.partition("</title>")[2]) == [
-        f"{r['wire_bytes'] / 1e6:.1f}" for r in rows
-    ]
-    widths = [float(width) for width in re.findall(r'<rect x="250" width="(\d+)"', picture)]
-    assert all(abs(w / widths[0] - r["step_ms"] / rows[0]["step_ms"]) < 0.01 for w, r in zip(widths, rows, strict=True))
+    sent = re.findall(r">\D*(\d[\d.]*) MB", picture.partition("</title>")[2])
+    assert sent == [f"{r['wire_bytes'] / 1e6:.1f}" for r in rows]
 
 
 def test_the_advice_is_the_one_that_was_measured() -> None:
     """And sends what its methods send today."""
-    measured = json.loads((ROOT / "benchmarks" / "results" / "advice-readme.json").read_text())["advice"]
+    measured = results("advice-readme")["advice"]
     advice = gradwire.Advice(**{**measured, "methods": tuple(MethodAdvice(**m) for m in measured["methods"])})
-    assert f"```\n{advice}\n```" in re.sub(r"```text .*", "```", CHOOSING)
+    assert f"```\n{advice}\n```" in re.sub(r"```text .*", "```", (DOCS / "choosing.md").read_text())
     for method in measured["methods"]:
-        algorithm = (
-            gradwire.AllReduce() if method["algorithm"] == "plain" else eval(method["algorithm"], vars(gradwire))
+        name = method["algorithm"]
+        planned = gradwire.plan(
+            gpt(), gradwire.AllReduce() if name == "plain" else eval(name, vars(gradwire)), world_size=2
         )
-        planned = gradwire.plan(gpt(), algorithm, world_size=2)
         assert (planned.wire_bytes, planned.memory_bytes) == (method["wire_bytes"], method["memory_bytes"]), method
+
+
+def test_pages_show_the_figures_of_the_frontier(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("examples", "benchmarks"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    pages, found = importlib.import_module("frontier.pages"), results("frontier")
+    for page in pages.PAGES:
+        text = (ROOT / page).read_text()
+        assert pages.filled(text, found) == text, f"{page} is not what `--only pictures` makes of frontier.json"
+    kept = pages.filled("a\n<!-- frontier: which -->\nold\n<!-- end -->\nb\n", found)
+    assert re.fullmatch(r"a\n<!-- frontier: which -->\n\n\| a link of \|(?s:.*)\|\n\n<!-- end -->\nb\n", kept)
+    assert "old" not in kept
+
+
+def test_the_published_chaos_found_nothing() -> None:
+    found = results("chaos")
+    assert not found["rounds after which live replicas differed"]
+    assert max(row["rounds lost by a survivor, at most"] for row in found["events"].values()) <= 1
+    assert max(row.get("rounds to heal, at most", 0) for row in found["events"].values()) <= 2
+    assert abs(found["standard errors from undisturbed"]) <= 2
+    assert found["minutes"] == 10

@@ -24,37 +24,9 @@ def modules() -> dict[str, Path]:
     return {f"gradwire/{file.as_posix().removeprefix('core/api/')}": file for file in files}
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from a copy, because setuptools leaves its build folder in the tree, and a stale one would hide a missing file."""
-    tree = tmp_path_factory.mktemp("tree")
-    for folder in {file.parts[0] for file in modules().values()}:
-        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, tree)
-    out = tmp_path_factory.mktemp("wheel")
-    command = ["wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(out), str(tree)]
-    subprocess.run([sys.executable, "-m", "pip", *command], check=True, timeout=240)
-    (built,) = out.glob("*.whl")
-    return built
-
-
-@pytest.mark.slow
-def test_the_wheel_holds_every_module_and_the_type_markers(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
-    assert sorted(n for n in names if n.endswith(".py")) == sorted(modules())
-    for room in ("", "core/", "torch_backend/", "jax_backend/"):
-        assert f"gradwire/{room}py.typed" in names
-    assert any(n.endswith("licenses/LICENSE") for n in names)
-
-
-@pytest.mark.slow
-def test_the_wheel_installs_and_every_module_imports(wheel, tmp_path):
-    command = ["install", "-q", "--no-deps", "--no-index", "--no-compile", "--target", str(tmp_path), str(wheel)]
-    subprocess.run([sys.executable, "-m", "pip", *command], check=True, timeout=240)
-    program = f"""
+IMPORT_ALL = """
 import importlib.util, pathlib, sys
-target = pathlib.Path({str(tmp_path)!r})
+target = pathlib.Path(sys.argv[1])
 sys.path.insert(0, str(target))
 for file in sorted(target.glob("gradwire/**/*.py")):
     name = ".".join(file.relative_to(target).with_suffix("").parts).removesuffix(".__init__")
@@ -63,7 +35,28 @@ for file in sorted(target.glob("gradwire/**/*.py")):
     module = importlib.import_module(name)
     assert module.__file__ == str(file), (module.__file__, file)
 """
-    subprocess.run([sys.executable, "-I", "-c", program], check=True, timeout=240)
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_module_and_the_type_markers_and_all_modules_import(tmp_path):
+    """Built from a copy, because setuptools leaves its build folder in the tree, and a stale one would hide a missing file."""
+    tree, out, installed = (tmp_path / name for name in ("tree", "wheel", "installed"))
+    for folder in {file.parts[0] for file in modules().values()}:
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, tree)
+    pip = [sys.executable, "-m", "pip"]
+    options = ["-q", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "wheel", *options, "--wheel-dir", str(out), str(tree)], check=True, timeout=240)
+    (built,) = out.glob("*.whl")
+    names = zipfile.ZipFile(built).namelist()
+    assert sorted(n for n in names if n.endswith(".py")) == sorted(modules())
+    for room in ("", "core/", "torch_backend/", "jax_backend/"):
+        assert f"gradwire/{room}py.typed" in names
+    assert any(n.endswith("licenses/LICENSE") for n in names)
+    options = ["-q", "--no-deps", "--no-index", "--no-compile", "--target", str(installed)]
+    subprocess.run([*pip, "install", *options, str(built)], check=True, timeout=240)
+    subprocess.run([sys.executable, "-I", "-c", IMPORT_ALL, str(installed)], check=True, timeout=240)
 
 
 def test_version_is_that_of_the_metadata():

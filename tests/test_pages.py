@@ -1,9 +1,16 @@
-"""Pages run as they are printed, and print what stands under their blocks; what they name is there."""
+"""Pages run as they are printed, and print what stands under their blocks; what they, and the Makefile, name is there; the site that is built of them holds
+together."""
 
+import importlib
 import itertools
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -13,6 +20,7 @@ from typer.testing import CliRunner
 from gradwire.cli.app import app
 from tests.launch import ROOT
 from tests.pages import Block, blocks, chain, differs, outcomes, pages, read
+from tests.test_reference import MODULES
 
 
 def everywhere() -> Iterator[ParameterSet]:
@@ -37,22 +45,7 @@ def test_a_block_runs_and_prints_what_the_page_shows(block: Block) -> None:
             assert not printed, f"{block.page}:{block.line} prints what the page does not show:\n{printed}"
 
 
-def test_what_a_page_shows_is_compared() -> None:
-    def shown(expected: str, words: str = "") -> Block:
-        (block,) = read("page", f"```python\nf()\n```\n\nIt prints\n\n```text{words}\n{expected}\n```\n")
-        return block
-
-    loss = shown("loss 1.25 after 3 steps")
-    assert not differs("loss  1.26 after 3 steps\n", loss)
-    for other in ("loss 1.27 after 3 steps", "loss 1.25 after 4 steps", "loss 1.25 after 3 steps\nTraceback", ""):
-        assert differs(other, loss)
-    assert not differs("all 0.5 µs in 30%\nend", shown("all 181 µs in 21%\nend", " varies"))
-    assert differs("some 0.5 µs in 30%\nend", shown("all 181 µs in 21%\nend", " varies"))
-    assert not differs("much\nmore\n29.3 ms", shown("…\n29.3 ms"))
-    assert differs("much\nmore\n29.3 s", shown("…\n29.3 ms"))
-
-
-def test_blocks_are_read() -> None:
+def test_blocks_are_read_and_what_they_show_is_compared() -> None:
     page = '```python ranks=2\na\n```\n```text\nshown\n```\n<!-- python continues\nb\n-->\n- item\n\n  ```bash not-run="why"\n  c\n  ```\n'
     first, second, third = read("page", page)
     assert (first.line, first.code, first.says("ranks"), first.shown) == (1, "a\n", "2", "shown\n")
@@ -60,18 +53,28 @@ def test_blocks_are_read() -> None:
     assert (third.line, third.code, third.first, third.says("not-run")) == (12, "c\n", 0, "why")
     (changed,) = read("page", "```diff\n-old = 1\n+new = 1\n if new:\n+    pass\n```\n")
     assert (changed.language, changed.code) == ("python", "\nnew = 1\nif new:\n    pass\n")
-    for wrong in [
-        "python rank=2",
-        "python continues",
-        "py",
-        "python ranks=two",
-        "bash not-run",
-        'python not-run="why"',
-    ]:
-        with pytest.raises(ValueError, match="page:1"):
-            read("page", f"```{wrong}\n```\n")
-    with pytest.raises(ValueError, match="does not end"):
-        read("page", "```python\na\n")
+    unknown = ("python rank=2", "python continues", "py", "python ranks=two", "bash not-run", 'python not-run="why"')
+    for wrong in [*(f"```{fence}\n```\n" for fence in unknown), "```python\na\n"]:
+        with pytest.raises(ValueError, match=r"page:1:|page: .* does not end"):
+            read("page", wrong)
+
+    def shown(expected: str, words: str = "") -> Block:
+        (block,) = read("page", f"```python\nf()\n```\n\nIt prints\n\n```text{words}\n{expected}\n```\n")
+        return block
+
+    loss, some = shown("loss 1.25 after 3 steps"), "all 181 µs in 21%\nend"
+    same = [("loss  1.26 after 3 steps\n", loss), ("all 0.5 µs in 30%\nend", shown(some, " varies"))]
+    same += [("much\nmore\n29.3 ms", shown("…\n29.3 ms"))]
+    others = ("loss 1.27 after 3 steps", "loss 1.25 after 4 steps", "loss 1.25 after 3 steps\nTraceback", "")
+    different = [*((other, loss) for other in others), ("some 0.5 µs in 30%\nend", shown(some, " varies"))]
+    different += [("much\nmore\n29.3 s", shown("…\n29.3 ms"))]
+    assert not any(itertools.starmap(differs, same))
+    assert all(itertools.starmap(differs, different))
+
+
+# --- what is named ---------------------------------------------------------------------------------------------------------------
+
+MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 def commands(page: str) -> list[list[str]]:
@@ -88,7 +91,7 @@ def require_command(words: list[str]) -> None:
     match words:
         case ["make", target, *variables]:
             known = [f"{target}:", *(f"{variable.split('=')[0]} \\?=" for variable in variables)]
-            assert all(re.search(rf"^{each}", (ROOT / "Makefile").read_text(), re.MULTILINE) for each in known), words
+            assert all(re.search(rf"^{each}", MAKEFILE, re.MULTILINE) for each in known), words
         case ["python", script, *options] if "/" in script:
             assert (ROOT / script).exists(), words
             # A folder is a program, and some scripts share their options with others beside them.
@@ -104,35 +107,95 @@ def require_command(words: list[str]) -> None:
             require_command([*([] if run.no_python else ["python"]), run.training_script, *run.training_script_args])
 
 
-@pytest.mark.parametrize("page", pages())
-def test_commands_and_files_that_a_page_names_are_there(page: str) -> None:
-    for words in commands(page):
-        require_command(words)
-    folders = "core|torch_backend|jax_backend|tests|examples|benchmarks"
-    for path in re.findall(rf"\b(?:{folders})/[\w/]+\.py\b", (ROOT / page).read_text()):
-        assert (ROOT / path).exists() or "/your_" in path, path
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_commands_and_files_that_a_page_names_are_there() -> None:
+    for page in pages():
+        for words in commands(page):
+            require_command(words)
+        text = (ROOT / page).read_text()
+        for path in re.findall(r"\b(?:core|torch_backend|jax_backend|tests|examples|benchmarks)/[\w/]+\.py\b", text):
+            assert (ROOT / path).exists() or "/your_" in path, f"{page}: {path}"
+    for wrong in (
         *("make tests", "make test ARG=tests/core", "python benchmarks/zero.py --repetitions 25", "gradwire measure"),
         *("torchrun --nproc-per-node=2 examples/train_torch.py --go-on", "python benchmarks/zeros.py"),
         *("torchrun --nproc-per-node=2 examples/train.py", "torchrun --no-python gradwire probe --outputs x"),
-    ],
-)
-def test_a_command_that_is_not_there_is_noticed(wrong: str) -> None:
-    with pytest.raises(AssertionError):
-        require_command(wrong.split())
+    ):
+        with pytest.raises(AssertionError):
+            require_command(wrong.split())
 
 
 def test_the_messages_in_troubleshooting_are_those_of_the_code() -> None:
-    sources = [
-        path.read_text() for room in ("core", "torch_backend", "jax_backend") for path in (ROOT / room).rglob("*.py")
-    ]
-    code = re.sub(r'"\s+f?"', "", "\n".join(sources))  # messages are written over several lines
+    files = [path for room in ("core", "torch_backend", "jax_backend") for path in (ROOT / room).rglob("*.py")]
+    code = re.sub(r'"\s+f?"', "", "\n".join(path.read_text() for path in files))  # messages take several lines
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/how-to/troubleshooting.md").read_text(), re.MULTILINE)
     messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
     assert len(messages) > 15
-    missing = [message for message in messages if message not in code]
-    assert not missing, f"the page quotes what no code says: {missing}"
+    assert not [message for message in messages if message not in code], "the page quotes what no code says"
+
+
+def test_each_target_of_make_sets_up_by_itself_what_it_runs() -> None:
+    for name, needs, recipe in re.findall(r"^([\w-]+):(.*)\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE):
+        assert "$(BIN)" not in recipe or "$(READY)" in needs + recipe, name
+        if "$(READY)" in needs and "$(MAKE)" not in recipe:  # which would be run, not printed
+            # -W: as if the constraints had just changed, so the set-up must be among what would be done.
+            command = ["make", "-n", "-W", "constraints.txt", name, "ARGS=tests/core -k views"]
+            set_up, ran = subprocess.check_output(command, cwd=ROOT, text=True).split("touch .venv/ready\n")
+            assert "pip install --no-compile -q -c constraints.txt torch==2.13.0" in set_up
+            assert ".venv/bin/" in ran
+            assert "$(ARGS)" not in recipe or "tests/core -k views" in ran, name
+
+
+def test_what_targets_run_is_there_and_is_in_a_test_and_ci_runs_all_tests() -> None:
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    run = re.findall(r"python (?:-m )?((?:benchmarks|examples|tests)[/.][\w./]+)", MAKEFILE)
+    assert len(run) > 15
+    for what in run:
+        path = what.removesuffix(".py").replace(".", "/")
+        assert (ROOT / f"{path}.py").exists() or (ROOT / path / "__main__.py").exists(), what
+        # They take shaped links for minutes, and other Pythons with gigabytes of packages.
+        if what not in ("benchmarks/advice/readme.py", "tests.versions"):
+            assert re.search(rf"\b{Path(path).name}\b", tests), what
+    script = (ROOT / ".ci" / "run").read_text()
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert "set -euo pipefail" in script
+    assert "make test-all" in script
+
+
+# --- the site --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built without a warning."""
+    out: Path = tmp_path_factory.mktemp("site")
+    subprocess.run(["make", "-s", "build/typed"], cwd=ROOT, check=True, timeout=60)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(out)]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+@pytest.mark.slow
+def test_the_site_fetches_nothing_from_elsewhere(site: Path) -> None:
+    """Links, anchors included, are looked at as it is built."""
+    texts = [path.read_text() for path in site.rglob("*.html")]
+    assert len(texts) > 20
+    for text in texts:
+        for address in re.findall(r'<(?:img|link|script|iframe|source)\b[^>]*?\b(?:src|href)="([^"]*)"', text):
+            assert "://" not in address, address
+
+
+@pytest.mark.slow
+def test_the_reference_is_written_out_and_found_and_nothing_is_shown_that_only_tests_read(site: Path) -> None:
+    for module, its in MODULES.items():
+        places = re.findall(r'\bid="([^"]*)"', (site / "reference" / f"{its}.html").read_text())
+        names = {f"{module}.{name}" for name in importlib.import_module(module).__all__}
+        assert not names - set(places), "have no place in the reference"
+    text = re.sub(r"<[^>]*>", "", (site / "reference" / "gradwire.html").read_text())
+    assert re.search(r"^PowerSGD\(\s+rank: [^*]+\s\*,", text, re.MULTILINE)  # in the order in which Python takes them
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    found = {entry["location"] for entry in entries}
+    assert "reference/gradwire.html#gradwire.PowerSGD" in found
+    assert not any(place.startswith("source/") for place in found)
+    assert not re.search(r"tests\.jax\.reader|continues", (site / "local-sgd.html").read_text())
+    assert '<span class="filename">train.py</span>' in (site / "tutorials" / "torch.html").read_text()

@@ -16,7 +16,6 @@ import gradwire
 from gradwire.core.ops import Ops
 from tests.launch import ROOT
 
-REFERENCE = ROOT / "docs" / "reference"
 #: Modules whose `__all__` is public → their page.
 MODULES = {
     "gradwire": "gradwire",
@@ -25,29 +24,8 @@ MODULES = {
     "gradwire.torch_backend": "torch_backend",
     "gradwire.torch_backend.integrations": "torch_backend",
 }
-
-
-def described() -> list[str]:
-    return [
-        name
-        for page in sorted(REFERENCE.glob("*.md"))
-        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
-    ]
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_every_public_name_is_in_the_reference(module: str) -> None:
-    public = {f"{module}.{name}" for name in importlib.import_module(module).__all__}
-    missing = sorted(public - set(described()))
-    assert not missing, f"add to docs/reference: {missing}"
-
-
-def test_the_reference_describes_each_name_once_and_none_that_is_gone() -> None:
-    names = described()
-    assert len(names) == len(set(names))
-    for name in names:
-        module, _, attribute = name.rpartition(".")
-        assert hasattr(importlib.import_module(module), attribute), f"{name} is in docs/reference and nowhere else"
+#: What is measured: an example would not say the same twice.
+MEASURED = {"Advice", "Comparison", "Probe", "advise", "compare"}
 
 
 def public(package: str) -> Iterator[tuple[str, Any]]:
@@ -63,31 +41,31 @@ def public(package: str) -> Iterator[tuple[str, Any]]:
                     yield f"{package}.{name}.{key}", getattr(item, key)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_everything_public_is_described(module: str) -> None:
-    """Kernels mean the same in every framework."""
-    for path, item in public(module):
-        described = inspect.getdoc(item) or ("Ops." in path and inspect.getdoc(getattr(Ops, path.split(".")[-1])))
-        assert described, f"write a docstring: {path}"
-
-
-def test_every_public_name_of_the_core_has_an_example() -> None:
-    """But exceptions, and what is measured: it would not say the same twice."""
-    for name in {*gradwire.__all__} - {"Advice", "Comparison", "Probe", "advise", "compare"}:
+def test_every_public_name_is_described_once_and_none_that_is_gone() -> None:
+    texts = [page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md")]
+    names = [name for text in texts for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)]
+    assert len(names) == len(set(names))
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), f"{name} is in docs/reference and nowhere else"
+    for module in MODULES:
+        exported = {f"{module}.{name}" for name in importlib.import_module(module).__all__}
+        assert not exported - set(names), "add to docs/reference"
+        for path, item in public(module):
+            # Kernels mean the same in every framework.
+            said = inspect.getdoc(item) or ("Ops." in path and inspect.getdoc(getattr(Ops, path.split(".")[-1])))
+            assert said, f"write a docstring: {path}"
+    for name in {*gradwire.__all__} - MEASURED:
         item = getattr(gradwire, name)
         exception = inspect.isclass(item) and issubclass(item, Exception)
         assert exception or ">>> " in inspect.getdoc(item), f"show how to call {name}"
 
 
-def examples() -> list[str]:
-    """The files of the package whose docstrings have examples."""
-    files = [file for room in ("core", "torch_backend", "jax_backend") for file in (ROOT / room).rglob("*.py")]
-    return sorted(
-        file.relative_to(ROOT).as_posix() for file in files if re.search(r"^ *>>> ", file.read_text(), re.MULTILINE)
-    )
+FILES = [file for room in ("core", "torch_backend", "jax_backend") for file in sorted((ROOT / room).rglob("*.py"))]
+EXAMPLES = [str(f.relative_to(ROOT)) for f in FILES if re.search(r"^ *>>> ", f.read_text(), re.MULTILINE)]
 
 
-@pytest.mark.parametrize("file", examples())
+@pytest.mark.parametrize("file", EXAMPLES)
 def test_the_examples_of_docstrings_run_as_they_are_printed(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In a group of one rank, and on one device."""
     name = f"gradwire.{file.removesuffix('.py').removeprefix('core/api/').replace('/', '.')}".removesuffix(".__init__")

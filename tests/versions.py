@@ -6,13 +6,10 @@ other members are there since 2.15. torch comes from the index that UV_TORCH_BAC
 builds for CPUs. Where that cannot be reached, `UV_TORCH_BACKEND= make test-versions` takes the build of the package registry, some gigabytes.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -22,29 +19,19 @@ ROOT = Path(__file__).parents[1]
 TOOLS = ("flatbuffers", "hypothesis", "ninja", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "setuptools")
 PARITY = ("tests/parity/test_kernels.py", "tests/parity/test_torch.py", "tests/parity/test_jax.py")
 TESTS = ("tests/core", *PARITY, "tests/torch/test_elastic.py", "tests/chaos")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A Python, and how uv chooses packages for it; `without`: tests of what needs newer ones, and says so where it is asked for; `extras` of gradwire."""
-
-    python: str
-    resolution: str
-    without: str = ""
-    extras: str = "all,elastic"
-
-
+#: A Python, how uv chooses packages for it, extras of gradwire, and a selection of tests. An all-gather under shard_map(check_vma=True) needs JAX 0.9, and raises
+#: with the fix on 0.8.
 ROWS = {
-    # An all-gather under shard_map(check_vma=True) needs JAX 0.9, and raises with the fix on 0.8.
-    "oldest": Row("3.11", "lowest-direct", without="not vma", extras="all"),
-    "middle": Row("3.12", "highest"),
-    "newest": Row("3.13", "highest"),
+    "oldest": ("3.11", "lowest-direct", "all", ["-k", "not vma"]),
+    "middle": ("3.12", "highest", "all,elastic", []),
+    "newest": ("3.13", "highest", "all,elastic", []),
 }
 
 
 def main(given: list[str]) -> int:
     """Test the rows that are named, or all. What follows `--` goes to pytest. Returns how many rows failed."""
-    names, tests = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    cut = given.index("--") if "--" in given else len(given)
+    names, tests = given[:cut], given[cut + 1 :]
     if unknown := set(names) - set(ROWS):
         raise SystemExit(f"{', '.join(sorted(unknown))}: there are the rows {', '.join(ROWS)}")
     failed = [name for name in names or ROWS if not passes(name, tests)]
@@ -54,31 +41,19 @@ def main(given: list[str]) -> int:
 
 def passes(name: str, tests: list[str]) -> bool:
     """Whether the tests pass in the environment of a row, which is made if it is not there."""
-    row, folder = ROWS[name], ROOT / "build" / "versions" / name
-    python = folder / "bin" / "python"
+    (version, resolution, extras, selected), folder = ROWS[name], ROOT / "build" / "versions" / name
+    python = str(folder / "bin" / "python")
     if not (folder / "ready").exists():
-        uv("venv", "--clear", "--python", row.python, str(folder))
-        gradwire = f"{ROOT}[{row.extras}]"
-        uv("pip", "install", "--python", str(python), "--resolution", row.resolution, "-e", gradwire, *tools())
+        uv("venv", "--clear", "--python", version, str(folder))
+        wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
+        tools = [each for each in wanted if Requirement(each).name in TOOLS]
+        uv("pip", "install", "--python", python, "--resolution", resolution, "-e", f"{ROOT}[{extras}]", *tools)
         (folder / "ready").touch()
-    what = [f"{package}.__version__" for package in ("torch", "jax", "flax", "optax", "numpy")]
-    subprocess.run(
-        [
-            python,
-            "-c",
-            f"import sys, torch, jax, flax, optax, numpy; print({name!r}, sys.version.split()[0], {', '.join(what)})",
-        ],
-        check=True,
-    )
-    selected = ["-k", row.without] if row.without and not tests else []
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *selected, *(tests or TESTS)]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
-
-
-def tools() -> list[str]:
-    """The requirements of the tests, with the bounds of `pyproject.toml`."""
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
-    return [each for each in wanted if Requirement(each).name in TOOLS]
+    packages = "torch, jax, flax, optax, numpy"
+    said = f"import sys, {packages}; print({name!r}, sys.version.split()[0], *(p.__version__ for p in ({packages})))"
+    subprocess.run([python, "-c", said], check=True)
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    return not subprocess.run([*command, *(tests or [*selected, *TESTS])], cwd=ROOT, check=False).returncode
 
 
 def uv(*arguments: str) -> None:

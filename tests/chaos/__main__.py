@@ -1,6 +1,7 @@
 """Ten minutes of chaos: `make chaos`. Replicas are killed, added, frozen and slowed down, and the results go to benchmarks/results/chaos.json and .md.
 
     python -m tests.chaos --minutes 10
+    python -m tests.chaos --short FOLDER     # every kind of disturbance once, in half a minute; with --native by torch's own groups
 
 A real lighthouse and four replicas over Gloo train a small model by DiLoCo in two fragments whose compressed messages overlap with training. Then the same number
 of rounds is trained without chaos, with five seeds.
@@ -13,69 +14,63 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-import torch._dynamo  # what the first optimizer would import
-
 from tests.chaos import verdict
 from tests.chaos.arena import Arena
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WHAT = "diloco(12, fragments=2, overlap=3, compressor=PowerSGD(4))"
 REPLICAS = 4
-#: Seconds between two events.
+#: Seconds between two events, of which every second one is rarer than a kill.
 BETWEEN = 20.0
+RARE = ("two at once", "in flight", "freeze", "slow")
 
 
-def disturb(arena: Arena, draw: random.Random, number: int) -> None:
-    """One event, and whoever was lost by it is replaced. Every fifth time something rarer than a kill."""
-    kind = ("two at once", "in flight", "freeze", "slow")[number // 2 % 4] if number % 2 else "kill"
+def disturb(arena: Arena, draw: random.Random, kind: str, seconds: float) -> None:
+    """One event, and whoever was lost by it is replaced. One is frozen, or slow, for so long."""
     name = draw.choice(sorted(arena.alive))
     if kind == "freeze":
-        arena.freeze(name, 10.0)
+        arena.freeze(name, seconds / 2)
         return
-    if kind == "slow":
-        arena.kill([name])
-        name = arena.add(slower=5.0)
-        time.sleep(BETWEEN)
-        arena.kill([name])
-    elif kind == "in flight":
+    if kind == "in flight":
         arena.kill_in_flight(name)
-    elif kind == "two at once":
-        other = draw.choice(sorted(arena.alive.keys() - {name}))
-        arena.kill([name, other])
-        time.sleep(draw.uniform(0, 3))
-        arena.add()
     else:
-        arena.kill([name])
-    time.sleep(draw.uniform(0, 3))
+        others = [draw.choice(sorted(arena.alive.keys() - {name}))] if kind == "two at once" else []
+        arena.kill(name, *others)
+        for _ in others:
+            time.sleep(draw.uniform(0, seconds / 7))
+            arena.add()
+    if kind == "slow":
+        slow = arena.add(slower=5.0)
+        time.sleep(seconds)
+        arena.kill(slow)
+    time.sleep(draw.uniform(0, seconds / 7))
     arena.add()
 
 
-def chaos(folder: Path, minutes: float, pace: float) -> tuple[dict, int]:
+def chaos(folder: Path, minutes: float, pace: float) -> dict:
     draw = random.Random(0)
     with Arena(folder, WHAT, 0, REPLICAS, int(60 * minutes) + 300, pace) as arena:
         arena.wait_for(5, 120)
         end, number = time.time() + 60 * minutes, 0
         while time.time() < end:
             began = time.time()
-            disturb(arena, draw, number)
+            disturb(arena, draw, RARE[number // 2 % 4] if number % 2 else "kill", BETWEEN)
             number += 1
             arena.wait_for(arena.rounds() + 2, 60)
             time.sleep(max(0.0, BETWEEN - (time.time() - began)))
-        rounds = arena.rounds() + 4
-        arena.finish(rounds, 90)
+        arena.finish(rounds := arena.rounds() + 4, 90)
         lines = list(arena.lines())
-    codes = set(arena.codes.values())
     return {
+        "what": WHAT,
         "minutes": minutes,
         "rounds": rounds,
         "replicas started": len({line["name"] for line in lines}),
-        "exit codes of those that lived to the end": sorted(codes),
+        "exit codes of those that lived to the end": sorted(set(arena.codes.values())),
         "rounds after which live replicas differed": verdict.unequal_rounds(lines),
         "longest pause between rounds, seconds": round(verdict.longest_pause(lines), 2),
         "events": verdict.by_kind(lines, arena.events),
         "loss": sorted(verdict.losses(lines)),
-    }, rounds
+    }
 
 
 def undisturbed(folder: Path, seed: int, rounds: int) -> float:
@@ -85,63 +80,78 @@ def undisturbed(folder: Path, seed: int, rounds: int) -> float:
     return loss
 
 
+def short(folder: Path, native: bool) -> None:
+    """Of a schedule in fragments whose messages overlap, and of gradients in each step. Raises AssertionError for what must not be."""
+    overlap = "diloco(6, fragments=2, overlap=2, compressor=PowerSGD(2))"
+    for what, replicas, kinds in ((overlap, 4, RARE), ("PowerSGD(2, start_step=5)", 3, ("kill",))):
+        with Arena(folder / str(replicas), what, 0, replicas, 120, 0.03, native) as arena:
+            arena.wait_for(4, 60)
+            for kind in kinds:
+                disturb(arena, random.Random(0), kind, 11.0)
+                newest = arena.events[-1][2][0]
+                arena.wait_for(arena.rounds() + 3, 40)
+            arena.wait_until(newest, 30)
+            arena.finish(arena.rounds() + 3, 40)
+            lines, events = list(arena.lines()), arena.events
+        assert not any(arena.codes.values()), arena.codes
+        assert not verdict.unequal_rounds(lines)
+        assert max(verdict.lost(lines, events).values()) <= 1, verdict.by_kind(lines, events)
+        healed = verdict.healing(lines)
+        assert healed
+        assert max(healed.values()) <= 2, healed
+        (loss,) = verdict.losses(lines)
+        print(
+            f"{what}: {len(events)} events, healed after {sorted(healed.values())} rounds, loss {loss:.3f}", flush=True
+        )
+
+
 def table(found: dict) -> str:
-    rows = found["events"]
+    rows, loss, calm = found["events"], found["loss"], found["losses undisturbed"]
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
-    text = f"""# Ten minutes of chaos
+    events = "\n".join(f"| {k} | {' | '.join(str(row.get(c, '–')) for c in columns)} |" for k, row in rows.items())
+    return f"""# Ten minutes of chaos
 
 Made by `make chaos`. {found["what"]} on {REPLICAS} replicas, each a process, over Gloo and a real lighthouse: {found["rounds"]} rounds in
 {found["minutes"]:g} minutes, and {found["replicas started"]} replicas started.
 
 | event | {" | ".join(columns)} |
 |---|{"---|" * len(columns)}
-"""
-    for kind, row in rows.items():
-        text += f"| {kind} | {' | '.join(str(row.get(column, '–')) for column in columns)} |\n"
-    loss, calm = found["loss"], found["losses undisturbed"]
-    return (
-        text
-        + f"""
+{events}
+
 - Rounds after which live replicas held different bits of outer parameters: {len(found["rounds after which live replicas differed"])}.
 - The longest pause between two rounds: {found["longest pause between rounds, seconds"]} s. A replica that says nothing for 2 s is given up, a message after 5 s.
 - Loss after {found["rounds"]} rounds: {loss[0]:.6f}; undisturbed with seeds 0 to {len(calm) - 1}: {", ".join(f"{x:.6f}" for x in calm)}. The
   difference is {found["standard errors from undisturbed"]:+.2f} standard errors.
 """
-    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument(
-        "--pace",
-        type=float,
-        default=0.1,
-        help="seconds between two steps, so that messages are rare enough for two cores",
-    )
+    parser.add_argument("--pace", type=float, default=0.1, help="seconds between two steps, for two cores")
+    parser.add_argument("--short", type=Path, metavar="FOLDER")
+    parser.add_argument("--native", action="store_true")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    if arguments.short:
+        short(arguments.short, arguments.native)
+        return
     with tempfile.TemporaryDirectory() as folder:
-        found, rounds = chaos(Path(folder) / "chaos", arguments.minutes, arguments.pace)
+        found = chaos(Path(folder) / "chaos", arguments.minutes, arguments.pace)
         print(json.dumps(found, indent=1), flush=True)
-        calm = [undisturbed(Path(folder) / str(seed), seed, rounds) for seed in range(arguments.seeds)]
-    found = {"what": WHAT, **found, "losses undisturbed": calm}
-    (loss,) = found["loss"]
-    found["standard errors from undisturbed"] = round(verdict.deviation(loss, calm), 2)
+        calm = [undisturbed(Path(folder) / str(seed), seed, found["rounds"]) for seed in range(arguments.seeds)]
+    (loss,), found["losses undisturbed"] = found["loss"], calm
+    found["standard errors from undisturbed"] = off = round(verdict.deviation(loss, calm), 2)
     (RESULTS / "chaos.json").write_text(json.dumps(found, indent=1) + "\n")
     (RESULTS / "chaos.md").write_text(table(found))
     print(table(found))
+    lost, heal = "rounds lost by a survivor, at most", "rounds to heal, at most"
     wrong = {
         "replicas differed": found["rounds after which live replicas differed"],
-        "more than one round lost": [
-            k for k, row in found["events"].items() if row["rounds lost by a survivor, at most"] > 1
-        ],
-        "more than two rounds to heal": [
-            k for k, row in found["events"].items() if row.get("rounds to heal, at most", 0) > 2
-        ],
+        "more than one round lost": [k for k, row in found["events"].items() if row[lost] > 1],
+        "more than two rounds to heal": [k for k, row in found["events"].items() if row.get(heal, 0) > 2],
         "an end by an error": [code for code in found["exit codes of those that lived to the end"] if code],
-        "another loss": [] if abs(found["standard errors from undisturbed"]) <= 2 else [loss],
+        "another loss": [loss] if abs(off) > 2 else [],
     }
     if wrong := {what: where for what, where in wrong.items() if where}:
         raise SystemExit(f"chaos has found: {wrong}")

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.replica import run
+from tests.launch import Process, start
 
+REPLICA = Path(__file__).with_name("replica.py")
 #: A process of its own: the lighthouse, and a store in which the replicas of native groups meet. It says where they are, and ends after so many seconds.
 #: A replica that is alive is waited for, as long as a slow one takes; one that says nothing for two seconds is not.
 SERVER = """
@@ -30,37 +31,26 @@ time.sleep(float(sys.argv[1]))
 
 
 class Arena:
-    """To be used in a process without threads that has imported what replicas need.
-
-    Args:
-        folder: for logs.
-        what, seed: of the training.
-        replicas: how many begin.
-        seconds: after which any process ends by itself.
-        pace: seconds between two steps of a replica.
-        native: by torch's own groups that can be given other members, which meet in one store (torch 2.15).
-    """
+    """Of so many replicas, each of which takes a step in `pace` seconds and ends by itself after so many `seconds`. `native`: by torch's own groups that can be given
+    other members, which meet in one store (torch 2.15)."""
 
     def __init__(
         self, folder: Path, what: str, seed: int, replicas: int, seconds: int, pace: float, native: bool = False
     ) -> None:
-        self.folder, self.what, self.seed, self.seconds, self.pace = folder, what, seed, seconds, pace
         folder.mkdir(parents=True)
-        self.stop = folder / "stop"
+        self.folder, self.training, self.pace, self.stop = folder, (seed, what, seconds), pace, folder / "stop"
         self.stop.touch()
-        self.alive: dict[str, int] = {}
+        self.alive: dict[str, Process] = {}
         #: (time, what happened, to whom)
         self.events: list[tuple[float, str, list[str]]] = []
         self.codes: dict[str, int] = {}
         self._count = 0
         command = [sys.executable, "-c", SERVER, str(seconds)]
         with (folder / "lighthouse").open("w") as log:
-            self._server = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-            )
+            self._server = Process(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
         assert self._server.stdout
         self._lighthouse, port = self._server.stdout.readline().split()
-        self._store = int(port) if native else None
+        self._store = port if native else ""
         for _ in range(replicas):
             self.add()
 
@@ -68,61 +58,47 @@ class Arena:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in self.alive.values():
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        self._server.kill()
-        self._server.communicate()
+        for process in (*self.alive.values(), self._server):
+            process.kill()
+            process.communicate()
 
-    def note(self, what: str, names: list[str]) -> None:
-        self.events.append((time.time(), what, names))
+    def note(self, what: str, *names: str) -> None:
+        self.events.append((time.time(), what, [*names]))
 
     def add(self, slower: float = 1.0) -> str:
         """Start a replica, so many times slower than others."""
         name, self._count = f"replica{self._count}", self._count + 1
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                signal.alarm(self.seconds)  # ends the process, whatever it does
-                for number, path in ((1, self.folder / name), (2, self.folder / f"errors of {name}")):
-                    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-                run(name, self.seed, self.what, self.stop, self._lighthouse, self.pace * slower, self._store)
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(1)
-        self.alive[name] = pid
-        self.note("add" if slower == 1 else "add a slow one", [name])
+        place = (self.stop, self._lighthouse, self.pace * slower, self._store)
+        self.alive[name] = start(REPLICA, name, *self.training, *place, log=str(self.folder / name))
+        self.note("add" if slower == 1 else "add a slow one", name)
         return name
 
-    def kill(self, names: list[str]) -> None:
+    def kill(self, *names: str) -> None:
         """At once."""
         for name in names:
-            os.kill(self.alive[name], signal.SIGKILL)
+            self._signal(name, signal.SIGKILL)
         for name in names:
-            os.waitpid(self.alive.pop(name), 0)
-        self.note("kill" if len(names) == 1 else "kill two at once", names)
+            self.alive.pop(name).wait()
+        self.note("kill" if len(names) == 1 else "kill two at once", *names)
 
-    def kill_in_flight(self, name: str, limit: float = 30.0) -> None:
+    def kill_in_flight(self, name: str) -> None:
         """When a message of it is on its way."""
-        os.kill(self.alive[name], signal.SIGUSR1)
-        end = time.time() + limit
-        while time.time() < end and os.waitpid(self.alive[name], os.WNOHANG) == (0, 0):
-            time.sleep(0.02)
-        del self.alive[name]
-        self.note("kill in flight", [name])
+        self._signal(name, signal.SIGUSR1)
+        self.alive.pop(name).wait(30)
+        self.note("kill in flight", name)
 
     def freeze(self, name: str, seconds: float) -> None:
         """SIGSTOP, and SIGCONT so much later."""
-        os.kill(self.alive[name], signal.SIGSTOP)
-        self.note("freeze", [name])
+        self._signal(name, signal.SIGSTOP)
+        self.note("freeze", name)
         time.sleep(seconds)
-        os.kill(self.alive[name], signal.SIGCONT)
-        self.note("thaw", [name])
+        self._signal(name, signal.SIGCONT)
+        self.note("thaw", name)
+
+    def _signal(self, name: str, number: int) -> None:
+        """To the replica itself, which is there when it has written."""
+        self._wait(lambda: any(self.lines(name)), 60, f"line of {name}")
+        os.kill(next(self.lines(name))["pid"], number)
 
     def rounds(self) -> int:
         """How many have counted so far."""
@@ -130,30 +106,24 @@ class Arena:
 
     def wait_for(self, rounds: int, limit: float) -> None:
         """Raise AssertionError if so many rounds are not reached in time."""
-        end = time.time() + limit
-        while self.rounds() < rounds:
-            assert time.time() < end, f"{self.rounds()} of {rounds} rounds after {limit} s: something hangs"
-            time.sleep(0.1)
+        self._wait(lambda: self.rounds() >= rounds, limit, f"{rounds} rounds")
 
     def wait_until(self, name: str, limit: float) -> None:
         """Raise AssertionError if this replica has not taken part in a round in time."""
+        self._wait(lambda: any(line.get("taken") for line in self.lines(name)), limit, f"round of {name}")
+
+    def _wait(self, condition: Callable[[], bool], limit: float, what: str) -> None:
         end = time.time() + limit
-        while not any(line["event"] == "vote" and line["taken"] for line in self.lines(name)):
-            assert time.time() < end, f"{name} has taken part in no round for {limit} s"
+        while not condition():
+            assert time.time() < end, f"{self.rounds()} rounds after {limit} s, and no {what}: something hangs"
             time.sleep(0.1)
 
     def finish(self, rounds: int, limit: float) -> None:
         """Let all end after this round, or at once if it is over. Raises AssertionError if one does not."""
         self.stop.write_text(str(rounds))
-        end = time.time() + limit
-        while self.alive:
-            for name, pid in list(self.alive.items()):
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    self.codes[name] = os.waitstatus_to_exitcode(status)
-                    del self.alive[name]
-            assert time.time() < end, f"{sorted(self.alive)} have not ended within {limit} s"
-            time.sleep(0.05)
+        self._wait(lambda: all(process.poll() is not None for process in self.alive.values()), limit, "end of all")
+        self.codes |= {name: process.wait() for name, process in self.alive.items()}
+        self.alive.clear()
 
     def lines(self, name: str = "*") -> Iterator[dict[str, Any]]:
         """What replicas have written, in the order of time."""

@@ -42,28 +42,30 @@ def digest(tensors) -> str:
     return found.hexdigest()[:12]
 
 
-def group_of(number: int, port: int | None) -> dist.ProcessGroup:
+def group_of(number: int, port: str) -> dist.ProcessGroup:
     """Of torchft; or torch's own, whose replicas meet in the store at this port."""
     timeout = timedelta(seconds=5)
-    if port is None:
+    if not port:
         return ProcessGroupGloo(timeout=timeout)
-    store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+    store = dist.TCPStore("localhost", int(port), is_master=False, wait_for_workers=False)
     options = {"rank": number, "world_size": number + 1, "timeout": timeout}
     dist.init_process_group("gloo", store=store, enable_reconfigure=True, **options)
     return dist.group.WORLD
 
 
-def run(name: str, seed: int, what: str, stop: Path, lighthouse: str, pace: float, native: int | None) -> None:
-    """Train until told to stop. To be called in a process of its own, which it ends. `pace`: seconds between two steps; `native`: see `group_of`."""
+def main(name: str, seed: int, what: str, seconds: int, stop: Path, lighthouse: str, pace: float, port: str) -> None:
+    """Train until told to stop. `pace`: seconds between two steps; `port`: see `group_of`."""
     number = int(name.removeprefix("replica"))
+    signal.alarm(seconds)  # ends the process, whatever it does
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.Tanh(), torch.nn.Linear(64, WIDTH))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    alone = {"rank": 0, "world_size": 1, "store_addr": "localhost", "store_port": store.port}
     manager = Manager(
-        pg=group_of(number, native),
+        pg=group_of(number, port),
         load_state_dict=None,
         state_dict=None,
         min_replica_size=1,
@@ -71,12 +73,9 @@ def run(name: str, seed: int, what: str, stop: Path, lighthouse: str, pace: floa
         timeout=timedelta(seconds=8),
         quorum_timeout=timedelta(seconds=60),
         quorum_retries=20,
-        rank=0,
-        world_size=1,
-        store_addr="localhost",
-        store_port=store.port,
         replica_id=name,
         lighthouse_addr=lighthouse,
+        **alone,
     )
     votes: list[bool] = []
     vote = manager.should_commit
@@ -90,7 +89,7 @@ def run(name: str, seed: int, what: str, stop: Path, lighthouse: str, pace: floa
     signal.signal(signal.SIGUSR1, lambda *_: wanted.update(die=True))
 
     def say(**what) -> None:
-        print(json.dumps({"name": name, "time": time.time()} | what), flush=True)
+        print(json.dumps({"name": name, "pid": os.getpid(), "time": time.time()} | what), flush=True)
 
     ask, asked = manager.start_quorum, []
 
@@ -128,3 +127,8 @@ def run(name: str, seed: int, what: str, stop: Path, lighthouse: str, pace: floa
     say(event="ends", loss=loss, sent=handle.sent.nbytes)
     sys.stdout.flush()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    name, seed, what, seconds, stop, lighthouse, pace, port = sys.argv[1:]
+    main(name, int(seed), what, int(seconds), Path(stop), lighthouse, float(pace), port)

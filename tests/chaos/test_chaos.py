@@ -1,6 +1,5 @@
 """Replicas that are killed, frozen and slow, over a real lighthouse: the short form of `make chaos`."""
 
-import json
 import subprocess
 import sys
 import uuid
@@ -17,20 +16,19 @@ pytest.importorskip("torchft")
 NATIVE = pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs torch 2.15")
 
 
-@pytest.mark.parametrize(
-    "groups", [pytest.param("torchft", marks=pytest.mark.slow), pytest.param("native", marks=NATIVE)]
-)
-def test_survivors_go_on_and_newcomers_heal(tmp_path, groups):
-    mark = uuid.uuid4().hex
+@pytest.mark.parametrize("native", [pytest.param([], marks=pytest.mark.slow), pytest.param(["--native"], marks=NATIVE)])
+def test_survivors_go_on_and_newcomers_heal(tmp_path, native):
+    mark, log = uuid.uuid4().hex, tmp_path / "log"
+    command = [sys.executable, "-m", "tests.chaos", "--short", str(tmp_path / "arena"), *native]
     try:
-        command = [sys.executable, "-m", "tests.chaos.short", str(tmp_path / "arena"), groups]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment(mark), capture_output=True, text=True, timeout=240, check=False
-        )
+        with log.open("w") as out:
+            code = subprocess.run(
+                command, cwd=ROOT, env=environment(mark), stdout=out, stderr=out, timeout=240
+            ).returncode
     finally:
         end_all(mark)
-    assert not done.returncode, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    assert done.stdout.count("healed after") == 2
+    said = log.read_text()
+    assert (code, said.count("healed after")) == (0, 2), said[-6000:]
 
 
 def line(name, time, **what):
@@ -61,12 +59,3 @@ def test_a_verdict_sees_what_must_not_be():
     assert verdict.losses(lines) == {0.5}
     assert verdict.deviation(2.0, [0.0, 1.0, 2.0]) == pytest.approx(1 / (4 / 3) ** 0.5)
     assert verdict.by_kind(lines, events)["add"]["rounds to heal, at most"] == 3
-
-
-def test_the_published_chaos_found_nothing():
-    found = json.loads((ROOT / "benchmarks" / "results" / "chaos.json").read_text())
-    assert not found["rounds after which live replicas differed"]
-    assert max(row["rounds lost by a survivor, at most"] for row in found["events"].values()) <= 1
-    assert max(row.get("rounds to heal, at most", 0) for row in found["events"].values()) <= 2
-    assert abs(found["standard errors from undisturbed"]) <= 2
-    assert found["minutes"] == 10

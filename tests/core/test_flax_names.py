@@ -1,4 +1,4 @@
-"""Names, orientation and stacks of parameters in torch and in Flax. `tests/examples/test_models.py` computes a model's outputs with both."""
+"""Names, orientation and stacks of parameters in torch and in Flax. `tests/examples/test_parts.py` computes a model's outputs with both."""
 
 import math
 

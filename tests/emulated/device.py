@@ -29,17 +29,8 @@ LONG_AGO = 40
 #: Where gradwire's code is.
 OURS = tuple(f"{Path(str(room.__file__)).parent}/" for room in (gradwire.core, gradwire.torch_backend))
 #: Kernels that add in any order on CUDA, so that ranks may differ in the last bit.
-UNORDERED = {
-    "scatter_add",
-    "scatter_add_",
-    "scatter_reduce",
-    "scatter_reduce_",
-    "index_add",
-    "index_add_",
-    "bincount",
-    "histc",
-    "cumsum",
-}
+UNORDERED = {"scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_add", "index_add_"}
+UNORDERED |= {"bincount", "histc", "cumsum"}
 #: Kernels that make constants.
 MAKES = {"fill_", "arange", "eye", "linspace", "full", "ones", "tril", "triu"}
 
@@ -83,22 +74,18 @@ class Event:
 
 @dataclass
 class Watched:
-    """What the device has seen since the last `clear`.
+    """What the device has seen since the last `clear`."""
 
-    Attributes:
-        problems: races, memory written while a message was on its way, memory used again while in use, kernels of gradwire that add in any order.
-        waits: of the host for the device.
-        made: kernels of gradwire that make constants.
-    """
-
+    #: Races, memory written while a message was on its way, memory used again while in use, kernels of gradwire that add in any order.
     problems: list[Event] = field(default_factory=list)
+    #: Of the host for the device.
     waits: list[Event] = field(default_factory=list)
+    #: Kernels of gradwire that make constants.
     made: list[Event] = field(default_factory=list)
 
     def clear(self) -> None:
-        self.problems.clear()
-        self.waits.clear()
-        self.made.clear()
+        for events in (self.problems, self.waits, self.made):
+            events.clear()
 
     def launched(self, name: str) -> None:
         """A kernel of `UNORDERED` or `MAKES`."""
@@ -117,12 +104,9 @@ class Watched:
 
 
 def _event(what: str) -> Event:
-    ours = [
-        (f.f_code.co_filename, n)
-        for f, n in traceback.walk_stack(sys._getframe())
-        if f.f_code.co_filename.startswith(OURS)
-    ]
-    return Event(what, tuple(f"{'/'.join(file.split('/')[-2:])}:{line}" for file, line in reversed(ours[:4])))
+    frames = [(f.f_code.co_filename, n) for f, n in traceback.walk_stack(sys._getframe())]
+    ours = [f"{'/'.join(file.split('/')[-2:])}:{line}" for file, line in frames if file.startswith(OURS)]
+    return Event(what, tuple(reversed(ours[:4])))
 
 
 core = _load()

@@ -3,22 +3,18 @@
     make mutate-emulated                            # all of them, each at most 90 s; goes on where it was stopped
     make mutate-emulated ARGS="--fresh read_early"  # this one, anew
 
-A mutation is a change of the syntax tree: in a function, the only place that matches a pattern becomes something else. In patterns a capital letter is
-any expression. So neither comments nor layout nor the file that a function is in matter, and `tests/test_mutate.py` says which function has been
-renamed or rewritten so that there is nothing to change any more.
-
-A mutation is caught by an assertion, by a hang (a rank waits until its time is up), or not. Every verdict is a line of runs/mutate/emulated.json.
+In a function, the only place of its syntax tree that matches a pattern becomes something else. In patterns a capital letter is any expression. A mutation is caught
+by an assertion, by a hang (a rank waits until its time is up), or not. Every verdict is a line of runs/mutate/emulated.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,20 +36,19 @@ class Tests:
     nodes: tuple[str, ...]
     cases: str
 
-
-#: What kernels are compared with.
-PLAIN = ("all_reduce", "allreduce_hook")
+    def __add__(self, other: Tests) -> Tests:
+        return Tests(self.nodes + other.nodes, f"{self.cases}|{other.cases}")
 
 
 def ways(*names: str, ranks: int = 2) -> Tests:
     """Of `test_ways.py`."""
     nodes = tuple(f"tests/emulated/test_ways.py::test_a_way_to_train[{name}-{ranks}]" for name in names)
-    return Tests(nodes, exactly(f"way[{name}]" for name in (*names, *PLAIN)))
+    return Tests(nodes, exactly(f"way[{name}]" for name in names))
 
 
-def in_file(file: str, cases: Sequence[str], *tests: str) -> Tests:
-    """Of another file."""
-    return Tests(tuple(f"tests/emulated/{file}::{test}" for test in tests), exactly(cases))
+def in_file(file: str, *tests: str) -> Tests:
+    """Of another file, whose tests are called like their cases."""
+    return Tests(tuple(f"tests/emulated/{file}::{test}" for test in tests), exactly(tests))
 
 
 def exactly(names: Iterable[str]) -> str:
@@ -63,64 +58,51 @@ def exactly(names: Iterable[str]) -> str:
 
 #: In mixed precision FSDP lets go of what it has reduced while it is cast.
 UNITS = [f"test_unit_by_unit_on_a_stream_of_its_own[{policy}]" for policy in ("plain", "mixed precision")]
-SHARDED = in_file("test_sharded.py", UNITS, *UNITS)
+SHARDED = in_file("test_sharded.py", *UNITS)
 
 
 #: Of outer parameters in the host's memory.
-_FILE = in_file("test_streams.py", ["outer_parameters_on_the_host"], "test_outer_parameters_may_be_on_the_host")
-_WAYS = ways("diloco, on the host", "diloco, on the host, overlap")
-ON_THE_HOST = Tests(_FILE.nodes + _WAYS.nodes, f"{_FILE.cases}|{_WAYS.cases}")
+ON_THE_HOST = in_file("test_streams.py", "test_outer_parameters_may_be_on_the_host")
+ON_THE_HOST += ways("diloco, on the host", "diloco, on the host, overlap")
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of one function.
-
-    Attributes:
-        function: its name, with that of its class where others are called alike.
-        changes: pattern → what it becomes, statements or expressions.
-        tests: that concern it.
-    """
+    """A change of one function, which has the name of its class where others are called alike: a pattern becomes statements or an expression; and `also` another.
+    `tests` concern it."""
 
     function: str
-    changes: tuple[tuple[str, str], ...]
+    pattern: str
+    becomes: str
     tests: Tests
-
-
-def changed(function: str, pattern: str, becomes: str, tests: Tests) -> Mutation:
-    return Mutation(function, ((pattern, becomes),), tests)
+    also: tuple[str, str] | None = None
 
 
 MUTATIONS = {
-    # Streams.
-    "the_outside_does_not_wait": changed("_Stream.__exit__", "X.wait_stream(Y)", "pass", SHARDED),
-    "not_recorded_on_the_stream": changed("on_unit", "X.record_stream(Y)", "pass", SHARDED),
+    "the_outside_does_not_wait": Mutation("_Stream.__exit__", "X.wait_stream(Y)", "pass", SHARDED),
+    "not_recorded_on_the_stream": Mutation("on_unit", "X.record_stream(Y)", "pass", SHARDED),
     "read_early": Mutation(
         "Pending.wait",
-        (("self.settle()", "early = self.unpacked()\nself.settle()"), ("return self.unpacked()", "return early")),
+        *("self.settle()", "early = self.unpacked()\nself.settle()"),
         ways("top_k", "hook_with_zero_step by element, all-to-all"),
+        also=("return self.unpacked()", "return early"),
     ),
-    "waits_on_another_stream": changed(
+    "waits_on_another_stream": Mutation(
         "Pending.settle", "work.wait()", "with torch.Stream('emu'):\n    work.wait()", ways("PowerSGD")
     ),
-    "accumulators_not_held": changed(
+    "accumulators_not_held": Mutation(
         "BackwardReducer._hook",
         "self._accumulators = X",
         "self._accumulators = []",
-        in_file(
-            "test_streams.py",
-            ["forward_on_two_streams[DataParallel(AllReduce)]"],
-            "test_a_forward_pass_on_two_streams[DataParallel(AllReduce)]",
-        ),
+        in_file("test_streams.py", "test_a_forward_pass_on_two_streams[DataParallel(AllReduce)]"),
     ),
-    # The order of collectives, and among whom.
-    "another_order_on_one_rank": changed(
+    "another_order_on_one_rank": Mutation(
         "Step.advance",
         "for X in sent:\n    X.receive()",
         "for X in (sent[::-1] if self.collectives.groups.whole.rank() == 1 else sent):\n    X.receive()",
         ways("PowerSGD, a message per bucket"),
     ),
-    "goes_on_in_a_callback": changed(
+    "goes_on_in_a_callback": Mutation(
         "Step.start",
         "X.advance(None)",
         "X.advance(None)\n"
@@ -128,38 +110,34 @@ MUTATIONS = {
         "    X.pending.works[0].get_future().then(lambda _: X.receive() if X.pending is not None else None)",
         ways("PowerSGD, a message per bucket"),
     ),
-    "all_ranks_in_place_of_a_group": changed(
+    "all_ranks_in_place_of_a_group": Mutation(
         "Collectives._reduce",
         "X[request.groups]",
         "X.whole",
-        in_file(
-            "test_requests.py",
-            ["asked[means in groups, NCCL]"],
-            "test_a_request_is_answered_as_the_core_says[means in groups-NCCL]",
-        ),
+        in_file("test_reference.py", "test_a_request_is_answered_as_the_core_says[means in groups, NCCL]"),
     ),
-    "rank_for_a_rank_of_the_group": changed(
-        "Exchange.__init__", "X.rank() if Y is None else Z", "dist.get_rank()", ways("everything that can be asked")
+    "rank_for_a_rank_of_the_group": Mutation(
+        "Exchange.__init__",
+        "group.rank() if rank is None else rank",
+        "dist.get_rank()",
+        ways("everything that can be asked"),
     ),
-    # Memory.
-    "scratch_used_again_in_a_step": changed(
+    "scratch_used_again_in_a_step": Mutation(
         "Step.start",
         "X.advance(None)",
         "self.collectives.scratch.rewind()\nX.advance(None)",
         ways("rank_2", "half_step"),
     ),
-    "abandoned_on_its_way": changed(
+    "abandoned_on_its_way": Mutation(
         "Running.close",
         "X.settle()",
         "pass",
         in_file(
-            "test_streams.py",
-            ["a_pass_after_one_that_failed[DataParallel(PowerSGD)]"],
-            "test_a_pass_after_one_that_failed_leaves_its_messages_alone[DataParallel(PowerSGD)]",
+            "test_streams.py", "test_a_pass_after_one_that_failed_leaves_its_messages_alone[DataParallel(PowerSGD)]"
         ),
     ),
-    "pinned_memory_read_early": changed("Foreseen.value", "X.synchronize()", "pass", ways("half_step")),
-    "pinned_memory_written_early": changed(
+    "pinned_memory_read_early": Mutation("Foreseen.value", "X.synchronize()", "pass", ways("half_step")),
+    "pinned_memory_written_early": Mutation(
         "TorchOps._on_device",
         "return X if Y else Z",
         "if Y:\n"
@@ -171,86 +149,75 @@ MUTATIONS = {
         "return stage[key].copy_(numbers).to(self.device, non_blocking=True)",
         ways("DDP, unused parameters"),
     ),
-    # The host.
-    "the_host_reads": changed("SkippedSteps.add", "X += ~Y", "X += int(not Y)", ways("PowerSGD")),
-    "no_overlap": changed(
+    "the_host_reads": Mutation("SkippedSteps.add", "X += ~Y", "X += int(not Y)", ways("PowerSGD")),
+    "no_overlap": Mutation(
         "Reducing._launch",
         "work = kept(X, Y)",
         "work = kept(X, Y)\nif not Y.is_cpu:\n    work.wait()",
-        in_file("test_streams.py", ["on_their_way[DDP]"], "test_messages_travel_during_the_backward_pass[DDP]"),
+        in_file("test_streams.py", "test_messages_travel_during_the_backward_pass[DDP]"),
     ),
-    "constants_made_anew": changed("TorchOps.constant", "X not in Y", "True", ways("rank_2", "int8")),
-    "times_noted_in_a_capture": changed(
+    "constants_made_anew": Mutation("TorchOps.constant", "key not in self._constants", "True", ways("rank_2", "int8")),
+    "times_noted_in_a_capture": Mutation(
         "Driver.add",
         "if X:\n    self.watch.times.skip()\nelif Y:\n    self._begin_step()",
         "if Y:\n    self._begin_step()",
-        in_file("test_streams.py", ["captured"], "test_a_capture_notes_no_times"),
+        in_file("test_streams.py", "test_a_capture_notes_no_times"),
     ),
-    # Numbers.
-    "cast_forgotten": changed(
+    "cast_forgotten": Mutation(
         "share",
         "torch.promote_types(X, torch.float32)",
         "X",
-        in_file("test_reference.py", ["short_mean[bfloat16, DDP]"], "test_a_mean_is_rounded_once[bfloat16, DDP]"),
+        in_file("test_reference.py", "test_a_mean_is_rounded_once[bfloat16, DDP]"),
     ),
-    "added_in_any_order": changed(
+    "added_in_any_order": Mutation(
         "TorchOps.scatter_add", "if self._host_knows:\n    return X", "return X", ways("top_k")
     ),
-    "finite_for_one_rank": changed(
+    "finite_for_one_rank": Mutation(
         "Step.finite",
         "return A if B else None",
         "return ((A | True) if self.collectives.groups.whole.rank() == 1 else A) if B else None",
-        in_file("test_reference.py", ["as_in_numpy[DDP]"], "test_the_numbers_are_numpys[DDP]"),
+        in_file("test_reference.py", "test_the_numbers_are_numpys[DDP]"),
     ),
-    # Written after the accelerator was finished.
-    "event_not_recorded": changed("Foreseen.note", "self._arrived.record(X)", "pass", ways("half_step")),
-    "first_rank_for_the_first_of_a_group": changed(
+    "event_not_recorded": Mutation("Foreseen.note", "self._arrived.record(X)", "pass", ways("half_step")),
+    "first_rank_for_the_first_of_a_group": Mutation(
         "ShardedBackward._learn", "dist.get_global_rank(X, Y)", "Y", SHARDED
     ),
-    "memory_grows": changed("Step.begin", "X.scratch.rewind()", "pass", ways("PowerSGD, forty steps")),
-    "numbers_from_pageable_memory": changed(
+    "memory_grows": Mutation("Step.begin", "X.scratch.rewind()", "pass", ways("PowerSGD, forty steps")),
+    "numbers_from_pageable_memory": Mutation(
         "TorchOps.from_host",
         "self._on_device(torch.tensor(X, dtype=Y))",
         "torch.tensor(X, dtype=Y, device=self.device)",
         ways("DDP, unused parameters"),
     ),
-    "count_read_early": changed(
+    "count_read_early": Mutation(
         "SkippedSteps.look",
-        "X or self._arrived.query()",
+        "self._arrived is None or self._arrived.query()",
         "True",
-        in_file("test_streams.py", ["skipped_steps"], "test_a_count_is_read_when_it_has_come"),
+        in_file("test_streams.py", "test_a_count_is_read_when_it_has_come"),
     ),
     "divided_on_its_way": Mutation(
         "Reducing._launch",
-        (
-            ("if self._divides:\n    X", "pass"),
-            ("work = kept(X, Y)", "work = kept(X, Y)\nif self._divides:\n    Y.mul_(share(group, Y.dtype))"),
-        ),
+        *("if self._divides:\n    X", "pass"),
         ways("all_reduce"),
+        also=("work = kept(X, Y)", "work = kept(X, Y)\nif self._divides:\n    Y.mul_(share(group, Y.dtype))"),
     ),
-    "no_overlap_of_shards": changed(
+    "no_overlap_of_shards": Mutation(
         "Exchange.sum_for_owners",
         "return [_reduce_scatter(A, B, group=C, async_op=True)]",
         "work = _reduce_scatter(A, B, group=C, async_op=True)\nwork.wait()\nreturn [work]",
-        in_file(
-            "test_streams.py",
-            ["shards_on_their_way[hook_with_zero_step by element]"],
-            "test_shards_travel_during_the_backward_pass[hook_with_zero_step by element]",
-        ),
+        in_file("test_streams.py", "test_shards_travel_during_the_backward_pass[hook_with_zero_step by element]"),
     ),
-    "the_host_chooses": changed(
+    "the_host_chooses": Mutation(
         "TorchOps.where", "self._host_knows and ok.ndim == 0", "ok.ndim == 0", ways("int8", "DDP, unused parameters")
     ),
-    # Written later, for places that no test named. Six of these eight were caught by tests that were there. For the other two, `one_scratch_for_all_messages`
-    # and `memories_of_a_skipped_step`, ways to train were added: no two messages of equal shapes were on their way, no skipped step had many memories.
-    "copied_before_it_is_there": changed("HostMemory.store", "self._stream.wait_stream(X)", "pass", ON_THE_HOST),
-    "event_on_another_stream": changed(
+    "copied_before_it_is_there": Mutation("HostMemory.store", "self._stream.wait_stream(X)", "pass", ON_THE_HOST),
+    "event_on_another_stream": Mutation(
         "HostMemory.store",
         "self._copied.record(self._stream)",
         "self._copied.record(torch.accelerator.current_stream(self._device))",
         ON_THE_HOST,
     ),
-    "one_scratch_for_all_messages": changed(
+    "one_scratch_for_all_messages": Mutation(
         "InFlight.leave",
         "collectives = Collectives(X, Y)",
         "collectives = self.__dict__.setdefault('_own', Collectives(X, Y))\ncollectives.scratch.rewind()",
@@ -258,108 +225,77 @@ MUTATIONS = {
     ),
     "looked_at_before_it_has_come": Mutation(
         "Running.receive",
-        (
-            (
-                "answers = self.pending.wait(X)",
-                "for each in self.pending.watched:\n    self._step.watch(each)\nanswers = self.pending.wait(X)",
-            ),
-            ("for x in self.pending.watched:\n    self._step.watch(x)", "pass"),
-        ),
+        "answers = self.pending.wait(X)",
+        "for each in self.pending.watched:\n    self._step.watch(each)\nanswers = self.pending.wait(X)",
         ways("PowerSGD, a message per bucket", "DataParallel(PowerSGD)"),
+        also=("for x in self.pending.watched:\n    self._step.watch(x)", "pass"),
     ),
-    "memories_of_a_skipped_step": changed(
+    "memories_of_a_skipped_step": Mutation(
         "TorchOps.where_each",
         "torch.where(ok, _flat(X), _flat(Y))",
         "_flat(X)",
         ways("DDP, GradScaler", "many memories, GradScaler"),
     ),
-    "not_divided": changed(
+    "not_divided": Mutation(
         "Collectives._reduce_scatter",
         "X.mul_(share(Y, Z))",
         "X",
         ways("hook_with_zero_step by element", "ZeroOptimizer by element, averaging"),
     ),
-    "scale_the_other_way": changed(
+    "scale_the_other_way": Mutation(
         "LossScale.follow",
         "torch._foreach_mul_(X, scale / self.value)",
         "torch._foreach_mul_(X, self.value / scale)",
         ways("DDP, GradScaler", "DataParallel, GradScaler"),
     ),
-    "phase_not_foreseen": changed(
+    "phase_not_foreseen": Mutation(
         "Driver._commit", "self.collectives.foreseen.note(X)", "pass", ways("half_step", "TopK x DataParallel x scaler")
     ),
 }
 
 
-# --- the syntax tree -------------------------------------------------------------------------------------------------------------
+# --- the change ------------------------------------------------------------------------------------------------------------------
 
 
-def _is_any(node: Any) -> bool:
-    return isinstance(node, ast.Name) and len(node.id) == 1 and node.id.isupper()
+def changed(source: str, pattern: str, becomes: str) -> tuple[str, int]:
+    """A function's source as `ast.unparse` writes it, with something else in all places that match; and how many there are. A capital letter is any expression, and in
+    a pattern that is no statement one without spaces."""
+    (old, *_), new, seen = ast.parse(pattern).body, ast.parse(becomes).body, set[str]()
+    whole = len(new) > 1 or not isinstance(old, ast.Expr) or not isinstance(new[0], ast.Expr)
 
+    def group(found: re.Match[str]) -> str:
+        if found[0] in seen:
+            return f"(?P={found[0]})"
+        seen.add(found[0])
+        return f"(?P<{found[0]}>{'.+' if whole else '[^ ]+'})"
 
-def _matches(pattern: Any, node: Any, found: dict[str, ast.expr]) -> bool:
-    """Whether the node is as the pattern; `found` are the expressions of its capital letters, which are the same each time."""
-    if _is_any(pattern) and isinstance(node, ast.expr):
-        before = found.setdefault(pattern.id, node)
-        return ast.unparse(before) == ast.unparse(node)
-    if isinstance(pattern, ast.AST):
-        return type(pattern) is type(node) and all(
-            _matches(value, getattr(node, name), found)
-            for name, value in ast.iter_fields(pattern)
-            if name not in ("ctx", "type_comment")
-        )
-    if isinstance(pattern, list):
-        return len(pattern) == len(node) and all(_matches(p, n, found) for p, n in zip(pattern, node, strict=True))
-    return bool(pattern == node)
+    lines = [re.sub(r"\b[A-Z]\b", group, re.escape(line)) for line in ast.unparse(old).splitlines()]
+    text = r"\n(?P=indent)".join(lines)
+    regex = rf"^(?P<indent> *){text}$" if whole else text
 
+    def filled(found: re.Match[str]) -> str:
+        text = re.sub(r"\b[A-Z]\b", lambda letter: found[letter[0]] if letter[0] in seen else letter[0], becomes)
+        return "\n".join(found["indent"] + line for line in text.splitlines()) if whole else text
 
-class _Filled(ast.NodeTransformer):
-    """Puts expressions in the place of capital letters."""
-
-    def __init__(self, found: dict[str, ast.expr]) -> None:
-        self._found = found
-
-    def visit_Name(self, node: ast.Name) -> Any:
-        return copy.deepcopy(self._found[node.id]) if _is_any(node) else node
-
-
-class Change(ast.NodeTransformer):
-    """Puts something else in the place of all that matches, and counts it."""
-
-    def __init__(self, pattern: str, becomes: str) -> None:
-        self._pattern, self._new = ast.parse(pattern).body[0], ast.parse(becomes).body
-        both = [self._pattern, *self._new]
-        self._of_statements = len(both) > 2 or not all(isinstance(each, ast.Expr) for each in both)
-        self.places = 0
-
-    def visit(self, node: ast.AST) -> Any:
-        pattern: Any = (
-            self._pattern if self._of_statements or not isinstance(self._pattern, ast.Expr) else self._pattern.value
-        )
-        found: dict[str, ast.expr] = {}
-        if isinstance(node, ast.stmt if self._of_statements else ast.expr) and _matches(pattern, node, found):
-            self.places += 1
-            new = [_Filled(found).visit(copy.deepcopy(each)) for each in self._new]
-            return new if self._of_statements else new[0].value
-        return self.generic_visit(node)
+    return re.subn(regex, filled, source, flags=re.MULTILINE)
 
 
 @cache
-def _functions() -> list[tuple[Path, str]]:
-    """The file and the name of every function."""
+def _functions() -> dict[str, Path]:
+    """The names of all functions, with those of what they are in, and their files."""
+    found = {}
 
-    def named(tree: ast.AST, prefix: str) -> Iterator[str]:
+    def look(tree: ast.AST, prefix: str, file: Path) -> None:
         for node in ast.iter_child_nodes(tree):
-            name = prefix
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                name = f"{prefix}.{node.name}"
-                if not isinstance(node, ast.ClassDef):
-                    yield name
-            yield from named(node, name)
+            named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            name = f"{prefix}.{node.name}" if named else prefix  # type: ignore[attr-defined]
+            if named and not isinstance(node, ast.ClassDef):
+                found[name] = file
+            look(node, name, file)
 
-    files = sorted((ROOT / "torch_backend").rglob("*.py"))
-    return [(file, name) for file in files for name in named(ast.parse(file.read_text()), "")]
+    for file in sorted((ROOT / "torch_backend").rglob("*.py")):
+        look(ast.parse(file.read_text()), f"{file}:", file)
+    return found
 
 
 def mutated(mutation: Mutation) -> tuple[Path, str]:
@@ -368,20 +304,19 @@ def mutated(mutation: Mutation) -> tuple[Path, str]:
     Raises:
         ValueError: there is no such function, or no such place in it, or several.
     """
-    found = [
-        (file, name) for file, name in _functions() if f".{mutation.function}" == name[-len(mutation.function) - 1 :]
-    ]
+    found = [name for name in _functions() if name.endswith(f".{mutation.function}")]
     if len(found) != 1:
-        raise ValueError(f"there are {len(found)} functions called {mutation.function}")
-    (file, name), tree = found[0], ast.parse(found[0][0].read_text())
-    node: Any = tree
-    for part in name.split(".")[1:]:
+        raise ValueError(f"{len(found)} functions called {mutation.function}")
+    file = _functions()[found[0]]
+    node: Any = (tree := ast.parse(file.read_text()))
+    for part in found[0].partition(":.")[2].split("."):
         node = next(n for n in ast.walk(node) if getattr(n, "name", "") == part and n is not node)
-    for pattern, becomes in mutation.changes:
-        change = Change(pattern, becomes)
-        change.generic_visit(node)
-        if change.places != 1:
-            raise ValueError(f"{change.places} places of {mutation.function} are like {pattern!r}")
+    source = ast.unparse(node)
+    for pattern, becomes in ((mutation.pattern, mutation.becomes), *filter(None, [mutation.also])):
+        source, places = changed(source, pattern, becomes)
+        if places != 1:
+            raise ValueError(f"{places} places of {mutation.function} are like {pattern!r}")
+    node.body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
     return file, ast.unparse(ast.fix_missing_locations(tree))
 
 

@@ -62,15 +62,9 @@ class Launched:
 
 
 class EmulatedNCCL(dist.ProcessGroup):
-    """The group.
+    """The group. Its collectives run on `stream`; all that were `launched` so far are kept, of which sizes that may differ between ranks are 0."""
 
-    Attributes:
-        stream: on which collectives run.
-        launched: all collectives so far. Sizes that may differ between ranks are 0.
-        timeout: as it was given.
-        with_gloo: tensors of the CPU are taken too, as by a group of "cpu:gloo,cuda:nccl".
-    """
-
+    #: Tensors of the CPU are taken too, as by a group of "cpu:gloo,cuda:nccl".
     with_gloo = False
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -92,13 +86,9 @@ class EmulatedNCCL(dist.ProcessGroup):
         return [torch.device(DEVICE.type)]  # where torch puts objects that it sends
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        def compute(copies: list[Tensor]) -> list[Tensor]:
-            options = AllreduceOptions()
-            options.reduceOp = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-            self._gloo.allreduce(copies, options).wait()
-            return copies
-
-        return self._run("allreduce", tensors, tensors, compute, opts)
+        options = AllreduceOptions()
+        options.reduceOp = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+        return self._run("allreduce", tensors, tensors, lambda copies: self._reduced(copies, options), opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         def compute(copies: list[Tensor]) -> list[Tensor]:
@@ -118,10 +108,10 @@ class EmulatedNCCL(dist.ProcessGroup):
 
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
         def compute(copies: list[Tensor]) -> list[Tensor]:
-            self._gloo.allreduce(copies).wait()
+            (total,) = self._reduced(copies)
             if getattr(opts, "reduceOp", None) == dist.ReduceOp.AVG:
-                copies[0].div_(self.size())
-            return [copies[0].reshape(-1).chunk(self.size())[self.rank()].reshape(output.shape).clone()]
+                total.div_(self.size())
+            return [total.reshape(-1).chunk(self.size())[self.rank()].reshape(output.shape).clone()]
 
         return self._run("reduce_scatter", [given], [output], compute, opts)
 
@@ -133,8 +123,8 @@ class EmulatedNCCL(dist.ProcessGroup):
         """NCCL leaves alone what the other ranks gave; here it is lost, so that nobody relies on it."""
 
         def compute(copies: list[Tensor]) -> list[Tensor]:
-            self._gloo.allreduce(copies).wait()
-            return copies if opts.rootRank == self.rank() else [torch.full_like(x, torch.nan) for x in copies]
+            mine = opts.rootRank == self.rank()
+            return [x if mine else torch.full_like(x, torch.nan) for x in self._reduced(copies)]
 
         return self._run("reduce", tensors, tensors, compute, opts)
 
@@ -150,15 +140,15 @@ class EmulatedNCCL(dist.ProcessGroup):
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         mine = outputs[0] if outputs else []
-
-        def compute(copies: list[Tensor]) -> list[Tensor]:
-            return self._from_everyone(copies)[: len(mine)]
-
-        return self._run("gather", inputs, mine, compute, opts)
+        return self._run("gather", inputs, mine, lambda copies: self._from_everyone(copies)[: len(mine)], opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         self._gloo.barrier().wait()
         return self._work([])
+
+    def _reduced(self, copies: list[Tensor], *options: AllreduceOptions) -> list[Tensor]:
+        self._gloo.allreduce(copies, *options).wait()
+        return copies
 
     def _from_everyone(self, copies: list[Tensor]) -> list[Tensor]:
         received = [torch.empty_like(copies[0]) for _ in range(self.size())]

@@ -1,22 +1,27 @@
-"""What comes out on three ranks of the emulated accelerator is what NumPy computes, not only what gradwire computes elsewhere.
+"""What comes out on three ranks of the emulated accelerator is what NumPy and the core compute, not only what gradwire computes elsewhere.
 
 A third is no number of any dtype, so a mean that is rounded once too often is seen. The gradients are also those that real models have and random
 numbers do not: of low rank, in a single row, zero, and once not finite.
 """
 
+import os
+
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, PowerSGD
-from tests.emulated.build import shared_library
 from tests.emulated.ways import native_collectives
 from tests.examples.conftest import examples_importable
 from tests.parity.given import GivenGradients
+from tests.torch.asked import ASKED, Answered, answered, require_right
 from tests.torch.ranks import Cases
+
+if "RANK" in os.environ:
+    from tests.emulated.device import DEVICE, core, watched
+    from tests.emulated.process_group import BACKEND
 
 with examples_importable():
     from power_sgd_on_one_screen import power_sgd, side_by_side
@@ -24,47 +29,41 @@ with examples_importable():
 RANKS = 3
 #: Significant bits, the first of which is not stored.
 BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+BUCKETS = {"bucket_cap_mb": 1 / 1024}
 
 cases = Cases(__file__, ranks=RANKS)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _built():
-    shared_library()
+def hooked(model, algorithm, group):
+    ddp = DistributedDataParallel(model, process_group=group, **BUCKETS)
+    return ddp, gw.register_comm_hook(ddp, algorithm, message_bytes=0)
 
 
-def hooked(model, algorithm, group, **options):
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=1 / 1024)
-    return ddp, gw.register_comm_hook(ddp, algorithm, message_bytes=0, **options)
-
-
-def wrapped(model, algorithm, group, **options):
-    parallel = gw.DataParallel(
-        model,
-        algorithm,
-        process_group=group,
-        bucket_cap_mb=1 / 1024,
-        first_bucket_mb=1 / 1024,
-        message_bytes=0,
-        **options,
-    )
+def wrapped(model, algorithm, group):
+    options = BUCKETS | {"first_bucket_mb": 1 / 1024, "message_bytes": 0}
+    parallel = gw.DataParallel(model, algorithm, process_group=group, **options)
     return parallel, parallel.handle
 
 
 DOORS = {"DDP": hooked, "DataParallel": wrapped}
 
 
-def sharded(model, group):
-    """The gradients of an optimizer with sharded state: it takes them away from weights that are zero."""
-    optimizer = gw.ZeroOptimizer(
-        model.named_parameters(),
-        torch.optim.SGD,
-        lr=1.0,
-        process_group=group,
-        average_gradients=True,
-        shard="parameter",
-    )
-    return optimizer.step
+# --- a request, with the collectives of NCCL, and with those that a library without them has --------------------------------------
+
+
+EXCHANGES = [name for name in ASKED if name.startswith(("a gather", "an all-", "a reduce-"))]
+VARIANTS = [*((name, "NCCL") for name in ASKED), *((name, "another") for name in EXCHANGES)]
+
+
+@cases.each({f"{name}, {library}": (name, library) for name, library in VARIANTS})
+def test_a_request_is_answered_as_the_core_says(world, variant):
+    name, library = variant
+    group = dist.new_group(backend=BACKEND)
+    watched.clear()
+    with native_collectives(BACKEND if library == "NCCL" else "nccl"):
+        seen = answered(name, group, DEVICE)
+    assert (watched.problems, core.messages_on_their_way()) == ([], 0)
+    require_right(name, [Answered(**own) for own in world.everyones(vars(seen))])
 
 
 # --- a mean ----------------------------------------------------------------------------------------------------------------------
@@ -77,38 +76,31 @@ def one_addend(dtype, rank):
 
 
 SHORT = {str(dtype).removeprefix("torch."): dtype for dtype in BITS}
-MEANS = [f"{dtype}, {door}" for dtype in SHORT for door in (*DOORS, "ZeroOptimizer", "ZeroOptimizer, all-to-all")]
 
 
-@cases.each(MEANS)
-def short_mean(world, name):
-    from tests.emulated.device import DEVICE
-    from tests.emulated.process_group import BACKEND
-
-    dtype, door = SHORT[name.split(", ")[0]], name.split(", ", 1)[1]
-    group = dist.new_group(backend=BACKEND)
+@cases.each([f"{dtype}, {door}" for dtype in SHORT for door in (*DOORS, "ZeroOptimizer", "ZeroOptimizer, all-to-all")])
+def test_a_mean_is_rounded_once(world, name):
+    short, door = name.split(", ", 1)
+    dtype, group = SHORT[short], dist.new_group(backend=BACKEND)
     model = GivenGradients({"w": torch.zeros(40, 25, dtype=dtype), "b": torch.zeros(40, 25, dtype=dtype)}).to(DEVICE)
     gradient = one_addend(dtype, world.rank).to(DEVICE)
     with native_collectives(BACKEND if door != "ZeroOptimizer, all-to-all" else "nccl"):
         if door in DOORS:
             parallel, _ = DOORS[door](model, AllReduce(), group)
             parallel({"w": gradient, "b": gradient}).backward()
-            return [p.grad.cpu().double() for p in model.parameters()]
-        step = sharded(model, group)
-        model({"w": gradient, "b": gradient}).backward()
-        step()
-    return [-p.detach().cpu().double() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("name", MEANS)
-def test_a_mean_is_rounded_once(results, name):
-    dtype = SHORT[name.split(", ")[0]]
+            means = [p.grad for p in model.parameters()]
+        else:  # which takes gradients away from weights that are zero
+            options = {"lr": 1.0, "process_group": group, "average_gradients": True, "shard": "parameter"}
+            optimizer = gw.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, **options)
+            model({"w": gradient, "b": gradient}).backward()
+            optimizer.step()
+            means = [-p.detach() for p in model.parameters()]
     exact = sum(one_addend(dtype, rank).double() for rank in range(RANKS)).numpy() / RANKS
     last_bit = np.ldexp(1.0, np.frexp(exact)[1] - BITS[dtype])
-    for means in results(f"short_mean[{name}]"):
-        for mean in means:
-            # A 1000th more: the third itself is a float32.
-            assert np.abs((mean.numpy() - exact) / last_bit).max() <= (0.501 if dtype != torch.float32 else 1.0)
+    for mean in means:
+        # A 1000th more: the third itself is a float32.
+        off = np.abs((mean.cpu().double().numpy() - exact) / last_bit)
+        assert off.max() <= (0.501 if dtype != torch.float32 else 1.0)
 
 
 # --- PowerSGD --------------------------------------------------------------------------------------------------------------------
@@ -120,7 +112,7 @@ INFINITE = 3
 
 
 def gradients(step, rank):
-    """float64, of a sum in which the replicas' common part has the rank that is kept."""
+    """float32, of a sum in which the replicas' common part has the rank that is kept."""
     rng, common = np.random.default_rng([step, rank]), np.random.default_rng(100)
 
     def low(name, rank, noise):
@@ -136,24 +128,6 @@ def gradients(step, rank):
     if (step, rank) == (INFINITE, RANKS - 1):
         found["w"][5, 5] = np.inf
     return found
-
-
-@cases.each(DOORS)
-def as_in_numpy(world, door):
-    from tests.emulated.device import DEVICE
-    from tests.emulated.process_group import BACKEND
-
-    group = dist.new_group(backend=BACKEND)
-    model = GivenGradients({name: torch.zeros(shape) for name, shape in SHAPES.items()}).to(DEVICE)
-    parallel, handle = door(model, PowerSGD(2, min_compression_rate=1e-3), group)
-    began = {name: memory["q"].cpu().double().numpy() for name, memory in handle.state_dict()["tensors"].items()}
-    averages = []
-    for step in range(STEPS):
-        given = {name: torch.from_numpy(x).to(DEVICE) for name, x in gradients(step, world.rank).items()}
-        parallel(given).backward()
-        averages.append({name: p.grad.cpu().double().numpy() for name, p in model.named_parameters()})
-        model.zero_grad()
-    return began, averages
 
 
 def on_one_screen(began):
@@ -172,16 +146,18 @@ def on_one_screen(began):
     return seen
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_the_numbers_are_numpys(results, door):
-    everyones = results(f"as_in_numpy[{door}]")
-    expected = on_one_screen(everyones[0][0])
-    for _, averages in everyones:
-        for step, (average, wanted) in enumerate(zip(averages, expected, strict=True)):
-            for name in SHAPES:
-                if step == INFINITE and name != "b":
-                    assert np.isnan(average[name]).all()
-                elif step != INFINITE:
-                    np.testing.assert_allclose(
-                        average[name], wanted[name], rtol=0, atol=2e-5, err_msg=f"step {step}, {name}"
-                    )
+@cases.each(DOORS)
+def test_the_numbers_are_numpys(world, door):
+    model = GivenGradients({name: torch.zeros(shape) for name, shape in SHAPES.items()}).to(DEVICE)
+    parallel, handle = door(model, PowerSGD(2, min_compression_rate=1e-3), dist.new_group(backend=BACKEND))
+    began = {name: memory["q"].cpu().double().numpy() for name, memory in handle.state_dict()["tensors"].items()}
+    for step, wanted in enumerate(on_one_screen(began)):
+        given = {name: torch.from_numpy(x).to(DEVICE) for name, x in gradients(step, world.rank).items()}
+        parallel(given).backward()
+        for name, p in model.named_parameters():
+            average = p.grad.cpu().double().numpy()
+            if step == INFINITE and name != "b":
+                assert np.isnan(average).all()
+            elif step != INFINITE:
+                np.testing.assert_allclose(average, wanted[name], rtol=0, atol=2e-5, err_msg=f"step {step}, {name}")
+        model.zero_grad()

@@ -4,6 +4,7 @@ early, and Gloo's results come out.
 Each of two replicas is two shards, so FSDP gathers, reduces and scatters on streams of its own, and gives memory back while they run.
 """
 
+import os
 from contextlib import contextmanager
 from itertools import count
 
@@ -16,33 +17,24 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from gradwire import PowerSGD
 from gradwire.torch_backend import compress_replicas
-from tests.emulated.build import shared_library
 from tests.torch.compare import relative, same_bits
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
 
-WIDTHS = (40, 37, 36, 20)
-#: The units' order is learned in the first step, and what is kept is made in it.
-FIRST_STEPS = 1
+if "RANK" in os.environ:
+    from tests.emulated.device import DEVICE, core, stream, watched
+    from tests.emulated.process_group import BACKEND, EmulatedNCCL
 
+WIDTHS = (40, 37, 36, 20)
 SHARDS = 2
 
 cases = Cases(__file__, ranks=4)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _built():
-    shared_library()
-
-
 @contextmanager
 def fsdp_on_emulated_streams():
     """What FSDP asks of `torch.emu`."""
-    from tests.emulated.device import DEVICE, core, stream
-
-    numbers = count(40)
-
-    module = torch.emu
+    numbers, module = count(40), torch.emu
 
     class Stream:
         def __init__(self, device=None, priority=0, number=None):
@@ -117,9 +109,6 @@ POLICIES = {
 
 @cases.each(POLICIES)
 def test_unit_by_unit_on_a_stream_of_its_own(world, options):
-    from tests.emulated.device import DEVICE, watched
-    from tests.emulated.process_group import BACKEND, EmulatedNCCL
-
     offloaded = "offload_policy" in options
 
     def groups(backend):
@@ -129,7 +118,7 @@ def test_unit_by_unit_on_a_stream_of_its_own(world, options):
         return replicas[world.rank % SHARDS], shards[world.rank // SHARDS]
 
     def after_step(step):
-        if step < FIRST_STEPS:
+        if step < 1:  # in which the units' order is learned, and what is kept is made
             watched.waits.clear()
 
     right, _ = trained(*groups("gloo"), torch.device("cpu"), **({} if offloaded else options))

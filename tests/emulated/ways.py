@@ -9,13 +9,11 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -46,29 +44,6 @@ IOTA, ONES = frozenset({"arange"}), frozenset({"fill_"})
 LEARNS = 2
 #: Smooth near zero: gradients that are rounding noise stay noise, and are not turned into steps.
 ADAMW = {"lr": 0.1, "eps": 0.1}
-
-
-class ChannelsLast(nn.Module):
-    """Of whose gradients the memory is not in the order of the elements. As products: the device knows no convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(24, 16, 2, 2).to(memory_format=torch.channels_last) / 8)
-        self.second = nn.Parameter(torch.randn(8, 6, 2, 2).to(memory_format=torch.channels_last) / 5)
-
-    def forward(self, x):
-        return torch.relu(x @ self.first.reshape(24, 64).mT) @ self.second.reshape(8, 24).mT
-
-
-class TwoDtypes(nn.Module):
-    """A layer in bfloat16 between two in float32."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(64, 48), nn.Linear(48, 33).bfloat16(), nn.Linear(33, 8)
-
-    def forward(self, x):
-        return self.third(torch.relu(self.second(torch.relu(self.first(x)).bfloat16()).float()))
 
 
 class OfTheTable(GivenGradients):
@@ -105,38 +80,32 @@ Wrap = Callable[[Any, dist.ProcessGroup, Any], tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train.
+    """A way to train."""
 
-    Attributes:
-        wrap: the model and its optimizer.
-        model: makes the model.
-        dtype: of parameters and data.
-        tolerance: how far apart weights may end here and with Gloo on the CPU, as a part of how far they have come.
-        waits: of the host, that gradwire may cause in a step.
-        waits_at_first: and besides in the first two steps together.
-        makes: kernels by which gradwire makes constants in every step.
-        micro_batches: all but the last under `no_sync`.
-        scaler: the loss is scaled, and infinite once on the last rank.
-        max_norm: gradients are clipped to it.
-        branches: forward passes take some of the model's branches, see `tests.torch.models.Branches`.
-        native: collectives that only NCCL has are used, as on NCCL.
-        steps: of the optimizer, where branches do not say them.
-        left: messages that are on their way in the end.
-    """
-
+    #: The model and its optimizer; and what makes the model.
     wrap: Wrap
     model: Callable[[], nn.Module] = layers
+    #: Of parameters and data.
     dtype: torch.dtype = torch.float32
+    #: How far apart weights may end here and with Gloo on the CPU, as a part of how far they have come.
     tolerance: float = EXACT
+    #: Of the host, that gradwire may cause in a step; and besides in the first two steps together.
     waits: int = 0
     waits_at_first: int = 0
+    #: Kernels by which gradwire makes constants in every step.
     makes: frozenset[str] = frozenset()
+    #: All but the last under `no_sync`.
     micro_batches: int = 1
+    #: The loss is scaled, and infinite once on the last rank; gradients are clipped to a norm.
     scaler: bool = False
     max_norm: float | None = None
+    #: Forward passes take some of the model's branches, see `tests.torch.models.Branches`.
     branches: bool = False
+    #: Collectives that only NCCL has are used, as on NCCL.
     native: bool = True
+    #: Of the optimizer, where branches do not say them.
     steps: int = 5
+    #: Messages that are on their way in the end.
     left: int = 0
 
 
@@ -168,7 +137,7 @@ def named(hook, state=lambda group: group):
     """DDP with a hook by its torch name."""
 
     def wrap(model, group, scaler):
-        ddp = DistributedDataParallel(model, process_group=group, **BUCKETS)
+        ddp = with_ddp(model, group)
         ddp.register_comm_hook(state(group), hook)
         return ddp, sgd(model)
 
@@ -198,15 +167,21 @@ def everything(door):
     return wrap
 
 
+def with_ddp(model, group):
+    return DistributedDataParallel(model, process_group=group, **BUCKETS)
+
+
+def sharded(model, group, **options):
+    options |= {"process_group": group, **ADAMW, **BUCKETS}
+    return gw.ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, **options)
+
+
 def zero(**options):
     """DDP, and an optimizer with sharded state beside it; or alone, if it averages gradients itself."""
 
     def wrap(model, group, scaler):
-        optimizer = gw.ZeroOptimizer(
-            model.named_parameters(), torch.optim.AdamW, process_group=group, **ADAMW, **BUCKETS, **options
-        )
-        alone = options.get("average_gradients", False)
-        return model if alone else DistributedDataParallel(model, process_group=group, **BUCKETS), optimizer
+        optimizer = sharded(model, group, **options)
+        return model if options.get("average_gradients", False) else with_ddp(model, group), optimizer
 
     return wrap
 
@@ -217,10 +192,7 @@ def zero_step(
     """An optimizer that steps inside DDP's hook."""
 
     def wrap(model, group, scaler):
-        ddp = DistributedDataParallel(model, process_group=group, **BUCKETS)
-        optimizer = gw.ZeroOptimizer(
-            model.named_parameters(), torch.optim.AdamW, process_group=group, **ADAMW, **BUCKETS, **options
-        )
+        ddp, optimizer = with_ddp(model, group), sharded(model, group, **options)
         scaling = {"grad_scaler": scaler} if scaler else {}
         ddp.register_comm_hook(state(group), make(hook, ddp, optimizer, spread, **scaling))
         return ddp, optimizer
@@ -230,7 +202,7 @@ def zero_step(
 
 def local(schedule, **options):
     def wrap(model, group, scaler):
-        ddp = DistributedDataParallel(model, process_group=group, **BUCKETS)
+        ddp = with_ddp(model, group)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         fitting = schedule(dist.get_world_size(group)) if callable(schedule) else schedule
         gw.local_sgd(ddp, optimizer, fitting, message_bytes=MESSAGE_BYTES, **options)
@@ -246,7 +218,7 @@ def one_by_one(size):
 
 def post_local(make_averager):
     def wrap(model, group, scaler):
-        ddp = DistributedDataParallel(model, process_group=group, **BUCKETS)
+        ddp = with_ddp(model, group)
         state = gw.PostLocalSGDState(group, None, 2, post_local_gradient_allreduce=False)
         ddp.register_comm_hook(state, gw.post_localSGD_hook)
         return ddp, gw.PostLocalSGDOptimizer(sgd(model), make_averager(group))
@@ -261,36 +233,20 @@ def hierarchical(group):
 
 
 def _zero_ways():
-    ways = {}
+    inside, interleaved = "hook_with_zero_step", "hook_with_zero_step_interleaved"
+    ways, late = {}, gw.hook_with_zero_step_interleaved
     for shard in ("element", "parameter", "bucket"):
         by = f"by {shard}"
         ways[f"ZeroOptimizer {by}"] = Way(zero(shard=shard))
         ways[f"ZeroOptimizer {by}, averaging"] = Way(zero(shard=shard, average_gradients=True))
-        ways[f"hook_with_zero_step {by}"] = Way(zero_step(shard=shard))
-        ways[f"hook_with_zero_step {by}, all-to-all"] = Way(zero_step(shard=shard), native=False)
-        ways[f"hook_with_zero_step_interleaved {by}"] = Way(zero_step(gw.hook_with_zero_step_interleaved, shard=shard))
-    spread = {"shard": "bucket", "spread": True}
-    low_rank = {"hook": gw.powerSGD_hook, "state": powersgd_state}
+        ways[f"{inside} {by}"] = Way(zero_step(shard=shard))
+        ways[f"{inside} {by}, all-to-all"] = Way(zero_step(shard=shard), native=False)
+        ways[f"{interleaved} {by}"] = Way(zero_step(late, shard=shard))
     return ways | {
-        "hook_with_zero_step, buckets shared": Way(zero_step(**spread)),
-        "hook_with_zero_step_interleaved, buckets shared": Way(zero_step(gw.hook_with_zero_step_interleaved, **spread)),
-        "hook_with_zero_step(powerSGD_hook)": Way(zero_step(**low_rank)),
-        "hook_with_zero_step_interleaved(powerSGD_hook)": Way(
-            zero_step(gw.hook_with_zero_step_interleaved, **low_rank)
-        ),
-        "hook_with_zero_step(bf16_compress_hook)": Way(zero_step(hook=gw.bf16_compress_hook), tolerance=ROUNDED),
         # The host reads whether the step is finite: the optimizer's step is not called otherwise.
-        "hook_with_zero_step, GradScaler": Way(zero_step(), scaler=True, waits=1),
-        "hook_with_zero_step, max_grad_norm": Way(zero_step(max_grad_norm=0.01)),
+        f"{inside}, GradScaler": Way(zero_step(), scaler=True, waits=1),
+        f"{inside}, max_grad_norm": Way(zero_step(max_grad_norm=0.01)),
         "ZeroOptimizer, max_grad_norm": Way(zero(max_grad_norm=0.01)),
-        "ZeroOptimizer, float32 master weights": Way(
-            zero(master_dtype=torch.float32), dtype=torch.bfloat16, tolerance=COARSE
-        ),
-        "hook_with_zero_step_interleaved, float32 master weights": Way(
-            zero_step(gw.hook_with_zero_step_interleaved, master_dtype=torch.float32),
-            dtype=torch.bfloat16,
-            tolerance=COARSE,
-        ),
         "ZeroOptimizer, GradScaler": Way(zero(), scaler=True),
         "ZeroOptimizer, gradient accumulation": Way(zero(), micro_batches=2),
     }
@@ -304,25 +260,9 @@ def of_the_table(name):
     return Way(hooked(algorithm), partial(OfTheTable, name), steps=steps, makes=makes)
 
 
-def _crossed():
-    """Algorithms that remember nothing, something by name, or a number for all; behind both doors, with a scaler. Without one a step is what it is there in
-    four of five."""
-    algorithms = {
-        "AllReduce": AllReduce(),
-        "PowerSGD, no memory": PowerSGD(2, error_feedback=False, warm_start=False),
-        "PowerSGD, half steps": PowerSGD(2, half_step=True),
-        "Quantize": gradwire.Quantize("int8"),
-        "TopK": gradwire.TopK(8, per=64),
-        "Sign": gradwire.Sign(),
-        "two levels": TwoLevel(WireDtype(PowerSGD(2), "bfloat16"), "node"),
-    }
-    doors = {"DDP": (hooked, 0), "DataParallel": (data_parallel, LEARNS)}
-    return {
-        f"{algorithm} x {door} x scaler": Way(
-            wrap(algorithms[algorithm]), scaler=True, tolerance=COARSE, waits_at_first=learns, makes=IOTA | ONES
-        )
-        for (algorithm, (door, (wrap, learns))) in product(algorithms, doors.items())
-    }
+def crossed(wrap, algorithm, waits_at_first=0):
+    """A method with a scaler, behind a door: without one a step is what it is there in four of five."""
+    return Way(wrap(algorithm), scaler=True, tolerance=COARSE, waits_at_first=waits_at_first, makes=IOTA | ONES)
 
 
 WAYS = {
@@ -334,7 +274,6 @@ WAYS = {
     "PowerSGD": Way(hooked(PowerSGD(2))),
     "PowerSGD, one message": Way(hooked(PowerSGD(2), message_bytes=1 << 20)),
     "PowerSGD, a message per bucket": Way(hooked(PowerSGD(2), message_bytes=0)),
-    "PowerSGD, epsilon": Way(hooked(PowerSGD(2, orthogonalization_epsilon=1e-6))),
     "PowerSGD, float64 state": Way(hooked(PowerSGD(2, state_dtype="float64"))),
     "WireDtype(PowerSGD)": Way(hooked(WireDtype(PowerSGD(2), "bfloat16")), tolerance=ROUNDED),
     "WireDtype(AllReduce)": Way(hooked(WireDtype(AllReduce(), "float16")), tolerance=ROUNDED),
@@ -347,30 +286,24 @@ WAYS = {
     "DataParallel, everything that can be asked": Way(everything(data_parallel), waits=6, waits_at_first=LEARNS, makes=IOTA),
     # DDP's options, and what a loop does besides.
     "DDP, views": Way(hooked(PowerSGD(2), gradient_as_bucket_view=True)),
-    "DDP, static_graph": Way(hooked(PowerSGD(2), static_graph=True)),
     "DDP, unused parameters looked for": Way(hooked(PowerSGD(2), find_unused_parameters=True)),
     "DDP, unused parameters": Way(hooked(PowerSGD(2), find_unused_parameters=True), Branches, branches=True),
     "DDP, accumulation": Way(hooked(PowerSGD(2)), micro_batches=3),
     "DDP, GradScaler": Way(hooked(PowerSGD(2)), scaler=True),
     "DDP, GradScaler, nothing remembered": Way(hooked(WireDtype(AllReduce(), "bfloat16")), scaler=True, tolerance=ROUNDED),
-    "DDP, GradScaler and clipping": Way(hooked(PowerSGD(2)), scaler=True, max_norm=0.01),
     "DDP, clipping": Way(hooked(PowerSGD(2)), max_norm=0.01),
-    "DDP, two dtypes": Way(hooked(PowerSGD(2)), TwoDtypes, tolerance=COARSE),
-    "DDP, channels_last": Way(hooked(PowerSGD(2)), ChannelsLast),
     "DDP, bfloat16": Way(hooked(PowerSGD(2)), dtype=torch.bfloat16, tolerance=COARSE),
     # torch's names.
     "allreduce_hook": Way(named(gw.allreduce_hook)),
-    "fp16_compress_hook": Way(named(gw.fp16_compress_hook), tolerance=ROUNDED),
-    "bf16_compress_hook": Way(named(gw.bf16_compress_hook), tolerance=ROUNDED),
     "powerSGD_hook": Way(named(gw.powerSGD_hook, powersgd_state)),
     "batched_powerSGD_hook": Way(named(gw.batched_powerSGD_hook, powersgd_state)),
-    "fp16_compress_wrapper(powerSGD_hook)": Way(named(gw.fp16_compress_wrapper(gw.powerSGD_hook), powersgd_state), tolerance=ROUNDED),
-    "bf16_compress_wrapper(allreduce_hook)": Way(named(gw.bf16_compress_wrapper(gw.allreduce_hook)), tolerance=ROUNDED),
-    "bf16_compress_wrapper(torch's)": Way(named(gw.bf16_compress_wrapper(default_hooks.allreduce_hook)), tolerance=ROUNDED),
     "post_localSGD_hook": Way(
         named(gw.post_localSGD_hook, lambda group: gw.PostLocalSGDState(group, group, start_localSGD_iter=2))
     ),
-    **_crossed(),
+    "AllReduce x DDP x scaler": crossed(hooked, AllReduce()),
+    "PowerSGD, half steps x DataParallel x scaler": crossed(data_parallel, PowerSGD(2, half_step=True), LEARNS),
+    "TopK x DataParallel x scaler": crossed(data_parallel, gradwire.TopK(8, per=64), LEARNS),
+    "two levels x DataParallel x scaler": crossed(data_parallel, TwoLevel(WireDtype(PowerSGD(2), "bfloat16"), "node"), LEARNS),
     "many memories, GradScaler": Way(
         hooked(gradwire.Quantize("int8"), message_bytes=1 << 20), many, scaler=True, tolerance=COARSE, makes=IOTA | ONES
     ),
@@ -387,9 +320,6 @@ WAYS = {
     ),
     "DataParallel, accumulation": Way(data_parallel(AllReduce()), micro_batches=3, waits_at_first=LEARNS),
     "DataParallel, GradScaler": Way(data_parallel(PowerSGD(2)), scaler=True, waits_at_first=LEARNS),
-    "DataParallel, GradScaler and clipping": Way(data_parallel(PowerSGD(2)), scaler=True, max_norm=0.01, waits_at_first=LEARNS),
-    "DataParallel, two dtypes": Way(data_parallel(PowerSGD(2)), TwoDtypes, tolerance=COARSE, waits_at_first=LEARNS),
-    "DataParallel, channels_last": Way(data_parallel(PowerSGD(2)), ChannelsLast, waits_at_first=LEARNS),
     # Optimizers with sharded state.
     **_zero_ways(),
     # Parameters that are averaged now and then.
@@ -417,27 +347,14 @@ WAYS = {
 
 @dataclass
 class Record:
-    """A run.
-
-    Attributes:
-        moved: how far all parameters have come, as one vector in float32.
-        seen: by step, what was seen of it.
-    """
+    """Of a run how far all parameters have come, as one vector in float32; and by step, what was seen of it."""
 
     moved: Tensor
     seen: list[Any] = field(default_factory=list)
 
 
 def train(way, device, group, stream_of_backward=nullcontext, look=list):
-    """Some steps in a user's loop; the same data and weights on every device.
-
-    Args:
-        way: what to train.
-        device: where.
-        group: its process group.
-        stream_of_backward: a context in which `backward` is called.
-        look: gives what was seen of the device since it was last called.
-    """
+    """Some steps in a user's loop; the same data and weights on every device. `backward` is called in a context; `look` gives what was seen of the device since."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(0)
     model = way.model()
@@ -484,8 +401,7 @@ def _weights(model):
 
 def _loss(model, x, taken):
     y = model(x) if taken is None else model(x, taken)
-    loss = (y.float() - torch.sin(3 * x[:, : y.shape[1]].float())).square().mean()
-    return loss
+    return (y.float() - torch.sin(3 * x[:, : y.shape[1]].float())).square().mean()
 
 
 @contextmanager

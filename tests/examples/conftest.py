@@ -1,18 +1,16 @@
-"""The examples as their users run them: scripts, in processes of their own, most of them forked by `tests/interpreter.py`."""
+"""The examples as their users run them: scripts, in processes of their own, most of them forked."""
 
-import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests import launch
-from tests.interpreter import interpreter
 
 EXAMPLES = launch.ROOT / "examples"
 #: A model small enough to train in no time.
@@ -23,9 +21,9 @@ TINY = ["--width=32", "--layers=1", "--context=16", "--batch-size=2", "--eval-wi
 class Started:
     """A running command, and what it says."""
 
-    process: subprocess.Popen[str]
+    process: launch.Process
     mark: str
-    said: list[str] = field(default_factory=list)
+    log: Path
 
     def finish(self, timeout: float = 240) -> str:
         """Its output, once it has ended well."""
@@ -36,13 +34,8 @@ class Started:
 
     def output(self, timeout: float = 240) -> str:
         """All it has said, once it has ended."""
-        if not self.said:
-            try:
-                self.said.append(self.process.communicate(timeout=timeout)[0])
-            except subprocess.TimeoutExpired:
-                self.kill()
-                raise
-        return self.said[0]
+        self.process.wait(timeout)
+        return self.log.read_text()
 
     def alive(self) -> list[int]:
         """Its processes, children of children included."""
@@ -55,17 +48,17 @@ class Started:
             time.sleep(0.1)
         return alive
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float = 240) -> None:
+    def wait_for(self, condition: Callable[[], object], timeout: float = 240) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
-            assert time.monotonic() < deadline, f"not after {timeout} s"
+            assert time.monotonic() < deadline, f"not after {timeout} s:\n{self.log.read_text()[-2000:]}"
             assert self.process.poll() is None, self.output()[-6000:]
             time.sleep(0.02)
 
     def kill(self) -> None:
         """As by a power cut: all its processes at once, with no time to clean up."""
         launch.end_all(self.mark)
-        self.output()
+        self.process.wait()
 
 
 @pytest.fixture(scope="session")
@@ -75,27 +68,17 @@ def xla_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(xla_cache: Path) -> Iterator[Callable[..., Started]]:
+def start(xla_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Started]]:
     """Start a command line; whatever it has started is gone after the test."""
     everything: list[Started] = []
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(xla_cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
     def starter(*command: str | Path, python: str = "", **env: str) -> Started:
-        mark = uuid.uuid4().hex
-        cache = {
-            "JAX_COMPILATION_CACHE_DIR": str(xla_cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            # Compile fast, not well. And no number of devices: the scripts say themselves how many they want.
-            "XLA_FLAGS": launch.quickly_compiled(launch.xla_flags()),
-        }
-        process = subprocess.Popen(
-            [python or interpreter(), *map(str, command)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=launch.environment(mark) | cache | env,
-            start_new_session=True,
-        )
-        everything.append(Started(process, mark))
+        mark, log = uuid.uuid4().hex, tmp_path_factory.mktemp("log") / "log"
+        # Compile fast, not well. And no number of devices: the scripts say themselves how many they want.
+        flags = {launch.MARK: mark, "XLA_FLAGS": launch.quickly_compiled(launch.xla_flags())}
+        process = launch.start(*command, log=str(log), env=cache | flags | env, python=python)
+        everything.append(Started(process, mark, log))
         return everything[-1]
 
     try:
@@ -114,6 +97,5 @@ def examples_importable() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(str(EXAMPLES))
-        names = {p.stem for p in EXAMPLES.glob("*.py")}
-        for name in (set(sys.modules) - before) & names:
+        for name in (set(sys.modules) - before) & {p.stem for p in EXAMPLES.glob("*.py")}:
             del sys.modules[name]

@@ -18,14 +18,10 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from tests.fuzz import core_targets, histories, jax_targets, states, texts, torch_targets, world_sizes
-from tests.fuzz.engine import Found, Target, cases, construct
-
-TABLES: dict[str, dict[str, Target]] = {
-    "core": core_targets.TARGETS,
-    "torch": torch_targets.TARGETS,
-    "jax": jax_targets.TARGETS,
-}
+from tests.fuzz import states, texts
+from tests.fuzz.engine import GARBAGE, Found, cases, construct
+from tests.fuzz.targets import TABLES
+from tests.soak.simulation import Failure, simulate
 
 
 def constructions(tables: Iterable[str], found: Found, seed: int = 0, share: float = 1.0) -> None:
@@ -41,8 +37,12 @@ def everything(seed: int, found: Found, *, share: float, each: int, count: int) 
     """One round: so large a part of the constructions, so many states of each form and histories of each kind, so many texts and files."""
     constructions(TABLES, found, seed, share)
     states.histories(seed, found, each)
-    world_sizes.histories(seed, found, each)
-    histories.histories(seed, found, each)
+    for number in range(seed * each, (seed + 1) * each):  # with gradients as they should not be
+        found.tried += 1
+        try:
+            simulate("averages", number)
+        except Failure as error:
+            found.add(GARBAGE, str(error))
     texts.expressions(seed, found, count)
     with TemporaryDirectory() as folder:
         texts.files(seed, found, count, Path(folder))

@@ -22,8 +22,7 @@ import numpy as np
 REFUSALS = (TypeError, ValueError, NotImplementedError)
 WRONG_CLASS, NOT_NAMED, LATE, SLOW = "wrong class", "not named", "refused late", "slow"
 CHANGED, GARBAGE = "changed though refused", "garbage accepted"
-DIFFERENT, STUCK = "ranks that differ", "does not recover"
-KINDS = (WRONG_CLASS, NOT_NAMED, LATE, SLOW, CHANGED, GARBAGE, DIFFERENT, STUCK)
+KINDS = (WRONG_CLASS, NOT_NAMED, LATE, SLOW, CHANGED, GARBAGE)
 #: Seconds that nothing here may take.
 LONG = 30.0
 

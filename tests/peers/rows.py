@@ -25,23 +25,12 @@ NO_HOOK = rf"^(?!.*({OWN_HOOK})).*({DDP})"
 
 @dataclass(frozen=True)
 class Row:
-    """One way to run some of the tests.
-
-    Args:
-        title: what stands in whose place.
-        ranks: processes per test.
-        tests: a pattern of names.
-        prepare: called in every rank with the module that holds the tests.
-    """
+    """One way to run the tests whose names a pattern finds: what stands in whose place, processes per test, and what is called in every rank with their module."""
 
     title: str
     ranks: int
     tests: str
     prepare: Callable[[ModuleType], None]
-
-
-def _as_it_is(tests):
-    pass
 
 
 def _under_torchs_names(tests):
@@ -84,26 +73,17 @@ def _lossless(ddp):
     register_comm_hook(ddp, PowerSGD(rank=2**20, min_compression_rate=1e-6), message_bytes=1000)
 
 
+def _hooked(title, register):
+    return Row(f"{title} on every DDP", 2, NO_HOOK, _on_every_ddp(register))
+
+
 ROWS = {
-    "torch": Row("torch alone", 2, f"{NAMES}|{DDP}", _as_it_is),
+    "torch": Row("torch alone", 2, f"{NAMES}|{DDP}", lambda tests: None),
     "names": Row("gradwire under torch's names: hooks, averagers, post-local SGD", 4, NAMES, _under_torchs_names),
-    "torch's": Row(
-        "torch's allreduce_hook on every DDP",
-        2,
-        NO_HOOK,
-        _on_every_ddp(lambda ddp: ddp.register_comm_hook(None, default_hooks.allreduce_hook)),
+    "torch's": _hooked(
+        "torch's allreduce_hook", lambda ddp: ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     ),
-    "hook": Row(
-        "gradwire's allreduce_hook on every DDP",
-        2,
-        NO_HOOK,
-        _on_every_ddp(lambda ddp: ddp.register_comm_hook(None, allreduce_hook)),
-    ),
-    "algorithm": Row(
-        "register_comm_hook(ddp, AllReduce()) on every DDP",
-        2,
-        NO_HOOK,
-        _on_every_ddp(lambda ddp: register_comm_hook(ddp, AllReduce())),
-    ),
-    "lossless": Row("PowerSGD of a rank that loses nothing on every DDP", 2, NO_HOOK, _on_every_ddp(_lossless)),
+    "hook": _hooked("gradwire's allreduce_hook", lambda ddp: ddp.register_comm_hook(None, allreduce_hook)),
+    "algorithm": _hooked("register_comm_hook(ddp, AllReduce())", lambda ddp: register_comm_hook(ddp, AllReduce())),
+    "lossless": _hooked("PowerSGD of a rank that loses nothing", _lossless),
 }

@@ -19,7 +19,7 @@ from gradwire.core.protocol.control_requests import Branch, StepIsFinite
 from gradwire.core.protocol.local_requests import LocalNorm, Orthonormalize, WorldSize
 from gradwire.core.simulate import NumpyOps
 from tests.soak import draw
-from tests.soak.checks import close, same_bits
+from tests.soak.histories import close, same_bits
 
 STEPS = 12
 
@@ -28,8 +28,7 @@ class Network:
     """A queue of requests for each replica, each with its place."""
 
     def __init__(self, replicas):
-        self.sent = [[] for _ in range(replicas)]
-        self._answers = {}
+        self.sent, self._answers = [[] for _ in range(replicas)], {}
 
     def send(self, replica, request):
         self.sent[replica].append(request)

@@ -2,15 +2,13 @@
 
     python -m tests.soak.long_run --steps 5000 --groups 200
 
-Every step trains one model behind several front doors at once: DDP with a hook, `DataParallel`, `Averager` and local SGD, waiting for averages and not. Resident memory, file descriptors
-and threads are read when a tenth of the steps is done, by which all memory is there, and in the end. Then process groups are made, train a step and
-are destroyed, one after the other, and the same is read after a tenth of them.
+Every step trains one model behind several front doors at once. Resident memory, file descriptors and threads are read when a tenth of the steps is done, by which
+all memory is there, and in the end. Then process groups are made, train a step and are destroyed, one after the other, and the same is read.
 """
 
 import argparse
 import gc
 import os
-import platform
 import sys
 import threading
 import time
@@ -24,7 +22,7 @@ from torch import nn
 
 from gradwire import AllReduce, PowerSGD, Sign, TopK, WireDtype, diloco
 from gradwire.torch_backend import Averager, DataParallel, local_sgd, register_comm_hook
-from tests.launch import torchrun
+from tests.launch import run_ranks
 
 RANKS, WIDTH = 2, 32
 #: What may be more in the end than after a tenth, in KiB of each rank: the allocator's arenas, of which no step has its own.
@@ -37,30 +35,23 @@ def model():
 
 
 def doors(group):
-    """What trains a step, of each front door, by its name; and its optimizer. And the handle that has a process group of its own, until it is unregistered."""
-    made = {}
+    """What trains a step, of each front door; its optimizer and its averager. And the handle that has a process group of its own, until it is unregistered."""
     hooked = nn.parallel.DistributedDataParallel(model(), process_group=group)
     register_comm_hook(hooked, PowerSGD(2, half_step=True))
-    made["DDP"] = hooked, torch.optim.SGD(hooked.parameters(), lr=0.01), None
     wrapped = DataParallel(model(), TopK(8), process_group=group)
-    made["DataParallel"] = wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.01), None
-    plain = model()
+    plain, local, late = model(), model(), model()
     averager = Averager(WireDtype(AllReduce(), "int8"), dict(plain.named_parameters()), group)
-    made["Averager"] = plain, torch.optim.SGD(plain.parameters(), lr=0.01), averager
-    local = model()
-    optimizer = torch.optim.AdamW(local.parameters(), lr=0.001)
-    local_sgd(local, optimizer, diloco(5, compressor=Sign()), process_group=group)
-    made["local SGD"] = local, optimizer, None
-    late = model()
-    optimizer = torch.optim.AdamW(late.parameters(), lr=0.001)
-    handle = local_sgd(late, optimizer, diloco(5, overlap=3, fragments=2, compressor=PowerSGD(2)), process_group=group)
-    made["overlap"] = late, optimizer, None
-    return made, handle
+    made = [(m, torch.optim.SGD(m.parameters(), lr=0.01), None) for m in (hooked, wrapped)]
+    made += [(plain, torch.optim.SGD(plain.parameters(), lr=0.01), averager)]
+    made += [(m, torch.optim.AdamW(m.parameters(), lr=0.001), None) for m in (local, late)]
+    local_sgd(*made[3][:2], diloco(5, compressor=Sign()), process_group=group)
+    overlapped = diloco(5, overlap=3, fragments=2, compressor=PowerSGD(2))
+    return made, local_sgd(*made[4][:2], overlapped, process_group=group)
 
 
 def step(made, number):
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number * RANKS + dist.get_rank()))
-    for module, optimizer, averager in made.values():
+    for module, optimizer, averager in made:
         optimizer.zero_grad()
         module(x).square().mean().backward()
         if averager is not None:
@@ -110,7 +101,7 @@ def work(steps, groups):
     dist.init_process_group("gloo")
     made, handle = doors(None)
     grown = watched("steps", steps, partial(step, made))
-    weights = torch.cat([p.detach().flatten() for name in made for p in made[name][0].parameters()])
+    weights = torch.cat([p.detach().flatten() for module, *_ in made for p in module.parameters()])
     assert weights.isfinite().all()
     del made, handle
     grown += watched("process groups", groups, one_group)
@@ -127,9 +118,8 @@ def main():
     args = parser.parse_args()
     if args.work:
         sys.exit(work(args.steps, args.groups))
-    print(f"{RANKS} ranks, {platform.platform()}, torch {torch.__version__}")
     arguments = "--work", f"--steps={args.steps}", f"--groups={args.groups}"
-    print(torchrun(Path(__file__), RANKS, *arguments, timeout=24 * 3600).stdout)
+    print(run_ranks(Path(__file__), RANKS, *arguments, timeout=24 * 3600))
 
 
 if __name__ == "__main__":

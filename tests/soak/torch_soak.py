@@ -15,10 +15,8 @@ import gc
 import hashlib
 import math
 import os
-import platform
 import random
 import resource
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -32,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import AllReduce, PowerSGD, WireDtype, diloco
 from gradwire.torch_backend import DataParallel, local_sgd, register_comm_hook
-from tests.launch import torchrun
+from tests.launch import run_ranks
 from tests.methods import METHODS, VARIANTS
 from tests.parity.cases import TORCH_METHODS
 from tests.soak.draw import fits
@@ -64,14 +62,12 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.outer = nn.Linear(WIDTH, 8)
-        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.outer, self.scale = nn.Linear(WIDTH, 8), nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x):
         for layer in self.inner:
             x = x + torch.tanh(layer(x))
-        out = self.outer(x) * self.scale
-        return out
+        return self.outer(x) * self.scale
 
 
 class Training:
@@ -93,18 +89,16 @@ class Training:
         """Begin a stretch."""
         self.wrapped = None
         gc.collect()  # the wrapper before is gone, and what it had hung on the parameters is of no effect
+        options = {"bucket_cap_mb": 0.003, "find_unused_parameters": True}
         if ours:
-            self.wrapped = DataParallel(
-                self.model, algorithm, bucket_cap_mb=0.003, first_bucket_mb=0.001, find_unused_parameters=True
-            )
+            self.wrapped = DataParallel(self.model, algorithm, first_bucket_mb=0.001, **options)
             handle = self.wrapped.handle
         else:
-            self.wrapped = DistributedDataParallel(self.model, bucket_cap_mb=0.003, find_unused_parameters=True)
+            self.wrapped = DistributedDataParallel(self.model, **options)
             handle = register_comm_hook(self.wrapped, algorithm, message_bytes=self.shared.choice([0, 1500, 1 << 20]))
-        self.memory, self.load = handle.rank_state_dict, handle.load_state_dict
-        self.algorithm = algorithm
+        self.memory, self.algorithm = handle.rank_state_dict, algorithm
         if memory is not None:
-            self.load(memory)
+            handle.load_state_dict(memory)
 
     def step(self):
         """One step, and what must be true after it on this rank."""
@@ -143,14 +137,13 @@ class Training:
         local, handle = self.shared.choice(OVERLAPPED), None
         for _ in range(steps):
             if handle is None or self.shared.random() < 0.1:
-                own = None if handle is None else handle.rank_state_dict()
-                before = None if handle is None else copy.deepcopy(self.model.state_dict())
+                saved = handle and (handle.rank_state_dict(), copy.deepcopy(self.model.state_dict()))
                 if handle is not None:
                     handle._leave_optimizer()
                 handle = local_sgd(self.model, self.optimizer, local)  # makes parameters equal
-                if own is not None:
-                    self.model.load_state_dict(before)
-                    handle.load_state_dict(own)
+                if saved:
+                    self.model.load_state_dict(saved[1])
+                    handle.load_state_dict(saved[0])
                     self.counts["resumed"] += 1
             self.optimizer.zero_grad()
             self.wrapped = self.model
@@ -196,19 +189,9 @@ class Training:
 def digest(value):
     """Of all bits in nested dictionaries of tensors and numbers."""
     sha = hashlib.sha256()
-
-    def add(x):
-        if isinstance(x, dict):
-            for key in sorted(x, key=str):
-                sha.update(str(key).encode())
-                add(x[key])
-        elif isinstance(x, Tensor):
-            sha.update(f"{x.dtype} {tuple(x.shape)}".encode())
-            sha.update(x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            sha.update(repr(x).encode())
-
-    add(value)
+    for path, x in torch.utils._pytree.tree_flatten_with_path(value)[0]:
+        bits = x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if isinstance(x, Tensor) else b""
+        sha.update(f"{path} {(x.dtype, x.shape) if bits else x}".encode() + bits)
     return sha.hexdigest()
 
 
@@ -217,8 +200,7 @@ def work(steps, seed, stretch_steps):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     training = Training(seed)
-    start, sizes = time.monotonic(), []
-    memory = None
+    start, memory = time.monotonic(), None
     for stretch in range(math.ceil(steps / stretch_steps)):
         # Each algorithm for two stretches: under one wrapper, then with what it has kept under the other.
         algorithm, ours = ALGORITHMS[stretch // 2 % len(ALGORITHMS)], stretch % 2 == 1
@@ -231,66 +213,35 @@ def work(steps, seed, stretch_steps):
         memory = training.memory()
         if ours:
             training.train_apart(stretch_steps)
-        sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
         if training.rank == 0:
-            done, seconds = training.counts["steps"], time.monotonic() - start
-            wrapper = "DataParallel" if ours else "DDP"
-            print(f"{done:>6} steps  {seconds:6.0f} s  {sizes[-1]:4} MiB  {wrapper:12}  {algorithm}", flush=True)
+            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+            now = f"{training.counts['steps']:>6} steps  {time.monotonic() - start:6.0f} s  {resident:4} MiB"
+            print(f"{now}  {'DataParallel' if ours else 'DDP':12}  {algorithm}", flush=True)
     delays = torch.tensor(training.counts["delays"])
     dist.all_reduce(delays)
     if training.rank == 0:
         counts = training.counts | {"delays": int(delays)}
         print("all ranks equal: " + ", ".join(f"{what} {n}" for what, n in counts.items()), flush=True)
-        print(f"resident at most, after the first stretch and the last: {sizes[0]} MiB, {sizes[-1]} MiB", flush=True)
     dist.destroy_process_group()
-
-
-def soak(steps, seed, timeout, stretch_steps):
-    """Run it. Returns what rank 0 said; raises AssertionError with the end of the output if something does not hold."""
-    args = ["--work", f"--steps={steps}", f"--seed={seed}", f"--stretch={stretch_steps}"]
-    # DDP warns of steps in which no layer happened to be frozen.
-    return torchrun(Path(__file__), RANKS, *args, timeout=timeout, env={"TORCH_CPP_LOG_LEVEL": "ERROR"}).stdout
-
-
-def report(args, commit, said, seconds):
-    """In Markdown."""
-    command = f"make soak-torch STEPS={args.steps} ARGS='--seed {args.seed}'"
-    where = (
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
-    )
-    own = [
-        line for line in said.splitlines(keepends=True) if " saved in " not in line
-    ]  # what methods cost is not the subject
-    return (
-        f"# Soak with real processes\n\n    {command}\n\n{RANKS} Gloo ranks on {where}; commit {commit}; {seconds:.0f} s. What is random, and what is "
-        "compared, stands at the top of\n[tests/soak/torch_soak.py](../../tests/soak/torch_soak.py).\n\n"
-        f"```\n{''.join(own)}```\n"
-    )
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--steps", type=int, default=10_000)
-    p.add_argument("--seed", type=int, help="default: another one each time, and printed")
+    p.add_argument("--seed", type=int, default=int(time.time()) % (1 << 30), help="default: another one each time")
     p.add_argument("--stretch", type=int, default=STRETCH, help="steps with one wrapper (default: %(default)s)")
-    p.add_argument("--report", type=Path, metavar="PATH", help="write what was found to this file, in Markdown")
-    p.add_argument("--timeout", type=float, default=6 * 3600, help="seconds after which it has failed")
     p.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.work:
         work(args.steps, args.seed, args.stretch)
         return
-    args.seed = args.seed if args.seed is not None else int(time.time()) % (1 << 30)
     print(f"seed {args.seed}", flush=True)
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    start = time.monotonic()
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # DDP warns of steps in which no layer happened to be frozen
+    options = "--work", f"--steps={args.steps}", f"--seed={args.seed}", f"--stretch={args.stretch}"
     try:
-        said = soak(args.steps, args.seed, args.timeout, args.stretch)
+        print(run_ranks(Path(__file__), RANKS, *options, timeout=6 * 3600))
     except AssertionError as failure:
         sys.exit(f"seed {args.seed}: {failure}")
-    print(said)
-    if args.report:
-        args.report.write_text(report(args, head.stdout.strip(), said.rstrip() + "\n", time.monotonic() - start))
 
 
 if __name__ == "__main__":

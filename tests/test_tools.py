@@ -1,0 +1,197 @@
+"""What the tests are run with: processes that are gone afterwards, `make test-portability`, `make mutate`, and a compiler."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.compiler import require_compiler
+from tests.emulated import mutations
+from tests.launch import ROOT, run_ranks
+from tests.mutate import draw, everything, lines_of, mutated, places
+from tests.portability import CONFIGURATIONS
+
+# --- launches --------------------------------------------------------------------------------------------------------------------
+
+FAILS = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise RuntimeError("what went wrong on rank 1")
+time.sleep(600)
+"""
+
+# A child in a session of its own, and a rank that does not end when it is asked to.
+HANGS = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print("about to hang", flush=True)
+with open(f"{sys.argv[1]}/{os.environ['RANK']}", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+time.sleep(600)
+"""
+
+
+def running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.slow
+def test_a_launch_shows_why_it_fails_and_leaves_no_process(tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text(FAILS)
+    with pytest.raises(AssertionError, match="what went wrong on rank 1"):
+        run_ranks(script, 2)
+    script.write_text(HANGS)
+    with pytest.raises(AssertionError, match=r"stopped after 3 s:\n(.*\n)*about to hang"):
+        run_ranks(script, 2, tmp_path, timeout=3)
+    pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
+    deadline = time.monotonic() + 60
+    while any(map(running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("in_ci", [False, True])
+def test_without_a_compiler_tests_say_so_and_fail_in_ci(monkeypatch: pytest.MonkeyPatch, in_ci: bool) -> None:
+    monkeypatch.setenv("CXX", "/no/such/compiler -O2")
+    monkeypatch.setenv("CI", "1" if in_ci else "")
+    with pytest.raises(pytest.fail.Exception if in_ci else pytest.skip.Exception, match="'/no/such/compiler'"):
+        require_compiler("the emulated accelerator")
+
+
+# --- other machines --------------------------------------------------------------------------------------------------------------
+
+#: In place of pytest: it writes down what it and its processes see, and a report of a test that failed.
+PROBE = """
+import json, os, sys
+from pathlib import Path
+
+def note(process):
+    where = Path(__file__).with_name(f"{process}-{os.environ.get('ATEN_CPU_CAPABILITY')}")
+    where.write_text(json.dumps([dict(os.environ), len(os.sched_getaffinity(0))]))
+
+if __name__ == "__main__":
+    if not sys.argv[-1].startswith("--junitxml="):
+        note(sys.argv[-1])
+    else:
+        import tests.conftest
+        from tests.launch import jax_processes, run_ranks
+        note("tests")
+        run_ranks(__file__, 1, "rank")
+        jax_processes(__file__, 1, "jax")
+        report = '<r><testcase/><testcase classname="a" name="b"><failure/></testcase></r>'
+        Path(sys.argv[-1].partition("=")[2]).write_text(report)
+        sys.exit(1)
+"""
+
+
+@pytest.mark.slow
+def test_switches_reach_every_process_and_failures_are_told(tmp_path: Path) -> None:
+    (probe := tmp_path / "probe.py").write_text(PROBE)
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=7", "PYTHONPATH": str(ROOT)}
+    env = {k: v for k, v in env.items() if k not in ("GRADWIRE_TEST_XLA_FLAGS", "ATEN_CPU_CAPABILITY")}
+
+    def portability(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tests.portability", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+
+    assert portability("see", "--", "true").returncode == portability("sse").returncode == 2  # no such row, no command
+    done = portability("sse", "cores-1", "--", sys.executable, str(probe))
+    assert done.returncode == 1, done.stderr
+    first, failed, second, _ = done.stdout.split("=== summary\n")[1].splitlines()
+    assert first.startswith("sse            1 passed, 1 failed, 0 skipped, "), done.stdout
+    assert (failed.strip(), second[:7]) == ("a::b", "cores-1")
+    for process, devices in (("tests", 4), ("rank", 4), ("jax", 1)):
+        count = f"--xla_force_host_platform_device_count={devices}"
+        seen, cores = json.loads((tmp_path / f"{process}-default").read_text())
+        expected = dict(CONFIGURATIONS["sse"].env)
+        given = [*expected.pop("XLA_FLAGS").split(), count]
+        assert seen["XLA_FLAGS"].split()[: len(given)] == given  # and what makes compilation quick
+        assert {name: seen[name] for name in expected} == expected
+        assert cores == len(os.sched_getaffinity(0))
+        seen, cores = json.loads((tmp_path / f"{process}-None").read_text())
+        assert (cores, seen["XLA_FLAGS"].split()[0]) == (1, count)
+
+
+# --- mutations -------------------------------------------------------------------------------------------------------------------
+
+SOURCE = '''
+def f(x: int = 2, *, y: bool = True) -> int:
+    """Text."""
+    if x < 1 and not y:
+        raise ValueError(f"{x + 1}")
+    total: float = -x * 3
+    while y:
+        print(total)
+        total += 1 if x is None else 2
+    return total
+'''
+
+
+@pytest.mark.slow
+def test_each_place_is_another_program() -> None:
+    found = places(SOURCE)
+    programs = {ast.unparse(ast.parse(mutated(SOURCE, number))) for number in range(len(found))}
+    assert len(programs) == len(found)
+    assert ast.unparse(ast.parse(SOURCE)) not in programs
+    assert sorted(line for line, _ in found) == [2, 2, *[4] * 5, *[6] * 3, 7, 8, *[9] * 4]
+
+
+def test_the_lines_that_tests_have_to_reach() -> None:
+    """All of a statement; of what runs as the file is imported, the functions that it is for."""
+    source = f"LIMIT = (\n  1 +\n  2)\n{SOURCE}\n\ndef g():\n  return (\n    LIMIT)\n\nclass A:\n  n: int = 3\n  def h(self):\n    pass\n"
+    expected = {2: {1, 2, 3, 18}, 5: {*range(5, 14)}, 7: {7}, 11: {11}, 18: {17, 18}, 21: {20, 21, 22, 23}}
+    for line, lines in expected.items():
+        assert lines_of(source, line) >= lines, line
+    assert lines_of(source, 11) == {11}
+
+
+@pytest.mark.slow
+def test_a_seed_draws_the_same_from_all_rooms_and_as_many_as_are_asked_for() -> None:
+    drawn = draw(1, 60)
+    assert drawn == draw(1, 60)
+    assert drawn != draw(2, 60)
+    assert {m.file.rpartition("/")[0] for m in draw(1, 1000)} == set(everything())
+    for mutation in drawn[:20]:
+        source = (ROOT / mutation.file).read_text()
+        assert ast.dump(ast.parse(mutated(source, mutation.number))) != ast.dump(ast.parse(source))
+    for count in (1, 59, 61, 397):
+        assert len({(m.file, m.number) for m in draw(1, count)}) == count
+    few = "core/codecs"
+    assert len(draw(1, 10**6, few)) == sum(map(len, everything(few).values()))
+
+
+@pytest.mark.slow
+def test_each_mutation_for_the_accelerator_has_one_place() -> None:
+    for name, mutation in mutations.MUTATIONS.items():
+        file, source = mutations.mutated(mutation)
+        assert ast.dump(ast.parse(source)) != ast.dump(ast.parse(file.read_text())), name
+    for function, pattern in (("Pending.wait", "self.nowhere()"), ("nobody", "X")):
+        with pytest.raises(ValueError, match=rf"0 (places of|functions called) {function}"):
+            mutations.mutated(mutations.Mutation(function, pattern, "pass", mutations.SHARDED))
+
+
+def test_a_pattern_becomes_something_else() -> None:
+    source = ast.unparse(ast.parse(SOURCE))
+    for pattern, becomes, expected in (
+        ("x < 1", "x <= 1", "    if x <= 1 and (not y):\n"),
+        (
+            "total += X",
+            "total += 2 * (X)\nprint(X)",
+            "total += 2 * (1 if x is None else 2)\n        print(1 if x is None else 2)\n",
+        ),
+        ("while X:\n    print(Y)\n    Z += A", "print(X, Y)", "    print(y, total)\n    return"),
+    ):
+        changed, places = mutations.changed(source, pattern, becomes)
+        assert places == 1
+        assert expected in changed
+    assert mutations.changed(source, "X is not None", "X")[1] == 0
