@@ -10,9 +10,8 @@ import gradwire.jax_backend as gw
 from gradwire import Zero, plan
 from gradwire.core.ops import Spec
 from gradwire.core.zero.stacks import StackShards
-from tests.jax.quadratic import assert_close, filled, start, train, train_plain
+from tests.jax.quadratic import assert_close, filled, start, step_of, train, train_plain
 from tests.jax.replicas import AXIS, Replicas, equal, refused
-from tests.jax.test_zero import step_of
 
 #: Of one shape five, of another two, of a third one, one of a single row; vectors of two lengths, a scalar.
 SHAPES = {f"layer_{i}": (6, 4) for i in range(5)} | {"up": (4, 9), "up_2": (4, 9), "down": (9, 4), "row": (1, 7)}
