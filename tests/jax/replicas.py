@@ -56,22 +56,6 @@ def traced(body, params, state, mesh=None, axis=AXIS, **options):
     return jax.eval_shape(mapped, params, gw.distribute(state, mesh, axis), jnp.ones((4, 32)))
 
 
-def training(step, start, batches, mode):
-    """`step(state, x, y) → (state, loss)` on four replicas that share each batch. Yields after each the state, in the form of the map, and the loss."""
-    mesh, rows = mesh_of(4), P(AXIS)
-    if mode == "pmap":
-        state, mapped = gw.replicate(start, axis_name=AXIS), jax.pmap(step, axis_name=AXIS, donate_argnums=0)
-    else:
-        state, specs = gw.distribute(start, mesh, AXIS), gw.partition_specs(start, AXIS)
-        shards = {"in_specs": (specs, rows, rows), "out_specs": (specs, P()), "check_vma": mode == "vma"}
-        mapped = jax.jit(jax.shard_map(step, mesh=mesh, **shards), donate_argnums=0)
-    for batch in batches:
-        cut = [x.reshape(4, -1, *x.shape[1:]) for x in batch] if mode == "pmap" else batch
-        given = cut if mode == "pmap" else jax.device_put(cut, jax.NamedSharding(mesh, rows))
-        state, loss = mapped(state, *given)
-        yield state, float(np.ravel(loss)[0])
-
-
 class Replicas:
     """A transformation on W replicas; fails when what should be equal on all of them differs in a bit.
 

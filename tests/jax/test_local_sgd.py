@@ -3,76 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import nnx
 from flax.training.train_state import TrainState
 from jax import lax
 
 import gradwire.jax_backend as gw
 from gradwire import LocalSGD, PowerSGD, diloco, plan
-from tests.core import golden
-from tests.jax.replicas import AXIS, mesh_of, training
-
-
-class WithStatistics(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        # No bias before BatchNorm: its gradient would be zero but for rounding, which Adam would make into whole steps.
-        x = linen.Dense(16, use_bias=False)(x)
-        x = linen.BatchNorm(use_running_average=False)(x)
-        return linen.Dense(8)(linen.tanh(x))
-
-
-class LocalState(TrainState):
-    batch_stats: Any
-    key: jax.Array
-
-
-def test_flax_training():
-    """Statistics are averaged beside the parameters."""
-    tx, model, random = (
-        gw.diloco(optax.adamw(5e-3), 4, axis_name=AXIS, start_step=1),
-        WithStatistics(),
-        np.random.default_rng(0),
-    )
-    start = LocalState.create(
-        apply_fn=model.apply,
-        tx=optax.chain(optax.clip(1.0), tx),
-        key=jax.random.key(1),
-        **jax.jit(model.init)(jax.random.key(0), np.zeros((2, 12), np.float32)),
-    )
-
-    def step(state, x, y):
-        mine = gw.this_replica(state)
-
-        def loss_fn(params):
-            variables = {"params": params, "batch_stats": mine.batch_stats}
-            out, changed = mine.apply_fn(variables, x, mutable=["batch_stats"])
-            return ((out - y) ** 2).mean(), changed["batch_stats"]
-
-        (loss, batch_stats), gradients = jax.value_and_grad(loss_fn, has_aux=True)(mine.params)
-        mine = mine.apply_gradients(grads=gradients)
-        params, opt_state, batch_stats = tx.average_params(mine.params, mine.opt_state, batch_stats)
-        mine = mine.replace(params=params, opt_state=opt_state, batch_stats=batch_stats)
-        return gw.stack_replicas(mine), lax.pmean(loss, AXIS)
-
-    truth = random.standard_normal((12, 8)).astype(np.float32)
-    inputs = random.standard_normal((12, 32, 12)).astype(np.float32)
-    losses, different = [], []  # how many different replicas there were after each step
-    for state, loss in training(step, gw.stack_replicas(start), [(x, np.tanh(x @ truth)) for x in inputs], "vma"):
-        losses.append(loss)
-        averaged = jax.tree.leaves((state.per_replica.params, state.per_replica.batch_stats))
-        different.append(max(len({row.tobytes() for row in np.asarray(x)}) for x in averaged))
-    assert losses[-1] < 0.9 * losses[0]
-    # One step together (but for statistics), then three apart before each average.
-    assert different[1:] == [4, 4, 4, 1] * 2 + [4, 4, 4]
-
+from tests.jax.replicas import AXIS, mesh_of
 
 TARGET = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
 SLOPE = np.array([1.0, 1.7], np.float32)
@@ -282,29 +225,6 @@ def placed(training):
 def started(tx, params, replicas=2, begin=lambda params, tx: (params, tx.init(params))):
     """A training, with a row for each replica."""
     return placed(jax.tree.map(lambda x: jnp.stack([x] * replicas), begin(params, tx)))
-
-
-@pytest.mark.parametrize("schedule", golden.SCHEDULES)
-def test_the_golden_schedule(schedule):
-    tx = gw.local_sgd(optax.sgd(0.1), golden.SCHEDULES[schedule], axis_name=AXIS)
-    training = started(tx, {n: jnp.array([1.0, 2.0]) for n in golden.NAMES})
-
-    @functools.partial(jax.jit, static_argnames="turn")
-    def step(training, gradient, turn):
-        def one(training, gradient):
-            return tx.step({n: jnp.full(2, gradient) for n in golden.NAMES}, training, turn=turn)
-
-        return jax.vmap(one, axis_name=AXIS)(training, gradient)
-
-    def memory_after(n):
-        nonlocal training
-        if n >= 0:
-            gradient = jnp.array([golden.gradient(r, n) for r in range(2)])
-            training = step(training, gradient, turn=tx.turn(n))
-        memory = training[1].averages.memory
-        return {name: {key: tree[name][1] for key, tree in memory.items()} for name in golden.NAMES}
-
-    golden.assert_golden(schedule, memory_after)
 
 
 @pytest.mark.parametrize("told", [True, False])

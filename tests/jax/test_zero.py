@@ -72,7 +72,7 @@ def test_what_is_sent_is_the_plan(replicas, bucket_bytes, clip):
 
 
 def test_nothing_is_averaged_twice():
-    """Numbers are held in test_training.py."""
+    """Numbers are held in test_composition.py."""
     compress = gw.power_sgd(2, axis_name=AXIS, min_compression_rate=1.0)
     both = optax.chain(compress, optax.adam(0.02)), optax.chain(compress, sharded(optax.adam(0.02), 4, averaged=True))
     plain, found = ([c.kind for c in sent(tx, 4)] for tx in both)
