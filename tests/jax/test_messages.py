@@ -1,4 +1,4 @@
-"""What a step sends: the count and the bytes are those of `gradwire.plan`, in the jaxpr and in the compiled program."""
+"""What a step sends: the count and the bytes are those of `gradwire.plan`, in the jaxpr and in the compiled program, in buckets and in pieces."""
 
 import itertools
 import re
@@ -6,12 +6,17 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax import lax
 
 import gradwire
 import gradwire.jax_backend as gw
-from gradwire import AllReduce, PowerSGD, Traffic, WireDtype
-from tests.jax.replicas import AXIS, one_step, power
+from gradwire import AllReduce, PowerSGD, TopK, Traffic, WireDtype
+from gradwire.core.buckets.assignment import assign_buckets
+from gradwire.jax_backend.axes import cpu_hosts
+from gradwire.jax_backend.engine import driver
+from tests.jax.replicas import AXIS, Replicas, gradients, one_step, power
 from tests.methods import METHODS, VARIANTS
 from tests.parity import cases
 
@@ -65,17 +70,6 @@ def test_the_phase_and_the_start_say_which():
     assert steps == [gradwire.plan(SHAPES, a).steps[0] for a in (AllReduce(), power())]
 
 
-def test_dtypes_travel_apart_and_nothing_travels_for_nothing():
-    params = zeros() | {"half": jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)}
-    collectives = sent(PowerSGD(2), params)
-    # At rank 2 two matrices of 64 x 32 and one of 16 x 32, with a vector and a scalar; and one matrix in bfloat16.
-    expected = 4 * (2 * 2 * (64 + 32) + 2 * (16 + 32) + 64 + 1)
-    assert sum(c.nbytes for c in collectives if c.dtype == "float32") == expected
-    assert sum(c.nbytes for c in collectives if c.dtype == "bfloat16") == 2 * 2 * (64 + 32)
-    assert len(collectives) == 4
-    assert sent(AllReduce(), {"none": zeros()["none"]}) == ()
-
-
 def test_the_compiled_program_holds_two_all_reduces():
     params = {k: jnp.zeros(s) for k, s in SHAPES.items()}
     step, arguments = one_step(gw.average_gradients(PowerSGD(2), axis_name=AXIS), params, "pmap", 4)
@@ -101,10 +95,99 @@ def test_large_tensors_that_stay_uncompressed_lie_in_the_same_message():
     assert max(int(n) for n in re.findall(r"f32\[(\d+)\]", text)) < 1024 * 512
 
 
-def test_many_parameters_still_share_two_messages():
-    """By their own names: paths in a tree."""
-    params = {"layer": [{"w": jnp.zeros((64, 64)), "b": jnp.zeros(64)}] * 20}
-    assert gw.parameter_shapes(params)["layer/19/w"] == (64, 64)
-    total = gw.total_traffic(sent(PowerSGD(2), params))
-    assert total == gradwire.plan(gw.parameter_shapes(params), PowerSGD(2)).steps[0]
-    assert total.collectives == 2
+# Buckets of `all_reduce_mean`.
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+TREES = {
+    "mixed": {
+        "a": ((50,), "float32"),
+        "b": ((25,), "bfloat16"),
+        "c": ((50,), "float32"),
+        "d": ((25,), "float16"),
+        "e": ((5, 10), "float32"),
+        "f": ((25,), "bfloat16"),
+    },
+    "small": {"a": ((), "float32"), "b": ((0, 3), "float32"), "c": ((), "bfloat16"), "d": ((3,), "float32")},
+}
+SIZES = [(1, None), (240, None), (300, 60), (10**6, 200), (10**6, None)]
+
+
+def plan_of(tree, limit, first):
+    """(dtype, bytes) of each bucket, straight from the assignment, in the order of launching. Empty ones are not sent."""
+    specs = list(tree.values())[::-1]
+    sizes = [int(np.prod(shape)) * ITEMSIZE[dtype] for shape, dtype in specs]
+    buckets = assign_buckets(sizes, [first or limit, limit], [dtype for _, dtype in specs])
+    sent = [(specs[b[0]][1], sum(sizes[i] for i in b)) for b in buckets]
+    return [(dtype, nbytes) for dtype, nbytes in sent if nbytes]
+
+
+def rows_of(tree, replicas):
+    rng = np.random.default_rng(0)
+    return {n: rng.normal(size=(replicas, *shape)).astype(jnp.dtype(dtype)) for n, (shape, dtype) in tree.items()}
+
+
+def update_of(tree, **options):
+    tx = gw.all_reduce_mean(axis_name=AXIS, **options)
+    state = tx.init({n: jax.ShapeDtypeStruct(shape, dtype) for n, (shape, dtype) in tree.items()})
+    return lambda gradients: tx.update(gradients, state)[0]
+
+
+@pytest.mark.parametrize(("limit", "first"), SIZES)
+@pytest.mark.parametrize("name", TREES)
+def test_the_program_sends_the_plan(name, limit, first):
+    tree = TREES[name]
+    update = update_of(tree, bucket_bytes=limit, first_bucket_bytes=first)
+    sent = gw.collective_traffic(update, jax.tree.map(lambda x: x[0], rows_of(tree, 1)), axis_env=[(AXIS, 4)])
+    assert [(c.kind, c.dtype, c.nbytes) for c in sent] == [("all_reduce", *p) for p in plan_of(tree, limit, first)]
+
+
+@pytest.mark.usefixtures("float16_in_jax")
+def test_equals_pmean():
+    """All trees in one program."""
+    updates = {name: update_of(tree, bucket_bytes=300, first_bucket_bytes=60) for name, tree in TREES.items()}
+
+    def both(gradients):
+        return {n: updates[n](g) for n, g in gradients.items()}, lax.pmean(gradients, AXIS)
+
+    gradients = {name: rows_of(tree, 4) for name, tree in TREES.items()}
+    mine, theirs = jax.jit(jax.vmap(both, axis_name=AXIS, out_axes=None))(gradients)
+    for name, tree in TREES.items():
+        for n, (shape, dtype) in tree.items():
+            found, right = mine[name][n], theirs[name][n]
+            assert (found.shape, found.dtype) == (shape, dtype)
+            # pmean divides the sum, as we do but for float16.
+            tolerance = 1e-2 if dtype == "float16" else 0
+            np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, right)), atol=tolerance, rtol=0)
+
+
+# Messages in short pieces, as between CPU hosts: the same bits, in as many collectives.
+
+SENDS = {
+    "zero1": lambda: gw.zero1(optax.sgd(0.1), axis_name=AXIS, replicas=3),
+    "gather": lambda: gw.average_gradients(TopK(keep=0.2), axis_name=AXIS),
+    "reduce": lambda: gw.average_gradients(PowerSGD(2), axis_name=AXIS),
+}
+
+
+@pytest.mark.parametrize("mode", ["vmap", "shard_map_vma"])
+@pytest.mark.parametrize("what", SENDS)
+def test_pieces_make_the_bits_of_the_whole(what, mode, monkeypatch):
+    shapes = {"w": (9, 14), "b": (7,)}
+    params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+    def two_steps():
+        replicas = Replicas(SENDS[what](), params, 3, mode)
+        return [replicas.update(gradients(shapes, step, 3)) for step in range(2)]
+
+    def pieces():
+        tx = SENDS[what]()
+        return gw.collective_traffic(tx.update, params, jax.eval_shape(tx.init, params), axis_env=[(AXIS, 3)])
+
+    whole, messages = two_steps(), pieces()
+    for module in (cpu_hosts, driver):
+        monkeypatch.setattr(module, "between_cpu_hosts", lambda: True)
+    monkeypatch.setattr(cpu_hosts, "SHORT", 40)
+    jax.tree.map(np.testing.assert_array_equal, two_steps(), whole)
+    cut = pieces()
+    assert any(message.repeats > 1 for message in cut) is (what != "reduce")
+    assert len(cut) == len(messages)
