@@ -16,10 +16,6 @@ PARAMS = {"w": jnp.ones((32, 24)), "b": jnp.ones(24)}
 TX = gw.power_sgd(2, axis_name=AXIS)
 
 
-def trace(updates, state, tx=TX):
-    return jax.make_jaxpr(tx.update, axis_env=[(AXIS, 4)])(updates, state)
-
-
 def test_inside_vmap_nothing_has_to_be_placed():
     """It refuses by itself what differs and has no axis."""
     given = jax.tree.map(lambda x: np.stack([np.asarray(x) * i for i in range(4)]), PARAMS)
@@ -53,15 +49,6 @@ def test_complex_parameters_and_what_is_advised():
     assert np.any(np.asarray(after["w"]))
 
 
-def test_integer_parameters_and_what_is_advised():
-    params = {"w": jnp.zeros((32, 24)), "n": jnp.ones(24, jnp.int32)}
-    labels = {"w": "train", "n": "keep"}
-    tx = optax.partition({"train": optax.chain(TX, optax.sgd(0.1)), "keep": optax.set_to_zero()}, labels)
-    state, stacked = gw.replicate(tx.init(params), axis_name=AXIS), jax.tree.map(lambda x: jnp.stack([x] * 4), params)
-    updates, _ = jax.eval_shape(jax.pmap(tx.update, AXIS), stacked, state)
-    assert {name: x.shape for name, x in updates.items()} == {"w": (4, 32, 24), "n": (4, 24)}
-
-
 def test_one_vector_is_not_compressed():
     with pytest.warns(UserWarning, match=r"one vector of 792 elements.*optax.chain\(power_sgd\(...\), optax.flatten"):
         optax.flatten(optax.chain(TX, optax.sgd(0.1))).init(PARAMS)
@@ -69,24 +56,6 @@ def test_one_vector_is_not_compressed():
         warnings.simplefilter("error")
         optax.chain(TX, optax.flatten(optax.sgd(0.1))).init(PARAMS)
         optax.flatten(gw.all_reduce_mean(axis_name=AXIS)).init(PARAMS)
-
-
-SIMPLE = gw.diloco(optax.sgd(0.1), 4, axis_name=AXIS)
-
-
-def test_averages_of_micro_steps():
-    """`optax.MultiSteps` updates once for several calls, each with its average."""
-    tx = optax.MultiSteps(SIMPLE, 2)
-
-    def step(state):
-        params, opt_state = gw.this_replica(state)
-        updates, opt_state = tx.update(params, opt_state, params)
-        return gw.stack_replicas(SIMPLE.average_params(optax.apply_updates(params, updates), opt_state))
-
-    state = gw.replicate(gw.stack_replicas((PARAMS, tx.init(PARAMS))), axis_name=AXIS)
-    for _ in range(2):
-        state = jax.pmap(step, AXIS)(state)
-    gw.unreplicate(state)
 
 
 # What the state of a chain tells.

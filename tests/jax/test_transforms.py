@@ -49,24 +49,9 @@ def test_types_of_gradients_and_state_are_kept_and_init_runs_on_shapes_alone_and
         assert all(jax.tree.leaves(jax.tree.map(np.array_equal, state, other)))
 
 
-def test_memory_is_drawn_by_name_and_shaped_like_the_parameters():
-    state = power_sgd(2, axis_name=AXIS, seed=3).init({"layer": [PARAMS]})
-    q = random.uniform(NumpyOps(), random.key(3, "layer/0/w/q"), (2, 24))
-    assert np.array_equal(state.memory["q"]["layer"][0]["w"], q)
-    assert state.memory["q"]["layer"][0]["b"] == optax.MaskedNode()
-    assert state.local.per_replica["error"]["layer"][0]["w"].shape == (1, 32, 24)
-    assert int(state.step) == 0
-
-
 class Layer(NamedTuple):
     kernel: Any
     rest: Any
-
-
-class Module(nnx.Module):
-    def __init__(self):
-        self.linear = nnx.Linear(32, 24, rngs=nnx.Rngs(0))
-        self.blocks = nnx.List([nnx.Linear(24, 32, rngs=nnx.Rngs(0))])
 
 
 def test_names_are_paths():
@@ -74,16 +59,14 @@ def test_names_are_paths():
     assert parameter_shapes(tree) == {"a/kernel": (3, 2), "a/rest/0": (4,)}
     assert parameter_shapes(jnp.ones((5, 2))) == {"params": (5, 2)}
     assert parameter_shapes({"x": 1.0, "y": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}) == {"x": (), "y": (2, 3)}
-
-
-def test_names_of_nnx_variables_are_those_of_their_arrays():
-    state = nnx.state(Module(), nnx.Param)
-    names = {"blocks/0/bias", "blocks/0/kernel", "linear/bias", "linear/kernel"}
-    assert parameter_shapes(state).keys() == names
-    assert parameter_shapes(nnx.as_pure(state)).keys() == names
-    memory = power_sgd({"linear/*": 2}, axis_name=AXIS).init(state).memory["q"]
-    assert memory["linear"]["kernel"].shape == (2, 24)
-    assert memory["blocks"][0]["kernel"] == optax.MaskedNode()
+    # Of variables of nnx those of their arrays, by which factors are drawn.
+    state = nnx.state(nnx.List([nnx.Linear(32, 24, rngs=nnx.Rngs(0)), nnx.Linear(24, 32, rngs=nnx.Rngs(0))]), nnx.Param)
+    names = {"0/bias", "0/kernel", "1/bias", "1/kernel"}
+    assert parameter_shapes(state).keys() == parameter_shapes(nnx.as_pure(state)).keys() == names
+    memory = power_sgd({"0/*": 2}, axis_name=AXIS, seed=3).init(state).memory["q"]
+    drawn = random.uniform(NumpyOps(), random.key(3, "0/kernel/q"), (2, 24))
+    assert np.array_equal(memory[0]["kernel"], drawn)
+    assert memory[1]["kernel"] == optax.MaskedNode()
 
 
 @pytest.mark.parametrize("params", [{}, {"a": {}}, None, (), {"none": jnp.ones((0, 3))}, {"z": jnp.ones((4, 0))}])
@@ -132,13 +115,6 @@ def test_parameters_without_a_gradient_keep_their_memory():
     for memory in (lambda s: s.memory["q"], lambda s: s.local.per_replica["error"]):
         assert np.array_equal(memory(after)["v"], memory(before)["v"])
         assert not np.array_equal(memory(after)["w"], memory(before)["w"])
-
-
-def test_masked_parameters_are_left_to_others():
-    tx = optax.masked(power_sgd(2, axis_name=AXIS), {"w": True, "b": False})
-    updates, state = trace(tx, PARAMS)
-    assert types(updates) == types(PARAMS)
-    assert types(state) == types(tx.init(PARAMS))
 
 
 def test_multi_steps_updates_with_the_mean_of_its_gradients():

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradwire.jax_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, Simulator, TopK, TwoLevel, WireDtype
-from tests.jax.replicas import AXIS, mesh_of, refused
+from tests.jax.replicas import AXIS, gradients, mesh_of, refused
 
 SHAPES = {"w": (24, 16), "x": (130,), "b": (7,)}
 WEIGHTS = np.array([512, 0, 100, 7.5], np.float32)
@@ -26,11 +26,6 @@ ROWS = [
     pytest.param("codes", "shard_map_vma", marks=pytest.mark.slow),
     pytest.param("levels", "pmap", marks=pytest.mark.slow),
 ]
-
-
-def given(replica, step):
-    drawn = {n: np.random.default_rng([replica, step, *n.encode()]).normal(size=s) for n, s in SHAPES.items()}
-    return {n: x.astype(np.float32) for n, x in drawn.items()}
 
 
 def mapped(algorithm, mode):
@@ -59,7 +54,7 @@ def test_an_absent_replica_changes_nothing(name, mode):
     step_of, state = mapped(ALGORITHMS[name], mode)
     simulator = Simulator(ALGORITHMS[name], SHAPES, 4, dtype="float32")
     for step in range(3):
-        mine = [given(r, step) for r in range(4)]
+        mine = gradients(SHAPES, step)
         mine[1] = {n: x * np.nan for n, x in mine[1].items()}
         rows = {n: np.stack([g[n] for g in mine]) for n in SHAPES}
         averages, state = step_of(rows, WEIGHTS, state)
