@@ -28,7 +28,7 @@ def trained():
     replicas = Replicas(gw.average_gradients(HALF, axis_name=AXIS), {n: jnp.zeros(s) for n, s in SHAPES.items()})
     for step in range(6):
         replicas.update(gradients(SHAPES, step))
-    return replicas.global_state()
+    return jax.tree.map(jnp.asarray, replicas.global_state())
 
 
 def test_a_distributed_state_is_taken_as_it_lies():
