@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 from flax import linen as nn
 from flax import serialization
 from jax import lax
 
 import gradwire.core.protocol as rq
 import gradwire.jax_backend as gw
-from gradwire import AllReduce, LocalSGD, PowerSGD, Spec, TwoLevel, WireDtype, Zero, shard_by_element
+from gradwire import AllReduce, LocalSGD, LocalSimulator, PowerSGD, Spec, TwoLevel, WireDtype, Zero, shard_by_element
 from gradwire.core.protocol.control_requests import OptimizerStep
 from gradwire.core.protocol.programs import Request, ask
 from gradwire.jax_backend.engine.driver import drive
@@ -62,10 +63,6 @@ def rows(*tables):
     return [pytest.param(*row, id=f"{row[1].__name__} {' '.join(row[2])}") for row in each]
 
 
-def one_row(state):
-    return jax.tree.map(lambda x: x[:1] if x.ndim else x, state)
-
-
 def init(tx, params=PARAMS):
     return lambda: tx.init(params)
 
@@ -84,6 +81,19 @@ def injected(**options):
     return optax.inject_hyperparams(gw.power_sgd, **options)(rank=4, axis_name=AXIS).init(PARAMS)
 
 
+ADAMW = partial(optax.adamw, 0.05)
+#: What makes no transformation.
+NO_OUTER = (partial(torch.optim.AdamW, lr=0.1), torch.optim.AdamW, lambda: 3, partial(optax.sgd, momentum=0.9))
+TALLER = PARAMS | {"w": jnp.ones((33, 24))}
+OF_FOUR, CUT = sharded(ADAM).init(PARAMS), "which cannot become"
+#: Sharded states, and what they cannot be made like.
+UNLIKE = [
+    (OF_FOUR, SGD.init(PARAMS), "`like`"),
+    (OF_FOUR, ADAM.init(TALLER), "0.mu.w", "(4, 8, 24)", CUT, "(33, 24)"),
+    (ADAM.init(TALLER), OF_FOUR, "0.mu.w", "(33, 24)", CUT, "(4, 8, 24)"),
+    (OF_FOUR, sharded(ADAM, replicas=3).init(TALLER), "0.mu.w", "(4, 8, 24)", CUT, "(3, 11, 24)"),
+    (gw.replicate(OF_FOUR), ADAM.init(PARAMS), "unreplicate"),
+]
 AT_ONCE = [
     (lambda: gw.power_sgd(2), TypeError, "axis_name"),
     (lambda: gw.all_reduce_mean(), TypeError, "axis_name"),
@@ -133,6 +143,12 @@ AT_ONCE = [
     (lambda: diloco(0), ValueError, "period=0"),
     (lambda: diloco(lr=optax.constant_schedule(0.7)), TypeError, "lr="),
     (lambda: LocalSGD(4, outer=SGD), TypeError, "outer"),
+    (lambda: diloco(outer=3), TypeError, "outer="),
+    (lambda: diloco(outer=ADAMW, lr=0.5), TypeError, "lr="),
+    *((lambda outer=outer: diloco(outer=outer), TypeError, "outer=") for outer in NO_OUTER),
+    (lambda: LocalSimulator(LocalSGD(4, outer=ADAMW), {"w": [1.0]}, 2), TypeError, "outer=", "adamw"),
+    (lambda: LOCAL.step({}, {"params": 1}), TypeError, "training"),
+    *((lambda given=given, like=like: gw.reshard(given, like), ValueError, *words) for given, like, *words in UNLIKE),
     (lambda: gw.mark_varying(PARAMS, AXIS), NameError, "mark_varying", "'data'"),
     (lambda: gw.stack_replicas(gw.stack_replicas({"w": 1.0})), TypeError, "stack_replicas"),
     (lambda: gw.parameter_shapes({"a": {"b": 1.0}, "a/b": 1.0}), ValueError, "'a/b'"),
@@ -303,7 +319,7 @@ IN_A_STEP = [
     (lambda: step(TX, {"w": W.T, "b": B}), ValueError, "'w'", "(24, 32)", "(32, 24)"),
     (lambda: step(TX, state=kept(TX.init(PARAMS))), ValueError, "'error'", "'w'", "(4, 32, 24)", "partition_specs"),
     (lambda: step(sharded(ADAM)), ValueError, "'0.mu.b'", "(4, 6)", "partition_specs"),
-    (lambda: step(sharded(ADAM, replicas=None), state=one_row(sharded(ADAM, replicas=2).init(PARAMS))), ValueError,
+    (lambda: step(sharded(ADAM, replicas=None), state=jax.tree.map(lambda x: x[:1] if x.ndim else x, sharded(ADAM, replicas=2).init(PARAMS))), ValueError,
      "'0.mu.b'", "(12,)", "(6,)", "reshard"),
     *((lambda v=v: one_spec(v), ValueError, "distribute(state, mesh, axis_name)", "partition_specs") for v in BOTH),
     (in_pmap(lambda state: state, in_axes=(0, None), out_axes=None), ValueError, "in_axes=0"),
@@ -455,6 +471,7 @@ OF_LOCAL_SGD = [
       for make in (lambda: kept(fresh()), lambda: sharded(ADAM).init(PARAMS))),
     (trained(lambda: placed(PAIRED), jax.P(AXIS), tx=PAIRED, check_vma=True), NotImplementedError, f"{PAIRS}", "'data'"),
     (the_same_everywhere, ValueError, "'b'", "'data'"),
+    (trained(lambda: placed(diloco(outer=ADAMW)), jax.P(AXIS), tx=diloco()), ValueError, "adamw"),
     *((trained(lambda a=a: placed(a), jax.P(AXIS), tx=b), ValueError, "LocalSGD(", "LocalSGD(")
       for other in OTHERS for a, b in ((diloco(), other), (other, diloco()))),
     *((call, ValueError, "update", "3 times", "average_params", f"{n} times") for n in (0, 6) for call in used(n)),
