@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 
 import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS, mesh_of
@@ -24,29 +23,6 @@ def test_inside_vmap_nothing_has_to_be_placed():
     states = jax.jit(jax.vmap(TX.init, None, axis_name=AXIS, axis_size=4))(PARAMS)
     _, states = jax.jit(jax.vmap(TX.update, axis_name=AXIS))(given, states)
     assert gw.unreplicate(states).local.per_replica["error"]["w"].shape == (4, 32, 24)
-
-
-# What is left out, and what is averaged twice or never.
-
-
-def test_complex_parameters_and_what_is_advised():
-    """The advice is followed, and all replicas have the same."""
-    params = {"w": jnp.zeros((32, 24)), "c": jnp.zeros(24, jnp.complex64)}
-    real = {"w": True, "c": False}
-    average = optax.stateless(lambda g, params: lax.pmean(g, AXIS))
-    tx = optax.chain(optax.masked(TX, real), optax.masked(average, jax.tree.map(lambda x: not x, real)), optax.sgd(0.1))
-
-    def step(state, x):
-        params, opt_state = state
-        g = jax.grad(lambda p: ((x @ p["w"] + jnp.real(p["c"] * 1j) - 1.0) ** 2).mean())(params)
-        updates, opt_state = tx.update(g, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    x = np.random.default_rng(0).standard_normal((4, 8, 32)).astype(np.float32)
-    after, _ = jax.pmap(step, AXIS)(gw.replicate((params, tx.init(params)), axis_name=AXIS), x)
-    for value in jax.tree.leaves(after):
-        assert len({row.tobytes() for row in np.asarray(value)}) == 1
-    assert np.any(np.asarray(after["w"]))
 
 
 def test_one_vector_is_not_compressed():
