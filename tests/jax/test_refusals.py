@@ -89,9 +89,9 @@ OF_FOUR, CUT = sharded(ADAM).init(PARAMS), "which cannot become"
 #: Sharded states, and what they cannot be made like.
 UNLIKE = [
     (OF_FOUR, SGD.init(PARAMS), "`like`"),
-    (OF_FOUR, ADAM.init(TALLER), "0.mu.w", "(4, 8, 24)", CUT, "(33, 24)"),
-    (ADAM.init(TALLER), OF_FOUR, "0.mu.w", "(33, 24)", CUT, "(4, 8, 24)"),
-    (OF_FOUR, sharded(ADAM, replicas=3).init(TALLER), "0.mu.w", "(4, 8, 24)", CUT, "(3, 11, 24)"),
+    (OF_FOUR, ADAM.init(TALLER), "0.mu.w", "(4, 1, 192)", CUT, "(33, 24)"),
+    (ADAM.init(TALLER), OF_FOUR, "0.mu.w", "(33, 24)", CUT, "(4, 1, 192)"),
+    (OF_FOUR, sharded(ADAM, replicas=3).init(TALLER), "0.mu.w", "(4, 1, 192)", CUT, "(3, 1, 264)"),
     (gw.replicate(OF_FOUR), ADAM.init(PARAMS), "unreplicate"),
 ]
 AT_ONCE = [
