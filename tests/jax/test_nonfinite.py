@@ -42,7 +42,7 @@ def test_memory_stays_as_it_was_and_training_goes_on(algorithm, mode):
         assert np.isnan(updates["w"]).all() or algorithm.start_step
         assert not np.isfinite(updates[name]).all()
     after = run.update(gradients(SHAPES, 3))
-    assert int(run.global_state().account.skipped) == (0 if algorithm.start_step else 2)
+    assert int(stats(run.global_state()).skipped_steps) == (0 if algorithm.start_step else 2)
     assert all(np.isfinite(x).all() for x in after.values())
 
 
