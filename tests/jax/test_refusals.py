@@ -518,12 +518,14 @@ def behind_its_average(state):
     return gw.unreplicate((state[0], state[1]._replace(mini_step=np.ones(4))))
 
 
+MASKED = optax.masked(TX, {"w": True, "b": False})
 #: What is right, and lies beside what is refused.
 ACCEPTED = [
     init(average(EVEN)),
     init(average(IN_PAIRS)),  # where nobody knows yet how many replicas there are
     init(local(schedule=LocalSGD(2, compressor=TwoLevel(PowerSGD(2), "ici")), axis_name="dcn")),
     *(init(tx, {"per_replica_scale": jnp.ones(4)}) for tx in (TX, diloco(), sharded())),
+    *(lambda d=d: step(MASKED, typed(d), MASKED.init(typed(d))) for d in (jnp.complex64, jnp.int32)),  # as is advised
     *(given(tx, varying) for tx in (TX, sharded(), optax.chain(MEAN, AVERAGED))),
     *(given(tx, over_both("ici"), mesh_of_two(), "dcn") for tx in DCN),
     given(AVERAGED, gradient),
