@@ -1,7 +1,6 @@
 """One way to run a transformation on W replicas, under every kind of map."""
 
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from gradwire import PowerSGD
 
 AXIS = "data"
 MODES = ("vmap", "pmap", "shard_map", "shard_map_vma")
-NDArray = np.ndarray[Any, Any]
 
 
 def power(**options):
