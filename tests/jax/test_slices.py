@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import gradwire
 import gradwire.jax_backend as gw
 from gradwire import AllReduce, PowerSGD, Quantize, WireDtype
+from gradwire.jax_backend.ops.packing import from_rows, to_rows
 from tests import launch
 from tests.jax import sliced
 from tests.jax.hlo import collectives
@@ -239,6 +240,18 @@ def test_factors_in_codes():
     averages, _ = program(given, state)
     assert all(np.allclose(x, 2.0, atol=0.05) for x in averages.values())
     assert {c.dtype for c in gw.collective_traffic(run, given, state)} == {"uint8"}
+
+
+def test_rows_and_back():
+    shapes = [(3, 8), (2, 3, 4), (5,), (), (6, 2), (4,)]
+    given = [np.arange(np.prod(s), dtype=np.float32).reshape(s) + 100 * i for i, s in enumerate(shapes)]
+    rows = jax.jit(lambda xs: to_rows(xs, 4))(given)
+    assert rows.shape == (4, (24 + 24 + 4) // 4 + -(-(5 + 1 + 12) // 4))
+    # Each row has its piece of the last axis, if it is divided.
+    assert np.array_equal(rows[1, :6], given[0][:, 2:4].reshape(-1))
+    for x, back in zip(given, jax.jit(lambda x: from_rows(x, shapes))(rows), strict=True):
+        assert np.array_equal(x, back)
+    assert jax.jit(lambda x: from_rows(to_rows([x], 3), [()])[0])(np.float32(7)) == 7
 
 
 def test_vectors_travel_as_they_lie_only_if_they_are_few():
