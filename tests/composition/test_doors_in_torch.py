@@ -54,6 +54,10 @@ class Run:
         self.model = GivenGradients({name: torch.zeros(shape) for name, shape in shapes_of(case).items()})
         self.enter()
 
+    def use(self, handle: Any) -> None:
+        self.rank_state, self.whole_state = handle.rank_state_dict, handle.state_dict
+        self.load_state = handle.load_state_dict
+
     def step(self, gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         self.optimizer.zero_grad()
         self.wrapped({name: torch.from_numpy(g) for name, g in gradients.items()}).backward()
@@ -88,13 +92,11 @@ class Run:
 
 
 class Hooked(Run):
+    wrap = staticmethod(hooked)
+
     def enter(self) -> None:
-        self.wrapped, handle = hooked(self.model, algorithm_of(self.case), self.group, cap=25)
-        self.rank_state, self.whole_state, self.load_state = (
-            handle.rank_state_dict,
-            handle.state_dict,
-            handle.load_state_dict,
-        )
+        self.wrapped, handle = self.wrap(self.model, algorithm_of(self.case), self.group, cap=25)
+        self.use(handle)
         self.optimizer = torch.optim.SGD(self.model.parameters(), **OPTIMIZER)
 
 
@@ -112,26 +114,15 @@ class Sharded(Hooked):
         return super().whole()
 
 
-class Paralleled(Run):
-    def enter(self) -> None:
-        self.wrapped, handle = paralleled(self.model, algorithm_of(self.case), self.group, cap=25)
-        self.rank_state, self.whole_state, self.load_state = (
-            handle.rank_state_dict,
-            handle.state_dict,
-            handle.load_state_dict,
-        )
-        self.optimizer = torch.optim.SGD(self.model.parameters(), **OPTIMIZER)
+class Paralleled(Hooked):
+    wrap = staticmethod(paralleled)
 
 
 class Local(Run):
     def enter(self) -> None:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         handle = local_sgd(self.model, self.optimizer, local_of(self.case), process_group=self.group)
-        self.rank_state, self.whole_state, self.load_state = (
-            handle.rank_state_dict,
-            handle.state_dict,
-            handle.load_state_dict,
-        )
+        self.use(handle)
 
     def step(self, gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         before = self.weights()

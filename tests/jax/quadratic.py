@@ -32,6 +32,21 @@ def loss(params, step, replica):
     )
 
 
+def under_vmap(body, state, replicas, axis=None):
+    """`body(x, state) → (y, state)` on replicas, with their state in global form. That `y` is equal on all of them is proved. `axis`: of `x`, that of the
+    replicas."""
+    axes = jax.tree.map(lambda spec: 0 if spec == P(AXIS) else None, partition_specs(state, AXIS))
+    mapped = jax.vmap(body, (axis, axes), (None, axes), axis_name=AXIS, axis_size=replicas)
+
+    @jax.jit  # as a whole: outside, each of these would compile programs of its own
+    def whole(x, state):
+        rows = jax.tree.map(lambda x, axis: rows_of(x, replicas) if axis == 0 else x, state, axes)
+        y, rows = mapped(x, rows)
+        return y, jax.tree.map(lambda x, axis: x[:, 0] if axis == 0 else x, rows, axes)
+
+    return whole
+
+
 def train(tx, replicas, mode="vmap", steps=50, params=None, state=None):
     """Parameters and state, in global form, after that many steps.
 
@@ -51,16 +66,7 @@ def train(tx, replicas, mode="vmap", steps=50, params=None, state=None):
         return lax.scan(one, (params, state), jnp.arange(steps))[0]
 
     if mode == "vmap":
-        axes = jax.tree.map(lambda spec: 0 if spec == P(AXIS) else None, specs)
-        mapped = jax.vmap(run, (None, axes), (None, axes), axis_name=AXIS, axis_size=replicas)
-
-        @jax.jit  # as a whole: outside, each of these would compile programs of its own
-        def whole(params, state):
-            rows = jax.tree.map(lambda x, axis: rows_of(x, replicas) if axis == 0 else x, state, axes)
-            params, rows = mapped(params, rows)
-            return params, jax.tree.map(lambda x, axis: x[:, 0] if axis == 0 else x, rows, axes)
-
-        return whole(params, state)
+        return under_vmap(run, state, replicas)(params, state)
     mesh = mesh_of(replicas)
     shards = {"in_specs": (P(), specs), "out_specs": (P(), specs), "check_vma": mode in ("shard_map_vma", "slices")}
     if mode == "slices":  # a replica is two devices, between which the compiler divides the parameters
@@ -78,6 +84,15 @@ def rows_of(x, replicas):
     """What vmap gives to each replica: its row, or the only one, with an axis of length 1."""
     x = x if len(x) else jnp.zeros((1, *x.shape[1:]), x.dtype)  # the mark of the place, before there is one
     return jnp.broadcast_to(x, (replicas, *x.shape[1:]))[:, None]
+
+
+def step_of(tx, gradients, params, state, replicas=2, **extra):
+    """One update under vmap. `gradients` with a leading axis."""
+
+    def body(gradients, state):
+        return tx.update(gradients, state, params, **extra)
+
+    return under_vmap(body, state, replicas, 0)(gradients, state)
 
 
 def train_plain(tx, replicas, steps=50, params=None, state=None):

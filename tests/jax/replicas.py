@@ -1,7 +1,6 @@
 """One way to run a transformation on W replicas, under every kind of map."""
 
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from gradwire import PowerSGD
 
 AXIS = "data"
 MODES = ("vmap", "pmap", "shard_map", "shard_map_vma")
-NDArray = np.ndarray[Any, Any]
 
 
 def power(**options):
@@ -54,22 +52,6 @@ def traced(body, params, state, mesh=None, axis=AXIS, **options):
     specs, rows = gw.partition_specs(state, axis), P(mesh.axis_names)
     mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(), specs, rows), out_specs=(P(), specs), **options)
     return jax.eval_shape(mapped, params, gw.distribute(state, mesh, axis), jnp.ones((4, 32)))
-
-
-def training(step, start, batches, mode):
-    """`step(state, x, y) → (state, loss)` on four replicas that share each batch. Yields after each the state, in the form of the map, and the loss."""
-    mesh, rows = mesh_of(4), P(AXIS)
-    if mode == "pmap":
-        state, mapped = gw.replicate(start, axis_name=AXIS), jax.pmap(step, axis_name=AXIS, donate_argnums=0)
-    else:
-        state, specs = gw.distribute(start, mesh, AXIS), gw.partition_specs(start, AXIS)
-        shards = {"in_specs": (specs, rows, rows), "out_specs": (specs, P()), "check_vma": mode == "vma"}
-        mapped = jax.jit(jax.shard_map(step, mesh=mesh, **shards), donate_argnums=0)
-    for batch in batches:
-        cut = [x.reshape(4, -1, *x.shape[1:]) for x in batch] if mode == "pmap" else batch
-        given = cut if mode == "pmap" else jax.device_put(cut, jax.NamedSharding(mesh, rows))
-        state, loss = mapped(state, *given)
-        yield state, float(np.ravel(loss)[0])
 
 
 class Replicas:

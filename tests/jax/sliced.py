@@ -86,9 +86,7 @@ def step_and_state(kind, mesh, specs=SPECS, shapes=SHAPES):
         local = gw.diloco(optax.sgd(0.1), 4, axis_name="dcn")
 
         def average(g, state):
-            own, opt_state = gw.this_replica(state)
-            updates, opt_state = local.update(first(g), opt_state, own)
-            return (), gw.stack_replicas(local.average_params(optax.apply_updates(own, updates), opt_state))
+            return (), gw.stack_replicas(local.step(first(g), gw.this_replica(state)))
 
         return average, gw.distribute(gw.stack_replicas((params, local.init(params))), mesh, "dcn")
     tx = gw.average_gradients(ALGORITHMS[kind], axis_name="dcn")

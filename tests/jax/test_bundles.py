@@ -10,7 +10,6 @@ from gradwire import PowerSGD
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.jax_backend import average_gradients
 from gradwire.jax_backend.ops.batched_small import PART, STACK_BYTES, bundles_of
-from gradwire.jax_backend.ops.packing import within_a_branch
 from tests.jax.replicas import AXIS, Replicas, gradients
 
 #: Nine of one shape, so many that they are unstacked in the way of many; tensors that are stacks themselves, and of several axes.
@@ -64,8 +63,7 @@ def test_what_is_joined():
     ("algorithm", "mode"),
     [
         (power(), "pmap"),
-        pytest.param(power(half_step=True), "shard_map_vma", marks=pytest.mark.slow),
-        pytest.param(power(rank=5), "vmap", marks=pytest.mark.slow),
+        pytest.param(power(rank=5, half_step=True), "shard_map_vma", marks=pytest.mark.slow),
         pytest.param(DECAYS, "pmap", marks=pytest.mark.slow),
     ],
     ids=str,
@@ -94,18 +92,6 @@ def test_they_follow_the_simulator(algorithm, mode):
             for replica, state in enumerate(oracle.states):
                 kept = state.tensors[name]["error"]
                 assert np.linalg.norm(error[name][replica] - kept) <= 1e-4 * np.linalg.norm(kept)
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_a_branch_that_is_known_to_be_taken_is_none(known, monkeypatch):
-    """On every platform but the CPU its number is a constant, and XLA takes the branch away."""
-    if known:
-        there = jax.lax.platform_dependent
-        monkeypatch.setattr(
-            jax.lax, "platform_dependent", lambda *x, cpu, default: there(*x, cuda=cpu, default=default)
-        )
-    program = jax.jit(lambda x: within_a_branch(x, lambda: x @ x)).lower(jnp.ones((8, 8))).compile().as_text()
-    assert ("conditional(" in program) == (not known)
 
 
 def test_stacks_are_of_bounded_size_and_of_equal_length():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +29,6 @@ STEPS, REPLICAS, EXAMPLES = 4, 4, 4
 WIDTH = 2
 #: As many rows of a kernel as columns are kept: nothing is lost.
 FULL = {"rank": WIDTH, "min_compression_rate": 1e-3}
-#: Where gradients are compressed, and over which axes they are averaged before.
-Compress = Callable[[], optax.GradientTransformation]
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,25 @@ def of_haiku():
     return Model(params, lambda p, x: jnp.tanh(module.apply(p, x)))
 
 
-MODELS = {"plain": plain, "linen": of_linen, "nnx": of_nnx, "equinox": of_equinox, "haiku": of_haiku}
+def of_parts():
+    """One matrix that reads and writes; experts, to which each replica sends its examples, so that others have no gradient there; a frozen matrix with two
+    thin ones beside it, which travel as they are beside the factors of others; and a vector, which is averaged by itself."""
+    rng = np.random.default_rng(0)
+    shapes = {"fixed": (8, WIDTH), "embedding": (12, 8), "experts": (4, 8, 8), "a": (8, 2), "b": (2, WIDTH)}
+    params = {n: jnp.asarray(rng.standard_normal(s) / s[-1] ** 0.5, jnp.float32) for n, s in shapes.items()}
+    fixed, params["bias"] = params.pop("fixed"), jnp.zeros(WIDTH)
+
+    def forward(p, x):
+        read = jnp.tanh(x @ p["embedding"].T) @ p["embedding"]
+        hidden = jnp.einsum("ed,ndh,en->eh", read, p["experts"], jax.nn.one_hot(x[:, -1].astype(jnp.int32), 4))
+        return jnp.tanh(hidden) @ (fixed + p["a"] @ p["b"]) + p["bias"]
+
+    return Model(params, forward)
+
+
+MODELS = {"plain": plain, "linen": of_linen, "nnx": of_nnx, "equinox": of_equinox, "haiku": of_haiku, "parts": of_parts}
+#: Rank by parameter, of "parts".
+RANKS = {"rank": {"a": 0, "b": 0, "*": 8}, "stacked": {"experts": 1}}
 
 
 def is_kernel(params):
@@ -96,6 +111,14 @@ FEATURES = {
     ),
     "scan over steps": lambda average: optax.chain(average(), optax.sgd(0.3, momentum=0.9)),
     "accumulation": lambda average: optax.chain(average(), optax.sgd(0.3, momentum=0.9)),
+    "parts": lambda average: optax.multi_transform(
+        {
+            "matrix": optax.chain(average(**RANKS), optax.adam(0.05)),
+            "vector": optax.chain(average(dense=True), optax.sgd(0.3)),
+        },
+        lambda params: {name: "vector" if name == "bias" else "matrix" for name in params},
+    ),
+    "sharded optimizer": lambda average: optax.chain(average(), average.sharded(optax.adamw(0.05, weight_decay=0.3))),
 }
 MAPS = ("pmap", "shard_map", "shard_map, check_vma", "two axes", "sharded parameters", "Explicit mesh", "vmap")
 
@@ -103,6 +126,7 @@ MAPS = ("pmap", "shard_map", "shard_map, check_vma", "two axes", "sharded parame
 def data():
     """Of every step: the examples of each replica."""
     x = np.random.default_rng(1).standard_normal((STEPS, REPLICAS, EXAMPLES, 8)).astype(np.float32)
+    x[..., -1] = np.arange(REPLICAS)[:, None]  # whose it is
     return x, np.sin(x[..., :WIDTH]).astype(np.float32)
 
 
@@ -142,9 +166,10 @@ def calls(feature):
 
 
 def on_one_device(model, feature):
-    def average(dense=False):
+    def average(**_):
         return optax.identity()
 
+    average.sharded = lambda tx: tx
     tx = FEATURES[feature](average)
     step = jax.jit(stepper(model, tx, feature, lambda p: p))
     state = model.params, tx.init(model.params)
@@ -167,8 +192,10 @@ def replicated(model, feature, how):
     elif how not in ("pmap", "vmap"):
         mesh = jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(kind,))
 
-    def average(dense=False):
-        return gw.all_reduce_mean(axis_name=axis) if dense else gw.power_sgd(axis_name=axis, **FULL)
+    def average(dense=False, **options):
+        return gw.all_reduce_mean(axis_name=axis) if dense else gw.power_sgd(axis_name=axis, **FULL | options)
+
+    average.sharded = lambda tx: gw.zero1(tx, axis_name=axis, replicas=2 if axis == "dcn" else REPLICAS, averaged=True)
 
     tx = FEATURES[feature](average)
     inner = "ici" if how == "two axes" else None
@@ -217,8 +244,12 @@ def expected_of(model, feature):
 def cells():
     """Each cell with one library: `optax.chain` with each in turn, other features with one on all maps, its own tree at the root of the parameters.
     Compiling is what takes the time."""
-    names = list(MODELS)
-    for (i, feature), (j, how) in itertools.product(enumerate(FEATURES), enumerate(MAPS)):
+    names = [*MODELS][:-1]
+    features = [*FEATURES][:-2]
+    yield from (pytest.param("parts", "parts", how, marks=pytest.mark.slow) for how in ("shard_map", MAPS[4]))
+    yield "linen", "sharded optimizer", "shard_map, check_vma"
+    yield pytest.param("equinox", "sharded optimizer", "pmap", marks=pytest.mark.slow)
+    for (i, feature), (j, how) in itertools.product(enumerate(features), enumerate(MAPS)):
         quick = feature == "chain" or how == "shard_map"
         yield pytest.param(
             names[(j if feature == "chain" else i) % len(names)], feature, how, marks=() if quick else pytest.mark.slow

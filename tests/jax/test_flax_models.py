@@ -1,4 +1,4 @@
-"""Models as Flax's users write them are compressed as they are in torch."""
+"""Models as Flax's users write them: which of their parameters are stacks, and what they are called."""
 
 import jax
 import jax.numpy as jnp
@@ -8,61 +8,59 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from benchmarks.shapes import resnet18
 from gradwire import CompressionWarning, PowerSGD, plan
 from gradwire.jax_backend import parameter_shapes, power_sgd
 from gradwire.jax_backend.state.names import flatten, stacks_of
-from tests.jax.flax_models import Experts, Transformer, in_torch, params_of
-
-WIDE = {"width": 512, "heads": 8}
 
 
-def scanned(layers, named=False):
-    return params_of(Transformer(**WIDE, layers=layers, scanned=True, named=named), 1, 16, 512)
+class Layer(nn.Module):
+    """For `nn.scan`. With `named`, its kernels have names of axes."""
+
+    width: int
+    named: bool
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        init = nn.initializers.lecun_normal()
+        if self.named:
+            init = nn.with_partitioning(init, ("embed", "mlp"))
+        x = x + nn.MultiHeadDotProductAttention(2, name="attention")(x)
+        return nn.Dense(self.width, kernel_init=init, name="down")(
+            nn.Dense(4 * self.width, kernel_init=init, name="up")(x)
+        ), None
 
 
-@pytest.mark.parametrize(
-    ("params", "stacked", "apart"),
-    [
-        (lambda: params_of(Transformer(**WIDE, layers=12, scanned=False), 1, 16, 512), {}, []),
-        # By the option; or, where the axes have names, by themselves.
-        (lambda: scanned(12), {"layers/*": 1}, ["layers"]),
-        (lambda: scanned(8, named=True), {}, ["layers"]),
-        (lambda: params_of(Experts(64, 512), 1, 512), {"up": 1, "down": 1}, ["up", "down"]),
-    ],
-)
-def test_a_model_is_compressed_as_in_torch(params, stacked, apart):
-    """At the same rank with at most 1.05 times as many bytes."""
-    shapes = parameter_shapes(params())
-    here, there = plan(shapes, PowerSGD(4, stacked=stacked)), plan(in_torch(shapes, apart), PowerSGD(4))
-    assert here.dense_bytes == there.dense_bytes
-    assert here.wire_bytes <= 1.05 * there.wire_bytes
-    if "layers" in apart:
-        assert f"{shapes['layers/up/kernel'][0]} × (512 | 2048)" in str(here)
+def scanned(layers, width=512, named=False):
+    """Shapes of parameters; nothing is computed."""
+    axes = {
+        "variable_axes": {"params": 0},
+        "split_rngs": {"params": True},
+        "metadata_params": {nn.PARTITION_NAME: "layers"},
+    }
 
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.scan(Layer, length=layers, **axes)(width, named, name="layers")(x, None)[0]
 
-def test_a_resnet_is_compressed_as_in_torch():
-    assert params_of(nn.Conv(16, (3, 5)), 1, 8, 8, 4)["kernel"].shape == (3, 5, 4, 16)
-    lies = {4: (2, 3, 1, 0), 2: (1, 0), 1: (0,)}
-    shapes = {name: tuple(shape[axis] for axis in lies[len(shape)]) for name, shape in resnet18().items()}
-    here, there = plan(shapes, PowerSGD(4)), plan(resnet18(), PowerSGD(4))
-    assert here.dense_bytes == there.dense_bytes
-    assert here.wire_bytes <= 1.05 * there.wire_bytes
-    assert there.compression_ratio > 60
+    x = jax.ShapeDtypeStruct((1, 16, width), jnp.float32)
+    return jax.eval_shape(Stack().init, jax.random.key(0), x)["params"]
 
 
 def test_init_warns_of_layers_that_nobody_calls_a_stack():
-    tx = power_sgd(4, axis_name="data")
+    """By the option; or, where the axes have names, by themselves."""
+    tx, said = power_sgd(4, axis_name="data"), power_sgd(4, axis_name="data", stacked={"layers/*": 1})
     with pytest.warns(CompressionWarning, match=r"Say stacked={'layers/\*': 1}") as caught:
         jax.eval_shape(tx.init, scanned(8))
     assert len(caught) == 1
-    jax.eval_shape(power_sgd(4, axis_name="data", stacked={"layers/*": 1}).init, scanned(8))
+    jax.eval_shape(said.init, scanned(8))
     jax.eval_shape(tx.init, scanned(8, named=True))
+    assert "8 × (512 | 2048)" in str(plan(parameter_shapes(scanned(8, named=True)), PowerSGD(4)))
 
 
 @pytest.mark.parametrize("pattern", ["*/kernel", "layers/up/kernel"])
 def test_boxed_parameters_are_called_as_their_user_calls_them(pattern):
-    params = params_of(Transformer(16, 2, 3, scanned=True, named=True), 1, 4, 16)
+    params = scanned(3, 16, named=True)
     assert isinstance(params["layers"]["up"]["kernel"], nn.Partitioned)
     assert "layers/up/kernel" in parameter_shapes(params)
     tx = power_sgd(1, axis_name="data", transpose=(pattern,), min_compression_rate=1.0)

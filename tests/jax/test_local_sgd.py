@@ -1,132 +1,21 @@
-"""Local SGD as Flax users call it, and what it does to the state of an optimizer."""
+"""Local SGD as its users call it, with averages that are taken later, and what it does to the memory of inner and outer optimizers."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import nnx
 from flax.training.train_state import TrainState
 from jax import lax
 
 import gradwire.jax_backend as gw
-from gradwire import LocalSGD
-from tests.jax.replicas import AXIS, mesh_of, training
-
-STEPS = 12
-PERIOD = 4
-
-
-class WithStatistics(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        # No bias before BatchNorm: its gradient would be zero but for rounding, which Adam would make into whole steps.
-        x = linen.Dense(16, use_bias=False)(x)
-        x = linen.BatchNorm(use_running_average=False)(x)
-        return linen.Dense(8)(linen.tanh(x))
-
-
-LINEN_TX = gw.diloco(optax.adamw(5e-3), PERIOD, axis_name=AXIS, start_step=1)
-
-
-class LocalState(TrainState):
-    batch_stats: Any
-    key: jax.Array
-
-
-@cache
-def linen_start():
-    model = WithStatistics()
-    variables = jax.jit(model.init)(jax.random.key(0), np.zeros((2, 12), np.float32))
-    tx = optax.chain(optax.clip(1.0), LINEN_TX)
-    more = {"batch_stats": variables["batch_stats"], "key": jax.random.key(1)}
-    return LocalState.create(apply_fn=model.apply, params=variables["params"], tx=tx, **more)
-
-
-def linen_step(state, x, y):
-    mine = gw.this_replica(state)
-
-    def loss_fn(params):
-        variables = {"params": params, "batch_stats": mine.batch_stats}
-        out, changed = mine.apply_fn(variables, x, mutable=["batch_stats"])
-        return ((out - y) ** 2).mean(), changed["batch_stats"]
-
-    (loss, batch_stats), gradients = jax.value_and_grad(loss_fn, has_aux=True)(mine.params)
-    mine = mine.apply_gradients(grads=gradients)
-    params, opt_state, batch_stats = LINEN_TX.average_params(mine.params, mine.opt_state, batch_stats)
-    mine = mine.replace(params=params, opt_state=opt_state, batch_stats=batch_stats)
-    return gw.stack_replicas(mine), lax.pmean(loss, AXIS)
-
-
-class Nnx(nnx.Module):
-    def __init__(self, rngs):
-        self.hidden, self.out = nnx.Linear(12, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(self.dropout(nnx.tanh(self.hidden(x))))
-
-
-NNX_TX = gw.local_sgd(optax.adam(5e-3), LocalSGD(PERIOD, start_step=1), axis_name=AXIS, moments="average")
-
-
-@cache
-def nnx_parts():
-    """The graph, and the state."""
-    model = Nnx(nnx.Rngs(0))
-    return nnx.split((model, nnx.Optimizer(model, NNX_TX, wrt=nnx.Param)))
-
-
-def nnx_start():
-    return nnx_parts()[1]
-
-
-def nnx_step(state, x, y):
-    model, optimizer = nnx.merge(nnx_parts()[0], gw.this_replica(state))
-    loss, gradients = nnx.value_and_grad(lambda m: ((m(x) - y) ** 2).mean())(model)
-    optimizer.update(model, gradients)
-    params, opt_state = NNX_TX.average_params(nnx.state(model, nnx.Param), optimizer.opt_state)
-    nnx.update(model, params)
-    nnx.update(optimizer.opt_state, nnx.state(opt_state))
-    return gw.stack_replicas(nnx.state((model, optimizer))), lax.pmean(loss, AXIS)
-
-
-def batches():
-    """32 examples a step, 8 for each replica."""
-    random = np.random.default_rng(0)
-    truth = random.standard_normal((12, 8)).astype(np.float32)
-    inputs = random.standard_normal((STEPS, 32, 12)).astype(np.float32)
-    return [(x, np.tanh(x @ truth)) for x in inputs]
-
-
-def rows_of(tree):
-    """For each array, the different rows of it."""
-    return [{np.asarray(row).tobytes() for row in np.asarray(x)} for x in jax.tree.leaves(tree)]
-
-
-@pytest.mark.parametrize(
-    ("start", "step", "mode", "part"),
-    [
-        (linen_start, linen_step, "vma", lambda s: (s.per_replica.params, s.per_replica.batch_stats)),
-        (nnx_start, nnx_step, "pmap", lambda s: nnx.filter_state(s.per_replica, nnx.Param)),
-    ],
-    ids=["linen", "nnx"],
-)
-def test_flax_training(start, step, mode, part):
-    losses, different = [], []  # how many different replicas there were after each step
-    for state, loss in training(step, gw.stack_replicas(start()), batches(), mode):
-        losses.append(loss)
-        different.append(max(map(len, rows_of(part(state)))))
-    assert losses[-1] < 0.9 * losses[0]
-    # One step together (but for statistics), then three apart before each average.
-    assert different[1:] == [4, 4, 4, 1] * 2 + [4, 4, 4]
-    assert all(x.shape[0] == 4 for x in jax.tree.leaves(gw.unreplicate(state) if mode == "pmap" else state))
-
+from gradwire import LocalSGD, PowerSGD, diloco, plan
+from tests.jax.replicas import AXIS, mesh_of
 
 TARGET = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
 SLOPE = np.array([1.0, 1.7], np.float32)
@@ -233,26 +122,18 @@ def test_under_vmap_an_average_is_sent_only_when_it_is_due():
 
 
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
-SIMPLE = gw.local_sgd(optax.sgd(0.1, momentum=0.9), LocalSGD(4), axis_name=AXIS)
-
-
-def fresh(tx):
-    return gw.stack_replicas({"params": PARAMS, "opt_state": tx.init(PARAMS)})
 
 
 def test_marks():
     inside = gw.stack_replicas({"w": 1.0, "memory": gw.stack_replicas({"e": jnp.ones(3)})})
     assert inside.per_replica["memory"].per_replica["e"].shape == (1, 3)
-    assert jax.tree.map(jnp.shape, gw.this_replica(inside)) == {
-        "w": (),
-        "memory": gw.stack_replicas({"e": jnp.ones(3)})._replace(per_replica={"e": (1, 3)}),
-    }
+    own = {"w": (), "memory": gw.stack_replicas({"e": jnp.ones(3)})._replace(per_replica={"e": (1, 3)})}
+    assert jax.tree.map(jnp.shape, gw.this_replica(inside)) == own
     assert gw.stack_replicas({"w": jax.ShapeDtypeStruct((2,), jnp.float32)}).per_replica["w"].shape == (1, 2)
-
-
-def test_accumulation_outside_has_rows_for_its_gradients():
-    tx = optax.MultiSteps(SIMPLE, 2).gradient_transformation()
-    specs = gw.partition_specs(fresh(tx), AXIS)
+    # Accumulation outside has rows for its gradients.
+    local = gw.local_sgd(optax.sgd(0.1, momentum=0.9), LocalSGD(4), axis_name=AXIS)
+    tx = optax.MultiSteps(local, 2).gradient_transformation()
+    specs = gw.partition_specs(gw.stack_replicas((PARAMS, tx.init(PARAMS))), AXIS)
     assert all(spec == jax.P(AXIS) for spec in jax.tree.leaves(specs))
 
 
@@ -309,7 +190,148 @@ def test_init_under_jit_and_on_shapes():
 
 
 def test_a_tree_with_nothing_in_it():
-    step = jax.make_jaxpr(
-        lambda p: SIMPLE.average_params(p, SIMPLE.update(p, SIMPLE.init(p), p)[1]), axis_env=[(AXIS, 4)]
-    )
+    tx = gw.local_sgd(optax.sgd(0.1), LocalSGD(4), axis_name=AXIS)
+    step = jax.make_jaxpr(lambda p: tx.average_params(p, tx.update(p, tx.init(p), p)[1]), axis_env=[(AXIS, 4)])
     assert step({"empty": {}}).out_avals
+
+
+# Averages that are taken later, where the host says what is due. (That it changes no number is in tests/parity.)
+
+
+@pytest.mark.parametrize("compressor", [None, PowerSGD(2)], ids=repr)
+def test_no_message_stands_in_a_branch(compressor):
+    """It leaves after step 3 and is taken after step 5, whose program alone sends; and it is of what the state holds, not of what the step computes."""
+    tx = gw.local_sgd(optax.sgd(0.1), diloco(4, overlap=2, compressor=compressor), axis_name=AXIS)
+    ones = {"w": jnp.ones((24, 16)), "b": jnp.ones(24)}
+    state = tx.init(ones)
+    assert all(np.array_equal(x, ones[n]) for n, x in tx.outer_params(state).items())
+    state = state._replace(placed=jax.tree.map(lambda x: jnp.zeros(1, x.dtype), state.placed))
+
+    def sent(n):
+        def step(params, state):
+            return tx.step(params, (params, state), turn=tx.turn(n))
+
+        return gw.collective_traffic(step, ones, state, axis_env=[(AXIS, 4)])
+
+    assert [n for n in range(4, 12) if sent(n)] == [5, 9]
+    assert not any(each.branches for each in sent(5))
+
+
+def placed(training):
+    """As `stack_replicas` and `replicate` would: one row of `placed` on each replica."""
+    return jax.tree.map(lambda x: jnp.zeros((len(x), 1), bool) if x.shape[1:] == (0,) else x, training)
+
+
+def started(tx, params, replicas=2, begin=lambda params, tx: (params, tx.init(params))):
+    """A training, with a row for each replica."""
+    return placed(jax.tree.map(lambda x: jnp.stack([x] * replicas), begin(params, tx)))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_replica_that_breaks_comes_back_with_all_its_fragments(told):
+    """A gradient depends on all parameters: what has not come back breaks what has."""
+    tx = gw.local_sgd(optax.sgd(0.1), diloco(6, fragments=3, overlap=2), axis_name=AXIS)
+    start = started(tx, {n: jnp.ones(2) for n in "abc"})
+    start[0]["a"] = jnp.array([[np.nan, 1.0], [1.0, 1.0]])
+
+    def step(training, turn=None):
+        gradient = jax.grad(lambda p: jnp.square(sum(p.values())).sum())(training[0])
+        training = tx.step(gradient, training, turn=turn)
+        return training, jnp.isfinite(jnp.stack(list(training[0].values()))).all()
+
+    def run(training):
+        if not told:
+            return lax.scan(lambda training, _: step(training), training, length=6)[1]
+        finite = []
+        for n in range(6):
+            training, each = step(training, tx.turn(n))
+            finite.append(each)
+        return jnp.stack(finite)
+
+    # The first fragment has its turn after step 1.
+    assert jax.jit(jax.vmap(run, axis_name=AXIS))(start).tolist() == [[False] + [True] * 5, [True] * 6]
+
+
+def test_both_halves_of_a_step_in_one_call():
+    """Two replicas whose gradients differ: after every second step they agree, and extras with them."""
+    tx = gw.local_sgd(optax.sgd(0.5), diloco(2, lr=1.0, momentum=0.0), axis_name=AXIS)
+
+    def begin(params, tx):
+        return TrainState.create(apply_fn=None, params=params, tx=optax.chain(optax.identity(), tx))
+
+    start = started(tx, {"w": jnp.arange(6.0).reshape(3, 2)}, begin=begin)
+
+    def run(training, gradient):
+        seen = []
+        for n in range(4):
+            training, stats = tx.step({"w": gradient}, training, {"mean": gradient.sum()}, turn=tx.turn(n))
+            seen.append((training.params["w"], stats["mean"]))
+        return seen
+
+    seen = jax.jit(jax.vmap(run, axis_name=AXIS))(start, jnp.stack([jnp.ones((3, 2)), jnp.full((3, 2), 3.0)]))
+    expected = np.arange(6.0).reshape(3, 2)
+    for n, (w, mean) in enumerate(seen):
+        alone = np.stack([expected - 0.5 * (n % 2 + 1) * g for g in (1.0, 3.0)])
+        if n % 2:
+            expected = alone.mean(0)
+            alone = np.stack([expected] * 2)
+        np.testing.assert_allclose(w, alone, rtol=1e-6)
+        np.testing.assert_allclose(mean, [12.0, 12.0] if n % 2 else [6.0, 18.0])
+
+
+def test_of_nnx_as_well():
+    tx = gw.local_sgd(optax.sgd(0.5), diloco(1, lr=1.0, momentum=0.0), axis_name=AXIS)
+
+    def run(gradient):
+        model = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        before = model.kernel[...]
+        tx.step(nnx.State({"kernel": nnx.Param(gradient)}), (model, optimizer), turn=tx.turn(0))
+        return before - model.kernel[...], optimizer.step[...]
+
+    moved, steps = jax.jit(jax.vmap(run, axis_name=AXIS))(jnp.stack([jnp.ones((2, 2)), jnp.full((2, 2), 3.0)]))
+    np.testing.assert_allclose(moved, np.ones((2, 2, 2)), rtol=1e-6)
+    assert steps.tolist() == [1, 1]
+
+
+# Transformations of Optax as outer optimizers. (That SGD of Optax is ours is in tests/parity.)
+
+SHAPES = {"block1/w": (4, 3), "block2/w": (3, 2), "b": (3,)}
+ADAMW = functools.partial(optax.adamw, 0.05, weight_decay=0.1)
+
+
+def test_adamw_is_that_of_a_loop_by_hand_and_goes_on_with_fewer_replicas():
+    """In two fragments, whose counts of steps are their own. Three replicas, then two."""
+    tx = gw.local_sgd(optax.sgd(0.1), diloco(4, fragments=2, layout=("block*", "*"), outer=ADAMW), axis_name=AXIS)
+    start = {n: jnp.ones(s) for n, s in SHAPES.items()}
+    rows, step = started(tx, start, 3), jax.jit(jax.vmap(lambda t, g: tx.step(g, t), axis_name=AXIS))
+    by_hand, parts = ADAMW(), [["block1/w", "block2/w"], ["b"]]
+    outer = [{n: start[n] for n in part} for part in parts]
+    memory = [by_hand.init(each) for each in outer]
+    mine = [dict(start)] * 3
+    for n in range(16):
+        if n == 10:  # two go on from the mean of three
+            rows = jax.tree.map(lambda x: np.repeat(np.asarray(x).mean(0, keepdims=True), 2, 0).astype(x.dtype), rows)
+            mine = [{name: sum(p[name] for p in mine) / 3 for name in SHAPES}] * 2
+        rng = np.random.default_rng(n)
+        gradients = [{k: rng.standard_normal(s).astype(np.float32) for k, s in SHAPES.items()} for _ in mine]
+        rows = step(rows, {name: np.stack([g[name] for g in gradients]) for name in SHAPES})
+        mine = [{name: p[name] - 0.1 * g[name] for name in SHAPES} for p, g in zip(mine, gradients, strict=True)]
+        for number, part in enumerate(parts):
+            if (n + 1 - 2 * (number + 1)) % 4 == 0:
+                average = {name: sum(outer[number][name] - p[name] for p in mine) / len(mine) for name in part}
+                updates, memory[number] = by_hand.update(average, memory[number], outer[number])
+                outer[number] = optax.apply_updates(outer[number], updates)
+                mine = [p | outer[number] for p in mine]
+        for r, p in enumerate(mine):
+            for name in SHAPES:
+                np.testing.assert_allclose(rows[0][name][r], p[name], rtol=2e-4, atol=2e-5)
+    counts = rows[1].averages.memory["outer.0.count"]
+    assert (counts["block1/w"].tolist(), counts["b"].tolist()) == ([4, 4], [4, 4])
+
+
+def test_what_an_outer_optimizer_remembers_and_sends():
+    local, params = diloco(4, outer=ADAMW), {n: jnp.ones(s) for n, s in SHAPES.items()}
+    memory = gw.local_sgd(optax.sgd(0.1), local, axis_name=AXIS).init(params).averages.memory
+    assert sorted(memory) == ["outer", "outer.0.count", "outer.0.mu", "outer.0.nu"]
+    assert plan({"w": (8, 8)}, local).wire_bytes == plan({"w": (8, 8)}, diloco(4)).wire_bytes

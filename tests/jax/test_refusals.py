@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 from flax import linen as nn
 from flax import serialization
 from jax import lax
 
 import gradwire.core.protocol as rq
 import gradwire.jax_backend as gw
-from gradwire import AllReduce, LocalSGD, PowerSGD, Spec, TwoLevel, WireDtype, Zero, shard_by_element
+from gradwire import AllReduce, LocalSGD, LocalSimulator, PowerSGD, Spec, TwoLevel, WireDtype, Zero, shard_by_element
 from gradwire.core.protocol.control_requests import OptimizerStep
 from gradwire.core.protocol.programs import Request, ask
 from gradwire.jax_backend.engine.driver import drive
@@ -62,10 +63,6 @@ def rows(*tables):
     return [pytest.param(*row, id=f"{row[1].__name__} {' '.join(row[2])}") for row in each]
 
 
-def one_row(state):
-    return jax.tree.map(lambda x: x[:1] if x.ndim else x, state)
-
-
 def init(tx, params=PARAMS):
     return lambda: tx.init(params)
 
@@ -84,6 +81,19 @@ def injected(**options):
     return optax.inject_hyperparams(gw.power_sgd, **options)(rank=4, axis_name=AXIS).init(PARAMS)
 
 
+ADAMW = partial(optax.adamw, 0.05)
+#: What makes no transformation.
+NO_OUTER = (partial(torch.optim.AdamW, lr=0.1), torch.optim.AdamW, lambda: 3, partial(optax.sgd, momentum=0.9))
+TALLER = PARAMS | {"w": jnp.ones((33, 24))}
+OF_FOUR, CUT = sharded(ADAM).init(PARAMS), "which cannot become"
+#: Sharded states, and what they cannot be made like.
+UNLIKE = [
+    (OF_FOUR, SGD.init(PARAMS), "`like`"),
+    (OF_FOUR, ADAM.init(TALLER), "0.mu.w", "(4, 1, 192)", CUT, "(33, 24)"),
+    (ADAM.init(TALLER), OF_FOUR, "0.mu.w", "(33, 24)", CUT, "(4, 1, 192)"),
+    (OF_FOUR, sharded(ADAM, replicas=3).init(TALLER), "0.mu.w", "(4, 1, 192)", CUT, "(3, 1, 264)"),
+    (gw.replicate(OF_FOUR), ADAM.init(PARAMS), "unreplicate"),
+]
 AT_ONCE = [
     (lambda: gw.power_sgd(2), TypeError, "axis_name"),
     (lambda: gw.all_reduce_mean(), TypeError, "axis_name"),
@@ -99,9 +109,6 @@ AT_ONCE = [
     *((lambda a=a: average(a), TypeError, f"algorithm={a!r}"[:20]) for a in (optax.sgd(1.0), 4, "powersgd", None)),
     *((lambda rank=rank: power(rank), ValueError, f"rank={rank}") for rank in (0, -3)),
     (lambda: power(ranks=3), TypeError, "ranks"),
-    (lambda: power(half_step="False"), TypeError, "half_step='False'"),
-    (lambda: power(start_step=float("nan")), TypeError, "start_step=nan"),
-    (lambda: gw.all_reduce_mean(axis_name=AXIS, bucket_bytes="8"), TypeError, "bucket_bytes='8'"),
     *((lambda n=n: sharded(replicas=n), TypeError, f"replicas={n!r}") for n in (2.0, True, "4")),
     *((lambda o=o: sharded(**{o: "no"}), TypeError, f"{o}='no'") for o in ("averaged", "skip_non_finite", "elementwise")),
     (lambda: sharded(bucket_bytes=8.0), TypeError, "bucket_bytes=8.0"),
@@ -116,9 +123,6 @@ AT_ONCE = [
     (lambda: gw.to_portable(TX.init(PARAMS), PowerSGD(2), errors="none"), ValueError, "errors='none'"),
     (lambda: gw.from_portable({}, PowerSGD(2), PARAMS, replicas=2), TypeError, "like="),
     (lambda: gw.from_portable([], PowerSGD(2), TX.init(PARAMS), replicas=2), TypeError, "state=[]"),
-    (lambda: average(AllReduce(bucket_bytes=0)), ValueError, "bucket_bytes=0"),
-    (lambda: average(AllReduce(8, -1)), ValueError, "first_bucket_bytes=-1"),
-    (lambda: average(AllReduce(first_bucket_bytes=8)), ValueError, "first_bucket_bytes=8", "bucket_bytes"),
     (lambda: sharded(optax.adam), TypeError, "inner=", "zero1("),
     (lambda: sharded(replicas=0), ValueError, "replicas=0"),
     (lambda: sharded(bucket_bytes=0), ValueError, "bucket_bytes=0"),
@@ -130,9 +134,13 @@ AT_ONCE = [
     (lambda: local(schedule=4), TypeError, "local", "LocalSGD"),
     (lambda: local(moments="drop"), ValueError, "moments='drop'"),
     (lambda: diloco(fragments=2, moments="reset"), ValueError, "moments='reset'", "fragments=2"),
-    (lambda: diloco(0), ValueError, "period=0"),
-    (lambda: diloco(lr=optax.constant_schedule(0.7)), TypeError, "lr="),
     (lambda: LocalSGD(4, outer=SGD), TypeError, "outer"),
+    (lambda: diloco(outer=3), TypeError, "outer="),
+    (lambda: diloco(outer=ADAMW, lr=0.5), TypeError, "lr="),
+    *((lambda outer=outer: diloco(outer=outer), TypeError, "outer=") for outer in NO_OUTER),
+    (lambda: LocalSimulator(LocalSGD(4, outer=ADAMW), {"w": [1.0]}, 2), TypeError, "outer=", "adamw"),
+    (lambda: LOCAL.step({}, {"params": 1}), TypeError, "training"),
+    *((lambda given=given, like=like: gw.reshard(given, like), ValueError, *words) for given, like, *words in UNLIKE),
     (lambda: gw.mark_varying(PARAMS, AXIS), NameError, "mark_varying", "'data'"),
     (lambda: gw.stack_replicas(gw.stack_replicas({"w": 1.0})), TypeError, "stack_replicas"),
     (lambda: gw.parameter_shapes({"a": {"b": 1.0}, "a/b": 1.0}), ValueError, "'a/b'"),
@@ -303,7 +311,7 @@ IN_A_STEP = [
     (lambda: step(TX, {"w": W.T, "b": B}), ValueError, "'w'", "(24, 32)", "(32, 24)"),
     (lambda: step(TX, state=kept(TX.init(PARAMS))), ValueError, "'error'", "'w'", "(4, 32, 24)", "partition_specs"),
     (lambda: step(sharded(ADAM)), ValueError, "'0.mu.b'", "(4, 6)", "partition_specs"),
-    (lambda: step(sharded(ADAM, replicas=None), state=one_row(sharded(ADAM, replicas=2).init(PARAMS))), ValueError,
+    (lambda: step(sharded(ADAM, replicas=None), state=jax.tree.map(lambda x: x[:1] if x.ndim else x, sharded(ADAM, replicas=2).init(PARAMS))), ValueError,
      "'0.mu.b'", "(12,)", "(6,)", "reshard"),
     *((lambda v=v: one_spec(v), ValueError, "distribute(state, mesh, axis_name)", "partition_specs") for v in BOTH),
     (in_pmap(lambda state: state, in_axes=(0, None), out_axes=None), ValueError, "in_axes=0"),
@@ -455,6 +463,7 @@ OF_LOCAL_SGD = [
       for make in (lambda: kept(fresh()), lambda: sharded(ADAM).init(PARAMS))),
     (trained(lambda: placed(PAIRED), jax.P(AXIS), tx=PAIRED, check_vma=True), NotImplementedError, f"{PAIRS}", "'data'"),
     (the_same_everywhere, ValueError, "'b'", "'data'"),
+    (trained(lambda: placed(diloco(outer=ADAMW)), jax.P(AXIS), tx=diloco()), ValueError, "adamw"),
     *((trained(lambda a=a: placed(a), jax.P(AXIS), tx=b), ValueError, "LocalSGD(", "LocalSGD(")
       for other in OTHERS for a, b in ((diloco(), other), (other, diloco()))),
     *((call, ValueError, "update", "3 times", "average_params", f"{n} times") for n in (0, 6) for call in used(n)),
@@ -509,12 +518,14 @@ def behind_its_average(state):
     return gw.unreplicate((state[0], state[1]._replace(mini_step=np.ones(4))))
 
 
+MASKED = optax.masked(TX, {"w": True, "b": False})
 #: What is right, and lies beside what is refused.
 ACCEPTED = [
     init(average(EVEN)),
     init(average(IN_PAIRS)),  # where nobody knows yet how many replicas there are
     init(local(schedule=LocalSGD(2, compressor=TwoLevel(PowerSGD(2), "ici")), axis_name="dcn")),
     *(init(tx, {"per_replica_scale": jnp.ones(4)}) for tx in (TX, diloco(), sharded())),
+    *(lambda d=d: step(MASKED, typed(d), MASKED.init(typed(d))) for d in (jnp.complex64, jnp.int32)),  # as is advised
     *(given(tx, varying) for tx in (TX, sharded(), optax.chain(MEAN, AVERAGED))),
     *(given(tx, over_both("ici"), mesh_of_two(), "dcn") for tx in DCN),
     given(AVERAGED, gradient),

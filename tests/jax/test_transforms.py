@@ -1,8 +1,9 @@
-"""`init` and `update` as Optax and its users call them: trees, names, dtypes, composition."""
+"""`init` and `update` as Optax and its users call them: trees, names, dtypes, composition, and what is said of it."""
 
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,17 @@ from flax import nnx
 from gradwire import AllReduce, PowerSGD
 from gradwire.core.kernels import random
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.jax_backend import average_gradients, parameter_shapes, partition_specs, power_sgd
+from gradwire.jax_backend import (
+    all_reduce_mean,
+    average_gradients,
+    distribute,
+    parameter_shapes,
+    partition_specs,
+    power_sgd,
+    replicate,
+    unreplicate,
+    zero1,
+)
 from tests.jax.replicas import AXIS, Replicas, gradients, mesh_of, power
 from tests.methods import METHODS, TWO_LEVELS
 
@@ -49,24 +60,9 @@ def test_types_of_gradients_and_state_are_kept_and_init_runs_on_shapes_alone_and
         assert all(jax.tree.leaves(jax.tree.map(np.array_equal, state, other)))
 
 
-def test_memory_is_drawn_by_name_and_shaped_like_the_parameters():
-    state = power_sgd(2, axis_name=AXIS, seed=3).init({"layer": [PARAMS]})
-    q = random.uniform(NumpyOps(), random.key(3, "layer/0/w/q"), (2, 24))
-    assert np.array_equal(state.memory["q"]["layer"][0]["w"], q)
-    assert state.memory["q"]["layer"][0]["b"] == optax.MaskedNode()
-    assert state.local.per_replica["error"]["layer"][0]["w"].shape == (1, 32, 24)
-    assert int(state.step) == 0
-
-
 class Layer(NamedTuple):
     kernel: Any
     rest: Any
-
-
-class Module(nnx.Module):
-    def __init__(self):
-        self.linear = nnx.Linear(32, 24, rngs=nnx.Rngs(0))
-        self.blocks = nnx.List([nnx.Linear(24, 32, rngs=nnx.Rngs(0))])
 
 
 def test_names_are_paths():
@@ -74,16 +70,14 @@ def test_names_are_paths():
     assert parameter_shapes(tree) == {"a/kernel": (3, 2), "a/rest/0": (4,)}
     assert parameter_shapes(jnp.ones((5, 2))) == {"params": (5, 2)}
     assert parameter_shapes({"x": 1.0, "y": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}) == {"x": (), "y": (2, 3)}
-
-
-def test_names_of_nnx_variables_are_those_of_their_arrays():
-    state = nnx.state(Module(), nnx.Param)
-    names = {"blocks/0/bias", "blocks/0/kernel", "linear/bias", "linear/kernel"}
-    assert parameter_shapes(state).keys() == names
-    assert parameter_shapes(nnx.as_pure(state)).keys() == names
-    memory = power_sgd({"linear/*": 2}, axis_name=AXIS).init(state).memory["q"]
-    assert memory["linear"]["kernel"].shape == (2, 24)
-    assert memory["blocks"][0]["kernel"] == optax.MaskedNode()
+    # Of variables of nnx those of their arrays, by which factors are drawn.
+    state = nnx.state(nnx.List([nnx.Linear(32, 24, rngs=nnx.Rngs(0)), nnx.Linear(24, 32, rngs=nnx.Rngs(0))]), nnx.Param)
+    names = {"0/bias", "0/kernel", "1/bias", "1/kernel"}
+    assert parameter_shapes(state).keys() == parameter_shapes(nnx.as_pure(state)).keys() == names
+    memory = power_sgd({"0/*": 2}, axis_name=AXIS, seed=3).init(state).memory["q"]
+    drawn = random.uniform(NumpyOps(), random.key(3, "0/kernel/q"), (2, 24))
+    assert np.array_equal(memory[0]["kernel"], drawn)
+    assert memory[1]["kernel"] == optax.MaskedNode()
 
 
 @pytest.mark.parametrize("params", [{}, {"a": {}}, None, (), {"none": jnp.ones((0, 3))}, {"z": jnp.ones((4, 0))}])
@@ -132,13 +126,6 @@ def test_parameters_without_a_gradient_keep_their_memory():
     for memory in (lambda s: s.memory["q"], lambda s: s.local.per_replica["error"]):
         assert np.array_equal(memory(after)["v"], memory(before)["v"])
         assert not np.array_equal(memory(after)["w"], memory(before)["w"])
-
-
-def test_masked_parameters_are_left_to_others():
-    tx = optax.masked(power_sgd(2, axis_name=AXIS), {"w": True, "b": False})
-    updates, state = trace(tx, PARAMS)
-    assert types(updates) == types(PARAMS)
-    assert types(state) == types(tx.init(PARAMS))
 
 
 def test_multi_steps_updates_with_the_mean_of_its_gradients():
@@ -227,3 +214,70 @@ def test_no_operand_is_given_more_axes_in_silence(name):
     """What JAX can be told to refuse, and some projects tell it."""
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         trace(average_gradients((METHODS | TWO_LEVELS)[name].algorithm, axis_name=AXIS), PARAMS)
+
+
+# Set-ups that look wrong and come out right, and what is said of those that may be wrong. What is refused stands in `test_refusals.py`.
+
+TX = power_sgd(2, axis_name=AXIS)
+
+
+def test_inside_vmap_nothing_has_to_be_placed():
+    """It refuses by itself what differs and has no axis."""
+    given = jax.tree.map(lambda x: np.stack([np.asarray(x) * i for i in range(4)]), PARAMS)
+    with pytest.raises(ValueError, match=r"vmap has mapped output.* but out_axes is None"):
+        jax.eval_shape(jax.vmap(TX.update, (0, None), None, axis_name=AXIS), given, TX.init(PARAMS))
+    states = jax.jit(jax.vmap(TX.init, None, axis_name=AXIS, axis_size=4))(PARAMS)
+    _, states = jax.jit(jax.vmap(TX.update, axis_name=AXIS))(given, states)
+    assert unreplicate(states).local.per_replica["error"]["w"].shape == (4, 32, 24)
+
+
+def test_one_vector_is_not_compressed():
+    with pytest.warns(UserWarning, match=r"one vector of 792 elements.*optax.chain\(power_sgd\(...\), optax.flatten"):
+        optax.flatten(optax.chain(TX, optax.sgd(0.1))).init(PARAMS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optax.chain(TX, optax.flatten(optax.sgd(0.1))).init(PARAMS)
+        optax.flatten(all_reduce_mean(axis_name=AXIS)).init(PARAMS)
+
+
+# What the state of a chain tells.
+
+MASK = {"w": True, "b": False}
+REST = jax.tree.map(lambda x: not x, MASK)
+MEAN = all_reduce_mean(axis_name=AXIS)
+CHAINS = {
+    "adam before": (optax.chain(optax.adam(0.1), TX), "ScaleByAdamState"),
+    "momentum before": (optax.chain(optax.clip(1.0), optax.trace(0.9), MEAN), "TraceState"),
+    "adam before a mask": (
+        optax.chain(optax.adam(0.1), optax.masked(TX, MASK), optax.masked(MEAN, REST)),
+        "ScaleByAdamState",
+    ),
+    "injected before": (optax.chain(optax.inject_hyperparams(optax.adam)(0.1), MEAN), "InjectStatefulHyperparamsState"),
+    "a mask alone": (optax.chain(optax.masked(TX, MASK), optax.sgd(0.1)), "optax.masked"),
+    "right": (optax.chain(TX, optax.adam(0.1)), None),
+    "clipped and decayed before": (
+        optax.chain(optax.clip(1.0), optax.add_decayed_weights(0.1), TX, optax.adam(0.1)),
+        None,
+    ),
+    "counted before": (optax.chain(optax.scale_by_schedule(lambda count: 1.0), TX), None),
+    "two axes": (optax.chain(MEAN, TX, optax.adam(0.1)), None),
+    "a mask and the rest": (optax.chain(optax.masked(TX, MASK), optax.masked(MEAN, REST), optax.adam(0.1)), None),
+    "the rest first": (optax.chain(optax.masked(MEAN, REST), optax.masked(TX, MASK), optax.adam(0.1)), None),
+    "labels": (
+        optax.partition({"a": optax.chain(TX, optax.sgd(0.1, 0.9)), "b": optax.set_to_zero()}, {"w": "a", "b": "b"}),
+        None,
+    ),
+    "zero1 behind": (optax.chain(TX, zero1(optax.adam(0.1), axis_name=AXIS, replicas=4, averaged=True)), None),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_what_the_state_of_a_chain_tells(name):
+    tx, said = CHAINS[name]
+    calls = (lambda s: partition_specs(s, AXIS), lambda s: distribute(s, mesh_of(4), AXIS), replicate)
+    for state in (tx.init(PARAMS), (PARAMS, tx.init(PARAMS)), (tuple(PARAMS.values()), {"opt": tx.init(PARAMS)})):
+        for call in calls:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                call(state)
+            assert [said in str(w.message) for w in caught] == ([] if said is None else [True])

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from gradwire import PowerSGD, Simulator, TopK, TwoLevel, WireDtype
+from gradwire import PowerSGD, Simulator, TopK, TwoLevel
 from gradwire.jax_backend import (
     average_gradients,
     collective_traffic,
@@ -22,6 +22,7 @@ from gradwire.jax_backend import (
     to_portable,
     unreplicate,
 )
+from tests.jax.replicas import equal, refused
 
 #: Those that are alike are computed with as one stack.
 SHAPES = {"large": (192, 16), "small": (12, 10), "bias": (12,)} | {f"alike.{i}": (12, 10) for i in range(5)}
@@ -105,32 +106,6 @@ def test_stacks_are_joined_with_two_levels_as_with_one():
     assert products(2) == products(None)
 
 
-CODED = WireDtype(PowerSGD(2, start_step=1), "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("driver", "coded"),
-    [
-        ("pmap", lambda within: TwoLevel(CODED, within)),
-        ("shard_map_vma", lambda within: WireDtype(TwoLevel(CODED.algorithm, within), "bfloat16")),
-    ],
-    ids=["between nodes", "everywhere"],
-)
-def test_averages_travel_in_codes_before_the_compression_begins_and_memory_as_it_is(driver, coded):
-    pmap = driver == "pmap"
-    tx = average_gradients(coded(2 if pmap else "ici"), axis_name="data" if pmap else "dcn")
-    sim = Simulator(coded(2), SHAPES, 4, dtype="float32")
-    ((update, state),) = updates_of(tx, driver, 1)
-    given = gradients(4, 0)
-    for name, x in sim.step(given).items():
-        plain = np.mean([g[name] for g in given], axis=0)
-        assert np.linalg.norm(update[name] - x) < 1e-6 * np.linalg.norm(x)
-        assert np.linalg.norm(update[name] - plain) > 1e-3 * np.linalg.norm(plain)
-    # As it began. In bfloat16 it would not be.
-    q = np.asarray(state.memory["q"]["small"])
-    np.testing.assert_allclose(q[0] if pmap else q, sim.states[0].tensors["small"]["q"], rtol=1e-5)
-
-
 def test_replicas_of_a_node_have_the_same_error_and_keep_it_in_a_step_that_is_not_finite():
     tx = power_sgd(2, axis_name="dcn", within="ici")
     (_, first), (update, second) = updates_of(tx, "shard_map", 2, bad=1)
@@ -140,10 +115,7 @@ def test_replicas_of_a_node_have_the_same_error_and_keep_it_in_a_step_that_is_no
         rows = np.asarray(own)
         np.testing.assert_array_equal(rows[::2], rows[1::2])
         assert not np.array_equal(rows[0], rows[2])
-    for a, b in zip(
-        jax.tree.leaves((first.memory, first.local)), jax.tree.leaves((second.memory, second.local)), strict=True
-    ):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert equal((first.memory, first.local), (second.memory, second.local))
 
 
 @functools.cache
@@ -156,38 +128,32 @@ def test_a_checkpoint_goes_on_with_one_level_with_other_nodes_and_comes_back(err
     algorithm = PowerSGD(2)
     params = {n: jnp.ones(s) for n, s in SHAPES.items()}
 
-    def like(within):
-        return power_sgd(2, axis_name="data", within=within).init(params)
+    def loaded(within, replicas):
+        """And the algorithm that goes with it."""
+        other = algorithm if within == 1 else TwoLevel(algorithm, within)
+        like = power_sgd(2, axis_name="data", within=within).init(params)
+        return from_portable(saved, other, like, replicas=replicas), other
 
     ran = ran_in_nodes_of_two()
     saved = to_portable(ran, TwoLevel(algorithm, 2), errors=errors)
     assert (saved["replicas"], saved["algorithm"]) == (2, repr(algorithm))
     assert {len(memory["error"]) for memory in saved["local"].values()} == {2 if errors == "all" else 1}
     for within, replicas in ((2, 4), (4, 4), (3, 6), (1, 4), (((0, 2), (1, 3)), 4)):
-        other = algorithm if within == 1 else TwoLevel(algorithm, within)
-        moved = from_portable(saved, other, like(within), replicas=replicas)
-        back = to_portable(moved, other)
+        back = to_portable(*loaded(within, replicas))
         for name, x in mean_errors(saved).items():
             np.testing.assert_allclose(mean_errors(back)[name], x, rtol=1e-5, atol=1e-6)
-    again = from_portable(saved, TwoLevel(algorithm, 2), like(2), replicas=4)
     if errors == "all":  # nothing is lost
-        for a, b in zip(
-            jax.tree.leaves((ran.memory, ran.local)), jax.tree.leaves((again.memory, again.local)), strict=True
-        ):
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-        partition = TwoLevel(algorithm, ((0, 2), (1, 3)))
-        rows = from_portable(saved, partition, like(partition.within), replicas=4).local.per_replica["error"]["small"]
+        again = loaded(2, 4)[0]
+        assert equal(jax.device_get((ran.memory, ran.local)), jax.device_get((again.memory, again.local)))
+        rows = loaded(((0, 2), (1, 3)), 4)[0].local.per_replica["error"]["small"]
         np.testing.assert_array_equal(rows, saved["local"]["small"]["error"][[0, 1, 0, 1]])
     fewer = set_replicas(ran, 2).local.per_replica["error"]
     for name, x in mean_errors(saved).items():
         np.testing.assert_allclose(fewer[name][0], x, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="not of PowerSGD"):
-        from_portable(saved, TwoLevel(PowerSGD(1), 2), like(2), replicas=4)
-    rows = np.full_like(saved["local"]["small"]["error"], np.nan)
-    damaged = saved | {"local": {**saved["local"], "small": {"error": rows}}}
+    saved["local"]["small"]["error"][:] = np.nan
     for within in (2, 1):
-        with pytest.raises(ValueError, match="memory 'error' of parameter 'small' holds"):
-            from_portable(damaged, algorithm if within == 1 else TwoLevel(algorithm, 2), like(within), replicas=4)
+        with refused("'error'", "'small'"):
+            loaded(within, 4)
 
 
 def mean_errors(saved):

@@ -6,11 +6,10 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import PartitionSpec as P
 
 import gradwire.jax_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, Simulator, TopK, TwoLevel, WireDtype
-from tests.jax.replicas import AXIS, mesh_of, refused
+from tests.jax.replicas import AXIS, Replicas, equal, gradients, refused
 
 SHAPES = {"w": (24, 16), "x": (130,), "b": (7,)}
 WEIGHTS = np.array([512, 0, 100, 7.5], np.float32)
@@ -28,55 +27,28 @@ ROWS = [
 ]
 
 
-def given(replica, step):
-    drawn = {n: np.random.default_rng([replica, step, *n.encode()]).normal(size=s) for n, s in SHAPES.items()}
-    return {n: x.astype(np.float32) for n, x in drawn.items()}
-
-
-def mapped(algorithm, mode):
-    """Four replicas: a function (gradients and weights in rows, state) → (averages in rows, state), and the first state."""
-    tx = optax.chain(gw.average_gradients(algorithm, axis_name=AXIS), optax.scale(1.0))
-    state = tx.init({n: jnp.zeros(s) for n, s in SHAPES.items()})
-
-    def update(gradients, weight, state):
-        return tx.update(gradients, state, weight=weight)
-
-    if mode in ("vmap", "pmap"):
-        state = gw.replicate(state, jax.devices()[:4], axis_name=AXIS)
-        return (jax.jit(jax.vmap(update, axis_name=AXIS)) if mode == "vmap" else jax.pmap(update, AXIS)), state
-    specs, mesh = gw.partition_specs(state, AXIS), mesh_of(4)
-
-    def one(gradients, weight, state):
-        averages, state = update(jax.tree.map(lambda x: x[0], gradients), weight[0], state)
-        return jax.tree.map(lambda x: x[None], averages), state
-
-    body = jax.shard_map(one, mesh=mesh, in_specs=(P(AXIS), P(AXIS), specs), out_specs=(P(), specs))
-    return jax.jit(body), gw.distribute(state, mesh, AXIS)
-
-
 @pytest.mark.parametrize(("name", "mode"), ROWS)
 def test_an_absent_replica_changes_nothing(name, mode):
-    step_of, state = mapped(ALGORITHMS[name], mode)
+    tx = optax.chain(gw.average_gradients(ALGORITHMS[name], axis_name=AXIS), optax.scale(1.0))
+
+    def update(given, state):
+        return tx.update(given["gradients"], state, weight=given["weight"])
+
+    run = Replicas(optax.GradientTransformation(tx.init, update), {n: jnp.zeros(s) for n, s in SHAPES.items()}, 4, mode)
     simulator = Simulator(ALGORITHMS[name], SHAPES, 4, dtype="float32")
     for step in range(3):
-        mine = [given(r, step) for r in range(4)]
+        mine = gradients(SHAPES, step)
         mine[1] = {n: x * np.nan for n, x in mine[1].items()}
-        rows = {n: np.stack([g[n] for g in mine]) for n in SHAPES}
-        averages, state = step_of(rows, WEIGHTS, state)
+        averages = run.update([{"gradients": g, "weight": w} for g, w in zip(mine, WEIGHTS, strict=True)])
         expected = simulator.step(mine, weights=WEIGHTS.tolist())
         for n, x in averages.items():
-            assert all(np.array_equal(row, x[0]) for row in np.asarray(x))
-            np.testing.assert_allclose(x[0], expected[n], rtol=2e-5, atol=2e-5)
+            np.testing.assert_allclose(x, expected[n], rtol=2e-5, atol=2e-5)
     # Nobody counts: the program cannot raise, so it says so in the averages, and the memory keeps its bits.
-    before = memory(state)
-    averages, state = step_of(rows, np.zeros(4, np.float32), state)
+    before = run.global_state()[0]
+    averages = run.update([{"gradients": g, "weight": np.float32(0)} for g in mine])
+    after = run.global_state()[0]
     assert all(np.isnan(x).all() for x in averages.values())
-    assert all(map(np.array_equal, before, memory(state)))
-
-
-def memory(state):
-    own = state[0]
-    return [np.asarray(x) for x in jax.tree.leaves((own.memory, own.local.per_replica))]
+    assert equal((before.memory, before.local), (after.memory, after.local))
 
 
 def test_refusals():

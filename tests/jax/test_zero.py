@@ -1,24 +1,26 @@
-"""`zero1` against the same optimizer, not sharded: parameters, state, bytes in memory and bytes on the wire."""
+"""`zero1` against the same optimizer, not sharded: parameters, bytes in memory and on the wire, and the forms of its state."""
 
 import itertools
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx, serialization
+from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import gradwire.jax_backend as gw
 from gradwire import AllReduce, Simulator, Spec, WireDtype, plan
 from gradwire.core.zero.sharded_step import Zero
 from gradwire.core.zero.sharding import shard_by_element
-from tests.jax.quadratic import SHAPES, assert_close, rows_of, start, train, train_plain
-from tests.jax.replicas import AXIS, Replicas, mesh_of
+from tests.jax.quadratic import SHAPES, assert_close, filled, start, step_of, train, train_plain
+from tests.jax.replicas import AXIS, Replicas, equal, mesh_of
 
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.02, 10, 60)
 PARAMS = start()
+ADAMW = optax.adamw(SCHEDULE, weight_decay=0.1)
 
 
 def sharded(inner, replicas, **options):
@@ -26,12 +28,14 @@ def sharded(inner, replicas, **options):
     return gw.zero1(inner, axis_name=AXIS, replicas=replicas, elementwise=True, **options)
 
 
+def by_rank(params):
+    return {n: "a" if np.ndim(x) else "b" for n, x in params.items()}
+
+
 #: What runs inside `zero1`, and without it. (That AdamW and what is clipped train under every map, for many steps, is tested in tests/parity.)
 COMPOSED = {
     "masked by name": optax.masked(optax.adam(0.02), {n: n != "bias" for n in SHAPES}),
-    "partition": optax.multi_transform(
-        {"a": optax.adamw(0.02), "b": optax.sgd(0.1)}, lambda p: {n: "a" if x.ndim else "b" for n, x in p.items()}
-    ),
+    "partition": optax.multi_transform({"a": optax.adamw(0.02), "b": optax.sgd(0.1, 0.9)}, by_rank),
     "accumulated": optax.MultiSteps(optax.adamw(0.02), 4),
     "hyperparameters": optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE, weight_decay=0.2),
     "started at the parameters": optax.contrib.schedule_free_adamw(0.02),
@@ -46,15 +50,6 @@ def test_composition(name):
     assert_close(params, expected)
     assert_close(gw.reshard(state, plain_state), plain_state, 1e-5)
     assert all(np.abs(params[n] - PARAMS[n]).max(initial=0) > 0.01 for n in SHAPES if n != "nothing")
-
-
-def test_after_power_sgd_nothing_is_averaged_twice():
-    compress = gw.power_sgd(2, axis_name=AXIS, min_compression_rate=1.0)
-    plain = optax.chain(compress, optax.adam(0.02))
-    tx = optax.chain(compress, sharded(optax.adam(0.02), 4, averaged=True))
-    assert_close(train(tx, 4, steps=10)[0], train(plain, 4, steps=10)[0])
-    kinds = [c.kind for c in sent(tx, 4)]
-    assert kinds == [c.kind for c in sent(plain, 4)] + ["all_gather"]
 
 
 def sent(tx, replicas, params=PARAMS):
@@ -76,6 +71,14 @@ def test_what_is_sent_is_the_plan(replicas, bucket_bytes, clip):
     assert {c.kind for c in traffic} == {"reduce_scatter", "all_gather"} | ({"all_reduce"} if clip else set())
 
 
+def test_nothing_is_averaged_twice():
+    """Numbers are held in test_composition.py."""
+    compress = gw.power_sgd(2, axis_name=AXIS, min_compression_rate=1.0)
+    both = optax.chain(compress, optax.adam(0.02)), optax.chain(compress, sharded(optax.adam(0.02), 4, averaged=True))
+    plain, found = ([c.kind for c in sent(tx, 4)] for tx in both)
+    assert found == [*plain, "all_gather"]
+
+
 @pytest.mark.parametrize(("dtype", "mode"), [("int8", "pmap"), ("e3m0", "shard_map_vma")])
 def test_gradients_travel_in_codes(dtype, mode):
     """The average is the simulator's, in the bytes of the plan."""
@@ -89,20 +92,6 @@ def test_gradients_travel_in_codes(dtype, mode):
     dense = {n: np.mean([g[n] for g in given], axis=0) for n in shapes}
     assert max(np.abs(right[n] - dense[n]).max(initial=0) for n in shapes) > 1e-3
     assert [gw.total_traffic(sent(tx, 3))] == list(plan(shapes, algorithm).steps)
-
-
-def test_devices_hold_their_part_of_the_state():
-    params = {"w": jnp.ones((64, 63)), "v": jnp.ones((63, 10)), "b": jnp.ones(63)}
-    mesh = mesh_of(4)
-
-    def held(tx):
-        state = tx.init(params)
-        shards = [s for x in jax.tree.leaves(gw.distribute(state, mesh, AXIS)) for s in x.addressable_shards]
-        return [sum(s.data.nbytes for s in shards if s.device == d) for d in mesh.devices.flat]
-
-    whole = held(optax.chain(gw.all_reduce_mean(axis_name=AXIS), optax.adamw(0.1)))
-    for nbytes in held(sharded(optax.adamw(0.1), 4)):
-        assert nbytes == pytest.approx(whole[0] / 4, rel=0.05)
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
@@ -156,21 +145,6 @@ def test_axes_together():
     assert_close(updates, expected, 1e-5)
 
 
-def step_of(tx, gradients, params, state, replicas=2, **extra):
-    """One update under vmap. `gradients` with a leading axis; updates that are equal on all replicas; the state in global form."""
-    axes = jax.tree.map(lambda spec: 0 if spec == P(AXIS) else None, gw.partition_specs(state, AXIS))
-    update = partial(tx.update, **extra)
-    mapped = jax.vmap(update, (0, axes, None), (None, axes), axis_name=AXIS, axis_size=replicas)
-
-    @jax.jit
-    def whole(gradients, state, params):
-        rows = jax.tree.map(lambda x, axis: rows_of(x, replicas) if axis == 0 else x, state, axes)
-        updates, rows = mapped(gradients, rows, params)
-        return updates, jax.tree.map(lambda x, axis: x[:, 0] if axis == 0 else x, rows, axes)
-
-    return whole(gradients, state, params)
-
-
 @pytest.mark.usefixtures("float16_in_jax")
 def test_dtypes_side_by_side():
     dtypes = {"a": "float32", "b": jnp.bfloat16, "c": "float16", "d": "float32", "e": jnp.bfloat16}
@@ -197,8 +171,7 @@ def test_dtypes_side_by_side():
 
 @pytest.mark.parametrize("wire_dtype", [None, "int8"])
 def test_a_step_with_an_inf_on_one_replica_changes_nothing_anywhere(wire_dtype):
-    inner = optax.adamw(SCHEDULE, weight_decay=0.1)
-    tx = sharded(inner, 2, skip_non_finite=True, wire_dtype=wire_dtype)
+    tx = sharded(ADAMW, 2, skip_non_finite=True, wire_dtype=wire_dtype)
     fine = {n: np.stack([np.asarray(p), 2 * np.asarray(p)]) for n, p in PARAMS.items()}
     step = jax.jit(lambda gradients, state: step_of(tx, gradients, PARAMS, state))
     before = step(fine, tx.init(PARAMS))[1]
@@ -223,8 +196,7 @@ def test_trees_of_every_kind(params):
 def test_a_parameter_without_a_gradient():
     tx, params = sharded(optax.sgd(0.1), 2), {"a": jnp.ones(3), "b": jnp.ones(4)}
     updates, _ = step_of(tx, {"a": jnp.ones((2, 3)), "b": None}, params, tx.init(params))
-    assert updates["b"] is None
-    assert_close(updates["a"], -0.1 * jnp.ones(3))
+    assert_close(updates, {"a": -0.1 * jnp.ones(3), "b": None})
 
 
 def test_outside_masked_and_with_extra_arguments():
@@ -251,3 +223,80 @@ def test_counters_and_rates_are_found_where_optax_finds_them():
     updates, state = step_of(tx, given, PARAMS, state)
     assert_close(updates, jax.tree.map(lambda p: -0.5 * p, PARAMS))
     assert int(optax.tree.get(state, "count")) == 1
+
+
+# The state: its forms, consolidated and back, on another number of replicas, in checkpoints.
+
+
+def test_what_init_makes_of_arrays_and_of_shapes():
+    tx = sharded(ADAMW, 4)
+    state = tx.init(PARAMS)
+    shapes = {n: x.shape for n, x in state.pieces.per_replica.items() if ".mu." in n}
+    of_mu = {"bias": (4, 2), "kernel": (4, 1, 9), "nothing": (4, 1, 0), "scale": (4,)}
+    assert shapes == {f"0.mu.{n}": shape for n, shape in of_mu.items()}
+    assert [int(c.count) for c in (state.common[0], state.common[2])] == [0, 0]
+    marked = optax.tree.map_params(tx, lambda x: x + 100, state, transform_non_params=lambda x: x - 100)
+    assert equal(marked.pieces, jax.tree.map(lambda x: x + 100, state.pieces))
+    assert equal(marked.common, jax.tree.map(lambda x: x - 100, state.common))
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
+    assert equal(tx.init(abstract), state)
+    assert equal(sharded(optax.sgd(0.1), 4).init(abstract), sharded(optax.sgd(0.1), 4).init(PARAMS))
+
+
+def test_forms():
+    specs = gw.partition_specs({"params": PARAMS, "opt": sharded(ADAMW, 4).init(PARAMS)}, AXIS)
+    assert set(jax.tree.leaves(specs["opt"].pieces)) == {P(AXIS)}
+    assert set(jax.tree.leaves((specs["opt"].common, specs["params"]))) == {P()}
+    plain = filled(ADAMW.init(PARAMS))
+    state = gw.reshard(plain, jax.eval_shape(sharded(ADAMW, 4).init, PARAMS))
+    # A piece is a run of the flattened parameter, padded with zeros.
+    rows = state.pieces.per_replica["0.nu.kernel"].reshape(-1)
+    np.testing.assert_array_equal(rows, [*plain[0].nu["kernel"].reshape(-1), 0])
+    spread = gw.replicate(state, axis_name=AXIS)
+    kernel = spread.pieces.per_replica["0.mu.kernel"]
+    assert kernel.shape == (4, 1, 1, 9)
+    assert [s.data.shape for s in kernel.addressable_shards] == [(1, 1, 1, 9)] * 4
+    assert equal(gw.unreplicate(spread), state)
+    placed = gw.distribute(state, mesh_of(4), AXIS)
+    for i, s in enumerate(placed.pieces.per_replica["0.mu.kernel"].addressable_shards):
+        np.testing.assert_array_equal(s.data, state.pieces.per_replica["0.mu.kernel"][i : i + 1])
+    assert equal(jax.tree.map(np.asarray, placed), state)
+
+
+@pytest.mark.parametrize("name", ["partition", "accumulated", "hyperparameters"])
+def test_every_number_of_replicas_and_back_to_the_bit(name):
+    inner = COMPOSED[name]
+    state = plain = filled(inner.init(PARAMS))
+    for replicas in (3, 4, 1, 50, 2):
+        state = gw.reshard(state, jax.eval_shape(sharded(inner, replicas).init, PARAMS))
+        assert isinstance(state, gw.ZeroState)
+        assert all(x.shape[0] == replicas for x in state.pieces.per_replica.values())
+        assert equal(gw.reshard(state, plain), plain)
+
+
+def test_a_training_state_is_converted_where_it_holds_sharded_state():
+    compress, adam = gw.power_sgd(2, axis_name=AXIS, min_compression_rate=1.0), optax.adam(0.05)
+
+    def flax_state(last):
+        return TrainState.create(apply_fn=None, params=PARAMS, tx=optax.chain(compress, last))
+
+    pieces, whole = flax_state(sharded(adam, 4, averaged=True)), flax_state(adam)
+    inner = gw.reshard(filled(adam.init(PARAMS)), pieces.opt_state[1])
+    state = pieces.replace(opt_state=(pieces.opt_state[0], inner), step=7)
+    plain = gw.reshard(state, whole)
+    assert isinstance(plain, TrainState)
+    assert plain.step == 7
+    assert equal(plain.opt_state[1], filled(adam.init(PARAMS)))
+    assert equal(plain.opt_state[0], state.opt_state[0])
+    assert plain.tx is whole.tx  # the one that goes with the state
+    assert equal(gw.reshard(plain, pieces).opt_state, state.opt_state)
+    assert equal(serialization.from_bytes(pieces, serialization.to_bytes(state)).opt_state, state.opt_state)
+
+
+def test_the_state_of_an_nnx_optimizer():
+    model = nnx.Linear(6, 5, rngs=nnx.Rngs(0))
+    sharded_one, plain = (nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state for tx in (sharded(ADAMW, 2), ADAMW))
+    whole = filled(nnx.as_pure(plain))
+    pieces = gw.reshard(whole, sharded_one)
+    assert pieces.pieces.per_replica["0.mu.kernel"].shape == (2, 1, 15)
+    assert equal(gw.reshard(pieces, plain), whole)
