@@ -83,20 +83,6 @@ def fit(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: I
         optimizer.step()
 
 
-def fit_with_two_rates(model: nn.Module, layers: nn.Sequential, rank: int, loss: Loss, *, apart: bool) -> None:
-    """Three steps of AdamW, of which the first layer has another learning rate than the rest: by two optimizers, or one."""
-    groups: list[dict[str, Any]] = [
-        {"params": [*layers[0].parameters()], "lr": 1e-2},
-        {"params": [*layers[1:].parameters()], "lr": 1e-3},
-    ]
-    optimizers = [torch.optim.AdamW([group]) for group in groups] if apart else [torch.optim.AdamW(groups)]
-    for step in range(3):
-        loss(model, rank, step).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 class LocalRun:
     """A small model that trains with local SGD, under DDP where gradients are averaged first. `options`: of `local_sgd`."""
 
