@@ -1,4 +1,4 @@
-"""`DataParallel` beside `DistributedDataParallel`: the same gradients, buckets and checkpoints, and better errors."""
+"""`DataParallel` beside `DistributedDataParallel`: the same buckets and checkpoints, and better errors. The same gradients: test_ddp_features.py."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from gradwire import AllReduce, PowerSGD
 from gradwire.torch_backend import DataParallel
 from tests.torch.compare import gradients, relative, same_bits
-from tests.torch.models import TAKEN, Branches, Checkpointed, Layers, loss_on, mlp
+from tests.torch.models import Checkpointed, Layers, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.training import collective_payloads, hooked, train
 
@@ -29,7 +29,7 @@ LOSS = loss_on(64)
 class Conv(nn.Module):
     """With buffers, a frozen layer, a shared weight and a layer that comes first but is used last."""
 
-    def __init__(self, memory_format=torch.contiguous_format):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.out = nn.Linear(48, 24)
@@ -38,18 +38,11 @@ class Conv(nn.Module):
         self.tied.weight = nn.Parameter(torch.eye(24))
         self.again = self.tied
         self.conv = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Conv2d(6, 3, 3, padding=1))
-        self.to(memory_format=memory_format)
 
     def forward(self, x):
         y = self.conv(x.view(-1, 1, 8, 8)).tanh().mean(2).flatten(1)
         y = self.out(torch.cat([y, y], 1))
         return self.again(self.tied(self.frozen(y)).tanh())
-
-
-def mixed():
-    """Parameters of two dtypes."""
-    first, last = mlp(64, 48, 40), mlp(40, 24, 24, seed=1).double()
-    return Layers(lambda self, x: self.last(self.first(x).double()).float(), first=first, last=last)
 
 
 def caps(cap):
@@ -62,7 +55,8 @@ def wrap(world, model, *algorithm, cap=0.006, **options):
 
 
 def flat_gradients(model):
-    return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    """Zeros where there is none."""
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in model.parameters()])
 
 
 def averaged(world, model):
@@ -98,7 +92,6 @@ DENSE = {
     "some buckets": (lambda: mlp(*WIDTHS), 0.006, torch.float32, (2, 9)),
     "a bucket each": (lambda: mlp(*WIDTHS), 1e-6, torch.float32, (10, 10)),
     "convolutions": (Conv, 0.001, torch.float32, (3, 10)),
-    "two dtypes": (mixed, 0.006, torch.float32, (3, 10)),
     "half precision": (lambda: mlp(*WIDTHS).bfloat16(), 0.002, torch.bfloat16, (3, 10)),
 }
 
@@ -108,7 +101,7 @@ def test_gradients_buckets_and_states_are_those_of_ddp_bit_for_bit(world, varian
     make, cap, dtype, (least, most) = variant
     loss = loss_on(64, dtype=dtype)
     ours, (theirs, _) = wrap(world, make(), cap=cap), hooked(make(), None, world.group, cap=cap)
-    assert len(ours.buckets()) == (2 if make is mixed else 1)
+    assert len(ours.buckets()) == 1
     mine, right = (train(each, loss, 6, local=False) for each in (ours, theirs))
     assert same_bits(mine.given, right.given)
     assert relative(mine.given[0], mine.given[-1]) > 0.01
@@ -117,22 +110,10 @@ def test_gradients_buckets_and_states_are_those_of_ddp_bit_for_bit(world, varian
     assert world.agree(mine.weights)
     buckets, expected = ours.buckets(), buckets_of_ddp(theirs, loss, world.rank)
     assert least <= len(buckets) <= most
-    if make is mixed:  # two are left over, which DDP orders by a hash
-        buckets, expected = sorted(buckets), sorted(expected)
     assert buckets == expected
     if make is Conv:  # in the order of arrival: the first in the module is the last in the forward pass but two
         names = [n for bucket in buckets for n in bucket]
         assert names.index("tied.bias") < names.index("out.weight") < names.index("conv.0.weight")
-
-
-@cases.case
-def test_gradients_have_the_strides_of_their_parameters(world):
-    ours = wrap(world, Conv(torch.channels_last), cap=0.001)
-    theirs, _ = hooked(Conv(torch.channels_last), None, world.group, cap=0.001)
-    assert relative(*(train(each, LOSS, 6, local=False).weights for each in (ours, theirs))) < 1e-6
-    weight = ours.module.conv[2].weight
-    assert not weight.is_contiguous()
-    assert weight.stride() == weight.grad.stride()
 
 
 class Signs(AllReduce):
@@ -142,97 +123,11 @@ class Signs(AllReduce):
         return await super().step(ops, {n: g.sign() for n, g in gradients.items()}, state, step)
 
 
-@cases.case
-def test_an_algorithm_made_of_plain_averaging_is_not_taken_for_it(world):
-    both = wrap(world, mlp(*WIDTHS), Signs(), cap=25), hooked(mlp(*WIDTHS), Signs(), world.group, cap=25)[0]
-    assert same_bits(*(train(each, LOSS, 2, local=False).given for each in both))
-
-
-@cases.case
-def test_under_no_sync_gradients_add_up_and_nothing_is_sent(world):
-    ours, (theirs, _) = wrap(world, mlp(*WIDTHS)), hooked(mlp(*WIDTHS), None, world.group)
-    with collective_payloads() as sent:
-        mine = train(ours, LOSS, 4, micro_batches=3, local=False)
-    assert same_bits(mine.given, train(theirs, LOSS, 4, micro_batches=3, local=False).given)
-    assert len(sent) == 1 + 3 * len(ours.buckets())  # one bucket in the first step, and nothing under no_sync
-    ours.zero_grad(), theirs.zero_grad()
-    for model in (ours, theirs):
-        with model.no_sync():
-            LOSS(model, world.rank, 0).backward()
-            with model.no_sync():
-                LOSS(model, world.rank, 1).backward()
-            LOSS(model, world.rank, 2).backward()
-    assert same_bits(gradients(ours.module), gradients(theirs.module))
-    assert not world.agree(gradients(ours.module))
-    for model in (ours, theirs):
-        model.zero_grad(set_to_none=False)
-        LOSS(model, world.rank, 0).backward()
-    assert same_bits(gradients(ours.module), gradients(theirs.module))
-
-
-class Hidden:
-    def __init__(self, value):
-        self.value = value
-
-
-WRAPS = {
-    "nested": (lambda y: {"a": [(1, y)]}, lambda out: out["a"][0][1]),
-    "opaque": (Hidden, lambda out: out.value),
-}
-
-
-@cases.each(WRAPS)
-def test_parameters_may_stay_unused(world, variant):
-    """Whatever container the outputs come in. (A tensor: test_composition.py.)"""
-    put, get = variant
-    inside = Layers(lambda self, x, taken: put(self.inner(x, taken)), inner=Branches())
-    ours = wrap(world, inside, cap=0.002, find_unused_parameters=True)
-    theirs, _ = hooked(
-        Layers(lambda self, *x: self.inner(*x), inner=Branches()), None, world.group, cap=0.002, **UNUSED
-    )
-
-    def loss(model, rank, step):
-        out = get if isinstance(model, DataParallel) else lambda y: y
-        return loss_on(40)(lambda x: out(model(x, TAKEN[step][rank % 2])), rank, step)
-
-    mine, right = (train(each, loss, 6, local=False) for each in (ours, theirs))
-    assert world.agree(mine.weights)
-    assert same_bits(mine.given, right.given)
-    assert ours.handle.stats().steps == 6
-
-
-@cases.case
-def test_a_rank_that_uses_no_parameter_at_all_still_takes_part(world):
-    model, twin = mlp(8, 8), mlp(8, 8)
-    ours = wrap(world, model, **UNUSED)
-    x = torch.ones(2, 8, requires_grad=True)
-    twin(x).sum().backward()
-    forward = model.forward
-    for idle, missing in ((0, 1 / 3), (1, 1 / 3), (None, 0)):
-        model.zero_grad()
-        model.forward = (lambda x: x * 2) if world.rank == idle else forward
-        ours(x).sum().backward()
-        assert relative(gradients(model), gradients(twin)) == pytest.approx(missing, abs=1e-6)
-
-
-def either():
-    """One layer or the other."""
-    layers = nn.ModuleList([mlp(8, 8, 4, seed=0), mlp(8, 8, 4, seed=1)])
-    return Layers(lambda self, x, which: self.layers[which](x), layers=layers)
-
-
-@cases.case
-def test_what_a_parameter_has_accumulated_is_averaged_even_if_the_last_pass_leaves_it_out(world):
-    ours, twin = wrap(world, either(), cap=1e-6, find_unused_parameters=True), either()
-    for step in range(2):
-        x = draw(10 * step + world.rank, 6, 8)
-        for model in (ours, twin):
-            model.zero_grad(set_to_none=False)
-        with ours.no_sync():
-            ours(x, 0).square().sum().backward()
-        ours(x, 1).square().sum().backward()
-        (twin(x, 0).square().sum() + twin(x, 1).square().sum()).backward()
-        assert relative(flat_gradients(ours), averaged(world, twin)) < 1e-6
+def test_an_algorithm_made_of_plain_averaging_is_not_taken_for_it():
+    model, twin = DataParallel(mlp(*WIDTHS), Signs()), mlp(*WIDTHS)
+    for each in (model, twin):
+        LOSS(each, 0, 0).backward()
+    assert same_bits(gradients(model.module), {name: g.sign() for name, g in gradients(twin).items()})
 
 
 def shuffled(rank):
@@ -285,38 +180,94 @@ def test_parameters_and_buffers_are_rank_0s(world):
     assert same_bits(model[1].running_mean, trained)  # rank 0's again in the forward pass after a step
 
 
-@cases.case
-def test_any_number_of_forward_and_backward_passes(world):
-    ours, twin = wrap(world, mlp(*WIDTHS)), mlp(*WIDTHS)
-    for name in ("first step", "two forward passes", "one graph twice", "two and two", "derivatives inside"):
+class Opaque:
+    def __init__(self, value):
+        self.value = value
+
+
+def net():
+    return mlp(*WIDTHS)
+
+
+def either():
+    """One layer, or the other, or none; in a container that cannot be looked into, if asked to."""
+
+    def forward(self, x, which, put=lambda y: y):
+        return put(x * 2 if which is None else self.layers[which](x))
+
+    return Layers(forward, layers=nn.ModuleList([mlp(8, 8, 4, seed=0), mlp(8, 8, 4, seed=1)]))
+
+
+class Step:
+    """Losses, each of a forward pass of its own: of part of the data, or of one layer of `either`."""
+
+    def __init__(self, model, rank, step):
+        self.model, self.rank, self.step = model, rank, step
+        self.x = draw(10 * step + rank, 6, 8).requires_grad_()
+
+    def net(self, part=0):
+        return LOSS(self.model, self.rank, 10 * self.step + part)
+
+    def either(self, which):
+        return self.model(self.x, which).square().sum()
+
+    def again(self, which):
+        return checkpoint(self.model, self.x, which, use_reentrant=False).square().sum()
+
+    def hidden(self):
+        return self.model(self.x, (self.step + self.rank) % 2, Opaque).value.square().sum()
+
+    def slope(self):
+        x = draw(self.rank, 4, 64).requires_grad_()
+        return torch.autograd.grad(self.model(x).sum(), x, create_graph=True)[0].square().sum()
+
+
+UNUSED = {"find_unused_parameters": True}
+#: A model, options, and the losses of whose backward passes each is an average.
+PASSES = {
+    "two forward passes": (net, {}, lambda of: [of.net(0) + of.net(1)]),
+    "one graph twice": (net, {}, lambda of: [of.net()] * 2),
+    "two and two": (net, {}, lambda of: [of.net(0), of.net(1)]),
+    "derivatives inside": (net, {}, lambda of: [of.net() + of.slope()]),
+    "nothing on a rank": (either, UNUSED, lambda of: [of.either(None if of.step == of.rank else 0)]),
+    "hidden": (either, UNUSED, lambda of: [of.hidden()]),
+    "both at once": (either, {}, lambda of: [of.either(0) + of.either(1)]),
+    "both at once, looked for": (either, UNUSED, lambda of: [of.either(0) + of.either(1)]),
+    "again in the middle": (either, {}, lambda of: [of.again(0) + of.either(1)]),
+    "again in the middle, looked for": (either, UNUSED, lambda of: [of.again(0) + of.either(1)]),
+}
+
+
+@cases.each(PASSES)
+def test_gradients_are_averages_whatever_passes_there_are(world, row):
+    make, options, losses = row
+    ours, twin = wrap(world, make(), cap=0.006 if make is net else 1e-6, **options), make()
+    for step in range(3):
         for model in (ours, twin):
-            model.zero_grad(set_to_none=name != "two and two")
-            loss = LOSS(model, world.rank, 0)
-            if name == "first step":
-                loss.backward()
-            elif name == "two forward passes":
-                (loss + LOSS(model, world.rank, 1)).backward()
-            elif name == "one graph twice":
-                loss.backward(retain_graph=True)
-                loss.backward()
-            elif name == "two and two":
-                other = LOSS(model, world.rank, 1)
-                loss.backward()
-                other.backward()
-            else:
-                x = draw(world.rank, 4, 64).requires_grad_()
-                (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-                (loss + slope.square().sum()).backward()
-        assert relative(flat_gradients(ours), averaged(world, twin)) < 1e-5, name
-    assert ours.handle.stats().steps == 7
+            model.zero_grad(set_to_none=step != 1)
+            passes = losses(Step(model, world.rank, step))
+            for loss in passes:
+                loss.backward(retain_graph=len(passes) > 1)
+        assert relative(flat_gradients(ours), averaged(world, twin)) < 1e-6
+    assert ours.handle.stats().steps == 3 * len(passes)
 
 
-@cases.each({"reentrant": (True, False), "not reentrant": (False, False), "not reentrant, shared": (False, True)})
-def test_activation_checkpointing(world, variant):
-    reentrant, shared = variant
-    ours, plain = (wrap(world, Checkpointed(reentrant=r, shared=shared)) for r in (reentrant, None))
-    assert same_bits(*(train(each, LOSS, 3, local=False).weights for each in (ours, plain)))
-    assert ours.handle.stats().steps == 3
+@cases.each({"all": (net, Step.net, (0, 1, 2)), "left out by the last": (either, Step.either, (0, 0, 1))})
+def test_what_was_accumulated_is_averaged(world, row):
+    make, loss, parts = row
+    ours, twin = wrap(world, make(), cap=1e-6, find_unused_parameters=make is either), make()
+    for step in range(2):
+        here, there = Step(ours, world.rank, step), Step(twin, world.rank, step)
+        for model in (ours, twin):
+            model.zero_grad(set_to_none=False)
+        with ours.no_sync():
+            with ours.no_sync():
+                loss(here, parts[0]).backward()
+            loss(here, parts[1]).backward()
+        loss(here, parts[2]).backward()
+        sum(loss(there, part) for part in parts).backward()
+        assert relative(flat_gradients(ours), averaged(world, twin)) < 1e-6
+    assert ours.handle.stats().steps == 2
 
 
 def side_loss(model):
@@ -340,10 +291,9 @@ def checkpointed(model):
     return model(torch.ones(2, 64)).sum()
 
 
-UNUSED = {"find_unused_parameters": True}
 #: A model, options, a loss whose backward pass is refused, what the message names; and one that is not refused.
 REFUSED = {
-    "missing": (lambda: either(), {}, one_of, ["'layers.1.0.weight'", "find_unused_parameters=True"], UNUSED),
+    "missing": (either, {}, one_of, ["'layers.1.0.weight'", "find_unused_parameters=True"], UNUSED),
     "beside the outputs": (beside, UNUSED, side_loss, ["'side.", "outputs"], {}),
     "hidden by reentrant checkpoints": (
         partial(Checkpointed, reentrant=True),
@@ -409,22 +359,6 @@ def test_gradients_are_views_of_the_buckets(wrapped, clear):
         assert all(p.grad._base is not None for p in wrapped.parameters())
         assert step < 3 or storages(wrapped) == kept
         kept = storages(wrapped)
-
-
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("find_unused_parameters", [False, True])
-def test_forward_passes_that_share_a_backward_pass(find_unused_parameters, again):
-    """The first is run again in the middle of it, if asked to."""
-    ours = DataParallel(either(), find_unused_parameters=find_unused_parameters, **caps(1e-6))
-    twin = copy.deepcopy(ours.module)
-    for step in range(2):
-        x = draw(step, 6, 8)
-        for model in (ours, twin):
-            model.zero_grad()
-            first = checkpoint(model, x, 0, use_reentrant=False) if again else model(x, 0)
-            (first.square().sum() + model(x, 1).square().sum()).backward()
-        assert same_bits([p.grad for p in ours.parameters()], [p.grad for p in twin.parameters()])
-    assert ours.handle.stats().steps == 2
 
 
 def test_unused_parameters_hold_up_nobody():

@@ -1,4 +1,4 @@
-"""Everything that DDP can do to gradients: `AllReduce` equals plain DDP bit for bit, and PowerSGD equals the simulator."""
+"""Everything that DDP can do to gradients: `AllReduce` by hook and `DataParallel` equal plain DDP bit for bit, and PowerSGD equals the simulator."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from gradwire import AllReduce, PowerSGD, plan
 from tests.torch.compare import gradients, same_bits, weights
 from tests.torch.models import TAKEN, Branches, Checkpointed, Layers, Loss, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import Trace, collective_payloads, distance, hooked, train
+from tests.torch.training import Trace, collective_payloads, distance, hooked, paralleled, train
 
 cases = Cases(__file__, ranks=2)
 
@@ -102,9 +102,8 @@ def model_of(dtype: torch.dtype) -> Callable[[], nn.Module]:
 class Scenario:
     """A model, what is done to it, and how near float64 its arithmetic comes, for how many steps.
 
-    In the half precisions what error feedback carries on is itself rounded, and after some steps rounding is all that is compared: NumPy's
-    own bfloat16 is no nearer to float64. In a step four roundings, each by half an epsilon at most, follow one another (the input, P, Q, and
-    what is given back), on whatever machine: two epsilon.
+    In the half precisions what error feedback carries on is itself rounded, and after some steps rounding is all that is compared. In a step four
+    roundings, each by half an epsilon at most, follow one another (the input, P, Q, and what is given back): two epsilon.
     """
 
     model: Callable[[], nn.Module]
@@ -148,22 +147,33 @@ SCENARIOS = {
     "reentrant checkpoint and static_graph": Scenario(
         lambda: Checkpointed(reentrant=True), loss_on(64), {"static_graph": True}
     ),
+    "checkpoints of a layer that comes twice": Scenario(lambda: Checkpointed(reentrant=False, shared=True), loss_on(64)),
+}
+#: `DataParallel` first: what was sent is looked at of the last.
+WRAPPED = {
+    "DataParallel": (paralleled, AllReduce()),
+    "plain": (hooked, None),
+    "all-reduce": (hooked, AllReduce()),
+    "PowerSGD": (hooked, ALGORITHM),
 }
 
 
 @cases.each(SCENARIOS)
 def test_all_reduce_equals_plain_ddp_and_power_sgd_the_simulator(world, scenario):
     traces = {}
-    for how, algorithm in {"plain": None, "all-reduce": AllReduce(), "PowerSGD": ALGORITHM}.items():
+    for how, (wrap, algorithm) in WRAPPED.items():
+        options = {name: x for name, x in scenario.ddp.items() if how != "DataParallel" or name in UNUSED}
         # Groups of a few buckets each, so that groups of one step have to be kept apart.
-        ddp, handle = hooked(scenario.model(), algorithm, world.group, message_bytes=1200, **scenario.ddp)
+        wrapped, handle = wrap(scenario.model(), algorithm, world.group, message_bytes=1200, **options)
         with collective_payloads() as sent:
             traces[how] = train(
-                ddp, scenario.loss, scenario.steps, micro_batches=scenario.micro_batches, local=how == "PowerSGD"
+                wrapped, scenario.loss, scenario.steps, micro_batches=scenario.micro_batches, local=how == "PowerSGD"
             )
+        assert all(p.grad is None or p.grad.stride() == p.stride() for p in wrapped.parameters())
     # With two ranks a sum has only one order, however many gradients share a message.
-    assert same_bits(traces["all-reduce"].given, traces["plain"].given)
-    assert same_bits(traces["all-reduce"].weights, traces["plain"].weights)
+    for how in ("all-reduce", "DataParallel"):
+        assert same_bits(traces[how].given, traces["plain"].given)
+        assert same_bits(traces[how].weights, traces["plain"].weights)
     trace, stats = traces["PowerSGD"], handle.stats()
     assert distance(ALGORITHM, world.everyones(trace), scenario.compared, used=scenario.used) < scenario.tolerance
     assert world.agree(trace.weights)
