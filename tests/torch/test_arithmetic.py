@@ -1,11 +1,15 @@
-"""The arithmetic is the algorithm's own, whatever the user has switched on around the backward pass."""
+"""The arithmetic is the algorithm's own, whatever the user has switched on around the backward pass; and it allocates nothing large."""
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from gradwire import PowerSGD
+from gradwire import AllReduce, PowerSGD, Quantize, WireDtype
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.compare import same_bits
@@ -24,22 +28,29 @@ def precision():
     torch.set_float32_matmul_precision(before)
 
 
-#: What an algorithm saw while it ran: precision of products, autocast, and what a product in float32 comes out as.
+#: What an algorithm saw while it ran, by the function that looks.
 seen = []
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Watching(PowerSGD):
+    look: Callable[[Any, Any], Any]
+
     async def compress(self, ops, name, x, memory, at):
-        product = ops.matmul(x.reshape((x.shape[0], -1)), x.reshape((x.shape[0], -1)).mT)
         if isinstance(ops, TorchOps):  # else its bytes are counted
-            seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu"), ops.dtype_of(product)))
+            seen.append(self.look(ops, x.reshape((x.shape[0], -1))))
         return await super().compress(ops, name, x, memory, at)
+
+
+def arithmetic(ops, x):
+    """Precision of products, autocast, and what a product in float32 comes out as."""
+    product = ops.matmul(x, x.mT)
+    return torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu"), ops.dtype_of(product)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_round_backward_leaves_products_in_float32(dtype, precision):
-    ddp, _ = hooked(mlp(40, 36, 32, 28), Watching(rank=2))
+    ddp, _ = hooked(mlp(40, 36, 32, 28), Watching(rank=2, look=arithmetic))
     seen.clear()
     trace = Trace()
     for step in range(5):
@@ -56,13 +67,13 @@ def test_autocast_round_backward_leaves_products_in_float32(dtype, precision):
     assert distance(PowerSGD(rank=2), [trace]) < 1e-5
 
 
-def test_the_users_precision_comes_back_after_an_exception(precision):
-    @dataclass(frozen=True, kw_only=True, repr=False)
-    class Failing(PowerSGD):
-        async def compress(self, ops, name, x, memory, at):
-            raise RuntimeError("a mistake")
+def fail(ops, x):
+    raise RuntimeError("a mistake")
 
-    ddp, _ = hooked(mlp(40, 36), Failing(rank=2))
+
+def test_the_users_precision_comes_back_after_an_exception(precision):
+    ddp, handle = hooked(mlp(40, 36), PowerSGD(rank=2))
+    handle.reconfigure(Watching(rank=2, look=fail))
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="a mistake"):
         train(ddp, loss_on(40), 1, local=False)
     assert torch.get_float32_matmul_precision() == precision
@@ -95,26 +106,18 @@ def fast_products(request):
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def precisions():
+def precisions(*_):
     return [backend.fp32_precision for backend in MATMUL]
 
 
 def test_fast_products_of_the_user_are_left_out_and_come_back(fast_products):
-    inside = []
-
-    @dataclass(frozen=True, kw_only=True, repr=False)
-    class Looking(PowerSGD):
-        async def compress(self, ops, name, x, memory, at):
-            inside.append(tuple(precisions()))
-            return await super().compress(ops, name, x, memory, at)
-
     before = precisions()
     assert {"tf32", "bf16"} & set(before)
-    ddp, _ = hooked(mlp(40, 36), Looking(rank=2))
-    inside.clear()  # tried out at registration, without data
+    ddp, _ = hooked(mlp(40, 36), Watching(rank=2, look=precisions))
+    seen.clear()
     train(ddp, loss_on(40), 2)
-    assert not {"tf32", "bf16"} & {each for pair in inside for each in pair}
-    assert len(inside) == 2
+    assert not {"tf32", "bf16"} & {each for pair in seen for each in pair}
+    assert len(seen) == 2
     assert precisions() == before
     if fast_products == "everything":  # was set for all kinds of operations, and still is
         torch.backends.fp32_precision = "ieee"
@@ -125,19 +128,16 @@ def test_fast_products_of_the_user_are_left_out_and_come_back(fast_products):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("n", [701, 704], ids=["prime", "in blocks"])
 def test_large_products_equal_those_in_float64(n, rank, transposed):
-    ops = TorchOps(torch.device("cpu"))
+    ops, m = TorchOps(torch.device("cpu")), 307
     random = torch.Generator().manual_seed(0)
-    m = 307
 
     def integers(*shape: int) -> torch.Tensor:
         """So small that sums of products are exact in float32, in whatever order a machine adds them up."""
         return torch.randint(-9, 10, shape, generator=random).float()
 
-    stored = integers(m, n) if transposed else integers(n, m)
-    x = stored.mT if transposed else stored
+    x = integers(m, n).mT if transposed else integers(n, m)
     p, q = integers(rank, n), integers(rank, m)
     before = x.clone()
-
     assert torch.equal(ops.matmul(q, x.mT, out=torch.empty(rank, n)).double(), q.double() @ x.double().mT)
     assert torch.equal(ops.matmul(p, x, out=torch.empty(rank, m)).double(), p.double() @ x.double())
     out = torch.full_like(x, float("nan"))
@@ -146,6 +146,37 @@ def test_large_products_equal_those_in_float64(n, rank, transposed):
     assert torch.equal(rest.double(), x.double() - p.double().mT @ q.double())
     assert same_bits(x, before)
     assert torch.equal(ops.subtract_product(x, p, q, out=x).double(), rest.double())
+
+
+#: Larger than what is computed a few rows at a time.
+WIDTH = 1024
+SPARING = [
+    *(
+        WireDtype(AllReduce(), "int8"),
+        WireDtype(AllReduce(), "bfloat16"),
+        WireDtype(AllReduce(), "int8", stochastic=True),
+    ),
+    *(Quantize("int4"), Quantize("int8", stochastic=True), PowerSGD(4)),
+]
+
+
+@pytest.mark.parametrize("algorithm", SPARING, ids=repr)
+def test_a_step_allocates_nothing_as_large_as_a_gradient(algorithm):
+    ddp, _ = hooked(nn.Linear(WIDTH, WIDTH, bias=False), algorithm, cap=25, gradient_as_bucket_view=True)
+    x = torch.randn(2, WIDTH)
+
+    def step():
+        ddp.zero_grad(set_to_none=False)
+        ddp(x).sum().backward()
+
+    for _ in range(3):
+        step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # profilers have some of their own
+        with torch.profiler.profile(profile_memory=True) as profile:
+            step()
+    large = [e.name for e in profile.events() if e.self_cpu_memory_usage > 2 * WIDTH**2]
+    assert set(large) == {"aten::mm"}  # autograd's, which proves that large ones are seen
 
 
 REDUCED = [f"allow_{each}_reduced_precision_reduction{part}" for each in ("bf16", "fp16") for part in ("", "_split_k")]

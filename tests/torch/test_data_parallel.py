@@ -92,7 +92,9 @@ DENSE = {
     "some buckets": (lambda: mlp(*WIDTHS), 0.006, torch.float32, (2, 9)),
     "a bucket each": (lambda: mlp(*WIDTHS), 1e-6, torch.float32, (10, 10)),
     "convolutions": (Conv, 0.001, torch.float32, (3, 10)),
-    "half precision": (lambda: mlp(*WIDTHS).bfloat16(), 0.002, torch.bfloat16, (3, 10)),
+    "bfloat16": (lambda: mlp(*WIDTHS).bfloat16(), 0.002, torch.bfloat16, (3, 10)),
+    "float16": (lambda: mlp(*WIDTHS).half(), 0.002, torch.float16, (3, 10)),
+    "float64": (lambda: mlp(*WIDTHS).double(), 0.01, torch.float64, (3, 10)),
 }
 
 
@@ -103,7 +105,9 @@ def test_gradients_buckets_and_states_are_those_of_ddp_bit_for_bit(world, varian
     ours, (theirs, _) = wrap(world, make(), cap=cap), hooked(make(), None, world.group, cap=cap)
     assert len(ours.buckets()) == 1
     mine, right = (train(each, loss, 6, local=False) for each in (ours, theirs))
+    by_hook = train(hooked(make(), AllReduce(), world.group, cap=cap, message_bytes=0)[0], loss, 6, local=False)
     assert same_bits(mine.given, right.given)
+    assert same_bits(by_hook.given, right.given)
     assert relative(mine.given[0], mine.given[-1]) > 0.01
     assert same_bits(ours.state_dict(), theirs.state_dict())  # weights and buffers, under DDP's keys
     assert list(ours.state_dict()) == list(theirs.state_dict())

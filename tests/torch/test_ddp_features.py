@@ -147,7 +147,9 @@ SCENARIOS = {
     "reentrant checkpoint and static_graph": Scenario(
         lambda: Checkpointed(reentrant=True), loss_on(64), {"static_graph": True}
     ),
-    "checkpoints of a layer that comes twice": Scenario(lambda: Checkpointed(reentrant=False, shared=True), loss_on(64)),
+    "checkpoints of a layer that comes twice": Scenario(
+        lambda: Checkpointed(reentrant=False, shared=True), loss_on(64)
+    ),
 }
 #: `DataParallel` first: what was sent is looked at of the last.
 WRAPPED = {
