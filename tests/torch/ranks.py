@@ -80,13 +80,13 @@ def variants(names: Iterable[str], slow: Collection[str] = ()) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in names]
 
 
+@dataclass(frozen=True)
 class Results:
     """What the cases returned."""
 
-    def __init__(self, folder: Path, ranks: int, launch: str = "") -> None:
-        self._folder = folder
-        self._ranks = ranks
-        self._launch = launch
+    _folder: Path
+    _ranks: int
+    _launch: str
 
     def __call__(self, case: str) -> list[Any]:
         """The case's results, one per rank."""

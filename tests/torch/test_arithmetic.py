@@ -67,18 +67,6 @@ def test_autocast_round_backward_leaves_products_in_float32(dtype, precision):
     assert distance(PowerSGD(rank=2), [trace]) < 1e-5
 
 
-def fail(ops, x):
-    raise RuntimeError("a mistake")
-
-
-def test_the_users_precision_comes_back_after_an_exception(precision):
-    ddp, handle = hooked(mlp(40, 36), PowerSGD(rank=2))
-    handle.reconfigure(Watching(rank=2, look=fail))
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="a mistake"):
-        train(ddp, loss_on(40), 1, local=False)
-    assert torch.get_float32_matmul_precision() == precision
-
-
 #: Ways to ask for fast products that torch advises from 2.9 on, after which the older function raises; and one that it replaces.
 SETTINGS = {
     "everything": (torch.backends, "fp32_precision", "tf32"),

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from gradwire import AllReduce, PowerSGD, WireDtype
 from gradwire.torch_backend import Averager
@@ -45,35 +44,6 @@ def test_replicas_of_a_shard_are_averaged_as_the_simulator_says(world):
     assert (stats.steps, stats.collectives) == (6, 12)
     assert stats.bytes_sent < stats.dense_bytes / 3
     assert averager.error_norm() > 0
-
-
-@cases.case
-def test_shards_are_saved_and_loaded_apart(world):
-    """Each shard gets its own memory back; that of another has other names."""
-    mesh = mesh_of(2, 2)
-    shard = mesh.get_local_rank("shard")
-    name = f"shard{shard}/w"
-
-    def made(name=name):
-        return Averager(ALGORITHM, {name: torch.zeros(24, 20)}, mesh.get_group("replicate"))
-
-    def steps(averager, numbers):
-        draw = torch.Generator().manual_seed(10 * numbers.start + world.rank)
-        return [averager({name: torch.randn(24, 20, generator=draw)}) for _ in numbers]
-
-    first, second, other = made(), made(), made(f"shard{1 - shard}/w")
-    steps(first, range(3))
-    folder = str(world.folder / "shards")
-    dcp.save({"averager": first}, checkpoint_id=folder)
-    dcp.load({"averager": second}, checkpoint_id=folder)
-    saved = first.state_dict()
-    with pytest.raises(ValueError, match=rf"another model[^$]*{name}"):
-        other.load_state_dict(saved)
-    assert same_bits(saved, second.state_dict())
-    assert (
-        relative(*({str(i): x[name] for i, x in enumerate(steps(each, range(3, 5)))} for each in (second, first)))
-        < 1e-5
-    )
 
 
 #: By step, what each rank's forward pass takes; in the third, the right branch is taken by nobody.

@@ -70,8 +70,7 @@ def step_every_epoch(module):
 
 
 def step_every_step(module):
-    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    (optimizer,), (scheduler,) = step_every_epoch(module)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
@@ -126,21 +125,15 @@ def test_a_module_of_lightning_is_compared_as_it_trains(optimizer):
         training.evaluate(training.model)
 
 
+def plateau(module):
+    (optimizer,), _ = step_every_epoch(module)
+    return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
+
+
 WRONG = [
-    (lambda module: [torch.optim.SGD(module.parameters(), 0.1)] * 2, ValueError, "configure_optimizers"),
-    (
-        lambda module: torch.optim.lr_scheduler.ReduceLROnPlateau(step_every_epoch(module)[0][0]),
-        ValueError,
-        "optimizers",
-    ),
-    (
-        lambda module: (
-            [(made := step_every_epoch(module)[0][0])],
-            [torch.optim.lr_scheduler.ReduceLROnPlateau(made)],
-        ),
-        TypeError,
-        "ReduceLROnPlateau",
-    ),
+    (lambda module: step_every_epoch(module)[0] * 2, ValueError, "configure_optimizers"),
+    (lambda module: plateau(module)[1][0], ValueError, "optimizers"),
+    (plateau, TypeError, "ReduceLROnPlateau"),
     (lambda module: {"optimizer": None}, ValueError, "configure_optimizers"),
 ]
 

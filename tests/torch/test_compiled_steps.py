@@ -3,7 +3,6 @@
 With the backend "aot_eager", which compiles everything and changes no arithmetic, the weights are the same bits as without compiling.
 """
 
-import os
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from torch._dynamo.utils import counters
 
 import gradwire.torch_backend as gw
 from gradwire import PowerSGD
-from tests.compiler import require_compiler
-from tests.torch.compare import relative, same_bits, weights
+from tests.torch.compare import same_bits, weights
 from tests.torch.doors import FORMS
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
@@ -25,16 +23,10 @@ STEPS = 5
 
 cases = Cases(__file__, ranks=2)
 
-#: Of each kind of compiled program one: where the graph breaks, and what of the optimizer is in it. The other forms differ from these in what is sent,
-#: and hooks are never compiled.
+#: Of each kind of compiled program one: where the graph breaks, and what of the optimizer is in it.
 KINDS = (
-    "PowerSGD",
-    "hook_with_zero_step_interleaved",
-    "ZeroOptimizer",
-    "ZeroOptimizer, averaging",
-    "DataParallel, PowerSGD",
-    "Averager",
-    "local_sgd",
+    *("PowerSGD", "hook_with_zero_step_interleaved", "ZeroOptimizer", "ZeroOptimizer, averaging"),
+    *("DataParallel, PowerSGD", "Averager", "local_sgd"),
 )
 
 
@@ -69,37 +61,13 @@ def test_a_compiled_step_has_the_bits_of_the_step_as_written(world, form):
 
 
 @cases.case
-def with_inductor(world):
-    """It fuses, and so rounds otherwise."""
-    from torch._inductor import config
-
-    config.cpp.vec_isa_ok = False  # to look for vector instructions takes longer than all kernels do
-    config.compile_threads = 1  # each rank would start processes that compile, which have to import torch
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(world.folder / "inductor")
-    plain, compiled = (trained(world, "PowerSGD", backend) for backend in (None, "inductor"))
-    assert world.agree(compiled)
-    assert relative(compiled, plain) < 1e-4
-
-
-def test_inductor_trains_the_same(results):
-    require_compiler("inductor")
-    results("with_inductor")
-
-
-@cases.case
 def test_compiled_autograd_is_refused(world):
     """As DDP refuses it: a backward pass whose end nobody hears of would leave gradients as they are."""
     torch._dynamo.reset()
     model = gw.DataParallel(mlp(24, 16), PowerSGD(2), process_group=world.group)
-
-    def step(x):
-        model(x).square().mean().backward()
-
-    with (
-        torch._dynamo.config.patch(compiled_autograd=True),
-        pytest.raises(RuntimeError, match="compiled_autograd = False"),
-    ):
-        torch.compile(step, backend="aot_eager")(torch.randn(4, 24))
+    compiled_autograd = torch._dynamo.config.patch(compiled_autograd=True)
+    with compiled_autograd, pytest.raises(RuntimeError, match="compiled_autograd = False"):
+        torch.compile(lambda x: model(x).square().mean().backward(), backend="aot_eager")(torch.randn(4, 24))
 
 
 @cases.case

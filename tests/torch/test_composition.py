@@ -48,7 +48,6 @@ class Feature:
     max_norm: float | None = None
     scaler: bool = False
     compile: bool = False
-    compile_step: bool = False
     bucket_mb: float = 0.006
 
 
@@ -64,14 +63,9 @@ FEATURES = {
         Branches, some_branches, {"find_unused_parameters": True}, micro_batches=2, max_norm=0.1, scaler=True
     ),
     "static_graph": Feature(ddp={"static_graph": True}),
-    # No less, or torch.compile refuses.
+    # No less, or torch.compile refuses. A compiled training step: test_compiled_steps.py.
     "torch.compile": Feature(lambda: mlp(40, 520, 520, 28), compile=True, bucket_mb=1),
-    "compiled training step": Feature(lambda: mlp(40, 520, 520, 28), compile_step=True, bucket_mb=1),
 }
-
-
-def overflows(feature, rank, step):
-    return feature.scaler and (step, rank) == OVERFLOW
 
 
 def new_scaler():
@@ -81,17 +75,12 @@ def new_scaler():
 def part_loss(feature, model, rank, step, part):
     """Of one micro-batch. With a GradScaler, one of them overflows."""
     loss = feature.loss(model, rank, step * feature.micro_batches + part) / feature.micro_batches
-    return loss * float("inf") if overflows(feature, rank, step) else loss
+    return loss * float("inf") if feature.scaler and (step, rank) == OVERFLOW else loss
 
 
 def compiled(feature, model):
     # What the compiler makes of the graph does not matter here, only where it cuts it.
     return torch.compile(model, backend="aot_eager") if feature.compile else model
-
-
-def compiled_step(feature, step):
-    """A function that calls `backward()`, as `@torch.compile` makes it."""
-    return torch.compile(step, backend="aot_eager") if feature.compile_step else step
 
 
 def result(model, handle):
@@ -102,16 +91,12 @@ def plain_loop(world, feature, model, wrapped, handle, scaler):
     """The loop of a torch user."""
     optimizer = sgd(model)
 
-    def train(step, part):
-        loss = part_loss(feature, wrapped, world.rank, step, part)
-        (scaler.scale(loss) if scaler else loss).backward()
-
-    train = compiled_step(feature, train)
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(feature.micro_batches):
             with wrapped.no_sync() if part < feature.micro_batches - 1 else nullcontext():
-                train(step, part)
+                loss = part_loss(feature, wrapped, world.rank, step, part)
+                (scaler.scale(loss) if scaler else loss).backward()
         if scaler:
             scaler.unscale_(optimizer)
         if feature.max_norm is not None:
@@ -130,17 +115,12 @@ def under_ddp(world, feature):
     return plain_loop(world, feature, model, compiled(feature, ddp), handle, scaler)
 
 
-def under_data_parallel(world, feature, first=compiled, then=lambda feature, model: model):
+def under_data_parallel(world, feature):
     """The model is compiled, and then wrapped."""
     model, scaler = feature.model(), new_scaler() if feature.scaler else None
     options = {"process_group": world.group, "bucket_cap_mb": feature.bucket_mb, "grad_scaler": scaler}
-    wrapped = DataParallel(first(feature, model), ALGORITHM, **options, **feature.ddp)
-    return plain_loop(world, feature, model, then(feature, wrapped), wrapped.handle, scaler)
-
-
-def under_compiled_data_parallel(world, feature):
-    """The model is wrapped, and then compiled."""
-    return under_data_parallel(world, feature, first=lambda feature, model: model, then=compiled)
+    wrapped = DataParallel(compiled(feature, model), ALGORITHM, **options, **feature.ddp)
+    return plain_loop(world, feature, model, wrapped, wrapped.handle, scaler)
 
 
 def under_accelerate(world, feature):
@@ -160,15 +140,11 @@ def under_accelerate(world, feature):
         accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
     handle = integrations.AcceleratorCompression(accelerator, wrapped, ALGORITHM).handle
 
-    def train(step, part):
-        # accelerate divides the loss by the number of micro-batches itself.
-        accelerator.backward(part_loss(feature, wrapped, world.rank, step, part) * feature.micro_batches)
-
-    train = compiled_step(feature, train)
     for step in range(STEPS):
         for part in range(feature.micro_batches):
             with accelerator.accumulate(wrapped):
-                train(step, part)
+                # accelerate divides the loss by the number of micro-batches itself.
+                accelerator.backward(part_loss(feature, wrapped, world.rank, step, part) * feature.micro_batches)
                 if accelerator.sync_gradients and feature.max_norm is not None:
                     accelerator.clip_grad_norm_(wrapped.parameters(), feature.max_norm)
                 optimizer.step()
@@ -185,16 +161,6 @@ def under_lightning(world, feature):
         return part_loss(feature, module.net, world.rank, step, part) * feature.micro_batches
 
     module = lightning_module(feature.model(), loss, sgd)
-    if feature.compile_step:  # then the module steps itself
-
-        def train_by_hand(batch, batch_idx=None):
-            optimizer = module.optimizers()
-            optimizer.zero_grad()
-            module.manual_backward(loss(module, batch))
-            optimizer.step()
-
-        module.automatic_optimization = False
-        module.training_step = compiled_step(feature, train_by_hand)
 
     class Float32(MixedPrecision):
         """The loss scaling of "16-mixed", without casts, so that there is something to compare."""
@@ -264,11 +230,7 @@ WRAPPERS = {
     "Lightning": under_lightning,
     "Trainer": under_trainer,
 }
-#: The Trainer has a training step of its own.
-REFUSED = {("DataParallel", "static_graph"), ("Trainer", "compiled training step")}
-CELLS = {f"{w}, {f}": (w, f) for w in WRAPPERS for f in FEATURES if (w, f) not in REFUSED}
-WRAPPERS["DataParallel, compiled"] = under_compiled_data_parallel
-CELLS["DataParallel, wrapped first, torch.compile"] = ("DataParallel, compiled", "torch.compile")
+CELLS = {f"{w}, {f}": (w, f) for w in WRAPPERS for f in FEATURES if (w, f) != ("DataParallel", "static_graph")}
 
 
 @cases.each(CELLS)
@@ -279,7 +241,7 @@ def test_a_cell_that_works_trains_as_the_simulator_says(world, names):
     counters.clear()
     with quiet():
         found, stats = WRAPPERS[wrapper](world, column)
-    assert (counters["frames"]["ok"] > 0) is (column.compile or column.compile_step)
+    assert (counters["frames"]["ok"] > 0) is column.compile
     assert world.agree(found)
     assert relative(found, reference(feature, PREFIXES.get(names, ""))) < 1e-5
     assert stats.steps == STEPS  # one for each step, however many micro-batches it has
@@ -306,14 +268,8 @@ def reference(name, prefix=""):
                 part_loss(feature, twin, rank, step, part).backward()
             gradients.append({n: p.grad for n, p in twin.named_parameters()})
             used |= {n for n, g in gradients[-1].items() if g is not None}
-        local = [
-            {
-                prefix + n: np.zeros(p.shape) if (g := mine[n]) is None else g.numpy()
-                for n, p in parameters.items()
-                if n in used
-            }
-            for mine in gradients
-        ]
+        taken = {n: torch.zeros_like(p) for n, p in parameters.items() if n in used}
+        local = [{prefix + n: (zero if g[n] is None else g[n]).numpy() for n, zero in taken.items()} for g in gradients]
         averages = {n.removeprefix(prefix): g for n, g in simulator.step(local).items()}
         norm = float(np.sqrt(sum((g * g).sum() for g in averages.values())))
         if not np.isfinite(norm):

@@ -16,7 +16,7 @@ from gradwire.torch_backend import DataParallel
 from tests.torch.compare import gradients, relative, same_bits
 from tests.torch.models import Checkpointed, Layers, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import collective_payloads, hooked, train
+from tests.torch.training import hooked, train
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -274,11 +274,6 @@ def test_what_was_accumulated_is_averaged(world, row):
     assert ours.handle.stats().steps == 2
 
 
-def side_loss(model):
-    """A part of the loss that is not among the outputs."""
-    return model(torch.ones(1, 4)).sum() + model.module.extra
-
-
 def beside():
     def forward(self, x):
         self.extra = self.side(x).sum()
@@ -287,38 +282,26 @@ def beside():
     return Layers(forward, body=nn.Linear(4, 4), side=nn.Linear(4, 4))
 
 
-def one_of(model):
-    return model(torch.ones(1, 8), 0).sum()
-
-
-def checkpointed(model):
-    return model(torch.ones(2, 64)).sum()
-
-
-#: A model, options, a loss whose backward pass is refused, what the message names; and one that is not refused.
-REFUSED = {
-    "missing": (either, {}, one_of, ["'layers.1.0.weight'", "find_unused_parameters=True"], UNUSED),
-    "beside the outputs": (beside, UNUSED, side_loss, ["'side.", "outputs"], {}),
-    "hidden by reentrant checkpoints": (
-        partial(Checkpointed, reentrant=True),
-        UNUSED,
-        checkpointed,
-        ["'layers.3.", "use_reentrant=False"],
-        {},
-    ),
-    "in several reentrant checkpoints": (
-        partial(Checkpointed, reentrant=True, shared=True),
-        {},
-        checkpointed,
-        ["'layers.0.", "use_reentrant=False"],
-        None,
-    ),
+LOSSES = {
+    "one of two": lambda model: model(torch.ones(1, 8), 0).sum(),
+    "beside the outputs": lambda model: model(torch.ones(1, 4)).sum() + model.module.extra,
+    "checkpoints": lambda model: model(torch.ones(2, 64)).sum(),
 }
+reentrant = partial(Checkpointed, reentrant=True)
+#: A model, options, a loss whose backward pass is refused, what the message names; and options with which it is not refused, or None: where nothing is sent.
+REFUSED = [
+    (either, {}, "one of two", ["'layers.1.0.weight'", "find_unused_parameters=True"], UNUSED),
+    (beside, UNUSED, "beside the outputs", ["'side.", "outputs"], {}),
+    (reentrant, UNUSED, "checkpoints", ["'layers.3.", "use_reentrant=False"], {}),
+    (partial(reentrant, shared=True), {}, "checkpoints", ["'layers.0.", "use_reentrant=False"], None),
+]
 
 
-@pytest.mark.parametrize("row", REFUSED.values(), ids=REFUSED)
-def test_what_a_backward_pass_refuses_is_named_and_leaves_nothing_behind(row):
-    make, options, loss, names, instead = row
+@pytest.mark.parametrize(
+    ("make", "options", "loss", "names", "instead"), REFUSED, ids=[row[2] + row[3][0] for row in REFUSED]
+)
+def test_what_a_backward_pass_refuses_is_named_and_leaves_nothing_behind(make, options, loss, names, instead):
+    loss = LOSSES[loss]
     model = DataParallel(make(), **options)
     for _ in range(2):
         with pytest.raises(RuntimeError) as raised:
@@ -335,59 +318,25 @@ def test_what_a_backward_pass_refuses_is_named_and_leaves_nothing_behind(row):
         assert model.handle.stats().steps == 1
 
 
-def test_a_graph_of_the_gradients_is_refused_by_name(wrapped):
+def test_a_graph_of_the_gradients_is_refused_by_name():
     with pytest.raises(RuntimeError, match=r"'8\.(weight|bias)'.*create_graph"):
-        LOSS(wrapped, 0, 0).backward(create_graph=True)
-
-
-@pytest.fixture
-def wrapped(alone):
-    return DataParallel(mlp(*WIDTHS), **caps(0.006))
-
-
-def storages(model):
-    return {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+        LOSS(DataParallel(net()), 0, 0).backward(create_graph=True)
 
 
 @pytest.mark.parametrize("clear", [{"set_to_none": True}, {"set_to_none": False}, None], ids=str)
-def test_gradients_are_views_of_the_buckets(wrapped, clear):
+def test_gradients_are_views_of_the_buckets(clear):
     """And go on adding up where they are not cleared."""
-    twin, kept = copy.deepcopy(wrapped.module), set()
+    wrapped, twin, seen = DataParallel(net(), **caps(0.006)), net(), []
     for step in range(4):
         for model in (wrapped, twin):
             if clear is not None:
                 model.zero_grad(**clear)
             LOSS(model, 0, step).backward()
         assert relative(flat_gradients(wrapped), flat_gradients(twin)) < 1e-6
-        assert len(storages(wrapped)) == len(wrapped.buckets()) if step else 1
         assert all(p.grad._base is not None for p in wrapped.parameters())
-        assert step < 3 or storages(wrapped) == kept
-        kept = storages(wrapped)
-
-
-def test_unused_parameters_hold_up_nobody():
-    ours = DataParallel(either(), find_unused_parameters=True, **caps(1e-6))
-    sent_before_the_end, everything = [], []
-    for which in (1, 0):  # the order of buckets is 1, 0
-        x = torch.ones(6, 8, requires_grad=True)
-        with collective_payloads() as sent:
-            x.register_hook(lambda _: sent_before_the_end.append(len(sent)))
-            ours(x, which).sum().backward()
-        assert len(sent) == 8 + 1  # and who used what
-        everything += sent
-    assert sent_before_the_end[0] <= 4 <= sent_before_the_end[1]
-    stats = ours.handle.stats()
-    assert (stats.collectives, stats.bytes_sent) == (len(everything), sum(p.nbytes for p in everything))
-
-
-def test_a_model_whose_wrapper_is_gone_can_be_wrapped_again():
-    model = mlp(*WIDTHS)
-    for algorithm in (PowerSGD(rank=1), AllReduce()):
-        wrapped = DataParallel(model, algorithm)
-        with collective_payloads() as sent:
-            LOSS(wrapped, 0, 0).backward()
-        assert len(sent) == (2 if algorithm != AllReduce() else 1)
-        del wrapped
+        seen.append({p.grad.untyped_storage().data_ptr() for p in wrapped.parameters()})
+    assert list(map(len, seen)) == [1, *[len(wrapped.buckets())] * 3]
+    assert seen[2] == seen[3]
 
 
 class Explosive(torch.autograd.Function):
@@ -400,17 +349,6 @@ class Explosive(torch.autograd.Function):
         raise ArithmeticError("bang")
 
 
-def fail(wrapped, step, rank=0, late=0.0):
-    """A pass that fails when its gradients have come but for the first layer's."""
-    first, *rest = wrapped.module
-    wrapped.module.forward = lambda x: nn.Sequential(*rest)(Explosive.apply(first(x)))
-    time.sleep(late)
-    with pytest.raises(ArithmeticError, match="bang"):
-        LOSS(wrapped, rank, step).backward()
-    del wrapped.module.forward
-    wrapped.zero_grad()
-
-
 @cases.each({"plain": AllReduce(), "PowerSGD": PowerSGD(rank=2)})
 def test_messages_of_a_pass_that_failed_do_no_harm(world, algorithm):
     """The last rank comes late to the pass that fails, so what the others have sent in it is still on its way when they repeat it."""
@@ -420,6 +358,12 @@ def test_messages_of_a_pass_that_failed_do_no_harm(world, algorithm):
             LOSS(model, world.rank, step).backward()
             model.zero_grad()
         if model is models[0]:
-            fail(model, 2, world.rank, late=0.3 * (world.rank == world.size - 1))
+            first, *rest = model.module  # it fails when its gradients have come but for the first layer's
+            model.module.forward = lambda x, first=first, rest=rest: nn.Sequential(*rest)(Explosive.apply(first(x)))
+            time.sleep(0.3 * (world.rank == world.size - 1))
+            with pytest.raises(ArithmeticError, match="bang"):
+                LOSS(model, world.rank, 2).backward()
+            del model.module.forward
+            model.zero_grad()
         LOSS(model, world.rank, 3).backward()
     assert same_bits(*(gradients(model) for model in models))

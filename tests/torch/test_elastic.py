@@ -479,34 +479,30 @@ REFUSED = [
 
 
 def test_what_cannot_be_served_is_refused_by_name(monkeypatch):
+    model, optimizer = small()
+    ddp = DistributedDataParallel.__new__(DistributedDataParallel)
+    fixed = WorldSizeMode.FIXED_WITH_SPARES
+    managers = {"use_async_quorum": True, "world_size_mode": fixed, "world_size": 2}
     with site(1) as here:
         manager = here.manager("replica0")
-        for what, named in REFUSED:
-            model, optimizer = small()
-            with pytest.raises(ValueError, match=named):
-                elastic(model, optimizer, what, manager)
-        model, optimizer = small()
-        for options, named in (
-            ({"use_async_quorum": True}, "use_async_quorum"),
-            ({"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES}, "world_size_mode"),
-            ({"world_size": 2}, "world_size"),
-        ):
-            with pytest.raises(ValueError, match=named):
-                elastic(model, optimizer, diloco(3), here.manager("replica1", **options))
+        refused = [
+            *((ValueError, (model, optimizer, what, manager), named) for what, named in REFUSED),
+            (ValueError, (model, small()[1], diloco(3), manager), "optimizer"),
+            (TypeError, (model, optimizer, diloco(3), "manager"), "manager"),
+            (TypeError, (model, optimizer, "diloco", manager), "algorithm"),
+            (TypeError, (model, None, diloco(3), manager), "optimizer"),
+            (TypeError, ("model", optimizer, diloco(3), manager), "module"),
+            (TypeError, (ddp, optimizer, diloco(3), manager), "module"),
+        ]
+        for option, value in managers.items():
+            other = here.manager("replica1", **{option: value})
+            refused.append((ValueError, (model, optimizer, diloco(3), other), option))
+        for error, arguments, named in refused:
+            with pytest.raises(error, match=named):
+                elastic(*arguments)
         for what in (LocalSGD(3), AllReduce()):
             with pytest.raises(ValueError, match="outer_device"):
                 elastic(model, optimizer, what, manager, outer_device="cpu")
-        with pytest.raises(ValueError, match="optimizer"):
-            elastic(model, torch.optim.SGD(small()[0].parameters(), lr=0.1), diloco(3), manager)
-        for arguments, named in (
-            ((model, optimizer, diloco(3), "manager"), "manager"),
-            ((model, optimizer, "diloco", manager), "algorithm"),
-            ((model, None, diloco(3), manager), "optimizer"),
-            (("model", optimizer, diloco(3), manager), "module"),
-            ((DistributedDataParallel.__new__(DistributedDataParallel), optimizer, diloco(3), manager), "module"),
-        ):
-            with pytest.raises(TypeError, match=named):
-                elastic(*arguments)
         monkeypatch.setitem(sys.modules, "torchft.manager", None)
         with pytest.raises(ImportError, match=r"gradwire\[elastic\]"):
             elastic(model, optimizer, diloco(3), manager)
