@@ -72,9 +72,11 @@ def local(world, model, which) -> Form:
 def averager(world, model) -> Form:
     """Without DDP: called before each step."""
     average, optimizer = gw.Averager(PowerSGD(2), dict(model.named_parameters()), world.group), sgd(model)
-    optimizer.register_step_pre_hook(
-        lambda *_: average({name: p.grad for name, p in model.named_parameters()}) and None
-    )
+
+    def before(*_: Any) -> None:
+        average({name: p.grad for name, p in model.named_parameters()})
+
+    optimizer.register_step_pre_hook(before)
     return model, optimizer, average
 
 

@@ -20,7 +20,8 @@ from torch._dynamo.utils import counters
 
 from gradwire import PowerSGD, Simulator
 from gradwire.torch_backend import DataParallel, PowerSGDState, integrations, powerSGD_hook
-from tests.torch.compare import relative, weights
+from tests.torch.compare import relative, same_bits, weights
+from tests.torch.doors import FORMS
 from tests.torch.models import TAKEN, Branches, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.tools import lightning_fit, lightning_module, new_accelerator, new_trainer, quiet
@@ -63,7 +64,7 @@ FEATURES = {
         Branches, some_branches, {"find_unused_parameters": True}, micro_batches=2, max_norm=0.1, scaler=True
     ),
     "static_graph": Feature(ddp={"static_graph": True}),
-    # No less, or torch.compile refuses. A compiled training step: test_compiled_steps.py.
+    # No less, or torch.compile refuses. A compiled training step is tried below.
     "torch.compile": Feature(lambda: mlp(40, 520, 520, 28), compile=True, bucket_mb=1),
 }
 
@@ -314,3 +315,72 @@ def test_torchs_names_are_what_lightning_takes(world):
     assert world.agree(mine)
     assert 1e-4 < relative(mine, trained()) < 0.1  # compressed, and trained
     assert state.compression_stats()[0] > 2
+
+
+# A training step that is compiled as a whole, `@torch.compile def step(x, y): …`, with every kind of hook, wrapper and optimizer.
+
+#: Of each kind of compiled program one: where the graph breaks, and what of the optimizer is in it.
+KINDS = (
+    *("PowerSGD", "hook_with_zero_step_interleaved", "ZeroOptimizer", "ZeroOptimizer, averaging"),
+    *("DataParallel, PowerSGD", "Averager", "local_sgd"),
+)
+
+
+def stepped(world, form, backend) -> dict[str, Any]:
+    """Weights after some steps; compiled, unless `backend` is None."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = mlp(24, 40, 16)
+    module, optimizer, _kept = FORMS[form](world, model)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = (module(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = step if backend is None else torch.compile(step, backend=backend)
+    for i in range(5):
+        data = torch.Generator().manual_seed(100 * i + world.rank)
+        x = torch.randn(16, 24, generator=data)
+        run(x, torch.sin(3 * x[:, :16]))
+    assert (counters["frames"]["ok"] > 0) is (backend is not None)  # something was compiled
+    return weights(model)
+
+
+@cases.each(KINDS)
+def test_a_compiled_step_has_the_bits_of_the_step_as_written(world, form):
+    plain = stepped(world, form, None)
+    assert same_bits(stepped(world, form, "aot_eager"), plain)
+    assert not same_bits(plain, dict(mlp(24, 40, 16).named_parameters()))
+
+
+@cases.case
+def test_compiled_autograd_is_refused(world):
+    """As DDP refuses it: a backward pass whose end nobody hears of would leave gradients as they are."""
+    torch._dynamo.reset()
+    model = DataParallel(mlp(24, 16), PowerSGD(2), process_group=world.group)
+    compiled_autograd = torch._dynamo.config.patch(compiled_autograd=True)
+    with compiled_autograd, pytest.raises(RuntimeError, match="compiled_autograd = False"):
+        torch.compile(lambda x: model(x).square().mean().backward(), backend="aot_eager")(torch.randn(4, 24))
+
+
+@cases.case
+def test_a_pass_that_is_discarded_in_a_compiled_step_leaves_no_trace(world):
+    torch._dynamo.reset()
+    ddp, handle = hooked(mlp(24, 40, 16), PowerSGD(2), world.group, cap=25)
+
+    @torch.compile(backend="aot_eager")
+    def step(x):
+        loss = ddp(x).square().mean()
+        with handle.discarded():
+            loss.backward()
+        return loss
+
+    x = torch.randn(8, 24)
+    ddp(x).square().mean().backward()
+    before = handle.rank_state_dict()
+    step(x)
+    assert same_bits(before, handle.rank_state_dict())
+    assert before["step"] == 1
