@@ -251,23 +251,6 @@ def test_a_ring_adds_each_vector_once(ranks, n):
     assert ring_sum(vectors).equal(sum(vectors))
 
 
-def test_messages_that_others_do_not_wait_behind_are_told_apart():
-    world = World(2)
-
-    def send(rank):
-        groups = world.groups(rank)
-        sent = [torch.tensor([float(n)]) for n in (1, 10)]
-        works = [
-            dist.all_reduce(x, group=each.whole, async_op=True)
-            for x, each in zip(sent, (groups, groups.anew()), strict=True)
-        ]
-        for work in works:
-            work.wait()
-        return [x.item() for x in sent]
-
-    assert world.on_each(send) == [[2.0, 20.0]] * 2
-
-
 def test_who_waits_in_vain_is_told():
     world = World(3)
     group = [world.groups(rank).whole for rank in range(3)]
