@@ -16,7 +16,7 @@ from gradwire.torch_backend import DataParallel
 from tests.torch.compare import gradients, relative, same_bits
 from tests.torch.models import Checkpointed, Layers, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import hooked, train
+from tests.torch.training import collective_payloads, hooked, train
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -338,6 +338,17 @@ def test_gradients_are_views_of_the_buckets(clear):
         seen.append({p.grad.untyped_storage().data_ptr() for p in wrapped.parameters()})
     assert list(map(len, seen)) == [1, *[len(wrapped.buckets())] * 3]
     assert seen[2] == seen[3]
+
+
+def test_unused_parameters_hold_up_nobody():
+    ours, sent_before_the_end = DataParallel(either(), **UNUSED, **caps(1e-6)), []
+    for which in (1, 0):  # the order of buckets is 1, 0
+        x = torch.ones(6, 8, requires_grad=True)
+        with collective_payloads() as sent:
+            x.register_hook(lambda _: sent_before_the_end.append(len(sent)))
+            ours(x, which).sum().backward()
+        assert len(sent) == 8 + 1  # and who used what
+    assert sent_before_the_end[0] <= 4 <= sent_before_the_end[1]
 
 
 class Explosive(torch.autograd.Function):
