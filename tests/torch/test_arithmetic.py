@@ -1,5 +1,6 @@
 """The arithmetic is the algorithm's own, whatever the user has switched on around the backward pass; and it allocates nothing large, and messages copy little."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.dry import on_a_device
 from gradwire import AllReduce, PowerSGD, Quantize, WireDtype
 from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.torch_backend import ZeroOptimizer
@@ -117,6 +119,9 @@ def test_fast_products_of_the_user_are_left_out_and_come_back(fast_products):
     assert not {"tf32", "bf16"} & {each for pair in seen for each in pair}
     assert len(seen) == 2
     assert precisions() == before
+    with pytest.raises(RuntimeError, match="a mistake"), plain_arithmetic(torch.device("cpu")):
+        raise RuntimeError("a mistake")
+    assert precisions() == before
     if fast_products == "everything":  # was set for all kinds of operations, and still is
         torch.backends.fp32_precision = "ieee"
         assert precisions() == ["ieee", "ieee"]
@@ -149,11 +154,8 @@ def test_large_products_equal_those_in_float64(n, rank, transposed):
 #: Larger than what is computed a few rows at a time.
 WIDTH = 1024
 SPARING = [
-    *(
-        WireDtype(AllReduce(), "int8"),
-        WireDtype(AllReduce(), "bfloat16"),
-        WireDtype(AllReduce(), "int8", stochastic=True),
-    ),
+    *(WireDtype(AllReduce(), dtype) for dtype in ("int8", "bfloat16")),
+    WireDtype(AllReduce(), "int8", stochastic=True),
     *(Quantize("int4"), Quantize("int8", stochastic=True), PowerSGD(4)),
 ]
 
@@ -177,26 +179,27 @@ def test_a_step_allocates_nothing_as_large_as_a_gradient(algorithm):
     assert set(large) == {"aten::mm"}  # autograd's, which proves that large ones are seen
 
 
-REDUCED = [f"allow_{each}_reduced_precision_reduction{part}" for each in ("bf16", "fp16") for part in ("", "_split_k")]
-REDUCED.append("allow_fp16_accumulation")
+REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+QUICK = "allow_fp16_accumulation"
 
 
 def reduced():
     """What torch knows of them. Its version 2.9 has no parts."""
-    return {
-        name: getattr(torch.backends.cuda.matmul, name) for name in REDUCED if hasattr(torch.backends.cuda.matmul, name)
-    }
+    options = (*REDUCED, *(f"{name}_split_k" for name in REDUCED), QUICK)
+    found = {name: getattr(torch.backends.cuda.matmul, name, None) for name in options}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 @pytest.mark.parametrize("allowed", [True, False, (False, False)], ids=str)
 def test_sums_of_half_precision_on_cuda_are_whole(allowed):
     """The options are there without a device."""
-    if isinstance(allowed, tuple) and "allow_bf16_reduced_precision_reduction_split_k" not in reduced():
+    if isinstance(allowed, tuple) and f"{REDUCED[0]}_split_k" not in reduced():
         pytest.skip("this torch has one part")
     matmul, device = torch.backends.cuda.matmul, torch.device("cuda")
     before = reduced()
     try:
-        matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = allowed
+        for name in REDUCED:
+            setattr(matmul, name, allowed)
         matmul.allow_fp16_accumulation = allowed is True
         given = reduced()
         with plain_arithmetic(device):
@@ -208,10 +211,94 @@ def test_sums_of_half_precision_on_cuda_are_whole(allowed):
         with plain_arithmetic(torch.device("cpu")):
             assert reduced() == given
     finally:
-        for each in ("bf16", "fp16"):
-            name = f"allow_{each}_reduced_precision_reduction"
+        for name in REDUCED:
             setattr(matmul, name, (before[name], before.get(f"{name}_split_k", True)))
-        matmul.allow_fp16_accumulation = before["allow_fp16_accumulation"]
+        matmul.allow_fp16_accumulation = before[QUICK]
+
+
+# Orthonormal rows of factors whose rows depend on each other, judged by singular values in float64, on the branch for devices.
+
+#: Matrices of one shape.
+BATCH = 50
+#: What rounding leaves undecided, in parts of a row's norm: float32 rounds to 6e-8, and a row is a sum of many.
+FLOOR = 2e-6
+#: Of a row that comes after nearly dependent ones so much may be lost, which error feedback returns; in one of so many draws.
+MOST, SELDOM = 1e-3, 1000
+
+
+def deficient(r, n, g):
+    """A factor of gradients with fewer rows that are not zero."""
+    k = int(torch.randint(1, r + 1, (), generator=g))
+    gradient = torch.zeros(BATCH, n, 48)
+    gradient[:, :k] = torch.randn(BATCH, min(k, n), 48, generator=g)
+    return torch.randn(BATCH, r, 48, generator=g) @ gradient.mT
+
+
+def low_rank(r, n, g):
+    k = int(torch.randint(1, r + 1, (), generator=g))
+    return torch.randn(BATCH, r, k, generator=g) @ torch.randn(BATCH, k, n, generator=g)
+
+
+def graded(r, n, g):
+    """Singular values down to the floor, or below it."""
+    left = torch.linalg.qr(torch.randn(BATCH, r, r, generator=g, dtype=torch.float64))[0]
+    right = torch.linalg.qr(torch.randn(BATCH, n, min(r, n), generator=g, dtype=torch.float64))[0]
+    values = torch.logspace(0, -9 * float(torch.rand((), generator=g)), min(r, n), dtype=torch.float64)
+    return (left[..., : min(r, n)] * values) @ right.mT
+
+
+#: Others: tests/parity/test_kernels.py.
+KINDS = (deficient, low_rank, graded)
+
+
+def drawn(kind, dtype, seed):
+    """(BATCH, r, n) of this dtype, of any scale."""
+    g = torch.Generator().manual_seed(seed)
+    r = int(torch.randint(1, 65 if seed % 2 else 9, (), generator=g))
+    n = int(torch.randint(max(1, r // 2), 3 * r + 40, (), generator=g))
+    scale = 10.0 ** (40 * float(torch.rand((), generator=g)) - 20)
+    return (kind(r, n, g).double() * scale).to(dtype)
+
+
+def judged(x, rows):
+    """How far each matrix is from orthonormal or zero rows, what part of a row of `x` it does not span, and how much of that rounding explains."""
+    x, rows = x.double(), rows.double()
+    kept = torch.diag_embed(rows.any(-1).double())
+    wrong = (rows @ rows.mT - kept).abs().amax((-1, -2))
+    x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-300)
+    lost = torch.linalg.vector_norm(x - x @ rows.mT @ rows, dim=-1).amax(-1)
+    values = torch.linalg.svdvals(x)
+    # The directions of a matrix that is known up to FLOOR are known up to that over the least of its singular values that are above it.
+    least = torch.where(values > FLOOR, values, torch.inf).amin(-1)
+    return wrong, lost, (FLOOR / least).clamp_min(FLOOR)
+
+
+def orthonormal(x):
+    return TorchOps(torch.device("cpu")).orthonormalize_each([x], [], 0.0)[0]
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(1000, 1009), marks=pytest.mark.slow)], ids=str)
+def test_rows_are_orthonormal_or_zero_and_span_the_factor(seeds):
+    found = []
+    for seed, kind, dtype in itertools.product(seeds, KINDS, (torch.float32, torch.bfloat16)):
+        x = drawn(kind, dtype, seed)
+        with on_a_device():
+            rows = orthonormal(x.float())  # bfloat16 would round the result to 4e-3
+        wrong, lost, explained = judged(x, rows)
+        where = kind.__name__, dtype, seed
+        assert wrong.max() <= 1e-5, where
+        assert (lost <= torch.maximum(explained, torch.tensor(MOST))).all(), where
+        found.append(lost > explained)
+    assert torch.cat(found).double().mean() <= 1 / SELDOM
+
+
+def test_bfloat16_is_rounded_once():
+    for seed in range(4):
+        x = drawn(deficient, torch.bfloat16, seed)
+        with on_a_device():
+            rows, exact = orthonormal(x), orthonormal(x.float())
+        assert rows.dtype == torch.bfloat16
+        assert ((rows.float() - exact).abs() <= exact.abs() / 256).all()
 
 
 # Messages: what travels from where it lies, and objects by the parameters' device. These need not be the current device: NCCL refuses two ranks on one GPU.

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, TopK, TwoLevel, Weighted, diloco
 from gradwire.torch_backend import elastic
@@ -240,16 +241,10 @@ class Replica:
 
 def numbers(state):
     """Of a handle's state, or of parameters: all tensors, in one."""
-    found = []
-
-    def walk(x):
-        for value in x.values():
-            walk(value) if isinstance(value, dict) else found.append(value)
-
-    walk({"shared": state["shared"], "tensors": state["tensors"]} if "shared" in state else dict(state))
-    return torch.cat(
-        [x.detach().double().reshape(-1) for x in found if isinstance(x, torch.Tensor)] or [torch.zeros(0)]
-    )
+    if "shared" in state:
+        state = {key: state[key] for key in ("shared", "tensors")}
+    tensors = [x.detach().double().reshape(-1) for x in tree_leaves(state) if isinstance(x, torch.Tensor)]
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *tensors])
 
 
 @pytest.mark.parametrize("local", SCHEDULES, ids=repr)
