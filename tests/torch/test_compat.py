@@ -145,7 +145,8 @@ def test_a_saved_state_resumes_bit_for_bit(world, variant):
         if weights:
             model.load_state_dict(weights)
         ddp, _ = hooked(model, None, world.group, cap=cap)
-        state = state or low_rank(world, named_parameters=ddp.module.named_parameters() if named else None)
+        names = ddp.module.named_parameters() if named else None
+        state = state or low_rank(world, named_parameters=names, random_seed=9, min_compression_rate=1.5)
         ddp.register_comm_hook(state, gw.powerSGD_hook)
         return ddp, state
 
@@ -167,7 +168,9 @@ def test_a_saved_state_resumes_bit_for_bit(world, variant):
     fresh = low_rank(world, named_parameters=None)
     fresh.load_state_dict(kept)
     file.seek(0)
-    pickled = torch.load(file, weights_only=False)["state"]
+    with mock.patch("logging.Logger.warning") as told:
+        pickled = torch.load(file, weights_only=False)["state"]
+    assert "process group" in str(told.call_args)
     assert pickled.iter == STEPS
     pickled.process_group = world.group
     for resumed, again in ((ddp, state), made(fresh, 25, weights), made(pickled, 25, weights)):
@@ -225,14 +228,6 @@ def test_names_arguments_and_defaults_are_torchs():
     assert {*HOOKS, *QUANTIZED} == {member.name for member in gw.DDPCommHookType}
 
 
-def test_a_pickled_state_keeps_its_options_and_says_that_the_group_is_lost(caplog):
-    options = {"min_compression_rate": 1.5, "use_error_feedback": False, "random_seed": 9}
-    kept = pickle.loads(pickle.dumps(gw.PowerSGDState(None, 3, start_powerSGD_iter=7, **options)))
-    expected = PowerSGD(3, rows={"*": 1}, start_step=7, min_compression_rate=1.5, error_feedback=False, seed=9)
-    assert kept.algorithm(square=False) == expected
-    assert "process group" in caplog.text
-
-
 QUANTIZED = ("QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL")
 #: What is done, the exception, and what its message names.
 REFUSED = [
@@ -285,19 +280,6 @@ def test_a_name_registers_its_hook(world, name):
         trace = train(ddp, loss_on(40), 3)
         assert same_bits(trace.given, trace.local) == (name == "NOOP")
         assert world.agree(trace.given) == (name != "NOOP")
-
-
-def logged(state: gw.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return gw.powerSGD_hook(state, bucket)
-
-
-@cases.case
-def test_a_wrapper_round_a_users_hook_runs_low_rank_in_half_precision(world: World) -> None:
-    ddp = wrapped(world, low_rank(world), gw.fp16_compress_wrapper(logged))
-    weights, sent = run(ddp, 4)
-    assert {each.dtype for each in sent} == {torch.float16}
-    assert min(each.numel for each in sent) < 2 * sum(WIDTHS) + sum(WIDTHS[1:])  # factors
-    assert world.agree(weights)
 
 
 @cases.case

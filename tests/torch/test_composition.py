@@ -306,23 +306,3 @@ def test_compiled_autograd_is_refused(world):
     compiled_autograd = torch._dynamo.config.patch(compiled_autograd=True)
     with compiled_autograd, pytest.raises(RuntimeError, match="compiled_autograd = False"):
         torch.compile(lambda x: model(x).square().mean().backward(), backend="aot_eager")(torch.randn(4, 24))
-
-
-@cases.case
-def test_a_pass_that_is_discarded_in_a_compiled_step_leaves_no_trace(world):
-    torch._dynamo.reset()
-    ddp, handle = hooked(mlp(24, 40, 16), PowerSGD(2), world.group, cap=25)
-
-    @torch.compile(backend="aot_eager")
-    def step(x):
-        loss = ddp(x).square().mean()
-        with handle.discarded():
-            loss.backward()
-        return loss
-
-    x = torch.randn(8, 24)
-    ddp(x).square().mean().backward()
-    before = handle.rank_state_dict()
-    step(x)
-    assert same_bits(before, handle.rank_state_dict())
-    assert before["step"] == 1
