@@ -136,7 +136,7 @@ SAVED = {
 @cases.each(SAVED)
 def test_a_saved_state_resumes_bit_for_bit(world, variant):
     """What was saved in the middle: pickled, or as dictionaries; in the same wrapper, or in another with another bucket size."""
-    named, dtype = variant
+    (named, dtype), options = variant, {"random_seed": 9, "min_compression_rate": 1.5}
 
     def made(state, cap, weights=None):
         model = mlp(*WIDTHS)
@@ -146,7 +146,7 @@ def test_a_saved_state_resumes_bit_for_bit(world, variant):
             model.load_state_dict(weights)
         ddp, _ = hooked(model, None, world.group, cap=cap)
         names = ddp.module.named_parameters() if named else None
-        state = state or low_rank(world, named_parameters=names, random_seed=9, min_compression_rate=1.5)
+        state = state or low_rank(world, named_parameters=names, **options)
         ddp.register_comm_hook(state, gw.powerSGD_hook)
         return ddp, state
 
@@ -165,7 +165,7 @@ def test_a_saved_state_resumes_bit_for_bit(world, variant):
     kept = torch.load(plain, weights_only=True)
     state.load_state_dict(kept)  # back in the middle of training
     ddp.module.load_state_dict(weights)
-    fresh = low_rank(world, named_parameters=None)
+    fresh = low_rank(world, named_parameters=None, **options)
     fresh.load_state_dict(kept)
     file.seek(0)
     with mock.patch("logging.Logger.warning") as told:

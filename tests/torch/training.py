@@ -54,8 +54,8 @@ def train(
                 backward(twin, part)
             trace.local.append({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in _trained(twin)})
         optimizer.zero_grad()
-        with ddp.no_sync():
-            for part in accumulated:
+        for part in accumulated:
+            with ddp.no_sync():
                 backward(ddp, part)
         backward(ddp, last)
         trace.given.append({n: None if p.grad is None else p.grad.clone() for n, p in _trained(ddp.module)})
