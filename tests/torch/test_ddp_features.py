@@ -1,6 +1,5 @@
 """Everything that DDP can do to gradients: `AllReduce` by hook and `DataParallel` equal plain DDP bit for bit, and PowerSGD equals the simulator."""
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from gradwire import AllReduce, PowerSGD, plan
 from tests.torch.compare import same_bits, weights
 from tests.torch.models import Branches, Checkpointed, Layers, Loss, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import Trace, buckets_of, collective_payloads, distance, fit, hooked, paralleled, train
+from tests.torch.training import Trace, collective_payloads, distance, hooked, paralleled, train
 
 cases = Cases(__file__, ranks=2)
 
@@ -215,47 +214,3 @@ def test_parameters_that_ddp_leaves_alone_have_no_memory_and_are_not_sent(world)
     assert list(handle.rank_state_dict()["tensors"]) == ["2.weight"]
     assert handle.stats().bytes_sent == 3 * plan(averaged, ALGORITHM).wire_bytes
     assert same_bits(trace.given[0]["0.weight"], trace.local[0]["0.weight"])
-
-
-#: Steps before the checkpoint: before and after buckets are rebuilt, in odd and even halves of a half step, in and after the dense start.
-TAKEN_AT = {
-    "half step": (PowerSGD(rank=2, half_step=True), (1, 4, 5)),
-    "dense start": (PowerSGD(rank=2, start_step=5), (1, 2, 5, 6)),
-    "bfloat16 memory": (PowerSGD({"layers.0.*": 4, "layers.4.*": 0, "*": 1}, state_dtype="bfloat16"), (4,)),
-}
-
-
-@cases.each(TAKEN_AT)
-def test_a_run_goes_on_bit_for_bit_from_a_copy(world, variant):
-    """Layers are used in another order than they are registered in, so that buckets change when they are rebuilt."""
-    algorithm, taken = variant
-
-    def made():
-        forward = lambda self, x: self.layers(torch.tanh(self.first(x)))  # noqa: E731
-        model = Layers(forward, layers=mlp(48, 40, 32, 24), first=nn.Linear(48, 48))
-        ddp, handle = hooked(model, algorithm, world.group, message_bytes=1500)
-        return ddp, torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9), handle
-
-    def states(ddp, optimizer, handle):
-        return copy.deepcopy([ddp.module.state_dict(), optimizer.state_dict()]), handle.rank_state_dict()
-
-    whole, saved = made(), {}
-    for step in range(8):
-        fit(*whole[:2], world.rank, [step], loss_on(48))
-        if step + 1 in taken:
-            state = states(*whole)
-            torch.save(state, file := world.folder / f"checkpoint of {world.rank}.pt")
-            saved[step + 1] = state, torch.load(file, weights_only=True)
-    assert buckets_of(whole[0]) >= 2
-    for step, (state, loaded) in saved.items():
-        (model, optimizer), memory = loaded
-        ddp, stepping, handle = again = made()
-        ddp.module.load_state_dict(model)
-        stepping.load_state_dict(optimizer)
-        handle.load_state_dict(memory)
-        fit(ddp, stepping, world.rank, range(step, 8), loss_on(48))
-        # With two ranks a sum has only one order, whatever the buckets are at the moment.
-        assert same_bits(states(*again), states(*whole))
-        assert same_bits(memory, state[1])  # nor has training changed what was saved, or loaded
-        assert memory["step"] == step
-        assert any(m["error"].any() for m in memory["tensors"].values()) == (step > algorithm.start_step)
