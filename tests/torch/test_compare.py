@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -243,12 +241,6 @@ def test_sums_have_the_bits_of_a_ring(results, name):
         vectors = [addend(rank, n, dtype) for rank in range(RANKS)]
         assert same_bits(ring_sum(vectors), theirs)
         assert n == 3 or not same_bits(sum(vectors), theirs)
-
-
-@given(ranks=st.integers(1, 9), n=st.integers(1, 300))
-def test_a_ring_adds_each_vector_once(ranks, n):
-    vectors = [torch.arange(n, dtype=torch.float64) * (rank + 1) for rank in range(ranks)]
-    assert ring_sum(vectors).equal(sum(vectors))
 
 
 def test_who_waits_in_vain_is_told():
