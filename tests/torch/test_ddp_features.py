@@ -265,6 +265,19 @@ def test_parameters_that_ddp_leaves_alone_have_no_memory_and_are_not_sent(world)
     assert same_bits(trace.given[0]["0.weight"], trace.local[0]["0.weight"])
 
 
+def test_a_state_is_a_copy_and_so_is_what_is_loaded(alone):
+    (ddp, handle), (other, source) = (hooked(mlp(40, 36, 28), ALGORITHM, alone) for _ in range(2))
+    train(other, loss_on(40), 3, local=False)
+    state, same = source.rank_state_dict(), source.rank_state_dict()
+    train(other, loss_on(40), 1, local=False)
+    assert same_bits(state, same)
+    assert not same_bits(state, source.rank_state_dict())
+    handle.load_state_dict(state)
+    train(ddp, loss_on(40), 2, local=False)
+    assert same_bits(state, same)
+    assert handle.rank_state_dict()["step"] == 5
+
+
 # `DataParallel` beyond DDP: any number of passes, and better errors.
 
 WIDTHS = (64, 48, 40, 32, 32, 24)
