@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ def tensors(rank, size, dtypes, rows=False):
 
 
 def parts(rank, counts, dtypes, whole):
+    """Vectors of all their parts, or of this rank's."""
     draw = torch.Generator().manual_seed(rank)
     return tuple(
         torch.randn(sum(n) if whole else n[rank], generator=draw).to(dtype)
@@ -48,58 +50,36 @@ def parts(rank, counts, dtypes, whole):
     )
 
 
-def counts_of(size):
-    return (tuple(range(size)), (2,) * size, (0,) * size, (5, *[0] * (size - 1)))
+COUNTS = (tuple(range(RANKS)), (2,) * RANKS, (0,) * RANKS, (5, *[0] * (RANKS - 1)))
+TWICE = FLOATS[:2] * 2
 
 
 def reduce(op, dtypes, groups=None):
-    def make(rank, size):
-        arrays = tensors(rank, size, dtypes)
+    def make(rank):
+        arrays = tensors(rank, RANKS, dtypes)
         return Reduce(arrays, (False,) * len(arrays), False, groups, op=op)
 
     return make
 
 
-def gather_(dtypes, groups=None):
-    return lambda rank, size: Gather(tensors(rank, size, dtypes), False, groups)
-
-
-def all_to_all_(dtypes, groups=None):
-    def make(rank, size):
-        members = len(groups[0]) if groups else size
-        return AllToAll(tensors(rank, members, dtypes, rows=True), groups)
-
-    return make
-
-
-def all_to_all_parts_(groups=None):
-    def make(rank, size):
-        members = len(groups[0]) if groups else size
-        counts = counts_of(members)
-        return AllToAll(parts(rank, counts, FLOATS[:2] * 2, whole=True), groups, counts)
-
-    return make
-
-
-def reduce_scatter_(groups=None):
-    def make(rank, size):
-        members = len(groups[0]) if groups else size
-        counts = counts_of(members)
-        return ReduceScatter(parts(rank, counts, FLOATS[:2] * 2, whole=True), counts, groups)
-
-    return make
+def exchange(dtypes, groups=None):
+    members = len(groups[0]) if groups else RANKS
+    return lambda rank: AllToAll(tensors(rank, members, dtypes, rows=True), groups)
 
 
 def all_gather_(groups=None):
-    def make(rank, size):
-        members = next(m for m in groups if rank in m) if groups else range(size)
-        counts = counts_of(len(members))
-        own = parts(list(members).index(rank), counts, FLOATS, whole=False)
-        return AllGather(own, counts, (None, torch.zeros(2 * len(members), dtype=FLOATS[1]), None, None), groups)
+    def make(rank):
+        own = parts(groups[0].index(rank) if groups else rank, COUNTS, FLOATS, whole=False)
+        return AllGather(own, COUNTS, (None, torch.zeros(2 * RANKS, dtype=FLOATS[1]), None, None), groups)
 
     return make
 
 
+def of_any(what, dtypes, groups=None):
+    return lambda rank: what(tensors(rank, RANKS, dtypes), False, groups)
+
+
+#: What a rank asks.
 ASKED = {
     "means": reduce("mean", FLOATS[:2]),
     "means in groups": reduce("mean", FLOATS[:2], UNEVEN),
@@ -107,25 +87,26 @@ ASKED = {
     "sums in groups": reduce("sum", INTEGERS, UNEVEN),
     "maxima": reduce("max", (*INTEGERS, *FLOATS)),
     "maxima in groups": reduce("max", (torch.int8, torch.float32), UNEVEN),
-    "a gather": gather_((*FLOATS, *INTEGERS, *SMALL)),
-    "a gather in groups": gather_((torch.float32, *SMALL), EVEN),
-    "a gather alone": gather_((torch.float32,), EACH),
-    "an all-to-all": all_to_all_((*FLOATS, *INTEGERS, *SMALL)),
-    "an all-to-all in groups": all_to_all_((torch.float16, torch.int8), EVEN),
-    "an all-to-all alone": all_to_all_((torch.float16,), EACH),
-    "an all-to-all of parts": all_to_all_parts_(),
-    "an all-to-all of parts in groups": all_to_all_parts_(EVEN),
-    "a reduce-scatter": reduce_scatter_(),
-    "a reduce-scatter in groups": reduce_scatter_(EVEN),
+    "a gather": of_any(Gather, (*FLOATS, *INTEGERS, *SMALL)),
+    "a gather in groups": of_any(Gather, (torch.float32, *SMALL), EVEN),
+    "a gather alone": of_any(Gather, (torch.float32,), EACH),
+    "an all-to-all": exchange((*FLOATS, *INTEGERS, *SMALL)),
+    "an all-to-all in groups": exchange((torch.float16, torch.int8), EVEN),
+    "an all-to-all alone": exchange((torch.float16,), EACH),
+    "an all-to-all of parts": lambda rank: AllToAll(parts(rank, COUNTS, TWICE, whole=True), None, COUNTS),
+    "an all-to-all of parts in groups": lambda rank: AllToAll(parts(rank, COUNTS, TWICE, whole=True), EVEN, COUNTS),
+    "a reduce-scatter": lambda rank: ReduceScatter(parts(rank, COUNTS, TWICE, whole=True), COUNTS, None),
+    "a reduce-scatter in groups": lambda rank: ReduceScatter(parts(rank, COUNTS, TWICE, whole=True), COUNTS, EVEN),
     "an all-gather": all_gather_(),
     "an all-gather in groups": all_gather_(EVEN),
-    "the number of ranks": lambda rank, size: WorldSize(),
-    "the number in a group": lambda rank, size: WorldSize(EVEN),
-    "the rank": lambda rank, size: ReplicaIndex(),
-    "the rank in a group": lambda rank, size: ReplicaIndex(UNEVEN),
+    "the number of ranks": lambda rank: WorldSize(),
+    "the number in a group": lambda rank: WorldSize(EVEN),
+    "the rank": lambda rank: ReplicaIndex(),
+    "the rank in a group": lambda rank: ReplicaIndex(UNEVEN),
 }
 
 
+@dataclass
 class Answered:
     """What a rank saw.
 
@@ -135,48 +116,49 @@ class Answered:
         untouched: whether arrays that are not donated hold what they held.
     """
 
-    def __init__(self, answers: tuple[Any, ...], sent: list[int], planned: list[int], untouched: bool) -> None:
-        self.answers, self.sent, self.planned, self.untouched = answers, sent, planned, untouched
+    answers: tuple[Any, ...]
+    sent: list[int]
+    planned: list[int]
+    untouched: bool
 
 
 def answered(name: str, group: dist.ProcessGroup, device: torch.device) -> Answered:
     """Ask on this rank."""
-    request = ASKED[name](dist.get_rank(group), dist.get_world_size(group))
+    request = ASKED[name](dist.get_rank(group))
     if hasattr(request, "arrays"):
         request.arrays = tuple(x.to(device) for x in request.arrays)
     if hasattr(request, "out"):
         request.out = tuple(None if x is None else x.to(device) for x in request.out)
-    before = [x.clone() for x in getattr(request, "arrays", ())]
+    arrays = getattr(request, "arrays", ())
+    before = [x.clone() for x in arrays]
     ops = TorchOps(device)
     collectives = Collectives(ProcessGroups(group, [request.groups]), ops)
-    planned = request.payloads(ops, dist.get_world_size(group))
+    planned = request.payloads(ops, RANKS)
     answer = collectives.perform(request)
     answers = answer if isinstance(answer, tuple) else answer.wait()
-    kept = not isinstance(request, (ReduceScatter, AllGather))
-    untouched = not kept or all(
-        same_bits(x.cpu(), y.cpu()) for x, y in zip(getattr(request, "arrays", ()), before, strict=True)
+    untouched = isinstance(request, (ReduceScatter, AllGather)) or all(
+        same_bits(x.cpu(), y.cpu()) for x, y in zip(arrays, before, strict=True)
     )
     on_the_host = tuple(x.cpu() if isinstance(x, Tensor) else x for x in answers)
     return Answered(on_the_host, [collectives.sent.collectives, collectives.sent.nbytes], planned, untouched)
 
 
-def expected(make, size):
-    """In NumPy, which lacks some dtypes: those are exchanged as bytes, and compared in float32 where a maximum is taken."""
-    requests = [make(rank, size) for rank in range(size)]
+class World:
+    finite = True
 
+    def give(self, donated):
+        pass
+
+
+def expected(make):
+    """In NumPy, which lacks some dtypes: those are exchanged as bytes, and compared in float32 where a maximum is taken."""
+    requests = [make(rank) for rank in range(RANKS)]
     for r in requests:
         if hasattr(r, "arrays"):
             exchanged = isinstance(r, (Gather, AllToAll)) and not getattr(r, "counts", ())
             r.arrays = tuple(as_numpy_bytes(x) if exchanged else to_numpy(x) for x in r.arrays)
         if hasattr(r, "out"):
             r.out = (None,) * len(r.arrays)
-
-    class World:
-        finite = True
-
-        def give(self, donated):
-            pass
-
     return type(requests[0]).simulate(requests, World())
 
 
@@ -185,20 +167,17 @@ def to_numpy(x):
 
 
 def as_numpy_bytes(x):
-    return (
-        x.contiguous().unsqueeze(-1).view(torch.uint8).numpy()
-        if x.numel()
-        else x.new_empty((*x.shape, x.itemsize), dtype=torch.uint8).numpy()
-    )
+    if not x.numel():
+        return x.new_empty((*x.shape, x.itemsize), dtype=torch.uint8).numpy()
+    return x.contiguous().unsqueeze(-1).view(torch.uint8).numpy()
 
 
 def require_right(name: str, seen: list[Answered]) -> None:
     """Whether each rank was answered what the core says, and has sent what the request says."""
-    ranks = len(seen)
-    for rank, (own, answers) in enumerate(zip(seen, expected(ASKED[name], ranks), strict=True)):
+    for rank, (own, answers) in enumerate(zip(seen, expected(ASKED[name]), strict=True)):
         assert own.sent == [len(own.planned), sum(own.planned)]
         assert own.untouched
-        dtypes = [getattr(x, "dtype", None) for x in getattr(ASKED[name](rank, ranks), "arrays", ())]
+        dtypes = [getattr(x, "dtype", None) for x in getattr(ASKED[name](rank), "arrays", ())]
         for i, (x, y) in enumerate(zip(own.answers, answers, strict=True)):
             if isinstance(x, int):
                 assert (type(x), x) == (int, y)

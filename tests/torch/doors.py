@@ -46,9 +46,6 @@ def post_local(world, model, make=gw.PeriodicModelAverager, period: Any = 2) -> 
     return ddp, gw.PostLocalSGDOptimizer(sgd(model), averager), state
 
 
-SGD = {"lr": 0.1, "momentum": 0.9}
-
-
 def zero_hook(world, model, make) -> Form:
     ddp, zero, _ = zero_optimizer(world, model, average=False)
     ddp.register_comm_hook(world.group, make(gw.allreduce_hook, ddp, zero))
@@ -57,7 +54,7 @@ def zero_hook(world, model, make) -> Form:
 
 def zero_optimizer(world, model, average) -> Form:
     """Behind DDP, or averaging gradients itself."""
-    options = {"process_group": world.group, "average_gradients": average, **SGD}
+    options = {"process_group": world.group, "average_gradients": average, "lr": 0.1, "momentum": 0.9}
     zero = gw.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, **options)
     return model if average else wrapped(world, model), zero, None
 

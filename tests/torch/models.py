@@ -15,8 +15,6 @@ from gradwire import Compressor
 from gradwire.core.protocol import mean
 
 Loss = Callable[[nn.Module, int, int], Tensor]
-
-
 #: By step, the branches of `Branches` that each rank takes.
 Taken = Sequence[tuple[Sequence[str], ...]]
 
@@ -47,9 +45,8 @@ def mlp(*widths: int, bias: bool = True, seed: int = 0, frozen: Sequence[int] = 
 def loss_on(width: int, batch: int = 24, dtype: torch.dtype = torch.float32, *, spread: float = 0.05) -> Loss:
     """Regression on data of the rank and the step: `loss(model, rank, step)`.
 
-    Inputs lie near a plane, so gradients have little beyond rank 2. Where directions of nearly equal weight compete in the error memory of
-    PowerSGD, rounding decides which is sent next, and two arithmetics part by a factor in every step. With `spread=1` inputs lie in all
-    directions alike: for half precision, in which the small ones would be rounding alone, and for few steps.
+    Inputs lie near a plane, so gradients have little beyond rank 2: where directions of nearly equal weight compete, rounding decides which is sent
+    next. With `spread=1` they lie in all directions alike: for half precision, in which the small ones would be rounding alone, and for few steps.
     """
     plane = torch.randn(2, width, generator=torch.Generator().manual_seed(width)) * torch.tensor([[1.0], [0.5]])
 
@@ -107,11 +104,7 @@ class Checkpointed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()
         for layer in self.layers:
-            x = (
-                checkpoint(layer, x, use_reentrant=self.reentrant).tanh()
-                if self.reentrant is not None
-                else layer(x).tanh()
-            )
+            x = (layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)).tanh()
         y: Tensor = self.head(x)
         return y
 

@@ -16,8 +16,7 @@ what tests look at. The ranks are started once for the whole file.
     def test_trained(results):
         first, *others = results("trained[small]")      # one per rank; raises with the traceback if a rank failed
 
-To work on a test, `python -m tests.torch.ranks FILE` runs the cases of a file and shows how they went. With GRADWIRE_TEST_CASES in the environment, a
-regular expression, only those run whose names it is found in.
+With GRADWIRE_TEST_CASES in the environment, a regular expression, only those cases run whose names it is found in.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ import os
 import random
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -82,13 +80,13 @@ def variants(names: Iterable[str], slow: Collection[str] = ()) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in names]
 
 
+@dataclass(frozen=True)
 class Results:
     """What the cases returned."""
 
-    def __init__(self, folder: Path, ranks: int, launch: str = "") -> None:
-        self._folder = folder
-        self._ranks = ranks
-        self._launch = launch
+    _folder: Path
+    _ranks: int
+    _launch: str
 
     def __call__(self, case: str) -> list[Any]:
         """The case's results, one per rank."""
@@ -112,52 +110,38 @@ class Cases:
         self.timeout = timeout
         self.table: dict[str, Callable[[World], Any]] = {}
         self.slow: set[str] = set()
-        self.launches: dict[str, int] = {}
         self.only: dict[str, tuple[int, ...]] = {}
 
     def case(
         self, function: Callable[[World], Any] | None = None, *, slow: bool = False, ranks: tuple[int, ...] = ()
     ) -> Callable[..., Any]:
-        """Decorator: a case called like the function.
+        """Decorator: a case called like the function, on some of the numbers of `ranks`, or all.
 
-        One that is `slow` runs only where a test of the file that is marked so does; if it is a test itself, it is. It may be for some of the
-        numbers of `ranks` alone.
+        One that is `slow` runs only where a test of the file that is marked so does; if it is a test itself, it is.
         """
         if function is None:
             return partial(self.case, slow=slow, ranks=ranks)
-        name = function.__name__
+        self._add(function.__name__, function, slow, ranks)
+        test = self._tested(function, ranks=ranks)
+        return pytest.mark.slow(test) if slow else test
+
+    def _add(self, name: str, function: Callable[[World], Any], slow: bool, ranks: tuple[int, ...]) -> None:
         self.table[name] = function
         if ranks:
             self.only[name] = ranks
         if slow:
             self.slow.add(name)
-        test = self._tested(function, ranks=ranks)
-        return pytest.mark.slow(test) if slow else test
 
     def each(
-        self,
-        variants: Mapping[str, Any] | Iterable[str],
-        *,
-        slow: Collection[str] = (),
-        launch: int = 0,
-        ranks: tuple[int, ...] = (),
+        self, variants: Mapping[str, Any] | Iterable[str], *, slow: Collection[str] = (), ranks: tuple[int, ...] = ()
     ) -> Callable[[Callable[[World, Any], Any]], Callable[..., Any]]:
-        """Decorator: one case `name[variant]` for each of the variants, whose value, or name, is the second argument; on some of the numbers of `ranks`.
-
-        Those that are `slow` run only where a test of the file that is marked so does, see `variants`. Those of another `launch` run in
-        processes that are started after those before have ended.
-        """
+        """Decorator: a case `name[variant]` for each of the variants, whose value, or name, is the second argument. Some may be `slow`, see `variants`."""
         values = variants if isinstance(variants, Mapping) else {name: name for name in variants}
 
         def add(function: Callable[[World, Any], Any]) -> Callable[..., Any]:
             for variant, value in values.items():
-                name = f"{function.__name__}[{variant}]"
-                self.table[name] = lambda world, value=value: function(world, value)
-                self.launches[name] = launch
-                if ranks:
-                    self.only[name] = ranks
-                if variant in slow:
-                    self.slow.add(name)
+                call = lambda world, value=value: function(world, value)  # noqa: E731
+                self._add(f"{function.__name__}[{variant}]", call, variant in slow, ranks)
             return self._tested(function, values, slow, ranks)
 
         return add
@@ -188,28 +172,23 @@ class Cases:
         slow = any(item.get_closest_marker("slow") for item in mine)
         return cache(lambda ranks: self.run(tmp_path_factory.mktemp(self.file.stem), ranks, slow=slow))
 
-    def run(self, folder: Path, ranks: int, *, slow: bool = True) -> Results:
+    def run(self, folder: Path, ranks: int, *, slow: bool) -> Results:
         option = [] if slow else ["quick"]
-        outcome = ""
-        for launch in range(1 + max(self.launches.values(), default=0)):
-            script = str(self.file), str(folder), str(launch), *option
-            try:
-                outcome = run_ranks(Path(__file__), ranks, *script, timeout=self.timeout)
-            except AssertionError as error:  # cases that have come to their end have left their results
-                outcome = str(error)
-                break
+        try:
+            outcome = run_ranks(Path(__file__), ranks, str(self.file), str(folder), *option, timeout=self.timeout)
+        except AssertionError as error:  # cases that have come to their end have left their results
+            outcome = str(error)
         return Results(folder, ranks, outcome)
 
-    def main(self, folder: Path, launch: int, *options: str) -> None:
-        """Run the cases of a launch on this rank."""
+    def main(self, folder: Path, *options: str) -> None:
+        """Run the cases on this rank."""
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(seconds=self.timeout))
         skipped = self.slow if "quick" in options else ()
         only = re.compile(os.environ.get("GRADWIRE_TEST_CASES", ""))
         size = dist.get_world_size()
         for name, function in self.table.items():
-            here = launch == self.launches.get(name, 0) and size in self.only.get(name, (size,))
-            if here and name not in skipped and only.search(name):
+            if size in self.only.get(name, (size,)) and name not in skipped and only.search(name):
                 self._run_one(name, function, folder)
         dist.destroy_process_group()
 
@@ -230,16 +209,6 @@ class Cases:
         if rank == 0:
             print(f"{time.perf_counter() - start:6.2f} s  {name}", flush=True)
 
-    def show(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            results = self.run(Path(folder), self.ranks[0])
-            print(results._launch)
-            for name in self.table:
-                try:
-                    results(name)
-                except AssertionError as error:
-                    print(error)
-
 
 def _told(error: BaseException) -> str:
     """The traceback, with what the variables were where an assertion fails, as far as they can be shown."""
@@ -253,10 +222,6 @@ def _told(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    file, *arguments = sys.argv[1:]
+    file, folder, *options = sys.argv[1:]
     sys.path.insert(0, str(Path(file).parent))
-    found = importlib.import_module(Path(file).stem).cases
-    if arguments:
-        found.main(Path(arguments[0]), int(arguments[1]), *arguments[2:])
-    else:
-        found.show()
+    importlib.import_module(Path(file).stem).cases.main(Path(folder), *options)

@@ -1,4 +1,4 @@
-"""Buckets are DDP's affair: results and bytes do not depend on them, nor on when gradients come, on every rank at other times.
+"""Buckets are DDP's affair: results and bytes do not depend on them, nor on when gradients come, on every rank at other times. And `Averager`, which has none.
 
 torch's `powerSGD_hook` launches collectives from callbacks; on Gloo it hangs or aborts where gradients come late.
 """
@@ -13,90 +13,54 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire import AllReduce, PowerSGD, plan
-from gradwire.torch_backend import PowerSGDState, powerSGD_hook
+from gradwire import AllReduce, PowerSGD, TwoLevel, WireDtype, plan
+from gradwire.core.ops import Spec
+from gradwire.core.plan.dry_run import dry_run
+from gradwire.torch_backend import Averager
 from gradwire.torch_backend.engine.driver import MESSAGE_BYTES
-from tests.torch.compare import flat, relative, same_bits
+from tests.torch.compare import flat, gradients, relative, same_bits
 from tests.torch.everything import Everything
-from tests.torch.models import loss_on, mlp
+from tests.torch.models import Branches, Layers, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import buckets_of, collective_payloads, distance, fit, hooked, paralleled, sgd, train
+from tests.torch.sharded import mesh_of, sharded_mlp
+from tests.torch.training import Trace, buckets_of, collective_payloads, distance, fit, hooked, paralleled, sgd, train
 
-cases = Cases(__file__, ranks=3)
+cases = Cases(__file__, ranks=4)
 
 WIDTHS = (64, 48, 40, 32, 32, 24)
 SHAPES = {name: tuple(p.shape) for name, p in mlp(*WIDTHS).named_parameters()}
 LOSS = loss_on(64)
 
-#: bucket_cap_mb (25 is DDP's default) and message_bytes
-LAYOUTS = {
-    "one bucket": (25, MESSAGE_BYTES),
-    "small buckets, one message": (0.006, MESSAGE_BYTES),
-    "small buckets, small groups": (0.006, 2000),
-    "small buckets, a message each": (0.006, 0),
-    "tiny buckets, a message each": (0.001, 0),
-}
 
-
-@cases.case
-def test_weights_memory_and_bytes_do_not_depend_on_buckets_and_groups(world):
-    algorithm, buckets, messages, found = PowerSGD(rank=2), {}, {}, []
-    planned = plan(SHAPES, algorithm)
-    for name, (cap, message_bytes) in LAYOUTS.items():
-        ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group, cap=cap, message_bytes=message_bytes)
-        with collective_payloads() as sent:
-            trace = train(ddp, LOSS, 3)
-        assert distance(algorithm, world.everyones(trace)) < 1e-5
-        buckets[name], messages[name], stats = buckets_of(ddp), len(sent), handle.stats()
-        assert sum(p.nbytes for p in sent) == stats.bytes_sent == 3 * planned.wire_bytes < 3 * planned.dense_bytes / 4
-        assert (stats.steps, stats.collectives, stats.dense_bytes) == (3, len(sent), 3 * planned.dense_bytes)
-        found.append((trace.weights, handle.rank_state_dict()["tensors"]))
-        assert relative(trace.weights, found[0][0]) < 1e-6
-        for parameter, memory in found[0][1].items():
-            assert relative(found[-1][1][parameter], memory) < 1e-5
-        norm = math.sqrt(sum(float(m["error"].double().square().sum()) for m in found[-1][1].values()))
-        assert handle.error_norm() == pytest.approx(norm, rel=1e-6)
-        assert len(set(world.everyones(norm))) == 3  # errors are local, they differ between ranks
-    # The layouts are different.
-    assert buckets["one bucket"] == 1
-    assert 3 <= buckets["small buckets, one message"] < buckets["tiny buckets, a message each"]
-    assert messages["one bucket"] == messages["small buckets, one message"]
-    assert messages["small buckets, one message"] < messages["small buckets, small groups"]
-    assert messages["small buckets, small groups"] < messages["small buckets, a message each"]
-
-
-@cases.case
-def test_a_group_of_some_ranks_averages_over_these(world):
-    """Ranks 0 and 2 train together, in a group of their own; rank 1 does something else."""
-    group = dist.new_group([0, 2])
-    trace = None
-    if world.rank != 1:
-        ddp, handle = hooked(mlp(*WIDTHS), PowerSGD(rank=2), group)
-        trace = train(ddp, LOSS, 4)
-        assert handle.stats().bytes_sent == 4 * plan(SHAPES, PowerSGD(rank=2)).wire_bytes
-    first, _, second = world.everyones(trace)
-    assert same_bits(first.weights, second.weights)
-    assert distance(PowerSGD(rank=2), [first, second]) < 1e-5
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_handle_that_took_no_step_has_counted_nothing():
-    _, handle = hooked(mlp(32, 32), PowerSGD(rank=2))
+@cases.each({"one group": MESSAGE_BYTES, "small groups": 2000, "a message each": 0})
+def test_what_is_sent_and_remembered_is_counted(world, message_bytes):
+    """Of every method, against oracle and plan: tests/parity."""
+    algorithm, planned = PowerSGD(rank=2), plan(SHAPES, PowerSGD(rank=2))
+    ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group, message_bytes=message_bytes)
     stats = handle.stats()
-    assert (stats.steps, stats.skipped_steps, stats.collectives, stats.bytes_sent, stats.dense_bytes) == (0,) * 5
-    assert stats.compression_ratio == 1.0
-    assert handle.error_norm() == 0.0
+    assert (stats.steps, stats.collectives, stats.bytes_sent, stats.dense_bytes) == (0,) * 4
+    assert (stats.compression_ratio, handle.error_norm()) == (1.0, 0.0)
+    with collective_payloads() as sent:
+        trace = train(ddp, LOSS, 3)
+    assert distance(algorithm, world.everyones(trace)) < 1e-5
+    assert buckets_of(ddp) >= 3
+    stats = handle.stats()
+    assert sum(p.nbytes for p in sent) == stats.bytes_sent == 3 * planned.wire_bytes < 3 * planned.dense_bytes / 4
+    assert (stats.steps, stats.collectives, stats.dense_bytes) == (3, len(sent), 3 * planned.dense_bytes)
+    assert (len(sent) == 3 * planned.collectives) == (message_bytes == MESSAGE_BYTES)
+    memory = handle.rank_state_dict()["tensors"]
+    norm = math.sqrt(sum(float(m["error"].double().square().sum()) for m in memory.values()))
+    assert handle.error_norm() == pytest.approx(norm, rel=1e-6)
+    assert len(set(world.everyones(norm))) == world.size  # errors are local, they differ between ranks
 
 
 LATE_LOSS = loss_on(32, batch=4)
 LONGEST_DELAY = 1e-3
 
-#: algorithm, bytes per group (None: torch's own names), steps
 VARIANTS = {
-    "a message per bucket": (PowerSGD(rank=2, half_step=True), 0, 20),
-    "uncompressed": (AllReduce(), 0, 20),
-    "everything that can be asked": (Everything(((2, 1, 0),)), 0, 12),
-    "torch's names": (PowerSGD(rank=2), None, 20),
+    "compressed": PowerSGD(rank=2, half_step=True),
+    "uncompressed": AllReduce(),
+    "everything that can be asked, in groups": Everything(((2, 1, 3, 0),)),
 }
 
 
@@ -112,31 +76,28 @@ class _Late(torch.autograd.Function):
         return gradient
 
 
-class LateLayer(nn.Module):
-    """A layer whose gradient takes a random time to come."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x):
-        return torch.tanh(self.linear(_Late.apply(x)))
-
-
 @cases.each(VARIANTS)
-def test_random_delays_leave_all_ranks_with_the_same_bits(world, variant):
-    algorithm, message_bytes, steps = variant
-    model = nn.Sequential(*(LateLayer(32) for _ in range(3)))
+def test_random_delays_leave_all_ranks_with_the_same_bits(world, algorithm):
+    """A message per bucket. What an algorithm asks for is prepared when it takes the place of another, too."""
+
+    def late():
+        linear = nn.Linear(32, 32)
+        return Layers(lambda self, x: torch.tanh(self.linear(_Late.apply(x))), linear=linear)
+
+    model = nn.Sequential(*(late() for _ in range(3)))
     before = flat(model)
-    torchs = message_bytes is None
-    ddp, _ = hooked(model, None if torchs else algorithm, world.group, cap=0.004, message_bytes=message_bytes)
-    if torchs:
-        ddp.register_comm_hook(PowerSGDState(world.group, 2, start_powerSGD_iter=0), powerSGD_hook)
-    fit(ddp, sgd(ddp, lr=0.05), world.rank, range(steps), LATE_LOSS)
+    ddp, handle = hooked(model, AllReduce(), world.group, cap=0.004, message_bytes=0)
+    handle.reconfigure(algorithm)
+    fit(ddp, sgd(ddp, lr=0.05), world.rank, range(20), LATE_LOSS)
     assert buckets_of(ddp) >= 3
     assert flat(model).isfinite().all()
     assert (flat(model) - before).norm() > 0.1
     assert world.agree(flat(model))
+
+
+def test_groups_are_found_in_the_order_of_the_requests():
+    dry = dry_run(TwoLevel(AllReduce(), 2), {"w": Spec((4, 4))}, 4)
+    assert dry.groups == [((0, 1), (2, 3)), ((0, 2), (1, 3))]
 
 
 @cases.each({"DDP": hooked, "DataParallel": paralleled})
@@ -155,3 +116,84 @@ def test_groups_are_sent_while_the_backward_pass_goes_on(world, wrap):
     assert seen.count("all-reduce") == 2 * 4  # P and Q of four groups
     assert seen[: seen.index(0)].count("all-reduce") >= 2
     assert "all-reduce" in seen[: seen.index(1)]
+
+
+# An algorithm without DDP: on the local shards of FSDP2, between its replicas; in a loop written by hand.
+
+#: An odd number of rows, so that shards are unequal.
+SHARDED_WIDTHS = (40, 37, 36, 28)
+
+
+@cases.case
+def test_replicas_of_a_shard_are_averaged_as_the_simulator_says(world):
+    """What docs/averager.md says, on 2 replicas of 2 shards."""
+    mesh = mesh_of(2, 2)
+    model = sharded_mlp(SHARDED_WIDTHS, mesh["shard"])
+    parameters = dict(model.named_parameters())
+    averager = Averager(PowerSGD(rank=2), {n: p.to_local() for n, p in parameters.items()}, mesh.get_group("replicate"))
+    optimizer = sgd(model)
+    trace = Trace()
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_on(40)(model, world.rank, step).backward()
+        local = {n: p.grad.to_local() for n, p in parameters.items()}
+        trace.local.append({n: g.clone() for n, g in local.items()})
+        averager(local)
+        trace.given.append({n: p.grad.to_local().clone() for n, p in parameters.items()})
+        optimizer.step()
+        assert relative(trace.local[-1], trace.given[-1]) > 1e-3
+    assert distance(PowerSGD(rank=2), world.everyones(trace)[mesh.get_local_rank("shard") :: 2]) < 1e-4
+    assert world.agree({n: p.full_tensor().detach() for n, p in parameters.items()})
+    stats = averager.stats()
+    assert (stats.steps, stats.collectives) == (6, 12)
+    assert stats.bytes_sent < stats.dense_bytes / 3
+    assert averager.error_norm() > 0
+
+
+#: By step, what each rank's forward pass takes; in the third, the right branch is taken by nobody.
+TAKEN = [(("left",), ("right",), (), ("left", "right")), (("left", "right"),) * 4, (("left",), (), ("left",), ())]
+
+
+@cases.case
+def test_parameters_that_some_rank_has_not_used(world):
+    model = Branches()
+    averager = Averager(PowerSGD(rank=2), dict(model.named_parameters()), world.group, unused=True)
+    trace, present, states = Trace(), [], []
+    for step, taken in enumerate(TAKEN):
+        model.zero_grad()
+        loss_on(40)(lambda x, t=taken: model(x, t[world.rank]), world.rank, step).backward()
+        trace.local.append({n: torch.zeros_like(p) for n, p in model.named_parameters()} | gradients(model))
+        averages = averager({n: p.grad for n, p in model.named_parameters()})
+        present.append(sorted({n.split(".")[0] for n in averages}))
+        trace.given.append({n: averages[n].clone() for n in averages})
+        states.append(averager.gathered_state_dict("all", to=None)["local"])
+    assert present == [["left", "right", "trunk"], ["left", "right", "trunk"], ["left", "trunk"]]
+    traces = world.everyones(trace)
+    assert distance(PowerSGD(rank=2), traces, used=lambda step, name: step != 2 or "right" not in name) < 1e-5
+    # A parameter that nobody has used keeps its memory.
+    assert same_bits(states[2]["right.weight"], states[1]["right.weight"])
+    assert not same_bits(states[2]["left.weight"], states[1]["left.weight"])
+    assert averager.stats().collectives == 9
+
+
+def test_buckets_of_the_algorithm_are_messages_here(alone):
+    averager = Averager(WireDtype(AllReduce(bucket_bytes=64), "bfloat16"), {n: torch.zeros(32) for n in "abc"})
+    averager({n: torch.ones(32) for n in "abc"})
+    assert averager.stats().collectives == 3 * 2  # parts of a sum are exchanged, and gathered
+    averager.reconfigure(AllReduce(bucket_bytes=256))
+    averager({n: torch.ones(32) for n in "abc"})
+    assert averager.stats().collectives == 3 * 2 + 2
+
+
+def test_gradients_in_other_strides_are_averaged_in_place(alone):
+    made = {
+        "w": lambda: torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last),
+        "v": lambda: torch.randn(20, 20).T,
+    }
+    averager = Averager(PowerSGD(rank=1), {name: make() for name, make in made.items()})
+    gradients = {name: make() for name, make in made.items()}
+    before = {n: g.clone() for n, g in gradients.items()}
+    for name, average in averager(gradients).items():
+        assert average is gradients[name]
+        assert average.stride() == before[name].stride()
+        assert 0 < relative(average, before[name]) < 1

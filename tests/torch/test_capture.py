@@ -86,12 +86,8 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return say
 
 
-class Replacing:
+class Replacing(AllReduce):
     """A plain algorithm that returns memory of its own making."""
-
-    per_replica = frozenset[str]()
-    start_step = 0
-    cycle = 1
 
     def __repr__(self) -> str:
         return "Replacing()"
@@ -104,21 +100,20 @@ class Replacing:
         return {n: m["sum"] * 0.5 for n, m in new.items()}, State({}, new)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "wrap"),
-    [
-        (AllReduce(), under_data_parallel),
-        (PowerSGD(4), under_data_parallel),
-        (PowerSGD(2, start_step=1), under_ddp),
-        (PowerSGD(2, error_feedback=False), under_ddp),
-        (PowerSGD(2, square=True), under_ddp),
-        (WireDtype(PowerSGD(4), "bfloat16"), under_ddp),
-        (Replacing(), under_ddp),
-    ],
-    ids=lambda x: {id(under_ddp): "DDP", id(under_data_parallel): "DataParallel"}.get(id(x), repr(x)),
-)
-def test_a_replay_is_a_step(algorithm: Algorithm, wrap: Any, capturing: Callable[[bool], None]) -> None:
-    replayed, eager = both = Stepped(algorithm, wrap), Stepped(algorithm, wrap)
+REPLAYED = {
+    "DataParallel, AllReduce": (AllReduce(), under_data_parallel),
+    "DataParallel, PowerSGD": (PowerSGD(4), under_data_parallel),
+    "a dense start": (PowerSGD(2, start_step=1), under_ddp),
+    "no error": (PowerSGD(2, error_feedback=False), under_ddp),
+    "square": (PowerSGD(2, square=True), under_ddp),
+    "bfloat16": (WireDtype(PowerSGD(4), "bfloat16"), under_ddp),
+    "of its own making": (Replacing(), under_ddp),
+}
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_replay_is_a_step(name: str, capturing: Callable[[bool], None]) -> None:
+    replayed, eager = both = Stepped(*REPLAYED[name]), Stepped(*REPLAYED[name])
 
     def fill(seed: int, wide: float | None = None) -> None:
         for each in both:
@@ -164,19 +159,18 @@ class ByParity(Replacing):
         return (averages if step % 2 else {n: x * 2.0 for n, x in averages.items()}), state
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "steps", "message"),
-    [
-        (PowerSGD(2, warm_start=False), 2, "warm_start=False"),
-        (WireDtype(PowerSGD(2, warm_start=False), "bfloat16"), 2, "warm_start=False"),
-        (PowerSGD(2, half_step=True), 2, "half_step=True"),
-        (PowerSGD(2, start_step=4), 3, "start_step=4"),
-        (PowerSGD(2, start_step=4), 4, "take at least 5 steps"),
-        (PowerSGD(2), 0, "take at least 1 steps"),
-        (ByParity(), 1, r"Replacing\(\) does something else in each step"),
-    ],
-    ids=repr,
-)
+REFUSED = [
+    (PowerSGD(2, warm_start=False), 2, "warm_start=False"),
+    (WireDtype(PowerSGD(2, warm_start=False), "bfloat16"), 2, "warm_start=False"),
+    (PowerSGD(2, half_step=True), 2, "half_step=True"),
+    (PowerSGD(2, start_step=4), 3, "start_step=4"),
+    (PowerSGD(2, start_step=4), 4, "take at least 5 steps"),
+    (PowerSGD(2), 0, "take at least 1 steps"),
+    (ByParity(), 1, r"Replacing\(\) does something else in each step"),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "steps", "message"), REFUSED, ids=repr)
 def test_what_rests_on_the_host_is_refused(
     algorithm: Algorithm, steps: int, message: str, capturing: Callable[[bool], None]
 ) -> None:
@@ -192,32 +186,27 @@ def test_what_rests_on_the_host_is_refused(
     stepped.step()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"grad_scaler": torch.amp.GradScaler("cpu")}, {"find_unused_parameters": True}],
-    ids=lambda x: next(iter(x)),
-)
-def test_options_that_rest_on_the_host_are_refused(options: Any, capturing: Any) -> None:
+@pytest.mark.parametrize("option", ["grad_scaler", "find_unused_parameters"])
+def test_options_that_rest_on_the_host_are_refused(option: str, capturing: Any) -> None:
+    options = {option: torch.amp.GradScaler("cpu") if option == "grad_scaler" else True}
     ddp, _ = hooked(nn.Linear(30, 40), PowerSGD(2), **options)
     for now in (False, True):
         capturing(now)
-        with pytest.raises(RuntimeError, match=f"{next(iter(options))}=") if now else nullcontext():
+        with pytest.raises(RuntimeError, match=f"{option}=") if now else nullcontext():
             ddp(torch.randn(4, 30)).square().sum().backward()
 
 
 def test_schedules_and_sharded_optimizers_are_refused(capturing: Any) -> None:
     model = nn.Linear(4, 4)
-    optimizer = sgd(model)
+    optimizer, averager = sgd(model), PeriodicModelAverager(period=2)
     local_sgd(model, optimizer, LocalSGD(period=2))
+    zero = ZeroOptimizer(nn.Linear(4, 4).named_parameters(), torch.optim.SGD, lr=0.1)
     model(torch.randn(2, 4)).sum().backward()
     capturing(True)
-    with pytest.raises(RuntimeError, match=r"LocalSGD\(.*cannot be captured in a CUDA graph"):
-        optimizer.step()
-    averager = PeriodicModelAverager(period=2)
-    with pytest.raises(RuntimeError, match="PeriodicModelAverager"):
-        averager.average_parameters(list(model.parameters()))
-    capturing(False)
-    zero = ZeroOptimizer(nn.Linear(4, 4).named_parameters(), torch.optim.SGD, lr=0.1)
-    capturing(True)
-    with pytest.raises(RuntimeError, match="sharded optimizer"):
-        zero.step()
+    for call, named in (
+        (optimizer.step, r"LocalSGD\(.*cannot be captured in a CUDA graph"),
+        (lambda: averager.average_parameters(list(model.parameters())), "PeriodicModelAverager"),
+        (zero.step, "sharded optimizer"),
+    ):
+        with pytest.raises(RuntimeError, match=named):
+            call()

@@ -1,13 +1,17 @@
 """Replicas in one process train as R processes do over Gloo, to the last bit."""
 
+import os
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, TopK, TwoLevel, WireDtype, diloco
 from gradwire.torch_backend import Averager, local_sgd
@@ -17,8 +21,10 @@ from gradwire.torch_backend.advise.compare.opaque import OpaqueReplicas
 from gradwire.torch_backend.advise.compare.replicas import parameters_of, replicas_of
 from gradwire.torch_backend.advise.compare.run import run
 from gradwire.torch_backend.advise.compare.training import Training
-from tests.torch.compare import relative, same_bits
+from gradwire.torch_backend.integrations import training_of_lightning, training_of_trainer
+from tests.torch.compare import relative, same_bits, weights
 from tests.torch.ranks import Cases
+from tests.torch.tools import gpt2, lightning_module, new_trainer, quiet
 
 cases = Cases(__file__, ranks=4)
 
@@ -42,6 +48,11 @@ METHODS = {
 }
 
 
+#: Of which a step of the user's own is taken, which has one backward pass. The others accumulate.
+OPAQUE = [repr(method) for method in (AllReduce(), PowerSGD(2), LocalSGD(2), diloco(2))]
+ACCUMULATE = 2
+
+
 def model():
     """Its buffers and what it draws differ between replicas; its vectors take several chunks of a ring."""
     torch.manual_seed(SEED)
@@ -55,14 +66,51 @@ def batches(replica, replicas):
     return (torch.randn(8, 24, generator=generator) for _ in range(100))
 
 
-def training(net):
+def loss_of(net, x):
+    return F.mse_loss(net(x), x.sort(1).values)
+
+
+def optimizer_of(parameters, rate=1e-2):
+    made = torch.optim.AdamW(parameters, rate)
+    return made, torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step))
+
+
+def clip(net):
+    nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+
+
+def sums(net):
+    return [p.detach().sum() for p in net.parameters()]
+
+
+def whole(rate=1e-2, accumulate=1):
+    net = model()
     return Training(
         net,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-2),
+        optimizer=lambda parameters: optimizer_of(parameters, rate),
         batches=batches,
-        loss=lambda net, x: F.mse_loss(net(x), x.sort(1).values),
-        after_backward=lambda: nn.utils.clip_grad_norm_(net.parameters(), 0.5),
+        loss=loss_of,
+        after_backward=lambda: clip(net),
+        accumulate=accumulate,
+        evaluate=sums,
     )
+
+
+def parts(replica, replicas, rate=1e-2):
+    """A step of the user's own."""
+    net = model()
+    (optimizer, scheduler), data = optimizer_of(net.parameters(), rate), batches(replica, replicas)
+
+    def step():
+        optimizer.zero_grad()
+        loss = loss_of(net, next(data))
+        loss.backward()
+        clip(net)
+        optimizer.step()
+        scheduler.step()
+        return loss.item()
+
+    return net, optimizer, step, lambda: sums(net)
 
 
 @cases.each(METHODS)
@@ -70,7 +118,7 @@ def trained(world, method):
     """As a user writes it."""
     net = model()
     seed_all(int(np.random.SeedSequence((SEED, world.rank)).generate_state(1)[0]))
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    optimizer, scheduler = optimizer_of(net.parameters())
     named = dict(net.named_parameters())
     ddp = net
     if isinstance(method, LocalSGD):
@@ -79,26 +127,29 @@ def trained(world, method):
         local_sgd(ddp, optimizer, method, process_group=world.group)
     else:
         averager = Averager(method, named, world.group)
-    data = batches(world.rank, world.size)
-    losses = []
+    data, losses, micro_batches = batches(world.rank, world.size), [], 1 if repr(method) in OPAQUE else ACCUMULATE
     for _ in range(STEPS):
-        x = next(data)
         optimizer.zero_grad()
-        loss = F.mse_loss(ddp(x), x.sort(1).values)
-        loss.backward()
+        for part in range(micro_batches):
+            with ddp.no_sync() if ddp is not net and part + 1 < micro_batches else nullcontext():
+                loss = loss_of(ddp, next(data))
+                (loss / micro_batches).backward()
+            losses.append(loss.item())
         if not isinstance(method, LocalSGD):
             averager({name: p.grad for name, p in named.items()})
-        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        clip(net)
         optimizer.step()
-        losses.append(loss.item())
+        scheduler.step()
     return losses, {name: p.detach() for name, p in named.items()}, dict(net.named_buffers())
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_replicas_in_one_process_have_the_bits_of_processes(results, name):
     torch.set_num_threads(1)
-    replicas = replicas_of(training(model()), METHODS[name], RANKS, SEED)
-    losses = [replicas.step() for _ in range(STEPS)]
+    accumulate = 1 if name in OPAQUE else ACCUMULATE
+    replicas = replicas_of(whole(accumulate=accumulate), METHODS[name], RANKS, SEED)
+    losses, rates = zip(*[(replicas.step(), replicas.rate) for _ in range(STEPS)], strict=True)
+    assert list(rates) == pytest.approx([1e-2 / (1 + step) for step in range(STEPS)])
     found = results(f"trained[{name}]")
     for rank, (_, parameters, buffers) in enumerate(found):
         if "start_step" in name:  # DDP averages gradients there, and cuts its messages otherwise
@@ -106,103 +157,53 @@ def test_replicas_in_one_process_have_the_bits_of_processes(results, name):
         else:
             assert same_bits(parameters, parameters_of(replicas, rank)), rank
             assert same_bits(buffers, replicas._buffers[rank]), rank
-    assert losses == pytest.approx(np.mean([theirs for theirs, *_ in found], axis=0).tolist(), rel=1e-6)
+    theirs = np.mean([losses for losses, *_ in found], axis=0).reshape(STEPS, accumulate).mean(1)
+    assert losses == pytest.approx(theirs.tolist(), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", [repr(m) for m in (AllReduce(), PowerSGD(2), LocalSGD(2), diloco(2))])
+@pytest.mark.parametrize("name", OPAQUE)
 def test_a_step_of_the_users_own_has_the_bits_of_processes(results, name):
     torch.set_num_threads(1)
-
-    def make(replica, replicas):
-        net = model()
-        optimizer, data = torch.optim.AdamW(net.parameters(), 1e-2), batches(replica, replicas)
-
-        def step():
-            x = next(data)
-            optimizer.zero_grad()
-            loss = F.mse_loss(net(x), x.sort(1).values)
-            loss.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            optimizer.step()
-            return loss.item()
-
-        return net, optimizer, step, lambda: [p.detach().sum() for p in net.parameters()]
-
-    replicas = OpaqueReplicas(make, METHODS[name], RANKS, SEED)
+    replicas = OpaqueReplicas(parts, METHODS[name], RANKS, SEED)
     for _ in range(STEPS):
         replicas.step()
     for (_, parameters, buffers), (net, *_) in zip(results(f"trained[{name}]"), replicas.made, strict=True):
         assert same_bits(parameters, {name: p.detach() for name, p in net.named_parameters()})
         assert same_bits(buffers, dict(net.named_buffers()))
-    assert replicas.held_out() == [float(p.detach().sum()) for p in replicas.made[0][0].parameters()]
+    assert replicas.held_out() == list(map(float, sums(replicas.made[0][0])))
     assert replicas.sent > 0
 
 
+@pytest.mark.parametrize("make", [whole, parts])
 @pytest.mark.parametrize("method", [AllReduce(), LocalSGD(2)], ids=repr)
-def test_a_factor_on_the_rate_trains_as_the_rate_that_it_makes(method):
+def test_a_factor_on_the_rate_trains_as_the_rate_that_it_makes(method, make):
     """Whatever a scheduler makes of the rate, which it sees as the user wrote it."""
 
-    def trained(rate, factor, opaque):
-        def optimizer(parameters):
-            made = torch.optim.SGD(parameters, rate, momentum=0.5)
-            return made, torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step))
+    def trained(rate, factor):
+        return run(partial(make, rate=rate), method, 2, 4, SEED, {4}, lambda: None, factor)
 
-        def whole():
-            return Training(**FINE | {"model": started(), "optimizer": optimizer, "evaluate": evaluate})
-
-        def parts(replica, replicas):
-            net = started()
-            own, scheduler = optimizer(net.parameters())
-
-            def step():
-                own.zero_grad()
-                loss = FINE["loss"](net, FINE["batches"](replica, replicas)[0])
-                loss.backward()
-                own.step()
-                scheduler.step()
-                return loss
-
-            return net, own, step, lambda: evaluate(net)
-
-        return run(parts if opaque else whole, method, 2, 4, 0, {4}, lambda: None, factor)
-
-    def started():
-        torch.manual_seed(0)
-        return nn.Linear(4, 4)
-
-    def evaluate(net):
-        return [p.detach().sum() for p in net.parameters()]
-
-    for opaque in (False, True):
-        found, expected = trained(0.1, 4.0, opaque), trained(0.4, 1.0, opaque)
-        assert found.losses == pytest.approx(expected.losses, rel=1e-6)
-        assert found.held_out[4] == pytest.approx(expected.held_out[4], rel=1e-5)
-        assert found.rates == pytest.approx([0.4 / (1 + step) for step in range(4)])
-        assert found.factor == 4.0
-        assert found.losses != pytest.approx(trained(0.1, 1.0, opaque).losses, rel=1e-3)
+    found, expected = trained(1e-3, 4.0), trained(4e-3, 1.0)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.held_out[4] == pytest.approx(expected.held_out[4], rel=1e-5)
+    assert found.rates == pytest.approx([4e-3 / (1 + step) for step in range(4)])
+    assert found.factor == 4.0
+    assert found.losses != pytest.approx(trained(1e-3, 1.0).losses, rel=1e-3)
 
 
 def test_an_optimizer_without_a_rate_has_none_to_search():
-    class Rateless(torch.optim.Optimizer):
-        def __init__(self, parameters):
-            super().__init__(parameters, {})
-
-        def step(self):
-            return None
-
+    optimizer = lambda parameters: torch.optim.Optimizer(parameters, {})  # noqa: E731
     with pytest.raises(ValueError, match="rates"):
-        run(lambda: Training(**FINE | {"optimizer": Rateless}), AllReduce(), 2, 1, 0, (), lambda: None, 2.0)
+        run(lambda: Training(**FINE | {"optimizer": optimizer}), AllReduce(), 2, 1, 0, (), lambda: None, 2.0)
 
 
 def test_a_step_that_cannot_be_taken_apart_is_refused_by_name():
-    def made(passes):
+    def made(passes, layers=2):
         def make(replica, replicas):
             net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-            used = net[:1] if not passes else net
 
             def step():
-                for _ in range(passes or 1):
-                    loss = sum(layer(torch.ones(1, 2)).sum() for layer in used)
+                for _ in range(passes):
+                    loss = sum(layer(torch.ones(1, 2)).sum() for layer in net[:layers])
                     loss.backward()
                 return loss
 
@@ -214,7 +215,7 @@ def test_a_step_that_cannot_be_taken_apart_is_refused_by_name():
     with pytest.raises(ValueError, match="accumulate"):
         made(2).step()
     with pytest.raises(ValueError, match=r"1\.weight"):
-        made(0).step()
+        made(1, layers=1).step()
     with pytest.raises(TypeError, match="make"):
         OpaqueReplicas(lambda replica, replicas: nn.Linear(1, 1), AllReduce(), 2, 0)
 
@@ -242,29 +243,6 @@ def test_sums_have_the_bits_of_a_ring(results, name):
         assert n == 3 or not same_bits(sum(vectors), theirs)
 
 
-@given(ranks=st.integers(1, 9), n=st.integers(1, 300))
-def test_a_ring_adds_each_vector_once(ranks, n):
-    vectors = [torch.arange(n, dtype=torch.float64) * (rank + 1) for rank in range(ranks)]
-    assert ring_sum(vectors).equal(sum(vectors))
-
-
-def test_messages_that_others_do_not_wait_behind_are_told_apart():
-    world = World(2)
-
-    def send(rank):
-        groups = world.groups(rank)
-        sent = [torch.tensor([float(n)]) for n in (1, 10)]
-        works = [
-            dist.all_reduce(x, group=each.whole, async_op=True)
-            for x, each in zip(sent, (groups, groups.anew()), strict=True)
-        ]
-        for work in works:
-            work.wait()
-        return [x.item() for x in sent]
-
-    assert world.on_each(send) == [[2.0, 20.0]] * 2
-
-
 def test_who_waits_in_vain_is_told():
     world = World(3)
     group = [world.groups(rank).whole for rank in range(3)]
@@ -288,52 +266,19 @@ def test_who_waits_in_vain_is_told():
 
 def test_gradients_that_some_or_all_replicas_lack():
     net = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in ("all", "some", "none")})
-    with torch.no_grad():
-        net["some"].weight.zero_()
+    nn.init.zeros_(net["some"].weight)
 
     def loss(net, batch):
         rank, x = batch
         return (net["all"](x) + (net["some"](x) if rank == 1 else 0)).sum()
 
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    one = Training(
-        net,
-        lambda parameters: torch.optim.SGD(parameters, 1.0, weight_decay=0.1),
-        lambda replica, replicas: [(replica, torch.ones(1, 3))],
-        loss,
-    )
+    decaying = lambda parameters: torch.optim.SGD(parameters, 1.0, weight_decay=0.1)  # noqa: E731
+    one = Training(net, decaying, lambda replica, replicas: [(replica, torch.ones(1, 3))], loss)
     replicas_of(one, AllReduce(), 2, 0).step()
     assert net["some"].weight.detach().equal(torch.full((3, 3), -0.5))  # half of what one replica has
     assert net["none"].weight.detach().equal(before["none.weight"])  # not decayed either
     assert net["all"].weight.detach().allclose(0.9 * before["all.weight"] - 1)
-
-
-def test_batches_are_accumulated_and_schedulers_are_stepped():
-    def made(accumulate):
-        net = nn.Linear(3, 1)
-        with torch.no_grad():
-            net.weight.fill_(0.5), net.bias.zero_()
-
-        def optimizer(parameters):
-            sgd = torch.optim.SGD(parameters, 0.1)
-            return sgd, torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5)
-
-        data = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
-        return Training(
-            net,
-            optimizer,
-            lambda replica, replicas: data.split(4 // accumulate)[replica * accumulate : (replica + 1) * accumulate],
-            lambda net, x: net(x).square().mean(),
-            accumulate=accumulate,
-        )
-
-    whole, parts = (replicas_of(made(accumulate), AllReduce(), 2, 0) for accumulate in (1, 2))
-    rates = []
-    for _ in range(3):
-        assert whole.step() == pytest.approx(parts.step())
-        rates.append(parts.rate)
-    assert rates == [0.1, 0.05, 0.025]
-    assert relative(parameters_of(parts, 0), parameters_of(whole, 0)) < 1e-6
 
 
 LINEAR = nn.Linear(4, 4)
@@ -388,32 +333,174 @@ def test_what_cannot_be_kept_for_each_replica_is_refused(monkeypatch):
             replicas_of(Training(**FINE | {"model": nn.Linear(1, 1)}), algorithm, 2, 0)
 
 
-def test_held_out_losses_are_those_of_what_replicas_have_in_common():
+@pytest.mark.parametrize("local", [LocalSGD(3), diloco(3)], ids=repr)
+def test_held_out_losses_are_those_of_what_replicas_have_in_common(local):
     """Between two averages the mean of the replicas, of DiLoCo the outer parameters; and looking changes nothing."""
-    for local in (LocalSGD(3), diloco(3)):
 
-        def made(local=local):
-            torch.manual_seed(0)
-            net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-            weights = list(net.parameters())
-            evaluate = lambda net: torch.cat([p.detach().flatten() for p in weights])  # noqa: E731
-            return replicas_of(
-                Training(
-                    **FINE | {"model": net, "evaluate": evaluate, "loss": lambda net, x: net(x + 1).square().mean()}
-                ),
-                local,
-                2,
-                0,
-            )
+    def made():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        parts = {
+            "model": net,
+            "evaluate": lambda net: torch.cat([p.detach().flatten() for p in net.parameters()]),
+            "loss": lambda net, x: net(x + 1).square().mean(),
+        }
+        return replicas_of(Training(**FINE | parts), local, 2, 0)
 
-        seen, unseen = made(), made()
-        start = seen.held_out()
-        for step in range(1, 5):
-            assert seen.step() == unseen.step()
-            found = torch.tensor(seen.held_out())
-            sets = [torch.cat([p.flatten() for p in parameters_of(seen, rank).values()]) for rank in range(2)]
-            assert sets[0].equal(sets[1]) == (step == 3)
-            if step == 3 or local == LocalSGD(3):
-                torch.testing.assert_close(found, (sets[0] + sets[1]) / 2)
-            elif step < 3:
-                torch.testing.assert_close(found, torch.tensor(start))
+    seen, unseen = made(), made()
+    start = seen.held_out()
+    for step in range(1, 5):
+        assert seen.step() == unseen.step()
+        found = torch.tensor(seen.held_out())
+        sets = [torch.cat([p.flatten() for p in parameters_of(seen, rank).values()]) for rank in range(2)]
+        assert sets[0].equal(sets[1]) == (step == 3)
+        if step == 3 or not local.has_outer:
+            torch.testing.assert_close(found, (sets[0] + sets[1]) / 2)
+        elif step < 3:
+            torch.testing.assert_close(found, torch.tensor(start))
+
+
+# Trainings of Hugging Face's Trainer and of Lightning, against what these train themselves in one process.
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+TOOL_STEPS = 7
+#: Fewer batches than are taken, so that a second epoch begins.
+TOOL_BATCHES = 10
+
+
+def trained_by(training, algorithm, replicas):
+    made = replicas_of(training, algorithm, replicas, 0)
+    for _ in range(TOOL_STEPS):
+        made.step()
+    return parameters_of(made, 0)
+
+
+def texts(batch):
+    ids = ((torch.arange(8) + 3) * (batch + 1) % 64)[None]
+    return {"input_ids": ids, "labels": ids}
+
+
+def trainer_of(folder, **options):
+    usual = {
+        "max_steps": TOOL_STEPS,
+        "max_grad_norm": 0.3,
+        "gradient_accumulation_steps": ACCUMULATE,
+        "ddp_backend": None,
+    }
+    batches = list(map(texts, range(TOOL_BATCHES)))
+    return new_trainer(gpt2(64, 16), folder, None, None, batches, learning_rate=0.01, warmup_steps=2, **usual | options)
+
+
+@pytest.mark.slow
+@quiet()
+def test_a_trainer_is_compared_as_it_trains(tmp_path):
+    whole = trainer_of(tmp_path)
+    whole.model_accepts_loss_kwargs = False  # it would weigh batches by their tokens, of which all have as many
+    started = {name: p.detach().clone() for name, p in whole.model.named_parameters()}
+    whole.train()
+    found = trained_by(training_of_trainer(trainer_of(tmp_path)), AllReduce(), 1)
+    assert relative(found, weights(whole.model)) < 1e-5
+    assert relative(found, started) > 1e-2
+    # Two replicas with half of the batches of a step each make the same steps.
+    halves = trainer_of(tmp_path, gradient_accumulation_steps=1)
+    halves.eval_dataset = [{name: x[0] for name, x in texts(batch).items()} for batch in range(16)]
+    training = training_of_trainer(halves)
+    assert relative(trained_by(training, AllReduce(), 2), weights(whole.model)) < 1e-5
+    assert len(training.evaluate(training.model)) == 2  # of 8 texts each
+    # Replicas that train by themselves have an optimizer each.
+    trained_by(training_of_trainer(trainer_of(tmp_path)), LocalSGD(2), 2)
+    with pytest.raises(ValueError, match="max_steps"):
+        training_of_trainer(trainer_of(tmp_path, max_steps=-1))
+    halves.create_optimizer()
+    with pytest.raises(ValueError, match="optimizer"):
+        training_of_trainer(halves)
+
+
+def step_every_epoch(module):
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.5)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)]
+
+
+def step_every_step(module):
+    (optimizer,), (scheduler,) = step_every_epoch(module)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def module_of(optimizer=step_every_step):
+    torch.manual_seed(0)
+
+    def loss(module, batch):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(batch))
+        return (module.net(x) - x.sin()).square().mean()
+
+    return lightning_module(nn.Linear(6, 6), loss, optimizer)
+
+
+def numbers():
+    return DataLoader(range(TOOL_BATCHES), batch_size=None)
+
+
+@pytest.mark.slow
+@quiet()
+@pytest.mark.parametrize("optimizer", [step_every_step, step_every_epoch])
+def test_a_module_of_lightning_is_compared_as_it_trains(optimizer):
+    from pytorch_lightning import LightningDataModule, Trainer
+
+    off = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    whole = module_of(optimizer)
+    options = {"accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": 0.3}
+    Trainer(accelerator="cpu", devices=1, max_steps=TOOL_STEPS, **off, **options).fit(whole, numbers())
+
+    class Data(LightningDataModule):
+        def setup(self, stage):
+            self.ready = stage
+
+        def train_dataloader(self):
+            assert self.ready == "fit"
+            return numbers()
+
+        def val_dataloader(self):
+            return numbers()
+
+    found = trained_by(training_of_lightning(module_of(optimizer), Data(), **options), AllReduce(), 1)
+    assert relative(found, weights(whole)) < 1e-5
+    assert relative(found, weights(module_of())) > 1e-2
+    halves = training_of_lightning(module_of(optimizer), numbers(), gradient_clip_val=0.3)
+    assert halves.evaluate is None
+    assert relative(trained_by(halves, AllReduce(), 2), weights(whole)) < 1e-5
+    validated = module_of(optimizer)
+    type(validated).validation_step = lambda self, batch, number: {"loss": self.training_step(batch, number)}
+    training = training_of_lightning(validated, Data())
+    assert len(training.evaluate(training.model)) == TOOL_BATCHES
+    type(validated).validation_step = lambda self, batch: None
+    with pytest.raises(TypeError, match="validation_step"):
+        training.evaluate(training.model)
+
+
+def plateau(module):
+    (optimizer,), _ = step_every_epoch(module)
+    return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
+
+
+WRONG = [
+    (lambda module: step_every_epoch(module)[0] * 2, ValueError, "configure_optimizers"),
+    (lambda module: plateau(module)[1][0], ValueError, "optimizers"),
+    (plateau, TypeError, "ReduceLROnPlateau"),
+    (lambda module: {"optimizer": None}, ValueError, "configure_optimizers"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "error", "named"), WRONG)
+def test_what_configures_no_optimizer_is_refused(optimizer, error, named):
+    """By what a module has, whoever wrote it."""
+
+    class Module(nn.Linear):
+        automatic_optimization = True
+
+        def configure_optimizers(self):
+            return optimizer(self)
+
+    with pytest.raises(error, match=named):
+        training_of_lightning(Module(2, 2), numbers()).made_optimizer()
+    with pytest.raises(ValueError, match="automatic_optimization"):
+        training_of_lightning(SimpleNamespace(automatic_optimization=False))

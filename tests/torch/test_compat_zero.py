@@ -126,10 +126,8 @@ class Scaled(torch.optim.SGD):
     """Its step takes an argument."""
 
     def step(self, closure=None, *, scale=1.0):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data -= scale * group["lr"] * p.grad
+        for p in self.param_groups[0]["params"]:
+            p.data -= scale * self.param_groups[0]["lr"] * p.grad
 
 
 @cases.case

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, TopK, TwoLevel, Weighted, diloco
 from gradwire.torch_backend import elastic
@@ -124,24 +125,12 @@ def site(least, native=False):
         made.lighthouse.shutdown()
 
 
-def both(train, native=False):
-    """Run `train(site, number)` as two replicas, to their ends."""
+def both(train, native=False, besides=None):
+    """Run `train(site, number)` as two replicas, to their ends, and another function beside them."""
     with site(2, native) as here:
-        for number in range(2):
-            here.start(train, here, number)
+        for number, run in enumerate((train, train, *([besides] if besides else []))):
+            here.start(run, here, number)
         here.join()
-
-
-def leave(manager):
-    """As a process that is killed: no heartbeat any more, and no messages."""
-    manager.shutdown(wait=False)
-    manager._pg.abort()
-
-
-def descend(model, optimizer, gradient):
-    for p in model.parameters():
-        p.grad = torch.full_like(p, gradient)
-    optimizer.step()
 
 
 #: Of the process group: torch's own can be given other members since 2.15.
@@ -162,27 +151,27 @@ def test_torchft_comes_to_the_same_numbers_where_a_replica_fails(native):
     found = [{}, {}]
 
     def train(which, here, number, until):
-        model = torch.nn.ModuleDict(
-            {"layers": torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(2))}
-        )
-        with torch.no_grad():
-            for p in model.parameters():
-                p.fill_(1.0)
+        layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+        for layer in layers:
+            torch.nn.init.ones_(layer.weight)
+        model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        handle = elastic(
-            model, optimizer, LocalSGD(6, fragments=2, outer=OuterSGD(lr=2.0)), here.manager(f"replica{number}")
-        )
+        local = LocalSGD(6, fragments=2, outer=OuterSGD(lr=2.0))
+        handle = elastic(model, optimizer, local, here.manager(f"replica{number}"))
         history = found[which] = {"parameters": {}, "outer": {}}
-        first = handle.steps
-        for step in range(first, until + 1):
+        for step in range(handle.steps, until + 1):
             history["parameters"][str(step)] = [p.item() for p in model.parameters()]
             history["outer"][str(step)] = [p.item() for p in handle.outer_parameters().values()]
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 2.0)
             if step < until:
-                descend(model, optimizer, 2.0)
+                optimizer.step()
         return handle
 
     def fails(here):
-        leave(train(1, here, 1, 6).quorum.manager)
+        manager = train(1, here, 1, 6).quorum.manager
+        manager.shutdown(wait=False)  # as a process that is killed: no heartbeat any more, and no messages
+        manager._pg.abort()
         begun.wait()
         train(1, here, 2, 21)
 
@@ -204,12 +193,19 @@ def test_torchft_comes_to_the_same_numbers_where_a_replica_fails(native):
 
 
 SHAPES = {"a.weight": (6, 5), "a.bias": (6,), "b.weight": (4, 6), "b.bias": (4,)}
+COMPRESSED = diloco(3, compressor=PowerSGD(1, min_compression_rate=1))
 SCHEDULES = [
     LocalSGD(3),
-    diloco(3, compressor=PowerSGD(1, min_compression_rate=1)),
+    COMPRESSED,
     diloco(4, fragments=2, overlap=1, compressor=TopK(0.1)),
     pytest.param(diloco(3, eager=True, lr=0.3), marks=pytest.mark.slow),
 ]
+WITH_MEMORY = [COMPRESSED, diloco(4, overlap=2, compressor=TopK(0.1)), PowerSGD(1, min_compression_rate=1)]
+
+
+def drawn(number, step):
+    generator = torch.Generator().manual_seed(1000 * number + step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 def small():
@@ -218,42 +214,48 @@ def small():
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def drawn(number, step):
-    generator = torch.Generator().manual_seed(1000 * number + step)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+class Replica:
+    """A replica of a site, and what it trains: on gradients drawn by its number and the step. All but the first keep outer parameters on the host: their
+    bits are the same."""
 
+    def __init__(self, here, number, what, weights=None, manager_state=None):
+        self.number, (self.model, self.optimizer) = number, small()
+        self.model.load_state_dict(weights or drawn(9, 9))
+        self.manager = here.manager(f"replica{number}")
+        if manager_state:
+            self.manager.load_state_dict(manager_state)
+        options = {"outer_device": "cpu"} if number and getattr(what, "has_outer", False) else {}
+        self.handle = elastic(self.model, self.optimizer, what, self.manager, **options)
 
-def take(model, optimizer, gradients):
-    for name, p in model.named_parameters():
-        p.grad = gradients[name].clone()
-    optimizer.step()
+    def step(self):
+        """Whether it has ended a round."""
+        rounds, gradients = self.handle.rounds, drawn(self.number, self.handle.steps)
+        for name, p in self.model.named_parameters():
+            p.grad = gradients[name].clone()
+        self.optimizer.step()
+        return self.handle.rounds > rounds
+
+    def weights(self):
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
 
 def numbers(state):
     """Of a handle's state, or of parameters: all tensors, in one."""
-    found = []
-
-    def walk(x):
-        for value in x.values():
-            walk(value) if isinstance(value, dict) else found.append(value)
-
-    walk({"shared": state["shared"], "tensors": state["tensors"]} if "shared" in state else dict(state))
-    return torch.cat(
-        [x.detach().double().reshape(-1) for x in found if isinstance(x, torch.Tensor)] or [torch.zeros(0)]
-    )
+    if "shared" in state:
+        state = {key: state[key] for key in ("shared", "tensors")}
+    tensors = [x.detach().double().reshape(-1) for x in tree_leaves(state) if isinstance(x, torch.Tensor)]
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *tensors])
 
 
 @pytest.mark.parametrize("local", SCHEDULES, ids=repr)
 def test_replicas_that_stay_come_to_what_the_simulator_says(local):
-    steps, after = 14, [None, None]
+    steps, after = 14, {}
 
     def train(here, number):
-        model, optimizer = small()
-        device = "cpu" if number and local.has_outer else None  # its bits are the same
-        elastic(model, optimizer, local, here.manager(f"replica{number}"), outer_device=device)
-        for step in range(steps):
-            take(model, optimizer, drawn(number, step))
-        after[number] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        replica = Replica(here, number, local)
+        for _ in range(steps):
+            replica.step()
+        after[number] = replica.weights()
 
     both(train)
     start = {name: p.detach().double().numpy() for name, p in small()[0].named_parameters()}
@@ -264,15 +266,7 @@ def test_replicas_that_stay_come_to_what_the_simulator_says(local):
     for number in range(2):
         for name, p in after[number].items():
             np.testing.assert_allclose(p.numpy(), sim.parameters[number][name], atol=1e-5)
-    moved = max(float(np.abs(sim.parameters[0][n] - start[n]).max()) for n in start)
-    assert moved > 0.1
-
-
-WITH_MEMORY = [
-    diloco(3, compressor=PowerSGD(1, min_compression_rate=1)),
-    diloco(4, overlap=2, compressor=TopK(0.1)),
-    PowerSGD(1, min_compression_rate=1),
-]
+    assert max(float(np.abs(sim.parameters[0][n] - start[n]).max()) for n in start) > 0.1
 
 
 def vote_against(manager, now):
@@ -293,21 +287,18 @@ def test_a_vote_against_a_step_leaves_every_memory_as_it_was_and_nothing_is_lost
     same, kept = [], []
 
     def train(here, number):
-        model, optimizer = small()
-        manager = here.manager(f"replica{number}")
-        device = "cpu" if number and isinstance(what, LocalSGD) else None
-        handle = elastic(model, optimizer, what, manager, outer_device=device)
-        vote_against(manager, lambda: step >= 7)
+        replica = Replica(here, number, what)
+        handle = replica.handle
+        vote_against(replica.manager, lambda: step >= 7)
         for step in range(10):
-            before, rounds = handle.state_dict(), handle.rounds
-            weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-            take(model, optimizer, drawn(number, step))
-            if step >= 7 and manager.errored() is not None:
-                same.append(numbers(handle.state_dict()).equal(numbers(before)) and handle.rounds == rounds)
-                moved = not numbers(weights).equal(numbers(dict(model.named_parameters())))
+            before, weights = numbers(handle.state_dict()), numbers(replica.weights())
+            ended = replica.step()
+            if step >= 7 and replica.manager.errored() is not None:
+                same.append(numbers(handle.state_dict()).equal(before) and not ended)
+                moved = not weights.equal(numbers(replica.weights()))
                 kept.append(moved == isinstance(what, LocalSGD))
-            elif handle.rounds > rounds:
-                same.append(not numbers(handle.state_dict()).equal(numbers(before)))
+            elif ended:
+                same.append(not numbers(handle.state_dict()).equal(before))
 
     both(train)
     assert all(same)
@@ -318,22 +309,19 @@ def test_a_vote_against_a_step_leaves_every_memory_as_it_was_and_nothing_is_lost
 
 def test_who_has_missed_a_round_takes_over_the_state_of_the_others():
     """The message has come for both, and one of them votes no."""
-    local, rows, kept = diloco(3, compressor=PowerSGD(1, min_compression_rate=1)), {}, []
+    rows, kept = {}, []
 
     def train(here, number):
-        model, optimizer = small()
-        manager = here.manager(f"replica{number}")
-        handle = elastic(model, optimizer, local, manager)
+        replica = Replica(here, number, COMPRESSED)
+        handle = replica.handle
 
         def seen():
             kept.append(numbers(handle.state_dict()))
             return True
 
-        vote_against(manager, lambda: number == 1 and handle.steps == 8 and seen())
+        vote_against(replica.manager, lambda: number == 1 and handle.steps == 8 and seen())
         while handle.steps < 18:
-            rounds = handle.rounds
-            take(model, optimizer, drawn(number, handle.steps))
-            if handle.rounds > rounds:
+            if replica.step():
                 rows.setdefault(handle.rounds, []).append(numbers(handle.outer_parameters()).clone())
 
     both(train)
@@ -346,33 +334,24 @@ def rounds_of(what, until, newcomer=None, native=False):
     """What two replicas have in common after each round, and after which round a newcomer had it too. It comes when the others have had so many."""
     rows, joined, comes = {}, [], threading.Event()
 
-    def note(handle):
-        common = handle.outer_parameters() if isinstance(what, LocalSGD) else dict(handle._parameters)
-        rows.setdefault(handle.rounds, []).append(numbers(common).clone())
-
     def train(here, number):
-        model, optimizer = small()
-        if number == 2:
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.fill_(float("nan"))
-        device = "cpu" if number and isinstance(what, LocalSGD) else None
-        handle = elastic(model, optimizer, what, here.manager(f"replica{number}"), outer_device=device)
+        nothing = {name: torch.full(shape, float("nan")) for name, shape in SHAPES.items()}
+        replica = Replica(here, number, what, weights=nothing if number == 2 else None)
+        handle, local = replica.handle, isinstance(what, LocalSGD)
         if number == 2:
             errors = [x for m in handle._memory.state.tensors.values() for k, x in m.items() if k in what.per_replica]
-            joined.extend([handle.rounds + (handle._left is not None if isinstance(what, LocalSGD) else 0)])
+            joined.extend([handle.rounds + (handle._left is not None if local else 0)])
             joined.append(errors != [] and not any(x.any() for x in errors))
         while handle.rounds < until:
-            rounds = handle.rounds
-            if number == 0 and rounds == newcomer and not comes.is_set():
+            if number == 0 and handle.rounds == newcomer and not comes.is_set():
                 here.start(train, here, 2)
                 wait_until(here.somebody_asks)  # else the others end without it, however long its start takes
                 comes.set()
-            if number == 1 and rounds == newcomer:
+            if number == 1 and handle.rounds == newcomer:
                 assert comes.wait(LIMIT)
-            take(model, optimizer, drawn(number, handle.steps))
-            if handle.rounds > rounds:
-                note(handle)
+            if replica.step():
+                common = handle.outer_parameters() if local else replica.weights()
+                rows.setdefault(handle.rounds, []).append(numbers(common).clone())
 
     both(train, native)
     return rows, joined
@@ -405,28 +384,20 @@ def test_a_newcomer_with_other_options_is_refused_and_the_others_go_on():
     raised, rounds = [], {}
 
     def train(here, number):
-        model, optimizer = small()
-        handle = elastic(model, optimizer, mine, here.manager(f"replica{number}"))
-        deadline = time.monotonic() + LIMIT
-        while (not raised or handle.rounds < rounds["then"] + 4) and time.monotonic() < deadline:
-            take(model, optimizer, drawn(number, handle.steps))
-            rounds[number] = handle.rounds
+        replica, deadline = Replica(here, number, mine), time.monotonic() + LIMIT
+        while (not raised or rounds[number] < rounds["then"] + 4) and time.monotonic() < deadline:
+            replica.step()
+            rounds[number] = replica.handle.rounds
             time.sleep(0.01)
 
-    def refused(here):
-        model, optimizer = small()
-        while len(rounds) < 2:
-            time.sleep(0.02)
+    def refused(here, _):
+        wait_until(lambda: len(rounds) == 2)
         with pytest.raises(ValueError) as error:
-            elastic(model, optimizer, other, here.manager("replica2"))
+            Replica(here, 2, other)
         rounds["then"] = max(rounds.values())
         raised.append(str(error.value))
 
-    with site(2) as here:
-        for number in range(2):
-            here.start(train, here, number)
-        here.start(refused, here)
-        here.join()
+    both(train, besides=refused)
     assert repr(mine) in raised[0]
     assert repr(other) in raised[0]
     assert rounds[0] >= rounds["then"] + 4 <= rounds[1]
@@ -436,11 +407,10 @@ def test_replicas_weigh_what_they_say():
     tokens, after = [3.0, 1.0], {}
 
     def train(here, number):
-        model, optimizer = small()
-        handle = elastic(model, optimizer, Weighted(AllReduce()), here.manager(f"replica{number}"))
-        handle.weight = tokens[number]
-        take(model, optimizer, drawn(number, 0))
-        after[number] = {n: p.detach().clone() for n, p in model.named_parameters()}
+        replica = Replica(here, number, Weighted(AllReduce()))
+        replica.handle.weight = tokens[number]
+        replica.step()
+        after[number] = replica.weights()
 
     both(train)
     for name, start in small()[0].named_parameters():
@@ -451,34 +421,24 @@ def test_replicas_weigh_what_they_say():
 
 def test_a_run_goes_on_from_the_state_of_a_replica():
     """And what all count alike takes no weight."""
-    local, found = diloco(3, compressor=PowerSGD(1, min_compression_rate=1)), []
     with site(1) as here:
-        model, optimizer = small()
-        manager = here.manager("replica0")
-        handle = elastic(model, optimizer, local, manager)
+        first = Replica(here, 0, COMPRESSED)
         with pytest.raises(ValueError, match="weight"):
-            handle.weight = 2.0
+            first.handle.weight = 2.0
         with pytest.raises(ValueError, match="manager"):
-            elastic(model, optimizer, local, manager)
-        for step in range(4):
-            take(model, optimizer, drawn(0, step))
-        saved = {"handle": handle.state_dict(), "model": model.state_dict(), "manager": manager.state_dict()}
-        saved["model"] = {name: x.clone() for name, x in saved["model"].items()}
-        for step in range(4, 9):
-            take(model, optimizer, drawn(0, step))
-        found.append(numbers(handle.state_dict()))
+            elastic(first.model, first.optimizer, COMPRESSED, first.manager)
+        for _ in range(4):
+            first.step()
+        handle, weights, manager = first.handle.state_dict(), first.weights(), first.manager.state_dict()
+        for _ in range(4, 9):
+            first.step()
     with site(1) as here:
-        model, optimizer = small()
-        model.load_state_dict(saved["model"])
-        manager = here.manager("replica0")
-        manager.load_state_dict(saved["manager"])
-        handle = elastic(model, optimizer, local, manager)
-        handle.load_state_dict(saved["handle"])
-        assert handle.steps == 4
-        for step in range(4, 9):
-            take(model, optimizer, drawn(0, step))
-        found.append(numbers(handle.state_dict()))
-    assert found[0].equal(found[1])
+        again = Replica(here, 0, COMPRESSED, manager_state=manager, weights=weights)
+        again.handle.load_state_dict(handle)
+        assert again.handle.steps == 4
+        for _ in range(4, 9):
+            again.step()
+    assert numbers(first.handle.state_dict()).equal(numbers(again.handle.state_dict()))
 
 
 def test_parts_are_exchanged_on_a_device_too():
@@ -514,34 +474,30 @@ REFUSED = [
 
 
 def test_what_cannot_be_served_is_refused_by_name(monkeypatch):
+    model, optimizer = small()
+    ddp = DistributedDataParallel.__new__(DistributedDataParallel)
+    fixed = WorldSizeMode.FIXED_WITH_SPARES
+    managers = {"use_async_quorum": True, "world_size_mode": fixed, "world_size": 2}
     with site(1) as here:
         manager = here.manager("replica0")
-        for what, named in REFUSED:
-            model, optimizer = small()
-            with pytest.raises(ValueError, match=named):
-                elastic(model, optimizer, what, manager)
-        model, optimizer = small()
-        for options, named in (
-            ({"use_async_quorum": True}, "use_async_quorum"),
-            ({"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES}, "world_size_mode"),
-            ({"world_size": 2}, "world_size"),
-        ):
-            with pytest.raises(ValueError, match=named):
-                elastic(model, optimizer, diloco(3), here.manager("replica1", **options))
+        refused = [
+            *((ValueError, (model, optimizer, what, manager), named) for what, named in REFUSED),
+            (ValueError, (model, small()[1], diloco(3), manager), "optimizer"),
+            (TypeError, (model, optimizer, diloco(3), "manager"), "manager"),
+            (TypeError, (model, optimizer, "diloco", manager), "algorithm"),
+            (TypeError, (model, None, diloco(3), manager), "optimizer"),
+            (TypeError, ("model", optimizer, diloco(3), manager), "module"),
+            (TypeError, (ddp, optimizer, diloco(3), manager), "module"),
+        ]
+        for option, value in managers.items():
+            other = here.manager("replica1", **{option: value})
+            refused.append((ValueError, (model, optimizer, diloco(3), other), option))
+        for error, arguments, named in refused:
+            with pytest.raises(error, match=named):
+                elastic(*arguments)
         for what in (LocalSGD(3), AllReduce()):
             with pytest.raises(ValueError, match="outer_device"):
                 elastic(model, optimizer, what, manager, outer_device="cpu")
-        with pytest.raises(ValueError, match="optimizer"):
-            elastic(model, torch.optim.SGD(small()[0].parameters(), lr=0.1), diloco(3), manager)
-        for arguments, named in (
-            ((model, optimizer, diloco(3), "manager"), "manager"),
-            ((model, optimizer, "diloco", manager), "algorithm"),
-            ((model, None, diloco(3), manager), "optimizer"),
-            (("model", optimizer, diloco(3), manager), "module"),
-            ((DistributedDataParallel.__new__(DistributedDataParallel), optimizer, diloco(3), manager), "module"),
-        ):
-            with pytest.raises(TypeError, match=named):
-                elastic(*arguments)
         monkeypatch.setitem(sys.modules, "torchft.manager", None)
         with pytest.raises(ImportError, match=r"gradwire\[elastic\]"):
             elastic(model, optimizer, diloco(3), manager)

@@ -28,10 +28,10 @@ def new_accelerator(**options):
 
 
 def _forget_accelerators():
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate import state
 
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    for each in (state.AcceleratorState, state.GradientState, state.PartialState):
+        each._reset_state()
 
 
 def gpt2(vocabulary, length):
@@ -103,10 +103,7 @@ def lightning_fit(module, ranks, batches, *, strategy=None, checkpoint=None, ddp
         devices=ranks,
         strategy=(strategy or DDPStrategy)(process_group_backend="gloo", **ddp or {}),
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False),
         **options,
     )
     trainer.fit(module, torch.utils.data.DataLoader(range(batches), batch_size=None), ckpt_path=checkpoint)

@@ -37,42 +37,35 @@ class Trace:
 
 
 def train(
-    ddp: DistributedDataParallel,
-    loss: Loss,
-    steps: int | Sequence[int],
-    *,
-    lr: float = 0.1,
-    micro_batches: int = 1,
-    local: bool = True,
+    ddp: Any, loss: Loss, steps: int | Sequence[int], *, lr: float = 0.1, micro_batches: int = 1, local: bool = True
 ) -> Trace:
     """SGD on `loss(ddp, rank, step)`. With several micro-batches the gradients of all but the last are accumulated under `no_sync`."""
-    rank = dist.get_rank(ddp.process_group)
-    optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=lr)
-    trace = Trace()
+    rank, trace = dist.get_rank(ddp.process_group), Trace()
+    optimizer = torch.optim.SGD([p for _, p in _trained(ddp)], lr=lr)
+
+    def backward(model: nn.Module, part: int) -> None:
+        (loss(model, rank, part) / micro_batches).backward()
+
     for step in range(steps) if isinstance(steps, int) else steps:
-        parts = [step * micro_batches + i for i in range(micro_batches)]
+        *accumulated, last = (step * micro_batches + i for i in range(micro_batches))
         if local:
             twin = copy.deepcopy(ddp.module)
-            for part in parts:
-                (loss(twin, rank, part) / micro_batches).backward()
-            trace.local.append(
-                {
-                    n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                    for n, p in twin.named_parameters()
-                    if p.requires_grad
-                }
-            )
+            for part in (*accumulated, last):
+                backward(twin, part)
+            trace.local.append({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in _trained(twin)})
         optimizer.zero_grad()
-        for part in parts[:-1]:
+        for part in accumulated:
             with ddp.no_sync():
-                (loss(ddp, rank, part) / micro_batches).backward()
-        (loss(ddp, rank, parts[-1]) / micro_batches).backward()
-        trace.given.append(
-            {n: None if p.grad is None else p.grad.clone() for n, p in ddp.module.named_parameters() if p.requires_grad}
-        )
+                backward(ddp, part)
+        backward(ddp, last)
+        trace.given.append({n: None if p.grad is None else p.grad.clone() for n, p in _trained(ddp.module)})
         optimizer.step()
     trace.weights = weights(ddp.module)
     return trace
+
+
+def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
 
 def fit(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int], loss: Loss) -> None:
@@ -81,20 +74,6 @@ def fit(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: I
         optimizer.zero_grad()
         loss(module, rank, step).backward()
         optimizer.step()
-
-
-def fit_with_two_rates(model: nn.Module, layers: nn.Sequential, rank: int, loss: Loss, *, apart: bool) -> None:
-    """Three steps of AdamW, of which the first layer has another learning rate than the rest: by two optimizers, or one."""
-    groups: list[dict[str, Any]] = [
-        {"params": [*layers[0].parameters()], "lr": 1e-2},
-        {"params": [*layers[1:].parameters()], "lr": 1e-3},
-    ]
-    optimizers = [torch.optim.AdamW([group]) for group in groups] if apart else [torch.optim.AdamW(groups)]
-    for step in range(3):
-        loss(model, rank, step).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 class LocalRun:
@@ -151,7 +130,7 @@ def paralleled(
 def try_other_doors(
     world: Any, algorithm: Any, make: Callable[[], nn.Module], loss: Loss, tolerance: float, **options: Any
 ) -> None:
-    """Four steps by `DataParallel`, with these options, give what the simulator gives, and four by `Averager` the same as far as `tolerance`."""
+    """Four steps by `DataParallel` give what the simulator gives, and four by `Averager` the same as far as `tolerance`."""
     model = DataParallel(make(), algorithm, process_group=world.group, **options)
     trace = train(model, loss, 4)
     assert distance_of_all(world, algorithm, trace) < 1e-5
@@ -170,19 +149,15 @@ def try_other_doors(
 def oracle(
     algorithm: Any, traces: Sequence[Trace], *, dtype: str = "float64", used: Callable[[int, str], bool] | None = None
 ) -> list[dict[str, np.ndarray]]:
-    """What the lock-step simulator makes of the ranks' own gradients, step by step.
-
-    `used(step, name)` says which parameters take part in a step; all by default.
-    """
+    """What the lock-step simulator makes of the ranks' own gradients, step by step. `used(step, name)`: whether a parameter takes part in a step."""
     shapes = {name: tuple(g.shape) for name, g in traces[0].local[0].items()}
     simulator = Simulator(algorithm, shapes, len(traces), dtype=dtype)
-    averages = []
-    for step in range(len(traces[0].local)):
-        gradients = [
-            {n: g.double().numpy() for n, g in t.local[step].items() if used is None or used(step, n)} for t in traces
-        ]
-        averages.append(simulator.step(gradients))
-    return averages
+    return [
+        simulator.step(
+            [{n: g.double().numpy() for n, g in t.local[i].items() if not used or used(i, n)} for t in traces]
+        )
+        for i in range(len(traces[0].local))
+    ]
 
 
 def distance(algorithm: Any, traces: Sequence[Trace], steps: int | None = None, **options: Any) -> float:
