@@ -23,9 +23,17 @@ LOSS = loss_on(40)
 cases = Cases(__file__, ranks=2)
 
 
-def of_power_sgd(world, **options):
+def torchs(model, algorithm, group, **options):
+    """Under torch's names."""
+    ddp, _ = hooked(model, None, group)
+    state = PowerSGDState(group, algorithm.rank, start_powerSGD_iter=0)
+    ddp.register_comm_hook(state, powerSGD_hook)
+    return ddp, state
+
+
+def made(world, door=hooked, algorithm=CLIPPED, **options):
     """With several buckets, each of which is a message of its own."""
-    return hooked(mlp(*WIDTHS), PowerSGD(2), world.group, message_bytes=0, **options)
+    return door(mlp(*WIDTHS), algorithm, world.group, message_bytes=0, **options)
 
 
 def backward(module, rank, step, factor=1.0):
@@ -35,9 +43,7 @@ def backward(module, rank, step, factor=1.0):
 
 
 def memory_of(handle):
-    if isinstance(handle, PowerSGDState):
-        return handle.state_dict()["memory"]
-    return handle.rank_state_dict()
+    return handle.state_dict()["memory"] if isinstance(handle, PowerSGDState) else handle.rank_state_dict()
 
 
 VARIANTS = {
@@ -52,22 +58,23 @@ VARIANTS = {
 
 @cases.each(VARIANTS)
 def test_a_discarded_pass_leaves_no_trace(world, variant):
-    """After one step and after two, so at both phases of a half-step."""
-    door, algorithm = variant
-    (module, handle), (other, twin) = (door(mlp(*WIDTHS), algorithm, world.group, message_bytes=0) for _ in range(2))
-    limit = 0.1 * 1.001 if algorithm == CLIPPED else float("inf")
+    """After one step and after two, so at both phases of a half-step; and whether it is finite or not."""
+    (module, handle), (other, twin) = (made(world, *variant) for _ in range(2))
+    limit = 0.1 * 1.001 if variant[1] == CLIPPED else float("inf")
     for step in range(3):
         for each in (module, other):
             backward(each, world.rank, step)
         before, stats = memory_of(handle), handle.stats()
         with handle.discarded():
             given = backward(module, world.rank, 50 + step, factor=1000.0)
+            bad = backward(module, world.rank, 60, float("inf") if world.rank == 1 else 1.0)
         assert same_bits(memory_of(handle), before)
         after = handle.stats()
         assert (after.steps, after.skipped_steps) == (stats.steps, stats.skipped_steps)
         assert after.bytes_sent > stats.bytes_sent  # it was averaged
         assert world.agree(given)
         assert 0 < torch.cat([g.flatten() for g in given.values()]).norm() <= limit
+        assert not any(g.isfinite().all() for name, g in bad.items() if name.endswith("weight"))
     # Nor does what comes later know of it.
     assert same_bits(*(backward(each, world.rank, 9) for each in (module, other)))
     # It is compressed like any other, as if nothing had been left out before.
@@ -94,18 +101,6 @@ def test_a_discarded_pass_with_unused_parameters(world):
     assert len(gradients(ddp.module)) == len(list(Branches().parameters()))
 
 
-@cases.case
-def test_a_discarded_pass_that_is_not_finite(world):
-    ddp, handle = of_power_sgd(world)
-    backward(ddp, world.rank, 0)
-    before, skipped = handle.rank_state_dict(), handle.stats().skipped_steps
-    with handle.discarded():
-        given = backward(ddp, world.rank, 1, float("inf") if world.rank == 1 else 1.0)
-    assert same_bits(before, handle.rank_state_dict())
-    assert handle.stats().skipped_steps == skipped
-    assert all(g.isnan().all() for n, g in given.items() if n.endswith("weight"))
-
-
 @cases.each({"hook": hooked, "DataParallel": paralleled})
 def test_of_two_models_in_one_backward_pass_one_may_be_discarded(world, door):
     """A generator's step goes through the discriminator, whose gradients are dropped."""
@@ -129,10 +124,9 @@ def test_of_two_models_in_one_backward_pass_one_may_be_discarded(world, door):
 def test_a_loss_scale_is_followed_by_the_next_step_and_counts_in_clipping(world):
     """The scale is halved before a discarded pass: memory stays in the units it has until a step counts."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    ddp, handle = hooked(mlp(*WIDTHS), CLIPPED, world.group, message_bytes=0, grad_scaler=scaler)
-    other, twin = hooked(mlp(*WIDTHS), CLIPPED, world.group, message_bytes=0)
+    (ddp, handle), (other, twin) = made(world, grad_scaler=scaler), made(world)
     scaler.scale(LOSS(ddp, world.rank, 0)).backward()
-    LOSS(other, world.rank, 0).backward()
+    backward(other, world.rank, 0)
     scaler.update(512.0)
     before = handle.rank_state_dict()
     with handle.discarded():
@@ -144,8 +138,8 @@ def test_a_loss_scale_is_followed_by_the_next_step_and_counts_in_clipping(world)
 
 
 @cases.case
-def test_contexts_within_each_other_and_exceptions(world):
-    ddp, handle = of_power_sgd(world)
+def test_contexts_within_each_other_exceptions_and_ranks_that_do_not_agree(world):
+    ddp, handle = made(world, algorithm=PowerSGD(2))
     with handle.discarded():
         with handle.discarded():
             backward(ddp, world.rank, 0)
@@ -160,31 +154,24 @@ def test_contexts_within_each_other_and_exceptions(world):
     backward(ddp, world.rank, 3)
     assert handle.stats().steps == 1
     assert handle.error_norm() > 0
-
-
-def torchs(world):
-    """Under torch's names."""
-    ddp, _ = hooked(mlp(*WIDTHS), None, world.group)
-    state = PowerSGDState(world.group, 2, start_powerSGD_iter=0)
-    ddp.register_comm_hook(state, powerSGD_hook)
-    return ddp, state
+    with handle.discarded() if world.rank == 0 else nullcontext():
+        given = [backward(ddp, world.rank, 4)]
+    given += [backward(ddp, world.rank, step) for step in (5, 6)]
+    assert world.agree(given)  # averages stay equal, and steps part
+    assert handle.stats().steps == (3 if world.rank == 0 else 4)
 
 
 DOORS = {
-    "register_comm_hook": (of_power_sgd, lambda handle: handle.reconfigure(PowerSGD(1))),
-    "DataParallel": (
-        lambda world: paralleled(mlp(*WIDTHS), PowerSGD(2), world.group),
-        lambda handle: handle.reconfigure(PowerSGD(1)),
-    ),
+    "register_comm_hook": (hooked, lambda handle: handle.reconfigure(PowerSGD(1))),
+    "DataParallel": (paralleled, lambda handle: handle.reconfigure(PowerSGD(1))),
     "PowerSGDState": (torchs, lambda state: setattr(state, "matrix_approximation_rank", 1)),
 }
 
 
 @cases.each(DOORS)
 def test_another_configuration_within_goes_on_discarding(world, door):
-    make, reconfigure = door
-    module, handle = make(world)
-    other, twin = make(world)
+    door, reconfigure = door
+    (module, handle), (other, twin) = (made(world, door, PowerSGD(2)) for _ in range(2))
     for each in (module, other):
         backward(each, world.rank, 0)
     with handle.discarded():
@@ -201,10 +188,10 @@ def test_another_configuration_within_goes_on_discarding(world, door):
 @cases.case
 def test_torchs_state_discards_and_forgets(world):
     """The very first pass is one to be dropped; and memory that was loaded is forgotten before the first step."""
-    (module, state), (other, twin) = torchs(world), torchs(world)
+    (module, state), (other, twin), (later, loaded) = (made(world, torchs) for _ in range(3))
     with state.discarded():
         backward(module, world.rank, 50)
-    assert state.state_dict()["memory"]["step"] == 0
+    assert memory_of(state)["step"] == 0
     assert not any(x.any() for x in state.error_dict.values())
     for step in range(2):
         assert same_bits(backward(module, world.rank, step), backward(other, world.rank, step))
@@ -213,9 +200,8 @@ def test_torchs_state_discards_and_forgets(world):
     kept = {name: bool(x.any()) for name, x in state.error_dict.items()}
     assert kept == {name: not name.endswith(".0") for name in kept}
     assert not all(kept.values())
-    with pytest.raises(ValueError, match=r"names pattern '\*\.9' matches no parameter"):
+    with pytest.raises(ValueError, match=r"'\*\.9'"):
         state.forget(["*.0", "*.9"])
-    later, loaded = torchs(world)
     loaded.load_state_dict(twin.state_dict())
     loaded.forget()
     with loaded.discarded():
@@ -228,18 +214,8 @@ def test_torchs_state_discards_and_forgets(world):
 
 
 @cases.case
-def test_on_one_rank_only_averages_stay_equal_and_steps_part(world):
-    ddp, handle = of_power_sgd(world)
-    backward(ddp, world.rank, 0)
-    with handle.discarded() if world.rank == 0 else nullcontext():
-        first = backward(ddp, world.rank, 1)
-    assert world.agree([first, backward(ddp, world.rank, 2), backward(ddp, world.rank, 3)])
-    assert handle.stats().steps == (3 if world.rank == 0 else 4)
-
-
-@cases.case
 def test_errors_are_forgotten_by_pattern_and_nothing_else_is(world):
-    ddp, handle = of_power_sgd(world)
+    ddp, handle = made(world, algorithm=PowerSGD(2))
     for step in range(2):
         backward(ddp, world.rank, step)
     before = handle.rank_state_dict()
@@ -251,15 +227,12 @@ def test_errors_are_forgotten_by_pattern_and_nothing_else_is(world):
         for memory in (m for s in without for m in s["tensors"].values()):
             del memory["error"]
         assert same_bits(*without)
-        return {n for n, m in state["tensors"].items() if m["error"].any()}
+        return "".join(n[0] for n, m in state["tensors"].items() if m["error"].any())
 
-    assert errors() == {"0.weight", "2.weight", "4.weight"}
-    handle.forget("0.*")
-    assert errors() == {"2.weight", "4.weight"}
-    handle.forget(["2.weight", "*.bias"])
-    assert errors() == {"4.weight"}
-    handle.forget(None)
-    assert not errors()
+    assert errors() == "024"
+    for names, left in (("0.*", "24"), (["2.weight", "*.bias"], "4"), (None, "")):
+        handle.forget(names)
+        assert errors() == left
 
 
 def test_neither_clipping_nor_discarding_lets_the_host_wait():
@@ -274,9 +247,8 @@ def test_neither_clipping_nor_discarding_lets_the_host_wait():
             with Kernels() as seen:
                 driver.add(gradients, first=True, last=True)
             driver.discarding = discarding
-        assert all(
-            driver.memory.state.shared[key] is x for key, x in scalars.items()
-        )  # the very ones that are foreseen
+        shared = driver.memory.state.shared
+        assert all(shared[key] is x for key, x in scalars.items())  # the very ones that are foreseen
         return seen
 
     usual, clipping = counted(PowerSGD(4)), counted(PowerSGD(4, max_norm=1.0))
