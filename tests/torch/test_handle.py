@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import re
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -44,46 +43,30 @@ USED = {"all": (lambda: mlp(*WIDTHS), LOSS, {}), "some": (Branches, branching_lo
 
 
 @cases.each(USED)
-def test_after_unregister_ddp_averages_as_without_a_hook(world, variant):
-    """Compressed for three steps, plain from there on; beside a DDP that has no hook and begins with those weights."""
+def test_after_unregister_ddp_averages_as_without_a_hook_and_takes_another(world, variant):
+    """Compressed for two steps, plain, and compressed again; beside a DDP that has no hook, begins with those weights, and is given its first."""
     make, loss, options = variant
     ddp, handle = wrapped(world, PowerSGD(rank=2), make(), **options)
-    train(ddp, loss, 3, local=False)
+    given(ddp, 2, loss)
     plain, _ = wrapped(world, None, make(), **options)
     plain.module.load_state_dict(ddp.module.state_dict())
     before = handle.stats()
     handle.unregister()
     assert not any(p._post_accumulate_grad_hooks for p in ddp.module.parameters())  # nobody keeps count any more
     with collective_payloads() as payloads:
-        after = given(ddp, range(3, 6), loss)
-    assert same_bits(after, given(plain, range(3, 6), loss))
+        after = given(ddp, range(2, 5), loss)
+    assert same_bits(after, given(plain, range(2, 5), loss))
     assert handle.stats() == before
     assert sum(p.nbytes for p in payloads) == 3 * 4 * sum(p.numel() for p in ddp.parameters())
     assert repr(handle).startswith("CommHook(unregistered; PowerSGD(rank=2): ")
-    words = "ValueError: this handle is unregistered; register_comm_hook(ddp, algorithm) gives a new one"
-    assert said(handle.unregister) == said(handle.reconfigure, PowerSGD(rank=4)) == words
-
-
-@cases.case
-def test_a_new_hook_takes_the_place_of_one_that_was_unregistered(world):
-    """It is as good as one on a DDP of its own."""
-    ddp, first = wrapped(world, PowerSGD(rank=2))
-    train(ddp, LOSS, 2, local=False)
-    words = "unregister() of the handle that register_comm_hook or local_sgd returned makes place"
-    assert words in said(register_comm_hook, ddp, PowerSGD(rank=1))
-    first.unregister()
-    train(ddp, LOSS, range(2, 4), local=False)
-    again, _ = wrapped(world)
-    again.module.load_state_dict(ddp.module.state_dict())
-    handles = [register_comm_hook(each, PowerSGD(rank=1), message_bytes=1000) for each in (ddp, again)]
-    driver = {"driver": weakref.ref(first._driver)}
-    del first
+    for words in (said(handle.unregister), said(handle.reconfigure, PowerSGD(rank=4))):
+        assert words.startswith("ValueError: this handle is unregistered; register_comm_hook")
+    driver = {"driver": weakref.ref(handle._driver)}
+    del handle
     assert alive(driver) == []
-    # Buckets of the second DDP are rebuilt anew.
-    assert relative(*(train(each, LOSS, range(4, 8), local=False).weights for each in (ddp, again))) < 1e-6
-    handles[0].unregister()
-    train(ddp, LOSS, 1, local=False)
-    assert [h.gathered_state_dict("all", to=None)["step"] for h in handles] == [4, 4]
+    handles = [register_comm_hook(each, PowerSGD(rank=1), message_bytes=1000) for each in (ddp, plain)]
+    assert relative(*(train(each, loss, range(5, 7), local=False).weights for each in (ddp, plain))) < 1e-6
+    assert [h.stats().steps for h in handles] == [2, 2]
     assert len(ddp._comm_hooks) == 1
 
 
@@ -98,11 +81,9 @@ def test_local_sgd_takes_the_place_of_a_hook_that_was_unregistered(world):
         optimizer = sgd(ddp)
         local = local_sgd(ddp, optimizer, LocalSGD(2, start_step=2))
         fit(ddp, optimizer, world.rank, range(4), LOSS)
-        found.append((weights(ddp.module), local.stats()))
+        found.append((weights(ddp.module), vars(local.stats())["bytes_sent"]))
         assert "ddp has a communication hook already" in said(register_comm_hook, ddp, PowerSGD(rank=2))
-    (first, sent), (second, expected) = found
-    assert same_bits(first, second)
-    assert sent == expected
+    assert same_bits(*found)
 
 
 def local_on(world, local, optimizer=torch.optim.AdamW, lr=0.01, **options):
@@ -134,9 +115,8 @@ def test_after_unregister_of_local_sgd_replicas_are_equal_and_stay_so(world, mom
     assert world.agree(state_of(optimizer))
     assert handle.stats().steps == before.steps == 5
     assert repr(handle).startswith("LocalSGDHandle(unregistered; LocalSGD(period=3, ")
-    words = "this handle is unregistered; local_sgd(module, optimizer, local) gives a new one"
-    assert said(handle.unregister) == said(handle.reconfigure, LocalSGD(2)) == f"ValueError: {words}"
-    assert said(handle.step) == f"RuntimeError: {words}"
+    for call in (handle.unregister, handle.step, lambda: handle.reconfigure(LocalSGD(2))):
+        assert "this handle is unregistered; local_sgd" in said(call)
     assert "_step_supports_amp_scaling" not in vars(optimizer)
 
     plain, _ = wrapped(world)
@@ -177,26 +157,33 @@ def test_what_ranks_remember_apart_becomes_one(world):
     )
 
 
-SCHEDULES = {
-    "averages": LocalSGD(3, start_step=2),
-    "diloco": diloco(3, fragments=2, compressor=PowerSGD(2, half_step=True)),
-    "two levels": diloco(3, compressor=TwoLevel(PowerSGD(2), 2)),
+def hook_on(world, algorithm):
+    ddp, handle = wrapped(world, algorithm)
+    return ddp, sgd(ddp), handle
+
+
+SAME = {
+    "hook": (hook_on, PowerSGD(rank=2, half_step=True)),
+    "averages": (local_on, LocalSGD(3, start_step=2)),
+    "diloco": (local_on, diloco(3, fragments=2, compressor=PowerSGD(2, half_step=True))),
+    "two levels": (local_on, diloco(3, compressor=TwoLevel(PowerSGD(2), 2))),
 }
 
 
-@cases.each(SCHEDULES)
-def test_the_same_schedule_again_changes_no_bit(world, variant):
-    (ddp, optimizer, handle), (twin, alone, other) = (local_on(world, variant) for _ in range(2))
-    for each, stepping in ((ddp, optimizer), (twin, alone)):
-        fit(each, stepping, world.rank, range(4), LOSS)
-    assert not handle.reconfigure(variant)
-    assert not handle.synchronized
-    for each, stepping in ((ddp, optimizer), (twin, alone)):
-        fit(each, stepping, world.rank, range(4, 9), LOSS)
-    assert same_bits(weights(ddp.module), weights(twin.module))
-    assert same_bits(handle.rank_state_dict(), other.rank_state_dict())
-    counted, expected = handle.stats(), other.stats()
-    assert (counted.steps, counted.bytes_sent, counted.collectives) == (9, expected.bytes_sent, expected.collectives)
+@cases.each(SAME)
+def test_the_same_again_changes_no_bit(world, variant):
+    make, algorithm = variant
+    seen = []
+    for again in (True, False):
+        ddp, optimizer, handle = make(world, algorithm)
+        fit(ddp, optimizer, world.rank, range(4), LOSS)
+        assert not (again and handle.reconfigure(algorithm))
+        fit(ddp, optimizer, world.rank, range(4, 9), LOSS)
+        stats = handle.stats()
+        counted = stats.steps, stats.bytes_sent, stats.collectives
+        seen.append((weights(ddp.module), handle.rank_state_dict(), counted))
+    assert same_bits(*seen)
+    assert stats.steps == 9
 
 
 @cases.case
@@ -244,17 +231,6 @@ def test_a_schedule_that_begins_with_equal_replicas_finds_them_so(world):
 
 
 @cases.case
-def test_the_same_algorithm_again_changes_no_bit(world):
-    (ddp, handle), (twin, _) = (wrapped(world, PowerSGD(rank=2, half_step=True)) for _ in range(2))
-    given(ddp, 3)
-    assert not handle.reconfigure(PowerSGD(rank=2, half_step=True))
-    after = given(ddp, range(3, 8))
-    given(twin, 3)
-    assert same_bits(after, given(twin, range(3, 8)))
-    assert handle.stats().steps == 8
-
-
-@cases.case
 def test_memory_is_kept_where_it_fits(world):
     """As a hook of that rank, on a DDP of its own, that has loaded what fits of the state."""
     ddp, handle = wrapped(world, PowerSGD(rank=2))
@@ -263,12 +239,12 @@ def test_memory_is_kept_where_it_fits(world):
     train(other, LOSS, 3, local=False)
     other.module.load_state_dict(ddp.module.state_dict())
     loaded.load_state_dict(handle.gathered_state_dict("all", to=None), strict=False)
+    fresh = wrapped(world, PowerSGD(rank=4))[1].rank_state_dict()["tensors"]
     for (
         name,
         memory,
     ) in loaded._driver.memory.state.tensors.items():  # what does not fit begins anew, and here it has begun
-        fresh = wrapped(world, PowerSGD(rank=4))[1]._driver.memory.state.tensors[name]["q"]
-        memory["q"].copy_(fresh)
+        memory["q"].copy_(fresh[name]["q"])
     error = handle.error_norm()
     difference = handle.reconfigure(PowerSGD(rank=4))
     assert handle.error_norm() == error > 0
@@ -317,7 +293,7 @@ def test_data_parallel_is_reconfigured_too(world):
 def test_one_line_for_each_registration_on_the_first_rank(world):
     logger, lines = logging.getLogger("gradwire"), []
     seen = logging.Handler(logging.INFO)
-    seen.emit = lambda record: lines.append((record.name, record.levelname, record.getMessage()))
+    seen.emit = lambda record: lines.append((record.levelname, record.getMessage()))
     logger.addHandler(seen)
     logger.setLevel(logging.INFO)
     ddp, handle = wrapped(world, PowerSGD(rank=2))
@@ -328,21 +304,16 @@ def test_one_line_for_each_registration_on_the_first_rank(world):
     Averager(PowerSGD(rank=2), {"w": torch.zeros(40, 36)}, world.group)
     logger.removeHandler(seen)
     # 36·40 + 36·36 + 28·36 weights and 36 + 36 + 28 biases; (36 + 40 + 36 + 36 + 28 + 36) · 2 numbers for the weights.
-    numbers, biases, factors = 36 * 40 + 36 * 36 + 28 * 36, 100, 2 * (76 + 72 + 64)
-    ratio = (numbers + biases) / (factors + biases)
-    expected = f"PowerSGD(rank=2): 3 of 6 tensors, 15.4 kB → 2.1 kB ({ratio:.1f}×), 2 messages; error memory 15.0 kB"
-    assert [round(4 * n / 1000, 1) for n in (numbers + biases, factors + biases, numbers)] == [15.4, 2.1, 15.0]
+    first = "PowerSGD(rank=2): 3 of 6 tensors, 15.4 kB → 2.1 kB (7.3×), 2 messages; error memory 15.0 kB"
     messages = [
-        expected,
+        first,
         "WireDtype(algorithm=AllReduce(), dtype='bfloat16'): 6 tensors, 15.4 kB → 7.7 kB (2.0×), 1 message",
         "PowerSGD(rank=2, start_step=100, half_step=True): 1 of 2 tensors, 481.2 kB → 4.0 kB (120×), 1 message from step 100 on; "
         "error memory 480.0 kB",
         "PowerSGD(rank=2): 1 of 1 tensors, 5.8 kB → 608 bytes (9.5×), 2 messages; error memory 5.8 kB",
     ]
-    assert lines == [("gradwire", "INFO", message) for message in messages if world.rank == 0]
-    saved = 2 * 4 * (numbers - factors) / 1000
-    pattern = re.escape(f"CommHook({expected}; 2 steps, {saved:.1f} kB saved, ") + r"\d+% of a step spent compressing\)"
-    assert re.fullmatch(pattern, shown)
+    assert lines == [("INFO", message) for message in messages if world.rank == 0]
+    assert shown.startswith(f"CommHook({first}; 2 steps, 26.6 kB saved, ")
 
 
 @cases.case
@@ -350,29 +321,21 @@ def test_a_step_is_measured_against_a_full_average(world):
     """Of what goes in, gradients and errors; and it is the step that it would have been."""
     (ddp, handle), (plain, twin) = wrapped(world, PowerSGD(rank=2)), wrapped(world, PowerSGD(rank=2))
     given(ddp, 2), given(plain, 2)
-    errors, sent = [x["error"] for x in handle.rank_state_dict()["tensors"].values()], handle.stats().bytes_sent
+    errors = {name: memory["error"] for name, memory in handle.rank_state_dict()["tensors"].items()}
     with handle.measured() as found:
         trace = train(ddp, LOSS, [2])
     assert same_bits(trace.given, given(plain, [2]))
     assert same_bits(handle.rank_state_dict()["tensors"], twin.rank_state_dict()["tensors"])
-    assert (handle.stats().bytes_sent, handle.stats().collectives) == (
-        twin.stats().bytes_sent,
-        twin.stats().collectives,
-    )
-    assert sent * 3 == handle.stats().bytes_sent * 2
-    names = [name for name in trace.local[0] if name.endswith("weight")]
-    put_in = {n: world.everyones(trace.local[0][n] + e) for n, e in zip(names, errors, strict=True)}
-    means = {n: sum(x) / world.size for n, x in put_in.items()} | {
-        n: sum(world.everyones(x)) / world.size for n, x in trace.local[0].items() if n not in names
-    }
-    off = {n: float((trace.given[0][n] - x).norm()) for n, x in means.items()}
-    norms = {n: float(x.norm()) for n, x in means.items()}
-    whole = sum(x**2 for x in off.values()) ** 0.5 / sum(x**2 for x in norms.values()) ** 0.5
-    assert found.relative_error == pytest.approx(whole, rel=1e-4)
+    stats, expected = handle.stats(), twin.stats()
+    assert (stats.bytes_sent, stats.collectives) == (expected.bytes_sent, expected.collectives)
+    put_in = {n: x + errors.get(n, 0) for n, x in trace.local[0].items()}
+    means = {n: sum(each[n] for each in world.everyones(put_in)) / world.size for n in put_in}
+    off = {n: trace.given[0][n] - x for n, x in means.items()}
+    whole = relative(trace.given[0], means)
     assert 0.1 < whole < 1
-    for name in means:
-        assert found.by_parameter[name] == pytest.approx(off[name] / norms[name], rel=1e-4, abs=1e-6)
-    assert found.step == 3
+    assert found.relative_error == pytest.approx(whole, rel=1e-4)
+    for name, x in means.items():
+        assert found.by_parameter[name] == pytest.approx(float(off[name].norm() / x.norm()), rel=1e-4, abs=1e-6)
     given(ddp, [3])
     assert found.step == 3  # the next one is not measured
     for algorithm, expected in ((PowerSGD(rank=2), whole), (AllReduce(), 0)):
@@ -384,18 +347,15 @@ def test_a_step_is_measured_against_a_full_average(world):
 
 
 #: What goes wrong on the last rank, and what comes of it on the first.
-TROUBLE = {
-    "before the step": (fidelity, "_wide", None, "it went wrong on another rank"),
-    "after the step": (fidelity, "_ratio", 3, ""),
-}
+TROUBLE = {"before the step": ("_wide", None, "it went wrong on another rank"), "after the step": ("_ratio", 3, "")}
 
 
 @cases.each(TROUBLE)
 def test_a_measurement_that_goes_wrong_ends_no_step(world, variant):
-    owner, function, elsewhere, words = variant
+    function, elsewhere, words = variant
     (ddp, handle), (plain, _) = wrapped(world, PowerSGD(rank=2)), wrapped(world, PowerSGD(rank=2))
     given(ddp, 2), given(plain, 2)
-    wrong = mock.patch.object(owner, function, side_effect=RuntimeError("out of memory"))
+    wrong = mock.patch.object(fidelity, function, side_effect=RuntimeError("out of memory"))
     mine = world.rank == world.size - 1
     with warnings.catch_warnings(record=True) as seen, wrong if mine else nullcontext():
         warnings.simplefilter("always")
