@@ -6,13 +6,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from benchmarks.dry import Kernels, PretendedGroup, on_a_device
-from benchmarks.shapes import gpt
 from gradwire import PowerSGD, WireDtype
 from gradwire.torch_backend import PowerSGDState, powerSGD_hook
-from gradwire.torch_backend.engine.driver import Driver, specs_of
-from tests.torch.compare import gradients, relative, same_bits
-from tests.torch.models import Branches, loss_on, mlp
+from tests.torch.compare import gradients, same_bits
+from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.training import hooked, paralleled
 
@@ -48,8 +45,6 @@ def memory_of(handle):
 
 VARIANTS = {
     "half-step": (hooked, PowerSGD(2, half_step=True)),
-    "dense yet": (hooked, PowerSGD(2, start_step=100)),
-    "no warm start": (hooked, PowerSGD(2, warm_start=False)),
     "clipped": (hooked, CLIPPED),
     "bfloat16 on the wire": (hooked, WireDtype(PowerSGD(2), "bfloat16")),
     "DataParallel": (paralleled, PowerSGD(2)),
@@ -85,26 +80,10 @@ def test_a_discarded_pass_leaves_no_trace(world, variant):
 
 
 @cases.case
-def test_a_discarded_pass_with_unused_parameters(world):
-    ddp, handle = hooked(Branches(), PowerSGD(2), world.group, message_bytes=0, find_unused_parameters=True)
-
-    def step(taken, i):
-        ddp.zero_grad()
-        loss_on(40)(lambda x: ddp(x, taken), world.rank, i).backward()
-
-    step(("left", "right"), 0)
-    before = handle.rank_state_dict()
-    with handle.discarded():
-        step(("left",) if world.rank == 0 else (), 1)
-        step(("left", "right"), 2)
-    assert same_bits(before, handle.rank_state_dict())
-    assert len(gradients(ddp.module)) == len(list(Branches().parameters()))
-
-
-@cases.each({"hook": hooked, "DataParallel": paralleled})
-def test_of_two_models_in_one_backward_pass_one_may_be_discarded(world, door):
+def test_of_two_models_in_one_backward_pass_one_may_be_discarded(world):
     """A generator's step goes through the discriminator, whose gradients are dropped."""
-    (g, ours), (d, theirs) = (door(mlp(*widths), PowerSGD(2), world.group) for widths in ((8, 32, 40), (40, 32, 1)))
+    models = (paralleled(mlp(*widths), PowerSGD(2), world.group) for widths in ((8, 32, 40), (40, 32, 1)))
+    (g, ours), (d, theirs) = models
     noise = torch.randn(6, 8, generator=torch.Generator().manual_seed(world.rank))
     d(g(noise).detach()).mean().backward()
     before = theirs.rank_state_dict()
@@ -114,27 +93,6 @@ def test_of_two_models_in_one_backward_pass_one_may_be_discarded(world, door):
     assert same_bits(theirs.rank_state_dict(), before)
     assert (ours.stats().steps, theirs.stats().steps) == (1, 1)
     assert world.agree(gradients(g.module))
-    d.zero_grad()
-    (-d(g(noise)).mean()).backward()  # without a word, it takes them up
-    assert not same_bits(theirs.rank_state_dict(), before)
-    assert theirs.stats().steps == 2
-
-
-@cases.case
-def test_a_loss_scale_is_followed_by_the_next_step_and_counts_in_clipping(world):
-    """The scale is halved before a discarded pass: memory stays in the units it has until a step counts."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    (ddp, handle), (other, twin) = made(world, grad_scaler=scaler), made(world)
-    scaler.scale(LOSS(ddp, world.rank, 0)).backward()
-    backward(other, world.rank, 0)
-    scaler.update(512.0)
-    before = handle.rank_state_dict()
-    with handle.discarded():
-        backward(ddp, world.rank, 5, 512.0)
-    assert same_bits(before, handle.rank_state_dict())
-    given, expected = backward(ddp, world.rank, 1, 512.0), backward(other, world.rank, 1)
-    assert relative({n: g / 512 for n, g in given.items()}, expected) < 1e-5
-    assert handle.error_norm() / twin.error_norm() == pytest.approx(512, rel=1e-4)
 
 
 @cases.case
@@ -197,9 +155,7 @@ def test_torchs_state_discards_and_forgets(world):
         assert same_bits(backward(module, world.rank, step), backward(other, world.rank, step))
     assert all(x.any() for x in state.error_dict.values())
     state.forget("*.0")
-    kept = {name: bool(x.any()) for name, x in state.error_dict.items()}
-    assert kept == {name: not name.endswith(".0") for name in kept}
-    assert not all(kept.values())
+    assert all(x.any() != name.endswith(".0") for name, x in state.error_dict.items())
     with pytest.raises(ValueError, match=r"'\*\.9'"):
         state.forget(["*.0", "*.9"])
     loaded.load_state_dict(twin.state_dict())
@@ -233,26 +189,3 @@ def test_errors_are_forgotten_by_pattern_and_nothing_else_is(world):
     for names, left in (("0.*", "24"), (["2.weight", "*.bias"], "4"), (None, "")):
         handle.forget(names)
         assert errors() == left
-
-
-def test_neither_clipping_nor_discarding_lets_the_host_wait():
-    """On a device; and clipping is a handful of kernels, however many tensors there are."""
-    gradients = {name: torch.zeros(shape) for name, shape in gpt(4, 64, 500, 32).items()}
-
-    def counted(algorithm, discarding=False):
-        with on_a_device():
-            driver = Driver(algorithm, specs_of(gradients), torch.device("cpu"), PretendedGroup())
-        scalars = dict(driver.memory.state.shared)
-        for _ in range(3):
-            with Kernels() as seen:
-                driver.add(gradients, first=True, last=True)
-            driver.discarding = discarding
-        shared = driver.memory.state.shared
-        assert all(shared[key] is x for key, x in scalars.items())  # the very ones that are foreseen
-        return seen
-
-    usual, clipping = counted(PowerSGD(4)), counted(PowerSGD(4, max_norm=1.0))
-    assert usual.waits == clipping.waits == 0
-    assert clipping.kernels - usual.kernels < 20 < len(gradients)
-    for algorithm in (PowerSGD(4), PowerSGD(4, half_step=True)):
-        assert counted(algorithm, discarding=True).waits == counted(algorithm).waits

@@ -5,11 +5,11 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.dry import Kernels, PretendedGroup, Step, gradwire_step, on_a_device, torch_step
+from benchmarks.dry import Kernels, PretendedGroup, Step, gradwire_step, on_a_device
 from benchmarks.shapes import elements, gpt
 from gradwire import AllReduce, PowerSGD, Quantize, WireDtype
 from gradwire.core.ops import Spec
-from gradwire.torch_backend.engine.driver import Driver
+from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
 
@@ -35,24 +35,24 @@ def counted(step: Step) -> tuple[int, int, int]:
     return seen.kernels, step.all_reduces - before, seen.waits
 
 
-@pytest.mark.parametrize(("rank", "ceiling", "messages"), [(1, 400, 2), (4, 450, 2), (32, 750, 8)])
-def test_a_step_of_a_gpt_with_the_buckets_of_ddp(rank, ceiling, messages) -> None:
-    kernels, all_reduces, waits = counted(made(GPT_125M, PowerSGD(rank)))
-    assert kernels <= ceiling
-    assert all_reduces == messages
-    assert waits == 0
+#: Of GPT-125M, whose buckets of 25 MiB are 13: kernels, all-reduces, and bytes that are read and written for each element.
+STEPS = [
+    (PowerSGD(1), 400, 2, 46),
+    (PowerSGD(4), 450, 2, 46),
+    (PowerSGD(32), 750, 8, 53),
+    (WireDtype(AllReduce(), "int8"), 400, 0, 52),
+    (Quantize("int8"), 600, 0, 106),
+]
 
 
-#: Of GPT-125M, whose buckets of 25 MiB are 13: kernels, and bytes that are read and written for each element.
-CODED = [(WireDtype(AllReduce(), "int8"), 400, 52), (Quantize("int8"), 600, 106)]
-
-
-@pytest.mark.parametrize(("algorithm", "ceiling", "nbytes"), CODED, ids=["wire dtype", "quantize"])
-def test_codes_are_made_of_a_bucket_at_a_time(algorithm, ceiling, nbytes) -> None:
+@pytest.mark.parametrize(("algorithm", "ceiling", "messages", "nbytes"), STEPS, ids=lambda x: repr(x))
+def test_a_step_of_a_gpt_with_the_buckets_of_ddp(algorithm, ceiling, messages, nbytes) -> None:
     step = made(GPT_125M, algorithm)
+    before = step.all_reduces
     with Kernels() as seen:
         step.run()
     assert seen.kernels <= ceiling
+    assert step.all_reduces - before == messages
     assert seen.nbytes <= nbytes * elements(GPT_125M)
     assert seen.waits == 0
 
@@ -74,16 +74,27 @@ def test_what_is_in_float64_lies_in_memory_that_p_and_q_share() -> None:
 
 
 def test_the_number_of_kernels_does_not_grow_with_the_rank() -> None:
+    """And clipping is a handful of kernels, however many tensors there are."""
     shapes = gpt(2, 768, 10_000, 1024)
-    kernels = {rank: counted(made(shapes, PowerSGD(rank), 100_000.0, message_bytes=1 << 40))[0] for rank in (2, 64)}
-    assert len(set(kernels.values())) == 1, kernels
+    methods = PowerSGD(2), PowerSGD(64), PowerSGD(2, max_norm=1.0)
+    two, many, clipped = (counted(made(shapes, method, 100_000.0, message_bytes=1 << 40)) for method in methods)
+    assert two[0] == many[0]
+    assert clipped[0] - two[0] < 20 < len(shapes)
+    assert clipped[2] == 0
 
 
-def test_a_large_model_at_rank_4_sends_while_backward_goes_on() -> None:
-    """15 MiB of factors, in groups of 4 MiB: each has a message for P and one for Q."""
+@pytest.mark.parametrize("algorithm", [PowerSGD(4), PowerSGD(4, half_step=True)])
+def test_a_pass_that_is_discarded_lets_the_host_wait_for_nothing_more(algorithm) -> None:
+    gradients = {name: torch.zeros(shape) for name, shape in gpt(4, 64, 500, 32).items()}
     with on_a_device():
-        step = gradwire_step(GPT_1_3B, PowerSGD(4), 25.0)
-    assert counted(step)[1] == 2 * 4
+        driver = Driver(algorithm, specs_of(gradients), torch.device("cpu"), PretendedGroup())
+    scalars, waits = dict(driver.memory.state.shared), []
+    for driver.discarding in (False, False, False, True, True):
+        with Kernels() as seen:
+            driver.add(gradients, first=True, last=True)
+        waits.append(seen.waits)
+    assert waits[4] == waits[2]
+    assert all(driver.memory.state.shared[key] is x for key, x in scalars.items())  # the very ones that are foreseen
 
 
 @pytest.mark.parametrize(
@@ -97,32 +108,11 @@ def test_messages_are_larger_where_kernels_count(device, start_step, worth) -> N
     assert driver._worth_a_message() == worth
 
 
-SMALL = {"w": (40, 30), "b": (40,), "again": (40, 30), "wide": (24, 48)}
-
-
 @pytest.mark.parametrize("read", [lambda x: x.item(), bool, lambda x: torch.equal(x, x)])
 def test_a_number_that_the_host_reads_is_a_wait(read) -> None:
     with Kernels() as seen:
         read(torch.ones(()))
     assert seen.waits == 1
-
-
-@pytest.mark.parametrize(("rank", "cap_mib"), [(1, 100), (4, 0.005)])
-def test_steps_that_are_not_computed_take_the_same_path(rank: int, cap_mib: float) -> None:
-    def counts(compute: bool) -> list[dict[str, int]]:
-        found = []
-        with on_a_device():
-            steps = gradwire_step(SMALL, PowerSGD(rank), cap_mib), torch_step(SMALL, rank, cap_mib)
-        for step in steps:
-            for bucket in step.buckets:
-                bucket.buffer().normal_()
-            for _ in range(4):
-                with Kernels(compute=compute) as seen:
-                    step.run()
-                found.append(dict(seen.by_name) | {"waits": seen.waits, "all-reduces": step.all_reduces})
-        return found
-
-    assert counts(compute=True) == counts(compute=False)
 
 
 def test_the_counter_counts_operations_and_nothing_else() -> None:

@@ -129,17 +129,14 @@ class Run:
 
     def __init__(self, world, attach=None, optimizer=slow_sgd, *, accelerated=False):
         self.world, self.model, self.accelerator = world, mlp(*WIDTHS).double(), None
-        self.optimizer = inner = optimizer(self.model)
-        ddp = self.model
+        self.optimizer = self.inner = optimizer(self.model)
+        self.ddp = self.model
         if accelerated:
             self.accelerator = new_accelerator()
-            ddp, self.optimizer = self.accelerator.prepare(self.model, inner)
-        # accelerate wraps nothing on one rank.
-        wrapped = isinstance(ddp, DistributedDataParallel)
-        self.ddp = ddp if wrapped else DistributedDataParallel(self.model, bucket_cap_mb=0.01)
-        self.handle = attach and attach(self.ddp, inner)
-        if accelerated and attach:
-            self.accelerator.register_for_checkpointing(self.handle)
+            self.ddp, self.optimizer = self.accelerator.prepare(self.model, self.inner)
+        if not isinstance(self.ddp, DistributedDataParallel):  # accelerate wraps nothing on one rank
+            self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.01)
+        self.handle = attach and attach(self.ddp, self.inner)
 
     def steps(self, numbers):
         fit(self.ddp, self.optimizer, self.world, numbers, loss_of)
@@ -171,13 +168,9 @@ class Accelerated(Run):
     """accelerate with a compressor."""
 
     def __init__(self, world, algorithm):
-        self.world, self.model, self.accelerator = world, mlp(*WIDTHS).double(), new_accelerator()
-        self.ddp, self.optimizer = self.accelerator.prepare(self.model, slow_sgd(self.model))
+        super().__init__(world, accelerated=True)
         self.compression = integrations.AcceleratorCompression(self.accelerator, self.ddp, algorithm)
-
-    @property
-    def handle(self):
-        return self.compression.handle
+        self.handle = self.compression.handle
 
 
 def compressed(run):
@@ -221,28 +214,24 @@ def test_ranks_go_on_from_their_own_memory_all_together_or_not_at_all(world):
     run.save(folder)
     own, mean = run.handle.rank_state_dict(), errors(run.handle)
     files = [Path(folder, f"compressor.pt.rank{r}") for r in range(world.size)]
-    assert all(file.exists() for file in files)
+
+    def moved(file, to):
+        dist.barrier(world.group)
+        if world.rank == 0:
+            Path(file).rename(to)
+        dist.barrier(world.group)
+
     run.steps(range(3, 4))
     before = run.handle.rank_state_dict()
-    dist.barrier(world.group)
-    if world.rank == 0:
-        files[1].rename(f"{files[1]}.lost")
-    dist.barrier(world.group)
-    words = said(run.restore, folder)
-    assert "ValueError: ranks [1] have no memory of their own" in words
+    moved(files[1], f"{files[1]}.lost")
+    assert "ValueError: ranks [1] have no memory of their own" in said(run.restore, folder)
     assert same_bits(run.handle.rank_state_dict(), before)
-    dist.barrier(world.group)
-    if world.rank == 0:
-        files[0].rename(f"{files[0]}.lost")
-    dist.barrier(world.group)
+    moved(files[0], f"{files[0]}.lost")
     run.restore(folder)
     mine = run.handle.rank_state_dict()["tensors"]
     assert same_bits({name: memory["error"] for name, memory in mine.items()}, {n: x[0] for n, x in mean.items()})
-    dist.barrier(world.group)
-    if world.rank == 0:
-        for file in files:
-            Path(f"{file}.lost").rename(file)
-    dist.barrier(world.group)
+    for file in files:
+        moved(f"{file}.lost", file)
     run.restore(folder)
     assert same_bits(run.handle.rank_state_dict(), own)
 
@@ -282,6 +271,8 @@ def test_local_sgd_is_saved_where_replicas_are_equal(world, variant):
     def make(world):
         schedule = diloco(3, compressor=compressor)
         run = Local(world, lambda ddp, inner: local_sgd(ddp, inner, schedule), accelerated=tool == "accelerate")
+        if tool == "accelerate":
+            run.accelerator.register_for_checkpointing(run.handle)
         run.in_parts = tool == "in parts"
         return run
 
@@ -295,7 +286,7 @@ def test_local_sgd_is_saved_where_replicas_are_equal(world, variant):
         assert same_bits(weights, whole) if tool == "in parts" else relative(weights, whole) < 1e-9
 
 
-# ---- Hugging Face's Trainer
+# ---- Hugging Face's Trainer and Lightning, each with a compressor and a sharded optimizer
 
 
 class Text(torch.utils.data.Dataset):
@@ -313,16 +304,28 @@ class Text(torch.utils.data.Dataset):
         return {"input_ids": self.x[i], "labels": self.x[i].clone()}
 
 
-def trainer_of(world, folder, callback=None, make_optimizer=None, **options):
+#: What the user has left out.
+CONSOLIDATE = "consolidate_state_dict(to=0) on every rank"
+
+
+def consolidate_callback(careless):
+    """What docs/integrations.md tells users of the Trainer to write; and what the Trainer does if they do not."""
+    from transformers import TrainerCallback
+
+    class Consolidate(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            if control.should_save:
+                careless.append(said(self.trainer._save_optimizer_and_scheduler, args.output_dir))
+                optimizer.optimizer.consolidate_state_dict()
+
+    return Consolidate()
+
+
+def trainer_of(world, folder, algorithm, careless):
     model = gpt2(64, 16).double()
-    options = {"max_steps": STEPS, "save_steps": SAVED, "save_strategy": "steps"} | options
-    options |= {"per_device_train_batch_size": EXAMPLES // world.size, "seed": 0}
-    optimizer = make_optimizer(model) if make_optimizer else sgd(model, lr=0.5)
-    return new_trainer(model, folder, callback, optimizer, dataset=Text(), **options)
-
-
-def compressed_trainer(world, folder, algorithm, **options):
-    trainer = trainer_of(world, folder, logging_strategy="steps", logging_steps=2, **options)
+    options = {"max_steps": STEPS, "save_steps": SAVED, "save_strategy": "steps", "seed": 0}
+    options |= {"per_device_train_batch_size": EXAMPLES // world.size, "logging_strategy": "steps", "logging_steps": 2}
+    trainer = new_trainer(model, folder, consolidate_callback(careless), adamw(model), dataset=Text(), **options)
     compression = integrations.TrainerCompression(trainer, algorithm)
     trainer.add_callback(compression)
     return trainer, compression
@@ -330,22 +333,26 @@ def compressed_trainer(world, folder, algorithm, **options):
 
 @cases.each(ALGORITHMS | NONLINEAR, ranks=HEAVY)
 @quiet()
-def test_a_trainer_saves_and_resumes_the_compressor(world, algorithm):
-    folder, found = shared(world, f"trainer {algorithm}"), ()
+def test_a_trainer_saves_and_resumes_the_compressor_and_a_sharded_optimizer(world, algorithm):
+    folder, found, careless = shared(world, f"trainer {algorithm}"), (), []
     checkpoint = Path(folder) / f"checkpoint-{SAVED}"
     elsewhere = shared(world, f"trainer {algorithm} elsewhere")
     if world.size == SAVING:
-        whole, compression = compressed_trainer(world, folder, algorithm)
+        whole, compression = trainer_of(world, folder, algorithm, careless)
         whole.train()
         found = [weights(whole.model)]
         assert compression.handle.stats().compression_ratio > 2
         assert Path(f"{checkpoint / 'compressor.pt'}.rank{world.rank}").exists()
         file = torch.load(checkpoint / "compressor.pt", weights_only=True)["local"]
         assert {len(x) for memory in file.values() for x in memory.values()} == {1}
+        # Only the first rank saves: it is the one that has to say that nobody has consolidated.
+        assert [CONSOLIDATE in words for words in careless] == [world.rank == 0] * len(careless)
+        assert len(careless) == 2
+        assert world.rank == 0 or careless == ["", ""]
         if world.rank == 0:
             shutil.copytree(checkpoint, elsewhere)
     (whole,) = handed_on(world, f"trainer {algorithm}", *found)
-    again, compression = compressed_trainer(world, f"{folder} {world.size}", algorithm)
+    again, compression = trainer_of(world, f"{folder} {world.size}", algorithm, careless)
     again.train(resume_from_checkpoint=str(elsewhere))
     if world.size == SAVING:
         assert same_bits(weights(again.model), whole)
@@ -359,19 +366,14 @@ def test_a_trainer_saves_and_resumes_the_compressor(world, algorithm):
     assert compression.handle.stats().steps == 2 * STEPS
 
 
-# ---- Lightning, with both
-
-
 def fit_lightning(world, steps, checkpoint=None, save=None, *, algorithm):
-    """A run with a compressor and a `ZeroOptimizer`; returns the weights and the compressor's handle."""
+    """Returns the weights and the compressor's handle."""
 
     def loss(module, _):
         return loss_of(module.net, world, module.trainer.global_step)
 
-    compress, module = (
-        integrations.LightningCompression(algorithm),
-        lightning_module(mlp(*WIDTHS).double(), loss, adamw),
-    )
+    compress = integrations.LightningCompression(algorithm)
+    module = lightning_module(mlp(*WIDTHS).double(), loss, adamw)
     options = {"callbacks": [compress], "max_steps": steps}
     trainer = lightning_fit(module, world.size, 100, checkpoint=checkpoint, **options)
     if save is not None:
@@ -400,38 +402,29 @@ def test_lightning_saves_and_resumes_the_compressor_and_a_sharded_optimizer(worl
 
 
 class Zero(Run):
-    """DDP and a `ZeroOptimizer`."""
+    """DDP and a `ZeroOptimizer`. By what `torch.distributed.checkpoint` has for optimizers, if there are options for it."""
 
-    def __init__(self, world, optimizer_class=torch.optim.AdamW, *, in_hook=False, **options):
-        optimizer = lambda model: ZeroOptimizer(model.named_parameters(), optimizer_class, lr=1e-3, **options)  # noqa: E731
-        super().__init__(world, None, optimizer)
+    def __init__(self, world, cls=torch.optim.AdamW, *, in_hook=False, by_torch=False, accelerated=False, **options):
+        # Tools that know optimizers of one process want all of the state.
+        options |= {"consolidate": True} if by_torch is not False else {}
+        make = lambda model: ZeroOptimizer(model.named_parameters(), cls, lr=1e-3, **options)  # noqa: E731
+        super().__init__(world, None, make, accelerated=accelerated)
+        self.by_torch = by_torch
         if in_hook:
             self.ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, self.ddp, self.optimizer))
 
     def state(self):
-        return self.optimizer.sharded_state
+        if self.by_torch is False:
+            return self.inner.sharded_state
+        return get_optimizer_state_dict(self.ddp, self.optimizer, options=self.by_torch)
+
+    def with_weights(self, do, folder):
+        state = super().with_weights(do, folder)
+        if self.by_torch is not False and do is dcp.load:
+            set_optimizer_state_dict(self.ddp, self.optimizer, state, options=self.by_torch)
 
     def whole(self):
-        return self.optimizer.consolidated_state_dict(to=None)
-
-
-class ZeroByTorch(Zero):
-    """By what `torch.distributed.checkpoint` has for optimizers."""
-
-    def __init__(self, world, options, **others):
-        super().__init__(world, consolidate=True, **others)
-        self.options = options
-
-    def state(self):
-        return get_optimizer_state_dict(self.ddp, self.optimizer, options=self.options)
-
-    def restore(self, folder):
-        state = self.with_weights(dcp.load, folder)
-        set_optimizer_state_dict(self.ddp, self.optimizer, state, options=self.options)
-
-
-def by_torch(options=None, **others):
-    return lambda world: ZeroByTorch(world, options, **others)
+        return self.inner.consolidated_state_dict(to=None)
 
 
 def zero(*args, **options):
@@ -445,18 +438,19 @@ SHARDED = {
     "pieces, then whole parameters": (zero(), zero(shard="bucket")),
     "master weights": (zero(master_dtype=torch.float32),),
     "nothing to remember": (zero(torch.optim.SGD),),
-    "get_optimizer_state_dict": (by_torch(),),
-    "get_optimizer_state_dict, a step in the hook": (by_torch(in_hook=True),),
-    "get_optimizer_state_dict, flat": (by_torch(StateDictOptions(flatten_optimizer_state_dict=True)),),
-    "get_optimizer_state_dict, full": (by_torch(StateDictOptions(full_state_dict=True)),),
+    "accelerate": (zero(accelerated=True, consolidate=True),),
+    "get_optimizer_state_dict": (zero(by_torch=None),),
+    "get_optimizer_state_dict, a step in the hook": (zero(by_torch=None, in_hook=True),),
+    "get_optimizer_state_dict, flat": (zero(by_torch=StateDictOptions(flatten_optimizer_state_dict=True)),),
+    "get_optimizer_state_dict, full": (zero(by_torch=StateDictOptions(full_state_dict=True)),),
 }
 
 
 @cases.each(SHARDED.keys())
 @quiet()
-def test_dcp_saves_and_restores_a_sharded_optimizer_bit_for_bit_on_any_number_of_ranks(world, name):
+def test_a_sharded_optimizer_is_saved_and_restored_bit_for_bit_on_any_number_of_ranks(world, name):
     (saved, whole), (restored, resumed), _ = interrupted(
-        world, f"dcp zero {name}", *SHARDED[name], seen=lambda run: (run.whole(), weights(run.model))
+        world, f"zero {name}", *SHARDED[name], seen=lambda run: (run.whole(), weights(run.model))
     )
     (optimizer, model), (optimizer_now, model_now) = saved, restored
     assert bool(optimizer["state"]) == (name != "nothing to remember")
@@ -470,12 +464,17 @@ def test_dcp_saves_and_restores_a_sharded_optimizer_bit_for_bit_on_any_number_of
         assert relative(resumed, whole) < (1e-6 if name == "master weights" else 1e-9)
 
 
-@cases.case
+@cases.case(ranks=(SAVING,))
 @quiet()
-def test_dcp_does_not_lose_a_part_of_a_sharded_optimizer(world):
-    if world.size != SAVING:
-        return
-    folder = shared(world, "dcp zero refused")
+def test_no_part_of_a_sharded_optimizer_is_lost(world):
+    folder = shared(world, "zero refused")
+    careless = Zero(world, accelerated=True)
+    careless.save(shared(world, "careless"))  # nothing has been learned: that is all of it
+    careless.steps(range(1))
+    words = said(careless.save, shared(world, "careless"))
+    assert words.startswith("RuntimeError")
+    assert "consolidate=True, for tools that call state_dict" in words
+    assert CONSOLIDATE in words
     fresh, again, run = Zero(world), Zero(world), Zero(world)
     fresh.save(folder)  # has learned nothing
     again.steps(range(1))
@@ -500,7 +499,7 @@ def test_dcp_does_not_lose_a_part_of_a_sharded_optimizer(world):
     assert "and AdamW remembers ['exp_avg', 'exp_avg_sq', 'step'] with the options given here" in load()
     whole, new = Zero(world, consolidate=True), Zero(world, consolidate=True)
     whole.steps(range(1))
-    folder = shared(world, "dcp zero consolidated")
+    folder = shared(world, "zero consolidated")
     dcp.save({"optimizer": whole.optimizer}, checkpoint_id=folder)
     words = said(dcp.load, {"optimizer": new.optimizer}, checkpoint_id=folder)
     assert "save and load optimizer.sharded_state" in words
@@ -509,58 +508,3 @@ def test_dcp_does_not_lose_a_part_of_a_sharded_optimizer(world):
     state = sharded.state_dict()
     turned = state["shapes"] | {"0.weight": list(reversed(state["shapes"]["0.weight"]))}
     assert "parameter '0.weight' has shape" in said(sharded.load_state_dict, {**state, "shapes": turned})
-
-
-def accelerated_zero(world, **options):
-    return Run(world, None, lambda model: adamw(model, **options), accelerated=True)
-
-
-#: What the user has left out.
-CONSOLIDATE = "consolidate_state_dict(to=0) on every rank"
-
-
-@cases.case
-@quiet()
-def test_accelerate_saves_a_sharded_optimizer_whole_or_not_at_all(world):
-    if world.size == SAVING:
-        careless = accelerated_zero(world)
-        careless.save(shared(world, "careless"))  # nothing has been learned: that is all of it
-        careless.steps(range(1))
-        words = said(careless.save, shared(world, "careless"))
-        assert words.startswith("RuntimeError")
-        assert "consolidate=True, for tools that call state_dict" in words
-        assert CONSOLIDATE in words
-    (_, whole), (_, resumed), _ = interrupted(
-        world, "accelerate zero", lambda world: accelerated_zero(world, consolidate=True), seen=lambda run: None
-    )
-    assert relative(resumed, whole) < 1e-9
-
-
-def consolidate_callback(careless):
-    """What docs/integrations.md tells users of the Trainer to write; and what the Trainer does if they do not."""
-    from transformers import TrainerCallback
-
-    class Consolidate(TrainerCallback):
-        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
-            if control.should_save:
-                careless.append(said(self.trainer._save_optimizer_and_scheduler, args.output_dir))
-                optimizer.optimizer.consolidate_state_dict()
-
-    return Consolidate()
-
-
-@cases.case(ranks=HEAVY)
-@quiet()
-def test_a_trainer_saves_a_sharded_optimizer_whole_or_not_at_all(world):
-    folder, found, careless = shared(world, "trainer zero"), (), []
-    if world.size == SAVING:
-        whole = trainer_of(world, folder, consolidate_callback(careless), adamw, max_steps=2 * SAVED)
-        whole.train()
-        found = [weights(whole.model)]
-        # Only the first rank saves: it is the one that has to say it.
-        assert [CONSOLIDATE in words for words in careless] == [world.rank == 0] * 2
-        assert world.rank == 0 or careless == ["", ""]
-    (whole,) = handed_on(world, "trainer zero", *found)
-    again = trainer_of(world, folder, None, adamw, max_steps=2 * SAVED, save_strategy="no")
-    again.train(resume_from_checkpoint=str(Path(folder) / f"checkpoint-{SAVED}"))
-    assert relative(weights(again.model), whole) < 1e-6  # its loss is in float32
