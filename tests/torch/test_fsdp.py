@@ -14,7 +14,7 @@ from gradwire import AllReduce, CompressionWarning, PowerSGD, plan
 from gradwire.torch_backend import compress_replicas
 from gradwire.torch_backend.fsdp import units
 from tests.torch.compare import relative, same_bits
-from tests.torch.models import TAKEN, Branches, Checkpointed, loss_on, mlp
+from tests.torch.models import TAKEN, Branches, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp, simulated, train_sharded
 
@@ -62,23 +62,6 @@ def tied(mesh):
 def next_token(model, rank, step):
     tokens = torch.randint(24, (8, 6), generator=torch.Generator().manual_seed(10 * step + rank))
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
-
-
-class Adapted(nn.Module):
-    """A frozen layer with a low-rank update beside it."""
-
-    def __init__(self, n, m, rank=4):
-        super().__init__()
-        self.base = nn.Linear(n, m).requires_grad_(requires_grad=False)
-        self.down, self.up = nn.Linear(n, rank, bias=False), nn.Linear(rank, m, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-def adapters(mesh):
-    torch.manual_seed(0)
-    return shard(nn.Sequential(Adapted(40, 32), nn.Tanh(), Adapted(32, 20)), mesh)
 
 
 def branches(mesh):
@@ -139,7 +122,7 @@ SCENARIOS = {
     "of four, by unit": Scenario(layers(), mesh=(1, 4), options={"message_bytes": 0}),
     "four replicas, by unit": Scenario(layers(), mesh=(4, 1), options={"message_bytes": 0}),
     "tied weights": Scenario(tied, next_token, 4, remembers=("body.weight", "embedding.weight")),
-    "small matrices": Scenario(adapters, algorithm=PowerSGD(rank=8), remembers=()),
+    "small matrices": Scenario(layers(), algorithm=PowerSGD(rank=64), remembers=()),
     "unused on some replicas": Scenario(
         branches,
         branches_loss,
@@ -155,7 +138,6 @@ SCENARIOS = {
     ),
     "bfloat16 reduces": offered(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
     "no resharding": offered(reshard_after_forward=False),
-    "resharding": offered(reshard_after_forward=True),
     "offloaded": offered(offload_policy=CPUOffloadPolicy(pin_memory=False)),
 }
 
@@ -193,15 +175,20 @@ def test_blocks_are_averaged_as_the_simulator_says(world, scenario):
         assert all(relative(x, y) < near for x, y in pairs)
 
 
-@cases.each(["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"])
+@cases.each(["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward", "whole"])
 def test_of_micro_batches_the_last_one_sends(world, switch):
+    """Modules may hold the whole parameters between the passes of a step."""
     mesh = mesh_of(2, 2)
     ours, theirs = sharded_mlp(WIDTHS, mesh["shard"]), sharded_mlp(WIDTHS, mesh)
     handle = compress_replicas(ours, AllReduce(), mesh["replicate"], message_bytes=0)
     for _ in range(2):
         for model in (ours, theirs):
             model.zero_grad()
-            accumulated(model, world.rank, switch)
+            model.set_reshard_after_backward(switch != "whole")
+            accumulated(model, world.rank, "set_requires_all_reduce" if switch == "whole" else switch)
+            for module in (model, *model) if switch == "whole" else ():
+                if isinstance(module, nn.Linear) or module is model:
+                    module.reshard()
     require_same_gradients(ours, theirs)
     stats = handle.stats()
     assert stats.steps == 2
@@ -313,17 +300,6 @@ def test_a_unit_whose_gradients_come_in_parts_waits_for_all_of_them(world):
         late.loss(world.rank, 1, 2).backward()
 
 
-@cases.case(slow=True)
-def test_activations_that_are_computed_again_change_nothing(world):
-    mesh = mesh_of(2, 2)
-    weights = []
-    for reentrant in (None, False, True):
-        model = shard(Checkpointed(reentrant=reentrant, width=40), mesh["shard"])
-        compress_replicas(model, ALGORITHM, mesh["replicate"])
-        weights.append(train_sharded(model, LOSS, range(3)).weights)
-    assert all(relative(again, weights[0]) < 1e-5 for again in weights[1:])
-
-
 @cases.case
 def test_after_a_failed_pass_training_goes_on(world):
     mesh = mesh_of(2, 2)
@@ -345,21 +321,6 @@ def test_after_a_failed_pass_training_goes_on(world):
     model.reset_iter_state()
     assert relative(*(train_sharded(m, LOSS, range(2, 4)).weights for m in (model, twin))) < 1e-5
     assert [h.stats().steps for h in handles] == [4, 4]
-
-
-@cases.case
-def test_modules_that_hold_whole_parameters_after_a_pass(world):
-    """`set_reshard_after_backward(False)`: between the passes of a step a module holds the whole parameters."""
-    mesh = mesh_of(2, 2)
-    ours, theirs = sharded_mlp(WIDTHS, mesh["shard"]), sharded_mlp(WIDTHS, mesh)
-    compress_replicas(ours, AllReduce(), mesh["replicate"])
-    for model in (ours, theirs):
-        model.set_reshard_after_backward(False)
-        accumulated(model, world.rank, "set_requires_all_reduce")
-        for module in (model, *model):
-            if isinstance(module, nn.Linear) or module is model:
-                module.reshard()
-    require_same_gradients(ours, theirs)
 
 
 @cases.case
@@ -451,24 +412,6 @@ def test_a_parameter_without_a_gradient_is_an_error(world):
 
 
 @cases.case(slow=True)
-def test_of_two_models_in_one_backward_pass_one_may_be_discarded(world):
-    """A generator's step goes through the discriminator, whose gradients are dropped: its memory shall not take them up."""
-    mesh = mesh_of(2, 2)
-    g, d = sharded_mlp((8, 32, 40), mesh["shard"]), sharded_mlp((40, 32, 1), mesh["shard"])
-    generator, discriminator = (compress_replicas(m, ALGORITHM, mesh["replicate"]) for m in (g, d))
-    noise = torch.randn(6, 8, generator=torch.Generator().manual_seed(world.rank))
-    d(g(noise).detach()).mean().backward()  # the discriminator's step
-    before = discriminator.rank_state_dict()
-    d.zero_grad()
-    with discriminator.discarded():
-        (-d(g(noise)).mean()).backward()
-    assert same_bits(before, discriminator.rank_state_dict())
-    assert (generator.stats().steps, discriminator.stats().steps) == (1, 1)
-    both = world.everyones(local_parts(g, gradients=True))
-    assert same_bits(both[:2], both[2:])  # replicas of a shard
-
-
-@cases.case(slow=True)
 def test_layers_that_are_frozen_keep_their_memory_until_they_are_thawed(world):
     """One in the middle; and all but the one that comes first in the backward pass."""
     mesh = mesh_of(2, 2)
@@ -491,24 +434,6 @@ def test_layers_that_are_frozen_keep_their_memory_until_they_are_thawed(world):
     thawed = train_sharded(model, LOSS, range(4, 6))
     assert len(thawed.given[0]) == 6
     assert world.agree(thawed.weights)
-
-
-@cases.case(slow=True)
-def test_layers_that_are_thawed_later_are_averaged_once_they_are_known(world):
-    mesh = mesh_of(2, 2)
-    model = shard(mlp(*WIDTHS, frozen=[0]), mesh["shard"])
-    handle = compress_replicas(model, ALGORITHM, mesh["replicate"])
-    train_sharded(model, LOSS, range(2))
-    memory = handle.rank_state_dict()
-    model[0].requires_grad_(requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"'0.weight', '0.bias'.*compress_replicas"):
-        LOSS(model, world.rank, 2).backward()
-    model.zero_grad()
-    handle.unregister()
-    again = compress_replicas(model, ALGORITHM, mesh["replicate"])
-    assert "'0.weight' only here" in str(again.load_state_dict(memory, strict=False))
-    assert world.agree(train_sharded(model, LOSS, range(2, 4)).weights)
-    assert again.stats().steps == 4
 
 
 @cases.case(slow=True)

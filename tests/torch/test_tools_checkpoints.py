@@ -310,12 +310,12 @@ CONSOLIDATE = "consolidate_state_dict(to=0) on every rank"
 
 def consolidate_callback(careless):
     """What docs/integrations.md tells users of the Trainer to write; and what the Trainer does if they do not."""
-    from transformers import TrainerCallback
+    from transformers import Trainer, TrainerCallback
 
     class Consolidate(TrainerCallback):
         def on_step_end(self, args, state, control, optimizer=None, **kwargs):
             if control.should_save:
-                careless.append(said(self.trainer._save_optimizer_and_scheduler, args.output_dir))
+                careless.append(said(Trainer._save_optimizer_and_scheduler, self.trainer, args.output_dir))
                 optimizer.optimizer.consolidate_state_dict()
 
     return Consolidate()
