@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
+import optax  # type: ignore[import-untyped]
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,7 +22,8 @@ from tests.parity import local_sgd_cases as parity
 from tests.torch.compare import flat, relative, said, same_bits, weights
 from tests.torch.models import Layers, loss_on, mlp
 from tests.torch.ranks import Cases, World
-from tests.torch.training import collective_payloads, fit, hooked, sgd
+from tests.torch.sharded import mesh_of, sharded_mlp
+from tests.torch.training import LocalRun, collective_payloads, fit, hooked, sgd
 
 cases = Cases(__file__, ranks=4)
 
@@ -185,21 +189,6 @@ def test_moments_are_kept_averaged_or_reset(world: World, variant: tuple[str, in
     assert float(training.optimizer.state[weight]["step"]) == steps
 
 
-@cases.case
-def test_ranks_without_moments_count_as_zeros(world: World) -> None:
-    """Rank 2 has made no step of its own when moments are averaged for the first time."""
-    training = Training(world, LocalSGD(1), optimizer=ADAM, lr=0.01, moments="average")
-    LOSS(training.ddp, world.rank, 0).backward()
-    if world.rank == 2:
-        training.optimizer.zero_grad()
-    training.optimizer.step()
-    training.step(1)
-    found = training.optimizer.state[training.model[0].weight]
-    assert float(found["step"]) == (1 if world.rank == 2 else 2)
-    assert torch.isfinite(found["exp_avg"]).all()
-    assert world.agree(found["exp_avg"])
-
-
 @cases.each({"plain": False, "unscaled by the user": True})
 def test_a_step_that_one_rank_skips_counts_on_all(world: World, unscale: bool) -> None:
     """Rank 1 alone finds inf in step 1. A scaler then does not call `optimizer.step()`: the others must not wait for it."""
@@ -224,33 +213,6 @@ def test_a_step_that_one_rank_skips_counts_on_all(world: World, unscale: bool) -
     assert world.agree(weights(training.model))
     assert all(p.grad is not None for p in training.model.parameters())
     assert (training.handle.steps, scaler.get_scale()) == (4, 512 if world.rank == 1 else 1024)
-
-
-LONG = diloco(3, lr=0.5, momentum=0.5, start_step=2, fragments=2, compressor=PowerSGD(1, min_compression_rate=1.0))
-
-
-@cases.case
-def test_a_resumed_run_is_the_uninterrupted_one(world: World) -> None:
-    """Stopped in the middle of a period, on all ranks, and begun again from what each has saved."""
-    whole = Training(world, LONG)
-    whole.run(12)
-    first = Training(world, LONG)
-    first.run(7)
-    saved = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict(), first.handle.rank_state_dict()))
-    second = Training(world, LONG, model=mlp(6, 5, 3, seed=9))
-    second.model.load_state_dict(saved[0])
-    second.optimizer.load_state_dict(saved[1])
-    second.handle.load_state_dict(saved[2])
-    assert second.handle.steps == 7
-    for step in range(7, 12):
-        second.step(step)
-    assert same_bits(second.model.state_dict(), whole.model.state_dict())
-    assert same_bits(second.handle.rank_state_dict(), whole.handle.rank_state_dict())
-    late = copy.deepcopy(saved[2]) | ({"step": 9} if world.rank == 3 else {})
-    assert "ranks differ in step: rank 0 has 7, others {3: '9'}" in said(second.handle.load_state_dict, late)
-    other = Training(world, diloco(3)).handle
-    assert "the state is of LocalSGD(period=3" in said(other.load_state_dict, saved[2])
-    assert (second.handle.steps, second.handle.stats().steps) == (12, 5)
 
 
 @cases.case
@@ -297,25 +259,116 @@ def test_a_module_without_ddp(world: World) -> None:
     torch.testing.assert_close(flat(model), torch.stack(before).mean(0))
 
 
+# --- optimizers of torch as outer ones: against ours, and against the very optimizer in a loop by hand ---
+
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+ADAMW = partial(torch.optim.AdamW, lr=0.05)
+
+
+def run_of(world: World, local: LocalSGD, group: Any = None) -> LocalRun:
+    return LocalRun(world, local, mlp(8, 7, 5).double(), process_group=group or world.group)
+
+
+def sharded_run_of(world: World, local: LocalSGD) -> LocalRun:
+    """Over two ranks each."""
+    mesh = mesh_of(2, 2)
+    model = sharded_mlp((8, 7, 5), mesh["shard"], torch.float64)
+    return LocalRun(world, local, model, process_group=mesh.get_group("replicate"))
+
+
+def parameters(run: LocalRun) -> dict[str, torch.Tensor]:
+    return {n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in run.model.named_parameters()}
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "one": {"period": 2},
+    "streaming": {"period": 4, "fragments": 2, "overlap": 2, "compressor": PowerSGD(2, min_compression_rate=1)},
+    "eager": {"period": 3, "eager": True},
+    "hierarchy": {"period": {2: 1, "all": 3}, "start_step": 0, "state_dtype": "float64"},
+    "sharded": {"period": 4, "fragments": 2, "overlap": 1},
+}
+
+
+@cases.each(SCHEDULES, slow=("eager", "hierarchy", "sharded"))
+def test_sgd_of_torch_is_ours(world: World, options: dict[str, Any]) -> None:
+    make = sharded_run_of if options is SCHEDULES["sharded"] else run_of
+    ours, theirs = (make(world, diloco(outer=outer, **options)) for outer in (None, NESTEROV))
+    for run in (ours, theirs):
+        run.steps(0, 10)
+    assert relative(parameters(theirs), parameters(ours)) < 1e-6
+    assert "torch.optim.sgd.SGD(lr=0.7" in repr(theirs.handle.local)
+
+
+@cases.each({"AdamW": ADAMW, "NAdam": partial(torch.optim.NAdam, lr=0.05), "Rprop": torch.optim.Rprop}, slow=("Rprop",))
+def test_a_loop_by_hand_comes_to_the_same_and_goes_on_with_fewer_ranks(world: World, factory: Any) -> None:
+    """One optimizer from beginning to end, which nobody saves; and between two outer steps two of four ranks are left."""
+    run = run_of(world, diloco(2, outer=factory))
+    outer = {n: torch.nn.Parameter(p) for n, p in weights(run.model).items()}
+    by_hand = factory(list(outer.values()))
+
+    def together(first: int, last: int, ranks: int) -> None:
+        for step in range(first, last, 2):
+            run.steps(step, step + 1)
+            gradients = gradients_of(run, step + 1)
+            before = {n: p - 0.1 * gradients[n] for n, p in weights(run.model).items()}
+            everyones: list[Any] = [None] * ranks
+            dist.all_gather_object(everyones, before, group=group)
+            for n, x in outer.items():
+                x.grad = sum(x.detach() - each[n] for each in everyones) / ranks
+            by_hand.step()
+            run.steps(step + 1, step + 2)
+            assert relative(weights(run.model), {n: x.detach() for n, x in outer.items()}) < 1e-9
+
+    group: Any = world.group
+    together(0, 6, 4)
+    saved = run.handle.state_dict()
+    assert saved["algorithm"].count(f"{type(by_hand).__module__}.{type(by_hand).__qualname__}(")
+    group = dist.new_group([0, 1])
+    if world.rank < 2:
+        before = weights(run.model)
+        run = run_of(world, diloco(2, outer=factory), group)
+        run.model.load_state_dict(before)
+        run.handle.load_state_dict(saved)
+        together(6, 10, 2)
+
+
+def gradients_of(run: LocalRun, step: int) -> dict[str, torch.Tensor]:
+    """Of the next step, which is not taken."""
+    run.optimizer.zero_grad()
+    run.loss(run.model, run.rank, step).backward()
+    return {n: p.grad.clone() for n, p in run.model.named_parameters()}
+
+
 @cases.case
-def test_the_layout_of_parameters_does_not_matter(world: World) -> None:
-    """channels_last parameters stay so, and mean the same."""
-    local = diloco(2, compressor=PowerSGD(1, min_compression_rate=1.0))
+def test_a_step_that_is_not_finite_is_not_remembered(world: World) -> None:
+    run = run_of(world, diloco(2, outer=ADAMW))
+    run.steps(0, 3)
+    before = run.handle.rank_state_dict()["tensors"]
+    if world.rank == 1:
+        with torch.no_grad():
+            next(run.model.parameters()).fill_(float("inf"))
+    run.steps(3, 4)
+    assert same_bits(run.handle.rank_state_dict()["tensors"], before)
+    run.steps(4, 6)
+    (kept, *_) = run.handle.rank_state_dict()["tensors"].values()
+    assert kept["outer.step"] == 2
 
-    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
-        data = torch.Generator().manual_seed(step + 10 * rank)
-        return model(torch.randn(2, 3, 5, 5, generator=data)).square().mean()
 
-    def run(layout: torch.memory_format) -> Tensor:
-        torch.manual_seed(0)
-        model = nn.Conv2d(3, 8, 3).to(memory_format=layout)
-        optimizer = sgd(model)
-        ddp, _ = hooked(model, None, world.group)
-        local_sgd(ddp, optimizer, local)
-        fit(ddp, optimizer, world.rank, range(4), loss)
-        assert model.weight.is_contiguous(memory_format=layout)
-        return model.weight.detach().contiguous()
-
-    found = run(torch.channels_last)
-    torch.testing.assert_close(found, run(torch.contiguous_format))
-    assert world.agree(found)
+@cases.case
+def test_what_is_no_outer_optimizer_is_refused_by_name(world: World) -> None:
+    for factory, named in (
+        (partial(optax.adamw, 0.1), "adamw"),
+        (torch.optim.LBFGS, "LBFGS"),
+        (lambda parameters: parameters, "list"),
+        (partial(torch.optim.AdamW, lr=-1.0), "lr=-1.0"),
+    ):
+        refused = said(local_sgd, mlp(8, 7, 5), None, diloco(2, outer=factory), process_group=world.group)
+        assert "outer=" in refused
+        assert named in refused
+    odd = ADAMW if world.rank else partial(torch.optim.AdamW, lr=0.06)
+    assert "lr=0.06" in said(local_sgd, mlp(8, 7, 5), None, diloco(2, outer=odd), process_group=world.group)
+    run = run_of(world, diloco(2, outer=ADAMW))
+    run.steps(0, 2)
+    other = run_of(world, diloco(2, outer=NESTEROV))
+    with pytest.raises(ValueError, match="AdamW"):
+        other.handle.load_state_dict(run.handle.state_dict())
