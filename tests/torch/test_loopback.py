@@ -1,7 +1,5 @@
 """What a method costs on one device: its own program and the messages of its plan, with nobody at the other end."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +18,6 @@ METHODS = [
     TopK(64, per=(32, 32)),
     Sign(),
     TwoLevel(PowerSGD(2), 2),
-    PowerSGD({"a": 2, "*": 0}),
     diloco(4, compressor=PowerSGD(2)),
     diloco(4, fragments=2),
 ]
@@ -40,37 +37,17 @@ def test_gradients_are_averaged_in_the_groups_of_the_hook():
     cpu = torch.device("cpu")
     assert [len(names) for names in message_groups(AllReduce(), specs, 2, cpu)] == [1, 25, 25, 9]
     assert [len(names) for names in message_groups(PowerSGD(4), specs, 2, cpu)] == [60]
+    # Of a model of several groups, in some of which a pattern matches nothing.
+    assert method_cost(PowerSGD({"0": 4, "*": 0}), specs, 2, cpu).compute > 0
     cost = method_cost(AllReduce(), specs, 2, cpu)
     assert [group.ready >> 20 for group in cost.steps[0]] == [1, 26, 51, 60]
     assert [group.messages[0].nbytes >> 20 for group in cost.steps[0]] == [1, 25, 25, 9]
 
 
-def test_patterns_of_names_may_fit_some_groups_alone():
-    """Of a model of several groups: a part of it would match no pattern."""
-    specs = {f"{i}.w": Spec((512, 512)) for i in range(8)}
-    algorithm = PowerSGD({"0.w": 4, "*": 0})
-    assert len(message_groups(algorithm, specs, 2, torch.device("cpu"))) > 1
-    assert method_cost(algorithm, specs, 2, torch.device("cpu")).compute > 0
-
-
-def test_what_imagined_replicas_cost_is_not_counted(monkeypatch):
-    copied = torch.Tensor.copy_
-
-    def slow(self, *args, **options):
-        if self.dtype == torch.uint8:
-            time.sleep(0.02)
-        return copied(self, *args, **options)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", slow)
-    cost = method_cost(Sign(), {"a": Spec((8, 8))}, 40, torch.device("cpu"))
-    assert cost.compute < 0.02 * 39
-
-
 def test_when_gradients_are_ready_is_seen():
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 4))
     model[0].bias.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = []
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1), []
 
     def train_step():
         steps.append(0)
@@ -79,11 +56,11 @@ def test_when_gradients_are_ready_is_seen():
         optimizer.step()
 
     compute = step_compute(train_step)
-    total = 4 * (16 * 32 + 32 * 4 + 4)
     times, made = zip(*compute.arrivals, strict=True)
-    assert made[-1] == total
+    last = 4 * (32 * 4 + 4)
+    assert made[-1] == last + 4 * 16 * 32
     assert len(made) == 3
-    assert made[1] <= 4 * (32 * 4 + 4) + 4 * 16 * 32
+    assert made[1] <= last + 4 * 16 * 32
     assert list(times) == sorted(times)
     assert 0 < times[-1] < compute.seconds
     before = len(steps)

@@ -191,27 +191,28 @@ class Lars(torch.optim.Optimizer):
     """Scales each update by the norm of its tensor."""
 
     def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, {"lr": lr, "k": 1})
 
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.data -= group["lr"] * p.data.norm() / p.grad.norm() * p.grad
+                    p.data -= group["lr"] * self.scale(p) / group["k"] * p.grad
+
+    def scale(self, p):
+        return p.data.norm() / p.grad.norm()
 
 
-class CountsSteps(torch.optim.Optimizer):
+class CountsSteps(Lars):
     """Remembers one number for all parameters, as schedule-free methods do."""
 
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr, "k": 0})
-
     def step(self, closure=None):
+        super().step()
         for group in self.param_groups:
             group["k"] += 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data -= group["lr"] / group["k"] * p.grad
+
+    def scale(self, p):
+        return 1.0
 
 
 @cases.case
@@ -298,28 +299,24 @@ def test_shards_that_do_not_fit_together_are_refused():
 
 
 def damages(name, own, group):
-    """Of a parameter's memory and a group's options: what is put into either → words that the refusal has."""
-    moment, of = own["exp_avg"], "'{}' of parameter '" + name + "'"
-    for change, words in (
-        ({"step": None}, "cannot step"),
-        ({"exp_avg": None}, "cannot step"),
-        ({"exp_avg": moment.tolist()}, "cannot step"),
-        ({"exp_avg": moment[..., :-1]}, "cannot step"),
-        ({"exp_avg": moment * math.nan}, f"{of.format('exp_avg')} holds"),
-        ({"exp_avg": moment + math.inf}, f"{of.format('exp_avg')} holds"),
-        ({"step": torch.tensor(math.inf)}, f"{of.format('step')} holds"),
-        ({"step": math.nan}, f"{of.format('step')} holds"),
-        ({"exp_avg": moment.to("meta")}, f"{of.format('exp_avg')} is a meta"),
+    """Of a parameter's memory and a group's options: what is put into either, and words that the refusal has."""
+    moment, held = own["exp_avg"], f"of parameter '{name}' holds"
+    for key, x, words in (
+        ("step", None, "cannot step"),
+        ("exp_avg", None, "cannot step"),
+        ("exp_avg", moment.tolist(), "cannot step"),
+        ("exp_avg", moment[..., :-1], "cannot step"),
+        ("exp_avg", moment * math.nan, f"'exp_avg' {held}"),
+        ("exp_avg", moment + math.inf, f"'exp_avg' {held}"),
+        ("step", torch.tensor(math.inf), f"'step' {held}"),
+        ("step", math.nan, f"'step' {held}"),
+        ("exp_avg", moment.to("meta"), f"'exp_avg' of parameter '{name}' is a meta"),
     ):
-        yield {k: x for k, x in (own | change).items() if x is not None}, group, words
-    for change, words in (
-        ({"betas": None}, "parameter"),
-        ({"amsgrad": True}, "parameter"),
-        ({"lr": "x"}, "parameter"),
-        ({"lr": math.inf}, "lr=inf"),
-        ({"eps": math.nan}, "eps=nan"),
-    ):
-        yield own, group | change, words
+        yield {k: v for k, v in (own | {key: x}).items() if v is not None}, group, words
+    for key, x in (("betas", None), ("amsgrad", True), ("lr", "x")):
+        yield own, group | {key: x}, "parameter"
+    yield own, group | {"lr": math.inf}, "lr=inf"
+    yield own, group | {"eps": math.nan}, "eps=nan"
     yield own, {k: x for k, x in group.items() if k != "params"}, "'params'"
 
 
