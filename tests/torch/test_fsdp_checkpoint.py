@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 WIDTHS = (40, 37, 34, 6)
 ALGORITHM = PowerSGD(rank=2, min_compression_rate=1)
 LOSS = loss_on(40, batch=8, dtype=torch.float64, spread=1)
-SINGLE = loss_on(40, spread=1)
+FEWER, SINGLE = (40, 37, 20), loss_on(40, spread=1)
 #: So many pieces of a batch, divided among all ranks: the same model, on two ranks and on four.
 PARTS = 12
 
@@ -224,7 +224,7 @@ def test_shards_together_do_what_the_whole_does(world, how):
     local, options, optimizer = how
     mesh = mesh_of(2, 2)
     group, replica = mesh.get_group("replicate"), mesh.get_local_rank("replicate")
-    model, twin = sharded_mlp(WIDTHS, mesh["shard"]), mlp(*WIDTHS)
+    model, twin = sharded_mlp(FEWER, mesh["shard"]), mlp(*FEWER)
     if local.start_step:
         twin = DistributedDataParallel(twin, process_group=group, broadcast_buffers=False)
     found = []
@@ -250,7 +250,7 @@ def test_shards_together_do_what_the_whole_does(world, how):
 def test_another_schedule_and_none_any_more(world):
     """In the midst of a period. Replicas then average gradients as they are, and may be compressed."""
     mesh = mesh_of(2, 2)
-    group, model = mesh.get_group("replicate"), sharded_mlp(WIDTHS, mesh["shard"])
+    group, model = mesh.get_group("replicate"), sharded_mlp(FEWER, mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     handle = local_sgd(model, optimizer, diloco(3, start_step=1), process_group=group)
 
@@ -298,7 +298,7 @@ def test_outer_parameters_are_saved_and_cut_anew(world, shape):
     schedule = diloco(2, compressor=TwoLevel(PowerSGD(rank=2, min_compression_rate=1), within=1))
 
     def made(mesh):
-        model = sharded_mlp(WIDTHS, mesh["shard"])
+        model = sharded_mlp(FEWER, mesh["shard"])
         optimizer = sgd(model)
         return model, optimizer, local_sgd(model, optimizer, schedule, process_group=mesh.get_group("replicate"))
 

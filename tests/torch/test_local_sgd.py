@@ -20,7 +20,7 @@ from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, WireDtype, diloco
 from gradwire.torch_backend import local_sgd
 from tests.parity import local_sgd_cases as parity
 from tests.torch.compare import flat, relative, said, same_bits, weights
-from tests.torch.models import Layers, loss_on, mlp
+from tests.torch.models import Branches, Layers, loss_on, mlp
 from tests.torch.ranks import Cases, World
 from tests.torch.sharded import mesh_of, sharded_mlp
 from tests.torch.training import LocalRun, collective_payloads, fit, hooked, sgd
@@ -136,24 +136,15 @@ def test_steps_of_the_optimizer_count_however_many_backward_passes_they_are_made
 @cases.case
 def test_parameters_without_a_gradient_are_averaged(world: World) -> None:
     """DDP would give the parameter a gradient of zeros on all ranks, as long as one has used it; by itself a rank has none."""
-    torch.manual_seed(0)
-    model = Layers(
-        lambda self, x, second: self.first(self.body(x)) + (self.second(self.body(x)) if second else 0),
-        body=nn.Linear(6, 4),
-        first=nn.Linear(4, 3),
-        second=nn.Linear(4, 3),
-    )
+    model = Branches()
     optimizer = sgd(model)
     local_sgd(model, optimizer, LocalSGD(2), process_group=world.group)
-    x = torch.randn(8, 6) * (world.rank + 1)
-    before = model.second.weight.detach().clone()
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(x, world.rank == 1).square().mean().backward()
-        optimizer.step()
-    assert (model.second.weight.grad is None) is (world.rank != 1)
-    assert not torch.equal(before, model.second.weight)
-    assert world.agree(model.second.weight.detach())
+    taken = ("left", "right") if world.rank == 1 else ("left",)
+    before = model.right.weight.detach().clone()
+    fit(Layers(lambda self, x: model(x, taken)), optimizer, world.rank, range(2), loss_on(40))
+    assert (model.right.weight.grad is None) is (world.rank != 1)
+    assert not torch.equal(before, model.right.weight)
+    assert world.agree(model.right.weight.detach())
 
 
 @cases.each(["average", "keep"])

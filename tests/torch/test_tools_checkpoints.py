@@ -125,10 +125,10 @@ def adamw(model, **options):
 
 
 class Run:
-    """DDP in a user's own loop, or in accelerate's. `attach(ddp, optimizer)` gives what is saved besides the weights."""
+    """DDP in a user's own loop, or in accelerate's. `attach(ddp, optimizer)` gives what is saved besides the weights; of each rank's own in `parts`."""
 
-    def __init__(self, world, attach=None, optimizer=slow_sgd, *, accelerated=False):
-        self.world, self.model, self.accelerator = world, mlp(*WIDTHS).double(), None
+    def __init__(self, world, attach=None, optimizer=slow_sgd, *, accelerated=False, parts=False):
+        self.world, self.model, self.accelerator, self.parts = world, mlp(*WIDTHS).double(), None, parts
         self.optimizer = self.inner = optimizer(self.model)
         self.ddp = self.model
         if accelerated:
@@ -154,14 +154,7 @@ class Run:
         return state
 
     def state(self):
-        return self.handle
-
-
-class InParts(Run):
-    """With each rank's own memory as an entry of its own."""
-
-    def state(self):
-        return self.handle.sharded_state
+        return self.handle.sharded_state if self.parts else self.handle
 
 
 class Accelerated(Run):
@@ -173,11 +166,11 @@ class Accelerated(Run):
         self.handle = self.compression.handle
 
 
-def compressed(run):
-    return lambda world, algorithm: run(world, lambda ddp, _: register_comm_hook(ddp, algorithm))
+def in_loop(**options):
+    return lambda world, algorithm: Run(world, lambda ddp, _: register_comm_hook(ddp, algorithm), **options)
 
 
-WAYS = {"DCP": compressed(Run), "DCP in parts": compressed(InParts), "accelerate": Accelerated}
+WAYS = {"DCP": in_loop(), "DCP in parts": in_loop(parts=True), "accelerate": Accelerated}
 
 
 @cases.each(
@@ -237,9 +230,9 @@ def test_ranks_go_on_from_their_own_memory_all_together_or_not_at_all(world):
 
 
 TOOLS = {
-    "DCP": ("DCP", PowerSGD(2)),
-    "accelerate": ("accelerate", PowerSGD(2)),
-    "DCP in parts": ("in parts", TopK(8, per=64)),
+    "DCP": PowerSGD(2),
+    "accelerate": PowerSGD(2),
+    "DCP in parts": TopK(8, per=64),
 }
 
 
@@ -247,43 +240,36 @@ class Local(Run):
     """Local SGD."""
 
     def save(self, folder):
-        with pytest.raises(Exception, match=r"Call synchronize\(\) on every rank before"):
-            super().save(f"{folder} refused")
+        assert "Call synchronize() on every rank before" in said(super().save, f"{folder} refused")
         self.handle.synchronize()
         super().save(folder)
 
-    in_parts = False
 
-    def state(self):
-        return self.handle.sharded_state if self.in_parts else self.handle
-
-
-def state_of(run):
-    assert run.handle.synchronized
-    return run.handle.state_dict()
-
-
-@cases.each(TOOLS)
+@cases.each({tool: (tool, compressor) for tool, compressor in TOOLS.items()})
 @quiet()
 def test_local_sgd_is_saved_where_replicas_are_equal(world, variant):
     tool, compressor = variant
+    schedule, options = (
+        diloco(3, compressor=compressor),
+        {"accelerated": tool == "accelerate", "parts": "parts" in tool},
+    )
 
     def make(world):
-        schedule = diloco(3, compressor=compressor)
-        run = Local(world, lambda ddp, inner: local_sgd(ddp, inner, schedule), accelerated=tool == "accelerate")
-        if tool == "accelerate":
+        run = Local(world, lambda ddp, inner: local_sgd(ddp, inner, schedule), **options)
+        if run.accelerator:
             run.accelerator.register_for_checkpointing(run.handle)
-        run.in_parts = tool == "in parts"
         return run
 
-    (saved, whole), (restored, weights), resumed = interrupted(world, f"local {tool}", make, seen=state_of)
+    (saved, whole), (restored, weights), resumed = interrupted(
+        world, f"local {tool}", make, seen=lambda run: run.handle.state_dict()
+    )
     assert same_bits(restored["tensors"], saved["tensors"])
     now, then = ({n: m["error"] for n, m in state["local"].items()} for state in (restored, saved))
     assert relative(now, then) < 1e-12
     assert resumed.handle.synchronized
     assert world.agree(weights)
     if world.size == SAVING:  # another number of replicas takes other steps by itself
-        assert same_bits(weights, whole) if tool == "in parts" else relative(weights, whole) < 1e-9
+        assert same_bits(weights, whole) if options["parts"] else relative(weights, whole) < 1e-9
 
 
 # ---- Hugging Face's Trainer and Lightning, each with a compressor and a sharded optimizer
@@ -321,81 +307,82 @@ def consolidate_callback(careless):
     return Consolidate()
 
 
-def trainer_of(world, folder, algorithm, careless):
-    model = gpt2(64, 16).double()
-    options = {"max_steps": STEPS, "save_steps": SAVED, "save_strategy": "steps", "seed": 0}
-    options |= {"per_device_train_batch_size": EXAMPLES // world.size, "logging_strategy": "steps", "logging_steps": 2}
-    trainer = new_trainer(model, folder, consolidate_callback(careless), adamw(model), dataset=Text(), **options)
-    compression = integrations.TrainerCompression(trainer, algorithm)
-    trainer.add_callback(compression)
-    return trainer, compression
+def by_trainer(world, name, algorithm, whole):
+    """Train, and save on the way, if `whole`; and go on from there. The weights of both, and the handle of what went on."""
+    folder, careless = shared(world, name), []
 
+    def trainer_of(to):
+        model = gpt2(64, 16).double()
+        options = {"max_steps": STEPS, "save_steps": SAVED, "save_strategy": "steps", "seed": 0, "logging_steps": 2}
+        options |= {"per_device_train_batch_size": EXAMPLES // world.size, "logging_strategy": "steps"}
+        trainer = new_trainer(model, to, consolidate_callback(careless), adamw(model), dataset=Text(), **options)
+        compression = integrations.TrainerCompression(trainer, algorithm)
+        trainer.add_callback(compression)
+        return trainer, compression
 
-@cases.each(ALGORITHMS | NONLINEAR, ranks=HEAVY)
-@quiet()
-def test_a_trainer_saves_and_resumes_the_compressor_and_a_sharded_optimizer(world, algorithm):
-    folder, found, careless = shared(world, f"trainer {algorithm}"), (), []
-    checkpoint = Path(folder) / f"checkpoint-{SAVED}"
-    elsewhere = shared(world, f"trainer {algorithm} elsewhere")
-    if world.size == SAVING:
-        whole, compression = trainer_of(world, folder, algorithm, careless)
-        whole.train()
-        found = [weights(whole.model)]
+    checkpoint, elsewhere, found = Path(folder) / f"checkpoint-{SAVED}", f"{folder} elsewhere", None
+    if whole:
+        trainer, compression = trainer_of(folder)
+        trainer.train()
+        found = weights(trainer.model)
         assert compression.handle.stats().compression_ratio > 2
         assert Path(f"{checkpoint / 'compressor.pt'}.rank{world.rank}").exists()
         file = torch.load(checkpoint / "compressor.pt", weights_only=True)["local"]
         assert {len(x) for memory in file.values() for x in memory.values()} == {1}
         # Only the first rank saves: it is the one that has to say that nobody has consolidated.
-        assert [CONSOLIDATE in words for words in careless] == [world.rank == 0] * len(careless)
-        assert len(careless) == 2
+        assert [CONSOLIDATE in words for words in careless] == [world.rank == 0] * 2
         assert world.rank == 0 or careless == ["", ""]
         if world.rank == 0:
             shutil.copytree(checkpoint, elsewhere)
-    (whole,) = handed_on(world, f"trainer {algorithm}", *found)
-    again, compression = trainer_of(world, f"{folder} {world.size}", algorithm, careless)
-    again.train(resume_from_checkpoint=str(elsewhere))
-    if world.size == SAVING:
-        assert same_bits(weights(again.model), whole)
-    elif algorithm in ALGORITHMS.values():
-        assert relative(weights(again.model), whole) < 1e-6  # its loss is in float32
-    assert compression.handle.stats().steps == STEPS
+        dist.barrier(world.group)
+    again, compression = trainer_of(f"{folder} {world.size}")
+    again.train(resume_from_checkpoint=elsewhere)
     drawn = [entry for entry in again.state.log_history if "gradwire/compression_ratio" in entry]
     assert [(entry["step"], entry["gradwire/steps"]) for entry in drawn] == [(step, step) for step in (2, 4, 6, 8)]
     assert drawn[-1]["gradwire/compress_ms"] > 0 < drawn[-1]["gradwire/wait_ms"]
+    resumed = weights(again.model)
     again.train()  # once more, from where it is
     assert compression.handle.stats().steps == 2 * STEPS
+    return found, resumed
 
 
-def fit_lightning(world, steps, checkpoint=None, save=None, *, algorithm):
-    """Returns the weights and the compressor's handle."""
+def by_lightning(world, name, algorithm, whole):
+    def run(steps, checkpoint=None):
+        def loss(module, _):
+            return loss_of(module.net, world, module.trainer.global_step)
 
-    def loss(module, _):
-        return loss_of(module.net, world, module.trainer.global_step)
+        compress = integrations.LightningCompression(algorithm)
+        module = lightning_module(mlp(*WIDTHS).double(), loss, adamw)
+        options = {"callbacks": [compress], "max_steps": steps}
+        trainer = lightning_fit(module, world.size, 100, checkpoint=checkpoint, **options)
+        assert compress.handle.rank_state_dict()["step"] == steps
+        return trainer, weights(module.net)
 
-    compress = integrations.LightningCompression(algorithm)
-    module = lightning_module(mlp(*WIDTHS).double(), loss, adamw)
-    options = {"callbacks": [compress], "max_steps": steps}
-    trainer = lightning_fit(module, world.size, 100, checkpoint=checkpoint, **options)
-    if save is not None:
-        trainer.save_checkpoint(save)
-    return weights(module.net), compress.handle
-
-
-@cases.each(ALGORITHMS | NONLINEAR, ranks=HEAVY)
-@quiet()
-def test_lightning_saves_and_resumes_the_compressor_and_a_sharded_optimizer(world, algorithm):
-    checkpoint, found = str(shared(world, f"lightning {algorithm}.ckpt")), ()
-    if world.size == SAVING:
-        found = [fit_lightning(world, STEPS, algorithm=algorithm)[0]]
-        fit_lightning(world, SAVED, save=checkpoint, algorithm=algorithm)
+    checkpoint = f"{shared(world, name)}.ckpt"
+    if whole:
+        run(SAVED)[0].save_checkpoint(checkpoint)
         assert Path(f"{checkpoint}.rank{world.rank}").exists()
-    resumed, handle = fit_lightning(world, STEPS, checkpoint=checkpoint, algorithm=algorithm)
-    (whole,) = handed_on(world, f"lightning {algorithm}", *found)
-    assert handle.rank_state_dict()["step"] == STEPS
+    return run(STEPS)[1] if whole else None, run(STEPS, checkpoint)[1]
+
+
+WITH_BOTH = {
+    f"{by.__name__}, {name}": (by, near, algorithm)
+    for by, near in ((by_trainer, 1e-6), (by_lightning, 1e-9))  # the loss of the Trainer's model is in float32
+    for name, algorithm in (ALGORITHMS | NONLINEAR).items()
+}
+
+
+@cases.each(WITH_BOTH, ranks=HEAVY)
+@quiet()
+def test_a_tool_saves_and_resumes_the_compressor_and_a_sharded_optimizer(world, variant):
+    by, near, algorithm = variant
+    name = f"{by.__name__} {algorithm}"
+    whole, resumed = by(world, name, algorithm, world.size == SAVING)
+    (whole,) = handed_on(world, name, whole)
     if world.size == SAVING:
         assert same_bits(resumed, whole)
     elif algorithm in ALGORITHMS.values():
-        assert relative(resumed, whole) < 1e-9
+        assert relative(resumed, whole) < near
 
 
 # ---- ZeroOptimizer where a tool does not know of it

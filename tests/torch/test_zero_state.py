@@ -83,6 +83,8 @@ def test_gathered_it_is_the_plain_state_and_resumed_it_goes_on_to_the_bit(world,
     whole, only = zero.consolidated_state_dict(to=None), zero.consolidated_state_dict(to=1)
     assert same_bits(whole, gw.consolidate(world.everyones(zero.rank_state_dict())[::-1]))
     assert world.agree(whole)
+    held = sum(x.numel() for memory in zero.optimizer.state.values() for x in memory.values() if x.ndim)
+    assert sum(world.everyones(held)) <= 2 * sum(p.numel() for p in net.parameters())  # each number once
     assert same_bits(only, whole) if world.rank == 1 else only is None
     names = [group["param_names"] for group in whole["param_groups"]]
     assert names == [["0.weight", "2.weight"], ["scale", "0.bias", "2.bias"]]
