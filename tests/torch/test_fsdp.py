@@ -78,6 +78,35 @@ def used(step, name):
     return name.startswith("trunk") or any(name.startswith(branch) for taken in TAKEN[step] for branch in taken)
 
 
+class Crossed(nn.Module):
+    """Two layers side by side, of which the one that is called last comes first in the backward pass; and one that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = mlp(40, 32)
+        self.left, self.right, self.twice = (nn.Linear(32, 32) for _ in range(3))
+        self.left_first = True
+
+    def forward(self, x):
+        x = self.trunk(x)
+        layers = [self.left, self.right] if self.left_first else [self.right, self.left]
+        first, second = (torch.tanh(layer(x)) for layer in layers)
+        return torch.tanh(self.twice(torch.tanh(self.twice(first + second))))
+
+
+def in_other_orders(model, rank):
+    """Units come in another order on each replica, and prefetching does not follow it."""
+    model.left_first = rank < 2
+    model.trunk[0].set_modules_to_backward_prefetch([model.left, model.right])
+
+
+def replaced(model, _):
+    """Other parameters take the place of those that there are."""
+    before = dict(model.named_parameters())
+    model.load_state_dict({n: p.detach().clone() for n, p in before.items()}, assign=True)
+    assert all(p is not before[n] for n, p in model.named_parameters())
+
+
 def layers(widths=WIDTHS, **options):
     """Of one row, of the last layer the second shard has nothing."""
     return lambda mesh: sharded_mlp(widths, mesh, **options)
@@ -90,7 +119,8 @@ def offered(**options):
 
 @dataclass
 class Scenario:
-    """A model on an axis of shards, trained for some steps, and what remembers something; `plain`: averages are compared with those of FSDP as well."""
+    """A model on an axis of shards, prepared after its replicas are compressed, trained for some steps, and what remembers something; `plain`: averages are
+    compared with those of FSDP as well."""
 
     make: Callable[[Any], nn.Module]
     loss: Any = LOSS
@@ -103,6 +133,7 @@ class Scenario:
     remembers: tuple[str, ...] = ("0.weight", "2.weight")
     plain: bool = False
     collectives: Any = None
+    prepare: Any = lambda model, rank: None
 
 
 HALF = {
@@ -119,6 +150,15 @@ SCENARIOS = {
         options={"message_bytes": 0},
         collectives=lambda rank: 2 + 4 * (2 + 2 + (rank % 2 == 0)),
     ),
+    "other orders": Scenario(
+        lambda mesh: shard(Crossed(), mesh),
+        steps=5,
+        options={"message_bytes": 0},
+        prepare=in_other_orders,
+        remembers=tuple(f"{name}.weight" for name in ("left", "right", "trunk.0", "twice")),
+        collectives=lambda rank: 2 + 4 * 8,
+    ),
+    "replaced": Scenario(layers(), prepare=replaced),
     "of four, by unit": Scenario(layers(), mesh=(1, 4), options={"message_bytes": 0}),
     "four replicas, by unit": Scenario(layers(), mesh=(4, 1), options={"message_bytes": 0}),
     "tied weights": Scenario(tied, next_token, 4, remembers=("body.weight", "embedding.weight")),
@@ -142,11 +182,13 @@ SCENARIOS = {
 }
 
 
-@cases.each(SCENARIOS, slow=SCENARIOS.keys() - {"one message", "unit by unit"})
+@cases.each(SCENARIOS, slow=SCENARIOS.keys() - {"one message", "unit by unit", "other orders", "replaced"})
 def test_blocks_are_averaged_as_the_simulator_says(world, scenario):
     mesh = mesh_of(*scenario.mesh)
     model, twin = (scenario.make(mesh["shard"]) for _ in range(2))
     handle = compress_replicas(model, scenario.algorithm, mesh["replicate"], **scenario.options)
+    for each in (model, twin):
+        scenario.prepare(each, world.rank)
     trace = train_sharded(model, scenario.loss, range(scenario.steps), twin)
     assert simulated(world, scenario.algorithm, trace, scenario.mesh[1], used=scenario.used) < scenario.tolerance
     for step, given in enumerate(trace.given):  # what nobody has used keeps its gradient None
@@ -206,27 +248,6 @@ def test_half_a_model_cannot_accumulate(world):
         LOSS(model, world.rank, 0).backward()
 
 
-class Crossed(nn.Module):
-    """Two layers side by side, of which the one that is called last comes first in the backward pass; and one that is called twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.left, self.right, self.twice = (
-            mlp(40, 32),
-            nn.Linear(32, 32),
-            nn.Linear(32, 32),
-            nn.Linear(32, 32),
-        )
-        self.left_first = True
-
-    def forward(self, x):
-        x = self.trunk(x)
-        layers = [self.left, self.right] if self.left_first else [self.right, self.left]
-        first, second = (torch.tanh(layer(x)) for layer in layers)
-        x = first + second
-        return torch.tanh(self.twice(torch.tanh(self.twice(x))))
-
-
 @cases.case
 def test_torch_that_reduces_in_the_dtype_of_parameters_is_warned_of(world):
     """From torch 2.15 on; here as if it were."""
@@ -243,22 +264,6 @@ def test_torch_that_reduces_in_the_dtype_of_parameters_is_warned_of(world):
             compress_replicas(model, AllReduce(), mesh["replicate"])
         warned = ["reduce_dtype=None" in str(w.message) for w in seen if w.category is CompressionWarning]
         assert warned == [True] * wide
-
-
-@cases.case
-def test_replicas_whose_units_come_in_another_order_send_in_one(world):
-    mesh = mesh_of(2, 2)
-    model, twin = (shard(Crossed(), mesh["shard"]) for _ in range(2))
-    model.left_first = twin.left_first = world.rank < 2
-    # Prefetching that does not follow the order in which units come.
-    model.trunk[0].set_modules_to_backward_prefetch([model.left, model.right])
-    handle = compress_replicas(model, ALGORITHM, mesh["replicate"], message_bytes=0)
-    trace = train_sharded(model, LOSS, range(5), twin)
-    assert simulated(world, ALGORITHM, trace, 2) < 1e-4
-    order = [handle._backward.layout.units[k].name for k in handle._backward._order]
-    assert world.agree(order)
-    assert set(order) == {"twice", "left", "right"}
-    assert handle.stats().collectives == 2 + 4 * 8
 
 
 class Chunked(nn.Module):
@@ -323,18 +328,6 @@ def test_after_a_failed_pass_training_goes_on(world):
     assert [h.stats().steps for h in handles] == [4, 4]
 
 
-@cases.case
-def test_parameters_that_take_the_place_of_others(world):
-    mesh = mesh_of(2, 2)
-    model, twin = (sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2))
-    compress_replicas(model, ALGORITHM, mesh["replicate"])
-    before = dict(model.named_parameters())
-    model.load_state_dict({n: p.detach().clone() for n, p in before.items()}, assign=True)
-    assert all(p is not before[n] for n, p in model.named_parameters())
-    trace = train_sharded(model, LOSS, range(3), twin)
-    assert simulated(world, ALGORITHM, trace, 2) < 1e-4
-
-
 # --- one model, in shards ---
 
 
@@ -384,21 +377,6 @@ def test_a_loss_scale_is_followed_and_a_step_that_overflows_is_skipped_everywher
     assert relative(*found) < 1e-4
 
 
-@cases.case(slow=True)
-def test_a_compiled_model_is_averaged_as_it_is_written(world):
-    mesh = mesh_of(2, 2)
-    models = [sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2)]
-    called = [models[0], torch.compile(models[1], backend="eager")]
-    handles = [compress_replicas(m, ALGORITHM, mesh["replicate"], message_bytes=0) for m in called]
-    for step in range(3):
-        for model in called:
-            model.zero_grad()
-            LOSS(model, world.rank, step).backward()
-    assert same_bits(*(local_parts(model, gradients=True) for model in models))
-    assert handles[0].stats() == handles[1].stats()
-    assert list(handles[1].rank_state_dict()["tensors"]) == ["0.weight", "2.weight"]
-
-
 # --- what is left out, frozen, or not alone ---
 
 
@@ -434,22 +412,3 @@ def test_layers_that_are_frozen_keep_their_memory_until_they_are_thawed(world):
     thawed = train_sharded(model, LOSS, range(4, 6))
     assert len(thawed.given[0]) == 6
     assert world.agree(thawed.weights)
-
-
-@cases.case(slow=True)
-def test_a_handle_gives_its_place_to_another(world):
-    mesh = mesh_of(2, 2)
-    model = sharded_mlp(WIDTHS, mesh["shard"])
-    first = compress_replicas(model, ALGORITHM, mesh["replicate"])
-    train_sharded(model, LOSS, range(2))
-    first.unregister()
-    plain = world.everyones(train_sharded(model, LOSS, range(2, 3)).given)
-    assert same_bits(plain[0], plain[2])  # without a handle replicas average gradients as they are
-    second = compress_replicas(model, AllReduce(), mesh["replicate"])
-    train_sharded(model, LOSS, range(3, 5))
-    second.reconfigure(ALGORITHM)
-    assert world.agree(train_sharded(model, LOSS, range(5, 6)).weights)
-    assert repr(first).startswith("ReplicaHandle(unregistered; PowerSGD(rank=2")
-    assert "; 2 steps, " in repr(first)
-    assert repr(second).startswith("ReplicaHandle(PowerSGD(rank=2")
-    assert second.stats().steps == 3

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import optax  # type: ignore[import-untyped]
 import pytest
 import torch
@@ -21,7 +23,7 @@ from gradwire.torch_backend import local_sgd
 from tests.parity import local_sgd_cases as parity
 from tests.torch.compare import flat, relative, said, same_bits, weights
 from tests.torch.models import Branches, Layers, loss_on, mlp
-from tests.torch.ranks import Cases, World
+from tests.torch.ranks import PATIENCE, Cases, World
 from tests.torch.sharded import mesh_of, sharded_mlp
 from tests.torch.training import LocalRun, collective_payloads, fit, hooked, sgd
 
@@ -29,6 +31,7 @@ cases = Cases(__file__, ranks=4)
 
 EVERYONE, PAIRS = (0, 1, 2, 3), ((0, 1), (2, 3))
 LOSS = loss_on(6)
+ADAMW = partial(torch.optim.AdamW, lr=0.05)
 
 
 def quadratic() -> nn.Module:
@@ -50,38 +53,29 @@ TABLE = {n: c for n, c in parity.CASES.items() if n not in ("every_step", "perio
 
 
 @cases.each(TABLE)
-def table(world: World, local: LocalSGD) -> dict[str, Any]:
+def test_equals_the_oracle(world: World, local: LocalSGD) -> None:
     module = quadratic()
     ddp, _ = hooked(module, None, world.group)
     optimizer = torch.optim.SGD(module.parameters(), lr=parity.RATE)
     handle = local_sgd(ddp, optimizer, local)
-    trace: dict[str, Any] = {"parameters": [], "bytes": [], "collectives": []}
+    parameters, sent = [], [(0, 0)]
     for step in range(parity.STEPS):
-        before = handle.stats()
         target, noise = tensors(parity.target(world.rank)), tensors(parity.noise(world.rank, step))
         optimizer.zero_grad()
         if local.weighted:
             handle.weight = parity.weight(world.rank, step)
         ddp(parity.CURVATURE[world.rank], target, noise).backward()
         optimizer.step()
-        trace["parameters"].append(weights(module))
-        trace["bytes"].append(handle.stats().bytes_sent - before.bytes_sent)
-        trace["collectives"].append(handle.stats().collectives - before.collectives)
-    return trace | {"memory": handle.rank_state_dict()["tensors"]}
-
-
-@pytest.mark.parametrize("case", TABLE)
-def test_equals_the_oracle(results, case):
-    traces = results(f"table[{case}]")
-    steps = [[trace["parameters"][step] for trace in traces] for step in range(parity.STEPS)]
-    parity.assert_same(case, steps, [trace["memory"] for trace in traces])
-    expected = parity.oracle(case)
-    for trace in traces:
-        for mine, theirs in ((trace["bytes"], expected.nbytes), (trace["collectives"], expected.collectives)):
-            if parity.CASES[case].delayed:  # what is on its way has not arrived with the oracle
-                assert sum(theirs) <= sum(mine) <= sum(theirs) + max(theirs) * parity.CASES[case].fragments
-            else:
-                assert mine == theirs
+        parameters.append(weights(module))
+        sent.append((handle.stats().bytes_sent, handle.stats().collectives))
+    (case,) = (name for name, row in parity.CASES.items() if row is local)
+    traces, expected = world.everyones((parameters, handle.rank_state_dict()["tensors"])), parity.oracle(case)
+    parity.assert_same(case, list(zip(*(steps for steps, _ in traces), strict=True)), [memory for _, memory in traces])
+    for mine, theirs in zip(np.diff(sent, axis=0).T, (expected.nbytes, expected.collectives), strict=True):
+        if local.delayed:  # what is on its way has not arrived with the oracle
+            assert sum(theirs) <= sum(mine) <= sum(theirs) + max(theirs) * local.fragments
+        else:
+            assert list(mine) == theirs
 
 
 class Training:
@@ -224,12 +218,9 @@ def test_nodes_are_those_of_torchrun_or_ranks_on_one_host(world: World) -> None:
         del os.environ["LOCAL_WORLD_SIZE"]
         handle = Training(world, schedule).handle
         assert handle.local == schedule.on_nodes_of(((0, 2), (1, 3)))
-        assert handle.local.subgroups(4) == handle.local.levels(4)[1].groups == ((0, 2), (1, 3))
-        assert handle.local.compressor.algorithm.within == ((0, 2), (1, 3))
         handle.reconfigure(schedule)
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
         training = Training(world, LocalSGD({"node": 2, "all": 4}, subgroup="node"))
-    assert repr(training.handle.local) == "LocalSGD(period={2: 2, 'all': 4}, subgroup=2)"
     own, everyone = (PAIRS[world.rank // 2], SIZE), (EVERYONE, SIZE)
     assert training.run(4) == [[own], [own, own], [own], [own, everyone]]
 
@@ -253,7 +244,6 @@ def test_a_module_without_ddp(world: World) -> None:
 # --- optimizers of torch as outer ones: against ours, and against the very optimizer in a loop by hand ---
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-ADAMW = partial(torch.optim.AdamW, lr=0.05)
 
 
 def run_of(world: World, local: LocalSGD, group: Any = None) -> LocalRun:
@@ -363,3 +353,122 @@ def test_what_is_no_outer_optimizer_is_refused_by_name(world: World) -> None:
     other = run_of(world, diloco(2, outer=NESTEROV))
     with pytest.raises(ValueError, match="AdamW"):
         other.handle.load_state_dict(run.handle.state_dict())
+
+
+# --- averages that travel while training goes on ---
+
+LATE = {
+    "one": diloco(6, overlap=3),
+    "fragments": diloco(6, overlap=2, fragments=3, layout="size", compressor=PowerSGD(2, min_compression_rate=1)),
+    "progress": diloco(6, overlap=5, merge="progress", outer=ADAMW, compressor=WireDtype(AllReduce(), "int8")),
+    "eager": diloco(4, eager=True, outer=ADAMW, compressor=PowerSGD(2, min_compression_rate=1)),
+}
+
+
+WEIGHTED = diloco(4, overlap=3, weighted=True, compressor=PowerSGD(2, min_compression_rate=1))
+
+
+def go_on(run: LocalRun, first: int, last: int) -> None:
+    """With other weights in each step, if there are any: that of a difference on its way is in the memory."""
+    for step in range(first, last):
+        if run.handle.local.weighted:
+            run.handle.weight = (run.rank + step) % 4
+        run.steps(step, step + 1)
+
+
+@cases.each(LATE | {"weighted": WEIGHTED}, slow=("one", "progress"))
+def test_a_run_that_ends_while_messages_travel_goes_on_with_the_same_bits(world: World, local: LocalSGD) -> None:
+    """After each step of a period, wherever its messages are, from files of each rank."""
+    through, saved, seen = LocalRun(world, local), {}, {}
+    for step in range(20):
+        torch.save((weights(through.model), through.handle.rank_state_dict()), file := io.BytesIO())
+        saved[step] = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        go_on(through, step, step + 1)
+        seen[step + 1] = through.seen()
+    for step in range(9, 16):
+        again = LocalRun(world, local)
+        again.model.load_state_dict(saved[step][0])
+        again.handle.load_state_dict(saved[step][1])
+        go_on(again, step, step + 5)
+        assert same_bits(again.seen(), seen[step + 5])
+
+
+@cases.each(LATE | {"waiting": diloco(3, fragments=2), "later": diloco(3, start_step=5, overlap=1)})
+def test_outer_parameters_on_the_host_change_no_bit(world: World, local: LocalSGD) -> None:
+    """Nor does a run that goes on from the other's state."""
+    here, there = LocalRun(world, local), LocalRun(world, local, outer_device="cpu")
+    for run in (here, there):
+        run.steps(0, 9)
+    assert same_bits(there.seen(), here.seen())
+    assert same_bits(there.handle.outer_parameters(), here.handle.outer_parameters())
+    states = [run.handle.rank_state_dict() for run in (here, there)]
+    for run, state in zip((there, here), states, strict=True):
+        run.handle.load_state_dict(state)
+        run.steps(9, 16)
+        run.handle.synchronize()
+    assert same_bits(there.seen(), here.seen())
+    assert same_bits(there.handle.state_dict(), here.handle.state_dict())
+    for run in (here, there):
+        run.handle.reconfigure(diloco(5, lr=0.1))
+        run.steps(16, 22)
+    assert same_bits(there.seen(), here.seen())
+
+
+@cases.case
+def test_what_is_on_its_way_may_be_left_there(world: World) -> None:
+    """Between leaving and arriving: another schedule, none any more, an object that is dropped."""
+    local = LATE["fragments"]
+    for then in ("reconfigure", "unregister", "drop"):
+        run = LocalRun(world, local)
+        run.steps(0, 3)
+        assert run.handle._in_flight is not None
+        assert run.handle._in_flight._on_their_way
+        if then == "reconfigure":
+            run.handle.reconfigure(diloco(6))
+            run.steps(3, 13)
+            assert world.agree(weights(run.model)) == run.handle.synchronized
+        elif then == "unregister":
+            run.handle.unregister()
+            assert world.agree(weights(run.model))
+        del run
+    dist.barrier(group=world.group)
+
+
+@cases.case
+def test_other_messages_do_not_wait_behind_it(world: World) -> None:
+    """It has a process group of its own."""
+    run = LocalRun(world, LATE["one"])
+    assert run.handle._in_flight is not None
+    assert run.handle._in_flight._groups.whole is not run.handle._groups.whole
+    run.steps(0, 6)
+    assert run.handle.stats().collectives == 1
+    run.handle.synchronize()
+    assert world.agree(weights(run.model))
+
+
+@cases.case
+def test_steps_go_on_while_another_rank_has_not_sent_yet(world: World) -> None:
+    """Rank 2 does not come to its step 3, after which a difference leaves, before the others have done two more."""
+    run = LocalRun(world, diloco(4, overlap=3))
+    run.steps(0, 3)
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank == 2:
+        store.wait(["ahead/0", "ahead/1"], PATIENCE)
+    run.steps(3, 6)
+    store.set(f"ahead/{world.rank}", "")
+    run.steps(6, 7)
+    assert world.agree(dict(run.handle.outer_parameters()))
+
+
+@cases.case
+def test_outer_parameters_are_the_same_on_all_ranks(world: World) -> None:
+    run = LocalRun(world, LATE["one"])
+    run.steps(0, 11)
+    outer = run.handle.outer_parameters()
+    assert outer.keys() == dict(run.model.named_parameters()).keys()
+    assert world.agree(dict(outer))
+    assert not world.agree(weights(run.model))
+    out = torch.func.functional_call(run.model, outer, torch.ones(2, 8))
+    assert out.shape == (2, 5)
+    with pytest.raises(ValueError, match="no outer parameters"):
+        LocalRun(world, LocalSGD(3)).handle.outer_parameters()

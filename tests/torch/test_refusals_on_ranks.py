@@ -215,16 +215,6 @@ def unregistered(of):
     return prepared
 
 
-def accelerates_own_hook(h):
-    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-
-    from tests.torch.tools import new_accelerator
-
-    kwargs = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)
-    model = new_accelerator(kwargs_handlers=[kwargs]).prepare(mlp(40, 36))
-    return partial(gw.register_comm_hook, h.watch(model), ALGORITHM)
-
-
 def by_environment(**env):
     """What torchrun would have said, or not."""
 
@@ -297,7 +287,6 @@ EVERYWHERE = {
         (another_algorithm(lambda _: PowerSGD({"conv*": 2})), "'conv*'"),
         (another_algorithm(lambda _: LocalSGD(4)), "LocalSGD(period=4)", "local_sgd"),
         (another_algorithm(lambda _: AllReduce(8)), "bucket_bytes=8"),
-        (accelerates_own_hook, "communication hook"),
         (
             lambda h: h.hook(small(), asking(lambda _, g: mean_each(g, groups=((0, 1), (2, 3), (4, 5))))),
             "groups=((0, 1), (2, 3), (4, 5))",

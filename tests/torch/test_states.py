@@ -20,12 +20,11 @@ from gradwire.core.state import checkpoint
 from gradwire.torch_backend import ZeroOptimizer, local_sgd
 from gradwire.torch_backend.engine.groups import barrier
 from gradwire.torch_backend.engine.groups.barrier import Meeting
-from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.state import loss_scale
 from tests.torch.compare import relative, said, same_bits
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import buckets_of, fit, hooked, paralleled, sgd, train
+from tests.torch.training import fit, hooked, paralleled, sgd, train
 
 pytestmark = pytest.mark.slow
 
@@ -45,28 +44,6 @@ def go_on(wrapped, steps):
 
 
 # --- moved ---
-
-
-@cases.each({"one, after 1": (1 << 20, 1), "many, after 3": (0, 3)})
-def test_more_than_two_ranks_go_on_bit_for_bit_when_the_model_is_one_group(world, variant):
-    """A run that is stopped after one step, before buckets are rebuilt, or after three; in float32, where sums depend on their order. With
-    several groups their order is that of the buckets."""
-    message_bytes, n = variant
-    (ddp, handle), (again, loaded) = (made(world, PowerSGD(2), message_bytes=message_bytes) for _ in range(2))
-    go_on(ddp, n)
-    again.module.load_state_dict(ddp.module.state_dict())
-    state, own = handle.gathered_state_dict("all", to=None), handle.rank_state_dict()
-    loaded.load_state_dict(state)
-    assert same_bits(loaded.rank_state_dict(), own)
-    whole, resumed = (train(each, LOSS, range(n, 6), local=False).weights for each in (ddp, again))
-    assert buckets_of(again) > 1
-    assert same_bits(resumed, whole) if message_bytes else relative(resumed, whole) < 1e-5
-    # What is gathered on the way is what core gathers from files.
-    expected = checkpoint.gather(TorchOps(torch.device("cpu")), world.everyones(own), {"error"})
-    assert same_bits(state, expected)
-    found = state["local"]["2.weight"]["error"]
-    assert found.shape == (3, 32, 40)
-    assert not same_bits(found[0], found[1])
 
 
 @cases.each(["bfloat16", "float64"])
@@ -196,21 +173,6 @@ def test_a_state_that_some_ranks_ask_for_is_an_error_that_names_the_others(world
     dist.barrier(world.group)
     assert same_bits(handle.state_dict(), handle.state_dict())  # they meet when all have come
     assert world.agree(handle.state_dict())
-
-
-@cases.case
-def test_what_ranks_bring_to_a_meeting_is_compared(world):
-    """Several at once, which leave nothing behind."""
-    one, other = Meeting(world.group), Meeting(world.group)
-    found = [one.come("a", "", "x"), other.come("a", "", str(world.rank)), one.come("b", "")]
-    assert found == [[], ["0", "1", "2"], []]
-    keys = []
-    for _ in range(3):
-        one.come("a", "", "x")
-        dist.barrier(world.group)
-        keys.append(one.store.num_keys())
-        dist.barrier(world.group)
-    assert keys[0] == keys[2]
 
 
 @cases.case

@@ -165,21 +165,6 @@ def require_the_pairs(found, expected, pair, whole):
             assert all(torch.allclose(theirs[k].double(), x.double(), rtol=1e-7, atol=1e-12) for k, x in own.items())
 
 
-@cases.case(slow=True)
-def test_it_goes_on_on_another_number_of_ranks(world):
-    """Four ranks, then two; the same gradients on four: each pair of ranks has those of one of two."""
-    with without_casts():
-        expected, _ = plainly(Model(), 2, range(6))
-        four, two = smaller(world, 4), smaller(world, 2)
-        wrapper, zero = sharded(Model(), four, "averaging")
-        train(wrapper, zero, world.rank % 2, range(3))
-        saved, model = zero.consolidated_state_dict(to=None), wrapper
-        if two is not None:
-            wrapper, zero = sharded(model, two, "overlapped")
-            zero.load_state_dict(saved)
-            assert relative(train(wrapper, zero, world.rank, range(3, 6)), expected) < 1e-9
-
-
 @cache
 def four_shards():
     return init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
