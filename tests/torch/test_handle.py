@@ -353,14 +353,6 @@ def test_the_profiler_shows_what_is_done(world):
 CLIPPED = PowerSGD(2, max_norm=0.1)
 
 
-def torchs(model, algorithm, group, **options):
-    """Under torch's names."""
-    ddp, _ = hooked(model, None, group)
-    state = PowerSGDState(group, algorithm.rank, start_powerSGD_iter=0)
-    ddp.register_comm_hook(state, powerSGD_hook)
-    return ddp, state
-
-
 def made(world, door=hooked, algorithm=CLIPPED):
     """With several buckets, each of which is a message of its own."""
     return door(mlp(*WIDTHS), algorithm, world.group, message_bytes=0)
@@ -370,10 +362,6 @@ def backward(module, rank, step, factor=1.0):
     module.zero_grad()
     (factor * LOSS(module, rank, step)).backward()
     return gradients(module.module)
-
-
-def memory_of(handle):
-    return handle.state_dict()["memory"] if isinstance(handle, PowerSGDState) else handle.rank_state_dict()
 
 
 VARIANTS = {
@@ -392,19 +380,26 @@ def test_a_discarded_pass_leaves_no_trace(world, variant):
     for step in range(3):
         for each in (module, other):
             backward(each, world.rank, step)
-        before, stats = memory_of(handle), handle.stats()
+        before, stats = handle.rank_state_dict(), handle.stats()
         with handle.discarded():
             given = backward(module, world.rank, 50 + step, factor=1000.0)
             bad = backward(module, world.rank, 60, float("inf") if world.rank == 1 else 1.0)
-        assert same_bits(memory_of(handle), before)
+        assert same_bits(handle.rank_state_dict(), before)
         after = handle.stats()
         assert (after.steps, after.skipped_steps) == (stats.steps, stats.skipped_steps)
         assert after.bytes_sent > stats.bytes_sent  # it was averaged
         assert world.agree(given)
         assert 0 < torch.cat([g.flatten() for g in given.values()]).norm() <= limit
         assert not any(g.isfinite().all() for name, g in bad.items() if name.endswith("weight"))
-    # Nor does what comes later know of it.
+    # Nor does what comes later know of it. Another configuration within goes on discarding.
     assert same_bits(*(backward(each, world.rank, 9) for each in (module, other)))
+    with handle.discarded():
+        handle.reconfigure(PowerSGD(1))
+        backward(module, world.rank, 51)
+    twin.reconfigure(PowerSGD(1))
+    for step in (10, 11):
+        assert same_bits(*(backward(each, world.rank, step) for each in (module, other)))
+        assert same_bits(handle.rank_state_dict(), twin.rank_state_dict())
     # It is compressed like any other, as if nothing had been left out before.
     twin.forget()
     with handle.discarded():
@@ -452,37 +447,22 @@ def test_contexts_within_each_other_exceptions_and_ranks_that_do_not_agree(world
     assert handle.stats().steps == (3 if world.rank == 0 else 4)
 
 
-DOORS = {
-    "register_comm_hook": (hooked, lambda handle: handle.reconfigure(PowerSGD(1))),
-    "DataParallel": (paralleled, lambda handle: handle.reconfigure(PowerSGD(1))),
-    "PowerSGDState": (torchs, lambda state: setattr(state, "matrix_approximation_rank", 1)),
-}
-
-
-@cases.each(DOORS)
-def test_another_configuration_within_goes_on_discarding(world, door):
-    door, reconfigure = door
-    (module, handle), (other, twin) = (made(world, door, PowerSGD(2)) for _ in range(2))
-    for each in (module, other):
-        backward(each, world.rank, 0)
-    with handle.discarded():
-        backward(module, world.rank, 50)
-        reconfigure(handle)
-        backward(module, world.rank, 51)
-    reconfigure(twin)
-    for step in (1, 2):
-        assert same_bits(*(backward(each, world.rank, step) for each in (module, other)))
-        assert same_bits(memory_of(handle), memory_of(twin))
-        assert memory_of(handle)["step"] == step + 1  # what comes after the context counts
-
-
 @cases.case
 def test_torchs_state_discards_and_forgets(world):
     """The very first pass is one to be dropped; and memory that was loaded is forgotten before the first step."""
-    (module, state), (other, twin), (later, loaded) = (made(world, torchs) for _ in range(3))
+
+    def torchs():
+        ddp, state = wrapped(world)[0], PowerSGDState(world.group, 2, start_powerSGD_iter=0)
+        ddp.register_comm_hook(state, powerSGD_hook)
+        return ddp, state
+
+    (module, state), (other, twin), (later, loaded) = (torchs() for _ in range(3))
     with state.discarded():
         backward(module, world.rank, 50)
-    assert memory_of(state)["step"] == 0
+        state.matrix_approximation_rank = 1
+        backward(module, world.rank, 51)
+    twin.matrix_approximation_rank = loaded.matrix_approximation_rank = 1
+    assert state.state_dict()["memory"]["step"] == 0
     assert not any(x.any() for x in state.error_dict.values())
     for step in range(2):
         assert same_bits(backward(module, world.rank, step), backward(other, world.rank, step))

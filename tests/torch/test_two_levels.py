@@ -60,31 +60,21 @@ def compare_with_the_simulator(world, algorithm, **buckets):
     assert handle.stats().skipped_steps == 0
 
 
-@cases.case
-def test_a_model_of_one_large_tensor_equals_the_simulator(world):
-    """Of which each rank of a node sends a part, and has all of the memory."""
-    algorithm = two_nodes(world, PowerSGD(2))
-    ddp, handle = hooked(mlp(*UNEVEN), algorithm, world.group)
+@cases.each({"a large tensor": (UNEVEN, ((0, 1), (2, 3))), "a partition": (WIDTHS, ((0, 2), (1, 3)))})
+def test_ranks_of_a_node_remember_the_same(world, variant):
+    """Of a tensor that is most of the model, each rank of a node sends a part, and has all of the memory."""
+    widths, nodes = variant
+    algorithm = TwoLevel(PowerSGD(2), nodes)
+    ddp, handle = hooked(mlp(*widths), algorithm, world.group)
     trace = train(ddp, LOSS, 4)
     assert world.agree(trace.weights)
     assert distance_of_all(world, algorithm, trace) < 1e-5
     kept = world.everyones(handle.rank_state_dict()["tensors"])
-    assert kept[0]["0.weight"]["error"].shape == (300, 40)
-    assert same_bits(kept[0], kept[1])
-    assert same_bits(kept[2], kept[3])
-
-
-@cases.case
-def test_ranks_of_a_node_remember_the_same_and_nodes_of_a_partition_serve(world):
-    nodes = tuple(tuple(range(i, world.size, 2)) for i in (0, 1))
-    algorithm = TwoLevel(PowerSGD(2), nodes)
-    ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
-    assert distance_of_all(world, algorithm, train(ddp, LOSS, 3)) < 1e-5
-    kept = world.everyones(handle.rank_state_dict()["tensors"])
-    for node, members in enumerate(nodes):
-        assert all(same_bits(kept[member], kept[node]) for member in members)
-    assert not same_bits(kept[0], kept[1])
-    assert kept[0].keys() == hooked(mlp(*WIDTHS), PowerSGD(2), world.group)[1].rank_state_dict()["tensors"].keys()
+    (first, second), (other, last) = nodes
+    assert kept[0]["0.weight"]["error"].shape == (widths[1], 40)
+    assert same_bits(kept[first], kept[second])
+    assert same_bits(kept[other], kept[last])
+    assert not same_bits(kept[first], kept[other])
 
 
 @cases.case
