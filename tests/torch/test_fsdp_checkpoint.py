@@ -1,4 +1,4 @@
-"""The memory of a sharded model's replicas in files: on as many replicas and shards, on others of either, and on none; and local SGD between them."""
+"""The memory of a sharded model's replicas in files: on as many replicas and shards, on others of either, and on none; local SGD between them; and blocks."""
 
 import io
 from functools import cache
@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -14,16 +16,16 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import LocalSGD, PowerSGD, TopK, TwoLevel, diloco
+from gradwire.core.algorithm import State
 from gradwire.core.state.checkpoint import flatten, unflatten
 from gradwire.torch_backend import compress_replicas, local_sgd, register_comm_hook
 from gradwire.torch_backend.fsdp.layout import local_part
+from gradwire.torch_backend.state.blocks import Piece, parameter_of, recut
 from tests.torch.compare import relative, said, same_bits
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.sharded import local_parts, mesh_of, sharded_mlp
 from tests.torch.training import fit, sgd
-
-pytestmark = pytest.mark.slow
 
 #: Rows that two and four shards do not share equally. The last layer's blocks are too small to be compressed where there are four.
 WIDTHS = (40, 37, 34, 6)
@@ -97,7 +99,7 @@ SOURCES = {
 }
 
 
-@cases.each(FORMS)
+@cases.each(FORMS, slow=FORMS)
 def test_a_run_goes_on_with_other_replicas_and_shards(world, how):
     form, shape = how
     state, goes_on = saved(world.folder, world.rank)
@@ -134,7 +136,7 @@ def test_a_run_goes_on_with_other_replicas_and_shards(world, how):
 RESUMED = {"half step": PowerSGD(rank=2, half_step=True, min_compression_rate=1), "largest elements": TopK(8, per=64)}
 
 
-@cases.each(RESUMED)
+@cases.each(RESUMED, slow=RESUMED)
 def test_a_run_goes_on_bit_for_bit_on_as_many_ranks(world, algorithm):
     """From each rank's own, from that of all, and from what `torch.distributed.checkpoint` has of each."""
     mesh, folder = mesh_of(2, 2), f"{world.folder / 'resumed'} {algorithm}"
@@ -165,7 +167,7 @@ def test_a_run_goes_on_bit_for_bit_on_as_many_ranks(world, algorithm):
     assert f"the state is that of rank={1 - replica}, replicas=2, shard={shard}, shards=2, with" in words
 
 
-@cases.case
+@cases.case(slow=True)
 def test_a_state_moves_to_ddp_and_back(world):
     model, handle = made(mesh_of(2, 2))
     train(model, world.rank, range(3))
@@ -184,7 +186,7 @@ def test_a_state_moves_to_ddp_and_back(world):
     assert (hook.stats().steps, handle.stats().steps) == (4, 5)
 
 
-@cases.case
+@cases.case(slow=True)
 def test_errors_are_laid_out_as_their_parameters(world):
     model, handle = made(mesh_of(2, 2))
     train(model, world.rank, range(2))
@@ -219,7 +221,7 @@ SCHEDULES = {
 }
 
 
-@cases.each(SCHEDULES)
+@cases.each(SCHEDULES, slow=SCHEDULES)
 def test_shards_together_do_what_the_whole_does(world, how):
     local, options, optimizer = how
     mesh = mesh_of(2, 2)
@@ -246,7 +248,7 @@ def test_shards_together_do_what_the_whole_does(world, how):
     handle.synchronize()
 
 
-@cases.case
+@cases.case(slow=True)
 def test_another_schedule_and_none_any_more(world):
     """In the midst of a period. Replicas then average gradients as they are, and may be compressed."""
     mesh = mesh_of(2, 2)
@@ -269,7 +271,7 @@ def test_another_schedule_and_none_any_more(world):
     assert compressed.error_norm() > 0
 
 
-@cases.case
+@cases.case(slow=True)
 def test_buffers_are_averaged_and_a_broken_shard_takes_its_replica_back_to_the_outer_parameters(world):
     torch.manual_seed(0)
     mesh, norm = mesh_of(2, 2), nn.BatchNorm1d(32)
@@ -293,7 +295,10 @@ def test_buffers_are_averaged_and_a_broken_shard_takes_its_replica_back_to_the_o
     assert same_bits(local_parts(model), outer)
 
 
-@cases.each(["2x2", "4x1", "1x4"])
+MESHES = {"2x2": (2, 2), "4x1": (4, 1), "1x4": (1, 4)}
+
+
+@cases.each(MESHES, slow=MESHES)
 def test_outer_parameters_are_saved_and_cut_anew(world, shape):
     schedule = diloco(2, compressor=TwoLevel(PowerSGD(rank=2, min_compression_rate=1), within=1))
 
@@ -310,7 +315,7 @@ def test_outer_parameters_are_saved_and_cut_anew(world, shape):
     fit(model, optimizer, world.rank, range(4), SINGLE)
     folder = world.folder / f"outer {shape}"
     dcp.save({"model": model.state_dict(), "local": handle}, checkpoint_id=folder)
-    again, stepping, other = made(mesh_of(*map(int, shape.split("x"))))
+    again, stepping, other = made(mesh_of(*shape))
     dcp.load({"model": again.state_dict(), "local": other}, checkpoint_id=folder)
     assert other.steps == 4
     for key in ("outer", "velocity"):
@@ -318,7 +323,7 @@ def test_outer_parameters_are_saved_and_cut_anew(world, shape):
         assert all(x.abs().max() > 0 for x in remembered(other, key).values())
     fit(again, stepping, world.rank, range(4, 6), SINGLE)
     assert world.agree(whole(again))
-    if shape == "2x2":
+    if shape == (2, 2):
         fit(model, optimizer, world.rank, range(4, 6), SINGLE)
         assert relative(whole(again), whole(model)) < 1e-5
         own = handle.rank_state_dict()
@@ -326,3 +331,105 @@ def test_outer_parameters_are_saved_and_cut_anew(world, shape):
         words = said(handle.load_state_dict, {**own, "shard": 1 - own["shard"]})
         assert f"shard={1 - world.rank % 2}" in words
         assert f"shard={world.rank % 2}, shards=2" in words
+
+
+# --- blocks of parameters in a saved state: named, put together, and cut anew ---
+
+HEAD = {"format": 1, "kind": "compressor", "algorithm": "A()", "step": 3, "replicas": 2, "shared": {}}
+N, M, R = 12, 5, 2
+
+
+def cut(shards, length=N, axis=0):
+    each = -(-length // shards)
+    starts = [min(s * each, length) for s in range(shards)]
+    return [Piece(axis, start, min(start + each, length), length) for start in starts]
+
+
+def numbers(*shape, start=0):
+    return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+
+
+ERROR = numbers(2, N, M)  # of two replicas
+
+
+def state_of(pieces, name="w"):
+    """A state of a parameter (N, M) in these blocks; those without a row are not compressed."""
+    state = {**HEAD, "tensors": {}, "local": {}}
+    for i, piece in enumerate(pieces):
+        if piece.size:
+            block = piece.name(name)
+            state["tensors"][block] = {"q": torch.full((R, M), float(i)), "p": torch.full((R, piece.size), float(i))}
+            state["local"][block] = {"error": ERROR.narrow(piece.axis + 1, piece.start, piece.size)}
+    return state
+
+
+def memory(piece):
+    shape = [N, M]
+    shape[piece.axis] = piece.size
+    here = {"q": torch.full((R, M), -1.0), "p": torch.full((R, piece.size), -1.0), "error": torch.zeros(shape)}
+    return State({}, {"w": {key: x.double() for key, x in here.items()}})
+
+
+def test_a_block_is_called_by_its_indices():
+    for piece, name in ((Piece(0, 3, 6, 12), "a.w[3:6]"), (Piece(1, 0, 5, 12), "a.w[:, 0:5]")):
+        assert piece.name("a.w") == name
+        parameter, found = parameter_of(name)
+        assert (parameter, found.axis, found.start, found.stop) == ("a.w", piece.axis, piece.start, piece.stop)
+    assert Piece(0, 0, 12, 12).name("a.w") == "a.w"
+    assert parameter_of("a.w") == ("a.w", None)
+
+
+@given(st.integers(1, 13), st.integers(1, 13), st.sampled_from([0, 1]))
+def test_errors_are_put_together_and_cut_again(before, after, axis):
+    state = state_of(cut(before))
+    for piece in cut(after, (N, M)[axis], axis):
+        found = recut(state, {"w": piece}, memory(piece))
+        assert found["local"]["w"]["error"].equal(ERROR.narrow(axis + 1, piece.start, piece.size))
+        assert list(found["tensors"]) == ["w"]
+
+
+def test_another_block_begins_with_the_factor_of_the_one_it_shares_most_with():
+    # Of blocks of 4 rows, those of 3 rows share most with 0, 0 or 1, 1, 2; factors of rows begin anew.
+    for piece, ones in zip(cut(4), ({0.0}, {0.0, 1.0}, {1.0, 2.0}, {2.0}), strict=True):
+        found = recut(state_of(cut(3)), {"w": piece}, memory(piece))["tensors"]["w"]
+        assert set(found["q"].flatten().tolist()) <= ones
+        assert set(found["p"].flatten().tolist()) == {-1.0}
+
+
+def test_a_whole_parameter_is_cut_like_its_blocks():
+    state = state_of([Piece(0, 0, N, N)])
+    state["tensors"]["w"]["outer"] = numbers(N, M)
+    for piece in cut(3):
+        here = memory(piece)
+        here.tensors["w"]["outer"] = torch.zeros(piece.size, M)
+        found = recut(state, {"w": piece}, here)["tensors"]["w"]
+        assert found["outer"].equal(numbers(N, M)[piece.start : piece.stop])
+        assert found["q"].equal(state["tensors"]["w"]["q"])
+
+
+def test_blocks_that_are_not_compressed_have_no_error_and_take_none():
+    state = state_of(cut(3))
+    del state["tensors"]["w[4:8]"], state["local"]["w[4:8]"]
+    found = recut(state, {"w": Piece(0, 2, 10, N)}, memory(Piece(0, 2, 10, N)))["local"]["w"]["error"]
+    assert found[:, 2:6].eq(0).all()
+    assert found[:, :2].equal(ERROR[:, 2:4])
+    found = recut(state_of(cut(3)), {"w": Piece(0, 0, 1, N)}, State({}, {}))
+    assert found["tensors"] == found["local"] == {}
+
+
+def test_what_is_of_another_model_stays_to_be_seen():
+    piece = cut(3)[0]
+    state = state_of(cut(3))
+    other = state_of(cut(3), "v")
+    state["tensors"] |= other["tensors"]
+    state["local"] |= other["local"]
+    assert set(recut(state, {"w": piece}, memory(piece))["tensors"]) == {"w", "v[0:4]", "v[4:8]", "v[8:12]"}
+    narrower = memory(piece)
+    narrower.tensors["w"]["error"] = narrower.tensors["w"]["error"][:, :3]
+    assert "w" not in recut(state, {"w": Piece(0, 0, 5, N)}, narrower)["local"]
+
+
+def test_a_parameter_that_is_called_like_a_block_is_whole():
+    state = {**HEAD, "tensors": {"w[0:2]": {"q": numbers(R, M)}}, "local": {"w[0:2]": {"error": ERROR}}}
+    current = State({}, {"w[0:2]": {"q": numbers(R, M), "error": ERROR[0]}})
+    assert recut(state, {}, current) == state

@@ -57,7 +57,8 @@ def test_the_mean_is_formed_in_a_wide_dtype_and_changes_nothing(world, dtype):
     to_two, to_all = (handle.gathered_state_dict(to=to) for to in (2, None))
     assert (to_two is None) == (world.rank != 2)
     for state in filter(None, (to_two, to_all)):
-        assert same_bits(state["local"]["0.weight"]["error"], expected[None])
+        # In float64, only the order of the sum may differ.
+        assert relative(state["local"]["0.weight"]["error"], expected[None]) <= (1e-12 if dtype == "float64" else 0)
     assert same_bits(handle.rank_state_dict(), before)
 
 
