@@ -1,5 +1,7 @@
 """How many kernels and messages a step takes on a device, and what the host waits for: ceilings, counted without a device; and the counter."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -137,6 +139,15 @@ def test_the_counter_counts_operations_and_nothing_else() -> None:
     assert not out.any()
 
 
+def test_numbers_are_made_once_unless_they_take_much_memory() -> None:
+    """By the branch for a device. Constants of whole steps: tests/emulated/test_ways.py."""
+    ops = TorchOps(torch.device("cpu"))
+    ops._host_knows = False
+    assert ops._numbers(8, torch.int64) is ops._numbers(8, torch.int64)
+    assert len(ops._numbers(1 << 20, torch.int64)) == 1 << 20
+    assert not any(kept.numel() > 1 << 16 for kept in ops._constants.values())
+
+
 # --- what a method costs on one device: its own program and the messages of its plan, with nobody at the other end ---
 
 SPECS = {"a": Spec((96, 64)), "b": Spec((64,)), "c": Spec((64, 96)), "d": Spec((32, 8, 3, 3))}
@@ -173,6 +184,17 @@ def test_gradients_are_averaged_in_the_groups_of_the_hook():
     cost = method_cost(AllReduce(), specs, 2, cpu)
     assert [group.ready >> 20 for group in cost.steps[0]] == [1, 26, 51, 60]
     assert [group.messages[0].nbytes >> 20 for group in cost.steps[0]] == [1, 25, 25, 9]
+
+
+def test_what_imagined_replicas_cost_is_not_counted(monkeypatch):
+    copied = torch.Tensor.copy_
+
+    def slow(self, *args, **options):
+        time.sleep(0.02 * (self.dtype == torch.uint8))
+        return copied(self, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", slow)
+    assert method_cost(Sign(), {"a": Spec((8, 8))}, 40, torch.device("cpu")).compute < 0.02 * 39
 
 
 def test_when_gradients_are_ready_is_seen():

@@ -174,6 +174,21 @@ def test_moments_are_kept_averaged_or_reset(world: World, variant: tuple[str, in
     assert float(training.optimizer.state[weight]["step"]) == steps
 
 
+@cases.case
+def test_ranks_without_moments_count_as_zeros(world: World) -> None:
+    """Rank 2 has made no step of its own when moments are averaged for the first time."""
+    training = Training(world, LocalSGD(1), optimizer=ADAM, lr=0.01, moments="average")
+    LOSS(training.ddp, world.rank, 0).backward()
+    if world.rank == 2:
+        training.optimizer.zero_grad()
+    training.optimizer.step()
+    training.step(1)
+    found = training.optimizer.state[training.model[0].weight]
+    assert float(found["step"]) == (1 if world.rank == 2 else 2)
+    assert torch.isfinite(found["exp_avg"]).all()
+    assert world.agree(found["exp_avg"])
+
+
 @cases.each({"plain": False, "unscaled by the user": True})
 def test_a_step_that_one_rank_skips_counts_on_all(world: World, unscale: bool) -> None:
     """Rank 1 alone finds inf in step 1. A scaler then does not call `optimizer.step()`: the others must not wait for it."""
@@ -238,6 +253,25 @@ def test_a_module_without_ddp(world: World) -> None:
     handle.synchronize()
     assert world.agree(flat(model))
     torch.testing.assert_close(flat(model), torch.stack(before).mean(0))
+
+
+@cases.case
+def test_the_layout_of_parameters_does_not_matter(world: World) -> None:
+    """channels_last parameters stay so, and mean the same."""
+    found, loss = [], loss_on(75)
+    for layout in (torch.channels_last, torch.contiguous_format):
+        torch.manual_seed(0)
+        conv = nn.Conv2d(3, 8, 3).to(memory_format=layout)
+        optimizer = sgd(conv)
+        local_sgd(
+            conv, optimizer, diloco(2, compressor=PowerSGD(1, min_compression_rate=1.0)), process_group=world.group
+        )
+        module = Layers(lambda self, x, conv=conv: conv(x.reshape(-1, 3, 5, 5)).flatten(1))
+        fit(module, optimizer, world.rank, range(4), loss)
+        assert conv.weight.is_contiguous(memory_format=layout)
+        found.append(conv.weight.detach().contiguous())
+    torch.testing.assert_close(*found)
+    assert world.agree(found)
 
 
 # --- optimizers of torch as outer ones: against ours, and against the very optimizer in a loop by hand ---
@@ -388,6 +422,10 @@ def test_a_run_that_ends_while_messages_travel_goes_on_with_the_same_bits(world:
         again.handle.load_state_dict(saved[step][1])
         go_on(again, step, step + 5)
         assert same_bits(again.seen(), seen[step + 5])
+    late = saved[12][1] | ({"step": 9} if world.rank == 3 else {})
+    assert "ranks differ in step: rank 0 has 12, others {3: '9'}" in said(again.handle.load_state_dict, late)
+    assert "the state is of LocalSGD(period=" in said(LocalRun(world, diloco(5)).handle.load_state_dict, saved[12][1])
+    assert same_bits(again.seen(), seen[20])
 
 
 @cases.each(LATE | {"waiting": diloco(3, fragments=2), "later": diloco(3, start_step=5, overlap=1)})

@@ -265,6 +265,15 @@ def test_local_sgd_notes_whole_cycles(clock):
     assert handle.stats().step_seconds == pytest.approx(2.01, rel=0.1)
 
 
+def test_local_sgd_counts_the_gradients_that_are_averaged_first(clock):
+    handle = local(clock, LocalSGD(period=8, start_step=1000))
+    train(handle, clock, 3)
+    assert (handle.stats().step_seconds, handle.stats().wait_seconds) == (14, 4)
+    handle.synchronize()
+    train(handle, clock, 1)
+    assert (handle.stats().step_seconds, handle.stats().wait_seconds) == pytest.approx((46 / 3, 16 / 3))
+
+
 def test_one_line_says_what_local_sgd_costs(caplog, clock):
     with caplog.at_level(logging.INFO, "gradwire"):
         handle = local(clock, LocalSGD(period=8))

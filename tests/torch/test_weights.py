@@ -30,7 +30,9 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.torch_backend import Averager, local_sgd, register_comm_hook
 from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.compare import same_bits
+from tests.torch.models import Branches
 from tests.torch.ranks import Cases, World
+from tests.torch.training import hooked
 
 cases = Cases(__file__, ranks=4)
 
@@ -125,6 +127,17 @@ def test_uneven_inputs_under_join(world: World) -> None:
             found.append(float(model.weight.grad[0, 0]))
         handle.weight = 0
     assert found == [2.5, 3.0, 3.5, 4.0][:batches]
+
+
+@cases.case
+def test_unused_parameters_and_weights_share_a_message(world: World) -> None:
+    sent = []
+    for algorithm in (PowerSGD(2), Weighted(PowerSGD(2))):
+        ddp, handle = hooked(Branches(), algorithm, world.group, find_unused_parameters=True)
+        ddp(torch.ones(2, 40), ("left",)).sum().backward()
+        assert not handle.rank_state_dict()["tensors"]["right.weight"]["error"].any()
+        sent.append(handle.stats().collectives)
+    assert sent[0] == sent[1]
 
 
 @cases.case
