@@ -9,6 +9,8 @@ and on one: how memory is divided among three, no tool has a part in.
 import functools
 import os
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -84,9 +86,9 @@ def loss_of(model, world, step):
     return (model(x) - y).square().mean()
 
 
-def errors(handle):
-    """The mean error, by parameter. Every rank calls this."""
-    return {name: memory["error"] for name, memory in handle.state_dict()["local"].items()}
+def errors(state):
+    """The mean error, by parameter."""
+    return {name: memory["error"] for name, memory in state["local"].items()}
 
 
 def handed_on(world, name, *found):
@@ -98,21 +100,21 @@ def handed_on(world, name, *found):
     return torch.load(file, weights_only=False)
 
 
-def interrupted(world, name, make, make_again=None, *, seen, before=0):
-    """A run that is saved on its way, and one that restores that and goes on: what is `seen` when it is saved and restored, and the weights
-    in the end, of the one and of the other; and the latter."""
+def interrupted(world, name, make, make_again=None):
+    """A run that is saved on its way, and one that restores that and goes on: what is seen when it is saved and restored, and the weights in the end, of
+    the one and of the other; and the latter."""
     folder, found = shared(world, name), ()
     if world.size == SAVING:
         whole = make(world)
         whole.steps(range(SAVED))
         whole.save(folder)
-        found = [seen(whole)]
+        found = [whole.seen()]
         whole.steps(range(SAVED, STEPS))
         found += [weights(whole.model)]
     resumed = (make_again or make)(world)
-    resumed.steps(range(before))  # so that what is restored is not what is there already
+    resumed.steps(resumed.before)
     resumed.restore(folder)
-    restored = seen(resumed)
+    restored = resumed.seen()
     resumed.steps(range(SAVED, STEPS))
     return handed_on(world, name, *found), (restored, weights(resumed.model)), resumed
 
@@ -126,6 +128,8 @@ def adamw(model, **options):
 
 class Run:
     """DDP in a user's own loop, or in accelerate's. `attach(ddp, optimizer)` gives what is saved besides the weights; of each rank's own in `parts`."""
+
+    before = range(1)  # so that what is restored is not what is there already
 
     def __init__(self, world, attach=None, optimizer=slow_sgd, *, accelerated=False, parts=False):
         self.world, self.model, self.accelerator, self.parts = world, mlp(*WIDTHS).double(), None, parts
@@ -156,6 +160,11 @@ class Run:
     def state(self):
         return self.handle.sharded_state if self.parts else self.handle
 
+    def seen(self):
+        """By every rank."""
+        state = self.handle.state_dict()
+        return {"errors": errors(state)} | ({"tensors": state["tensors"]} if isinstance(self, Local) else {})
+
 
 class Accelerated(Run):
     """accelerate with a compressor."""
@@ -166,37 +175,123 @@ class Accelerated(Run):
         self.handle = self.compression.handle
 
 
-def in_loop(**options):
-    return lambda world, algorithm: Run(world, lambda ddp, _: register_comm_hook(ddp, algorithm), **options)
+class Local(Run):
+    """Local SGD, which is saved where replicas are equal."""
+
+    before = range(0)
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        if self.accelerator:
+            self.accelerator.register_for_checkpointing(self.handle)
+
+    def save(self, folder):
+        assert "Call synchronize() on every rank before" in said(super().save, f"{folder} refused")
+        self.handle.synchronize()
+        super().save(folder)
 
 
-WAYS = {"DCP": in_loop(), "DCP in parts": in_loop(parts=True), "accelerate": Accelerated}
+class Zero(Run):
+    """DDP and a `ZeroOptimizer`. By what `torch.distributed.checkpoint` has for optimizers, if there are options for it."""
+
+    def __init__(self, world, cls=torch.optim.AdamW, *, in_hook=False, by_torch=False, accelerated=False, **options):
+        # Tools that know optimizers of one process want all of the state.
+        options |= {"consolidate": True} if by_torch is not False else {}
+        make = lambda model: ZeroOptimizer(model.named_parameters(), cls, lr=1e-3, **options)  # noqa: E731
+        super().__init__(world, None, make, accelerated=accelerated)
+        self.by_torch = by_torch
+        if in_hook:
+            self.ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, self.ddp, self.optimizer))
+
+    def state(self):
+        if self.by_torch is False:
+            return self.inner.sharded_state
+        return get_optimizer_state_dict(self.ddp, self.optimizer, options=self.by_torch)
+
+    def with_weights(self, do, folder):
+        state = super().with_weights(do, folder)
+        if self.by_torch is not False and do is dcp.load:
+            set_optimizer_state_dict(self.ddp, self.optimizer, state, options=self.by_torch)
+
+    def seen(self):
+        return self.whole() | {"weights": weights(self.model)}
+
+    def whole(self):
+        return self.inner.consolidated_state_dict(to=None)
 
 
-@cases.each(
-    {f"{way}, {name}": (way, name) for way in WAYS for name in ALGORITHMS | (NONLINEAR if way != "DCP" else {})}
-)
+@dataclass
+class Row:
+    """What saves, and what restores if it is another. On as many ranks the run goes on with the same `bits`, or as `near`; on others as `near`, or, if
+    `other` ranks take other steps by themselves, however it likes."""
+
+    make: Callable[..., Run]
+    make_again: Callable[..., Run] | None = None
+    bits: bool = True
+    near: float = 1e-9
+    other: bool = True
+
+
+def compressed(algorithm, **options):
+    return lambda world: Run(world, lambda ddp, _: register_comm_hook(ddp, algorithm), **options)
+
+
+def local(compressor, **options):
+    schedule = diloco(3, compressor=compressor)
+    return lambda world: Local(world, lambda ddp, inner: local_sgd(ddp, inner, schedule), **options)
+
+
+def zero(*args, **options):
+    return lambda world: Zero(world, *args, **options)
+
+
+HALF, LARGEST = ALGORITHMS["half step"], NONLINEAR["largest elements"]
+FLAT, FULL = StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions(full_state_dict=True)
+ROWS = {
+    # With DCP and the handle itself, all from the mean. Of a method that is not linear, the mean is not enough.
+    "DCP": Row(compressed(HALF), bits=False),
+    "DCP in parts": Row(compressed(HALF, parts=True)),
+    "DCP in parts, largest elements": Row(compressed(LARGEST, parts=True), other=False),
+    "accelerate": Row(lambda world: Accelerated(world, HALF)),
+    "accelerate, largest elements": Row(lambda world: Accelerated(world, LARGEST), other=False),
+    "local SGD": Row(local(PowerSGD(2)), bits=False, other=False),
+    "local SGD, accelerate": Row(local(PowerSGD(2), accelerated=True), bits=False, other=False),
+    "local SGD in parts": Row(local(TopK(8, per=64), parts=True), other=False),
+    "pieces": Row(zero()),
+    "whole parameters": Row(zero(torch.optim.Adafactor, shard="parameter")),
+    "pieces, then whole parameters": Row(zero(), zero(shard="bucket")),
+    "master weights": Row(zero(master_dtype=torch.float32), near=1e-6),
+    "nothing to remember": Row(zero(torch.optim.SGD)),
+    "accelerate, whole": Row(zero(accelerated=True, consolidate=True)),
+    "get_optimizer_state_dict": Row(zero(by_torch=None)),
+    "get_optimizer_state_dict, a step in the hook": Row(zero(by_torch=None, in_hook=True)),
+    "get_optimizer_state_dict, flat": Row(zero(by_torch=FLAT)),
+    "get_optimizer_state_dict, full": Row(zero(by_torch=FULL)),
+}
+
+
+@cases.each({name: (name, row) for name, row in ROWS.items()})
 @quiet()
-def test_ranks_go_on_from_their_own_memory_and_another_number_from_the_mean(world, variant):
-    """Where each rank's own is saved; with DCP and the handle itself, all from the mean."""
-    way, algorithm = variant[0], (ALGORITHMS | NONLINEAR)[variant[1]]
-    (saved, whole), (restored, weights), resumed = interrupted(
-        world,
-        f"{way} {algorithm}",
-        lambda world: WAYS[way](world, algorithm),
-        seen=lambda run: errors(run.handle),
-        before=1,
-    )
-    assert relative(restored, saved) < 1e-12  # the mean of three equal numbers is rounded
-    assert resumed.handle.rank_state_dict()["step"] == STEPS
-    if world.size == SAVING and way != "DCP":
+def test_what_is_saved_goes_on_on_any_number_of_ranks(world, variant):
+    """Bit for bit on as many, where each rank's own is saved; another number sums the same examples in another order."""
+    name, row = variant
+    (saved, whole), (restored, weights), resumed = interrupted(world, name, row.make, row.make_again)
+    for key, x in saved.items():
+        # The mean of three equal numbers is rounded.
+        assert relative(restored[key], x) < 1e-12 if key == "errors" else same_bits(restored[key], x)
+    if world.size == SAVING and row.bits:
         assert same_bits(weights, whole)
-    elif algorithm in ALGORITHMS.values():
-        assert relative(weights, whole) < 1e-9
-    else:
+    elif world.size == SAVING or row.other:
+        assert relative(weights, whole) < row.near
+    elif "local" not in name:
         assert relative(weights, whole) > 1e-6  # the tolerance above tells the one from the other
-    # Each has an error of its own: to mix them up would be seen.
-    assert len(set(world.everyones(resumed.handle.error_norm()))) == world.size
+    assert world.agree(weights)
+    if resumed.handle is None:
+        assert bool(saved["state"]) == (name != "nothing to remember")
+    elif not isinstance(resumed, Local):
+        assert resumed.handle.rank_state_dict()["step"] == STEPS
+        # Each has an error of its own: to mix them up would be seen.
+        assert len(set(world.everyones(resumed.handle.error_norm()))) == world.size
 
 
 @cases.case(ranks=(SAVING,))
@@ -205,7 +300,7 @@ def test_ranks_go_on_from_their_own_memory_all_together_or_not_at_all(world):
     run, folder = Accelerated(world, NONLINEAR["largest elements"]), shared(world, "some are lost")
     run.steps(range(3))
     run.save(folder)
-    own, mean = run.handle.rank_state_dict(), errors(run.handle)
+    own, mean = run.handle.rank_state_dict(), errors(run.handle.state_dict())
     files = [Path(folder, f"compressor.pt.rank{r}") for r in range(world.size)]
 
     def moved(file, to):
@@ -227,49 +322,6 @@ def test_ranks_go_on_from_their_own_memory_all_together_or_not_at_all(world):
         moved(f"{file}.lost", file)
     run.restore(folder)
     assert same_bits(run.handle.rank_state_dict(), own)
-
-
-TOOLS = {
-    "DCP": PowerSGD(2),
-    "accelerate": PowerSGD(2),
-    "DCP in parts": TopK(8, per=64),
-}
-
-
-class Local(Run):
-    """Local SGD."""
-
-    def save(self, folder):
-        assert "Call synchronize() on every rank before" in said(super().save, f"{folder} refused")
-        self.handle.synchronize()
-        super().save(folder)
-
-
-@cases.each({tool: (tool, compressor) for tool, compressor in TOOLS.items()})
-@quiet()
-def test_local_sgd_is_saved_where_replicas_are_equal(world, variant):
-    tool, compressor = variant
-    schedule, options = (
-        diloco(3, compressor=compressor),
-        {"accelerated": tool == "accelerate", "parts": "parts" in tool},
-    )
-
-    def make(world):
-        run = Local(world, lambda ddp, inner: local_sgd(ddp, inner, schedule), **options)
-        if run.accelerator:
-            run.accelerator.register_for_checkpointing(run.handle)
-        return run
-
-    (saved, whole), (restored, weights), resumed = interrupted(
-        world, f"local {tool}", make, seen=lambda run: run.handle.state_dict()
-    )
-    assert same_bits(restored["tensors"], saved["tensors"])
-    now, then = ({n: m["error"] for n, m in state["local"].items()} for state in (restored, saved))
-    assert relative(now, then) < 1e-12
-    assert resumed.handle.synchronized
-    assert world.agree(weights)
-    if world.size == SAVING:  # another number of replicas takes other steps by itself
-        assert same_bits(weights, whole) if options["parts"] else relative(weights, whole) < 1e-9
 
 
 # ---- Hugging Face's Trainer and Lightning, each with a compressor and a sharded optimizer
@@ -383,72 +435,6 @@ def test_a_tool_saves_and_resumes_the_compressor_and_a_sharded_optimizer(world, 
         assert same_bits(resumed, whole)
     elif algorithm in ALGORITHMS.values():
         assert relative(resumed, whole) < near
-
-
-# ---- ZeroOptimizer where a tool does not know of it
-
-
-class Zero(Run):
-    """DDP and a `ZeroOptimizer`. By what `torch.distributed.checkpoint` has for optimizers, if there are options for it."""
-
-    def __init__(self, world, cls=torch.optim.AdamW, *, in_hook=False, by_torch=False, accelerated=False, **options):
-        # Tools that know optimizers of one process want all of the state.
-        options |= {"consolidate": True} if by_torch is not False else {}
-        make = lambda model: ZeroOptimizer(model.named_parameters(), cls, lr=1e-3, **options)  # noqa: E731
-        super().__init__(world, None, make, accelerated=accelerated)
-        self.by_torch = by_torch
-        if in_hook:
-            self.ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, self.ddp, self.optimizer))
-
-    def state(self):
-        if self.by_torch is False:
-            return self.inner.sharded_state
-        return get_optimizer_state_dict(self.ddp, self.optimizer, options=self.by_torch)
-
-    def with_weights(self, do, folder):
-        state = super().with_weights(do, folder)
-        if self.by_torch is not False and do is dcp.load:
-            set_optimizer_state_dict(self.ddp, self.optimizer, state, options=self.by_torch)
-
-    def whole(self):
-        return self.inner.consolidated_state_dict(to=None)
-
-
-def zero(*args, **options):
-    return lambda world: Zero(world, *args, **options)
-
-
-#: What saves, and what restores if it is another.
-SHARDED = {
-    "pieces": (zero(),),
-    "whole parameters": (zero(torch.optim.Adafactor, shard="parameter"),),
-    "pieces, then whole parameters": (zero(), zero(shard="bucket")),
-    "master weights": (zero(master_dtype=torch.float32),),
-    "nothing to remember": (zero(torch.optim.SGD),),
-    "accelerate": (zero(accelerated=True, consolidate=True),),
-    "get_optimizer_state_dict": (zero(by_torch=None),),
-    "get_optimizer_state_dict, a step in the hook": (zero(by_torch=None, in_hook=True),),
-    "get_optimizer_state_dict, flat": (zero(by_torch=StateDictOptions(flatten_optimizer_state_dict=True)),),
-    "get_optimizer_state_dict, full": (zero(by_torch=StateDictOptions(full_state_dict=True)),),
-}
-
-
-@cases.each(SHARDED.keys())
-@quiet()
-def test_a_sharded_optimizer_is_saved_and_restored_bit_for_bit_on_any_number_of_ranks(world, name):
-    (saved, whole), (restored, resumed), _ = interrupted(
-        world, f"zero {name}", *SHARDED[name], seen=lambda run: (run.whole(), weights(run.model))
-    )
-    (optimizer, model), (optimizer_now, model_now) = saved, restored
-    assert bool(optimizer["state"]) == (name != "nothing to remember")
-    assert same_bits(optimizer_now["state"], optimizer["state"])
-    assert optimizer_now["param_groups"][0]["params"] == optimizer["param_groups"][0]["params"]
-    assert optimizer_now["param_groups"][0]["lr"] == 1e-3
-    assert same_bits(model_now, model)
-    if world.size == SAVING:
-        assert same_bits(resumed, whole)
-    else:  # another number of ranks sums the same examples in another order
-        assert relative(resumed, whole) < (1e-6 if name == "master weights" else 1e-9)
 
 
 @cases.case(ranks=(SAVING,))
