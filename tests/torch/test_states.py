@@ -1,8 +1,9 @@
-"""Memory of several ranks: through files, from all to all, to another loss scale; and ranks that are not in the same state, or do not all come: an error
-that names them, and neither silence nor half an hour of waiting. To another number of ranks: tests/composition."""
+"""Memory of several ranks: in files, of another loss scale; ranks that are not in the same state, or do not all come, which is an error that names them
+and no long wait; and steps that are not finite. On other numbers of ranks, and bad steps of every method: tests/composition."""
 
 import copy
 import logging
+import math
 import random
 import time
 from datetime import timedelta
@@ -17,16 +18,16 @@ import torch.distributed as dist
 
 from gradwire import LocalSGD, PowerSGD, diloco
 from gradwire.core.state import checkpoint
-from gradwire.torch_backend import ZeroOptimizer, local_sgd
+from gradwire.torch_backend import PowerSGDState, ZeroOptimizer, local_sgd, powerSGD_hook
 from gradwire.torch_backend.engine.groups import barrier
 from gradwire.torch_backend.engine.groups.barrier import Meeting
+from gradwire.torch_backend.monitor.skipped_steps import SkippedSteps
+from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.state import loss_scale
-from tests.torch.compare import relative, said, same_bits
+from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.training import fit, hooked, paralleled, sgd, train
-
-pytestmark = pytest.mark.slow
 
 WIDTHS = (24, 40, 32, 24)
 LOSS = loss_on(WIDTHS[0])
@@ -46,7 +47,7 @@ def go_on(wrapped, steps):
 # --- moved ---
 
 
-@cases.each(["bfloat16", "float64"])
+@cases.each(["bfloat16", "float64"], slow=["bfloat16", "float64"])
 def test_the_mean_is_formed_in_a_wide_dtype_and_changes_nothing(world, dtype):
     """At every destination; and what is of that dtype already must not be summed where it is."""
     ddp, handle = made(world, PowerSGD(2, state_dtype=dtype))
@@ -70,7 +71,7 @@ def scaler_of(scale, **options):
     return torch.amp.GradScaler("cpu", init_scale=scale, **{"growth_interval": 100} | options)
 
 
-@cases.case
+@cases.case(slow=True)
 def test_memory_follows_the_loss_scale(world):
     """The same steps without a scaler, with one that the memory follows, and with one that it does not know of. In step 3 the scale has
     grown, step 4 overflows."""
@@ -114,6 +115,7 @@ def test_memory_follows_the_loss_scale(world):
     assert relative(errors(unscaled[1]), errors(until_four[1])) < 1e-10
 
 
+@pytest.mark.slow
 def test_states_live_in_files_without_pickle(alone, tmp_path):
     ddp, handle = hooked(mlp(*WIDTHS), PowerSGD(2, half_step=True), alone)
     train(ddp, LOSS, 3, local=False)
@@ -133,6 +135,7 @@ def test_states_live_in_files_without_pickle(alone, tmp_path):
         assert same_bits(found, state)
 
 
+@pytest.mark.slow
 def test_arrays_of_other_libraries_are_taken(alone):
     (ddp, source), (_, handle) = (hooked(mlp(*WIDTHS).bfloat16(), PowerSGD(2, half_step=True), alone) for _ in range(2))
     ddp(torch.ones(4, WIDTHS[0]).bfloat16()).square().mean().backward()
@@ -152,7 +155,7 @@ def test_arrays_of_other_libraries_are_taken(alone):
 # --- called on some ranks only, or with different states ---
 
 
-@cases.case
+@cases.case(slow=True)
 def test_a_state_that_some_ranks_ask_for_is_an_error_that_names_the_others(world):
     records = []
     handler = logging.Handler()
@@ -176,7 +179,7 @@ def test_a_state_that_some_ranks_ask_for_is_an_error_that_names_the_others(world
     assert world.agree(handle.state_dict())
 
 
-@cases.case
+@cases.case(slow=True)
 def test_ranks_that_give_up_and_come_again_meet_in_the_end(world):
     """Ranks come at random, and give up so soon that some come while others leave: they meet in the end, as often one as the other."""
     generator, table = random.Random(world.rank), Meeting(world.group)
@@ -193,7 +196,10 @@ def test_ranks_that_give_up_and_come_again_meet_in_the_end(world):
     assert sum(world.everyones(given_up)) > 0
 
 
-@cases.each({"hook, dense start": (hooked, PowerSGD(2, start_step=4)), "DataParallel": (paralleled, PowerSGD(2))})
+DOORS = {"hook, dense start": (hooked, PowerSGD(2, start_step=4)), "DataParallel": (paralleled, PowerSGD(2))}
+
+
+@cases.each(DOORS, slow=DOORS)
 def test_ranks_in_different_states_all_raise_before_anything_is_sent(world, variant):
     door, algorithm = variant
     (before, handle), (other, source) = (made(world, algorithm, door, seed) for seed in (0, 1))
@@ -224,7 +230,7 @@ def test_ranks_in_different_states_all_raise_before_anything_is_sent(world, vari
     assert same_bits(handle.rank_state_dict(), own)
 
 
-@cases.case
+@cases.case(slow=True)
 def test_a_rank_that_loads_in_the_middle_is_not_left_to_average_with_the_others(world):
     """One rank goes back to a checkpoint, and the others go on: they have no reason to compare anything."""
     ddp, handle = made(world, PowerSGD(2, half_step=True), paralleled)
@@ -250,7 +256,7 @@ def test_a_rank_that_loads_in_the_middle_is_not_left_to_average_with_the_others(
     assert world.agree(ddp.module.state_dict())
 
 
-@cases.case
+@cases.case(slow=True)
 def test_local_sgd_takes_a_state_that_is_everybodys_or_its_own(world):
     def run():
         ddp, _ = made(world, None)
@@ -288,3 +294,126 @@ def test_local_sgd_takes_a_state_that_is_everybodys_or_its_own(world):
     handle.load_state_dict(portable)
     assert handle.synchronized
     handle.state_dict()
+
+
+# --- an inf or NaN in one rank's gradient: all see it, nobody's memory changes, and training goes on as if the step had not been ---
+
+COMPRESSED = {"0.weight", "2.weight", "4.weight"}
+
+#: The value, the parameter in which it comes up on rank 1, the step at which it does: after the first one buckets are rebuilt.
+BAD = {
+    "inf in a matrix, half step": (PowerSGD(rank=2, half_step=True), math.inf, "2.weight", 3),
+    "-inf in a bias": (PowerSGD(rank=2), -math.inf, "0.bias", 3),
+    "nan in the first step": (PowerSGD(rank=2), math.nan, "4.bias", 0),
+    "under torch's names": (None, math.inf, "2.weight", 3),
+}
+STEPS = 7
+
+
+def bad_loss(value, parameter, at):
+    """One element of one gradient of one rank is `value`."""
+
+    def loss(model, rank, step):
+        y = LOSS(model, rank, step)
+        if step == at and rank == 1:
+            weights = dict(getattr(model, "module", model).named_parameters())
+            y = y + value * weights[parameter].view(-1)[5]
+        return y
+
+    return loss
+
+
+def seen_of(world, algorithm):
+    """A model, and a function that gives what is remembered."""
+    ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group, message_bytes=0)
+    if handle is not None:
+        return ddp, handle.rank_state_dict
+    state = PowerSGDState(world.group, 2, 0)
+    ddp.register_comm_hook(state, powerSGD_hook)
+    return ddp, lambda: state.state_dict()["memory"]
+
+
+@cases.each(BAD)
+def test_a_bad_step_is_bad_on_every_rank_and_leaves_no_trace(world, variant):
+    algorithm, value, parameter, at = variant
+    loss = bad_loss(value, parameter, at)
+    (ddp, memory), (other, _) = (seen_of(world, algorithm) for _ in range(2))
+    train(ddp, loss, at, local=False)
+    before, start = memory(), weights(ddp.module)
+    (given,) = train(ddp, loss, [at], local=False).given
+    assert not any(given[name].isfinite().all() for name in {parameter} | COMPRESSED)
+    # NaN in one place, NaN in the same place everywhere; its sign bit may depend on which operand came first.
+    torch.testing.assert_close(given, world.everyones(given)[0], rtol=0, atol=0, equal_nan=True)
+    after = memory()
+    assert same_bits([after["tensors"], after["shared"]], [before["tensors"], before["shared"]])
+    assert after["step"] == before["step"] + 1
+    ddp.module.load_state_dict(start)  # what a GradScaler does: the optimizer skips this step
+    rest = train(ddp, loss, range(at + 1, STEPS), local=False).weights
+    assert world.agree(rest)
+    without = train(other, loss, [s for s in range(STEPS) if s != at], local=False).weights
+    # In the first step: buckets are rebuilt one good step earlier, and three ranks' sums have another order.
+    assert same_bits(rest, without) if at else relative(rest, without) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("bad", "lines"), [(range(3, 12), 0), (range(3, 13), 1), (range(30), 1), ([*range(12), *range(13, 30)], 2)]
+)
+def test_ten_skipped_steps_in_a_row_are_said_once(caplog, bad, lines):
+    """Nine in a row are a loss scaler at work; one that was not skipped begins a new run."""
+    skipped = SkippedSteps("PowerSGD(rank=2)", torch.device("cpu"), 0, seen_by_host=True)
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        for step in range(30):
+            skipped.add(torch.tensor(step not in bad))
+            skipped.look(step + 1)
+    assert len(caplog.records) == lines
+    assert all(record.getMessage().startswith("PowerSGD(rank=2): 10 steps in a row") for record in caplog.records)
+    assert int(skipped.count) == len(bad)
+
+
+@cases.case
+def test_the_rank_with_the_bad_gradient_names_its_parameter(world):
+    if not TorchOps(torch.device("cpu")).host_knows:  # else it looks at every tenth step, at what has arrived
+        return
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("gradwire").addHandler(handler)
+    try:
+        ddp, handle = hooked(mlp(*WIDTHS), PowerSGD(rank=2), world.group)
+        for step in range(10):
+            ddp.zero_grad()
+            bad_loss(math.nan, "0.bias", step)(ddp, world.rank, step).backward()
+    finally:
+        logging.getLogger("gradwire").removeHandler(handler)
+    lines = [line for line in lines if "10 steps in a row were skipped" in line]
+    assert len(lines) == (world.rank < 2)
+    assert handle.stats().skipped_steps == 10
+    assert [("on rank 1 that of '0.bias' does" in line) for line in lines] == [world.rank == 1] * len(lines)
+
+
+def test_on_a_device_the_host_waits_for_nothing_to_see_a_run_of_skipped_steps(monkeypatch, caplog):
+    """Copies arrive when they like: what has not arrived is looked at later."""
+
+    class Event:
+        arrived = False
+
+        def query(self):
+            return Event.arrived
+
+        def record(self, stream):
+            pass
+
+    skipped = SkippedSteps("method", torch.device("cpu"), 0, seen_by_host=False)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **kwargs: empty(*args, **kwargs))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
+    skipped._arrived = Event()
+    said_after = []
+    for step in range(1, 61):
+        Event.arrived = step > 25
+        skipped.add(torch.tensor(step <= 10))
+        skipped.look(step)
+        said_after += [step] * (len(caplog.records) > len(said_after))
+    # Copied after step 10, and seen at 30, when it had arrived; copied then, and seen at 40.
+    assert said_after == [40]
+    assert int(skipped.count) == 50
