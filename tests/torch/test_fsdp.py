@@ -14,7 +14,7 @@ from gradwire import AllReduce, CompressionWarning, PowerSGD, plan
 from gradwire.torch_backend import compress_replicas
 from gradwire.torch_backend.fsdp import units
 from tests.torch.compare import relative, same_bits
-from tests.torch.models import TAKEN, Branches, loss_on, mlp
+from tests.torch.models import TAKEN, Branches, Checkpointed, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp, simulated, train_sharded
 
@@ -94,6 +94,11 @@ class Crossed(nn.Module):
         return torch.tanh(self.twice(torch.tanh(self.twice(first + second))))
 
 
+def again(*, reentrant):
+    """Activations are computed again in backward."""
+    return lambda mesh: shard(Checkpointed(reentrant=reentrant, width=40), mesh)
+
+
 def in_other_orders(model, rank):
     """Units come in another order on each replica, and prefetching does not follow it."""
     model.left_first = rank < 2
@@ -136,6 +141,7 @@ class Scenario:
     prepare: Any = lambda model, rank: None
 
 
+OF_LAYERS = ("head.weight", *(f"layers.{i}.weight" for i in range(4)))
 HALF = {
     "algorithm": PowerSGD(rank=2, state_dtype="float32", min_compression_rate=1),
     "loss": loss_on(40, dtype=torch.bfloat16, spread=1),
@@ -159,6 +165,9 @@ SCENARIOS = {
         collectives=lambda rank: 2 + 4 * 8,
     ),
     "replaced": Scenario(layers(), prepare=replaced),
+    "compiled": Scenario(layers(), prepare=lambda model, rank: model.compile(backend="eager")),
+    "computed again": Scenario(again(reentrant=False), remembers=OF_LAYERS),
+    "computed again, reentrant": Scenario(again(reentrant=True), remembers=OF_LAYERS),
     "of four, by unit": Scenario(layers(), mesh=(1, 4), options={"message_bytes": 0}),
     "four replicas, by unit": Scenario(layers(), mesh=(4, 1), options={"message_bytes": 0}),
     "tied weights": Scenario(tied, next_token, 4, remembers=("body.weight", "embedding.weight")),
@@ -412,3 +421,30 @@ def test_layers_that_are_frozen_keep_their_memory_until_they_are_thawed(world):
     thawed = train_sharded(model, LOSS, range(4, 6))
     assert len(thawed.given[0]) == 6
     assert world.agree(thawed.weights)
+
+
+@cases.case(slow=True)
+def test_layers_that_are_thawed_later_need_another_handle(world):
+    """The first gives its place; in between replicas average gradients as they are."""
+    mesh = mesh_of(2, 2)
+    model = shard(mlp(*WIDTHS, frozen=[0]), mesh["shard"])
+    first = compress_replicas(model, ALGORITHM, mesh["replicate"])
+    train_sharded(model, LOSS, range(2))
+    memory = first.rank_state_dict()
+    model[0].requires_grad_(requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"'0.weight', '0.bias'.*compress_replicas"):
+        LOSS(model, world.rank, 2).backward()
+    model.zero_grad()
+    first.unregister()
+    plain = world.everyones(train_sharded(model, LOSS, range(2, 3)).given)
+    assert same_bits(plain[0], plain[2])
+    second = compress_replicas(model, ALGORITHM, mesh["replicate"])
+    assert "'0.weight' only here" in str(second.load_state_dict(memory, strict=False))
+    assert world.agree(train_sharded(model, LOSS, range(3, 5)).weights)
+    memory = second.rank_state_dict()
+    with second.discarded():
+        LOSS(model, world.rank, 5).backward()
+    assert same_bits(second.rank_state_dict(), memory)
+    second.reconfigure(AllReduce())
+    assert world.agree(train_sharded(model, LOSS, range(5, 6)).weights)
+    assert (first.stats().steps, second.stats().steps) == (2, 5)

@@ -109,19 +109,6 @@ class Failing(Remembering):
         return result
 
 
-def test_an_exception_leaves_backward_as_it_is():
-    """A hook that raises leaves torch's reducer unable to go on, whoever wrote it. The memory moves to a new wrapper."""
-    (ddp, handle), (again, taken_over) = (hooked(mlp(*WIDTHS), Failing(where="side by side")) for _ in range(2))
-    train(ddp, LOSS, 1, local=False)
-    before = handle.rank_state_dict()
-    with pytest.raises(Mistake, match="in step 1"):
-        train(ddp, LOSS, 1, local=False)
-    assert same_bits(handle.rank_state_dict(), before)
-    taken_over.load_state_dict(before | {"step": 2})
-    trace = train(again, LOSS, 1, local=False)
-    assert all(g.isfinite().all() for g in trace.given[0].values())
-
-
 @pytest.mark.parametrize("where", ["before any message", "side by side", "in the end"])
 def test_the_driver_goes_on_after_an_exception_as_if_the_step_had_not_been(where, alone):
     parameters = dict(mlp(*WIDTHS).named_parameters())
