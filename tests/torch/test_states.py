@@ -194,6 +194,14 @@ def test_ranks_that_give_up_and_come_again_meet_in_the_end(world):
                 given_up += 1
     assert found == [[]] * 40
     assert sum(world.everyones(given_up)) > 0
+    assert Meeting(world.group).come("turn", "", str(world.rank)) == ["0", "1", "2"]
+    keys = []
+    for _ in range(3):
+        table.come("again", "", "x")
+        dist.barrier(world.group)
+        keys.append(table.store.num_keys())
+        dist.barrier(world.group)
+    assert keys[0] == keys[2]  # nothing is left behind
 
 
 DOORS = {"hook, dense start": (hooked, PowerSGD(2, start_step=4)), "DataParallel": (paralleled, PowerSGD(2))}

@@ -224,6 +224,17 @@ def test_on_shards_one_message_each_way_and_the_tools_of_torch(world):
 
 
 @cases.case(slow=True)
+def test_on_shards_compressed_between_replicas(world):
+    """Gradients are averaged between replicas by us, and each replica has owners of its own: dense, it is what FSDP does by itself."""
+    mesh = mesh_of(2, 2)
+    with without_casts():
+        expected = train(*on_shards(mesh), world.rank, range(3))
+        model, zero = on_shards(mesh["shard"])
+        gw.compress_replicas(model, gradwire.AllReduce(), mesh["replicate"])
+        assert relative(train(model, zero, world.rank, range(3)), expected) < 1e-9
+
+
+@cases.case(slow=True)
 def test_on_shards_what_cannot_be_done_is_refused_by_name(world):
     mesh = mesh_of(2, 2)
     model = shard(Model(), mesh)
