@@ -1,17 +1,20 @@
-"""Replicas of a model that FSDP2 has sharded, in the loops that people write, and as one model in its shards."""
+"""Replicas of a model that FSDP2 has sharded: models of every kind, the loops that people write, and what is one in all shards."""
 
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from gradwire import AllReduce, CompressionWarning, PowerSGD, plan
 from gradwire.torch_backend import compress_replicas
 from gradwire.torch_backend.fsdp import units
 from tests.torch.compare import relative, same_bits
-from tests.torch.models import Checkpointed, loss_on, mlp
+from tests.torch.models import TAKEN, Branches, Checkpointed, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp, simulated, train_sharded
 
@@ -37,33 +40,206 @@ def accumulated(model, rank, switch=None, parts=3):
         (LOSS(model, rank, part) / parts).backward()
 
 
-@cases.each({"one message": {}, "unit by unit": {"message_bytes": 0}})
-def test_blocks_are_averaged_as_the_simulator_says(world, options):
-    mesh, widths = mesh_of(2, 2), (40, 37, 36, 1)  # of the last layer the second shard has nothing
-    model, twin = (sharded_mlp(widths, mesh["shard"]) for _ in range(2))
-    handle = compress_replicas(model, ALGORITHM, mesh["replicate"], **options)
-    trace = train_sharded(model, LOSS, range(5), twin)
-    assert simulated(world, ALGORITHM, trace, 2) < 1e-4
-    assert relative(trace.given[0], trace.local[0]) > 1e-2
-    assert world.agree(trace.weights)
-    shapes = {n: tuple(x.shape) for n, x in local_parts(model).items()}
-    stats = handle.stats()
-    assert stats.bytes_sent == 5 * plan(shapes, ALGORITHM, world_size=2).wire_bytes < stats.dense_bytes / 2
-    assert handle.error_norm() > 0
+class Tied(nn.Module):
+    """The last layer's weight is the embedding. FSDP wants both in one unit, here that of the model."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.body, self.head = nn.Embedding(24, 32), nn.Linear(32, 32), nn.Linear(32, 24, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.body(self.embedding(tokens))))
+
+
+def tied(mesh):
+    model = Tied()
+    fully_shard(model.body, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def next_token(model, rank, step):
+    tokens = torch.randint(24, (8, 6), generator=torch.Generator().manual_seed(10 * step + rank))
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def branches(mesh):
+    torch.manual_seed(0)
+    return shard(Branches(), mesh)
+
+
+def branches_loss(model, rank, step):
+    """Each replica of two shards takes its own branches."""
+    return LOSS(lambda x: model(x, TAKEN[step][rank // 2]), rank, step)
+
+
+def used(step, name):
+    return name.startswith("trunk") or any(name.startswith(branch) for taken in TAKEN[step] for branch in taken)
+
+
+class Crossed(nn.Module):
+    """Two layers side by side, of which the one that is called last comes first in the backward pass; and one that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = mlp(40, 32)
+        self.left, self.right, self.twice = (nn.Linear(32, 32) for _ in range(3))
+        self.left_first = True
+
+    def forward(self, x):
+        x = self.trunk(x)
+        layers = [self.left, self.right] if self.left_first else [self.right, self.left]
+        first, second = (torch.tanh(layer(x)) for layer in layers)
+        return torch.tanh(self.twice(torch.tanh(self.twice(first + second))))
+
+
+def again(*, reentrant):
+    """Activations are computed again in backward."""
+    return lambda mesh: shard(Checkpointed(reentrant=reentrant, width=40), mesh)
+
+
+def in_other_orders(model, rank):
+    """Units come in another order on each replica, and prefetching does not follow it."""
+    model.left_first = rank < 2
+    model.trunk[0].set_modules_to_backward_prefetch([model.left, model.right])
+
+
+def replaced(model, _):
+    """Other parameters take the place of those that there are."""
+    before = dict(model.named_parameters())
+    model.load_state_dict({n: p.detach().clone() for n, p in before.items()}, assign=True)
+    assert all(p is not before[n] for n, p in model.named_parameters())
+
+
+def layers(widths=WIDTHS, **options):
+    """Of one row, of the last layer the second shard has nothing."""
+    return lambda mesh: sharded_mlp(widths, mesh, **options)
+
+
+def offered(**options):
+    """Under these policies of FSDP."""
+    return Scenario(layers(**options), plain=True)
+
+
+@dataclass
+class Scenario:
+    """A model on an axis of shards, prepared after its replicas are compressed, trained for some steps, and what remembers something; `plain`: averages are
+    compared with those of FSDP as well."""
+
+    make: Callable[[Any], nn.Module]
+    loss: Any = LOSS
+    steps: int = 3
+    algorithm: Any = ALGORITHM
+    options: dict[str, Any] = field(default_factory=dict)
+    mesh: tuple[int, int] = (2, 2)
+    tolerance: float = 1e-4
+    used: Any = None
+    remembers: tuple[str, ...] = ("0.weight", "2.weight")
+    plain: bool = False
+    collectives: Any = None
+    prepare: Any = lambda model, rank: None
+
+
+OF_LAYERS = ("head.weight", *(f"layers.{i}.weight" for i in range(4)))
+HALF = {
+    "algorithm": PowerSGD(rank=2, state_dtype="float32", min_compression_rate=1),
+    "loss": loss_on(40, dtype=torch.bfloat16, spread=1),
+    "tolerance": 3e-2,
+}
+SCENARIOS = {
+    "one message": Scenario(layers((40, 37, 36, 1)), steps=5, collectives=lambda rank: 5 * 2),
     # Two of the three units are compressed, in two messages each. The first pass does not know in which order units come, and is one message round.
-    by_unit = 2 + 2 + (world.rank % 2 == 0)
-    assert stats.collectives == (2 + 4 * by_unit if options else 5 * 2)
+    "unit by unit": Scenario(
+        layers((40, 37, 36, 1)),
+        steps=5,
+        options={"message_bytes": 0},
+        collectives=lambda rank: 2 + 4 * (2 + 2 + (rank % 2 == 0)),
+    ),
+    "other orders": Scenario(
+        lambda mesh: shard(Crossed(), mesh),
+        steps=5,
+        options={"message_bytes": 0},
+        prepare=in_other_orders,
+        remembers=tuple(f"{name}.weight" for name in ("left", "right", "trunk.0", "twice")),
+        collectives=lambda rank: 2 + 4 * 8,
+    ),
+    "replaced": Scenario(layers(), prepare=replaced),
+    "compiled": Scenario(layers(), prepare=lambda model, rank: model.compile(backend="eager")),
+    "computed again": Scenario(again(reentrant=False), remembers=OF_LAYERS),
+    "computed again, reentrant": Scenario(again(reentrant=True), remembers=OF_LAYERS),
+    "of four, by unit": Scenario(layers(), mesh=(1, 4), options={"message_bytes": 0}),
+    "four replicas, by unit": Scenario(layers(), mesh=(4, 1), options={"message_bytes": 0}),
+    "tied weights": Scenario(tied, next_token, 4, remembers=("body.weight", "embedding.weight")),
+    "small matrices": Scenario(layers(), algorithm=PowerSGD(rank=64), remembers=()),
+    "unused on some replicas": Scenario(
+        branches,
+        branches_loss,
+        len(TAKEN),
+        options={"unused": True, "message_bytes": 0},
+        used=used,
+        remembers=("left.weight", "right.weight", "trunk.0.weight", "trunk.2.weight"),
+    ),
+    "bfloat16 parameters": Scenario(layers(dtype=torch.bfloat16), **HALF),
+    "resharded to fewer": Scenario(layers(reshard_after_forward=2), mesh=(1, 4)),
+    "bfloat16 computes": offered(
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ),
+    "bfloat16 reduces": offered(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
+    "no resharding": offered(reshard_after_forward=False),
+    "offloaded": offered(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+}
 
 
-@cases.each(["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"])
+@cases.each(SCENARIOS, slow=SCENARIOS.keys() - {"one message", "unit by unit", "other orders", "replaced"})
+def test_blocks_are_averaged_as_the_simulator_says(world, scenario):
+    mesh = mesh_of(*scenario.mesh)
+    model, twin = (scenario.make(mesh["shard"]) for _ in range(2))
+    handle = compress_replicas(model, scenario.algorithm, mesh["replicate"], **scenario.options)
+    for each in (model, twin):
+        scenario.prepare(each, world.rank)
+    trace = train_sharded(model, scenario.loss, range(scenario.steps), twin)
+    assert simulated(world, scenario.algorithm, trace, scenario.mesh[1], used=scenario.used) < scenario.tolerance
+    for step, given in enumerate(trace.given):  # what nobody has used keeps its gradient None
+        assert set(given) == {n for n in trace.local[step] if scenario.used is None or scenario.used(step, n)}
+    memory = handle.rank_state_dict()["tensors"]
+    assert tuple(sorted(memory)) == scenario.remembers
+    assert {x.dtype for kept in memory.values() for x in kept.values()} <= {torch.float32}
+    assert {g.dtype for g in trace.given[0].values()} == {p.dtype for p in model.parameters() if p.requires_grad}
+    stats = handle.stats()
+    assert stats.steps == scenario.steps
+    assert scenario.remembers or stats.bytes_sent == stats.dense_bytes
+    assert relative(trace.given[0], trace.local[0]) > 1e-3 or scenario.mesh[0] == 1
+    assert world.agree(trace.weights)
+    if scenario.algorithm == ALGORITHM and scenario.used is None:
+        shapes = {n: tuple(x.shape) for n, x in local_parts(model).items()}
+        wire_bytes = plan(shapes, ALGORITHM, world_size=scenario.mesh[0]).wire_bytes
+        assert stats.bytes_sent == scenario.steps * wire_bytes < stats.dense_bytes
+        assert handle.error_norm() > 0
+    assert scenario.collectives is None or stats.collectives == scenario.collectives(world.rank)
+    if scenario.plain:
+        ours, theirs = scenario.make(mesh["shard"]), scenario.make(mesh)
+        compress_replicas(ours, AllReduce(), mesh["replicate"])
+        pairs = zip(*(train_sharded(m, LOSS, range(2)).given for m in (ours, theirs)), strict=True)
+        # FSDP averages over replicas in `reduce_dtype`; here that is done in the dtype of the parameters.
+        near = 2e-2 if scenario is SCENARIOS["bfloat16 reduces"] else 1e-5
+        assert all(relative(x, y) < near for x, y in pairs)
+
+
+@cases.each(["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward", "whole"])
 def test_of_micro_batches_the_last_one_sends(world, switch):
+    """Modules may hold the whole parameters between the passes of a step."""
     mesh = mesh_of(2, 2)
     ours, theirs = sharded_mlp(WIDTHS, mesh["shard"]), sharded_mlp(WIDTHS, mesh)
     handle = compress_replicas(ours, AllReduce(), mesh["replicate"], message_bytes=0)
     for _ in range(2):
         for model in (ours, theirs):
             model.zero_grad()
-            accumulated(model, world.rank, switch)
+            model.set_reshard_after_backward(switch != "whole")
+            accumulated(model, world.rank, "set_requires_all_reduce" if switch == "whole" else switch)
+            for module in (model, *model) if switch == "whole" else ():
+                if isinstance(module, nn.Linear) or module is model:
+                    module.reshard()
     require_same_gradients(ours, theirs)
     stats = handle.stats()
     assert stats.steps == 2
@@ -79,27 +255,6 @@ def test_half_a_model_cannot_accumulate(world):
     model[0].set_requires_all_reduce(False, recurse=False)
     with pytest.raises(RuntimeError, match=r"module '0'.*call it on the model itself"):
         LOSS(model, world.rank, 0).backward()
-
-
-class Crossed(nn.Module):
-    """Two layers side by side, of which the one that is called last comes first in the backward pass; and one that is called twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.left, self.right, self.twice = (
-            mlp(40, 32),
-            nn.Linear(32, 32),
-            nn.Linear(32, 32),
-            nn.Linear(32, 32),
-        )
-        self.left_first = True
-
-    def forward(self, x):
-        x = self.trunk(x)
-        layers = [self.left, self.right] if self.left_first else [self.right, self.left]
-        first, second = (torch.tanh(layer(x)) for layer in layers)
-        x = first + second
-        return torch.tanh(self.twice(torch.tanh(self.twice(x))))
 
 
 @cases.case
@@ -118,22 +273,6 @@ def test_torch_that_reduces_in_the_dtype_of_parameters_is_warned_of(world):
             compress_replicas(model, AllReduce(), mesh["replicate"])
         warned = ["reduce_dtype=None" in str(w.message) for w in seen if w.category is CompressionWarning]
         assert warned == [True] * wide
-
-
-@cases.case
-def test_replicas_whose_units_come_in_another_order_send_in_one(world):
-    mesh = mesh_of(2, 2)
-    model, twin = (shard(Crossed(), mesh["shard"]) for _ in range(2))
-    model.left_first = twin.left_first = world.rank < 2
-    # Prefetching that does not follow the order in which units come.
-    model.trunk[0].set_modules_to_backward_prefetch([model.left, model.right])
-    handle = compress_replicas(model, ALGORITHM, mesh["replicate"], message_bytes=0)
-    trace = train_sharded(model, LOSS, range(5), twin)
-    assert simulated(world, ALGORITHM, trace, 2) < 1e-4
-    order = [handle._backward.layout.units[k].name for k in handle._backward._order]
-    assert world.agree(order)
-    assert set(order) == {"twice", "left", "right"}
-    assert handle.stats().collectives == 2 + 4 * 8
 
 
 class Chunked(nn.Module):
@@ -175,17 +314,6 @@ def test_a_unit_whose_gradients_come_in_parts_waits_for_all_of_them(world):
         late.loss(world.rank, 1, 2).backward()
 
 
-@cases.case(slow=True)
-def test_activations_that_are_computed_again_change_nothing(world):
-    mesh = mesh_of(2, 2)
-    weights = []
-    for reentrant in (None, False, True):
-        model = shard(Checkpointed(reentrant=reentrant, width=40), mesh["shard"])
-        compress_replicas(model, ALGORITHM, mesh["replicate"])
-        weights.append(train_sharded(model, LOSS, range(3)).weights)
-    assert all(relative(again, weights[0]) < 1e-5 for again in weights[1:])
-
-
 @cases.case
 def test_after_a_failed_pass_training_goes_on(world):
     mesh = mesh_of(2, 2)
@@ -207,33 +335,6 @@ def test_after_a_failed_pass_training_goes_on(world):
     model.reset_iter_state()
     assert relative(*(train_sharded(m, LOSS, range(2, 4)).weights for m in (model, twin))) < 1e-5
     assert [h.stats().steps for h in handles] == [4, 4]
-
-
-@cases.case
-def test_modules_that_hold_whole_parameters_after_a_pass(world):
-    """`set_reshard_after_backward(False)`: between the passes of a step a module holds the whole parameters."""
-    mesh = mesh_of(2, 2)
-    ours, theirs = sharded_mlp(WIDTHS, mesh["shard"]), sharded_mlp(WIDTHS, mesh)
-    compress_replicas(ours, AllReduce(), mesh["replicate"])
-    for model in (ours, theirs):
-        model.set_reshard_after_backward(False)
-        accumulated(model, world.rank, "set_requires_all_reduce")
-        for module in (model, *model):
-            if isinstance(module, nn.Linear) or module is model:
-                module.reshard()
-    require_same_gradients(ours, theirs)
-
-
-@cases.case
-def test_parameters_that_take_the_place_of_others(world):
-    mesh = mesh_of(2, 2)
-    model, twin = (sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2))
-    compress_replicas(model, ALGORITHM, mesh["replicate"])
-    before = dict(model.named_parameters())
-    model.load_state_dict({n: p.detach().clone() for n, p in before.items()}, assign=True)
-    assert all(p is not before[n] for n, p in model.named_parameters())
-    trace = train_sharded(model, LOSS, range(3), twin)
-    assert simulated(world, ALGORITHM, trace, 2) < 1e-4
 
 
 # --- one model, in shards ---
@@ -285,16 +386,66 @@ def test_a_loss_scale_is_followed_and_a_step_that_overflows_is_skipped_everywher
     assert relative(*found) < 1e-4
 
 
+# --- what is left out, frozen, or not alone ---
+
+
 @cases.case(slow=True)
-def test_a_compiled_model_is_averaged_as_it_is_written(world):
+def test_a_parameter_without_a_gradient_is_an_error(world):
     mesh = mesh_of(2, 2)
-    models = [sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2)]
-    called = [models[0], torch.compile(models[1], backend="eager")]
-    handles = [compress_replicas(m, ALGORITHM, mesh["replicate"], message_bytes=0) for m in called]
-    for step in range(3):
-        for model in called:
-            model.zero_grad()
-            LOSS(model, world.rank, step).backward()
-    assert same_bits(*(local_parts(model, gradients=True) for model in models))
-    assert handles[0].stats() == handles[1].stats()
-    assert list(handles[1].rank_state_dict()["tensors"]) == ["0.weight", "2.weight"]
+    model = branches(mesh["shard"])
+    compress_replicas(model, ALGORITHM, mesh["replicate"])
+    with pytest.raises(RuntimeError, match=r"'right.weight', 'right.bias'.*unused=True.*requires_grad=False"):
+        model(torch.ones(3, 40), ("left",)).sum().backward()
+
+
+@cases.case(slow=True)
+def test_layers_that_are_frozen_keep_their_memory_until_they_are_thawed(world):
+    """One in the middle; and all but the one that comes first in the backward pass."""
+    mesh = mesh_of(2, 2)
+    model, twin = (sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2))
+    handle = compress_replicas(model, ALGORITHM, mesh["replicate"], message_bytes=0)
+    train_sharded(model, LOSS, range(2))
+    for frozen, trained in ((slice(2, 3), ["0", "4"]), (slice(4), ["4"])):
+        memory = handle.rank_state_dict()["tensors"]
+        for each in (model, twin):
+            each[frozen].requires_grad_(requires_grad=False)
+        model.zero_grad()
+        trace = train_sharded(model, LOSS, range(2, 4), twin)
+        after = handle.rank_state_dict()["tensors"]
+        assert [same_bits(memory[f"{n}.weight"], after[f"{n}.weight"]) for n in "02"] == [
+            n not in trained for n in "02"
+        ]
+        assert all(sorted(given) == [f"{n}.{p}" for n in trained for p in ("bias", "weight")] for given in trace.given)
+    assert simulated(world, ALGORITHM, trace, 2) < 1e-4  # of the last layer nothing is compressed
+    model.requires_grad_(requires_grad=True)
+    thawed = train_sharded(model, LOSS, range(4, 6))
+    assert len(thawed.given[0]) == 6
+    assert world.agree(thawed.weights)
+
+
+@cases.case(slow=True)
+def test_layers_that_are_thawed_later_need_another_handle(world):
+    """The first gives its place. After the last replicas average gradients as they are."""
+    mesh = mesh_of(2, 2)
+    model = shard(mlp(*WIDTHS, frozen=[0]), mesh["shard"])
+    first = compress_replicas(model, ALGORITHM, mesh["replicate"])
+    train_sharded(model, LOSS, range(2))
+    memory = first.rank_state_dict()
+    model[0].requires_grad_(requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"'0.weight', '0.bias'.*compress_replicas"):
+        LOSS(model, world.rank, 2).backward()
+    model.zero_grad()
+    first.unregister()
+    second = compress_replicas(model, ALGORITHM, mesh["replicate"])
+    assert "'0.weight' only here" in str(second.load_state_dict(memory, strict=False))
+    assert world.agree(train_sharded(model, LOSS, range(3, 5)).weights)
+    memory = second.rank_state_dict()
+    with second.discarded():
+        LOSS(model, world.rank, 5).backward()
+    assert same_bits(second.rank_state_dict(), memory)
+    second.reconfigure(AllReduce())
+    assert world.agree(train_sharded(model, LOSS, range(5, 6)).weights)
+    assert (first.stats().steps, second.stats().steps) == (2, 5)
+    second.unregister()
+    plain = world.everyones(train_sharded(model, LOSS, range(6, 7)).given)
+    assert same_bits(plain[0], plain[2])

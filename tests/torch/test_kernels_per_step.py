@@ -1,15 +1,17 @@
 """How many kernels and messages a step takes on a device, and what the host waits for: ceilings, counted without a device; and the counter."""
 
-from unittest import mock
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from benchmarks.dry import Kernels, PretendedGroup, Step, gradwire_step, on_a_device, torch_step
+from benchmarks.dry import Kernels, PretendedGroup, Step, gradwire_step, on_a_device
 from benchmarks.shapes import elements, gpt
-from gradwire import AllReduce, PowerSGD, Quantize, WireDtype
-from gradwire.core.ops import Spec
-from gradwire.torch_backend.engine.driver import Driver
+from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, Spec, TopK, TwoLevel, WireDtype, diloco
+from gradwire.torch_backend.advise.method_cost import message_groups, method_cost
+from gradwire.torch_backend.advise.step_time import step_compute
+from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
 
@@ -35,31 +37,28 @@ def counted(step: Step) -> tuple[int, int, int]:
     return seen.kernels, step.all_reduces - before, seen.waits
 
 
-@pytest.mark.parametrize(("rank", "ceiling", "messages"), [(1, 400, 2), (4, 450, 2), (32, 750, 8)])
-def test_a_step_of_a_gpt_with_the_buckets_of_ddp(rank, ceiling, messages) -> None:
-    kernels, all_reduces, waits = counted(made(GPT_125M, PowerSGD(rank)))
-    assert kernels <= ceiling
-    assert all_reduces == messages
-    assert waits == 0
-
-
-#: Of GPT-125M, whose buckets of 25 MiB are 13: kernels, and bytes that are read and written for each element; with the kernels in Triton, and without.
-CODED = {
-    "int8": (WireDtype(AllReduce(), "int8"), True, 120, 18),
-    "int8, without Triton": (WireDtype(AllReduce(), "int8"), False, 400, 52),
-    "quantize": (Quantize("int8"), True, 300, 41),
-    "quantize, without Triton": (Quantize("int8"), False, 600, 106),
-    "PowerSGD": (PowerSGD(4), True, 340, 4 * 8.3),
-    "PowerSGD, without Triton": (PowerSGD(4), False, 400, 4 * 11.3),
+#: Of GPT-125M, whose buckets of 25 MiB are 13: with the kernels in Triton, or without; kernels, all-reduces, and bytes that are read and written for each
+#: element.
+STEPS = {
+    "rank 1": (PowerSGD(1), False, 400, 2, 46),
+    "rank 4": (PowerSGD(4), False, 400, 2, 4 * 11.3),
+    "rank 4, Triton": (PowerSGD(4), True, 340, 2, 4 * 8.3),
+    "rank 32": (PowerSGD(32), False, 750, 8, 53),
+    "int8": (WireDtype(AllReduce(), "int8"), False, 400, 0, 52),
+    "int8, Triton": (WireDtype(AllReduce(), "int8"), True, 120, 0, 18),
+    "quantize": (Quantize("int8"), False, 600, 0, 106),
+    "quantize, Triton": (Quantize("int8"), True, 300, 0, 41),
 }
 
 
-@pytest.mark.parametrize(("algorithm", "fused", "ceiling", "nbytes"), CODED.values(), ids=CODED)
-def test_what_a_step_reads_and_writes(algorithm, fused, ceiling, nbytes) -> None:
+@pytest.mark.parametrize(("algorithm", "fused", "ceiling", "messages", "nbytes"), STEPS.values(), ids=STEPS)
+def test_a_step_of_a_gpt_with_the_buckets_of_ddp(algorithm, fused, ceiling, messages, nbytes) -> None:
     step = made(GPT_125M, algorithm, fused=fused)
+    before = step.all_reduces
     with Kernels() as seen:
         step.run()
     assert seen.kernels <= ceiling
+    assert step.all_reduces - before == messages
     assert seen.nbytes <= nbytes * elements(GPT_125M)
     assert seen.waits == 0
 
@@ -81,16 +80,27 @@ def test_what_is_in_float64_lies_in_memory_that_p_and_q_share() -> None:
 
 
 def test_the_number_of_kernels_does_not_grow_with_the_rank() -> None:
+    """And clipping is a handful of kernels, however many tensors there are."""
     shapes = gpt(2, 768, 10_000, 1024)
-    kernels = {rank: counted(made(shapes, PowerSGD(rank), 100_000.0, message_bytes=1 << 40))[0] for rank in (2, 64)}
-    assert len(set(kernels.values())) == 1, kernels
+    methods = PowerSGD(2), PowerSGD(64), PowerSGD(2, max_norm=1.0)
+    two, many, clipped = (counted(made(shapes, method, 100_000.0, message_bytes=1 << 40)) for method in methods)
+    assert two[0] == many[0]
+    assert clipped[0] - two[0] < 20 < len(shapes)
+    assert clipped[2] == 0
 
 
-def test_a_large_model_at_rank_4_sends_while_backward_goes_on() -> None:
-    """15 MiB of factors, in groups of 4 MiB: each has a message for P and one for Q."""
+@pytest.mark.parametrize("algorithm", [PowerSGD(4), PowerSGD(4, half_step=True)])
+def test_a_pass_that_is_discarded_lets_the_host_wait_for_nothing_more(algorithm) -> None:
+    gradients = {name: torch.zeros(shape) for name, shape in gpt(4, 64, 500, 32).items()}
     with on_a_device():
-        step = gradwire_step(GPT_1_3B, PowerSGD(4), 25.0)
-    assert counted(step)[1] == 2 * 4
+        driver = Driver(algorithm, specs_of(gradients), torch.device("cpu"), PretendedGroup())
+    scalars, waits = dict(driver.memory.state.shared), []
+    for driver.discarding in (False, False, False, True, True):
+        with Kernels() as seen:
+            driver.add(gradients, first=True, last=True)
+        waits.append(seen.waits)
+    assert waits[4] == waits[2]
+    assert all(driver.memory.state.shared[key] is x for key, x in scalars.items())  # the very ones that are foreseen
 
 
 @pytest.mark.parametrize(
@@ -104,32 +114,11 @@ def test_messages_are_larger_where_kernels_count(device, start_step, worth) -> N
     assert driver._worth_a_message() == worth
 
 
-SMALL = {"w": (40, 30), "b": (40,), "again": (40, 30), "wide": (24, 48)}
-
-
 @pytest.mark.parametrize("read", [lambda x: x.item(), bool, lambda x: torch.equal(x, x)])
 def test_a_number_that_the_host_reads_is_a_wait(read) -> None:
     with Kernels() as seen:
         read(torch.ones(()))
     assert seen.waits == 1
-
-
-@pytest.mark.parametrize(("rank", "cap_mib"), [(1, 100), (4, 0.005)])
-def test_steps_that_are_not_computed_take_the_same_path(rank: int, cap_mib: float) -> None:
-    def counts(compute: bool) -> list[dict[str, int]]:
-        found = []
-        with on_a_device():
-            steps = gradwire_step(SMALL, PowerSGD(rank), cap_mib), torch_step(SMALL, rank, cap_mib)
-        for step in steps:
-            for bucket in step.buckets:
-                bucket.buffer().normal_()
-            for _ in range(4):
-                with Kernels(compute=compute) as seen:
-                    step.run()
-                found.append(dict(seen.by_name) | {"waits": seen.waits, "all-reduces": step.all_reduces})
-        return found
-
-    assert counts(compute=True) == counts(compute=False)
 
 
 def test_the_counter_counts_operations_and_nothing_else() -> None:
@@ -154,24 +143,84 @@ def test_the_counter_counts_operations_and_nothing_else() -> None:
     assert not out.any()
 
 
-def test_what_is_the_same_in_each_step_is_made_once() -> None:
-    """By the branch for a device: positions, shifts of bits."""
+def test_numbers_are_made_once_unless_they_take_much_memory() -> None:
+    """By the branch for a device. Constants of whole steps: tests/emulated/test_ways.py."""
     ops = TorchOps(torch.device("cpu"))
     ops._host_knows = False
-    x = torch.tensor([[3.0, -5.0, 5.0, 0.0], [1.0, 1.0, 2.0, 2.0]])
-    signs = torch.tensor([[True, False, True], [False, True, True]])
-
-    def step() -> list[torch.Tensor]:
-        index = ops.top_k(ops.abs(x), 2)
-        sums = ops.scatter_add(torch.zeros(2, 4), index, torch.ones(2, 2))
-        return [index, sums, ops.unpack_bits(ops.pack_bits(signs), (2, 3))]
-
-    first = step()
-    with mock.patch("torch.arange", side_effect=AssertionError("made anew")):
-        again = step()
-    assert [found.tolist() for found in first] == [found.tolist() for found in again]
-    assert first[0].tolist() == [[1, 2], [2, 3]]
-    assert first[1].tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
-    assert torch.equal(first[2], signs)
+    assert ops._numbers(8, torch.int64) is ops._numbers(8, torch.int64)
     assert len(ops._numbers(1 << 20, torch.int64)) == 1 << 20
-    assert not any(kept.numel() > 1 << 16 for kept in ops._constants.values())  # which would take memory
+    assert not any(kept.numel() > 1 << 16 for kept in ops._constants.values())
+
+
+# --- what a method costs on one device: its own program and the messages of its plan, with nobody at the other end ---
+
+SPECS = {"a": Spec((96, 64)), "b": Spec((64,)), "c": Spec((64, 96)), "d": Spec((32, 8, 3, 3))}
+REPLICAS = 4
+METHODS = [
+    AllReduce(),
+    PowerSGD(2, start_step=10),
+    PowerSGD(2, half_step=True),
+    WireDtype(AllReduce(), "int8"),
+    TopK(64, per=(32, 32)),
+    Sign(),
+    TwoLevel(PowerSGD(2), 2),
+    diloco(4, compressor=PowerSGD(2)),
+    diloco(4, fragments=2),
+]
+
+
+@pytest.mark.parametrize("algorithm", METHODS, ids=repr)
+def test_a_method_is_measured(algorithm):
+    assert not dist.is_initialized()
+    cost = method_cost(algorithm, SPECS, REPLICAS, torch.device("cpu"))
+    assert len(cost.steps) == (1 if isinstance(algorithm, LocalSGD) else algorithm.cycle)
+    assert all(group.compute > 0 for step in cost.steps for group in step)
+    assert cost.messages
+
+
+def test_gradients_are_averaged_in_the_groups_of_the_hook():
+    specs = {str(i): Spec((512, 512)) for i in range(60)}  # 1 MiB each
+    cpu = torch.device("cpu")
+    assert [len(names) for names in message_groups(AllReduce(), specs, 2, cpu)] == [1, 25, 25, 9]
+    assert [len(names) for names in message_groups(PowerSGD(4), specs, 2, cpu)] == [60]
+    # Of a model of several groups, in some of which a pattern matches nothing.
+    assert method_cost(PowerSGD({"0": 4, "*": 0}), specs, 2, cpu).compute > 0
+    cost = method_cost(AllReduce(), specs, 2, cpu)
+    assert [group.ready >> 20 for group in cost.steps[0]] == [1, 26, 51, 60]
+    assert [group.messages[0].nbytes >> 20 for group in cost.steps[0]] == [1, 25, 25, 9]
+
+
+def test_what_imagined_replicas_cost_is_not_counted(monkeypatch):
+    copied = torch.Tensor.copy_
+
+    def slow(self, *args, **options):
+        time.sleep(0.02 * (self.dtype == torch.uint8))
+        return copied(self, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", slow)
+    assert method_cost(Sign(), {"a": Spec((8, 8))}, 40, torch.device("cpu")).compute < 0.02 * 39
+
+
+def test_when_gradients_are_ready_is_seen():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 4))
+    model[0].bias.requires_grad_(False)
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+    def train_step():
+        steps.append(0)
+        optimizer.zero_grad()
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()
+
+    compute = step_compute(train_step)
+    times, made = zip(*compute.arrivals, strict=True)
+    last = 4 * (32 * 4 + 4)
+    assert made[-1] == last + 4 * 16 * 32
+    assert len(made) == 3
+    assert made[1] <= last + 4 * 16 * 32
+    assert list(times) == sorted(times)
+    assert 0 < times[-1] < compute.seconds
+    before = len(steps)
+    train_step()
+    assert len(steps) == before + 1
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())

@@ -1,10 +1,19 @@
-"""Whatever gradwire puts on a model or an optimizer goes with them: a sweep of runs in one process needs the memory of one."""
+"""Whatever gradwire puts on a model or an optimizer goes with them: a sweep of runs in one process needs the memory of one. And a script may end right after
+its last step, with or without `destroy_process_group`."""
 
+import os
+import subprocess
+import sys
+import uuid
 import weakref
 from functools import partial
 
+import pytest
+
 from gradwire import LocalSGD, PowerSGD, diloco
 from gradwire.torch_backend import HierarchicalModelAverager, compress_replicas, local_sgd
+from tests.launch import end_all, environment
+from tests.torch import leaving
 from tests.torch.compare import alive
 from tests.torch.doors import FORMS, algorithm, post_local
 from tests.torch.models import loss_on, mlp
@@ -58,3 +67,14 @@ def test_nothing_stays_when_it_is_dropped(world, door):
         left = {name: weakref.ref(part) for name, part in parts.items()}
         del model, optimizer, handle, parts
         assert alive(left) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked")
+def test_leaving_at_once(tmp_path):
+    mark, command = uuid.uuid4().hex, [sys.executable, leaving.__file__, str(tmp_path)]
+    try:
+        done = subprocess.run(command, env=environment(mark), capture_output=True, text=True, timeout=240, check=False)
+    finally:
+        end_all(mark)
+    assert done.returncode == 0, done.stderr[-4000:]

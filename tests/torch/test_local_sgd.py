@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import optax  # type: ignore[import-untyped]
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,14 +22,16 @@ from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, WireDtype, diloco
 from gradwire.torch_backend import local_sgd
 from tests.parity import local_sgd_cases as parity
 from tests.torch.compare import flat, relative, said, same_bits, weights
-from tests.torch.models import Layers, loss_on, mlp
-from tests.torch.ranks import Cases, World
-from tests.torch.training import collective_payloads, fit, hooked, sgd
+from tests.torch.models import Branches, Layers, loss_on, mlp
+from tests.torch.ranks import PATIENCE, Cases, World
+from tests.torch.sharded import mesh_of, sharded_mlp
+from tests.torch.training import LocalRun, collective_payloads, fit, hooked, sgd
 
 cases = Cases(__file__, ranks=4)
 
 EVERYONE, PAIRS = (0, 1, 2, 3), ((0, 1), (2, 3))
 LOSS = loss_on(6)
+ADAMW = partial(torch.optim.AdamW, lr=0.05)
 
 
 def quadratic() -> nn.Module:
@@ -46,38 +53,29 @@ TABLE = {n: c for n, c in parity.CASES.items() if n not in ("every_step", "perio
 
 
 @cases.each(TABLE)
-def table(world: World, local: LocalSGD) -> dict[str, Any]:
+def test_equals_the_oracle(world: World, local: LocalSGD) -> None:
     module = quadratic()
     ddp, _ = hooked(module, None, world.group)
     optimizer = torch.optim.SGD(module.parameters(), lr=parity.RATE)
     handle = local_sgd(ddp, optimizer, local)
-    trace: dict[str, Any] = {"parameters": [], "bytes": [], "collectives": []}
+    parameters, sent = [], [(0, 0)]
     for step in range(parity.STEPS):
-        before = handle.stats()
         target, noise = tensors(parity.target(world.rank)), tensors(parity.noise(world.rank, step))
         optimizer.zero_grad()
         if local.weighted:
             handle.weight = parity.weight(world.rank, step)
         ddp(parity.CURVATURE[world.rank], target, noise).backward()
         optimizer.step()
-        trace["parameters"].append(weights(module))
-        trace["bytes"].append(handle.stats().bytes_sent - before.bytes_sent)
-        trace["collectives"].append(handle.stats().collectives - before.collectives)
-    return trace | {"memory": handle.rank_state_dict()["tensors"]}
-
-
-@pytest.mark.parametrize("case", TABLE)
-def test_equals_the_oracle(results, case):
-    traces = results(f"table[{case}]")
-    steps = [[trace["parameters"][step] for trace in traces] for step in range(parity.STEPS)]
-    parity.assert_same(case, steps, [trace["memory"] for trace in traces])
-    expected = parity.oracle(case)
-    for trace in traces:
-        for mine, theirs in ((trace["bytes"], expected.nbytes), (trace["collectives"], expected.collectives)):
-            if parity.CASES[case].delayed:  # what is on its way has not arrived with the oracle
-                assert sum(theirs) <= sum(mine) <= sum(theirs) + max(theirs) * parity.CASES[case].fragments
-            else:
-                assert mine == theirs
+        parameters.append(weights(module))
+        sent.append((handle.stats().bytes_sent, handle.stats().collectives))
+    (case,) = (name for name, row in parity.CASES.items() if row is local)
+    traces, expected = world.everyones((parameters, handle.rank_state_dict()["tensors"])), parity.oracle(case)
+    parity.assert_same(case, list(zip(*(steps for steps, _ in traces), strict=True)), [memory for _, memory in traces])
+    for mine, theirs in zip(np.diff(sent, axis=0).T, (expected.nbytes, expected.collectives), strict=True):
+        if local.delayed:  # what is on its way has not arrived with the oracle
+            assert sum(theirs) <= sum(mine) <= sum(theirs) + max(theirs) * local.fragments
+        else:
+            assert list(mine) == theirs
 
 
 class Training:
@@ -132,24 +130,15 @@ def test_steps_of_the_optimizer_count_however_many_backward_passes_they_are_made
 @cases.case
 def test_parameters_without_a_gradient_are_averaged(world: World) -> None:
     """DDP would give the parameter a gradient of zeros on all ranks, as long as one has used it; by itself a rank has none."""
-    torch.manual_seed(0)
-    model = Layers(
-        lambda self, x, second: self.first(self.body(x)) + (self.second(self.body(x)) if second else 0),
-        body=nn.Linear(6, 4),
-        first=nn.Linear(4, 3),
-        second=nn.Linear(4, 3),
-    )
+    model = Branches()
     optimizer = sgd(model)
     local_sgd(model, optimizer, LocalSGD(2), process_group=world.group)
-    x = torch.randn(8, 6) * (world.rank + 1)
-    before = model.second.weight.detach().clone()
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(x, world.rank == 1).square().mean().backward()
-        optimizer.step()
-    assert (model.second.weight.grad is None) is (world.rank != 1)
-    assert not torch.equal(before, model.second.weight)
-    assert world.agree(model.second.weight.detach())
+    taken = ("left", "right") if world.rank == 1 else ("left",)
+    before = model.right.weight.detach().clone()
+    fit(Layers(lambda self, x: model(x, taken)), optimizer, world.rank, range(2), loss_on(40))
+    assert (model.right.weight.grad is None) is (world.rank != 1)
+    assert not torch.equal(before, model.right.weight)
+    assert world.agree(model.right.weight.detach())
 
 
 @cases.each(["average", "keep"])
@@ -218,39 +207,11 @@ def test_a_step_that_one_rank_skips_counts_on_all(world: World, unscale: bool) -
         scaler.step(training.optimizer)
         scaler.update()
         if step == 1:
-            assert (
-                relative(flat(training.model), expected) < 1e-6
-            )  # of what each has done by itself, rank 1 one step less
+            # Of what each has done by itself, rank 1 one step less.
+            assert relative(flat(training.model), expected) < 1e-6
     assert world.agree(weights(training.model))
     assert all(p.grad is not None for p in training.model.parameters())
     assert (training.handle.steps, scaler.get_scale()) == (4, 512 if world.rank == 1 else 1024)
-
-
-LONG = diloco(3, lr=0.5, momentum=0.5, start_step=2, fragments=2, compressor=PowerSGD(1, min_compression_rate=1.0))
-
-
-@cases.case
-def test_a_resumed_run_is_the_uninterrupted_one(world: World) -> None:
-    """Stopped in the middle of a period, on all ranks, and begun again from what each has saved."""
-    whole = Training(world, LONG)
-    whole.run(12)
-    first = Training(world, LONG)
-    first.run(7)
-    saved = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict(), first.handle.rank_state_dict()))
-    second = Training(world, LONG, model=mlp(6, 5, 3, seed=9))
-    second.model.load_state_dict(saved[0])
-    second.optimizer.load_state_dict(saved[1])
-    second.handle.load_state_dict(saved[2])
-    assert second.handle.steps == 7
-    for step in range(7, 12):
-        second.step(step)
-    assert same_bits(second.model.state_dict(), whole.model.state_dict())
-    assert same_bits(second.handle.rank_state_dict(), whole.handle.rank_state_dict())
-    late = copy.deepcopy(saved[2]) | ({"step": 9} if world.rank == 3 else {})
-    assert "ranks differ in step: rank 0 has 7, others {3: '9'}" in said(second.handle.load_state_dict, late)
-    other = Training(world, diloco(3)).handle
-    assert "the state is of LocalSGD(period=3" in said(other.load_state_dict, saved[2])
-    assert (second.handle.steps, second.handle.stats().steps) == (12, 5)
 
 
 @cases.case
@@ -271,12 +232,9 @@ def test_nodes_are_those_of_torchrun_or_ranks_on_one_host(world: World) -> None:
         del os.environ["LOCAL_WORLD_SIZE"]
         handle = Training(world, schedule).handle
         assert handle.local == schedule.on_nodes_of(((0, 2), (1, 3)))
-        assert handle.local.subgroups(4) == handle.local.levels(4)[1].groups == ((0, 2), (1, 3))
-        assert handle.local.compressor.algorithm.within == ((0, 2), (1, 3))
         handle.reconfigure(schedule)
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
         training = Training(world, LocalSGD({"node": 2, "all": 4}, subgroup="node"))
-    assert repr(training.handle.local) == "LocalSGD(period={2: 2, 'all': 4}, subgroup=2)"
     own, everyone = (PAIRS[world.rank // 2], SIZE), (EVERYONE, SIZE)
     assert training.run(4) == [[own], [own, own], [own], [own, everyone]]
 
@@ -300,22 +258,233 @@ def test_a_module_without_ddp(world: World) -> None:
 @cases.case
 def test_the_layout_of_parameters_does_not_matter(world: World) -> None:
     """channels_last parameters stay so, and mean the same."""
-    local = diloco(2, compressor=PowerSGD(1, min_compression_rate=1.0))
-
-    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
-        data = torch.Generator().manual_seed(step + 10 * rank)
-        return model(torch.randn(2, 3, 5, 5, generator=data)).square().mean()
-
-    def run(layout: torch.memory_format) -> Tensor:
+    found, loss = [], loss_on(75)
+    for layout in (torch.channels_last, torch.contiguous_format):
         torch.manual_seed(0)
-        model = nn.Conv2d(3, 8, 3).to(memory_format=layout)
-        optimizer = sgd(model)
-        ddp, _ = hooked(model, None, world.group)
-        local_sgd(ddp, optimizer, local)
-        fit(ddp, optimizer, world.rank, range(4), loss)
-        assert model.weight.is_contiguous(memory_format=layout)
-        return model.weight.detach().contiguous()
-
-    found = run(torch.channels_last)
-    torch.testing.assert_close(found, run(torch.contiguous_format))
+        conv = nn.Conv2d(3, 8, 3).to(memory_format=layout)
+        optimizer = sgd(conv)
+        local_sgd(
+            conv, optimizer, diloco(2, compressor=PowerSGD(1, min_compression_rate=1.0)), process_group=world.group
+        )
+        module = Layers(lambda self, x, conv=conv: conv(x.reshape(-1, 3, 5, 5)).flatten(1))
+        fit(module, optimizer, world.rank, range(4), loss)
+        assert conv.weight.is_contiguous(memory_format=layout)
+        found.append(conv.weight.detach().contiguous())
+    torch.testing.assert_close(*found)
     assert world.agree(found)
+
+
+# --- optimizers of torch as outer ones: against ours, and against the very optimizer in a loop by hand ---
+
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def run_of(world: World, local: LocalSGD, group: Any = None, *, sharded: bool = False) -> LocalRun:
+    """Of two shards for each replica, or of whole models."""
+    if not sharded:
+        return LocalRun(world, local, mlp(8, 7, 5).double(), process_group=group or world.group)
+    mesh = mesh_of(2, 2)
+    model = sharded_mlp((8, 7, 5), mesh["shard"], torch.float64)
+    return LocalRun(world, local, model, process_group=mesh.get_group("replicate"))
+
+
+def parameters(run: LocalRun) -> dict[str, torch.Tensor]:
+    return {n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in run.model.named_parameters()}
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "one": {"period": 2},
+    "streaming": {"period": 4, "fragments": 2, "overlap": 2, "compressor": PowerSGD(2, min_compression_rate=1)},
+    "eager": {"period": 3, "eager": True},
+    "hierarchy": {"period": {2: 1, "all": 3}, "start_step": 0, "state_dtype": "float64"},
+    "sharded": {"period": 4, "fragments": 2, "overlap": 1},
+}
+
+
+@cases.each(SCHEDULES, slow=("eager", "hierarchy", "sharded"))
+def test_sgd_of_torch_is_ours(world: World, options: dict[str, Any]) -> None:
+    sharded = options is SCHEDULES["sharded"]
+    ours, theirs = (run_of(world, diloco(outer=outer, **options), sharded=sharded) for outer in (None, NESTEROV))
+    for run in (ours, theirs):
+        run.steps(0, 10)
+    assert relative(parameters(theirs), parameters(ours)) < 1e-6
+    assert "torch.optim.sgd.SGD(lr=0.7" in repr(theirs.handle.local)
+
+
+@cases.each({"AdamW": ADAMW, "NAdam": partial(torch.optim.NAdam, lr=0.05), "Rprop": torch.optim.Rprop}, slow=("Rprop",))
+def test_a_loop_by_hand_comes_to_the_same_and_goes_on_with_fewer_ranks(world: World, factory: Any) -> None:
+    """One optimizer from beginning to end, which nobody saves; and between two outer steps two of four ranks are left."""
+    run = run_of(world, diloco(2, outer=factory))
+    outer = {n: torch.nn.Parameter(p) for n, p in weights(run.model).items()}
+    by_hand = factory(list(outer.values()))
+
+    def together(first: int, last: int, ranks: int) -> None:
+        for step in range(first, last, 2):
+            run.steps(step, step + 1)
+            gradients = gradients_of(run, step + 1)
+            before = {n: p - 0.1 * gradients[n] for n, p in weights(run.model).items()}
+            everyones: list[Any] = [None] * ranks
+            dist.all_gather_object(everyones, before, group=group)
+            for n, x in outer.items():
+                x.grad = sum(x.detach() - each[n] for each in everyones) / ranks
+            by_hand.step()
+            run.steps(step + 1, step + 2)
+            assert relative(weights(run.model), {n: x.detach() for n, x in outer.items()}) < 1e-9
+
+    group: Any = world.group
+    together(0, 6, 4)
+    saved = run.handle.state_dict()
+    assert saved["algorithm"].count(f"{type(by_hand).__module__}.{type(by_hand).__qualname__}(")
+    group = dist.new_group([0, 1])
+    if world.rank < 2:
+        before = weights(run.model)
+        run = run_of(world, diloco(2, outer=factory), group)
+        run.model.load_state_dict(before)
+        run.handle.load_state_dict(saved)
+        together(6, 10, 2)
+
+
+def gradients_of(run: LocalRun, step: int) -> dict[str, torch.Tensor]:
+    """Of the next step, which is not taken."""
+    run.optimizer.zero_grad()
+    run.loss(run.model, run.rank, step).backward()
+    return {n: p.grad.clone() for n, p in run.model.named_parameters()}
+
+
+@cases.case
+def test_a_step_that_is_not_finite_is_not_remembered(world: World) -> None:
+    run = run_of(world, diloco(2, outer=ADAMW))
+    run.steps(0, 3)
+    before = run.handle.rank_state_dict()["tensors"]
+    if world.rank == 1:
+        with torch.no_grad():
+            next(run.model.parameters()).fill_(float("inf"))
+    run.steps(3, 4)
+    assert same_bits(run.handle.rank_state_dict()["tensors"], before)
+    run.steps(4, 6)
+    (kept, *_) = run.handle.rank_state_dict()["tensors"].values()
+    assert kept["outer.step"] == 2
+
+
+@cases.case
+def test_what_is_no_outer_optimizer_is_refused_by_name(world: World) -> None:
+    for factory, named in (
+        (partial(optax.adamw, 0.1), "adamw"),
+        (torch.optim.LBFGS, "LBFGS"),
+        (lambda parameters: parameters, "list"),
+        (partial(torch.optim.AdamW, lr=-1.0), "lr=-1.0"),
+    ):
+        refused = said(local_sgd, mlp(8, 7, 5), None, diloco(2, outer=factory), process_group=world.group)
+        assert "outer=" in refused
+        assert named in refused
+    odd = ADAMW if world.rank else partial(torch.optim.AdamW, lr=0.06)
+    assert "lr=0.06" in said(local_sgd, mlp(8, 7, 5), None, diloco(2, outer=odd), process_group=world.group)
+    run = run_of(world, diloco(2, outer=ADAMW))
+    run.steps(0, 2)
+    other = run_of(world, diloco(2, outer=NESTEROV))
+    with pytest.raises(ValueError, match="AdamW"):
+        other.handle.load_state_dict(run.handle.state_dict())
+
+
+# --- averages that travel while training goes on ---
+
+LATE = {
+    "one": diloco(6, overlap=3),
+    "fragments": diloco(6, overlap=2, fragments=3, layout="size", compressor=PowerSGD(2, min_compression_rate=1)),
+    "progress": diloco(6, overlap=5, merge="progress", outer=ADAMW, compressor=WireDtype(AllReduce(), "int8")),
+    "eager": diloco(4, eager=True, outer=ADAMW, compressor=PowerSGD(2, min_compression_rate=1)),
+}
+
+
+WEIGHTED = diloco(4, overlap=3, weighted=True, compressor=PowerSGD(2, min_compression_rate=1))
+
+
+def go_on(run: LocalRun, first: int, last: int) -> None:
+    """With other weights in each step, if there are any: that of a difference on its way is in the memory."""
+    for step in range(first, last):
+        if run.handle.local.weighted:
+            run.handle.weight = (run.rank + step) % 4
+        run.steps(step, step + 1)
+
+
+@cases.each(LATE | {"weighted": WEIGHTED}, slow=("one", "progress"))
+def test_a_run_that_ends_while_messages_travel_goes_on_with_the_same_bits(world: World, local: LocalSGD) -> None:
+    """After each step of a period, wherever its messages are, from files of each rank."""
+    through, saved, seen = LocalRun(world, local), {}, {}
+    for step in range(20):
+        torch.save((weights(through.model), through.handle.rank_state_dict()), file := io.BytesIO())
+        saved[step] = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        go_on(through, step, step + 1)
+        seen[step + 1] = through.seen()
+    for step in range(9, 16):
+        again = LocalRun(world, local)
+        again.model.load_state_dict(saved[step][0])
+        again.handle.load_state_dict(saved[step][1])
+        go_on(again, step, step + 5)
+        assert same_bits(again.seen(), seen[step + 5])
+    late = saved[12][1] | ({"step": 9} if world.rank == 3 else {})
+    assert "ranks differ in step: rank 0 has 12, others {3: '9'}" in said(again.handle.load_state_dict, late)
+    assert "the state is of LocalSGD(period=" in said(LocalRun(world, diloco(5)).handle.load_state_dict, saved[12][1])
+    assert same_bits(again.seen(), seen[20])
+
+
+@cases.each(LATE | {"waiting": diloco(3, fragments=2), "later": diloco(3, start_step=5, overlap=1)})
+def test_outer_parameters_on_the_host_change_no_bit(world: World, local: LocalSGD) -> None:
+    """Nor does a run that goes on from the other's state."""
+    here, there = LocalRun(world, local), LocalRun(world, local, outer_device="cpu")
+    for run in (here, there):
+        run.steps(0, 9)
+    assert same_bits(there.seen(), here.seen())
+    assert same_bits(there.handle.outer_parameters(), here.handle.outer_parameters())
+    states = [run.handle.rank_state_dict() for run in (here, there)]
+    for run, state in zip((there, here), states, strict=True):
+        run.handle.load_state_dict(state)
+        run.steps(9, 16)
+        run.handle.synchronize()
+    assert same_bits(there.seen(), here.seen())
+    assert same_bits(there.handle.state_dict(), here.handle.state_dict())
+    for run in (here, there):
+        run.handle.reconfigure(diloco(5, lr=0.1))
+        run.steps(16, 22)
+    assert same_bits(there.seen(), here.seen())
+
+
+@cases.case
+def test_what_is_on_its_way_may_be_left_there(world: World) -> None:
+    """Between leaving and arriving: another schedule, none any more, an object that is dropped."""
+    local = LATE["fragments"]
+    for then in ("reconfigure", "unregister", "drop"):
+        run = LocalRun(world, local)
+        run.steps(0, 3)
+        assert run.handle._in_flight is not None
+        assert run.handle._in_flight._on_their_way
+        if then == "reconfigure":
+            run.handle.reconfigure(diloco(6))
+            run.steps(3, 13)
+            assert world.agree(weights(run.model)) == run.handle.synchronized
+        elif then == "unregister":
+            run.handle.unregister()
+            assert world.agree(weights(run.model))
+        del run
+    dist.barrier(group=world.group)
+
+
+@cases.case
+def test_steps_go_on_while_another_rank_has_not_sent_yet(world: World) -> None:
+    """Rank 2 does not come to its step 3, after which a difference leaves, before the others have done two more. Outer parameters are the same on all ranks."""
+    run = LocalRun(world, diloco(4, overlap=3))
+    assert run.handle._in_flight is not None
+    assert run.handle._in_flight._groups.whole is not run.handle._groups.whole  # other messages do not wait behind it
+    run.steps(0, 3)
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank == 2:
+        store.wait(["ahead/0", "ahead/1"], PATIENCE)
+    run.steps(3, 6)
+    store.set(f"ahead/{world.rank}", "")
+    run.steps(6, 7)
+    outer = run.handle.outer_parameters()
+    assert world.agree(dict(outer))
+    assert not world.agree(weights(run.model))
+    assert torch.func.functional_call(run.model, outer, torch.ones(2, 8)).shape == (2, 5)
+    with pytest.raises(ValueError, match="no outer parameters"):
+        LocalRun(world, LocalSGD(3)).handle.outer_parameters()

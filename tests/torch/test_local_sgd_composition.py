@@ -37,12 +37,11 @@ def mlp_model():
     return mlp(40, 36, 28)
 
 
-def mlp_loss(model, rank, part):
-    return loss_on(40)(model, rank, part)
-
-
 def gpt2_model():
     return gpt2(VOCABULARY, LENGTH)
+
+
+mlp_loss = loss_on(40)
 
 
 def text(rank, part):
@@ -177,13 +176,8 @@ def average(lists):
 def test_the_references_differ():
     """So that a cell in which nothing is averaged, or everything, or at other steps, would be noticed."""
     right = reference(mlp_model, mlp_loss, 1)
-    for other in (
-        reference(mlp_model, mlp_loss, 1, due=()),
-        reference(mlp_model, mlp_loss, 1, due=tuple(range(STEPS))),
-        reference(mlp_model, mlp_loss, 1, due=(1, 4, 7), start_step=0),
-        reference(mlp_model, mlp_loss, 3),
-    ):
-        assert relative(other, right) > 1e-4
+    for parts, due, start in ((1, (), 2), (1, tuple(range(STEPS)), 2), (1, (1, 4, 7), 0), (3, DUE, 2)):
+        assert relative(reference(mlp_model, mlp_loss, parts, due, start), right) > 1e-4
 
 
 @cases.case

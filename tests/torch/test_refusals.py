@@ -51,6 +51,18 @@ class Unheard:
         yield "something"
 
 
+ADAM = (torch.optim.AdamW, {}, "element")
+MIXTURE = {"0.*": ADAM, "*.weight": ("Muon", {}, "parameter"), "*": ADAM}
+
+
+def mixed(changed, **options):
+    return lambda h: h.zero(optimizer=changed, **options)
+
+
+def of_params(params):
+    return lambda h: partial(gw.ZeroOptimizer, params, torch.optim.AdamW)
+
+
 class Wrapper(torch.optim.Optimizer):
     """A tool's optimizer that has hooks no more than accelerate's."""
 
@@ -252,6 +264,19 @@ ALONE = rows(
             (lambda h: h.zero(wire_dtype="int7"), "wire_dtype='int7'"),
             (lambda h: h.zero(max_grad_norm=0.0), "max_grad_norm=0.0"),
             (lambda h: h.zero(master_dtype=torch.int32), "master_dtype=torch.int32"),
+            *[(lambda h, x=x: h.zero(lr=-1.0, shard=x), "Invalid learning rate: -1.0") for x in SHARDS],
+            (lambda h: h.zero(betas=(2.0, 2.0)), "Invalid beta parameter at index 0: 2.0"),
+            (of_params([]), "params is empty"),
+            (of_params([{"lr": 1.0}]), "params[0]", "['lr']", "'params'"),
+            (mixed({"0.*": ADAM, "2.*": ADAM}), "no pattern for", "4.bias"),
+            (mixed({"conv*": ADAM} | MIXTURE), "'conv*' matches no parameter"),
+            (mixed({"*": ADAM, "0.*": ADAM}), "'0.*' gets no parameter"),
+            (mixed({}), "optimizer_class={}"),
+            (mixed({"*": (torch.optim.AdamW, {}, "bucket")}), "['*']='bucket'", "'element', 'parameter'"),
+            (mixed(MIXTURE | {"*.weight": (torch.optim.Muon, {}, "element")}), "Muon", "shard='parameter'"),
+            (mixed({"*": (torch.optim.Muon, {}, "parameter")}), "optimizer_class['*']: Muon refuses '0.bias'"),
+            (mixed(MIXTURE | {"*.weight": ("Muon", {"lr": "fast"}, "parameter")}), "['*.weight']", "Muon"),
+            (mixed(MIXTURE | {"*": (torch.optim.AdamW, {"beta": 1}, "element")}), "optimizer_class['*']", "beta"),
             (lambda h: partial(gw.probe, nodes=0), "nodes=0"),
             (lambda h: h.averager({}), "nothing to average"),
             (lambda h: h.averager({"w": torch.zeros(3, dtype=torch.int32)}, AllReduce()), "'w'", "int32"),
@@ -310,6 +335,20 @@ ALONE = rows(
             (lambda h: h.zero(optimizer=nn.Linear), "optimizer_class=", "torch.optim.AdamW"),
             (lambda h: h.zero(master_dtype="float32"), "master_dtype='float32'"),
             (lambda h: h.zero(process_group=3), "process_group=3"),
+            (lambda h: h.zero(learning_rate=1.0), "'learning_rate'"),
+            (of_params([("p", nn.Parameter(torch.zeros(2), requires_grad=False))]), "requires_grad=True"),
+            (of_params(1.2), "params is a float"),
+            (of_params(nn.Parameter(torch.zeros(2))), "params is a Parameter"),
+            (mixed({3: ADAM}), "a key of optimizer_class=3"),
+            (mixed({"*": ADAM[:2]}), "optimizer_class['*']", "(class, options, shard)"),
+            (mixed({"*": (torch.optim.AdamW, 3e-4, "element")}), "optimizer_class['*']", "options=0.0003"),
+            (mixed({"*": (nn.Linear, {}, "element")}), "optimizer_class['*']", "no class of optimizers"),
+            (mixed(MIXTURE, lr=0.1), "lr=", "(class, options, shard)"),
+            (mixed(MIXTURE, shard="parameter"), "shard=", "(class, options, shard)"),
+            (
+                lambda h: partial(gw.ZeroOptimizer, [{"params": list(small().named_parameters()), "lr": 1.0}], MIXTURE),
+                "named_parameters()",
+            ),
             (lambda h: h.zero(average_gradients="no"), "average_gradients='no'"),
             (lambda h: partial(Compression, ALGORITHM, message_bytes="x"), "message_bytes='x'"),
             (lambda h: h.parallel(DistributedDataParallel(mlp(2, 2))), "module is a DistributedDataParallel"),

@@ -58,30 +58,15 @@ def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def another_schedule(change):
-    """For local SGD that is at work."""
+def another(change, *, local=False):
+    """For a hook that is at work, or for local SGD."""
 
     def prepared(h):
-        attempt = h.local_ddp(diloco(3), optimizer=adam)
-        ddp, optimizer, _ = attempt.args
-        handle = attempt()
-        fit(ddp, optimizer, h.rank, range(4), LOSS)
+        attempt = h.local_ddp(diloco(3), optimizer=adam) if local else h.hook(small(), ALGORITHM)
+        ddp, handle = attempt.args[0], attempt()
+        fit(ddp, attempt.args[1] if local else sgd(ddp), h.rank, range(4), LOSS)
         h.watch(handle.rank_state_dict)
-        h.watch(lambda: [handle.local, handle.stats().bytes_sent])
-        return partial(handle.reconfigure, change(h.odd))
-
-    return prepared
-
-
-def another_algorithm(change):
-    """For a hook that is at work."""
-
-    def prepared(h):
-        ddp = h.ddp()
-        handle = gw.register_comm_hook(ddp, ALGORITHM)
-        train(ddp, LOSS, 3, local=False)
-        h.watch(handle.rank_state_dict)
-        h.watch(lambda: [repr(handle.algorithm), handle.stats().bytes_sent])
+        h.watch(lambda: [repr(handle.local if local else handle.algorithm), handle.stats().bytes_sent])
         return partial(handle.reconfigure, change(h.odd))
 
     return prepared
@@ -109,15 +94,18 @@ DIFFERENT = [
     (lambda h: h.parallel(embedding(sparse=h.odd)), "'weight'", "sparse=False"),
     (lambda h: h.averager({"w": torch.zeros(8 + h.odd, 8)}), "parameters"),
     (lambda h: h.averager({"w": torch.zeros(8, 8)}, PowerSGD(1 + h.odd, min_compression_rate=0.1)), "algorithm"),
+    (lambda h: h.zero(max_grad_norm=1.0 + h.odd), "max_grad_norm", "2.0"),
+    (lambda h: h.zero(lr=-1.0 if h.odd else 1.0), "Invalid learning rate: -1.0"),
+    (lambda h: h.zero(optimizer=torch.optim.SGD if h.odd else torch.optim.Adam), "optimizer_class", "SGD"),
     (local(local=LocalSGD(5, start_step=2)), "local", "period=5"),
     (local(buffers="keep"), "buffers", "keep"),
     (local(moments="reset"), "moments", "reset"),
     (local(optimizer=adam), "optimizer", "AdamW"),
     (local(local=LocalSGD(4, start_step=2, subgroup=3)), "subgroup", "groups of 3"),
-    (another_schedule(lambda odd: LocalSGD(1 + odd)), "local"),
-    (another_algorithm(lambda odd: PowerSGD(1 + odd)), "algorithm"),
-    (another_algorithm(lambda odd: PowerSGD({"conv*": 2}) if odd else PowerSGD(4)), "'conv*'"),
-    (another_schedule(lambda odd: LocalSGD(2, subgroup=3 if odd else None)), "subgroup"),
+    (another(lambda odd: LocalSGD(1 + odd), local=True), "local"),
+    (another(lambda odd: PowerSGD(1 + odd)), "algorithm"),
+    (another(lambda odd: PowerSGD({"conv*": 2}) if odd else PowerSGD(4)), "'conv*'"),
+    (another(lambda odd: LocalSGD(2, subgroup=3 if odd else None), local=True), "subgroup"),
 ]
 
 
@@ -212,16 +200,6 @@ def unregistered(of):
     return prepared
 
 
-def accelerates_own_hook(h):
-    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-
-    from tests.torch.tools import new_accelerator
-
-    kwargs = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)
-    model = new_accelerator(kwargs_handlers=[kwargs]).prepare(mlp(40, 36))
-    return partial(gw.register_comm_hook, h.watch(model), ALGORITHM)
-
-
 def by_environment(**env):
     """What torchrun would have said, or not."""
 
@@ -288,13 +266,12 @@ EVERYWHERE = {
         ),
         (lambda h: h.local_ddp(LocalSGD(9, fragments=7)), "fragments=7"),
         (lambda h: h.local_ddp(LocalSGD({2: 2})), "groups of 2", "4 replicas"),
-        (another_schedule(lambda _: diloco(2, compressor=PowerSGD({"conv*": 2}))), "'conv*'"),
+        (another(lambda _: diloco(2, compressor=PowerSGD({"conv*": 2})), local=True), "'conv*'"),
         (by_environment(LOCAL_WORLD_SIZE="3"), "LOCAL_WORLD_SIZE=3"),
         # hooks
-        (another_algorithm(lambda _: PowerSGD({"conv*": 2})), "'conv*'"),
-        (another_algorithm(lambda _: LocalSGD(4)), "LocalSGD(period=4)", "local_sgd"),
-        (another_algorithm(lambda _: AllReduce(8)), "bucket_bytes=8"),
-        (accelerates_own_hook, "communication hook"),
+        (another(lambda _: PowerSGD({"conv*": 2})), "'conv*'"),
+        (another(lambda _: LocalSGD(4)), "LocalSGD(period=4)", "local_sgd"),
+        (another(lambda _: AllReduce(8)), "bucket_bytes=8"),
         (
             lambda h: h.hook(small(), asking(lambda _, g: mean_each(g, groups=((0, 1), (2, 3), (4, 5))))),
             "groups=((0, 1), (2, 3), (4, 5))",
@@ -317,8 +294,8 @@ EVERYWHERE = {
         (lambda h: partial(gw.local_sgd, sgd(small()), None, LocalSGD(2)), "module is a SGD"),
         (lambda h: partial(gw.local_sgd, h.parallel(small())(), None, LocalSGD(2)), "module is a DataParallel"),
         (lambda h: h.local_ddp(ALGORITHM), "local=PowerSGD"),
-        (another_schedule(lambda _: ALGORITHM), "local is a PowerSGD"),
-        (another_algorithm(lambda _: PowerSGD), "algorithm=PowerSGD"),
+        (another(lambda _: ALGORITHM, local=True), "local is a PowerSGD"),
+        (another(lambda _: PowerSGD), "algorithm=PowerSGD"),
     ],
     RuntimeError: [(uneven, "the same number of steps")],
 }

@@ -1,12 +1,18 @@
 """Every request on real ranks, against what the core says that it means: answers, bytes and messages, in groups and in all dtypes."""
 
+from datetime import timedelta
+from unittest import mock
+
+import pytest
 import torch
+import torch.distributed as dist
 
 import gradwire
 from gradwire import LocalSGD, TopK
-from gradwire.torch_backend import Averager, local_sgd
+from gradwire.torch_backend import Averager, HierarchicalModelAverager, local_sgd
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from tests.torch.asked import ASKED, EVEN, RANKS, Answered, answered, require_right
-from tests.torch.compare import relative, same_bits, weights
+from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.everything import Everything
 from tests.torch.models import TAKEN, Branches, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
@@ -23,7 +29,7 @@ def test_a_request_is_answered_as_the_core_says(world, name):
     require_right(name, [Answered(**each) for each in world.everyones(own)])
 
 
-# --- an algorithm that asks for everything, through every door --------------------------------------------------------------------
+# --- an algorithm that asks for everything, through every door ---
 
 
 @cases.each(
@@ -70,9 +76,6 @@ def test_local_sgd_answers_everything(world):
     assert (handle.stats().collectives, handle.stats().bytes_sent) == (2 * planned.collectives, 2 * planned.nbytes)
 
 
-# --- what is unused is told ---------------------------------------------------------------------------------------------------------
-
-
 @cases.case
 def test_what_no_rank_used_keeps_its_memory_whatever_is_sent_first(world):
     """Here something is gathered."""
@@ -85,3 +88,87 @@ def test_what_no_rank_used_keeps_its_memory_whatever_is_sent_first(world):
         for branch in ("left", "right"):
             kept = same_bits(memories[step][f"{branch}.weight"], memories[step - 1][f"{branch}.weight"])
             assert kept == all(branch not in taken for taken in TAKEN[step])
+
+
+# --- subgroups: made, or refused, whatever groups there are already; no rank waits for one that does not come ---
+
+TWO_AND_ONE = ((0, 1), (2,))
+EACH_ALONE = ((0,), (1,))
+
+
+def sum_of_ranks(world, group):
+    """Over the members, so that the group is seen to work."""
+    total = torch.tensor(float(world.rank))
+    dist.all_reduce(total, group=group)
+    return total.item()
+
+
+def part_of(world):
+    """Of ranks 0 and 1; None on the other."""
+    part = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+    return None if world.rank == 2 else part
+
+
+@cases.case
+def test_subgroups_of_the_world_and_of_a_part_of_it(world):
+    """With another group of one rank, made by all ranks as torch wants it: unequal numbers of groups in a part of the world are refused."""
+    other, part = dist.new_group([0]), part_of(world)
+    groups = ProcessGroups(world.group, [TWO_AND_ONE])
+    if part:
+        with pytest.raises(ValueError, match=r"belong to \[(\d+), (?!\1)\d+\] process groups"):
+            ProcessGroups(part, [((1, 0),)])
+        of_part = ProcessGroups(part, [EACH_ALONE, ((0, 1),)])  # of which each has as many groups as itself
+    if world.rank == 0:
+        dist.destroy_process_group(other)
+    assert sum_of_ranks(world, groups[TWO_AND_ONE]) == [1, 1, 2][world.rank]
+    if part:
+        assert sum_of_ranks(world, of_part[EACH_ALONE]) == world.rank
+        assert of_part[((0, 1),)] is part  # all of it, which is there already
+
+
+@cases.case
+def test_subgroups_of_a_part_of_the_world_with_a_bound_device_are_refused(world):
+    """torch would split the communicator of all ranks, and those outside do not take part."""
+    if not (part := part_of(world)):
+        return
+    everybody = dist.group.WORLD
+    everybody.bound_device_id = torch.device("cuda", world.rank)  # as `init_process_group(device_id=...)` sets it
+    try:
+        with pytest.raises(ValueError, match=r"device_id=cuda:\d.*Leave out device_id"):
+            ProcessGroups(part, [EACH_ALONE])
+        assert "device_id" in said(HierarchicalModelAverager, {2: 1, 4: 2}, process_group=part)
+    finally:
+        everybody.bound_device_id = None
+
+
+@cases.case
+def test_a_partition_of_a_bound_communicator_is_one_split(world):
+    """As of NCCL's. What torch makes of the call takes such a device."""
+    whole, everybody, split = dist.new_group(backend="cpu:gloo"), dist.group.WORLD, []
+
+    def split_group(parent, ranks, timeout):
+        split.append((parent, ranks, timeout))
+        everybody.bound_device_id = None
+        try:
+            made = [dist.new_group(members) for members in ranks]
+        finally:
+            everybody.bound_device_id = torch.device("cpu", 0)
+        return next(group for group, members in zip(made, ranks, strict=True) if world.rank in members)
+
+    everybody.bound_device_id = torch.device("cpu", 0)
+    try:
+        with mock.patch.object(dist, "split_group", split_group):
+            groups = ProcessGroups(whole, [TWO_AND_ONE, TWO_AND_ONE, ((0,), (1,), (2,))])
+    finally:
+        everybody.bound_device_id = None
+    timeout = whole._get_backend(torch.device("cpu")).options._timeout
+    assert split == [(whole, [[0, 1], [2]], timeout), (whole, [[0], [1], [2]], timeout)]
+    assert sum_of_ranks(world, groups[TWO_AND_ONE]) == [1, 1, 2][world.rank]
+
+
+@cases.case
+def test_subgroups_have_the_timeout_of_the_whole(world):
+    whole = dist.new_group(timeout=timedelta(seconds=17))
+    groups = ProcessGroups(whole, [TWO_AND_ONE])
+    for group in (whole, groups[TWO_AND_ONE]):
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=17)

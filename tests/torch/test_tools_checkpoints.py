@@ -9,6 +9,8 @@ and on one: how memory is divided among three, no tool has a part in.
 import functools
 import os
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -84,9 +86,9 @@ def loss_of(model, world, step):
     return (model(x) - y).square().mean()
 
 
-def errors(handle):
-    """The mean error, by parameter. Every rank calls this."""
-    return {name: memory["error"] for name, memory in handle.state_dict()["local"].items()}
+def errors(state):
+    """The mean error, by parameter."""
+    return {name: memory["error"] for name, memory in state["local"].items()}
 
 
 def handed_on(world, name, *found):
@@ -98,21 +100,21 @@ def handed_on(world, name, *found):
     return torch.load(file, weights_only=False)
 
 
-def interrupted(world, name, make, make_again=None, *, seen, before=0):
-    """A run that is saved on its way, and one that restores that and goes on: what is `seen` when it is saved and restored, and the weights
-    in the end, of the one and of the other; and the latter."""
+def interrupted(world, name, make, make_again=None):
+    """A run that is saved on its way, and one that restores that and goes on: what is seen when it is saved and restored, and the weights in the end, of
+    the one and of the other; and the latter."""
     folder, found = shared(world, name), ()
     if world.size == SAVING:
         whole = make(world)
         whole.steps(range(SAVED))
         whole.save(folder)
-        found = [seen(whole)]
+        found = [whole.seen()]
         whole.steps(range(SAVED, STEPS))
         found += [weights(whole.model)]
     resumed = (make_again or make)(world)
-    resumed.steps(range(before))  # so that what is restored is not what is there already
+    resumed.steps(resumed.before)
     resumed.restore(folder)
-    restored = seen(resumed)
+    restored = resumed.seen()
     resumed.steps(range(SAVED, STEPS))
     return handed_on(world, name, *found), (restored, weights(resumed.model)), resumed
 
@@ -125,21 +127,20 @@ def adamw(model, **options):
 
 
 class Run:
-    """DDP in a user's own loop, or in accelerate's. `attach(ddp, optimizer)` gives what is saved besides the weights."""
+    """DDP in a user's own loop, or in accelerate's. `attach(ddp, optimizer)` gives what is saved besides the weights; of each rank's own in `parts`."""
 
-    def __init__(self, world, attach=None, optimizer=slow_sgd, *, accelerated=False):
-        self.world, self.model, self.accelerator = world, mlp(*WIDTHS).double(), None
-        self.optimizer = inner = optimizer(self.model)
-        ddp = self.model
+    before = range(1)  # so that what is restored is not what is there already
+
+    def __init__(self, world, attach=None, optimizer=slow_sgd, *, accelerated=False, parts=False):
+        self.world, self.model, self.accelerator, self.parts = world, mlp(*WIDTHS).double(), None, parts
+        self.optimizer = self.inner = optimizer(self.model)
+        self.ddp = self.model
         if accelerated:
             self.accelerator = new_accelerator()
-            ddp, self.optimizer = self.accelerator.prepare(self.model, inner)
-        # accelerate wraps nothing on one rank.
-        wrapped = isinstance(ddp, DistributedDataParallel)
-        self.ddp = ddp if wrapped else DistributedDataParallel(self.model, bucket_cap_mb=0.01)
-        self.handle = attach and attach(self.ddp, inner)
-        if accelerated and attach:
-            self.accelerator.register_for_checkpointing(self.handle)
+            self.ddp, self.optimizer = self.accelerator.prepare(self.model, self.inner)
+        if not isinstance(self.ddp, DistributedDataParallel):  # accelerate wraps nothing on one rank
+            self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.01)
+        self.handle = attach and attach(self.ddp, self.inner)
 
     def steps(self, numbers):
         fit(self.ddp, self.optimizer, self.world, numbers, loss_of)
@@ -157,60 +158,140 @@ class Run:
         return state
 
     def state(self):
-        return self.handle
+        return self.handle.sharded_state if self.parts else self.handle
 
-
-class InParts(Run):
-    """With each rank's own memory as an entry of its own."""
-
-    def state(self):
-        return self.handle.sharded_state
+    def seen(self):
+        """By every rank."""
+        state = self.handle.state_dict()
+        return {"errors": errors(state)} | ({"tensors": state["tensors"]} if isinstance(self, Local) else {})
 
 
 class Accelerated(Run):
     """accelerate with a compressor."""
 
     def __init__(self, world, algorithm):
-        self.world, self.model, self.accelerator = world, mlp(*WIDTHS).double(), new_accelerator()
-        self.ddp, self.optimizer = self.accelerator.prepare(self.model, slow_sgd(self.model))
+        super().__init__(world, accelerated=True)
         self.compression = integrations.AcceleratorCompression(self.accelerator, self.ddp, algorithm)
-
-    @property
-    def handle(self):
-        return self.compression.handle
+        self.handle = self.compression.handle
 
 
-def compressed(run):
-    return lambda world, algorithm: run(world, lambda ddp, _: register_comm_hook(ddp, algorithm))
+class Local(Run):
+    """Local SGD, which is saved where replicas are equal."""
+
+    before = range(0)
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        if self.accelerator:
+            self.accelerator.register_for_checkpointing(self.handle)
+
+    def save(self, folder):
+        assert "Call synchronize() on every rank before" in said(super().save, f"{folder} refused")
+        self.handle.synchronize()
+        super().save(folder)
 
 
-WAYS = {"DCP": compressed(Run), "DCP in parts": compressed(InParts), "accelerate": Accelerated}
+class Zero(Run):
+    """DDP and a `ZeroOptimizer`. By what `torch.distributed.checkpoint` has for optimizers, if there are options for it."""
+
+    def __init__(self, world, cls=torch.optim.AdamW, *, in_hook=False, by_torch=False, accelerated=False, **options):
+        # Tools that know optimizers of one process want all of the state.
+        options |= {"consolidate": True} if by_torch is not False else {}
+        make = lambda model: ZeroOptimizer(model.named_parameters(), cls, lr=1e-3, **options)  # noqa: E731
+        super().__init__(world, None, make, accelerated=accelerated)
+        self.by_torch = by_torch
+        if in_hook:
+            self.ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, self.ddp, self.optimizer))
+
+    def state(self):
+        if self.by_torch is False:
+            return self.inner.sharded_state
+        return get_optimizer_state_dict(self.ddp, self.optimizer, options=self.by_torch)
+
+    def with_weights(self, do, folder):
+        state = super().with_weights(do, folder)
+        if self.by_torch is not False and do is dcp.load:
+            set_optimizer_state_dict(self.ddp, self.optimizer, state, options=self.by_torch)
+
+    def seen(self):
+        return self.whole() | {"weights": weights(self.model)}
+
+    def whole(self):
+        return self.inner.consolidated_state_dict(to=None)
 
 
-@cases.each(
-    {f"{way}, {name}": (way, name) for way in WAYS for name in ALGORITHMS | (NONLINEAR if way != "DCP" else {})}
-)
+@dataclass
+class Row:
+    """What saves, and what restores if it is another. On as many ranks the run goes on with the same `bits`, or as `near`; on others as `near`, or, if
+    `other` ranks take other steps by themselves, however it likes."""
+
+    make: Callable[..., Run]
+    make_again: Callable[..., Run] | None = None
+    bits: bool = True
+    near: float = 1e-9
+    other: bool = True
+
+
+def compressed(algorithm, **options):
+    return lambda world: Run(world, lambda ddp, _: register_comm_hook(ddp, algorithm), **options)
+
+
+def local(compressor, **options):
+    schedule = diloco(3, compressor=compressor)
+    return lambda world: Local(world, lambda ddp, inner: local_sgd(ddp, inner, schedule), **options)
+
+
+def zero(*args, **options):
+    return lambda world: Zero(world, *args, **options)
+
+
+HALF, LARGEST = ALGORITHMS["half step"], NONLINEAR["largest elements"]
+FLAT, FULL = StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions(full_state_dict=True)
+ROWS = {
+    # With DCP and the handle itself, all from the mean. Of a method that is not linear, the mean is not enough.
+    "DCP": Row(compressed(HALF), bits=False),
+    "DCP in parts": Row(compressed(HALF, parts=True)),
+    "DCP in parts, largest elements": Row(compressed(LARGEST, parts=True), other=False),
+    "accelerate": Row(lambda world: Accelerated(world, HALF)),
+    "accelerate, largest elements": Row(lambda world: Accelerated(world, LARGEST), other=False),
+    "local SGD": Row(local(PowerSGD(2)), bits=False, other=False),
+    "local SGD, accelerate": Row(local(PowerSGD(2), accelerated=True), bits=False, other=False),
+    "local SGD in parts": Row(local(TopK(8, per=64), parts=True), other=False),
+    "pieces": Row(zero()),
+    "whole parameters": Row(zero(torch.optim.Adafactor, shard="parameter")),
+    "pieces, then whole parameters": Row(zero(), zero(shard="bucket")),
+    "master weights": Row(zero(master_dtype=torch.float32), near=1e-6),
+    "nothing to remember": Row(zero(torch.optim.SGD)),
+    "accelerate, whole": Row(zero(accelerated=True, consolidate=True)),
+    "get_optimizer_state_dict": Row(zero(by_torch=None)),
+    "get_optimizer_state_dict, a step in the hook": Row(zero(by_torch=None, in_hook=True)),
+    "get_optimizer_state_dict, flat": Row(zero(by_torch=FLAT)),
+    "get_optimizer_state_dict, full": Row(zero(by_torch=FULL)),
+}
+
+
+@cases.each({name: (name, row) for name, row in ROWS.items()})
 @quiet()
-def test_ranks_go_on_from_their_own_memory_and_another_number_from_the_mean(world, variant):
-    """Where each rank's own is saved; with DCP and the handle itself, all from the mean."""
-    way, algorithm = variant[0], (ALGORITHMS | NONLINEAR)[variant[1]]
-    (saved, whole), (restored, weights), resumed = interrupted(
-        world,
-        f"{way} {algorithm}",
-        lambda world: WAYS[way](world, algorithm),
-        seen=lambda run: errors(run.handle),
-        before=1,
-    )
-    assert relative(restored, saved) < 1e-12  # the mean of three equal numbers is rounded
-    assert resumed.handle.rank_state_dict()["step"] == STEPS
-    if world.size == SAVING and way != "DCP":
+def test_what_is_saved_goes_on_on_any_number_of_ranks(world, variant):
+    """Bit for bit on as many, where each rank's own is saved; another number sums the same examples in another order."""
+    name, row = variant
+    (saved, whole), (restored, weights), resumed = interrupted(world, name, row.make, row.make_again)
+    for key, x in saved.items():
+        # The mean of three equal numbers is rounded.
+        assert relative(restored[key], x) < 1e-12 if key == "errors" else same_bits(restored[key], x)
+    if world.size == SAVING and row.bits:
         assert same_bits(weights, whole)
-    elif algorithm in ALGORITHMS.values():
-        assert relative(weights, whole) < 1e-9
-    else:
+    elif world.size == SAVING or row.other:
+        assert relative(weights, whole) < row.near
+    elif "local" not in name:
         assert relative(weights, whole) > 1e-6  # the tolerance above tells the one from the other
-    # Each has an error of its own: to mix them up would be seen.
-    assert len(set(world.everyones(resumed.handle.error_norm()))) == world.size
+    assert world.agree(weights)
+    if resumed.handle is None:
+        assert bool(saved["state"]) == (name != "nothing to remember")
+    elif not isinstance(resumed, Local):
+        assert resumed.handle.rank_state_dict()["step"] == STEPS
+        # Each has an error of its own: to mix them up would be seen.
+        assert len(set(world.everyones(resumed.handle.error_norm()))) == world.size
 
 
 @cases.case(ranks=(SAVING,))
@@ -219,83 +300,31 @@ def test_ranks_go_on_from_their_own_memory_all_together_or_not_at_all(world):
     run, folder = Accelerated(world, NONLINEAR["largest elements"]), shared(world, "some are lost")
     run.steps(range(3))
     run.save(folder)
-    own, mean = run.handle.rank_state_dict(), errors(run.handle)
+    own, mean = run.handle.rank_state_dict(), errors(run.handle.state_dict())
     files = [Path(folder, f"compressor.pt.rank{r}") for r in range(world.size)]
-    assert all(file.exists() for file in files)
+
+    def moved(file, to):
+        dist.barrier(world.group)
+        if world.rank == 0:
+            Path(file).rename(to)
+        dist.barrier(world.group)
+
     run.steps(range(3, 4))
     before = run.handle.rank_state_dict()
-    dist.barrier(world.group)
-    if world.rank == 0:
-        files[1].rename(f"{files[1]}.lost")
-    dist.barrier(world.group)
-    words = said(run.restore, folder)
-    assert "ValueError: ranks [1] have no memory of their own" in words
+    moved(files[1], f"{files[1]}.lost")
+    assert "ValueError: ranks [1] have no memory of their own" in said(run.restore, folder)
     assert same_bits(run.handle.rank_state_dict(), before)
-    dist.barrier(world.group)
-    if world.rank == 0:
-        files[0].rename(f"{files[0]}.lost")
-    dist.barrier(world.group)
+    moved(files[0], f"{files[0]}.lost")
     run.restore(folder)
     mine = run.handle.rank_state_dict()["tensors"]
     assert same_bits({name: memory["error"] for name, memory in mine.items()}, {n: x[0] for n, x in mean.items()})
-    dist.barrier(world.group)
-    if world.rank == 0:
-        for file in files:
-            Path(f"{file}.lost").rename(file)
-    dist.barrier(world.group)
+    for file in files:
+        moved(f"{file}.lost", file)
     run.restore(folder)
     assert same_bits(run.handle.rank_state_dict(), own)
 
 
-TOOLS = {
-    "DCP": ("DCP", PowerSGD(2)),
-    "accelerate": ("accelerate", PowerSGD(2)),
-    "DCP in parts": ("in parts", TopK(8, per=64)),
-}
-
-
-class Local(Run):
-    """Local SGD."""
-
-    def save(self, folder):
-        with pytest.raises(Exception, match=r"Call synchronize\(\) on every rank before"):
-            super().save(f"{folder} refused")
-        self.handle.synchronize()
-        super().save(folder)
-
-    in_parts = False
-
-    def state(self):
-        return self.handle.sharded_state if self.in_parts else self.handle
-
-
-def state_of(run):
-    assert run.handle.synchronized
-    return run.handle.state_dict()
-
-
-@cases.each(TOOLS)
-@quiet()
-def test_local_sgd_is_saved_where_replicas_are_equal(world, variant):
-    tool, compressor = variant
-
-    def make(world):
-        schedule = diloco(3, compressor=compressor)
-        run = Local(world, lambda ddp, inner: local_sgd(ddp, inner, schedule), accelerated=tool == "accelerate")
-        run.in_parts = tool == "in parts"
-        return run
-
-    (saved, whole), (restored, weights), resumed = interrupted(world, f"local {tool}", make, seen=state_of)
-    assert same_bits(restored["tensors"], saved["tensors"])
-    now, then = ({n: m["error"] for n, m in state["local"].items()} for state in (restored, saved))
-    assert relative(now, then) < 1e-12
-    assert resumed.handle.synchronized
-    assert world.agree(weights)
-    if world.size == SAVING:  # another number of replicas takes other steps by itself
-        assert same_bits(weights, whole) if tool == "in parts" else relative(weights, whole) < 1e-9
-
-
-# ---- Hugging Face's Trainer
+# ---- Hugging Face's Trainer and Lightning, each with a compressor and a sharded optimizer
 
 
 class Text(torch.utils.data.Dataset):
@@ -313,169 +342,112 @@ class Text(torch.utils.data.Dataset):
         return {"input_ids": self.x[i], "labels": self.x[i].clone()}
 
 
-def trainer_of(world, folder, callback=None, make_optimizer=None, **options):
-    model = gpt2(64, 16).double()
-    options = {"max_steps": STEPS, "save_steps": SAVED, "save_strategy": "steps"} | options
-    options |= {"per_device_train_batch_size": EXAMPLES // world.size, "seed": 0}
-    optimizer = make_optimizer(model) if make_optimizer else sgd(model, lr=0.5)
-    return new_trainer(model, folder, callback, optimizer, dataset=Text(), **options)
+#: What the user has left out.
+CONSOLIDATE = "consolidate_state_dict(to=0) on every rank"
 
 
-def compressed_trainer(world, folder, algorithm, **options):
-    trainer = trainer_of(world, folder, logging_strategy="steps", logging_steps=2, **options)
-    compression = integrations.TrainerCompression(trainer, algorithm)
-    trainer.add_callback(compression)
-    return trainer, compression
+def consolidate_callback(careless):
+    """What docs/integrations.md tells users of the Trainer to write; and what the Trainer does if they do not."""
+    from transformers import Trainer, TrainerCallback
+
+    class Consolidate(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            if control.should_save:
+                careless.append(said(Trainer._save_optimizer_and_scheduler, self.trainer, args.output_dir))
+                optimizer.optimizer.consolidate_state_dict()
+
+    return Consolidate()
 
 
-@cases.each(ALGORITHMS | NONLINEAR, ranks=HEAVY)
-@quiet()
-def test_a_trainer_saves_and_resumes_the_compressor(world, algorithm):
-    folder, found = shared(world, f"trainer {algorithm}"), ()
-    checkpoint = Path(folder) / f"checkpoint-{SAVED}"
-    elsewhere = shared(world, f"trainer {algorithm} elsewhere")
-    if world.size == SAVING:
-        whole, compression = compressed_trainer(world, folder, algorithm)
-        whole.train()
-        found = [weights(whole.model)]
+def by_trainer(world, name, algorithm, whole):
+    """Train, and save on the way, if `whole`; and go on from there. The weights of both, and the handle of what went on."""
+    folder, careless = shared(world, name), []
+
+    def trainer_of(to):
+        model = gpt2(64, 16).double()
+        options = {"max_steps": STEPS, "save_steps": SAVED, "save_strategy": "steps", "seed": 0, "logging_steps": 2}
+        options |= {"per_device_train_batch_size": EXAMPLES // world.size, "logging_strategy": "steps"}
+        trainer = new_trainer(model, to, consolidate_callback(careless), adamw(model), dataset=Text(), **options)
+        compression = integrations.TrainerCompression(trainer, algorithm)
+        trainer.add_callback(compression)
+        return trainer, compression
+
+    checkpoint, elsewhere, found = Path(folder) / f"checkpoint-{SAVED}", f"{folder} elsewhere", None
+    if whole:
+        trainer, compression = trainer_of(folder)
+        trainer.train()
+        found = weights(trainer.model)
         assert compression.handle.stats().compression_ratio > 2
         assert Path(f"{checkpoint / 'compressor.pt'}.rank{world.rank}").exists()
         file = torch.load(checkpoint / "compressor.pt", weights_only=True)["local"]
         assert {len(x) for memory in file.values() for x in memory.values()} == {1}
+        # Only the first rank saves: it is the one that has to say that nobody has consolidated.
+        assert [CONSOLIDATE in words for words in careless] == [world.rank == 0] * 2
+        assert world.rank == 0 or careless == ["", ""]
         if world.rank == 0:
             shutil.copytree(checkpoint, elsewhere)
-    (whole,) = handed_on(world, f"trainer {algorithm}", *found)
-    again, compression = compressed_trainer(world, f"{folder} {world.size}", algorithm)
-    again.train(resume_from_checkpoint=str(elsewhere))
-    if world.size == SAVING:
-        assert same_bits(weights(again.model), whole)
-    elif algorithm in ALGORITHMS.values():
-        assert relative(weights(again.model), whole) < 1e-6  # its loss is in float32
-    assert compression.handle.stats().steps == STEPS
+        dist.barrier(world.group)
+    again, compression = trainer_of(f"{folder} {world.size}")
+    again.train(resume_from_checkpoint=elsewhere)
     drawn = [entry for entry in again.state.log_history if "gradwire/compression_ratio" in entry]
     assert [(entry["step"], entry["gradwire/steps"]) for entry in drawn] == [(step, step) for step in (2, 4, 6, 8)]
     assert drawn[-1]["gradwire/compress_ms"] > 0 < drawn[-1]["gradwire/wait_ms"]
+    resumed = weights(again.model)
     again.train()  # once more, from where it is
     assert compression.handle.stats().steps == 2 * STEPS
+    return found, resumed
 
 
-# ---- Lightning, with both
+def by_lightning(world, name, algorithm, whole):
+    def run(steps, checkpoint=None):
+        def loss(module, _):
+            return loss_of(module.net, world, module.trainer.global_step)
 
+        compress = integrations.LightningCompression(algorithm)
+        module = lightning_module(mlp(*WIDTHS).double(), loss, adamw)
+        options = {"callbacks": [compress], "max_steps": steps}
+        trainer = lightning_fit(module, world.size, 100, checkpoint=checkpoint, **options)
+        assert compress.handle.rank_state_dict()["step"] == steps
+        return trainer, weights(module.net)
 
-def fit_lightning(world, steps, checkpoint=None, save=None, *, algorithm):
-    """A run with a compressor and a `ZeroOptimizer`; returns the weights and the compressor's handle."""
-
-    def loss(module, _):
-        return loss_of(module.net, world, module.trainer.global_step)
-
-    compress, module = (
-        integrations.LightningCompression(algorithm),
-        lightning_module(mlp(*WIDTHS).double(), loss, adamw),
-    )
-    options = {"callbacks": [compress], "max_steps": steps}
-    trainer = lightning_fit(module, world.size, 100, checkpoint=checkpoint, **options)
-    if save is not None:
-        trainer.save_checkpoint(save)
-    return weights(module.net), compress.handle
-
-
-@cases.each(ALGORITHMS | NONLINEAR, ranks=HEAVY)
-@quiet()
-def test_lightning_saves_and_resumes_the_compressor_and_a_sharded_optimizer(world, algorithm):
-    checkpoint, found = str(shared(world, f"lightning {algorithm}.ckpt")), ()
-    if world.size == SAVING:
-        found = [fit_lightning(world, STEPS, algorithm=algorithm)[0]]
-        fit_lightning(world, SAVED, save=checkpoint, algorithm=algorithm)
+    checkpoint = f"{shared(world, name)}.ckpt"
+    if whole:
+        run(SAVED)[0].save_checkpoint(checkpoint)
         assert Path(f"{checkpoint}.rank{world.rank}").exists()
-    resumed, handle = fit_lightning(world, STEPS, checkpoint=checkpoint, algorithm=algorithm)
-    (whole,) = handed_on(world, f"lightning {algorithm}", *found)
-    assert handle.rank_state_dict()["step"] == STEPS
-    if world.size == SAVING:
-        assert same_bits(resumed, whole)
-    elif algorithm in ALGORITHMS.values():
-        assert relative(resumed, whole) < 1e-9
+    return run(STEPS)[1] if whole else None, run(STEPS, checkpoint)[1]
 
 
-# ---- ZeroOptimizer where a tool does not know of it
-
-
-class Zero(Run):
-    """DDP and a `ZeroOptimizer`."""
-
-    def __init__(self, world, optimizer_class=torch.optim.AdamW, *, in_hook=False, **options):
-        optimizer = lambda model: ZeroOptimizer(model.named_parameters(), optimizer_class, lr=1e-3, **options)  # noqa: E731
-        super().__init__(world, None, optimizer)
-        if in_hook:
-            self.ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, self.ddp, self.optimizer))
-
-    def state(self):
-        return self.optimizer.sharded_state
-
-    def whole(self):
-        return self.optimizer.consolidated_state_dict(to=None)
-
-
-class ZeroByTorch(Zero):
-    """By what `torch.distributed.checkpoint` has for optimizers."""
-
-    def __init__(self, world, options, **others):
-        super().__init__(world, consolidate=True, **others)
-        self.options = options
-
-    def state(self):
-        return get_optimizer_state_dict(self.ddp, self.optimizer, options=self.options)
-
-    def restore(self, folder):
-        state = self.with_weights(dcp.load, folder)
-        set_optimizer_state_dict(self.ddp, self.optimizer, state, options=self.options)
-
-
-def by_torch(options=None, **others):
-    return lambda world: ZeroByTorch(world, options, **others)
-
-
-def zero(*args, **options):
-    return lambda world: Zero(world, *args, **options)
-
-
-#: What saves, and what restores if it is another.
-SHARDED = {
-    "pieces": (zero(),),
-    "whole parameters": (zero(torch.optim.Adafactor, shard="parameter"),),
-    "pieces, then whole parameters": (zero(), zero(shard="bucket")),
-    "master weights": (zero(master_dtype=torch.float32),),
-    "nothing to remember": (zero(torch.optim.SGD),),
-    "get_optimizer_state_dict": (by_torch(),),
-    "get_optimizer_state_dict, a step in the hook": (by_torch(in_hook=True),),
-    "get_optimizer_state_dict, flat": (by_torch(StateDictOptions(flatten_optimizer_state_dict=True)),),
-    "get_optimizer_state_dict, full": (by_torch(StateDictOptions(full_state_dict=True)),),
+WITH_BOTH = {
+    f"{by.__name__}, {name}": (by, near, algorithm)
+    for by, near in ((by_trainer, 1e-6), (by_lightning, 1e-9))  # the loss of the Trainer's model is in float32
+    for name, algorithm in (ALGORITHMS | NONLINEAR).items()
 }
 
 
-@cases.each(SHARDED.keys())
+@cases.each(WITH_BOTH, ranks=HEAVY)
 @quiet()
-def test_dcp_saves_and_restores_a_sharded_optimizer_bit_for_bit_on_any_number_of_ranks(world, name):
-    (saved, whole), (restored, resumed), _ = interrupted(
-        world, f"dcp zero {name}", *SHARDED[name], seen=lambda run: (run.whole(), weights(run.model))
-    )
-    (optimizer, model), (optimizer_now, model_now) = saved, restored
-    assert bool(optimizer["state"]) == (name != "nothing to remember")
-    assert same_bits(optimizer_now["state"], optimizer["state"])
-    assert optimizer_now["param_groups"][0]["params"] == optimizer["param_groups"][0]["params"]
-    assert optimizer_now["param_groups"][0]["lr"] == 1e-3
-    assert same_bits(model_now, model)
+def test_a_tool_saves_and_resumes_the_compressor_and_a_sharded_optimizer(world, variant):
+    by, near, algorithm = variant
+    name = f"{by.__name__} {algorithm}"
+    whole, resumed = by(world, name, algorithm, world.size == SAVING)
+    (whole,) = handed_on(world, name, whole)
     if world.size == SAVING:
         assert same_bits(resumed, whole)
-    else:  # another number of ranks sums the same examples in another order
-        assert relative(resumed, whole) < (1e-6 if name == "master weights" else 1e-9)
+    elif algorithm in ALGORITHMS.values():
+        assert relative(resumed, whole) < near
 
 
-@cases.case
+@cases.case(ranks=(SAVING,))
 @quiet()
-def test_dcp_does_not_lose_a_part_of_a_sharded_optimizer(world):
-    if world.size != SAVING:
-        return
-    folder = shared(world, "dcp zero refused")
+def test_no_part_of_a_sharded_optimizer_is_lost(world):
+    folder = shared(world, "zero refused")
+    careless = Zero(world, accelerated=True)
+    careless.save(shared(world, "careless"))  # nothing has been learned: that is all of it
+    careless.steps(range(1))
+    words = said(careless.save, shared(world, "careless"))
+    assert words.startswith("RuntimeError")
+    assert "consolidate=True, for tools that call state_dict" in words
+    assert CONSOLIDATE in words
     fresh, again, run = Zero(world), Zero(world), Zero(world)
     fresh.save(folder)  # has learned nothing
     again.steps(range(1))
@@ -500,7 +472,7 @@ def test_dcp_does_not_lose_a_part_of_a_sharded_optimizer(world):
     assert "and AdamW remembers ['exp_avg', 'exp_avg_sq', 'step'] with the options given here" in load()
     whole, new = Zero(world, consolidate=True), Zero(world, consolidate=True)
     whole.steps(range(1))
-    folder = shared(world, "dcp zero consolidated")
+    folder = shared(world, "zero consolidated")
     dcp.save({"optimizer": whole.optimizer}, checkpoint_id=folder)
     words = said(dcp.load, {"optimizer": new.optimizer}, checkpoint_id=folder)
     assert "save and load optimizer.sharded_state" in words
@@ -509,58 +481,3 @@ def test_dcp_does_not_lose_a_part_of_a_sharded_optimizer(world):
     state = sharded.state_dict()
     turned = state["shapes"] | {"0.weight": list(reversed(state["shapes"]["0.weight"]))}
     assert "parameter '0.weight' has shape" in said(sharded.load_state_dict, {**state, "shapes": turned})
-
-
-def accelerated_zero(world, **options):
-    return Run(world, None, lambda model: adamw(model, **options), accelerated=True)
-
-
-#: What the user has left out.
-CONSOLIDATE = "consolidate_state_dict(to=0) on every rank"
-
-
-@cases.case
-@quiet()
-def test_accelerate_saves_a_sharded_optimizer_whole_or_not_at_all(world):
-    if world.size == SAVING:
-        careless = accelerated_zero(world)
-        careless.save(shared(world, "careless"))  # nothing has been learned: that is all of it
-        careless.steps(range(1))
-        words = said(careless.save, shared(world, "careless"))
-        assert words.startswith("RuntimeError")
-        assert "consolidate=True, for tools that call state_dict" in words
-        assert CONSOLIDATE in words
-    (_, whole), (_, resumed), _ = interrupted(
-        world, "accelerate zero", lambda world: accelerated_zero(world, consolidate=True), seen=lambda run: None
-    )
-    assert relative(resumed, whole) < 1e-9
-
-
-def consolidate_callback(careless):
-    """What docs/integrations.md tells users of the Trainer to write; and what the Trainer does if they do not."""
-    from transformers import TrainerCallback
-
-    class Consolidate(TrainerCallback):
-        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
-            if control.should_save:
-                careless.append(said(self.trainer._save_optimizer_and_scheduler, args.output_dir))
-                optimizer.optimizer.consolidate_state_dict()
-
-    return Consolidate()
-
-
-@cases.case(ranks=HEAVY)
-@quiet()
-def test_a_trainer_saves_a_sharded_optimizer_whole_or_not_at_all(world):
-    folder, found, careless = shared(world, "trainer zero"), (), []
-    if world.size == SAVING:
-        whole = trainer_of(world, folder, consolidate_callback(careless), adamw, max_steps=2 * SAVED)
-        whole.train()
-        found = [weights(whole.model)]
-        # Only the first rank saves: it is the one that has to say it.
-        assert [CONSOLIDATE in words for words in careless] == [world.rank == 0] * 2
-        assert world.rank == 0 or careless == ["", ""]
-    (whole,) = handed_on(world, "trainer zero", *found)
-    again = trainer_of(world, folder, None, adamw, max_steps=2 * SAVED, save_strategy="no")
-    again.train(resume_from_checkpoint=str(Path(folder) / f"checkpoint-{SAVED}"))
-    assert relative(weights(again.model), whole) < 1e-6  # its loss is in float32

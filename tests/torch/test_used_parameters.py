@@ -73,13 +73,9 @@ def test_tensors_are_found_in_containers(outputs, expected):
     assert not found.opaque
 
 
-def test_what_cannot_be_looked_into_is_named():
+def test_what_cannot_be_looked_into_is_named_and_a_container_may_hold_itself():
     found = tensors_in({"x": [Opaque(A)], "y": B})
-    assert found.tensors == [B]
-    assert found.opaque == {"Opaque"}
-
-
-def test_a_container_that_holds_itself():
+    assert (found.tensors, found.opaque) == ([B], {"Opaque"})
     loop = [A]
     loop.append(loop)
     assert tensors_in(loop).tensors == [A]
@@ -90,19 +86,19 @@ def test_parameters_behind_tensors():
     numbers = {p: i for i, p in enumerate(layers.parameters())}
     x = torch.ones(1, 2)
     y = layers[1](layers[0](x))
-    assert reached([y], numbers) == {0, 1, 2, 3}
-    assert reached([y, layers[3](x).sum()], numbers) == {0, 1, 2, 3, 6, 7}
-    assert reached([layers[2](y.detach())], numbers) == {4, 5}
-    assert reached([y @ layers[2].weight], numbers) == {0, 1, 2, 3, 4}
-    assert reached([x, y.detach()], numbers) == set()
-    assert reached([layers[0].bias], numbers) == {1}
     with torch.no_grad():
-        assert reached([layers[0](x)], numbers) == set()
-
-
-def test_a_deep_graph_needs_no_deep_stack():
+        unseen = layers[0](x)
+    for tensors, expected in (
+        ([y], {0, 1, 2, 3}),
+        ([y, layers[3](x).sum()], {0, 1, 2, 3, 6, 7}),
+        ([layers[2](y.detach())], {4, 5}),
+        ([y @ layers[2].weight], {0, 1, 2, 3, 4}),
+        ([x, y.detach(), unseen], set()),
+        ([layers[0].bias], {1}),
+    ):
+        assert reached(tensors, numbers) == expected
     p = nn.Parameter(torch.ones(1))
     y = p * 1
-    for _ in range(20_000):
+    for _ in range(20_000):  # a deep graph needs no deep stack
         y = y + 0
     assert reached([y], {p: 0}) == {0}

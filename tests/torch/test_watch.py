@@ -26,8 +26,7 @@ CPU = torch.device("cpu")
 class Clock:
     """Stands still until it is told."""
 
-    def __init__(self):
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self):
         return self.now
@@ -38,27 +37,38 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(timers, "perf_counter", clock)
+    monkeypatch.setattr(timers, "perf_counter", clock := Clock())
     return clock
 
 
-def step(times, clock, *, backward=1.0, compress=0.25, wait=0.5):
+def step(times, clock, *, compress=0.25):
     times.begin()
-    clock.go(backward)
+    clock.go(1)
     start = times.now()
     clock.go(compress)
     launched = times.now()
     times.waited(1000, launched, launched)  # a message that was there at once
     waits = times.now()
-    clock.go(wait)
+    clock.go(0.5)
     times.waited(1000, launched, waits)
     times.worked(start)
     times.end()
 
 
-def test_figures_are_those_of_the_last_steps(clock):
+def test_figures_are_those_of_the_last_steps_and_of_none_that_is_abandoned(clock):
     times = StepTimes(CPU)
+    assert times.read() == Times()
+    step(times, clock)
+    times.begin()
+    clock.go(40)
+    for _ in range(2):
+        step(times, clock)
+    found = times.read()
+    assert (found.steps, found.step_seconds, found.compress_seconds) == (
+        3,
+        1.75,
+        0.25,
+    )  # no step follows the abandoned one
     for _ in range(5):
         step(times, clock, compress=100)
     for _ in range(LAST):
@@ -67,18 +77,6 @@ def test_figures_are_those_of_the_last_steps(clock):
     assert (found.steps, found.step_seconds, found.wait_seconds) == (LAST, 1.75, 0.5)
     assert found.compress_seconds == pytest.approx(0.25)
     assert found.bytes_per_second > 1e9
-
-
-def test_a_step_that_is_abandoned_is_not_counted_and_no_step_follows_it(clock):
-    times = StepTimes(CPU)
-    assert times.read() == Times()
-    step(times, clock)
-    times.begin()
-    clock.go(40)
-    step(times, clock)
-    step(times, clock)
-    found = times.read()
-    assert (found.steps, found.step_seconds, found.compress_seconds) == (3, 1.75, 0.25)
 
 
 class SlowGroup(PretendedGroup):
@@ -129,21 +127,16 @@ def run(driver, gradients, clock, steps):
 
 
 def test_a_driver_notes_its_messages_and_its_work(clock):
+    """A pass that is discarded is not noted; it takes as long, between two steps."""
     driver, gradients = driven(clock, PowerSGD(1), 2)
     run(driver, gradients, clock, 3)
     stats = driver.stats()
-    messages = stats.collectives / stats.steps
-    assert (stats.step_seconds, stats.compress_seconds, stats.wait_seconds) == (10 + 2 + 4 * messages, 2, 4 * messages)
-    assert stats.compress_share == pytest.approx(2 / (12 + 4 * messages))
-    assert stats.scalars() == {
-        "steps": 3, "skipped_steps": 0, "bytes_sent": stats.bytes_sent, "compression_ratio": stats.compression_ratio,
-        "step_ms": 1e3 * stats.step_seconds, "compress_ms": 2e3, "wait_ms": 1e3 * stats.wait_seconds,
-    }  # fmt: skip
-
-
-def test_steps_that_are_discarded_are_not_noted(clock):
-    driver, gradients = driven(clock, PowerSGD(1), 2)
-    run(driver, gradients, clock, 2)
+    wait = 4 * stats.collectives / stats.steps
+    assert (stats.step_seconds, stats.compress_seconds, stats.wait_seconds) == (10 + 2 + wait, 2, wait)
+    assert stats.compress_share == pytest.approx(2 / (12 + wait))
+    seconds = {"step_ms": 1e3 * (12 + wait), "compress_ms": 2e3, "wait_ms": 1e3 * wait}
+    counts = {"bytes_sent": stats.bytes_sent, "compression_ratio": stats.compression_ratio}
+    assert stats.scalars() == {"steps": 3, "skipped_steps": 0} | counts | seconds
     before = driver.watch.times.read()
     driver.discarding = True
     run(driver, gradients, clock, 1)
@@ -151,8 +144,8 @@ def test_steps_that_are_discarded_are_not_noted(clock):
     driver.discarding = False
     run(driver, gradients, clock, 1)
     after = driver.watch.times.read()
-    assert (after.steps, after.compress_seconds) == (3, before.compress_seconds)
-    assert after.step_seconds == 1.5 * before.step_seconds  # a discarded pass takes as long, between two steps
+    assert (after.steps, after.compress_seconds) == (4, before.compress_seconds)
+    assert after.step_seconds == before.step_seconds * 4 / 3
 
 
 def logged(caplog, clock, algorithm, seconds, steps):
@@ -163,17 +156,15 @@ def logged(caplog, clock, algorithm, seconds, steps):
 
 
 def test_one_line_says_after_some_steps_what_compression_costs(caplog, clock):
+    """And warns if steps take longer than they took in full."""
     assert logged(caplog, clock, PowerSGD(1), 2, REPORT_AFTER - 1) == []
-    ((level, line),) = logged(caplog, clock, PowerSGD(1), 2, 3 * REPORT_AFTER)
-    assert level == "INFO"
     # 40·30 + 40 numbers of four bytes, and 40 + 30 + 40 as they are sent.
-    assert line == (
+    line = (
         "PowerSGD(rank=1): 452.0 kB saved in 100 steps (11.3× now); a step takes 20 s, of which 2.0 s compressing (10%) and 8.0 s waiting for "
         "messages (40%); it pays if sending 5.0 kB in full would hold a step up for more than 10 s"
     )
-
-
-def test_it_warns_if_steps_take_longer_than_they_took_in_full(caplog, clock):
+    assert logged(caplog, clock, PowerSGD(1), 2, 3 * REPORT_AFTER) == [("INFO", line)]
+    caplog.clear()
     ((level, line),) = logged(caplog, clock, PowerSGD(1, start_step=30), 6, 30 + REPORT_AFTER)
     assert level == "WARNING"
     assert "a step takes 24 s, of which 6.0 s compressing (25%)" in line
@@ -206,7 +197,7 @@ def test_the_verdict_is_only_given_where_it_is_clear(now, dense, before, full):
 
 
 def test_how_the_error_develops(clock):
-    driver, gradients = driven(clock, PowerSGD(1), 0)
+    driver, gradients = driven(clock, PowerSGD(1), 2)
     norms = []
     for _ in range(3):
         run(driver, gradients, clock, NORM_EVERY)
@@ -223,16 +214,16 @@ def test_a_step_that_is_captured_is_not_watched(clock, monkeypatch):
     driver, gradients = driven(clock, PowerSGD(1), 2)
     run(driver, gradients, clock, NORM_EVERY - 1)
     before = driver.watch.times.read()
-    monkeypatch.setattr("gradwire.torch_backend.engine.driver.capturing", lambda: True)
-    run(driver, gradients, clock, 1)
-    assert driver.memory.steps == NORM_EVERY
-    assert driver.stats().error_norms == ()
-    assert driver.watch.times.read() == before
-    monkeypatch.setattr("gradwire.torch_backend.engine.driver.capturing", lambda: False)
-    run(driver, gradients, clock, 1)
+    for captured in (True, False):
+        monkeypatch.setattr("gradwire.torch_backend.engine.driver.capturing", lambda captured=captured: captured)
+        run(driver, gradients, clock, 1)
+        if captured:
+            assert driver.memory.steps == NORM_EVERY
+            assert driver.stats().error_norms == ()
+            assert driver.watch.times.read() == before
     assert driver.watch.times.read().step_seconds == before.step_seconds  # no step follows a replay
-    monkeypatch.setattr("gradwire.torch_backend.engine.driver.capturing", lambda: True)
-    monkeypatch.setattr("gradwire.torch_backend.engine.cuda_graphs.capturing", lambda: True)
+    for where in ("driver", "cuda_graphs"):
+        monkeypatch.setattr(f"gradwire.torch_backend.engine.{where}.capturing", lambda: True)
     driver.measure()
     with pytest.raises(RuntimeError, match=r"handle.measured\(\), .* cannot be captured in a CUDA graph"):
         run(driver, gradients, clock, 1)
@@ -265,15 +256,11 @@ def test_local_sgd_notes_whole_cycles(clock):
     train(handle, clock, 60)  # however far a cycle has come: 60 steps hold one average
     assert handle.stats().wait_seconds == pytest.approx(4 / 60)
     assert handle.stats().scalars()["wait_ms"] == pytest.approx(4000 / 60)
-    assert repr(handle) == (
-        "LocalSGDHandle(LocalSGD(period=60): 1 tensors, 1.2 kB; 121 steps, 142.8 kB saved, 0% of a step spent averaging)"
-    )
-
-
-def test_an_average_that_takes_long_is_no_pause_and_an_evaluation_is_one(clock):
+    told = "1 tensors, 1.2 kB; 121 steps, 142.8 kB saved, 0% of a step spent averaging"
+    assert repr(handle) == f"LocalSGDHandle(LocalSGD(period=60): {told})"
     handle = local(clock, LocalSGD(period=2))
-    train(handle, clock, 21, seconds=0.01)  # every second step waits 400 times as long as the others take
-    clock.go(600)
+    train(handle, clock, 21, seconds=0.01)  # every second step waits 400 times as long as the others take: no pause
+    clock.go(600)  # an evaluation is one
     train(handle, clock, 10, seconds=0.01)
     assert handle.stats().step_seconds == pytest.approx(2.01, rel=0.1)
 
@@ -303,7 +290,7 @@ def test_one_line_says_what_local_sgd_costs(caplog, clock):
 
 @pytest.mark.usefixtures("alone")
 def test_a_sharded_optimizer_notes_its_messages_and_not_its_own_step(clock, monkeypatch):
-    messages = []
+    messages, step = [], Zero.step
 
     def settle(pending):
         messages.append(pending)
@@ -318,7 +305,6 @@ def test_a_sharded_optimizer_notes_its_messages_and_not_its_own_step(clock, monk
             clock.go(50)
             return super().step(closure)
 
-    step = Zero.step
     monkeypatch.setattr(Zero, "step", slow)
     monkeypatch.setattr(Pending, "settle", settle)
     w = torch.nn.Parameter(torch.zeros(10, 30))
@@ -329,13 +315,11 @@ def test_a_sharded_optimizer_notes_its_messages_and_not_its_own_step(clock, monk
         clock.go(10)
         w.grad = torch.ones(10, 30)
         zero.step()
-    wait = 4 * len(messages) / 3
+    wait, stats = 4 * len(messages) / 3, zero.stats()
     assert wait > 0
-    stats = zero.stats()
     assert (stats.step_seconds, stats.compress_seconds, stats.wait_seconds) == (10 + 2 + 50 + wait, 2, wait)
     first, *groups = repr(zero).splitlines()
-    assert first.startswith(
-        "SGD, whose state is divided among 1 ranks by element: 1.2 kB of 1.2 kB of parameters are updated here; 3 steps, "
-    )
+    assert first.startswith("SGD, whose state is divided among 1 ranks by element: 1.2 kB of 1.2 kB of parameters ")
+    assert " are updated here; 3 steps, " in first
     assert first.endswith(f"3% of a step spent packing, {wait / (62 + wait):.0%} waiting")
     assert groups[0] == "ZeroOptimizer ("

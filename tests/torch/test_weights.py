@@ -30,7 +30,9 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.torch_backend import Averager, local_sgd, register_comm_hook
 from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.compare import same_bits
+from tests.torch.models import Branches
 from tests.torch.ranks import Cases, World
+from tests.torch.training import hooked
 
 cases = Cases(__file__, ranks=4)
 
@@ -49,8 +51,6 @@ ALGORITHMS = {
 }
 #: That are run as on a device, too.
 UNSEEN = {name: ALGORITHMS[name] for name in ("dense", "sign", "codes")} | {"power_sgd": PowerSGD(2)}
-#: Of whose parts an absent rank owns one, and does not remember how it has rounded it.
-OWNED = ("int4", "levels")
 
 
 def given(rank: int, step: int) -> dict[str, np.ndarray[Any, Any]]:
@@ -63,40 +63,28 @@ def tensors(arrays: dict[str, Any], factor: float = 1.0) -> dict[str, Tensor]:
 
 
 @cases.each(ALGORITHMS)
-def averaged(world: World, algorithm: Algorithm) -> dict[str, Any]:
-    """What an absent rank has is NaN. The others do the same once more without it."""
+def test_an_absent_rank_changes_nothing(world: World, algorithm: Algorithm) -> None:
+    """What it has is NaN. The others do the same once more without it."""
     like = {n: torch.zeros(s) for n, s in SHAPES.items()}
     averager = Averager(Weighted(algorithm), like, world.group)
-    present = [r for r in range(world.size) if r != ABSENT]
-    others = torch.distributed.new_group(present)
-    alone = None
-    if world.rank != ABSENT and not isinstance(algorithm, TwoLevel):
-        alone = Averager(Weighted(algorithm), like, others)
-        alone.weight = WEIGHTS[world.rank]
-    averager.weight = WEIGHTS[world.rank]
-    averages, apart = [], 0.0
+    others = torch.distributed.new_group([r for r in range(world.size) if r != ABSENT])
+    # Of whose parts it owns one, and does not remember how it has rounded it.
+    owned = algorithm in (ALGORITHMS["int4"], ALGORITHMS["levels"])
+    alone = None if world.rank == ABSENT or owned else Averager(Weighted(algorithm), like, others)
+    for each in filter(None, (averager, alone)):
+        each.weight = WEIGHTS[world.rank]
+    simulator = Simulator(algorithm, SHAPES, 4, dtype="float32")
     for step in range(STEPS):
         mine = given(world.rank, step)
         found = averager(tensors(mine, float("nan") if world.rank == ABSENT else 1.0))
         assert world.agree(found)
-        averages.append({n: x.numpy().copy() for n, x in found.items()})
-        if alone is not None:
-            expected = alone(tensors(mine))
-            apart = max(apart, *(float((found[n] - x).abs().max()) for n, x in expected.items()))
-    return {"averages": averages, "apart": apart, "error": averager.error_norm()}
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_absent_rank_changes_nothing(results, name):
-    runs = results(f"averaged[{name}]")
-    simulator = Simulator(ALGORITHMS[name], SHAPES, 4, dtype="float32")
-    for step in range(STEPS):
-        expected = simulator.step([given(r, step) for r in range(4)], weights=WEIGHTS)
-        for n in SHAPES:
-            np.testing.assert_allclose(runs[0]["averages"][step][n], expected[n], rtol=2e-5, atol=2e-5)
-    if name not in OWNED:
-        assert runs[ABSENT]["error"] == 0
-        assert max(run["apart"] for run in runs) <= 2e-6
+        if world.rank == 0:
+            expected = simulator.step([given(r, step) for r in range(4)], weights=WEIGHTS)
+            for n in SHAPES:
+                np.testing.assert_allclose(found[n], expected[n], rtol=2e-5, atol=2e-5)
+        for n, x in alone(tensors(mine)).items() if alone else ():
+            np.testing.assert_allclose(found[n], x, rtol=0, atol=2e-6)
+    assert averager.error_norm() == 0 or world.rank != ABSENT or owned
 
 
 @cases.case
@@ -143,22 +131,11 @@ def test_uneven_inputs_under_join(world: World) -> None:
 
 @cases.case
 def test_unused_parameters_and_weights_share_a_message(world: World) -> None:
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(48, 32, bias=False), nn.Linear(48, 32, bias=False)
-
-        def forward(self, x: Tensor, which: bool) -> Tensor:
-            out: Tensor = (self.a if which else self.b)(x)
-            return out
-
     sent = []
-    for weighted in (False, True):
-        ddp = DistributedDataParallel(Halves(), process_group=world.group, find_unused_parameters=True)
-        handle = register_comm_hook(ddp, Weighted(PowerSGD(2)) if weighted else PowerSGD(2))
-        ddp(torch.ones(2, 48), which=True).sum().backward()
-        state = handle.rank_state_dict()["tensors"]
-        assert not state["b.weight"]["error"].any()
+    for algorithm in (PowerSGD(2), Weighted(PowerSGD(2))):
+        ddp, handle = hooked(Branches(), algorithm, world.group, find_unused_parameters=True)
+        ddp(torch.ones(2, 40), ("left",)).sum().backward()
+        assert not handle.rank_state_dict()["tensors"]["right.weight"]["error"].any()
         sent.append(handle.stats().collectives)
     assert sent[0] == sent[1]
 
@@ -167,14 +144,12 @@ def test_unused_parameters_and_weights_share_a_message(world: World) -> None:
 def test_weights_do_not_part_states(world: World) -> None:
     """What was saved without weights goes on with them, and the other way round; a step is measured against the weighted mean."""
     like = {n: torch.zeros(s) for n, s in SHAPES.items()}
-    plain = Averager(PowerSGD(2), like, world.group)
-    weighted = Averager(Weighted(PowerSGD(2)), like, world.group)
+    methods = PowerSGD(2), Weighted(PowerSGD(2)), Weighted(AllReduce())
+    plain, weighted, exact = (Averager(method, like, world.group) for method in methods)
     plain(tensors(given(world.rank, 0)))
     weighted.load_state_dict(plain.gathered_state_dict("all", to=None))
     plain.load_state_dict(weighted.rank_state_dict())
     assert same_bits(weighted.rank_state_dict()["tensors"], plain.rank_state_dict()["tensors"])
-
-    exact = Averager(Weighted(AllReduce()), like, world.group)
     exact.weight = WEIGHTS[world.rank]
     with exact.measured() as found:
         exact(tensors(given(world.rank, 0), float("nan") if world.rank == ABSENT else 1.0))
@@ -183,7 +158,7 @@ def test_weights_do_not_part_states(world: World) -> None:
 
 
 @cases.each(UNSEEN)
-def unseen(world: World, algorithm: Algorithm) -> dict[str, Any]:
+def test_where_the_host_does_not_look(world: World, algorithm: Algorithm) -> None:
     """As on a device, where the host must not look at numbers."""
     with on_a_device(), mock.patch.object(TorchOps, "truth", return_value=None):
         averager = Averager(Weighted(algorithm), {n: torch.zeros(s) for n, s in SHAPES.items()}, world.group)
@@ -193,20 +168,12 @@ def unseen(world: World, algorithm: Algorithm) -> dict[str, Any]:
         before = averager.rank_state_dict()["tensors"]
         averager.weight = 0
         nobody = averager(tensors(given(world.rank, 1)))
-        return {"first": first, "nobody": nobody, "kept": same_bits(before, averager.rank_state_dict()["tensors"])}
-
-
-@pytest.mark.parametrize("name", UNSEEN)
-def test_where_the_host_does_not_look(results, name):
-    runs = results(f"unseen[{name}]")
-    simulator = Simulator(UNSEEN[name], SHAPES, 4, dtype="float32")
-    expected = simulator.step([given(r, 0) for r in range(4)], weights=WEIGHTS)
-    for run in runs:
-        assert run["kept"]
-        assert same_bits(run["first"], runs[0]["first"])
-        for n in SHAPES:
-            np.testing.assert_allclose(run["first"][n], expected[n], rtol=2e-5, atol=2e-5)
-            assert run["nobody"][n].isnan().all()
+    assert same_bits(before, averager.rank_state_dict()["tensors"])
+    assert world.agree(first)
+    expected = Simulator(algorithm, SHAPES, 4, dtype="float32").step([given(r, 0) for r in range(4)], weights=WEIGHTS)
+    for n in SHAPES:
+        np.testing.assert_allclose(first[n], expected[n], rtol=2e-5, atol=2e-5)
+        assert nobody[n].isnan().all()
 
 
 @cases.case
@@ -227,32 +194,3 @@ def test_refusals(world: World) -> None:
     handle.reconfigure(diloco(2, weighted=True))
     with pytest.raises(ValueError, match="weight"):
         handle.weight = -2
-
-
-@cases.case
-def test_a_run_goes_on_with_its_weights(world: World) -> None:
-    """The weight of a difference on its way is in the memory: what is sent anew counts as it did."""
-
-    def begun() -> tuple[nn.Linear, torch.optim.Optimizer, Any]:
-        model = nn.Linear(16, 8, bias=False)
-        nn.init.ones_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return model, optimizer, local_sgd(model, optimizer, local, process_group=world.group)
-
-    local = diloco(4, overlap=3, weighted=True, compressor=PowerSGD(2))
-
-    def train(model: nn.Linear, optimizer: torch.optim.Optimizer, handle: Any, steps: range) -> None:
-        for step in steps:
-            handle.weight = (world.rank + step) % 4
-            model.weight.grad = torch.from_numpy(given(world.rank, step)["w"][:8]).clone()
-            optimizer.step()
-
-    one, other = begun(), begun()
-    train(*one, range(5))
-    state, weights = one[2].rank_state_dict(), one[0].weight.detach().clone()
-    train(*one, range(5, 10))
-    with torch.no_grad():
-        other[0].weight.copy_(weights)
-    other[2].load_state_dict(state)
-    train(*other, range(5, 10))
-    assert torch.equal(one[0].weight, other[0].weight)
