@@ -24,6 +24,7 @@ from gradwire import (
     State,
     TopK,
     TwoLevel,
+    Weighted,
     WireDtype,
     Zero,
     assign_buckets,
@@ -66,6 +67,16 @@ def each(error, named, make, *values):
     return [(error, named.format(x), partial(make, x)) for x in values]
 
 
+def wrong(error, make, **options):
+    """Of each option values that it does not take, or that an entry of its mapping does not."""
+    rows = []
+    for option, values in options.items():
+        for x in values:
+            entry = next(((f"[{k!r}]={v!r}") for k, v in x.items()), "={}") if isinstance(x, dict) else f"={x!r}"
+            rows.append((error, option + entry, partial(make, **{option: x})))
+    return rows
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Own(PowerSGD):
     every: Annotated[int, at_least(1)]
@@ -83,59 +94,41 @@ class Careless(PowerSGD):
         return {"outer": ops.zeros(spec.shape, spec.dtype)}
 
 
+FOUR, LINKED = partial(PowerSGD, 4), {"model": SHAPES, "algorithm": AllReduce(), "step": 0.1, "replicas": 2}
+ZERO = partial(Zero, shard_by_element({}, 2))
 OPTIONS = [
-    (ValueError, "rank=0", lambda: PowerSGD(0)),
-    *each(TypeError, "rank={!r}", PowerSGD, True, "4", None),
-    (ValueError, "rank['w']=-1", lambda: PowerSGD({"w": -1})),
-    (TypeError, "rank['w']=1.5", lambda: PowerSGD({"w": 1.5})),
-    (ValueError, "start_step=-1", lambda: PowerSGD(4, start_step=-1)),
-    *each(ValueError, "min_compression_rate={}", lambda x: PowerSGD(4, min_compression_rate=x), 0, -2.0, NAN, INF),
-    *each(
-        ValueError, "orthogonalization_epsilon={}", lambda x: PowerSGD(4, orthogonalization_epsilon=x), -1e-8, 1, NAN
+    *wrong(ValueError, PowerSGD, rank=[0, {"w": -1}]),
+    *wrong(TypeError, PowerSGD, rank=[True, "4", None, {"w": 1.5}]),
+    *wrong(ValueError, FOUR, start_step=[-1], orthogonalization_epsilon=[-1e-8, 1, NAN], max_norm=[0, -1.0, INF, NAN]),
+    *wrong(ValueError, FOUR, min_compression_rate=[0, -2.0, NAN, INF], error_feedback=[0.0, -0.5, 1.5, NAN]),
+    *wrong(ValueError, FOUR, stacked=[{"w": -1}], rows=[{"w": 0}], state_dtype=["float8", "float12", "int32"]),
+    *wrong(TypeError, FOUR, stacked=[{"w": 1.0}, "layers/*"], rows=[("w",)], transpose=["*/kernel"]),
+    *wrong(
+        TypeError, FOUR, error_feedback=["yes", None], half_step=["False", 0, None, np.True_], start_step=[NAN, "3"]
     ),
-    (ValueError, "warm_start", lambda: PowerSGD(4, half_step=True, warm_start=False)),
-    (ValueError, "stacked['w']=-1", lambda: PowerSGD(4, stacked={"w": -1})),
-    (TypeError, "stacked['w']=1.0", lambda: PowerSGD(4, stacked={"w": 1.0})),
-    (TypeError, "stacked='layers/*'", lambda: PowerSGD(4, stacked="layers/*")),
-    (ValueError, "rows['w']=0", lambda: PowerSGD(4, rows={"w": 0})),
-    (TypeError, "rows=('w',)", lambda: PowerSGD(4, rows=("w",))),
-    (ValueError, "square=True", lambda: PowerSGD(4, square=True, rows={"w": 1})),
-    (ValueError, "square=True", lambda: PowerSGD(4, square=True, stacked={"w": 1})),
-    (TypeError, "transpose='*/kernel'", lambda: PowerSGD(2, transpose="*/kernel")),
-    *each(ValueError, "state_dtype={!r}", lambda x: PowerSGD(4, state_dtype=x), "float8", "float12", "int32"),
-    *each(ValueError, "max_norm={}", lambda x: PowerSGD(2, max_norm=x), 0, -1.0, INF, NAN),
-    *each(ValueError, "bucket_bytes={}", lambda x: AllReduce(bucket_bytes=x), 0, -1),
-    *each(ValueError, "first_bucket_bytes={}", lambda x: AllReduce(8, first_bucket_bytes=x), 0, -1),
-    (ValueError, "first_bucket_bytes=8", lambda: AllReduce(first_bucket_bytes=8)),
+    (ValueError, "warm_start", lambda: FOUR(half_step=True, warm_start=False)),
+    *each(ValueError, "square=True", lambda x: FOUR(square=True, **x), {"rows": {"w": 1}}, {"stacked": {"w": 1}}),
+    *wrong(ValueError, AllReduce, bucket_bytes=[0, -1], first_bucket_bytes=[8]),
+    *wrong(ValueError, partial(AllReduce, 8), first_bucket_bytes=[0, -1]),
+    (TypeError, "bucket_bytes='8'", lambda: AllReduce("8")),
     (TypeError, "max_norm", lambda: AllReduce(max_norm=1.0)),  # plain averages have no such option
-    *each(ValueError, "error_feedback={}", lambda x: PowerSGD(2, error_feedback=x), 0.0, -0.5, 1.5, NAN),
-    *each(TypeError, "error_feedback={!r}", lambda x: PowerSGD(2, error_feedback=x), "yes", None),
-    *each(ValueError, "keep={}", lambda x: TopK(x), 0, 1.5, 4096),
-    (TypeError, "keep=True", lambda: TopK(True)),
-    *each(ValueError, "per={}", lambda x: TopK(4, per=x), 0, (8, 8, 8), 2**25),
-    (ValueError, "bits=3", lambda: TopK(4, bits=3)),
-    (ValueError, "mean='sender'", lambda: TopK(4, mean="sender")),
-    (ValueError, "per='block'", lambda: Sign(per="block")),
-    (ValueError, "magnitudes=3", lambda: Sign(magnitudes=3)),
-    (ValueError, "lr=0", lambda: OuterSGD(0)),
+    *wrong(ValueError, TopK, keep=[0, 1.5, 4096]),
+    *wrong(ValueError, partial(TopK, 4), per=[0, (8, 8, 8), 2**25], bits=[3], mean=["sender"]),
+    *wrong(TypeError, partial(TopK, 4), max_norm=["x", True, 1j]),
+    *wrong(ValueError, Sign, per=["block"], magnitudes=[3]),
+    *wrong(TypeError, Sign, magnitudes=[True]),
+    *wrong(TypeError, partial(Quantize, "int8"), seed=[1.5, "0", None]),
+    *wrong(ValueError, OuterSGD, lr=[0], nesterov=[True]),
     (ValueError, "momentum=1.0", lambda: OuterSGD(0.7, 1.0)),
-    (ValueError, "nesterov=True", lambda: OuterSGD(0.7, nesterov=True)),
+    (TypeError, "nesterov='no'", lambda: OuterSGD(0.7, 0.9, nesterov="no")),
     (TypeError, "lr=", lambda: diloco(3, outer=OuterSGD(), lr=0.5)),
     (TypeError, "abstract", lambda: Compressor()),
-    (ValueError, "every=0", lambda: Own(2, every=0)),
-    (TypeError, "every='8'", lambda: Own(2, every="8")),
-    *each(TypeError, "half_step={!r}", lambda x: PowerSGD(2, half_step=x), "False", 0, None, np.True_),
-    *each(TypeError, "start_step={!r}", lambda x: PowerSGD(2, start_step=x), NAN, INF, 1.0, True, "3", np.zeros(1)),
-    *each(TypeError, "max_norm={!r}", lambda x: TopK(4, max_norm=x), "x", True, 1j),
-    *each(TypeError, "seed={!r}", lambda x: Quantize("int8", seed=x), 1.5, "0", None),
-    (ValueError, "max_norm=1000", lambda: PowerSGD(2, max_norm=10**400)),
-    (TypeError, "magnitudes=True", lambda: Sign(magnitudes=True)),
-    (TypeError, "bucket_bytes='8'", lambda: AllReduce("8")),
-    (TypeError, "nesterov='no'", lambda: OuterSGD(0.7, 0.9, nesterov="no")),
+    *wrong(ValueError, partial(Own, 2), every=[0]),
+    *wrong(TypeError, partial(Own, 2), every=["8"]),
     (TypeError, "shards={}", lambda: Zero({})),
-    (TypeError, "skip_non_finite='no'", lambda: Zero(shard_by_element({}, 2), skip_non_finite="no")),
-    (TypeError, "algorithm=PowerSGD", lambda: Zero(shard_by_element({}, 2), PowerSGD)),
-    *each(ValueError, "max_norm={}", lambda x: Zero(shard_by_element({}, 2), max_norm=x), 0.0, -1.0, NAN),
+    *wrong(ValueError, ZERO, max_norm=[0.0, -1.0, NAN]),
+    (TypeError, "skip_non_finite='no'", lambda: ZERO(skip_non_finite="no")),
+    (TypeError, "algorithm=PowerSGD", lambda: ZERO(PowerSGD)),
 ]
 
 CODES = {
@@ -175,31 +168,24 @@ NO_ALGORITHMS = [
 ]
 
 MISSED, MAPPINGS = {"layers.*": 1, "layer.*": 1}, ("rank", "stacked", "rows")
+TWO_ROWS = PowerSGD(1, stacked={"w": 1}, rows={"w": 2})
 PATTERNS = [
     *each(ValueError, "{} pattern 'layer.*'", lambda x: plan(LAYERS, PowerSGD(**{"rank": 2, x: MISSED})), *MAPPINGS),
     (ValueError, "transpose pattern 'layer.*'", lambda: plan(LAYERS, PowerSGD(2, transpose=("layer.*",)))),
     (ValueError, "'Layers.*'", lambda: plan(LAYERS, PowerSGD({"Layers.*": 2}))),
     (ValueError, "parameter 's'", lambda: init(PowerSGD(1, stacked={"*": 1}), w=((3, 4, 5),), s=((),))),
-    (
-        ValueError,
-        "parameter 'w' 2 row axes",
-        lambda: init(PowerSGD(1, stacked={"w": 1}, rows={"w": 2}), w=((3, 4, 5),)),
-    ),
+    (ValueError, "parameter 'w' 2 row axes", lambda: init(TWO_ROWS, w=((3, 4, 5),))),
     (ValueError, "parameter 'ids'", lambda: init(PowerSGD(2), w=((20, 20),), ids=((20,), "int32"))),
 ]
 
 TWO = {"a": Spec((2,)), "b": Spec(())}
 SCHEDULES = [
-    (ValueError, "period=0", lambda: Schedule(0)),
-    (ValueError, "period[2]=-1", lambda: Schedule({2: -1, 4: 4})),
-    (ValueError, "period={}", lambda: Schedule({})),
-    (TypeError, "period=True", lambda: Schedule(True)),
-    (ValueError, "start_step=-1", lambda: Schedule(4, start_step=-1)),
-    (ValueError, "fragments=5", lambda: Schedule(4, fragments=5)),
+    *wrong(ValueError, Schedule, period=[0, {2: -1, 4: 4}, {}]),
+    *wrong(TypeError, Schedule, period=[True]),
+    *wrong(ValueError, partial(Schedule, 4), start_step=[-1], fragments=[5], subgroup=["rack"]),
+    *wrong(TypeError, partial(Schedule, 4), fragments=[2.0]),
     (ValueError, "fragments=3", lambda: Schedule({2: 2, 4: 8}, fragments=3)),
-    (TypeError, "fragments=2.0", lambda: Schedule(4, fragments=2.0)),
     (ValueError, "fragments=3 of 2", lambda: Schedule(4, fragments=3).parts(TWO)),
-    (ValueError, "subgroup='rack'", lambda: Schedule(4, subgroup="rack")),
     (TypeError, "subgroup[0]=0", lambda: Schedule(4, subgroup=(0, 1))),
     (ValueError, "groups of 3, but 4 replicas", lambda: Schedule(4, subgroup=3).subgroups(4)),
     (ValueError, "replicas 0 to 3", lambda: Schedule(4, subgroup=((0, 1), (1, 2, 3))).subgroups(4)),
@@ -208,23 +194,19 @@ SCHEDULES = [
     (ValueError, "groups of 2", lambda: Schedule({2: 4, 4: 4}).levels(4)),
     (ValueError, "groups of 2 of 4 replicas twice", lambda: Schedule({2: 2, PAIRS: 3, 4: 8}).levels(4)),
     (ValueError, "groups of 2, the size of a node", lambda: Schedule({2: 2, "node": 3, "all": 8}).on_nodes_of(2)),
-    (ValueError, "state_dtype='float32'", lambda: LocalSGD(4, state_dtype="float32")),
+    # Plain averages have no differences, and no outer parameters.
+    *wrong(
+        ValueError, partial(LocalSGD, 4), state_dtype=["float32"], overlap=[1], merge=[0.5], eager=[True], radial=[True]
+    ),
     (ValueError, "state_dtype='int8'", lambda: LocalSGD(4, outer=OuterSGD(), state_dtype="int8")),
-    *each(ValueError, "overlap={}", lambda x: diloco(4, overlap=x), 4, -1),
-    (TypeError, "overlap=True", lambda: diloco(4, overlap=True)),
-    *each(ValueError, "merge={!r}", lambda x: diloco(4, overlap=1, merge=x), 1.5, "half"),
-    (TypeError, "eager=1", lambda: diloco(4, eager=1)),
-    (ValueError, "merge=0.5", lambda: diloco(4, eager=True, merge=0.5)),
-    (ValueError, "overlap=1", lambda: diloco(4, eager=True, overlap=1)),
-    (ValueError, "layout='rows'", lambda: diloco(4, layout="rows")),
+    *wrong(ValueError, partial(diloco, 4), overlap=[4, -1], layout=["rows"]),
+    *wrong(TypeError, partial(diloco, 4), overlap=[True], eager=[1]),
+    *wrong(ValueError, partial(diloco, 4, overlap=1), merge=[1.5, "half"]),
+    *wrong(ValueError, partial(diloco, 4, eager=True), merge=[0.5], overlap=[1]),
     (TypeError, "layout[0]=1", lambda: diloco(4, layout=[1])),
     (ValueError, "fragments=1", lambda: diloco(4, layout=("a*", "*"))),
-    # Plain averages have no differences.
-    *(
-        (ValueError, f"{x}=", lambda x=x, to=to: LocalSGD(4, **{x: to}))
-        for x, to in [("overlap", 1), ("merge", 0.5), ("eager", True)]
-    ),
     *each(ValueError, "'b'", lambda x: diloco(9, fragments=2, layout=x).parts(TWO), ("a", "c"), ("*", "b")),
+    (ValueError, "radial", lambda: plan({"w": (4, 4)}, diloco(3, radial=("q*",)))),
 ]
 
 X = np.zeros(2)
@@ -268,7 +250,6 @@ SHARDS = [
     (ValueError, "first_bucket_mb=0", lambda: bucket_limits(1, 0)),
 ]
 
-LINKED = {"model": SHAPES, "algorithm": AllReduce(), "step": 0.1, "link": "1Gbit", "replicas": 2}
 PLANS = [
     (ValueError, "itemsize=3", lambda: plan(SHAPES, PowerSGD(1), itemsize=3)),
     (ValueError, "dtype='int8'", lambda: plan(SHAPES, PowerSGD(1), dtype="int8")),
@@ -285,29 +266,40 @@ PLANS = [
     (ValueError, "world_size=0", lambda: plan(SHAPES, AllReduce()).seconds(0, 1e-4, 1e9)),
     (ValueError, "latency=-1.0", lambda: plan(SHAPES, AllReduce()).seconds(4, -1.0, 1e9)),
     (TypeError, "world_size='2'", lambda: plan(SHAPES, AllReduce(), world_size="2")),
-    *each(ValueError, "step={}", lambda x: utilization(**LINKED | {"step": x}), 0, NAN),
-    *each(ValueError, "link={!r}", lambda x: utilization(**LINKED | {"link": x}), "fast", -1.0),
-    (ValueError, "latency=-1.0", lambda: utilization(**LINKED | {"latency": -1.0})),
-    (ValueError, "replicas=0", lambda: utilization(**LINKED | {"replicas": 0})),
-    (ValueError, "utilization=1.0", lambda: link_for(SHAPES, AllReduce(), step=0.1, replicas=2, utilization=1.0)),
-    (
-        ValueError,
-        "utilization=",
-        lambda: link_for(SHAPES, AllReduce(), step=0.1, replicas=2, utilization=0.99, latency=10.0),
-    ),
+    *wrong(ValueError, partial(utilization, link="1Gbit", **LINKED), step=[0, NAN], latency=[-1.0], replicas=[0]),
+    *wrong(ValueError, partial(utilization, **LINKED), link=["fast", -1.0]),
+    *wrong(ValueError, partial(link_for, **LINKED), utilization=[1.0]),
+    (ValueError, "utilization=", lambda: link_for(**LINKED, utilization=0.99, latency=10.0)),
     (ValueError, "bandwidth=0.0", lambda: plan(SHAPES, AllReduce()).seconds(4, 1e-4, 0.0)),
     *each(ValueError, "all_reduce", lambda x: Level("all", 2, x, x, 0.5), (), ((0, 1.0),), ((8, 0.0),), ((8, NAN),)),
     (ValueError, "exchange", lambda: Level("all", 2, ((1, 1.0),), (), 0.5)),
     (ValueError, "seconds=0.0", lambda: Compute(0.0)),
-    (ValueError, "steps=0", lambda: compare(print, [], steps=0)),
-    (TypeError, "seeds=True", lambda: compare(print, [], seeds=True)),
-    (TypeError, "replicas=1.5", lambda: compare(print, [], replicas=1.5)),
+    *wrong(ValueError, partial(compare, print, []), steps=[0]),
+    *wrong(TypeError, partial(compare, print, []), seeds=[True], replicas=[1.5]),
     *each(ValueError, "rates", lambda x: compare(print, [], rates=x), (), (1.0, INF)),
     *each(TypeError, "rates", lambda x: compare(print, [], rates=x), 2.0, "12", (True,)),
     (TypeError, "make", lambda: compare(None, [])),
     (TypeError, "algorithms", lambda: compare(print, ["PowerSGD"])),
     (ValueError, "two replicas", lambda: measure(None, "torch", "cpu", 1, 1)),
     (ValueError, "equally many", lambda: measure(None, "torch", "cpu", 3, 2)),
+]
+
+WEIGHTED = Weighted(AllReduce())
+WEIGHTS = [
+    *each(
+        TypeError, "Weighted", lambda x: x(WEIGHTED), lambda x: TwoLevel(x), lambda x: WireDtype(x, "int8"), Weighted
+    ),
+    (TypeError, "compressor", lambda: diloco(3, compressor=WEIGHTED)),
+    (ValueError, "weights", lambda: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR, PAIR], weights=[1])),
+    *[
+        (error, f"weights[{i}]", lambda x=x: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR, PAIR], weights=x))
+        for error, i, x in [
+            *[(ValueError, 0, [x, 1]) for x in (NAN, INF)],
+            *[(TypeError, 0, [x, 1]) for x in ("1", True)],
+            (ValueError, 1, [1, -1]),
+        ]
+    ],
+    (ValueError, "weighted", lambda: LocalSimulator(LocalSGD(1), PAIR, 1).step([PAIR], lambda *_: PAIR, weights=[1])),
 ]
 
 PAIR, PAIR_SHAPE, NOT_AVERAGED = {"w": [1, 2]}, {"w": (2,)}, ("int32", "complex64", "float8_e4m3fn")
@@ -331,14 +323,7 @@ SIMULATORS = [
 
 def state(**change):
     tensors = {"w": {"q": np.zeros(2), "error": np.zeros(3)}}
-    whole = {
-        "format": 1,
-        "kind": "compressor",
-        "algorithm": "PowerSGD(rank=2)",
-        "step": 0,
-        "shared": {},
-        "tensors": tensors,
-    }
+    whole = checkpoint.head("compressor", "PowerSGD(rank=2)", 0) | {"shared": {}, "tensors": tensors}
     return {key: value for key, value in (whole | change).items() if value is not None}
 
 
@@ -383,15 +368,12 @@ STATES = [
     (ValueError, "3 rows", lambda: checkpoint.spread(OPS, gathered(state(), state()) | {"replicas": 3}, 2)),
 ]
 
-TABLES = {
-    **{"options": OPTIONS, "wire": WIRE, "no algorithms": NO_ALGORITHMS, "patterns": PATTERNS, "schedules": SCHEDULES},
-    **{"groups": GROUPS, "shards": SHARDS, "plans": PLANS, "simulators": SIMULATORS, "states": STATES},
-}  # fmt: skip
+TABLES = (OPTIONS, WIRE, NO_ALGORITHMS, PATTERNS, SCHEDULES, GROUPS, SHARDS, PLANS, WEIGHTS, SIMULATORS, STATES)
 
 
 @pytest.mark.parametrize(
     ("error", "named", "what"),
-    [pytest.param(*row, id=f"{table}: {row[1]}") for table, rows in TABLES.items() for row in rows],
+    [pytest.param(*row, id=row[1]) for rows in TABLES for row in rows],
 )
 def test_it_is_refused_by_name(error, named, what):
     with pytest.raises(error) as raised:
