@@ -10,33 +10,8 @@ import optax
 import pytest
 import torch
 
-from gradwire import (
-    AllReduce,
-    Compressor,
-    LocalSGD,
-    LocalSimulator,
-    OuterSGD,
-    PowerSGD,
-    Quantize,
-    Sign,
-    Simulator,
-    Spec,
-    State,
-    TopK,
-    TwoLevel,
-    Weighted,
-    WireDtype,
-    Zero,
-    assign_buckets,
-    compare,
-    diloco,
-    link_for,
-    plan,
-    shard_by_bucket,
-    shard_by_element,
-    shard_by_parameter,
-    utilization,
-)
+import gradwire as gw
+from gradwire import AllReduce, LocalSGD, LocalSimulator, PowerSGD, Simulator, TwoLevel, diloco, plan, shard_by_element
 from gradwire.core import protocol as rq
 from gradwire.core.advise.probe import Level, measure
 from gradwire.core.advise.timeline import Compute
@@ -60,7 +35,7 @@ PAIRS = ((0, 1), (2, 3))
 
 
 def init(algorithm, **specs):
-    return algorithm.init(OPS, {name: Spec(*spec) for name, spec in specs.items()})
+    return algorithm.init(OPS, {name: gw.Spec(*spec) for name, spec in specs.items()})
 
 
 def each(error, named, make, *values):
@@ -95,7 +70,7 @@ class Careless(PowerSGD):
 
 
 FOUR, LINKED = partial(PowerSGD, 4), {"model": SHAPES, "algorithm": AllReduce(), "step": 0.1, "replicas": 2}
-ZERO = partial(Zero, shard_by_element({}, 2))
+ZERO = partial(gw.Zero, shard_by_element({}, 2))
 OPTIONS = [
     *wrong(ValueError, PowerSGD, rank=[0, {"w": -1}]),
     *wrong(TypeError, PowerSGD, rank=[True, "4", None, {"w": 1.5}]),
@@ -112,20 +87,20 @@ OPTIONS = [
     *wrong(ValueError, partial(AllReduce, 8), first_bucket_bytes=[0, -1]),
     (TypeError, "bucket_bytes='8'", lambda: AllReduce("8")),
     (TypeError, "max_norm", lambda: AllReduce(max_norm=1.0)),  # plain averages have no such option
-    *wrong(ValueError, TopK, keep=[0, 1.5, 4096]),
-    *wrong(ValueError, partial(TopK, 4), per=[0, (8, 8, 8), 2**25], bits=[3], mean=["sender"]),
-    *wrong(TypeError, partial(TopK, 4), max_norm=["x", True, 1j]),
-    *wrong(ValueError, Sign, per=["block"], magnitudes=[3]),
-    *wrong(TypeError, Sign, magnitudes=[True]),
-    *wrong(TypeError, partial(Quantize, "int8"), seed=[1.5, "0", None]),
-    *wrong(ValueError, OuterSGD, lr=[0], nesterov=[True]),
-    (ValueError, "momentum=1.0", lambda: OuterSGD(0.7, 1.0)),
-    (TypeError, "nesterov='no'", lambda: OuterSGD(0.7, 0.9, nesterov="no")),
-    (TypeError, "lr=", lambda: diloco(3, outer=OuterSGD(), lr=0.5)),
-    (TypeError, "abstract", lambda: Compressor()),
+    *wrong(ValueError, gw.TopK, keep=[0, 1.5, 4096]),
+    *wrong(ValueError, partial(gw.TopK, 4), per=[0, (8, 8, 8), 2**25], bits=[3], mean=["sender"]),
+    *wrong(TypeError, partial(gw.TopK, 4), max_norm=["x", True, 1j]),
+    *wrong(ValueError, gw.Sign, per=["block"], magnitudes=[3]),
+    *wrong(TypeError, gw.Sign, magnitudes=[True]),
+    *wrong(TypeError, partial(gw.Quantize, "int8"), seed=[1.5, "0", None]),
+    *wrong(ValueError, gw.OuterSGD, lr=[0], nesterov=[True]),
+    (ValueError, "momentum=1.0", lambda: gw.OuterSGD(0.7, 1.0)),
+    (TypeError, "nesterov='no'", lambda: gw.OuterSGD(0.7, 0.9, nesterov="no")),
+    (TypeError, "lr=", lambda: diloco(3, outer=gw.OuterSGD(), lr=0.5)),
+    (TypeError, "abstract", lambda: gw.Compressor()),
     *wrong(ValueError, partial(Own, 2), every=[0]),
     *wrong(TypeError, partial(Own, 2), every=["8"]),
-    (TypeError, "shards={}", lambda: Zero({})),
+    (TypeError, "shards={}", lambda: gw.Zero({})),
     *wrong(ValueError, ZERO, max_norm=[0.0, -1.0, NAN]),
     (TypeError, "skip_non_finite='no'", lambda: ZERO(skip_non_finite="no")),
     (TypeError, "algorithm=PowerSGD", lambda: ZERO(PowerSGD)),
@@ -140,9 +115,9 @@ CODES = {
 }
 NO_DTYPES = (np.int16, torch.int64, "fp16", 4, torch.nn.Linear)
 WIRE = [
-    *[(ValueError, named, lambda x=x: Quantize(**x)) for named, x in CODES.items()],
-    *[(ValueError, named, lambda x=x: WireDtype(AllReduce(), **x)) for named, x in CODES.items()],
-    *each(ValueError, "dtype=", lambda x: WireDtype(AllReduce(), x), *NO_DTYPES),
+    *[(ValueError, named, lambda x=x: gw.Quantize(**x)) for named, x in CODES.items()],
+    *[(ValueError, named, lambda x=x: gw.WireDtype(AllReduce(), **x)) for named, x in CODES.items()],
+    *each(ValueError, "dtype=", lambda x: gw.WireDtype(AllReduce(), x), *NO_DTYPES),
     *each(ValueError, "state_dtype=", lambda x: PowerSGD(4, state_dtype=x), *NO_DTYPES),
 ]
 
@@ -156,7 +131,7 @@ NO_ALGORITHMS = [
     for door in (
         lambda x: plan(SHAPES, x),
         lambda x: Simulator(x, SHAPES, 2),
-        lambda x: WireDtype(x, "bfloat16"),
+        lambda x: gw.WireDtype(x, "bfloat16"),
         lambda x: LocalSGD(8, compressor=x) if x is not None else plan(SHAPES, x),
     )
 ] + [
@@ -164,7 +139,7 @@ NO_ALGORITHMS = [
     (TypeError, "no algorithm", lambda: check(PowerSGD)),
     (ValueError, "the shapes {'w': (2, 2)}", lambda: check(PowerSGD(4), {"w": (2, 2)})),
     (TypeError, "compressor", lambda: LocalSGD(4, compressor=LocalSGD(2))),
-    (TypeError, "two levels", lambda: TwoLevel(WireDtype(TwoLevel(AllReduce(), 2), "int8"), 2)),
+    (TypeError, "two levels", lambda: TwoLevel(gw.WireDtype(TwoLevel(AllReduce(), 2), "int8"), 2)),
 ]
 
 MISSED, MAPPINGS = {"layers.*": 1, "layer.*": 1}, ("rank", "stacked", "rows")
@@ -178,7 +153,7 @@ PATTERNS = [
     (ValueError, "parameter 'ids'", lambda: init(PowerSGD(2), w=((20, 20),), ids=((20,), "int32"))),
 ]
 
-TWO = {"a": Spec((2,)), "b": Spec(())}
+TWO = {"a": gw.Spec((2,)), "b": gw.Spec(())}
 SCHEDULES = [
     *wrong(ValueError, Schedule, period=[0, {2: -1, 4: 4}, {}]),
     *wrong(TypeError, Schedule, period=[True]),
@@ -198,7 +173,7 @@ SCHEDULES = [
     *wrong(
         ValueError, partial(LocalSGD, 4), state_dtype=["float32"], overlap=[1], merge=[0.5], eager=[True], radial=[True]
     ),
-    (ValueError, "state_dtype='int8'", lambda: LocalSGD(4, outer=OuterSGD(), state_dtype="int8")),
+    (ValueError, "state_dtype='int8'", lambda: LocalSGD(4, outer=gw.OuterSGD(), state_dtype="int8")),
     *wrong(ValueError, partial(diloco, 4), overlap=[4, -1], layout=["rows"]),
     *wrong(TypeError, partial(diloco, 4), overlap=[True], eager=[1]),
     *wrong(ValueError, partial(diloco, 4, overlap=1), merge=[1.5, "half"]),
@@ -230,22 +205,26 @@ GROUPS = [
 ]
 
 X3 = [1.0, 2.0, 3.0]
-SPECS = {"x": Spec((5,)), "y": Spec((3,))}
-MAKERS = (shard_by_element, shard_by_parameter)
+SPECS = {"x": gw.Spec((5,)), "y": gw.Spec((3,))}
+MAKERS = (shard_by_element, gw.shard_by_parameter)
 SHARDS = [
     *each(ValueError, "world_size=0", lambda make: make(SPECS, 0), *MAKERS),
-    *each(ValueError, "'n' has dtype int32", lambda make: make({"n": Spec((5,), "int32")}, 2), *MAKERS),
-    *each(ValueError, "buckets", lambda x: shard_by_bucket(SPECS, 2, x), [["x"]], [["x", "y"], ["x"]], [["x", "z"]]),
-    (ValueError, "'new'", lambda: plan({"new": (3,)}, Zero(shard_by_element(SPECS, 2)))),
-    (TypeError, "OptimizerStep", lambda: Simulator(Zero(shard_by_element(SPECS, 1)), {"y": (3,)}, 1).step([{"y": X3}])),
+    *each(ValueError, "'n' has dtype int32", lambda make: make({"n": gw.Spec((5,), "int32")}, 2), *MAKERS),
+    *each(ValueError, "buckets", lambda x: gw.shard_by_bucket(SPECS, 2, x), [["x"]], [["x", "y"], ["x"]], [["x", "z"]]),
+    (ValueError, "'new'", lambda: plan({"new": (3,)}, gw.Zero(shard_by_element(SPECS, 2)))),
+    (
+        TypeError,
+        "OptimizerStep",
+        lambda: Simulator(gw.Zero(shard_by_element(SPECS, 1)), {"y": (3,)}, 1).step([{"y": X3}]),
+    ),
     *each(TypeError, "specs={!r}", lambda x: shard_by_element(x, 2), None, ["x"], 3),
     (TypeError, "specs['x']=(5,)", lambda: shard_by_element({"x": (5,)}, 2)),
     *each(ValueError, "world_size={}", lambda x: shard_by_element(SPECS, x), -1, 2**31),
-    (ValueError, "limits=[]", lambda: assign_buckets([1], [])),
-    (ValueError, "limits[1]=-1", lambda: assign_buckets([1], [0, -1])),
-    (ValueError, "sizes[1]=-2", lambda: assign_buckets([1, -2], [1])),
-    (ValueError, "1 keys for 2 sizes", lambda: assign_buckets([1, 2], [1], ["f"])),
-    *each(ValueError, "order={}", lambda x: assign_buckets([1, 2], [1], None, x), [0, 0], [1]),
+    (ValueError, "limits=[]", lambda: gw.assign_buckets([1], [])),
+    (ValueError, "limits[1]=-1", lambda: gw.assign_buckets([1], [0, -1])),
+    (ValueError, "sizes[1]=-2", lambda: gw.assign_buckets([1, -2], [1])),
+    (ValueError, "1 keys for 2 sizes", lambda: gw.assign_buckets([1, 2], [1], ["f"])),
+    *each(ValueError, "order={}", lambda x: gw.assign_buckets([1, 2], [1], None, x), [0, 0], [1]),
     (ValueError, "bucket_cap_mb=0", lambda: bucket_limits(0, 1)),
     (ValueError, "first_bucket_mb=0", lambda: bucket_limits(1, 0)),
 ]
@@ -266,28 +245,33 @@ PLANS = [
     (ValueError, "world_size=0", lambda: plan(SHAPES, AllReduce()).seconds(0, 1e-4, 1e9)),
     (ValueError, "latency=-1.0", lambda: plan(SHAPES, AllReduce()).seconds(4, -1.0, 1e9)),
     (TypeError, "world_size='2'", lambda: plan(SHAPES, AllReduce(), world_size="2")),
-    *wrong(ValueError, partial(utilization, link="1Gbit", **LINKED), step=[0, NAN], latency=[-1.0], replicas=[0]),
-    *wrong(ValueError, partial(utilization, **LINKED), link=["fast", -1.0]),
-    *wrong(ValueError, partial(link_for, **LINKED), utilization=[1.0]),
-    (ValueError, "utilization=", lambda: link_for(**LINKED, utilization=0.99, latency=10.0)),
+    *wrong(ValueError, partial(gw.utilization, link="1Gbit", **LINKED), step=[0, NAN], latency=[-1.0], replicas=[0]),
+    *wrong(ValueError, partial(gw.utilization, **LINKED), link=["fast", -1.0]),
+    *wrong(ValueError, partial(gw.link_for, **LINKED), utilization=[1.0]),
+    (ValueError, "utilization=", lambda: gw.link_for(**LINKED, utilization=0.99, latency=10.0)),
     (ValueError, "bandwidth=0.0", lambda: plan(SHAPES, AllReduce()).seconds(4, 1e-4, 0.0)),
     *each(ValueError, "all_reduce", lambda x: Level("all", 2, x, x, 0.5), (), ((0, 1.0),), ((8, 0.0),), ((8, NAN),)),
     (ValueError, "exchange", lambda: Level("all", 2, ((1, 1.0),), (), 0.5)),
     (ValueError, "seconds=0.0", lambda: Compute(0.0)),
-    *wrong(ValueError, partial(compare, print, []), steps=[0]),
-    *wrong(TypeError, partial(compare, print, []), seeds=[True], replicas=[1.5]),
-    *each(ValueError, "rates", lambda x: compare(print, [], rates=x), (), (1.0, INF)),
-    *each(TypeError, "rates", lambda x: compare(print, [], rates=x), 2.0, "12", (True,)),
-    (TypeError, "make", lambda: compare(None, [])),
-    (TypeError, "algorithms", lambda: compare(print, ["PowerSGD"])),
+    *wrong(ValueError, partial(gw.compare, print, []), steps=[0]),
+    *wrong(TypeError, partial(gw.compare, print, []), seeds=[True], replicas=[1.5]),
+    *each(ValueError, "rates", lambda x: gw.compare(print, [], rates=x), (), (1.0, INF)),
+    *each(TypeError, "rates", lambda x: gw.compare(print, [], rates=x), 2.0, "12", (True,)),
+    (TypeError, "make", lambda: gw.compare(None, [])),
+    (TypeError, "algorithms", lambda: gw.compare(print, ["PowerSGD"])),
     (ValueError, "two replicas", lambda: measure(None, "torch", "cpu", 1, 1)),
     (ValueError, "equally many", lambda: measure(None, "torch", "cpu", 3, 2)),
 ]
 
-WEIGHTED = Weighted(AllReduce())
+WEIGHTED = gw.Weighted(AllReduce())
 WEIGHTS = [
     *each(
-        TypeError, "Weighted", lambda x: x(WEIGHTED), lambda x: TwoLevel(x), lambda x: WireDtype(x, "int8"), Weighted
+        TypeError,
+        "Weighted",
+        lambda x: x(WEIGHTED),
+        lambda x: TwoLevel(x),
+        lambda x: gw.WireDtype(x, "int8"),
+        gw.Weighted,
     ),
     (TypeError, "compressor", lambda: diloco(3, compressor=WEIGHTED)),
     (ValueError, "weights", lambda: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR, PAIR], weights=[1])),
@@ -339,7 +323,7 @@ OWN, OTHER = (state(rank=rank, replicas=2) for rank in range(2))
 FOREIGN = {"tensors": "["}, {"tensors": '["v"]'}
 STATES = [
     *[
-        (ValueError, named, lambda x=change: checkpoint.fit(state(**x), "PowerSGD(rank=2)", State()))
+        (ValueError, named, lambda x=change: checkpoint.fit(state(**x), "PowerSGD(rank=2)", gw.State()))
         for named, change in {
             "format 3": {"format": 3},
             "ZeroOptimizer.load_state_dict": {"kind": "sharded_optimizer"},
@@ -384,7 +368,7 @@ def test_it_is_refused_by_name(error, named, what):
 def test_numbers_of_numpy_are_pythons():
     given = PowerSGD({"*": np.int32(1)}, start_step=np.int64(3), max_norm=np.float32(2), stacked={"w": np.array(1)})
     assert repr(given) == repr(PowerSGD({"*": 1}, start_step=3, max_norm=2.0, stacked={"w": 1}))
-    assert repr(TopK(np.float64(0.5), bits=np.int8(4))) == repr(TopK(0.5, bits=4))
+    assert repr(gw.TopK(np.float64(0.5), bits=np.int8(4))) == repr(gw.TopK(0.5, bits=4))
 
 
 def test_what_belongs_together_is_not_refused():
