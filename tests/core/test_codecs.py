@@ -118,12 +118,10 @@ def test_two_bits_take_the_better_of_two_thresholds_in_each_block(kind):
     # Magnitudes are counted in 255ths of the largest.
     assert relative_error(through("int2", x)[0], x) == pytest.approx(best, rel=0.005)
     assert best < 0.98 * min(relative_error(y, x) for y in each) or kind in ("normal", "laplace", "half zeros")
-
-
-def test_two_bits_of_normal_values_are_as_good_as_the_best_fixed_ones():
-    """Max 1960, "Quantizing for minimum distortion", table I: four levels leave 0.1175 of the squares."""
-    x = values("normal")
-    assert relative_error(through("int2", x)[0], x) < math.sqrt(0.1175)
+    if (
+        kind == "normal"
+    ):  # Max 1960, "Quantizing for minimum distortion", table I: the four best levels leave 0.1175 of the squares
+        assert relative_error(through("int2", x)[0], x) < math.sqrt(0.1175)
 
 
 @pytest.mark.parametrize("kind", ["normal", "laplace", "t3"])
@@ -249,14 +247,6 @@ def test_bits_sent_are_bits_planned(shapes, name, replicas):
         simulator = Simulator(algorithm, shapes, replicas, dtype="float32")
         simulator.step([{n: np.ones(s) for n, s in shapes.items()}] * replicas)
         assert plan(shapes, algorithm, world_size=replicas).steps == (simulator.traffic,)
-
-
-@pytest.mark.parametrize(("name", "share"), [("int8", 0.27), ("float8_e4m3fn", 0.27), ("int4", 0.15), ("e3m0", 0.15)])
-def test_bytes_do_not_grow_with_the_replicas(name, share):
-    model = {f"{i}.{part}": shape for i in range(4) for part, shape in [("w", (768, 3072)), ("b", (768,)), ("s", ())]}
-    for replicas in (None, 1, 2, 64, 500):
-        p = plan(model, WireDtype(AllReduce(), name), world_size=replicas)
-        assert p.wire_bytes < share * p.dense_bytes
 
 
 def test_the_table_on_the_page():

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from benchmarks.epfml import HalfSteps
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.kernels import random
-from gradwire.core.ops import Spec
 from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.protocol.local_requests import Orthonormalize
 from gradwire.core.simulate import NumpyOps, Simulator
@@ -147,24 +146,6 @@ def test_a_stack_is_one_request_of_each_kind():
     assert orthonormalized == [[(12, 2, 16), (2, 16)], [(12, 2, 20), (2, 20)]]
 
 
-@pytest.mark.parametrize("options", [{}, {"warm_start": False}, {"half_step": True}], ids=repr)
-@settings(max_examples=8)
-@given(seed=seeds, world=worlds, true_rank=st.integers(1, 4))
-def test_a_gradient_of_no_more_than_the_rank_is_recovered_exactly(options, seed, world, true_rank):
-    rng = np.random.default_rng(seed)
-    left, right = np.linalg.qr(rng.normal(size=(20, true_rank)))[0], np.linalg.qr(rng.normal(size=(16, true_rank)))[0]
-    # The same low-rank space each step, so that also the half-step, which sees one side at a time, can find it.
-    gradients = [[left @ rng.normal(size=(true_rank, true_rank)) @ right.T for _ in range(world)] for _ in range(6)]
-    _, trace = simulate(PowerSGD(4, **options, **ALWAYS), gradients)
-    before = np.zeros((20, 16))
-    for step, ((average, errors), local) in enumerate(zip(trace, gradients, strict=True)):
-        # A half-step that fits the rows leaves an error whose columns are those of the gradient: the next one sends it exactly.
-        if not options.get("half_step") or step % 2 == 1:
-            np.testing.assert_allclose(average, np.mean(local, axis=0) + before, rtol=0, atol=1e-8)
-            np.testing.assert_allclose(errors, np.zeros_like(errors), rtol=0, atol=1e-8)
-        before = np.mean(errors, axis=0)
-
-
 @pytest.mark.parametrize("half_step", [False, True])
 @pytest.mark.parametrize("poor", [np.zeros((16, 12)), np.outer(np.arange(16.0), np.ones(12))], ids=["zero", "rank 1"])
 def test_directions_lost_to_a_poor_gradient_come_back(half_step, poor):
@@ -176,20 +157,6 @@ def test_directions_lost_to_a_poor_gradient_come_back(half_step, poor):
         for _ in range(steps):
             result = simulator.step([{"w": matrix}] * 2)["w"]
         np.testing.assert_allclose(result, matrix, atol=1e-9)
-
-
-def test_float32_and_half_precision_follow_the_float64_run():
-    rng = np.random.default_rng(1)
-    low = rng.normal(size=(20, 2)) @ rng.normal(size=(2, 15))
-    steps = [[{"w": low + 0.1 * rng.normal(size=(20, 15))} for _ in range(2)] for _ in range(8)]
-    oracle = Simulator(PowerSGD(2), {"w": (20, 15)}, replicas=2)
-    expected = [oracle.step(s)["w"] for s in steps]
-    for dtype, tolerance in (("float32", 1e-5), ("float16", 1e-2), ("bfloat16", 8e-2)):
-        simulator = Simulator(PowerSGD(2), {"w": (20, 15)}, replicas=2, dtype=dtype)
-        for step, e in zip(steps, expected, strict=True):
-            result = simulator.step(step)["w"]
-            assert result.dtype.name == dtype
-            assert np.linalg.norm(result.astype(float) - e) <= tolerance * np.linalg.norm(e)
 
 
 @example((4, 4), 1, 2)  # (4 + 4) * 1 * 2 = 16 is not less than 16
@@ -259,28 +226,3 @@ def test_epsilon_shortens_the_basis():
     algorithm = PowerSGD(1, orthogonalization_epsilon=0.25, error_feedback=False)
     result = Simulator(algorithm, {"w": (5, 6)}, replicas=2).step([{"w": matrix}] * 2)["w"]
     np.testing.assert_allclose(result, matrix * (1.25 / 1.5) ** 2, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"error_feedback": False}, {"q": (3, 30)}),
-        ({"warm_start": False}, {"error": (40, 5, 6)}),
-        ({"half_step": True}, {"q": (3, 30), "p": (3, 40), "error": (40, 5, 6)}),
-        ({"square": True}, {"q": (3, 35), "error": (40, 5, 6)}),
-        ({"rows": {"w": 2}, "min_compression_rate": 1}, {"q": (3, 6), "error": (40, 5, 6)}),
-        (
-            {"stacked": {"w": 1}, "min_compression_rate": 0.1, "half_step": True},
-            {"q": (40, 3, 6), "p": (40, 3, 5), "error": (40, 5, 6)},
-        ),
-    ],
-)
-@pytest.mark.parametrize("state_dtype", [None, "float32", "bfloat16"])
-def test_memory_has_these_names_shapes_and_dtypes(options, expected, state_dtype):
-    algorithm = PowerSGD(3, state_dtype=state_dtype, **options)
-    state = algorithm.init(NumpyOps(), {"w": Spec((40, 5, 6), "float16"), "b": Spec((40,), "float16")})
-    assert set(state.tensors) == {"w"}
-    assert {key: value.shape for key, value in state.tensors["w"].items()} == expected
-    assert {value.dtype.name for value in state.tensors["w"].values()} == {state_dtype or "float16"}
-    assert state.shared.keys() == ({"phase"} if algorithm.half_step else set())
-    assert algorithm.per_replica == {"error"}

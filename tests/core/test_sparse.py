@@ -94,53 +94,6 @@ def test_any_size_is_sent_as_planned_and_nothing_is_lost(algorithm, shapes, worl
 
 
 @settings(max_examples=12)
-@given(seed=st.integers(0, 99), world=st.sampled_from([1, 2, 4]), per=st.sampled_from([16, (4, 4)]))
-def test_a_gradient_with_no_more_elements_than_are_kept_survives(seed, world, per):
-    """Small integers, and a power of two of replicas: all sums are exact."""
-    rng = np.random.default_rng(seed)
-    gradients = []
-    for _ in range(world):
-        blocks = blocks_of("w", (12, 20), per)
-        x = np.zeros((blocks.count, blocks.length))
-        for block in x:
-            block[rng.choice(blocks.length, 3, replace=False)] = rng.integers(-8, 9, 3)
-        gradients.append({"w": blocks.joined(x)})
-    simulator = Simulator(TopK(3, per=per), {"w": (12, 20)}, world, dtype="float32")
-    np.testing.assert_array_equal(simulator.step(gradients)["w"], np.mean([g["w"] for g in gradients], axis=0))
-    assert not any(state.tensors["w"]["error"].any() for state in simulator.states)
-
-
-@settings(max_examples=12)
-@given(
-    seed=st.integers(0, 99),
-    world=st.integers(1, 4),
-    keep=st.sampled_from([4, 0.1]),
-    per=st.sampled_from([30, (4, 6)]),
-    bits=st.sampled_from([None, 4]),
-)
-def test_a_mean_over_senders_divides_by_who_has_sent(seed, world, keep, per, bits):
-    """By what each remembers: the rest of what it has not sent. Nobody's zero counts; where nobody sends, the average is 0."""
-    rng = np.random.default_rng(seed)
-    algorithm = TopK(keep, per=per, bits=bits, mean="senders")
-    assert algorithm.biased
-    simulator = Simulator(algorithm, {"w": (20, 30)}, world)
-    error = [np.zeros((20, 30))] * world
-    for _ in range(3):
-        gradients = [{"w": rng.normal(size=(20, 30))} for _ in range(world)]
-        average = simulator.step(gradients)["w"]
-        given = [g["w"] + e for g, e in zip(gradients, error, strict=True)]
-        error = [state.tensors["w"]["error"].copy() for state in simulator.states]
-        sent = np.array([x - e for x, e in zip(given, error, strict=True)])
-        sent[np.abs(sent) < 1e-12] = 0
-        count = np.count_nonzero(sent, axis=0)
-        np.testing.assert_allclose(average, sent.sum(0) / np.maximum(count, 1), rtol=1e-9, atol=1e-12)
-        assert count.max() >= 1
-    alike = [{"w": gradients[0]["w"]}] * world
-    same = [Simulator(TopK(keep, per=per, mean=of), {"w": (20, 30)}, world) for of in ("replicas", "senders")]
-    np.testing.assert_allclose(*[each.step(alike)["w"] for each in same], rtol=1e-12)
-
-
-@settings(max_examples=12)
 @given(seed=st.integers(0, 99))
 @pytest.mark.parametrize(("bits", "values"), [(2, [2, 2, -5, 5]), (4, [8, 1, -6, 3]), (8, [-127, 0, 1, 64])])
 def test_values_of_a_few_sizes_survive_in_as_many_bits(bits, values, seed):
@@ -151,20 +104,6 @@ def test_values_of_a_few_sizes_survive_in_as_many_bits(bits, values, seed):
     simulator = Simulator(TopK(4, per=40, bits=bits), {"w": (6, 40)}, 1, dtype="float32")
     np.testing.assert_array_equal(simulator.step([{"w": blocks}])["w"], blocks)
     assert not simulator.states[0].tensors["w"]["error"].any()
-
-
-@settings(max_examples=12)
-@given(seed=st.integers(0, 99), world=st.sampled_from([1, 2, 4]), magnitude=st.sampled_from([0.5, 1.0, 3.0]))
-@pytest.mark.parametrize("per", ["tensor", "row", "column"])
-def test_signs_of_one_magnitude_survive(per, seed, world, magnitude):
-    rng = np.random.default_rng(seed)
-    gradients = [{"w": magnitude * rng.choice([-1.0, 1.0], (16, 32))} for _ in range(world)]
-    simulator = Simulator(Sign(per=per), {"w": (16, 32)}, world, dtype="float32")
-    np.testing.assert_array_equal(simulator.step(gradients)["w"], np.mean([g["w"] for g in gradients], axis=0))
-    # Two magnitudes, of which each column has its own.
-    columns = np.where(rng.random((16, 32)) < 0.5, np.arange(1, 33), -np.arange(33, 65))
-    simulator = Simulator(Sign(per="column", magnitudes=2), {"w": (16, 32)}, 1)
-    np.testing.assert_allclose(simulator.step([{"w": columns}])["w"], columns, rtol=1e-12)
 
 
 def test_what_is_gathered_grows_with_the_replicas_and_the_plan_says_how_far():
