@@ -1,14 +1,16 @@
-"""States of all replicas in one form: made, reduced, spread, renamed and taken apart; and runs that go on with other numbers of replicas."""
+"""States of all replicas in one form: made, reduced, spread, renamed and taken apart; how a tensor is a batch of matrices; and runs that go on with other replicas."""
 
-import json
+import math
+import pickle
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire import PowerSGD, Simulator, Spec
-from gradwire.core.kernels.numpy import NumpyOps
+from gradwire import PowerSGD, Simulator, Spec, plan
+from gradwire.core.algorithms.shared.views import StackedShape, View, reproducing, view_of
+from gradwire.core.simulate import NumpyOps
 from gradwire.core.state import checkpoint
 from gradwire.core.state.files import whole_file
 
@@ -91,26 +93,20 @@ def test_every_replica_gets_its_own_error_back_or_the_mean():
     for _ in range(4):
         step(sim)
     state, errors = gathered(sim), [s.tensors["w"]["error"] for s in sim.states]
-    assert set(state["tensors"]["w"]) == {"q"}
+    assert (set(state["tensors"]["w"]), state["replicas"]) == ({"q"}, 3)
     assert state["local"]["w"]["error"].shape == (3, 12, 10)
-    assert state["replicas"] == 3
-    for replica in range(3):
-        own = checkpoint.of_replica(OPS, state, replica, 3)
-        np.testing.assert_array_equal(own["tensors"]["w"]["error"], errors[replica])
-        assert "replicas" not in own
-    mean = sum(errors) / 3
-    for replica in range(5):
-        own = checkpoint.of_replica(OPS, state, replica, 5)
-        np.testing.assert_allclose(own["tensors"]["w"]["error"], mean, rtol=0, atol=1e-15)
+    for replicas in (3, 5):
+        for replica in range(replicas):
+            own = checkpoint.of_replica(OPS, state, replica, replicas)
+            expected = errors[replica] if replicas == 3 else sum(errors) / 3
+            np.testing.assert_allclose(own["tensors"]["w"]["error"], expected, rtol=0, atol=1e-15 * (replicas == 5))
+            assert "replicas" not in own
     assert checkpoint.mean_of_replicas(OPS, state)["local"]["w"]["error"].shape == (1, 12, 10)
     assert checkpoint.spread(OPS, state, 5)["replicas"] == 5
-
-
-def test_means_of_narrow_memory_are_formed_in_a_wide_one():
+    # The mean of a narrow memory is formed in a wide one.
     states = [state_of({"w": {"error": np.full((2,), value, "float16")}}) for value in (60000.0, 60000.0, 1.0, 1.0)]
-    mean = checkpoint.mean_of_replicas(OPS, checkpoint.gather(OPS, states, {"error"}))
-    assert mean["local"]["w"]["error"].dtype == np.float16
-    np.testing.assert_array_equal(mean["local"]["w"]["error"], [[np.float16(30000.5)] * 2])
+    mean = checkpoint.mean_of_replicas(OPS, checkpoint.gather(OPS, states, {"error"}))["local"]["w"]["error"]
+    assert (mean.dtype, mean.tolist()) == (np.float16, [[np.float16(30000.5)] * 2])
 
 
 NAMES = st.text(min_size=1, max_size=12)
@@ -124,16 +120,9 @@ def test_flat_names_come_apart_again_whatever_a_parameter_is_called(memories, st
     state = state_of(tensors, step=steps, shared={"phase": np.int32(1)})
     state |= {"local": tensors, "replicas": 3} if portable else {}
     arrays, metadata = checkpoint.flatten(state)
-    assert all(isinstance(value, str) for value in metadata.values())
-    assert all(isinstance(key, str) for key in arrays)
+    assert all(isinstance(text, str) for text in (*metadata.values(), *arrays))
     again = checkpoint.unflatten(arrays, metadata)
-    assert again.keys() == state.keys()
-    plain = {k: v for k, v in again.items() if k not in ("shared", "tensors", "local")}
-    assert json.dumps(plain, sort_keys=True) == json.dumps({k: state[k] for k in plain}, sort_keys=True)
-    for section in ("tensors", "local") if portable else ("tensors",):
-        assert {n: {k: x.shape for k, x in m.items()} for n, m in again[section].items()} == {
-            n: {k: x.shape for k, x in m.items()} for n, m in tensors.items()
-        }
+    np.testing.assert_equal(again, state)
 
 
 def test_what_does_not_fit_is_named_and_the_rest_kept():
@@ -145,32 +134,25 @@ def test_what_does_not_fit_is_named_and_the_rest_kept():
     now = init(new, same=(24, 20), fresh=(24, 20), narrow=(24, 16), b=(4,))
     state = state_of(then.tensors, repr(old), 5, then.shared)
     kept, difference = checkpoint.fit(state, repr(new), now)
-    assert difference
     assert difference.algorithm == (repr(old), repr(new))
-    assert difference.removed == ("gone",)
-    assert difference.added == ("fresh",)
+    assert (difference.removed, difference.added) == (("gone",), ("fresh",))
     assert len(difference.reshaped) == 2  # the rank of `same`, everything of `narrow`
     for word in ("'gone'", "'fresh'", "'narrow'", "(24, 16)", "PowerSGD(rank=2"):
         assert word in str(difference)
     wide = {f"w{i}": (24, 20) for i in range(9)}
-    before = init(old, **wide)
-    many = checkpoint.fit(state | {"tensors": before.tensors}, repr(new), init(new, **wide))[1]
+    many = checkpoint.fit(state | {"tensors": init(old, **wide).tensors}, repr(new), init(new, **wide))[1]
     assert len(many.reshaped) == 9
     assert str(many).endswith("; and 7 more")
     # The error is of any rank; a factor has one. Nothing of another shape is taken over.
-    assert set(kept.tensors) == {"same", "narrow"}
-    assert set(kept.tensors["same"]) == {"error"}
-    assert kept.tensors["narrow"] == {}
+    assert {name: set(memory) for name, memory in kept.tensors.items()} == {"same": {"error"}, "narrow": set()}
     assert set(kept.shared) == {"phase"}
     assert not checkpoint.fit(state, repr(old), then)[1]
 
 
 def not_finite_in(state, section, name, key, value):
-    memory = state[section] if name is None else state[section][name]
-    changed = np.array(memory[key], copy=True)
+    changed = np.array(state[section][name][key], copy=True)
     changed.reshape(-1)[-1] = value  # of all replicas, the last one's
-    changed = {**memory, key: changed}
-    return {**state, section: changed if name is None else {**state[section], name: changed}}
+    return {**state, section: {**state[section], name: {**state[section][name], key: changed}}}
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float64"), (-np.inf, "bfloat16")])
@@ -222,3 +204,89 @@ def test_names_move():
     assert set(moved["tensors"]) == set(moved["local"]) == {"Dense_0/kernel", "Conv_0/kernel"}
     np.testing.assert_array_equal(moved["local"]["Dense_0/kernel"]["error"], state["local"]["w"]["error"].mT)
     assert set(state["tensors"]) == {"w", "conv"}
+
+
+some_shapes = st.lists(st.integers(1, 6), min_size=2, max_size=5).map(tuple)
+
+
+@given(some_shapes, st.data())
+def test_no_other_cut_sends_less(shape, data):
+    """And of equals it is the one with the fewest row axes."""
+    stacked = data.draw(st.integers(0, len(shape) - 2))
+    view = view_of("w", shape, stacked)
+    assert view.batch == shape[:stacked]
+    others = [math.prod(shape[stacked:cut]) + math.prod(shape[cut:]) for cut in range(stacked + 1, len(shape))]
+    cut = stacked + 1 + others.index(min(others))
+    assert (view.rows, view.columns) == (shape[stacked:cut], shape[cut:])
+
+
+def test_a_shape_that_knows_of_its_stack_is_a_shape():
+    shape = StackedShape((12, 64, 128), 1)
+    assert shape == (12, 64, 128)
+    assert pickle.loads(pickle.dumps(shape)).stacked == 1
+    assert str(PowerSGD(4).view_of("w", shape)) == "12 × (64 | 128)"
+    # The user knows better.
+    assert str(PowerSGD(4, stacked={"w": 0}).view_of("w", shape)) == "12·64 | 128"
+    # Without a factor to know it by, a later step could not tell.
+    assert str(PowerSGD(4, warm_start=False).view_of("w", shape)) == "12·64 | 128"
+    (tensor,) = plan({"w": shape}, PowerSGD(4)).tensors
+    assert tensor.wire_bytes == 12 * (64 + 128) * 4 * 4
+
+
+@given(st.sampled_from([{}, {"half_step": True}, {"transpose": ("w",)}]))
+def test_what_the_framework_knew_at_init_is_known_in_every_step(options):
+    shape, algorithm = (3, 2, 10, 16), PowerSGD(1, **options)
+    hinted, told = (Simulator(a, {"w": shape}, 2) for a in (algorithm, PowerSGD(1, stacked={"w": 2}, **options)))
+    for state in hinted.states:
+        memory = algorithm.init(NumpyOps(), {"w": Spec(StackedShape(shape, 2), "float64")}).tensors["w"]
+        state.tensors["w"] = memory
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        given = [{"w": rng.normal(size=shape)} for _ in range(2)]
+        np.testing.assert_array_equal(hinted.step(given)["w"], told.step(given)["w"])
+    assert hinted.states[0].tensors["w"]["q"].shape[:2] == (6, 1)
+
+
+@given(some_shapes, st.booleans(), st.data())
+def test_the_options_that_gave_a_factor_are_found(shape, transposed, data):
+    stacked = data.draw(st.integers(0, len(shape) - 2))
+    rows = data.draw(st.integers(1, len(shape) - stacked - 1))
+    view = View(shape[:stacked], shape[stacked : stacked + rows], shape[stacked + rows :], transposed)
+    factor = (*view.stack, 2, view.sides[1])
+    options = eval(f"dict({reproducing('w', shape, factor)})")
+    again = (PowerSGD(1, transpose=("w",) * turned, **options).view_of("w", shape) for turned in (False, True))
+    assert (view.stack, view.sides[1]) in [(found.stack, found.sides[1]) for found in again]
+
+
+def test_a_state_of_another_view_is_refused_with_what_to_do():
+    """Of the first axis and the rest, as every tensor was seen once."""
+    before, now = PowerSGD(2, rows={"conv": 1}), PowerSGD(2)
+    specs = {"conv": Spec((8, 3, 16), "float64"), "w": Spec((20, 16), "float64")}
+    old, new = (a.init(NumpyOps(), specs) for a in (before, now))
+    saved = {"format": 1, "kind": "compressor", "algorithm": repr(now), "step": 3, "shared": {}, "tensors": old.tensors}
+    kept, difference = checkpoint.fit(saved, repr(now), new)
+    assert not difference.algorithm
+    assert "'q': ('float', (2, 48))" in str(difference)
+    assert "'q': ('float', (2, 16))" in str(difference)
+    assert "give PowerSGD rows={'conv': 1} to go on with those" in str(difference)
+    assert set(kept.tensors["conv"]) == {"error"}  # what can be kept without
+    # With that option it fits, though the state knows nothing of it.
+    kept, difference = checkpoint.fit(saved, repr(before), old)
+    assert not difference
+    assert set(kept.tensors["conv"]) == {"error", "q"}
+    # Other options still count.
+    assert checkpoint.fit(saved, repr(PowerSGD(2, rows={"conv": 1}, seed=1)), old)[1].algorithm
+    assert not checkpoint.fit(
+        saved | {"algorithm": "WireDtype(PowerSGD(rank=2), 'bfloat16')"},
+        "WireDtype(PowerSGD(rank=2, stacked={'w': 0}), 'bfloat16')",
+        old,
+    )[1]
+
+
+@pytest.mark.parametrize("half_step", [False, True])
+def test_a_step_with_memory_of_another_view_is_refused_by_name(half_step):
+    simulator = Simulator(PowerSGD(2, half_step=half_step), {"conv": (8, 3, 16)}, 1)
+    old = Simulator(PowerSGD(2, rows={"conv": 1}, half_step=half_step), {"conv": (8, 3, 16)}, 1)
+    simulator.states[0].tensors = old.states[0].tensors
+    with pytest.raises(ValueError, match=r"memory of parameter 'conv' holds a factor of shape \(2, 48\).*'conv': 1}"):
+        simulator.step([{"conv": np.ones((8, 3, 16))}])

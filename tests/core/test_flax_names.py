@@ -17,41 +17,38 @@ def numbered(shape, start=0):
     return np.arange(start, start + math.prod(shape), dtype=np.float32).reshape(shape)
 
 
+KINDS = {  # of modules: names here and there, shapes in torch and in Flax of n, m, heads h and a window, and how an array of torch lies in Flax
+    "weight/kernel": lambda n, m, h, w: ((n, m), (m, n), lambda x: x.T),
+    "weight/embedding": lambda n, m, h, w: ((h, m), (h, m), lambda x: x),
+    "weight/scale": lambda n, m, h, w: ((m,), (m,), lambda x: x),
+    "bias/bias": lambda n, m, h, w: ((n,), (n,), lambda x: x),
+    "weight/kernel heads": lambda n, m, h, w: ((h * n, m), (m, h, n), lambda x: x.T.reshape(m, h, n)),
+    "weight/kernel out": lambda n, m, h, w: ((m, h * n), (h, n, m), lambda x: x.T.reshape(h, n, m)),
+    "bias/bias heads": lambda n, m, h, w: ((h * n,), (h, n), lambda x: x.reshape(h, n)),
+    "weight/kernel window": lambda n, m, h, w: ((n, m, *w), (*w, m, n), lambda x: np.moveaxis(x, (0, 1), (-1, -2))),
+    "position/position": lambda n, m, h, w: ((n, m), (n, m), lambda x: x),
+}
+
+
 @st.composite
 def models(draw):
     """Shapes in torch and in Flax, and how an array of torch lies in Flax, written out by hand for each kind of module."""
     torch, flax, turned = {}, {}, {}
-    n, m, heads, vocabulary = draw(SIZES), draw(SIZES), draw(SIZES), draw(SIZES)
-    window = tuple(draw(st.lists(SIZES, min_size=1, max_size=3)))
-    kinds = {
-        "weight/kernel": ((n, m), (m, n), lambda x: x.T),
-        "weight/embedding": ((vocabulary, m), (vocabulary, m), lambda x: x),
-        "weight/scale": ((m,), (m,), lambda x: x),
-        "bias/bias": ((n,), (n,), lambda x: x),
-        "weight/kernel heads": ((heads * n, m), (m, heads, n), lambda x: x.T.reshape(m, heads, n)),
-        "weight/kernel out": ((m, heads * n), (heads, n, m), lambda x: x.T.reshape(heads, n, m)),
-        "bias/bias heads": ((heads * n,), (heads, n), lambda x: x.reshape(heads, n)),
-        "weight/kernel window": ((n, m, *window), (*window, m, n), lambda x: np.moveaxis(x, (0, 1), (-1, -2))),
-        "position/position": ((n, m), (n, m), lambda x: x),
-    }
-    chosen = draw(st.lists(st.sampled_from(sorted(kinds)), min_size=1, unique=True))
-    for i, kind in enumerate(chosen):
-        here, there, turn = kinds[kind]
+    sizes = draw(SIZES), draw(SIZES), draw(SIZES), tuple(draw(st.lists(SIZES, min_size=1, max_size=3)))
+    for i, kind in enumerate(draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, unique=True))):
+        here, there, turn = KINDS[kind](*sizes)
         ours, theirs = kind.partition(" ")[0].split("/")
         how = draw(st.sampled_from(["once", "stacked", "ended", "alone"]))
-        if how == "once":
-            torch[f"m{i}.{ours}"], flax[f"m{i}/{theirs}"] = here, there
-            turned[f"m{i}/{theirs}"] = lambda x, i=i, ours=ours, turn=turn: turn(x[f"m{i}.{ours}"])
-            continue
-        for k in range(LAYERS):
-            torch[f"a.{k}.m{i}.{ours}"] = here
-        every = lambda x, k, i=i, ours=ours, turn=turn: turn(x[f"a.{k}.m{i}.{ours}"])  # noqa: E731
+        mine = [f"m{i}.{ours}"] if how == "once" else [f"a.{k}.m{i}.{ours}" for k in range(LAYERS)]
+        torch |= dict.fromkeys(mine, here)
         if how == "stacked":
-            flax[f"a/m{i}/{theirs}"] = (LAYERS, *there)
-            turned[f"a/m{i}/{theirs}"] = lambda x, every=every: np.stack([every(x, k) for k in range(LAYERS)])
-        for k in range(LAYERS) if how != "stacked" else ():
-            name = f"a_{k}/m{i}/{theirs}" if how == "ended" else f"a/{k}/m{i}/{theirs}"
-            flax[name], turned[name] = there, lambda x, k=k, every=every: every(x, k)
+            name = f"a/m{i}/{theirs}"
+            flax[name] = (LAYERS, *there)
+            turned[name] = lambda x, mine=mine, turn=turn: np.stack([turn(x[each]) for each in mine])
+            continue
+        for k, each in enumerate(mine):
+            name = {"once": f"m{i}/{theirs}", "ended": f"a_{k}/m{i}/{theirs}"}.get(how, f"a/{k}/m{i}/{theirs}")
+            flax[name], turned[name] = there, lambda x, each=each, turn=turn: turn(x[each])
     return torch, flax, turned
 
 
@@ -94,27 +91,18 @@ def state_of(rows=2, rank=2):
 
 
 def test_a_state_follows_the_parameters():
-    algorithm = PowerSGD(2, transpose=("*/kernel",), stacked={"a/*": 1})
-    state = state_of()
+    algorithm, state = PowerSGD(2, transpose=("*/kernel",), stacked={"a/*": 1}), state_of()
     there = NAMES.state_to_flax(state, algorithm)
     assert there["algorithm"] == repr(algorithm)
     assert there["tensors"]["a/up/kernel"]["q"].shape == (2, 2, 12)
     # In Flax too the factors, transposed, make the matrix that the error is of: (in, out), or (window · in, out).
-    for name in ("conv/kernel", "square/kernel"):
+    for name in ("conv/kernel", "square/kernel", "a/up/kernel"):
         p, q = (there["tensors"][name][key] for key in "pq")
-        errors = there["local"][name]["error"]
-        for row in range(2):
-            np.testing.assert_allclose((q.T @ p).reshape(errors[row].shape) + row, errors[row])
-    p, q = (there["tensors"]["a/up/kernel"][key] for key in "pq")
-    np.testing.assert_allclose(q.mT @ p + 1, there["local"]["a/up/kernel"]["error"][1])
+        for row, error in enumerate(there["local"][name]["error"]):
+            np.testing.assert_allclose((q.mT @ p).reshape(error.shape) + row, error)
     back = NAMES.state_to_torch(there, PowerSGD(2))
-    for section in ("tensors", "local"):
-        for name, memory in state[section].items():
-            for key, x in memory.items():
-                np.testing.assert_array_equal(back[section][name][key], x)
-    assert {key: back[key] for key in ("step", "replicas", "algorithm")} == {
-        key: state[key] for key in ("step", "replicas", "algorithm")
-    }
+    for key in ("step", "replicas", "algorithm", "tensors", "local"):
+        np.testing.assert_equal(back[key], state[key])
 
 
 def renamed(shapes, before, after):

@@ -1,7 +1,5 @@
 """Dense inside nodes, any algorithm between them: against the algorithm on the averages of the nodes."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import example
@@ -17,8 +15,6 @@ from gradwire.core.protocol import together
 from gradwire.core.protocol.collective_requests import AllGather, Reduce
 
 SHAPES = {"a": (24, 16), "b": (24,), "c": (12, 4, 3, 3), "d": (3, 8, 10), "e": (), "f": (30, 20), "none": (0, 4)}
-#: One tensor is most of the model.
-UNEVEN = {"large": (96, 24), "small": (12, 10), "bias": (12,)}
 
 
 def gradients(replicas, step=0, shapes=SHAPES):
@@ -32,7 +28,12 @@ def of_nodes(given, near):
     return [{n: np.mean([given[r][n] for r in members], axis=0) for n in given[0]} for members in near]
 
 
-@pytest.mark.parametrize("shapes", [SHAPES, UNEVEN], ids=["even", "uneven"])
+def close(mine, theirs, tolerance=1e-9):
+    assert mine.keys() == theirs.keys()
+    for name, x in theirs.items():
+        np.testing.assert_allclose(mine[name], x, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -46,19 +47,26 @@ def of_nodes(given, near):
     ],
     ids=repr,
 )
-def test_is_the_algorithm_on_the_averages_of_the_nodes(algorithm, shapes):
-    """And so is the memory, whole on each replica of a node."""
-    near = ((0, 2), (3, 1))
-    two, one = Simulator(TwoLevel(algorithm, near), shapes, 4), Simulator(algorithm, shapes, 2)
+def test_is_the_algorithm_on_the_averages_of_the_nodes(algorithm):
+    """And so is the memory, whole on each replica of a node; and local SGD whose gradients are averaged in the node, its differences between nodes."""
+    near, local = (
+        ((0, 2), (3, 1)),
+        diloco(2, subgroup=((0, 2), (3, 1)), compressor=TwoLevel(algorithm, ((0, 2), (3, 1)))),
+    )
+    two, one = Simulator(TwoLevel(algorithm, near), SHAPES, 4), Simulator(algorithm, SHAPES, 2)
+    start = {n: np.ones(s) for n, s in SHAPES.items()}
+    two_locals, one_local = LocalSimulator(local, start, 4), LocalSimulator(diloco(2, compressor=algorithm), start, 2)
     for step in range(4):
-        given = gradients(4, step, shapes)
-        mine, theirs = two.step(given), one.step(of_nodes(given, near))
-        for name in shapes:
-            np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-9, atol=1e-9)
+        given = gradients(4, step)
+        nodes = of_nodes(given, near)
+        close(two.step(given), one.step(nodes))
+        for simulator, own in ((two_locals, given), (one_local, nodes)):
+            simulator.step(own, lambda _, p, g: {n: p[n] - 0.1 * g[n] for n in p})
     for node, members in enumerate(near):
-        for name, memory in one.states[node].tensors.items():
-            for (key, x), member in itertools.product(memory.items(), members):
-                np.testing.assert_allclose(two.states[member].tensors[name][key], x, rtol=1e-9, atol=1e-9)
+        for member in members:
+            close(two_locals.parameters[member], one_local.parameters[node], 1e-8)
+            for name, memory in one.states[node].tensors.items():
+                close(two.states[member].tensors[name], memory)
 
 
 class Everything(Wrapper):
@@ -95,6 +103,7 @@ SIZES = st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=4
 
 
 @example(2, 2, [[4]])  # of a single array, what is cut may be the array itself
+@example(2, 2, [[96, 24], [12, 10], [12]])  # one tensor is most of the model
 @drawn(st.integers(1, 3), st.integers(1, 5), SIZES)
 def test_a_message_of_any_size_is_cut_in_any_number_of_parts(nodes, within, sizes):
     """As many elements as there are parts, fewer, and one more."""
@@ -102,10 +111,8 @@ def test_a_message_of_any_size_is_cut_in_any_number_of_parts(nodes, within, size
     given = gradients(nodes * within, 0, shapes)
     near = [range(first, first + within) for first in range(0, nodes * within, within)]
     two = Simulator(TwoLevel(Everything(AllReduce()), within), shapes, nodes * within, ops=PoisonOps())
-    mine = two.step(given)
-    theirs = Simulator(Everything(AllReduce()), shapes, nodes).step(of_nodes(given, near))
-    for name in shapes:
-        np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-9, atol=1e-9)
+    one = Simulator(Everything(AllReduce()), shapes, nodes)
+    close(two.step(given), one.step(of_nodes(given, near)))
 
 
 class StoresEarly(Wrapper):
@@ -145,11 +152,10 @@ def test_each_message_goes_once_between_nodes_and_once_inside():
 
 
 def test_nodes_of_one_replica_are_one_level_and_a_single_node_sends_nothing_between():
-    one = Simulator(TwoLevel(PowerSGD(2), 1), SHAPES, 3)
-    one.step(gradients(3))
+    one, alone = (Simulator(TwoLevel(PowerSGD(2), within), SHAPES, 3) for within in (1, 3))
+    for simulator in (one, alone):
+        simulator.step(gradients(3))
     assert {r.groups for r in one.requests} == {None}
-    alone = Simulator(TwoLevel(PowerSGD(2), 3), SHAPES, 3)
-    alone.step(gradients(3))
     inside = [r for r in alone.requests if r.payloads(alone.ops, 3) and r.groups == ((0, 1, 2),)]
     assert [type(r) for r in inside] == [Reduce]
     assert {r.groups for r in alone.requests if r.groups} == {((0, 1, 2),), ((0,), (1,), (2,))}
@@ -191,19 +197,6 @@ def test_plan_of_local_sgd_shows_both_levels():
         assert plan(SHAPES, algorithm) == plan(SHAPES, algorithm, world_size=4)
         with pytest.raises(ValueError, match="no partition"):
             plan(SHAPES, algorithm, world_size=8)
-
-
-def test_local_sgd_compresses_between_nodes_what_is_near_agrees_on():
-    """Gradients averaged in the node at every step, and differences between nodes: as if each node were one replica."""
-    start = {n: np.ones(s) for n, s in SHAPES.items()}
-    two = LocalSimulator(diloco(2, subgroup=2, compressor=TwoLevel(PowerSGD(2), 2)), start, 4)
-    one = LocalSimulator(diloco(2, compressor=PowerSGD(2)), start, 2)
-    for step in range(6):
-        given = gradients(4, step)
-        for simulator, own in ((two, given), (one, of_nodes(given, ((0, 1), (2, 3))))):
-            simulator.step(own, lambda _, p, g: {n: p[n] - 0.1 * g[n] for n in p})
-    for name in SHAPES:
-        np.testing.assert_allclose(two.parameters[3][name], one.parameters[1][name], rtol=1e-8, atol=1e-9)
 
 
 def test_node_is_replaced_by_those_who_know():
