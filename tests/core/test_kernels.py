@@ -71,23 +71,15 @@ def test_dependent_rows_become_zero(n, seed):
     np.testing.assert_array_equal(np.abs(rows).max(axis=1) > 0, [True, False, False, True, False, False, False])
 
 
-def test_rank_deficient_input_of_any_kind_is_finite_and_the_same_each_time():
+@pytest.mark.parametrize("n", [1, 2, 3, 50])
+def test_rank_deficient_input_of_any_kind_is_finite_and_the_same_each_time(n):
     rng = np.random.default_rng(0)
-    for n in (1, 2, 3, 50):
-        for x in (
-            np.zeros((4, n)),
-            np.ones((4, n)),
-            rng.normal(size=(4, 1)) * rng.normal(size=n),
-            rng.normal(size=(4, 2)) @ rng.normal(size=(2, n)),
-            np.full((4, n), 1e-30),
-            np.full((4, n), 1e30),
-            np.full((4, n), 1e-45),
-            np.full((4, n), 3e38),
-            rng.normal(size=(4, n)) * [[1e30], [1e-30], [1], [0]],
-        ):
-            rows = orthonormal(x.astype(np.float32))
-            assert_zero_or_orthonormal(rows)
-            np.testing.assert_array_equal(rows, orthonormal(x.astype(np.float32)))
+    sizes = [0, 1, 1e-30, 1e30, 1e-45, 3e38]
+    low = [rng.normal(size=(4, 1)) * rng.normal(size=n), rng.normal(size=(4, 2)) @ rng.normal(size=(2, n))]
+    for x in (*(np.full((4, n), size) for size in sizes), *low, rng.normal(size=(4, n)) * [[1e30], [1e-30], [1], [0]]):
+        rows = orthonormal(x.astype(np.float32))
+        assert_zero_or_orthonormal(rows)
+        np.testing.assert_array_equal(rows, orthonormal(x.astype(np.float32)))
 
 
 @given(st.sampled_from([np.nan, np.inf, -np.inf]), seeds, st.integers(0, 3))
@@ -112,19 +104,6 @@ def test_half_precision_is_computed_in_float32_and_rounded_once(half, size, seed
     assert_zero_or_orthonormal(rows.astype(np.float32), tolerance)
 
 
-@given(st.integers(0, 5), sizes, seeds)
-def test_a_batch_equals_its_matrices_one_by_one(k, size, seed):
-    rng = np.random.default_rng(seed)
-    # Rows that are far from dependent: how products are rounded, which depends on the batch, is multiplied by the conditioning.
-    batch = np.zeros((k, *size), np.float32)
-    for i in range(k):
-        batch[i] = with_conditioning(rng, *size, 3.0) if i != 1 else 0
-    rows = gram_schmidt(OPS, batch)
-    assert rows.shape == batch.shape
-    for x, r in zip(batch, rows, strict=True):
-        np.testing.assert_allclose(r, orthonormal(x), rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("shape", [(1, 0, 3), (2, 3, 0), (0, 2, 3)])
 def test_empty_matrices_stay_empty(shape):
     assert gram_schmidt(OPS, np.zeros(shape)).shape == shape
@@ -134,13 +113,13 @@ def test_empty_matrices_stay_empty(shape):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_refresh_replaces_only_negligible_rows(scale, dtype):
     rng = np.random.default_rng(0)
-    x = (rng.normal(size=(2, 4, 8)) * scale).astype(dtype)
-    fresh = rng.uniform(-1, 1, size=(2, 4, 8)).astype(dtype)
-    x[0, 1] = 0
+    x = (rng.normal(size=(3, 4, 8)) * scale).astype(dtype)
+    fresh = rng.uniform(-1, 1, size=(3, 4, 8)).astype(dtype)
+    x[0, 1] = x[2] = 0
     x[0, 3] = x[0, 3] * np.asarray(1e-7, dtype)
     x[1, 0] = x[1, 0] * np.asarray(1e-3, dtype)  # small, not negligible
     expected = x.copy()
-    expected[0, [1, 3]] = fresh[0, [1, 3]]
+    expected[0, [1, 3]], expected[2] = fresh[0, [1, 3]], fresh[2]
     np.testing.assert_array_equal(refresh(OPS, x, fresh), expected)
 
 

@@ -1,18 +1,22 @@
-"""Replicas that count by a weight, in the simulator: against NumPy's weighted average, and against runs without the absent replica."""
+"""Replicas that count by a weight, against NumPy's weighted average and against runs without the absent replica; and two levels, dense inside nodes and any algorithm
+between them, against the algorithm on the averages of the nodes."""
 
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import pytest
+from hypothesis import example, settings
 from hypothesis import given as drawn
-from hypothesis import settings
 from hypothesis import strategies as st
 
 import gradwire as gw
-from gradwire import AllReduce, LocalSGD, LocalSimulator, PowerSGD, Quantize, Sign, Simulator, TopK, WireDtype, plan
+import gradwire.core.protocol as rq
+from gradwire import AllReduce, LocalSGD, LocalSimulator, PowerSGD, Quantize, Simulator, TopK, TwoLevel, WireDtype, plan
+from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.kernels.numpy import PoisonOps
-from gradwire.core.protocol import gather
+from gradwire.core.protocol import gather, together
+from gradwire.core.protocol.collective_requests import AllGather, Reduce
 from gradwire.core.protocol.programs import UnknownRequest
 from tests.methods import METHODS
 
@@ -23,8 +27,8 @@ REMEMBERING = {
     "half_step": PowerSGD(2, half_step=True, start_step=1),
     "top_k": TopK(4, per=32),
     "top_k_bits": TopK(8, per=64, bits=4),
-    "sign": Sign(),
-    "one_bit": Sign(per="column", magnitudes=2),
+    "sign": gw.Sign(),
+    "one_bit": gw.Sign(per="column", magnitudes=2),
     "int8": Quantize("int8", block=8),
 }
 #: And those that forget.
@@ -122,7 +126,9 @@ def test_half_precision_does_not_overflow():
     assert replicas.step([{"w": [4e4, 1.0]}, {"w": [0.0, 3.0]}], weights=[3e5, 1e5])["w"].tolist() == [3e4, 1.5]
 
 
-@pytest.mark.parametrize("algorithm", [AllReduce(), PowerSGD(2), TopK(4, per=32), Sign(), Quantize("int8")], ids=repr)
+@pytest.mark.parametrize(
+    "algorithm", [AllReduce(), PowerSGD(2), TopK(4, per=32), gw.Sign(), Quantize("int8")], ids=repr
+)
 def test_levels_weigh_nodes_by_their_replicas(algorithm):
     near = ((0, 1), (2, 3), (4, 5))
     two, one = Simulator(gw.TwoLevel(algorithm, near), SHAPES, 6), Simulator(algorithm, SHAPES, 3)
@@ -188,13 +194,14 @@ START = {
     name: np.random.default_rng(1).normal(size=shape) for name, shape in {"w": (12, 8), "v": (8, 6), "b": (5,)}.items()
 }
 LOCAL = {
+    "plain": partial(LocalSGD, 4),
     "warm": partial(LocalSGD, 4, start_step=2),
     "fragments": partial(gw.diloco, 4, fragments=2, compressor=PowerSGD(2)),
     "overlap": partial(gw.diloco, 4, overlap=2, start_step=1),
     "progress": partial(gw.diloco, 4, overlap=1, merge="progress", fragments=3, compressor=TopK(4, per=16)),
     "eager": partial(gw.diloco, 4, eager=True, compressor=PowerSGD(1)),
     "radial": partial(gw.diloco, 4, radial=True),
-    "radial_overlap": partial(gw.diloco, 4, radial=("w",), overlap=2, compressor=Sign()),
+    "radial_overlap": partial(gw.diloco, 4, radial=("w",), overlap=2, compressor=gw.Sign()),
 }
 
 
@@ -232,7 +239,7 @@ def test_local_sgd_without_an_absent_replica(case, weights, place):
     assert all(np.isfinite(x).all() for x in without.parameters[0].values())
 
 
-@pytest.mark.parametrize("start", ["warm", "fragments", "eager"])
+@pytest.mark.parametrize("start", ["plain", "fragments", "eager"])
 def test_no_replica_counts_in_a_round(start):
     simulator = LocalSimulator(LOCAL[start](weighted=True), START, 2)
     for step in range(3):
@@ -281,3 +288,203 @@ def test_a_radial_average_costs_a_number_for_each_tensor_and_a_weight_one():
         for o in ({}, {"radial": True}, {"weighted": True})
     ]
     assert (sent[1] - sent[0], sent[2] - sent[0]) == (2 * 4, 4)
+
+
+OF_NODES = {"a": (24, 16), "b": (24,), "c": (12, 4, 3, 3), "d": (3, 8, 10), "e": (), "f": (30, 20), "none": (0, 4)}
+
+
+def gradients_of(replicas, step=0, shapes=OF_NODES):
+    return gradients(range(replicas), step, shapes)
+
+
+def of_nodes(given, near):
+    return [{n: np.mean([given[r][n] for r in members], axis=0) for n in given[0]} for members in near]
+
+
+def close(mine, theirs, tolerance=1e-9):
+    assert mine.keys() == theirs.keys()
+    for name, x in theirs.items():
+        np.testing.assert_allclose(mine[name], x, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        PowerSGD(2),
+        PowerSGD(2, half_step=True, start_step=1),
+        PowerSGD(2, warm_start=False, max_norm=20.0),
+        TopK(8, per=64, mean="senders"),
+        gw.Quantize("int8", block=8),
+        WireDtype(PowerSGD(2), "bfloat16"),
+        WireDtype(AllReduce(), "int8"),
+    ],
+    ids=repr,
+)
+def test_is_the_algorithm_on_the_averages_of_the_nodes(algorithm):
+    """And so is the memory, whole on each replica of a node; and local SGD whose gradients_of are averaged in the node, its differences between nodes."""
+    near, local = (
+        ((0, 2), (3, 1)),
+        gw.diloco(2, subgroup=((0, 2), (3, 1)), compressor=TwoLevel(algorithm, ((0, 2), (3, 1)))),
+    )
+    two, one = Simulator(TwoLevel(algorithm, near), OF_NODES, 4), Simulator(algorithm, OF_NODES, 2)
+    start = {n: np.ones(s) for n, s in OF_NODES.items()}
+    two_locals, one_local = (
+        LocalSimulator(local, start, 4),
+        LocalSimulator(gw.diloco(2, compressor=algorithm), start, 2),
+    )
+    for step in range(4):
+        given = gradients_of(4, step)
+        nodes = of_nodes(given, near)
+        close(two.step(given), one.step(nodes))
+        for simulator, own in ((two_locals, given), (one_local, nodes)):
+            simulator.step(own, lambda _, p, g: {n: p[n] - 0.1 * g[n] for n in p})
+    for node, members in enumerate(near):
+        for member in members:
+            close(two_locals.parameters[member], one_local.parameters[node], 1e-8)
+            for name, memory in one.states[node].tensors.items():
+                close(two.states[member].tensors[name], memory)
+
+
+class Everything(Wrapper):
+    """Asks for all that a message can be, and returns what is equal on all replicas."""
+
+    async def step(self, ops, gradients_of, state, step):
+        replicas, index = await rq.world_size(), await rq.replica_index()
+        alone = tuple((i,) for i in range(replicas))
+
+        async def asked(name, x):
+            before = await rq.mean(x)  # of which something is still wanted
+            rows = ops.stack([x * (i + 1.0) for i in range(replicas)])
+            (received,) = await rq.all_to_all(rows)
+            of_all, whole = await rq.gather(x, ops.iota(7), watched=False)
+            mine = ops.asarray(np.full(x.shape, index + 1), "int32")
+            sums = await rq.reduce_sum(mine, out=mine)
+            largest = await rq.reduce_max(x)
+            (same,) = await rq.all_to_all(x.reshape((1, *x.shape)), groups=alone)
+            own = await rq.mean(received.reshape((-1,)), groups=alone, watched=False)
+            summed = await rq.reduce_sum(own.reshape(rows.shape), watched=False)
+            total = await rq.mean(same.reshape(x.shape), watched=False)
+            total = total + before + largest + ops.cast(sums, "float64") + (await rq.mean(x, out=x))
+            for i in range(replicas):
+                total = total + of_all[i] * (i + 2.0) + summed[i] + ops.cast(whole[i], "float64")[:1].reshape(()) * 0.5
+            return total
+
+        found = await together([asked(n, x) for n, x in gradients_of.items()])
+        scale = await rq.sum_scalar(ops.asarray(2.0, "float64"))
+        assert await rq.step_is_finite()
+        return {n: x * scale for n, x in zip(gradients_of, found, strict=True)}, state
+
+
+SIZES = st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=4)
+
+
+@example(2, 2, [[4]])  # of a single array, what is cut may be the array itself
+@example(2, 2, [[96, 24], [12, 10], [12]])  # one tensor is most of the model
+@drawn(st.integers(1, 3), st.integers(1, 5), SIZES)
+def test_a_message_of_any_size_is_cut_in_any_number_of_parts(nodes, within, sizes):
+    """As many elements as there are parts, fewer, and one more."""
+    shapes = {f"{i}": tuple(shape) for i, shape in enumerate(sizes)}
+    given = gradients_of(nodes * within, 0, shapes)
+    near = [range(first, first + within) for first in range(0, nodes * within, within)]
+    two = Simulator(TwoLevel(Everything(AllReduce()), within), shapes, nodes * within, ops=PoisonOps())
+    one = Simulator(Everything(AllReduce()), shapes, nodes)
+    close(two.step(given), one.step(of_nodes(given, near)))
+
+
+class StoresEarly(Wrapper):
+    """Sends something after it has stored its memory."""
+
+    async def step(self, ops, gradients_of, state, step):
+        averages, after = await self.algorithm.step(ops, gradients_of, state, step)
+        return await rq.mean_each(averages), after
+
+
+@pytest.mark.parametrize(("name", "bad"), [("a", np.inf), ("c", np.nan), ("f", np.inf)])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_step_that_is_not_finite_leaves_no_trace_on_any_replica(name, bad, early):
+    algorithm = PowerSGD(2, half_step=True)
+    sim = Simulator(TwoLevel(StoresEarly(algorithm) if early else algorithm, 2), OF_NODES, 4)
+    sim.step(gradients_of(4))
+    before = [state.map(np.array) for state in sim.states]
+    given = gradients_of(4, 1)
+    given[3][name].flat[0] = bad
+    assert not np.isfinite(sim.step(given)[name]).all()
+    for mine, theirs in zip(sim.states, before, strict=True):
+        np.testing.assert_equal(mine.shared, theirs.shared)
+        np.testing.assert_equal(mine.tensors, theirs.tensors)
+
+
+def test_each_message_goes_once_between_nodes_and_once_inside():
+    sim, one = Simulator(TwoLevel(PowerSGD(2), 2), OF_NODES, 4), Simulator(PowerSGD(2), OF_NODES, 2)
+    sim.step(gradients_of(4))
+    one.step(gradients_of(2))
+    near, between = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    sent = [(type(r), r.groups) for r in sim.requests if r.payloads(sim.ops, 4)]
+    assert sent == [(Reduce, near), *[(Reduce, between), (AllGather, near)] * 2]
+    parts = [r for r in sim.requests if r.groups == between and isinstance(r, Reduce)]
+    for part, message in zip(parts, [r for r in one.requests if isinstance(r, Reduce)], strict=True):
+        (elements,) = (x.shape[-1] for x in part.arrays)
+        assert 0 <= 2 * elements - sum(x.size for x in message.arrays) < 2
+
+
+def test_nodes_of_one_replica_are_one_level_and_a_single_node_sends_nothing_between():
+    one, alone = (Simulator(TwoLevel(PowerSGD(2), within), OF_NODES, 3) for within in (1, 3))
+    for simulator in (one, alone):
+        simulator.step(gradients_of(3))
+    assert {r.groups for r in one.requests} == {None}
+    inside = [r for r in alone.requests if r.payloads(alone.ops, 3) and r.groups == ((0, 1, 2),)]
+    assert [type(r) for r in inside] == [Reduce]
+    assert {r.groups for r in alone.requests if r.groups} == {((0, 1, 2),), ((0,), (1,), (2,))}
+
+
+def test_plan_shows_both_levels_and_what_two_links_take():
+    p = plan(OF_NODES, TwoLevel(PowerSGD(2), 2), world_size=6, dtype="float32")
+    flat = plan(OF_NODES, PowerSGD(2), dtype="float32")
+    near, far = p.levels
+    assert (near.groups, near.replicas, far.groups, far.replicas) == (3, 2, 2, 3)
+    assert far.node_bytes == pytest.approx(flat.wire_bytes, abs=16)  # filled up to two parts
+    assert far.collectives == 2
+    # Gradients are averaged, and messages put together: half an all-reduce of those.
+    assert near.nbytes == pytest.approx(p.dense_bytes + flat.wire_bytes / 2, abs=16)
+    assert p.memory_bytes == flat.memory_bytes
+    assert p.compression_ratio == pytest.approx(flat.compression_ratio, rel=1e-2)
+    slow = p.seconds(6, 0.0, 1e6)
+    assert slow == pytest.approx(4 / 3 * far.node_bytes / 1e6)
+    assert p.seconds(6, 0.0, 1e6, within=(0.0, 1e9)) == pytest.approx(slow + near.nbytes / 1e9)
+    assert "between 3 nodes" in str(p)
+    with pytest.raises(ValueError, match="made for 3 nodes of 2"):
+        p.seconds(4, 0.0, 1e6)
+    with pytest.raises(ValueError, match="has one level"):
+        flat.seconds(6, 0.0, 1e6, within=(0.0, 1e9))
+
+
+def test_plan_of_local_sgd_shows_both_levels():
+    p = plan(OF_NODES, gw.diloco(5, subgroup=2, compressor=TwoLevel(PowerSGD(2), 2)), world_size=6, dtype="float32")
+    flat = plan(OF_NODES, PowerSGD(2), dtype="float32")
+    assert p.levels[1].node_bytes == pytest.approx(flat.wire_bytes / 5, abs=4)
+    # Gradients in each step; in each fifth differences, and messages between nodes.
+    assert p.levels[0].nbytes == pytest.approx(1.2 * p.dense_bytes + 0.1 * flat.wire_bytes, abs=16)
+    one = plan(OF_NODES, gw.diloco(5, compressor=PowerSGD(2)), world_size=6, dtype="float32")
+    assert p.memory_bytes == one.memory_bytes
+    assert "between 3 nodes" in str(p)
+    # A partition says how many replicas there are.
+    two = TwoLevel(TopK(8), ((0, 2), (1, 3)))
+    for algorithm in (two, gw.diloco(2, compressor=two)):
+        assert plan(OF_NODES, algorithm) == plan(OF_NODES, algorithm, world_size=4)
+        with pytest.raises(ValueError, match="no partition"):
+            plan(OF_NODES, algorithm, world_size=8)
+
+
+def test_node_is_replaced_by_those_who_know():
+    groups = ((0, 2), (1, 3))
+    assert TwoLevel(AllReduce()).on_nodes_of(4) == TwoLevel(AllReduce(), 4)
+    local = gw.diloco(4, compressor=TwoLevel(AllReduce(), "node"))
+    assert local.mentions_nodes
+    assert local.on_nodes_of(2).compressor.within == 2
+    for around in (gw.Weighted, lambda two: WireDtype(two, "bfloat16")):
+        assert around(TwoLevel(AllReduce())).on_nodes_of(groups) == around(TwoLevel(AllReduce(), groups))
+        assert around(TwoLevel(AllReduce())).mentions_nodes > around(TwoLevel(AllReduce(), 2)).mentions_nodes
+    assert LocalSGD(4, subgroup="node").on_nodes_of(groups).subgroups(4) == groups
+    assert LocalSGD({"node": 2, "all": 8}, subgroup="node").on_nodes_of(2) == LocalSGD({2: 2, "all": 8}, subgroup=2)
+    assert LocalSGD(8).on_nodes_of(2) == LocalSGD(8)
+    assert LocalSGD(4, subgroup=1).subgroups(4) is None
