@@ -257,13 +257,6 @@ def test_blocks_hold_each_element_once(shape, per):
     assert blocks.cut(AbstractOps(), AbstractArray(shape, "float32")).shape == cut.shape
 
 
-def test_tiles_are_those_of_the_matrix():
-    x = np.arange(8 * 12).reshape(8, 12)
-    tiles = blocks_of("w", x.shape, (4, 6)).cut(OPS, x)
-    rendered = [x[i : i + 4, j : j + 6] for i in (0, 4) for j in (0, 6)]
-    assert [sorted(tile) for tile in tiles.tolist()] == [sorted(tile.ravel().tolist()) for tile in rendered]
-
-
 @given(data=st.data(), length=st.integers(1, 5000) | st.sampled_from([2**20, 2**24 - 1, 2**24]))
 def test_positions_come_back_from_as_few_bits_as_the_block_needs(data, length):
     index = np.array([*data.draw(st.lists(st.integers(0, length - 1), max_size=30)), length - 1], np.int32)

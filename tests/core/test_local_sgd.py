@@ -93,15 +93,6 @@ def test_an_outer_optimizer_above_pairs_that_average_plainly():
     assert_wandered(diloco({2: 2, "all": 6}, lr=0.4, momentum=0.7, nesterov=False), 20, meet)
 
 
-def test_groups_average_among_themselves():
-    def meet(step, ps):
-        if step % 4 == 3:
-            return [average(ps)] * 4
-        return [average(ps[::2]), average(ps[1::2])] * 2 if step % 2 else ps
-
-    assert_wandered(LocalSGD({((0, 2), (1, 3)): 2, "all": 4}), 9, meet)
-
-
 HALF, PAIRS, EVERYONE = [], [(((0, 1), (2, 3)), 4)], [(None, 4)]
 
 

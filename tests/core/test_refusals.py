@@ -121,24 +121,14 @@ WIRE = [
     *each(ValueError, "state_dtype=", lambda x: PowerSGD(4, state_dtype=x), *NO_DTYPES),
 ]
 
+DOORS = (lambda x: plan(SHAPES, x), lambda x: Simulator(x, SHAPES, 2), lambda x: gw.WireDtype(x, "bfloat16"))
 NO_ALGORITHMS = [
-    (TypeError, said, lambda x=x, door=door: door(x))
-    for x, said in (
-        (PowerSGD, "=PowerSGD is a class"),
-        ("powersgd", "='powersgd' is a str"),
-        (None, "=None is a NoneType"),
-    )
-    for door in (
-        lambda x: plan(SHAPES, x),
-        lambda x: Simulator(x, SHAPES, 2),
-        lambda x: gw.WireDtype(x, "bfloat16"),
-        lambda x: LocalSGD(8, compressor=x) if x is not None else plan(SHAPES, x),
-    )
-] + [
+    *(row for door in DOORS for row in each(TypeError, "={!r} is a", door, "powersgd", None)),
+    *((TypeError, "=PowerSGD is a class", partial(door, PowerSGD)) for door in DOORS),
+    *each(TypeError, "compressor=", lambda x: LocalSGD(8, compressor=x), PowerSGD, "powersgd", LocalSGD(2)),
     (TypeError, "start_step, cycle", lambda: require_algorithm(Half())),
     (TypeError, "no algorithm", lambda: check(PowerSGD)),
     (ValueError, "the shapes {'w': (2, 2)}", lambda: check(PowerSGD(4), {"w": (2, 2)})),
-    (TypeError, "compressor", lambda: LocalSGD(4, compressor=LocalSGD(2))),
     (TypeError, "two levels", lambda: TwoLevel(gw.WireDtype(TwoLevel(AllReduce(), 2), "int8"), 2)),
 ]
 
@@ -355,10 +345,7 @@ STATES = [
 TABLES = (OPTIONS, WIRE, NO_ALGORITHMS, PATTERNS, SCHEDULES, GROUPS, SHARDS, PLANS, WEIGHTS, SIMULATORS, STATES)
 
 
-@pytest.mark.parametrize(
-    ("error", "named", "what"),
-    [pytest.param(*row, id=row[1]) for rows in TABLES for row in rows],
-)
+@pytest.mark.parametrize(("error", "named", "what"), [pytest.param(*row, id=row[1]) for rows in TABLES for row in rows])
 def test_it_is_refused_by_name(error, named, what):
     with pytest.raises(error) as raised:
         what()

@@ -321,7 +321,7 @@ def close(mine, theirs, tolerance=1e-9):
     ids=repr,
 )
 def test_is_the_algorithm_on_the_averages_of_the_nodes(algorithm):
-    """And so is the memory, whole on each replica of a node; and local SGD whose gradients_of are averaged in the node, its differences between nodes."""
+    """And so is the memory, whole on each replica of a node; and local SGD whose gradients are averaged in the node, its differences between nodes."""
     near, local = (
         ((0, 2), (3, 1)),
         gw.diloco(2, subgroup=((0, 2), (3, 1)), compressor=TwoLevel(algorithm, ((0, 2), (3, 1)))),
