@@ -1,5 +1,4 @@
-"""What is remembered: error feedback under a compressor of a user, in its dtype; what clipping keeps out of it; and steps with an inf or NaN, beside what `check` asks of
-every method, in places where it is easily lost."""
+"""What is remembered: under a compressor of a user, in its dtype, of clipped gradients, and in steps with an inf or NaN where it is easily lost."""
 
 import itertools
 from dataclasses import dataclass

@@ -1,5 +1,4 @@
-"""Local SGD in the lock-step simulator, against what the papers say, written down by hand, and against torchft's and MuLoCo's numbers; also where averages are taken later
-than their differences leave."""
+"""Local SGD in the lock-step simulator, against what the papers say, written down by hand, and against torchft's and MuLoCo's numbers."""
 
 import collections
 import json
@@ -163,11 +162,18 @@ def test_the_plan_is_what_is_sent_and_no_array_is_used_after_it_was_given_away(n
     np.testing.assert_equal(poisoned.parameters, sim.parameters)
     np.testing.assert_equal(poisoned.extras, [extras] * 4)
     assert planned.memory_bytes == sum(x.nbytes for m in sim.states[0].tensors.values() for x in m.values())
-    assert sent[first:] == list(planned.steps) * 2
+    counted = sent[first:]
+    if (
+        local.overlap or local.eager
+    ):  # what leaves is taken later, so that of the first cycle something is still on its way
+        counted = sent[-len(planned.steps) :]
+        assert collections.Counter(counted) == collections.Counter(planned.steps)
+    else:
+        assert counted == list(planned.steps) * 2
     # A compressor's start is counted in rounds: before it they are dense.
     assert sum(t.nbytes for t in sent[local.start_step : first]) == late * planned.dense_bytes
-    assert planned.wire_bytes == np.mean([t.nbytes for t in sent[first:]])
-    assert planned.peak_bytes == max(t.nbytes for t in sent[first:])
+    assert planned.wire_bytes == np.mean([t.nbytes for t in counted])
+    assert planned.peak_bytes == max(t.nbytes for t in counted)
     # Whole bytes only where a half step sends P alone, or half of an odd number of them: tensor by tensor it is the same sum.
     assert sum(t.wire_bytes for t in planned.tensors) == pytest.approx(planned.wire_bytes, abs=len(SHAPES))
 

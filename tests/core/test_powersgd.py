@@ -1,5 +1,4 @@
-"""PowerSGD in the simulator against the paper's algorithm, written down once more in float64 with QR and columns; its options; its orthonormalization, Gram-Schmidt twice,
-against float64 SVD and QR; and its random numbers, one source of bits in three frameworks."""
+"""PowerSGD against the paper's algorithm in float64 with QR; its options, its orthonormalization against SVD and QR, and its random numbers."""
 
 import dataclasses
 import math

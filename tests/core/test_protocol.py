@@ -541,6 +541,7 @@ def test_short_floats_need_no_import_but_ml_dtypes_installed():
     program = """
 import sys
 import numpy as np
+from gradwire import AllReduce, LocalSGD, LocalSimulator, Quantize, Simulator, WireDtype
 
 assert "ml_dtypes" not in sys.modules
 ways = [

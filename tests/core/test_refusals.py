@@ -253,30 +253,24 @@ PLANS = [
     (ValueError, "equally many", lambda: measure(None, "torch", "cpu", 3, 2)),
 ]
 
+PAIR, PAIR_SHAPE, NOT_AVERAGED = {"w": [1, 2]}, {"w": (2,)}, ("int32", "complex64", "float8_e4m3fn")
 WEIGHTED = gw.Weighted(AllReduce())
+
+
+def weighed(weights):
+    Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR, PAIR], weights=weights)
+
+
 WEIGHTS = [
-    *each(
-        TypeError,
-        "Weighted",
-        lambda x: x(WEIGHTED),
-        lambda x: TwoLevel(x),
-        lambda x: gw.WireDtype(x, "int8"),
-        gw.Weighted,
-    ),
+    *each(TypeError, "Weighted", lambda x: x(WEIGHTED), TwoLevel, lambda x: gw.WireDtype(x, "int8"), gw.Weighted),
     (TypeError, "compressor", lambda: diloco(3, compressor=WEIGHTED)),
-    (ValueError, "weights", lambda: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR, PAIR], weights=[1])),
-    *[
-        (error, f"weights[{i}]", lambda x=x: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR, PAIR], weights=x))
-        for error, i, x in [
-            *[(ValueError, 0, [x, 1]) for x in (NAN, INF)],
-            *[(TypeError, 0, [x, 1]) for x in ("1", True)],
-            (ValueError, 1, [1, -1]),
-        ]
-    ],
+    *each(ValueError, "weights[0]", weighed, [NAN, 1], [INF, 1]),
+    *each(TypeError, "weights[0]", weighed, ["1", 1], [True, 1]),
+    (ValueError, "weights", partial(weighed, [1])),
+    (ValueError, "weights[1]", partial(weighed, [1, -1])),
     (ValueError, "weighted", lambda: LocalSimulator(LocalSGD(1), PAIR, 1).step([PAIR], lambda *_: PAIR, weights=[1])),
 ]
 
-PAIR, PAIR_SHAPE, NOT_AVERAGED = {"w": [1, 2]}, {"w": (2,)}, ("int32", "complex64", "float8_e4m3fn")
 SIMULATORS = [
     (ValueError, "replicas=0", lambda: Simulator(AllReduce(), PAIR_SHAPE, 0)),
     (ValueError, "1 gradients for 2", lambda: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR])),

@@ -1,5 +1,4 @@
-"""Shards: every element has one owner, and what is cut apart can be put together again; the sharded step in the simulator; buckets against the C++ of torch itself; and the
-reducer, what it refuses and says. Its order, with whatever may come between, is `tests.soak.arrival`."""
+"""Shards, the sharded step, buckets against the C++ of torch, and what the reducer refuses; its order is `tests.soak.arrival`."""
 
 import itertools
 import math

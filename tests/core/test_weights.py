@@ -1,5 +1,4 @@
-"""Replicas that count by a weight, against NumPy's weighted average and against runs without the absent replica; and two levels, dense inside nodes and any algorithm
-between them, against the algorithm on the averages of the nodes."""
+"""Replicas that count by a weight, against NumPy's weighted average and runs without the absent one; two levels, against averages of nodes."""
 
 from dataclasses import dataclass
 from functools import partial
