@@ -285,6 +285,15 @@ def test_integers_are_gathered_and_summed_in_their_own_dtype(dtype, total):
     assert sums.tolist() == total
 
 
+def test_a_gathered_nan_is_seen_by_the_whole_step():
+    async def program(r, groups):
+        await rq.gather(np.array([math.nan if r == 1 else 1.0]), np.array([1], np.int8), groups=groups)
+        return bool(await rq.step_is_finite())
+
+    assert on(2, lambda r: program(r, None))[0] == [False, False]
+    assert on(2, lambda r: program(r, ((0,), (1,))))[0] == [True, True]
+
+
 @given(worlds())
 def test_parts_of_a_group_average_and_join_again(world):
     replicas, groups, members = world

@@ -183,6 +183,7 @@ def test_the_answer_lies_where_the_gradient_did_only_if_that_was_given_away():
 
 LAYERS = {"a": (100, 100), "b": (100,), "c": (200, 100), "d": (10,)}  # 40,000, 400, 80,000 and 40 bytes
 BUCKETS = AllReduce(bucket_bytes=80_000, first_bucket_bytes=40)
+IN_MIB = {"bucket_cap_mb": 80_000 / 2**20, "first_bucket_mb": 40 / 2**20}
 
 
 @pytest.mark.parametrize(
@@ -190,10 +191,8 @@ BUCKETS = AllReduce(bucket_bytes=80_000, first_bucket_bytes=40)
     [
         {"algorithm": BUCKETS},
         {"algorithm": WireDtype(BUCKETS, "bfloat16")},
-        *(
-            {"algorithm": a, "bucket_cap_mb": 80_000 / 2**20, "first_bucket_mb": 40 / 2**20}
-            for a in (AllReduce(), PowerSGD(2))
-        ),
+        {"algorithm": AllReduce(), **IN_MIB},
+        {"algorithm": PowerSGD(2), **IN_MIB},
     ],
     ids=repr,
 )
@@ -207,15 +206,11 @@ def test_a_plan_prints_the_buckets_and_each_of_the_algorithms_is_a_message(argum
         averages = simulator.step([{n: np.full(s, k, np.float32) for n, s in LAYERS.items()} for k in (1, 2)])
         assert [sum(a.nbytes for a in r.arrays) for r in simulator.requests] == [40, 80_000, 40_400]
         np.testing.assert_equal(averages, {n: np.full(s, 1.5) for n, s in LAYERS.items()})
+        assert plan(LAYERS, BUCKETS).steps == (simulator.traffic,) == (Traffic(3, 120_440),)
         assert plan(LAYERS, WireDtype(BUCKETS, "float16")).steps == (Traffic(6, 60_220),)
 
 
 SHARDED = {"w": (6, 4), "b": (5,)}
-
-
-def zero(**options):
-    specs = {name: Spec(shape, "float32") for name, shape in SHARDED.items()}
-    return Zero(gw.shard_by_element(specs, world_size=3), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"algorithm": AllReduce(bucket_bytes=40)}], ids=str)
@@ -225,7 +220,8 @@ def test_gradients_of_a_sharded_optimizer_are_cast_and_parameters_are_not(option
     def optimizer(replica, pieces):
         return {name: np.full_like(piece, new) for name, piece in pieces.items()}
 
-    algorithm = WireDtype(zero(**options), "bfloat16")
+    shards = gw.shard_by_element({name: Spec(shape, "float32") for name, shape in SHARDED.items()}, world_size=3)
+    algorithm = WireDtype(Zero(shards, **options), "bfloat16")
     simulator = Simulator(algorithm, SHARDED, replicas=3, dtype="float32", optimizer=optimizer)
     parameters = simulator.step([{name: np.ones(shape) for name, shape in SHARDED.items()}] * 3)
     assert all((p == new).all() for p in parameters.values())
@@ -280,23 +276,20 @@ def test_a_plan_counts_the_larger_side_of_a_branch_on_data_and_says_so():
         assert simulator.traffic.nbytes == sent
 
 
-def test_branches_within_branches_are_counted_from_the_least_to_the_most():
-    x = AbstractArray((10,), "float32")
-    data = AbstractArray((), "bool")
+async def sends(n, *operands):
+    return await mean(AbstractArray((n,), "float32"))
 
-    async def sends(n):
-        return await mean(AbstractArray((n,), "float32"))
+
+def test_branches_within_branches_are_counted_from_the_least_to_the_most():
+    x, data = AbstractArray((10,), "float32"), AbstractArray((), "bool")
 
     async def inner(y):
         await branch(data, partial(sends, 8), partial(sends, 6))
         return y
 
-    async def small(y):
-        return await sends(2)
-
     async def program():
-        await branch(data, small, inner, x)
-        await branch(np.array(False), inner, small, x)  # known, and no question
+        await branch(data, partial(sends, 2), inner, x)
+        await branch(np.array(False), inner, partial(sends, 2), x)  # known, and no question
         return await branch(data, inner, inner, x)
 
     assert rehearsed(program()).traffic == Traffic(3, (8 + 2 + 8) * 4, optional_bytes=(6 + 2) * 4)
@@ -304,9 +297,6 @@ def test_branches_within_branches_are_counted_from_the_least_to_the_most():
 
 
 def test_phases_are_told_by_their_value():
-    async def sends(n):
-        return await mean(AbstractArray((n,), "float32"))
-
     async def program():
         counter = AbstractArray((), "int32")
         a = await branch_on_phase(counter, 2, partial(sends, 100), partial(sends, 10))
