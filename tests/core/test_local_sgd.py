@@ -470,6 +470,20 @@ def test_a_replica_that_breaks_comes_back_with_all_its_fragments(options, broken
     assert not np.array_equal(sim.states[1].tensors["w"]["outer"], before)
 
 
+@pytest.mark.parametrize("period", [{2: 3, "all": 6}, 6])
+def test_hierarchies_and_a_start_have_their_turns_as_before(period):
+    """Between replicas that all do the same an overlap of a plain merge only postpones."""
+    now, later = (
+        LocalSimulator(diloco(period, start_step=2, lr=1.0, momentum=0.0, **options), START, 4)
+        for options in ({}, {"overlap": 2, "merge": "progress"})
+    )
+    for step in range(22):
+        for sim in (now, later):
+            same = gradient(0, step, START)
+            sim.step([same] * 4, lambda _, p, g: {n: p[n] - 0.1 * g[n] for n in p})
+    assert_close(later.parameters[2], now.parameters[2], 1e-9)
+
+
 def test_a_layer_is_what_shares_a_name_up_to_its_first_number():
     names = [f"h.{i}.{part}" for i in (0, 1, 2, 10, 11) for part in ("b", "w")] + ["wte", "ln_f"]
     assert [sorted({n.rpartition(".")[0] for n in layer}) for layer in layers(names)][:5] == [

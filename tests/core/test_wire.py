@@ -20,7 +20,7 @@ from gradwire.core.kernels import random
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.plan.cost import step_seconds
 from gradwire.core.plan.dry_run import ATTRIBUTE, REMEMBERED, dry_run, rehearsed, summary
-from gradwire.core.protocol import branch, branch_on_phase, mean, optimizer_step
+from gradwire.core.protocol import all_gather, branch, branch_on_phase, mean, optimizer_step
 from gradwire.core.protocol.collective_requests import AllToAll, Gather, Reduce
 from gradwire.core.protocol.groups import UnknownWorldSize
 from gradwire.core.simulate import PoisonOps
@@ -243,6 +243,21 @@ def test_an_update_inside_a_branch_cannot_be_told_apart():
     simulator = Simulator(WireDtype(Branches(), "bfloat16"), SHARDED, 1, optimizer=lambda replica, pieces: pieces)
     with pytest.raises(ValueError, match="update is in a branch"):
         simulator.step([{name: np.ones(shape) for name, shape in SHARDED.items()}])
+
+
+def test_a_gather_is_cast_and_integers_are_not():
+    class Gathers(AllReduce):
+        async def step(self, ops, gradients, state, step):
+            x, i = gradients["b"], np.arange(5, dtype=np.int32)
+            (whole, places) = await all_gather([x, i], [(5, 5), (5, 5)], out=[np.zeros(10, x.dtype), None])
+            assert (whole.dtype, places.dtype) == (x.dtype, i.dtype)
+            return {"b": whole[:5] + whole[5:]}, state
+
+    simulator = Simulator(WireDtype(Gathers(), "bfloat16"), {"b": (5,)}, replicas=2, dtype="float32")
+    result = simulator.step([{"b": np.full(5, 1 + 2**-12)}, {"b": np.full(5, 2.0)}])
+    np.testing.assert_array_equal(result["b"], np.full(5, 3.0))
+    (request,) = simulator.requests
+    assert [x.dtype.name for x in request.arrays] == ["bfloat16", "int32"]
 
 
 class Decides(Compressor):
