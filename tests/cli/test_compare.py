@@ -12,7 +12,6 @@ from gradwire.core.advise.probe import ALL, Level
 from tests.cli.called import refused, run
 
 pytestmark = pytest.mark.slow
-
 TRAINING = """
 import dataclasses
 import torch
@@ -57,6 +56,26 @@ def folder(tmp_path, monkeypatch):
     sys.modules.pop("some_training", None)
 
 
+@pytest.fixture
+def taken(monkeypatch):
+    """What was trained: algorithm, seed, factor."""
+    from gradwire.torch_backend.advise.compare import run as engine
+
+    class Noted(list):
+        stop = 0
+
+    noted, trained = Noted(), engine.run
+
+    def run_and_note(make, algorithm, replicas, steps, seed, looks, on_step, factor):
+        noted.append((repr(algorithm), seed, factor))
+        if len(noted) == noted.stop:
+            raise KeyboardInterrupt
+        return trained(make, algorithm, replicas, steps, seed, looks, on_step, factor)
+
+    monkeypatch.setattr(engine, "run", run_and_note)
+    return noted
+
+
 def command(*options, training="make"):
     return "compare", f"some_training:{training}", "--replicas", "2", "--steps", "12", *options
 
@@ -81,19 +100,9 @@ def test_a_comparison_is_printed_kept_and_drawn(folder, capsys):
     assert "1 Gbit/s, a step alone takes 10 ms" in picture
 
 
-def test_a_comparison_that_was_stopped_goes_on(folder, capsys, monkeypatch):
-    from gradwire.torch_backend.advise.compare import run as engine
-
-    taken, trained = [], engine.run
-
-    def stop_after_two(make, algorithm, *rest):
-        taken.append(repr(algorithm))
-        if len(taken) == 3:
-            raise KeyboardInterrupt
-        return trained(make, algorithm, *rest)
-
-    monkeypatch.setattr(engine, "run", stop_after_two)
-    options = command("-a", "Sign()", "--seeds", "2")
+def test_a_comparison_that_was_stopped_goes_on(folder, capsys, taken):
+    options = command("-a", "Sign()", "--seeds", "2", training="by_argument")
+    taken.stop = 3
     with pytest.raises(SystemExit) as ended:
         app.main(list(options))
     assert ended.value.code == 130
@@ -101,24 +110,15 @@ def test_a_comparison_that_was_stopped_goes_on(folder, capsys, monkeypatch):
     assert "goes on from comparison.json" in said.err
     assert "no interval" in said.out  # of one seed
     assert "no interval" not in run(capsys, *options)
-    assert taken == ["AllReduce()", "Sign()", "AllReduce()", "AllReduce()", "Sign()"]
+    assert [name for name, *_ in taken] == ["AllReduce()", "Sign()", "AllReduce()", "AllReduce()", "Sign()"]
     run(capsys, *options)
     assert len(taken) == 5
     # Plain averages are run again where a method is looked at after other steps.
-    run(capsys, *command("-a", "LocalSGD(7)", "--seeds", "1"))
-    assert taken[5:] == ["AllReduce()", "LocalSGD(period=7)"]
+    run(capsys, *command("-a", "LocalSGD(7)", "--seeds", "1", training="by_argument"))
+    assert [name for name, *_ in taken[5:]] == ["AllReduce()", "LocalSGD(period=7)"]
 
 
-def test_rates_are_searched_with_the_first_seed_and_gone_on_with(folder, capsys, monkeypatch):
-    from gradwire.torch_backend.advise.compare import run as engine
-
-    taken, trained = [], engine.run
-
-    def noted(make, algorithm, replicas, steps, seed, looks, on_step, factor):
-        taken.append((repr(algorithm), seed, factor))
-        return trained(make, algorithm, replicas, steps, seed, looks, on_step, factor)
-
-    monkeypatch.setattr(engine, "run", noted)
+def test_rates_are_searched_with_the_first_seed_and_gone_on_with(folder, capsys, taken):
     options = ("-a", "Sign()", "--seeds", "2", "--rates", "1", "0.01", "2", "--json")
     found = json.loads(run(capsys, *command(*options)))
     search = [(name, 0, factor) for name in ("AllReduce()", "Sign()") for factor in (0.01, 1.0, 2.0)]
@@ -126,8 +126,7 @@ def test_rates_are_searched_with_the_first_seed_and_gone_on_with(folder, capsys,
     assert taken == [*search, *((name, 1, factor) for name, factor in best.items())]
     assert best["AllReduce()"] > 0.01  # with which hardly anything is learned in 12 steps
     assert found["Sign()"]["tried"].keys() == {"0.01", "1", "2"}
-    more = ("-a", "Sign()", "--seeds", "1", "--rates=0.01", "--rates", "1", "2", "4")
-    run(capsys, *command(*more))
+    run(capsys, *command("-a", "Sign()", "--seeds", "1", "--rates=0.01", "--rates", "1", "2", "4"))
     assert taken[len(search) + 2 :] == [("AllReduce()", 0, 4.0), ("Sign()", 0, 4.0)]
     assert "×0.01" in run(capsys, *command("-a", "Sign()", "--seeds", "1", "--rates", "0.01"))
     assert json.loads((folder / "comparison.json").read_text())["factors"] == [0.01]
@@ -135,7 +134,7 @@ def test_rates_are_searched_with_the_first_seed_and_gone_on_with(folder, capsys,
 
 
 def test_an_advice_weighs_what_was_compared(folder, capsys):
-    run(capsys, *command("-a", "Sign()", "-a", "LocalSGD(4)", "--seeds", "2"))
+    told = json.loads(run(capsys, *command("-a", "Sign()", "-a", "LocalSGD(4)", "--seeds", "2", "--json")))
     samples = ((256, 1.0), (1 << 20, 1.0))
     for replicas in (2, 3):
         level = Level(ALL, replicas, samples, samples, 0.0)
@@ -145,23 +144,20 @@ def test_an_advice_weighs_what_was_compared(folder, capsys):
     options = ("--step-ms", "1", "--compare", "comparison.json", "--worse", "1e9")
     found = json.loads(run(capsys, "advise", "shapes.json", "--probe", "2.json", *options, "--json"))
     assert [method["algorithm"] for method in found["methods"]] == ["plain", "Sign()", "LocalSGD(period=4)"]
-    assert (
-        found["recommended"] == "LocalSGD(period=4)"
-    )  # a message of a second in four steps, and its class would not be allowed
-    told = json.loads(run(capsys, *command("-a", "LocalSGD(4)", "--seeds", "2", "--json")))
+    # A message of a second in four steps; and its class would not be allowed.
+    assert found["recommended"] == "LocalSGD(period=4)"
     assert found["methods"][2]["loss"]["difference"] == told["LocalSGD(period=4)"]["difference"]
     assert "some_training:make, 12 steps, 2 seeds" in found["losses"]
-    assert "--replicas 3" in refused(capsys, "advise", "shapes.json", "--probe", "3.json", *options)
-    timed = ("-a", "Sign()", "--seeds", "2", "--step-ms", "1", "--probe")
-    run(capsys, *command(*timed, "2.json"))
+    timed = command("-a", "Sign()", "--seeds", "2", "--step-ms", "1", "--probe")
+    run(capsys, *timed, "2.json")
     assert "2 replicas on 1 node (torch, cpu)" in (folder / "comparison.svg").read_text()
-    assert "--replicas 3" in refused(capsys, *command(*timed, "3.json"))
-    assert "--link with --probe" in refused(capsys, *command(*timed, "2.json", "--link", "1Gbit"))
-    assert "comparison.json" in refused(capsys, "advise", "other.json", "--probe", "2.json", *options)
-
-
-def test_seeds_are_given_to_who_takes_them(folder, capsys):
-    run(capsys, *command("-a", "Sign()", "--seeds", "2", training="by_argument"))
+    for said, words in (
+        ("--replicas 3", ("advise", "shapes.json", "--probe", "3.json", *options)),
+        ("--replicas 3", (*timed, "3.json")),
+        ("--link with --probe", (*timed, "2.json", "--link", "1Gbit")),
+        ("comparison.json", ("advise", "other.json", "--probe", "2.json", *options)),
+    ):
+        assert said in refused(capsys, *words)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +166,11 @@ def test_seeds_are_given_to_who_takes_them(folder, capsys):
         (("-a", "Sign("), "make", "--algorithm"),
         (("-a", "TwoLevel(PowerSGD(4))"), "make", "node"),
         (("-a", "LocalSGD({3: 4})"), "make", "period"),
-        (("-a", "Sign()"), "number", "TRAINING"),
-        (("-a", "Sign()"), "missing", "TRAINING"),
+        *((("-a", "Sign()"), training, "TRAINING") for training in ("number", "missing")),
         (("-a", "Sign()"), "nothing", "Training"),
         (("-a", "Sign()", "--seeds", "2"), "unseeded", "seeds"),
         (("-a", "Sign()", "--rates", "1", "2"), "three_windows", "rates"),
-        (("-a", "Sign()", "--rates", "0"), "make", "rates"),
-        (("-a", "Sign()", "--rates", "much"), "make", "--rates"),
+        *((("-a", "Sign()", "--rates", rate), "make", "rates") for rate in ("0", "much")),
         (("-a", "Sign()", "--link", "1Gbit"), "make", "--step-ms"),
         (("-a", "Sign()", "--link", "1Gbit", "--step-ms", "nan"), "make", "--step-ms nan"),
         (("-a", "Sign()", "--link", "fast", "--step-ms", "1"), "make", "--link 'fast'"),

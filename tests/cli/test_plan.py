@@ -1,6 +1,9 @@
-"""`gradwire plan`: models in all forms, tables and JSON."""
+"""`gradwire plan`: models in all forms, tables and JSON; and where a command prints: streams that are full, closed, narrow or left by their reader, and Ctrl-C."""
 
+import errno
+import io
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -10,10 +13,12 @@ import pytest
 
 import gradwire
 from gradwire import cli
-from gradwire.cli import models
+from gradwire.cli import app, models
+from gradwire.core.state.files import whole_file
 from tests.cli.called import refused, run
 
 SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
+TUPLES = {name: tuple(shape) for name, shape in SHAPES.items()}
 MODELS = """
 def linear():
     import torch
@@ -59,64 +64,54 @@ finally:
     subprocess.run([sys.executable, "-c", program], cwd=folder, check=True, timeout=240, stdout=subprocess.DEVNULL)
 
 
-def test_two_levels_tell_what_leaves_a_node_and_its_own_ratio(folder, capsys):
-    """Each column is of one level, and the ratio that of the bytes beside it."""
-    options = ("-a", "TwoLevel(PowerSGD(rank=4), within=2)", "--replicas", "8", "--nodes", "4")
+def planned(capsys, *options):
     (given,) = json.loads(run(capsys, "plan", "shapes.json", *options, "--json"))["plans"]
-    shapes, inner = {name: tuple(shape) for name, shape in SHAPES.items()}, gradwire.PowerSGD(rank=4)
-    one_level = gradwire.plan(
-        shapes, inner
-    ).wire_bytes  # what replicas of a node send together is the inner method's message
+    return given
+
+
+def test_two_levels_tell_what_leaves_a_node_and_its_own_ratio(folder, capsys):
+    """Each column is of one level, and the ratio that of the bytes beside it. The replicas of a node share its link."""
+    options = ("-a", "TwoLevel(PowerSGD(rank=4), within=2)", "--replicas", "8", "--nodes", "4")
+    given = planned(capsys, *options)
+    one_level = gradwire.plan(TUPLES, gradwire.PowerSGD(rank=4)).wire_bytes  # which replicas of a node send together
     assert given["between_nodes_bytes"] == one_level
     assert given["within_node_bytes"] + one_level / 2 == given["wire_bytes"]
     printed = run(capsys, "plan", "shapes.json", *options, "--summary")
     assert "mlp.weight" not in printed  # totals alone
     (row,) = (line for line in printed.splitlines() if line.startswith("TwoLevel"))
-    assert f"{one_level / 1e3:.1f} kB" in row
-    assert f"{given['dense_bytes'] / one_level:.1f}×" in row
+    for cell in (f"{one_level / 1e3:.1f} kB", f"{given['dense_bytes'] / one_level:.1f}×"):
+        assert cell in row
     assert f"{given['within_node_bytes'] / 1e3:.1f} kB" in row
+    # Two nodes hand each other each byte once, in two hops; and what stays on a node is not on the link.
+    given = planned(capsys, "-a", "TwoLevel(AllReduce())", "--replicas", "8", "--nodes", "2")
+    assert given["seconds"] == pytest.approx(2 * 50e-6 + 4 * (512 * 256 + 512) / 1.25e9)
+    given = planned(capsys, "-a", "LocalSGD({'node': 1, 'all': 4})", "--replicas", "8", "--nodes", "2")
+    assert given["seconds"] == pytest.approx(gradwire.plan(TUPLES, gradwire.LocalSGD(4)).seconds(8, 50e-6, 1.25e9))
 
 
 def test_json_is_the_plan(folder, capsys):
-    algorithm = gradwire.TopK(64)
-    (given,) = json.loads(run(capsys, "plan", "shapes.json", "-a", "TopK(64)", "--replicas", "8", "--json"))["plans"]
-    plan = gradwire.plan({name: tuple(shape) for name, shape in SHAPES.items()}, algorithm, world_size=8)
+    given, plan = (
+        planned(capsys, "-a", "TopK(64)", "--replicas", "8"),
+        gradwire.plan(TUPLES, gradwire.TopK(64), world_size=8),
+    )
     assert (given["wire_bytes"], given["messages"]) == (plan.wire_bytes, plan.collectives)
     assert given["seconds"] == pytest.approx(plan.seconds(8, 50e-6, 1.25e9))
     assert given["outgrown_at"] == plan.outgrown_at
     assert [t["wire_bytes"] for t in given["tensors"]] == [t.wire_bytes for t in plan.tensors]
+    (folder / "stack.json").write_text('{"experts.w": [64, 256, 256]}')
+    assert "Say stacked={'experts.*': 1}" in run(capsys, "plan", "stack.json")  # below the table
 
 
 def test_the_share_of_the_time_that_computes(folder, capsys):
     options = ("-a", "PowerSGD(rank=4)", "--replicas", "8", "--link", "1Gbit", "--latency", "0us")
     asked = (*options, "--step-ms", "2", "--utilization")
-    (given,) = json.loads(run(capsys, "plan", "shapes.json", *asked, "--json"))["plans"]
-    shape, method = {n: tuple(s) for n, s in SHAPES.items()}, gradwire.PowerSGD(rank=4)
-    assert given["utilization"] == gradwire.utilization(shape, method, step=2e-3, link="1Gbit", replicas=8)
-    assert given["link_for_90"] == gradwire.link_for(shape, method, step=2e-3, replicas=8)
-    far = json.loads(run(capsys, "plan", "shapes.json", *asked, "--latency", "1s", "--json"))["plans"]
-    assert far[0]["link_for_90"] is None
-    assert "utilization" not in run(capsys, "plan", "shapes.json", *options, "--json")
-    assert "--step-ms" in refused(capsys, "plan", "shapes.json", *options, "--utilization")
-    assert "--step-ms" in refused(capsys, "plan", "shapes.json", *asked, "--step-ms", "-1")
-
-
-def test_what_stays_on_a_node_is_not_on_the_link(folder, capsys):
-    def sent(*options: str) -> float:
-        text = "LocalSGD({'node': 1, 'all': 4})"
-        return json.loads(run(capsys, "plan", "shapes.json", "-a", text, "--replicas", "8", "--json", *options))[
-            "plans"
-        ][0]["seconds"]
-
-    whole = gradwire.plan({n: tuple(s) for n, s in SHAPES.items()}, gradwire.LocalSGD(4)).seconds(8, 50e-6, 1.25e9)
-    assert sent("--nodes", "2") == pytest.approx(whole)
-
-
-def test_the_replicas_of_a_node_share_its_link(folder, capsys):
-    options = ("-a", "TwoLevel(AllReduce())", "--replicas", "8", "--nodes", "2", "--json")
-    (given,) = json.loads(run(capsys, "plan", "shapes.json", *options))["plans"]
-    # Two nodes hand each other each byte once, in two hops.
-    assert given["seconds"] == pytest.approx(2 * 50e-6 + 4 * (512 * 256 + 512) / 1.25e9)
+    given, method = planned(capsys, *asked), gradwire.PowerSGD(rank=4)
+    assert given["utilization"] == gradwire.utilization(TUPLES, method, step=2e-3, link="1Gbit", replicas=8)
+    assert given["link_for_90"] == gradwire.link_for(TUPLES, method, step=2e-3, replicas=8)
+    assert planned(capsys, *asked, "--latency", "1s")["link_for_90"] is None
+    assert "utilization" not in planned(capsys, *options)
+    for wrong in ((*options, "--utilization"), (*asked, "--step-ms", "-1")):
+        assert "--step-ms" in refused(capsys, "plan", "shapes.json", *wrong)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +149,6 @@ def test_the_version_is_told(capsys):
     assert run(capsys, "--version") == f"gradwire {gradwire.__version__}\n"
 
 
-def test_a_view_that_would_compress_more_is_said_below_the_table(folder, capsys):
-    (folder / "stack.json").write_text('{"experts.w": [64, 256, 256]}')
-    assert "Say stacked={'experts.*': 1}" in run(capsys, "plan", "stack.json")
-
-
 @pytest.mark.parametrize("package", ["rich", "typer"])
 def test_the_bare_library_says_what_its_command_needs(package, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == package or name.startswith("gradwire.cli.")]:
@@ -166,3 +156,124 @@ def test_the_bare_library_says_what_its_command_needs(package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit, match=rf"{package}.*gradwire\[cli\]"):
         cli.main()
+
+
+COMMAND = [sys.executable, "-c", "from gradwire.cli import main; main()", "plan", "shapes.json"]
+INTERRUPTED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests are run in the background
+import gradwire.cli.app as app
+def slow(*args, **kwargs):
+    signal.raise_signal(signal.SIGINT)  # in this thread: another would return first
+app.load_model = slow
+from gradwire.cli import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def streams(tmp_path_factory):
+    """With more shapes than a pipe holds characters of their table."""
+    streams = tmp_path_factory.mktemp("streams")
+    shapes = {f"layers.{i}.self_attention.output_projection.weight": [512, 256] for i in range(1000)}
+    (streams / "shapes.json").write_text(json.dumps(shapes))
+    (streams / "small.json").write_text('{"weight": [512, 256]}')
+    return streams
+
+
+#: So little that it is written when the command ends.
+SMALL = [*COMMAND[:-1], "small.json", "--json"]
+
+
+def called(streams, *args, **options):
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        args, cwd=streams, env=env, stderr=subprocess.PIPE, text=True, timeout=120, check=False, **options
+    )
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    return done
+
+
+def test_a_full_disk_is_said_in_one_line_and_a_closed_output_is_none(streams):
+    with open("/dev/full", "w") as full:
+        done = called(streams, *SMALL, stdout=full)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert os.strerror(errno.ENOSPC) in done.stderr
+    assert called(streams, "bash", "-c", '"$@" >&-', "bash", *SMALL[:-1]).returncode == 0
+
+
+def test_a_reader_that_leaves_hears_no_complaint(streams):
+    with subprocess.Popen(COMMAND, cwd=streams, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+    end, output = os.pipe()
+    os.close(end)
+    with os.fdopen(output, "wb") as left:  # before anything was written
+        done = called(streams, *SMALL, stdout=left)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_an_interrupted_command_says_so_in_one_line(streams):
+    done = called(streams, sys.executable, "-c", INTERRUPTED, *COMMAND[3:], stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "gradwire: interrupted\n")
+
+
+ALGORITHMS = ["-a", "PowerSGD(rank=4)", "-a", "WireDtype(AllReduce(), 'int8')", "-a", "TopK(64)"]
+
+
+class Screen(io.TextIOWrapper):
+    def isatty(self):
+        return True
+
+
+def shown(monkeypatch, streams, columns, encoding="utf-8", **env):
+    """What a screen of so many columns is sent, of a plan with long names."""
+    names = {
+        "transformer.h.0.attention.query_key_value.weight": [2304, 768],
+        "blocks[0].bias": [2304],
+        "wte": [50257, 768],
+    }
+    (streams / "long.json").write_text(json.dumps(names))
+    screen = Screen(io.BytesIO(), encoding=encoding, newline="")
+    monkeypatch.chdir(streams)
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in [("COLUMNS", str(columns)), ("TERM", "xterm-256color"), *env.items()]:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        app.main(["plan", "long.json", *ALGORITHMS, "--replicas", "8"])
+    assert not ended.value.code
+    return screen.buffer.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("columns", [1, 20, 40, 80])
+def test_no_figure_is_lost_on_a_narrow_screen(streams, monkeypatch, columns):
+    text = shown(monkeypatch, streams, columns, NO_COLOR="1")
+    for figure in ("50257×768", "154.4 MB", "816.4 kB", "messages", "link time", "PowerSGD", "(rank=4)", "'int8')"):
+        assert figure in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert columns < 80 or ("blocks[0].bias" in text and "WireDtype(AllReduce()," in text)
+
+
+def test_codes_of_a_screen_only_where_they_are_wanted_and_an_encoding_without_a_times_sign(streams, monkeypatch):
+    assert "\x1b" in shown(monkeypatch, streams, 80)
+    assert "\x1b" not in shown(monkeypatch, streams, 80, NO_COLOR="1")
+    assert "50257?768" in shown(monkeypatch, streams, 80, encoding="ascii")
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
+    reader = tmp_path / "pipe"
+    os.mkfifo(reader)
+    end = os.open(reader, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with whole_file(reader) as file:
+            file.write(b"whole")
+        assert os.read(end, 100) == b"whole"
+    finally:
+        os.close(end)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+    assert reader.is_fifo()

@@ -18,9 +18,7 @@ from tests.forked import run_ranks
 from tests.launch import jax_processes
 
 pytestmark = pytest.mark.slow
-
 JAX_METHODS = [gradwire.PowerSGD(2, half_step=True, start_step=3), gradwire.diloco(4, compressor=gradwire.PowerSGD(2))]
-SHAPES = {"mlp.weight": [512, 256], "mlp.bias": [512]}
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +42,32 @@ def test_processes_are_probed(probed):
     assert printed.count("written to") == 1  # by the first rank alone
 
 
-def test_an_advice_from_a_probe(probed, tmp_path, capsys):
-    (tmp_path / "shapes.json").write_text(json.dumps(SHAPES))
-    command = ["advise", str(tmp_path / "shapes.json"), "--probe", str(probed[0]), "-a", "PowerSGD(rank=4)"]
-    printed = run(capsys, *command, "--step-ms", "6000000")
+def test_an_advice_from_a_probe(probed, tmp_path, capsys, monkeypatch):
+    """Of a file of shapes or weights, of methods of one's own, of a step that is measured, and by a function."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some_training.py").write_text(TRAINING)
+    (tmp_path / "shapes.json").write_text(json.dumps({"mlp.weight": [512, 256], "mlp.bias": [512]}))
+    save_file(torch.nn.Linear(64, 64).state_dict(), tmp_path / "model.safetensors")
+    options = ["--probe", str(probed[0]), "-a", "PowerSGD(rank=4)", "--step-ms", "6000000"]
+    printed = run(capsys, "advise", "shapes.json", *options)
     assert printed.startswith("526.3 kB of gradients, 4 replicas on 2 nodes (torch, cpu")
     assert "Leave it: " in printed  # on the busiest machine there is nothing to gain on 0.5 MB in a hundred minutes
-    data = json.loads(run(capsys, *command, "--step-ms", "6000000", "--json"))
+    data = json.loads(run(capsys, "advise", "shapes.json", *options, "--json"))
     assert [m["algorithm"] for m in data["methods"]] == ["plain", "PowerSGD(rank=4)"]
     assert data["recommended"] == "plain"
     for method in data["methods"]:
-        parts = method["compute"] + method["compression"] + method["exposed"]
-        assert method["step"] == pytest.approx(parts)
+        assert method["step"] == pytest.approx(method["compute"] + method["compression"] + method["exposed"])
         assert method["compression"] > 0
     assert data["methods"][1]["wire_bytes"] == (512 + 256) * 4 * 4 + 2048
     assert data["methods"][0]["compute"] == pytest.approx(6000)
+    data = json.loads(run(capsys, "advise", "model.safetensors", *options[:2], "--step-ms", "180", "--json"))
+    assert {"plain", "PowerSGD(rank=4)"} <= {method["algorithm"] for method in data["methods"]}
+    measured = ["--measure", "some_training:train_step", "-a", "Sign()"]
+    assert "Sign()" in run(capsys, "advise", "some_training:build", *options[:2], *measured)
+    given = {"probe": probed[0], "step": 600.0, "algorithms": [gradwire.PowerSGD(2)]}
+    assert gradwire.advise(torch.nn.Linear(64, 64), **given, quality="exact").recommended == "plain"
+    with pytest.raises(ValueError, match="'best'"):
+        gradwire.advise(torch.nn.Linear(64, 64), **given, quality="best")
 
 
 TRAINING = """
@@ -73,55 +82,17 @@ def build():
 """
 
 
-def test_a_step_is_measured(probed, tmp_path, capsys, monkeypatch):
-    (tmp_path / "some_training.py").write_text(TRAINING)
-    monkeypatch.chdir(tmp_path)
-    measured = ["--measure", "some_training:train_step"]
-    printed = run(capsys, "advise", "some_training:build", "--probe", str(probed[0]), *measured, "-a", "Sign()")
-    assert "Sign()" in printed
-
-
-def test_a_file_of_weights_and_methods_of_ones_own(probed, tmp_path, capsys):
-    save_file(torch.nn.Linear(64, 64).state_dict(), tmp_path / "model.safetensors")
-    command = ["advise", str(tmp_path / "model.safetensors"), "--probe", str(probed[0]), "--step-ms", "180", "--json"]
-    methods = ["PowerSGD(rank=8)", "PowerSGD(rank=2)"]
-    for given, expected in (([], {"plain", "PowerSGD(rank=4)"}), (methods, {"plain", *methods})):
-        data = json.loads(run(capsys, *command, *(word for method in given for word in ("-a", method))))
-        found = [method["algorithm"] for method in data["methods"]]
-        assert expected <= {*found}
-        assert not given or found == ["plain", *methods]
-
-
-def test_a_function_takes_the_same(probed):
-    import gradwire.torch_backend
-
-    model = torch.nn.Linear(64, 64)
-    advice = gradwire.advise(model, probed[0], step=600.0, algorithms=[gradwire.PowerSGD(2)], quality="exact")
-    assert advice.recommended == "plain"
-    with pytest.raises(ValueError, match="'best'"):
-        gradwire.advise(model, probed[0], step=600.0, quality="best")
-
-
-def test_no_group_is_no_link():
+def test_no_group_and_one_rank_are_no_link():
     import gradwire.torch_backend
 
     with pytest.raises(ValueError, match="group=None"):
         gradwire.torch_backend.probe()
-
-
-@pytest.fixture
-def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
-def test_one_rank_is_no_link():
-    import gradwire.torch_backend
-
-    with pytest.raises(ValueError, match="two replicas"):
-        gradwire.torch_backend.probe()
+    try:
+        with pytest.raises(ValueError, match="two replicas"):
+            gradwire.torch_backend.probe()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_devices_of_jax_are_probed(monkeypatch):

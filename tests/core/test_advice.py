@@ -1,6 +1,7 @@
 """Who is warned of what, and who is not."""
 
 import warnings
+from functools import partial
 
 import pytest
 
@@ -33,11 +34,10 @@ MIXTRAL = {
     }.items()
 }
 NO_STACKS = {
-    "torch convolutions": {"0.weight": (64, 64, 3, 3), "0.bias": (64,), "1.weight": (64, 64, 3, 3)},
-    "torch ResNet": {
-        "layer1.0.conv1.weight": (64, 64, 3, 3),
-        "layer1.0.bn1.weight": (64,),
-        "layer1.0.conv2.weight": (64, 64, 3, 3),
+    "ResNet": {
+        "conv1.weight": (64, 64, 3, 3),
+        "bn1.weight": (64,),
+        "conv2.weight": (64, 64, 3, 3),
         "fc.weight": (1000, 64),
     },
     "Flax convolutions": {"Conv_0/kernel": (3, 3, 3, 64), "Conv_1/kernel": (3, 3, 64, 64), "Dense_0/kernel": (64, 10)},
@@ -59,43 +59,23 @@ def test_what_is_no_stack_does_not_look_like_one(name):
 
 @pytest.mark.parametrize(("shapes", "module"), [(SCANNED, "ScanBlock_0"), (NAMELESS, "body")])
 def test_what_scan_makes_looks_like_a_stack(shapes, module):
-    found = looks_stacked(shapes)
-    assert set(found) == {name for name, shape in shapes.items() if len(shape) > 2}
-    assert set(found.values()) == {f"{module}/*"}
+    assert looks_stacked(shapes) == {name: f"{module}/*" for name, shape in shapes.items() if len(shape) > 2}
     (text,) = advice(PowerSGD(4), specs_of(shapes))
     assert f"Say stacked={{'{module}/*': 1}}" in text
     assert f"'{module}/attention/query/kernel' (12, 128, 4, 32)" in text
     assert advice(PowerSGD(4, stacked={f"{module}/*": 1}), specs_of(shapes)) == []
+    assert set(looks_stacked({"kernel": (12, 64, 64), "bias": (12, 64)}).values()) == {"*"}  # a whole model
 
 
-def test_a_whole_model_of_a_stack():
-    assert set(looks_stacked({"kernel": (12, 64, 64), "bias": (12, 64)}).values()) == {"*"}
-
-
-def test_experts_of_transformers_look_like_stacks():
+def test_experts_of_transformers_look_like_stacks_and_are_then_sent_as_separate_tensors_would_be():
     (text,) = advice(PowerSGD(4), specs_of(MIXTRAL))
     assert "Say stacked={'*.experts.*': 1}" in text
     assert "'model.layers.0.mlp.experts.gate_up_proj' (8, 1024, 256)" in text
     assert "and 1 more" in text
-
-
-def test_the_advice_for_experts_is_what_they_need():
-    """Expert by expert, as separate tensors would be."""
+    apart = {n: shape for n, shape in MIXTRAL.items() if "experts" not in n}
+    apart |= {f"{n}.{i}": shape[1:] for n, shape in MIXTRAL.items() if n not in apart for i in range(shape[0])}
     algorithm = PowerSGD(4, stacked={"*.experts.*": 1})
-    assert advice(algorithm, specs_of(MIXTRAL)) == []
-    apart = {
-        f"{name}.{i}" if "experts" in name else name: shape[1:] if "experts" in name else shape
-        for name, shape in MIXTRAL.items()
-        for i in range(shape[0] if "experts" in name else 1)
-    }
     assert plan(MIXTRAL, algorithm).wire_bytes == plan(apart, PowerSGD(4)).wire_bytes
-
-
-@pytest.mark.parametrize(
-    "options", [{"stacked": {"*experts*": 0}}, {"rows": {"*experts*": 2}}, {"rank": {"*experts*": 0, "*": 4}}]
-)
-def test_who_has_decided_is_left_alone(options):
-    assert advice(PowerSGD(**{"rank": 4, **options}), specs_of(MIXTRAL)) == []
 
 
 def test_what_the_framework_knew_in_vain_is_said():
@@ -109,74 +89,75 @@ def test_what_the_framework_knew_in_vain_is_said():
             assert plan(shapes, algorithm).tensors[0].view == "12·256 | 256"
 
 
-def test_a_large_tensor_that_another_view_would_shrink():
-    (text, most) = advice(PowerSGD(4, rows={"w": 1}), {"w": Spec((4, 512, 512))})
-    assert "'w' (4, 512, 512) travels uncompressed" in text
-    assert "with rows={'w': 2} 'w' is 4·512 | 512" in text
-    assert "compresses nothing" in most
-    assert advice(PowerSGD(4, rows={"w": 2}), {"w": Spec((4, 512, 512))}) == []
-    (text, _) = advice(PowerSGD(4, stacked={"w": 1}), {"w": Spec((600, 600))})
-    assert "with stacked={'w': 0} 'w' is 600 | 600" in text
-    assert advice(PowerSGD(4, stacked={"w": 0}), {"w": Spec((600, 600))}) == []
-
-
-def test_most_bytes_uncompressed():
-    lora = {f"{i}.lora_A.weight": Spec((8, 4096)) for i in range(10)}
-    (text,) = advice(PowerSGD(4), lora)
-    assert text.startswith("PowerSGD(rank=4) compresses nothing: not one of 10 tensors, '0.lora_A.weight' (8, 4096), ")
-    assert "a lower rank compresses more" in text
-    assert advice(PowerSGD(1), lora) == []
-    (text,) = advice(PowerSGD(4), lora | {"w": Spec((400, 400))})
-    assert text.startswith(
-        "PowerSGD(rank=4) leaves 1.2 of 1.9 MiB uncompressed, most of it '0.lora_A.weight' (8, 4096)"
-    )
-    (text,) = advice(PowerSGD(4), {"flat": Spec((1 << 20,))})  # optax.flatten
-    assert "A vector is no matrix" in text
-    assert advice(PowerSGD(4, square=True), {"flat": Spec((1 << 20,))}) == []
+LORA = {f"{i}.lora_A.weight": (8, 4096) for i in range(10)}
+SMALL_LORA = {"lora_A.weight": (8, 64), "lora_B.weight": (64, 8), "bias": (64,)}
+FLAT = {"flat": (1 << 20,)}  # optax.flatten
+SQUARES = {f"{i}": (400, 400) for i in range(4)}  # rank 150: 300 * 400 of 400 * 400 numbers
+HALF_AS_LARGE = partial(PowerSGD, 150, min_compression_rate=1.2)
+SAID = [
+    (PowerSGD(4, rows={"w": 1}), {"w": (4, 512, 512)}, "'w' (4, 512, 512) travels uncompressed", "compresses nothing"),
+    (PowerSGD(4, rows={"w": 1}), {"w": (4, 512, 512)}, "with rows={'w': 2} 'w' is 4·512 | 512", "compresses nothing"),
+    (PowerSGD(4, stacked={"w": 1}), {"w": (600, 600)}, "with stacked={'w': 0} 'w' is 600 | 600", ""),
+    (PowerSGD(4), LORA, "PowerSGD(rank=4) compresses nothing: not one of 10 tensors, '0.lora_A.weight' (8, 4096), "),
+    (PowerSGD(4), LORA, "a lower rank compresses more"),
+    (
+        PowerSGD(4),
+        LORA | {"w": (400, 400)},
+        "leaves 1.2 of 1.9 MiB uncompressed, most of it '0.lora_A.weight' (8, 4096)",
+    ),
+    (PowerSGD(4), FLAT, "A vector is no matrix"),
+    # LoRA of r = 8 at rank 4: every factor would be half as large as its matrix, at the least.
+    (PowerSGD(4), SMALL_LORA, "compresses nothing: not one of 3 tensors"),
+    (PowerSGD({"*_A*": 4}), SMALL_LORA, "compresses nothing"),
+    # Everything is compressed, each tensor by little.
+    (HALF_AS_LARGE(), SQUARES, "sends 1.8 of 2.4 MiB, 1.3 times fewer"),
+]
+NOTHING_IS_SAID = [
+    (PowerSGD(4, rows={"w": 2}), {"w": (4, 512, 512)}),
+    (PowerSGD(4, stacked={"w": 0}), {"w": (600, 600)}),
+    (PowerSGD(1), LORA),
+    (PowerSGD(4, square=True), FLAT),
+    (PowerSGD(2), SMALL_LORA),
+    (HALF_AS_LARGE(half_step=True), SQUARES),
+    (HALF_AS_LARGE(state_dtype="bfloat16"), SQUARES),
     # Deliberately left out.
-    assert advice(PowerSGD({"w": 4, "*": 0}), {"flat": Spec((1 << 20,)), "w": Spec((64, 64))}) == []
+    (PowerSGD({"w": 4, "*": 0}), FLAT | {"w": (64, 64)}),
+    (PowerSGD({"*_A*": 0}), SMALL_LORA),
+    # Who has decided is left alone, and so are small models, and those that send everything.
+    *((PowerSGD(4, **{x: {"*experts*": to}}), MIXTRAL) for x, to in (("stacked", 0), ("stacked", 1), ("rows", 2))),
+    (PowerSGD({"*experts*": 0, "*": 4}), MIXTRAL),
+    (PowerSGD(4), {"w": (64, 64), "v": (8, 64), "ScanX_0/w": (3, 8, 8)}),
+    (PowerSGD(4), {"w": (8,), "scale": ()}),
+    (gradwire.AllReduce(), SCANNED),
+    (diloco(10), SCANNED),
+    (WireDtype(TwoLevel(Sign(), 2), "int8"), {"w": (64, 64)}),
+    (WireDtype(Sign(), "bfloat16"), {"w": (64, 64)}),
+]
 
 
-def test_nothing_is_said_of_small_models_and_of_those_that_send_everything():
-    assert advice(PowerSGD(4), {"w": Spec((64, 64)), "v": Spec((8, 64)), "ScanX_0/w": Spec((3, 8, 8))}) == []
-    assert advice(PowerSGD(4), {"w": Spec((8,)), "scale": Spec(())}) == []
-    assert advice(gradwire.AllReduce(), specs_of(SCANNED)) == []
-    assert advice(diloco(10), specs_of(SCANNED)) == []
+@pytest.mark.parametrize(("algorithm", "shapes", "said"), [(a, s, said) for a, s, *said in SAID])
+def test_what_is_said(algorithm, shapes, said):
+    found = advice(algorithm, specs_of(shapes))
+    assert len(found) == len(said)
+    assert all(words in text for words, text in zip(said, found, strict=True))
 
 
-def test_what_compresses_nothing_says_so_of_small_models_too():
-    """LoRA of r = 8 at rank 4: every factor would be half as large as its matrix, at the least."""
-    lora = {"lora_A.weight": Spec((8, 64)), "lora_B.weight": Spec((64, 8)), "bias": Spec((64,))}
-    (text,) = advice(PowerSGD(4), lora)
-    assert "compresses nothing: not one of 3 tensors" in text
-    assert advice(PowerSGD(2), lora) == []
-    assert advice(PowerSGD({"*_A*": 4}), lora)
-    assert advice(PowerSGD({"*_A*": 0}), lora) == []
-
-
-def test_less_than_half_saved_says_so():
-    """Everything is compressed, each tensor by little."""
-    square = {f"{i}": Spec((400, 400)) for i in range(4)}  # rank 150: 300 * 400 of 400 * 400 numbers
-    options = {"rank": 150, "min_compression_rate": 1.2}
-    (text,) = advice(PowerSGD(**options), square)
-    assert "sends 1.8 of 2.4 MiB, 1.3 times fewer" in text
-    assert advice(PowerSGD(**options, half_step=True), square) == []
-    assert advice(PowerSGD(**options, state_dtype="bfloat16"), square) == []
+@pytest.mark.parametrize(("algorithm", "shapes"), NOTHING_IS_SAID)
+def test_nothing_is_said(algorithm, shapes):
+    assert advice(algorithm, specs_of(shapes)) == []
 
 
 @pytest.mark.parametrize(
     "algorithm", [PowerSGD(4), WireDtype(PowerSGD(4), "bfloat16"), diloco(10, compressor=PowerSGD(4))], ids=repr
 )
 def test_the_warning_comes_once_and_points_here(algorithm):
-    with pytest.warns(CompressionWarning, match="looks like a stack") as caught:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         warn(algorithm, specs_of(SCANNED), "By the way.")
-    (warning,) = caught
-    assert warning.filename == __file__
-    assert str(warning.message).endswith("\nBy the way.")
-    with pytest.warns(CompressionWarning, match="looks like a stack") as caught:
         plan(SCANNED, algorithm)
-    (warning,) = caught
-    assert warning.filename == __file__
+    assert all(issubclass(w.category, CompressionWarning) and "looks like a stack" in str(w.message) for w in caught)
+    assert [warning.filename for warning in caught] == [__file__] * 2
+    assert [str(warning.message).endswith("\nBy the way.") for warning in caught] == [True, False]
 
 
 def test_refusals_come_before_warnings():
@@ -185,9 +166,6 @@ def test_refusals_come_before_warnings():
 
 
 def test_a_wire_dtype_round_what_is_gathered():
-    shapes = {"w": (64, 64)}
     for algorithm in (WireDtype(TopK(8, per=64), "int8"), diloco(4, compressor=WireDtype(Sign(), "int4"))):
         with pytest.warns(CompressionWarning, match="what is gathered is not quantized.*Leave WireDtype out.*bits=8"):
-            plan(shapes, algorithm, world_size=2)
-    assert not advice(WireDtype(TwoLevel(Sign(), 2), "int8"), {name: Spec(shape) for name, shape in shapes.items()})
-    assert not advice(WireDtype(Sign(), "bfloat16"), {"w": Spec((64, 64))})
+            plan({"w": (64, 64)}, algorithm, world_size=2)

@@ -1,26 +1,32 @@
-"""What a probe says of a network, predicted steps, and what is recommended."""
+"""What a probe says of a network, predicted steps, what a comparison says of held-out losses, and what is recommended."""
 
 import json
+import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire import AllReduce, LocalSGD, PowerSGD, Probe, Quantize, Sign, Spec, TopK, WireDtype, diloco, plan
+import gradwire as gw
+from gradwire import AllReduce, Comparison, LocalSGD, PowerSGD, Probe, Quantize, Sign, Spec, TopK, WireDtype, diloco
+from gradwire.cli.compare import Network
 from gradwire.core.advise.advice import default_methods, name_of, predict, weigh
-from gradwire.core.advise.compare.comparison import Comparison
 from gradwire.core.advise.compare.runs import Run, Runs, described
+from gradwire.core.advise.compare.schedule import OUTER_STEPS, doubts, evaluated_at, ready_at, warm_up
+from gradwire.core.advise.compare.verdicts import margin, quantile, verdict
 from gradwire.core.advise.cost import Cost, cost_of, ddp_buckets
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN, Level, measure, partition
 from gradwire.core.advise.quality import quality_of
 from gradwire.core.advise.timeline import Compute, Group
+from gradwire.core.algorithms.shared.views import StackedShape
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.plan.expressions import parse_algorithm
 from gradwire.core.plan.memory import memory_bytes
 from gradwire.core.plan.traffic import Message
 
 SIZES = [1 << k for k in range(8, 27, 2)]
-DENSE = AllReduce()
+DENSE, INT8 = AllReduce(), WireDtype(AllReduce(), "int8")
 times = st.floats(1e-7, 1.0)
 
 
@@ -35,9 +41,12 @@ def network(overlap=1.0, **of):
 
 @given(times, st.floats(1e-12, 1e-6), st.floats(1, 1 << 26))
 def test_times_on_a_line_stay_on_it(fixed, per_byte, nbytes):
-    assert level(fixed=fixed, per_byte=per_byte).seconds(nbytes, exchange=True) == pytest.approx(
-        fixed + per_byte * nbytes
-    )
+    found = level(fixed=fixed, per_byte=per_byte).seconds(nbytes, exchange=True)
+    assert found == pytest.approx(fixed + per_byte * nbytes)
+    # α and β of a ring of four.
+    four = level(replicas=4, fixed=6e-3, per_byte=1.5e-8)
+    assert four.latency == pytest.approx(1e-3, rel=1e-3)
+    assert four.bandwidth == pytest.approx(1e8, rel=1e-2)
 
 
 @given(st.lists(st.tuples(st.sampled_from(SIZES), times), min_size=1, max_size=20, unique_by=lambda sample: sample[0]))
@@ -47,12 +56,6 @@ def test_a_larger_message_never_takes_less(samples):
     assert seconds == sorted(seconds)
     assert seconds[0] == 0
     assert seconds[-1] == pytest.approx(2 * seconds[-2])  # beyond what was measured it grows in proportion
-
-
-def test_a_probe_says_alpha_and_beta_of_a_ring():
-    four = level(replicas=4, fixed=6e-3, per_byte=1.5e-8)
-    assert four.latency == pytest.approx(1e-3, rel=1e-3)
-    assert four.bandwidth == pytest.approx(1e8, rel=1e-2)
 
 
 def test_a_probe_is_plain_data(tmp_path, monkeypatch):
@@ -112,14 +115,11 @@ def waits(*groups, compute=EVEN, overlap=1.0, **options):
     return pytest.approx(found.exposed, rel=1e-6, abs=1e-6), pytest.approx(found.hidden, rel=1e-6, abs=1e-6)
 
 
-def test_what_is_sent_at_the_end_is_waited_for():
+def test_what_a_step_waits_for():
     assert waits(Group(100, 0.5, (message(100),))) == (1.0, 0)
     assert waits(Group(100, 0.5, (message(100), message(50)))) == (1.5, 0)  # the second when the first has arrived
-
-
-def test_what_is_sent_early_hides_under_backward():
+    # What is sent early hides under backward: the first takes half a second of the second that is left; the other begins when backward ends.
     groups = [Group(n, 0.0, (message(50),)) for n in (50, 100)]
-    # The first takes half a second of the second that is left; the other begins when backward ends.
     assert waits(*groups) == (0.5, 0.5)
     assert waits(*groups, overlap=0.5) == (0.75, 0.25)
     assert waits(*groups, overlaps=False) == (1.0, 0)
@@ -127,15 +127,10 @@ def test_what_is_sent_early_hides_under_backward():
     assert waits(Group(50, 0.0, (message(50), message(50))), Group(100, 0.0)) == (0.5, 0.5)
     # Messages wait for those before them.
     assert waits(*(Group(n, 0.0, (message(200),)) for n in (50, 100))) == (3.0, 1.0)
-
-
-def test_measured_arrivals_are_used():
+    # Measured arrivals are used, and local SGD pays once in a period.
     early = Compute(3.0, ((1.0, 90), (2.5, 100)))
     assert waits(Group(90, 0.0, (message(100),)), Group(100, 0.0), compute=early) == (0, 1.0)
     assert early.ready(50, 100) == pytest.approx(1.0)
-
-
-def test_local_sgd_pays_once_in_a_period():
     assert waits(Group(100, 0.5, (message(100),)), every=10, overlaps=False) == (0.1, 0)
 
 
@@ -165,32 +160,29 @@ METHODS = [
     PowerSGD({"w": 4, "*": 0}),
     WireDtype(PowerSGD(4), "int8"),
     Quantize("int4"),
-    LocalSGD(4),
-    diloco(4, compressor=PowerSGD(2)),
-    diloco(4, fragments=2),
 ]
+METHODS += [LocalSGD(4), diloco(4, compressor=PowerSGD(2)), diloco(4, fragments=2)]
 
 
 @pytest.mark.parametrize("algorithm", METHODS, ids=repr)
 def test_what_is_sent_is_what_the_plan_says(algorithm):
-    shapes = {name: spec.shape for name, spec in SPECS.items()}
     cost = cost_of(algorithm, SPECS, 4, lambda specs: [0.5] * getattr(algorithm, "cycle", 1), [["b"], ["w"]])
-    planned = plan(shapes, algorithm, world_size=4)
-    assert cost.per_step(sum(message.nbytes for message in cost.messages)) == pytest.approx(
-        planned.wire_bytes, rel=0.01
-    )
+    planned = gw.plan({name: spec.shape for name, spec in SPECS.items()}, algorithm, world_size=4)
+    sent = cost.per_step(sum(message.nbytes for message in cost.messages))
+    assert sent == pytest.approx(planned.wire_bytes, rel=0.01)
     assert cost.memory_bytes == memory_bytes(algorithm, SPECS, 4)
     local = hasattr(algorithm, "acting_steps")
     assert (cost.every, cost.overlaps) == ((4, False) if local else (1, True))
     assert local or [group.ready for group in cost.steps[0]] == [2048, 4 * 512 * 513]
 
 
-def test_groups_of_the_same_shapes_are_measured_once():
-    specs = {str(i): Spec((512, 512)) for i in range(4)}
-    asked = []
+def test_groups_of_the_same_shapes_are_measured_once_in_buckets_of_ddp():
+    specs, asked = {str(i): Spec((512, 512)) for i in range(4)}, []
     cost = cost_of(DENSE, specs, 2, lambda own: asked.append(own) or [0.5], [[name] for name in specs])
-    assert len(asked) == 1
-    assert cost.compute == 2.0
+    assert (len(asked), cost.compute) == (1, 2.0)
+    buckets = ddp_buckets({str(i): Spec((1 << 18,)) for i in range(60)})
+    assert [len(bucket) for bucket in buckets] == [1, 25, 25, 9]
+    assert buckets[0] == ["59"]
 
 
 def test_messages_of_a_dry_run():
@@ -199,12 +191,6 @@ def test_messages_of_a_dry_run():
     full, half = [step.messages for step in dry_run(PowerSGD(4, half_step=True), SPECS).cycle]
     assert [each.nbytes for each in (*full, *half)] == [4 * 512 * 4 + 2048] * 2
     assert not any(each.exchange for each in full)
-
-
-def test_buckets_are_those_of_ddp():
-    specs = {str(i): Spec((1 << 18,)) for i in range(60)}
-    assert [len(bucket) for bucket in ddp_buckets(specs)] == [1, 25, 25, 9]
-    assert ddp_buckets(specs)[0] == ["59"]
 
 
 def advice_of(methods, allowed="feedback", measured=None):
@@ -216,89 +202,64 @@ def advice_of(methods, allowed="feedback", measured=None):
     return weigh(costs, SPECS, network(fixed=1e-9, per_byte=0.01), Compute(1.0), allowed, measured)
 
 
-def test_the_fastest_is_recommended_with_its_reason():
-    advice = advice_of({DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.1), WireDtype(DENSE, "int8"): (0.1, 1.5)})
+def test_the_fastest_is_recommended_with_its_reason_on_one_screen():
+    rounded = WireDtype(DENSE, "bfloat16")
+    methods = {DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.5), rounded: (0.1, 4.0), diloco(100): (0, 0.1)}
+    advice = advice_of(methods)
     assert advice.recommended == "PowerSGD(rank=4)"
     assert "6.0 s" in advice.reason
-    assert "Take PowerSGD(rank=4): " in str(advice)
     assert json.loads(json.dumps(advice.as_dict()))["methods"][0]["step"] == pytest.approx(6)
-
-
-def test_an_advice_fits_the_screen():
-    methods = {
-        DENSE: (0, 5.0),
-        PowerSGD(4): (0.2, 0.5),
-        WireDtype(DENSE, "bfloat16"): (0.1, 4.0),
-        diloco(100): (0, 0.1),
-    }
-    lines = str(advice_of(methods)).splitlines()
+    lines = str(advice).splitlines()
     assert max(map(len, lines)) <= 80
     (row,) = [i for i, line in enumerate(lines) if line.strip() == "WireDtype(AllReduce(), 'bfloat16')"]
     assert lines[row + 1].split() == ["5.1", "s", "100", "ms", "4.0", "s", "0", "400", "bytes", "0", "bytes", "rounded"]
     assert any(line.startswith("→ PowerSGD(rank=4)") for line in lines)
+    assert "Take PowerSGD(rank=4): " in " ".join(lines)
     assert "a step alone takes 1.0 s" in " ".join(lines)
-
-
-def test_of_equals_the_one_closest_to_plain_averages_is_recommended():
-    advice = advice_of({DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.0), WireDtype(DENSE, "int8"): (0.2, 0.03)})
-    assert advice.recommended == "WireDtype(AllReduce(), 'int8')"
-    assert "PowerSGD(rank=4) is as fast" in advice.reason
-
-
-@pytest.mark.parametrize(
-    ("plain", "other", "said"),
-    [
-        ((0, 0.02), (0.3, 0.1), "nothing to gain"),
-        ((0, 0.2), (0.3, 0.1), "no method of class 'feedback'"),
-        ((0, 0.16), (0.1, 0.02), "within 5 %"),
-    ],
-)
-def test_where_nothing_is_gained_plain_averages_stay(plain, other, said):
-    advice = advice_of({DENSE: plain, PowerSGD(4): other})
-    assert advice.recommended == "plain"
-    assert said in advice.reason
-    assert "Leave it: " in str(advice)
-
-
-def test_quality_that_is_not_allowed_is_shown_and_not_recommended():
-    methods = {DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.5), diloco(100): (0, 0.1)}
-    assert advice_of(methods).recommended == "PowerSGD(rank=4)"
+    # What is not allowed is shown and not recommended.
     assert advice_of(methods, "local").recommended == "diloco(100)"
-    assert advice_of(methods, "rounded").recommended == "plain"
-    assert advice_of(methods).method("diloco(100)").quality == "local"
+    assert advice_of({DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.5)}, "rounded").recommended == "plain"
+    assert advice.method("diloco(100)").quality == "local"
     with pytest.raises(ValueError, match=r"AllReduce\(\)"):
         advice_of({PowerSGD(4): (0.2, 0.1)})
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "quality"),
+    ("methods", "recommended", "said"),
     [
-        (DENSE, "exact"),
-        (WireDtype(DENSE, "bfloat16"), "rounded"),
-        (WireDtype(DENSE, "int8"), "rounded"),
-        (WireDtype(DENSE, "int4"), "lossy"),
-        (Quantize("int4"), "feedback"),
-        (PowerSGD(4), "feedback"),
-        (WireDtype(PowerSGD(4), "bfloat16"), "feedback"),
-        (PowerSGD(4, error_feedback=False), "lossy"),
-        (TopK(64, error_feedback=0.95), "lossy"),
-        (Sign(max_norm=1.0), "lossy"),
-        (diloco(8), "local"),
+        ({DENSE: (0, 0.02), PowerSGD(4): (0.3, 0.1)}, "plain", "nothing to gain"),
+        ({DENSE: (0, 0.2), PowerSGD(4): (0.3, 0.1)}, "plain", "no method of class 'feedback'"),
+        ({DENSE: (0, 0.16), PowerSGD(4): (0.1, 0.02)}, "plain", "within 5 %"),
+        # Of equals the one that is closest to plain averages.
+        ({DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.0), INT8: (0.2, 0.03)}, name_of(INT8), "PowerSGD(rank=4) is as fast"),
     ],
 )
-def test_quality(algorithm, quality):
-    assert quality_of(algorithm) == quality
+def test_where_nothing_is_gained_plain_averages_stay(methods, recommended, said):
+    advice = advice_of(methods)
+    assert advice.recommended == recommended
+    assert said in advice.reason
+    assert ("Leave it: " in str(advice)) == (recommended == "plain")
 
 
-def test_names():
-    assert name_of(DENSE) == "plain"
-    assert name_of(diloco(8)) == "diloco(8)"
-    others = [
-        AllReduce(bucket_bytes=4),
-        WireDtype(DENSE, "int8"),
-        WireDtype(DENSE, "int8", block=64),
-        diloco(8, lr=1.0),
-    ]
+QUALITY = {
+    "exact": [DENSE],
+    "rounded": [WireDtype(DENSE, "bfloat16"), WireDtype(DENSE, "int8")],
+    "feedback": [Quantize("int4"), PowerSGD(4), WireDtype(PowerSGD(4), "bfloat16")],
+    "lossy": [
+        WireDtype(DENSE, "int4"),
+        PowerSGD(4, error_feedback=False),
+        TopK(64, error_feedback=0.95),
+        Sign(max_norm=1.0),
+    ],
+    "local": [diloco(8)],
+}
+
+
+def test_quality_and_names():
+    for quality, algorithms in QUALITY.items():
+        assert {quality_of(algorithm) for algorithm in algorithms} == {quality}
+    assert [name_of(DENSE), name_of(diloco(8))] == ["plain", "diloco(8)"]
+    others = [AllReduce(bucket_bytes=4), WireDtype(DENSE, "int8", block=64), diloco(8, lr=1.0)]
     for algorithm in [*default_methods()[1:], *others]:
         assert parse_algorithm(name_of(algorithm)) == algorithm
 
@@ -313,10 +274,7 @@ def compared(algorithms, losses, model=SPECS, replicas=2, factors=(1.0,)):
     return Comparison(runs, algorithms)
 
 
-METHODS_BY_LOSS = {
-    DENSE: (0, 5.0),
-    PowerSGD(4): (0.2, 0.5),
-    Sign(): (0.1, 0.5),
+METHODS_BY_LOSS = {DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.5), Sign(): (0.1, 0.5)} | {
     diloco(10): (0, 0.1),
     TopK(8): (0, 0.0),
 }
@@ -338,16 +296,10 @@ def test_measured_losses_are_weighed_instead_of_classes(worse, chosen):
     assert "some:make, 50 steps, 2 seeds" in " ".join(printed.split())
     assert "unknown" in printed.split()
     assert "feedback" not in printed
-    if chosen != "plain":
-        assert str(advice.method(chosen).loss) in advice.reason
+    assert chosen == "plain" or str(advice.method(chosen).loss) in advice.reason
     told = json.loads(json.dumps(advice.as_dict()))["methods"]
-    assert [method["loss"] and round(method["loss"]["difference"], 3) for method in told] == [
-        None,
-        0.01,
-        0.005,
-        0.1,
-        None,
-    ]
+    differences = [method["loss"] and round(method["loss"]["difference"], 3) for method in told]
+    assert differences == [None, 0.01, 0.005, 0.1, None]
 
 
 def test_of_equals_the_one_of_least_loss_is_recommended():
@@ -359,9 +311,7 @@ def test_of_equals_the_one_of_least_loss_is_recommended():
     near = METHODS_BY_LOSS | {DENSE: (0, 0.16), diloco(10): (0.1, 0.02), PowerSGD(4): (0.1, 0.02)}
     assert weighed(0.02, better, near).recommended == "plain"
     assert "4 times your learning rate" in weighed(0.02, factors=(4.0,)).reason
-
-
-def test_an_interval_that_reaches_too_far_is_not_allowed():
+    # An interval that reaches too far is not allowed.
     wide = ([2.0, 2.0], [2.02, 2.02], [1.9, 2.12], [2.2, 2.2])
     assert weighed(0.02, wide).recommended == "PowerSGD(rank=4)"
     nothing = weighed(0.001, methods=METHODS_BY_LOSS | {DENSE: (0, 0.7)})
@@ -389,3 +339,223 @@ def test_names_of_parameters_do_not_tell_models_apart():
     found = compared([PowerSGD(4)], LOSSES[:2])
     with pytest.raises(ValueError, match="another file"):
         found.runs.add(Run("plain", 2, [1.0], {}, specs={"w": Spec((2,))}))
+
+
+LOCAL = [LocalSGD(7), LocalSGD({2: 2, 4: 6}, start_step=5), diloco(9, fragments=3), diloco(9, fragments=3, overlap=2)]
+
+
+@given(st.floats(1, 1e4))
+def test_the_quantile_is_students(freedom):
+    stats = pytest.importorskip("scipy.stats")
+    assert quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=2e-3)
+
+
+@pytest.mark.parametrize(("over_seeds", "over_windows"), [(0.0, 1.0), (1.0, 0.0), (0.3, 1.0), (1.0, 1.0)])
+def test_intervals_hold_the_true_difference_as_often_as_they_say(over_seeds, over_windows):
+    """Of other seeds and other windows, drawn some hundred times."""
+    random = np.random.default_rng(0)
+    seeds, windows, held = 3, 20, []
+    for _ in range(200):
+        drawn = over_seeds * random.standard_normal((seeds, 1)) + over_windows * random.standard_normal((1, windows))
+        drawn = drawn + 0.3 * random.standard_normal((seeds, windows))
+        held.append(abs(drawn.mean()) <= margin(drawn))
+    assert 0.91 <= np.mean(held) <= 0.99
+
+
+TWO, TENTH = [[2.0, 2.0]] * 2, [[2.2, 2.2]]
+SAYS = [
+    (TWO, TENTH * 2, "worse by 10.00 % ± 0.00 at step 4, 2 seeds"),
+    # Means of 10 and 12 %: a standard error of 1 %, and Student's t of one degree of freedom is 12.7.
+    (TWO, [*TENTH, [2.24, 2.24]], "not told apart (+11.0 % ± 12.7) at step 4, 2 seeds"),
+    (TWO, [[1.4, 1.4], [1.44, 1.44]], "better by 29.0 % ± 12.7 at step 4, 2 seeds"),
+    ([[2.0, 2.2]] * 2, [[2.0, 2.2]] * 2, "not told apart (+0.00 % ± 0.00) at step 4, 2 seeds"),
+    # Windows and seeds are paired.
+    ([[2.0, 4.0], [3.0, 5.0]], [[2.2, 4.2], [3.2, 5.2]], "worse by 5.71 % ± 0.00 at step 4, 2 seeds"),
+    ([[2.0, 2.0], [3.0, 3.0]], [*TENTH, [2.9, 2.9]], "not told apart"),
+    ([[2.0, 2.0]], TENTH, "+10.0 %, no interval, at step 4, 1 seed"),
+    (TWO, [[2.2, math.nan]] * 2, "diverges"),
+]
+
+
+@pytest.mark.parametrize(("plain", "method", "says"), SAYS)
+def test_what_a_verdict_says(plain, method, says):
+    assert str(verdict(4, plain, method)).startswith(says)
+    for unpaired in (method[1:], [windows[1:] for windows in method]):
+        with pytest.raises(ValueError, match="pairs"):
+            verdict(4, plain, unpaired)
+
+
+@given(steps=st.integers(1, 200), algorithm=st.sampled_from([AllReduce(), PowerSGD(4), *LOCAL]))
+def test_replicas_that_train_by_themselves_are_evaluated_after_an_average(steps, algorithm):
+    looks = evaluated_at(algorithm, 4, steps)
+    assert looks == sorted(set(looks))
+    assert all(1 <= n <= steps for n in looks)
+    assert len(looks) <= 10
+    if not isinstance(algorithm, LocalSGD):
+        assert looks[-1] == steps
+        return
+    period = algorithm.levels(4)[0].period
+    for n in looks:
+        sent = n - 1 - algorithm.overlap
+        assert n <= algorithm.start_step or algorithm.due(sent, period, algorithm.fragments - 1)
+    ready = ready_at(algorithm, 4)
+    averages = sum(bool(algorithm.due(t, period, algorithm.fragments - 1)) for t in range(ready - algorithm.overlap))
+    assert averages == OUTER_STEPS
+    assert steps < ready or looks[-1] >= ready
+
+
+DOUBTS = [
+    (PowerSGD(4), []),
+    (PowerSGD(4, start_step=60), ["60"]),
+    (PowerSGD(4, start_step=100), ["begins"]),
+    (LocalSGD(33), []),
+    (LocalSGD(34), ["--steps 102"]),
+    (TopK(8), ["rate"]),
+    (diloco(10, compressor=TopK(8)), ["rate"]),
+    (diloco(10, compressor=Quantize("int2")), ["rate"]),
+    (diloco(10, compressor=Quantize("int4")), []),
+    (Quantize("int2"), []),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "said"), DOUBTS)
+def test_doubts(algorithm, said):
+    found = doubts(algorithm, 4, 100)
+    assert len(found) == len(said)
+    assert all(word in each for word, each in zip(said, found, strict=True))
+    assert doubts(algorithm, 4, 100, searched=True) == [each for each in found if "rate" not in each]
+
+
+def runs_of(*methods, seeds=(0, 1), steps=100, rates=(1.0,), worse=0.1, specs=None):
+    runs = Runs("a:make", 4, steps)
+    for seed in seeds:
+        for i, method in enumerate(methods):
+            held_out = {n: [3 + seed + i * worse, 2 + seed + i * worse] for n in evaluated_at(method, 4, steps)}
+            if method == AllReduce():
+                held_out |= {n: [3.0 + seed, 2.0 + seed] for n in range(1, steps + 1)}
+            runs.add(Run(name_of(method), seed, [1.0], held_out, rates, 1e6, specs=specs or {}))
+    return runs
+
+
+def test_verdicts_are_about_what_both_have_run():
+    methods = [PowerSGD(4), LocalSGD(33), LocalSGD(34)]
+    runs = runs_of(AllReduce(), *methods)
+    steps, losses = Comparison(runs, methods).curves()["PowerSGD(rank=4)"]  # which are means
+    assert (steps, losses) == (list(range(10, 101, 10)), pytest.approx([3.1] * 10))
+    del runs.done["PowerSGD(rank=4)", 1, 1.0]
+    found = [Comparison(runs, methods).verdict(method) for method in [*methods, TopK(4)]]
+    assert (found[0].seeds, found[0].margin) == (1, None)
+    assert (found[1].step, found[1].seeds, found[1].difference) == (99, 2, pytest.approx(0.2 / 3))
+    assert found[2].step is found[3].step is None
+
+
+def test_losses_have_times_over_a_link(tmp_path):
+    """A ring sends 6/4 of a message of 4 MB, which the next forward pass of its only layer waits for: 48 ms at 1 Gbit/s, besides 6 hops for each message."""
+    methods = [PowerSGD(4), LocalSGD(33), TopK(4)]
+    specs = {"w": Spec(StackedShape((10, 100, 1000), 1))}
+    runs_of(AllReduce(), *methods[:2], specs=specs).save(tmp_path / "c.json")
+    comparison = Comparison(Runs.load(tmp_path / "c.json"), methods)
+    assert comparison.runs.specs == specs
+    assert comparison.runs.specs["w"].shape.stacked == 1  # so factors are those of ten matrices
+    found = comparison.seconds(step=0.1, link="1Gbit", latency=1e-4)
+    ring = {
+        "plain": 0.048 + 6e-4,
+        "PowerSGD(rank=4)": 1.5 * 10 * 1100 * 4 * 4 / 125e6 + 12e-4,
+        "LocalSGD(period=33)": (0.048 + 6e-4) / 33,
+    }
+    assert found == pytest.approx({name: 0.1 + waits for name, waits in ring.items()})  # nobody has run TopK
+    assert Network(0.1, 125e6, 1e-4, "").curves(comparison)["plain"][0][-1] == pytest.approx(100 * found["plain"])
+
+
+#: Of two methods the losses of windows 0 and 2, which choose the rate, and of 1 and 3, which make the verdict, by factor.
+SEARCHED = {
+    AllReduce(): {0.5: (2.0, 9.0), 1.0: (1.0, 4.0), 2.0: (3.0, 1.0)},
+    PowerSGD(4): {0.5: (4.0, 1.0), 1.0: (3.0, 9.0), 2.0: (2.0, 5.0)},
+    TopK(8): {0.5: (2.0, 1.0), 1.0: (math.nan, 9.0), 2.0: (2.5, 5.0)},
+}
+
+
+def searched_runs():
+    runs = Runs("a:make", 4, 100, (0.5, 1.0, 2.0))
+    for method, by_factor in SEARCHED.items():
+        for factor, (search, last) in by_factor.items():
+            held_out = {10: [0.0, 0.0, 0.0, 0.0], 100: [search, last, search, last]}
+            runs.add(Run(name_of(method), 0, [1.0], held_out, [], 1e6, factor))
+    for seed in (1, 2):
+        for method, factor in ((AllReduce(), 1.0), (PowerSGD(4), 2.0)):
+            last = SEARCHED[method][factor][1]
+            runs.add(Run(name_of(method), seed, [1.0], {100: [9.0, last + seed, 9.0, last + seed]}, [], 1e6, factor))
+    return runs
+
+
+def test_rates_are_searched_on_other_windows_than_verdicts_are_about(tmp_path):
+    methods = [PowerSGD(4), TopK(8)]
+    searched_runs().save(tmp_path / "c.json")
+    comparison = Comparison(Runs.load(tmp_path / "c.json"), methods)
+    assert [comparison.factor(method) for method in SEARCHED] == [1.0, 2.0, 0.5]
+    found = comparison.verdict(PowerSGD(4))
+    assert (found.loss, found.seeds) == (6.0, 3)
+    assert found.difference == pytest.approx(1 / 5)
+    told = comparison.as_dict()
+    assert (told["PowerSGD(rank=4)"]["rate"], told["plain"]["rate"]) == (2.0, 1.0)
+    assert told["TopK(keep=8)"]["tried"] == {"0.5": 2.0, "1": None, "2": 2.5}
+    printed = str(comparison)
+    assert max(map(len, printed.splitlines())) <= 80
+    words = printed.split()
+    assert (words.count("×1"), words.count("×2"), words.count("×0.5")) == (1, 1, 1)
+    notes = comparison.notes()
+    assert len(notes) == 2
+    assert "--rates 0.25 0.5 1 2 (for TopK(keep=8))" in notes[0]
+    assert "--rates 0.5 1 2 4 (for PowerSGD(rank=4))" in notes[1]
+
+
+def test_nothing_is_said_before_all_rates_were_tried():
+    runs = searched_runs()
+    for method, said in (("PowerSGD(rank=4)", "not run"), ("plain", "plain")):
+        del runs.done[method, 0, 0.5]
+        comparison = Comparison(runs, [PowerSGD(4)])
+        assert comparison.factor(PowerSGD(4)) is comparison.verdict(PowerSGD(4)).step is None
+        assert said in str(comparison)
+    assert comparison.seeds == []
+
+
+def test_a_table_fits_80_characters_and_names_what_a_reader_has_to_know():
+    methods = [PowerSGD(4), TopK(8, per=(16, 16)), LocalSGD(34), diloco(10)]
+    printed = str(Comparison(runs_of(AllReduce(), *methods[:3], rates=[1.0] * 60 + [2.0] * 40), methods))
+    assert max(map(len, printed.splitlines())) <= 80
+    said = (
+        "4 replicas, 100 steps, 2 seeds",
+        "worse by",
+        "no verdict",
+        "not run",
+        "--steps 120",
+        "--steps 102",
+        "1.0 MB",
+    )
+    assert all(words in printed for words in said)
+    assert not Comparison(runs_of(AllReduce(), rates=[1.0] * 49 + [2.0] * 51), []).notes()
+    # The warm-up is what the rate rises.
+    rates = {0: ([], [1.0, 1.0, 0.5]), 2: ([0.1, 0.2, 0.3, 0.3, 0.2], [0.1, 0.2, 0.3])}
+    assert all(warm_up(each) == steps for steps, several in rates.items() for each in several)
+
+
+def test_a_comparison_goes_on_from_its_file(tmp_path):
+    file, runs = tmp_path / "c.json", runs_of(AllReduce(), PowerSGD(4))
+    assert Runs("a:make", 4, 100).continued(file).done == {}
+    runs.save(file)
+    found = Runs("a:make", 4, 100).continued(file)
+    told = Comparison(found, [PowerSGD(4)]).as_dict()
+    assert json.loads(json.dumps(told)) == told == Comparison(runs, [PowerSGD(4)]).as_dict()
+    asked = [(1, 1.0, [10, 100]), (1, 1.0, [11]), (2, 1.0, [10]), (1, 2.0, [10])]
+    assert [found.has("PowerSGD(rank=4)", *what) for what in asked] == [True, False, False, False]
+    assert Runs("a:make", 4, 100, (1.0, 2.0)).continued(file).factors == (1.0, 2.0)
+    for other in (Runs("b:make", 4, 100), Runs("a:make", 3, 100), Runs("a:make", 4, 99)):
+        with pytest.raises(ValueError, match="another file"):
+            other.continued(file)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "other"}', '{"format": "gradwire comparison 1"}', "null"])
+def test_what_is_no_comparison_is_refused(tmp_path, text):
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(ValueError, match=r"c\.json"):
+        Runs.load(tmp_path / "c.json")

@@ -1,4 +1,4 @@
-"""Codecs and what is averaged in their codes: what survives, what rounding does on average, and what is sent."""
+"""Codecs, and what is averaged in their codes: what survives, what rounding does on average, and what is sent. TopK and Sign: the same."""
 
 import math
 import re
@@ -7,15 +7,17 @@ from pathlib import Path
 import ml_dtypes  # noqa: F401  (short floats in NumPy)
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gradwire import AllReduce, Quantize, Simulator, WireDtype, plan
+import gradwire
+from gradwire import AllReduce, Sign, Simulator, Spec, TopK, WireDtype, diloco, plan
+from gradwire.core.algorithms.shared.sparse_blocks import bits_of, blocks_of, packed, unpacked
 from gradwire.core.codecs import CODECS, BlockCodec
 from gradwire.core.codecs.coder import Coder, Noise
-from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.core.simulate import lock_step
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.simulate import NumpyOps, lock_step
 
 OPS = NumpyOps()
 BLOCKS = [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)]
@@ -31,29 +33,23 @@ def through(name, rows, dither=None):
         return CODECS[name].decode(OPS, *fields), fields
 
 
-def exact(name):
-    """Numbers that a codec has, with 1 the largest of them."""
-    if name == "e3m0":
-        return [0.0, *(2.0**-i for i in range(7))]
-    if name == "int2":
-        return [0.25, 1.0]
-    if name == "float8_e4m3fn":
-        return (np.arange(256, dtype=np.uint8).view("float8_e4m3fn").astype(np.float32)[:127] / 448).tolist()
-    if name == "int4":
-        return [i / 8 for i in range(8)]  # 1 with the sign of the largest alone
-    return [i / 127 for i in range(128)] if name == "int8" else [0.0, 0.5, 1.0, 0.75]
+#: Numbers that each codec has, with 1 the largest of them.
+EXACT = {name: [0.0, 0.5, 1.0, 0.75] for name in CODECS} | {
+    "e3m0": [0.0, *(2.0**-i for i in range(7))],
+    "int2": [0.25, 1.0],
+    "float8_e4m3fn": np.arange(127, dtype=np.uint8).view("float8_e4m3fn").astype(np.float32) / 448,
+    "int4": np.arange(8) / 8,  # 1 with the sign of the largest alone
+    "int8": np.arange(128) / 127,
+}
 
 
 @given(st.sampled_from(sorted(CODECS)), st.integers(1, 4), st.integers(0, 2**31))
 def test_what_is_exactly_representable_survives(name, rows, seed):
     rng = np.random.default_rng(seed)
-    x = rng.choice(exact(name), (rows, 128)) * rng.choice([-1, 1], (rows, 128))
+    x = rng.choice(EXACT[name], (rows, 128)) * rng.choice([-1, 1], (rows, 128))
     x[:, 0] = rng.choice([-1, 1], rows)
-    x = (
-        x * np.array({"int8": 127, "float8_e4m3fn": 448}.get(name, 1)) * 2.0 ** rng.integers(-20, 8, (rows, 1))
-    ).astype(np.float32)
-    if name == "float16":
-        x = x.astype(np.float16).astype(np.float32)
+    scales = {"int8": 127, "float8_e4m3fn": 448}.get(name, 1) * 2.0 ** rng.integers(-20, 8, (rows, 1))
+    x = (x * scales).astype(np.float16 if name == "float16" else np.float32).astype(np.float32)
     np.testing.assert_array_equal(through(name, x)[0], x)
 
 
@@ -118,12 +114,10 @@ def test_two_bits_take_the_better_of_two_thresholds_in_each_block(kind):
     # Magnitudes are counted in 255ths of the largest.
     assert relative_error(through("int2", x)[0], x) == pytest.approx(best, rel=0.005)
     assert best < 0.98 * min(relative_error(y, x) for y in each) or kind in ("normal", "laplace", "half zeros")
-
-
-def test_two_bits_of_normal_values_are_as_good_as_the_best_fixed_ones():
-    """Max 1960, "Quantizing for minimum distortion", table I: four levels leave 0.1175 of the squares."""
-    x = values("normal")
-    assert relative_error(through("int2", x)[0], x) < math.sqrt(0.1175)
+    if (
+        kind == "normal"
+    ):  # Max 1960, "Quantizing for minimum distortion", table I: the four best levels leave 0.1175 of the squares
+        assert relative_error(through("int2", x)[0], x) < math.sqrt(0.1175)
 
 
 @pytest.mark.parametrize("kind", ["normal", "laplace", "t3"])
@@ -149,30 +143,21 @@ def test_a_few_bits_do_not_depend_on_the_scale_nor_on_what_fills_up(name, seed, 
 
 
 @pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if codec.dithers])
-def test_rounding_by_chance_is_right_on_average(name):
+def test_rounding_by_chance_is_right_on_average_with_chances_of_each_replica_and_step(name):
     """Of 400 elements rounded 1,000 times. The mean error has a standard deviation of at most 1/2 · 1/sqrt(1000) of a code, so that one of 400 is beyond
     5 of them in fewer than one of 4,000 runs; and the seeds are fixed."""
     x = np.random.default_rng(0).uniform(-1, 1, (5, 80)).astype(np.float32)
     x[:, 0] = 1
-    total = np.zeros_like(x, np.float64)
-    for step in range(1000):
-        coder = Coder(OPS, CODECS[name], Noise(key=7, step=step))
-        total += coder._decoded(coder._encoded(x, 1))
-    code = 1 / (127 if name == "int8" else 7)
-    assert np.abs(total / 1000 - x).max() < 5 * 0.5 / math.sqrt(1000) * code
+    coder = [Coder(OPS, CODECS[name], Noise(key=7, step=step)) for step in range(1000)]
+    mean = sum(c._decoded(c._encoded(x, 1)).astype(np.float64) for c in coder) / 1000
+    bound = 5 * 0.5 / math.sqrt(1000) / (127 if name == "int8" else 7)
+    assert np.abs(mean - x).max() < bound
     # And by chance: to the nearest, the mean error would be that of one rounding.
-    assert np.abs(through(name, x)[0] - x).max() > 5 * 0.5 / math.sqrt(1000) * code
-
-
-def test_replicas_and_steps_round_by_chances_of_their_own():
-    x = np.random.default_rng(0).uniform(-1, 1, (1, 128)).astype(np.float32)
-
-    def codes(step, who):
-        return Coder(OPS, CODECS["int4"], Noise(key=7, step=step))._encoded(x, who)[0]
-
-    rounded = {codes(step, who).tobytes() for step in range(4) for who in range(4)}
-    assert len(rounded) == 16
-    np.testing.assert_array_equal(codes(2, 1), codes(2, 1))
+    assert np.abs(through(name, x)[0] - x).max() > bound
+    coders = [Coder(OPS, CODECS[name], Noise(key=7, step=step)) for step in range(4)]
+    codes = [c._encoded(x, who)[0].tobytes() for c in coders for who in range(4)]
+    assert len(set(codes)) == 16
+    assert Coder(OPS, CODECS[name], Noise(key=7, step=2))._encoded(x, 0)[0].tobytes() == codes[8]
 
 
 shapes = st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(0, 40), max_size=2).map(tuple), min_size=1)
@@ -182,33 +167,20 @@ shapes = st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(0, 40), m
 def test_a_mean_depends_on_nothing_but_its_own_tensor(shapes, name, replicas, seed):
     """Not on what is sent beside it, and so not on buckets; and it is rounded twice at most, whatever the number of replicas."""
     rng = np.random.default_rng(seed)
-    own = [{n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()} for _ in range(replicas)]
+    own = [[rng.normal(size=s).astype(np.float32) for s in shapes.values()] for _ in range(replicas)]
 
-    def mean(names):
+    def mean(*which):
         coders = [Coder(OPS, CODECS[name]) for _ in own]
-        return lock_step([c.mean([x[n] for n in names]) for c, x in zip(coders, own, strict=True)])
+        return lock_step([c.mean([x[k] for k in which]) for c, x in zip(coders, own, strict=True)])
 
-    together = mean(list(shapes))
-    for k, n in enumerate(shapes):
-        for replica in together:
-            np.testing.assert_array_equal(replica[k], together[0][k])
+    together = mean(*range(len(shapes)))
+    for k, of_all in enumerate(zip(*together, strict=True)):
+        np.testing.assert_array_equal(of_all, [of_all[0]] * replicas)
         # The two sizes of "int2" are sums, whose last bit depends on the library.
-        np.testing.assert_allclose(mean([n])[0][0], together[0][k], rtol=1e-6 if name == "int2" else 0)
-        if together[0][k].size:
-            largest = max(np.abs(x[n]).max() for x in own)
-            right = np.mean([x[n] for x in own], axis=0)
-            assert np.abs(together[0][k] - right).max() <= 2 * largest * (ERROR[name] + 2**-14)
-
-
-@given(shapes, st.sampled_from(sorted(CODECS)), st.integers(1, 5), st.integers(0, 2**31))
-def test_the_mean_of_what_was_sent_is_what_was_received(shapes, name, replicas, seed):
-    rng = np.random.default_rng(seed)
-    own = [[rng.normal(size=s) for s in shapes.values()] for _ in range(replicas)]
-    coders = [Coder(OPS, CODECS[name]) for _ in own]
-    results = lock_step([c.mean_and_sent(x) for c, x in zip(coders, own, strict=True)])
-    for k in range(len(shapes)):
-        sent = np.mean([sent[k] for _, sent in results], axis=0)
-        np.testing.assert_allclose(sent, results[0][0][k], rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(mean(k)[0][0], of_all[0], rtol=1e-6 if name == "int2" else 0)
+        if of_all[0].size:
+            largest, right = max(np.abs(x[k]).max() for x in own), np.mean([x[k] for x in own], axis=0)
+            assert np.abs(of_all[0] - right).max() <= 2 * largest * (ERROR[name] + 2**-14)
 
 
 class Joining(NumpyOps):
@@ -229,34 +201,16 @@ def test_a_mean_does_not_depend_on_where_arrays_lie(sizes, replicas, seed):
 
     def results(*ops):
         coders = [Coder(each, CODECS["int8"]) for each in ops]
-        programs = [
-            [getattr(c, form)(x) for c, x in zip(coders, own, strict=True)] for form in ("mean", "mean_and_sent")
-        ]
-        means, both = map(lock_step, programs)
+        means, both = (
+            lock_step([getattr(c, form)(x) for c, x in zip(coders, own, strict=True)])
+            for form in ("mean", "mean_and_sent")
+        )
         return [[*mean, *again, *sent] for mean, (again, sent) in zip(means, both, strict=True)]
 
     in_any_order = results(*[Joining(rng) for _ in own])
     for found, right in zip(in_any_order, results(*[OPS] * replicas), strict=True):
         for x, y in zip(found, right, strict=True):
             np.testing.assert_array_equal(x, y)
-
-
-# Tensors of a few elements are no smaller in codes.
-@pytest.mark.filterwarnings("ignore:WireDtype.* sends as many bytes")
-@given(shapes, st.sampled_from(sorted(CODECS)), st.integers(1, 5))
-def test_bits_sent_are_bits_planned(shapes, name, replicas):
-    for algorithm in (WireDtype(AllReduce(), name), Quantize(name)):
-        simulator = Simulator(algorithm, shapes, replicas, dtype="float32")
-        simulator.step([{n: np.ones(s) for n, s in shapes.items()}] * replicas)
-        assert plan(shapes, algorithm, world_size=replicas).steps == (simulator.traffic,)
-
-
-@pytest.mark.parametrize(("name", "share"), [("int8", 0.27), ("float8_e4m3fn", 0.27), ("int4", 0.15), ("e3m0", 0.15)])
-def test_bytes_do_not_grow_with_the_replicas(name, share):
-    model = {f"{i}.{part}": shape for i in range(4) for part, shape in [("w", (768, 3072)), ("b", (768,)), ("s", ())]}
-    for replicas in (None, 1, 2, 64, 500):
-        p = plan(model, WireDtype(AllReduce(), name), world_size=replicas)
-        assert p.wire_bytes < share * p.dense_bytes
 
 
 def test_the_table_on_the_page():
@@ -272,3 +226,141 @@ def test_the_table_on_the_page():
         assert np.linalg.norm(mean - right) / np.linalg.norm(right) == pytest.approx(float(off) / 100, rel=0.2)
         p = plan({"w": (512, 512)}, algorithm)
         assert p.wire_bytes / p.dense_bytes == float(bits) / 32
+
+
+SOME_SHAPES = st.lists(st.integers(1, 23), max_size=4).map(tuple)
+SIZES = st.integers(1, 40) | st.tuples(st.integers(1, 9), st.integers(1, 9))
+METHODS = [
+    TopK(3, per=16),
+    TopK(0.1, per=(4, 5)),
+    TopK(4, per=40, bits=2),
+    TopK(0.1, per=30, bits=4),
+    TopK(2, per=30, bits=8),
+    Sign(),
+    Sign(per="row"),
+    Sign(per="column", magnitudes=2),
+]
+
+
+@given(shape=SOME_SHAPES, per=SIZES)
+def test_blocks_hold_each_element_once(shape, per):
+    blocks = blocks_of("w", shape, per)
+    x = np.arange(1.0, math.prod(shape) + 1).reshape(shape)
+    cut = blocks.cut(OPS, x)
+    assert cut.shape == (blocks.count, blocks.length)
+    assert blocks.length <= (per if isinstance(per, int) else math.prod(per))
+    np.testing.assert_array_equal(np.sort(cut[cut > 0]), np.arange(1, x.size + 1))
+    np.testing.assert_array_equal(blocks.joined(cut), x)
+    # In each block less than one element is filled up, and in each strip less than one row.
+    assert cut.size - blocks.strips * blocks.rows * blocks.columns < blocks.count
+    assert blocks.strips * blocks.rows * blocks.columns - x.size < max(1, blocks.strips * blocks.columns)
+    assert blocks.cut(AbstractOps(), AbstractArray(shape, "float32")).shape == cut.shape
+
+
+@given(data=st.data(), length=st.integers(1, 5000) | st.sampled_from([2**20, 2**24 - 1, 2**24]))
+def test_positions_come_back_from_as_few_bits_as_the_block_needs(data, length):
+    index = np.array([*data.draw(st.lists(st.integers(0, length - 1), max_size=30)), length - 1], np.int32)
+    sent = packed(OPS, index, length)
+    assert sent.nbytes == -(-index.size * bits_of(length) // 8)
+    assert 2 ** bits_of(length) >= length > 2 ** bits_of(length) // 2
+    np.testing.assert_array_equal(unpacked(OPS, sent, length, index.shape), index)
+
+
+@pytest.mark.parametrize("algorithm", METHODS, ids=repr)
+@settings(max_examples=12)
+@given(
+    shapes=st.lists(SOME_SHAPES, min_size=1, max_size=3),
+    world=st.integers(1, 3),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+def test_any_size_is_sent_as_planned_and_nothing_is_lost(algorithm, shapes, world, seed, data):
+    names = {"scalar": (), "none": (0, 3), **{f"w{i}": shape for i, shape in enumerate(shapes)}}
+    rng = np.random.default_rng(seed)
+    simulator = Simulator(algorithm, names, world, dtype="float32")
+    planned = plan(names, algorithm, world_size=world)
+    error = dict.fromkeys(names, 0.0)
+    for _ in range(2):
+        gradients = [{n: rng.normal(size=s).astype("float32") for n, s in names.items()} for _ in range(world)]
+        averages = simulator.step(gradients)
+        assert simulator.traffic.nbytes == planned.wire_bytes
+        for name, average in averages.items():
+            states = [state.tensors.get(name, {}).get("error", 0.0) for state in simulator.states]
+            kept = np.mean(states, axis=0)
+            mean = np.mean([g[name] for g in gradients], axis=0)
+            np.testing.assert_allclose(average + kept, mean + error[name], rtol=0, atol=1e-5)
+            error[name] = kept
+    before = [{n: m["error"].copy() for n, m in state.tensors.items()} for state in simulator.states]
+    name = data.draw(st.sampled_from([n for n, s in names.items() if math.prod(s)]))
+    gradients = [{n: np.zeros(s) for n, s in names.items()} for _ in range(world)]
+    where = data.draw(st.integers(0, math.prod(names[name]) - 1))
+    gradients[-1][name].reshape(-1)[where] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    assert not np.isfinite(simulator.step(gradients)[name]).all()
+    for state, kept in zip(simulator.states, before, strict=True):
+        for n, memory in state.tensors.items():
+            np.testing.assert_array_equal(memory["error"], kept[n])
+
+
+@settings(max_examples=12)
+@given(seed=st.integers(0, 99))
+@pytest.mark.parametrize(("bits", "values"), [(2, [2, 2, -5, 5]), (4, [8, 1, -6, 3]), (8, [-127, 0, 1, 64])])
+def test_values_of_a_few_sizes_survive_in_as_many_bits(bits, values, seed):
+    rng = np.random.default_rng(seed)
+    blocks = np.zeros((6, 40))
+    for block in blocks:
+        block[rng.choice(40, 4, replace=False)] = rng.permutation(values) * 2.0 ** rng.integers(-3, 4)
+    simulator = Simulator(TopK(4, per=40, bits=bits), {"w": (6, 40)}, 1, dtype="float32")
+    np.testing.assert_array_equal(simulator.step([{"w": blocks}])["w"], blocks)
+    assert not simulator.states[0].tensors["w"]["error"].any()
+
+
+def test_what_is_gathered_grows_with_the_replicas_and_the_plan_says_how_far():
+    shapes = {"w": (512, 256)}
+    for replicas in (2, 8, 32):
+        # 64 of 4096: values of 4 bytes, positions of 12 bits.
+        assert plan(shapes, TopK(64, per=(64, 64)), world_size=replicas).wire_bytes == replicas * 2048 * (4 + 1.5) / 2
+        assert plan(shapes, Sign(), world_size=replicas).wire_bytes == replicas * (512 * 256 / 8 + 4) / 2
+    # With values of 2 bits and two scales for each block, 146 times fewer than float32 but for the scales.
+    assert plan(shapes, TopK(64, bits=2), world_size=2).wire_bytes == 32 * (64 * 14 / 8 + 8)
+    for algorithm in (TopK(64), TopK(64, bits=2), Sign()):
+        limit = plan(shapes, algorithm, world_size=2).outgrown_at
+        eight_bits = plan(shapes, WireDtype(gradwire.AllReduce(), "int8")).wire_bytes
+        assert plan(shapes, algorithm, world_size=limit - 1).wire_bytes <= eight_bits
+        assert plan(shapes, algorithm, world_size=limit).wire_bytes > eight_bits
+    assert plan(shapes, TopK(64), world_size=2).outgrown_at == 25
+    assert "from 25 on this sends more than an average in 8 bits would" in str(plan(shapes, TopK(64), world_size=2))
+
+
+def test_local_sgd_is_planned_for_a_number_of_replicas_where_its_compressor_gathers():
+    shapes, local = {"w": (512, 256)}, diloco(10, momentum=0, compressor=TopK(64))
+    with pytest.raises(ValueError, match="depends on the number of replicas; say it"):
+        plan(shapes, local)
+    for replicas in (2, 8):
+        planned = plan(shapes, local, world_size=replicas)
+        assert planned.peak_bytes == plan(shapes, TopK(64), world_size=replicas).wire_bytes
+        assert planned.outgrown_at == 25
+    # One that names its groups knows.
+    named = diloco({2: 5, ((0, 1, 2, 3),): 10}, momentum=0, compressor=TopK(64))
+    assert plan(shapes, named).steps[-1].nbytes == plan(shapes, TopK(64), world_size=4).wire_bytes
+    with pytest.raises(ValueError, match="no partition of the replicas 0 to 7"):
+        plan(shapes, named, world_size=8)
+
+
+def test_small_tensors_stay_as_they_are():
+    specs = {"w": Spec((64, 64)), "b": Spec((3,)), "s": Spec(()), "none": Spec((0, 4))}
+    for algorithm in (TopK(64), TopK(1 / 64), Sign()):
+        assert "w" in algorithm.init(OPS, specs).tensors
+        assert not {"s", "none"} & algorithm.init(OPS, specs).tensors.keys()
+    # 64 of 384 elements is more than half of their bytes, with the positions; so are two values for each of three.
+    assert not TopK(64).init(OPS, {"w": Spec((12, 8))}).tensors
+    assert not Sign(per="column", magnitudes=2).init(OPS, {"w": Spec((3, 40))}).tensors
+
+
+def test_the_table_on_the_page_is_what_the_plan_says():
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
+    rows = re.findall(r"^\| `(.+?)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d-]+) \|$", page, re.MULTILINE)
+    assert len(rows) >= 7
+    for code, *figures in rows:
+        algorithm = eval(code, vars(gradwire))
+        planned = [plan({"w": (2048, 512)}, algorithm, world_size=replicas) for replicas in (2, 8, 32)]
+        assert figures == [*(f"{p.wire_bytes:,}" for p in planned), str(planned[0].outgrown_at or "-")], code

@@ -1,15 +1,26 @@
-"""Shard plans: every element has one owner, owners have about as much, and what is cut apart can be put together again."""
+"""Shards, the sharded step, buckets against the C++ of torch, and what the reducer refuses; its order is `tests.soak.arrival`."""
 
+import itertools
 import math
+import sys
 
 import numpy as np
-from hypothesis import given
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire import Spec
-from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.core.zero.sharding import MixedShards, shard_by_bucket, shard_by_element, shard_by_parameter
+import gradwire as gw
+from gradwire import AllReduce, Spec, Zero, assign_buckets, shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.core.buckets.assignment import bucket_limits
+from gradwire.core.buckets.reducer import Reducer
+from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
+from gradwire.core.zero.sharded_step import clip_by_norm
+from gradwire.core.zero.sharding import MixedShards
 from gradwire.core.zero.stacks import StackShards
+from tests.parity import zero_cases
+from tests.parity.zero_cases import ZERO_CASES
 
 OPS = NumpyOps()
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=12)
@@ -78,62 +89,42 @@ def test_pieces_are_alike_and_padding_is_small(shards):
 @given(shards=plans(["stacks"]))
 def test_slots_bound_the_work_of_a_replica_and_the_wire(shards):
     """In a stack, and of what is kept, every replica has the work, also of padding; of a ragged slot its owner alone."""
-    world, specs = shards.world_size, shards.specs
-    names = [name for own in shards.stacks.values() for name in own if name]
+    world, specs, stacks = shards.world_size, shards.specs, shards.stacks
+    names = [name for own in stacks.values() for name in own if name]
     assert sorted([*names, *shards.cut, *filter(shards.is_kept, specs)]) == sorted(specs)
-    whole = {
-        n: math.prod(s.shape) * min(s.shape[-2:]) for n, s in specs.items() if len(s.shape) > 1 and n not in shards.cut
-    }
-    of_all = [n for n in whole if shards.is_kept(n) or (n in shards.stacks and n not in shards.ragged)]
-    owned = [
-        sum(whole[own[r]] for s, own in shards.stacks.items() if s in shards.ragged and own[r]) for r in range(world)
-    ]
-    if shards.pooled and whole:
-        assert sum(whole[n] for n in of_all) + max(owned) <= sum(whole.values()) / world + max(whole.values())
-    for stack, own in shards.stacks.items():
+    matrices = {n: s.shape for n, s in specs.items() if len(s.shape) > 1 and n not in shards.cut}
+    work = {n: math.prod(shape) * min(shape[-2:]) for n, shape in matrices.items()}
+    of_all = [n for n in work if shards.is_kept(n) or (n in stacks and n not in shards.ragged)]
+    owned = [sum(work[own[r]] for s, own in stacks.items() if s in shards.ragged and own[r]) for r in range(world)]
+    if shards.pooled and work:
+        assert sum(work[n] for n in of_all) + max(owned) <= sum(work.values()) / world + max(work.values())
+    for stack, own in stacks.items():
         assert stack in shards.ragged or {specs[name] for name in own} == {specs[stack]}
     for together in shards.together(list(specs)):
         if not (shards.is_kept(together[0]) or shards.is_sparse(together[0])):
             assert sum(shards.counts(together)) <= 2 * sum(specs[name].size for name in together)
 
 
-@given(shapes=SHAPES, world=WORLDS, data=st.data())
-def test_no_replica_has_more_work_than_the_average_and_one_parameter(shapes, world, data):
-    specs = {f"p{i}": Spec(shape) for i, shape in enumerate(shapes)}
+@given(shards=plans(["parameter", "spread"]), data=st.data())
+def test_no_replica_has_more_than_the_average_and_one_parameter(shards, data):
+    specs, world = shards.specs, shards.world_size
+    assert max(loads(shards)) <= total(shards) / world + max(spec.size for spec in specs.values())
     work = {name: data.draw(st.integers(0, 1000)) for name in specs}
     owners = shard_by_parameter(specs, world, work).owners
     each = [sum(work[n] for n, owner in owners.items() if owner == r) for r in range(world)]
     assert max(each) <= sum(each) / world + max(work.values())
 
 
-@given(shards=plans(["parameter", "spread"]))
-def test_no_replica_has_more_than_the_average_and_one_parameter(shards):
-    largest = max(spec.size for spec in shards.specs.values())
-    assert max(loads(shards)) <= total(shards) / shards.world_size + largest
-
-
-@given(shards=plans(["parameter"]))
-def test_a_free_replica_is_used(shards):
-    sizes = [spec.size for spec in shards.specs.values() if spec.size]
-    assert sum(load > 0 for load in loads(shards)) == min(len(sizes), shards.world_size)
-
-
 @given(shape=SHAPES, world=WORLDS, data=st.data())
-def test_a_bucket_has_one_owner(shape, world, data):
+def test_a_bucket_has_one_owner_and_a_spread_one_is_cut_in_order(shape, world, data):
     specs = {f"p{i}": Spec(s) for i, s in enumerate(shape)}
     buckets = data.draw(buckets_of(specs))
     shards = shard_by_bucket(specs, world, buckets)
     sizes = [sum(specs[name].size for name in bucket) for bucket in buckets]
     assert all(len({shards.owners[name] for name in bucket}) == 1 for bucket in buckets)
     assert max(loads(shards)) <= sum(sizes) / world + max(sizes)
-
-
-@given(shape=SHAPES, world=WORLDS, data=st.data())
-def test_a_spread_bucket_is_cut_in_order(shape, world, data):
-    specs = {f"p{i}": Spec(s) for i, s in enumerate(shape)}
-    buckets = data.draw(buckets_of(specs))
-    shards = shard_by_bucket(specs, world, buckets, spread=True)
-    owners = [shards.owners[name] for bucket in buckets for name in bucket]
+    spread = shard_by_bucket(specs, world, buckets, spread=True)
+    owners = [spread.owners[name] for bucket in buckets for name in bucket]
     assert owners == sorted(owners)
 
 
@@ -150,10 +141,8 @@ def test_known_owners():
 @given(shards=plans(), data=st.data())
 def test_messages_and_pieces_come_back(shards, data):
     names = data.draw(st.lists(st.sampled_from(list(shards.specs)), unique=True, min_size=1))
-    numbers = iter(range(1, 10**6))
-    arrays = {
-        n: np.array([float(next(numbers)) for _ in range(s.size)]).reshape(s.shape) for n, s in shards.specs.items()
-    }
+    numbers = iter(np.arange(1.0, 10**5))
+    arrays = {n: np.array([next(numbers) for _ in range(s.size)]).reshape(s.shape) for n, s in shards.specs.items()}
     for together in shards.together(names):
         if not shards.is_kept(together[0]):
             message_and_pieces_come_back(shards, {name: arrays[name] for name in together})
@@ -202,15 +191,262 @@ def parts_sum_to_the_whole(shards, arrays):
         np.testing.assert_array_equal(sum(part[name] for part in parts), x)
 
 
-def test_pieces_without_their_padding_are_padded():
+def test_pieces_without_their_padding_are_padded_and_who_owns_nothing_has_an_empty_shard_of_the_dtype():
     shards = shard_by_element({"x": Spec((5,)), "y": Spec((3,))}, 2)
     shard = shards.shard(OPS, {"x": np.array([4.0, 5.0]), "y": np.array([6.0])}, ["x", "y"], 1)
     np.testing.assert_array_equal(shard, [4, 5, 0, 6, 0])
-
-
-def test_a_replica_that_owns_nothing_has_an_empty_shard_of_the_right_dtype():
-    shards = shard_by_parameter({"x": Spec((5,), "float32")}, 3)
-    assert shards.counts(["x"]) == (5, 0, 0)
-    shard = shards.shard(OPS, {}, ["x"], 2)
+    shard = shard_by_parameter({"x": Spec((5,), "float32")}, 3).shard(OPS, {}, ["x"], 2)
     assert (shard.shape, shard.dtype) == ((0,), np.float32)
-    assert shards.pieces(shard, ["x"], 2) == {}
+
+
+#: Of three shapes there are several.
+ZERO_SHAPES = (
+    {"w": (5, 7), "b": (3,), "s": (), "empty": (0, 4), "v": (16, 4)} | {f"{n}2": (5, 7) for n in "abcd"} | {"b2": (3,)}
+)
+ZERO_SPECS = {name: Spec(shape, "float64") for name, shape in ZERO_SHAPES.items()}
+BUCKETS = [["w", "b", "a2", "b2", "c2"], ["s", "empty", "v", "d2"]]
+MAKERS = {
+    "element": shard_by_element,
+    "parameter": shard_by_parameter,
+    "bucket": lambda specs, world: shard_by_bucket(specs, world, BUCKETS),
+    "mixed": lambda specs, world: mixed(specs, world),
+    "stacks": StackShards,
+    "spread": lambda specs, world: shard_by_bucket(specs, world, BUCKETS, spread=True),
+}
+
+
+def mixed(specs, world):
+    cut, whole = ({n: s for n, s in specs.items() if (len(s.shape) == 2) == matrix} for matrix in (False, True))
+    return MixedShards(specs, world, (shard_by_element(cut, world), shard_by_parameter(whole, world)))
+
+
+EVERY_KIND = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+#: The last is more than there are parameters, and more than most have elements.
+ZERO_WORLDS = (1, 2, 3, 17)
+
+
+def given_gradients(world, seed=0):
+    rng = np.random.default_rng(seed)
+    return [{name: rng.standard_normal(shape) for name, shape in ZERO_SHAPES.items()} for _ in range(world)]
+
+
+def mean(gradients):
+    return {name: np.mean([g[name] for g in gradients], axis=0) for name in ZERO_SHAPES}
+
+
+def norm(gradients):
+    return np.sqrt(sum((g**2).sum() for g in gradients.values()))
+
+
+def twice(replica, pieces):
+    return {name: 2 * x for name, x in pieces.items()}
+
+
+def assert_equal(result, expected, rtol=1e-12):
+    assert result.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(result[name], expected[name], rtol=rtol, atol=1e-15)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("case", [c for c in ZERO_CASES if not isinstance(ZERO_CASES[c].algorithm, gw.PowerSGD)])
+def test_the_oracle_of_the_parity_table_is_the_optimizer_that_is_not_sharded(case, replicas):
+    sharded, plain = zero_cases.oracle(case, replicas).params, zero_cases.plain(case, replicas)
+    for mine, theirs in zip(sharded, plain, strict=True):
+        assert_equal(mine, theirs, rtol=1e-11)
+    changed = [n for n in zero_cases.SHAPES if not np.array_equal(sharded[-1][n], zero_cases.initial(n))]
+    assert changed == [n for n in zero_cases.SHAPES if n != "empty"]
+
+
+@EVERY_KIND
+@pytest.mark.parametrize(
+    ("algorithm", "max_norm"),
+    [
+        (AllReduce(), None),
+        (AllReduce(bucket_bytes=64), 1.0),
+        (gw.PowerSGD(2, min_compression_rate=0.5), 1.0),
+        (None, 1.0),
+    ],
+    ids=repr,
+)
+def test_each_replica_takes_its_part_of_the_average_clipped_by_the_norm_of_all_as_planned(make, algorithm, max_norm):
+    """Without an algorithm gradients are averages already. A step may bring some of the parameters."""
+    if make is StackShards and algorithm == AllReduce(bucket_bytes=64):
+        with pytest.raises(ValueError, match="bucket_bytes=64"):
+            Zero(make(ZERO_SPECS, 2), algorithm)
+        return
+    for world in ZERO_WORLDS[1:]:
+        zero = Zero(make(ZERO_SPECS, world), algorithm, max_norm, unscale=lambda: 0.25)
+        sim = gw.Simulator(zero, ZERO_SHAPES, world, ops=PoisonOps(), optimizer=twice)
+        alone, predicted = (
+            gw.Simulator(algorithm or AllReduce(), ZERO_SHAPES, world),
+            gw.plan(ZERO_SHAPES, zero, itemsize=8),
+        )
+        for step, names in enumerate([ZERO_SHAPES, ZERO_SHAPES, ["b", "v", "empty"]]):
+            local = [{n: g[n] for n in names} for g in given_gradients(world, step)]
+            averages = alone.step(local)
+            scaled = [{n: 4 * x for n, x in g.items()} for g in (local if algorithm else [averages] * world)]
+            result, length = sim.step(scaled), norm(averages)
+            assert length > 1
+            assert_equal(result, {n: 2 * x / (length if max_norm else 1) for n, x in averages.items()}, rtol=1e-9)
+            if step < 2:
+                assert (predicted.collectives, predicted.wire_bytes) == (sim.traffic.collectives, sim.traffic.nbytes)
+
+
+@settings(deadline=None)
+@given(world=st.integers(1, 9), sizes=st.lists(st.integers(0, 50), min_size=1, max_size=8), clipped=st.booleans())
+def test_bytes_by_hand(world, sizes, clipped):
+    """Half of the message there and half of it back: an all-reduce of the padded parameters. The norm is one number more."""
+    shapes = {f"p{i}": (n,) for i, n in enumerate(sizes)}
+    shards = shard_by_element({name: Spec(shape) for name, shape in shapes.items()}, world)
+    padded = sum(world * -(-n // world) for n in sizes)
+    step = gw.plan(shapes, Zero(shards, max_norm=1.0 if clipped else None)).steps[0]
+    assert step.nbytes == 2 * -(-4 * padded // 2) + 4 * clipped
+    assert step.collectives == (2 if padded else 0) + clipped
+
+
+def test_clipping_of_half_precision_does_not_overflow_and_keeps_the_dtype():
+    pieces = [{"x": np.full(n, 60000.0, np.float16)} for n in (4, 3)]
+    for clipped, norm_squared in lock_step([clip_by_norm(OPS, p, 1.0) for p in pieces]):
+        assert (clipped["x"].dtype, norm_squared.dtype) == (np.float16, np.float32)
+        np.testing.assert_allclose(clipped["x"], 7**-0.5, rtol=1e-3)
+
+
+def test_a_norm_that_is_not_finite_spoils_every_update():
+    local, found = given_gradients(2), []
+    for local[1]["s"][...] in (np.inf, np.nan):
+        sim = gw.Simulator(Zero(shard_by_element(ZERO_SPECS, 2), max_norm=1.0), ZERO_SHAPES, 2, optimizer=twice)
+        found.append(sim.step(local))
+    # Every factor is max_norm / inf = 0: optimizers are given zeros, as torch's clipping gives them.
+    assert all((~np.isfinite(x) if name == "s" else x == 0).all() for name, x in found[0].items())
+    assert all(np.isnan(x).all() for x in found[1].values())
+
+
+@EVERY_KIND
+def test_results_are_written_where_they_may_be(make):
+    old = [{name: np.full(shape, 7.0) for name, shape in ZERO_SHAPES.items()} for _ in range(3)]
+    given, zero = given_gradients(3), Zero(make(ZERO_SPECS, 3), AllReduce(None if make is StackShards else 64))
+    expected = {name: 2 * x for name, x in mean(given).items()}
+    programs = [zero.step(OPS, dict(g), gw.State(), 0, out=o) for g, o in zip(given, old, strict=True)]
+    for (result, _), mine in zip(lock_step(programs, OPS, optimizer=twice), old, strict=True):
+        assert_equal(result, expected)
+        if make is not StackShards:
+            assert all(result[name] is mine[name] for name in ZERO_SHAPES)
+
+
+def test_dtypes_do_not_share_a_message():
+    specs = {"a": Spec((3,), "float32"), "b": Spec((4,), "float64"), "c": Spec((5,), "float32")}
+    assert Zero(shard_by_element(specs, 2)).buckets(specs) == [["a", "c"], ["b"]]
+    assert Zero(shard_by_element(specs, 2), AllReduce(bucket_bytes=1)).buckets(specs) == [["c"], ["b"], ["a"]]
+
+
+DTYPES = [torch.uint8, torch.float16, torch.float32, torch.float64]
+KEYS = list(itertools.product(DTYPES, ["cpu", "meta"]))
+#: numbers of elements, keys: mostly small ones that fill small limits often, some larger than every limit
+TENSORS = st.lists(st.tuples(st.one_of(st.integers(0, 40), st.integers(0, 5000)), st.sampled_from(KEYS)), min_size=1)
+LIMITS = st.lists(st.one_of(st.integers(1, 200), st.integers(1, 20_000), st.just(sys.maxsize)), min_size=1, max_size=4)
+
+
+@pytest.fixture(scope="module")
+def memory():
+    return {key: torch.empty(5000, dtype=key[0], device=key[1]) for key in KEYS}
+
+
+def sizes_of(tensors):
+    return [n * key[0].itemsize for n, key in tensors]
+
+
+@settings(max_examples=100)
+@given(tensors=TENSORS, limits=LIMITS)
+def test_buckets_are_those_of_c10d(memory, tensors, limits):
+    theirs, _ = dist._compute_bucket_assignment_by_size([memory[key][:n] for n, key in tensors], limits)
+    assert assign_buckets(sizes_of(tensors), limits, [key for _, key in tensors]) == theirs
+
+
+@settings(max_examples=100)
+@given(tensors=TENSORS, limits=LIMITS, data=st.data())
+def test_buckets_in_arrival_order_are_those_of_c10d(memory, tensors, limits, data):
+    order = data.draw(st.permutations(range(len(tensors))))
+    walked = [memory[tensors[i][1]][: tensors[i][0]] for i in order]
+    theirs, their_limits = dist._compute_bucket_assignment_by_size(walked, limits, [], order)
+    sizes = sizes_of(tensors)
+    ours = assign_buckets(sizes, limits, [key for _, key in tensors], order)
+    closed = [b for b, limit in zip(theirs, their_limits, strict=True) if sum(sizes[i] for i in b) >= limit]
+    assert ours[: len(closed)] == theirs[: len(closed)] == closed
+    # C++ lists what is left over in the order of a hash table.
+    assert sorted(ours[len(closed) :]) == sorted(theirs[len(closed) :])
+    assert [b[0] for b in ours[len(closed) :]] == sorted((b[0] for b in ours[len(closed) :]), key=order.index)
+
+
+def test_no_tensors_need_no_buckets():
+    assert assign_buckets([], [1]) == []
+    assert assign_buckets([], [1], [], []) == []
+
+
+def test_limits_are_those_of_ddp():
+    assert bucket_limits(25, 1) == [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 1024 * 1024]
+    assert bucket_limits(0.5, 1) == [1 << 19, 1 << 19]
+
+
+def test_those_that_did_not_arrive_keep_the_order_of_the_buckets():
+    reducer = Reducer("abcd", [[3], [1, 2], [0]])
+    reducer.begin(unused=[0, 3])
+    reducer.ready(2)
+    reducer.end(missing_are_unused=True)
+    assert reducer.arrival_order() == [2, 3, 1, 0]
+
+
+def test_the_error_names_what_is_missing_and_what_to_do():
+    reducer = Reducer(["head.weight", "body.weight", "body.bias"], [[0], [1, 2]])
+    reducer.begin()
+    reducer.ready(1)
+    with pytest.raises(RuntimeError) as raised:
+        reducer.end()
+    fixes = ("find_unused_parameters=True", "requires_grad=False")
+    for part in ("'head.weight', 'body.bias' are", "2 of 2 buckets", *fixes):
+        assert part in str(raised.value)
+    assert "body.weight" not in str(raised.value)
+    assert reducer.begin() == []  # the next pass is a new one
+    assert reducer.ready(0) == [0]
+    with pytest.raises(RuntimeError, match=r"'head.weight' .*second gradient.*use_reentrant=False"):
+        reducer.ready(0)
+    unused = Reducer("ab", [[0], [1]])
+    assert unused.begin(unused=[1]) == []
+    with pytest.raises(RuntimeError, match=r"parameter 'b' .*do not depend on it"):
+        unused.ready(1)
+    many = Reducer([f"p{i}" for i in range(100)], [list(range(100))])
+    many.begin()
+    with pytest.raises(RuntimeError, match=r"'p0', .*'p7' and 92 more are without"):
+        many.end()
+
+
+@pytest.mark.parametrize(
+    ("buckets", "message"),
+    [
+        ([[0]], "parameter 'b' is in no bucket"),
+        ([], "parameters 'a', 'b' are in no bucket"),
+        ([[0, 1], [0]], "parameter 'a' is in buckets 0 and 1"),
+        ([[0, 1], []], "bucket 1 is empty"),
+        ([[0, 1, 2]], "bucket 0 holds parameter 2 of 2"),
+    ],
+)
+def test_buckets_that_cannot_be(buckets, message):
+    with pytest.raises(ValueError, match=message):
+        Reducer("ab", buckets)
+    reducer = Reducer("ab", [[0], [1]])
+    with pytest.raises(ValueError, match=message):
+        reducer.rebuild(buckets)
+    assert reducer.buckets == [[0], [1]]
+
+
+def test_calls_out_of_turn():
+    reducer = Reducer("a", [[0]])
+    with pytest.raises(RuntimeError, match="'a' is ready, but no backward pass"):
+        reducer.ready(0)
+    with pytest.raises(RuntimeError, match="never began"):
+        reducer.end()
+    reducer.begin()
+    with pytest.raises(RuntimeError, match="before the last one ended"):
+        reducer.begin()
+    with pytest.raises(RuntimeError, match="during a backward pass"):
+        reducer.rebuild([[0]])

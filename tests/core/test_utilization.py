@@ -11,59 +11,12 @@ from hypothesis import strategies as st
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, WireDtype, diloco, link_for, utilization
 
-#: Bandwidths of the papers' tables, Gbit/s, and the utilizations asked for.
+AUTHORS = Path(__file__).parent / "authors"
+#: Bandwidths of the papers' tables, Gbit/s. Their rows: parameters, layers, seconds of a step; and of each method, or period, the Gbit/s for each share.
 GRID = np.logspace(-1, 3, 50)
-SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
-
-#: Streaming DiLoCo, arXiv 2501.18512v1, Table 4: parameters, layers, seconds of a step; and for each method the Gbit/s for each share.
-STREAMING = [
-    (1e9, 24, 0.1, {
-        "data-parallel": (86.8, 152.6, 184.2, 222.3, 569.0),
-        "DiLoCo": (1.4, 6.2, 13.3, 23.3, 86.8),
-        "streaming": (1.4, 5.2, 9.1, 16.0, 28.1),
-        "overlapped": (1.4, 4.3, 6.2, 9.1, 11.0),
-        "in 4 bits": (0.4, 0.9, 1.7, 2.0, 3.0),
-    }),
-    (10e9, 48, 0.8, {
-        "data-parallel": (104.8, 222.3, 222.3, 268.3, 471.5),
-        "DiLoCo": (1.7, 7.5, 16.0, 33.9, 104.8),
-        "streaming": (1.7, 5.2, 9.1, 13.3, 19.3),
-        "overlapped": (1.7, 3.6, 5.2, 6.2, 7.5),
-        "in 4 bits": (0.4, 0.9, 1.4, 1.4, 1.7),
-    }),
-    (100e9, 108, 4.9, {
-        "data-parallel": (184.2, 323.8, 390.7, 390.7, 471.5),
-        "DiLoCo": (3.0, 11.0, 23.3, 49.4, 184.2),
-        "streaming": (2.4, 6.2, 9.1, 11.0, 19.3),
-        "overlapped": (1.7, 3.6, 4.3, 5.2, 5.2),
-        "in 4 bits": (0.5, 0.9, 1.1, 1.1, 1.4),
-    }),
-]  # fmt: skip
-
-#: Scaling laws for DiLoCo, arXiv 2503.09799, Table 6: the same, by period; 1 is data-parallel.
-SCALING = [
-    (10e9, 48, 0.8, {
-        1: (104.8, 184.2, 222.3, 222.3, 390.7),
-        10: (16.0, 49.4, 86.8, 152.6, 222.3),
-        50: (3.0, 11.0, 23.3, 41.0, 126.5),
-        100: (1.4, 6.2, 13.3, 23.3, 86.8),
-        300: (0.5, 2.0, 4.3, 9.1, 41.0),
-    }),
-    (405e9, 126, 26.0, {
-        1: (126.5, 222.3, 268.3, 323.8, 323.8),
-        10: (19.3, 72.0, 126.5, 184.2, 268.3),
-        50: (3.6, 13.3, 28.1, 59.6, 184.2),
-        100: (2.0, 7.5, 16.0, 33.9, 126.5),
-        300: (0.7, 3.0, 6.2, 13.3, 59.6),
-    }),
-    (671e9, 61, 20.0, {
-        1: (323.8, 569.0, 686.6, 686.6, 1000.0),
-        10: (49.4, 152.6, 268.3, 390.7, 686.6),
-        50: (7.5, 33.9, 72.0, 126.5, 390.7),
-        100: (4.3, 16.0, 41.0, 72.0, 268.3),
-        300: (1.7, 6.2, 13.3, 28.1, 126.5),
-    }),
-]  # fmt: skip
+PUBLISHED = json.loads((AUTHORS / "diloco_tables.json").read_text())
+SHARES, STREAMING = PUBLISHED["utilizations"], PUBLISHED["streaming"]["rows"]
+SCALING = [(*case, {int(period): row for period, row in rows.items()}) for *case, rows in PUBLISHED["scaling"]["rows"]]
 
 
 def model(parameters, layers):
@@ -84,9 +37,7 @@ def streaming(method, layers):
 
 def test_what_others_have_measured():
     """Half of their 16 cells within a tenth; at 50 Mbit/s their messages took a quarter longer than their link needs."""
-    cells = json.loads((Path(__file__).parent / "authors" / "diloco_measured.json").read_text())
-    gpt = model(30_846_720, 12)
-    ratios = []
+    cells, gpt, ratios = json.loads((AUTHORS / "diloco_measured.json").read_text()), model(30_846_720, 12), []
     for cell in cells:
         mine = utilization(gpt, diloco(cell["period"]), step=cell["step"], link=cell["link"], replicas=4)
         ratios.append(max(mine, cell["utilization"]) / min(mine, cell["utilization"]))
@@ -95,14 +46,11 @@ def test_what_others_have_measured():
     assert max(ratios) <= 1.30
 
 
+METHODS = [AllReduce(), PowerSGD(2), diloco(20), diloco(20, fragments=4, overlap=3), diloco(20, eager=True)]
+
+
 @settings(deadline=None, max_examples=30)
-@given(
-    share=st.floats(0.05, 0.98),
-    algorithm=st.sampled_from(
-        [AllReduce(), PowerSGD(2), diloco(20), diloco(20, fragments=4, overlap=3), diloco(20, eager=True)]
-    ),
-    replicas=st.integers(2, 9),
-)
+@given(share=st.floats(0.05, 0.98), algorithm=st.sampled_from(METHODS), replicas=st.integers(2, 9))
 def test_a_link_is_the_inverse_of_a_utilization(share, algorithm, replicas):
     shape = model(1e6, 6)
     link = link_for(shape, algorithm, step=0.1, utilization=share, replicas=replicas)

@@ -1,5 +1,10 @@
-"""Plans against what the simulator sent and against figures worked out by hand; payloads in another dtype."""
+"""What steps send: plans against the simulator and against figures worked out by hand, payloads in another dtype, and the one dry run that answers all of it."""
 
+import copy
+import gc
+import pickle
+import weakref
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -7,22 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.algorithms.compressor import Compressor
-from gradwire.core.algorithms.power_sgd import PowerSGD
-from gradwire.core.algorithms.wire_dtype import WireDtype
+import gradwire as gw
+from gradwire import AllReduce, Compressor, PowerSGD, Simulator, Spec, TopK, Traffic, WireDtype, Zero, plan
+from gradwire.core.algorithms.shared.views import StackedShape
+from gradwire.core.algorithms.wrapper import Wrapper
+from gradwire.core.kernels import random
 from gradwire.core.kernels.abstract import AbstractArray
-from gradwire.core.ops import Spec
 from gradwire.core.plan.cost import step_seconds
-from gradwire.core.plan.dry_run import rehearsed
-from gradwire.core.plan.plan import plan
-from gradwire.core.plan.traffic import Traffic
+from gradwire.core.plan.dry_run import ATTRIBUTE, REMEMBERED, dry_run, rehearsed, summary
 from gradwire.core.protocol import all_gather, branch, branch_on_phase, mean, optimizer_step
 from gradwire.core.protocol.collective_requests import AllToAll, Gather, Reduce
-from gradwire.core.protocol.control_requests import Branch
-from gradwire.core.simulate import PoisonOps, Simulator
-from gradwire.core.zero.sharded_step import Zero
-from gradwire.core.zero.sharding import shard_by_element
+from gradwire.core.protocol.groups import UnknownWorldSize
+from gradwire.core.simulate import PoisonOps
 
 shapes = st.dictionaries(
     st.sampled_from(["a.weight", "b.weight", "c.weight", "d.bias", "e"]),
@@ -85,30 +86,24 @@ def test_a_small_model_by_hand():
     factors, rest = (64 + 147 + 1000 + 512) * 4, 64 + 1000 + 1
     p = plan(model, PowerSGD(rank=4))
     assert p.steps == (Traffic(2, (factors + rest) * 4),)
-    assert [(t.name, t.compressed, t.rank, t.wire_bytes) for t in p.tensors] == [
-        ("conv", True, 4, (64 + 147) * 16),
-        ("norm", False, None, 256),
-        ("fc", True, 4, 1512 * 16),
-        ("fc.bias", False, None, 4000),
-        ("count", False, None, 4),
+    assert [(t.compressed, t.rank, t.wire_bytes) for t in p.tensors] == [
+        *((True, 4, (64 + 147) * 16), (False, None, 256), (True, 4, 1512 * 16), (False, None, 4000), (False, None, 4))
     ]
-    assert plan(model, PowerSGD(rank=4), itemsize=2).wire_bytes == (factors + rest) * 2
     assert plan(model, PowerSGD(rank=4), itemsize=8).wire_bytes == (factors + rest) * 8
     assert plan(model, AllReduce()).steps == (Traffic(1, (64 * 147 + 512_000 + rest) * 4),)
     assert plan(model, PowerSGD(rank={"fc": 2})).steps == (Traffic(2, (1512 * 2 + 64 * 147 + rest) * 4),)
     # float32 factors beside float16 tensors are two messages in the first round.
     mixed = plan(model, PowerSGD(rank=4, state_dtype="float32"), dtype="float16")
     assert mixed.steps == (Traffic(3, factors * 4 + rest * 2),)
-
-
-def test_half_steps_alternate_and_the_plan_is_their_average():
-    p = plan({"w": (100, 40), "b": (10,)}, PowerSGD(rank=2, half_step=True))
-    assert p.steps == (Traffic(1, (100 * 2 + 10) * 4), Traffic(1, (40 * 2 + 10) * 4))
-    assert (p.wire_bytes, p.collectives, p.peak_bytes) == ((70 * 2 + 10) * 4, 1, 840)
-    assert p.tensors[0].wire_bytes == 70 * 2 * 4
-    for algorithm in (PowerSGD(1, half_step=True), WireDtype(PowerSGD(1, half_step=True), "bfloat16")):
-        assert "Clip gradients" in str(plan({"w": (64, 64)}, algorithm))  # their price
+    half = plan({"w": (100, 40), "b": (10,)}, PowerSGD(rank=2, half_step=True))
+    assert half.steps == (Traffic(1, (100 * 2 + 10) * 4), Traffic(1, (40 * 2 + 10) * 4))
+    assert (half.wire_bytes, half.peak_bytes, half.tensors[0].wire_bytes) == ((70 * 2 + 10) * 4, 840, 70 * 2 * 4)
+    assert "Clip gradients" in str(plan({"w": (64, 64)}, WireDtype(PowerSGD(1, half_step=True), "bfloat16")))
     assert plan({"w": (64, 64)}, PowerSGD(1)).notes == ()
+    for nothing in ({}, {"empty": (0, 5)}):
+        p = plan(nothing, PowerSGD(rank=4))
+        assert (p.wire_bytes, p.collectives, p.compression_ratio) == (0, 0, 1)
+        assert "in 0 collectives" in str(p)
 
 
 def test_seconds_by_hand():
@@ -122,23 +117,6 @@ def test_seconds_by_hand():
     assert half.seconds(1, 1.0, 1.0) == 0
 
 
-def test_a_plan_shows_what_no_page_does():
-    """Of scalars, transposed matrices, no memory and no matrices; docs/methods.md has the rest."""
-    text = str(plan({"kernel": (64, 128), "scale": ()}, PowerSGD(4, transpose=("kernel",))))
-    assert "  (64 | 128)ᵀ  " in text
-    assert [line.split()[1:] for line in text.splitlines() if line[:5] == "scale"] == [["scalar", "-", "-", "4", "4"]]
-    assert len({len(line) for line in text.splitlines()[1:4]}) == 1
-    plain = str(plan({"kernel": (64, 128)}, WireDtype(AllReduce(), "int8")))
-    assert not any(word in plain for word in ("view", "memory"))
-
-
-def test_an_empty_model_has_a_plan():
-    for nothing in ({}, {"empty": (0, 5)}):
-        p = plan(nothing, PowerSGD(rank=4))
-        assert (p.wire_bytes, p.collectives, p.compression_ratio) == (0, 0, 1)
-        assert "in 0 collectives" in str(p)
-
-
 def gradients(rng, shapes, world=2):
     return [{k: rng.normal(size=s) for k, s in shapes.items()} for _ in range(world)]
 
@@ -147,46 +125,35 @@ MODEL = {"w": (20, 15), "b": (15,)}
 
 
 @pytest.mark.parametrize("wire", ["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    "inner", [AllReduce(), PowerSGD(2), PowerSGD(2, half_step=True), PowerSGD(2, start_step=1)], ids=repr
-)
+@pytest.mark.parametrize("inner", [AllReduce(), PowerSGD(2, half_step=True), PowerSGD(2, start_step=1)], ids=repr)
 def test_only_the_payload_is_in_the_wire_dtype(inner, wire):
     rng = np.random.default_rng(0)
-    simulator = Simulator(WireDtype(inner, wire), MODEL, replicas=3, dtype="float32")
-    exact = Simulator(inner, MODEL, replicas=3, dtype="float32")
+    simulator, exact = (Simulator(a, MODEL, replicas=3, dtype="float32") for a in (WireDtype(inner, wire), inner))
     for _ in range(4):
         step = gradients(rng, MODEL, 3)
         averages, expected = simulator.step(step), exact.step(step)
         sent = [r for r in simulator.requests if isinstance(r, (Reduce, Gather, AllToAll))]
-        assert sent
         assert {a.dtype.name for r in sent for a in r.arrays} == {wire}
         assert {v.dtype.name for s in simulator.states for m in s.tensors.values() for v in m.values()} <= {"float32"}
         # There and back, each half of an all-reduce; three replicas fill up what they cannot divide.
         assert simulator.traffic.collectives == 2 * exact.traffic.collectives
         assert 0 <= simulator.traffic.nbytes - exact.traffic.nbytes // 2 <= 4 * 2 * exact.traffic.collectives
-        for name in MODEL:
-            assert averages[name].dtype == np.float32
+        assert {average.dtype.name for average in averages.values()} == {"float32"}
         # Everything that was sent once was rounded once, and nothing else was.
         b = np.mean([g["b"].astype(np.float32).astype(wire) for g in step], axis=0, dtype=np.float32).astype(wire)
         np.testing.assert_allclose(averages["b"], b.astype(np.float32), rtol=2**-7)
         assert not np.array_equal(averages["b"], expected["b"])
-    if inner != AllReduce():
-        assert any(isinstance(r, Branch) for r in simulator.requests) == inner.half_step
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
 def test_two_replicas_send_each_other_everything_at_once(wire):
-    rng = np.random.default_rng(0)
     algorithm, shapes = WireDtype(AllReduce(), wire), {"w": (3, 50), "v": (7,)}
-    simulator = Simulator(algorithm, shapes, replicas=2, dtype="float32")
-    step = gradients(rng, shapes)
-    averages = simulator.step(step)
-    assert [type(r) for r in simulator.requests if isinstance(r, (Reduce, Gather, AllToAll))] == [Gather]
-    assert simulator.traffic.collectives == 1
-    assert simulator.traffic.nbytes == plan(shapes, algorithm, world_size=2).wire_bytes
+    two, three = (Simulator(algorithm, shapes, replicas, dtype="float32") for replicas in (2, 3))
+    step = gradients(np.random.default_rng(0), shapes)
+    averages = two.step(step)
+    assert [type(r) for r in two.requests if isinstance(r, (Reduce, Gather, AllToAll))] == [Gather]
     # With another replica, whose gradients are zero, the same codes are summed, and the mean is rounded a second time.
-    thrice = Simulator(algorithm, shapes, replicas=3, dtype="float32")
-    rounded = thrice.step([*step, {n: np.zeros_like(g) for n, g in step[0].items()}])
+    rounded = three.step([*step, {n: np.zeros_like(g) for n, g in step[0].items()}])
     for name in shapes:
         error = np.abs(averages[name] - np.mean([g[name] for g in step], axis=0))
         assert 0 < error.max() <= max(np.abs(g[name]).max() for g in step) / (2 * 127 if wire == "int8" else 2**8)
@@ -195,14 +162,10 @@ def test_two_replicas_send_each_other_everything_at_once(wire):
 
 @pytest.mark.parametrize(("dtype", "wire"), [("float16", "bfloat16"), ("bfloat16", "float16"), ("float16", "float32")])
 def test_payloads_that_are_no_wider_travel_as_they_are(dtype, wire):
-    rng = np.random.default_rng(0)
-    wrapped = Simulator(WireDtype(PowerSGD(2), wire), MODEL, replicas=2, dtype=dtype)
-    plain = Simulator(PowerSGD(2), MODEL, replicas=2, dtype=dtype)
-    step = gradients(rng, MODEL)
-    a, b = wrapped.step(step), plain.step(step)
+    step = gradients(np.random.default_rng(0), MODEL)
+    wrapped, plain = (Simulator(a, MODEL, 2, dtype=dtype) for a in (WireDtype(PowerSGD(2), wire), PowerSGD(2)))
+    np.testing.assert_equal(wrapped.step(step), plain.step(step))
     assert {x.dtype.name for r in wrapped.requests if isinstance(r, Reduce) for x in r.arrays} == {dtype}
-    for name in MODEL:
-        np.testing.assert_array_equal(a[name], b[name])
 
 
 def test_the_answer_lies_where_the_gradient_did_only_if_that_was_given_away():
@@ -219,43 +182,35 @@ def test_the_answer_lies_where_the_gradient_did_only_if_that_was_given_away():
 
 
 LAYERS = {"a": (100, 100), "b": (100,), "c": (200, 100), "d": (10,)}  # 40,000, 400, 80,000 and 40 bytes
+BUCKETS = AllReduce(bucket_bytes=80_000, first_bucket_bytes=40)
+IN_MIB = {"bucket_cap_mb": 80_000 / 2**20, "first_bucket_mb": 40 / 2**20}
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"algorithm": AllReduce(bucket_bytes=80_000, first_bucket_bytes=40)},
-        {"algorithm": AllReduce(), "bucket_cap_mb": 80_000 / 2**20, "first_bucket_mb": 40 / 2**20},
-        {"algorithm": PowerSGD(2), "bucket_cap_mb": 80_000 / 2**20, "first_bucket_mb": 40 / 2**20},
-        {"algorithm": WireDtype(AllReduce(80_000, 40), "bfloat16")},
+        {"algorithm": BUCKETS},
+        {"algorithm": WireDtype(BUCKETS, "bfloat16")},
+        {"algorithm": AllReduce(), **IN_MIB},
+        {"algorithm": PowerSGD(2), **IN_MIB},
     ],
     ids=repr,
 )
-def test_a_plan_prints_the_buckets(arguments):
+def test_a_plan_prints_the_buckets_and_each_of_the_algorithms_is_a_message(arguments):
     p = plan(LAYERS, **arguments)
-    assert [b.names for b in p.buckets] == [("d",), ("c",), ("b", "a")]
-    assert [b.nbytes for b in p.buckets] == [40, 80_000, 40_400]
+    assert [(b.names, b.nbytes) for b in p.buckets] == [(("d",), 40), (("c",), 80_000), (("b", "a"), 40_400)]
     lines = ["bucket 0: 40 bytes: d", "bucket 1: 80,000 bytes: c", "bucket 2: 40,400 bytes: b … a, 2 tensors"]
     assert str(p).splitlines()[2 + len(LAYERS) : -1][: len(lines)] == lines
-
-
-def test_each_bucket_of_the_algorithm_is_a_message():
-    algorithm = AllReduce(bucket_bytes=80_000, first_bucket_bytes=40)
-    assert repr(algorithm) == "AllReduce(bucket_bytes=80000, first_bucket_bytes=40)"
-    assert plan(LAYERS, algorithm).steps == (Traffic(3, 120_440),)
-    assert plan(LAYERS, WireDtype(algorithm, "float16")).steps == (Traffic(6, 60_220),)
-    simulator = Simulator(algorithm, LAYERS, replicas=2, dtype="float32")
-    averages = simulator.step([{n: np.full(s, k, np.float32) for n, s in LAYERS.items()} for k in (1, 2)])
-    assert [sum(a.nbytes for a in r.arrays) for r in simulator.requests] == [40, 80_000, 40_400]
-    assert all(np.array_equal(averages[n], np.full(s, 1.5)) for n, s in LAYERS.items())
+    if arguments == {"algorithm": BUCKETS}:
+        simulator = Simulator(BUCKETS, LAYERS, replicas=2, dtype="float32")
+        averages = simulator.step([{n: np.full(s, k, np.float32) for n, s in LAYERS.items()} for k in (1, 2)])
+        assert [sum(a.nbytes for a in r.arrays) for r in simulator.requests] == [40, 80_000, 40_400]
+        np.testing.assert_equal(averages, {n: np.full(s, 1.5) for n, s in LAYERS.items()})
+        assert plan(LAYERS, BUCKETS).steps == (simulator.traffic,) == (Traffic(3, 120_440),)
+        assert plan(LAYERS, WireDtype(BUCKETS, "float16")).steps == (Traffic(6, 60_220),)
 
 
 SHARDED = {"w": (6, 4), "b": (5,)}
-
-
-def zero(**options):
-    specs = {name: Spec(shape, "float32") for name, shape in SHARDED.items()}
-    return Zero(shard_by_element(specs, world_size=3), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"algorithm": AllReduce(bucket_bytes=40)}], ids=str)
@@ -265,7 +220,8 @@ def test_gradients_of_a_sharded_optimizer_are_cast_and_parameters_are_not(option
     def optimizer(replica, pieces):
         return {name: np.full_like(piece, new) for name, piece in pieces.items()}
 
-    algorithm = WireDtype(zero(**options), "bfloat16")
+    shards = gw.shard_by_element({name: Spec(shape, "float32") for name, shape in SHARDED.items()}, world_size=3)
+    algorithm = WireDtype(Zero(shards, **options), "bfloat16")
     simulator = Simulator(algorithm, SHARDED, replicas=3, dtype="float32", optimizer=optimizer)
     parameters = simulator.step([{name: np.ones(shape) for name, shape in SHARDED.items()}] * 3)
     assert all((p == new).all() for p in parameters.values())
@@ -335,23 +291,20 @@ def test_a_plan_counts_the_larger_side_of_a_branch_on_data_and_says_so():
         assert simulator.traffic.nbytes == sent
 
 
-def test_branches_within_branches_are_counted_from_the_least_to_the_most():
-    x = AbstractArray((10,), "float32")
-    data = AbstractArray((), "bool")
+async def sends(n, *operands):
+    return await mean(AbstractArray((n,), "float32"))
 
-    async def sends(n):
-        return await mean(AbstractArray((n,), "float32"))
+
+def test_branches_within_branches_are_counted_from_the_least_to_the_most():
+    x, data = AbstractArray((10,), "float32"), AbstractArray((), "bool")
 
     async def inner(y):
         await branch(data, partial(sends, 8), partial(sends, 6))
         return y
 
-    async def small(y):
-        return await sends(2)
-
     async def program():
-        await branch(data, small, inner, x)
-        await branch(np.array(False), inner, small, x)  # known, and no question
+        await branch(data, partial(sends, 2), inner, x)
+        await branch(np.array(False), inner, partial(sends, 2), x)  # known, and no question
         return await branch(data, inner, inner, x)
 
     assert rehearsed(program()).traffic == Traffic(3, (8 + 2 + 8) * 4, optional_bytes=(6 + 2) * 4)
@@ -359,12 +312,101 @@ def test_branches_within_branches_are_counted_from_the_least_to_the_most():
 
 
 def test_phases_are_told_by_their_value():
-    async def sends(n):
-        return await mean(AbstractArray((n,), "float32"))
-
     async def program():
         counter = AbstractArray((), "int32")
         a = await branch_on_phase(counter, 2, partial(sends, 100), partial(sends, 10))
         return a, await branch_on_phase(counter, 0, partial(sends, 1000), partial(sends, 1))
 
     assert [rehearsed(program(), phase).traffic.nbytes // 4 for phase in range(3)] == [1010, 11, 101]
+
+
+TRIED = {"w": Spec((64, 32)), "v": Spec((32, 48)), "b": Spec((64,))}
+
+
+@dataclass(frozen=True)
+class Counted(Wrapper):
+    """Notes of which gradients it takes steps."""
+
+    taken: list = field(default_factory=list, compare=False)
+
+    def step(self, ops, gradients, state, step):
+        self.taken.append(tuple(gradients))
+        return self.algorithm.step(ops, gradients, state, step)
+
+
+def test_a_step_of_each_kind_is_run_once_whatever_is_asked():
+    algorithm = Counted(PowerSGD(2, half_step=True, start_step=3))
+    dry = dry_run(algorithm, TRIED, 4)
+    assert not algorithm.taken  # before anybody asks
+    for _ in range(2):
+        dry = dry_run(algorithm, dict(TRIED), 4)
+        assert dry.requests
+        assert dry.groups == []
+        assert dry.stages[-1].total == summary(algorithm, TRIED, 4).wire_bytes
+    assert len(algorithm.taken) == 3  # the dense one, and each half
+    for _ in range(2):
+        plan({name: spec.shape for name, spec in TRIED.items()}, algorithm, dtype="float32", world_size=4)
+        before, algorithm.taken[:] = len(algorithm.taken), []
+    assert before == 0
+    assert dry_run(algorithm, TRIED, 8).requests
+    assert len(algorithm.taken) == 3
+
+
+def test_stacks_and_patterns_in_another_order_are_other_runs():
+    algorithm = PowerSGD(2)
+    flat, stack = (dry_run(algorithm, {"w": Spec(shape)}) for shape in ((4, 64, 32), StackedShape((4, 64, 32), 1)))
+    assert flat.memory.tensors["w"]["q"].shape != stack.memory.tensors["w"]["q"].shape
+    first, last = PowerSGD(rank={"*": 1, "w": 4}), PowerSGD(rank={"w": 4, "*": 1})
+    assert first == last
+    assert [dry_run(each, TRIED).memory.tensors["w"]["q"].shape[0] for each in (first, last)] == [1, 4]
+
+
+def test_some_of_the_gradients_are_those_of_the_whole_model():
+    algorithm = PowerSGD(rank={"w": 2, "v": 3})
+    dry = dry_run(algorithm, TRIED)
+    alone = [dry.only([name]).stages[-1].total for name in TRIED]
+    assert alone == [4 * 2 * (64 + 32), 4 * 3 * (32 + 48), 4 * 64]
+    assert dry.only(TRIED) is dry
+    assert dry.only(["v", "w"]) is dry.only(["w", "v"])
+
+
+class Fails(PowerSGD):
+    """Written for the tensors of one framework."""
+
+    def compress(self, ops, name, x, memory, context):
+        return x.sign()
+
+
+def test_what_cannot_be_tried_still_has_its_memory():
+    dry = dry_run(Fails(2), TRIED)
+    assert set(dry.memory.tensors) == {"w", "v"}
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="sign"):
+            dry.steps  # noqa: B018
+    with pytest.raises(UnknownWorldSize):
+        dry_run(TopK(4, per=64), TRIED).steps  # noqa: B018
+
+
+def test_runs_live_as_long_as_the_algorithm_and_are_few():
+    algorithm = WireDtype(PowerSGD(2), "bfloat16")
+    for world in range(2, 2 * REMEMBERED):
+        dry_run(algorithm, TRIED, world)
+    assert len(vars(algorithm)[ATTRIBUTE]) == REMEMBERED
+    for other in (copy.copy(algorithm), copy.deepcopy(algorithm), pickle.loads(pickle.dumps(algorithm))):
+        assert other == algorithm
+        assert dry_run(other, TRIED, 2).algorithm is other
+        assert dry_run(algorithm, TRIED, 2).algorithm is algorithm
+    gone = weakref.ref(algorithm)
+    del algorithm
+    gc.collect(1)  # what is young
+    assert gone() is None
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_random_numbers_without_data_are_not_drawn(monkeypatch, warm_start):
+    def mixed(x):
+        raise AssertionError("a number was hashed")
+
+    monkeypatch.setattr(random, "_mix", mixed)
+    dry = dry_run(PowerSGD(2, warm_start=warm_start), TRIED)
+    assert dry.cycle[0].by_number is not warm_start

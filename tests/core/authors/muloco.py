@@ -1,4 +1,4 @@
-"""Makes muloco.json: what the JAX code of MuLoCo's authors makes of a quadratic. `test_overlap` compares it with gradwire's DiLoCo.
+"""Makes muloco.json: what the JAX code of MuLoCo's authors makes of a quadratic. `test_local_sgd` compares it with gradwire's DiLoCo.
 
     git clone https://github.com/bentherien/muloco-1 && git -C muloco-1 checkout 33cc333
     pip install chex

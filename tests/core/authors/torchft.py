@@ -1,4 +1,4 @@
-"""Makes torchft.json: what torchft's DiLoCo makes of two layers, by the fixtures of its own regression tests. `test_overlap` compares it with gradwire. And
+"""Makes torchft.json: what torchft's DiLoCo makes of two layers, by the fixtures of its own regression tests. `test_local_sgd` compares it with gradwire. And
 torchft_failure.json: the same where a replica fails, with which `test_elastic` compares.
 
     git clone https://github.com/meta-pytorch/torchft && git -C torchft checkout 7eb7087
