@@ -111,27 +111,34 @@ class Coder(Generic[A]):
         if size == 2:
             return await self._mean_of_two(arrays, packs, place, donated, watched, groups, keeps=keeps)
         coded = [self._all_encoded(pack, place + 1) for pack in packs]
-        mine = [[self._in_parts(y, pack.divided, size) for y in own] for own, pack in zip(coded, packs, strict=True)]
+        together = self._together(packs)
+        mine = [self._sent_together([coded[i] for i in some], [packs[i] for i in some], size) for some in together]
         arrived = iter(await all_to_all(*chain.from_iterable(mine), groups=groups))
         self._weights = await replica_weights(groups)
-        of_each = [self._fields(list(islice(arrived, len(own))), pack) for own, pack in zip(mine, packs, strict=True)]
-        shares = [self._share(y, pack.matrix) for y, pack in zip(of_each, packs, strict=True)] if keeps else []
+        likes = [packs[some[0]] for some in together]
+        of_each = [self._fields(list(islice(arrived, len(own))), like) for own, like in zip(mine, likes, strict=True)]
         if keeps:
+            shares = [self._share(y, like.matrix) for y, like in zip(of_each, likes, strict=True)]
             again = [self._encoded(x, 0) for x in shares]
         else:
-            again = [self._share_encoded(y, pack.matrix) for y, pack in zip(of_each, packs, strict=True)]
+            shares = []
+            again = [self._share_encoded(y, like.matrix) for y, like in zip(of_each, likes, strict=True)]
         sent_again = [sendable(self.ops, y) for y in again]
         gathered = iter(await gather(*chain.from_iterable(sent_again), watched=False, groups=groups, assumed=1))
         means, sent, shown = list(arrays), list(arrays), []
-        for pack, own in zip(packs, sent_again, strict=True):
-            everything = self._fields(list(islice(gathered, len(own))), pack)
-            rows = [self._from_parts(y, pack.divided) for y in everything]
+        for k, (some, own) in enumerate(zip(together, sent_again, strict=True)):
+            everything = self._fields(list(islice(gathered, len(own))), likes[k])
             if watched and groups is None:
-                shown.append(self.codec.witness(*rows))
-            self._cut(pack, rows, arrays, means, donated=donated)
-        if keeps:
-            for pack, own, share, part in zip(packs, coded, shares, again, strict=True):
-                self._note_sent(pack, own, share, part, arrays, sent, place, size)
+                shown.append(self.codec.witness(*everything))
+            start = 0
+            for i in some:
+                end = start + sum(-(-rows // size) for _, rows in packs[i].divided)
+                rows = [self._from_parts(y[:, start:end], packs[i].divided) for y in everything]
+                self._cut(packs[i], rows, arrays, means, donated=donated)
+                if keeps:
+                    part = [y[start:end] for y in again[k]]
+                    self._note_sent(packs[i], coded[i], shares[k][start:end], part, arrays, sent, place, size)
+                start = end
         await watch(*shown)
         return means, sent
 
@@ -204,16 +211,18 @@ class Coder(Generic[A]):
             if order is not None:
                 # Two send rows as they are joined, and replicas may differ in where arrays lie. In DDP's buckets the last parameter is the first.
                 reordered = members[::-1] if replicas == 2 else [members[k] for k in order]
-                joined = self._joined(arrays, reordered if apart else members)
-                packs.append(_Pack([joined], _divided(joined, members) if apart else [(0, sum(joined.rows))]))
-            elif apart:
-                alone = [self._joined(arrays, [i]) for i in members]
-                packs += [_Pack([part], [(0, part.rows[0])]) for part in alone]
-            else:
-                large = [i for i in members if _size(arrays[i]) >= LARGE]
-                small = [i for i in members if _size(arrays[i]) < LARGE]
-                parts = [self._joined(arrays, some) for some in [*([i] for i in large), *([small] if small else [])]]
-                packs.append(_Pack(parts, [(0, sum(sum(part.rows) for part in parts))]))
+                one = self._joined(arrays, reordered if apart else members)
+                packs.append(_Pack([one], _divided(one, members) if apart else [(0, sum(one.rows))]))
+                continue
+            large = [i for i in members if _size(arrays[i]) >= LARGE]
+            small = [i for i in members if _size(arrays[i]) < LARGE]
+            # What is divided evenly by itself needs nothing to fill it up. Two divide nothing.
+            evenly = [i for i in large if self.codec.layout(_size(arrays[i]))[0] % replicas == 0]
+            alone = [] if replicas == 2 else [*large, *small] if apart else evenly
+            shared = [[i] for i in large if i not in alone] + [small for i in small[:1] if i not in alone]
+            for parts in [*([[i]] for i in alone), *([shared] if shared else [])]:
+                joined = [self._joined(arrays, some) for some in parts]
+                packs.append(_Pack(joined, [(0, sum(sum(part.rows) for part in joined))]))
         return packs
 
     def _joined(self, arrays: Sequence[A], members: list[int]) -> _Rows[A]:
@@ -276,19 +285,31 @@ class Coder(Generic[A]):
         codes = ops.by_rows(rows, *arrays, firsts)
         return tuple(codes)
 
-    def _in_parts(self, codes: A, divided: Sequence[tuple[int, int]], size: int) -> A:
-        """Codes, as they are sent, as a row for each replica, all with as many rows of the codes: zeros, which stand for zeros, fill them up."""
-        dtype = self.ops.dtype_of(codes)
-        parts = self._parts(codes, divided, size, dtype)
-        return parts if self.casts or dtype == "uint8" else self.ops.to_bytes(parts)
+    def _together(self, packs: Sequence[_Pack[A]]) -> list[list[int]]:
+        """Of which packs the means are formed as one, since rows of one length are computed with alike; of a cast, which has no rows, each by itself: to join
+        them would be a copy."""
+        alike: dict[object, list[int]] = {}
+        for i, pack in enumerate(packs):
+            alike.setdefault(i if self.casts else (self.ops.kind_of(pack.matrix), pack.matrix.shape[1]), []).append(i)
+        return list(alike.values())
 
-    def _parts(self, codes: A, divided: Sequence[tuple[int, int]], size: int, dtype: str) -> A:
-        flat, m = codes.reshape((-1,)), codes.shape[1]
+    def _sent_together(self, coded: Sequence[Sequence[A]], packs: Sequence[_Pack[A]], size: int) -> list[A]:
+        """Codes, as they are sent, as a row for each replica, all with as many rows of the codes: zeros, which stand for zeros, fill them up."""
+        ops, fields = self.ops, []
+        for own in zip(*coded, strict=True):
+            parts = [self._parts(y, pack.divided, size) for y, pack in zip(own, packs, strict=True)]
+            fields.append(parts[0] if len(parts) == 1 else ops.rows(parts, size).reshape((size, -1, own[0].shape[1])))
+        return [y.reshape((size, -1)) if self.casts else y for y in fields[:1]] + [
+            ops.to_bytes(y.reshape((size, -1))) for y in fields[1:]
+        ]
+
+    def _parts(self, codes: A, divided: Sequence[tuple[int, int]], size: int) -> A:
+        """The rows of each replica, (W, P, m)."""
+        flat, m, dtype = codes.reshape((-1,)), codes.shape[1], self.ops.dtype_of(codes)
         if len(divided) == 1:
-            n = -(-codes.shape[0] // size) * m * size
-            if missing := n - _size(flat):
-                flat = self.ops.rows([flat, self._zeros(missing, dtype)], 1)
-            return flat.reshape((size, n // size))
+            if missing := -codes.shape[0] % size * m:
+                codes = self.ops.rows([flat, self._zeros(missing, dtype)], 1)
+            return codes.reshape((size, -1, m))
         pieces = []
         for replica in range(size):
             for first, rows in divided:
@@ -296,13 +317,13 @@ class Coder(Generic[A]):
                 pieces += [flat[(first + begin) * m : (first + end) * m]] if end > begin else []
                 missing = (each - (end - begin)) * m
                 pieces += [self._zeros(missing, dtype)] if missing else []
-        return self.ops.rows(pieces, 1).reshape((size, -1))
+        return self.ops.rows(pieces, 1).reshape((size, -1, m))
 
     def _zeros(self, n: int, dtype: str) -> A:
         return self.ops.constant(("zero codes", n, dtype), lambda: self.ops.zeros((n,), dtype))
 
     def _from_parts(self, x: A, divided: Sequence[tuple[int, int]]) -> A:
-        """The rows of which `_in_parts` has made so many for each replica, (W, P, m), as they lay."""
+        """The rows of which `_parts` has made so many for each replica, (W, P, m), as they lay."""
         (size, _, m), total = x.shape, sum(rows for _, rows in divided)
         if len(divided) == 1:
             return x.reshape((-1, m))[:total]
