@@ -43,11 +43,13 @@ class Noise(NamedTuple):
 
 
 class _Rows(NamedTuple, Generic[A]):
-    """Arrays that are computed with as one: `members` of all, in a matrix (R, B), of which each has so many rows."""
+    """Arrays that are computed with as one: `members` of all, in a matrix (R, B), of which each has so many rows. They lie one below the other, or so in
+    each of as many `lots`, one for a replica, of rows of all of them."""
 
     members: list[int]
     matrix: A
     rows: list[int]
+    lots: int = 1
 
 
 class _Pack(NamedTuple, Generic[A]):
@@ -218,27 +220,28 @@ class Coder(Generic[A]):
             small = [i for i in members if _size(arrays[i]) < LARGE]
             # What is divided evenly by itself needs nothing to fill it up. Two divide nothing.
             evenly = [i for i in large if self.codec.layout(_size(arrays[i]))[0] % replicas == 0]
-            alone = [] if replicas == 2 else [*large, *small] if apart else evenly
-            shared = [[i] for i in large if i not in alone] + [small for i in small[:1] if i not in alone]
-            for parts in [*([[i]] for i in alone), *([shared] if shared else [])]:
-                joined = [self._joined(arrays, some) for some in parts]
-                packs.append(_Pack(joined, [(0, sum(sum(part.rows) for part in joined))]))
+            alone = [] if replicas == 2 else large if apart else evenly
+            shared = [[i] for i in large if i not in alone] + ([small] if small else [])
+            lots = replicas if apart and replicas != 2 else 1
+            for some in [*([[i]] for i in alone), *([shared] if shared else [])]:
+                parts = [self._joined(arrays, own, lots if len(own) > 1 else 1) for own in some]
+                packs.append(_Pack(parts, [(0, sum(part.matrix.shape[0] for part in parts))]))
         return packs
 
-    def _joined(self, arrays: Sequence[A], members: list[int]) -> _Rows[A]:
-        matrices = [self._matrix(arrays[i]) for i in members]
+    def _joined(self, arrays: Sequence[A], members: list[int], lots: int = 1) -> _Rows[A]:
+        ops, matrices = self.ops, [self._matrix(arrays[i], lots) for i in members]
         rows, width = [x.shape[0] for x in matrices], matrices[0].shape[1]
-        # As if they were donated: where they lie side by side they are only read there, unless they really are.
-        one = (
-            matrices[0]
-            if len(members) == 1
-            else self.ops.rows(matrices, 1, donated=self.ops.joining(matrices) is not None)
-        )
-        return _Rows(members, one.reshape((sum(rows), width)), rows)
+        one = matrices[0]
+        if len(members) > 1:
+            # As if they were donated: where they lie side by side they are only read there, unless they really are.
+            own = matrices if lots == 1 else [x.reshape((lots, -1, width)) for x in matrices]
+            one = ops.rows(own, lots, donated=ops.joining(own) is not None)
+        return _Rows(members, one.reshape((sum(rows), width)), rows, lots)
 
-    def _matrix(self, x: A) -> A:
-        """An array in rows, of which the last is filled up with zeros."""
+    def _matrix(self, x: A, lots: int = 1) -> A:
+        """An array in rows, of which the last is filled up with zeros; in a multiple of so many."""
         rows, width = self.codec.layout(_size(x))
+        rows = -(-rows // lots) * lots
         if not self._draws:  # what is drawn depends on an element's place
             return self.ops.to_blocks(x, rows, width)
         flat = x.reshape((-1,))
@@ -456,16 +459,20 @@ class Coder(Generic[A]):
             self._divide(self._decoded(rows, out=self._room(part) if donated else None), part, arrays, answers)
 
     def _divide(self, joined: A, part: _Rows[A], arrays: Sequence[A], answers: list[A]) -> None:
-        start = 0
+        start, lots = 0, part.lots
         for i, rows in zip(part.members, part.rows, strict=True):
-            own, shape = joined if len(part.rows) == 1 else joined[start : start + rows], tuple(arrays[i].shape)
+            own, shape, end = joined, tuple(arrays[i].shape), start + rows // lots
+            if lots > 1:
+                own = joined.reshape((lots, -1, joined.shape[1]))[:, start:end].reshape((rows, -1))
+            elif len(part.rows) > 1:
+                own = joined[start:end]
             x = (
                 own.reshape((-1,))[: math.prod(shape)].reshape(shape)
                 if self._draws
                 else self.ops.from_blocks(own, shape)
             )
             answers[i] = self.ops.cast(x, self.ops.dtype_of(arrays[i]))
-            start += rows
+            start = end
 
 
 def _divided(joined: _Rows[Any], members: Sequence[int]) -> list[tuple[int, int]]:

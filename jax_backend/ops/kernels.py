@@ -299,13 +299,16 @@ class JaxOps:
 
     def to_blocks(self, x: jax.Array, rows: int, width: int) -> jax.Array:
         if _in_tiles(x.shape, width):  # as they lie: no element is moved
-            return x.reshape(-1, TILE, x.shape[-1] // width, width).swapaxes(1, 2).reshape(rows, width)
+            blocks = x.reshape(-1, TILE, x.shape[-1] // width, width).swapaxes(1, 2).reshape(-1, width)
+            missing = rows - blocks.shape[0]
+            return jnp.pad(blocks, ((0, missing), (0, 0))) if missing else blocks
         flat, n = x.reshape(-1), rows * width
         return (flat if x.size == n else self.pad(flat, n)).reshape(rows, width)
 
     def from_blocks(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if _in_tiles(shape, x.shape[1]):
-            return x.reshape(-1, shape[-1] // x.shape[1], TILE, x.shape[1]).swapaxes(1, 2).reshape(shape)
+            blocks = x[: math.prod(shape) // x.shape[1]]
+            return blocks.reshape(-1, shape[-1] // x.shape[1], TILE, x.shape[1]).swapaxes(1, 2).reshape(shape)
         return x.reshape(-1)[: math.prod(shape)].reshape(shape)
 
     def by_rows(self, f: Callable[..., jax.Array], *arrays: jax.Array, out: jax.Array | None = None) -> jax.Array:
