@@ -122,8 +122,9 @@ class Coder(Generic[A]):
         if keeps:
             shares = [self._share(y, like.matrix) for y, like in zip(of_each, likes, strict=True)]
             again = [self._encoded(x, 0) for x in shares]
+            off = [self._rounding_error(x, y, size, place) for x, y in zip(shares, again, strict=True)]
         else:
-            shares = []
+            off = []
             again = [self._share_encoded(y, like.matrix) for y, like in zip(of_each, likes, strict=True)]
         sent_again = [sendable(self.ops, y) for y in again]
         gathered = iter(await gather(*chain.from_iterable(sent_again), watched=False, groups=groups, assumed=1))
@@ -138,8 +139,8 @@ class Coder(Generic[A]):
                 rows = [self._from_parts(y[:, start:end], packs[i].divided) for y in everything]
                 self._cut(packs[i], rows, arrays, means, donated=donated)
                 if keeps:
-                    part = [y[start:end] for y in again[k]]
-                    self._note_sent(packs[i], coded[i], shares[k][start:end], part, arrays, sent, place, size)
+                    own_off = off[k] if len(some) == 1 else off[k][start:end]
+                    self._note_sent(packs[i], coded[i], own_off, arrays, sent, place, size)
                 start = end
         await watch(*shown)
         return means, sent
@@ -385,31 +386,26 @@ class Coder(Generic[A]):
         share = ops.divide(ops.zeros((), summed) + 1.0, ops.cast(counted.total, summed))
         return ops.multiply(total, share, out=total if out is None else out)
 
-    def _note_sent(
-        self,
-        pack: _Pack[A],
-        own: Sequence[A],
-        share: A,
-        part: Sequence[A],
-        arrays: Sequence[A],
-        sent: list[A],
-        place: Any,
-        size: int,
-    ) -> None:
-        """What counts as sent: what was sent, less the error of the second rounding in the part of this replica."""
+    def _rounding_error(self, share: A, part: Sequence[A], size: int, place: Any) -> A:
+        """Of the second rounding, by which the mean is to change, in units of what this replica has sent."""
         ops, dtype = self.ops, self.ops.dtype_of(share)
         factor = self._factor(size, place, dtype)
-        (rows,) = pack.parts
-        decoded = ops.cast(self._decoded(own), dtype)
 
-        def rounding_error(share: A, *part: A, out: A | None = None) -> A:
+        def of_rows(share: A, *part: A, out: A | None = None) -> A:
             rest: A = (share - ops.cast(self.codec.decode(ops, *part), dtype)) * factor
             return rest
 
-        off = ops.by_rows(rounding_error, share, *part)
+        return ops.by_rows(of_rows, share, *part)
+
+    def _note_sent(
+        self, pack: _Pack[A], own: Sequence[A], off: A, arrays: Sequence[A], sent: list[A], place: Any, size: int
+    ) -> None:
+        """What counts as sent: what was sent, less the error of the second rounding in the part of this replica."""
+        ops, (rows,) = self.ops, pack.parts
+        decoded = ops.cast(self._decoded(own), ops.dtype_of(off))
         if ops.joining([]) is None:
             # Chosen element by element: to cut out a row that only the device knows would move everything.
-            (n, width), each = decoded.shape, share.shape[0]
+            (n, width), each = decoded.shape, off.shape[0]
             if n < size * each:
                 decoded = ops.pad(decoded.reshape((-1,)), size * each * width)
             replicas = ops.iota(size).reshape((size, 1, 1))
