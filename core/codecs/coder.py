@@ -43,11 +43,13 @@ class Noise(NamedTuple):
 
 
 class _Rows(NamedTuple, Generic[A]):
-    """Arrays that are computed with as one: `members` of all, in a matrix (R, B), of which each has so many rows."""
+    """Arrays that are computed with as one: `members` of all, in a matrix (R, B), of which each has so many rows. They lie one below the other, or so in
+    each of as many `lots`, one for a replica, of rows of all of them."""
 
     members: list[int]
     matrix: A
     rows: list[int]
+    lots: int = 1
 
 
 class _Pack(NamedTuple, Generic[A]):
@@ -118,32 +120,39 @@ class Coder(Generic[A]):
         if size == 2:
             return await self._mean_of_two(arrays, packs, place, donated, watched, groups, keeps=keeps)
         coded = [self._all_encoded(pack, place + 1) for pack in packs]
-        mine = [[self._in_parts(y, pack.divided, size) for y in own] for own, pack in zip(coded, packs, strict=True)]
+        together = self._together(packs)
+        mine = [self._sent_together([coded[i] for i in some], [packs[i] for i in some], size) for some in together]
         arrived = iter(await all_to_all(*chain.from_iterable(mine), groups=groups))
         self._weights = await replica_weights(groups)
-        of_each = [self._fields(list(islice(arrived, len(own))), pack) for own, pack in zip(mine, packs, strict=True)]
+        likes = [packs[some[0]] for some in together]
+        of_each = [self._fields(list(islice(arrived, len(own))), like) for own, like in zip(mine, likes, strict=True)]
         of_shares = [
-            self._share_encoded(y, pack.matrix, place, keeps=keeps) for y, pack in zip(of_each, packs, strict=True)
+            self._share_encoded(y, like.matrix, place, keeps=keeps) for y, like in zip(of_each, likes, strict=True)
         ]
         sent_again = [sendable(self.ops, y) for y, _ in of_shares]
         gathered = iter(await gather(*chain.from_iterable(sent_again), watched=False, groups=groups, assumed=1))
         means: list[Any] = list(arrays)
         sent: list[Any] = list(arrays)
         shown = []
-        for pack, own in zip(packs, sent_again, strict=True):
-            everything = self._fields(list(islice(gathered, len(own))), pack)
-            rows = [self._from_parts(y, pack.divided) for y in everything]
+        for some, like, own, (_, lost) in zip(together, likes, sent_again, of_shares, strict=True):
+            everything = self._fields(list(islice(gathered, len(own))), like)
             if watched and groups is None:
-                shown.append(self.codec.witness(*rows))
-            if late and self._can_be_late(pack):
-                for i, first, count in _members(pack):
-                    codes, scales = rows
-                    means[i] = Coded(codes[first : first + count], scales[first : first + count])
-            else:
-                self._cut(pack, rows, arrays, means, donated=donated)
-        for pack, own, (_, lost) in zip(packs, coded, of_shares, strict=True):
-            if lost is not None:
-                self._note_sent(pack, own, lost, arrays, sent, place, size, late=late and self._can_be_late(pack))
+                shown.append(self.codec.witness(*everything))
+            start = 0
+            for i in some:
+                pack, stays = packs[i], late and self._can_be_late(packs[i])
+                end = start + sum(-(-rows // size) for _, rows in pack.divided)
+                rows = [self._from_parts(y[:, start:end], pack.divided) for y in everything]
+                if stays:
+                    for array, first, count in _members(pack):
+                        codes, scales = rows
+                        means[array] = Coded(codes[first : first + count], scales[first : first + count])
+                else:
+                    self._cut(pack, rows, arrays, means, donated=donated)
+                if lost is not None:
+                    off = lost if len(some) == 1 else lost[start:end]
+                    self._note_sent(pack, coded[i], off, arrays, sent, place, size, late=stays)
+                start = end
         await watch(*shown)
         return means, sent
 
@@ -216,32 +225,35 @@ class Coder(Generic[A]):
             if order is not None:
                 # Two send rows as they are joined, and replicas may differ in where arrays lie. In DDP's buckets the last parameter is the first.
                 reordered = members[::-1] if replicas == 2 else [members[k] for k in order]
-                joined = self._joined(arrays, reordered if apart else members)
-                packs.append(_Pack([joined], _divided(joined, members) if apart else [(0, sum(joined.rows))]))
-            elif apart:
-                alone = [self._joined(arrays, [i]) for i in members]
-                packs += [_Pack([part], [(0, part.rows[0])]) for part in alone]
-            else:
-                large = [i for i in members if _size(arrays[i]) >= LARGE]
-                small = [i for i in members if _size(arrays[i]) < LARGE]
-                parts = [self._joined(arrays, some) for some in [*([i] for i in large), *([small] if small else [])]]
-                packs.append(_Pack(parts, [(0, sum(sum(part.rows) for part in parts))]))
+                one = self._joined(arrays, reordered if apart else members)
+                packs.append(_Pack([one], _divided(one, members) if apart else [(0, sum(one.rows))]))
+                continue
+            large = [i for i in members if _size(arrays[i]) >= LARGE]
+            small = [i for i in members if _size(arrays[i]) < LARGE]
+            # What is divided evenly by itself needs nothing to fill it up. Two divide nothing.
+            evenly = [i for i in large if self.codec.layout(_size(arrays[i]))[0] % replicas == 0]
+            alone = [] if replicas == 2 else large if apart else evenly
+            shared = [[i] for i in large if i not in alone] + ([small] if small else [])
+            lots = replicas if apart and replicas != 2 else 1
+            for some in [*([[i]] for i in alone), *([shared] if shared else [])]:
+                parts = [self._joined(arrays, own, lots if len(own) > 1 else 1) for own in some]
+                packs.append(_Pack(parts, [(0, sum(part.matrix.shape[0] for part in parts))]))
         return packs
 
-    def _joined(self, arrays: Sequence[A], members: list[int]) -> _Rows[A]:
-        matrices = [self._matrix(arrays[i]) for i in members]
+    def _joined(self, arrays: Sequence[A], members: list[int], lots: int = 1) -> _Rows[A]:
+        ops, matrices = self.ops, [self._matrix(arrays[i], lots) for i in members]
         rows, width = [x.shape[0] for x in matrices], matrices[0].shape[1]
-        # As if they were donated: where they lie side by side they are only read there, unless they really are.
-        one = (
-            matrices[0]
-            if len(members) == 1
-            else self.ops.rows(matrices, 1, donated=self.ops.joining(matrices) is not None)
-        )
-        return _Rows(members, one.reshape((sum(rows), width)), rows)
+        one = matrices[0]
+        if len(members) > 1:
+            # As if they were donated: where they lie side by side they are only read there, unless they really are.
+            own = matrices if lots == 1 else [x.reshape((lots, -1, width)) for x in matrices]
+            one = ops.rows(own, lots, donated=ops.joining(own) is not None)
+        return _Rows(members, one.reshape((sum(rows), width)), rows, lots)
 
-    def _matrix(self, x: A) -> A:
-        """An array in rows, of which the last is filled up with zeros."""
+    def _matrix(self, x: A, lots: int = 1) -> A:
+        """An array in rows, of which the last is filled up with zeros; in a multiple of so many."""
         rows, width = self.codec.layout(_size(x))
+        rows = -(-rows // lots) * lots
         if not self._draws:  # what is drawn depends on an element's place
             return self.ops.to_blocks(x, rows, width)
         flat = x.reshape((-1,))
@@ -290,19 +302,31 @@ class Coder(Generic[A]):
         codes = ops.by_rows(rows, *arrays, firsts)
         return tuple(codes)
 
-    def _in_parts(self, codes: A, divided: Sequence[tuple[int, int]], size: int) -> A:
-        """Codes, as they are sent, as a row for each replica, all with as many rows of the codes: zeros, which stand for zeros, fill them up."""
-        dtype = self.ops.dtype_of(codes)
-        parts = self._parts(codes, divided, size, dtype)
-        return parts if self.casts or dtype == "uint8" else self.ops.to_bytes(parts)
+    def _together(self, packs: Sequence[_Pack[A]]) -> list[list[int]]:
+        """Of which packs the means are formed as one, since rows of one length are computed with alike; of a cast, which has no rows, each by itself: to join
+        them would be a copy."""
+        alike: dict[object, list[int]] = {}
+        for i, pack in enumerate(packs):
+            alike.setdefault(i if self.casts else (self.ops.kind_of(pack.matrix), pack.matrix.shape[1]), []).append(i)
+        return list(alike.values())
 
-    def _parts(self, codes: A, divided: Sequence[tuple[int, int]], size: int, dtype: str) -> A:
-        flat, m = codes.reshape((-1,)), codes.shape[1]
+    def _sent_together(self, coded: Sequence[Sequence[A]], packs: Sequence[_Pack[A]], size: int) -> list[A]:
+        """Codes, as they are sent, as a row for each replica, all with as many rows of the codes: zeros, which stand for zeros, fill them up."""
+        ops, fields = self.ops, []
+        for own in zip(*coded, strict=True):
+            parts = [self._parts(y, pack.divided, size) for y, pack in zip(own, packs, strict=True)]
+            fields.append(parts[0] if len(parts) == 1 else ops.rows(parts, size).reshape((size, -1, own[0].shape[1])))
+        return [y.reshape((size, -1)) if self.casts else y for y in fields[:1]] + [
+            ops.to_bytes(y.reshape((size, -1))) for y in fields[1:]
+        ]
+
+    def _parts(self, codes: A, divided: Sequence[tuple[int, int]], size: int) -> A:
+        """The rows of each replica, (W, P, m)."""
+        flat, m, dtype = codes.reshape((-1,)), codes.shape[1], self.ops.dtype_of(codes)
         if len(divided) == 1:
-            n = -(-codes.shape[0] // size) * m * size
-            if missing := n - _size(flat):
-                flat = self.ops.rows([flat, self._zeros(missing, dtype)], 1)
-            return flat.reshape((size, n // size))
+            if missing := -codes.shape[0] % size * m:
+                codes = self.ops.rows([flat, self._zeros(missing, dtype)], 1)
+            return codes.reshape((size, -1, m))
         pieces = []
         for replica in range(size):
             for first, rows in divided:
@@ -310,13 +334,13 @@ class Coder(Generic[A]):
                 pieces += [flat[(first + begin) * m : (first + end) * m]] if end > begin else []
                 missing = (each - (end - begin)) * m
                 pieces += [self._zeros(missing, dtype)] if missing else []
-        return self.ops.rows(pieces, 1).reshape((size, -1))
+        return self.ops.rows(pieces, 1).reshape((size, -1, m))
 
     def _zeros(self, n: int, dtype: str) -> A:
         return self.ops.constant(("zero codes", n, dtype), lambda: self.ops.zeros((n,), dtype))
 
     def _from_parts(self, x: A, divided: Sequence[tuple[int, int]]) -> A:
-        """The rows of which `_in_parts` has made so many for each replica, (W, P, m), as they lay."""
+        """The rows of which `_parts` has made so many for each replica, (W, P, m), as they lay."""
         (size, _, m), total = x.shape, sum(rows for _, rows in divided)
         if len(divided) == 1:
             return x.reshape((-1, m))[:total]
@@ -476,16 +500,20 @@ class Coder(Generic[A]):
             self._divide(self._decoded(rows, out=self._room(part) if donated else None), part, arrays, answers)
 
     def _divide(self, joined: A, part: _Rows[A], arrays: Sequence[A], answers: list[A]) -> None:
-        start = 0
+        start, lots = 0, part.lots
         for i, rows in zip(part.members, part.rows, strict=True):
-            own, shape = joined if len(part.rows) == 1 else joined[start : start + rows], tuple(arrays[i].shape)
+            own, shape, end = joined, tuple(arrays[i].shape), start + rows // lots
+            if lots > 1:
+                own = joined.reshape((lots, -1, joined.shape[1]))[:, start:end].reshape((rows, -1))
+            elif len(part.rows) > 1:
+                own = joined[start:end]
             x = (
                 own.reshape((-1,))[: math.prod(shape)].reshape(shape)
                 if self._draws
                 else self.ops.from_blocks(own, shape)
             )
             answers[i] = self.ops.cast(x, self.ops.dtype_of(arrays[i]))
-            start += rows
+            start = end
 
 
 def _divided(joined: _Rows[Any], members: Sequence[int]) -> list[tuple[int, int]]:

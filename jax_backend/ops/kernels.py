@@ -185,9 +185,17 @@ class JaxOps:
         return answers
 
     def max_abs(self, x: jax.Array) -> jax.Array:
-        # As integers, of which NaN is the largest: XLA:CPU loses a NaN among many floats, and with it what came before it in its row.
-        bits = lax.bitcast_convert_type(jnp.abs(x), f"int{8 * x.dtype.itemsize}")
-        return lax.bitcast_convert_type(jnp.max(bits, axis=-1, keepdims=True, initial=0), x.dtype)
+        def as_integers(x: jax.Array) -> jax.Array:
+            bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
+            return lax.bitcast_convert_type(jnp.max(bits, axis=-1, keepdims=True, initial=0), x.dtype)
+
+        def as_floats(x: jax.Array) -> jax.Array:
+            return jnp.max(x, axis=-1, keepdims=True, initial=0)
+
+        # Of integers NaN is the largest: XLA:CPU loses a NaN among many floats, and with it what came before it in its row. A TPU has no maximum of
+        # integers along lanes, and takes ten times as long to compile one.
+        largest: jax.Array = lax.platform_dependent(jnp.abs(x), cpu=as_integers, default=as_floats)
+        return largest
 
     def scales(self, x: jax.Array, largest: float, *, signed: bool = False) -> tuple[jax.Array, jax.Array]:
         return rounding.scales(self, x, largest, signed=signed)
@@ -293,13 +301,16 @@ class JaxOps:
 
     def to_blocks(self, x: jax.Array, rows: int, width: int) -> jax.Array:
         if _in_tiles(x.shape, width):  # as they lie: no element is moved
-            return x.reshape(-1, TILE, x.shape[-1] // width, width).swapaxes(1, 2).reshape(rows, width)
+            blocks = x.reshape(-1, TILE, x.shape[-1] // width, width).swapaxes(1, 2).reshape(-1, width)
+            missing = rows - blocks.shape[0]
+            return jnp.pad(blocks, ((0, missing), (0, 0))) if missing else blocks
         flat, n = x.reshape(-1), rows * width
         return (flat if x.size == n else self.pad(flat, n)).reshape(rows, width)
 
     def from_blocks(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if _in_tiles(shape, x.shape[1]):
-            return x.reshape(-1, shape[-1] // x.shape[1], TILE, x.shape[1]).swapaxes(1, 2).reshape(shape)
+            blocks = x[: math.prod(shape) // x.shape[1]]
+            return blocks.reshape(-1, shape[-1] // x.shape[1], TILE, x.shape[1]).swapaxes(1, 2).reshape(shape)
         return x.reshape(-1)[: math.prod(shape)].reshape(shape)
 
     def by_rows(self, f: Callable[..., jax.Array], *arrays: jax.Array, out: jax.Array | None = None) -> jax.Array:
@@ -349,6 +360,8 @@ class JaxOps:
     ) -> jax.Array:
         if n == 1 and all(x.ndim == 2 and x.shape[1] == arrays[0].shape[1] for x in arrays):
             return jnp.concatenate(arrays).reshape(1, -1)  # whose rows need not be moved
+        if all(x.ndim == 3 and x.shape[0] == n and 1 < x.shape[2] == arrays[0].shape[2] for x in arrays):
+            return jnp.concatenate(arrays, axis=1).reshape(n, -1)
         lengths = [-(-x.size // n) for x in arrays]
         filled = [
             x if x.size == n * k else self.pad(x.reshape(-1), n * k) for x, k in zip(arrays, lengths, strict=True)
