@@ -245,18 +245,27 @@ class JaxOps:
 
         return _compared_on_tpu(kept.shape[-1], scattered, compared)
 
-    def pack_bits(self, x: jax.Array) -> jax.Array:
+    def pack_bits(self, x: jax.Array, *, of: jax.Array | None = None) -> jax.Array:
         if not x.size:
             return jnp.zeros(0, jnp.uint8)
         (whole, left), row = bytes_of_rows(x.shape), x.shape[1:][-1:]
-        rows = x.reshape(-1, *row)
-        k = len(rows) // 8
-        parts = [rows[: 8 * k].reshape(8, k, *row)] * (whole > 0)
-        parts += [self.pad(rows[8 * k :].reshape(-1), 8 * left).reshape(8, left)] * (left > 0)
-        packed = [
-            functools.reduce(jnp.bitwise_or, [part[i].astype(jnp.int32) << i for i in range(8)]) for part in parts
-        ]
-        return jnp.concatenate([each.astype(jnp.uint8).reshape(-1) for each in packed])
+
+        def packed(x: jax.Array) -> jax.Array:
+            rows = x.reshape(-1, *row)
+            k = len(rows) // 8
+            parts = [rows[: 8 * k].reshape(8, k, *row)] * (whole > 0)
+            parts += [self.pad(rows[8 * k :].reshape(-1), 8 * left).reshape(8, left)] * (left > 0)
+            bits = [
+                functools.reduce(jnp.bitwise_or, [(p[i] > 0).astype(jnp.int32) << i for i in range(8)]) for p in parts
+            ]
+            return jnp.concatenate([each.astype(jnp.uint8).reshape(-1) for each in bits])
+
+        # What is compared piece by piece a TPU computes once and keeps, for whatever else is made of it.
+        given = x if of is None else of
+        result: jax.Array = lax.platform_dependent(
+            x, given, tpu=lambda x, of: packed(of), default=lambda x, of: packed(x)
+        )
+        return result
 
     def unpack_bits(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if not math.prod(shape):
