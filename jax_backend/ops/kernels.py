@@ -219,7 +219,9 @@ class JaxOps:
         if jnp.issubdtype(x.dtype, jnp.floating):
             x = jnp.where(jnp.isnan(x), jnp.inf, x)
             x = jnp.where(x == 0, 0, x)  # XLA takes -0 to be less
-        return lax.top_k(x, k)[1]
+        # Else a GPU keeps all positions, sorted, wherever these are used.
+        index: jax.Array = lax.optimization_barrier(lax.top_k(x, k)[1])
+        return index
 
     def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
         def compared() -> jax.Array:
@@ -240,7 +242,9 @@ class JaxOps:
             return _chosen(index[..., None], n, values[..., None], (0, -2))
 
         def scattered() -> jax.Array:
-            start = jnp.zeros(rows, kept.dtype)
+            # Not before there is something to add: a GPU would make these zeros first of all, and copies of them.
+            zero, _ = lax.optimization_barrier((jnp.zeros((), kept.dtype), of(jnp.int32(0))[1]))
+            start = jnp.broadcast_to(zero, rows)
             return self.loop(replicas, lambda i, total: self.scatter_add(total, *of(i)), start)
 
         return _compared_on_tpu(kept.shape[-1], scattered, compared)
