@@ -30,10 +30,10 @@ class Ceiling(NamedTuple):
 CEILINGS = {
     "WireDtype(AllReduce(),'int8')": Ceiling(18.5, 0.3, 20, 1),
     "Quantize('int8')": Ceiling(22.7, 0.3, 32, 2),
-    "PowerSGD(4)": Ceiling(15.2, 0.3, 52, 1),
+    "PowerSGD(4)": Ceiling(15.2, 0.3, 44, 1),
     "Sign()": Ceiling(16.2, 0.3, 32, 1),
     "TopK(64,per=(64,64))": Ceiling(52, 0.8, 52, 2.2),
-    "TwoLevel(PowerSGD(4),within='ici')": Ceiling(14.4, 0.3, 66, 2.7),
+    "TwoLevel(PowerSGD(4),within='ici')": Ceiling(14.4, 0.3, 58, 2.7),
     "zero1": Ceiling(15.2, 0.3, 12, 2),
     "LocalSGD(4)": Ceiling(1, 0.3, 16, 2),
     "diloco(4)": Ceiling(24, 0.3, 28, 2),
@@ -122,10 +122,11 @@ def test_a_tpu_passes_few_times_over_the_gradients(model, method):
 
 
 @all_of_it
-def test_a_tpu_passes_fewer_times_over_gradients_too_large_for_its_fast_memory():
-    found = rows("v5e", "wide", "PowerSGD(4)")
-    assert found["PowerSGD(4)"]["passes"] <= found["pmean"]["passes"] + 4, found
-    assert found["PowerSGD(4)"]["temporary"] <= found["pmean"]["temporary"], found
+@pytest.mark.parametrize(("method", "passes"), [("PowerSGD(4)", 4), ("Sign()", 10)])
+def test_a_tpu_passes_fewer_times_over_gradients_too_large_for_its_fast_memory(method, passes):
+    found = rows("v5e", "wide", "PowerSGD(4)", "Sign()")
+    assert found[method]["passes"] <= found["pmean"]["passes"] + passes, found
+    assert found[method]["temporary"] <= found["pmean"]["temporary"], found
 
 
 @all_of_it
