@@ -259,10 +259,12 @@ class JaxOps:
             k = len(rows) // 8
             parts = [rows[: 8 * k].reshape(8, k, *row)] * (whole > 0)
             parts += [self.pad(rows[8 * k :].reshape(-1), 8 * left).reshape(8, left)] * (left > 0)
-            bits = [
-                functools.reduce(jnp.bitwise_or, [(p[i] > 0).astype(jnp.int32) << i for i in range(8)]) for p in parts
-            ]
-            return jnp.concatenate([each.astype(jnp.uint8).reshape(-1) for each in bits])
+
+            def byte(part: jax.Array) -> jax.Array:
+                above = (part[i] if part.dtype == bool else part[i] > 0 for i in range(8))
+                return functools.reduce(jnp.bitwise_or, [bit.astype(jnp.int32) << i for i, bit in enumerate(above)])
+
+            return jnp.concatenate([byte(part).astype(jnp.uint8).reshape(-1) for part in parts])
 
         # What is compared piece by piece a TPU computes once and keeps, for whatever else is made of it.
         given = x if of is None else of
