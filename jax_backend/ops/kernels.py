@@ -220,7 +220,7 @@ class JaxOps:
             x = jnp.where(jnp.isnan(x), jnp.inf, x)
             x = jnp.where(x == 0, 0, x)  # XLA takes -0 to be less
         # Else a GPU keeps all positions, sorted, wherever these are used.
-        index: jax.Array = lax.optimization_barrier(lax.top_k(x, k)[1])
+        index: jax.Array = lax.optimization_barrier(lax.top_k(x, k)[1])  # type: ignore[no-untyped-call]
         return index
 
     def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
@@ -243,7 +243,7 @@ class JaxOps:
 
         def scattered() -> jax.Array:
             # Not before there is something to add: a GPU would make these zeros first of all, and copies of them.
-            zero, _ = lax.optimization_barrier((jnp.zeros((), kept.dtype), of(jnp.int32(0))[1]))
+            zero, _ = lax.optimization_barrier((jnp.zeros((), kept.dtype), of(jnp.int32(0))[1]))  # type: ignore[no-untyped-call]
             start = jnp.broadcast_to(zero, rows)
             return self.loop(replicas, lambda i, total: self.scatter_add(total, *of(i)), start)
 
