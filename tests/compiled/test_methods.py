@@ -43,10 +43,10 @@ STACKED_POWER_SGD = "PowerSGD(4,stacked={'h/*':1})"
 STACKED = {
     "WireDtype(AllReduce(),'int8')": Ceiling(18.5, 0.4, 36, 1),
     "Quantize('int8')": Ceiling(40, 0.5, 84, 2),
-    STACKED_POWER_SGD: Ceiling(16.5, 0.3, 102, 1),
+    STACKED_POWER_SGD: Ceiling(16.5, 0.3, 96, 1),
     "Sign()": Ceiling(24, 0.3, 62, 1),
     "TopK(64,per=(64,64))": Ceiling(62, 2, 126, 2.2),
-    f"TwoLevel({STACKED_POWER_SGD},within='ici')": Ceiling(16.5, 0.3, 128, 2.1),
+    f"TwoLevel({STACKED_POWER_SGD},within='ici')": Ceiling(16.5, 0.3, 122, 2.1),
     "zero1": Ceiling(16, 0.3, 20, 2),
     "LocalSGD(4)": Ceiling(1, 0.3, 34, 2),
     "diloco(4)": Ceiling(25.5, 0.5, 74, 2),
