@@ -313,11 +313,12 @@ class Ops(Protocol[A]):
         """Rows (…, n): the sum of what all replicas have sent of them. `of(replica)` are positions (…, k), distinct in each row, and values (…, k). They are
         added one replica after the other, so that no order is left to the device. The replica may be traced."""
 
-    def pack_bits(self, x: A) -> A:
+    def pack_bits(self, x: A, *, of: A | None = None) -> A:
         """Eight booleans in each byte: n of any shape → uint8 (⌈n / 8⌉,). To pack signs: `pack_bits(x > 0)`.
 
         Of 8k rows along the last axis, row i·k + j is in bit i, counted from the lowest, of the bytes of row j; a vector has rows of one element. The
         elements of up to seven rows that are left follow likewise: element i·l + j of 8l is bit i of byte j. Bits that stand for nothing are 0.
+        `of`: what is above 0 where `x` holds, and only there; a kernel may look at that instead.
         """
 
     def unpack_bits(self, x: A, shape: tuple[int, ...]) -> A:

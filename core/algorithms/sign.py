@@ -15,6 +15,7 @@ from typing import Literal
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.shared.views import view_of
+from gradwire.core.kernels.bits import bytes_of_rows
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, wide_dtype
 from gradwire.core.protocol import gather, replica_weights, watch, world_size
 
@@ -69,7 +70,9 @@ class Sign(Compressor):
         wide, lies = wide_dtype(dtype), self._lies(name, shape)
         matrix = x.reshape(lies)
         positive = matrix > 0
-        bits, scales = ops.pack_bits(positive), ops.cast(self._scales(ops, matrix, positive, wide), dtype)
+        bits, scales = ops.pack_bits(positive, of=matrix), ops.cast(self._scales(ops, matrix, positive, wide), dtype)
+        if not bytes_of_rows(lies)[1]:
+            bits = bits.reshape((-1, lies[-1]))  # rows, of which none is moved to send it
         # As bytes, scales travel in the message of the bits.
         every_bits, every_byte = await gather(bits, ops.view_as(scales, "uint8"), watched=False)
         every_scales, weights = ops.view_as(every_byte, dtype), await replica_weights()
@@ -82,7 +85,7 @@ class Sign(Compressor):
             return ops.where(positive, above[0], above[self.magnitudes - 1] * (-1.0 if self.magnitudes == 1 else 1.0))
 
         def add(replica: int, total: A) -> A:
-            sent = reconstructed(ops.unpack_bits(every_bits[replica], lies), every_scales[replica])
+            sent = reconstructed(ops.unpack_bits(every_bits[replica].reshape((-1,)), lies), every_scales[replica])
             return ops.add(total, sent if weights is None else weights.times(ops, sent, replica), out=total)
 
         replicas = await world_size()

@@ -106,24 +106,24 @@ class TopK(Compressor):
         replicas, weights, wide = await world_size(), await replica_weights(), wide_dtype(dtype)
         length = blocks.length
 
-        def weighed(x: A, replica: Any) -> A:
-            return x if weights is None else weights.times(ops, x, replica)
+        every_value = ops.cast(every_value, wide)
+        if weights is not None:
+            every_value = weights.times_each(ops, every_value)
 
         def places(replica: Any) -> A:
             return unpacked(ops, every_index[replica], length, tuple(index.shape))
 
-        def value(replica: Any) -> A:
-            return weighed(ops.cast(every_value[replica], wide), replica)
+        def one(replica: Any) -> A:
+            return ones if weights is None else weights.times(ops, ones, replica)
 
         # What is not finite is in it, and of finite numbers a sum may overflow: none is larger than this one.
-        largest = ops.zeros((*index.shape[:-1], 1), wide)
-        await watch(ops.loop(replicas, lambda i, total: total + ops.max_abs(value(i)), largest))
+        await watch(ops.sum_of_each(ops.max_abs, every_value))
         sent = ops.scatter_sum(length, 1, lambda _: (index, values))
-        total = ops.scatter_sum(length, replicas, lambda replica: (places(replica), value(replica)))
+        total = ops.scatter_sum(length, replicas, lambda replica: (places(replica), every_value[replica]))
         if self.mean == "replicas":
             return sent, ops.cast(total / replicas if weights is None else weights.share(ops, total), dtype)
         ones = ops.zeros(tuple(index.shape), wide) + 1.0
-        count = ops.scatter_sum(length, replicas, lambda replica: (places(replica), weighed(ones, replica)))
+        count = ops.scatter_sum(length, replicas, lambda replica: (places(replica), one(replica)))
         return sent, ops.cast(total / ops.where(count > 0, count, 1.0), dtype)
 
     def _blocks(self, name: str, shape: tuple[int, ...]) -> Blocks:

@@ -220,7 +220,7 @@ class AbstractOps:
         index, values = of(0)
         return self.scatter_add(AbstractArray((*index.shape[:-1], n), values.dtype), index, values)
 
-    def pack_bits(self, x: AbstractArray) -> AbstractArray:
+    def pack_bits(self, x: AbstractArray, *, of: AbstractArray | None = None) -> AbstractArray:
         if x.dtype != "bool":
             raise ValueError(f"pack_bits: {x.dtype} are no booleans; of signs, give x > 0")
         return AbstractArray((-(-math.prod(x.shape) // 8),), "uint8")

@@ -39,10 +39,8 @@ def gram_schmidt(ops: Ops[A], x: A, epsilon: float = 0.0, *, out: A | None = Non
     # Never divided by where there is nothing to divide, and into a new array unless `work` is ours already.
     own = work if out is x or work is not x else None
     work = ops.divide(work, ops.where(largest > 0, largest, 1.0), out=own)
+    work = ops.where(largest < math.inf, work, 0.0, out=work)
     before = ops.norm(work)
-    work = ops.where(before < math.inf, work, 0.0, out=work)
-
-    least = before * DEPENDENT
 
     def orthonormal_row(i: Any, rows: A) -> A:
         v, done = ops.row(work, i), ops.rows_before(rows, i)
@@ -50,7 +48,7 @@ def gram_schmidt(ops: Ops[A], x: A, epsilon: float = 0.0, *, out: A | None = Non
             v = ops.subtract_product(v, ops.matmul(done, v.mT), done, out=v)
         length = ops.norm(v)
         # Divided by infinity, what is left of a dependent row is zero.
-        return ops.set_row(rows, i, v / ops.where(length > ops.row(least, i), length + epsilon, math.inf))
+        return ops.set_row(rows, i, v / ops.where(length > ops.row(before, i) * DEPENDENT, length + epsilon, math.inf))
 
     rows = ops.loop(work.shape[-2], orthonormal_row, ops.zeros(tuple(work.shape), ops.dtype_of(work)))
     return ops.cast(rows, dtype)

@@ -217,7 +217,7 @@ class NumpyOps:
             total = self.scatter_add(total, *of(replica))
         return total
 
-    def pack_bits(self, x: NDArray) -> NDArray:
+    def pack_bits(self, x: NDArray, *, of: NDArray | None = None) -> NDArray:
         whole, left = bytes_of_rows(x.shape)
         flat = self.pad(x.reshape(-1), 8 * (whole + left))
         parts = flat[: 8 * whole].reshape(8, whole), flat[8 * whole :].reshape(8, left)

@@ -59,8 +59,15 @@ class Weights(NamedTuple, Generic[A]):
 
     def present(self, ops: Ops[A], every: A) -> A:
         """Of what all replicas have sent (W, …), zeros for those that are absent."""
-        counts = self.of_each.reshape((-1, *[1] * (len(every.shape) - 1))) > 0
-        return ops.where(counts, every, 0.0)
+        return ops.where(self._beside(every) > 0, every, 0.0)
+
+    def times_each(self, ops: Ops[A], every: A) -> A:
+        """`times` of what all replicas have sent (W, …)."""
+        weights = ops.cast(self._beside(every), ops.dtype_of(every))
+        return ops.multiply(self.present(ops, every), weights)
+
+    def _beside(self, every: A) -> A:
+        return self.of_each.reshape((-1, *[1] * (len(every.shape) - 1)))
 
     def share(self, ops: Ops[A], total: A) -> A:
         """The mean of which this is the weighted sum."""

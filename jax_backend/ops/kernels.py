@@ -229,7 +229,9 @@ class JaxOps:
         if jnp.issubdtype(x.dtype, jnp.floating):
             x = jnp.where(jnp.isnan(x), jnp.inf, x)
             x = jnp.where(x == 0, 0, x)  # XLA takes -0 to be less
-        return lax.top_k(x, k)[1]
+        # Else a GPU keeps all positions, sorted, wherever these are used.
+        index: jax.Array = lax.optimization_barrier(lax.top_k(x, k)[1])  # type: ignore[no-untyped-call]
+        return index
 
     def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
         def compared() -> jax.Array:
@@ -250,23 +252,36 @@ class JaxOps:
             return _chosen(index[..., None], n, values[..., None], (0, -2))
 
         def scattered() -> jax.Array:
-            start = jnp.zeros(rows, kept.dtype)
+            # Not before there is something to add: a GPU would make these zeros first of all, and copies of them.
+            zero, _ = lax.optimization_barrier((jnp.zeros((), kept.dtype), of(jnp.int32(0))[1]))  # type: ignore[no-untyped-call]
+            start = jnp.broadcast_to(zero, rows)
             return self.loop(replicas, lambda i, total: self.scatter_add(total, *of(i)), start)
 
         return _compared_on_tpu(kept.shape[-1], scattered, compared)
 
-    def pack_bits(self, x: jax.Array) -> jax.Array:
+    def pack_bits(self, x: jax.Array, *, of: jax.Array | None = None) -> jax.Array:
         if not x.size:
             return jnp.zeros(0, jnp.uint8)
         (whole, left), row = bytes_of_rows(x.shape), x.shape[1:][-1:]
-        rows = x.reshape(-1, *row)
-        k = len(rows) // 8
-        parts = [rows[: 8 * k].reshape(8, k, *row)] * (whole > 0)
-        parts += [self.pad(rows[8 * k :].reshape(-1), 8 * left).reshape(8, left)] * (left > 0)
-        packed = [
-            functools.reduce(jnp.bitwise_or, [part[i].astype(jnp.int32) << i for i in range(8)]) for part in parts
-        ]
-        return jnp.concatenate([each.astype(jnp.uint8).reshape(-1) for each in packed])
+
+        def packed(x: jax.Array) -> jax.Array:
+            rows = x.reshape(-1, *row)
+            k = len(rows) // 8
+            parts = [rows[: 8 * k].reshape(8, k, *row)] * (whole > 0)
+            parts += [self.pad(rows[8 * k :].reshape(-1), 8 * left).reshape(8, left)] * (left > 0)
+
+            def byte(part: jax.Array) -> jax.Array:
+                above = (part[i] if part.dtype == bool else part[i] > 0 for i in range(8))
+                return functools.reduce(jnp.bitwise_or, [bit.astype(jnp.int32) << i for i, bit in enumerate(above)])
+
+            return jnp.concatenate([byte(part).astype(jnp.uint8).reshape(-1) for part in parts])
+
+        # What is compared piece by piece a TPU computes once and keeps, for whatever else is made of it.
+        given = x if of is None else of
+        result: jax.Array = lax.platform_dependent(
+            x, given, tpu=lambda x, of: packed(of), default=lambda x, of: packed(x)
+        )
+        return result
 
     def unpack_bits(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if not math.prod(shape):

@@ -18,6 +18,9 @@ _LAUNCH = re.compile(r" = .* (fusion|custom-call|while|conditional|copy|all-[a-z
 #: A message, or where it begins; and one that the program waits for at once.
 _MESSAGE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|send)(-start)?\(")
 _WAITING = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\(")
+_DONE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|send)-done\(")
+#: What is moved between the devices of a slice other than as a sum.
+_MOVED = re.compile(r" = \(*(?P<type>\w+)\[(?P<shape>[\d,]*)\].* (all-gather|all-to-all|collective-permute)(-start)?\(")
 #: What a message between slices sends: its type, and the program's name for it.
 _SEND = re.compile(r" = \((?P<type>\w+)\[(?P<shape>[\d,]*)\].*\) send\(")
 _BYTES = {"f32": 4, "s32": 4, "u32": 4, "u8": 1, "s8": 1, "pred": 1, "bf16": 2}
@@ -41,7 +44,26 @@ def layers(width: int = 256) -> dict[str, tuple[int, ...]]:
     return {f"h{i}/{name}": (width, n * width) for i in range(4) for name, n in (("out", 1), ("up", 2), ("gate", 2))}
 
 
-MODELS = {"pair": pair, "wide": lambda: pair(2048), "fifty": fifty, "layers": layers}
+def stacked(width: int = 256) -> dict[str, tuple[int, ...]]:
+    """The model of `fifty` with its layers stacked, as `nn.scan` has them: matrices and vectors of all layers in one array."""
+    shapes = {name: shape for name, shape in fifty(width).items() if not name.startswith("h")}
+    layer = {name: shape for name, shape in fifty(width).items() if name.startswith("h0/")}
+    return shapes | {name.replace("h0/", "h/"): (12, *shape) for name, shape in layer.items()}
+
+
+def divided() -> dict[str, tuple[int, ...]]:
+    """The model of `stacked`, each array divided by its longest axis among the devices of a slice, which is left to the compiler."""
+    return stacked()
+
+
+MODELS = {
+    "pair": pair,
+    "stacked": stacked,
+    "divided": divided,
+    "wide": lambda: pair(2048),
+    "fifty": fifty,
+    "layers": layers,
+}
 
 
 #: What is no algorithm: averages, and optimizers, as they are and divided.
@@ -55,7 +77,8 @@ def compiled(target, model, name):
     params = model()
     made = None if name in PLAIN else eval(name, vars(gradwire))
     nodes = isinstance(made, gradwire.TwoLevel)
-    lowered = _lowered(targets.mesh(target, nodes), params, name, made)
+    lower = _lowered_divided if model is divided else _lowered
+    lowered = lower(targets.mesh(target, nodes), params, name, made)
     began = time.process_time()
     program = lowered.compile()
     seconds = time.process_time() - began
@@ -64,6 +87,7 @@ def compiled(target, model, name):
     entry = text[text.index("ENTRY") :].splitlines()
     cost = program.cost_analysis() or {}
     sent = [found for line in entry if (found := _SEND.search(line))]
+    moved = [found for line in text.splitlines() if (found := _MOVED.search(line))]
     return {
         "target": target,
         "method": name,
@@ -74,8 +98,27 @@ def compiled(target, model, name):
         "launches": sum(_LAUNCH.search(line) is not None for line in entry),
         "messages": sum(_MESSAGE.search(line) is not None for line in entry),
         "waiting": sum(_WAITING.search(line) is not None for line in entry),
-        "sent": sum(_BYTES[m["type"]] * math.prod(map(int, filter(None, m["shape"].split(",")))) for m in sent),
+        "sent": sum(map(_nbytes, sent)),
+        "moved": max(map(_nbytes, moved), default=0),
+        "beside": _beside(entry),
     }
+
+
+def _beside(entry):
+    """How many kernels are launched while a message is on its way."""
+    open_, beside = 0, 0
+    for line in entry:
+        if _DONE.search(line):
+            open_ -= 1
+        elif _MESSAGE.search(line):
+            open_ += _WAITING.search(line) is None
+        else:
+            beside += open_ > 0 and _LAUNCH.search(line) is not None
+    return beside
+
+
+def _nbytes(found):
+    return _BYTES[found["type"]] * math.prod(map(int, filter(None, found["shape"].split(","))))
 
 
 def _lowered(mesh, shapes, name, made):
@@ -134,6 +177,44 @@ def _lowered(mesh, shapes, name, made):
         for key, x in params.items()
     }
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, rows), out_specs=specs, check_vma=False)
+    return jax.jit(mapped, donate_argnums=0).lower(state, gradients)
+
+
+def _lowered_divided(mesh, shapes, name, made):
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import gradwire
+    from gradwire import jax_backend as gw
+
+    lies = {
+        key: [None if i != shape.index(max(shape)) else "ici" for i in range(len(shape))]
+        for key, shape in shapes.items()
+    }
+    params = {
+        key: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*lies[key])))
+        for key, shape in shapes.items()
+    }
+    tx = gw.average_gradients(gradwire.AllReduce() if made is None else made, axis_name="dcn")
+    start = {"params": params, "own": jax.eval_shape(tx.init, params)}
+    state = gw.abstract_state(start, mesh.shape["dcn"], mesh, "dcn", params=params)
+
+    def step(state, gradients):
+        averages, own = tx.update(jax.tree.map(lambda x: x[0], gradients), state["own"], state["params"])
+        return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], averages), "own": own}
+
+    gradients = {
+        key: jax.ShapeDtypeStruct(
+            (mesh.shape["dcn"], *x.shape), x.dtype, sharding=NamedSharding(mesh, P("dcn", *lies[key]))
+        )
+        for key, x in params.items()
+    }
+    specs = gw.partition_specs(state, "dcn")
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, P("dcn")), out_specs=specs, axis_names={"dcn"}, check_vma=False
+    )
     return jax.jit(mapped, donate_argnums=0).lower(state, gradients)
 
 

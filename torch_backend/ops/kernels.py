@@ -382,7 +382,7 @@ class TorchOps:
             total = self.scatter_add(total, *of(replica))
         return total
 
-    def pack_bits(self, x: Tensor) -> Tensor:
+    def pack_bits(self, x: Tensor, *, of: Tensor | None = None) -> Tensor:
         whole, left = bytes_of_rows(tuple(x.shape))
         bits = x.contiguous().view(torch.uint8).view(-1)
         parts = [bits[: 8 * whole]] * (whole > 0)
