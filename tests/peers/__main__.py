@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal import common_distributed
 
 from tests.launch import end_all, environment
 from tests.peers.expected import EXPECTED
@@ -50,6 +49,10 @@ def run(row, only, limit=1800):
 def run_here(name, only, report):
     """A row in this process, from which its ranks are forked. Torch's tests are a mixin, `DistributedTest._DistTestBase`, and a base that starts the ranks of each test,
     `TestDistBackend`."""
+    from torch.testing._internal import (
+        common_distributed,
+    )  # not before: it freezes torch's flags for the rest of the process
+
     row = ROWS[name]
     os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(row.ranks), "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT)}
     # Before the tests are imported, which are decorated when they are defined.

@@ -65,7 +65,7 @@ def results_of(tmp_path_factory):
         if ranks != SAVING:
             of(SAVING)
         (folder / str(ranks)).mkdir()
-        return cases.run(folder / str(ranks), ranks)
+        return cases.run(folder / str(ranks), ranks, slow=True)
 
     return of
 
