@@ -19,6 +19,7 @@ from gradwire import Compressor
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.plan.dry_run import rehearsed
+from gradwire.core.protocol import together
 from gradwire.core.simulate.lock_step import lock_step
 from gradwire.jax_backend import JaxOps, average_gradients, collective_traffic, stats, total_traffic
 from gradwire.jax_backend.axes.mapped_axis import varying_axes
@@ -182,6 +183,52 @@ def test_what_is_sent_is_what_the_requests_say(replicas):
             nothing = rehearsed(of_group, world_size=replicas).traffic
             said = gradwire.Traffic(said.collectives - nothing.collectives, said.nbytes - nothing.nbytes)
     assert total_traffic(sent) == gradwire.Traffic(said.collectives, said.nbytes)
+
+
+def test_side_by_side_they_share_one_message_of_each_kind_and_dtype():
+    async def one(ops, x, i):
+        x = x * float(i + 1)
+        for _ in range(await rq.world_size() - 3):
+            x = await rq.mean(x)
+        largest = await rq.reduce_max(x.reshape((-1,))[: i + 1])
+        values, places = await rq.gather(x, ops.top_k(x, 1))
+        (half,) = await rq.gather(ops.cast(x, "float8_e5m2"))
+        (row,) = await rq.all_to_all(ops.stack([x.reshape((-1,))[:i]] * 4))
+        return largest, values, places, half, row
+
+    async def all_of_them(ops, x):
+        return await together([one(ops, x["m"], i) for i in range(5)])
+
+    x = given(4)
+    first = {n: a[0] for n, a in x.items()}
+    sent = collective_traffic(lambda x: drive(all_of_them(JaxOps(), x), AXIS), first, axis_env=[(AXIS, 4)])
+    assert [(c.kind, c.dtype) for c in sent] == [
+        ("all_reduce", "float32"),
+        ("all_reduce", "float32"),
+        ("all_gather", "float32"),
+        ("all_gather", "int32"),
+        ("all_gather", "float8_e5m2"),
+        ("all_to_all", "float32"),
+    ]
+    received = mapped(lambda x: drive(all_of_them(JaxOps(), x), AXIS), "pmap", 4)(x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a, float), np.asarray(b, float), rtol=1e-6),
+        received,
+        in_numpy(all_of_them, x, 4),
+    )
+
+
+def test_what_is_gathered_counts_when_a_step_is_judged():
+    async def judged(ops, x, **options):
+        bad = ops.where(x["s"] > 0, x["v"], math.inf)
+        await rq.gather(ops.cast(x["v"], "int8"), bad if options else x["v"], **options)
+        return await rq.step_is_finite()
+
+    x = given(2) | {"s": np.array([1, -1], np.float32)}
+    for options, finite in (({}, True), ({"watched": True}, False), ({"watched": False}, True)):
+        case = partial(judged, **options)
+        assert mapped(lambda x, case=case: drive(case(JaxOps(), x), AXIS), "pmap", 2)(x).tolist() == [finite] * 2
+        assert in_numpy(case, x, 2).tolist() == [finite] * 2
 
 
 TOP_K = gradwire.TopK(1 / 4)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from gradwire import PowerSGD, Simulator, TopK, TwoLevel
+from gradwire import PowerSGD, Simulator, TopK, TwoLevel, WireDtype
 from gradwire.jax_backend import (
     average_gradients,
     collective_traffic,
@@ -81,6 +81,32 @@ def test_equals_the_simulator(driver, algorithm, within):
         expected = sim.step(gradients(4, step))
         for name, x in expected.items():
             assert np.linalg.norm(update[name] - x) < 1e-4 * np.linalg.norm(x)
+
+
+CODED = WireDtype(PowerSGD(2, start_step=1), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("driver", "coded"),
+    [
+        ("pmap", lambda within: TwoLevel(CODED, within)),
+        ("shard_map_vma", lambda within: WireDtype(TwoLevel(CODED.algorithm, within), "bfloat16")),
+    ],
+    ids=["between nodes", "everywhere"],
+)
+def test_averages_travel_in_codes_before_the_compression_begins_and_memory_as_it_is(driver, coded):
+    pmap = driver == "pmap"
+    tx = average_gradients(coded(2 if pmap else "ici"), axis_name="data" if pmap else "dcn")
+    sim = Simulator(coded(2), SHAPES, 4, dtype="float32")
+    ((update, state),) = updates_of(tx, driver, 1)
+    given = gradients(4, 0)
+    for name, x in sim.step(given).items():
+        plain = np.mean([g[name] for g in given], axis=0)
+        assert np.linalg.norm(update[name] - x) < 1e-6 * np.linalg.norm(x)
+        assert np.linalg.norm(update[name] - plain) > 1e-3 * np.linalg.norm(plain)
+    # As it began. In bfloat16 it would not be.
+    q = np.asarray(state.memory["q"]["small"])
+    np.testing.assert_allclose(q[0] if pmap else q, sim.states[0].tensors["small"]["q"], rtol=1e-5)
 
 
 def test_each_message_goes_once_between_nodes_and_once_inside():
