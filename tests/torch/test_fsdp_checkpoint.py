@@ -333,6 +333,29 @@ def test_outer_parameters_are_saved_and_cut_anew(world, shape):
         assert f"shard={world.rank % 2}, shards=2" in words
 
 
+@cases.case
+def test_a_block_that_is_empty_or_small_here_takes_no_error(world):
+    """Of six rows the last of four shards has none. The memory goes back to where there are two."""
+    schedule = diloco(2, compressor=PowerSGD(rank=2, min_compression_rate=1))
+    handles = {}
+    for before, (replicas, shards) in ((None, (2, 2)), ((2, 2), (1, 4)), ((1, 4), (2, 2))):
+        mesh = mesh_of(replicas, shards)
+        model = sharded_mlp(WIDTHS, mesh["shard"])
+        optimizer = sgd(model)
+        handle = local_sgd(model, optimizer, schedule, process_group=mesh.get_group("replicate"))
+        parts = {"model": model.state_dict(), "local": handle}
+        if before is not None:
+            dcp.load(parts, checkpoint_id=world.folder / f"empty {before}")
+            kept = handle._memory.state.tensors["4.weight"]
+            assert ("error" in kept) == (shards == 2)
+            assert handle.steps == handles[before].steps
+        fit(model, optimizer, world.rank, range(handle.steps, handle.steps + 2), SINGLE)
+        dcp.save(parts | {"model": model.state_dict()}, checkpoint_id=world.folder / f"empty {replicas, shards}")
+        handles[replicas, shards] = handle
+    assert handle.steps == 6
+    assert world.agree(whole(model))
+
+
 # --- blocks of parameters in a saved state: named, put together, and cut anew ---
 
 HEAD = {"format": 1, "kind": "compressor", "algorithm": "A()", "step": 3, "replicas": 2, "shared": {}}
