@@ -307,11 +307,11 @@ def test_variables_of_nnx_are_parameters_and_gradients(averaged, shard):
         return optax.apply_updates(params, updates), state
 
     found = []
-    for start in (params, nnx.as_pure(params)):
-        now, state = gw.replicate((start, tx.init(start)), devices, axis_name=AXIS)
+    for given in (params, nnx.as_pure(params)):
+        now, state = gw.replicate((given, tx.init(given)), devices, axis_name=AXIS)
         for _ in range(2):
             now, state = jax.pmap(step, AXIS, devices=devices)(now, state, now)
-        assert jax.tree.structure(now) == jax.tree.structure(start)
+        assert jax.tree.structure(now) == jax.tree.structure(given)
         found.append(nnx.as_pure(now))
     assert equal(*found)
     assert not equal(found[0], nnx.as_pure(gw.replicate(params, devices, axis_name=AXIS)))

@@ -24,7 +24,7 @@ from gradwire.torch_backend.state.blocks import Piece, parameter_of, recut
 from tests.torch.compare import relative, said, same_bits
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.sharded import local_parts, mesh_of, sharded_mlp
+from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp
 from tests.torch.training import fit, sgd
 
 #: Rows that two and four shards do not share equally. The last layer's blocks are too small to be compressed where there are four.
@@ -269,6 +269,18 @@ def test_another_schedule_and_none_any_more(world):
     compressed = compress_replicas(model, PowerSGD(2), mesh["replicate"])
     assert all(step(number) for number in (7, 8))
     assert compressed.error_norm() > 0
+
+
+@cases.case(slow=True)
+def test_what_was_thawed_under_local_sgd_is_no_longer_the_same_on_all_replicas(world):
+    mesh = mesh_of(2, 2)
+    model = shard(mlp(*FEWER, frozen=[0]), mesh["shard"])
+    optimizer = sgd(model)
+    handle = local_sgd(model, optimizer, diloco(2), process_group=mesh.get_group("replicate"))
+    model[0].requires_grad_(requires_grad=True)
+    handle.unregister()
+    with pytest.raises(RuntimeError, match=r"'0.weight', '0.bias'.*nobody averages"):
+        SINGLE(model, world.rank, 0).backward()
 
 
 @cases.case(slow=True)

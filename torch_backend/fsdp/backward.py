@@ -55,11 +55,13 @@ class ShardedBackward:
 
     Attributes:
         driver, layout, find_unused: as given.
-        free: it averages for nobody's handle, as they are, all gradients that there are; it may be closed.
+        free: it averages for nobody's handle, and may be closed.
+        takes_thawed: while it is free, it averages gradients of layers that were thawed since as well.
         closed: it does nothing more.
     """
 
     free = False
+    takes_thawed = True
     closed = False
 
     def __init__(self, driver: Driver, layout: Layout, find_unused: bool) -> None:
@@ -134,7 +136,7 @@ class ShardedBackward:
         if self._watching:
             self.driver.abandon()
             self._forget_pass()
-        if self.free and any(p.requires_grad for p in self.layout.frozen.values()):
+        if self.free and self.takes_thawed and any(p.requires_grad for p in self.layout.frozen.values()):
             # Another, which hooks units that had no trained parameters too. The model keeps it.
             layout = self.layout.thawed()
             groups = ProcessGroups(layout.replicas)
