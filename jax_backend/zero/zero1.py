@@ -394,8 +394,9 @@ def _arrays(named: NamedTree) -> dict[str, jax.Array]:
 
 
 def _rebuilt(named: NamedTree, own: Mapping[str, Any]) -> Any:
-    """The tree of what a replica has; without what it has under the name of another."""
-    return named.rebuild(dict.fromkeys(named.leaves, optax.MaskedNode()) | dict(own))
+    """The tree of what a replica has; without what it has under the name of another. Bare, as the one that `init` shows `inner`: parameters and
+    gradients may come in variables of nnx, both or one of them."""
+    return pure(named.rebuild(dict.fromkeys(named.leaves, optax.MaskedNode()) | dict(own)))
 
 
 def _without_owners(shards: _Shards | StackShards, own: Mapping[str, Any]) -> dict[str, Any]:

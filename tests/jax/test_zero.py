@@ -293,6 +293,30 @@ def test_a_training_state_is_converted_where_it_holds_sharded_state():
     assert equal(serialization.from_bytes(pieces, serialization.to_bytes(state)).opt_state, state.opt_state)
 
 
+@pytest.mark.parametrize("shard", ["element", "parameter"])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_variables_of_nnx_are_parameters_and_gradients(averaged, shard):
+    """The inner optimizer sees what `init` has shown it, whether variables or bare arrays come; updates are as gradients are."""
+    params = nnx.split(nnx.Linear(6, 5, rngs=nnx.Rngs(0)))[1]
+    head = [gw.power_sgd(2, axis_name=AXIS, min_compression_rate=1.0)] if averaged else []
+    zero = gw.zero1(optax.adamw(0.1), axis_name=AXIS, replicas=2, averaged=averaged, shard=shard)
+    tx, devices = optax.chain(*head, zero), jax.devices()[:2]
+
+    def step(params, state, gradients):
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    found = []
+    for given in (params, nnx.as_pure(params)):
+        now, state = gw.replicate((given, tx.init(given)), devices, axis_name=AXIS)
+        for _ in range(2):
+            now, state = jax.pmap(step, AXIS, devices=devices)(now, state, now)
+        assert jax.tree.structure(now) == jax.tree.structure(given)
+        found.append(nnx.as_pure(now))
+    assert equal(*found)
+    assert not equal(found[0], nnx.as_pure(gw.replicate(params, devices, axis_name=AXIS)))
+
+
 def test_the_state_of_an_nnx_optimizer():
     model = nnx.Linear(6, 5, rngs=nnx.Rngs(0))
     sharded_one, plain = (nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state for tx in (sharded(ADAMW, 2), ADAMW))

@@ -449,3 +449,28 @@ def test_layers_that_are_thawed_later_need_another_handle(world):
     second.unregister()
     plain = world.everyones(train_sharded(model, LOSS, range(6, 7)).given)
     assert same_bits(plain[0], plain[2])
+
+
+THAWED = {"before": True, "after": False}
+
+
+@cases.each(THAWED, slow=["after"])
+def test_without_a_handle_layers_that_are_thawed_are_averaged_too(world, before):
+    """Thawed before `unregister`, or after it; then one more, which is no unit of the first."""
+    mesh = mesh_of(2, 2)
+    ours, theirs = (shard(mlp(*WIDTHS, frozen=[0, 2]), axes) for axes in (mesh["shard"], mesh))
+    handle = compress_replicas(ours, ALGORITHM, mesh["replicate"])
+    LOSS(ours, world.rank, 0).backward()
+    if not before:
+        handle.unregister()
+    for layer in (2, 0):
+        for model in (ours, theirs):
+            model[layer].requires_grad_(requires_grad=True)
+        if before and layer == 2:
+            handle.unregister()
+        for step in range(2):
+            for model in (ours, theirs):
+                model.zero_grad()
+                LOSS(model, world.rank, step).backward()
+            require_same_gradients(ours, theirs)
+            assert len(local_parts(ours, gradients=True)) == 6 - layer

@@ -24,7 +24,7 @@ from gradwire.torch_backend.state.blocks import Piece, parameter_of, recut
 from tests.torch.compare import relative, said, same_bits
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.sharded import local_parts, mesh_of, sharded_mlp
+from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp
 from tests.torch.training import fit, sgd
 
 #: Rows that two and four shards do not share equally. The last layer's blocks are too small to be compressed where there are four.
@@ -272,6 +272,18 @@ def test_another_schedule_and_none_any_more(world):
 
 
 @cases.case(slow=True)
+def test_what_was_thawed_under_local_sgd_is_no_longer_the_same_on_all_replicas(world):
+    mesh = mesh_of(2, 2)
+    model = shard(mlp(*FEWER, frozen=[0]), mesh["shard"])
+    optimizer = sgd(model)
+    handle = local_sgd(model, optimizer, diloco(2), process_group=mesh.get_group("replicate"))
+    model[0].requires_grad_(requires_grad=True)
+    handle.unregister()
+    with pytest.raises(RuntimeError, match=r"'0.weight', '0.bias'.*nobody averages"):
+        SINGLE(model, world.rank, 0).backward()
+
+
+@cases.case(slow=True)
 def test_buffers_are_averaged_and_a_broken_shard_takes_its_replica_back_to_the_outer_parameters(world):
     torch.manual_seed(0)
     mesh, norm = mesh_of(2, 2), nn.BatchNorm1d(32)
@@ -331,6 +343,29 @@ def test_outer_parameters_are_saved_and_cut_anew(world, shape):
         words = said(handle.load_state_dict, {**own, "shard": 1 - own["shard"]})
         assert f"shard={1 - world.rank % 2}" in words
         assert f"shard={world.rank % 2}, shards=2" in words
+
+
+@cases.case
+def test_a_block_that_is_empty_or_small_here_takes_no_error(world):
+    """Of six rows the last of four shards has none. The memory goes back to where there are two."""
+    schedule = diloco(2, compressor=PowerSGD(rank=2, min_compression_rate=1))
+    handles = {}
+    for before, (replicas, shards) in ((None, (2, 2)), ((2, 2), (1, 4)), ((1, 4), (2, 2))):
+        mesh = mesh_of(replicas, shards)
+        model = sharded_mlp(WIDTHS, mesh["shard"])
+        optimizer = sgd(model)
+        handle = local_sgd(model, optimizer, schedule, process_group=mesh.get_group("replicate"))
+        parts = {"model": model.state_dict(), "local": handle}
+        if before is not None:
+            dcp.load(parts, checkpoint_id=world.folder / f"empty {before}")
+            kept = handle._memory.state.tensors["4.weight"]
+            assert ("error" in kept) == (shards == 2)
+            assert handle.steps == handles[before].steps
+        fit(model, optimizer, world.rank, range(handle.steps, handle.steps + 2), SINGLE)
+        dcp.save(parts | {"model": model.state_dict()}, checkpoint_id=world.folder / f"empty {replicas, shards}")
+        handles[replicas, shards] = handle
+    assert handle.steps == 6
+    assert world.agree(whole(model))
 
 
 # --- blocks of parameters in a saved state: named, put together, and cut anew ---

@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.text.wording import some
 from gradwire.torch_backend.ddp.autograd_graph import tensors_in
-from gradwire.torch_backend.engine.driver import Driver
+from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.dynamo import refuse_compiled_autograd, uncompiled
+from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.fsdp.layout import Layout, local_part
 from gradwire.torch_backend.fsdp.units import accumulating
 
@@ -54,10 +56,12 @@ class ShardedBackward:
     Attributes:
         driver, layout, find_unused: as given.
         free: it averages for nobody's handle, and may be closed.
+        takes_thawed: while it is free, it averages gradients of layers that were thawed since as well.
         closed: it does nothing more.
     """
 
     free = False
+    takes_thawed = True
     closed = False
 
     def __init__(self, driver: Driver, layout: Layout, find_unused: bool) -> None:
@@ -126,10 +130,18 @@ class ShardedBackward:
         self._accumulating: bool | None = None
 
     def _before_forward(self) -> None:
-        """Forget what a failed backward pass has left behind."""
-        if torch._C._current_graph_task_id() == -1 and self._watching:
+        """Forget what a failed backward pass has left behind, and take in what is thawed, where no handle minds."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if self._watching:
             self.driver.abandon()
             self._forget_pass()
+        if self.free and self.takes_thawed and any(p.requires_grad for p in self.layout.frozen.values()):
+            # Another, which hooks units that had no trained parameters too. The model keeps it.
+            layout = self.layout.thawed()
+            groups = ProcessGroups(layout.replicas)
+            plain = Driver(AllReduce(), specs_of(layout.blocks()), layout.device, groups)
+            ShardedBackward(plain, layout, self.find_unused).free = True
 
     def _after_forward(self, outputs: Any) -> None:
         # A backward pass may run others inside it (reentrant checkpointing), and a callback runs at the end of the innermost. The outputs

@@ -113,11 +113,13 @@ class Sharded(Replicated):
         parts = state.pop("sharded")
         state |= rest
         for name, kept in parts.items():
-            held = self.layout.held.get(name)
+            held, here = self.layout.held.get(name), memory.state.tensors.get(name, {})
             if held is not None and name not in memory.state.tensors:
                 continue  # a block too small to be compressed
             block = name if held is None else held.piece.name(name)
             for key, x in kept.items():
+                if held is not None and key in memory.per_replica and key not in here:
+                    continue  # of such a block, or an empty one, local SGD keeps the outer parameters alone
                 section, own = (
                     ("local", local_part(x)[None]) if key in memory.per_replica else ("tensors", local_part(x))
                 )

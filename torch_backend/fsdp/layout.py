@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,6 +111,14 @@ class Layout:
         """This rank's block of each parameter."""
         return Blocks(self.held)
 
+    def thawed(self) -> Layout:
+        """With the parameters that have begun to require a gradient since. Raises ValueError for one that cannot be served, by name."""
+        peers, mesh = _peers(self.replicas), next(iter(self.held.values())).parameter.device_mesh
+        found = {name: p for name, p in self.frozen.items() if p.requires_grad}
+        held = self.held | {name: _held(self.model, name, p, peers, mesh) for name, p in found.items()}
+        frozen = {name: p for name, p in self.frozen.items() if name not in found}
+        return replace(self, held=held, frozen=frozen, units=units_of(self.model, held))
+
     @classmethod
     def of(cls, model: nn.Module, replicas: dist.ProcessGroup) -> Layout:
         """What a model says, of which the ranks of a group are to be replicas.
@@ -123,19 +131,12 @@ class Layout:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError("model has no parameter with requires_grad=True, so there is nothing to average")
-        peers = set(dist.get_process_group_ranks(replicas)) - {dist.get_rank()}
+        peers = _peers(replicas)
         shard_mesh: DeviceMesh | None = None
         held: dict[str, Held] = {}
         for name, p in trained.items():
-            parameter = _sharded(name, p, peers)
-            if shard_mesh is not None and parameter.device_mesh != shard_mesh:
-                raise ValueError(
-                    f"parameter {name!r} is sharded over {_described(parameter.device_mesh)}, others over {_described(shard_mesh)}; "
-                    "compress_replicas takes models that are sharded over one mesh. gradwire.torch_backend.Averager takes any tensors"
-                )
-            shard_mesh = parameter.device_mesh
-            owner, _, attribute = name.rpartition(".")
-            held[name] = Held(model.get_submodule(owner), attribute, _piece(parameter), parameter)
+            held[name] = _held(model, name, p, peers, shard_mesh)
+            shard_mesh = held[name].parameter.device_mesh
         assert shard_mesh is not None
         frozen: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         return cls(model, held, frozen, units_of(model, held), shard_mesh.get_group(), replicas)
@@ -199,6 +200,23 @@ def replica_group(mesh: object) -> dist.ProcessGroup:
     if mesh.ndim != 1:
         raise ValueError(f"mesh is {_described(mesh)}; give its axis of the replicas alone. {RIGHT}")
     return mesh.get_group()
+
+
+def _peers(replicas: dist.ProcessGroup) -> set[int]:
+    """The other replicas of this rank."""
+    return set(dist.get_process_group_ranks(replicas)) - {dist.get_rank()}
+
+
+def _held(model: nn.Module, name: str, p: Tensor, peers: set[int], mesh: DeviceMesh | None) -> Held:
+    """What this rank holds of a parameter, which is to be sharded over this mesh; None: over any."""
+    parameter = _sharded(name, p, peers)
+    if mesh is not None and parameter.device_mesh != mesh:
+        raise ValueError(
+            f"parameter {name!r} is sharded over {_described(parameter.device_mesh)}, others over {_described(mesh)}; "
+            "compress_replicas takes models that are sharded over one mesh. gradwire.torch_backend.Averager takes any tensors"
+        )
+    owner, _, attribute = name.rpartition(".")
+    return Held(model.get_submodule(owner), attribute, _piece(parameter), parameter)
 
 
 def _sharded(name: str, p: Tensor, peers: set[int]) -> DTensor:

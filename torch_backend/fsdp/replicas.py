@@ -150,8 +150,8 @@ class ReplicaHandle(Handle):
         self._backward.use(driver)
 
     def unregister(self) -> None:
-        """Give the gradients back: from the next step on replicas average them as they are, as on a 2-D mesh. To be called on all ranks, between
-        steps. `compress_replicas` may then be called on the same model again.
+        """Give the gradients back: from the next step on replicas average them as they are, as on a 2-D mesh, those of layers that were thawed since
+        among them. To be called on all ranks, between steps. `compress_replicas` may then be called on the same model again.
 
         Statistics and memory stay readable, and are gone with the handle.
 

@@ -168,6 +168,8 @@ class ShardedTarget(Target):
         self.average_by(Driver(AllReduce(), specs_of(self.parameters), self.layout.device, self.group))
         assert self._backward is not None
         self._backward.free = True
+        # What was thawed before now has gone its own ways on each replica, and is refused.
+        self._backward.takes_thawed = not any(p.requires_grad for p in self.layout.frozen.values())
 
 
 def target_of(module: nn.Module, process_group: dist.ProcessGroup | None) -> Target:
