@@ -282,6 +282,20 @@ def test_a_name_registers_its_hook(world, name):
         assert world.agree(trace.given) == (name != "NOOP")
 
 
+def logged(state: gw.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return gw.powerSGD_hook(state, bucket)
+
+
+@cases.case
+def test_a_wrapper_round_a_users_hook_runs_low_rank_in_half_precision(world: World) -> None:
+    ddp = wrapped(world, low_rank(world), gw.fp16_compress_wrapper(logged))
+    with collective_payloads() as sent:
+        trace = train(ddp, LOSS, 4, local=False)
+    assert {each.dtype for each in sent} == {torch.float16}
+    assert min(each.numel for each in sent) < 2 * sum(WIDTHS) + sum(WIDTHS[1:])  # factors
+    assert world.agree(trace.weights)
+
+
 @cases.case
 def test_a_hook_that_waits_for_a_later_bucket_is_told_so(world: World) -> None:
     def timed(state: gw.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 
 from gradwire import PowerSGD, Simulator
 from gradwire.torch_backend import DataParallel, PowerSGDState, integrations, powerSGD_hook
+from tests.compiler import require_compiler
 from tests.torch.compare import relative, same_bits, weights
 from tests.torch.doors import FORMS
 from tests.torch.models import TAKEN, Branches, branching_loss, loss_on, mlp
@@ -296,6 +297,44 @@ def test_a_compiled_step_has_the_bits_of_the_step_as_written(world, form):
     plain = stepped(world, form, None)
     assert same_bits(stepped(world, form, "aot_eager"), plain)
     assert not same_bits(plain, dict(mlp(24, 40, 16).named_parameters()))
+
+
+@cases.case
+def with_inductor(world):
+    """It fuses, and so rounds otherwise."""
+    from torch._inductor import config
+
+    config.cpp.vec_isa_ok = False  # to look for vector instructions takes longer than all kernels do
+    config.compile_threads = 1  # each rank would start processes that compile, which have to import torch
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(world.folder / "inductor")
+    plain, compiled = (stepped(world, "PowerSGD", backend) for backend in (None, "inductor"))
+    assert world.agree(compiled)
+    assert relative(compiled, plain) < 1e-4
+
+
+def test_inductor_trains_the_same(results):
+    require_compiler("inductor")
+    results("with_inductor")
+
+
+@cases.case
+def test_a_pass_that_is_discarded_in_a_compiled_step_leaves_no_trace(world):
+    torch._dynamo.reset()
+    ddp, handle = hooked(mlp(24, 40, 16), PowerSGD(2), world.group, cap=25)
+
+    @torch.compile(backend="aot_eager")
+    def step(x):
+        loss = ddp(x).square().mean()
+        with handle.discarded():
+            loss.backward()
+        return loss
+
+    x = torch.randn(8, 24)
+    ddp(x).square().mean().backward()
+    before = handle.rank_state_dict()
+    step(x)
+    assert same_bits(before, handle.rank_state_dict())
+    assert before["step"] == 1
 
 
 @cases.case

@@ -22,7 +22,7 @@ from gradwire.torch_backend import DataParallel
 from tests.torch.compare import gradients, relative, same_bits, weights
 from tests.torch.models import Branches, Checkpointed, Layers, Loss, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import Trace, collective_payloads, distance, hooked, paralleled, train
+from tests.torch.training import Trace, collective_payloads, distance, fit, hooked, paralleled, sgd, train
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -263,6 +263,20 @@ def test_parameters_that_ddp_leaves_alone_have_no_memory_and_are_not_sent(world)
     assert list(handle.rank_state_dict()["tensors"]) == ["2.weight"]
     assert handle.stats().bytes_sent == 3 * plan(averaged, ALGORITHM).wire_bytes
     assert same_bits(trace.given[0]["0.weight"], trace.local[0]["0.weight"])
+
+
+def test_memory_in_bfloat16_goes_on_bit_for_bit(alone):
+    runs = [hooked(mlp(48, 40, 32), PowerSGD(rank=2, state_dtype="bfloat16"), alone) for _ in range(2)]
+    (whole, handle), (resumed, other) = runs
+    fit(whole, sgd(whole), 0, range(3), loss_on(48))
+    resumed.module.load_state_dict(whole.module.state_dict())
+    other.load_state_dict(handle.rank_state_dict())
+    for ddp, _ in runs:
+        fit(ddp, sgd(ddp), 0, range(3, 6), loss_on(48))
+    assert same_bits(weights(resumed.module), weights(whole.module))
+    states = [each.rank_state_dict()["tensors"] for _, each in runs]
+    assert same_bits(*states)
+    assert {x.dtype for memory in states[0].values() for x in memory.values()} == {torch.bfloat16}
 
 
 def test_a_state_is_a_copy_and_so_is_what_is_loaded(alone):
