@@ -508,3 +508,20 @@ def test_errors_are_forgotten_by_pattern_and_nothing_else_is(world):
     for names, left in (("0.*", "24"), (["2.weight", "*.bias"], "4"), (None, "")):
         handle.forget(names)
         assert errors() == left
+
+
+@cases.case
+def test_a_discarded_pass_with_unused_parameters(world):
+    ddp, handle = hooked(Branches(), PowerSGD(2), world.group, message_bytes=0, find_unused_parameters=True)
+
+    def step(taken, i):
+        ddp.zero_grad()
+        loss_on(40)(lambda x: ddp(x, taken), world.rank, i).backward()
+
+    step(("left", "right"), 0)
+    before = handle.rank_state_dict()
+    with handle.discarded():
+        step(("left",) if world.rank == 0 else (), 1)
+        step(("left", "right"), 2)
+    assert same_bits(before, handle.rank_state_dict())
+    assert len(gradients(ddp.module)) == len(list(Branches().parameters()))

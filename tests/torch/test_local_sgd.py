@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -488,3 +489,38 @@ def test_steps_go_on_while_another_rank_has_not_sent_yet(world: World) -> None:
     assert torch.func.functional_call(run.model, outer, torch.ones(2, 8)).shape == (2, 5)
     with pytest.raises(ValueError, match="no outer parameters"):
         LocalRun(world, LocalSGD(3)).handle.outer_parameters()
+
+
+@cases.each({name: LATE[name] for name in ("one", "fragments")})
+def test_one_rank_that_breaks_while_messages_travel(world: World, local: LocalSGD) -> None:
+    run = LocalRun(world, local)
+    run.steps(0, 7)
+    if world.rank == 1:
+        with torch.no_grad():
+            next(run.model.parameters()).fill_(float("nan"))
+    run.steps(7, 18)
+    assert all(p.isfinite().all() for p in run.model.parameters())
+    assert all(x.isfinite().all() for m in run.handle.rank_state_dict()["tensors"].values() for x in m.values())
+
+
+@cases.case
+def test_outer_parameters_are_the_same_on_all_ranks(world: World) -> None:
+    run = LocalRun(world, LATE["one"])
+    run.steps(0, 11)
+    outer = run.handle.outer_parameters()
+    assert outer.keys() == dict(run.model.named_parameters()).keys()
+    assert world.agree(dict(outer))
+    assert not world.agree(weights(run.model))
+    out = torch.func.functional_call(run.model, outer, torch.ones(2, 8))
+    assert out.shape == (2, 5)
+    with pytest.raises(ValueError, match="no outer parameters"):
+        LocalRun(world, LocalSGD(3)).handle.outer_parameters()
+
+
+@cases.case
+def test_no_thread_sends_or_receives(world: World) -> None:
+    """There are as many as with messages that are waited for."""
+    LocalRun(world, diloco(6)).steps(0, 6)
+    before = threading.active_count()
+    LocalRun(world, LATE["one"]).steps(0, 7)
+    assert threading.active_count() == before

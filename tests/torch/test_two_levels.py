@@ -16,7 +16,7 @@ from gradwire.torch_backend import local_sgd
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.nodes import nodes_of
 from tests.torch.compare import relative, same_bits
-from tests.torch.models import loss_on, mlp
+from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.training import distance_of_all, hooked, paralleled, train, try_other_doors
 
@@ -212,3 +212,32 @@ def test_a_group_is_on_its_way_between_nodes_before_the_last_gradients_are_there
     groups = asked.count(True)
     assert groups > 2
     assert asked[:last].count(False) == groups - 2
+
+
+@cases.case
+def test_a_step_is_measured_against_a_full_average(world):
+    """Of gradients and errors, where the ranks of a node have the same error."""
+    ddp, handle = hooked(mlp(*WIDTHS), two_nodes(world, PowerSGD(2)), world.group)
+    train(ddp, LOSS, 2, local=False)
+    before = errors(handle.gathered_state_dict("mean", to=None))
+    with handle.measured() as found:
+        trace = train(ddp, LOSS, [2])
+    assert found.by_parameter.keys() == trace.given[0].keys()
+    for name, average in trace.given[0].items():
+        mean = sum(world.everyones(trace.local[0][name])) / world.size + before.get(name, 0)
+        expected = float((average - mean).norm() / mean.norm())
+        assert found.by_parameter[name] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert found.relative_error > 0.1
+
+
+@cases.case
+def test_parameters_that_no_rank_used_keep_their_memory(world):
+    ddp, handle = hooked(Branches(), two_nodes(world, PowerSGD(2)), world.group, find_unused_parameters=True)
+    memories = []
+    for taken in (("left", "right"), ("left",)):
+        ddp.zero_grad()
+        LOSS(lambda x, taken=taken: ddp(x, taken), world.rank, 0).backward()
+        memories.append(handle.rank_state_dict()["tensors"])
+    before, after = memories
+    for name in before:
+        assert same_bits(before[name], after[name]) == name.startswith("right")

@@ -87,9 +87,9 @@ def clip_to(limit, model, norm_of):
     torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
 
 
-def plainly(model, size, steps, clip=None, parts=1):
+def plainly(model, size, steps, clip=None, parts=1, pair=None):
     """The pair on what all ranks have, and the pair. Nothing is sent."""
-    pair = plain_pair(model)
+    pair = pair or plain_pair(model)
     for step in steps:
         model.zero_grad()
         for part in range(parts):
@@ -339,3 +339,44 @@ def test_hostile_states_and_a_torch_without_muon(alone, monkeypatch):
     heard = said(of, Model())
     assert "no torch.optim.Muon" in heard
     assert torch.__version__ in heard
+
+
+@cases.case
+def test_it_goes_on_on_another_number_of_ranks(world):
+    """Four ranks, then two, then the plain pair; the state of no step is altered."""
+    with without_casts():
+        expected, _ = plainly(Model(), 2, range(9))
+        four, two = smaller(world, 4), smaller(world, 2)
+        wrapper, zero = sharded(Model(), four, "averaging")
+        # The same gradients on four ranks: each pair of ranks has those of one of two.
+        train(wrapper, zero, world.rank % 2, range(3))
+        saved, start = zero.consolidated_state_dict(to=None), weights(wrapper)
+        if two is None:
+            return
+        model = Model()
+        model.load_state_dict(start)
+        wrapper, zero = sharded(model, two, "overlapped")
+        zero.load_state_dict(saved)
+        train(wrapper, zero, world.rank, range(3, 6))
+        saved = zero.consolidated_state_dict(to=None)
+        pair = plain_pair(model)
+        for optimizer, group in zip(pair, saved["param_groups"], strict=True):
+            own = {number: saved["state"][number] for number in group["params"]}
+            optimizer.load_state_dict({"state": own, "param_groups": [group]})
+        assert relative(plainly(model, 2, range(6, 9), pair=pair)[0], expected) < 1e-9
+
+
+@cases.case
+def test_one_step_sends_one_all_reduce(world):
+    """Owners have matrices of several sizes, and some have none."""
+    shapes = {"embedding": (64, 30), "0.weight": (32, 30), "1.weight": (30, 30), "2.weight": (8, 50), "bias": (40,)}
+    model = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(torch.ones(s)) for name, s in shapes.items()})
+    rules = {"*/weight": ("Muon", MUON, "parameter"), "*": (torch.optim.AdamW, VECTORS, "element")}
+    options = {"process_group": world.group, "average_gradients": True}
+    zero = gw.ZeroOptimizer(model.named_parameters(), rules, **options)
+    zero.step()
+    dense = sum(p.nbytes for p in model.values())
+    assert dense <= zero.stats().bytes_sent <= 1.02 * dense
+    assert zero.stats().dense_bytes == dense
+    planned = gradwire.plan({n: tuple(p.shape) for n, p in model.items()}, gradwire.Zero(zero.shards))
+    assert planned.wire_bytes == zero.stats().bytes_sent
