@@ -14,8 +14,7 @@ from gradwire.core.advise.advice import name_of
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN
 from tests.cli import commands, jax_commands
 from tests.cli.called import run
-from tests.forked import run_ranks
-from tests.launch import jax_processes
+from tests.launch import jax_processes, run_ranks
 
 pytestmark = pytest.mark.slow
 JAX_METHODS = [gradwire.PowerSGD(2, half_step=True, start_step=3), gradwire.diloco(4, compressor=gradwire.PowerSGD(2))]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.forked import run_ranks
+from tests.launch import run_ranks
 
 
 def traces_of(file, worker, *columns):

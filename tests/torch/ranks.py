@@ -41,7 +41,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.forked import run_ranks
+from tests.launch import run_ranks
 from tests.torch.compare import same_bits
 
 #: A rank whose partners never answer gives up after so long, so that one wrong case costs this and not the whole launch.

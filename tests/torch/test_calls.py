@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from tests.forked import run_ranks
-from tests.launch import ROOT
+from tests.launch import ROOT, run_ranks
 
 pytestmark = pytest.mark.slow
 

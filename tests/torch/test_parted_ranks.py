@@ -20,8 +20,7 @@ import torch.distributed as dist
 from gradwire import AllReduce, PowerSGD, diloco
 from gradwire.torch_backend import compress_replicas, local_sgd
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts, _all
-from tests.forked import start
-from tests.launch import ROOT
+from tests.launch import ROOT, start
 from tests.torch.doors import FORMS
 from tests.torch.models import loss_on, mlp
 from tests.torch.training import fit, sgd

@@ -15,8 +15,7 @@ from gradwire.core.plan.dry_run import summary
 from gradwire.torch_backend import integrations
 from gradwire.torch_backend.ddp import newly_trained
 from gradwire.torch_backend.integrations.compression import Compression
-from tests.forked import run_ranks
-from tests.launch import ROOT
+from tests.launch import ROOT, run_ranks
 from tests.torch.compare import said, same_bits
 from tests.torch.models import loss_on, mlp
 from tests.torch.refused import Here, lazy

@@ -162,7 +162,7 @@ def test_nodes_of_one_rank_are_one_level(world, within):
 @cases.case
 def test_node_is_what_torchrun_says_or_the_hosts(world):
     everywhere = dist.group.WORLD
-    assert nodes_of(everywhere) == world.size  # as tests/forked.py has set it
+    assert nodes_of(everywhere) == world.size  # as tests/launch.py has set it
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(world.size // 2)}):
         assert nodes_of(everywhere) == world.size // 2
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "5"}), pytest.raises(ValueError, match="start equally many"):
