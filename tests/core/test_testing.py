@@ -134,7 +134,7 @@ def test_who_sends_by_the_data_stays_within_the_plan_and_a_vote_that_says_so_is_
             largest = ops.max_abs((await mean(x * 1.0)).reshape((1, -1))).reshape(())
             return x, await branch(largest > 1.0, once, twice), memory
 
-    assert not any(line.startswith("conservation") for line in check(Declared(), {"a": (3, 5)}, world_sizes=(2,)))
+    assert not any(line.startswith("conservation") for line in check(Declared(), {"a": (3, 5)}, world_sizes=(1, 2)))
     assert {shape for name, shape in seen if name == "a"} == {(3, 5)}  # own shapes are taken
 
 
