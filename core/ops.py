@@ -198,6 +198,10 @@ class Ops(Protocol[A]):
     """The kernels of one framework. dtypes are named by strings: `"float32"`, `"bfloat16"`, `"int32"`, `"bool"`."""
 
     @property
+    def joined(self) -> int:
+        """Up to how many elements arrays that are computed with alike are better joined, since a compiler takes its time for each; 0: they are not."""
+
+    @property
     def fused(self) -> Fused[A] | None:
         """Kernels for several operations at a time; None where there are none, or compilers fuse by themselves."""
 
@@ -271,8 +275,8 @@ class Ops(Protocol[A]):
     def truth(self, ok: A) -> bool | None:
         """A boolean scalar, if the host knows it at no cost; None while it is traced, or where it lies on an accelerator."""
 
-    def all_finite(self, x: A) -> A:
-        """Boolean scalar: no element is inf or NaN."""
+    def all_finite(self, *arrays: A) -> A:
+        """Boolean scalar: no element of these is inf or NaN."""
 
     def orthonormalize(self, x: A, epsilon: float) -> A:
         """Orthonormal rows for a batch (k, r, n), which is donated: `gradwire.core.kernels.gram_schmidt.gram_schmidt`, or to rounding the same."""
@@ -309,9 +313,9 @@ class Ops(Protocol[A]):
         equal on all of them takes a call for each replica's values, whose positions are distinct.
         """
 
-    def scatter_sum(self, n: int, replicas: int, of: Callable[[Any], tuple[A, A]]) -> A:
-        """Rows (…, n): the sum of what all replicas have sent of them. `of(replica)` are positions (…, k), distinct in each row, and values (…, k). They are
-        added one replica after the other, so that no order is left to the device. The replica may be traced."""
+    def scatter_sum(self, n: int, of: Callable[..., tuple[A, A]], *every: A) -> A:
+        """Rows (…, n): the sum of what all replicas have sent of them. `of(*(x[i] for x in every))` are positions (…, k), distinct in each row, and values
+        (…, k) of replica i, for arrays (W, …). They are added one replica after the other, so that no order is left to the device."""
 
     def pack_bits(self, x: A, *, of: A | None = None) -> A:
         """Eight booleans in each byte: n of any shape → uint8 (⌈n / 8⌉,). To pack signs: `pack_bits(x > 0)`.

@@ -76,6 +76,7 @@ class AbstractOps:
     """Kernels that compute shapes."""
 
     fused = None
+    joined = 0
 
     def dtype_of(self, x: AbstractArray) -> str:
         return x.dtype
@@ -165,7 +166,7 @@ class AbstractOps:
     def truth(self, ok: AbstractArray) -> bool | None:
         return None
 
-    def all_finite(self, x: AbstractArray) -> AbstractArray:
+    def all_finite(self, *arrays: AbstractArray) -> AbstractArray:
         return AbstractArray((), "bool")
 
     def max_abs(self, x: AbstractArray) -> AbstractArray:
@@ -215,9 +216,9 @@ class AbstractOps:
         return x
 
     def scatter_sum(
-        self, n: int, replicas: int, of: Callable[[Any], tuple[AbstractArray, AbstractArray]]
+        self, n: int, of: Callable[..., tuple[AbstractArray, AbstractArray]], *every: AbstractArray
     ) -> AbstractArray:
-        index, values = of(0)
+        index, values = of(*(x[0] for x in every))
         return self.scatter_add(AbstractArray((*index.shape[:-1], n), values.dtype), index, values)
 
     def pack_bits(self, x: AbstractArray, *, of: AbstractArray | None = None) -> AbstractArray:

@@ -54,6 +54,7 @@ class NumpyOps:
     """
 
     fused = None
+    joined = 0
 
     def __init__(self) -> None:
         self._constants: dict[Hashable, NDArray] = {}
@@ -142,8 +143,8 @@ class NumpyOps:
     def truth(self, ok: NDArray) -> bool | None:
         return bool(ok)
 
-    def all_finite(self, x: NDArray) -> NDArray:
-        return np.asarray(np.logical_and.reduce(np.isfinite(x), axis=None))
+    def all_finite(self, *arrays: NDArray) -> NDArray:
+        return np.asarray(all(np.isfinite(x).all() for x in arrays))
 
     def orthonormalize(self, x: NDArray, epsilon: float) -> NDArray:
         return gram_schmidt(self, x, epsilon, out=x)
@@ -210,11 +211,12 @@ class NumpyOps:
         np.add.at(x, (*np.indices(index.shape, sparse=True)[:-1], index), values)
         return x
 
-    def scatter_sum(self, n: int, replicas: int, of: Callable[[Any], tuple[NDArray, NDArray]]) -> NDArray:
-        index, values = of(0)
+    def scatter_sum(self, n: int, of: Callable[..., tuple[NDArray, NDArray]], *every: NDArray) -> NDArray:
+        first, *others = zip(*every, strict=True)
+        index, values = of(*first)
         total = self.scatter_add(np.zeros((*index.shape[:-1], n), values.dtype), index, values)
-        for replica in range(1, replicas):
-            total = self.scatter_add(total, *of(replica))
+        for arrays in others:
+            total = self.scatter_add(total, *of(*arrays))
         return total
 
     def pack_bits(self, x: NDArray, *, of: NDArray | None = None) -> NDArray:

@@ -393,7 +393,7 @@ class LocalSGD(Schedule):
         are averaged now the next gradient would break them again."""
 
         async def looked_at(v: dict[str, dict[str, A]]) -> dict[str, A]:
-            ok: Any = functools.reduce(lambda a, b: a & b, [ops.all_finite(x) for x in v["params"].values()])
+            ok: Any = ops.all_finite(*v["params"].values())
             return {n: ops.where(ok, x, ops.cast(v["outer"][n], ops.dtype_of(x))) for n, x in v["params"].items()}
 
         async def as_they_are(v: dict[str, dict[str, A]]) -> dict[str, A]:
@@ -576,7 +576,7 @@ class _Fragment:
         """The average of the last differences arrives, and the new ones leave. Each replica knows its own already."""
         ops, index = self.ops, self._round()
         differences = self._differences(v)
-        own = functools.reduce(lambda a, b: a & b, [ops.all_finite(x) for x in differences.values()])
+        own = ops.all_finite(*differences.values())
         now = {n: ops.where(own, x, _zeros_like(ops, x)) for n, x in differences.items()}
         before = {n: {k: v["tensors"][n][k] for k in (DIFFERENCE, WEIGHT) if k in v["tensors"][n]} for n in now}
         memory = {n: _compressors(m) for n, m in v["tensors"].items()}
@@ -643,8 +643,8 @@ class _Fragment:
         # Of averages and what comes of them, so every replica finds the same. What is finite may overflow where it is added up, or as a parameter.
         results = [*averages.values(), *(ops.cast(x, ops.dtype_of(v["params"][n])) for n, x in moved.items())]
         results += [x for m in remembers.values() for x in m.values() if ops.dtype_of(x) in FLOATS]
-        finite = [ops.all_finite(x) for x in results] + ([] if own is None else [own])
-        ok = functools.reduce(lambda a, b: a & b, finite) if finite else None
+        ok = ops.all_finite(*results)
+        ok = ok if own is None else ok & own
         for name, outer in outers.items():
             kept, x, new = tensors[name], v["params"][name], moved[name]
             merged = self._merged(x, new, outer, kept.get(DIFFERENCE))

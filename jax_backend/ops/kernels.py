@@ -17,7 +17,7 @@ from gradwire.core.kernels.bits import bytes_of_rows
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3
-from gradwire.jax_backend.axes.auto_axes import free, whole
+from gradwire.jax_backend.axes.auto_axes import compiler_axes, free, whole
 from gradwire.jax_backend.axes.mapped_axis import vary, varying_axes
 from gradwire.jax_backend.ops.batched_small import Bundles, Members, StackedSum, bundles_of
 from gradwire.jax_backend.ops.lazy_sum import Sum, limited
@@ -36,6 +36,8 @@ BYTES = (0, 8, 16, 24)
 FEW = 128
 #: Turns of a loop that are fused into one: each is compiled.
 AT_ONCE = 8
+#: Elements of arrays that are copied to be computed with as one.
+MOST_JOINED = 1 << 23
 #: Elements of the largest array that is made while the program is traced, and becomes part of it.
 LARGEST_CONSTANT = 1 << 17
 
@@ -47,6 +49,10 @@ class JaxOps:
 
     def __init__(self, *, bundles: bool = True) -> None:
         self._bundles = bundles
+
+    @property
+    def joined(self) -> int:
+        return 0 if compiler_axes() else MOST_JOINED  # which lie as they are divided
 
     def dtype_of(self, x: jax.Array) -> str:
         return str(x.dtype.name)
@@ -160,8 +166,13 @@ class JaxOps:
     def truth(self, ok: jax.Array) -> bool | None:
         return None if isinstance(ok, jax.core.Tracer) else bool(ok)
 
-    def all_finite(self, x: jax.Array) -> jax.Array:
-        return jnp.isfinite(x).all()
+    def all_finite(self, *arrays: jax.Array) -> jax.Array:
+        # A GPU needs a second kernel to come from the flags of rows to one: not one for each array.
+        rows: dict[tuple[int, ...], jax.Array] = {}
+        for x in arrays:
+            finite = jnp.isfinite(x).all(x.ndim - 1) if x.ndim else jnp.isfinite(x)
+            rows[finite.shape] = rows[finite.shape] & finite if finite.shape in rows else finite
+        return functools.reduce(jnp.logical_and, [flags.all() for flags in rows.values()], jnp.ones((), bool))
 
     def orthonormalize(self, x: jax.Array, epsilon: float) -> jax.Array:
         rows: jax.Array = gram_schmidt(self, x, epsilon, out=x)
@@ -229,9 +240,12 @@ class JaxOps:
         if jnp.issubdtype(x.dtype, jnp.floating):
             x = jnp.where(jnp.isnan(x), jnp.inf, x)
             x = jnp.where(x == 0, 0, x)  # XLA takes -0 to be less
+        # Of a matrix of many rows a TPU would sort all elements, and their positions beside them; of eight at a time it finds the largest in one pass.
+        eights = x.ndim > 1 and x.size and math.prod(x.shape[:-1]) % TILE == 0
+        rows = x.reshape(-1, TILE, x.shape[-1]) if eights else x
         # Else a GPU keeps all positions, sorted, wherever these are used.
-        index: jax.Array = lax.optimization_barrier(lax.top_k(x, k)[1])  # type: ignore[no-untyped-call]
-        return index
+        index: jax.Array = lax.optimization_barrier(lax.top_k(rows, k)[1])  # type: ignore[no-untyped-call]
+        return index.reshape(*x.shape[:-1], k)
 
     def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
         def compared() -> jax.Array:
@@ -242,20 +256,21 @@ class JaxOps:
     def scatter_add(self, x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
         return jnp.asarray(x).at[(*jnp.indices(index.shape, sparse=True)[:-1], index)].add(values)
 
-    def scatter_sum(self, n: int, replicas: int, of: Callable[[Any], tuple[jax.Array, jax.Array]]) -> jax.Array:
-        kept = jax.eval_shape(of, jnp.int32(0))[1]
-        rows = (*kept.shape[:-1], n)
+    def scatter_sum(self, n: int, of: Callable[..., tuple[jax.Array, jax.Array]], *every: jax.Array) -> jax.Array:
+        def of_replica(i: Any) -> tuple[jax.Array, jax.Array]:
+            return of(*(x[i] for x in every))
+
+        kept = jax.eval_shape(of_replica, jnp.int32(0))[1]
 
         def compared() -> jax.Array:  # all replicas at once: each of them runs this program
-            each = [of(replica) for replica in range(replicas)]
-            index, values = (self.stack(x) for x in zip(*each, strict=True))
+            index, values = jax.vmap(of)(*every)
             return _chosen(index[..., None], n, values[..., None], (0, -2))
 
         def scattered() -> jax.Array:
             # Not before there is something to add: a GPU would make these zeros first of all, and copies of them.
-            zero, _ = lax.optimization_barrier((jnp.zeros((), kept.dtype), of(jnp.int32(0))[1]))  # type: ignore[no-untyped-call]
-            start = jnp.broadcast_to(zero, rows)
-            return self.loop(replicas, lambda i, total: self.scatter_add(total, *of(i)), start)
+            zero, _ = lax.optimization_barrier((jnp.zeros((), kept.dtype), of_replica(0)[1]))  # type: ignore[no-untyped-call]
+            start = jnp.broadcast_to(zero, (*kept.shape[:-1], n))
+            return self.loop(len(every[0]), lambda i, total: self.scatter_add(total, *of_replica(i)), start)
 
         return _compared_on_tpu(kept.shape[-1], scattered, compared)
 

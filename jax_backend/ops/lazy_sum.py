@@ -7,6 +7,7 @@ old one lies. Only a TPU adds the two as a product reads them, and stores nothin
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -57,24 +58,9 @@ class Sum:
 
     def multiplied_by(self, thin: jax.Array) -> jax.Array:
         """`thin @ self`: (…, r, n) by (…, n, m)."""
-        batch, last = tuple(range(self.ndim - 2)), self.ndim - 1
-        kind = jnp.promote_types(self.dtype, jnp.float32)
-
-        def times(x: jax.Array, thin: jax.Array, precision: lax.Precision) -> jax.Array:
-            # The large factor first, and the transposition last: XLA on CPU is up to three times as slow on `thin @ x.mT`.
-            first, second, axis = (x, thin, last) if self._transposed else (thin, x, last - 1)
-            numbers = (((last,), (axis,)), (batch, batch))
-            return lax.dot_general(first, second, numbers, precision=precision, preferred_element_type=kind)
-
-        def apart(x: jax.Array, y: jax.Array, thin: jax.Array) -> jax.Array:
-            return times(x, thin, lax.Precision.HIGHEST) + times(y, thin, lax.Precision.HIGHEST)
-
-        def added(x: jax.Array, y: jax.Array, thin: jax.Array) -> jax.Array:
-            return times(x.astype(kind) + y.astype(kind), thin.astype(kind), on_tpu(kind))
-
         parts = [x.reshape(self._rows) for x in (self.gradient, self.error)]
-        result: jax.Array = lax.platform_dependent(*parts, thin, tpu=added, default=apart)
-        return (result.mT if self._transposed else result).astype(self.dtype)
+        result: jax.Array = _multiplied(*parts, thin, transposed=self._transposed)
+        return result
 
     def minus(self, product: jax.Array) -> Sum:
         """What is left of it; `product` has this shape."""
@@ -90,6 +76,31 @@ class Sum:
         error = self.error[None]
         chosen = lax.select(ok, self.gradient[None] + error, limited(error, limit))
         return chosen[0]
+
+
+@functools.partial(jax.jit, static_argnames="transposed")  # which traces it once for each shape
+def _multiplied(x: jax.Array, y: jax.Array, thin: jax.Array, *, transposed: bool) -> jax.Array:
+    """`thin @ (x + y)`, or of the transposed sum."""
+    batch, last = tuple(range(x.ndim - 2)), x.ndim - 1
+    kind = jnp.promote_types(x.dtype, jnp.float32)
+
+    def times(x: jax.Array, thin: jax.Array, precision: lax.Precision, *, swapped: bool = False) -> jax.Array:
+        first, second, axis = (x, thin, last) if swapped else (thin, x, last if transposed else last - 1)
+        numbers = (((last,), (axis,)), (batch, batch))
+        result = lax.dot_general(first, second, numbers, precision=precision, preferred_element_type=kind)
+        return result.mT if swapped else result
+
+    def apart(x: jax.Array, y: jax.Array, thin: jax.Array, *, swapped: bool = False) -> jax.Array:
+        first, second = (times(each, thin, lax.Precision.HIGHEST, swapped=swapped) for each in (x, y))
+        return first + second
+
+    def added(x: jax.Array, y: jax.Array, thin: jax.Array) -> jax.Array:
+        return times(x.astype(kind) + y.astype(kind), thin.astype(kind), on_tpu(kind), swapped=transposed)
+
+    # The large factor first, and the transposition last: XLA on CPU is up to three times as slow on `thin @ x.mT`. A GPU launches a kernel to transpose.
+    cpu = functools.partial(apart, swapped=transposed)
+    result: jax.Array = lax.platform_dependent(x, y, thin, cpu=cpu, tpu=added, default=apart)
+    return result.astype(x.dtype)
 
 
 def limited(x: jax.Array, limit: float) -> jax.Array:

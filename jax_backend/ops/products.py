@@ -10,6 +10,7 @@ as all else that a compression leaves out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -27,12 +28,16 @@ def on_tpu(dtype: jnp.dtype) -> lax.Precision:
 
 def product(x: jax.Array, y: jax.Array, numbers: Numbers, *, exact: bool = False) -> jax.Array:
     """`lax.dot_general`: three products of bfloat16 on a TPU unless it is to be `exact`; to the precision of the dtype elsewhere."""
+    if exact:
+        return lax.dot_general(x, y, numbers, precision=lax.Precision.HIGHEST)
+    result: jax.Array = _by_platform(x, y, numbers)
+    return result
 
+
+@functools.partial(jax.jit, static_argnums=2)  # which traces it once for each shape
+def _by_platform(x: jax.Array, y: jax.Array, numbers: Numbers) -> jax.Array:
     def at(precision: lax.Precision) -> Callable[[jax.Array, jax.Array], jax.Array]:
         return lambda x, y: lax.dot_general(x, y, numbers, precision=precision)
 
-    highest = at(lax.Precision.HIGHEST)
-    if exact:
-        return highest(x, y)
-    result: jax.Array = lax.platform_dependent(x, y, tpu=at(on_tpu(x.dtype)), default=highest)
+    result: jax.Array = lax.platform_dependent(x, y, tpu=at(on_tpu(x.dtype)), default=at(lax.Precision.HIGHEST))
     return result

@@ -31,6 +31,11 @@ def pair(width: int = 512) -> dict[str, tuple[int, ...]]:
     return {"up": (width, 2 * width), "down": (2 * width, width), "bias": (width,)}
 
 
+def eight(width: int = 2048) -> dict[str, tuple[int, ...]]:
+    """Eight square matrices, too large for a TPU's fast memory together."""
+    return {f"w{i}": (width, width) for i in range(8)}
+
+
 def fifty(width: int = 256) -> dict[str, tuple[int, ...]]:
     """The 50 matrices, of three shapes for the most part, and the vectors of a GPT of 12 layers."""
     layer = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
@@ -61,6 +66,7 @@ MODELS = {
     "stacked": stacked,
     "divided": divided,
     "wide": lambda: pair(2048),
+    "eight": eight,
     "fifty": fifty,
     "layers": layers,
 }

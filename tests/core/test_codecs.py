@@ -17,6 +17,7 @@ from gradwire.core.algorithms.shared.sparse_blocks import bits_of, blocks_of, pa
 from gradwire.core.codecs import CODECS, BlockCodec
 from gradwire.core.codecs.coder import Coder, Noise
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.protocol.collective_requests import Gather
 from gradwire.core.simulate import NumpyOps, lock_step
 
 OPS = NumpyOps()
@@ -264,6 +265,46 @@ def test_positions_come_back_from_as_few_bits_as_the_block_needs(data, length):
     assert sent.nbytes == -(-index.size * bits_of(length) // 8)
     assert 2 ** bits_of(length) >= length > 2 ** bits_of(length) // 2
     np.testing.assert_array_equal(unpacked(OPS, sent, length, index.shape), index)
+
+
+class JoiningOps(NumpyOps):
+    joined = 600
+
+
+@pytest.mark.parametrize(
+    "algorithm", [TopK(8, per=64), TopK(3, per=(8, 8), mean="senders"), TopK(4, per=(4, 5), bits=2)], ids=repr
+)
+@given(world=st.integers(1, 3), seed=st.integers(0, 99))
+def test_blocks_of_several_tensors_sent_as_one_are_those_of_each(algorithm, world, seed):
+    shapes = {
+        "a": (16, 16),
+        "b": (8, 32),
+        "c": (3, 7),
+        "d": (64,),
+        "e": (8, 10),
+        "f": (24, 32),
+        "g": (32, 8),
+        "h": (16, 5),
+    }
+    rng = np.random.default_rng(seed)
+    apart, joined = (Simulator(algorithm, shapes, world, dtype="float32", ops=ops()) for ops in (NumpyOps, JoiningOps))
+    for _ in range(2):
+        gradients = [{n: rng.normal(size=s).astype("float32") for n, s in shapes.items()} for _ in range(world)]
+        expected, found = apart.step(gradients), joined.step(gradients)
+        for name in shapes:
+            np.testing.assert_array_equal(found[name], expected[name])
+        for one, other in zip(apart.states, joined.states, strict=True):
+            assert_same_memory(one, other)
+        assert joined.traffic.nbytes == apart.traffic.nbytes
+        assert max(len(r.arrays) for r in joined.requests if isinstance(r, Gather)) < max(
+            len(r.arrays) for r in apart.requests if isinstance(r, Gather)
+        )
+
+
+def assert_same_memory(one, other):
+    for name, memory in one.tensors.items():
+        for key, x in memory.items():
+            np.testing.assert_array_equal(other.tensors[name][key], x)
 
 
 @pytest.mark.parametrize("algorithm", METHODS, ids=repr)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import export, lax
 
 from gradwire import PowerSGD
@@ -16,8 +17,15 @@ RANKS = {"a*": 2, "large": 4, "thick": 18}
 STEPS = 6
 
 
+@pytest.fixture(autouse=True)
+def traced_anew():
+    yield
+    jax.clear_caches()
+
+
 def for_a_tpu(monkeypatch, products):
     """What is traced for a TPU, with products at "high" as so many products of bfloat16. Not a cast and back, which XLA takes for superfluous."""
+    jax.clear_caches()
     exact = lax.dot_general
 
     def parts(x):

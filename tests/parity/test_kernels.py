@@ -242,7 +242,7 @@ KERNELS = {
     "scatter_add, columns": lambda ops, x, y, **_: ops.scatter_add(x.mT, ops.asarray([[5]] * 5, "int32"), ops.take(y.mT, ops.asarray([[2]] * 5, "int32"))),
     "scatter_add, nothing": lambda ops, x, y, **_: ops.scatter_add(x, no_positions(ops), ops.take(y, no_positions(ops))),
     "scatter_add, integers": lambda ops, **_: ops.scatter_add(ops.iota(5), ops.asarray([2, 2], "int32"), ops.asarray([10, 20], "int32")),
-    "scatter_sum": lambda ops, batch, **_: ops.scatter_sum(6, 3, lambda i: (ops.asarray(np.arange(24).reshape(3, 4, 2) % 5, "int32")[i], batch[i, :4, :2])),
+    "scatter_sum": lambda ops, batch, **_: ops.scatter_sum(6, lambda index, values: (index, values[:4, :2]), ops.asarray(np.arange(24).reshape(3, 4, 2) % 5, "int32"), batch),
     "pack_bits": lambda ops, batch, **_: ops.pack_bits(batch > 0),
     "pack_bits, two bytes": lambda ops, v, **_: ops.pack_bits(v > 0),
     "pack_bits, nothing": lambda ops, x, **_: ops.pack_bits(ops.unpack_bits(ops.pack_bits((x > 0)[:0]), (0,))),

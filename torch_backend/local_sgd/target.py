@@ -154,8 +154,7 @@ class ShardedTarget(Target):
         return partial(ShardStep, shards=self.layout.shards, asked=asked)
 
     def all_or_none(self, ops: TorchOps, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-        finite = torch.stack([ops.all_finite(p) for p in parameters.values()]).all()
-        ok = on_all_shards(finite, self.layout.shards)
+        ok = on_all_shards(ops.all_finite(*parameters.values()), self.layout.shards)
         return dict(zip(parameters, ops.nan_unless(ok, list(parameters.values())), strict=True))
 
     def average_by(self, driver: Driver) -> None:

@@ -48,6 +48,8 @@ class TorchOps:
     wait for the device, so both sides exist and the device selects.
     """
 
+    joined = 0
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._host_knows = device.type == "cpu"
@@ -255,9 +257,12 @@ class TorchOps:
     def truth(self, ok: Tensor) -> bool | None:
         return bool(ok) if ok.device.type == "cpu" else None
 
-    def all_finite(self, x: Tensor) -> Tensor:
+    def all_finite(self, *arrays: Tensor) -> Tensor:
         # Not `torch.isfinite(x).all()`, whose temporaries are larger than `x`.
-        return torch.linalg.vector_norm(x, ord=math.inf) < math.inf if x.numel() else self.iota(1)[0] == 0
+        largest = [torch.linalg.vector_norm(x, ord=math.inf) for x in arrays if x.numel()]
+        if not largest:
+            return self.iota(1)[0] == 0
+        return (largest[0] if len(largest) == 1 else torch.stack(largest).amax()) < math.inf  # both keep a NaN
 
     def orthonormalize(self, x: Tensor, epsilon: float) -> Tensor:
         if epsilon or x.dtype == torch.float64 or not x.numel():
@@ -375,11 +380,12 @@ class TorchOps:
         rows = [self._numbers(m, torch.int64).view(-1, *[1] * (x.ndim - 1 - i)) for i, m in enumerate(x.shape[:-1])]
         return x.index_put_((*rows, index.long()), values, accumulate=True)
 
-    def scatter_sum(self, n: int, replicas: int, of: Callable[[Any], tuple[Tensor, Tensor]]) -> Tensor:
-        index, values = of(0)
+    def scatter_sum(self, n: int, of: Callable[..., tuple[Tensor, Tensor]], *every: Tensor) -> Tensor:
+        first, *others = zip(*every, strict=True)
+        index, values = of(*first)
         total = self.scatter_add(self.zeros((*index.shape[:-1], n), self.dtype_of(values)), index, values)
-        for replica in range(1, replicas):
-            total = self.scatter_add(total, *of(replica))
+        for arrays in others:
+            total = self.scatter_add(total, *of(*arrays))
         return total
 
     def pack_bits(self, x: Tensor, *, of: Tensor | None = None) -> Tensor:
