@@ -501,8 +501,6 @@ def test_what_is_on_its_way_may_be_left_there(world: World) -> None:
 def test_steps_go_on_while_another_rank_has_not_sent_yet(world: World) -> None:
     """Rank 2 does not come to its step 3, after which a difference leaves, before the others have done two more. Outer parameters are the same on all ranks."""
     run = LocalRun(world, diloco(4, overlap=3))
-    assert run.handle._in_flight is not None
-    assert run.handle._in_flight._groups.whole is not run.handle._groups.whole  # other messages do not wait behind it
     run.steps(0, 3)
     store = dist.distributed_c10d._get_default_store()
     if world.rank == 2:
@@ -517,6 +515,21 @@ def test_steps_go_on_while_another_rank_has_not_sent_yet(world: World) -> None:
     assert torch.func.functional_call(run.model, outer, torch.ones(2, 8)).shape == (2, 5)
     with pytest.raises(ValueError, match="no outer parameters"):
         LocalRun(world, LocalSGD(3)).handle.outer_parameters()
+
+
+@cases.case
+def test_messages_on_their_way_have_groups_of_their_own(world: World) -> None:
+    """So that others do not wait behind them. They go with the schedule."""
+    run = LocalRun(world, diloco(4, overlap=3, compressor=TwoLevel(AllReduce(), 2)))
+    handle, groups = run.handle, dist.distributed_c10d._world.pg_map
+    for partition in (None, PAIRS, ((0, 2), (1, 3))):
+        assert handle._in_flight is not None
+        assert handle._in_flight._groups[partition] is not handle._groups[partition]
+    before = len(groups)
+    handle.reconfigure(diloco(5, overlap=3, compressor=TwoLevel(AllReduce(), 2)))
+    assert len(groups) == before
+    handle.unregister()
+    assert len(groups) == before - 3
 
 
 @cases.each({name: LATE[name] for name in ("one", "fragments")})
