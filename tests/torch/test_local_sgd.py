@@ -242,7 +242,7 @@ def test_nodes_are_those_of_torchrun_or_ranks_on_one_host(world: World) -> None:
 
 @cases.case
 def test_a_module_without_ddp(world: World) -> None:
-    model = mlp(6, 5, 3, seed=world.rank)
+    model = mlp(6, 5, 3, seed=world.rank, frozen=[2])
     optimizer = sgd(model)
     handle = local_sgd(model, None, LocalSGD(2), process_group=world.group)
     assert world.agree(flat(model))
@@ -254,6 +254,10 @@ def test_a_module_without_ddp(world: World) -> None:
     handle.synchronize()
     assert world.agree(flat(model))
     torch.testing.assert_close(flat(model), torch.stack(before).mean(0))
+    model[2].requires_grad_(True)
+    fit(model, optimizer, world.rank, [3], LOSS)
+    with pytest.raises(RuntimeError, match=r"'2.weight', '2.bias' have gradients"):
+        handle.step()
 
 
 @cases.each(["module", "DDP", "sharded"])
