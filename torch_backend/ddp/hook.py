@@ -204,8 +204,9 @@ class BucketHook:
             waiting, self._waiting = self._waiting, []
             for each in waiting:
                 each.future.set_result(each.buffer)
-            if self._failed is not None:
-                _raise_after_backward(self._failed)
+            failed, self._failed = self._failed, None  # whose traceback holds what the step has worked on
+            if failed is not None:
+                _raise_after_backward(failed)
 
 
 def _raise_after_backward(error: Exception) -> None:
