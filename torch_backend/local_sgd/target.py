@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.text.wording import some
 from gradwire.torch_backend.ddp.hook import CommHook, hook_obstacle, hooked
+from gradwire.torch_backend.ddp.newly_trained import refuse_thawed
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups, given_or_default
@@ -87,12 +87,7 @@ class Target:
 
     def refuse_thawed(self) -> None:
         """Raise RuntimeError for gradients of parameters that were frozen: replicas would drift apart."""
-        thawed = [name for name, p in self.frozen.items() if p.grad is not None]
-        if thawed:
-            raise RuntimeError(
-                f"parameters {some(thawed)} have gradients, and nobody averages these parameters: they were frozen when local_sgd was called. "
-                f"Call handle.unregister(), and {self.anew}; or freeze them, with p.grad = None"
-            )
+        refuse_thawed(self.frozen, "local_sgd", f"Call handle.unregister(), and {self.anew}")
 
     def average_by(self, driver: Driver) -> None:
         """Let this driver average gradients."""
