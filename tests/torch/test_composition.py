@@ -44,56 +44,92 @@ def new_scaler():
     return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
 
 
-def part_loss(model, rank, part, micro_batches=MICRO_BATCHES, overflow=True):
-    """Of one micro-batch, each of which takes other branches, or none. One of them overflows."""
-    loss = branching_loss(model, rank, part % len(TAKEN)) / micro_batches
+def parts(how):
+    """The micro-batches of a step. With a static graph torch cannot accumulate: an assertion of its reducer fails."""
+    return 1 if how == "static_graph" else MICRO_BATCHES
+
+
+def part_loss(model, rank, part, how, micro_batches=None, overflow=True):
+    """Of one micro-batch, each of which takes other branches, or none; or all, if the graph is static. One of them overflows."""
+    static, micro_batches = how == "static_graph", micro_batches or parts(how)
+    loss = loss_on(40)(model, rank, part) if static else branching_loss(model, rank, part % len(TAKEN))
+    loss = loss / micro_batches
     return loss * float("inf") if overflow and (part // micro_batches, rank) == OVERFLOW else loss
 
 
-def scaled(model, rank, part):
+def scaled(model, rank, part, how):
     """For tools that divide the loss by the number of micro-batches themselves."""
-    return part_loss(model, rank, part) * MICRO_BATCHES
+    return part_loss(model, rank, part, how) * parts(how)
 
 
-def plain_loop(world, model, wrapped, scaler):
+#: What is done besides: DDP is told that the graph is always the same, or the model is compiled, or a function with forward and backward pass in it.
+BESIDES = ("static_graph", "compiled model", "compiled step")
+
+
+def cap(how):
+    """Of DDP's buckets, in MiB. No less, or torch.compile refuses."""
+    return 1 if "compiled" in how else 0.006
+
+
+def of_ddp(how):
+    return {"static_graph": True} if how == "static_graph" else UNUSED
+
+
+def compiled(what, how="compiled model", when="compiled model"):
+    # What the compiler makes of the graph does not matter here, only where it cuts it.
+    return torch.compile(what, backend="aot_eager") if how == when else what
+
+
+def plain_loop(world, model, wrapped, scaler, how):
     """The loop of a torch user."""
-    optimizer = sgd(model)
+    optimizer, wrapped = sgd(model), compiled(wrapped, how)
+
+    def backward(part):
+        scaler.scale(part_loss(wrapped, world.rank, part, how)).backward()
+
+    backward = compiled(backward, how, "compiled step")
     for step in range(STEPS):
         optimizer.zero_grad()
-        for part in range(MICRO_BATCHES):
-            with wrapped.no_sync() if part + 1 < MICRO_BATCHES else nullcontext():
-                scaler.scale(part_loss(wrapped, world.rank, step * MICRO_BATCHES + part)).backward()
+        for part in range(parts(how)):
+            with wrapped.no_sync() if part + 1 < parts(how) else nullcontext():
+                backward(step * parts(how) + part)
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
 
 
-def under_ddp(world, model):
-    ddp, handle = hooked(model, ALGORITHM, world.group, grad_scaler=(scaler := new_scaler()), **UNUSED)
-    plain_loop(world, model, ddp, scaler)
+def under_ddp(world, model, how):
+    scaler = new_scaler()
+    ddp, handle = hooked(model, ALGORITHM, world.group, cap=cap(how), grad_scaler=scaler, **of_ddp(how))
+    plain_loop(world, model, ddp, scaler, how)
     return handle
 
 
-def under_data_parallel(world, model):
+def under_data_parallel(world, model, how):
     wrapped, handle = paralleled(model, ALGORITHM, world.group, grad_scaler=(scaler := new_scaler()), **UNUSED)
-    plain_loop(world, model, wrapped, scaler)
+    plain_loop(world, model, wrapped, scaler, how)
     return handle
 
 
-def under_accelerate(world, model):
+def under_accelerate(world, model, how):
     from accelerate.utils import DistributedDataParallelKwargs
 
-    ddp = DistributedDataParallelKwargs(bucket_cap_mb=1, **UNUSED)
-    accelerator = new_accelerator(gradient_accumulation_steps=MICRO_BATCHES, kwargs_handlers=[ddp])
+    accelerator = new_accelerator(
+        gradient_accumulation_steps=parts(how),
+        dynamo_backend="aot_eager" if how == "compiled model" else None,
+        kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=1, **of_ddp(how))],
+    )
     assert accelerator.num_processes == RANKS
     accelerator.scaler = new_scaler()  # as mixed_precision="fp16" does on a GPU
     wrapped, optimizer = accelerator.prepare(model, sgd(model))
     accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
     handle = integrations.AcceleratorCompression(accelerator, wrapped, ALGORITHM).handle
-    for part in range(STEPS * MICRO_BATCHES):
+    backward = lambda part: accelerator.backward(scaled(wrapped, world.rank, part, how))  # noqa: E731
+    backward = compiled(backward, how, "compiled step")
+    for part in range(STEPS * parts(how)):
         with accelerator.accumulate(wrapped):
-            accelerator.backward(scaled(wrapped, world.rank, part))
+            backward(part)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(wrapped.parameters(), MAX_NORM)
             optimizer.step()
@@ -101,7 +137,7 @@ def under_accelerate(world, model):
     return handle
 
 
-def under_lightning(world, model):
+def under_lightning(world, model, how):
     from pytorch_lightning.plugins.precision import MixedPrecision
 
     class Float32(MixedPrecision):
@@ -111,21 +147,35 @@ def under_lightning(world, model):
             return torch.autocast("cpu", enabled=False)
 
     compression = integrations.LightningCompression(ALGORITHM)
+    module = lightning_module(model, lambda module, part: scaled(module.net, world.rank, part, how), sgd)
+    automatic = {"accumulate_grad_batches": parts(how), "gradient_clip_val": MAX_NORM}
+    if how == "compiled step":  # then the module steps itself
+
+        def by_hand(batch, batch_idx=None):
+            optimizer, last = module.optimizers(), int(batch) % MICRO_BATCHES == MICRO_BATCHES - 1
+            with nullcontext() if last else module.trainer.strategy.block_backward_sync():
+                module.manual_backward(scaled(module.net, world.rank, int(batch), how) / MICRO_BATCHES)
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        module.on_before_optimizer_step = lambda optimizer: module.clip_gradients(optimizer, MAX_NORM)
+        module.automatic_optimization, automatic = False, {}
+        module.training_step = compiled(by_hand, how, "compiled step")
     lightning_fit(
-        lightning_module(model, lambda module, part: scaled(module.net, world.rank, part), sgd),
+        compiled(module, how),
         RANKS,
-        STEPS * MICRO_BATCHES,
-        ddp={"bucket_cap_mb": 0.006, **UNUSED},
+        STEPS * parts(how),
+        ddp={"bucket_cap_mb": cap(how), **of_ddp(how)},
         plugins=[Float32("16-mixed", "cpu", scaler=new_scaler())],
         callbacks=[compression],
         max_epochs=1,
-        accumulate_grad_batches=MICRO_BATCHES,
-        gradient_clip_val=MAX_NORM,
+        **automatic,
     )
     return compression.handle
 
 
-def under_trainer(world, model):
+def under_trainer(world, model, how):
     import transformers
 
     class Scaled(transformers.TrainerCallback):
@@ -137,13 +187,15 @@ def under_trainer(world, model):
         world.folder / "trainer",
         Scaled(),
         sgd(model),
-        [{"number": torch.tensor(i)} for i in range(STEPS * MICRO_BATCHES)],
-        lambda model, inputs: scaled(model, world.rank, int(inputs["number"])),
+        [{"number": torch.tensor(i)} for i in range(STEPS * parts(how))],
+        lambda model, inputs: scaled(model, world.rank, int(inputs["number"]), how),
         max_steps=STEPS,
-        gradient_accumulation_steps=MICRO_BATCHES,
+        gradient_accumulation_steps=parts(how),
         max_grad_norm=MAX_NORM,
         ddp_bucket_cap_mb=1,
-        ddp_find_unused_parameters=True,
+        torch_compile=how == "compiled model",
+        torch_compile_backend="aot_eager" if how == "compiled model" else None,
+        **{f"ddp_{name}": x for name, x in of_ddp(how).items()},
     )
     trainer.accelerator.scaler = new_scaler()
     compression = integrations.TrainerCompression(trainer, ALGORITHM)
@@ -164,22 +216,29 @@ WRAPPERS = {
 }
 
 
-@cases.each(WRAPPERS)
-def test_all_features_at_once_train_as_the_simulator_says(world, variant):
-    wrapper, prefix = variant
-    model = Branches()
+#: The Trainer has a training step of its own.
+REFUSED = {("DataParallel", "static_graph"), ("Trainer", "compiled step")}
+CELLS = {f"{w}, {how}" if how else w: (w, how) for how in ("", *BESIDES) for w in WRAPPERS if (w, how) not in REFUSED}
+
+
+@cases.each(CELLS)
+def test_all_features_at_once_train_as_the_simulator_says(world, cell):
+    (wrapper, prefix), how, model = WRAPPERS[cell[0]], cell[1], Branches()
+    torch._dynamo.reset()
+    counters.clear()
     with quiet():
-        stats = wrapper(world, model).stats()
+        stats = wrapper(world, model, how).stats()
+    assert (counters["frames"]["ok"] > 0) is ("compiled" in how)
     assert world.agree(weights(model))
-    assert relative(weights(model), reference(prefix)) < 1e-5
+    assert relative(weights(model), reference(prefix, how)) < 1e-5
     assert stats.steps == STEPS  # one for each step, however many micro-batches it has
     assert stats.bytes_sent < stats.dense_bytes / 2
     assert stats.skipped_steps == 1
 
 
-def reference(prefix="", max_norm=MAX_NORM, **loss):
+def reference(prefix="", how="", max_norm=MAX_NORM, **loss):
     """The weights after training, by the book."""
-    model, micro_batches = Branches(), loss.get("micro_batches", MICRO_BATCHES)
+    model, micro_batches = Branches(), loss.get("micro_batches", parts(how))
     parameters = dict(model.named_parameters())
     simulator = Simulator(ALGORITHM, {prefix + n: tuple(p.shape) for n, p in parameters.items()}, RANKS)
     for step in range(STEPS):
@@ -187,7 +246,7 @@ def reference(prefix="", max_norm=MAX_NORM, **loss):
         for rank in range(RANKS):
             twin = copy.deepcopy(model)
             for part in range(micro_batches):
-                part_loss(twin, rank, step * micro_batches + part, **loss).backward()
+                part_loss(twin, rank, step * micro_batches + part, how, **loss).backward()
             gradients.append({n: p.grad for n, p in twin.named_parameters()})
             used |= {n for n, g in gradients[-1].items() if g is not None}
         taken = {n: torch.zeros_like(p) for n, p in parameters.items() if n in used}
@@ -235,11 +294,6 @@ def test_torchs_names_are_what_lightning_takes(world):
 
 
 # Compiled: the model, and a training step as a whole, `@torch.compile def step(x, y): …`, with every kind of hook, wrapper and optimizer.
-
-
-def compiled(module):
-    # What the compiler makes of the graph does not matter here, only where it cuts it.
-    return torch.compile(module, backend="aot_eager")
 
 
 #: In buckets of 1 MiB. No less, or torch.compile refuses.

@@ -269,6 +269,18 @@ def test_replicas_that_stay_come_to_what_the_simulator_says(local):
     assert max(float(np.abs(sim.parameters[0][n] - start[n]).max()) for n in start) > 0.1
 
 
+@pytest.mark.parametrize("what", [AllReduce(), LocalSGD(3)], ids=repr)
+def test_layers_that_are_thawed_are_refused(what):
+    model, optimizer = small()
+    model["a"].requires_grad_(False)
+    with site(1) as here:
+        elastic(model, optimizer, what, here.manager("replica"))
+        optimizer.step()
+        model["a"].weight.grad = torch.ones(6, 5)
+        with pytest.raises(RuntimeError, match=r"'a.weight' have gradients.*elastic was called"):
+            optimizer.step()
+
+
 def vote_against(manager, now):
     """Whenever a replica is asked for its vote, and it is `now`."""
     vote = manager.should_commit

@@ -25,7 +25,7 @@ from tests.parity import local_sgd_cases as parity
 from tests.torch.compare import flat, relative, said, same_bits, weights
 from tests.torch.models import Branches, Layers, loss_on, mlp
 from tests.torch.ranks import PATIENCE, Cases, World
-from tests.torch.sharded import mesh_of, sharded_mlp
+from tests.torch.sharded import mesh_of, shard, sharded_mlp
 from tests.torch.training import LocalRun, collective_payloads, fit, hooked, sgd
 
 cases = Cases(__file__, ranks=4)
@@ -242,7 +242,7 @@ def test_nodes_are_those_of_torchrun_or_ranks_on_one_host(world: World) -> None:
 
 @cases.case
 def test_a_module_without_ddp(world: World) -> None:
-    model = mlp(6, 5, 3, seed=world.rank)
+    model = mlp(6, 5, 3, seed=world.rank, frozen=[2])
     optimizer = sgd(model)
     handle = local_sgd(model, None, LocalSGD(2), process_group=world.group)
     assert world.agree(flat(model))
@@ -254,6 +254,37 @@ def test_a_module_without_ddp(world: World) -> None:
     handle.synchronize()
     assert world.agree(flat(model))
     torch.testing.assert_close(flat(model), torch.stack(before).mean(0))
+    model[2].requires_grad_(True)
+    fit(model, optimizer, world.rank, [3], LOSS)
+    with pytest.raises(RuntimeError, match=r"'2.weight', '2.bias' have gradients"):
+        handle.step()
+
+
+@cases.each(["module", "DDP", "sharded"])
+def test_layers_that_are_thawed_need_another_handle(world: World, kind: str) -> None:
+    """An error before the step, when replicas are still equal."""
+    model, group = mlp(6, 5, 3, frozen=[0]), world.group
+    if kind == "sharded":
+        mesh = mesh_of(2, 2)
+        model, group = shard(model, mesh["shard"]), mesh.get_group("replicate")
+    optimizer = sgd(model)
+
+    def begun() -> tuple[nn.Module, Any]:
+        module = DistributedDataParallel(model, process_group=group) if kind == "DDP" else model
+        return module, local_sgd(module, optimizer, LocalSGD(2), process_group=group)
+
+    module, handle = begun()
+    fit(module, optimizer, world.rank, range(2), LOSS)
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"'0.weight', '0.bias' have gradients, .*handle.unregister\(\)"):
+        fit(module, optimizer, world.rank, [2], LOSS)
+    assert world.agree(whole(model))
+    handle.unregister()
+    module, handle = begun()
+    fit(module, optimizer, world.rank, [3], LOSS)
+    assert not world.agree(whole(model))  # it is local still
+    fit(module, optimizer, world.rank, [4], LOSS)
+    assert world.agree(whole(model))
 
 
 @cases.case
@@ -289,8 +320,8 @@ def run_of(world: World, local: LocalSGD, group: Any = None, *, sharded: bool = 
     return LocalRun(world, local, model, process_group=mesh.get_group("replicate"))
 
 
-def parameters(run: LocalRun) -> dict[str, torch.Tensor]:
-    return {n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in run.model.named_parameters()}
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in model.named_parameters()}
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -308,7 +339,7 @@ def test_sgd_of_torch_is_ours(world: World, options: dict[str, Any]) -> None:
     ours, theirs = (run_of(world, diloco(outer=outer, **options), sharded=sharded) for outer in (None, NESTEROV))
     for run in (ours, theirs):
         run.steps(0, 10)
-    assert relative(parameters(theirs), parameters(ours)) < 1e-6
+    assert relative(whole(theirs.model), whole(ours.model)) < 1e-6
     assert "torch.optim.sgd.SGD(lr=0.7" in repr(theirs.handle.local)
 
 
@@ -474,8 +505,6 @@ def test_what_is_on_its_way_may_be_left_there(world: World) -> None:
 def test_steps_go_on_while_another_rank_has_not_sent_yet(world: World) -> None:
     """Rank 2 does not come to its step 3, after which a difference leaves, before the others have done two more. Outer parameters are the same on all ranks."""
     run = LocalRun(world, diloco(4, overlap=3))
-    assert run.handle._in_flight is not None
-    assert run.handle._in_flight._groups.whole is not run.handle._groups.whole  # other messages do not wait behind it
     run.steps(0, 3)
     store = dist.distributed_c10d._get_default_store()
     if world.rank == 2:
@@ -484,11 +513,27 @@ def test_steps_go_on_while_another_rank_has_not_sent_yet(world: World) -> None:
     store.set(f"ahead/{world.rank}", "")
     run.steps(6, 7)
     outer = run.handle.outer_parameters()
+    assert outer.keys() == dict(run.model.named_parameters()).keys()
     assert world.agree(dict(outer))
     assert not world.agree(weights(run.model))
     assert torch.func.functional_call(run.model, outer, torch.ones(2, 8)).shape == (2, 5)
     with pytest.raises(ValueError, match="no outer parameters"):
         LocalRun(world, LocalSGD(3)).handle.outer_parameters()
+
+
+@cases.case
+def test_messages_on_their_way_have_groups_of_their_own(world: World) -> None:
+    """So that others do not wait behind them. They go with the schedule."""
+    run = LocalRun(world, diloco(4, overlap=3, compressor=TwoLevel(AllReduce(), 2)))
+    handle, groups = run.handle, dist.distributed_c10d._world.pg_map
+    for partition in (None, PAIRS, ((0, 2), (1, 3))):
+        assert handle._in_flight is not None
+        assert handle._in_flight._groups[partition] is not handle._groups[partition]
+    before = len(groups)
+    handle.reconfigure(diloco(5, overlap=3, compressor=TwoLevel(AllReduce(), 2)))
+    assert len(groups) == before
+    handle.unregister()
+    assert len(groups) == before - 3
 
 
 @cases.each({name: LATE[name] for name in ("one", "fragments")})
@@ -501,20 +546,6 @@ def test_one_rank_that_breaks_while_messages_travel(world: World, local: LocalSG
     run.steps(7, 18)
     assert all(p.isfinite().all() for p in run.model.parameters())
     assert all(x.isfinite().all() for m in run.handle.rank_state_dict()["tensors"].values() for x in m.values())
-
-
-@cases.case
-def test_outer_parameters_are_the_same_on_all_ranks(world: World) -> None:
-    run = LocalRun(world, LATE["one"])
-    run.steps(0, 11)
-    outer = run.handle.outer_parameters()
-    assert outer.keys() == dict(run.model.named_parameters()).keys()
-    assert world.agree(dict(outer))
-    assert not world.agree(weights(run.model))
-    out = torch.func.functional_call(run.model, outer, torch.ones(2, 8))
-    assert out.shape == (2, 5)
-    with pytest.raises(ValueError, match="no outer parameters"):
-        LocalRun(world, LocalSGD(3)).handle.outer_parameters()
 
 
 @cases.case

@@ -10,7 +10,7 @@ from gradwire.core.protocol import mean, step_is_finite, together
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from tests.torch.compare import same_bits
 from tests.torch.models import loss_on, mlp
-from tests.torch.training import distance, hooked, train
+from tests.torch.training import distance, hooked, paralleled, train
 
 pytestmark = pytest.mark.usefixtures("alone", "both_branches")
 
@@ -109,7 +109,27 @@ class Failing(Remembering):
         return result
 
 
-@pytest.mark.parametrize("where", ["before any message", "side by side", "in the end"])
+WHERE = ["before any message", "side by side", "in the end"]
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("wrap", [hooked, paralleled])
+def test_an_exception_leaves_backward_as_it_is_and_training_goes_on(wrap, where):
+    """Of this model, and of another."""
+    runs = [wrap(mlp(*WIDTHS), algorithm, message_bytes=0) for algorithm in (Failing(where=where), Remembering())]
+    for wrapped, _ in runs:
+        train(wrapped, LOSS, 1, local=False)
+    (failing, handle), _ = runs
+    before = handle.rank_state_dict()
+    with pytest.raises(Mistake, match="in step 1"):
+        train(failing, LOSS, [1], local=False)
+    assert same_bits(handle.rank_state_dict(), before)
+    handle.load_state_dict(before | {"step": 2})  # past the step in which it fails
+    traces = [train(wrapped, LOSS, [2, 3], local=False) for wrapped, _ in runs]
+    assert same_bits(*(trace.given for trace in traces))
+
+
+@pytest.mark.parametrize("where", WHERE)
 def test_the_driver_goes_on_after_an_exception_as_if_the_step_had_not_been(where, alone):
     parameters = dict(mlp(*WIDTHS).named_parameters())
     drivers = [

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.protocol.weights import NobodyCounts
 from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
 from gradwire.torch_backend.ddp.newly_trained import Newcomers
 from gradwire.torch_backend.engine.driver import Driver, specs_of
@@ -183,7 +182,7 @@ class BucketHook:
         self._names = {id(p): name for p, name in names.items()}
         self.used = used
         self._waiting: list[Bucket] = []
-        self._failed: NobodyCounts | None = None
+        self._failed: Exception | None = None
 
     def __call__(self, bucket: Bucket) -> None:
         first = bucket.index == 0
@@ -197,7 +196,7 @@ class BucketHook:
         if self._failed is None:
             try:
                 self.driver.add(gradients, first=first, last=bucket.is_last, unused=unused)
-            except NobodyCounts as error:
+            except Exception as error:
                 self._failed = error
         if bucket.is_last:
             if self.used is not None:
@@ -205,8 +204,9 @@ class BucketHook:
             waiting, self._waiting = self._waiting, []
             for each in waiting:
                 each.future.set_result(each.buffer)
-            if self._failed is not None:
-                _raise_after_backward(self._failed)
+            failed, self._failed = self._failed, None  # whose traceback holds what the step has worked on
+            if failed is not None:
+                _raise_after_backward(failed)
 
 
 def _raise_after_backward(error: Exception) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -12,6 +12,16 @@ from gradwire.core.text.wording import some
 
 #: Steps from one look to the next: it takes a walk through the model.
 EVERY = 100
+
+
+def refuse_thawed(frozen: Mapping[str, Tensor], call: str, remedy: str) -> None:
+    """Raise RuntimeError if one of the parameters that were frozen in this call has a gradient now: before an optimizer takes it, and replicas drift apart."""
+    thawed = [name for name, p in frozen.items() if p.grad is not None]
+    if thawed:
+        raise RuntimeError(
+            f"parameters {some(thawed)} have gradients, and nobody averages these parameters: they were frozen when {call} was called. {remedy}; or "
+            "freeze them again, with p.grad = None"
+        )
 
 
 class Newcomers:

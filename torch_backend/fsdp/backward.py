@@ -267,8 +267,8 @@ class ShardedBackward:
         if unknown:
             self.driver.abandon()
             raise RuntimeError(
-                f"parameters {some(unknown)} have gradients that nobody averages: they were frozen when compress_replicas was called. "
-                "Call handle.unregister(), and compress_replicas again; load_state_dict(state, strict=False) takes the memory over"
+                f"parameters {some(unknown)} have gradients that nobody averages: they were frozen when compress_replicas, or local_sgd, was called. "
+                "Call handle.unregister(), and the same again; load_state_dict(state, strict=False) takes the memory of compress_replicas over"
             )
 
     def _learn(self, came: list[int]) -> None:

@@ -50,7 +50,8 @@ def local_sgd(
     To be called on all ranks, once, before the first backward pass. It communicates, to check that all ranks ask for the same. Each rank
     must then call `optimizer.step()` equally often; steps that a `GradScaler` skips on some ranks count on all.
 
-    Averaged are all parameters that require gradients at this moment, whether they have received one or not.
+    Averaged are all parameters that require gradients at this moment, whether they have received one or not. A gradient of any other is a RuntimeError in
+    the step.
 
     Examples:
         >>> import gradwire, torch

@@ -109,6 +109,7 @@ class LocalSGDHandle:
         """As the schedule says, from the next step on."""
         old = self._gradients
         if old is None and not self._target.averages_always and not averages_gradients(self.local):
+            self._target.average_none()
             return
         self._gradients = new = _Gradients(self, self._message_bytes)
         if old is not None:
@@ -157,7 +158,8 @@ class LocalSGDHandle:
             return self.local.init(self._ops, parameters, self._replicas)
 
     def _begin(self) -> None:
-        """Before each step of the optimizer."""
+        """Before each step of the optimizer. Raises RuntimeError for parameters that were thawed since."""
+        self._target.refuse_thawed()
         if not self._has_begun and self.local.has_outer:
             # Weights may have been loaded since registration: replicas part from what is there now.
             if self._host is None:
@@ -171,12 +173,14 @@ class LocalSGDHandle:
         """Count a step, and average if it is time to. `optimizer.step()` calls this; call it yourself if you gave no optimizer.
 
         Raises:
-            RuntimeError: under DDP's `join()`, where ranks step a different number of times; or captured in a CUDA graph; or unregistered.
+            RuntimeError: under DDP's `join()`, where ranks step a different number of times; or captured in a CUDA graph; or unregistered; or
+                parameters have gradients that were frozen at registration.
         """
         if not self._registered:
             raise RuntimeError(self._why_not())
         refuse_capture(lambda: f"{self.local!r}, whose schedule the host counts,")
         self._target.require_steps()
+        self._target.refuse_thawed()
         times = self._watch.times
         if self._in_flight:  # something is on its way
             with torch.no_grad(), plain_arithmetic(self._ops.device), span(self.local, "receive"):

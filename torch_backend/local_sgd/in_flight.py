@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithm import State, Stepped
@@ -102,6 +101,6 @@ class InFlight:
             self._on_their_way.popitem()[1].step.abandon()
 
     def close(self) -> None:
-        """The same, for good: the process group goes too. To be called on all ranks."""
+        """The same, for good: the process groups go too. To be called on all ranks."""
         self.drop()
-        dist.destroy_process_group(self._groups.whole)
+        self._groups.destroy()

@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.torch_backend.ddp.hook import CommHook, hook_obstacle, hooked
+from gradwire.torch_backend.ddp.newly_trained import refuse_thawed
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups, given_or_default
 from gradwire.torch_backend.engine.scheduler import Step
-from gradwire.torch_backend.fsdp.backward import ShardedBackward
+from gradwire.torch_backend.fsdp.backward import ATTRIBUTE, ShardedBackward
 from gradwire.torch_backend.fsdp.checkpoint import Sharded
 from gradwire.torch_backend.fsdp.driver import ShardStep, asked_by_some_shard, on_all_shards
 from gradwire.torch_backend.fsdp.layout import Layout, obstacle_of_shards
@@ -38,18 +39,22 @@ class Target:
 
     Attributes:
         trained, group: as given.
+        frozen: its other parameters.
         parameters: what this rank has of each.
         kind: what that is, for messages.
         averages: somebody can average gradients.
         averages_always: somebody averages them in full, unless told otherwise.
         partial: this rank has only blocks of parameters.
+        anew: after `unregister`, what takes in what was thawed.
     """
 
     kind = "parameter"
+    anew = "call local_sgd again"
     averages = averages_always = partial = False
 
     def __init__(self, trained: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         self.trained, self.group = trained, group
+        self.frozen: Mapping[str, Tensor] = {}
         self.parameters: Mapping[str, Tensor] = trained
 
     @property
@@ -80,8 +85,15 @@ class Target:
     def require_steps(self) -> None:
         """Raise RuntimeError where ranks may step a different number of times."""
 
+    def refuse_thawed(self) -> None:
+        """Raise RuntimeError for gradients of parameters that were frozen: replicas would drift apart."""
+        refuse_thawed(self.frozen, "local_sgd", f"Call handle.unregister(), and {self.anew}")
+
     def average_by(self, driver: Driver) -> None:
         """Let this driver average gradients."""
+
+    def average_none(self) -> None:
+        """Let nobody average gradients, not even who was left to it by a handle before."""
 
     def leave(self) -> None:
         """Let gradients be averaged as they are, until somebody else comes."""
@@ -91,6 +103,7 @@ class DdpTarget(Target):
     """A DDP."""
 
     averages = averages_always = True
+    anew = "wrap the model anew and call local_sgd again"
 
     def __init__(self, ddp: DistributedDataParallel, trained: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         super().__init__(trained, group)
@@ -163,6 +176,11 @@ class ShardedTarget(Target):
         else:
             self._backward.use(driver)
 
+    def average_none(self) -> None:
+        before: ShardedBackward | None = getattr(self.layout.model, ATTRIBUTE, None)
+        if before is not None:
+            before.close()
+
     def leave(self) -> None:
         self.average_by(Driver(AllReduce(), specs_of(self.parameters), self.layout.device, self.group))
         assert self._backward is not None
@@ -178,11 +196,13 @@ def target_of(module: nn.Module, process_group: dist.ProcessGroup | None) -> Tar
     group = given_or_default(process_group or (None if ddp is None else ddp.process_group))
     trained = {n: p for n, p in inner.named_parameters() if p.requires_grad}
     require_initialized(trained)
+    target = Target(trained, group) if ddp is None else DdpTarget(ddp, trained, group)
     if any(is_fsdp(each) for each in inner.modules()):
         if process_group is None:
             raise ValueError(
                 f"module is a {type(module).__name__}, sharded by FSDP, whose replicas are not all ranks; give "
                 "process_group=mesh.get_group('replicate')"
             )
-        return ShardedTarget(Layout.of(inner, group), trained)
-    return Target(trained, group) if ddp is None else DdpTarget(ddp, trained, group)
+        target = ShardedTarget(Layout.of(inner, group), trained)
+    target.frozen = {n: p for n, p in inner.named_parameters() if not p.requires_grad}
+    return target

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -135,10 +134,10 @@ class _Work:
 
 
 class _Group:
-    """What `torch.distributed` is given in place of a process group. `lane` tells messages apart that do not wait behind each other."""
+    """What `torch.distributed` is given in place of a process group. No message waits behind another."""
 
-    def __init__(self, world: World, members: tuple[int, ...], rank: int, lane: int) -> None:
-        self.world, self.members, self.place, self._lane = world, members, members.index(rank), lane
+    def __init__(self, world: World, members: tuple[int, ...], rank: int) -> None:
+        self.world, self.members, self.place = world, members, members.index(rank)
         self._sent = 0
 
     def size(self) -> int:
@@ -160,16 +159,14 @@ class _Group:
     def post(self, what: Any, deliver: Callable[[list[Any]], None]) -> _Work:
         """Send something to all members."""
         self._sent += 1
-        return self.world.post((self._lane, self.members, self._sent), self.members, self.place, what, deliver)
+        return self.world.post((self.members, self._sent), self.members, self.place, what, deliver)
 
 
 class _Groups(ProcessGroups):
     """Any partition of the replicas, for one of them."""
 
-    def __init__(self, world: World, rank: int, lanes: Iterator[int] | None = None) -> None:
+    def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
-        self._lanes = count() if lanes is None else lanes  # replicas ask for the same in the same order
-        self._lane = next(self._lanes)
         self._made: dict[tuple[int, ...], _Group] = {}
         self.whole: Any = self[None]
 
@@ -178,13 +175,13 @@ class _Groups(ProcessGroups):
         return self._rank
 
     def anew(self) -> ProcessGroups:
-        return _Groups(self._world, self._rank, self._lanes)
+        return self
 
     def __getitem__(self, groups: Groups | None) -> Any:
         everybody = (tuple(range(self._world.size)),)
         (members,) = [tuple(each) for each in groups or everybody if self._rank in each]
         if members not in self._made:
-            self._made[members] = _Group(self._world, members, self._rank, self._lane)
+            self._made[members] = _Group(self._world, members, self._rank)
         return self._made[members]
 
     def exchange(self, groups: Groups | None, device: torch.device) -> Exchange:

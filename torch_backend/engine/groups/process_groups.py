@@ -56,6 +56,11 @@ class ProcessGroups:
         everybody = (tuple(range(dist.get_world_size(self.whole))),)
         return ProcessGroups(_make(self.whole, everybody), self._own)
 
+    def destroy(self) -> None:
+        """Give them back to torch. To be called on all ranks."""
+        for group in {self.whole, *self._own.values()}:
+            dist.destroy_process_group(group)
+
     def __getitem__(self, groups: Groups | None) -> dist.ProcessGroup:
         if groups is None:
             return self.whole

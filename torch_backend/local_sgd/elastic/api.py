@@ -23,6 +23,7 @@ from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.plan.advice import warn
 from gradwire.core.text.options import OWN_CHECK, checked
+from gradwire.torch_backend.ddp.newly_trained import refuse_thawed
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.local_sgd.elastic.gradients import ElasticGradients
 from gradwire.torch_backend.local_sgd.elastic.handle import KEY
@@ -57,7 +58,7 @@ def elastic(
     does nothing. Replicas for which a round failed, and for others it did not, take over the state of these in the next quorum.
 
     Args:
-        module: a model that each replica, one process, holds as a whole.
+        module: a model that each replica, one process, holds as a whole. A gradient of a parameter that is frozen now is a RuntimeError in the step.
         optimizer: that steps the module's parameters.
         what: an algorithm, which averages gradients in each step; or `LocalSGD(...)`, `diloco(...)`, which average parameters among all replicas.
         manager: a `torchft.Manager` with `use_async_quorum=False`. Its process group carries the messages, and its time limits are those of a round.
@@ -96,6 +97,9 @@ def elastic(
         raise ValueError(why_not)
     warn(what, specs_of(trained))
     quorum = Quorum(manager, _asks(what, trained, kept), next(iter(trained.values())).device)
+    frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
+    remedy = "Train them from the beginning of a run, on all replicas"
+    optimizer.register_step_pre_hook(lambda *_: refuse_thawed(frozen, "elastic", remedy))
     if isinstance(what, LocalSGD):
         return ElasticLocalSGD(what, trained, kept, optimizer, quorum, on_host=outer_device is not None)
     return ElasticGradients(what, trained, kept, optimizer, quorum)
