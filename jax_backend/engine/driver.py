@@ -37,6 +37,7 @@ from gradwire.jax_backend.axes.mapped_axis import (
     varying_axes,
 )
 from gradwire.jax_backend.axes.replica_groups import Peers, mean_by_sum, peers_of
+from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.ops.packing import FLAT, FLAT_TO_ROWS, ROWS, Layout, divided_rows
 
 T = TypeVar("T")
@@ -180,13 +181,12 @@ class _Driver:
         # JAX takes the maximum in a group to be that of all.
         return largest if peers.groups is None else vary_if_tracked(largest, self.axis_name)
 
-    def _watch(self, x: jax.Array) -> None:
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            self.finite = self.finite & jnp.isfinite(x).all()
+    def _watch(self, *arrays: jax.Array) -> None:
+        floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+        self.finite = self.finite & JaxOps().all_finite(*floats) if floats else self.finite
 
     def _watch_each(self, request: Watch[jax.Array]) -> tuple[jax.Array, ...]:
-        for x in request.arrays:
-            self._watch(x)
+        self._watch(*request.arrays)
         return request.arrays
 
     def _sum_scalar(self, request: SumScalar[jax.Array]) -> tuple[jax.Array, ...]:

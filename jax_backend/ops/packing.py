@@ -24,6 +24,8 @@ Starts = dict[tuple[int, int, frozenset[str]], Sequence[np.uint32 | jax.Array]]
 
 #: Of an accelerator's registers, and from how many bytes on for a replica messages are padded to fill them.
 LANES, PADDED = 128, 1 << 13
+#: Elements of a tile of a vector.
+VECTOR = 1024
 #: From this many pieces on, compile time is worth a trick.
 MANY = 8
 
@@ -44,9 +46,14 @@ def _in_lanes(arrays: Sequence[jax.Array], rows: int) -> list[jax.Array] | None:
 
 
 def _pack_lanes(arrays: Sequence[jax.Array]) -> jax.Array:
-    """`pack`, or bytes as (n, 128)."""
-    lanes = None if len(arrays) == 1 else _in_lanes(arrays, 1)
-    return pack(arrays) if lanes is None else jnp.concatenate(lanes, axis=1)[0]
+    """`pack`, or bytes as (n, 128); large vectors filled up."""
+    if len(arrays) == 1:
+        return arrays[0]
+    if (lanes := _in_lanes(arrays, 1)) is not None:
+        return jnp.concatenate(lanes, axis=1)[0]
+    flat = pack(arrays)
+    # A part of a tile a TPU does not gather, but adds to zeros: twice as much is sent.
+    return jnp.pad(flat, (0, -flat.size % VECTOR)) if flat.nbytes >= PADDED else flat
 
 
 def unpack(packed: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:

@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 import pytest
 
-from gradwire import AllReduce, PowerSGD, TwoLevel, plan
+import gradwire
+from gradwire import AllReduce, plan
 from tests.compiled import targets
 from tests.compiled.methods import pair
 
 
 class Ceiling(NamedTuple):
-    """For two matrices and a vector: passes over the gradients on a TPU more than those of `pmean`, and temporary memory in gradients, where `pmean` works
-    in place; launches of an H100, and temporary memory there, in gradients."""
+    """Passes over the gradients on a TPU more than those of `pmean`, as XLA counts them, and temporary memory there, in gradients; launches of an H100, and
+    temporary memory there."""
 
     passes: float
     memory: float
@@ -27,56 +28,80 @@ class Ceiling(NamedTuple):
     memory_h100: float
 
 
-CEILINGS = {
+#: Passes more than those of `pmean` over what lies in the memory of a TPU, for every model.
+HBM = {
+    "WireDtype(AllReduce(),'int8')": 10,
+    "Quantize('int8')": 14,
+    "PowerSGD(4)": 8,
+    "Sign()": 12,
+    "TopK(64,per=(64,64))": 25,
+    "TwoLevel(PowerSGD(4),within='ici')": 8,
+    "zero1": 22,
+    "LocalSGD(4)": 1,
+    "diloco(4)": 10,
+}
+#: Two small matrices and a vector, where `pmean` works in place.
+PAIR = {
     "WireDtype(AllReduce(),'int8')": Ceiling(8.6, 0.2, 18, 0.6),
     "Quantize('int8')": Ceiling(23.2, 0.25, 28, 1.6),
     "PowerSGD(4)": Ceiling(15.2, 0.3, 44, 1),
-    "Sign()": Ceiling(16.2, 0.3, 32, 1),
-    "TopK(64,per=(64,64))": Ceiling(52, 0.8, 52, 2.2),
+    "Sign()": Ceiling(16.2, 0.3, 26, 1),
+    "TopK(64,per=(64,64))": Ceiling(51, 0.2, 42, 3.1),
     "TwoLevel(PowerSGD(4),within='ici')": Ceiling(14.4, 0.3, 58, 2.7),
     "zero1": Ceiling(15.2, 0.3, 12, 2),
     "LocalSGD(4)": Ceiling(1, 0.3, 16, 2),
-    "diloco(4)": Ceiling(24, 0.3, 28, 2),
+    "diloco(4)": Ceiling(24, 0.3, 26, 2),
+}
+#: Eight large matrices. `pmean` takes 0.76 gradients of memory on a TPU, and 1 on an H100; 56 launches are 40, and 2 for each matrix.
+EIGHT = {
+    "WireDtype(AllReduce(),'int8')": Ceiling(4.2, 0.6, 36, 0.6),
+    "Quantize('int8')": Ceiling(22.2, 1.5, 50, 1.6),
+    "PowerSGD(4)": Ceiling(11, 0.1, 54, 0.1),
+    "Sign()": Ceiling(15.5, 0.5, 52, 0.2),
+    "TopK(64,per=(64,64))": Ceiling(66, 2.5, 80, 2.2),
+    "TwoLevel(PowerSGD(4),within='ici')": Ceiling(13.4, 1, 94, 1.2),
+    "zero1": Ceiling(9.2, 2.1, 15, 1.3),
+    "LocalSGD(4)": Ceiling(1, 1, 38, 0.1),
+    "diloco(4)": Ceiling(15.7, 1, 55, 0.1),
 }
 STACKED_POWER_SGD = "PowerSGD(4,stacked={'h/*':1})"
-#: The same for the 12 layers of a GPT in stacks.
+#: The 12 layers of a GPT in stacks.
 STACKED = {
-    "WireDtype(AllReduce(),'int8')": Ceiling(18.5, 0.4, 36, 1),
-    "Quantize('int8')": Ceiling(40, 0.5, 84, 2),
-    STACKED_POWER_SGD: Ceiling(16.5, 0.3, 96, 1),
-    "Sign()": Ceiling(24, 0.3, 62, 1),
-    "TopK(64,per=(64,64))": Ceiling(62, 2, 126, 2.2),
-    f"TwoLevel({STACKED_POWER_SGD},within='ici')": Ceiling(16.5, 0.3, 122, 2.1),
+    "WireDtype(AllReduce(),'int8')": Ceiling(9.8, 0.1, 36, 1),
+    "Quantize('int8')": Ceiling(33.5, 0.7, 57, 2),
+    STACKED_POWER_SGD: Ceiling(16.5, 0.1, 96, 1),
+    "Sign()": Ceiling(24, 0.1, 55, 1),
+    "TopK(64,per=(64,64))": Ceiling(67.5, 2.3, 72, 2.8),
+    f"TwoLevel({STACKED_POWER_SGD},within='ici')": Ceiling(16.5, 0.1, 123, 2.1),
     "zero1": Ceiling(16, 0.3, 20, 2),
-    "LocalSGD(4)": Ceiling(1, 0.3, 34, 2),
-    "diloco(4)": Ceiling(25.5, 0.5, 74, 2),
+    "LocalSGD(4)": Ceiling(1, 0.1, 34, 2),
+    "diloco(4)": Ceiling(25.5, 0.5, 58, 2),
 }
-MOST = {"pair": CEILINGS, "stacked": STACKED}
+MOST = {"pair": PAIR, "eight": EIGHT, "stacked": STACKED}
 ROWS = [(model, method) for model, ceilings in MOST.items() for method in ceilings]
 #: For 50 matrices of three shapes: processor seconds to compile for a TPU are to be at most so many times those of `pmean`, and some more.
 TIMES, SECONDS = 3, 8
-#: What is compiled so, in how many seconds more.
-LONGER = {
-    "WireDtype(AllReduce(),'int8')": 0,
-    "PowerSGD(4)": 0,
-    "TwoLevel(PowerSGD(4),within='ici')": 0,
-    "Quantize('int8')": 4,
-    "Sign()": 5,
-    "TopK(64,per=(64,64))": 40,
-    "zero1": 0,
-    "LocalSGD(4)": 0,
-    "diloco(4)": 0,
-}
+#: What is compiled so, in how many seconds more: how much processor time a compiler takes depends on what else the machine does.
+LONGER = dict.fromkeys(PAIR, 0) | {"Quantize('int8')": 3, "Sign()": 3, "TopK(64,per=(64,64))": 6}
 #: And of those in stacks.
-STACKED_LONGER = dict.fromkeys(STACKED, 0) | {
-    "WireDtype(AllReduce(),'int8')": 80,
-    "Quantize('int8')": 33,
-    "TopK(64,per=(64,64))": 28,
-    "zero1": 5,
-}
+STACKED_LONGER = dict.fromkeys(STACKED, 3) | {"Quantize('int8')": 4, "TopK(64,per=(64,64))": 9, "zero1": 5}
+#: What averages parameters as they are.
+DENSE = ("LocalSGD(4)", "diloco(4)")
 #: Bytes of a tile. What is sent to another slice is filled up to whole ones.
 TILE = 4096
-COLUMNS = ("target", "method", "compile_s", "passes", "temporary", "launches", "messages", "beside", "sent", "moved")
+COLUMNS = (
+    "target",
+    "method",
+    "compile_s",
+    "hbm",
+    "passes",
+    "temporary",
+    "launches",
+    "messages",
+    "beside",
+    "sent",
+    "moved",
+)
 all_of_it = pytest.mark.skipif(
     "GRADWIRE_TEST_COMPILED" not in os.environ, reason="compilers take minutes; `make test-compiled` waits for them"
 )
@@ -117,16 +142,11 @@ def test_an_h100_computes_while_messages_of_stacks_travel():
 @pytest.mark.parametrize(("model", "method"), ROWS)
 def test_a_tpu_passes_few_times_over_the_gradients(model, method):
     found, most = rows("v5e", model, *MOST[model]), MOST[model][method]
+    assert found[method]["hbm"] <= found["pmean"]["hbm"] + HBM[method.replace(STACKED_POWER_SGD, "PowerSGD(4)")], found[
+        method
+    ]
     assert found[method]["passes"] <= found["pmean"]["passes"] + most.passes, found[method]
     assert found[method]["temporary"] <= most.memory, found[method]
-
-
-@all_of_it
-@pytest.mark.parametrize(("method", "passes"), [("PowerSGD(4)", 4), ("Sign()", 10)])
-def test_a_tpu_passes_fewer_times_over_gradients_too_large_for_its_fast_memory(method, passes):
-    found = rows("v5e", "wide", "PowerSGD(4)", "Sign()")
-    assert found[method]["passes"] <= found["pmean"]["passes"] + passes, found
-    assert found[method]["temporary"] <= found["pmean"]["temporary"], found
 
 
 @all_of_it
@@ -156,17 +176,16 @@ def test_muon_divided_among_four_computes_a_quarter_of_the_plain_step():
 
 
 @all_of_it
-@pytest.mark.parametrize(
-    ("method", "algorithm"),
-    [
-        ("pmean", AllReduce()),
-        ("PowerSGD(4)", PowerSGD(4)),
-        ("TwoLevel(PowerSGD(4),within='ici')", TwoLevel(PowerSGD(4), within=4)),
-        ("diloco(4)", AllReduce()),
-    ],
-)
-def test_what_a_device_sends_to_the_other_slice_is_what_the_plan_says(method, algorithm):
-    found = rows("tpu", "pair", "PowerSGD(4)", "TwoLevel(PowerSGD(4),within='ici')", "diloco(4)")[method]
-    planned = plan(pair(), algorithm, world_size=8)
+@pytest.mark.parametrize("method", PAIR)
+def test_what_a_device_sends_to_the_other_slice_is_what_the_plan_says(method):
+    """And two slices read and write no more of their memory than one."""
+    found = rows("tpu", "pair", *PAIR)
+    own, pmean = found[method], found["pmean"]
+    assert own["hbm"] <= pmean["hbm"] + HBM[method], own
+    assert own["temporary"] <= max(pmean["temporary"], PAIR[method].memory), own
+    if method == "zero1":  # twice: gradients to their owners, parameters from them
+        return
+    algorithm = AllReduce() if method in DENSE else eval(method.replace("within='ici'", "within=4"), vars(gradwire))
+    planned = plan(pair(), algorithm, world_size=8 if "TwoLevel" in method else 2)
     nbytes = planned.levels[1].nbytes if planned.levels else planned.wire_bytes
-    assert nbytes <= found["sent"] < nbytes + TILE * found["messages"], found
+    assert nbytes <= own["sent"] < nbytes + TILE * own["messages"], own
