@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 
 import gradwire
@@ -18,7 +19,7 @@ PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
 
 def test_bytes_are_those_of_the_plan():
-    """Of several transformations together too."""
+    """Of several transformations together, and in a state of nnx, too."""
     low, dense = gw.power_sgd(2, axis_name=AXIS), gw.average_gradients(AllReduce(), axis_name=AXIS)
     tx = optax.partition({"low": low, "dense": dense}, {"w": "low", "b": "dense", "v": "low"})
     coded = WireDtype(PowerSGD(1, half_step=True), "bfloat16")
@@ -27,6 +28,9 @@ def test_bytes_are_those_of_the_plan():
         assert found.wire_bytes == gradwire.plan(SHAPES, algorithm).wire_bytes
         assert (found.steps, found.error_norm, found.skipped_steps, found.bytes_sent) == (0, 0, 0, 0)
         assert found.compression_ratio == 1
+    optimizer = nnx.Optimizer(nnx.Linear(32, 24, rngs=nnx.Rngs(0)), optax.chain(low, optax.adam(1e-3)), wrt=nnx.Param)
+    plan = gradwire.plan({"kernel": (32, 24), "bias": (24,)}, PowerSGD(2))
+    assert gw.stats(optimizer.opt_state).wire_bytes == plan.wire_bytes
 
 
 def test_before_the_start_everything_is_sent():
