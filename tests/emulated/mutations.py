@@ -351,7 +351,8 @@ def main() -> None:
     todo = [name for name in names if args.fresh or name not in known]
     if todo:
         (folder,) = copies(1)
-        (folder / "build" / "emulated").symlink_to(ROOT / "build" / "emulated")
+        (built := ROOT / "build" / "emulated").mkdir(parents=True, exist_ok=True)
+        (folder / "build" / "emulated").symlink_to(built)
         everything = [MUTATIONS[name].tests for name in todo]
         if verdict(folder, everything, args.limit * len(todo)) != "nothing":
             raise SystemExit(f"the tests fail as things are, see {folder / 'runs' / 'mutate.log'}")

@@ -144,10 +144,15 @@ def test_groups_of_replicas_need_devices_of_their_own(monkeypatch):
 
 @pytest.mark.usefixtures("one_device")
 def test_all_forms_of_a_training_train_alike():
-    first, *others = (run(make, diloco(3), REPLICAS, STEPS, SEED, {6}, lambda: None) for make in (pair, linen, objects))
+    first, *others = (
+        run(make, diloco(3), REPLICAS, STEPS, SEED, {3, 5, 6}, lambda: None) for make in (pair, linen, objects)
+    )
     for other in others:
         assert other.losses == pytest.approx(first.losses, rel=1e-5)
         assert other.held_out[6] == pytest.approx(first.held_out[6], rel=1e-5)
+    # Held-out windows are judged under the outer parameters, which stay between two averages.
+    for each in (first, *others):
+        assert each.held_out[5] == each.held_out[3] != pytest.approx(each.held_out[6], rel=1e-3)
 
 
 @pytest.mark.usefixtures("one_device")

@@ -113,7 +113,7 @@ FEATURES = {
     "accumulation": lambda average: optax.chain(average(), optax.sgd(0.3, momentum=0.9)),
     "parts": lambda average: optax.multi_transform(
         {
-            "matrix": optax.chain(average(**RANKS), optax.adam(0.05)),
+            "matrix": optax.chain(average(**RANKS), optax.sgd(0.3, momentum=0.9)),
             "vector": optax.chain(average(dense=True), optax.sgd(0.3)),
         },
         lambda params: {name: "vector" if name == "bias" else "matrix" for name in params},

@@ -29,17 +29,6 @@ def distance(x, y):
     return jnp.square(x - y).mean()
 
 
-def trained(tx, loss):
-    """A step of one model with one optimizer."""
-
-    def step(state, x, y, own):
-        params, opt_state = state
-        updates, opt_state = tx.update(jax.grad(loss)(own(params), x, y), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step
-
-
 def bfloat16(average, place):
     """Parameters in bfloat16; memory, factors and the optimizer's own copy in float32."""
     params = place({"w": matrix(0, 8, 8), "bias": jnp.zeros(8)})

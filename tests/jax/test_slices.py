@@ -10,9 +10,11 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -117,6 +119,36 @@ def test_every_way_to_map(kind, place):
             assert error.sharding.shard_shape(error.shape) == cut.shard_shape(error.shape)
             own = updates[name].sharding.shard_shape(SHAPES[name])
             assert own == NamedSharding(mesh, SPECS[name]).shard_shape(SHAPES[name])
+
+
+def loss(params, x):
+    return jnp.square(jnp.tanh(x @ params["up"]) @ params["down"] - x).mean()
+
+
+def gathered_in_training(average):
+    """Of a whole step with FSDP: shapes of what is gathered, but factors. (What it computes is in tests/jax/test_composition.py.)"""
+    mesh, tx = mesh_of(2), optax.chain(average, optax.sgd(0.5))
+    params = sliced.arrays(mesh, {"up": P("ici"), "down": P("ici")}, {"up": (64, 256), "down": (256, 64)})
+    state = gw.distribute((params, tx.init(params)), mesh, "dcn")
+
+    def step(x, state):
+        params, opt_state = state
+        updates, opt_state = tx.update(jax.grad(loss)(params, x), opt_state, params)
+        return (), (optax.apply_updates(params, updates), opt_state)
+
+    x = jax.ShapeDtypeStruct((16, 64), np.float32, sharding=NamedSharding(mesh, P(("dcn", "ici"))))
+    program = jax.jit(mapped(step, state, mesh=mesh, check_vma=False)).lower(x, state).compile()
+    gathers = [c for c in collectives(program.as_text(), mesh) if c.kind not in ("all-reduce", "reduce-scatter")]
+    return sorted(shape for c in gathers for shape in c.shapes if np.prod(shape) >= 64 * 256)
+
+
+@pytest.mark.slow
+def test_fsdp_gathers_what_it_gathers_without():
+    """Parameters for the forward pass."""
+    pmean = optax.stateless(lambda g, _: jax.tree.map(lambda x: lax.pmean(x, "dcn"), g))
+    expected = gathered_in_training(pmean)
+    assert expected
+    assert gathered_in_training(gw.power_sgd(4, axis_name="dcn")) == expected
 
 
 def averaging(algorithm, specs, make, shapes=FEW, kind=AxisType.Auto):

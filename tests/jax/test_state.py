@@ -407,8 +407,12 @@ def test_a_state_that_does_not_fit_is_refused_or_gives_what_fits(caplog):
 
 
 def test_units_of_a_loss_scale_are_left_behind_and_orbax_brings_back_the_rest(tmp_path):
-    saved = gw.to_portable(trained_compressor(), HALF, errors="all")
+    mine = trained_compressor()
+    saved = gw.to_portable(mine, HALF, errors="all")
     expected = gw.from_portable(saved, HALF, init(), replicas=4)
+    # To the bit, between the halves of a step; but for what has been sent and where it lies.
+    assert mine.shared["phase"] == 1
+    assert equal(expected, mine._replace(account=expected.account, record=expected.record))
     scaled = saved | {"scale": 8.0, "local": jax.tree.map(lambda x: 8 * x, saved["local"])}
     with orbax.checkpoint.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "orbax", saved)

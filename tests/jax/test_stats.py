@@ -5,20 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 
 import gradwire
 import gradwire.jax_backend as gw
 from gradwire import AllReduce, LocalSGD, LocalSimulator, PowerSGD, TwoLevel, WireDtype, diloco
 from gradwire.torch_backend import Stats
-from tests.jax.replicas import AXIS, Replicas, gradients
+from tests.jax.replicas import AXIS, Replicas, gradients, mesh_of
 
 SHAPES = {"w": (32, 24), "b": (24,), "v": (16, 4, 8)}
 PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
 
 def test_bytes_are_those_of_the_plan():
-    """Of several transformations together too."""
+    """Of several transformations together, and in a state of nnx, too."""
     low, dense = gw.power_sgd(2, axis_name=AXIS), gw.average_gradients(AllReduce(), axis_name=AXIS)
     tx = optax.partition({"low": low, "dense": dense}, {"w": "low", "b": "dense", "v": "low"})
     coded = WireDtype(PowerSGD(1, half_step=True), "bfloat16")
@@ -27,6 +28,9 @@ def test_bytes_are_those_of_the_plan():
         assert found.wire_bytes == gradwire.plan(SHAPES, algorithm).wire_bytes
         assert (found.steps, found.error_norm, found.skipped_steps, found.bytes_sent) == (0, 0, 0, 0)
         assert found.compression_ratio == 1
+    optimizer = nnx.Optimizer(nnx.Linear(32, 24, rngs=nnx.Rngs(0)), optax.chain(low, optax.adam(1e-3)), wrt=nnx.Param)
+    plan = gradwire.plan({"kernel": (32, 24), "bias": (24,)}, PowerSGD(2))
+    assert gw.stats(optimizer.opt_state).wire_bytes == plan.wire_bytes
 
 
 def test_before_the_start_everything_is_sent():
@@ -135,3 +139,29 @@ def test_averages_are_compared_with_those_of_what_went_in(algorithm):
     whole = np.linalg.norm(list(off.values())) / np.linalg.norm(list(norms.values()))
     assert np.isclose(found.whole, whole, rtol=1e-4)
     assert found.by_parameter["b"] < 1e-6 < 0.01 < found.whole < 1
+
+
+def test_of_the_state_as_a_whole_and_inside_the_training_step():
+    """There each replica sees the norm of its own error."""
+    tx, mesh = gw.power_sgd(2, axis_name=AXIS), mesh_of(4)
+    state = gw.distribute(tx.init(PARAMS), mesh, AXIS)
+    specs = gw.partition_specs(state, AXIS)
+
+    def step(g, state):
+        _, state = tx.update(jax.tree.map(lambda x: x[0], g), state)
+        return state, jax.tree.map(lambda x: gw.mark_varying(x, AXIS)[None], gw.stats(state))
+
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(jax.P(AXIS), specs), out_specs=(specs, jax.P(AXIS))))
+    for t in range(3):
+        given = gradients(SHAPES, t)
+        if t == 1:
+            given[2]["b"][3] = np.nan
+        state, inside = mapped(jax.tree.map(lambda *x: np.stack(x), *given), state)
+    whole = jax.jit(gw.stats)(state)
+    rows = jax.tree.leaves(jax.tree.map(np.asarray, state.local))
+    norms = np.sqrt(sum((x.astype(np.float64) ** 2).reshape(4, -1).sum(1) for x in rows))
+    assert norms.min() > 0
+    assert np.allclose(inside.error_norm, norms, rtol=1e-5)
+    assert np.isclose(whole.error_norm, np.sqrt((norms**2).mean()), rtol=1e-5)
+    assert (whole.steps, whole.skipped_steps) == (3, 1)
+    assert inside.skipped_steps.tolist() == [1] * 4

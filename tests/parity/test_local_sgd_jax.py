@@ -107,7 +107,7 @@ def run(case, driver, outer=None):
     if driver in ("pmap", "told"):
         devices = jax.devices()[: table.REPLICAS]
         mapped = jax.pmap(train, axis_name="data", devices=devices, static_broadcasted_argnums=5)
-        state, goal, noises, curvature, weights = replicate(start, devices), *data
+        state, goal, noises, curvature, weights = replicate(start, devices, axis_name="data"), *data
         if driver == "pmap":
             state, trace = mapped(state, *data, None)
         else:
@@ -118,8 +118,7 @@ def run(case, driver, outer=None):
                 traces.append(after)
             trace = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *traces)
             # As many programs as there are kinds of steps, whatever their number.
-            assert len({*turns}) <= 2 * local.fragments + 3
-            assert len(traced) <= len({*turns}) + 1  # the first state lies as `replicate` has placed it
+            assert len(traced) == len({*turns}) <= 2 * local.fragments + 3
         return Result(jax.tree.map(np.asarray, trace), unreplicate(state).per_replica)
 
     def body(state, *rows):
