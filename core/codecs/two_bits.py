@@ -44,10 +44,10 @@ class TwoBits(BlockCodec):
         large = small + 1.0
 
         def mean(these: A, count: A) -> A:
-            # A product passes inf and NaN on.
-            return total(ops.multiply(size, these)) / _or_one(ops, count)
+            # A product passes inf and NaN on. `total` would round by how many rows there are, of other tensors too: only of whole numbers it is exact.
+            return ops.mean_abs(ops.multiply(size, these)) * float(x.shape[1]) / _or_one(ops, count)
 
-        scales = ops.rows([mean(small, n - count) * -1.0, mean(large, count)], x.shape[0])
+        scales = ops.rows([mean(small, n - count), mean(large, count)], x.shape[0])
         sign = ops.cast(_negative(ops.view_as(x, "int32")) & present, "float32")
         return ops.nearest_bytes(ops.add(large, ops.multiply(sign, -float(SIGN), out=sign), out=large)), scales
 
