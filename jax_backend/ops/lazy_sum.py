@@ -84,18 +84,20 @@ def _multiplied(x: jax.Array, y: jax.Array, thin: jax.Array, *, transposed: bool
     batch, last = tuple(range(x.ndim - 2)), x.ndim - 1
     kind = jnp.promote_types(x.dtype, jnp.float32)
 
-    def times(x: jax.Array, thin: jax.Array, precision: lax.Precision, *, swapped: bool = False) -> jax.Array:
+    def times(x: jax.Array, thin: jax.Array, precision: lax.Precision, swapped: bool) -> jax.Array:
         first, second, axis = (x, thin, last) if swapped else (thin, x, last if transposed else last - 1)
         numbers = (((last,), (axis,)), (batch, batch))
-        result = lax.dot_general(first, second, numbers, precision=precision, preferred_element_type=kind)
-        return result.mT if swapped else result
+        return lax.dot_general(first, second, numbers, precision=precision, preferred_element_type=kind)
 
-    def apart(x: jax.Array, y: jax.Array, thin: jax.Array, *, swapped: bool = False) -> jax.Array:
-        first, second = (times(each, thin, lax.Precision.HIGHEST, swapped=swapped) for each in (x, y))
-        return first + second
+    def apart(x: jax.Array, y: jax.Array, thin: jax.Array, swapped: bool = False) -> jax.Array:
+        first, second = (times(each, thin, lax.Precision.HIGHEST, swapped) for each in (x, y))
+        return (
+            (first + second).mT if swapped else first + second
+        )  # not the terms: XLA would take that for the other product
 
     def added(x: jax.Array, y: jax.Array, thin: jax.Array) -> jax.Array:
-        return times(x.astype(kind) + y.astype(kind), thin.astype(kind), on_tpu(kind), swapped=transposed)
+        result = times(x.astype(kind) + y.astype(kind), thin.astype(kind), on_tpu(kind), transposed)
+        return result.mT if transposed else result
 
     # The large factor first, and the transposition last: XLA on CPU is up to three times as slow on `thin @ x.mT`. A GPU launches a kernel to transpose.
     cpu = functools.partial(apart, swapped=transposed)
