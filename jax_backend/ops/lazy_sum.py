@@ -91,9 +91,8 @@ def _multiplied(x: jax.Array, y: jax.Array, thin: jax.Array, *, transposed: bool
 
     def apart(x: jax.Array, y: jax.Array, thin: jax.Array, swapped: bool = False) -> jax.Array:
         first, second = (times(each, thin, lax.Precision.HIGHEST, swapped) for each in (x, y))
-        return (
-            (first + second).mT if swapped else first + second
-        )  # not the terms: XLA would take that for the other product
+        total = first + second
+        return total.mT if swapped else total  # transposed terms XLA would take for the other product
 
     def added(x: jax.Array, y: jax.Array, thin: jax.Array) -> jax.Array:
         result = times(x.astype(kind) + y.astype(kind), thin.astype(kind), on_tpu(kind), transposed)

@@ -73,9 +73,9 @@ def held():
 
 def watched(what, times, work):
     """Do it so many times. What is held after a tenth, and in the end; says both, and what has grown too much."""
-    start = time.monotonic()
+    start, before = time.monotonic(), held()
     for i in range(times):
-        if i == times // 10:
+        if i == max(1, times // 10):
             before = held()
         work(i)
     after = held()
