@@ -97,8 +97,10 @@ def short(folder: Path, native: bool) -> None:
         assert not verdict.unequal_rounds(lines)
         assert max(verdict.lost(lines, events).values()) <= 1, verdict.by_kind(lines, events)
         healed = verdict.healing(lines)
-        assert healed
-        assert max(healed.values()) <= 2, healed
+        asked = {line["name"] for line in lines if line["event"] == "asks"}
+        assert {newest} <= healed.keys() <= asked, healed
+        # One or two on a quiet machine. Where a newcomer waits for a processor, the others go on.
+        assert max(healed.values()) <= 6, healed
         (loss,) = verdict.losses(lines)
         print(
             f"{what}: {len(events)} events, healed after {sorted(healed.values())} rounds, loss {loss:.3f}", flush=True
