@@ -163,7 +163,7 @@ class TopK(Compressor):
 
         # What is not finite is in it, and of finite numbers a sum may overflow: none is larger than this one.
         await watch(ops.sum_of_each(ops.max_abs, every_value))
-        sent = ops.scatter_sum(length, lambda *own: own, ops.stack([index]), ops.stack([values]))
+        sent = ops.scatter_sum(length, lambda *own: own, *(x.reshape((1, *shape)) for x in (index, values)))
         total = ops.scatter_sum(length, of_replica, every_index, every_value)
         if self.mean == "replicas":
             return sent, ops.cast(total / replicas if weights is None else weights.share(ops, total), dtype)

@@ -17,35 +17,29 @@ _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%(?P<name>[\w.-]+) = (?P<type>.*?[\])}]
 _FREE = re.compile(r"parameter|tuple|get-tuple-element|bitcast|constant|after-all|.*-done")
 
 
-def nbytes(text: str) -> float:
+def size(dtype: str, shape: str) -> int:
+    """Bytes of an array, as a program has them: "f32", "512,1024"."""
+    return BYTES[dtype] * math.prod(map(int, filter(None, shape.split(","))))
+
+
+def nbytes(text: str) -> int:
     """Of the entry's instructions, each with all of its arguments and results; of a loop those once."""
-    lies: dict[str, list[float]] = {}
-    total = 0.0
+    lies: dict[str, list[int]] = {}
+    total = 0
     for line in text[text.index("ENTRY") :].splitlines():
         if not (found := _INSTRUCTION.match(line)):
             continue
-        results = _in_hbm(found["type"])
+        arrays = _ARRAY.findall(found["type"])
+        sizes = [size(dtype, shape) if dtype in BYTES else 0 for dtype, shape, _ in arrays]
+        results = [0 if "S(1)" in layout else n for n, (_, _, layout) in zip(sizes, arrays, strict=True)]
         lies[found["name"]] = results
         kind, arguments = found["kind"], re.findall(r"%([\w.-]+)", found["rest"].split("), ")[0])
         if _FREE.fullmatch(kind):
             continue
-        read = [size for name in arguments for size in lies.get(name, [])]
+        read = [n for name in arguments for n in lies.get(name, [])]
         if kind == "copy-start":  # (the copy, the original, …)
             results = results[:1]
         elif kind == "slice-start":  # ((the whole), the part, …)
-            results, read = results[1:2], [_sizes(found["type"])[1]] if any(read) else []
+            results, read = results[1:2], sizes[1:2] if any(read) else []
         total += sum(results) + sum(read)
     return total
-
-
-def _in_hbm(kind: str) -> list[float]:
-    return [
-        0 if "S(1)" in layout else size for size, (_, _, layout) in zip(_sizes(kind), _ARRAY.findall(kind), strict=True)
-    ]
-
-
-def _sizes(kind: str) -> list[float]:
-    return [
-        BYTES.get(dtype, 0) * math.prod(map(int, filter(None, shape.split(","))))
-        for dtype, shape, _ in _ARRAY.findall(kind)
-    ]

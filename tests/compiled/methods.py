@@ -12,7 +12,6 @@ import sys
 import time
 
 from tests.compiled import hbm, targets
-from tests.compiled.hbm import BYTES
 
 #: A kernel, or a library's, that the host launches.
 _LAUNCH = re.compile(r" = .* (fusion|custom-call|while|conditional|copy|all-[a-z-]*|async-start|sort|scatter|dot)\(")
@@ -124,7 +123,7 @@ def _beside(entry):
 
 
 def _nbytes(found):
-    return BYTES[found["type"]] * math.prod(map(int, filter(None, found["shape"].split(","))))
+    return hbm.size(found["type"], found["shape"])
 
 
 def _lowered(mesh, shapes, name, made):

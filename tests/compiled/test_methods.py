@@ -84,7 +84,7 @@ TIMES, SECONDS = 3, 8
 #: What is compiled so, in how many seconds more: how much processor time a compiler takes depends on what else the machine does.
 LONGER = dict.fromkeys(PAIR, 0) | {"Quantize('int8')": 3, "Sign()": 3, "TopK(64,per=(64,64))": 6}
 #: And of those in stacks.
-STACKED_LONGER = dict.fromkeys(STACKED, 3) | {"Quantize('int8')": 4, "TopK(64,per=(64,64))": 9, "zero1": 5}
+STACKED_LONGER = dict.fromkeys(STACKED, 0) | {"Quantize('int8')": 4, "TopK(64,per=(64,64))": 9, "zero1": 5}
 #: What averages parameters as they are.
 DENSE = ("LocalSGD(4)", "diloco(4)")
 #: Bytes of a tile. What is sent to another slice is filled up to whole ones.

@@ -134,5 +134,5 @@ def local_sgd(
         local, target, averaged_buffers, moved, groups, message_bytes, on_host=outer_device is not None
     )
     if optimizer is not None:
-        handle._leave_optimizer = step_on_every_rank(optimizer, handle._begin, handle.step)
+        handle._leave_optimizer = step_on_every_rank(optimizer, handle._begin, handle._end)
     return handle

@@ -178,9 +178,13 @@ class LocalSGDHandle:
         """
         if not self._registered:
             raise RuntimeError(self._why_not())
+        self._target.refuse_thawed()
+        self._end()
+
+    def _end(self) -> None:
+        """After each step of the optimizer, which `_begin` has let pass."""
         refuse_capture(lambda: f"{self.local!r}, whose schedule the host counts,")
         self._target.require_steps()
-        self._target.refuse_thawed()
         times = self._watch.times
         if self._in_flight:  # something is on its way
             with torch.no_grad(), plain_arithmetic(self._ops.device), span(self.local, "receive"):

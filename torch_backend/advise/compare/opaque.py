@@ -115,7 +115,7 @@ class _Hooked:
             buffers = dict(model.named_buffers())
             self._handle, target = handle_of(algorithm, groups, self._parameters, self._parameters, optimizer, buffers)
             self._driver = target.driver
-            step_on_every_rank(optimizer, self._handle._begin, self._handle.step)
+            step_on_every_rank(optimizer, self._handle._begin, self._handle._end)
         else:
             self._driver = driver_of(algorithm, groups, self._parameters)
         optimizer.register_step_post_hook(self._stepped)
