@@ -47,7 +47,7 @@ from gradwire.jax_backend.checks import (
     warn_of_one_vector,
 )
 from gradwire.jax_backend.engine.driver import drive_watched
-from gradwire.jax_backend.engine.elementwise_shards import in_pieces
+from gradwire.jax_backend.engine.pieces import in_pieces
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.state.flax_serialization import know_flax
 from gradwire.jax_backend.state.names import NamedTree, flatten, specs_of, stacks_of

@@ -221,6 +221,16 @@ class Compressor(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} calls tensors alike, and has no compress_stack")
 
+    def by_pieces(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
+        """Whether the devices of a slice may each compress one of as many equal pieces of a tensor, as if all was compressed as one.
+
+        Args:
+            name, shape: of the tensor.
+            axis: along which it is cut. None: none can be, and the pieces are those of the flat tensor, filled up with zeros.
+            pieces: how many. The mean magnitude of a piece (`gradwire.core.ops.Ops.mean_abs`) is that of all of them.
+        """
+        return False
+
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
         """The state before the first step: `memory` of each tensor, and with error feedback `error`, zeros of the gradient's shape.
 

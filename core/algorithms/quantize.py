@@ -69,6 +69,10 @@ class Quantize(Quantizer, Compressor):
         (mean,), (sent,) = await coder.mean_and_sent([x])
         return sent, mean, memory
 
+    def by_pieces(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
+        """Every element is treated alike."""
+        return True
+
     def compress_together(
         self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any
     ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:

@@ -94,6 +94,10 @@ class Sign(Compressor):
         sent = ops.cast(reconstructed(positive, scales), dtype)
         return sent.reshape(shape), ops.cast(mean, dtype).reshape(shape), memory
 
+    def by_pieces(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
+        """Where a tensor has one scale, and no piece is filled up."""
+        return self.per == "tensor" and axis is not None
+
     def _scales(self, ops: Ops[A], matrix: A, positive: A, dtype: str) -> A:
         """(magnitudes, …, 1): what stands for a positive element; and, if there are two, what for another. An inf or NaN shows in them."""
 

@@ -92,6 +92,13 @@ class TopK(Compressor):
         ((sent, mean),) = await self._lot(ops, {name: x})
         return sent, mean, memory
 
+    def by_pieces(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
+        """Where the blocks of the pieces are those of the tensor."""
+        if axis is None:
+            return False
+        piece = (*shape[:axis], shape[axis] // pieces, *shape[axis + 1 :])
+        return self._blocks(name, shape).are_those_of(self._blocks(name, piece), axis)
+
     def compress_together(
         self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any
     ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:

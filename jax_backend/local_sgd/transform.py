@@ -63,7 +63,7 @@ from gradwire.jax_backend.checks import (
     warn_of_gathers,
 )
 from gradwire.jax_backend.engine.driver import drive
-from gradwire.jax_backend.engine.elementwise_shards import in_pieces
+from gradwire.jax_backend.engine.pieces import in_pieces
 from gradwire.jax_backend.local_sgd.forms import is_nnx, is_train_state, parts, with_parts
 from gradwire.jax_backend.local_sgd.moments import Extra, Moments
 from gradwire.jax_backend.local_sgd.outer import in_jax

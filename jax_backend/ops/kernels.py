@@ -43,12 +43,18 @@ LARGEST_CONSTANT = 1 << 17
 
 
 class JaxOps:
-    """The kernels of `gradwire.core.ops.Ops` for JAX arrays and tracers: each means what it says there. Has no state."""
+    """The kernels of `gradwire.core.ops.Ops` for JAX arrays and tracers: each means what it says there. Has no state.
+
+    Args:
+        bundles: whether small matrices are computed with as stacks.
+        across: mesh axes along which devices have pieces of one array, of equal size: its mean is that of all of them.
+    """
 
     fused = None
 
-    def __init__(self, *, bundles: bool = True) -> None:
+    def __init__(self, *, bundles: bool = True, across: tuple[str, ...] = ()) -> None:
         self._bundles = bundles
+        self._across = across
 
     @property
     def joined(self) -> int:
@@ -216,7 +222,8 @@ class JaxOps:
         return codes
 
     def mean_abs(self, x: jax.Array) -> jax.Array:
-        return jnp.mean(jnp.abs(x), axis=-1, keepdims=True, dtype=jnp.result_type(jnp.float32, x))
+        mean: jax.Array = jnp.mean(jnp.abs(x), axis=-1, keepdims=True, dtype=jnp.result_type(jnp.float32, x))
+        return lax.pmean(mean, self._across) if self._across else mean  # type: ignore[no-untyped-call]
 
     def norm(self, x: jax.Array) -> jax.Array:
         return jnp.linalg.vector_norm(x, axis=-1, keepdims=True)
@@ -420,7 +427,7 @@ class JaxOps:
         return bundles_of(gradients, tensors, alike, LARGE) if self._bundles else None
 
     def unbundled(self) -> JaxOps:
-        return JaxOps(bundles=False)
+        return JaxOps(bundles=False, across=self._across)
 
     def constant(self, key: Hashable, make: Callable[[], jax.Array]) -> jax.Array:
         return make()

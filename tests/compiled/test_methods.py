@@ -160,11 +160,14 @@ def test_layers_compile_in_little_more_time(model, method):
     assert found[method]["compile_s"] <= most, found[method]
 
 
+DIVIDED = (STACKED_POWER_SGD, "Sign()", "TopK(64,per=(64,64))", "Quantize('int8')", "WireDtype(AllReduce(),'int8')")
+
+
 @all_of_it
-@pytest.mark.parametrize("method", ["pmean", STACKED_POWER_SGD])
+@pytest.mark.parametrize("method", ["pmean", *DIVIDED])
 def test_stacks_that_are_divided_in_a_slice_are_gathered_by_nobody(method):
     """Of 12 layers the smallest matrices have 3 MiB; messages travel between slices while something is computed."""
-    found = rows("tpu", "divided", STACKED_POWER_SGD)[method]
+    found = rows("tpu", "divided", *DIVIDED)[method]
     assert found["moved"] < 12 * 256 * 256 * 4 / 4, found
     assert found["beside"] > 0, found
 

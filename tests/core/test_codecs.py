@@ -7,7 +7,7 @@ from pathlib import Path
 import ml_dtypes  # noqa: F401  (short floats in NumPy)
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -255,6 +255,34 @@ def test_blocks_hold_each_element_once(shape, per):
     assert cut.size - blocks.strips * blocks.rows * blocks.columns < blocks.count
     assert blocks.strips * blocks.rows * blocks.columns - x.size < max(1, blocks.strips * blocks.columns)
     assert blocks.cut(AbstractOps(), AbstractArray(shape, "float32")).shape == cut.shape
+
+
+@given(
+    piece=st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3).map(tuple),
+    per=st.sampled_from([1, 2, 4, 8, 32, (1, 4), (2, 2), (4, 4), (4, 2), (3, 4)]),
+    axis=st.integers(0, 2),
+    pieces=st.integers(2, 4),
+)
+@example(piece=(12, 4, 8), per=(4, 4), axis=1, pieces=4)
+@example(piece=(12, 16, 4), per=(4, 4), axis=2, pieces=2)
+@example(piece=(2, 2, 16), per=(4, 4), axis=1, pieces=4)
+@example(piece=(8, 6), per=(4, 4), axis=1, pieces=2)
+@example(piece=(2, 8, 4), per=(4, 4), axis=0, pieces=4)
+@example(piece=(8, 8), per=(4, 4), axis=1, pieces=2)
+@example(piece=(8, 1), per=(4, 4), axis=1, pieces=4)
+@example(piece=(8, 2, 2), per=(4, 4), axis=2, pieces=2)
+@example(piece=(12, 8), per=16, axis=1, pieces=2)
+def test_blocks_of_pieces_are_said_to_be_those_of_the_tensor_only_if_they_are(piece, per, axis, pieces):
+    axis %= len(piece)
+    shape = (*piece[:axis], piece[axis] * pieces, *piece[axis + 1 :])
+    x = np.arange(1, math.prod(shape) + 1).reshape(shape)
+    whole, part = blocks_of("w", shape, per), blocks_of("w", piece, per)
+    alike = whole.are_those_of(part, axis)
+    if alike:
+        own, expected = np.concatenate([part.cut(OPS, each) for each in np.split(x, pieces, axis)]), whole.cut(OPS, x)
+        np.testing.assert_array_equal(own[np.argsort(own[:, 0])], expected[np.argsort(expected[:, 0])])
+    if isinstance(per, tuple) and len(piece) == 2 and per[0] > 1:
+        assert alike or any(side % one for side, one in zip(piece, per, strict=True))
 
 
 @given(data=st.data(), length=st.integers(1, 5000) | st.sampled_from([2**20, 2**24 - 1, 2**24]))

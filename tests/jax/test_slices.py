@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradwire
 import gradwire.jax_backend as gw
-from gradwire import AllReduce, PowerSGD, Quantize, WireDtype
+from gradwire import AllReduce, PowerSGD, Quantize, Sign, TopK, WireDtype
 from gradwire.jax_backend.ops.packing import from_rows, to_rows
 from tests import launch
 from tests.jax import sliced
@@ -195,6 +195,49 @@ def test_numbers_are_those_of_whole_replicas(algorithm, kind):
         assert rows[0] is None or np.allclose(error, np.stack(rows), rtol=1e-3, atol=1e-3), name
     if explicit:
         assert averages["a/up"].sharding.spec == P("ici", None)
+
+
+#: The blocks of a vector of 512 are not those of its halves.
+TILES = TopK(0.05, per=(32, 32))
+
+
+# Of integers no sum lies so near to zero that its sign could be another one.
+@pytest.mark.parametrize(("algorithm", "make"), [(Sign(), integers), (TILES, normal)], ids=["signs", "tiles"])
+def test_signs_and_largest_elements_of_pieces(algorithm, make):
+    """Each device of a slice sends those of its piece, and what is in no piece is sent beside them."""
+    mesh, given, run, state = averaging(algorithm, LONGEST, make)
+    run = jax.jit(run)
+    found = summary(collectives(run.lower(given, state).compile().as_text(), mesh))
+    simulator, plan = (
+        gradwire.Simulator(algorithm, FEW, 2, dtype="float32"),
+        gradwire.plan(FEW, algorithm, world_size=2),
+    )
+    assert plan.wire_bytes <= found["bytes"] <= 1.05 * plan.wire_bytes
+    assert plan.compression_ratio > 5
+    assert found["moved"] <= 4 * 512  # the vector
+    for _ in range(3):
+        averages, state = run(given, state)
+        expected = simulator.step([{n: np.asarray(x)[r] for n, x in given.items()} for r in range(2)])
+        for name, x in expected.items():
+            assert np.allclose(averages[name], x, rtol=1e-5, atol=1e-5), name
+    for name, error in state.local.per_replica["error"].items():
+        rows = [own.tensors.get(name, {}).get("error") for own in simulator.states]
+        assert rows[0] is None or np.allclose(error, np.stack(rows), rtol=1e-5, atol=1e-5), name
+        if name in LONGEST and rows[0] is not None:
+            assert error.sharding.shard_shape(error.shape) == given[name].sharding.shard_shape(given[name].shape)
+
+
+@pytest.mark.parametrize("broken", ["a/up", "a/bias"])
+def test_a_nan_in_a_piece_or_beside_them_is_in_all_that_is_compressed(broken):
+    _, given, run, before = averaging(TILES, LONGEST, normal)
+    run = jax.jit(run)
+    _, state = run(given, before)
+    averages, after = run(given | {broken: given[broken].at[(1, 3)].set(np.nan)}, state)
+    assert all(np.isnan(x).all() for name, x in averages.items() if name != "scalar")
+    assert np.isfinite(averages["scalar"])
+    for old, new in zip(jax.tree.leaves(state.local), jax.tree.leaves(after.local), strict=True):
+        assert np.any(old) or old.size == 1
+        np.testing.assert_array_equal(old, new)
 
 
 @pytest.mark.parametrize("algorithm", [WireDtype(AllReduce(), "bfloat16"), Quantize("int8")], ids=repr)

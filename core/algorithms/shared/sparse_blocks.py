@@ -50,6 +50,15 @@ class Blocks:
             flat = flat.reshape((self.strips, self.columns, self.rows)).mT.reshape((-1,))
         return shaped(_first(flat, math.prod(self.shape)), self.shape)
 
+    def are_those_of(self, piece: Blocks, axis: int) -> bool:
+        """Whether these are the blocks of equal pieces of the tensor, cut along an axis, of which `piece` are those of one."""
+        if self.rows == 1:
+            return math.prod(piece.shape[axis:]) % self.length == 0
+        for each in (self, piece):  # in a strip are whole blocks, of columns that are those of the tensor
+            if each.columns != each.shape[-1] or each.rows * each.columns % self.length:
+                return False
+        return axis == len(self.shape) - 1 or math.prod(piece.shape[axis:-1]) % self.rows == 0
+
 
 @functools.lru_cache(maxsize=4096)
 def blocks_of(name: str, shape: tuple[int, ...], per: int | tuple[int, int]) -> Blocks:

@@ -1,7 +1,8 @@
-"""Algorithms that treat every element alike, on replicas that are divided among devices: each device averages a piece of every array by itself.
+"""Algorithms on replicas that are divided among devices: each device averages a piece of every array by itself, where the pieces of an array can be
+compressed so (`gradwire.core.algorithms.compressor.Compressor.by_pieces`).
 
-A quantized average cuts arrays into blocks, exchanges and gathers them. What is exchanged or gathered XLA would gather first where axes are left to it,
-and with it the gradients of the whole model. In a map that is manual over those axes too it has nothing to choose.
+Codes, signs and the largest elements of blocks are exchanged and gathered. What is exchanged or gathered XLA would gather first where axes are left to
+it, and with it the gradients of the whole model. In a map that is manual over those axes too it has nothing to choose.
 """
 
 from __future__ import annotations
@@ -17,20 +18,23 @@ from jax.sharding import PartitionSpec
 
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.algorithms.quantize import Quantize
+from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.protocol import step_is_finite, watch
 from gradwire.jax_backend.axes.auto_axes import along, compiler_axes, lying_alike, on_each_device, slice_size
 from gradwire.jax_backend.axes.mapped_axis import AxisName, is_manual, tracked
 from gradwire.jax_backend.engine.driver import drive
+from gradwire.jax_backend.ops.kernels import JaxOps
 
 
 def in_pieces(algorithm: Algorithm, axis_name: AxisName) -> Algorithm:
     """The algorithm by pieces, if it can be done so and replicas are divided among devices; else itself. To be asked inside the map."""
-    coded = isinstance(algorithm, WireDtype) and isinstance(algorithm.algorithm, AllReduce)
-    alike = coded or isinstance(algorithm, Quantize)
-    return _InPieces(algorithm, axis_name) if alike and compiler_axes() and is_manual(axis_name) else algorithm
+    if isinstance(algorithm, Compressor):
+        divides = type(algorithm).by_pieces is not Compressor.by_pieces
+    else:
+        divides = isinstance(algorithm, WireDtype) and isinstance(algorithm.algorithm, AllReduce)
+    return _InPieces(algorithm, axis_name) if divides and compiler_axes() and is_manual(axis_name) else algorithm
 
 
 @dataclass(frozen=True)
@@ -40,22 +44,50 @@ class _InPieces(Wrapper):
     async def step(
         self, ops: Any, gradients: Mapping[str, Any], state: State[Any], step: Any
     ) -> tuple[dict[str, Any], State[Any]]:
-        across = compiler_axes()
+        across, whole = compiler_axes(), self._whole(gradients, state)
+        if len(whole) == len(gradients):
+            return await self.algorithm.step(ops, gradients, state, step)
 
         def on_device(arrays: Any, tensors: Any, shared: Any, step: Any) -> Any:
             async def program() -> Any:
-                results = await self.algorithm.step(ops, arrays, State(shared, tensors), step)
+                results = await self.algorithm.step(JaxOps(across=across), arrays, State(shared, tensors), step)
                 return results, await step_is_finite()
 
             (averages, after), finite = drive(program(), self.axis_name, across=across)
             return averages, after.tensors, (after.shared, finite)
 
-        given = gradients, state.tensors, state.shared, step
-        averages, memory, (shared, finite) = _by_pieces(on_device, *given, check_vma=tracked(self.axis_name))
+        cut = {name: g for name, g in gradients.items() if name not in whole}
+        before = {name: own for name, own in state.tensors.items() if name not in whole}
+        check_vma = tracked(self.axis_name)
+        averages, memory, (shared, finite) = _by_pieces(on_device, cut, before, state.shared, step, check_vma=check_vma)
+        # What is known of the pieces decides about the others too; and what is known of those, about the pieces.
         await watch(jnp.where(finite, 0.0, jnp.nan))
         tensors = {name: lying_alike(own, dict.fromkeys(own, gradients[name])) for name, own in memory.items()}
-        arrays: dict[str, jax.Array] = lying_alike(averages, gradients)
-        return arrays, State(shared, tensors)
+        arrays: dict[str, jax.Array] = lying_alike(averages, cut)
+        if whole:
+            rest = {name: gradients[name] for name in whole}
+            others = State(state.shared, {name: state.tensors[name] for name in whole})
+            means, after = await self.algorithm.step(ops, rest, others, step)
+            finite = await step_is_finite()
+            coded = {name: jnp.where(finite, arrays[name], jnp.nan) for name in before}
+            kept = {
+                name: {key: jnp.where(finite, x, before[name][key]) for key, x in tensors[name].items()}
+                for name in before
+            }
+            arrays, tensors = arrays | coded | means, kept | after.tensors
+        return {name: arrays[name] for name in gradients}, State(
+            shared, {name: tensors[name] for name in state.tensors}
+        )
+
+    def _whole(self, gradients: Mapping[str, Any], state: State[Any]) -> set[str]:
+        """Which gradients are compressed as they are."""
+        algorithm, n = self.algorithm, slice_size()
+        if not isinstance(algorithm, Compressor):
+            return set()
+        shapes = {name: tuple(gradients[name].shape) for name in state.tensors}
+        whole = {name for name, s in shapes.items() if not algorithm.by_pieces(name, s, _cut_axis(s, n), n)}
+        # The norm of a gradient is that of all its tensors.
+        return set(gradients) if whole and (whole == set(shapes) or algorithm.max_norm is not None) else whole
 
 
 def _by_pieces(
