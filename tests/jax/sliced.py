@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradwire
 import gradwire.jax_backend as gw
-from gradwire import AllReduce, PowerSGD, WireDtype
+from gradwire import AllReduce, PowerSGD, Sign, TopK, WireDtype
 from tests.jax.hlo import collectives
 
 #: Sharded by rows, by columns, inside a stack, and not at all; large enough for the ways of large arrays, and not.
@@ -56,8 +56,14 @@ ALGORITHMS = {
     "dense start": power(start_step=5),
     "mean": AllReduce(),
     "int8": WireDtype(AllReduce(), "int8"),
+    "sign": Sign(),
+    "tiles": TopK(0.05, per=(16, 16)),
     "diloco": AllReduce(),  # what is sent when parameters are averaged
 }
+
+
+#: By pieces of their longest axes.
+IN_PIECES = ("int8", "sign", "tiles")
 
 
 def mesh_of(devices, kind=AxisType.Auto):
@@ -104,7 +110,7 @@ def mapped(step, state, **options):
 
 
 def sent(kind, mesh, specs=None, shapes=SHAPES):
-    specs = specs or (LONGEST if kind == "int8" else SPECS)
+    specs = specs or (LONGEST if kind in IN_PIECES else SPECS)
     step, state = step_and_state(kind, mesh, specs, shapes)
     program = jax.jit(mapped(step, state, mesh=mesh, check_vma=False))
     return collectives(program.lower(shapes_of_gradients(mesh, specs, shapes), state).compile().as_text(), mesh)
@@ -123,7 +129,7 @@ def summary(found):
 
 def main():
     mesh = mesh_of(4)
-    found = {kind: summary(sent(kind, mesh)) for kind in ("power_sgd", "mean", "int8", "diloco")}
+    found = {kind: summary(sent(kind, mesh)) for kind in ("power_sgd", "mean", "diloco", *IN_PIECES)}
     # Two axes for the compiler: parameters are sharded by rows and by columns at once.
     both = jax.make_mesh((2, 2, 2), ("dcn", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     specs = {n: P(*[None] * (len(s) - 2), "fsdp", "tensor") for n, s in SHAPES.items() if len(s) > 1}

@@ -25,7 +25,20 @@ from gradwire.jax_backend.ops.packing import from_rows, to_rows
 from tests import launch
 from tests.jax import sliced
 from tests.jax.hlo import collectives
-from tests.jax.sliced import FEW, LONGEST, MATRIX, SHAPES, SPECS, first, mapped, mesh_of, planned, power, summary
+from tests.jax.sliced import (
+    FEW,
+    IN_PIECES,
+    LONGEST,
+    MATRIX,
+    SHAPES,
+    SPECS,
+    first,
+    mapped,
+    mesh_of,
+    planned,
+    power,
+    summary,
+)
 
 
 @functools.cache
@@ -44,8 +57,8 @@ def of_slices_of_four():
 @pytest.mark.parametrize(
     ("kind", "devices"),
     [
-        *((kind, 2) for kind in ("power_sgd", "mean", "int8", "diloco")),
-        *(pytest.param(kind, 4, marks=pytest.mark.slow) for kind in ("power_sgd", "mean", "int8", "diloco")),
+        *((kind, 2) for kind in ("power_sgd", "mean", "diloco", *IN_PIECES)),
+        *(pytest.param(kind, 4, marks=pytest.mark.slow) for kind in ("power_sgd", "mean", "diloco", *IN_PIECES)),
         *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("power_sgd", "int8")),
         pytest.param("two axes", 4, marks=pytest.mark.slow),
     ],
@@ -53,10 +66,13 @@ def of_slices_of_four():
 def test_a_slice_sends_one_copy_and_gathers_nothing(kind, devices):
     plan = planned({"two axes": "power_sgd"}.get(kind, kind))
     found = of_slices_of_four()[kind] if devices == 4 else summary(sliced.sent(kind, mesh_of(devices)))
-    assert found["count"] == plan.collectives
-    assert plan.nbytes * (kind != "two axes") <= found["bytes"] <= 1.05 * plan.nbytes
+    # Vectors that have no pieces, or whose blocks are longer than those, have messages of their own; signs are filled up to rows of 128 bytes.
+    apart, filled = kind in ("sign", "tiles"), 128 * devices * len(SHAPES) * (kind == "sign")
+    assert plan.collectives <= found["count"] <= plan.collectives * (1 + apart)
+    assert plan.nbytes * (kind != "two axes") <= found["bytes"] <= 1.05 * plan.nbytes + filled
     # Factors are gathered, and vectors that lie whole on all devices; of gradients, and of inner and outer parameters that are sharded nothing.
-    assert found["moved"] <= {"power_sgd": plan.nbytes, "two axes": plan.nbytes, "int8": 4 * 512}.get(kind, 0) < MATRIX
+    most = {"power_sgd": plan.nbytes, "two axes": plan.nbytes} | dict.fromkeys(IN_PIECES, 4 * 512)
+    assert found["moved"] <= most.get(kind, 0) < MATRIX
 
 
 @pytest.mark.parametrize("kind", ["half-step", pytest.param("dense start", marks=pytest.mark.slow)])
