@@ -298,7 +298,7 @@ def test_a_nan_in_one_piece_is_everywhere():
 
 
 @pytest.mark.parametrize(
-    "compressor", [WireDtype(AllReduce(), "int8"), pytest.param(power(), marks=pytest.mark.slow)], ids=repr
+    "compressor", [WireDtype(AllReduce(), "int8"), TILES, pytest.param(power(), marks=pytest.mark.slow)], ids=repr
 )
 def test_differences_of_diloco_compressed(compressor):
     mesh = mesh_of(2)
@@ -314,10 +314,15 @@ def test_differences_of_diloco_compressed(compressor):
     found = summary(collectives(program.as_text(), mesh))
     plan = gradwire.plan(FEW, compressor, world_size=2).steps[0]
     assert found["bytes"] <= 1.05 * plan.nbytes
-    assert found["count"] == plan.collectives
+    # Of a vector that is in no piece there are messages besides.
+    assert plan.collectives <= found["count"] <= plan.collectives * (1 + (compressor == TILES))
     assert found["moved"] <= planned("power_sgd", FEW).nbytes < MATRIX
     (after, _) = program(given, state)[1].per_replica
-    assert all(np.allclose(x, -1.0, atol=0.05) for x in jax.tree.leaves(after))
+    # Of each block of ones as many elements have come down to -1 as are sent.
+    left = [1.0, -1.0] if compressor == TILES else [-1.0]
+    for name, x in after.items():
+        assert np.abs(np.asarray(x)[..., None] - left).min(-1).max() <= 0.05, name
+        assert len(left) == 1 or name == "scalar" or 0.04 < (np.asarray(x) == -1).mean() < 0.06, name
 
 
 def test_factors_in_codes():
