@@ -272,6 +272,10 @@ class Ops(Protocol[A]):
         memory in every step leaves it out.
         """
 
+    def sum_again(self, ok: A, sums: Sequence[A], xs: Sequence[A], ys: Sequence[A]) -> list[A]:
+        """`sums`, which `add_each` has made of `xs` and `ys`, for what counts only if `ok` holds: computed once more where they would lie in memory all
+        the time."""
+
     def truth(self, ok: A) -> bool | None:
         """A boolean scalar, if the host knows it at no cost; None while it is traced, or where it lies on an accelerator."""
 
@@ -306,6 +310,12 @@ class Ops(Protocol[A]):
     def take(self, x: A, index: A) -> A:
         """Elements of each row at positions of its own: (…, n) and int32 (…, k) → (…, k). Positions lie in 0, …, n-1."""
 
+    def take_each(self, xs: Sequence[A], indices: Sequence[A]) -> A:
+        """What `take` takes of several matrices, one below the other."""
+
+    def kept(self, arrays: Sequence[A]) -> list[A]:
+        """These arrays, which a compiler had better compute once than where they are used."""
+
     def scatter_add(self, x: A, index: A, values: A) -> A:
         """`x` (…, n), donated, with `values` (…, k) of its dtype added at the positions `index` (…, k) of each row.
 
@@ -313,9 +323,19 @@ class Ops(Protocol[A]):
         equal on all of them takes a call for each replica's values, whose positions are distinct.
         """
 
-    def scatter_sum(self, n: int, of: Callable[..., tuple[A, A]], *every: A) -> A:
+    def scatter_sum(
+        self,
+        n: int,
+        of: Callable[..., tuple[A, A]],
+        *every: A,
+        tiles: tuple[int, int] | None = None,
+        after: A | None = None,
+    ) -> A:
         """Rows (…, n): the sum of what all replicas have sent of them. `of(*(x[i] for x in every))` are positions (…, k), distinct in each row, and values
-        (…, k) of replica i, for arrays (W, …). They are added one replica after the other, so that no order is left to the device."""
+        (…, k) of replica i, for arrays (W, …). They are added one replica after the other, so that no order is left to the device.
+
+        With `tiles`, (a, c), rows are tiles of a matrix, of a rows, column by column, c of them side by side: that matrix is the result.
+        `after`: what a kernel that makes zeros first may wait for, so that these arrays need not lie in memory at a time."""
 
     def pack_bits(self, x: A, *, of: A | None = None) -> A:
         """Eight booleans in each byte: n of any shape → uint8 (⌈n / 8⌉,). To pack signs: `pack_bits(x > 0)`.
@@ -327,6 +347,13 @@ class Ops(Protocol[A]):
 
     def unpack_bits(self, x: A, shape: tuple[int, ...]) -> A:
         """The booleans of this shape, n elements, that `pack_bits` packed: uint8 (⌈n / 8⌉,) → `shape`."""
+
+    def pack_integers(self, x: A, bits: int) -> A:
+        """Integers below 2**bits, at most 24 bits, int32 of any shape, as bytes: the lowest bits of all, then the next, as `pack_bits` packs such rows. Only
+        the last byte may have bits to spare."""
+
+    def unpack_integers(self, data: A, bits: int, shape: tuple[int, ...]) -> A:
+        """The integers of this shape, int32, that `pack_integers` packed."""
 
     def view_as(self, x: A, dtype: str) -> A:
         """The same bits as elements of another dtype: (…, n) → (…, n · size of the old / size of the new), the lowest byte first."""

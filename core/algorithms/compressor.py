@@ -144,6 +144,11 @@ class Compressor(abc.ABC):
         return False
 
     @property
+    def adds_twice(self) -> bool:
+        """Whether gradient and error are better added a second time, for the new error, than kept in memory while messages travel."""
+        return False
+
+    @property
     def biased(self) -> bool:
         """Whether something of the gradients is lost for good, see `gradwire.testing.check`: then the averages and the mean error no longer add up to the
         gradients, and a checkpoint of the mean error holds less than the run's errors. A method whose `received` is not the mean of `sent` says
@@ -285,6 +290,10 @@ class Compressor(abc.ABC):
         # reaches everyone through the averages, so all replicas decide alike without another message.
         finite = await step_is_finite()
         ok = finite if started is True else finite & started
+        if self.adds_twice and self.error_feedback and self.state_dtype is None:
+            errors = [tensors[name][ERROR] for name in x]
+            sums = ops.sum_again(ok, [each.x for each in x.values()], [g[name] for name in x], errors)
+            x = {name: Residual(ops, each) for name, each in zip(x, sums, strict=True)}
         after = self._memory_after(ops, ok, x, tensors, exchanged)
         averages = self._averages(ops, finite, gradients, x, exchanged)
         if bundled is not None:

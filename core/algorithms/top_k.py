@@ -7,19 +7,22 @@ what they send is gathered, and W replicas receive W times as much.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Annotated, Any, Literal
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
-from gradwire.core.algorithms.shared.sparse_blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of, packed, unpacked
+from gradwire.core.algorithms.shared.sparse_blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of
 from gradwire.core.codecs import CODECS, Codec
 from gradwire.core.codecs.codec import received, sendable
-from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, wide_dtype
+from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, shaped, wide_dtype
 from gradwire.core.protocol import gather, replica_weights, together, watch, world_size
 from gradwire.core.protocol.programs import Program
 from gradwire.core.text.options import AtLeast1, share
+
+#: Of an accelerator's registers.
+LANES = 128
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -70,6 +73,11 @@ class TopK(Compressor):
         """Whether averages and mean error do not add up to the gradients, see `Compressor.biased`; always with a mean over senders."""
         return self.mean == "senders" or super().biased
 
+    @property
+    def adds_twice(self) -> bool:
+        """True, see `Compressor.adds_twice`."""
+        return True
+
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
         """{} where values and positions are less than half of the tensor's bytes; else None, uncompressed.
 
@@ -89,8 +97,7 @@ class TopK(Compressor):
         Returns:
             This replica's elements at their places, the mean of those of all replicas, zeros elsewhere; and `memory` as it was.
         """
-        ((sent, mean),) = await self._lot(ops, {name: x})
-        return sent, mean, memory
+        return *(await self._sent(ops, {name: x}))[name], memory
 
     def by_pieces(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
         """Where the blocks of the pieces are those of the tensor."""
@@ -103,80 +110,109 @@ class TopK(Compressor):
         self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any
     ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:
         """The blocks of several tensors as those of one, where that takes less time to compile."""
-        lots = self._lots(ops, x)
-        return None if len(lots) == len(x) else self._all(ops, x, memory, lots)
+        messages = self._messages(ops, x)
+        return None if len(messages) == len(x) else self._all(ops, x, memory, messages)
 
     async def _all(
-        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], lots: list[list[str]]
+        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], messages: list[list[str]]
     ) -> list[tuple[Any, Any, dict[str, A]]]:
-        answers = await together([self._lot(ops, {name: x[name] for name in lot}) for lot in lots])
-        found = dict(zip(chain.from_iterable(lots), chain.from_iterable(answers), strict=True))
+        answers = await together([self._sent(ops, {name: x[name] for name in names}) for names in messages])
+        found = dict(chain.from_iterable(answer.items() for answer in answers))
         return [(*found[name], memory[name]) for name in x]
 
-    def _lots(self, ops: Ops[A], x: Mapping[str, A]) -> list[list[str]]:
-        """Which tensors are compressed as one: those of blocks of one length, whose positions fill whole bytes, so that no more is sent."""
-        lots: list[list[str]] = []
-        open_: dict[Hashable, tuple[list[str], int]] = {}
+    def _messages(self, ops: Ops[A], x: Mapping[str, A]) -> list[list[str]]:
+        """Which tensors are sent as one: those of blocks of one length, whose positions fill whole bytes, so that no more is sent."""
+        alike: dict[Hashable, list[str]] = {}
         for name, each in x.items():
             blocks = self._blocks(name, tuple(each.shape))
-            kept, elements = self._kept(blocks), blocks.count * blocks.length
-            whole = blocks.count * kept * bits_of(blocks.length) % 8 == 0
-            alike = (ops.kind_of(each), blocks.length, kept) if whole else name
-            lot, before = open_.get(alike, ([], ops.joined))
-            if before + elements > ops.joined:
-                lot, before = [], 0
-                lots.append(lot)
-            lot.append(name)
-            open_[alike] = lot, before + elements
-        return lots
+            kept = self._kept(blocks)
+            whole = ops.joined and blocks.count * kept * bits_of(blocks.length) % 8 == 0
+            alike.setdefault((ops.kind_of(each), blocks.length, kept) if whole else name, []).append(name)
+        return list(alike.values())
 
-    async def _lot(self, ops: Ops[A], x: Mapping[str, A]) -> list[tuple[A, A]]:
+    def _parts(self, ops: Ops[A], x: Mapping[str, A]) -> list[tuple[list[str], Blocks]]:
+        """Which of these tensors are cut and searched as one matrix: those of one width, up to `Ops.joined` elements."""
+        parts: list[tuple[list[str], Blocks]] = []
+        open_: dict[int, int] = {}
+        for name, each in x.items():
+            blocks = self._blocks(name, tuple(each.shape))
+            i = open_.setdefault(blocks.width, len(parts))
+            both = parts[i][1].and_below(blocks) if i < len(parts) else None
+            if both is None or both.count * both.length > ops.joined:
+                open_[blocks.width] = len(parts)
+                parts.append(([name], blocks))
+            else:
+                parts[i] = [*parts[i][0], name], both
+        return parts
+
+    async def _sent(self, ops: Ops[A], x: Mapping[str, A]) -> dict[str, tuple[A, A]]:
         """Of each of these tensors what this replica sent and the mean; their blocks are sent as those of one."""
-        each = [self._blocks(name, tuple(own.shape)) for name, own in x.items()]
-        cut = [blocks.cut(ops, own) for blocks, own in zip(each, x.values(), strict=True)]
-        if len(each) == 1:
-            sent, mean = await self._gathered(ops, each[0], cut[0])
-            return [(each[0].joined(sent), each[0].joined(mean))]
-        sent, mean = await self._gathered(ops, each[0], ops.rows(cut, 1).reshape((-1, each[0].length)))
-        ends = accumulate(blocks.count for blocks in each)
-        rows = [slice(end - blocks.count, end) for blocks, end in zip(each, ends, strict=True)]
-        return [(blocks.joined(sent[i]), blocks.joined(mean[i])) for blocks, i in zip(each, rows, strict=True)]
+        parts = self._parts(ops, x)
+        cut = [blocks.cut(ops, _below(ops, [x[name] for name in names], blocks.width)) for names, blocks in parts]
+        found = await self._gathered(ops, [blocks for _, blocks in parts], cut)
+        answers: dict[str, tuple[A, A]] = {}
+        for (names, blocks), dense in zip(parts, found, strict=True):
+            end = 0
+            for name in names:
+                shape = tuple(x[name].shape)
+                start, end = end, end + math.prod(shape) // blocks.width
+                sent, mean = (y if len(names) == 1 else shaped(y[start:end], shape) for y in dense)
+                answers[name] = sent, mean
+        return answers
 
-    async def _gathered(self, ops: Ops[A], blocks: Blocks, x: A) -> tuple[A, A]:
+    async def _gathered(self, ops: Ops[A], blocks: list[Blocks], cut: list[A]) -> list[tuple[A, A]]:
+        length, kept, dtype = blocks[0].length, self._kept(blocks[0]), ops.dtype_of(cut[0])
+        bits, codec = bits_of(length), self._codec
+        cut = ops.kept(cut)
         # What is not finite counts as largest, so it is among what is sent, and everyone hears of it.
-        index = ops.top_k(ops.abs(x), self._kept(blocks))
-        values, dtype = ops.take(x, index), ops.dtype_of(x)
-        positions, codec = packed(ops, index, blocks.length), self._codec
+        each = [ops.top_k(ops.abs(x), kept) for x in cut]
+        index = ops.rows(each, 1).reshape((-1, kept))
+        values = ops.take_each(cut, each)
+        positions = ops.pack_integers(index, bits)
         if codec is None:
-            every_value, every_index = await gather(values, positions, watched=False)
+            # A row of an accelerator's lanes is not moved to be sent.
+            lanes = LANES if values.shape[0] * kept % LANES == 0 else kept
+            every_value, every_index = await gather(values.reshape((-1, lanes)), positions, watched=False)
         else:
             fields = codec.encode(ops, ops.cast(values, "float32"))
             *every_code, every_index = await gather(*sendable(ops, fields), positions, watched=False)
-            rows = received(ops, codec, values.shape[-1], every_code)
+            rows = received(ops, codec, kept, every_code)
             values = ops.cast(codec.decode(ops, *fields), dtype)
-            every_value = ops.cast(codec.decode(ops, *rows), dtype).reshape((-1, *index.shape))
+            every_value = ops.cast(codec.decode(ops, *rows), dtype)
         replicas, weights, wide = await world_size(), await replica_weights(), wide_dtype(dtype)
-        length, shape = blocks.length, tuple(index.shape)
+        shape = tuple(index.shape)
         every_value = ops.cast(every_value, wide)
         if weights is not None:
             every_value = weights.times_each(ops, every_value)
-
-        def of_replica(index: A, values: A) -> tuple[A, A]:
-            return unpacked(ops, index, length, shape), values
-
-        def counted(index: A, *weight: A) -> tuple[A, A]:
-            ones = ops.zeros(shape, wide) + 1.0
-            return unpacked(ops, index, length, shape), ops.multiply(ones, weight[0]) if weight else ones
-
         # What is not finite is in it, and of finite numbers a sum may overflow: none is larger than this one.
         await watch(ops.sum_of_each(ops.max_abs, every_value))
-        sent = ops.scatter_sum(length, lambda *own: own, *(x.reshape((1, *shape)) for x in (index, values)))
-        total = ops.scatter_sum(length, of_replica, every_index, every_value)
-        if self.mean == "replicas":
-            return sent, ops.cast(total / replicas if weights is None else weights.share(ops, total), dtype)
-        each = [] if weights is None else [ops.cast(weights.of_each, wide)]
-        count = ops.scatter_sum(length, counted, every_index, *each)
-        return sent, ops.cast(total / ops.where(count > 0, count, 1.0), dtype)
+        ends = list(accumulate(part.count for part in blocks))
+        spans = [slice(end - part.count, end) for part, end in zip(blocks, ends, strict=True)]
+        means: list[A] = []
+        for part, own in zip(blocks, spans, strict=True):
+
+            def of_replica(index: A, values: A, own: slice = own) -> tuple[A, A]:
+                return ops.unpack_integers(index, bits, shape)[own], values.reshape(shape)[own]
+
+            def counted(index: A, *weight: A, own: slice = own) -> tuple[A, A]:
+                ones = ops.zeros((own.stop - own.start, kept), wide) + 1.0
+                return ops.unpack_integers(index, bits, shape)[own], ops.multiply(ones, weight[0]) if weight else ones
+
+            after = means[-1] if means else None
+            total = part.sum_of(ops, of_replica, every_index, every_value, after=after)
+            if self.mean == "replicas":
+                mean = total / replicas if weights is None else weights.share(ops, total)
+            else:
+                ones = [] if weights is None else [ops.cast(weights.of_each, wide)]
+                count = part.sum_of(ops, counted, every_index, *ones, after=after)
+                mean = total / ops.where(count > 0, count, 1.0)
+            means.append(ops.cast(mean, dtype))
+        # These do not wait for the means, nor those for them: what is the same on all replicas may not wait for what is not.
+        sent: list[A] = []
+        for part, own in zip(blocks, spans, strict=True):
+            each = [x[own].reshape((1, -1, kept)) for x in (index, values)]
+            sent.append(part.sum_of(ops, lambda *own: own, *each, after=sent[-1] if sent else every_value))
+        return list(zip(sent, means, strict=True))
 
     def _blocks(self, name: str, shape: tuple[int, ...]) -> Blocks:
         return blocks_of(name, shape, self.per or 4096)
@@ -190,3 +226,9 @@ class TopK(Compressor):
     @property
     def _codec(self) -> Codec | None:
         return CODECS[f"int{self.bits}"] if self.bits else None
+
+
+def _below(ops: Ops[A], arrays: Sequence[A], width: int) -> A:
+    if len(arrays) == 1:
+        return arrays[0]
+    return ops.rows([x.reshape((-1, width)) for x in arrays], 1).reshape((-1, width))

@@ -9,6 +9,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from gradwire.core.kernels.bits import pack_integers, unpack_integers
+from gradwire.core.kernels.tiles import of_tiles
 from gradwire.core.ops import WIRE_ITEMSIZE, Spec, wide_dtype
 
 
@@ -163,6 +165,11 @@ class AbstractOps:
     ) -> list[AbstractArray]:
         return list(arrays)
 
+    def sum_again(
+        self, ok: AbstractArray, sums: Sequence[AbstractArray], xs: Sequence[AbstractArray], ys: Sequence[AbstractArray]
+    ) -> list[AbstractArray]:
+        return list(sums)
+
     def truth(self, ok: AbstractArray) -> bool | None:
         return None
 
@@ -203,10 +210,17 @@ class AbstractOps:
             raise ValueError(f"top_k: there are no {k} largest of {x.shape[-1]} elements")
         return AbstractArray((*x.shape[:-1], k), "int32")
 
+    def kept(self, arrays: Sequence[AbstractArray]) -> list[AbstractArray]:
+        return list(arrays)
+
     def take(self, x: AbstractArray, index: AbstractArray) -> AbstractArray:
         if index.shape[:-1] != x.shape[:-1]:
             raise ValueError(f"take: positions {index.shape} for rows {x.shape}")
         return AbstractArray(index.shape, x.dtype)
+
+    def take_each(self, xs: Sequence[AbstractArray], indices: Sequence[AbstractArray]) -> AbstractArray:
+        values = [self.take(x, index) for x, index in zip(xs, indices, strict=True)]
+        return values[0] if len(values) == 1 else self.rows(values, 1).reshape((-1, indices[0].shape[-1]))
 
     def scatter_add(self, x: AbstractArray, index: AbstractArray, values: AbstractArray) -> AbstractArray:
         if index.shape != values.shape or index.shape[:-1] != x.shape[:-1] or values.dtype != x.dtype:
@@ -216,10 +230,16 @@ class AbstractOps:
         return x
 
     def scatter_sum(
-        self, n: int, of: Callable[..., tuple[AbstractArray, AbstractArray]], *every: AbstractArray
+        self,
+        n: int,
+        of: Callable[..., tuple[AbstractArray, AbstractArray]],
+        *every: AbstractArray,
+        tiles: tuple[int, int] | None = None,
+        after: AbstractArray | None = None,
     ) -> AbstractArray:
         index, values = of(*(x[0] for x in every))
-        return self.scatter_add(AbstractArray((*index.shape[:-1], n), values.dtype), index, values)
+        total = self.scatter_add(AbstractArray((*index.shape[:-1], n), values.dtype), index, values)
+        return total if tiles is None else of_tiles(total, *tiles)
 
     def pack_bits(self, x: AbstractArray, *, of: AbstractArray | None = None) -> AbstractArray:
         if x.dtype != "bool":
@@ -230,6 +250,12 @@ class AbstractOps:
         if x.dtype != "uint8" or x.shape != (-(-math.prod(shape) // 8),):
             raise ValueError(f"unpack_bits: {x.dtype} {x.shape} do not hold the booleans of {shape}")
         return AbstractArray(shape, "bool")
+
+    def pack_integers(self, x: AbstractArray, bits: int) -> AbstractArray:
+        return pack_integers(self, x, bits)
+
+    def unpack_integers(self, data: AbstractArray, bits: int, shape: tuple[int, ...]) -> AbstractArray:
+        return unpack_integers(self, data, bits, shape)
 
     def view_as(self, x: AbstractArray, dtype: str) -> AbstractArray:
         nbytes = x.shape[-1] * WIRE_ITEMSIZE[x.dtype]

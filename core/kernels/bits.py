@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 
+from gradwire.core.ops import A, Ops
+
 
 def bytes_of_rows(shape: tuple[int, ...]) -> tuple[int, int]:
     """How many bytes hold the rows of an array in eights, along its last axis, and how many the elements of the rows that are left."""
@@ -14,3 +16,16 @@ def bytes_of_rows(shape: tuple[int, ...]) -> tuple[int, int]:
     size = math.prod(shape)
     whole = size // row // 8 * row if size else 0
     return whole, -(-(size - 8 * whole) // 8)
+
+
+def pack_integers(ops: Ops[A], x: A, bits: int) -> A:
+    """`Ops.pack_integers`, by its booleans."""
+    shifts = ops.iota(bits).reshape((-1, 1))
+    return ops.pack_bits(((x.reshape((1, -1)) >> shifts) & 1) > 0)
+
+
+def unpack_integers(ops: Ops[A], data: A, bits: int, shape: tuple[int, ...]) -> A:
+    """`Ops.unpack_integers`: put together from their bits in float32, which has every integer up to 2²⁴."""
+    each = ops.cast(ops.unpack_bits(data, (bits, math.prod(shape))), "float32")
+    worth = ops.constant(("worth of bits", bits), lambda: ops.asarray([[2**i for i in range(bits)]], "float32"))
+    return ops.cast(ops.matmul(worth, each), "int32").reshape(shape)

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.core.kernels import rounding
-from gradwire.core.kernels.bits import bytes_of_rows
+from gradwire.core.kernels.bits import bytes_of_rows, pack_integers, unpack_integers
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
+from gradwire.core.kernels.tiles import of_tiles
 from gradwire.core.ops import FLOATS, INTEGERS, LONGEST_FLOAT16
 
 NDArray = npt.NDArray[Any]
@@ -140,6 +141,11 @@ class NumpyOps:
     ) -> NDArray:
         return x(y) if ok else _limited(y, limit, y)
 
+    def sum_again(
+        self, ok: NDArray, sums: Sequence[NDArray], xs: Sequence[NDArray], ys: Sequence[NDArray]
+    ) -> list[NDArray]:
+        return list(sums)
+
     def truth(self, ok: NDArray) -> bool | None:
         return bool(ok)
 
@@ -204,20 +210,34 @@ class NumpyOps:
         ascending = np.argsort(x[..., ::-1], axis=-1, kind="stable")
         return np.asarray(n - 1 - ascending[..., n - k :][..., ::-1], np.int32)
 
+    def kept(self, arrays: Sequence[NDArray]) -> list[NDArray]:
+        return list(arrays)
+
     def take(self, x: NDArray, index: NDArray) -> NDArray:
         return np.take_along_axis(x, index, axis=-1)
+
+    def take_each(self, xs: Sequence[NDArray], indices: Sequence[NDArray]) -> NDArray:
+        values = [self.take(x, index) for x, index in zip(xs, indices, strict=True)]
+        return values[0] if len(values) == 1 else self.rows(values, 1).reshape((-1, indices[0].shape[-1]))
 
     def scatter_add(self, x: NDArray, index: NDArray, values: NDArray) -> NDArray:
         np.add.at(x, (*np.indices(index.shape, sparse=True)[:-1], index), values)
         return x
 
-    def scatter_sum(self, n: int, of: Callable[..., tuple[NDArray, NDArray]], *every: NDArray) -> NDArray:
+    def scatter_sum(
+        self,
+        n: int,
+        of: Callable[..., tuple[NDArray, NDArray]],
+        *every: NDArray,
+        tiles: tuple[int, int] | None = None,
+        after: NDArray | None = None,
+    ) -> NDArray:
         first, *others = zip(*every, strict=True)
         index, values = of(*first)
         total = self.scatter_add(np.zeros((*index.shape[:-1], n), values.dtype), index, values)
         for arrays in others:
             total = self.scatter_add(total, *of(*arrays))
-        return total
+        return total if tiles is None else of_tiles(total, *tiles)
 
     def pack_bits(self, x: NDArray, *, of: NDArray | None = None) -> NDArray:
         whole, left = bytes_of_rows(x.shape)
@@ -232,6 +252,12 @@ class NumpyOps:
         shifts = np.arange(8, dtype=np.uint8)[:, None]
         parts = [((part >> shifts) & 1).reshape(-1) for part in (x[:whole], x[whole:])]
         return np.concatenate(parts)[: math.prod(shape)].reshape(shape).astype(bool)
+
+    def pack_integers(self, x: NDArray, bits: int) -> NDArray:
+        return pack_integers(self, x, bits)
+
+    def unpack_integers(self, data: NDArray, bits: int, shape: tuple[int, ...]) -> NDArray:
+        return unpack_integers(self, data, bits, shape)
 
     def view_as(self, x: NDArray, dtype: str) -> NDArray:
         return np.ascontiguousarray(x).view(dtype_named(dtype))

@@ -13,16 +13,19 @@ import numpy as np
 from jax import lax
 
 from gradwire.core.kernels import rounding
-from gradwire.core.kernels.bits import bytes_of_rows
+from gradwire.core.kernels.bits import bytes_of_rows, pack_integers, unpack_integers
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.kernels.tiles import of_tiles
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3
 from gradwire.jax_backend.axes.auto_axes import compiler_axes, free, whole
 from gradwire.jax_backend.axes.mapped_axis import vary, varying_axes
+from gradwire.jax_backend.ops import integers
 from gradwire.jax_backend.ops.batched_small import Bundles, Members, StackedSum, bundles_of
 from gradwire.jax_backend.ops.lazy_sum import Sum, limited
 from gradwire.jax_backend.ops.packing import apart_on_tpu, chosen_each, columns, or_each, stored, unstack
 from gradwire.jax_backend.ops.products import product
+from gradwire.jax_backend.ops.tiles import product_of_tiles
 
 #: Up to this inner dimension a large product is computed element by element where it is used: XLA would store the result of a `dot` first.
 THIN = 16
@@ -169,6 +172,18 @@ class JaxOps:
             return value.added(ok, limit)
         return lax.select(ok, jnp.asarray(value, y.dtype), limited(y, limit))
 
+    def sum_again(
+        self, ok: jax.Array, sums: Sequence[jax.Array], xs: Sequence[jax.Array], ys: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        def again(sums: list[jax.Array], xs: list[jax.Array], ys: list[jax.Array]) -> list[jax.Array]:
+            return [x + jnp.where(ok, y, 0) for x, y in zip(xs, ys, strict=True)]
+
+        # With a condition, since XLA finds the same sum.
+        found: list[jax.Array] = lax.platform_dependent(
+            list(sums), list(xs), list(ys), tpu=again, default=lambda sums, xs, ys: sums
+        )
+        return found
+
     def truth(self, ok: jax.Array) -> bool | None:
         return None if isinstance(ok, jax.core.Tracer) else bool(ok)
 
@@ -245,8 +260,7 @@ class JaxOps:
 
     def top_k(self, x: jax.Array, k: int) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.floating):
-            x = jnp.where(jnp.isnan(x), jnp.inf, x)
-            x = jnp.where(x == 0, 0, x)  # XLA takes -0 to be less
+            x = _in_order(x)
         # Of a matrix of many rows a TPU would sort all elements, and their positions beside them; of eight at a time it finds the largest in one pass.
         eights = x.ndim > 1 and x.size and math.prod(x.shape[:-1]) % TILE == 0
         rows = x.reshape(-1, TILE, x.shape[-1]) if eights else x
@@ -254,30 +268,74 @@ class JaxOps:
         index: jax.Array = lax.optimization_barrier(lax.top_k(rows, k)[1])  # type: ignore[no-untyped-call]
         return index.reshape(*x.shape[:-1], k)
 
+    def kept(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        kept: list[jax.Array] = apart_on_tpu(arrays)
+        return kept
+
     def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
         def compared() -> jax.Array:
             return _chosen(index[..., None], x.shape[-1], x[..., None, :], -1)
 
         return _compared_on_tpu(index.shape[-1], lambda: jnp.take_along_axis(x, index, axis=-1), compared)
 
+    def take_each(self, xs: Sequence[jax.Array], indices: Sequence[jax.Array]) -> jax.Array:
+        def each(xs: list[jax.Array], indices: list[jax.Array]) -> jax.Array:
+            return jnp.concatenate([self.take(x, index) for x, index in zip(xs, indices, strict=True)])
+
+        def joined(xs: list[jax.Array], indices: list[jax.Array]) -> jax.Array:
+            return self.take(jnp.concatenate(xs), jnp.concatenate(indices))
+
+        # A GPU looks into what lies anywhere, in one kernel, and copies nothing.
+        values: jax.Array = lax.platform_dependent(list(xs), list(indices), cuda=joined, default=each)
+        return values
+
     def scatter_add(self, x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
         return jnp.asarray(x).at[(*jnp.indices(index.shape, sparse=True)[:-1], index)].add(values)
 
-    def scatter_sum(self, n: int, of: Callable[..., tuple[jax.Array, jax.Array]], *every: jax.Array) -> jax.Array:
+    def scatter_sum(
+        self,
+        n: int,
+        of: Callable[..., tuple[jax.Array, jax.Array]],
+        *every: jax.Array,
+        tiles: tuple[int, int] | None = None,
+        after: jax.Array | None = None,
+    ) -> jax.Array:
         def of_replica(i: Any) -> tuple[jax.Array, jax.Array]:
             return of(*(x[i] for x in every))
 
         kept = jax.eval_shape(of_replica, jnp.int32(0))[1]
+        axes = varying_axes(kept)
 
         def compared() -> jax.Array:  # all replicas at once: each of them runs this program
             index, values = jax.vmap(of)(*every)
-            return _chosen(index[..., None], n, values[..., None], (0, -2))
+            if after is not None:
+                values = values + _zeros_after(after, values.shape[:1], values.dtype)[:, None, None]
+            if tiles is not None and (matrix := product_of_tiles(index, values, n, *tiles)) is not None:
+                return matrix
+            rows = _chosen(index[..., None], n, values[..., None], (0, -2))
+            return rows if tiles is None else of_tiles(rows, *tiles)
 
         def scattered() -> jax.Array:
-            # Not before there is something to add: a GPU would make these zeros first of all, and copies of them.
-            zero, _ = lax.optimization_barrier((jnp.zeros((), kept.dtype), of_replica(0)[1]))  # type: ignore[no-untyped-call]
-            start = jnp.broadcast_to(zero, (*kept.shape[:-1], n))
-            return self.loop(len(every[0]), lambda i, total: self.scatter_add(total, *of_replica(i)), start)
+            count = math.prod(kept.shape[:-1])
+            shape = (*kept.shape[:-1], n) if tiles is None else (count // tiles[1] * tiles[0], tiles[1] * n // tiles[0])
+
+            def add(i: Any, total: jax.Array) -> jax.Array:
+                index, values = of_replica(i)
+                if tiles is None:
+                    return self.scatter_add(total, index, values)
+                rows, across = tiles
+                block = jnp.arange(count, dtype=jnp.int32)[:, None]
+                row, column = block // across * rows + index % rows, block % across * (n // rows) + index // rows
+                return total.at[row, column].add(values)
+
+            # Not before there is something to add, and the last such array is there: a GPU would make these zeros first of all, and copies of them.
+            last = of_replica(0)[1] if after is None else after
+            start = lax.platform_dependent(
+                last,
+                cuda=lambda x: vary(_zeros_after(x, shape, kept.dtype), axes),
+                default=lambda x: vary(jnp.zeros(shape, kept.dtype), axes),
+            )
+            return self.loop(len(every[0]), add, start)
 
         return _compared_on_tpu(kept.shape[-1], scattered, compared)
 
@@ -318,6 +376,14 @@ class JaxOps:
         if left:
             parts.append(bits(x[whole:]).reshape(-1)[: math.prod(shape) - 8 * whole].reshape(-1, *row))
         return jnp.concatenate(parts).reshape(shape)
+
+    def pack_integers(self, x: jax.Array, bits: int) -> jax.Array:
+        data = integers.pack_integers(x, bits)
+        return pack_integers(self, x, bits) if data is None else data
+
+    def unpack_integers(self, data: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
+        flat = integers.unpack_integers(data, bits, math.prod(shape))
+        return unpack_integers(self, data, bits, shape) if flat is None else flat.reshape(shape)
 
     def view_as(self, x: jax.Array, dtype: str) -> jax.Array:
         size, wanted = x.dtype.itemsize, jnp.dtype(dtype).itemsize
@@ -461,6 +527,24 @@ def _chosen(index: jax.Array, n: int, values: jax.Array, axis: int | tuple[int, 
     """Of values (…, k, n) those whose position in the row is `index` (…, k, 1), summed along an axis."""
     places = lax.broadcasted_iota(jnp.int32, (*index.shape[:-1], n), index.ndim - 1)
     return jnp.where(index == places, values, jnp.zeros((), values.dtype)).sum(axis, dtype=values.dtype)
+
+
+def _zeros_after(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros, or NaN, made of an element of `x`: what is added to them waits for `x`. Compilers drop a barrier for less."""
+    # The first of `x`, in a form that XLA does not know: a GPU computes what is broadcast in a kernel of its own.
+    first = lax.broadcasted_iota(jnp.uint32, shape, 0) >> 31
+    return (jnp.abs(x.reshape(-1).at[first].get(mode="promise_in_bounds")) * 0).astype(dtype)
+
+
+def _in_order(x: jax.Array) -> jax.Array:
+    """Floats that XLA orders as `top_k` says: NaN is inf, and -0, which XLA takes to be less, is 0. With no `where`: a GPU would transpose its condition too."""
+    n = 8 * x.dtype.itemsize
+    bits = lax.bitcast_convert_type(x, f"int{n}")
+    largest = lax.bitcast_convert_type(jnp.asarray(jnp.inf, x.dtype), bits.dtype)
+    size = bits & np.iinfo(bits.dtype).max
+    unsigned = ((largest - size) | (size - 1)) >> (n - 1)  # all ones for NaN and for 0
+    bits = jnp.minimum(size, largest) | (bits & ~unsigned & np.iinfo(bits.dtype).min)
+    return lax.bitcast_convert_type(bits, x.dtype)
 
 
 def _in_tiles(shape: tuple[int, ...], width: int) -> bool:

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 import gradwire
 from gradwire import AllReduce, Sign, Simulator, Spec, TopK, WireDtype, diloco, plan
-from gradwire.core.algorithms.shared.sparse_blocks import bits_of, blocks_of, packed, unpacked
+from gradwire.core.algorithms.shared.sparse_blocks import bits_of, blocks_of
 from gradwire.core.codecs import CODECS, BlockCodec
 from gradwire.core.codecs.coder import Coder, Noise
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
@@ -288,10 +288,10 @@ def test_blocks_of_pieces_are_said_to_be_those_of_the_tensor_only_if_they_are(pi
 @given(data=st.data(), length=st.integers(1, 5000) | st.sampled_from([2**20, 2**24 - 1, 2**24]))
 def test_positions_come_back_from_as_few_bits_as_the_block_needs(data, length):
     index = np.array([*data.draw(st.lists(st.integers(0, length - 1), max_size=30)), length - 1], np.int32)
-    sent = packed(OPS, index, length)
+    sent = OPS.pack_integers(index, bits_of(length))
     assert sent.nbytes == -(-index.size * bits_of(length) // 8)
     assert 2 ** bits_of(length) >= length > 2 ** bits_of(length) // 2
-    np.testing.assert_array_equal(unpacked(OPS, sent, length, index.shape), index)
+    np.testing.assert_array_equal(OPS.unpack_integers(sent, bits_of(length), index.shape), index)
 
 
 class JoiningOps(NumpyOps):

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.core.kernels.bits import bytes_of_rows
+from gradwire.core.kernels.bits import bytes_of_rows, pack_integers, unpack_integers
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.rounding import TINY, scales
+from gradwire.core.kernels.tiles import of_tiles
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16
 from gradwire.torch_backend.ops.adjacent import side_by_side
 from gradwire.torch_backend.ops.fused import TorchFused, available
@@ -254,6 +255,9 @@ class TorchOps:
         """`y`, on a device, which becomes `x` if `ok` holds."""
         return torch.where(ok, x, y, out=y) if self.fused is None else self.fused.copy_if(ok, x, y)
 
+    def sum_again(self, ok: Tensor, sums: Sequence[Tensor], xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
+        return list(sums)
+
     def truth(self, ok: Tensor) -> bool | None:
         return bool(ok) if ok.device.type == "cpu" else None
 
@@ -370,8 +374,15 @@ class TorchOps:
         backwards = self._numbers(n, torch.int64, -1)
         return ((x.to(torch.int64) << 32) | backwards).topk(k, dim=-1).indices.to(torch.int32)
 
+    def kept(self, arrays: Sequence[Tensor]) -> list[Tensor]:
+        return list(arrays)
+
     def take(self, x: Tensor, index: Tensor) -> Tensor:
         return x.gather(-1, index.long())
+
+    def take_each(self, xs: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
+        values = [self.take(x, index) for x, index in zip(xs, indices, strict=True)]
+        return values[0] if len(values) == 1 else self.rows(values, 1).reshape((-1, indices[0].shape[-1]))
 
     def scatter_add(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
         if self._host_knows:
@@ -380,13 +391,20 @@ class TorchOps:
         rows = [self._numbers(m, torch.int64).view(-1, *[1] * (x.ndim - 1 - i)) for i, m in enumerate(x.shape[:-1])]
         return x.index_put_((*rows, index.long()), values, accumulate=True)
 
-    def scatter_sum(self, n: int, of: Callable[..., tuple[Tensor, Tensor]], *every: Tensor) -> Tensor:
+    def scatter_sum(
+        self,
+        n: int,
+        of: Callable[..., tuple[Tensor, Tensor]],
+        *every: Tensor,
+        tiles: tuple[int, int] | None = None,
+        after: Tensor | None = None,
+    ) -> Tensor:
         first, *others = zip(*every, strict=True)
         index, values = of(*first)
         total = self.scatter_add(self.zeros((*index.shape[:-1], n), self.dtype_of(values)), index, values)
         for arrays in others:
             total = self.scatter_add(total, *of(*arrays))
-        return total
+        return total if tiles is None else of_tiles(total, *tiles)
 
     def pack_bits(self, x: Tensor, *, of: Tensor | None = None) -> Tensor:
         whole, left = bytes_of_rows(tuple(x.shape))
@@ -404,6 +422,12 @@ class TorchOps:
         parts = [((part >> shifts) & 1).view(-1) for part in (x[:whole], x[whole:]) if len(part)]
         bits = parts[0] if len(parts) == 1 else torch.cat([x[:0], *parts])
         return bits[: math.prod(shape)].view(shape).view(torch.bool)
+
+    def pack_integers(self, x: Tensor, bits: int) -> Tensor:
+        return pack_integers(self, x, bits)
+
+    def unpack_integers(self, data: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
+        return unpack_integers(self, data, bits, shape)
 
     def view_as(self, x: Tensor, dtype: str) -> Tensor:
         wanted: torch.dtype = getattr(torch, dtype)

@@ -1,4 +1,4 @@
-"""A tensor as blocks of equal length, and positions in them packed to the bits that they need.
+"""A tensor as blocks of equal length, and the bits that positions in them need.
 
 Sparse methods keep a few elements of each block. All shapes are then known before anything runs, and a position is a small number: 12 bits in a block
 of 4096 elements, whatever the size of the tensor.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradwire.core.algorithms.shared.views import view_of
@@ -35,6 +36,29 @@ class Blocks:
     count: int
     length: int
 
+    @property
+    def width(self) -> int:
+        """Columns of the tensor as a matrix whose rows hold these blocks, one after the other."""
+        if self.rows > 1:
+            return self.columns
+        return self.shape[-1] if len(self.shape) > 1 else self.length
+
+    def and_below(self, other: Blocks) -> Blocks | None:
+        """The blocks of two matrices of one width, one below the other; None if nothing of a block may be filled up."""
+        if (self.rows, self.width) != (other.rows, other.width) or not (self.exact and other.exact):
+            return None
+        shape = (math.prod(self.shape) + math.prod(other.shape)) // self.width, self.width
+        if self.rows > 1:
+            strips, columns = self.strips + other.strips, self.columns
+        else:
+            strips, columns = 1, self.columns + other.columns
+        return Blocks(shape, strips, self.rows, columns, self.count + other.count, self.length)
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is filled up."""
+        return self.strips * self.rows * self.columns == self.count * self.length == math.prod(self.shape)
+
     def cut(self, ops: Ops[A], x: A) -> A:
         """The blocks of a tensor, (count, length)."""
         flat = x.reshape((-1,))
@@ -42,6 +66,13 @@ class Blocks:
             strips = _filled(ops, flat, self.strips * self.rows * self.columns)
             flat = strips.reshape((self.strips, self.rows, self.columns)).mT.reshape((-1,))
         return _filled(ops, flat, self.count * self.length).reshape((self.count, self.length))
+
+    def sum_of(self, ops: Ops[A], of: Callable[..., tuple[A, A]], *every: A, after: A | None = None) -> A:
+        """The tensor of which `cut` makes the rows that `Ops.scatter_sum` returns."""
+        across, rest = divmod(self.rows * self.columns, self.length)
+        if self.rows == 1 or rest or self.length % self.rows or not self.exact:
+            return self.joined(ops.scatter_sum(self.length, of, *every, after=after))
+        return shaped(ops.scatter_sum(self.length, of, *every, tiles=(self.rows, across), after=after), self.shape)
 
     def joined(self, blocks: A) -> A:
         """The tensor of which `cut` made these blocks."""
@@ -87,21 +118,6 @@ def blocks_of(name: str, shape: tuple[int, ...], per: int | tuple[int, int]) -> 
 def bits_of(length: int) -> int:
     """How many bits a position in a block of this length needs."""
     return (length - 1).bit_length()
-
-
-def packed(ops: Ops[A], index: A, length: int) -> A:
-    """Positions below `length`, int32 of any shape, as one vector of bytes: the lowest bits of all, then the next. Only the last byte may have bits
-    to spare."""
-    shifts = ops.iota(bits_of(length)).reshape((-1, 1))
-    return ops.pack_bits(((index.reshape((1, -1)) >> shifts) & 1) > 0)
-
-
-def unpacked(ops: Ops[A], data: A, length: int, shape: tuple[int, ...]) -> A:
-    """The positions that `packed` packed, as int32 of this shape."""
-    n, bits = math.prod(shape), bits_of(length)
-    each = ops.cast(ops.unpack_bits(data, (bits, n)), "float32")
-    worth = ops.constant(("worth of bits", bits), lambda: ops.asarray([[2**i for i in range(bits)]], "float32"))
-    return ops.cast(ops.matmul(worth, each), "int32").reshape(shape)
 
 
 def _filled(ops: Ops[A], x: A, n: int) -> A:

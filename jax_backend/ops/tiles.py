@@ -1,0 +1,42 @@
+"""Few elements at their places in the tiles of a matrix, as a TPU makes it: by a product."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gradwire.jax_backend.ops.packing import LANES
+
+#: Rows of a tile, in which a TPU keeps an array.
+TILE = 8
+
+
+def product_of_tiles(index: jax.Array, values: jax.Array, n: int, rows: int, across: int) -> jax.Array | None:
+    """Of `values` (W, R, k) the sum over W, at positions `index` in R tiles of n elements, as `gradwire.core.kernels.tiles.of_tiles` joins them.
+
+    Row and column of a position are two vectors with a single one in them: the tile is the sum of their outer products, times the values. XLA makes
+    them where the product reads them, and the matrix comes out as it lies: other ways have to move it, rows of 64 in registers of 128.
+    None where tiles do not fill whole registers.
+    """
+    width = n // rows
+    beside, rest = divmod(LANES, width)
+    if rest or across % beside or rows % TILE or values.dtype not in (jnp.float32, jnp.bfloat16):
+        return None
+    replicas, count, k = values.shape
+    strips, lots = count // across, across // beside
+
+    def of_lot(x: jax.Array) -> jax.Array:
+        return x.reshape(replicas, strips, lots, beside * k).transpose(1, 2, 0, 3).reshape(strips, lots, -1)
+
+    first = (jnp.arange(replicas * beside * k, dtype=jnp.uint32) // k % beside) * width
+    index, values = of_lot(index).astype(jnp.uint32), of_lot(values)
+    row = (index % rows)[..., None] == jnp.arange(rows, dtype=index.dtype)
+    column = (index // rows + first)[..., None] == jnp.arange(LANES, dtype=index.dtype)
+    placed = jnp.where(column, values[..., None], 0)
+    # Exact at the highest precision: a one times each of the three parts of a value.
+    dims = (((2,), (2,)), ((0, 1), (0, 1)))
+    found = lax.dot_general(row.astype(values.dtype), placed, dims, precision=lax.Precision.HIGHEST)
+    # Whole tiles of a TPU change their places, and no element in them.
+    lies = found.reshape(strips, lots, rows // TILE, TILE, LANES).swapaxes(1, 2).reshape(-1, lots, TILE, LANES)
+    return lies.swapaxes(1, 2).reshape(strips * rows, across * width)
