@@ -341,12 +341,13 @@ class Ops(Protocol[A]):
         """Eight booleans in each byte: n of any shape → uint8 (⌈n / 8⌉,). To pack signs: `pack_bits(x > 0)`.
 
         Of 8k rows along the last axis, row i·k + j is in bit i, counted from the lowest, of the bytes of row j; a vector has rows of one element. The
-        elements of up to seven rows that are left follow likewise: element i·l + j of 8l is bit i of byte j. Bits that stand for nothing are 0.
+        elements of up to seven rows that are left follow likewise: element i·l + j of 8l is bit i of byte j. Bits that stand for nothing are 0. On a
+        TPU those bytes of whole eights are in the order in which they lie there.
         `of`: what is above 0 where `x` holds, and only there; a kernel may look at that instead.
         """
 
     def unpack_bits(self, x: A, shape: tuple[int, ...]) -> A:
-        """The booleans of this shape, n elements, that `pack_bits` packed: uint8 (⌈n / 8⌉,) → `shape`."""
+        """The booleans of this shape, n elements, that `pack_bits` packed, of the same kernel: uint8 (⌈n / 8⌉,) → `shape`."""
 
     def pack_integers(self, x: A, bits: int) -> A:
         """Integers below 2**bits, at most 24 bits, int32 of any shape, as bytes: the lowest bits of all, then the next, as `pack_bits` packs such rows. Only

@@ -344,22 +344,27 @@ class JaxOps:
             return jnp.zeros(0, jnp.uint8)
         (whole, left), row = bytes_of_rows(x.shape), x.shape[1:][-1:]
 
-        def packed(x: jax.Array) -> jax.Array:
+        def packed(x: jax.Array, tpu: bool = False) -> jax.Array:
             rows = x.reshape(-1, *row)
             k = len(rows) // 8
             parts = [rows[: 8 * k].reshape(8, k, *row)] * (whole > 0)
             parts += [self.pad(rows[8 * k :].reshape(-1), 8 * left).reshape(8, left)] * (left > 0)
 
             def byte(part: jax.Array) -> jax.Array:
+                if not tpu:  # which would store what it adds up
+                    return jnp.where(part, _each_bit(part.ndim - 1), np.uint8(0)).sum(0, dtype=jnp.uint8)
                 above = (part[i] if part.dtype == bool else part[i] > 0 for i in range(8))
                 return functools.reduce(jnp.bitwise_or, [bit.astype(jnp.int32) << i for i, bit in enumerate(above)])
 
-            return jnp.concatenate([byte(part).astype(jnp.uint8).reshape(-1) for part in parts])
+            def sent(x: jax.Array) -> jax.Array:  # as they lie on a TPU: none is moved to send it
+                return self.to_blocks(x, x.size // LANES, LANES) if tpu and _in_tiles(x.shape, LANES) else x
+
+            return jnp.concatenate([sent(byte(part).astype(jnp.uint8)).reshape(-1) for part in parts])
 
         # What is compared piece by piece a TPU computes once and keeps, for whatever else is made of it.
         given = x if of is None else of
         result: jax.Array = lax.platform_dependent(
-            x, given, tpu=lambda x, of: packed(of), default=lambda x, of: packed(x)
+            x, given, tpu=lambda x, of: packed(of, tpu=True), default=lambda x, of: packed(x)
         )
         return result
 
@@ -369,10 +374,18 @@ class JaxOps:
         (whole, left), row = bytes_of_rows(shape), shape[1:][-1:]
 
         def bits(part: jax.Array) -> jax.Array:
-            shifts = np.arange(8, dtype=np.int32).reshape(8, *[1] * part.ndim)
-            return (part.astype(jnp.int32)[None] >> shifts) & 1 > 0
+            return (part[None] & _each_bit(part.ndim)) != 0
 
-        parts = [bits(x[:whole].reshape(-1, *row)).reshape(-1, *row)] * (whole > 0)
+        def eights(x: jax.Array) -> jax.Array:
+            lies = len(x) // math.prod(row), *row
+            if not _in_tiles(lies, LANES):
+                return x.reshape(lies)
+            result: jax.Array = lax.platform_dependent(
+                x, tpu=lambda x: self.from_blocks(x.reshape(-1, LANES), lies), default=lambda x: x.reshape(lies)
+            )
+            return result
+
+        parts = [bits(eights(x[:whole])).reshape(-1, *row)] * (whole > 0)
         if left:
             parts.append(bits(x[whole:]).reshape(-1)[: math.prod(shape) - 8 * whole].reshape(-1, *row))
         return jnp.concatenate(parts).reshape(shape)
@@ -429,12 +442,14 @@ class JaxOps:
     def loop(
         self, n: int, body: Callable[[Any, jax.Array], jax.Array], start: jax.Array, *, fused: bool = False
     ) -> jax.Array:
-        if n == 1:
-            return body(0, start)
+        if n == 1 or (fused and n <= AT_ONCE):
+            for i in range(n):  # with numbers that are known there is less to compile
+                start = body(i, start)
+            return start
         # A loop's carry must vary over the same mapped axes at its start and at its end.
         start = vary(start, varying_axes(jax.eval_shape(body, jnp.int32(0), start)))
         # Else what is summed would be stored and read again for each replica.
-        result: jax.Array = lax.fori_loop(0, n, body, start, unroll=min(n, AT_ONCE) if fused else 1)
+        result: jax.Array = lax.fori_loop(0, n, body, start, unroll=AT_ONCE if fused else 1)
         return result
 
     def rows_before(self, x: jax.Array, i: Any) -> jax.Array:
@@ -497,6 +512,11 @@ class JaxOps:
 
     def constant(self, key: Hashable, make: Callable[[], jax.Array]) -> jax.Array:
         return make()
+
+
+def _each_bit(axes: int) -> np.ndarray[Any, Any]:
+    """1, 2, 4, …, 128 as bytes, with so many axes of length 1 behind."""
+    return np.left_shift(1, np.arange(8)).astype(np.uint8).reshape(8, *[1] * axes)
 
 
 @jax.jit  # which traces it once for each shape
