@@ -245,9 +245,9 @@ class _Driver:
         def part(x: jax.Array) -> jax.Array:
             if not x.size:
                 return jnp.zeros_like(x)
-            own = [vary_if_tracked(x.reshape((peers.size, -1)), self.axis_name)]
+            own = [vary_if_tracked(x.reshape((peers.size, -1, *_behind(x))), self.axis_name)]
             means = mean_by_sum(self._parted(scattered, 1, 0), own, peers.size) if peers.axes else own
-            return means[0].reshape((-1,))
+            return means[0].reshape((-1, *x.shape[1:]))
 
         return tuple(part(x) for x in request.arrays)
 
@@ -255,7 +255,12 @@ class _Driver:
         peers = peers_of(request.groups, self.axis_name)
         send = self._parted(lambda arrays: self._gathered(arrays, peers), 0, 1)
         # Nothing is the same on all replicas, and x is not known to be.
-        return tuple(send([x])[0].reshape((-1,)) if x.size else jnp.zeros(x.shape, x.dtype) for x in request.arrays)
+        return tuple(
+            send([x.reshape((-1, *_behind(x)))])[0].reshape((-1, *x.shape[1:]))
+            if x.size
+            else jnp.zeros(x.shape, x.dtype)
+            for x in request.arrays
+        )
 
     def _world_size(self, request: WorldSize) -> tuple[int]:
         return (peers_of(request.groups, self.axis_name).size,)
@@ -330,6 +335,11 @@ def why_not(request: Request, has_optimizer: bool = False) -> str | None:
     if unequal is not None:
         return f"{kind.__name__} in parts of {unequal}: in JAX the parts of all replicas have one length; fill them up with zeros"
     return None
+
+
+def _behind(x: jax.Array) -> tuple[int, ...]:
+    """The axes of an array behind the first, if it travels as it lies: what goes to CPU hosts is cut, as a vector."""
+    return () if between_cpu_hosts() else x.shape[1:]
 
 
 def _each(arrays: Sequence[jax.Array], members: list[int]) -> list[Piece]:

@@ -22,7 +22,7 @@ from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.codecs.options import WireName
-from gradwire.core.ops import Spec, wide_dtype
+from gradwire.core.ops import Ops, Spec, wide_dtype
 from gradwire.core.text.name_patterns import chosen
 from gradwire.core.text.options import OWN_CHECK, AtLeast1, Positive, Replicas, checked
 from gradwire.core.zero.sharded_step import Zero, clip_by_norm
@@ -39,7 +39,7 @@ from gradwire.jax_backend.axes.mapped_axis import (
     varying_axes,
 )
 from gradwire.jax_backend.checks import check_leaves, refuse_slices, transformation
-from gradwire.jax_backend.engine.driver import drive
+from gradwire.jax_backend.engine.driver import LARGE, drive
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.ops.packing import columns
 from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of
@@ -53,10 +53,45 @@ from gradwire.jax_backend.zero.state import ZeroState, joined_state, keys_of, sp
 OPS = JaxOps()
 
 
+@dataclass(frozen=True, repr=False)
 class _Shards(ElementShards):
-    """Shards that are taken apart in JAX's own way."""
+    """Shards that are taken apart in JAX's own way. A large array whose first axis all replicas can share evenly is a message by itself, in its own shape: to
+    join it with others, or to lay it out as a vector, would be a copy. Not if it is `coded`, in vectors."""
+
+    coded: bool = False
+
+    def _is_apart(self, names: Sequence[str]) -> bool:
+        spec = self.specs[names[0]]
+        even = len(spec.shape) > 1 and spec.shape[0] % self.world_size == 0
+        return len(names) == 1 and even and spec.nbytes >= LARGE and not self.coded
+
+    def together(self, names: Sequence[str]) -> list[list[str]]:
+        apart = [[name] for name in names if self._is_apart([name])]
+        others = [name for name in names if [name] not in apart]
+        return [*apart, *super().together(others)]
+
+    def message(self, ops: Ops[jax.Array], arrays: Mapping[str, jax.Array]) -> jax.Array:  # type: ignore[override]
+        (x, *_) = arrays.values()
+        return x if self._is_apart(list(arrays)) else super().message(ops, arrays)
+
+    def shard(  # type: ignore[override]
+        self, ops: Ops[jax.Array], pieces: Mapping[str, jax.Array], names: Sequence[str], replica: Any
+    ) -> jax.Array:
+        if not self._is_apart(names):
+            return super().shard(ops, pieces, names, replica)
+        first, *rest = self.specs[names[0]].shape
+        return pieces[names[0]].reshape((first // self.world_size, *rest))
+
+    def whole(  # type: ignore[override]
+        self, ops: Ops[jax.Array], message: jax.Array, names: Sequence[str], out: Any = None
+    ) -> dict[str, jax.Array]:
+        if self._is_apart(names):
+            return {names[0]: message}
+        return super().whole(ops, message, names, out)
 
     def pieces(self, shard: jax.Array, names: Sequence[str], replica: Any) -> dict[str, jax.Array]:  # type: ignore[override]
+        if self._is_apart(names):
+            return {names[0]: shard.reshape(self.piece_shape(names[0]))}
         row = shard.reshape((1, -1))
         cut = [
             x.reshape(self.piece_shape(name))
@@ -115,7 +150,8 @@ def zero1(
         averaged: gradients are averages already, equal on all replicas. They are not sent again; each replica takes its part.
         wire_dtype: gradients travel to their owners in this dtype, and are summed in float32: "int8" and the others of `gradwire.WireDtype`. Updates
             travel as they are. None: so do gradients.
-        bucket_bytes: size of the messages, see `all_reduce_mean`. None: one reduce-scatter and one all-gather per dtype.
+        bucket_bytes: size of the messages, see `all_reduce_mean`. None: one reduce-scatter and one all-gather per dtype,
+            besides those of each array of 1 MiB and more whose first axis W divides, which is not copied to be sent.
         skip_non_finite: when any replica's gradients hold an inf or NaN, the update is zero and the state stays as it is, on all replicas.
             Costs the sum of one scalar. (`optax.apply_if_finite` looks at one replica's part, so it cannot stand inside.)
         elementwise: `inner` treats every element by itself. False: `init` finds out, by some updates of random numbers on whole parameters and on
@@ -302,7 +338,7 @@ class _Sharded:
                 raise ValueError(
                     f"stacked: {flat[0]!r} is a scalar, and has no axis of layers; leave it out of the pattern"
                 )
-            return StackShards(specs, size, layers) if self.whole else _Shards(specs, size)
+            return StackShards(specs, size, layers) if self.whole else _Shards(specs, size, self.wire is not None)
 
         if not is_bound(self.axis_name):
             if self.replicas is None:

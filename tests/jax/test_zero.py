@@ -15,6 +15,7 @@ import gradwire.jax_backend as gw
 from gradwire import AllReduce, Simulator, Spec, WireDtype, plan
 from gradwire.core.zero.sharded_step import Zero
 from gradwire.core.zero.sharding import shard_by_element
+from gradwire.jax_backend.zero import zero1 as zero1_module
 from tests.jax.quadratic import SHAPES, assert_close, filled, start, step_of, train, train_plain
 from tests.jax.replicas import AXIS, Replicas, equal, mesh_of
 
@@ -69,6 +70,25 @@ def test_what_is_sent_is_the_plan(replicas, bucket_bytes, clip):
     traffic = sent(sharded(inner, replicas, bucket_bytes=bucket_bytes), replicas)
     assert [gw.total_traffic(traffic)] == list(expected.steps)
     assert {c.kind for c in traffic} == {"reduce_scatter", "all_gather"} | ({"all_reduce"} if clip else set())
+
+
+def test_large_arrays_travel_by_themselves_as_they_lie(monkeypatch):
+    """Those whose first axis both replicas can share."""
+    monkeypatch.setattr(zero1_module, "LARGE", 1)
+    shapes = {"even": (4, 3), "odd": (3, 4), "deep": (2, 3, 5), "small": (6,)}
+    params, tx = start(shapes), sharded(ADAMW, 2)
+    given = {n: np.random.default_rng([*n.encode()]).normal(size=(2, *s)).astype("float32") for n, s in shapes.items()}
+    state, plain_state = tx.init(params), ADAMW.init(params)
+    for _ in range(3):
+        updates, state = step_of(tx, given, params, state)
+        expected, plain_state = jax.jit(ADAMW.update)({n: g.mean(0) for n, g in given.items()}, plain_state, params)
+        assert_close(updates, expected, 1e-5)
+    traffic = [(c.kind, c.nbytes) for c in sent(tx, 2, params)]
+    coded = sharded(ADAMW, 2, wire_dtype="int8")
+    found, _ = step_of(coded, given, params, coded.init(params))
+    assert jax.tree.map(jnp.shape, found) == shapes  # codes travel as vectors
+    # The halves of an all-reduce of each, and of the other two together.
+    assert sorted(n for kind, n in traffic if kind == "reduce_scatter") == [4 * 12, 4 * (12 + 6), 4 * 30]
 
 
 def test_nothing_is_averaged_twice():
