@@ -313,7 +313,7 @@ class Ops(Protocol[A]):
     def take_each(self, xs: Sequence[A], indices: Sequence[A]) -> A:
         """What `take` takes of several matrices, one below the other."""
 
-    def kept(self, arrays: Sequence[A]) -> list[A]:
+    def computed_once(self, arrays: Sequence[A]) -> list[A]:
         """These arrays, which a compiler had better compute once than where they are used."""
 
     def scatter_add(self, x: A, index: A, values: A) -> A:
@@ -370,6 +370,16 @@ class Ops(Protocol[A]):
 
     def from_blocks(self, x: A, shape: tuple[int, ...]) -> A:
         """The array of this shape of which `to_blocks` made the rows."""
+
+    def read_again(self, codes: A, sent: A, cut: Callable[[A], A]) -> A:
+        """`codes`, which are `cut(sent)` as well: a kernel may read them again there, so that they need no other place."""
+
+    def laid_out(self, codes: A, scales: A, shape: tuple[int, ...]) -> tuple[A, A]:
+        """Codes (R, m) and scales (R, 1) of the rows of an array of this shape, which an accelerator may store as it likes to decode them."""
+
+    def add_part(self, x: A, part: A, n: int, i: Any, shape: tuple[int, ...]) -> A:
+        """Rows (n·k, B) with a `part` (k, B) added to the i-th of n equal parts of them. `i` may be traced; `shape` is that of the array whose rows
+        they are, or ()."""
 
     def by_rows(self, f: Callable[..., A], *arrays: A, out: A | None = None) -> A:
         """`f(*arrays)`, for a function that makes of the n rows of each of its arguments, (…, n, B), a matrix of n rows, each row by itself; or,

@@ -467,9 +467,11 @@ def _less(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
         rest: A = subtracted(ops, x, sent, out=out)
         return rest
 
+    if out is None:
+        return x - sent  # in this shape, in which what it is made of and what is made of it are
+
     def rows(x: A, sent: A, out: A | None = None) -> A:
         return x - sent if out is None else ops.add(x, ops.multiply(sent, -1.0), out=out)
 
     flat = (math.prod(x.shape), 1)
-    out = out if out is None else out.reshape(flat)
-    return ops.by_rows(rows, x.reshape(flat), sent.reshape(flat), out=out).reshape(tuple(x.shape))
+    return ops.by_rows(rows, x.reshape(flat), sent.reshape(flat), out=out.reshape(flat)).reshape(tuple(x.shape))

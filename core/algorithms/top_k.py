@@ -163,7 +163,7 @@ class TopK(Compressor):
     async def _gathered(self, ops: Ops[A], blocks: list[Blocks], cut: list[A]) -> list[tuple[A, A]]:
         length, kept, dtype = blocks[0].length, self._kept(blocks[0]), ops.dtype_of(cut[0])
         bits, codec = bits_of(length), self._codec
-        cut = ops.kept(cut)
+        cut = ops.computed_once(cut)
         # What is not finite counts as largest, so it is among what is sent, and everyone hears of it.
         each = [ops.top_k(ops.abs(x), kept) for x in cut]
         index = ops.rows(each, 1).reshape((-1, kept))

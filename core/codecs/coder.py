@@ -44,12 +44,13 @@ class Noise(NamedTuple):
 
 class _Rows(NamedTuple, Generic[A]):
     """Arrays that are computed with as one: `members` of all, in a matrix (R, B), of which each has so many rows. They lie one below the other, or so in
-    each of as many `lots`, one for a replica, of rows of all of them."""
+    each of as many `lots`, one for a replica, of rows of all of them. `shape` is that of the only one."""
 
     members: list[int]
     matrix: A
     rows: list[int]
     lots: int = 1
+    shape: tuple[int, ...] = ()
 
 
 class _Pack(NamedTuple, Generic[A]):
@@ -134,7 +135,7 @@ class Coder(Generic[A]):
         means: list[Any] = list(arrays)
         sent: list[Any] = list(arrays)
         shown = []
-        for some, like, own, (_, lost) in zip(together, likes, sent_again, of_shares, strict=True):
+        for some, like, given, own, (_, lost) in zip(together, likes, mine, sent_again, of_shares, strict=True):
             everything = self._fields(list(islice(gathered, len(own))), like)
             if watched and groups is None:
                 shown.append(self.codec.witness(*everything))
@@ -148,10 +149,12 @@ class Coder(Generic[A]):
                         codes, scales = rows
                         means[array] = Coded(codes[first : first + count], scales[first : first + count])
                 else:
+                    rows = self._laid_out(rows, pack.parts[0])
                     self._cut(pack, rows, arrays, means, donated=donated)
                 if lost is not None:
-                    off = lost if len(some) == 1 else lost[start:end]
-                    self._note_sent(pack, coded[i], off, arrays, sent, place, size, late=stays)
+                    cut = partial(self._cut_again, pack, start, end, size)
+                    mine_again = [self.ops.read_again(coded[i][0], given[0], cut), *coded[i][1:]]
+                    self._note_sent(pack, mine_again, lost(start, end), arrays, sent, place, size, late=stays)
                 start = end
         await watch(*shown)
         return means, sent
@@ -248,7 +251,8 @@ class Coder(Generic[A]):
             # As if they were donated: where they lie side by side they are only read there, unless they really are.
             own = matrices if lots == 1 else [x.reshape((lots, -1, width)) for x in matrices]
             one = ops.rows(own, lots, donated=ops.joining(own) is not None)
-        return _Rows(members, one.reshape((sum(rows), width)), rows, lots)
+        shape = tuple(arrays[members[0]].shape) if len(members) == 1 else ()
+        return _Rows(members, one.reshape((sum(rows), width)), rows, lots, shape)
 
     def _matrix(self, x: A, lots: int = 1) -> A:
         """An array in rows, of which the last is filled up with zeros; in a multiple of so many."""
@@ -265,10 +269,16 @@ class Coder(Generic[A]):
 
     def _all_encoded(self, pack: _Pack[A], who: Any) -> list[A]:
         """Of all its rows."""
-        each = [self._encoded(part.matrix, who) for part in pack.parts]
+        each = [self._laid_out(self._encoded(part.matrix, who), part) for part in pack.parts]
         if len(each) == 1:
             return list(each[0])
         return [self.ops.rows(own, 1).reshape((-1, own[0].shape[1])) for own in zip(*each, strict=True)]
+
+    def _laid_out(self, fields: Sequence[A], part: _Rows[A]) -> list[A]:
+        if len(fields) == 1 or not part.shape:
+            return list(fields)
+        codes, scales = fields
+        return list(self.ops.laid_out(codes, scales, part.shape))
 
     def _encoded(self, x: A, who: Any) -> tuple[A, ...]:
         """The codes (R, m) of rows (R, B). `who` rounds them: a replica, counted from 1, or all alike, 0."""
@@ -336,6 +346,11 @@ class Coder(Generic[A]):
                 pieces += [self._zeros(missing, dtype)] if missing else []
         return self.ops.rows(pieces, 1).reshape((size, -1, m))
 
+    def _cut_again(self, pack: _Pack[A], start: int, end: int, size: int, sent: A) -> A:
+        """The codes of a pack, of which each replica was sent so many rows."""
+        (m, _), *_ = self.codec.fields(pack.matrix.shape[1])
+        return self._from_parts(sent.reshape((size, -1, m))[:, start:end], pack.divided)
+
     def _zeros(self, n: int, dtype: str) -> A:
         return self.ops.constant(("zero codes", n, dtype), lambda: self.ops.zeros((n,), dtype))
 
@@ -375,15 +390,16 @@ class Coder(Generic[A]):
 
     def _share_encoded(
         self, of_each: Sequence[A], like: A, place: Any, *, keeps: bool
-    ) -> tuple[tuple[A, ...], A | None]:
-        """And encoded again; and, if it `keeps` that, (R, B), what rounding takes from it, times what one replica adds to what it has sent to add that to the mean."""
+    ) -> tuple[tuple[A, ...], Callable[[int, int], A] | None]:
+        """And encoded again; and, if it `keeps` that, of rows from a first one to the last, what rounding takes from them, times what one replica adds to what
+        it has sent to add that to the mean."""
         ops, codec = self.ops, self.codec
         dtype, size = ops.dtype_of(like), of_each[0].shape[0]
         fused = codec.fused(ops, like.shape[1])
         if fused is not None and self.noise is None and self._weights is None and wide_dtype(dtype) == "float32":
             kernels, largest = fused
             codes, scales, lost = kernels.mean_quantized(of_each[0], of_each[1], largest, keeps=keeps)
-            return (codes, scales), lost
+            return (codes, scales), None if lost is None else lambda start, end: lost[start:end]
         if not keeps:
             shape = (of_each[0].shape[1], like.shape[1])
             return self._codes_of(of_each, lambda *y: self._mean_of(y, dtype), shape, 0), None
@@ -394,7 +410,8 @@ class Coder(Generic[A]):
             rest: A = (share - ops.cast(codec.decode(ops, *part), dtype)) * factor
             return rest
 
-        return coded, ops.by_rows(rounding_error, share, *coded)
+        # Of each array by itself: cut out of the error of all, it would be stored twice.
+        return coded, lambda start, end: ops.by_rows(rounding_error, *(y[start:end] for y in (share, *coded)))
 
     def _can_be_late(self, pack: _Pack[A]) -> bool:
         matrix = pack.matrix
@@ -452,10 +469,8 @@ class Coder(Generic[A]):
             # Chosen element by element: to cut out a row that only the device knows would move everything.
             (n, width), each = decoded.shape, off.shape[0]
             if n < size * each:
-                decoded = ops.pad(decoded.reshape((-1,)), size * each * width)
-            replicas = ops.iota(size).reshape((size, 1, 1))
-            taken = ops.where((replicas >= place) & (replicas <= place), off, 0.0)
-            decoded = (decoded.reshape((size, each, width)) + taken).reshape((-1, width))[:n]
+                decoded = ops.pad(decoded.reshape((-1,)), size * each * width).reshape((size * each, width))
+            decoded = ops.add_part(decoded, off, size, place, rows.shape)[:n]
         else:
             start, places, addends = 0, [], []
             for first, count in pack.divided:

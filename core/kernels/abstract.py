@@ -210,7 +210,7 @@ class AbstractOps:
             raise ValueError(f"top_k: there are no {k} largest of {x.shape[-1]} elements")
         return AbstractArray((*x.shape[:-1], k), "int32")
 
-    def kept(self, arrays: Sequence[AbstractArray]) -> list[AbstractArray]:
+    def computed_once(self, arrays: Sequence[AbstractArray]) -> list[AbstractArray]:
         return list(arrays)
 
     def take(self, x: AbstractArray, index: AbstractArray) -> AbstractArray:
@@ -275,6 +275,19 @@ class AbstractOps:
 
     def from_blocks(self, x: AbstractArray, shape: tuple[int, ...]) -> AbstractArray:
         return x.reshape((-1,))[: math.prod(shape)].reshape(shape)
+
+    def read_again(
+        self, codes: AbstractArray, sent: AbstractArray, cut: Callable[[AbstractArray], AbstractArray]
+    ) -> AbstractArray:
+        return codes
+
+    def laid_out(
+        self, codes: AbstractArray, scales: AbstractArray, shape: tuple[int, ...]
+    ) -> tuple[AbstractArray, AbstractArray]:
+        return codes, scales
+
+    def add_part(self, x: AbstractArray, part: AbstractArray, n: int, i: Any, shape: tuple[int, ...]) -> AbstractArray:
+        return x
 
     def by_rows(
         self, f: Callable[..., AbstractArray], *arrays: AbstractArray, out: AbstractArray | None = None

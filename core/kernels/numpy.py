@@ -210,7 +210,7 @@ class NumpyOps:
         ascending = np.argsort(x[..., ::-1], axis=-1, kind="stable")
         return np.asarray(n - 1 - ascending[..., n - k :][..., ::-1], np.int32)
 
-    def kept(self, arrays: Sequence[NDArray]) -> list[NDArray]:
+    def computed_once(self, arrays: Sequence[NDArray]) -> list[NDArray]:
         return list(arrays)
 
     def take(self, x: NDArray, index: NDArray) -> NDArray:
@@ -274,6 +274,17 @@ class NumpyOps:
 
     def from_blocks(self, x: NDArray, shape: tuple[int, ...]) -> NDArray:
         return x.reshape((-1,))[: math.prod(shape)].reshape(shape)
+
+    def read_again(self, codes: NDArray, sent: NDArray, cut: Callable[[NDArray], NDArray]) -> NDArray:
+        return codes
+
+    def laid_out(self, codes: NDArray, scales: NDArray, shape: tuple[int, ...]) -> tuple[NDArray, NDArray]:
+        return codes, scales
+
+    def add_part(self, x: NDArray, part: NDArray, n: int, i: Any, shape: tuple[int, ...]) -> NDArray:
+        k, total = part.shape[0], x.copy()
+        total[i * k : (i + 1) * k] += part
+        return total
 
     def by_rows(self, f: Callable[..., NDArray], *arrays: NDArray, out: NDArray | None = None) -> NDArray:
         result = f(*arrays)

@@ -39,6 +39,8 @@ BYTES = (0, 8, 16, 24)
 FEW = 128
 #: Turns of a loop that are fused into one: each is compiled.
 AT_ONCE = 8
+#: Elements from which on codes and scales are stored as a TPU computes with them: it takes time to compile.
+WORTH_TILES = 1 << 19
 #: Elements of arrays that are copied to be computed with as one.
 MOST_JOINED = 1 << 23
 #: Elements of the largest array that is made while the program is traced, and becomes part of it.
@@ -170,7 +172,8 @@ class JaxOps:
         value: jax.Array | Sum = x(None)
         if isinstance(value, Sum) and value.error is y:
             return value.added(ok, limit)
-        return lax.select(ok, jnp.asarray(value, y.dtype), limited(y, limit))
+        # In the shape of the state, as `Sum.added`: so an accelerator writes over the argument.
+        return lax.select(ok, jnp.asarray(value, y.dtype)[None], limited(y[None], limit))[0]
 
     def sum_again(
         self, ok: jax.Array, sums: Sequence[jax.Array], xs: Sequence[jax.Array], ys: Sequence[jax.Array]
@@ -268,7 +271,7 @@ class JaxOps:
         index: jax.Array = lax.optimization_barrier(lax.top_k(rows, k)[1])  # type: ignore[no-untyped-call]
         return index.reshape(*x.shape[:-1], k)
 
-    def kept(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    def computed_once(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         kept: list[jax.Array] = apart_on_tpu(arrays)
         return kept
 
@@ -429,6 +432,46 @@ class JaxOps:
             return blocks.reshape(-1, shape[-1] // x.shape[1], TILE, x.shape[1]).swapaxes(1, 2).reshape(shape)
         return x.reshape(-1)[: math.prod(shape)].reshape(shape)
 
+    def read_again(self, codes: jax.Array, sent: jax.Array, cut: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        def given(codes: jax.Array, sent: jax.Array) -> jax.Array:
+            return codes
+
+        def read_again(codes: jax.Array, sent: jax.Array) -> jax.Array:
+            return cut(lax.optimization_barrier(sent))  # type: ignore[no-untyped-call]
+
+        result: jax.Array = lax.platform_dependent(codes, sent, cpu=given, tpu=given, default=read_again)
+        return result
+
+    def laid_out(self, codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        if not _in_tiles(shape, codes.shape[1]) or codes.size < WORTH_TILES or len(codes) % LANES:
+            return codes, scales
+
+        def on_tpu(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+            # In the shape in which floats of rows are a matrix: what is decoded from there is fused with what uses it. Scales lie side by side, not one in each
+            # row of lanes.
+            tiles = codes.reshape(-1, shape[-1] // LANES, TILE, LANES), scales.reshape(-1, LANES)
+            stored = lax.optimization_barrier(tiles)  # type: ignore[no-untyped-call]
+            return stored[0].reshape(codes.shape), stored[1].reshape(scales.shape)
+
+        def given(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return codes, scales
+
+        fields: tuple[jax.Array, jax.Array] = lax.platform_dependent(codes, scales, tpu=on_tpu, default=given)
+        return fields
+
+    def add_part(self, x: jax.Array, part: jax.Array, n: int, i: Any, shape: tuple[int, ...]) -> jax.Array:
+        # Chosen element by element: to cut out rows that only the device knows would move everything.
+        def added(x: jax.Array, part: jax.Array) -> jax.Array:
+            replicas = np.arange(n).reshape(n, *[1] * part.ndim)
+            return (x.reshape(n, *part.shape) + jnp.where(replicas == i, part, 0)).reshape(x.shape)
+
+        rows, width = x.shape
+        of_part = (shape[0] // n, *shape[1:]) if shape and shape[0] % n == 0 else ()
+        if _in_tiles(shape, width) and _in_tiles(of_part, width):
+            # In the shape of the array: of rows a TPU would store the part n times.
+            return self.to_blocks(added(self.from_blocks(x, shape), self.from_blocks(part, of_part)), rows, width)
+        return added(x, part)
+
     def by_rows(self, f: Callable[..., jax.Array], *arrays: jax.Array, out: jax.Array | None = None) -> jax.Array:
         return f(*arrays)
 
@@ -496,6 +539,9 @@ class JaxOps:
         return [x.reshape(shape) for x, shape in zip(exact, shapes, strict=True)]
 
     def row_of(self, x: jax.Array, n: int, i: Any) -> jax.Array:
+        if x.ndim > 1 and x.shape[0] % n == 0:
+            k = x.shape[0] // n
+            return lax.dynamic_slice_in_dim(x, i * k, k).reshape(-1)  # of which a TPU does not move the rest
         k = -(-x.size // n)
         return lax.dynamic_slice_in_dim(self.pad(x.reshape(-1), n * k), i * k, k)
 

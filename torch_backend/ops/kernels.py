@@ -374,7 +374,7 @@ class TorchOps:
         backwards = self._numbers(n, torch.int64, -1)
         return ((x.to(torch.int64) << 32) | backwards).topk(k, dim=-1).indices.to(torch.int32)
 
-    def kept(self, arrays: Sequence[Tensor]) -> list[Tensor]:
+    def computed_once(self, arrays: Sequence[Tensor]) -> list[Tensor]:
         return list(arrays)
 
     def take(self, x: Tensor, index: Tensor) -> Tensor:
@@ -451,6 +451,17 @@ class TorchOps:
 
     def from_blocks(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         return x.reshape(-1)[: math.prod(shape)].reshape(shape)
+
+    def read_again(self, codes: Tensor, sent: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
+        return codes
+
+    def laid_out(self, codes: Tensor, scales: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        return codes, scales
+
+    def add_part(self, x: Tensor, part: Tensor, n: int, i: Any, shape: tuple[int, ...]) -> Tensor:
+        k, total = part.shape[0], x.clone()
+        total[i * k : (i + 1) * k] += part
+        return total
 
     def by_rows(self, f: Callable[..., Tensor], *arrays: Tensor, out: Tensor | None = None) -> Tensor:
         n, width = arrays[0].shape[-2:]
