@@ -436,10 +436,10 @@ class JaxOps:
         def given(codes: jax.Array, sent: jax.Array) -> jax.Array:
             return codes
 
-        def read_again(codes: jax.Array, sent: jax.Array) -> jax.Array:
+        def again(codes: jax.Array, sent: jax.Array) -> jax.Array:
             return cut(lax.optimization_barrier(sent))  # type: ignore[no-untyped-call]
 
-        result: jax.Array = lax.platform_dependent(codes, sent, cpu=given, tpu=given, default=read_again)
+        result: jax.Array = lax.platform_dependent(codes, sent, cpu=given, tpu=given, default=again)
         return result
 
     def laid_out(self, codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:

@@ -31,36 +31,36 @@ class Ceiling(NamedTuple):
 #: Passes more than those of `pmean` over what lies in the memory of a TPU, for every model.
 HBM = {
     "WireDtype(AllReduce(),'int8')": 10,
-    "Quantize('int8')": 14,
+    "Quantize('int8')": 8,
     "PowerSGD(4)": 8,
     "Sign()": 12,
     "TopK(64,per=(64,64))": 25,
     "TwoLevel(PowerSGD(4),within='ici')": 8,
-    "zero1": 22,
+    "zero1": 3,
     "LocalSGD(4)": 1,
     "diloco(4)": 10,
 }
 #: Two small matrices and a vector, where `pmean` works in place.
 PAIR = {
     "WireDtype(AllReduce(),'int8')": Ceiling(8.6, 0.2, 18, 0.6),
-    "Quantize('int8')": Ceiling(23.2, 0.25, 28, 1.6),
+    "Quantize('int8')": Ceiling(23.2, 0.25, 24, 0.9),
     "PowerSGD(4)": Ceiling(15.2, 0.3, 44, 1),
     "Sign()": Ceiling(15, 0.3, 20, 0.3),
     "TopK(64,per=(64,64))": Ceiling(42, 0.25, 42, 1.8),
     "TwoLevel(PowerSGD(4),within='ici')": Ceiling(14.4, 0.3, 58, 2.7),
-    "zero1": Ceiling(15.2, 0.3, 12, 2),
+    "zero1": Ceiling(2, 0.1, 12, 1.3),
     "LocalSGD(4)": Ceiling(1, 0.3, 16, 2),
     "diloco(4)": Ceiling(24, 0.3, 26, 2),
 }
 #: Eight large matrices. `pmean` takes 0.76 gradients of memory on a TPU, and 1 on an H100; 56 launches are 40, and 2 for each matrix.
 EIGHT = {
-    "WireDtype(AllReduce(),'int8')": Ceiling(4.2, 0.6, 36, 0.6),
-    "Quantize('int8')": Ceiling(22.2, 1.5, 50, 1.6),
+    "WireDtype(AllReduce(),'int8')": Ceiling(5.4, 0.2, 36, 0.6),
+    "Quantize('int8')": Ceiling(20, 0.76, 42, 0.9),
     "PowerSGD(4)": Ceiling(11, 0.1, 54, 0.1),
     "Sign()": Ceiling(14.5, 0.4, 38, 0.2),
     "TopK(64,per=(64,64))": Ceiling(30, 1.2, 56, 1.7),
     "TwoLevel(PowerSGD(4),within='ici')": Ceiling(13.4, 1, 94, 1.2),
-    "zero1": Ceiling(9.2, 2.1, 15, 1.3),
+    "zero1": Ceiling(4, 0.1, 34, 1),
     "LocalSGD(4)": Ceiling(1, 1, 38, 0.1),
     "diloco(4)": Ceiling(15.7, 1, 55, 0.1),
 }
@@ -68,12 +68,12 @@ STACKED_POWER_SGD = "PowerSGD(4,stacked={'h/*':1})"
 #: The 12 layers of a GPT in stacks.
 STACKED = {
     "WireDtype(AllReduce(),'int8')": Ceiling(9.8, 0.1, 36, 1),
-    "Quantize('int8')": Ceiling(33.5, 0.7, 57, 2),
+    "Quantize('int8')": Ceiling(31, 0.7, 47, 0.9),
     STACKED_POWER_SGD: Ceiling(16.5, 0.1, 96, 1),
     "Sign()": Ceiling(17, 0.1, 42, 0.3),
     "TopK(64,per=(64,64))": Ceiling(50, 1.3, 72, 2),
     f"TwoLevel({STACKED_POWER_SGD},within='ici')": Ceiling(16.5, 0.1, 123, 2.1),
-    "zero1": Ceiling(16, 0.3, 20, 2),
+    "zero1": Ceiling(4.5, 0.1, 24, 1.3),
     "LocalSGD(4)": Ceiling(1, 0.1, 34, 2),
     "diloco(4)": Ceiling(25.5, 0.5, 58, 2),
 }
@@ -84,7 +84,7 @@ TIMES, SECONDS = 3, 8
 #: What is compiled so, in how many seconds more: how much processor time a compiler takes depends on what else the machine does.
 LONGER = dict.fromkeys(PAIR, 0) | {"Quantize('int8')": 3, "TopK(64,per=(64,64))": 2}
 #: And of those in stacks.
-STACKED_LONGER = dict.fromkeys(STACKED, 0) | {"Quantize('int8')": 4, "TopK(64,per=(64,64))": 9, "zero1": 5}
+STACKED_LONGER = dict.fromkeys(STACKED, 0) | {"Quantize('int8')": 4, "TopK(64,per=(64,64))": 9}
 #: What averages parameters as they are.
 DENSE = ("LocalSGD(4)", "diloco(4)")
 #: Bytes of a tile. What is sent to another slice is filled up to whole ones.
@@ -133,9 +133,7 @@ def test_an_h100_launches_few_kernels(model, method):
 def test_an_h100_computes_while_messages_of_stacks_travel():
     found = rows("h100", "stacked", *STACKED)
     idle = [method for method, row in found.items() if row["beside"] == 0]
-    assert idle == ["Sign()", "zero1"], (
-        found
-    )  # which have nothing to do before their one message, or the second, is there
+    assert idle == ["Sign()"], found  # which has nothing to do before its one message is there
 
 
 @all_of_it
