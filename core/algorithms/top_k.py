@@ -207,11 +207,12 @@ class TopK(Compressor):
                 count = part.sum_of(ops, counted, every_index, *ones, after=after)
                 mean = total / ops.where(count > 0, count, 1.0)
             means.append(ops.cast(mean, dtype))
-        # These do not wait for the means, nor those for them: what is the same on all replicas may not wait for what is not.
+        # These do not wait for the means, nor those for them: what is the same on all replicas may not wait for what is not. Nor for the message: they are made
+        # while it travels.
         sent: list[A] = []
         for part, own in zip(blocks, spans, strict=True):
             each = [x[own].reshape((1, -1, kept)) for x in (index, values)]
-            sent.append(part.sum_of(ops, lambda *own: own, *each, after=sent[-1] if sent else every_value))
+            sent.append(part.sum_of(ops, lambda *own: own, *each, after=sent[-1] if sent else None))
         return list(zip(sent, means, strict=True))
 
     def _blocks(self, name: str, shape: tuple[int, ...]) -> Blocks:
