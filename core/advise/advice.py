@@ -261,6 +261,7 @@ def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, which: str) -> str:
 
 
 WATCH = {
+    "exact": "Its averages are the plain ones.",
     "rounded": "It has nothing to tune.",
     "feedback": "Compare the loss with plain averages over some hundred steps.",
     "lossy": "What it does not send is lost: compare the loss with plain averages.",

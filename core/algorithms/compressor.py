@@ -230,7 +230,8 @@ class Compressor(abc.ABC):
         """Whether the devices of a slice may each compress one of as many equal pieces of a tensor, as if all was compressed as one.
 
         Args:
-            name, shape: of the tensor.
+            name: of the tensor.
+            shape: its shape.
             axis: along which it is cut. None: none can be, and the pieces are those of the flat tensor, filled up with zeros.
             pieces: how many. The mean magnitude of a piece (`gradwire.core.ops.Ops.mean_abs`) is that of all of them.
         """

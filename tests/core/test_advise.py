@@ -9,7 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire as gw
-from gradwire import AllReduce, Comparison, LocalSGD, PowerSGD, Probe, Quantize, Sign, Spec, TopK, WireDtype, diloco
+from gradwire import (
+    AllReduce,
+    Comparison,
+    LocalSGD,
+    PowerSGD,
+    Probe,
+    Quantize,
+    Sign,
+    Spec,
+    TopK,
+    TwoLevel,
+    WireDtype,
+    diloco,
+)
 from gradwire.cli.compare import Network
 from gradwire.core.advise.advice import default_methods, name_of, predict, weigh
 from gradwire.core.advise.compare.runs import Run, Runs, described
@@ -27,6 +40,7 @@ from gradwire.core.plan.traffic import Message
 
 SIZES = [1 << k for k in range(8, 27, 2)]
 DENSE, INT8 = AllReduce(), WireDtype(AllReduce(), "int8")
+TWO_LEVELS = TwoLevel(DENSE, within=2)
 times = st.floats(1e-7, 1.0)
 
 
@@ -230,6 +244,7 @@ def test_the_fastest_is_recommended_with_its_reason_on_one_screen():
         ({DENSE: (0, 0.02), PowerSGD(4): (0.3, 0.1)}, "plain", "nothing to gain"),
         ({DENSE: (0, 0.2), PowerSGD(4): (0.3, 0.1)}, "plain", "no method of class 'feedback'"),
         ({DENSE: (0, 0.16), PowerSGD(4): (0.1, 0.02)}, "plain", "within 5 %"),
+        ({DENSE: (0, 5.0), TWO_LEVELS: (0, 0.5)}, name_of(TWO_LEVELS), "Its averages are the plain ones."),
         # Of equals the one that is closest to plain averages.
         ({DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.0), INT8: (0.2, 0.03)}, name_of(INT8), "PowerSGD(rank=4) is as fast"),
     ],
