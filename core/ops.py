@@ -332,7 +332,8 @@ class Ops(Protocol[A]):
         after: A | None = None,
     ) -> A:
         """Rows (…, n): the sum of what all replicas have sent of them. `of(*(x[i] for x in every))` are positions (…, k), distinct in each row, and values
-        (…, k) of replica i, for arrays (W, …). They are added one replica after the other, so that no order is left to the device.
+        (…, k) of replica i, for arrays (W, …). They are added one replica after the other, or in one product that is the same
+        on all replicas, so that no order is left to chance.
 
         With `tiles`, (a, c), rows are tiles of a matrix, of a rows, column by column, c of them side by side: that matrix is the result.
         `after`: what a kernel that makes zeros first may wait for, so that these arrays need not lie in memory at a time."""

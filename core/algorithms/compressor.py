@@ -227,7 +227,8 @@ class Compressor(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} calls tensors alike, and has no compress_stack")
 
     def by_pieces(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
-        """Whether the devices of a slice may each compress one of as many equal pieces of a tensor, as if all was compressed as one.
+        """Whether the devices of a slice may each compress one of as many equal pieces of a tensor, as if all was compressed as one. Its memory has arrays
+        of the tensor's shape alone, which are cut likewise.
 
         Args:
             name: of the tensor.

@@ -125,6 +125,8 @@ COMPRESSING = (
 FIVE_COLUMNS = [(2, 3), (), (3, 0), (2, 1, 2), (11,)]
 #: May be views, or an argument itself.
 VIEWS = (
+    "read_again",
+    "computed_once",
     "where, true",
     "where, false",
     "nan_unless, true",
@@ -137,7 +139,7 @@ VIEWS = (
 )
 #: By contract; the others donate what they are given as `out`.
 DONATE = (
-    *("set_row", "orthonormalize", "orthonormalize, epsilon", "add_each, first", "add_each, last"),
+    *("set_row", "orthonormalize", "orthonormalize, epsilon", "add_each, first", "add_each, last", "sum_again, true"),
     *("where_each, true", "where_each, false", "where_each, neighbours"),
     *("scale_each, first", "scale_each, last"),
     *("scatter_add", "scatter_add, several", "scatter_add, columns", "scatter_add, nothing"),
@@ -247,6 +249,9 @@ KERNELS = {
     "scatter_add, integers": lambda ops, **_: ops.scatter_add(ops.iota(5), ops.asarray([2, 2], "int32"), ops.asarray([10, 20], "int32")),
     "scatter_sum": lambda ops, batch, **_: ops.scatter_sum(6, lambda index, values: (index, values[:4, :2]), ops.asarray(np.arange(24).reshape(3, 4, 2) % 5, "int32"), batch),
     "scatter_sum, tiles": lambda ops, batch, **_: ops.scatter_sum(6, lambda index, values: (index, values[:4, :2]), ops.asarray(np.arange(24).reshape(3, 4, 2) % 5, "int32"), batch, tiles=(3, 2), after=batch),
+    "add_part": lambda ops, batch, x, **_: ops.add_part(batch.reshape((-1, batch.shape[2])), batch[2] * 3.0, 3, 1, ()),
+    "laid_out": lambda ops, batch, **_: ops.laid_out(batch[0], batch[0][:, :1], (4, batch.shape[2]))[1],
+    "read_again": lambda ops, batch, **_: ops.read_again(batch[1:2], batch, lambda sent: sent[1:2]),
     "take_each": lambda ops, batch, **_: ops.take_each([batch[0], batch[1]], [ops.top_k(batch[0], 3), ops.top_k(batch[2], 3)]),
     "pack_integers": lambda ops, **_: ops.pack_integers(ops.asarray(np.arange(256).reshape(2, 128) * 37 % 4096, "int32"), 12),
     "pack_integers, not whole bytes": lambda ops, **_: ops.pack_integers(ops.asarray(np.arange(21) * 37 % 512, "int32"), 9),
@@ -286,6 +291,8 @@ KERNELS = {
     "add_each, first": lambda ops, x, y, p, q, **_: ops.add_each([x, p], [y, p * 2.0])[0],
     "add_each, last": lambda ops, x, y, p, q, **_: ops.add_each([x, p], [y, p * 2.0])[1],
     "add_each, of nothing": lambda ops, x, **_: ops.stack([x, *ops.add_each([], [])]),
+    "sum_again, true": lambda ops, x, y, p, **_: ops.sum_again(true(ops, x), ops.add_each([p, x], [p * 2.0, y]), [p, x], [p * 2.0, y])[1],
+    "computed_once": lambda ops, x, batch, **_: ops.computed_once([batch, x])[0],
     "where_each, true": lambda ops, x, y, p, **_: ops.where_each(true(ops, x), [p, x], [p * 2.0, y])[1],
     "where_each, false": lambda ops, x, y, p, **_: ops.where_each(false(ops, x), [p, x], [p * 2.0, y])[1],
     "where_each, neighbours": lambda ops, batch, x, **_: ops.stack(
