@@ -97,7 +97,7 @@ def _by_pieces(
     *rest: Any,
     check_vma: bool,
 ) -> Any:
-    """`fn(arrays, tensors, *rest)`, which treats every element alike, on each device of a slice with a piece of every array.
+    """`fn(arrays, tensors, *rest)`, of arrays that can be averaged by pieces, on each device of a slice with a piece of every array.
 
     Args:
         fn: returns arrays and tensors as it was given them, and a tree of what is equal on all devices of a slice.

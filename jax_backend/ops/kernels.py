@@ -23,7 +23,7 @@ from gradwire.jax_backend.axes.mapped_axis import vary, varying_axes
 from gradwire.jax_backend.ops import integers
 from gradwire.jax_backend.ops.batched_small import Bundles, Members, StackedSum, bundles_of
 from gradwire.jax_backend.ops.lazy_sum import Sum, limited
-from gradwire.jax_backend.ops.packing import apart_on_tpu, chosen_each, columns, or_each, stored, unstack
+from gradwire.jax_backend.ops.packing import LANES, TILE, apart_on_tpu, chosen_each, columns, or_each, stored, unstack
 from gradwire.jax_backend.ops.products import product
 from gradwire.jax_backend.ops.tiles import product_of_tiles
 
@@ -31,8 +31,6 @@ from gradwire.jax_backend.ops.tiles import product_of_tiles
 THIN = 16
 #: From so many elements on it saves more time than it takes to compile: the program grows with the inner dimension.
 LARGE = 1 << 16
-#: Rows and lanes of a tile, in which a TPU keeps an array.
-TILE, LANES = 8, 128
 #: The bits below each byte of a number of 32.
 BYTES = (0, 8, 16, 24)
 #: Up to so many positions in a row a TPU compares all of them with each place.

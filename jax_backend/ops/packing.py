@@ -22,8 +22,9 @@ ZERO = np.uint32(0)
 #: (number of pieces, rows of each, axes along which they vary) → where they begin.
 Starts = dict[tuple[int, int, frozenset[str]], Sequence[np.uint32 | jax.Array]]
 
-#: Of an accelerator's registers, and from how many bytes on for a replica messages are padded to fill them.
-LANES, PADDED = 128, 1 << 13
+#: Rows and lanes of a tile, in which a TPU keeps an array, and of an accelerator's registers; from how many bytes on for a replica messages are padded to
+#: fill them.
+TILE, LANES, PADDED = 8, 128, 1 << 13
 #: Elements of a tile of a vector.
 VECTOR = 1024
 #: From this many pieces on, compile time is worth a trick.

@@ -6,10 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradwire.jax_backend.ops.packing import LANES
-
-#: Rows of a tile, in which a TPU keeps an array.
-TILE = 8
+from gradwire.jax_backend.ops.packing import LANES, TILE
 
 
 def product_of_tiles(index: jax.Array, values: jax.Array, n: int, rows: int, across: int) -> jax.Array | None:

@@ -179,6 +179,19 @@ def averaging(algorithm, specs, make, shapes=FEW, kind=AxisType.Auto):
     return mesh, given, mapped(lambda g, s: tx.update(first(g), s), state, mesh=mesh), state
 
 
+def assert_follows(simulator, step, given, state, tolerance):
+    """For three steps, in averages and in errors. Returns the last averages and state."""
+    for _ in range(3):
+        averages, state = step(given, state)
+        expected = simulator.step([{n: np.asarray(x)[r] for n, x in given.items()} for r in range(2)])
+        for name, x in expected.items():
+            assert np.allclose(averages[name], x, rtol=tolerance, atol=tolerance), name
+    for name, error in state.local.per_replica["error"].items():
+        rows = [own.tensors.get(name, {}).get("error") for own in simulator.states]
+        assert rows[0] is None or np.allclose(error, np.stack(rows), rtol=tolerance, atol=tolerance), name
+    return averages, state
+
+
 def integers(name, shape):
     return np.random.default_rng(len(name)).integers(-8, 8, shape)
 
@@ -200,15 +213,12 @@ def test_numbers_are_those_of_whole_replicas(algorithm, kind):
     simulator, run = gradwire.Simulator(algorithm, FEW, 2, dtype="float32"), jax.jit(run)
     explicit = kind == AxisType.Explicit
     warned = pytest.warns(UserWarning, match=r"'ici' is of AxisType.Explicit.*gathers every array.*mesh.update\(")
-    for _ in range(3):
+
+    def step(given, state):
         with warned if explicit and not simulator.steps else contextlib.nullcontext():
-            averages, state = run(given, state)
-        expected = simulator.step([{n: np.asarray(x)[r] for n, x in given.items()} for r in range(2)])
-        for name, x in expected.items():
-            assert np.allclose(averages[name], x, rtol=1e-3, atol=1e-3), name
-    for name, error in state.local.per_replica["error"].items():
-        rows = [own.tensors.get(name, {}).get("error") for own in simulator.states]
-        assert rows[0] is None or np.allclose(error, np.stack(rows), rtol=1e-3, atol=1e-3), name
+            return run(given, state)
+
+    averages, _ = assert_follows(simulator, step, given, state, 1e-3)
     if explicit:
         assert averages["a/up"].sharding.spec == P("ici", None)
 
@@ -231,15 +241,9 @@ def test_signs_and_largest_elements_of_pieces(algorithm, make):
     assert plan.wire_bytes <= found["bytes"] <= 1.05 * plan.wire_bytes
     assert plan.compression_ratio > 5
     assert found["moved"] <= 4 * 512  # the vector
-    for _ in range(3):
-        averages, state = run(given, state)
-        expected = simulator.step([{n: np.asarray(x)[r] for n, x in given.items()} for r in range(2)])
-        for name, x in expected.items():
-            assert np.allclose(averages[name], x, rtol=1e-5, atol=1e-5), name
+    _, state = assert_follows(simulator, run, given, state, 1e-5)
     for name, error in state.local.per_replica["error"].items():
-        rows = [own.tensors.get(name, {}).get("error") for own in simulator.states]
-        assert rows[0] is None or np.allclose(error, np.stack(rows), rtol=1e-5, atol=1e-5), name
-        if name in LONGEST and rows[0] is not None:
+        if name in LONGEST and simulator.states[0].tensors.get(name, {}).get("error") is not None:
             assert error.sharding.shard_shape(error.shape) == given[name].sharding.shard_shape(given[name].shape)
 
 
