@@ -55,8 +55,9 @@ def loss_on(width: int, batch: int = 24, dtype: torch.dtype = torch.float32, *, 
         near, off = torch.randn(batch, 2, generator=data) @ plane, torch.randn(batch, width, generator=data)
         x = ((1 - spread) * near + spread * off).to(dtype)
         y = model(x)
-        target: Tensor = torch.sin(3 * x[:, : y.shape[1]].float() + rank)
-        return (y.float() - target).square().mean()
+        wide = torch.promote_types(y.dtype, torch.float32)  # a double rounded to a float is no smooth function of it
+        target: Tensor = torch.sin(3 * x[:, : y.shape[1]].to(wide) + rank)
+        return (y.to(wide) - target).square().mean()
 
     return loss
 

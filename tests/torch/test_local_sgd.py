@@ -345,7 +345,8 @@ def test_sgd_of_torch_is_ours(world: World, options: dict[str, Any]) -> None:
 
 @cases.each({"AdamW": ADAMW, "NAdam": partial(torch.optim.NAdam, lr=0.05), "Rprop": torch.optim.Rprop}, slow=("Rprop",))
 def test_a_loop_by_hand_comes_to_the_same_and_goes_on_with_fewer_ranks(world: World, factory: Any) -> None:
-    """One optimizer from beginning to end, which nobody saves; and between two outer steps two of four ranks are left."""
+    """One optimizer from beginning to end, which nobody saves; and between two outer steps two of four ranks are left. Each outer step by hand begins with the
+    parameters of the run: an optimizer that divides by what it remembers makes much of the last bit, and more in each step."""
     run = run_of(world, diloco(2, outer=factory))
     outer = {n: torch.nn.Parameter(p) for n, p in weights(run.model).items()}
     by_hand = factory(list(outer.values()))
@@ -362,6 +363,9 @@ def test_a_loop_by_hand_comes_to_the_same_and_goes_on_with_fewer_ranks(world: Wo
             by_hand.step()
             run.steps(step + 1, step + 2)
             assert relative(weights(run.model), {n: x.detach() for n, x in outer.items()}) < 1e-9
+            with torch.no_grad():
+                for n, p in weights(run.model).items():
+                    outer[n].copy_(p)
 
     group: Any = world.group
     together(0, 6, 4)
