@@ -1,60 +1,100 @@
-"""Processes of a part: what they print as JSON, within a time limit, and no process left behind."""
+"""Processes that measure: the rows that the first of them prints, as they come, within a time limit, and no process left behind."""
 
 from __future__ import annotations
 
 import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from measuring import TORCHRUN
+#: Lines of a worker that are meant for whoever started it begin so.
+ROW = "row: "
+#: NCCL refuses two ranks of one host that share a GPU. With names of their own they are two hosts to it, which talk by
+#: sockets, as on Ethernet.
+SOCKETS = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_CUMEM_HOST_ENABLE": "0",
+}
 
-HERE = Path(__file__).parent
+
+def tell(row: Any) -> None:
+    """From a worker to whoever started it; None: that was all."""
+    print(f"{ROW}{json.dumps(row)}", flush=True)
 
 
-def worker(part: str, seconds: float, *, tiny: bool, several: bool = False) -> Any:
-    """What `python benchmarks/gpu --worker PART` prints last; `several`: of two processes, the first.
+def as_host(rank: int) -> dict[str, str]:
+    """What a process is told that shares the GPU with others."""
+    return {"NCCL_HOSTID": f"host{rank}", **SOCKETS}
+
+
+def told(command: Sequence[str], envs: Sequence[Mapping[str, str]], seconds: float) -> Iterator[Any]:
+    """What Python `tell`s that runs `command` in as many processes as there are environments; that is, the first
+    of them. They end with this: what they do at exit, with communicators and graphs, nobody waits for.
 
     Raises:
-        TimeoutError: it took longer; it has been ended.
-        RuntimeError: it failed, with the end of what it said.
+        TimeoutError: they took longer. They have been ended.
+        RuntimeError: one failed, with the end of what it said.
     """
-    command = [*(TORCHRUN if several else ()), str(HERE), "--worker", part, *(["--tiny"] if tiny else [])]
-    # DDP can be captured only if nobody watches for errors of NCCL in the background.
-    text = run(command, seconds, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if part == "graph" else {})
-    return json.loads(text.strip().splitlines()[-1])
+    end = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder) / str(i) for i in range(len(envs))]
+        processes = [
+            _started(command, os.environ | dict(env), subprocess.PIPE if i == 0 else subprocess.DEVNULL, path)
+            for i, (env, path) in enumerate(zip(envs, said, strict=True))
+        ]
+        try:
+            for line in _lines(processes[0]):
+                if line.startswith(ROW):
+                    row = json.loads(line.removeprefix(ROW))
+                    if row is None:
+                        return
+                    yield row
+                for process, path in zip(processes, said, strict=True):
+                    if process.poll():
+                        raise RuntimeError(f"it ended with {process.returncode}: {path.read_text()[-1500:]}")
+                if time.monotonic() > end:
+                    raise TimeoutError(f"not done after {seconds:.0f} s")
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
 
 
-def in_jax(size: tuple[int, ...], ranks: list[int], seconds: float, output: Path, *, tiny: bool) -> Any:
-    """What `jax_step.py` finds. Raises as `worker`."""
-    shape = [f"--{key}={n}" for key, n in zip(("layers", "width", "vocabulary", "context"), size, strict=True)]
-    options = [f"--platform={'cpu' if tiny else 'cuda'}", f"--repeats={1 if tiny else 10}", f"--output={output}"]
-    command = [str(HERE.parent / "jax_step.py"), *shape, *options, "--no-half-step", "--compile-layers=0"]
-    run([*command, "--ranks", *map(str, ranks)], seconds, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
-    return json.loads(output.read_text())
+def _started(command: Sequence[str], env: dict[str, str], out: int, said: Path) -> subprocess.Popen[bytes]:
+    """In a session of its own, with all that it starts."""
+    with said.open("w") as err:
+        words = [sys.executable, *command]
+        return subprocess.Popen(
+            words, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+        )
 
 
-def run(command: list[str], seconds: float, env: dict[str, str]) -> str:
-    """What Python prints with these arguments. Raises as `worker`."""
-    child = subprocess.Popen(
-        [sys.executable, *command],
-        env=os.environ | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # with all that it starts
-    )
-    try:
-        out, said = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"not done after {seconds:.0f} s") from None
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
-    if child.returncode:
-        raise RuntimeError(f"it ended with {child.returncode}: {said[-1500:]}")
-    return out
+def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """As they come, and an empty one now and then, until the process has ended."""
+    assert process.stdout is not None
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while True:
+            if selector.select(timeout=0.2):
+                read = os.read(process.stdout.fileno(), 1 << 16)
+                if not read:
+                    break
+                *lines, rest = (rest + read).split(b"\n")
+                yield from (line.decode(errors="replace") for line in lines)
+            yield ""
+    process.wait()
+    yield ""

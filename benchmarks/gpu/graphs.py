@@ -1,7 +1,7 @@
 """A whole step of DDP in a CUDA graph, PowerSGD included: whether replays train as eager steps do, and how long they take. And a model compiled
 with CUDA graphs of its own, round which the hook runs as ever.
 
-In a process of its own: a capture that fails leaves the context unusable.
+In processes of their own: a capture that fails leaves the context unusable.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gpu.model import GPT
-from gpu.steps import BATCH, LENGTH
 from gpu.target import Target, error_of
 from gradwire import PowerSGD
 from gradwire.torch_backend import register_comm_hook
 
+#: Sequences and tokens of each: little work beside the gradients.
+BATCH, LENGTH = 2, 512
 #: Steps before a capture, which torch asks for with DDP.
 BEFORE_CAPTURE = 11
 REPLAYS = 10

@@ -26,9 +26,17 @@ def launches(target: Target, run: Callable[[], None]) -> dict[str, Any]:
     """
     if target.tiny:
         run()
-        return {"kernels": None, "busy_ms": None, "host_waits": None, "host_waits_warned": None, "kernels_ms": {}}
+        return {
+            "kernels": None,
+            "busy_ms": None,
+            "host_waits": None,
+            "host_waits_warned": None,
+            "kernels_ms": {},
+            "operations": {},
+        }
     idle = _idle(target)
-    calls, kernels = _recorded(target, run)
+    events = _recorded(target, run)
+    calls, kernels = sorted_out(events)
     longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:NAMED]
     return {
         "kernels": sum(n for n, _ in kernels.values()),
@@ -36,26 +44,40 @@ def launches(target: Target, run: Callable[[], None]) -> dict[str, Any]:
         "host_waits": sum(max(0, calls[name] - idle[name]) for name in WAITS),
         "host_waits_warned": _warned(run),
         "kernels_ms": {name[:80]: us / 1e3 for name, (_, us) in longest},
+        "operations": operations(events),
     }
 
 
 @functools.cache
 def _idle(target: Target) -> Counter[str]:
     """What is seen where nothing is done: the profiler waits for the device, too."""
-    return _recorded(target, lambda: None)[0]
+    return sorted_out(_recorded(target, lambda: None))[0]
 
 
-def _recorded(target: Target, run: Callable[[], None]) -> tuple[Counter[str], dict[str, tuple[int, float]]]:
-    """How often each thing was seen on the host, and each kernel's number and microseconds by name."""
+def _recorded(target: Target, run: Callable[[], None]) -> Any:
+    """What the profiler sees of a call."""
     target.settle()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         run()
         target.settle()
-    return sorted_out(profiler.events())
+    return profiler.events()
+
+
+def operations(events: Any) -> dict[str, list[int]]:
+    """Of the operations that launch kernels: calls, and the kernels of all of them. Where there is no GPU,
+    `benchmarks/launched.py` counts by such a table."""
+    found: dict[str, list[int]] = {}
+    for event in events:
+        if event.device_type.name == "CPU" and event.kernels:
+            seen = found.setdefault(event.name, [0, 0])
+            seen[0] += 1
+            seen[1] += len(event.kernels)
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
 def sorted_out(events: Any) -> tuple[Counter[str], dict[str, tuple[int, float]]]:
-    """What the profiler saw. On the device it also shows ranges that somebody has named, `nccl:all_reduce`, and copies: no kernels."""
+    """How often each thing was seen on the host, and each kernel's number and microseconds by name. On the device the
+    profiler also shows ranges that somebody has named, `nccl:all_reduce`, and copies: no kernels."""
     calls: Counter[str] = Counter()
     kernels: dict[str, tuple[int, float]] = {}
     for event in events:

@@ -1,115 +1,85 @@
-"""The parts of the benchmark, each within its time, and the file that they are written to one by one."""
+"""The parts of the benchmark: which processes measure each, for how long, and what they have printed so far."""
 
 from __future__ import annotations
 
+import socket
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from gpu.children import as_host, told
 
-from gpu.children import in_jax, worker
-from gpu.correctness import number_rows
-from gpu.hooks import hook_rows, method_rows
-from gpu.products import product_rows
-from gpu.screen import Progress
-from gpu.steps import step_rows
-from gpu.target import Target, error_of
-
-#: Seconds that each part may begin new rows for. Together less than the eight minutes, since a row that has begun is finished.
-BUDGETS = {
-    "numbers": 25,
-    "products": 15,
-    "hook": 80,
-    "methods": 30,
-    "steps": 80,
-    "graph": 40,
-    "gloo": 35,
-    "jax": 65,
-    "compiled": 90,
-}
+HERE = Path(__file__).parent
+#: Processes of a part in which messages are sent.
+RANKS = 2
 Row = dict[str, Any]
-Rows = Iterator[tuple[str, Callable[[], Row]]]
 
 
-def run_part(name: str, target: Target, ranks: list[int], bandwidth: float, budget: float) -> Row:
-    """Rows of one part, what was left out of it for want of time or memory, and its seconds. An error is a row's, or the part's."""
-    began = time.monotonic()
+@dataclass(frozen=True)
+class Part:
+    """At most so many seconds of so many processes that run a script of this folder, with more in their environment."""
 
-    def left() -> float:
-        return budget - (time.monotonic() - began)
-
-    with one_process(target, needed=name in ("hook", "methods", "steps")):
-        rows = list(_rows(name, target, ranks, bandwidth, left))
-        found, left_out = _measured(name, rows, left)
-    return {"rows": found, "left_out": left_out, "seconds": round(time.monotonic() - began, 1)}
+    seconds: float
+    processes: int = 1
+    script: str = "__main__.py"
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
-def _rows(name: str, target: Target, ranks: list[int], bandwidth: float, left: Callable[[], float]) -> Rows:
-    if name == "numbers":
-        return number_rows(target)
-    if name == "methods":
-        return method_rows(target, bandwidth)
-    if name == "products":
-        return product_rows(target, ranks, bandwidth)
-    if name == "hook":
-        return hook_rows(target, ranks, bandwidth)
-    if name == "steps":
-        return step_rows(target, ranks)
-    if name == "jax":
-        return _jax_rows(target, ranks, left)
-    several = name == "gloo" and not target.tiny
-    return iter([(name, lambda: {name: worker(name, left(), tiny=target.tiny, several=several)})])
+_IN_JAX = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
+#: The most important first.
+PARTS = {
+    "steps": Part(150, processes=RANKS),
+    "hook": Part(110),
+    "jax": Part(110, script="in_jax.py", env=_IN_JAX),
+    "jax-steps": Part(90, processes=RANKS, script="in_jax.py", env=_IN_JAX),
+    # DDP can be captured only if nobody watches for errors of NCCL in the background.
+    "graph": Part(40, env={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
+    "products": Part(20),
+    "compiled": Part(90),
+}
 
 
-def _jax_rows(target: Target, ranks: list[int], left: Callable[[], float]) -> Rows:
-    """All ranks of the smallest model, then rank 4 alone of the others, which take long to compile."""
-    for i, (size, shape) in enumerate(target.sizes.items()):
-        for_size = ranks if i == 0 else [r for r in ranks if r == 4] or ranks[:1]
+def run_part(name: str, seconds: float, keep: Callable[[Row], None], *, tiny: bool) -> None:
+    """Calls `keep` after each row with the part as far as it is: its rows, those for which no time was left, the error
+    that ended it, its seconds."""
+    part, began = PARTS[name], time.monotonic()
+    rows: dict[str, Row] = {}
+    planned: list[str] = []
+    failed: Row = {}
 
-        def run(size: str = size, shape: tuple[int, ...] = shape, for_size: list[int] = for_size) -> Row:
-            with tempfile.TemporaryDirectory() as folder:
-                found: Row = in_jax(shape, for_size, left(), Path(folder) / "jax.json", tiny=target.tiny)
-                return {"size": size} | found
+    def save() -> None:
+        left_out = [each for each in planned if each not in rows]
+        taken = round(time.monotonic() - began, 1)
+        keep({"rows": list(rows.values()), "left_out": left_out, "seconds": taken} | failed)
 
-        yield f"{size}, ranks {', '.join(map(str, for_size))}", run
-
-
-def _measured(
-    part: str, rows: list[tuple[str, Callable[[], Row]]], left: Callable[[], float]
-) -> tuple[list[Row], list[str]]:
-    found: list[Row] = []
-    left_out: list[str] = []
-    with Progress(part, len(rows)) as progress:
-        for name, measure in rows:
-            if left() <= 0:
-                left_out.append(name)
-                continue
-            progress.begin(name)
-            try:
-                found.append({"row": name} | measure())
-            except (RuntimeError, TimeoutError, ImportError) as error:
-                found.append({"row": name, "error": error_of(error)})
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-    return found, left_out
+    command = [str(HERE / part.script), "--worker", name, *(["--tiny"] if tiny else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for each in told(command, _places(part, folder), seconds):
+                if isinstance(each, list):  # what there will be
+                    planned = each
+                else:
+                    rows[each["row"]] = each
+                    save()
+                following = next((row for row in planned if row not in rows), "that is all")
+                print(f"{name} {len(rows)}/{len(planned)}: {following}", file=sys.stderr, flush=True)
+        except TimeoutError:
+            pass  # the other rows are left out
+        except RuntimeError as error:
+            failed["error"] = str(error)
+    save()
 
 
-class one_process:  # noqa: N801  (a context)
-    """The default process group, of this process alone: NCCL on a GPU."""
-
-    def __init__(self, target: Target, *, needed: bool = True) -> None:
-        self._backend = "nccl" if not target.tiny and dist.is_nccl_available() else "gloo"
-        self._needed = needed
-
-    def __enter__(self) -> None:
-        if self._needed:
-            dist.init_process_group(self._backend, store=HashStore(), rank=0, world_size=1)
-
-    def __exit__(self, *error: object) -> None:
-        if self._needed:
-            dist.destroy_process_group()
+def _places(part: Part, folder: str) -> list[dict[str, str]]:
+    """What each process of a part is told of itself and the others."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        common = {"BENCH_STORE": f"{folder}/store", "BENCH_PORT": str(free.getsockname()[1]), **part.env}
+    return [
+        common | {"RANK": str(rank), "WORLD_SIZE": str(part.processes)} | (as_host(rank) if part.processes > 1 else {})
+        for rank in range(part.processes)
+    ]

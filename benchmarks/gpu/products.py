@@ -17,13 +17,14 @@ from gpu.target import Target
 from gradwire.torch_backend.ops.kernels import TorchOps
 
 Row = dict[str, Any]
+RANKS = 4, 32
 
 
-def product_rows(target: Target, ranks: list[int], bandwidth: float) -> Iterator[tuple[str, Callable[[], Row]]]:
+def product_rows(target: Target, bandwidth: float) -> Iterator[tuple[str, Callable[[], Row]]]:
     for size, (_, width, vocabulary, _) in reversed(target.sizes.items()):
         for which, shape in (("embedding", (vocabulary, width)), ("up", (4 * width, width))):
             for dtype in ("float32", "bfloat16"):
-                for rank in ranks:
+                for rank in RANKS:
                     name = f"{which} of {size}, {shape[0]} x {shape[1]}, rank {rank}, {dtype}"
                     row = {"matrix": which, "size": size, "shape": list(shape), "rank": rank, "dtype": dtype}
                     yield name, partial(_measured, target, row, bandwidth)

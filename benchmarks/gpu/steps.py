@@ -1,97 +1,126 @@
-"""Whole training steps of a GPT under DDP in one process: forward, backward, the hook, SGD. Launching overlaps with the backward pass
-here, as far as it can; what the hook adds is the difference to plain DDP.
+"""Whole training steps of a GPT under DDP on ranks that share a GPU and talk by NCCL's sockets: forward, backward, the
+hook, AdamW; under autocast to bfloat16, with gradients in float32.
+
+Subjects take turns, plain DDP among them, in lots that fit into memory. Ratios are medians over rounds. Rows of a lot
+are told after some rounds already: when time is up, only the rounds since then are lost.
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
+import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from dry import PretendedGroup
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.nn.parallel import DistributedDataParallel
 
-from gpu.hooks import CAPS
 from gpu.model import GPT
-from gpu.target import GIB, Target
-from gradwire import PowerSGD
+from gpu.target import Target
+from gradwire import Algorithm, AllReduce, PowerSGD, Quantize, Sign, TopK, WireDtype
 from gradwire.torch_backend import bf16_compress_hook, register_comm_hook
 
-#: Sequences and tokens of each: little work beside the gradients, so that what the hook adds can be seen.
-BATCH, LENGTH = 2, 512
+BATCH, LENGTH = 8, 512
 #: DDP rebuilds its buckets after the first step, and torch's hook begins with two dense ones.
-WARM_UP = 4
+WARM_UP = 5
+#: Rounds that are timed, and after how many rows are told.
+ROUNDS, TOLD_AFTER = 30, 10
+PLAIN = "DDP"
+ALONE = "no messages at all"
 Row = dict[str, Any]
+Hook = Callable[[DistributedDataParallel], object]
 
 
-def step_rows(target: Target, ranks: list[int]) -> Iterator[tuple[str, Callable[[], Row]]]:
-    """One row for all hooks of a model, in one kind of buckets."""
-    for cap in CAPS:
-        for dtype in ("float32", "bfloat16"):
-            for size in target.sizes:
-                yield f"{size}, {dtype}, buckets: {cap}", partial(_compared, target, size, dtype, cap, ranks)
+def _ours(algorithm: Algorithm) -> tuple[str, Hook]:
+    return repr(algorithm), lambda ddp: register_comm_hook(ddp, algorithm)
 
 
-def _compared(target: Target, size: str, dtype: str, cap: str, ranks: list[int]) -> Row:
-    torch.manual_seed(0)
-    with target.device:
-        model = GPT(*target.sizes[size]).to(getattr(torch, dtype))
-        _, _, vocabulary, context = target.sizes[size]
-        tokens = torch.randint(vocabulary, (BATCH, min(LENGTH, context)))
-    row: Row = {"size": size, "dtype": dtype, "buckets": cap, "subjects": {}}
-    hooks: dict[str, Callable[[DistributedDataParallel], None]] = {
-        "DDP": lambda ddp: None,
-        "bf16_compress_hook": partial(_bf16, target),
-    }
-    for rank in sorted(ranks, key=lambda r: r != 4):
-        hooks[f"gradwire, rank {rank}"] = partial(_ours, rank)
-        hooks[f"torch, rank {rank}"] = partial(_theirs, target, rank)
-    for name, register in hooks.items():
-        found = _measured(target, model, tokens, cap, register)
-        plain = row["subjects"].get("DDP", found)
-        row["subjects"][name] = found | {"over_ddp_ms": found["step_ms"] - plain["step_ms"]}
-        model.zero_grad(set_to_none=True)  # gradients are views of the buckets
-        gc.collect()  # a DDP module lies in a cycle of references, with all its buckets
-    for rank in ranks:
-        ours, theirs = (row["subjects"][f"{who}, rank {rank}"]["over_ddp_ms"] for who in ("gradwire", "torch"))
-        row[f"added_ratio, rank {rank}"] = ours / theirs if theirs > 0 else None
-    return row
+def _torchs(rank: int) -> tuple[str, Hook]:
+    def register(ddp: DistributedDataParallel) -> None:
+        state = torchs.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, torchs.powerSGD_hook)
+
+    return f"torch's powerSGD_hook, rank {rank}", register
 
 
-def _measured(
-    target: Target, model: GPT, tokens: torch.Tensor, cap: str, register: Callable[[DistributedDataParallel], None]
-) -> Row:
-    options = {} if cap == "25 MiB" else {"bucket_cap_mb": CAPS[cap]}
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)  # type: ignore[arg-type]
-    register(ddp)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=False)
-        ddp(tokens).backward()
-        optimizer.step()
-
-    seconds = target.seconds(step, most=6, warm_up=WARM_UP)
-    peak = target.peak_of(step)
-    return {"step_ms": statistics.median(seconds) * 1e3, "peak_gib": None if peak is None else peak / GIB}
+def _nothing(ddp: DistributedDataParallel) -> None:
+    pass
 
 
-def _ours(rank: int, ddp: DistributedDataParallel) -> None:
-    register_comm_hook(ddp, PowerSGD(rank))
-
-
-def _theirs(target: Target, rank: int, ddp: DistributedDataParallel) -> None:
-    group = PretendedGroup() if target.tiny else None  # with Gloo it hangs
+def _bf16(ddp: DistributedDataParallel) -> None:
+    """torch's, which refuses Gloo."""
     ddp.register_comm_hook(
-        torchs.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2), torchs.powerSGD_hook
+        None, default_hooks.bf16_compress_hook if dist.get_backend() == "nccl" else bf16_compress_hook
     )
 
 
-def _bf16(target: Target, ddp: DistributedDataParallel) -> None:
-    """torch's, which refuses Gloo."""
-    ddp.register_comm_hook(None, bf16_compress_hook if target.tiny else default_hooks.bf16_compress_hook)
+#: What takes turns with plain DDP, the most important first.
+LOTS: list[list[tuple[str, Hook]]] = [
+    [(ALONE, _nothing), _ours(PowerSGD(4))],
+    [("bf16_compress_hook", _bf16), _torchs(4), _ours(WireDtype(PowerSGD(16), "int8"))],
+    [_ours(WireDtype(AllReduce(), "int8")), _ours(PowerSGD(32)), _torchs(32)],
+    [_ours(Quantize("int8")), _ours(Sign()), _ours(TopK(64)), _ours(AllReduce())],
+]
+
+
+def step_rows(target: Target) -> Iterator[Any]:
+    """The names of all rows, then rows, some of them again with more rounds."""
+    yield [PLAIN, *(name for lot in LOTS for name, _ in lot)]
+    for i, lot in enumerate(LOTS):
+        for rows in _compared(target, [(PLAIN, _nothing), *lot]):
+            yield from rows if i == 0 else rows[1:]
+        gc.collect()  # a DDP module lies in a cycle of references, with all its buckets
+        if not target.tiny:
+            torch.cuda.empty_cache()
+
+
+def _compared(target: Target, lot: list[tuple[str, Hook]]) -> Iterator[list[Row]]:
+    steps = {name: _step(target, register, name == ALONE) for name, register in lot}
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    rounds = 1 if target.tiny else ROUNDS
+    for round_ in range(rounds + WARM_UP):
+        for name in list(steps)[:: 1 if round_ % 2 else -1]:
+            dist.barrier()
+            target.settle()
+            began = time.perf_counter()
+            steps[name]()
+            target.settle()
+            if round_ >= WARM_UP:
+                taken[name].append(time.perf_counter() - began)
+        done = round_ + 1 - WARM_UP
+        if done > 0 and (done % TOLD_AFTER == 0 or done == rounds):
+            yield [_row(name, seconds, taken[PLAIN]) for name, seconds in taken.items()]
+
+
+def _row(name: str, seconds: list[float], plain: list[float]) -> Row:
+    ms = sorted(s * 1e3 for s in seconds)
+    ratio = statistics.median(own / its for own, its in zip(seconds, plain, strict=True))
+    quarter = len(ms) // 4
+    spread = {"quarter_ms": ms[quarter], "three_quarters_ms": ms[-1 - quarter]}
+    return {"row": name, "step_ms": statistics.median(ms), **spread, "to_ddp": ratio, "rounds": len(ms)}
+
+
+def _step(target: Target, register: Hook, alone: bool) -> Callable[[], None]:
+    torch.manual_seed(0)
+    _, _, vocabulary, context = size = next(iter(target.sizes.values()))
+    with target.device:
+        model = GPT(*size)
+        tokens = torch.randint(vocabulary, (2 if target.tiny else BATCH, min(LENGTH, context)))
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    register(ddp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not target.tiny)
+
+    def step() -> None:
+        with ddp.no_sync() if alone else nullcontext():
+            with torch.autocast(target.device.type, torch.bfloat16):
+                loss = ddp(tokens)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    return step
