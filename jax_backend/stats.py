@@ -22,6 +22,7 @@ from gradwire.jax_backend.axes.mapped_axis import AxisName
 from gradwire.jax_backend.local_sgd.transform import LocalSGDState
 from gradwire.jax_backend.state.names import pure
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
+from gradwire.jax_backend.state.survey import survey
 from gradwire.jax_backend.state.types import DataParallelState
 
 #: Steps are counted so far.
@@ -154,13 +155,14 @@ def stats(state: Any) -> Stats:
             In local or global form; after `jax.pmap`: `unreplicate` first, or call it in the training step.
 
     Raises:
-        ValueError: there is no such state in it.
+        ValueError: there is no such state in it; or it is one of local SGD that has lost averages, see `distribute`.
     """
     found = _states(state)
     if not found:
         raise ValueError(
             "stats: there is no state of power_sgd, all_reduce_mean, average_gradients or local_sgd in what it was given. Give it the optimizer's state"
         )
+    survey(found).refuse_missed_averages()
     note_skipped_steps(found)
     next_step, dense, squares = (jnp.zeros((), jnp.float32) for _ in range(3))
     sent = jnp.zeros((3,), jnp.float32)

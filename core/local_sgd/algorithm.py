@@ -292,12 +292,20 @@ class LocalSGD(Schedule):
 
     def turn(self, step: int) -> Turn:
         """What happens after the update of this step, for `average`. There are few different ones, whatever the number of steps."""
-        fragments, periods = range(self.fragments), set(self._hierarchy().values())
-        longest = self.longest
-        due = frozenset((period, f) for period in periods for f in fragments if self.due(step, period, f))
-        arrives = {f for f in fragments if self.overlap and self.due(step - self.overlap, longest, f)}
-        later = {f for f in fragments if (longest, f) in due and self.round(step, longest, f) > 0} if self.eager else ()
-        return Turn(step == self.start_step - 1, due, frozenset(arrives), frozenset(later))
+        each = {f: self.happens(step, f) for f in range(self.fragments)}
+        return Turn(
+            step == self.start_step - 1,
+            frozenset((period, f) for f, (due, _, _) in each.items() for period in self.periods if due[period]),
+            frozenset(f for f, (_, arrives, _) in each.items() if arrives),
+            frozenset(f for f, (_, _, later) in each.items() if later),
+        )
+
+    def happens(self, step: Any, fragment: Any) -> tuple[dict[int, Any], Any, Any]:
+        """What happens to a fragment after the update of a step: whether it is due, by period; whether its average arrives, which left before; and whether it
+        leaves as an eager one that has been averaged before. Of an array of fragments arrays, traced if `step` is."""
+        due = {period: self.due(step, period, fragment) for period in self.periods}
+        arrives = bool(self.overlap) & self.due(step - self.overlap, self.longest, fragment)
+        return due, arrives, self.eager & due[self.longest] & (self.round(step, self.longest, fragment) > 0)
 
     def leaving(self, step: int, replicas: int) -> list[int]:
         """The fragments whose differences leave after this step, to be taken later."""

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
+import numpy as np
+
 from gradwire.core.local_sgd.fragments import Layout, fragments_of
 from gradwire.core.ops import Spec
 from gradwire.core.protocol.groups import Groups
@@ -85,7 +87,7 @@ class Schedule:
             raise ValueError(
                 f"layout={self.layout!r} has {len(self.layout)} patterns for fragments={self.fragments}; give one for each"
             )
-        shortest = min(self._hierarchy().values())
+        shortest = self.periods[-1]
         if self.fragments > shortest:
             raise ValueError(
                 f"fragments={self.fragments} do not fit in a period of {shortest} steps: at most one is sent after each; "
@@ -101,12 +103,17 @@ class Schedule:
     @property
     def cycle(self) -> int:
         """After how many steps averages repeat: the least common multiple of the periods."""
-        return math.lcm(*self._hierarchy().values())
+        return math.lcm(*self.periods)
+
+    @property
+    def periods(self) -> tuple[int, ...]:
+        """Of all levels, the longest first."""
+        return tuple(sorted(set(self._hierarchy().values()), reverse=True))
 
     @property
     def longest(self) -> int:
         """H, the period of the average among all replicas."""
-        return max(self._hierarchy().values())
+        return self.periods[0]
 
     @property
     def mentions_nodes(self) -> bool:
@@ -181,8 +188,9 @@ class Schedule:
         groups = _partition("subgroup", self.subgroup, replicas)
         return None if max(map(len, groups)) == 1 else groups
 
-    def due(self, step: Any, period: int, fragment: int = 0) -> Any:
-        """Whether groups of this period average this fragment after the update of step `step`. A bool, or traced if `step` is.
+    def due(self, step: Any, period: int, fragment: Any = 0) -> Any:
+        """Whether groups of this period average this fragment after the update of step `step`. A bool, or traced if `step` is; of an
+        array of fragments an array.
 
         This looks at one level of the hierarchy: the caller asks the largest first.
         """
@@ -191,21 +199,27 @@ class Schedule:
 
     def acting_steps(self, replicas: int) -> list[int]:
         """The steps of a cycle, from `start_step` on, after which something is averaged. Raises ValueError like `levels`."""
-        periods = [level.period for level in self.levels(replicas)]
+        self.levels(replicas)
+        return self.steps_due(1)
+
+    def steps_due(self, cycles: int) -> list[int]:
+        """The steps of so many cycles, from `start_step` on, after which something is averaged, whoever averages it."""
         local_steps = {
             t
-            for period in periods
+            for period in self.periods
             for fragment in range(self.fragments)
-            for t in range(self._offset(period, fragment), self.cycle + 1, period)
+            for t in range(self._offset(period, fragment), cycles * self.cycle + 1, period)
         }
         return [self.start_step + t - 1 for t in sorted(local_steps)]
 
-    def round(self, step: Any, period: int, fragment: int = 0) -> Any:
+    def round(self, step: Any, period: int, fragment: Any = 0) -> Any:
         """How often the fragment has been averaged by these groups before, at a step when it is due."""
         return (step + 1 - self.start_step - self._offset(period, fragment)) // period
 
-    def _offset(self, period: int, fragment: int) -> int:
-        return (fragment + 1) * period // self.fragments
+    def _offset(self, period: int, fragment: Any) -> Any:
+        if isinstance(fragment, int):
+            return (fragment + 1) * period // self.fragments
+        return np.array([self._offset(period, int(f)) for f in fragment], np.int32)
 
     def occasions(self, replicas: int, rounds: int = 1, after: int = 0) -> list[tuple[int, int]]:
         """Every kind of step: one step of it, and how many of a cycle there are. Steps are of one kind if the same fragments are averaged by the same

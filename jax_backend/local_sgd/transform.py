@@ -17,8 +17,9 @@ train_step = jax.pmap(train_step, axis_name="data", donate_argnums=0)
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
@@ -33,6 +34,7 @@ from gradwire.core.local_sgd.algorithm import OUTER, LocalSGD
 from gradwire.core.local_sgd.algorithm import diloco as diloco_of
 from gradwire.core.local_sgd.outer import OuterFactory
 from gradwire.core.local_sgd.schedule import Turn
+from gradwire.core.local_sgd.turns import all_turns, is_of_another_step
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn, warn_of_few_rounds
 from gradwire.core.plan.local_sgd import local_stages, stage_starts
@@ -70,6 +72,7 @@ from gradwire.jax_backend.local_sgd.outer import in_jax
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.state.flax_serialization import know_flax
 from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of, stacks_of
+from gradwire.jax_backend.state.survey import survey
 from gradwire.jax_backend.state.trees import pack, repack, shardings_like, unpack
 from gradwire.jax_backend.state.types import UNSAID, DataParallelState, PerReplica, Record
 from gradwire.jax_backend.zero.state import ZeroState
@@ -89,12 +92,14 @@ class LocalSGDState(NamedTuple):
         placed: one row on each replica, none in what `init` returns outside the map, so that a state that has not come to its replicas by
             `distribute` or `replicate` is noticed.
         updates: counts calls of `update`, which are as many as those of `average_params` if neither is forgotten.
+        wrong_turns: counts calls of `average_params` that were told the turn of another step than `averages.step`.
     """
 
     inner: Any
     averages: DataParallelState
     placed: PerReplica
     updates: Any = None
+    wrong_turns: Any = None
 
 
 class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -116,16 +121,17 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
         Whether anything is sent is a `lax.cond` on the count, one for each fragment and level of the hierarchy. A message in a `lax.cond` overlaps with
         nothing, so a schedule with `overlap` is told its `turn`:
 
-            step = jax.jit(train_step, static_argnames="turn")
-            for n, batch in enumerate(batches):
-                state = step(state, batch, turn=tx.turn(n))
+            step = jax.pmap(train_step, axis_name="data", static_broadcasted_argnums=0)
+            for turn, batch in zip(tx.turns(state), batches):
+                state, loss = step(turn, state, batch)
 
         Args:
             params: this replica's parameters, after `optax.apply_updates`.
             state: that `update` returned, or any tree that holds it (of an `optax.chain`, of `optax.MultiSteps`).
             *extras: trees whose floating arrays are averaged with the parameters, as they are: BatchNorm's statistics. Others stay.
-            turn: `tx.turn(n)` of the n-th call, static: what is due is then decided while the step is compiled, once for each kind of step. A message
-                stands in no branch, and nothing in the forward and backward pass waits for it. None: decided in the program, by the count.
+            turn: that of this step, from `turns`, static: what is due is then decided while the step is compiled, once for each kind of step. A message
+                stands in no branch, and nothing in the forward and backward pass waits for it. The turn of another step is taken as it is, counted
+                in the state, and refused by `stats` and by what places or takes a state. None: decided in the program, by the count.
             weight: what this replica counts for in what leaves now, of a `weighted` schedule: a number or a scalar array, its tokens since the last average, 0
                 if it is absent. None: 1. Where all are 0, parameters that are averaged as they are stay so, and of differences all replicas return to the outer
                 parameters.
@@ -135,8 +141,9 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
 
         Raises:
             NameError: outside any map over the axis.
+            TypeError: `turn` is none.
             ValueError: the schedule does not fit the number of replicas; the state is in no tree given, or was not made for these
-                parameters; or parameters or state are not per replica.
+                parameters; parameters or state are not per replica; or `turn` is of another schedule.
             NotImplementedError: groups that JAX cannot sum in, see `local_sgd`.
         """
         after: tuple[Any, ...] = self._halves.average_params(params, state, extras, turn, weight)
@@ -189,9 +196,37 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
         return (after, *others) if extras else after
 
     def turn(self, step: int) -> Turn:
-        """What the n-th call of `average_params` does, numbered from 0: hashable, and of few kinds."""
+        """What the n-th call of `average_params` does, numbered from 0 in the first run of a training: hashable, and of few kinds. See `turns`."""
         turn: Turn = self._halves.local.turn(operator.index(step))
         return turn
+
+    def turns(self, state: Any) -> Iterator[Turn]:
+        """The turns of the steps to come, without end: what `average_params` is told. They begin where the state is, so a resumed run goes on as it would have.
+
+        Args:
+            state: any tree that holds the state, in any form, of arrays. The host waits for the count in it, once.
+
+        Raises:
+            TypeError: the state is traced, or shapes alone.
+            ValueError: there is not one state of `local_sgd` in the tree, or it has lost an average or was told a wrong turn.
+        """
+        found = survey(state)
+        found.refuse_missed_averages()
+        counts = found.counts_of_local_sgd()
+        if len(counts) != 1:
+            raise ValueError(f"turns needs the state of one local_sgd, and there are {len(counts)} in what was given")
+        if (done := counts[0].averages) is None:
+            raise TypeError("turns needs a state of arrays, outside of jax.jit: the number of its step is in it")
+        return map(self.turn, itertools.count(done))
+
+    def all_turns(self) -> list[Turn]:
+        """Each turn that `turns` ever gives, once: so many times a step that is told its turn is compiled. With them the programs can be made before training:
+
+        programs = {turn: step.lower(turn, state, batch).compile() for turn in tx.all_turns()}
+        for turn, batch in zip(tx.turns(state), batches):
+            state, loss = programs[turn](state, batch)
+        """
+        return all_turns(self._halves.local)
 
     def outer_params(self, state: Any) -> Any:
         """The outer parameters, a tree like the parameters, which is what the papers of DiLoCo evaluate: inside the map those of this replica, outside with
@@ -351,6 +386,7 @@ class _Halves:
             averages(arrays) if inside else jax.jit(averages, out_shardings=shardings)(arrays),
             PerReplica(jnp.zeros((1 if inside else 0,), bool)),
             jnp.zeros((), jnp.int32),
+            jnp.zeros((), jnp.int32),
         )
         _refuse_data_parallel(state.inner)
         varying: LocalSGDState = vary_if_tracked(state, self.axis_name)
@@ -399,13 +435,16 @@ class _Halves:
         named, others = flatten(params), [Extra(i, tree) for i, tree in enumerate(extras)]
         self._check_varying(named)
         check_leaves(named, self.axis_name)
-        before = unpack(mine.averages)
+        step, before = agreed(mine.averages.step, self.axis_name), unpack(mine.averages)
+        if turn is not None:
+            wrong = jnp.asarray(is_of_another_step(self.local, turn, step), jnp.int32)
+            mine = mine._replace(wrong_turns=mine.wrong_turns + wrong)
         before.shared = agreed(before.shared, self.axis_name)
         known = {name for name, kept in before.tensors.items() if OUTER in kept}
         if self.local.has_outer and named.leaves.keys() != known:
             different = sorted(named.leaves.keys() ^ known)
             raise ValueError(f"the parameters are not those given to init: {some(different)} in one of them only")
-        after, averages, inner = self._averaged(named, mine, before, others, turn, self._weight(weight))
+        after, averages, inner = self._averaged(named, mine, before, step, others, turn, self._weight(weight))
         leaves[place] = mine._replace(inner=inner, averages=self._accounted(repack(mine.averages, averages), named))
         return named.rebuild(after), jax.tree.unflatten(structure, leaves), *(extra.rebuilt() for extra in others)
 
@@ -414,6 +453,7 @@ class _Halves:
         named: NamedTree,
         state: LocalSGDState,
         before: State[jax.Array],
+        step: jax.Array,
         others: list[Extra],
         turn: Turn | None,
         weight: jax.Array,
@@ -425,7 +465,6 @@ class _Halves:
         local = with_numbers(local, self.axis_name)
         if local.compressor is not None and not local.weighted:
             local = replace(local, compressor=in_pieces(local.compressor, self.axis_name))
-        step = agreed(state.averages.step, self.axis_name)
         arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
         moments = Moments(state.inner, arrays)
         owned = moments.by_parameter() if self.moments == "average" else {}

@@ -105,7 +105,7 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
     Raises:
         ValueError: the mesh has no such axis; the memory is that of another number of replicas than W, or of one of them alone; the state
             is in pmap form; parameters, or anything else that is equal on all replicas, differ between processes; `average_params` of local SGD was
-            not called as often as `update`; or see `partition_specs`.
+            not called as often as `update`, or was told a wrong turn; or see `partition_specs`.
     """
     found = survey(state)
     _require_sound(found, axis_name)
@@ -158,8 +158,8 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
 
     Raises:
         ValueError: the memory is that of another number of replicas, or of one of them alone; the state is in pmap form already; what is equal on
-            all replicas differs between processes; `average_params` of local SGD was not called as often as `update`; the transformation is inside `optax.apply_if_finite`; or it is one of local SGD, and not all of the state is marked by
-            `stack_replicas`.
+            all replicas differs between processes; `average_params` of local SGD was not called as often as `update`, or was told a wrong turn; the transformation
+            is inside `optax.apply_if_finite`; or it is one of local SGD, and not all of the state is marked by `stack_replicas`.
     """
     found = survey(state)
     _require_sound(found, None)
@@ -215,7 +215,7 @@ def unreplicate(state: T) -> T:
 
     Raises:
         ValueError: the state is not in pmap form; or it holds half-accumulated gradients of `optax.MultiSteps`, which differ between
-            replicas; or `average_params` of local SGD was not called as often as `update`.
+            replicas; or `average_params` of local SGD was not called as often as `update`, or was told a wrong turn.
     """
     found = survey(state)
     found.refuse_accumulated(half=True)
@@ -469,7 +469,9 @@ def _without_device_axis(x: Any, device_of: list[list[jax.Device]]) -> Any:
     if not isinstance(x, jax.Array):
         return np.reshape(x, shape)
     shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].indices(x.shape[0])[0])
-    if len(shards) != x.shape[0]:  # from `jax.vmap`: not one row on each device
+    if (
+        any(shard.data.shape[0] != 1 for shard in shards) or len(shards) != x.shape[0]
+    ):  # as the compiler lays what `jax.vmap` makes
         return x.reshape(shape)
     if not device_of:
         ids = np.array([shard.device.id for shard in shards])

@@ -10,10 +10,9 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-import numpy as np
 
 from gradwire.core.state.skipped_steps import RunOfSkips
-from gradwire.jax_backend.state.types import DataParallelState
+from gradwire.jax_backend.state.types import DataParallelState, known_number
 
 #: States of so many models are told apart.
 REMEMBERED = 64
@@ -23,7 +22,7 @@ def note_skipped_steps(tree: Any) -> None:
     """Look at the counts of all states of `average_gradients` in a tree, of arrays. The host waits for them. Warns in the log, once a run."""
     for state in jax.tree.leaves(tree, is_leaf=_is_state):
         if _is_state(state):
-            steps, skipped = _on_host(state.step), _on_host(state.account.skipped)
+            steps, skipped = known_number(state.step), known_number(state.account.skipped)
             if steps is not None and skipped is not None:
                 _run_of(jax.tree.structure(state), *state.configuration).seen(steps, skipped)
 
@@ -35,11 +34,3 @@ def _run_of(structure: Any, configuration: str) -> RunOfSkips:
 
 def _is_state(x: Any) -> bool:
     return isinstance(x, DataParallelState)
-
-
-def _on_host(x: Any) -> int | None:
-    """A number that is equal on all replicas; None while it is traced, or known by its shape alone."""
-    if isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)):
-        return None
-    own = x.addressable_shards[0].data if isinstance(x, jax.Array) else x
-    return int(np.ravel(own)[0])

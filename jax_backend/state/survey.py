@@ -23,9 +23,11 @@ from gradwire.jax_backend.state.types import (
     PLACED,
     RECORD,
     UPDATES,
+    WRONG_TURNS,
     DataParallelState,
     PerReplica,
     Record,
+    known_number,
     path_of,
 )
 
@@ -63,6 +65,23 @@ class Leaf:
     def equal_everywhere(self) -> bool:
         """Whether it begins equal on all replicas: what is not marked; and of local SGD, under which all is marked, what its averages begin with."""
         return not self.marks or (self.marks == 1 and (AVERAGES, MEMORY) in itertools.pairwise(self.keys))
+
+
+@dataclass(frozen=True)
+class LocalCounts:
+    """What a state of `local_sgd` counts; None: traced, or known by shapes alone.
+
+    Attributes:
+        path: of the state.
+        accumulated: whether it is inside `optax.MultiSteps`.
+        updates, averages, wrong_turns: see `LocalSGDState`.
+    """
+
+    path: str
+    accumulated: bool
+    updates: int | None
+    averages: int | None
+    wrong_turns: int | None
 
 
 @dataclass(frozen=True)
@@ -159,19 +178,18 @@ class Survey:
                 )
 
     def refuse_missed_averages(self) -> None:
-        """Raise ValueError for a state of local SGD, of arrays, whose halves were not called equally often."""
-        counts = {leaf.keys: leaf.value for leaf in self.leaves}
-        for keys, x in counts.items():
-            if UPDATES not in keys:
+        """Raise ValueError for a state of local SGD, of arrays, whose halves were not called equally often, or that was told a wrong turn."""
+        for found in self.counts_of_local_sgd():
+            if found.wrong_turns:
+                raise ValueError(
+                    f"average_params of local SGD was told the turn of another step {found.wrong_turns} times: averages were taken when they were not due, or not "
+                    "taken when they were, and replicas have parted. Go on from a state before, with turns that begin where it is: for turn, batch in "
+                    f"zip(tx.turns(state), batches). To go on with this state none the less, set {found.path}.{WRONG_TURNS} to 0"
+                )
+            updates, averages = found.updates, found.averages
+            if updates is None or averages is None:
                 continue
-            at = keys.index(UPDATES)
-            other = counts.get((*keys[:at], AVERAGES, "step", *keys[at + 1 :]))
-            if other is None or any(isinstance(a, (jax.core.Tracer, jax.ShapeDtypeStruct)) for a in (x, other)):
-                continue
-            updates, averages = (_first(a) for a in (x, other))
-            # Inside `optax.MultiSteps` there is an update for several averages.
-            accumulated = "inner_opt_state" in keys[:at]
-            if updates > averages or (updates < averages and not accumulated):
+            if updates > averages or (updates < averages and not found.accumulated):
                 happened = (
                     "parameters were not averaged when it was time to, and replicas have trained alone"
                     if updates > averages
@@ -180,8 +198,24 @@ class Survey:
                 raise ValueError(
                     f"update of local SGD was called {updates} times and average_params {averages} times: {happened}. Call params, opt_state = "
                     "tx.average_params(params, opt_state) in every training step, once, after optax.apply_updates. To go on with this state none the "
-                    f"less, set {'.'.join(keys[: at + 1])} to {averages}"
+                    f"less, set {found.path}.{UPDATES} to {averages}"
                 )
+
+    def counts_of_local_sgd(self) -> list[LocalCounts]:
+        """Of each state of `local_sgd`, with its types or without."""
+        values = {leaf.keys: leaf.value for leaf in self.leaves}
+        found = []
+        for keys, updates in values.items():
+            if UPDATES not in keys:
+                continue
+            at = keys.index(UPDATES)
+            before, after = keys[:at], keys[at + 1 :]
+            if (*before, AVERAGES, "step", *after) in values:
+                wrong = values.get((*before, WRONG_TURNS, *after), 0)
+                counts = (updates, values[*before, AVERAGES, "step", *after], wrong)
+                # Inside `optax.MultiSteps` there is an update for several averages.
+                found.append(LocalCounts(".".join(before), "inner_opt_state" in before, *map(known_number, counts)))
+        return found
 
     def refuse_other_axis(self, axis_name: AxisName) -> None:
         """Raise ValueError for a state of a transformation along another axis."""
@@ -258,12 +292,6 @@ def _moments(part: Any) -> str | None:
         if holds(x) and any(np.ndim(leaf) for leaf in jax.tree.leaves(x)):
             return type(x).__name__
     return None
-
-
-def _first(x: Any) -> int:
-    """One of numbers that are equal on all replicas, without those of other processes."""
-    own = x.addressable_shards[0].data if isinstance(x, jax.Array) else x
-    return int(np.ravel(own)[0])
 
 
 def _key(key: Any) -> str:

@@ -103,8 +103,8 @@ MARK = PerReplica._fields[0]
 PIECES = "pieces"
 #: The fields of `DataParallelState` that hold marks.
 LOCAL, RECORD = "local", "record"
-#: The field of `LocalSGDState` that counts.
-UPDATES = "updates"
+#: The fields of `LocalSGDState` that count.
+UPDATES, WRONG_TURNS = "updates", "wrong_turns"
 #: Of local SGD: the field of `LocalSGDState`, and the one of `DataParallelState` in it, that hold outer parameters and velocities.
 AVERAGES, MEMORY = "averages", "memory"
 #: What every state of `average_gradients` counts: two keys that follow each other.
@@ -122,6 +122,14 @@ def on_host(x: Any) -> np.ndarray[Any, Any]:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         x = multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
+
+
+def known_number(x: Any) -> int | None:
+    """The number that is equal on all replicas, without those of other processes; None while it is traced, or known by its shape alone."""
+    if isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        return None
+    own = x.addressable_shards[0].data if isinstance(x, jax.Array) else x
+    return int(np.ravel(own)[0])
 
 
 def dotted(name: str) -> str:

@@ -4,6 +4,7 @@ import collections
 import json
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import gradwire as gw
 from benchmarks.shapes import gpt
 from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, Spec, WireDtype, diloco, plan
 from gradwire.core.local_sgd.fragments import fragments_of, layers
+from gradwire.core.local_sgd.turns import all_turns, is_of_another_step
 from gradwire.core.plan.advice import warn_of_few_rounds
 from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.simulate import PoisonOps
@@ -213,6 +215,17 @@ def test_kinds_of_steps_are_counted_as_if_each_were_looked_at(data):
     assert (planned.steps[-1], planned.steps[1:5]) == (listed[-1], tuple(listed[1:5]))
     acting = [s for s in range(local.start_step, local.start_step + local.cycle) if local.acts(s, 8)]
     assert local.acting_steps(8) == acting
+    delayed = (
+        replace(local, **data.draw(st.sampled_from([{}, {"overlap": steps[-1] // 2}, {"eager": True}])))
+        if outer
+        else local
+    )
+    turns, number = all_turns(delayed), local.start_step + 3 * local.cycle
+    assert len(turns) == len({*turns})
+    assert {*turns} == {delayed.turn(n) for n in range(number)}
+    for told in turns[:5]:
+        for n in range(min(number, 10)):
+            assert is_of_another_step(delayed, told, n) == (told != delayed.turn(n))
 
 
 @pytest.mark.timeout(60)
@@ -230,6 +243,7 @@ def test_a_plan_takes_no_longer_for_a_longer_period(local):
     phases = local.compressor.cycle if local.compressor else 1
     planned = plan({f"p{i}": (100, 10) for i in range(4)}, local)
     assert sum(times for _, times in planned.kinds) == local.cycle * phases
+    assert len(local.periods) > 1 or len(all_turns(local)) == local.fragments + 1
     assert 0 < planned.wire_bytes < 16_000 / 900_000
     assert str(planned)
 

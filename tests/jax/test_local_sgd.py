@@ -15,7 +15,7 @@ from jax import lax
 
 import gradwire.jax_backend as gw
 from gradwire import LocalSGD, PowerSGD, diloco, plan
-from tests.jax.replicas import AXIS, mesh_of
+from tests.jax.replicas import AXIS, mesh_of, refused
 
 TARGET = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
 SLOPE = np.array([1.0, 1.7], np.float32)
@@ -227,6 +227,12 @@ def started(tx, params, replicas=2, begin=lambda params, tx: (params, tx.init(pa
     return placed(jax.tree.map(lambda x: jnp.stack([x] * replicas), begin(params, tx)))
 
 
+def without_row(training):
+    """In global form: a mark has one axis for the replicas."""
+    params, state = training
+    return params, state._replace(placed=jax.tree.map(lambda x: x[:, 0], state.placed))
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_a_replica_that_breaks_comes_back_with_all_its_fragments(told):
     """A gradient depends on all parameters: what has not come back breaks what has."""
@@ -292,6 +298,41 @@ def test_of_nnx_as_well():
     moved, steps = jax.jit(jax.vmap(run, axis_name=AXIS))(jnp.stack([jnp.ones((2, 2)), jnp.full((2, 2), 3.0)]))
     np.testing.assert_allclose(moved, np.ones((2, 2, 2)), rtol=1e-6)
     assert steps.tolist() == [1, 1]
+
+
+def test_a_turn_of_another_step_is_counted_and_refused():
+    """Each different turn is told at each step. Then a resumed run numbers its steps from 0."""
+    tx = gw.local_sgd(optax.sgd(0.1), diloco(3, start_step=2, overlap=1), axis_name=AXIS)
+    training = started(tx, {"w": jnp.ones(2)})
+    assert len(tx.all_turns()) == 4  # replicas part, nothing happens, a difference leaves, its average arrives
+
+    def step(turn):
+        return jax.jit(jax.vmap(lambda training: tx.step(training[0], training, turn=turn), axis_name=AXIS))
+
+    steps = {turn: step(turn) for turn in tx.all_turns()}
+    for n, right in zip(range(9), tx.turns(training), strict=False):
+        for turn, told in steps.items():
+            wrong = told(training)[1].wrong_turns
+            assert wrong.tolist() == [turn != right] * 2, (n, turn)
+        assert next(tx.turns(training)) == right == tx.turn(n)
+        training = steps[right](training)
+    for n in range(3):  # of the steps 9 to 11, in which nothing happens, a difference leaves, and arrives
+        training = steps[tx.turn(n)](training)
+    whole, mesh = gw.stack_replicas(())._replace(per_replica=without_row(training)), mesh_of(2)
+    mapped = jax.tree.map(lambda x: x[:, None], whole)
+    doors = [
+        lambda: gw.stats(training),
+        lambda: tx.turns(training),
+        lambda: gw.distribute(whole, mesh, AXIS),
+        lambda: gw.replicate(whole, jax.devices()[:2], axis_name=AXIS),
+        lambda: gw.unreplicate(mapped),
+        lambda: gw.set_replicas(whole, 2),
+    ]
+    for door in doors:
+        with refused("turn of another step 2 times", "tx.turns(state)", "wrong_turns to 0"):
+            door()
+    mended = whole.per_replica[1]._replace(wrong_turns=np.zeros(2, np.int32))
+    assert gw.distribute(whole._replace(per_replica=(whole.per_replica[0], mended)), mesh, AXIS)
 
 
 # Transformations of Optax as outer optimizers. (That SGD of Optax is ours is in tests/parity.)

@@ -287,7 +287,15 @@ def in_pmap(state, tx=TX, **axes):
     return lambda: jax.eval_shape(jax.pmap(tx.update, AXIS, **axes), STACKED, state(tx.init(PARAMS)))
 
 
+def told(turn):
+    return lambda: on_four(lambda p: LOCAL.average_params(p, LOCAL.init(p), turn=turn))
+
+
 IN_A_STEP = [
+    (told(3), TypeError, "turn=3", "tx.turns(state)"),
+    (told(LocalSGD(7).turn(6)), ValueError, "another schedule", "LocalSGD(period=4)", "tx.turns(state)"),
+    (lambda: LOCAL.turns(jax.eval_shape(LOCAL.init, PARAMS)), TypeError, "turns"),
+    (lambda: LOCAL.turns(ADAM.init(PARAMS)), ValueError, "turns", "there are 0"),
     *((lambda at=at, tx=tx: at(tx.update)(PARAMS, tx.init(PARAMS)), NameError, "'data'", "axis_name='data'")
       for at in NOWHERE for tx in (TX, MEAN)),
     (lambda: sharded().update(PARAMS, sharded().init(PARAMS)), NameError, "zero1", "'data'"),

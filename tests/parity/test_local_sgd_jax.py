@@ -119,6 +119,8 @@ def run(case, driver, outer=None):
             trace = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *traces)
             # As many programs as there are kinds of steps, whatever their number.
             assert len(traced) == len({*turns}) <= 2 * local.fragments + 3
+            assert {*turns} <= {*tx.all_turns()}
+            assert next(tx.turns(state)) == tx.turn(table.STEPS)
         return Result(jax.tree.map(np.asarray, trace), unreplicate(state).per_replica)
 
     def body(state, *rows):
