@@ -24,7 +24,8 @@ class E3M0(Scaled):
         # Halfway between 2**k and 2**(k+1) lies 3/2 · 2**k: times 4/3 a number has the exponent of the nearest power, or of what lies between.
         exponent = (ops.view_as(size * (4 / 3), "int32") >> MANTISSA) - BIAS
         code = ops.where(size > 0.75, exponent + 1, ops.cast(size > 0.5, "int32"))
-        return ops.cast(code + ops.cast(y < 0, "int32") * SIGN, "uint8")
+        # Of inf and NaN the exponent is no code, and what a byte cannot hold may become anything.
+        return ops.cast((code & (SIGN - 1)) + ops.cast(y < 0, "int32") * SIGN, "uint8")
 
     def values(self, ops: Ops[A], codes: A) -> A:
         code = ops.cast(codes, "int32")

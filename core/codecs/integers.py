@@ -53,7 +53,8 @@ class Integers(Scaled):
         return ops.multiply(scales, self._signed(ops, codes), out=out)  # without a copy as floats
 
     def _signed(self, ops: Ops[A], codes: A) -> A:
-        if self.bits < 8:
-            sign = 2 ** (self.bits - 1)
-            codes = (codes ^ sign) - sign  # as a byte has it
-        return ops.view_as(codes, "int8")
+        if self.bits == 8:
+            return ops.view_as(codes, "int8")
+        sign = 2 ** (self.bits - 1)
+        signed: A = ops.view_as(codes ^ sign, "int8") - sign
+        return signed

@@ -9,6 +9,8 @@ from gradwire.core.ops import A, Ops
 #: A float32 of this size has a last place of 1: a whole number that is added to it stands in its lowest bits as an integer does in two's complement.
 #: That is one addition where clipping and casting would be several passes.
 MAGIC = 1.5 * 2**23
+#: The bits of that number.
+MAGIC_BITS = 0x4B400000
 #: The least scale: no division by zero, and by nothing that processors round to zero.
 TINY = 2.0**-100
 
@@ -37,7 +39,15 @@ def scales(ops: Ops[A], x: A, largest: float, *, signed: bool = False) -> tuple[
 
 
 def nearest_bytes(ops: Ops[A], x: A) -> A:
-    """The nearest integer, between -128 and 127, to each element of a float32 array, as uint8 in two's complement; halves to the even one."""
+    """The nearest integer, between -128 and 127, to each element of a float32 array, as uint8 in two's complement; halves to the even one. Of anything
+    else, inf and NaN included, one of these bytes.
+
+    No conversion is out of range, whatever comes in: what becomes of such a number StableHLO leaves to the device, and one has made 255 of all of them.
+    """
     # Rounded before: else XLA would add in one operation with what was multiplied to make `x`, which rounds once where others round twice.
     x = ops.round(x, out=x)
-    return ops.cast(ops.view_as(ops.add(x, MAGIC, out=x), "int32"), "uint8")
+    code = ops.view_as(ops.add(x, MAGIC, out=x), "int32") - MAGIC_BITS
+    # Compared, not masked: a mask of eight bits is dropped before what keeps eight bits.
+    code = ops.where(code < 128, code, 127)
+    code = ops.where(code > -129, code, -128)
+    return ops.view_as(ops.cast(code, "int8"), "uint8")
