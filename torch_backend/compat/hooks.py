@@ -28,7 +28,8 @@ from gradwire.core.plan.advice import warn
 from gradwire.core.state import checkpoint
 from gradwire.core.text.name_patterns import chosen
 from gradwire.core.text.wording import some
-from gradwire.torch_backend.ddp.hook import Bucket, BucketHook, as_it_is
+from gradwire.torch_backend.ddp.backward_pass import BackwardPass
+from gradwire.torch_backend.ddp.hook import Bucket, BucketHook, as_it_is, raise_after_backward
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.dynamo import uncompiled
@@ -303,6 +304,7 @@ class _Running:
         self._reconfigured = False
         self._hook: BucketHook | None = None
         self._known: frozenset[Tensor] = frozenset()
+        self._first_pass = BackwardPass()
         self._first_step: list[Bucket] = []
         self._before_start = (0, 0)
         self._next_report = 0
@@ -325,7 +327,7 @@ class _Running:
         self._algorithm = self._configured()
         driver = Driver(self._algorithm, self.driver.specs, self.driver.ops.device, self.driver.process_group)
         driver.continue_from(self.driver)
-        self.driver, self._hook = driver, BucketHook(driver, self._hook.names)
+        self.driver = self._hook.driver = driver
 
     @property
     def elements(self) -> tuple[int, int]:
@@ -337,21 +339,36 @@ class _Running:
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         read = Bucket.read(bucket)
-        if self._hook is not None and self.driver is not None:
+        if self._hook is not None:
             self._require_known(read)
-            if self._reconfigured and read.index == 0:
-                self._go_on()
-            self.driver.discarding = self._state._discarding
             self._hook(read)
         else:
-            if read.index == 0:
+            if self._first_pass.enter(read.index, read.is_last, self._refuse_first_step):
                 self._first_step = []
             self._first_step.append(read)
-            if read.is_last:
+            if read.is_last and len(self._first_step) <= read.index:
+                self._refuse_first_step()
+            elif read.is_last:
                 self._run_first_step()
-        if read.is_last:
-            self._after_step()
         return read.future
+
+    def _before_step(self, step: int) -> None:
+        assert self.driver is not None
+        if self._reconfigured:
+            self._go_on()
+        self.driver.discarding = self._state._discarding
+
+    def _refuse_first_step(self) -> None:
+        """Raise when the pass is over: DDP has left buckets out."""
+        buckets, self._first_step = self._first_step, []
+        for bucket in buckets:
+            bucket.future.set_result(bucket.buffer)
+        raise_after_backward(
+            RuntimeError(
+                "skip_all_reduce_unused_params=True of DDP has left buckets out of the first step, by which a PowerSGDState learns the parameters: "
+                "use all of them in this step, or gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank)), which asks the model. Nothing was averaged"
+            )
+        )
 
     def _run_first_step(self) -> None:
         buckets, self._first_step = self._first_step, []
@@ -377,8 +394,8 @@ class _Running:
         driver.memory.steps = self._state._first_iter
         if (memory := self._state._loaded["memory"]) is not None:
             driver.load_state_dict(memory)
-        driver.discarding = self._state._discarding
         self.driver, self._hook, self._known = driver, BucketHook(driver, names), frozenset(names)
+        self._hook.at_start, self._hook.at_end = self._before_step, self._after_step
         for bucket in buckets:
             self._hook(bucket)
 

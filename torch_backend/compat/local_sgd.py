@@ -30,6 +30,7 @@ from gradwire.core.protocol import mean_each
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.state.checkpoint import step_in
 from gradwire.torch_backend.compat.hooks import one_message
+from gradwire.torch_backend.ddp.backward_pass import BackwardPass
 from gradwire.torch_backend.ddp.hook import as_it_is
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import refuse_capture
@@ -71,6 +72,10 @@ class PostLocalSGDState(TorchsState):
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
+        self._pass = BackwardPass()
+
+    def _end_step(self) -> None:
+        self.iter += 1
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("Process groups cannot be saved and are left out of the saved state.")
@@ -80,6 +85,7 @@ class PostLocalSGDState(TorchsState):
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
+        self._pass = BackwardPass()
 
 
 @uncompiled
@@ -93,7 +99,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
     Returns:
         A future of the averaged bucket, a tensor of the same shape and dtype.
     """
-    if bucket.index() == 0:
+    if state._pass.enter(bucket.index(), bucket.is_last(), state._end_step):
         if state.iter <= state.start_localSGD_iter:
             refuse_capture(f"post_localSGD_hook before start_localSGD_iter={state.start_localSGD_iter}")
         if state.subgroup is None and state.post_local_gradient_allreduce:
@@ -104,7 +110,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
         _warm_ups[parameter] = state
     local = state.iter >= state.start_localSGD_iter
     if bucket.is_last():
-        state.iter += 1
+        state._end_step()
     if local and not state.post_local_gradient_allreduce:
         return as_it_is(bucket.buffer())
     return one_message(state.subgroup if local else state.process_group, bucket, AllReduce())

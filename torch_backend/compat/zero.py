@@ -20,8 +20,8 @@ from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.dynamo import uncompiled
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank, describe, require_same_on_all_ranks
 from gradwire.torch_backend.zero.arguments import buckets_of, named_groups
-from gradwire.torch_backend.zero.elementwise import refusal
 from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
+from gradwire.torch_backend.zero.trials import refusal
 
 
 class ZeroRedundancyOptimizer(ZeroOptimizer):

@@ -100,6 +100,11 @@ def _require_together(ddp: DistributedDataParallel, zero: ZeroOptimizer) -> None
             "find_unused_parameters=True: a parameter without a gradient would be updated as with zeros; call zero.step() after the "
             "backward pass instead"
         )
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        raise ValueError(
+            "skip_all_reduce_unused_params=True leaves buckets out of a step, whose parameters nobody would update or send; leave it out, or call "
+            "zero.step() after the backward pass instead"
+        )
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     theirs = {p: n for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored}
     if absent := [name for p, name in theirs.items() if p not in zero.names]:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
+from gradwire.torch_backend.ddp.backward_pass import BackwardPass
 from gradwire.torch_backend.ddp.newly_trained import Newcomers
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.dynamo import uncompiled
@@ -166,14 +167,16 @@ class BucketHook:
     """Hands DDP's buckets to a driver, and completes the futures that DDP waits for.
 
     A future may be completed after its hook call has returned. All of a step are completed in the call for its last bucket, where
-    the driver finishes.
+    the driver finishes; or when autograd has, if DDP leaves that bucket out.
 
     Attributes:
         used: parameters that have received a gradient since the last step; emptied here. None: nobody keeps count.
         at_start: called with the step's number when its first bucket comes.
+        at_end: called when the step has ended.
     """
 
     at_start: Callable[[int], None] | None = None
+    at_end: Callable[[], None] | None = None
 
     def __init__(self, driver: Driver, names: Mapping[Tensor, str], used: set[str] | None = None) -> None:
         self.driver = driver
@@ -183,33 +186,46 @@ class BucketHook:
         self.used = used
         self._waiting: list[Bucket] = []
         self._failed: Exception | None = None
+        self._pass = BackwardPass()
 
     def __call__(self, bucket: Bucket) -> None:
-        first = bucket.index == 0
+        first = self._pass.enter(bucket.index, bucket.is_last, self._end_without_last)
         if first:
             self._waiting, self._failed = [], None  # whatever a failed backward pass has left
             if self.at_start is not None:
                 self.at_start(self.driver.memory.steps)
         self._waiting.append(bucket)
         gradients = {self._names[id(p)]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
+        self._add(gradients, first=first, last=bucket.is_last)
+        if bucket.is_last:
+            self._end()
+
+    def _add(self, gradients: Mapping[str, Tensor], *, first: bool, last: bool) -> None:
         unused = None if self.used is None else gradients.keys() - self.used
         if self._failed is None:
             try:
-                self.driver.add(gradients, first=first, last=bucket.is_last, unused=unused)
+                self.driver.add(gradients, first=first, last=last, unused=unused)
             except Exception as error:
                 self._failed = error
-        if bucket.is_last:
-            if self.used is not None:
-                self.used.clear()
-            waiting, self._waiting = self._waiting, []
-            for each in waiting:
-                each.future.set_result(each.buffer)
-            failed, self._failed = self._failed, None  # whose traceback holds what the step has worked on
-            if failed is not None:
-                _raise_after_backward(failed)
+
+    def _end_without_last(self) -> None:
+        self._add({}, first=False, last=True)
+        self._end()
+
+    def _end(self) -> None:
+        if self.used is not None:
+            self.used.clear()
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each.future.set_result(each.buffer)
+        failed, self._failed = self._failed, None  # whose traceback holds what the step has worked on
+        if self.at_end is not None:
+            self.at_end()
+        if failed is not None:
+            raise_after_backward(failed)
 
 
-def _raise_after_backward(error: Exception) -> None:
+def raise_after_backward(error: Exception) -> None:
     """Raise when the reducer has finished the backward pass, of which it would otherwise take no other."""
     engine = torch.autograd.Variable._execution_engine
 

@@ -188,7 +188,7 @@ class Driver:
         with self._own_arithmetic():
             if rescales:
                 self.memory.scale.follow(self.memory.errors())
-            if launches:
+            if launches and (self._open or not self._groups):  # the last may add nothing
                 with span(self.algorithm, "send"):
                     self._launch(self._open)
                 self._open, self._open_payload = {}, 0

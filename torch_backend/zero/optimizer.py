@@ -41,13 +41,13 @@ from gradwire.torch_backend.zero.arguments import (
     require_sharded,
 )
 from gradwire.torch_backend.zero.checkpoint import ShardedState, require_served
-from gradwire.torch_backend.zero.elementwise import refusal, require_independent_parameters
 from gradwire.torch_backend.zero.owned_muon import OnShards
 from gradwire.torch_backend.zero.rules import made, misfit, rules_of
 from gradwire.torch_backend.zero.shard import Shard
 from gradwire.torch_backend.zero.sharded_step import ShardedStep
 from gradwire.torch_backend.zero.state import consolidate as consolidate_shards
 from gradwire.torch_backend.zero.state import load_shard, shard_state
+from gradwire.torch_backend.zero.trials import refusal, require_independent_parameters
 
 BUCKET_CAP_MB, FIRST_BUCKET_MB = 25, 1
 #: What is of no use where parameters are sharded already, and what it is by default.

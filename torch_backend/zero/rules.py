@@ -23,7 +23,12 @@ from torch import Tensor
 from gradwire.core.ops import Spec
 from gradwire.core.text.name_patterns import matches, require_matches
 from gradwire.core.text.wording import some
-from gradwire.torch_backend.zero.elementwise import require_elementwise, require_shardable
+from gradwire.torch_backend.zero.trials import (
+    require_elementwise,
+    require_parameterwise,
+    require_savable,
+    require_shardable,
+)
 
 WAYS = ("element", "parameter", "bucket")
 
@@ -51,8 +56,10 @@ class Rule:
     def require_divisible(self, device: torch.device) -> None:
         """Raise ValueError for an optimizer that no rank can run for its part of the model, in pieces of parameters if so they are divided."""
         require_shardable(self.optimizer_class)
-        if self.shard == "element":
-            require_elementwise(self.optimizer_class, self.options, device)
+        (require_elementwise if self.shard == "element" else require_parameterwise)(
+            self.optimizer_class, self.options, device
+        )
+        require_savable(self.optimizer_class, self.options, device)
 
     def work(self, spec: Spec) -> int:
         """What an update of a parameter costs, beside those of other rules: its elements; n·m·min(n, m) where a matrix is orthogonalized by
