@@ -53,7 +53,7 @@ test-compiled: $(READY) ## what the compilers of TPU and H100 make of it, withou
 	GRADWIRE_TEST_COMPILED=1 $(PYTEST) -rP tests/compiled $(ARGS)
 
 VERSIONS ?=
-test-versions: $(READY) ## the core, the parity tables and elastic on the oldest and the newest Python, torch and jax; only VERSIONS="oldest"
+test-versions: $(READY) ## the core, the parity tables and torch on the oldest and newest Python, torch and jax, and on torch between; only VERSIONS="oldest"
 	test -x $(BIN)/uv || $(INSTALL) uv
 	$(BIN)/python -m tests.versions $(VERSIONS)
 

@@ -41,11 +41,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradwire.torch_backend.torch_internals import NeedsTorch
 from tests.launch import run_ranks
 from tests.torch.compare import same_bits
 
 #: A rank whose partners never answer gives up after so long, so that one wrong case costs this and not the whole launch.
 PATIENCE = timedelta(seconds=60)
+#: How an error begins that says that this torch is too old.
+REFUSED = "refused: "
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,17 @@ def variants(names: Iterable[str], slow: Collection[str] = ()) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in names]
 
 
+class Refused(Exception):
+    """All ranks were told that this torch is too old."""
+
+
+def refusal_in(error: BaseException | None) -> NeedsTorch | None:
+    """That this torch is too old, where an error says so, or was raised because of one that does, as by `pytest.warns`."""
+    while error is not None and not isinstance(error, NeedsTorch):
+        error = error.__context__
+    return error
+
+
 @dataclass(frozen=True)
 class Results:
     """What the cases returned."""
@@ -96,6 +110,8 @@ class Results:
             raise AssertionError(f"no result of {case!r} from ranks {missing}:\n{self._launch}")
         results = [torch.load(file, weights_only=False) for file in files]
         failed = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(results) if error]
+        if len(failed) == self._ranks and all(error.startswith(REFUSED) for _, error in results):
+            raise Refused(results[0][1].splitlines()[0])
         if failed:
             raise AssertionError(f"case {case!r}\n" + "\n".join(failed))
         return [result for result, _ in results]
@@ -203,7 +219,8 @@ class Cases:
         try:
             result = function(World(rank, size, group, folder))
         except (Exception, pytest.fail.Exception) as raised:
-            error = _told(raised)
+            refused = refusal_in(raised)
+            error = _told(raised) if refused is None else f"{REFUSED}{refused}\n{_told(raised)}"
         torch.save((result, error), folder / f"{name}.{rank}.pt")
         dist.barrier()
         if rank == 0:

@@ -21,6 +21,15 @@ LOSS = loss_on(6)
 OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
 
 
+class OfMatrices(torch.optim.SGD):
+    """Refuses vectors, as Muon does."""
+
+    def add_param_group(self, group):
+        if any(p.ndim != 2 for p in group["params"]):
+            raise ValueError("takes 2D parameters")
+        super().add_param_group(group)
+
+
 def wrapped(world):
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -97,10 +106,10 @@ def test_groups_may_be_added_later(world):
     twin.load_state_dict(optimizer.consolidated_state_dict(to=None))
     assert [int(twin.state[p]["step"]) for _, p in (*first, *later)] == [12, 12, 7, 7, 7, 7]
     new = nn.Parameter(torch.zeros(2 + world.rank))
-    muon = gw.ZeroRedundancyOptimizer([ddp.module[0].weight], torch.optim.Muon, world.group, lr=0.01)
+    matrices = gw.ZeroRedundancyOptimizer([ddp.module[0].weight], OfMatrices, world.group, lr=0.01)
     assert "ranks differ in parameters" in said(optimizer.add_param_group, {"params": [new]})
     assert "'0.weight' is given twice" in said(optimizer.add_param_group, {"params": first})
-    assert "2D parameters" in said(muon.add_param_group, {"params": [nn.Parameter(torch.zeros(2))]})
+    assert "2D parameters" in said(matrices.add_param_group, {"params": [nn.Parameter(torch.zeros(2))]})
     assert "without 'params'" in said(optimizer.add_param_group, {"lr": 1.0})
     assert not same_bits(found[1], train(ddp, optimizer, world, range(12, 13)))  # it goes on
     assert len(optimizer.param_groups) == 2

@@ -1,6 +1,7 @@
 """Every request on real ranks, against what the core says that it means: answers, bytes and messages, in groups and in all dtypes."""
 
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,7 +11,10 @@ import torch.distributed as dist
 import gradwire
 from gradwire import LocalSGD, TopK
 from gradwire.torch_backend import Averager, HierarchicalModelAverager, local_sgd
+from gradwire.torch_backend.engine.groups import process_groups
+from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.torch_internals import libraries_of
 from tests.torch.asked import ASKED, EVEN, RANKS, Answered, answered, require_right
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.everything import Everything
@@ -27,6 +31,22 @@ WIDTHS = (40, 36, 32, 28)
 def test_a_request_is_answered_as_the_core_says(world, name):
     own = vars(answered(name, world.group, torch.device("cpu")))
     require_right(name, [Answered(**each) for each in world.everyones(own)])
+
+
+@cases.each({"each other": True, "by collectives": False})
+def test_members_are_counted_as_they_were_named_where_torch_sorts_them(world, direct):
+    """As torch does before 2.12, on the CPU and on a device."""
+    made = Exchange.__init__
+
+    def on_a_device(self, *given, **named):
+        made(self, *given, **named)
+        self.direct, self.native = direct, not direct
+
+    sorts = mock.patch.object(process_groups, "in_this_order", return_value={})
+    with sorts, mock.patch.object(Exchange, "__init__", on_a_device):
+        for name in (name for name in ASKED if "in a group" in name or "in groups" in name):
+            own = vars(answered(name, world.group, torch.device("cpu")))
+            require_right(name, [Answered(**each) for each in world.everyones(own)])
 
 
 # --- an algorithm that asks for everything, through every door ---
@@ -145,6 +165,9 @@ def test_subgroups_of_a_part_of_the_world_with_a_bound_device_are_refused(world)
 def test_a_partition_of_a_bound_communicator_is_one_split(world):
     """As of NCCL's. What torch makes of the call takes such a device."""
     whole, everybody, split = dist.new_group(backend="cpu:gloo"), dist.group.WORLD, []
+    (gloo,) = libraries_of(whole)
+    timeout = gloo.options._timeout
+    library = SimpleNamespace(supports_splitting=True, options=gloo.options)
 
     def split_group(parent, ranks, timeout):
         split.append((parent, ranks, timeout))
@@ -157,11 +180,11 @@ def test_a_partition_of_a_bound_communicator_is_one_split(world):
 
     everybody.bound_device_id = torch.device("cpu", 0)
     try:
-        with mock.patch.object(dist, "split_group", split_group):
+        splits = mock.patch.object(process_groups, "libraries_of", return_value=[library])
+        with mock.patch.object(dist, "split_group", split_group), splits:
             groups = ProcessGroups(whole, [TWO_AND_ONE, TWO_AND_ONE, ((0,), (1,), (2,))])
     finally:
         everybody.bound_device_id = None
-    timeout = whole._get_backend(torch.device("cpu")).options._timeout
     assert split == [(whole, [[0, 1], [2]], timeout), (whole, [[0], [1], [2]], timeout)]
     assert sum_of_ranks(world, groups[TWO_AND_ONE]) == [1, 1, 2][world.rank]
 

@@ -31,6 +31,7 @@ from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.state.memory import owned
+from gradwire.torch_backend.torch_internals import foreach_copy_
 
 
 def method_cost(
@@ -86,7 +87,7 @@ def _seconds(driver: Driver, clock: _Clock, specs: Mapping[str, Spec]) -> list[f
     gradients = {name: torch.empty_like(x) for name, x in given.items()}
 
     def step() -> float:
-        torch._foreach_copy_(list(gradients.values()), list(given.values()))
+        foreach_copy_(list(gradients.values()), list(given.values()))
         return clock.time(lambda: driver.add(gradients, first=True, last=True))
 
     return seconds_in_cycle(step, driver.algorithm.cycle)

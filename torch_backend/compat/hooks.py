@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 
 from gradwire.core.algorithm import Algorithm, State, Stepped
 from gradwire.core.algorithms.all_reduce import AllReduce

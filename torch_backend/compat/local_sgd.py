@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState as TorchsState
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.utils.weak import WeakIdKeyDictionary
@@ -40,6 +40,7 @@ from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.local_sgd.optimizer_hooks import scaled_gradients
 from gradwire.torch_backend.local_sgd.wrapped_optimizer import is_wrapped
 from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.torch_internals import SKIPS_BY_ITSELF
 
 logger = logging.getLogger(__name__)
 
@@ -354,7 +355,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         """One step of the local optimizer; then the averager's. Also where a `GradScaler` found inf: then only the averager's."""
         arguments = () if closure is None else (closure,)
         flags = {key: self.__dict__[key] for key in ("found_inf", "grad_scale") if key in self.__dict__}
-        if getattr(self.optim, "_step_supports_amp_scaling", False):
+        if getattr(self.optim, SKIPS_BY_ITSELF, False):
             for key, value in flags.items():
                 setattr(self.optim, key, value)
             result = self.optim.step(*arguments)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 
 from gradwire.torch_backend.compat.hooks import (
     PowerSGDState,

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree
+
+from gradwire.torch_backend.torch_internals import leaves_of
 
 #: What cannot hold a tensor.
 PLAIN = (
@@ -65,8 +66,9 @@ def _parts(item: Any) -> list[Any] | None:
         parts += [getattr(item, field.name) for field in dataclasses.fields(item) if hasattr(item, field.name)]
     if isinstance(item, SimpleNamespace):
         known, parts = True, list(vars(item).values())
-    if not known and not _pytree.tree_is_leaf(item):
-        known, parts = True, [leaf for leaf in _pytree.tree_leaves(item) if leaf is not item]
+    if not known:
+        parts = leaves_of(item)
+        known = not any(leaf is item for leaf in parts)
     return parts if known else None
 
 

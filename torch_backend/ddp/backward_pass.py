@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
+from gradwire.torch_backend.torch_internals import in_backward, in_node, queue_callback
 
 
 class BackwardPass:
@@ -30,16 +30,16 @@ class BackwardPass:
         self._seen = math.inf if is_last else index
         self._number += begins
         # Outside of autograd, in DDP's `join()`, all buckets come.
-        if begins and not is_last and torch._C._current_graph_task_id() != -1:
+        if begins and not is_last and in_backward():
             self._await(self._number, at_end)
         return begins
 
     def _await(self, number: int, at_end: Callable[[], None]) -> None:
         def passed() -> None:
             # A pass inside of another (reentrant checkpointing) ends in the middle of a node of that, which brings the other buckets.
-            if self._number == number and self._seen < math.inf and torch._C._current_autograd_node() is None:
+            if self._number == number and self._seen < math.inf and not in_node():
                 self._seen = math.inf
                 at_end()
 
         # The reducer queues what waits for the futures after its last bucket, so this comes first.
-        torch.autograd.Variable._execution_engine.queue_callback(passed)
+        queue_callback(passed)

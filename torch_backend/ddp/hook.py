@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -27,6 +27,13 @@ from gradwire.torch_backend.setup.consistency import meet_to_change, obstacle, r
 from gradwire.torch_backend.setup.handle import Handle
 from gradwire.torch_backend.setup.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.setup.sharded_models import INSTEAD, is_fsdp
+from gradwire.torch_backend.torch_internals import (
+    before_compile,
+    hands_single_gradients,
+    note_hooks,
+    noted_hooks,
+    queue_callback,
+)
 
 
 @checked
@@ -74,7 +81,7 @@ def register_comm_hook(
         ValueError: a parameter or option cannot be served (named), `ddp` has a hook already, or ranks ask for different things. The
             module is unchanged then.
     """
-    ddp = getattr(ddp, "_orig_mod", ddp)
+    ddp = before_compile(ddp)
     if is_fsdp(ddp):
         raise TypeError(f"ddp is a {type(ddp).__name__}, sharded by FSDP, which averages by itself. {INSTEAD}")
     if not isinstance(ddp, DistributedDataParallel):
@@ -101,11 +108,11 @@ def hooked(ddp: DistributedDataParallel, driver: Driver, parameters: Mapping[str
     slot = _slot_of(ddp)
     handle = CommHook(driver, parameters, None, slot=slot)
     if slot is None:
-        ddp._comm_hooks = _hooks_of(ddp)
+        note_hooks(ddp, _hooks_of(ddp))
         try:
             ddp.register_comm_hook(None, handle.hook)
         except RuntimeError:  # of the reducer, which has a built-in hook; DDP has noted ours before it asked
-            ddp._comm_hooks = [noted for noted in ddp._comm_hooks if noted[0] != handle.hook]
+            note_hooks(ddp, [noted for noted in noted_hooks(ddp) if noted[0] != handle.hook])
             raise
     return handle
 
@@ -227,13 +234,12 @@ class BucketHook:
 
 def raise_after_backward(error: Exception) -> None:
     """Raise when the reducer has finished the backward pass, of which it would otherwise take no other."""
-    engine = torch.autograd.Variable._execution_engine
 
     def last() -> None:
         raise error
 
     # The reducer queues its own callback when this hook has returned, so the first of ours comes before that, and the second after it.
-    engine.queue_callback(lambda: engine.queue_callback(last))
+    queue_callback(lambda: queue_callback(last))
 
 
 class Slot:
@@ -382,8 +388,7 @@ def _slot_of(ddp: DistributedDataParallel) -> Slot | None:
 
 def _hooks_of(ddp: DistributedDataParallel) -> list[Any]:
     """What DDP has noted, but for hooks that were left behind in pickling."""
-    noted: list[Any] = getattr(ddp, "_comm_hooks", [])
-    return [each for each in noted if not isinstance(getattr(each[0], "__self__", None), _LeftBehind)]
+    return [each for each in noted_hooks(ddp) if not isinstance(getattr(each[0], "__self__", None), _LeftBehind)]
 
 
 def _note_used(
@@ -408,7 +413,7 @@ def _obstacle(ddp: DistributedDataParallel, algorithm: Algorithm, parameters: Ma
     """Why this rank cannot take part; "" if it can."""
     if why_not := hook_obstacle(ddp):
         return why_not
-    if getattr(ddp, "_use_python_reducer", False):
+    if hands_single_gradients(ddp):
         return (
             'torch._dynamo.config.optimize_ddp="python_reducer" hands hooks single gradients instead of buckets; set it to '
             '"ddp_optimizer", the default, before the model is wrapped'

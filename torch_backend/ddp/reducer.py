@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 
 from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.buckets.reducer import Reducer
@@ -21,6 +20,7 @@ from gradwire.torch_backend.engine.collectives import share
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.engine.dynamo import refuse_compiled_autograd, uncompiled
 from gradwire.torch_backend.engine.scheduler import Running
+from gradwire.torch_backend.torch_internals import in_backward, queue_callback
 
 
 class BackwardReducer:
@@ -67,7 +67,7 @@ class BackwardReducer:
     @uncompiled
     def before_forward(self) -> None:
         """Forget what a failed backward pass has left behind."""
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             if self._state.active:
                 self.driver.abandon()
             self._state.abandon()
@@ -141,7 +141,7 @@ class BackwardReducer:
         if not self._in_backward:
             refuse_compiled_autograd()
             self._in_backward = True
-            Variable._execution_engine.queue_callback(self._end)
+            queue_callback(self._end)
 
     def _begin(self) -> None:
         unused: set[int] = set()

@@ -41,6 +41,7 @@ from gradwire.torch_backend.ops.kernels import TorchOps, dtype_name
 from gradwire.torch_backend.ops.workspace import Scratch
 from gradwire.torch_backend.state.loss_scale import require_all_ranks
 from gradwire.torch_backend.state.memory import Memory, Replicated, factors_side_by_side
+from gradwire.torch_backend.torch_internals import foreach_copy_
 
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
 MESSAGE_BYTES = 1 << 20
@@ -300,7 +301,7 @@ class Driver:
                     given.append(gradient)
                     averaged.append(average)
             if given:
-                torch._foreach_copy_(given, averaged)
+                foreach_copy_(given, averaged)
         if self.discarding:
             for key, x in self._shared_before.items():  # in place: the host foresees these very scalars
                 self.memory.state.shared[key].copy_(x)

@@ -6,11 +6,10 @@ is then compiled by itself, and the first coroutine among them is an error. A ma
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from torch._compile import _disable_dynamo
+from gradwire.torch_backend.torch_internals import disable_dynamo, in_compiled_autograd
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,13 +21,12 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     It is `torch.compiler.disable`, which as a decorator would import the whole compiler together with this package, a second or more. torch's
     own optimizers and DDP are marked like this: the compiler is imported by the first call, and then by the first of theirs anyway.
     """
-    return _disable_dynamo(function)
+    return disable_dynamo(function)
 
 
 def refuse_compiled_autograd() -> None:
     """Raise RuntimeError in a backward pass that compiled autograd runs: its graph has no callbacks at the end."""
-    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    if getattr(compiled_autograd, "in_compiled_autograd_region", False):
+    if in_compiled_autograd():
         raise RuntimeError(
             "compiled autograd makes one graph of the backward pass, and does not say when it ends, so gradients could not be averaged; "
             "set torch._dynamo.config.compiled_autograd = False"

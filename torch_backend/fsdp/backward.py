@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.text.wording import some
@@ -29,6 +28,7 @@ from gradwire.torch_backend.engine.dynamo import refuse_compiled_autograd, uncom
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.fsdp.layout import Layout, local_part
 from gradwire.torch_backend.fsdp.units import accumulating
+from gradwire.torch_backend.torch_internals import in_backward, queue_callback
 
 #: Where a model keeps the one whom FSDP's hooks call. FSDP keeps hooks for life.
 ATTRIBUTE = "_gradwire_backward"
@@ -131,7 +131,7 @@ class ShardedBackward:
 
     def _before_forward(self) -> None:
         """Forget what a failed backward pass has left behind, and take in what is thawed, where no handle minds."""
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return
         if self._watching:
             self.driver.abandon()
@@ -164,8 +164,7 @@ class ShardedBackward:
             self._watching = True
             # FSDP has callbacks as well, one for each outermost unit, in which units come whose inputs need no gradient. By the time the first
             # one is called all of them are queued, so what is queued then comes last.
-            engine = Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(self._end))
+            queue_callback(lambda: queue_callback(self._end))
 
     def _on_unit(self, k: int) -> None:
         self._watch_for_the_end()

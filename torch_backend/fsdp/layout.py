@@ -16,6 +16,7 @@ from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_al
 from gradwire.torch_backend.fsdp.units import Unit, units_of
 from gradwire.torch_backend.setup.sharded_models import is_dtensor, is_fsdp
 from gradwire.torch_backend.state.blocks import Piece
+from gradwire.torch_backend.torch_internals import require_sharded_models
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -125,7 +126,7 @@ class Layout:
 
         Raises:
             TypeError: `model` is no module that `fully_shard` has sharded.
-            ValueError: what cannot be served, by name, with the lines that set it up right.
+            ValueError: what cannot be served, by name, with the lines that set it up right; or this torch is too old, with the version that is not.
         """
         _require_fsdp2(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -189,8 +190,10 @@ def _require_fsdp2(model: object) -> None:
         raise TypeError(f"model is a {type(model).__name__}; give a module that fully_shard has sharded. {RIGHT}")
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise TypeError(f"model is sharded by FullyShardedDataParallel, FSDP1; compress_replicas takes FSDP2. {RIGHT}")
-    if not any(is_fsdp(module) for module in model.modules()):
+    sharded = [module for module in model.modules() if is_fsdp(module)]
+    if not sharded:
         raise TypeError(f"model is a {type(model).__name__} that fully_shard has not sharded. {RIGHT}")
+    require_sharded_models(sharded)
 
 
 def replica_group(mesh: object) -> dist.ProcessGroup:

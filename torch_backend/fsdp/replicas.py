@@ -37,6 +37,7 @@ from gradwire.torch_backend.setup.consistency import (
 )
 from gradwire.torch_backend.setup.handle import Handle
 from gradwire.torch_backend.setup.registration import announce, prepared, require_gradient_algorithm, tried
+from gradwire.torch_backend.torch_internals import before_compile, steps_in_backward
 
 
 @checked
@@ -83,7 +84,7 @@ def compress_replicas(
     """
     require_gradient_algorithm(algorithm)
     refuse_levels(algorithm)
-    model = getattr(model, "_orig_mod", model)
+    model = before_compile(model)
     if isinstance(model, nn.Module):
         require_initialized(dict(model.named_parameters()))
     layout = Layout.of(model, replica_group(mesh))
@@ -189,7 +190,7 @@ def _obstacle(model: nn.Module, layout: Layout, algorithm: Algorithm) -> str:
         return offloaded
     if not any(x.numel() for x in parts.values()):
         return "this rank holds no part of any parameter; shard the model over fewer ranks"
-    if stepping := [name for name, held in layout.held.items() if hasattr(held.parameter, "_in_backward_optimizers")]:
+    if stepping := [name for name, held in layout.held.items() if steps_in_backward(held.parameter)]:
         return f"parameter {stepping[0]!r} is stepped by an optimizer in the backward pass; step after it"
     if Asked.SUM in asked(algorithm, specs_of(parts), layout):
         return f"{algorithm!r} asks for sum_scalar, a sum over the whole model, of which each rank holds a part"

@@ -1,4 +1,4 @@
-"""The units of a sharded model: modules whose gradients FSDP2 reduces together. What has to be known of FSDP beyond its public interface is here."""
+"""The units of a sharded model: modules whose gradients FSDP2 reduces together."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from gradwire.core.plan.advice import CompressionWarning, outside
 from gradwire.torch_backend.setup.sharded_models import is_fsdp
-
-#: `reduce_dtype=None` of a `MixedPrecisionPolicy` is the dtype of the parameters, and no longer `param_dtype`.
-REDUCES_IN_OWN_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+from gradwire.torch_backend.torch_internals import REDUCES_IN_OWN_DTYPE, fsdp_accumulates, fsdp_policies, fsdp_state
 
 
 @dataclass
@@ -47,14 +45,14 @@ def units_of(model: nn.Module, parameters: Iterable[str]) -> list[Unit]:
     names = {name: module for name, module in model.named_modules() if is_fsdp(module)}
     units: dict[int, Unit] = {}
     for name, module in names.items():
-        units.setdefault(id(_state(module)), Unit(name, [], [])).modules.append(module)
+        units.setdefault(id(fsdp_state(module)), Unit(name, [], [])).modules.append(module)
     for parameter in parameters:
         owner = parameter.rpartition(".")[0]
         while owner and owner not in names:
             owner = owner.rpartition(".")[0]
         if owner not in names:
             raise ValueError(f"parameter {parameter!r} is in no module of model that fully_shard was called on")
-        units[id(_state(names[owner]))].parameters.append(parameter)
+        units[id(fsdp_state(names[owner]))].parameters.append(parameter)
     return [unit for unit in units.values() if unit.parameters]
 
 
@@ -67,7 +65,7 @@ def accumulating(units: Sequence[Unit]) -> bool:
     Raises:
         RuntimeError: units differ.
     """
-    found = {unit.name: _keeps(unit.modules[0]) for unit in units}
+    found = {unit.name: fsdp_accumulates(unit.modules[0]) for unit in units}
     if len(set(found.values())) > 1:
         kept = next(name for name, keeps in found.items() if keeps)
         raise RuntimeError(
@@ -82,9 +80,8 @@ def warn_of_wide_shards(units: Sequence[Unit]) -> None:
     if not REDUCES_IN_OWN_DTYPE:
         return
     for unit in units:
-        for group in getattr(_state(unit.modules[0]), "_fsdp_param_groups", ()):
-            policy = getattr(group, "mp_policy", None)
-            short = None if policy is None or policy.reduce_dtype is not None else policy.param_dtype
+        for policy in fsdp_policies(unit.modules[0]):
+            short = None if policy.reduce_dtype is not None else policy.param_dtype
             wide = {p.dtype for module in unit.modules for p in module.parameters()}
             if short is not None and any(dtype.itemsize > short.itemsize for dtype in wide):
                 warnings.warn(
@@ -94,26 +91,3 @@ def warn_of_wide_shards(units: Sequence[Unit]) -> None:
                     stacklevel=outside(),
                 )
                 return
-
-
-def _state(module: Any) -> Any:
-    try:
-        return module._get_fsdp_state()
-    except AttributeError as error:
-        raise _unknown() from error
-
-
-def _keeps(module: Any) -> bool:
-    state = _state(module)
-    try:
-        groups, last = state._fsdp_param_groups, state._state_ctx.is_last_backward
-        return not last or not all(group.all_reduce_grads for group in groups)
-    except AttributeError as error:
-        raise _unknown() from error
-
-
-def _unknown() -> RuntimeError:
-    return RuntimeError(
-        f"torch {torch.__version__} keeps elsewhere whether a backward pass accumulates, which compress_replicas has to know; torch 2.13 is tested. "
-        "gradwire.torch_backend.Averager needs nothing of it"
-    )

@@ -16,6 +16,7 @@ from gradwire.core.algorithm import Algorithm, require_algorithm
 from gradwire.core.text.options import AtLeast0, checked
 from gradwire.torch_backend.ddp.hook import CommHook, register_comm_hook
 from gradwire.torch_backend.state.rank_memory import load_beside, remove_beside, save_beside
+from gradwire.torch_backend.torch_internals import before_compile
 
 logger = logging.getLogger("gradwire")
 
@@ -54,7 +55,7 @@ class Compression:
             TypeError: several processes train, and it is no DDP.
             ValueError: see `register_comm_hook` and `CommHook.load_state_dict`.
         """
-        ddp = getattr(model, "_orig_mod", model)
+        ddp = before_compile(model)
         if self._ddp is None or self._ddp() is not ddp:
             self.handle = self._ddp = None
             if not isinstance(ddp, DistributedDataParallel) and not _several():

@@ -2,7 +2,7 @@
 
 A scaler that finds inf in the gradients does not call `optimizer.step()` at all. Where gradients differ between ranks one rank may skip
 and another not, and whatever the ranks do together after a step would then hang. Optimizers may tell the scaler that they handle this
-themselves (`_step_supports_amp_scaling`, as torch's fused ones do): it then always calls `step()`, with `optimizer.found_inf` and
+themselves (by an attribute that torch's fused ones have): it then always calls `step()`, with `optimizer.found_inf` and
 `optimizer.grad_scale` set.
 """
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradwire.torch_backend.engine.dynamo import uncompiled
+from gradwire.torch_backend.torch_internals import SKIPS_BY_ITSELF
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def step_on_every_rank(
     """Call `before` and `after` each step of the optimizer. One that leaves skipping to the scaler is made to skip by itself. Returns what leaves the
     optimizer as it was."""
     running = ExitStack()
-    skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+    skips_by_itself = getattr(optimizer, SKIPS_BY_ITSELF, False)
 
     @uncompiled
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -66,16 +67,16 @@ def step_on_every_rank(
         running.close()
         after()
 
-    marked = vars(optimizer).get("_step_supports_amp_scaling")
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    marked = vars(optimizer).get(SKIPS_BY_ITSELF)
+    setattr(optimizer, SKIPS_BY_ITSELF, True)
     hooks = [optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step)]
 
     def leave() -> None:
         for hook in hooks:
             hook.remove()
         if marked is None:
-            del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+            delattr(optimizer, SKIPS_BY_ITSELF)
         else:
-            optimizer._step_supports_amp_scaling = marked  # type: ignore[attr-defined]
+            setattr(optimizer, SKIPS_BY_ITSELF, marked)
 
     return leave

@@ -28,6 +28,7 @@ from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.setup.consistency import require_initialized
 from gradwire.torch_backend.setup.sharded_models import is_fsdp
 from gradwire.torch_backend.state.memory import Replicated
+from gradwire.torch_backend.torch_internals import joins
 
 
 class Target:
@@ -126,7 +127,7 @@ class DdpTarget(Target):
 
     def require_steps(self) -> None:
         ddp = self._ddp()
-        if ddp is not None and ddp._join_config.enable:
+        if ddp is not None and joins(ddp):
             raise RuntimeError(
                 "local SGD needs the same number of steps on all ranks, and DDP's join() is for when they differ; give all ranks equally "
                 "many batches"

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from gradwire.torch_backend.torch_internals import takes_step_hooks
+
 #: Wrappers that call the step of their `optimizer` when it is time to: of accelerate and of Lightning.
 WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")
 
@@ -23,7 +25,7 @@ def unwrapped(optimizer: Any) -> Any:
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; give one of torch.optim, or None")
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if not takes_step_hooks(optimizer):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}, which takes no step hooks; give the optimizer that it wraps, or None and call "
             "handle.step() after each step"

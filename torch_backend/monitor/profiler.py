@@ -7,12 +7,14 @@ from typing import Any
 
 from torch.autograd import profiler
 
+from gradwire.torch_backend.torch_internals import profiler_runs
+
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def span(what: Any, part: str) -> AbstractContextManager[Any]:
     """A range for this part of the step of an algorithm, which may be wrapped (`WireDtype`)."""
-    if not getattr(profiler, "_is_profiler_enabled", False):
+    if not profiler_runs():
         return NOTHING
     while hasattr(what, "algorithm"):
         what = what.algorithm

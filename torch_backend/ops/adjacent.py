@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from gradwire.torch_backend.torch_internals import view_base
+
 
 def side_by_side(arrays: Sequence[Tensor]) -> Tensor | None:
     """The one vector that these arrays, of one dtype, fill without gaps, in order; None if they do not."""
@@ -16,7 +18,7 @@ def side_by_side(arrays: Sequence[Tensor]) -> Tensor | None:
             return None
         end += x.nbytes
     size = ((end - begin) // first.element_size(),)
-    bucket = first._base  # often they are views of just that vector, which spares making it
+    bucket = view_base(first)  # often they are views of just that vector, which spares making it
     if bucket is not None and bucket.shape == size and bucket.dtype == first.dtype and bucket.data_ptr() == begin:
         return bucket
     storage = first.untyped_storage()

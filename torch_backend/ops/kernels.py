@@ -21,6 +21,14 @@ from gradwire.torch_backend.ops.adjacent import side_by_side
 from gradwire.torch_backend.ops.fused import TorchFused, available
 from gradwire.torch_backend.ops.orthonormalize import CLEAR, orthonormalized_unseen
 from gradwire.torch_backend.ops.workspace import Scratch, Stack
+from gradwire.torch_backend.torch_internals import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_mul,
+    foreach_mul_,
+    foreach_norm,
+    foreach_sub_,
+)
 
 T = TypeVar("T")
 
@@ -195,7 +203,7 @@ class TorchOps:
 
     def add_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor], *, multiplied: bool = False) -> list[Tensor]:
         for donated, added in _by_dtype(xs, ys):
-            torch._foreach_add_(donated, added)
+            foreach_add_(donated, added)
         return list(xs)
 
     def where_each(
@@ -208,12 +216,12 @@ class TorchOps:
                 pairs = [pair for pair in pairs if pair[1].numel() > LARGE]
                 for new, old in _by_dtype(*zip(*small, strict=True)):
                     parts = torch.split(torch.where(ok, _flat(new), _flat(old)), [y.numel() for y in old])
-                    torch._foreach_copy_(old, [x.view(y.shape) for x, y in zip(parts, old, strict=True)])
+                    foreach_copy_(old, [x.view(y.shape) for x, y in zip(parts, old, strict=True)])
             for x, y in pairs:
                 self._commit(ok, x, y)
         elif ok:
             for chosen, donated in _by_dtype(xs, ys):
-                torch._foreach_copy_(donated, chosen)
+                foreach_copy_(donated, chosen)
         elif limits:
             for y, limit in zip(ys, limits, strict=True):
                 _limit(y, limit)
@@ -223,7 +231,7 @@ class TorchOps:
         if self._host_knows:
             return None
         for donated, taken in _by_dtype(xs, ys):
-            torch._foreach_sub_(donated, taken)
+            foreach_sub_(donated, taken)
         return list(xs)
 
     def nan_unless(self, ok: Tensor, xs: Sequence[Tensor], *, out: Sequence[Tensor] | None = None) -> list[Tensor]:
@@ -240,7 +248,7 @@ class TorchOps:
         for members, positions in _by_dtype(xs, range(len(xs))):
             dtype = members[0].dtype
             one_or_nan = torch.where(ok, self.scalar(1.0, dtype), self.scalar(math.nan, dtype))
-            for i, x in zip(positions, torch._foreach_mul(members, one_or_nan), strict=True):
+            for i, x in zip(positions, foreach_mul(members, one_or_nan), strict=True):
                 answers[i] = x
         return answers
 
@@ -337,14 +345,14 @@ class TorchOps:
         wide = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
         norms: list[Tensor] = []
         for members, _ in _by_dtype(xs, xs):
-            norms += torch._foreach_norm(members, 2, wide)
+            norms += foreach_norm(members, 2, wide)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
         return norm
 
     def scale_each(self, xs: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
         for members, _ in _by_dtype(xs, xs):
             if members[0].dtype.itemsize >= 4:
-                torch._foreach_mul_(members, factor.to(members[0].dtype))
+                foreach_mul_(members, factor.to(members[0].dtype))
                 continue
             for x in members:  # half precision may not have so small a factor
                 x.copy_(x.to(factor.dtype).mul_(factor))

@@ -19,6 +19,7 @@ from gradwire.torch_backend.engine.groups.barrier import LONGEST, Meeting
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
 from gradwire.torch_backend.ops.kernels import dtype_name
 from gradwire.torch_backend.setup.sharded_models import INSTEAD, sharded_parameter
+from gradwire.torch_backend.torch_internals import steps_in_backward
 
 #: Tensors are broadcast in messages of about so many bytes, which is the memory that it takes.
 MESSAGE_BYTES = 64 << 20
@@ -58,7 +59,7 @@ def obstacle(module: nn.Module, algorithm: Algorithm, parameters: Mapping[str, T
             return f"parameter {weight!r} has sparse gradients; build {whom} with sparse=False"
     if name := sharded_parameter(parameters):
         return f"parameter {name!r} is a DTensor, sharded already. {INSTEAD}"
-    if stepping := [name for name, p in parameters.items() if hasattr(p, "_in_backward_optimizers")]:
+    if stepping := [name for name, p in parameters.items() if steps_in_backward(p)]:
         return (
             f"parameter {stepping[0]!r} is stepped by an optimizer in the backward pass (_apply_optimizer_in_backward), where no average of its "
             "gradient can come first but DDP's own, which takes DDP's only hook; step after the backward pass"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.torch_backend.engine.groups.barrier import LONGEST, Meeting
+from gradwire.torch_backend.torch_internals import foreach_mul_, tensor_of_scale
 
 
 class LossScale:
@@ -33,7 +34,7 @@ class LossScale:
             if not isinstance(self.value, Tensor):
                 self.value = torch.full_like(scale, self.value)
             if errors:  # torch refuses an empty list
-                torch._foreach_mul_(list(errors), scale / self.value)
+                foreach_mul_(list(errors), scale / self.value)
             # In place: steps may run on different streams, and memory belongs to the one that took it.
             self.value.copy_(scale)
         else:
@@ -52,7 +53,7 @@ class LossScale:
 
 def scale_of(scaler: torch.amp.GradScaler) -> float | Tensor:
     """Its scale; a tensor on the device where reading it would make the host wait."""
-    scale = getattr(scaler, "_scale", None)
+    scale = tensor_of_scale(scaler)
     if isinstance(scale, Tensor) and scale.device.type != "cpu" and scaler.is_enabled():
         return scale
     return scaler.get_scale()

@@ -14,6 +14,7 @@ from gradwire.core.ops import Spec
 from gradwire.core.zero.sharding import MixedShards, Shards, shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.setup.consistency import describe, require_initialized, require_same_on_all_ranks
+from gradwire.torch_backend.torch_internals import MUON, NeedsTorch
 from gradwire.torch_backend.zero.rules import Rule
 
 T = TypeVar("T")
@@ -48,8 +49,11 @@ def require_sharded(name: str, rules: Sequence[Rule], given: Mapping[str, Any]) 
         raise ValueError(
             f"parameter {name!r} is a DTensor, whose optimizer state is sharded as it is itself: use the plain optimizer itself"
         )
-    muon = getattr(torch.optim, "Muon", None)
-    if other := next((rule for rule in whole if rule.optimizer_class is not muon), None):
+    if MUON.obstacle:
+        raise NeedsTorch(
+            f"parameter {name!r} is a DTensor, and of those matrices go to owners for Muon alone. {MUON.obstacle}"
+        )
+    if other := next((rule for rule in whole if rule.optimizer_class is not torch.optim.Muon), None):
         raise ValueError(
             f"{other.subject or 'optimizer_class'}={other.optimizer_class.__name__}, shard={other.shard!r}: of DTensors matrices go to owners for "
             "torch.optim.Muon alone, since its state is elementwise; use torch's optimizers, or 'element'"

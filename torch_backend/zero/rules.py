@@ -23,6 +23,7 @@ from torch import Tensor
 from gradwire.core.ops import Spec
 from gradwire.core.text.name_patterns import matches, require_matches
 from gradwire.core.text.wording import some
+from gradwire.torch_backend.torch_internals import MUON, NeedsTorch
 from gradwire.torch_backend.zero.trials import (
     require_elementwise,
     require_parameterwise,
@@ -140,11 +141,12 @@ def _parsed(pattern: Any, entry: Any) -> Rule:
 
 def _checked_class(subject: str, given: Any) -> type[torch.optim.Optimizer]:
     if isinstance(given, str):
+        if given == "Muon" and MUON.obstacle:
+            raise NeedsTorch(f"{subject}: {MUON.obstacle}; give a class of your own")
         found = getattr(torch.optim, given, None)
         if found is None:
-            since = ", which torch 2.9 has" if given == "Muon" else ""
             raise ValueError(
-                f"{subject}: torch {torch.__version__} has no torch.optim.{given}{since}; give a class of your own"
+                f"{subject}: torch {torch.__version__} has no torch.optim.{given}; give a class of your own"
             )
         given = found
     if not (isinstance(given, type) and issubclass(given, torch.optim.Optimizer)):

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.torch_backend.advise.compare.generators import drawn, drawn_by, put_back, seed_all
@@ -32,6 +31,7 @@ from gradwire.torch_backend.advise.compare.training import held_out_losses
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.local_sgd.optimizer_hooks import step_on_every_rank
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
+from gradwire.torch_backend.torch_internals import queue_callback
 
 
 class OpaqueReplicas:
@@ -132,7 +132,7 @@ class _Hooked:
     def _arrived(self, parameter: Tensor) -> None:
         if not self._armed:
             self._armed = True
-            Variable._execution_engine.queue_callback(self._backward_ends)
+            queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
         self._armed = False

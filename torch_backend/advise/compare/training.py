@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.torch_backend.setup.consistency import require_initialized
+from gradwire.torch_backend.torch_internals import leaves_of
 
 
 def _nothing() -> None:
@@ -128,7 +129,7 @@ def held_out_losses(model: nn.Module, evaluate: Callable[[], Any]) -> list[float
 
 def same_batch(x: Any, y: Any) -> bool:
     """Whether two batches hold the same."""
-    mine, theirs = (torch.utils._pytree.tree_leaves(each) for each in (x, y))
+    mine, theirs = (leaves_of(each) for each in (x, y))
     return len(mine) == len(theirs) and all(map(_equal, mine, theirs))
 
 

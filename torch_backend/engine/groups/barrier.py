@@ -13,9 +13,9 @@ from datetime import timedelta
 from itertools import count
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from gradwire.torch_backend.engine.groups.process_groups import timeout_of
+from gradwire.torch_backend.torch_internals import store_of
 
 logger = logging.getLogger(__name__)
 
@@ -119,15 +119,14 @@ class Meeting:
         return [rank for rank, key in enumerate(cards) if not self.store.check([key])]
 
 
-def _decide(store: Store, verdict: str, what: bytes) -> None:
+def _decide(store: dist.Store, verdict: str, what: bytes) -> None:
     """Unless that has been decided."""
     store.compare_set(verdict, "", what.decode())
 
 
-def _store_of(group: dist.ProcessGroup) -> Store | None:
+def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
     """The store that all ranks of a group share; None if there are no others, or no store, as where members come and go."""
-    world = dist.distributed_c10d._world
-    if group not in world.pg_map or not 1 < dist.get_world_size(group) == len(world.pg_group_ranks[group]):
+    store = store_of(group)
+    if store is None or not 1 < dist.get_world_size(group) == len(dist.get_process_group_ranks(group)):
         return None
-    store: Store = world.pg_map[group][1]
     return store

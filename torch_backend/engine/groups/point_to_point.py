@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 has given them other names.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from gradwire.torch_backend.torch_internals import all_gather_single, reduce_scatter_single, store_of
+
+T = TypeVar("T")
 
 #: The library that has all collectives.
 NCCL = "nccl"
@@ -29,6 +29,7 @@ class Exchange:
 
     Args:
         rank: of this rank in the group, where that does not know it; torchft's say 0 always.
+        numbers: torch's numbers of the group's ranks, in the order in which they are counted here. None: that is torch's order.
 
     Attributes:
         group, size, rank: of this rank.
@@ -36,13 +37,23 @@ class Exchange:
         direct: ranks send each other their parts by themselves.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, rank: int | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        rank: int | None = None,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
-        self.rank = group.rank() if rank is None else rank
+        own = group.rank() if rank is None else rank
+        self.rank = own if numbers is None else numbers.index(own)
+        self._numbers = range(self.size) if numbers is None else numbers
+        #: Where parts lie in torch's order. It is given to libraries by itself where it is the same.
+        self._sorted = None if numbers is None else sorted(range(self.size), key=numbers.__getitem__)
         self.direct = device.type == "cpu"
         # Not `dist.get_backend`: a group may have one library for each kind of device ("cpu:gloo,cuda:nccl"). One whose members come and go is not registered.
-        self._registered = group in dist.distributed_c10d._world.pg_map
+        self._registered = store_of(group) is not None
         self.native = self._registered and f"{device.type}:{NCCL}" in dist.get_backend_config(group).split(",")
         self._tags = count()
 
@@ -53,12 +64,13 @@ class Exchange:
         if self.direct:
             received = self._others(parts)
             return self._messages(dict.fromkeys(received, own), received)
-        if len(set(counts)) == 1 and self._registered:
-            return [_all_gather(as_bytes(whole), as_bytes(own), group=self.group, async_op=True)]
+        if len(set(counts)) == 1 and self._registered and self._sorted is None:
+            return [all_gather_single(as_bytes(whole), as_bytes(own), group=self.group, async_op=True)]
         if len(set(counts)) == 1:  # torchft's groups have no gather into one tensor
-            return [dist.all_gather([as_bytes(x) for x in parts], as_bytes(own), group=self.group, async_op=True)]
+            into = [as_bytes(x) for x in self._in_torchs_order(parts)]
+            return [dist.all_gather(into, as_bytes(own), group=self.group, async_op=True)]
         return [
-            dist.broadcast(as_bytes(part), group_src=source, group=self.group, async_op=True)
+            dist.broadcast(as_bytes(part), group_src=self._numbers[source], group=self.group, async_op=True)
             for source, part in enumerate(parts)
             if part.numel()
         ]
@@ -71,18 +83,25 @@ class Exchange:
             if counts[self.rank]:
                 fro[self.rank].copy_(to[self.rank])
             return self._messages(self._others(to), self._others(fro))
+        if self._sorted is None:
+            return [self._all_to_all(given, sent, received, counts)]
+        leaves, arrives = torch.cat(self._in_torchs_order(torch.split(given, list(sent)))), torch.empty_like(received)
+        work = self._all_to_all(leaves, self._in_torchs_order(sent), arrives, self._in_torchs_order(counts))
+        return [_Copying(work, leaves, arrives, self._in_torchs_order(torch.split(received, list(counts))))]
+
+    def _all_to_all(self, given: Tensor, sent: Sequence[int], received: Tensor, counts: Sequence[int]) -> Any:
         size = given.element_size()
-        sizes = [n * size for n in counts], [n * size for n in sent]
-        return [dist.all_to_all_single(as_bytes(received), as_bytes(given), *sizes, group=self.group, async_op=True)]
+        to, fro = [n * size for n in sent], [n * size for n in counts]
+        return dist.all_to_all_single(as_bytes(received), as_bytes(given), fro, to, group=self.group, async_op=True)
 
     def sum_for_owners(self, x: Tensor, counts: Sequence[int]) -> list[Any]:
         """The parts of `x` summed over all ranks, each where it lies on the rank that owns it. Only where that is `native`."""
         parts = torch.split(x, list(counts))
-        if len(set(counts)) == 1:
-            return [_reduce_scatter(parts[self.rank], x, group=self.group, async_op=True)]
+        if len(set(counts)) == 1 and self._sorted is None:
+            return [reduce_scatter_single(parts[self.rank], x, group=self.group, async_op=True)]
         # One by one, and not by all-to-all: who owns much would need room for everybody's addends.
         return [
-            dist.reduce(part, group_dst=owner, group=self.group, async_op=True)
+            dist.reduce(part, group_dst=self._numbers[owner], group=self.group, async_op=True)
             for owner, part in enumerate(parts)
             if part.numel()
         ]
@@ -93,8 +112,26 @@ class Exchange:
     def _messages(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> list[Any]:
         """Start to send and receive, each by the other's rank. Empty messages are not sent."""
         tag, group = FIRST_TAG + next(self._tags) % 0x8000, self.group
-        works = [group.recv([as_bytes(x)], r, tag) for r, x in received.items() if x.numel()]
-        return works + [group.send([as_bytes(x)], r, tag) for r, x in sent.items() if x.numel()]
+        numbers = self._numbers
+        works = [group.recv([as_bytes(x)], numbers[r], tag) for r, x in received.items() if x.numel()]
+        return works + [group.send([as_bytes(x)], numbers[r], tag) for r, x in sent.items() if x.numel()]
+
+    def _in_torchs_order(self, parts: Sequence[T]) -> list[T]:
+        return list(parts) if self._sorted is None else [parts[i] for i in self._sorted]
+
+
+class _Copying:
+    """Work whose parts arrive in another order than they are wanted in: a vector of them, and where they belong."""
+
+    def __init__(self, work: Any, leaves: Tensor, arrives: Tensor, places: Sequence[Tensor]) -> None:
+        self._work, self._leaves, self._arrives, self._places = work, leaves, arrives, places
+
+    def wait(self) -> None:
+        self._work.wait()
+        for place, part in zip(
+            self._places, torch.split(self._arrives, [x.numel() for x in self._places]), strict=True
+        ):
+            place.copy_(part)
 
 
 def as_bytes(x: Tensor) -> Tensor:

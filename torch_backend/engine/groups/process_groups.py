@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +12,13 @@ import torch.distributed as dist
 from gradwire.core.protocol.groups import Groups
 from gradwire.torch_backend.engine.groups.gloo_exit import leave_in_peace
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
+from gradwire.torch_backend.torch_internals import (
+    in_this_order,
+    libraries_of,
+    number_of_groups,
+    store_of,
+    timeout_of_library,
+)
 
 
 def given_or_default(group: dist.ProcessGroup | None, argument: str = "process_group") -> dist.ProcessGroup:
@@ -33,7 +37,7 @@ class ProcessGroups:
 
     Raises:
         ValueError: groups are to be made within a part of the world, and `init_process_group` was given a `device_id`, or the members
-            of one of them do not belong to equally many groups already; or members are not in rising order, and this torch makes no such group.
+            of one of them do not belong to equally many groups already.
     """
 
     def __init__(self, whole: dist.ProcessGroup, partitions: Iterable[Groups | None] = ()) -> None:
@@ -75,7 +79,15 @@ class ProcessGroups:
 
     def exchange(self, groups: Groups | None, device: torch.device) -> Exchange:
         """What hands parts of tensors on a device to the other ranks of this rank's group."""
-        return Exchange(self[groups], device)
+        return Exchange(self[groups], device, numbers=self._numbers(groups))
+
+    def _numbers(self, groups: Groups | None) -> list[int] | None:
+        """The ranks of this rank's group in the order in which it was named, as numbers that torch has given them in it; None if that is the same."""
+        if groups is None:
+            return None
+        ranks, named = dist.get_process_group_ranks(self.whole), next(own for own in groups if self.rank in own)
+        numbers = [dist.get_group_rank(self[groups], ranks[member]) for member in named]
+        return None if numbers == sorted(numbers) else numbers
 
 
 def _make(whole: dist.ProcessGroup, groups: Groups) -> dist.ProcessGroup:
@@ -88,7 +100,7 @@ def _make(whole: dist.ProcessGroup, groups: Groups) -> dist.ProcessGroup:
             f"process_group is a part of the world, and init_process_group was given device_id={bound}: torch would make the subgroups "
             f"{groups} by splitting the communicator of all ranks, and wait for ever for those that are not here. Leave out device_id"
         )
-    if everybody and _splits(whole, groups):
+    if everybody and _splits(whole):
         # One call for all of a partition, where `new_group` meets in the store once for each group of it.
         split = dist.split_group(whole, [list(members) for members in groups], timeout=timeout_of(whole))
         assert isinstance(split, dist.ProcessGroup)
@@ -105,7 +117,7 @@ def _make(whole: dist.ProcessGroup, groups: Groups) -> dist.ProcessGroup:
             own_ranks = [ranks[m] for m in members]
             made = dist.new_group(
                 own_ranks,
-                **_in_this_order(own_ranks),
+                **in_this_order(own_ranks),
                 timeout=timeout_of(whole),
                 backend=backend,
                 use_local_synchronization=not everybody,
@@ -117,33 +129,20 @@ def _make(whole: dist.ProcessGroup, groups: Groups) -> dist.ProcessGroup:
     return own
 
 
-def _splits(whole: dist.ProcessGroup, groups: Groups) -> bool:
-    """Whether torch can divide the communicator of all ranks: that of one library which can, bound to a device, and so there already. Members have to be
-    in rising order, as `split_group` puts them."""
-    device = dist.group.WORLD.bound_device_id if dist.group.WORLD is not None else None
-    if device is None or not hasattr(dist, "split_group") or len(whole._device_types) != 1:
-        return False
-    return bool(whole._get_backend(device).supports_splitting) and all(list(m) == sorted(m) for m in groups)
-
-
-def _in_this_order(ranks: list[int]) -> dict[str, Any]:
-    """The option by which `new_group` numbers its members in the order in which they are given."""
-    if ranks == sorted(ranks):
-        return {}
-    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
-        raise ValueError(
-            f"torch {torch.__version__} numbers the members of a group in rising order; name ranks {ranks} so"
-        )
-    return {"sort_ranks": False}
+def _splits(whole: dist.ProcessGroup) -> bool:
+    """Whether torch can divide the communicator of all ranks: that of one library which can, bound to a device, and so there already."""
+    bound = dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
+    libraries = libraries_of(whole)
+    return bound and len(libraries) == 1 and bool(libraries[0].supports_splitting)
 
 
 def _require_equally_many_groups(whole: dist.ProcessGroup, groups: Groups) -> None:
     """Members of a group that not all ranks make find each other by the number of groups that each belongs to: if one belongs to more, for
     logging or checkpoints, they wait for each other until time is up."""
-    world = dist.distributed_c10d._world
-    store, rank = world.pg_map[whole][1], dist.get_rank(whole)
+    store, rank = store_of(whole), dist.get_rank(whole)
+    assert store is not None
     call = store.add(f"gradwire/calls/{rank}", 1)
-    store.set(f"gradwire/groups/{call}/{rank}", str(len(world.pg_names)))
+    store.set(f"gradwire/groups/{call}/{rank}", str(number_of_groups()))
     counts = [int(store.get(f"gradwire/groups/{call}/{r}")) for r in range(dist.get_world_size(whole))]
     for members in groups:
         if len({counts[m] for m in members}) > 1:
@@ -155,12 +154,8 @@ def _require_equally_many_groups(whole: dist.ProcessGroup, groups: Groups) -> No
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """What the user has given this group; None, torch's default, where its library does not say."""
-    for device in group._device_types:
-        with suppress(RuntimeError):  # a group that is written in Python has no library
-            timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-            if isinstance(timeout, timedelta):
-                return timeout
-    return None
+    found = map(timeout_of_library, libraries_of(group))
+    return next((timeout for timeout in found if isinstance(timeout, timedelta)), None)
 
 
 def node_size(whole: dist.ProcessGroup) -> int:

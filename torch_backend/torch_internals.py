@@ -1,0 +1,266 @@
+"""What gradwire takes of torch that is private, or younger than the oldest torch it runs on: which versions have it, and what is done in the others.
+
+No other file names anything private of torch. What is always needed is looked up when this file is imported, and what a feature needs when it is asked for;
+so no backward pass is the first to find that a name is gone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd import Variable, profiler
+from torch.utils import _pytree
+
+#: The oldest torch and the newest that the tests have passed with.
+TESTED = "2.6", "2.15"
+
+
+class NeedsTorch(ValueError):
+    """This torch is too old for what was asked. The message names the version that is not."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What not every torch can do.
+
+    Attributes:
+        name: what a user asks for.
+        uses: of torch, so that `since` is the first version.
+        since: "2.7".
+    """
+
+    name: str
+    uses: str
+    since: str
+
+    @property
+    def there(self) -> bool:
+        """Whether this torch can."""
+        return torch_is(self.since)
+
+    @property
+    def obstacle(self) -> str:
+        """Why this torch cannot; "" if it can."""
+        if self.there:
+            return ""
+        return f"{self.name} needs {self.uses}, which torch has since {self.since}; this is torch {torch.__version__}"
+
+    def require(self) -> None:
+        """Raise NeedsTorch if this torch cannot."""
+        if self.obstacle:
+            raise NeedsTorch(self.obstacle)
+
+
+def torch_is(since: str) -> bool:
+    """Whether this torch is that version or a later one."""
+    return _numbers(torch.__version__) >= _numbers(since)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
+
+
+SHARDED_MODELS = Feature(
+    "compress_replicas (and local_sgd on a model that fully_shard has sharded)", "FSDPModule.set_all_reduce_hook", "2.7"
+)
+MUON = Feature("Muon", "torch.optim.Muon", "2.9")
+#: `reduce_dtype=None` of a `MixedPrecisionPolicy` is the dtype of the parameters, and no longer `param_dtype`.
+REDUCES_IN_OWN_DTYPE = torch_is("2.15")
+
+#: torch 2.13 has given them other names.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# ---- kernels on lists of tensors, which torch's optimizers are made of. 2.6 to 2.15.
+
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sub_ = torch._foreach_sub_
+
+
+def view_base(x: Tensor) -> Tensor | None:
+    """The tensor of which `x` is a view. 2.6 to 2.15."""
+    return x._base
+
+
+# ---- autograd. 2.6 to 2.15.
+
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_node: Callable[[], Any] = torch._C._current_autograd_node
+#: Call a function when the backward pass that runs now has come to its end.
+queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return _graph_task() != -1
+
+
+def in_node() -> bool:
+    """Whether the engine is in the middle of a node: in a callback, of the pass around the one that has ended."""
+    return _node() is not None
+
+
+# ---- the compiler. 2.6 to 2.15.
+
+
+#: What `torch.compiler.disable` does to a function, without importing the compiler.
+disable_dynamo = _disable_dynamo
+
+
+def in_compiled_autograd() -> bool:
+    """Whether compiled autograd runs this backward pass. Nothing is imported for it."""
+    return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False))
+
+
+def before_compile(module: Any) -> Any:
+    """The module of which `torch.compile` has made this one; any other as it is."""
+    return getattr(module, "_orig_mod", module)
+
+
+# ---- nested containers. `tree_leaves`: 2.6 to 2.15; `tree_is_leaf` is there since 2.8, and `leaves_of` tells the same.
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """What is in a nesting of the containers that torch knows; of any other object, itself."""
+    return _pytree.tree_leaves(tree)
+
+
+# ---- process groups. 2.6 to 2.15.
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    """The store by which torch has made a group; None if torch has not made it, as where members come and go."""
+    found = dist.distributed_c10d._world.pg_map.get(group)
+    return None if found is None else found[1]
+
+
+def number_of_groups() -> int:
+    """How many process groups this process has, all in all."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def in_this_order(ranks: list[int]) -> dict[str, Any]:
+    """The option of `new_group` that numbers its members as they are given. It is there since 2.12; before, members are numbered in rising order, and whoever
+    needs theirs looks it up."""
+    if ranks == sorted(ranks) or "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        return {}
+    return {"sort_ranks": False}
+
+
+def libraries_of(group: dist.ProcessGroup) -> list[Any]:
+    """The library of a group for each kind of device; none of a group that is written in Python."""
+    return list(_libraries(group))
+
+
+def _libraries(group: dist.ProcessGroup) -> Iterator[Any]:
+    for device in group._device_types:
+        with suppress(RuntimeError):
+            yield group._get_backend(device)
+
+
+def timeout_of_library(library: Any) -> Any:
+    """What a library was told; None where it does not say."""
+    return getattr(getattr(library, "options", None), "_timeout", None)
+
+
+# ---- DistributedDataParallel. 2.6 to 2.15.
+
+
+def noted_hooks(ddp: Any) -> list[Any]:
+    """The communication hooks that DDP has noted, each with its state."""
+    found: list[Any] = getattr(ddp, "_comm_hooks", [])
+    return found
+
+
+def note_hooks(ddp: Any, hooks: list[Any]) -> None:
+    """Let DDP have noted these."""
+    ddp._comm_hooks = hooks
+
+
+def joins(ddp: Any) -> bool:
+    """Whether DDP's `join()` is on."""
+    return bool(ddp._join_config.enable)
+
+
+def hands_single_gradients(ddp: Any) -> bool:
+    """Whether DDP gives hooks single gradients instead of buckets."""
+    return bool(getattr(ddp, "_use_python_reducer", False))
+
+
+# ---- optimizers, scalers, the profiler. 2.6 to 2.15.
+
+#: Of an optimizer that skips steps by itself when a `GradScaler` found inf.
+SKIPS_BY_ITSELF = "_step_supports_amp_scaling"
+
+
+def takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it was made by `Optimizer.__init__`; wrappers may not have been."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def steps_in_backward(parameter: Tensor) -> bool:
+    """Whether an optimizer steps it in the backward pass."""
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
+def tensor_of_scale(scaler: torch.amp.GradScaler) -> Tensor | None:
+    """The scale where the scaler keeps it, so that reading it makes the host not wait; None before its first use."""
+    return getattr(scaler, "_scale", None)
+
+
+def profiler_runs() -> bool:
+    """Whether torch's profiler does. Said to do so never where torch does not tell."""
+    return bool(getattr(profiler, "_is_profiler_enabled", False))
+
+
+# ---- FSDP2. `_get_fsdp_state`, `_state_ctx`, `all_reduce_grads`, `mp_policy`: 2.6 to 2.15.
+
+
+def require_sharded_models(modules: list[Any]) -> None:
+    """Raise ValueError, before anything is hooked, if replicas of modules that `fully_shard` has sharded cannot be served; NeedsTorch if this torch is too old."""
+    SHARDED_MODELS.require()
+    try:
+        for module in modules:
+            fsdp_accumulates(module)
+    except AttributeError as error:
+        raise ValueError(
+            f"torch {torch.__version__} keeps elsewhere ({error}) whether a backward pass accumulates, which {SHARDED_MODELS.name} has to know; torch "
+            f"{SHARDED_MODELS.since} to {TESTED[1]} are tested. gradwire.torch_backend.Averager needs nothing of it"
+        ) from error
+
+
+def fsdp_state(module: Any) -> Any:
+    """What FSDP keeps for all modules of one `fully_shard` call."""
+    return module._get_fsdp_state()
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """FSDP's groups of the parameters of one `fully_shard` call: a list since 2.12, before that one or none."""
+    state = fsdp_state(module)
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def fsdp_accumulates(module: Any) -> bool:
+    """Whether gradients of this backward pass are to stay with their replica: after `set_requires_all_reduce(False)` or `set_is_last_backward(False)`."""
+    last = fsdp_state(module)._state_ctx.is_last_backward
+    return not last or not all(group.all_reduce_grads for group in fsdp_groups(module))
+
+
+def fsdp_policies(module: Any) -> list[Any]:
+    """The `MixedPrecisionPolicy` of each of the groups, as far as they have one."""
+    return [group.mp_policy for group in fsdp_groups(module) if getattr(group, "mp_policy", None) is not None]
