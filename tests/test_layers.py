@@ -148,6 +148,28 @@ def test_no_folder_has_more_than_a_reader_can_hold():
         assert len(entries - {"__init__", "__pycache__"}) <= few, f"{folder}: {sorted(entries)}"
 
 
+# ---- where tensors come to life
+
+
+def test_no_tensor_is_made_where_and_of_what_a_user_has_set():
+    """`torch.set_default_device` and `torch.set_default_dtype` are for the model's code. Each call says both, or is of a kind that neither changes."""
+    from torch.utils._device import _device_constructors
+
+    made = {function.__name__ for function in _device_constructors()}
+    assert {"tensor", "as_tensor", "empty", "zeros", "arange", "randn"} < made
+    counted = 0
+    for name, (file, tree) in modules().items():
+        if room_of(name) != "gradwire.torch_backend":
+            continue
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(func=ast.Attribute(ast.Name("torch"), made_by), keywords=keywords) if made_by in made:
+                    missing = {"device", "dtype"} - {keyword.arg for keyword in keywords}
+                    assert not missing, f"{file}, line {node.lineno}: torch.{made_by} without {missing}"
+                    counted += 1
+    assert counted > 20
+
+
 # ---- requests
 
 

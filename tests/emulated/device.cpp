@@ -183,13 +183,17 @@ at::Tensor as_cpu(const at::Tensor& t) {
   return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), [t](void*) {}, options);
 }
 
+void require_not_pinned(std::optional<bool> pin) { TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned"); }
+
 at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device>,
-                 std::optional<bool>, std::optional<at::MemoryFormat> format) {
+                 std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+  require_not_pinned(pin);
   const c10::DispatchKeySet key(c10::DispatchKey::PrivateUse1);
   return at::detail::empty_generic(size, &memory, key, c10::dtype_or_default(dtype), format);
 }
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                         std::optional<at::Device>, std::optional<bool>) {
+                         std::optional<at::Device>, std::optional<bool> pin) {
+  require_not_pinned(pin);
   const c10::DispatchKeySet key(c10::DispatchKey::PrivateUse1);
   return at::detail::empty_strided_generic(size, stride, &memory, key, c10::dtype_or_default(dtype));
 }
@@ -265,6 +269,7 @@ class Call {
     const size_t begin = stack.size() - arguments().size();
     given_.assign(stack.begin() + begin, stack.end());
     for (size_t i = 0; i < given_.size(); ++i) stack[begin + i] = converted(given_[i], arguments()[i]);
+    if (TAKES_HOST_SCALARS.count(name_)) round_scalars(begin);
   }
 
   void run(const c10::OperatorHandle& op) {
@@ -288,6 +293,28 @@ class Call {
 
  private:
   const std::vector<c10::Argument>& arguments() const { return schema_.arguments(); }
+
+  // A scalar of the device is rounded to the dtype of the arrays that it meets, before anything is computed. One of the host is not, as on CUDA
+  // (aten/src/ATen/native/cuda/Loops.cuh, opmath_gpu_kernel_with_scalars).
+  void round_scalars(size_t begin) {
+    auto common = at::ScalarType::Undefined;
+    auto meet = [&](const at::Tensor& t) {
+      if (t.defined() && t.dim() && t.is_floating_point())
+        common = common == at::ScalarType::Undefined ? t.scalar_type() : c10::promoteTypes(common, t.scalar_type());
+    };
+    for (auto& value : given_) {
+      if (value.isTensor()) meet(value.toTensor());
+      if (value.isTensorList())
+        for (const at::Tensor& t : value.toTensorVector()) meet(t);
+    }
+    if (common == at::ScalarType::Undefined) return;
+    auto is_scalar = [](const c10::IValue& value) {
+      return value.isTensor() && on_device(value.toTensor()) && !value.toTensor().dim() && value.toTensor().is_floating_point();
+    };
+    for (size_t i = 0; i < given_.size(); ++i)
+      if (is_scalar(given_[i])) stack_[begin + i] = stack_[begin + i].toTensor().to(common);
+  }
+
   void wrote(const at::Tensor& t) { device().operation(name_ + " (result)", current_stream, {{region_of(t), true}}); }
 
   c10::IValue converted(const c10::IValue& value, const c10::Argument& argument) {

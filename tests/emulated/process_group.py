@@ -132,7 +132,7 @@ class EmulatedNCCL(dist.ProcessGroup):
         self, output: Tensor, given: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
         def compute(copies: list[Tensor]) -> list[Tensor]:
-            received = torch.empty(output.shape, dtype=output.dtype)
+            received = torch.empty(output.shape, dtype=output.dtype, device="cpu")
             self._gloo.alltoall_base(received, copies[0], output_splits, input_splits, AllToAllOptions()).wait()
             return [received]
 
@@ -187,7 +187,7 @@ class EmulatedNCCL(dist.ProcessGroup):
     def _require_the_same(self, launched: Launched) -> None:
         if getattr(_inside, "callback", False):
             raise RuntimeError(f"{launched} is launched from a callback: other ranks may launch something else first")
-        everyones = self._from_everyone([torch.tensor([crc32(repr(launched).encode())])])
+        everyones = self._from_everyone([torch.tensor([crc32(repr(launched).encode())], device="cpu")])
         if len({int(x) for x in everyones}) > 1:
             raise RuntimeError(f"rank {self.rank()} launches {launched} while another launches something else")
 

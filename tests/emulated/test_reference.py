@@ -5,6 +5,8 @@ numbers do not: of low rank, in a single row, zero, and once not finite.
 """
 
 import os
+from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,11 +14,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
-from gradwire import AllReduce, PowerSGD
+from gradwire import AllReduce, LocalSGD, PowerSGD
 from tests.emulated.ways import native_collectives
 from tests.examples.conftest import examples_importable
 from tests.parity.given import GivenGradients
 from tests.torch.asked import ASKED, Answered, answered, require_right
+from tests.torch.defaults import other_defaults
 from tests.torch.ranks import Cases
 
 if "RANK" in os.environ:
@@ -69,6 +72,47 @@ def test_a_request_is_answered_as_the_core_says(world, variant):
 # --- a mean ----------------------------------------------------------------------------------------------------------------------
 
 
+def averaged(model, gradient, group):
+    """By `Averager`."""
+    means = {"w": gradient.clone(), "b": gradient.clone()}
+    gw.Averager(AllReduce(), dict(model.named_parameters()), group)(means)
+    return means.values()
+
+
+def averaged_by_the_optimizer(model, gradient, group):
+    """It takes gradients away from weights that are zero."""
+    options = {"lr": 1.0, "process_group": group, "average_gradients": True, "shard": "parameter"}
+    optimizer = gw.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, **options)
+    model({"w": gradient, "b": gradient}).backward()
+    optimizer.step()
+    return [-p.detach() for p in model.parameters()]
+
+
+def averaged_parameters(model, gradient, group):
+    """By `local_sgd`, after a step that leaves them as they are."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    gw.local_sgd(model, optimizer, LocalSGD(period=1), process_group=group)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(gradient)
+    optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def averaged_in_backward(door, model, gradient, group):
+    parallel, _ = door(model, AllReduce(), group)
+    parallel({"w": gradient, "b": gradient}).backward()
+    return [p.grad for p in model.parameters()]
+
+
+MEANS = {name: partial(averaged_in_backward, door) for name, door in DOORS.items()} | {
+    "Averager": averaged,
+    "ZeroOptimizer": averaged_by_the_optimizer,
+    "ZeroOptimizer, all-to-all": averaged_by_the_optimizer,
+    "local_sgd": averaged_parameters,
+}
+
+
 def one_addend(dtype, rank):
     """Of each element one rank alone has a gradient, so that nothing is rounded but the mean."""
     everyones = torch.randn(40, 25, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -78,23 +122,17 @@ def one_addend(dtype, rank):
 SHORT = {str(dtype).removeprefix("torch."): dtype for dtype in BITS}
 
 
-@cases.each([f"{dtype}, {door}" for dtype in SHORT for door in (*DOORS, "ZeroOptimizer", "ZeroOptimizer, all-to-all")])
+@cases.each([f"{dtype}, {door}" for dtype in SHORT for door in MEANS])
 def test_a_mean_is_rounded_once(world, name):
+    """Also if tensors come to life on the device unless something else is said: a factor there is rounded itself."""
     short, door = name.split(", ", 1)
     dtype, group = SHORT[short], dist.new_group(backend=BACKEND)
-    model = GivenGradients({"w": torch.zeros(40, 25, dtype=dtype), "b": torch.zeros(40, 25, dtype=dtype)}).to(DEVICE)
-    gradient = one_addend(dtype, world.rank).to(DEVICE)
-    with native_collectives(BACKEND if door != "ZeroOptimizer, all-to-all" else "nccl"):
-        if door in DOORS:
-            parallel, _ = DOORS[door](model, AllReduce(), group)
-            parallel({"w": gradient, "b": gradient}).backward()
-            means = [p.grad for p in model.parameters()]
-        else:  # which takes gradients away from weights that are zero
-            options = {"lr": 1.0, "process_group": group, "average_gradients": True, "shard": "parameter"}
-            optimizer = gw.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, **options)
-            model({"w": gradient, "b": gradient}).backward()
-            optimizer.step()
-            means = [-p.detach() for p in model.parameters()]
+    gradient, means = one_addend(dtype, world.rank).to(DEVICE), []
+    for defaults in (nullcontext, partial(other_defaults, DEVICE)):
+        zeros = {key: torch.zeros(40, 25, dtype=dtype) for key in ("w", "b")}
+        model = GivenGradients(zeros).to(DEVICE)
+        with defaults(), native_collectives(BACKEND if door != "ZeroOptimizer, all-to-all" else "nccl"):
+            means += MEANS[door](model, gradient, group)
     exact = sum(one_addend(dtype, rank).double() for rank in range(RANKS)).numpy() / RANKS
     last_bit = np.ldexp(1.0, np.frexp(exact)[1] - BITS[dtype])
     for mean in means:

@@ -5,7 +5,8 @@ Each of two replicas is two shards, so FSDP gathers, reduces and scatters on str
 """
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import count
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from gradwire import PowerSGD
 from gradwire.torch_backend import compress_replicas
 from tests.torch.compare import relative, same_bits
+from tests.torch.defaults import other_defaults
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
 
@@ -77,7 +79,7 @@ def fsdp_on_emulated_streams():
         core.set_device(0)
 
 
-def trained(replicas, shards, device, after_step=lambda step: None, **options):
+def trained(replicas, shards, device, after_step=lambda step: None, defaults=nullcontext, **options):
     replicas_on = "cpu" if "offload_policy" in options else device.type
     meshes = [
         DeviceMesh.from_group(group, on, mesh_dim_names=(name,))
@@ -88,15 +90,17 @@ def trained(replicas, shards, device, after_step=lambda step: None, **options):
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=meshes[1], **options)
     fully_shard(model, mesh=meshes[1], **options)
-    handle = compress_replicas(model, PowerSGD(rank=2), meshes[0], message_bytes=0)
-    for step in range(4):
-        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(device)
-        model.zero_grad()
-        model(x).square().mean().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.sub_(p.grad, alpha=0.1)
-        after_step(step)
+    generators = [torch.Generator().manual_seed(10 * step + dist.get_rank()) for step in range(4)]
+    batches = [torch.randn(8, 40, generator=generator).to(device) for generator in generators]
+    with defaults():
+        handle = compress_replicas(model, PowerSGD(rank=2), meshes[0], message_bytes=0)
+        for step, x in enumerate(batches):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad, alpha=0.1)
+            after_step(step)
     return model, handle
 
 
@@ -126,8 +130,10 @@ def test_unit_by_unit_on_a_stream_of_its_own(world, options):
     with fsdp_on_emulated_streams(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(EmulatedNCCL, "with_gloo", offloaded)
         model, handle = trained(*groups(BACKEND), DEVICE, after_step, **options)
-    assert watched.own_waits() == []
-    assert watched.problems == []
+        seen = watched.own_waits(), list(watched.problems)
+        same, _ = trained(*groups(BACKEND), DEVICE, defaults=partial(other_defaults, DEVICE), **options)
+    assert seen == ([], [])
+    assert same_bits(*([p.detach().to_local().cpu() for p in each.parameters()] for each in (model, same)))
     weights, expected = ([p.detach().to_local().cpu() for p in each.parameters()] for each in (model, right))
     assert all(relative(*pair) < 1e-4 for pair in zip(weights, expected, strict=True))
     everyones = world.everyones(weights)

@@ -128,6 +128,20 @@ def test_waits_of_the_host_are_counted(world):
 
 
 @cases.case
+def test_what_cuda_refuses_to_pin_and_rounds_is_refused_and_rounded(world):
+    with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
+        torch.ones(4, device=DEVICE).pin_memory()
+    with pytest.raises(RuntimeError, match="Only dense CPU tensors can be pinned"):
+        torch.empty(4, device=DEVICE, pin_memory=True)
+    assert torch.empty(4, device="cpu", pin_memory=True).is_pinned()
+    third, seven = torch.tensor(1 / 3), torch.full((1,), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    nearest, of_a_rounded_third = 2.328125, 2.34375
+    assert (seven * third).item() == nearest
+    assert (seven * third.to(DEVICE)).item() == of_a_rounded_third
+    assert torch._foreach_mul([seven], third.to(DEVICE))[0].item() == of_a_rounded_third
+
+
+@cases.case
 def test_streams_see_what_came_to_pinned_memory_before(world):
     """To the host and back, and then to the host again: on one stream, or on another that does not wait."""
 

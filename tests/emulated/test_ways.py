@@ -6,6 +6,7 @@ The accelerator has streams, and its process group behaves as NCCL's: see `devic
 
 import os
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from tests.emulated.ways import WAYS, native_collectives, train
 from tests.methods import METHODS
 from tests.parity.cases import DIFFERENT
-from tests.torch.compare import relative
+from tests.torch.compare import relative, same_bits
+from tests.torch.defaults import other_defaults
 from tests.torch.ranks import Cases
 
 if "RANK" in os.environ:
@@ -63,6 +65,10 @@ ROWS = [
     for name in names
 ]
 
+#: Each door; and what copies to pinned memory, or puts numbers of the host on the device.
+UNDER_DEFAULTS = [name for name in doors() if name not in SLOW]
+UNDER_DEFAULTS += ["DataParallel(AllReduce)", "Averager, unused parameters", "diloco, on the host"]
+
 cases = Cases(__file__, ranks=1)
 
 
@@ -90,8 +96,12 @@ def way(world, name):
         DEVICE
     )  # what the way before has left arrives: NCCL's watchdog would keep its memory until then
     watched.clear()
+    under_defaults = None
     with native_collectives(BACKEND if way.native else "nccl"):
         record = train(way, DEVICE, group, on_a_side_stream, look)
+        launched = list(group.launched)
+        if world.size == 2 and name in UNDER_DEFAULTS:
+            under_defaults = train(way, DEVICE, group, on_a_side_stream, look, partial(other_defaults, DEVICE))
     on_the_cpu = train(way, torch.device("cpu"), world.group)
     return {
         "problems": watched.problems,
@@ -99,9 +109,25 @@ def way(world, name):
         "waits": [waits for waits, _, _ in record.seen],
         "made": [made for _, made, _ in record.seen],
         "memory": [used for _, _, used in record.seen],
-        "launched": group.launched,
+        "launched": launched,
+        "under defaults": under_defaults and _compared(under_defaults, record),
         "difference": relative(record.moved, on_the_cpu.moved),
     }
+
+
+def _compared(run, plain):
+    """Whether the weights are the same to the last bit, and how many waits there were more by step."""
+    waits = [len(now) - len(before) for (now, *_), (before, *_) in zip(run.seen, plain.seen, strict=True)]
+    return same_bits(run.moved, plain.moved), waits
+
+
+@pytest.mark.parametrize("name", UNDER_DEFAULTS)
+def test_a_default_device_and_a_default_dtype_change_nothing(results_of, name):
+    """They are the device that the model is on, and not the dtype that it has."""
+    for result in results_of(2)(f"way[{name}]"):
+        same, more_waits = result["under defaults"]
+        assert same
+        assert not any(more_waits)
 
 
 @pytest.mark.parametrize(("name", "ranks"), ROWS)

@@ -157,6 +157,21 @@ def data_parallel(algorithm, **options):
     return wrap
 
 
+def averager(algorithm, **options):
+    """No wrapper: gradients are averaged before the optimizer's step."""
+
+    def wrap(model, group, scaler):
+        average, optimizer = gw.Averager(algorithm, dict(model.named_parameters()), group, **options), sgd(model)
+
+        def before(*_):
+            average({name: p.grad for name, p in model.named_parameters()})
+
+        optimizer.register_step_pre_hook(before)
+        return model, optimizer
+
+    return wrap
+
+
 def everything(door):
     """An algorithm that asks for whatever there is, in one group of all ranks besides, in another order."""
 
@@ -320,6 +335,9 @@ WAYS = {
     ),
     "DataParallel, accumulation": Way(data_parallel(AllReduce()), micro_batches=3, waits_at_first=LEARNS),
     "DataParallel, GradScaler": Way(data_parallel(PowerSGD(2)), scaler=True, waits_at_first=LEARNS),
+    # Without a wrapper. After ten steps the host looks at how many were skipped.
+    "Averager": Way(averager(PowerSGD(2, half_step=True)), steps=12),
+    "Averager, unused parameters": Way(averager(PowerSGD(2), unused=True), waits=1),
     # Optimizers with sharded state.
     **_zero_ways(),
     # Parameters that are averaged now and then.
@@ -353,14 +371,14 @@ class Record:
     seen: list[Any] = field(default_factory=list)
 
 
-def train(way, device, group, stream_of_backward=nullcontext, look=list):
-    """Some steps in a user's loop; the same data and weights on every device. `backward` is called in a context; `look` gives what was seen of the device since."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+def train(way, device, group, stream_of_backward=nullcontext, look=list, defaults=nullcontext):
+    """Some steps in a user's loop; the same data and weights on every device. `backward` is called in a context, and all but what makes model and data in another,
+    `defaults`; `look` gives what was seen of the device since."""
+    rank = dist.get_rank(group)
     torch.manual_seed(0)
     model = way.model()
     model = (model.to(way.dtype) if way.dtype != torch.float32 else model).to(device)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2) if way.scaler else None
-    wrapped, optimizer = way.wrap(model, group, scaler)
     steps = len(TAKEN) if way.branches else way.steps
     width = 40 if way.branches else 64
     data = torch.Generator().manual_seed(rank)
@@ -371,6 +389,15 @@ def train(way, device, group, stream_of_backward=nullcontext, look=list):
     infinite = torch.tensor(float("inf")).to(device)
     before = _weights(model)
     record = Record(before)
+    with defaults():
+        _steps(way, model, group, scaler, batches, infinite, record, stream_of_backward, look)
+    record.moved = _weights(model) - before
+    return record
+
+
+def _steps(way, model, group, scaler, batches, infinite, record, stream_of_backward, look):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    wrapped, optimizer = way.wrap(model, group, scaler)
     look()
     for step, batch in enumerate(batches):
         for part, x in enumerate(batch):
@@ -391,8 +418,6 @@ def train(way, device, group, stream_of_backward=nullcontext, look=list):
             scaler.update()
         record.seen.append(look())
         optimizer.zero_grad()
-    record.moved = _weights(model) - before
-    return record
 
 
 def _weights(model):

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, TopK, TwoLevel, Weighted, diloco
 from gradwire.torch_backend import elastic
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
+from tests.torch.defaults import other_defaults
 
 pytest.importorskip("torchft")
 from torchft.coordination import LighthouseServer
@@ -204,12 +205,13 @@ WITH_MEMORY = [COMPRESSED, diloco(4, overlap=2, compressor=TopK(0.1)), PowerSGD(
 
 
 def drawn(number, step):
-    generator = torch.Generator().manual_seed(1000 * number + step)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    generator, plain = torch.Generator().manual_seed(1000 * number + step), {"dtype": torch.float32, "device": "cpu"}
+    return {name: torch.randn(shape, generator=generator, **plain) for name, shape in SHAPES.items()}
 
 
 def small():
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(5, 6), "b": torch.nn.Linear(6, 4)})
+    plain = {"dtype": torch.float32, "device": "cpu"}
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(5, 6, **plain), "b": torch.nn.Linear(6, 4, **plain)})
     model.load_state_dict(drawn(9, 9))  # by no generator that threads share
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -249,15 +251,18 @@ def numbers(state):
 
 @pytest.mark.parametrize("local", SCHEDULES, ids=repr)
 def test_replicas_that_stay_come_to_what_the_simulator_says(local):
+    """Whatever is set for tensors of which nobody says where and what they are: in a thread for itself, and in all."""
     steps, after = 14, {}
 
     def train(here, number):
+        torch.set_default_device("meta")
         replica = Replica(here, number, local)
         for _ in range(steps):
             replica.step()
         after[number] = replica.weights()
 
-    both(train)
+    with other_defaults("meta"):
+        both(train)
     start = {name: p.detach().double().numpy() for name, p in small()[0].named_parameters()}
     sim = LocalSimulator(local, start, 2)
     for step in range(steps):

@@ -1,20 +1,23 @@
-"""Whatever gradwire puts on a model or an optimizer goes with them: a sweep of runs in one process needs the memory of one. And a script may end right after
-its last step, with or without `destroy_process_group`."""
+"""Whatever gradwire puts on a model or an optimizer goes with them: a sweep of runs in one process needs the memory of one. What a program has set for tensors
+of its own changes nothing. And a script may end right after its last step, with or without `destroy_process_group`."""
 
 import os
 import subprocess
 import sys
 import uuid
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
+import torch
 
 from gradwire import LocalSGD, PowerSGD, diloco
 from gradwire.torch_backend import HierarchicalModelAverager, compress_replicas, local_sgd
 from tests.launch import end_all, environment
 from tests.torch import leaving
-from tests.torch.compare import alive
+from tests.torch.compare import alive, same_bits
+from tests.torch.defaults import other_defaults
 from tests.torch.doors import FORMS, algorithm, post_local
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
@@ -67,6 +70,23 @@ def test_nothing_stays_when_it_is_dropped(world, door):
         left = {name: weakref.ref(part) for name, part in parts.items()}
         del model, optimizer, handle, parts
         assert alive(left) == []
+
+
+@cases.each([name for name in DOORS if DOORS[name] is not of_shards and "FSDP2" not in name])
+def test_a_default_device_and_a_default_dtype_change_nothing(world, name):
+    """They are not those of the model, and a tensor made there is no number."""
+    data = torch.Generator().manual_seed(world.rank)
+    batches, ends = [torch.randn(8, WIDTHS[0], generator=data) for _ in range(4)], []
+    for defaults in (nullcontext, partial(other_defaults, "meta")):
+        net = mlp(*WIDTHS)
+        with defaults():
+            model, optimizer, _kept = DOORS[name](world, net)
+            for x in batches:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        ends.append([getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()])
+    assert same_bits(*ends)
 
 
 @pytest.mark.slow

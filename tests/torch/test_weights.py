@@ -30,6 +30,7 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.torch_backend import Averager, local_sgd, register_comm_hook
 from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.compare import same_bits
+from tests.torch.defaults import other_defaults
 from tests.torch.models import Branches
 from tests.torch.ranks import Cases, World
 from tests.torch.training import hooked
@@ -174,6 +175,17 @@ def test_where_the_host_does_not_look(world: World, algorithm: Algorithm) -> Non
     for n in SHAPES:
         np.testing.assert_allclose(first[n], expected[n], rtol=2e-5, atol=2e-5)
         assert nobody[n].isnan().all()
+
+
+@cases.case
+def test_a_count_is_kept_as_it_is_whatever_dtype_numbers_have_by_default(world: World) -> None:
+    """bfloat16 has no number between 1000 and 1004."""
+    with other_defaults("meta"):
+        averager = Averager(
+            Weighted(AllReduce()), {"w": torch.zeros(4, dtype=torch.float32, device="cpu")}, world.group
+        )
+        averager.weight = 1003
+    assert averager.weight == 1003
 
 
 @cases.case

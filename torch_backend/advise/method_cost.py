@@ -115,7 +115,9 @@ def _local_seconds(
 def _drawn(specs: Mapping[str, Spec], device: torch.device) -> dict[str, Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     return {
-        name: torch.randn(tuple(spec.shape), generator=generator, device=device).to(getattr(torch, spec.dtype))
+        name: torch.randn(spec.shape, generator=generator, dtype=torch.float32, device=device).to(
+            getattr(torch, spec.dtype)
+        )
         for name, spec in specs.items()
     }
 

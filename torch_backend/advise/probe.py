@@ -71,17 +71,18 @@ class _Prober:
         self._device = device
         self._group = groups.whole
         self._step = Step(Collectives(groups, TorchOps(device)))
-        self._matrix = torch.full((ROWS, ROWS), 1.0 / ROWS, device=device)
+        self._matrix = torch.full((ROWS, ROWS), 1.0 / ROWS, dtype=torch.float32, device=device)
 
     def __call__(
         self, nbytes: int, groups: Groups | None, *, exchange: bool = False, products: int = 0, repeats: int = 1
     ) -> float:
         size = len(groups[0]) if groups else dist.get_world_size(self._group)
-        x = torch.zeros(message_shape(nbytes, size, exchange=exchange), device=self._device)
+        shape = message_shape(nbytes, size, exchange=exchange)
+        x = torch.zeros(shape, dtype=torch.float32, device=self._device)
         product = torch.empty_like(self._matrix)
         found = []
         for _ in range(repeats):
-            dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)  # all begin together
+            dist.all_reduce(self._matrix.new_zeros(1), group=self._group)  # all begin together
             self._synchronize()
             began = time.perf_counter()
             self._step.begin()

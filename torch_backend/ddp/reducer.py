@@ -246,7 +246,7 @@ class BackwardReducer:
         free."""
         self._rebuilt = True
         group = self.driver.process_group
-        order = torch.tensor(self._state.arrival_order(), device=self.driver.ops.device)
+        order = torch.tensor(self._state.arrival_order(), dtype=torch.int64, device=self.driver.ops.device)
         dist.broadcast(order, dist.get_global_rank(group, 0), group=group)
         self._state.rebuild(self._assign(self._limits, order.tolist()))
         self._flats, self._views = [], []

@@ -474,5 +474,7 @@ def share(group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
 
     As the C++ reducer of DDP does it, bit for bit: before the sum, which large float16 gradients would make overflow; by the reciprocal
     of the number of ranks, which is not rounded to less than float32. A tensor: torch takes three times as long over a Python number.
+    It is on the CPU wherever the arrays are, since a product with a scalar of the device rounds that to the arrays' dtype first.
     """
-    return torch.tensor(1.0 / dist.get_world_size(group), dtype=torch.promote_types(dtype, torch.float32))
+    wide = torch.promote_types(dtype, torch.float32)
+    return torch.tensor(1.0 / dist.get_world_size(group), dtype=wide, device="cpu")

@@ -111,7 +111,7 @@ class Driver:
         self.message_bytes = message_bytes
         self.divided = divided
         self.weighted = bool(getattr(algorithm, "weighted", False))
-        self.weight = torch.ones((), device=device)
+        self.weight = torch.ones((), dtype=torch.float32, device=device)
         replicas = self.process_group.size()
         self._dry = dry_run(algorithm, self.specs, replicas)
         state = factors_side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)

@@ -25,7 +25,9 @@ class Foreseen:
         if self._arrived is None or not scalars:
             return
         if len(self._copies) != len(scalars):
-            self._copies = [(x, torch.empty(x.shape, dtype=x.dtype, pin_memory=True)) for x in scalars.values()]
+            self._copies = [
+                (x, torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)) for x in scalars.values()
+            ]
         else:
             self._copies = [(x, copy) for x, (_, copy) in zip(scalars.values(), self._copies, strict=True)]
         for x, copy in self._copies:

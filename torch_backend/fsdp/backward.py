@@ -279,7 +279,7 @@ class ShardedBackward:
             mine = []  # gradients are on their way to pinned memory, and FSDP waits for them at the end of the pass
         group = self.driver.process_group
         order = torch.full((len(self.layout.units),), -1, dtype=torch.int64, device=self.driver.ops.device)
-        order[: len(mine)] = torch.tensor(mine, dtype=torch.int64)
+        order[: len(mine)] = torch.tensor(mine, dtype=torch.int64, device="cpu")
         dist.broadcast(order, dist.get_global_rank(group, 0), group=group)
         self._order = [k for k in order.tolist() if k >= 0]
 

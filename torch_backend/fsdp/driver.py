@@ -58,7 +58,7 @@ class ShardStep(Step):
         """Run all programs to their end. What other shards ask and this one does not is answered here."""
         super().finish()
         if Asked.NORM in self._asked and self._norm is None:
-            self._norm_of_all(torch.zeros((), device=self.collectives.ops.device))
+            self._norm_of_all(torch.zeros((), dtype=torch.float32, device=self.collectives.ops.device))
         self.finite()
 
     def finite(self) -> Tensor | None:

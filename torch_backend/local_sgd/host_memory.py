@@ -5,9 +5,9 @@ It is copied through pinned memory on a stream of its own, so that the host wait
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from gradwire.core.algorithm import State
 from gradwire.core.local_sgd.algorithm import OUTER
 from gradwire.torch_backend.state.memory import owned
+
+K = TypeVar("K", bound=Hashable)
 
 
 class HostMemory:
@@ -32,13 +34,15 @@ class HostMemory:
 
     def placed(self, state: State[Tensor]) -> State[Tensor]:
         """A memory on the host with what is in this one, which is on the device. What a program shares stays there."""
-        pinned = self._stream is not None
-        tensors = {
-            name: {key: torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned) for key, x in memory.items()}
-            for name, memory in state.tensors.items()
-        }
-        host = State(state.shared, tensors)
-        self.store(state, host, tensors)
+        sizes = {(name, key): x.nbytes for name, memory in state.tensors.items() for key, x in memory.items()}
+        tensors: dict[str, dict[str, Tensor]] = {name: {} for name in state.tensors}
+        for size, places in in_buffers(sizes):
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._stream is not None)
+            for (name, key), start in places.items():
+                x = state.tensors[name][key]
+                tensors[name][key] = buffer[start : start + x.nbytes].view(x.dtype).view(x.shape)
+        host = State(state.shared, {n: {key: tensors[n][key] for key in kept} for n, kept in state.tensors.items()})
+        self.store(state, host, host.tensors)
         return host
 
     def fetched(self, host: State[Tensor], names: Collection[str], outer: Collection[str] = ()) -> State[Tensor]:
@@ -84,3 +88,26 @@ class HostMemory:
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else self._stream
+
+
+def in_buffers(sizes: Mapping[K, int]) -> Iterator[tuple[int, dict[K, int]]]:
+    """Buffers for arrays of so many bytes: the size of each, a power of two, and where in it which arrays begin.
+
+    torch rounds each allocation of pinned memory up to a power of two (CachingHostAllocator.h): arrays by themselves take up to twice their bytes, and so
+    does a single buffer for all. The larger arrays are placed first, so that those of a model fill all buffers but the last.
+    """
+    left = sorted(sizes, key=sizes.__getitem__, reverse=True)
+    while left:
+        needed = sum(_aligned(sizes[array]) for array in left)
+        at_most, at_least = 1 << (needed.bit_length() - 1), 1 << (_aligned(sizes[left[0]]) - 1).bit_length()
+        size, end, places = max(at_most, at_least), 0, {}
+        for array in left:
+            if end + sizes[array] <= size:
+                places[array], end = end, end + _aligned(sizes[array])
+        left = [array for array in left if array not in places]
+        yield size, places
+
+
+def _aligned(nbytes: int) -> int:
+    """What an array takes in a buffer: the next one begins where a line of the cache does."""
+    return max(-(-nbytes // 64), 1) * 64

@@ -48,7 +48,7 @@ class TorchOuter(OuterFactory):
         super().__init__(factory.make)
         self._device = device
         self._remembered: dict[Spec, dict[str, _Remembered]] = {}
-        made = self._made([torch.empty(2, 2, device="meta")])
+        made = self._made([torch.empty(2, 2, dtype=torch.float32, device="meta")])
         given = [f"{key}={value!r}" for key, value in made.defaults.items() if value is not None and value is not False]
         self._name = f"{type(made).__module__}.{type(made).__qualname__}({', '.join(given)})"
         for spec in specs.values():
@@ -86,7 +86,7 @@ class TorchOuter(OuterFactory):
         after: dict[str, Any] = {}
         for name, p in parameters.items():
             found = optimizer.state[p]
-            after[name] = {**memory[name], BEGUN: torch.ones((), device=p.device)}
+            after[name] = {**memory[name], BEGUN: torch.ones((), dtype=torch.float32, device=p.device)}
             for key, kept in self._of(Spec(tuple(p.shape), dtype_name(p.dtype))).items():
                 dtype = getattr(torch, kept.spec.dtype)
                 after[name][OUTERS + key] = torch.as_tensor(found[key], dtype=dtype, device=p.device)

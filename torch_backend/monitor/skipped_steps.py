@@ -48,7 +48,8 @@ class SkippedSteps:
         if steps % IN_A_ROW:
             return
         if self._copy is None:
-            self._copy = steps, torch.empty((), dtype=torch.int64, pin_memory=self._arrived is not None)
+            pinned = self._arrived is not None
+            self._copy = steps, torch.empty((), dtype=torch.int64, device="cpu", pin_memory=pinned)
         elif self._arrived is None or self._arrived.query():
             self._run.seen(self._copy[0], int(self._copy[1]))
         else:

@@ -219,7 +219,7 @@ def available(device: torch.device) -> bool:
     if torch.cuda.get_device_capability(device) < OLDEST:
         return False
     try:
-        ok, x = torch.ones((), dtype=torch.bool, device=device), torch.zeros(1, device=device)
+        ok, x = torch.ones((), dtype=torch.bool, device=device), torch.zeros(1, dtype=torch.float32, device=device)
         copy_if(ok, x, out=x)
     except Exception as error:
         warnings.warn(

@@ -81,7 +81,7 @@ class TorchOps:
 
     def from_host(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """Numbers of the host on the device."""
-        return self._on_device(torch.tensor(values, dtype=dtype))
+        return self._on_device(torch.tensor(values, dtype=dtype, device="cpu"))
 
     def _on_device(self, numbers: Tensor) -> Tensor:
         # From pinned memory, since for other memory the host waits until the device has it.
@@ -346,7 +346,9 @@ class TorchOps:
         norms: list[Tensor] = []
         for members, _ in _by_dtype(xs, xs):
             norms += foreach_norm(members, 2, wide)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
+        if not norms:
+            return torch.zeros((), dtype=wide, device=self.device)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm
 
     def scale_each(self, xs: Sequence[Tensor], factor: Tensor) -> list[Tensor]:

@@ -64,7 +64,7 @@ class Stack:
     def __init__(self, spare: float = 1) -> None:
         self.taken = 0
         self._spare = 1 + spare
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._tensors: dict[tuple[int, tuple[int, ...], torch.dtype], tuple[int, Tensor]] = {}
 
     def take(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -118,7 +118,7 @@ def require_savable(
 
 
 def _unsavable(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device) -> str:
-    p = torch.nn.Parameter(torch.zeros(SAVED // 64, 64, device=device))
+    p = torch.nn.Parameter(torch.zeros(SAVED // 64, 64, dtype=torch.float32, device=device))
     p.grad = torch.zeros_like(p)
     try:
         optimizer = optimizer_class([p], **options)
@@ -203,7 +203,8 @@ class _Trial:
         )
         generator = torch.Generator().manual_seed(0)
         shape = (1, COLUMNS) if in_pieces else (ROWS, COLUMNS)
-        drawn = torch.randn(len(SCALES), 2 + STEPS, *shape, generator=generator, dtype=torch.float64)
+        size = len(SCALES), 2 + STEPS, *shape
+        drawn = torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
         self.starts = [(scale * x[0]).to(device, dtype) for scale, x in zip(SCALES, drawn, strict=True)]
         #: So far away that none of them arrives.
         self.targets = [(scale * (x[0] + 100 * x[1])).to(device, dtype) for scale, x in zip(SCALES, drawn, strict=True)]

@@ -70,7 +70,7 @@ class OpaqueReplicas:
 
     def step(self) -> float:
         """A step of all replicas. Returns the mean of their losses."""
-        losses = self._on_each(lambda rank: float(torch.as_tensor(self.made[rank][2]()).detach()))
+        losses = self._on_each(lambda rank: float(self.made[rank][2]()))
         self.rate = self._hooked[0].rate
         return float(np.mean(losses))
 

@@ -175,7 +175,7 @@ def _told(mine: Card, group: dist.ProcessGroup, device: torch.device) -> list[Ca
     """The cards of all members, by the one gather that all groups of torchft have under each torch: `all_gather_object` uses another since torch 2.15."""
     written = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([written.numel()], device=device), group=group)
+    dist.all_gather(sizes, torch.tensor([written.numel()], dtype=torch.int64, device=device), group=group)
     counts = [int(size) for size in sizes]
     cards = [torch.zeros(max(counts), dtype=torch.uint8, device=device) for _ in counts]
     dist.all_gather(cards, torch.nn.functional.pad(written, (0, max(counts) - written.numel())), group=group)

@@ -181,7 +181,8 @@ class ElasticLocalSGD(ElasticHandle):
         elif local.weighted:
             for kept in state.tensors.values():
                 if DIFFERENCE in kept:
-                    kept[WEIGHT] = torch.tensor(self._weight * present.counts, device=self._ops.device)
+                    weight = self._weight * present.counts
+                    kept[WEIGHT] = torch.tensor(weight, dtype=torch.float32, device=self._ops.device)
         self._in_flight = InFlight(local, self._specs, quorum.groups, self._ops, Step, quorum.collectives)
         with torch.no_grad(), plain_arithmetic(self._ops.device):
             self._in_flight.leave(step, state)
