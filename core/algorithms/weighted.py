@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.core.algorithm import Algorithm, State, Stepped
+from gradwire.core.algorithms.shared.weighing import Weighing
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.ops import A, Ops
 from gradwire.core.protocol.programs import Program
-from gradwire.core.protocol.weights import Weighing, require_weight
+from gradwire.core.protocol.weights import require_weight
 from gradwire.core.text.options import check_options
 from gradwire.core.text.wording import configured
 
@@ -20,8 +21,8 @@ class Weighted(Wrapper):
     """Another algorithm, whose means count each replica by its weight, `Σ w·x / Σ w`: the tokens of its batch, say. Weight 0 is an absent replica.
 
     The weight of a step is given to the driver: `handle.weight = tokens` in torch, `tx.update(…, weight=tokens)` in JAX, `simulator.step(…,
-    weights=[…])`; it is 1 where nothing is said. It travels in float32 in the first message of what is averaged, 4 bytes more; before it, in one of its own, where
-    floats of 16 bits are averaged. What others compute is that of a run without the absent replica, and what is there does not matter, inf and NaN included. It
+    weights=[…])`; it is 1 where nothing is said, and 0 or a number from 1e-32 to 1e32. It travels in float32 in the first message of what is averaged, 4 bytes more.
+    Floats of 16 bits are sent as they are, with weights in a message beside them, summed in float32 and rounded once: as many bytes as an all-reduce. What others compute is that of a run without the absent replica, and what is there does not matter, inf and NaN included. It
     receives the average, and its own memory, the error, stays as it was.
 
     If all weights are 0 nothing is averaged: the memory stays as it was, and `NobodyCounts` is raised on all replicas. Where the host cannot know it, in a compiled program

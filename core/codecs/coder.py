@@ -438,6 +438,8 @@ class Coder(Generic[A]):
         total = ops.loop(
             size - 1, lambda i, total: ops.add(total, of_replica(i + 1), out=total), of_replica(0), fused=True
         )
+        if self.casts:  # halfway between two numbers of 16 bits the last bit of the reciprocal would decide
+            return ops.divide(total, ops.cast(counted.total, summed), out=total if out is None else out)
         share = ops.divide(ops.zeros((), summed) + 1.0, ops.cast(counted.total, summed))
         return ops.multiply(total, share, out=total if out is None else out)
 

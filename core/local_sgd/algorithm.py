@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from gradwire.core.algorithm import Algorithm, State, Stepped, check_specs
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.algorithms.shared.weighing import Weighing
 from gradwire.core.algorithms.two_level import require_nodes
 from gradwire.core.algorithms.weighted import weighed
 from gradwire.core.algorithms.wrapper import require_inner
@@ -28,11 +29,11 @@ from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.outer import OuterFactory, OuterOptimizer, OuterSGD, is_optimizers, times
 from gradwire.core.local_sgd.radial import Step, averaged_by_direction, taken_apart
 from gradwire.core.local_sgd.schedule import Level, Schedule, Turn
-from gradwire.core.ops import FLOATS, A, FloatDtype, Ops, Spec
+from gradwire.core.ops import FLOATS, A, FloatDtype, Ops, Spec, wide_dtype
 from gradwire.core.protocol import branch, mean_each, together
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.programs import Program
-from gradwire.core.protocol.weights import Weighing, weight_of
+from gradwire.core.protocol.weights import weight_of
 from gradwire.core.text.options import AtLeast0, share
 
 OUTER = "outer"
@@ -571,7 +572,7 @@ class _Fragment:
 
     async def _leave(self, v: dict[str, Any]) -> dict[str, Any]:
         """The difference is kept, and is on its way from now on."""
-        kept = {n: v["tensors"][n] | self._sent(x) for n, x in self._differences(v).items()}
+        kept = {n: v["tensors"][n] | self._sent(x) for n, x in self._looked_at(self._differences(v)).items()}
         return v | {"tensors": v["tensors"] | kept, "extras": await self._extras(v)}
 
     async def _arrive(self, v: dict[str, Any]) -> dict[str, Any]:
@@ -622,11 +623,22 @@ class _Fragment:
         ops, dtype = self.ops, self.ops.dtype_of(x)
         if total is None:
             return times(ops, x, 1.0 / self.replicas)
-        return ops.multiply(x, ops.divide(ops.cast(weight, dtype), ops.cast(total, dtype)))
+        wide = wide_dtype(dtype)
+        share = ops.divide(ops.cast(weight, wide), ops.cast(total, wide))
+        return ops.cast(ops.multiply(ops.cast(x, wide), share), dtype)
 
     def _sent(self, difference: Any) -> dict[str, Any]:
         """What is remembered of a difference that leaves."""
         return {DIFFERENCE: difference} | ({WEIGHT: self.weight} if self.local.weighted else {})
+
+    def _looked_at(self, differences: dict[str, Any]) -> dict[str, Any]:
+        """Zeros in place of what an absent replica has, if that is not finite: nobody is told of it, and a state that holds it would be refused."""
+        if not self.local.weighted:
+            return differences
+        ops, finite = self.ops, self.ops.all_finite(*differences.values())
+        return {
+            n: ops.where(self.weight > 0, x, ops.where(finite, x, _zeros_like(ops, x))) for n, x in differences.items()
+        }
 
     def _round(self, ago: int = 0) -> Any:
         return self.local.round(self.step - ago, self.levels[0].period, self.number)

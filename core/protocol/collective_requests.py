@@ -466,7 +466,7 @@ def _combined(vectors: Sequence[Any], op: str) -> Any:
         return np.maximum.reduce(list(vectors))
     if op == "sum":
         return np.asarray(sum(vectors), dtype)
-    if dtype == np.float16:  # whose sum may overflow where the mean does not, see `Weighing._times`
+    if dtype == np.float16:  # whose sum may overflow where the mean does not
         return np.asarray(sum(v / len(vectors) for v in vectors), dtype)
     return np.asarray(sum(vectors) / len(vectors), dtype)
 

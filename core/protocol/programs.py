@@ -130,7 +130,7 @@ class Request:
         return await ask(self.wrapped(nodes.run))
 
     async def weighed(self, weighing: Any) -> tuple[Any, ...]:
-        """The answers, where each replica counts by its weight: asked for by a `gradwire.core.protocol.weights.Weighing`."""
+        """The answers, where each replica counts by its weight: asked for by a `gradwire.core.algorithms.shared.weighing.Weighing`."""
         return await ask(self.wrapped(weighing.inside))
 
 

@@ -13,10 +13,11 @@ import gradwire as gw
 import gradwire.core.protocol as rq
 from gradwire import AllReduce, LocalSGD, LocalSimulator, PowerSGD, Quantize, Simulator, TopK, TwoLevel, WireDtype, plan
 from gradwire.core.algorithms.wrapper import Wrapper
-from gradwire.core.kernels.numpy import PoisonOps
+from gradwire.core.kernels.numpy import PoisonOps, dtype_named
 from gradwire.core.protocol import gather, together
 from gradwire.core.protocol.collective_requests import AllGather, Reduce
 from gradwire.core.protocol.programs import UnknownRequest
+from gradwire.core.protocol.weights import require_weight
 from tests.methods import METHODS
 
 SHAPES = {"w": (24, 16), "b": (7,), "x": (130,), "none": (0, 2), "s": ()}
@@ -118,6 +119,82 @@ def test_weight_0_is_a_run_without_that_replica(method, weights, place, dtype):
         assert_same_states(without.states, [*with_it.states[:place], *with_it.states[place + 1 :]])
         if set(weights) == {1.0} and dtype != "float16":  # whose sums would be too long to be divided afterwards
             assert same_bits(averages, unweighted.step(given))
+
+
+HALVES = ("bfloat16", "float16")
+
+
+def rounded_once(arrays, weights, dtype):
+    """The weighted mean in float32 of those that count, in their dtype."""
+    power = np.exp2(-np.floor(np.log2(max(weights))))  # by which no bit changes
+    counting = [(np.float32(w * power), np.asarray(x, np.float32)) for x, w in zip(arrays, weights, strict=True) if w]
+    return np.asarray(sum(w * x for w, x in counting) / sum(w for w, _ in counting), dtype)
+
+
+@pytest.mark.parametrize("dtype", [dtype_named(name) for name in HALVES], ids=HALVES)
+@pytest.mark.parametrize(
+    "weights",
+    [(1, 2), (1, 5), (7,), (0, 3, 1), (1e30, 3e29, 0, 7), (1e-30, 3e-30, 5e-30), (1e30, 1e-30, 1), (1, 2, 3, 4, 0)],
+    ids=str,
+)
+def test_16_bits_are_summed_in_32_and_rounded_once(weights, dtype):
+    """To the bit. What is behind a weight of 0 is NaN."""
+    given = [{n: x.astype(dtype) for n, x in g.items()} for g in gradients(range(len(weights)), 0)]
+    given = [{n: x * np.nan for n, x in g.items()} if w == 0 else g for g, w in zip(given, weights, strict=True)]
+    found = Simulator(AllReduce(), SHAPES, len(weights), dtype=str(np.dtype(dtype)), ops=PoisonOps()).step(
+        given, weights=list(weights)
+    )
+    for name in SHAPES:
+        expected = rounded_once([g[name] for g in given], weights, dtype)
+        assert found[name].dtype == dtype
+        np.testing.assert_array_equal(found[name], expected)
+
+
+@pytest.mark.parametrize("groups", [((0, 1), (2, 3)), ((0, 1, 2), (3,))], ids=str)
+def test_16_bits_in_groups_of_any_sizes(groups):
+    start, dtype, weights = {"w": np.zeros((9, 5), dtype_named("bfloat16"))}, dtype_named("bfloat16"), [1, 2, 0, 5]
+    local = LocalSGD({groups: 1, "all": 2}, weighted=True)
+    simulator = LocalSimulator(local, start, 4, dtype="bfloat16")
+    given = [{n: x.astype(dtype) for n, x in g.items()} for g in gradients(range(4), 3, {"w": (9, 5)})]
+    simulator.step(given, lambda r, p, g: {n: np.asarray(g[n], p[n].dtype) for n in p}, weights=weights)
+    for members in groups:
+        of_group = [given[m]["w"] for m in members], [weights[m] for m in members]
+        for m in members:
+            np.testing.assert_array_equal(simulator.parameters[m]["w"], rounded_once(*of_group, dtype))
+
+
+@pytest.mark.parametrize("weights", [(1, 2), (1, 5, 3)], ids=str)
+def test_parameters_of_16_bits_neither_grow_nor_shrink_when_they_are_averaged_a_thousand_times(weights):
+    """They only jitter, by half a percent, in each of a thousand averages."""
+    dtype = dtype_named("bfloat16")
+    x = np.random.default_rng(0).normal(size=(32, 32)).astype(dtype)
+    simulator, growth = LocalSimulator(LocalSGD(1, weighted=True), {"w": x}, len(weights), dtype="bfloat16"), 0.0
+    for step in range(1000):
+        noise = [1 + 0.005 * np.random.default_rng([step, r]).normal(size=x.shape) for r in range(len(weights))]
+        moved = [
+            np.asarray(simulator.parameters[r]["w"].astype(np.float32) * noise[r], dtype) for r in range(len(weights))
+        ]
+        expected = np.linalg.norm(rounded_once(moved, weights, dtype).astype(float))
+        simulator.step([{"w": m} for m in moved], lambda r, p, g: g, weights=list(weights))
+        growth += np.log(np.linalg.norm(simulator.parameters[0]["w"].astype(float)) / expected)
+    assert abs(growth) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_no_wire_is_wider_for_weights(dtype):
+    for world_size in (2, 4):
+        plain, weighted = (
+            plan(SHAPES, a, world_size=world_size, dtype=dtype).wire_bytes
+            for a in (AllReduce(), gw.Weighted(AllReduce()))
+        )
+        assert weighted <= plain + 8 * world_size
+
+
+def test_weights_that_sums_of_float32_would_lose_are_refused():
+    for wrong in (1e39, 1e33, 1e-33, 1e-44, 10**400, -1, np.nan):
+        with pytest.raises(ValueError, match="weight"):
+            require_weight(wrong)
+    assert [require_weight(w) for w in (0, 1e-30, 1e30, np.float32(2), 2**53)] == [0, 1e-30, 1e30, 2, 2**53]
 
 
 def test_half_precision_does_not_overflow():

@@ -9,7 +9,7 @@ from flax.training.train_state import TrainState
 
 import gradwire.jax_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, Simulator, TopK, TwoLevel, WireDtype
-from tests.jax.replicas import AXIS, Replicas, equal, gradients, refused
+from tests.jax.replicas import AXIS, Replicas, equal, gradients, mesh_of, refused
 
 SHAPES = {"w": (24, 16), "x": (130,), "b": (7,)}
 WEIGHTS = np.array([512, 0, 100, 7.5], np.float32)
@@ -82,3 +82,36 @@ def test_refusals():
 
         with refused(words):
             jax.vmap(step, axis_name=AXIS)(ones)
+
+
+@pytest.mark.parametrize("weights", [(1, 2), (1, 5, 0, 3)], ids=str)
+@pytest.mark.parametrize("told", [False, True], ids=["counted", "turn"])
+@pytest.mark.parametrize("mode", ["vmap", "shard_map"])
+def test_parameters_of_16_bits_are_summed_in_32_and_rounded_once(weights, told, mode):
+    """Whether what is due is decided in the program or while it is compiled. Behind a weight of 0 is NaN; where nobody counts, parameters stay."""
+    tx = gw.local_sgd(optax.sgd(1.0), LocalSGD(1, weighted=True), axis_name=AXIS)
+    rng, counted = np.random.default_rng(0), np.float32(weights)
+    given = rng.normal(size=(len(weights), 7, 9)).astype(jnp.bfloat16)
+    given[counted == 0] = np.nan
+    options = {"turn": tx.turn(0)} if told else {}
+
+    def alone(params, weight):
+        return tx.average_params(params, tx.init(params), weight=weight, **options)[0]
+
+    def of_row(params, weight):
+        return alone(params[0], weight[0])[None]
+
+    run = jax.vmap(alone, axis_name=AXIS)
+    if mode == "shard_map":
+        of_axis = jax.sharding.PartitionSpec(AXIS)
+        run = jax.shard_map(of_row, mesh=mesh_of(len(weights)), in_specs=of_axis, out_specs=of_axis, check_vma=False)
+    run = jax.jit(run)
+    total = sum(w * x.astype(np.float32) for w, x in zip(counted, given, strict=True) if w)
+    expected = (total / counted.sum()).astype(jnp.bfloat16).astype(np.float32)
+    for found in np.asarray(run(given, counted)).astype(np.float32):
+        np.testing.assert_allclose(
+            found, expected, rtol=2**-7
+        )  # halfway between two numbers the last bit of a sum decides
+        assert np.mean(found == expected) >= 0.9
+    present = given[counted > 0].repeat(len(weights), 0)[: len(weights)]
+    assert np.array_equal(run(present, 0 * counted), present)

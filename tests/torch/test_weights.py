@@ -31,7 +31,7 @@ from gradwire.torch_backend import Averager, local_sgd, register_comm_hook
 from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.compare import same_bits
 from tests.torch.defaults import other_defaults
-from tests.torch.models import Branches
+from tests.torch.models import Branches, Layers
 from tests.torch.ranks import Cases, World
 from tests.torch.training import hooked
 
@@ -86,6 +86,35 @@ def test_an_absent_rank_changes_nothing(world: World, algorithm: Algorithm) -> N
         for n, x in alone(tensors(mine)).items() if alone else ():
             np.testing.assert_allclose(found[n], x, rtol=0, atol=2e-6)
     assert averager.error_norm() == 0 or world.rank != ABSENT or owned
+
+
+@cases.each({"bfloat16": torch.bfloat16, "float16": torch.float16})
+def test_16_bits_are_summed_in_32_and_rounded_once(world: World, dtype: torch.dtype) -> None:
+    """To the bit, by every door; what the absent rank has is NaN."""
+    everyones = [tensors(given(r, 0)) for r in range(world.size)]
+    rounded = [{n: x.to(dtype) for n, x in each.items()} for each in everyones]
+    counting = [r for r in range(world.size) if WEIGHTS[r]]
+    total = torch.tensor(WEIGHTS).sum()
+    expected = {n: (sum(WEIGHTS[r] * rounded[r][n].float() for r in counting) / total).to(dtype) for n in SHAPES}
+    mine = {n: x * (float("nan") if world.rank == ABSENT else 1.0) for n, x in rounded[world.rank].items()}
+    averager = Averager(Weighted(AllReduce()), mine, world.group)
+    averager.weight = WEIGHTS[world.rank]
+    model = Layers(**{n: nn.Parameter(torch.zeros(s, dtype=dtype)) for n, s in SHAPES.items()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = local_sgd(model, optimizer, LocalSGD(1, weighted=True), process_group=world.group)
+    handle.weight = WEIGHTS[world.rank]
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            p.copy_(mine[n])
+    optimizer.step()
+    assert same_bits(dict(averager({n: x.clone() for n, x in mine.items()})), expected)
+    assert same_bits({n: p.detach() for n, p in model.named_parameters()}, expected)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            p.copy_(rounded[world.rank][n])
+    handle.synchronize()
+    everyone = {n: x.double() for n, x in expected.items()}
+    assert all(torch.allclose(p.double(), everyone[n], rtol=2**-7) for n, p in model.named_parameters())
 
 
 @cases.case

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from gradwire.core.algorithm import State
+from gradwire.core.algorithms.shared.weighing import Weighing
 from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.protocol import mean_each
 from gradwire.core.protocol.programs import Program
-from gradwire.core.protocol.weights import Weighing, counted_weight
+from gradwire.core.protocol.weights import counted_weight
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import refuse_capture

@@ -1,0 +1,234 @@
+"""Programs whose replicas count by a weight.
+
+    averages, state = await Weighing(ops, weight).run(algorithm.step(ops, gradients, state, step))
+
+    mean(x)    =  Σ w·x / Σ w          # w·x and w in one message; what an absent replica has is never looked at
+    gather(x)  →  x of each replica, and `await replica_weights()` says by what a method has to multiply it
+
+The program is the one that all other replicas run, and knows of no weights: each request says how it is asked (`Request.weighed`).
+
+Floats of 16 bits are not multiplied before they are sent: weights rounded to so few bits do not sum to 1, and an average that is taken again and again would
+grow or shrink. They are sent as they are, summed in float32 where they arrive, and rounded once: the mean of a `Coder` whose codes are they themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+from gradwire.core.codecs.cast import Cast
+from gradwire.core.codecs.coder import Coder
+from gradwire.core.ops import A, Ops
+from gradwire.core.protocol.collective_requests import AllToAll, Gather, Reduce, gather
+from gradwire.core.protocol.control_requests import watch
+from gradwire.core.protocol.groups import Groups
+from gradwire.core.protocol.programs import Program, Request, UnknownRequest, ask, ask_one, relayed
+from gradwire.core.protocol.weights import NobodyCounts, Weights, in_order, weight_of
+
+T = TypeVar("T")
+
+#: Arrays of these dtypes are multiplied by weights before they are sent.
+WIDE = frozenset({"float32", "float64"})
+
+
+class Weighing(Generic[A]):
+    """This replica's weight in the messages of a program.
+
+    Args:
+        ops: kernels.
+        weight: of this replica, a number or a scalar array, finite and at least 0. A sum of weights is formed in float32.
+        keeps: where nobody counts and the host does not know it, averages of all replicas are the arrays themselves, and not NaN.
+        name: of the method, for what is said about it.
+
+    Attributes:
+        weight: of this replica, or, after `count_as`, of its group.
+    """
+
+    def __init__(self, ops: Ops[A], weight: Any, *, keeps: bool = False, name: str = "this method") -> None:
+        self.ops, self.keeps, self.name = ops, keeps, name
+        self.weight: A = weight_of(ops, weight)
+        self._whole: Groups | None = None
+        self._totals: dict[Groups | None, A] = {}
+        self._of_all: dict[Groups | None, Weights[A]] = {}
+        #: Of the program and its branches: what has been gathered, and whether weights have been asked for.
+        self._noted: dict[str, bool] = {}
+
+    async def run(self, program: Program[T]) -> T:
+        """What the program returns. Raises UnknownRequest for one that sends what no weight can be given to, and `NobodyCounts`, if the host knows that
+        all replicas weigh 0."""
+        result = await self._relayed(program)
+        if "gathered" in self._noted and "asked" not in self._noted:
+            raise UnknownRequest(
+                f"{self.name} gathers what replicas have sent without asking what they weigh; let it multiply by `await replica_weights()`, "
+                "or leave out the weights"
+            )
+        return result
+
+    async def _relayed(self, program: Program[T]) -> T:
+        return await relayed(program, lambda request: request.weighed(self))
+
+    async def inside(self, program: Program[T]) -> T:
+        """A program in a branch, of which nothing that is traced may leave."""
+        inner = Weighing(self.ops, self.weight, keeps=self.keeps, name=self.name)
+        inner._whole, inner._noted = self._whole, self._noted
+        inner._totals, inner._of_all = dict(self._totals), dict(self._of_all)
+        return await inner._relayed(program)
+
+    def refuse(self, request: Request, why: str) -> UnknownRequest:
+        """What is raised for a request that cannot be weighed."""
+        return UnknownRequest(f"{self.name} asks for a {type(request).__name__}, {why}: its replicas cannot be weighed")
+
+    @property
+    def present(self) -> bool | None:
+        """Whether this replica counts; None where the host does not know."""
+        return self.ops.truth(self.weight > 0)
+
+    # ---- averages
+
+    async def mean(self, request: Reduce[A]) -> tuple[A, ...]:
+        """The answers of a mean: all of them the weighted ones."""
+        if request.op != "mean":
+            raise self.refuse(request, f"and a {request.op} counts all replicas alike")
+        if not any(math.prod(x.shape) for x in request.arrays):
+            return await ask(request)  # of which nothing is sent
+        wide = [i for i, x in enumerate(request.arrays) if self.ops.dtype_of(x) in WIDE]
+        answers: dict[int, A] = {}
+        for chosen, means in ((wide, self._wide_means), (_others(request, wide), self._short_means)):
+            if chosen:
+                arrays = tuple(request.arrays[i] for i in chosen)
+                asked = replace(request, arrays=arrays, donated=tuple(request.donated[i] for i in chosen))
+                answers |= zip(chosen, await means(asked), strict=True)
+        return tuple(answers[i] for i in range(len(request)))
+
+    async def _wide_means(self, request: Reduce[A]) -> tuple[A, ...]:
+        ops, groups = self.ops, request.groups
+        total = self._totals.get(groups)
+        sent = tuple(self._times(x, given) for x, given in zip(request.arrays, request.donated, strict=True))
+        donated = (True,) * len(sent)
+        if total is None:
+            sent += (ops.cast(self.weight, ops.dtype_of(request.arrays[0])).reshape((1,)),)
+            donated += (False,)  # it may be the weight itself, of the same dtype
+        sums = await ask(replace(request, arrays=sent, donated=donated, op="sum"))
+        if total is None:
+            total = self._found(groups, ops.cast(sums[-1], "float32").reshape(()))
+            sums = sums[:-1]
+        if ops.truth(total > 0) is False:
+            return request.arrays  # only of a group; see `_found`
+        means = [ops.divide(x, ops.cast(total, ops.dtype_of(x)), out=x) for x in sums]
+        if request.watched and ops.truth(total > 0) is None:
+            await self._watch(total)
+        return self._kept(request, means, total)
+
+    def _times(self, x: A, donated: bool) -> A:
+        """This replica's part of a sum. What is absent is left as it is: if nobody counts, nobody has lost anything."""
+        ops, dtype, present = self.ops, self.ops.dtype_of(x), self.present
+        if present is False:
+            return ops.zeros(tuple(x.shape), dtype)
+        product = ops.multiply(x, ops.cast(self.weight, dtype), out=x if donated and present else None)
+        return product if present else ops.where(self.weight > 0, product, 0.0)
+
+    async def _short_means(self, request: Reduce[A]) -> tuple[A, ...]:
+        """Of arrays of 16 bits: of each dtype by itself."""
+        ops, groups, means = self.ops, request.groups, list(request.arrays)
+        if not any(math.prod(x.shape) for x in request.arrays):
+            return request.arrays
+        if groups is not None and len(set(map(len, groups))) > 1:  # which cannot hand each other equal parts
+            longer = tuple(ops.cast(x, "float32") for x in request.arrays)
+            found = await self._wide_means(replace(request, arrays=longer, donated=(False,) * len(longer)))
+            return tuple(ops.cast(y, ops.dtype_of(x)) for x, y in zip(request.arrays, found, strict=True))
+        noted = dict(self._noted)
+        for dtype in dict.fromkeys(map(ops.dtype_of, request.arrays)):
+            chosen = [i for i, x in enumerate(request.arrays) if ops.dtype_of(x) == dtype]
+            arrays = [request.arrays[i] for i in chosen]
+            averages = Coder(ops, Cast(dtype)).mean(arrays, watched=request.watched, groups=groups)
+            for i, mean in zip(chosen, await self._relayed(averages), strict=True):
+                means[i] = mean
+        self._noted.clear()  # it was not the method that has gathered
+        self._noted.update(noted)
+        total = self._of_all[groups].total
+        if ops.truth(total > 0) is False:
+            return request.arrays
+        return self._kept(request, means, total)
+
+    def _kept(self, request: Reduce[A], means: Sequence[A], total: A) -> tuple[A, ...]:
+        """The means; or the arrays themselves where nobody may count, and they are to stay."""
+        ops, unknown = self.ops, self.ops.truth(total > 0) is None
+        # Some of the replicas may all be absent.
+        apart = request.groups is not None and request.groups != self._whole
+        if unknown and (apart or self.keeps):
+            means = [ops.where(total > 0, y, x) for x, y in zip(request.arrays, means, strict=True)]
+        return tuple(means)
+
+    async def _watch(self, total: A) -> None:
+        """A step in which nobody counts is not finite."""
+        await watch(self.ops.divide(self.ops.zeros((), "float32") + 1.0, total))
+
+    def _found(self, groups: Groups | None, total: A) -> A:
+        self._totals[groups] = total
+        if groups == self._whole and self.ops.truth(total > 0) is False:
+            raise NobodyCounts
+        return total
+
+    async def total_of(self, groups: Groups | None) -> A:
+        """The sum of the weights of a group, by a message of its own if no other has brought it."""
+        if groups not in self._totals:
+            w = self.weight.reshape((1,))
+            total: A = await ask_one(Reduce((w,), (False,), False, groups, op="sum"))
+            return self._found(groups, total.reshape(()))
+        return self._totals[groups]
+
+    async def whole(self) -> A:
+        """The sum of the weights of all replicas."""
+        return await self.total_of(self._whole)
+
+    async def count_as(self, groups: Groups) -> None:
+        """From now on this replica weighs as much as its group does, and the others in it are the same."""
+        self.weight = await self.total_of(groups)
+        self._totals, self._of_all = {}, {}
+        size = len(groups[0])
+        self._whole = tuple(zip(*groups, strict=True)) if size > 1 else None
+
+    # ---- what is gathered
+
+    async def gathered(self, request: Gather[A] | AllToAll[A]) -> tuple[A, ...]:
+        """The answers, which are as they would be; the first time the weight goes with them."""
+        ops, groups = self.ops, request.groups
+        self._noted["gathered"] = True
+        if groups in self._of_all:
+            return await ask(request)
+        mine = self.weight.reshape((1,))
+        if isinstance(request, AllToAll):
+            mine = ops.zeros((request.arrays[0].shape[0], 1), "float32") + mine
+        # As bytes, if there are others: what is of one dtype is one message.
+        if "uint8" in [ops.dtype_of(x) for x in request.arrays]:
+            mine = ops.view_as(mine, "uint8")
+        *answers, every = await ask(replace(request, arrays=(*request.arrays, mine)))
+        await self._learn(groups, every, exchanged=isinstance(request, AllToAll))
+        return tuple(answers)
+
+    async def _learn(self, groups: Groups | None, every: A, *, exchanged: bool = False) -> None:
+        """What replicas weigh has come. If it was `exchanged`, JAX does not know that it is the same on all of them: what a method makes of that is sent, and
+        watched, once more."""
+        ops = self.ops
+        every = ops.view_as(every, "float32").reshape((-1,))
+        self._of_all[groups], total = Weights.of(ops, every), in_order(ops, every)
+        if groups == self._whole and ops.truth(total > 0) is False:
+            raise NobodyCounts
+        if not exchanged:
+            self._totals[groups] = total
+            if groups == self._whole and ops.truth(total > 0) is None:
+                await self._watch(total)
+
+    async def of_all(self, groups: Groups | None) -> Weights[A]:
+        """What each replica of a group weighs."""
+        self._noted["asked"] = True
+        if groups not in self._of_all:
+            (every,) = await gather(self.weight.reshape((1,)), watched=False, groups=groups)
+            await self._learn(groups, every)
+        return self._of_all[groups]
+
+
+def _others(request: Reduce[Any], chosen: Sequence[int]) -> list[int]:
+    return [i for i in range(len(request)) if i not in chosen]
