@@ -266,7 +266,7 @@ class AllToAll(Fusable[A]):
         return await (nodes.whole(self) if self.counts else nodes.in_parts(self, size, size))
 
     async def weighed(self, weighing: Any) -> tuple[Any, ...]:
-        answers: tuple[Any, ...] = await weighing.gathered(self)
+        answers: tuple[Any, ...] = await weighing.gathered(self, exchanged=True)
         return answers
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:

@@ -16,6 +16,7 @@ from jax import lax
 import gradwire.jax_backend as gw
 from gradwire import LocalSGD, PowerSGD, diloco, plan
 from tests.jax.replicas import AXIS, mesh_of, refused
+from tests.parity.outer_steps import by_hand, drift
 
 TARGET = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
 SLOPE = np.array([1.0, 1.7], np.float32)
@@ -215,6 +216,27 @@ def test_no_message_stands_in_a_branch(compressor):
 
     assert [n for n in range(4, 12) if sent(n)] == [5, 9]
     assert not any(each.branches for each in sent(5))
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["counted", "turn"])
+@pytest.mark.parametrize("options", [(10, 3, 3), (5, 3, 4), (5, 3, None)], ids=str)
+def test_two_events_of_a_schedule_in_one_step_are_two_outer_steps(options, told):
+    """Gaps between fragments differ, so one arrives after the step after which another leaves. An overlap of None: eager."""
+    period, fragments, overlap = options
+    late = {"eager": True} if overlap is None else {"overlap": overlap}
+    local = diloco(period, fragments=fragments, **late)
+    tx = gw.local_sgd(optax.sgd(1.0), local, axis_name=AXIS)
+    names = [f"layer{f}" for f in range(fragments)]
+    training = started(tx, {n: jnp.ones(1) for n in names}, replicas=1)
+
+    def step(training, given, turn):
+        return jax.vmap(lambda t: tx.step(given, t, turn=turn), axis_name=AXIS)(training)
+
+    step, steps = jax.jit(step, static_argnames="turn"), 2 * period + local.overlap + 1
+    for n in range(steps):
+        given = {name: jnp.full(1, drift(n, f)) for f, name in enumerate(names)}
+        training = step(training, given, tx.turn(n) if told else None)
+    np.testing.assert_allclose([training[0][n][0, 0] for n in names], by_hand(local, steps)[0], rtol=1e-4)
 
 
 def placed(training):

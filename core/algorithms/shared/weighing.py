@@ -21,10 +21,10 @@ from typing import Any, Generic, TypeVar
 from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.coder import Coder
 from gradwire.core.ops import A, Ops
-from gradwire.core.protocol.collective_requests import AllToAll, Gather, Reduce, gather
+from gradwire.core.protocol.collective_requests import gather, reduce_sum
 from gradwire.core.protocol.control_requests import watch
 from gradwire.core.protocol.groups import Groups
-from gradwire.core.protocol.programs import Program, Request, UnknownRequest, ask, ask_one, relayed
+from gradwire.core.protocol.programs import Program, Request, UnknownRequest, ask, relayed
 from gradwire.core.protocol.weights import NobodyCounts, Weights, in_order, weight_of
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Weighing(Generic[A]):
 
     # ---- averages
 
-    async def mean(self, request: Reduce[A]) -> tuple[A, ...]:
+    async def mean(self, request: Any) -> tuple[A, ...]:
         """The answers of a mean: all of them the weighted ones."""
         if request.op != "mean":
             raise self.refuse(request, f"and a {request.op} counts all replicas alike")
@@ -102,7 +102,7 @@ class Weighing(Generic[A]):
                 answers |= zip(chosen, await means(asked), strict=True)
         return tuple(answers[i] for i in range(len(request)))
 
-    async def _wide_means(self, request: Reduce[A]) -> tuple[A, ...]:
+    async def _wide_means(self, request: Any) -> tuple[A, ...]:
         ops, groups = self.ops, request.groups
         total = self._totals.get(groups)
         sent = tuple(self._times(x, given) for x, given in zip(request.arrays, request.donated, strict=True))
@@ -115,7 +115,7 @@ class Weighing(Generic[A]):
             total = self._found(groups, ops.cast(sums[-1], "float32").reshape(()))
             sums = sums[:-1]
         if ops.truth(total > 0) is False:
-            return request.arrays  # only of a group; see `_found`
+            return tuple(request.arrays)  # only of a group; see `_found`
         means = [ops.divide(x, ops.cast(total, ops.dtype_of(x)), out=x) for x in sums]
         if request.watched and ops.truth(total > 0) is None:
             await self._watch(total)
@@ -129,11 +129,11 @@ class Weighing(Generic[A]):
         product = ops.multiply(x, ops.cast(self.weight, dtype), out=x if donated and present else None)
         return product if present else ops.where(self.weight > 0, product, 0.0)
 
-    async def _short_means(self, request: Reduce[A]) -> tuple[A, ...]:
+    async def _short_means(self, request: Any) -> tuple[A, ...]:
         """Of arrays of 16 bits: of each dtype by itself."""
         ops, groups, means = self.ops, request.groups, list(request.arrays)
         if not any(math.prod(x.shape) for x in request.arrays):
-            return request.arrays
+            return tuple(request.arrays)
         if groups is not None and len(set(map(len, groups))) > 1:  # which cannot hand each other equal parts
             longer = tuple(ops.cast(x, "float32") for x in request.arrays)
             found = await self._wide_means(replace(request, arrays=longer, donated=(False,) * len(longer)))
@@ -149,10 +149,10 @@ class Weighing(Generic[A]):
         self._noted.update(noted)
         total = self._of_all[groups].total
         if ops.truth(total > 0) is False:
-            return request.arrays
+            return tuple(request.arrays)
         return self._kept(request, means, total)
 
-    def _kept(self, request: Reduce[A], means: Sequence[A], total: A) -> tuple[A, ...]:
+    def _kept(self, request: Any, means: Sequence[A], total: A) -> tuple[A, ...]:
         """The means; or the arrays themselves where nobody may count, and they are to stay."""
         ops, unknown = self.ops, self.ops.truth(total > 0) is None
         # Some of the replicas may all be absent.
@@ -175,7 +175,7 @@ class Weighing(Generic[A]):
         """The sum of the weights of a group, by a message of its own if no other has brought it."""
         if groups not in self._totals:
             w = self.weight.reshape((1,))
-            total: A = await ask_one(Reduce((w,), (False,), False, groups, op="sum"))
+            total = await reduce_sum(w, watched=False, groups=groups)
             return self._found(groups, total.reshape(()))
         return self._totals[groups]
 
@@ -192,20 +192,20 @@ class Weighing(Generic[A]):
 
     # ---- what is gathered
 
-    async def gathered(self, request: Gather[A] | AllToAll[A]) -> tuple[A, ...]:
-        """The answers, which are as they would be; the first time the weight goes with them."""
+    async def gathered(self, request: Any, *, exchanged: bool = False) -> tuple[A, ...]:
+        """The answers, which are as they would be; the first time the weight goes with them. `exchanged`: each replica receives its own rows."""
         ops, groups = self.ops, request.groups
         self._noted["gathered"] = True
         if groups in self._of_all:
             return await ask(request)
         mine = self.weight.reshape((1,))
-        if isinstance(request, AllToAll):
+        if exchanged:
             mine = ops.zeros((request.arrays[0].shape[0], 1), "float32") + mine
         # As bytes, if there are others: what is of one dtype is one message.
         if "uint8" in [ops.dtype_of(x) for x in request.arrays]:
             mine = ops.view_as(mine, "uint8")
         *answers, every = await ask(replace(request, arrays=(*request.arrays, mine)))
-        await self._learn(groups, every, exchanged=isinstance(request, AllToAll))
+        await self._learn(groups, every, exchanged=exchanged)
         return tuple(answers)
 
     async def _learn(self, groups: Groups | None, every: A, *, exchanged: bool = False) -> None:
@@ -230,5 +230,5 @@ class Weighing(Generic[A]):
         return self._of_all[groups]
 
 
-def _others(request: Reduce[Any], chosen: Sequence[int]) -> list[int]:
+def _others(request: Any, chosen: Sequence[int]) -> list[int]:
     return [i for i in range(len(request)) if i not in chosen]

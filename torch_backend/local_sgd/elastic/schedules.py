@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradwire.core.algorithm import State, Stepped
 from gradwire.core.local_sgd.algorithm import DIFFERENCE, WEIGHT, LocalSGD
+from gradwire.core.local_sgd.schedule import Turn
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.scheduler import Step, run_alone
 from gradwire.torch_backend.local_sgd.elastic.handle import ElasticHandle
@@ -151,8 +152,9 @@ class ElasticLocalSGD(ElasticHandle):
         buffers: Mapping[str, Tensor],
         state: State[Tensor] | None = None,
         arrived: Mapping[int, Stepped[Tensor]] | None = None,
+        turn: Turn | None = None,
     ) -> tuple[dict[str, Tensor], State[Tensor]]:
-        """What the schedule makes of parameters and memory after this step. Neither is touched; averaged buffers are written over."""
+        """What the schedule makes of parameters and memory after this step, or what of it is in this `turn`. Neither is touched; averaged buffers are written over."""
         step, local = present.steps, self._local(present)
         if state is None:
             state = self._copied({n for f in self._due(step) for n in self._parts[f]})
@@ -161,7 +163,7 @@ class ElasticLocalSGD(ElasticHandle):
         collectives, replicas = self.quorum.collectives, self.quorum.groups.whole.size()
         weight = self._weight * present.counts
         with plain_arithmetic(self._ops.device):
-            program = local.average(self._ops, parameters, state, step, replicas, extras, arrived, weight=weight)
+            program = local.average(self._ops, parameters, state, step, replicas, extras, arrived, turn, weight)
             after, memory, others = run_alone(collectives, program)
         for name, b in buffers.items():
             b.copy_(others[name][""])
@@ -177,7 +179,15 @@ class ElasticLocalSGD(ElasticHandle):
         step, quorum, local = present.steps, self.quorum, self._local(present)
         state = self._copied({n for f in self._due(step) for n in self._parts[f]})
         if not self.local.eager:
-            _, state = self._average(present, self._buffers, state)
+            leaves = replace(self.local.turn(step), arrives=frozenset())
+            parameters, state = self._average(present, self._buffers, state, turn=leaves)
+            for (
+                name,
+                x,
+            ) in (
+                parameters.items()
+            ):  # of a replica that has broken, which goes back to its outer parameters, whatever the vote will be
+                self._parameters[name].detach().copy_(x)
         elif local.weighted:
             for kept in state.tensors.values():
                 if DIFFERENCE in kept:
@@ -206,7 +216,9 @@ class ElasticLocalSGD(ElasticHandle):
             with torch.no_grad(), plain_arithmetic(self._ops.device):
                 arrived = self.quorum.attempt(lambda: flight.arrived(step))
             if arrived is not None:
-                after = self._average(replace(left.present, steps=step), {}, left.state, arrived)
+                # What leaves after this step too does so in a round of its own.
+                arrives = None if self.local.eager else replace(self.local.turn(step), due=frozenset())
+                after = self._average(replace(left.present, steps=step), {}, left.state, arrived, arrives)
         with suppress(*LOST):
             flight.drop()
         self._vote(after)
