@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from gradwire.core.algorithm import State
 from gradwire.core.kernels.numpy import NumpyOps, PoisonOps, name_of, poison
 from gradwire.core.ops import ITEMSIZE
-from gradwire.core.protocol.programs import Program, ReplicaMismatch, Request, cannot_answer
+from gradwire.core.protocol.programs import Fusable, Program, ReplicaMismatch, Request, cannot_answer
 
 T = TypeVar("T")
 NDArray = npt.NDArray[Any]
@@ -38,6 +39,20 @@ def lock_step(
         return _LockStep(ops or NumpyOps(), [] if requests is None else requests, optimizer).run(programs)
 
 
+def lock_step_of(
+    programs: Sequence[Program[T]], to_numpy: Callable[[Any], NDArray], from_numpy: Callable[[NDArray, Any], Any]
+) -> list[T]:
+    """`lock_step` of programs over the arrays of another framework, which are brought to NumPy and back where replicas meet.
+
+    Args:
+        programs: one per replica.
+        to_numpy: an array; of a float that NumPy lacks, one that is wide enough.
+        from_numpy: an array in the dtype of the framework's array that is its second argument; None: in its own.
+    """
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        return _Elsewhere(to_numpy, from_numpy).run(programs)
+
+
 class _LockStep:
     def __init__(self, ops: NumpyOps, requests: list[Request], optimizer: Optimizer | None) -> None:
         self.ops = ops
@@ -53,10 +68,14 @@ class _LockStep:
                 if returned:
                     return returned
                 self.requests.append(asked[0])
-                answers = type(asked[0]).simulate(asked, self)
+                answers = self.answers(asked)
         finally:
             for program in programs:
                 program.close()
+
+    def answers(self, asked: Sequence[Any]) -> list[Any]:
+        """For each replica, what it is answered."""
+        return list(type(asked[0]).simulate(asked, self))
 
     def _advance(self, programs: Sequence[Program[T]], answers: Sequence[Any]) -> tuple[list[Request], list[T]]:
         asked: dict[int, Request] = {}
@@ -94,6 +113,36 @@ class _LockStep:
         if isinstance(self.ops, PoisonOps):
             for x in donated:
                 poison(x)
+
+
+class _Elsewhere(_LockStep):
+    def __init__(self, to_numpy: Callable[[Any], NDArray], from_numpy: Callable[[NDArray, Any], Any]) -> None:
+        super().__init__(NumpyOps(), [], None)
+        self._to_numpy, self._from_numpy = to_numpy, from_numpy
+
+    def answers(self, asked: Sequence[Any]) -> list[Any]:
+        first = asked[0]
+        field = (
+            None
+            if first.local
+            else "arrays"
+            if isinstance(first, Fusable)
+            else "array"
+            if hasattr(first, "array")
+            else None
+        )
+        if field is None:
+            return [self._brought_back(own, [None] * len(own)) for own in super().answers(asked)]
+        likes = first.arrays if field == "arrays" else (first.array,)
+        here = [replace(r, **{field: self._brought(getattr(r, field))}) for r in asked]
+        return [self._brought_back(own, likes) for own in super().answers(here)]
+
+    def _brought(self, x: Any) -> Any:
+        return tuple(map(self._to_numpy, x)) if isinstance(x, tuple) else self._to_numpy(x)
+
+    def _brought_back(self, answers: Sequence[Any], likes: Sequence[Any]) -> tuple[Any, ...]:
+        pairs = zip(answers, likes, strict=True)
+        return tuple(self._from_numpy(x, like) if isinstance(x, np.ndarray) else x for x, like in pairs)
 
 
 def require_equal(what: str, arrays: Sequence[NDArray]) -> None:

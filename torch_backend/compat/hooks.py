@@ -23,7 +23,7 @@ from gradwire.core.algorithm import Algorithm, State, Stepped
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.wire_dtype import WireDtype
-from gradwire.core.ops import A, Ops
+from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.plan.advice import warn
 from gradwire.core.state import checkpoint
 from gradwire.core.text.name_patterns import chosen
@@ -36,6 +36,7 @@ from gradwire.torch_backend.engine.dynamo import uncompiled
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups, given_or_default
 from gradwire.torch_backend.engine.scheduler import Step
 from gradwire.torch_backend.ops.kernels import TorchOps, dtype_name
+from gradwire.torch_backend.setup.self_check import wrong_here
 
 logger = logging.getLogger(__name__)
 
@@ -325,7 +326,7 @@ class _Running:
         assert self._hook is not None
         self._reconfigured = False
         self._algorithm = self._configured()
-        driver = Driver(self._algorithm, self.driver.specs, self.driver.ops.device, self.driver.process_group)
+        driver = self._made(self.driver.specs, self.driver.ops.device, self.driver.process_group)
         driver.continue_from(self.driver)
         self.driver = self._hook.driver = driver
 
@@ -389,7 +390,7 @@ class _Running:
         # In a wrapper's hands gradients may have another dtype than their parameters.
         gradients = {p: g for bucket in buckets for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
         in_order = {names[p]: gradients[p] for of_dtype in in_module_order.values() for p in of_dtype}
-        driver = Driver(self._algorithm, specs_of(in_order), buckets[0].buffer.device, group)
+        driver = self._made(specs_of(in_order), buckets[0].buffer.device, group)
         warn(self._algorithm, driver.specs, INSTEAD)
         driver.memory.steps = self._state._first_iter
         if (memory := self._state._loaded["memory"]) is not None:
@@ -398,6 +399,12 @@ class _Running:
         self._hook.at_start, self._hook.at_end = self._before_step, self._after_step
         for bucket in buckets:
             self._hook(bucket)
+
+    def _made(self, specs: Mapping[str, Spec], device: torch.device, group: dist.ProcessGroup) -> Driver:
+        """A driver. Nobody has registered it, so ranks compare what they know of it in its first step."""
+        driver = Driver(self._algorithm, specs, device, group)
+        driver.obstacle = wrong_here(self._algorithm, specs, dist.get_world_size(group), device)
+        return driver
 
     def _require_known(self, bucket: Bucket) -> None:
         unknown = [tuple(p.shape) for p in bucket.parameters if p not in self._known]

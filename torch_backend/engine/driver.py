@@ -85,6 +85,7 @@ class Driver:
     Attributes:
         measurement: while it is there, it compares each step with a full average. There on all ranks, or on none.
         discarding: while it is true, steps leave no trace in the memory and are not counted. Equal on all ranks.
+        obstacle: why this rank cannot take the first step, where no registration has told the others; "" if it can.
         memory: of the algorithm, and how many steps are finished.
         weighted: replicas count by their weights.
         weight: what this one counts for, a scalar on the device.
@@ -130,6 +131,7 @@ class Driver:
         self._groups: list[_Group] = []
         self._unused: set[str] | None = None
         self.discarding = False
+        self.obstacle = ""
         self.measurement: Measurement | None = None
         self._captured = False
         self._shared_before: dict[str, Tensor] = {}
@@ -165,7 +167,8 @@ class Driver:
             if self._captured:
                 self._prepare_capture(unused is not None)
             if not self._compared:  # once: on the host, and with no message
-                require_same_state(self._meeting, self.memory.steps, repr(self.algorithm), self.memory.loaded)
+                loaded = self.memory.loaded
+                require_same_state(self._meeting, self.memory.steps, repr(self.algorithm), loaded, self.obstacle)
                 self._compared = True
             self._begin()
             if self.measurement is not None:

@@ -138,7 +138,7 @@ class ReplicaHandle(Handle):
         why_not = (
             self._why_not()
             or algorithm_obstacle(algorithm)
-            or tried(algorithm, driver.specs, layout.replicas.size()).obstacle
+            or tried(algorithm, driver.specs, layout.replicas.size(), driver.ops.device).obstacle
         )
         why_not = obstacle_of_shards(layout, repr(algorithm), why_not)
         require_same_on_all_ranks(layout.replicas, {"call": "reconfigure"}, {}, why_not, driver.ops.device)

@@ -67,7 +67,7 @@ def fitted(local: LocalSGD, group: dist.ProcessGroup, parameters: Mapping[str, T
     found = [each for each in [*groups, subgroups if subgroups and len(subgroups) > 1 else None] if each is not None]
     if local.compressor is None:
         return Fitted(local, found)
-    trial = tried(local.compressor, local.kept(specs), replicas)
+    trial = tried(local.compressor, local.kept(specs), replicas, device)
     return Fitted(local, [*trial.groups, *found], trial.obstacle)
 
 

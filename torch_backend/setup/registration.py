@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from gradwire.torch_backend.setup.consistency import (
     meet_to_change,
     require_same_on_all_ranks,
 )
+from gradwire.torch_backend.setup.self_check import wrong_here
 
 logger = logging.getLogger("gradwire")
 
@@ -65,10 +67,10 @@ def prepared(
         ValueError: on all ranks, if one cannot take part or they differ.
     """
     trial = Trial(obstacle=obstacle)
-    if not obstacle:
-        trial = tried(algorithm, specs_of(parameters), dist.get_world_size(group), frozen)
-    settings = {"algorithm": repr(algorithm), **settings, "groups": str(list(trial.groups))}
     device = next((p.device for p in parameters.values()), None)
+    if not obstacle:
+        trial = tried(algorithm, specs_of(parameters), dist.get_world_size(group), device, frozen)
+    settings = {"algorithm": repr(algorithm), **settings, "groups": str(list(trial.groups))}
     described = describe(parameters) if described is None else described
     require_same_on_all_ranks(group, settings, described, trial.obstacle, device)
     return ProcessGroups(group, trial.groups), trial
@@ -84,8 +86,21 @@ class Trial:
     summary: Summary | None = None
 
 
-def tried(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen: Collection[str] = ()) -> Trial:
-    """Run the steps of an algorithm without data, once."""
+def tried(
+    algorithm: Algorithm,
+    specs: Mapping[str, Spec],
+    replicas: int,
+    device: torch.device | None,
+    frozen: Collection[str] = (),
+) -> Trial:
+    """Run the steps of an algorithm without data, once; then on known data, where the device is an accelerator: see `gradwire.torch_backend.setup.self_check`."""
+    trial = _dry(algorithm, specs, replicas, frozen)
+    if trial.obstacle or trial.summary is None:
+        return trial
+    return replace(trial, obstacle=wrong_here(algorithm, specs, replicas, device))
+
+
+def _dry(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen: Collection[str]) -> Trial:
     try:
         dry = dry_run(algorithm, specs, replicas)
         for request in dry.requests:
@@ -141,7 +156,7 @@ def reconfigured(
     algorithm = on_nodes(algorithm, driver.process_group, driver.ops.device)
     trial = Trial(algorithm_obstacle(algorithm, in_buckets=in_buckets))
     if not trial.obstacle:
-        trial = tried(algorithm, driver.specs, dist.get_world_size(driver.process_group))
+        trial = tried(algorithm, driver.specs, dist.get_world_size(driver.process_group), driver.ops.device)
     settings = {
         "algorithm": repr(algorithm),
         "step": str(driver.memory.steps),

@@ -29,6 +29,7 @@ from gradwire.torch_backend.engine.groups.process_groups import given_or_default
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
 from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank
+from gradwire.torch_backend.setup.self_check import wrong_here
 from gradwire.torch_backend.setup.sharded_models import sharded_parameter
 from gradwire.torch_backend.state.loss_scale import require_all_ranks, require_receiver, scale_of
 from gradwire.torch_backend.state.rank_memory import on_cpu
@@ -177,6 +178,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 rule.require_divisible(next(iter(trained.values())).device)
             rule_of = {name: rule for names, rule in zip(group_names, rules, strict=True) for name in names}
             shards = divide(rule_of, specs_of(trained), dist.get_world_size(group), self._buckets)
+            device = next(iter(trained.values())).device
+            if wire is not None and (wrong := wrong_here(wire, specs_of(trained), dist.get_world_size(group), device)):
+                raise ValueError(wrong)
             return Zero(shards, AllReduce(), max_grad_norm)
 
         self._zero = agreed_on(group, settings, trained, divided, refused)

@@ -282,10 +282,11 @@ def driver_of(algorithm: Any, groups: ProcessGroups, parameters: Mapping[str, Te
     """The driver of one replica. Raises ValueError for what the algorithm refuses, by name."""
     require_gradient_algorithm(algorithm)
     specs = specs_of(parameters)
-    why_not = algorithm_obstacle(algorithm, in_buckets=False) or tried(algorithm, specs, groups.whole.size()).obstacle
-    if why_not:
+    device = next(iter(parameters.values())).device
+    why_not = algorithm_obstacle(algorithm, in_buckets=False)
+    if why_not := why_not or tried(algorithm, specs, groups.whole.size(), device).obstacle:
         raise ValueError(why_not)
-    driver = Driver(algorithm, specs, next(iter(parameters.values())).device, groups)
+    driver = Driver(algorithm, specs, device, groups)
     driver.watch.logs = False
     return driver
 

@@ -13,21 +13,27 @@ from gradwire.torch_backend.engine.groups.barrier import Meeting
 LOADED_BY_SOME = "They have not come to their backward pass, or have loaded no state in the middle of training where others have. Load the same state on every rank"
 
 
-def require_same_state(meeting: Meeting, step: int, algorithm: str, loaded: str) -> None:
+def require_same_state(meeting: Meeting, step: int, algorithm: str, loaded: str, obstacle: str = "") -> None:
     """Compare with all ranks: for the first step after registration, and after a state was loaded. Later steps need not.
 
     Ranks compare at their meeting and not by a collective, because some may have no reason to: those that have loaded nothing in the middle of
     training, where others have. Those would be handed the others' gradients; so they wait, and raise when nobody comes.
 
-    `loaded` is a digest of the state that this rank has loaded, as far as all ranks have to have the same; "" if none.
+    `loaded` is a digest of the state that this rank has loaded, as far as all ranks have to have the same; "" if none. `obstacle`: why this rank cannot take part, where
+    no registration has compared that.
 
     Raises:
-        RuntimeError: on every rank, if they differ; it says which rank is where. On some, if the others do not compare.
+        RuntimeError: on every rank, if they differ, or one has an obstacle; it says which rank is where. On some, if the others do not compare.
     """
-    card = json.dumps([step, algorithm, loaded])
+    card = json.dumps([step, algorithm, loaded, obstacle])
     everyone = meeting.come("the first backward pass after registration or loading", LOADED_BY_SOME, card)
+    if obstacle:
+        raise RuntimeError(obstacle)
     if everyone:
-        raise RuntimeError(_disagreement([json.loads(card) for card in everyone]))
+        cards = [json.loads(card) for card in everyone]
+        if refused := [f"rank {rank} cannot take part: {card[-1]}" for rank, card in enumerate(cards) if card[-1]]:
+            raise RuntimeError(refused[0])
+        raise RuntimeError(_disagreement([(step, algorithm, loaded) for step, algorithm, loaded, _ in cards]))
 
 
 def _disagreement(everyone: Sequence[tuple[int, str, str]]) -> str:

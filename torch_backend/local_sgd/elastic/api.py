@@ -133,16 +133,16 @@ def _obstacle(what: Algorithm | LocalSGD, module: nn.Module, optimizer: torch.op
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
     if not trained:
         return "module has no parameter with requires_grad=True, so there is nothing to average"
-    known = {id(p) for p in trained.values()}
+    known, device = {id(p) for p in trained.values()}, next(iter(trained.values())).device
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
         return "optimizer steps parameters that are not in module, and nobody would average them"
     if isinstance(what, LocalSGD):
-        return obstacle(module, AllReduce(), trained) or _obstacle_of_schedule(what, specs_of(trained))
+        return obstacle(module, AllReduce(), trained) or _obstacle_of_schedule(what, specs_of(trained), device)
     why_not = obstacle(module, what, trained) or algorithm_obstacle(what, in_buckets=False)
-    return why_not or _obstacle_of_algorithm(what, specs_of(trained), "what")
+    return why_not or _obstacle_of_algorithm(what, specs_of(trained), "what", device)
 
 
-def _obstacle_of_schedule(local: LocalSGD, specs: Mapping[str, Spec]) -> str:
+def _obstacle_of_schedule(local: LocalSGD, specs: Mapping[str, Spec], device: torch.device) -> str:
     if local.start_step:
         return f"start_step={local.start_step} of {local!r} averages gradients first; train so with elastic(…, AllReduce(), …), and go on from its checkpoint"
     if local.subgroup is not None or isinstance(local.period, Mapping):
@@ -157,13 +157,15 @@ def _obstacle_of_schedule(local: LocalSGD, specs: Mapping[str, Spec]) -> str:
         return "weighted=True with eager=True sends its weights before there is a quorum; leave one of them out"
     if local.overlap >= turn:
         return f"overlap={local.overlap} is not less than the {turn:g} steps from one fragment to the next, and a vote is about one message; use fewer"
-    return "" if local.compressor is None else _obstacle_of_algorithm(local.compressor, local.kept(specs), "compressor")
+    if local.compressor is None:
+        return ""
+    return _obstacle_of_algorithm(local.compressor, local.kept(specs), "compressor", device)
 
 
-def _obstacle_of_algorithm(algorithm: Algorithm, specs: Mapping[str, Spec], option: str) -> str:
+def _obstacle_of_algorithm(algorithm: Algorithm, specs: Mapping[str, Spec], option: str, device: torch.device) -> str:
     if levels_of(algorithm) is not None or getattr(algorithm, "mentions_nodes", False):
         return f"{option}={algorithm!r} needs nodes of equally many replicas, and here they come and go; give the algorithm inside"
-    return tried(weighted(algorithm), specs, 2).obstacle
+    return tried(weighted(algorithm), specs, 2, device).obstacle
 
 
 def _asks(what: Algorithm | LocalSGD, trained: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> str:
