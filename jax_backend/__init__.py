@@ -36,13 +36,13 @@ from gradwire.jax_backend.advise.compare import Training
 from gradwire.jax_backend.advise.probe import probe
 from gradwire.jax_backend.axes.mapped_axis import AxisName, mark_varying
 from gradwire.jax_backend.export import register_for_export
-from gradwire.jax_backend.local_sgd.transform import LocalOptimizer, LocalSGDState, diloco, local_sgd
+from gradwire.jax_backend.local_sgd.transform import LocalOptimizer, diloco, local_sgd
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.state.checkpoint import from_portable, set_replicas, to_portable
 from gradwire.jax_backend.state.names import parameter_shapes
 from gradwire.jax_backend.state.placement import abstract_state, distribute, partition_specs, replicate, unreplicate
 from gradwire.jax_backend.state.stacked import stack_replicas, this_replica
-from gradwire.jax_backend.state.types import Account, DataParallelState, PerReplica, Record
+from gradwire.jax_backend.state.types import Account, DataParallelState, LocalSGDState, PerReplica, Record
 from gradwire.jax_backend.stats import RelativeError, Stats, relative_error, stats
 from gradwire.jax_backend.traffic import Collective, collective_traffic, total_traffic
 from gradwire.jax_backend.transforms import all_reduce_mean, average_gradients, power_sgd

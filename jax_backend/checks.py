@@ -31,6 +31,9 @@ from gradwire.jax_backend.engine.driver import why_not
 from gradwire.jax_backend.state.names import BARE, NamedTree, flatten, specs_of
 from gradwire.jax_backend.state.types import MARK, DataParallelState
 
+#: Sums of weights between these, times what they weigh, do not leave float32.
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-30, 1e30
+
 
 def configuration_of(algorithm: Algorithm) -> str:
     """The options that memory depends on: what every state is marked with. A wire dtype, weights and the size of buckets may change any time."""
@@ -44,12 +47,15 @@ def configuration_of(algorithm: Algorithm) -> str:
 
 
 def scalar_weight(weight: Any) -> jax.Array:
-    """What a replica counts for, as a scalar array of float32. Raises TypeError, ValueError for what is no weight, as far as that is known."""
+    """What a replica counts for, as a scalar array of float32; NaN for a traced one that is no weight, so that its average is refused. Raises TypeError, ValueError
+    for what is no weight, as far as that is known."""
     if not isinstance(weight, jax.Array):
-        weight = require_weight(weight)
-    elif weight.size != 1:
+        return jnp.asarray(require_weight(weight), jnp.float32)
+    if weight.size != 1:
         raise ValueError(f"weight has shape {weight.shape}; give a scalar, what this replica itself counts for")
-    return jnp.asarray(weight, jnp.float32).reshape(())
+    given = weight.astype(jnp.float32).reshape(())
+    counts = (given == 0) | ((given >= SMALLEST_WEIGHT) & (given <= LARGEST_WEIGHT))
+    return jnp.where(counts, given, jnp.nan)
 
 
 def transformation(inner: Any, example: str) -> optax.GradientTransformationExtraArgs:

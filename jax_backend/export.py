@@ -9,8 +9,7 @@ import jax
 import optax  # type: ignore[import-untyped]
 from jax import export
 
-from gradwire.jax_backend.local_sgd.transform import LocalSGDState
-from gradwire.jax_backend.state.types import Account, DataParallelState, PerReplica, Record
+from gradwire.jax_backend.state.types import Account, DataParallelState, LocalSGDState, PerReplica, Record
 from gradwire.jax_backend.zero.state import ZeroState
 
 _PREFIX = "gradwire.jax_backend"

@@ -19,11 +19,10 @@ from jax.tree_util import tree_flatten_with_path, tree_leaves_with_path
 
 from gradwire.core.algorithms.compressor import ERROR
 from gradwire.jax_backend.axes.mapped_axis import AxisName
-from gradwire.jax_backend.local_sgd.transform import LocalSGDState
 from gradwire.jax_backend.state.names import pure
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import survey
-from gradwire.jax_backend.state.types import DataParallelState
+from gradwire.jax_backend.state.types import DataParallelState, LocalSGDState
 
 #: Steps are counted so far.
 LAST = np.iinfo(np.int32).max
@@ -34,8 +33,8 @@ class Stats(NamedTuple):
 
     Attributes:
         steps: int32, updates so far.
-        skipped_steps: int32, those that changed no memory, since a replica's gradient held an inf or NaN. Of local SGD, where each replica has its own,
-            none is counted.
+        skipped_steps: int32, those that changed no memory, since a replica's gradient held an inf or NaN. Of local SGD, where each replica has its own, the averages
+            of differences that were refused, of each fragment by itself, since they were not finite.
         bytes_sent: float32, what a replica has handed to the network in all of them, as `wire_bytes` counts.
         dense_bytes: float32, what it would have been uncompressed; of local SGD, with gradients averaged in each step.
         compression_ratio: float32, how many times fewer bytes than uncompressed have been sent, `dense_bytes / between_bytes`; before the first step, and

@@ -43,6 +43,9 @@ DIFFERENCE = "difference"
 WEIGHT = "weight"
 #: What all replicas together count for, beside what `message` returns for eager ones.
 TOTAL = "total"
+#: In the shared state, where a driver has put them there, int32 scalars: how many averages of a fragment among all replicas have arrived, and how many of them this
+#: replica has refused, since they, or what it has itself, were not finite.
+ARRIVED, REFUSED = COUNTS = "arrived", "refused"
 
 #: Averaged along with parameters, as it is: owner → name → array. What a parameter owns (its optimizer's moments) goes with its
 #: fragment, everything else (buffers, under any name) with the first.
@@ -375,7 +378,9 @@ class LocalSGD(Schedule):
             mine: dict[str, Any] = {
                 "params": {n: params[n] for n in names},
                 "tensors": tensors,
-                "shared": {k: x for k, x in state.shared.items() if k.startswith(prefix)},
+                "shared": {
+                    k: x for k, x in (state.shared | after["shared"]).items() if k in COUNTS or k.startswith(prefix)
+                },
                 "extras": {o: dict(x) for o, x in owned.items() if o in names or (number == 0 and o not in params)},
             }
             came = (arrived or {}).get(number)
@@ -384,7 +389,7 @@ class LocalSGD(Schedule):
             for name, changed in done["tensors"].items():
                 memory[name] = memory[name] | changed
             for kind, values in after.items():
-                values |= done[kind]
+                values |= done[kind]  # counts among them, which go on from fragment to fragment
         moved = {name: after["params"][name] for name in params}
         if self.has_outer and len(parts) > 1:
             outer = {n: memory[n][OUTER] for n in params}
@@ -604,7 +609,7 @@ class _Fragment:
             counted = next((m[WEIGHT] for m in before.values() if WEIGHT in m), None), state.shared.get(TOTAL)
             return averages, {"tensors": kept["tensors"] | state.tensors, "shared": shared}, counted
 
-        given = {"tensors": memory, "shared": v["shared"]}
+        given = {"tensors": memory, "shared": {k: x for k, x in v["shared"].items() if k not in COUNTS}}
         first = index == 0 if self.turn is None else self.number not in self.turn.later
         (averages, kept, counted), extras = cast(
             Any, await together([branch(first, nothing, received, given), self._extras(v)])
@@ -680,6 +685,9 @@ class _Fragment:
                 back = ops.where(ok, ops.cast(merged, ops.dtype_of(x)), back)
             params[name] = back
         shared = {f"{self.number}/{key}": x for key, x in memory.shared.items()}
+        if counts := {key: x for key, x in v["shared"].items() if key in COUNTS}:
+            shared[ARRIVED] = counts[ARRIVED] + 1
+            shared[REFUSED] = ops.where(ok, counts[REFUSED], counts[REFUSED] + 1)
         return v | {"params": params, "tensors": after, "shared": shared}
 
     def _merged(self, x: Any, new: Any, outer: Any, difference: Any) -> Any:

@@ -48,6 +48,14 @@ def is_of_another_step(local: LocalSGD, turn: Turn, step: Any) -> Any:
     return functools.reduce(operator.or_, wrong)
 
 
+def acts(local: LocalSGD, turn: Turn | None, step: Any) -> Any:
+    """Whether something is averaged after a step, by its turn; where none was told, by its number, which may be traced."""
+    if turn is not None:
+        return bool(turn.due or turn.arrives)
+    _, *happens, _ = _happens(local, step)
+    return functools.reduce(operator.or_, [each.any() for each in happens])
+
+
 def _happens(local: LocalSGD, step: Any) -> list[Any]:
     """What `Turn` says of a step: whether replicas part there, and (fragments,) for each period, for what arrives, and for what was averaged before."""
     due, arrives, later = local.happens(step, np.arange(local.fragments))

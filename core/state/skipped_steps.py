@@ -58,3 +58,16 @@ class RunOfSkips:
             IN_A_ROW,
             f"; on rank {self._rank} that of {some(names, NAMED)} does" if names else "",
         )
+
+
+class RunOfRefusals(RunOfSkips):
+    """The same of averages of local SGD that replicas have refused: totals of those that have arrived, and of those that were refused."""
+
+    def _say(self, names: Collection[str]) -> None:
+        logger.warning(
+            "%s: %d averages in a row were refused, since a replica's difference, or what came of it, held inf or NaN. All replicas went back to the outer parameters each "
+            "time, which stand still. Look at the loss of each replica (a learning rate too high, no clipping), and at their weights, if they have any: an average in which "
+            "one is negative or not finite is refused",
+            self._what,
+            IN_A_ROW,
+        )

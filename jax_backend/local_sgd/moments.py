@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradwire.jax_backend.axes.mapped_axis import AxisName, vary_if_tracked
+from gradwire.jax_backend.local_sgd.non_finite import all_finite
 from gradwire.jax_backend.state.names import BARE, flatten
 
 Keys = tuple[str, ...]
@@ -50,17 +51,33 @@ class Moments:
         Counters that stand beside moments, as Adam's does for its bias correction, begin again with them; those that stand alone, such as a
         schedule's, go on.
         """
-        beside = {keys[: -len(_path(owner)) - 1] for keys, owner in zip(self._keys, self._owners, strict=True) if owner}
-        chosen = [
-            i
-            for i, (keys, owner) in enumerate(zip(self._keys, self._owners, strict=True))
-            if owner is not None or keys[:-1] in beside
-        ]
+        chosen = self._begin_anew()
         new = jax.tree.leaves(fresh)
         old = vary_if_tracked([jnp.asarray(self._leaves[i]) for i in chosen], axis_name)
         begun = vary_if_tracked([jnp.asarray(new[i], x.dtype) for i, x in zip(chosen, old, strict=True)], axis_name)
         values = dict(zip(chosen, lax.cond(now, lambda: begun, lambda: old), strict=True))
         return self._rebuilt([values.get(i, x) for i, x in enumerate(self._leaves)])
+
+    def mended(self, fresh: Any, now: jax.Array) -> Any:
+        """The state with the moments of a `fresh` one and the counters beside them, if `now` and an array of floats in it is not finite. What else is not finite
+        becomes that of the fresh one as well."""
+        chosen, new = set(self._begin_anew()), jax.tree.leaves(fresh)
+        broken = now & ~all_finite(self._leaves)
+        leaves = []
+        for i, x in enumerate(self._leaves):
+            anew = broken if i in chosen else broken & ~all_finite([x])
+            floats = jnp.issubdtype(jnp.result_type(x), jnp.floating)
+            leaves.append(jnp.where(anew, jnp.asarray(new[i], jnp.result_type(x)), x) if floats or i in chosen else x)
+        return self._rebuilt(leaves)
+
+    def _begin_anew(self) -> list[int]:
+        """Numbers of the leaves that begin anew: moments, and the counters beside them."""
+        beside = {keys[: -len(_path(owner)) - 1] for keys, owner in zip(self._keys, self._owners, strict=True) if owner}
+        return [
+            i
+            for i, (keys, owner) in enumerate(zip(self._keys, self._owners, strict=True))
+            if owner is not None or keys[:-1] in beside
+        ]
 
     def _rebuilt(self, leaves: list[Any]) -> Any:
         return jax.tree.unflatten(self._structure, leaves)

@@ -21,7 +21,7 @@ import itertools
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +30,11 @@ from jax import lax
 
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.algorithms.two_level import levels_of, without_levels
-from gradwire.core.local_sgd.algorithm import OUTER, LocalSGD
+from gradwire.core.local_sgd.algorithm import ARRIVED, COUNTS, OUTER, REFUSED, LocalSGD
 from gradwire.core.local_sgd.algorithm import diloco as diloco_of
 from gradwire.core.local_sgd.outer import OuterFactory
 from gradwire.core.local_sgd.schedule import Turn
-from gradwire.core.local_sgd.turns import all_turns, is_of_another_step
+from gradwire.core.local_sgd.turns import acts, all_turns, is_of_another_step
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn, warn_of_few_rounds
 from gradwire.core.plan.local_sgd import local_stages, stage_starts
@@ -66,6 +66,7 @@ from gradwire.jax_backend.checks import (
 )
 from gradwire.jax_backend.engine.driver import drive
 from gradwire.jax_backend.engine.pieces import in_pieces
+from gradwire.jax_backend.local_sgd import non_finite
 from gradwire.jax_backend.local_sgd.forms import is_nnx, is_train_state, parts, with_parts
 from gradwire.jax_backend.local_sgd.moments import Extra, Moments
 from gradwire.jax_backend.local_sgd.outer import in_jax
@@ -74,32 +75,12 @@ from gradwire.jax_backend.state.flax_serialization import know_flax
 from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of, stacks_of
 from gradwire.jax_backend.state.survey import survey
 from gradwire.jax_backend.state.trees import pack, repack, shardings_like, unpack
-from gradwire.jax_backend.state.types import UNSAID, DataParallelState, PerReplica, Record
+from gradwire.jax_backend.state.types import UNSAID, DataParallelState, LocalSGDState, PerReplica, Record
 from gradwire.jax_backend.zero.state import ZeroState
 
 OPS = JaxOps()
 
 WhatOfMoments = Literal["keep", "average", "reset"]
-
-
-class LocalSGDState(NamedTuple):
-    """State of `local_sgd`.
-
-    Attributes:
-        inner: state of the inner optimizer.
-        averages: `averages.step` counts calls of `average_params`. `averages.memory` holds outer parameters and velocities, and what a compressor
-            keeps, as trees like the parameters; {} for plain averaging.
-        placed: one row on each replica, none in what `init` returns outside the map, so that a state that has not come to its replicas by
-            `distribute` or `replicate` is noticed.
-        updates: counts calls of `update`, which are as many as those of `average_params` if neither is forgotten.
-        wrong_turns: counts calls of `average_params` that were told the turn of another step than `averages.step`.
-    """
-
-    inner: Any
-    averages: DataParallelState
-    placed: PerReplica
-    updates: Any = None
-    wrong_turns: Any = None
 
 
 class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -385,8 +366,7 @@ class _Halves:
             # Compiled as a whole: op by op, every shape would compile its own little kernels.
             averages(arrays) if inside else jax.jit(averages, out_shardings=shardings)(arrays),
             PerReplica(jnp.zeros((1 if inside else 0,), bool)),
-            jnp.zeros((), jnp.int32),
-            jnp.zeros((), jnp.int32),
+            *(jnp.zeros((), jnp.int32) for _ in range(3)),
         )
         _refuse_data_parallel(state.inner)
         varying: LocalSGDState = vary_if_tracked(state, self.axis_name)
@@ -440,12 +420,16 @@ class _Halves:
             wrong = jnp.asarray(is_of_another_step(self.local, turn, step), jnp.int32)
             mine = mine._replace(wrong_turns=mine.wrong_turns + wrong)
         before.shared = agreed(before.shared, self.axis_name)
+        before.shared |= {ARRIVED: mine.arrived, REFUSED: mine.averages.account.skipped}
         known = {name for name, kept in before.tensors.items() if OUTER in kept}
         if self.local.has_outer and named.leaves.keys() != known:
             different = sorted(named.leaves.keys() ^ known)
             raise ValueError(f"the parameters are not those given to init: {some(different)} in one of them only")
         after, averages, inner = self._averaged(named, mine, before, step, others, turn, self._weight(weight))
-        leaves[place] = mine._replace(inner=inner, averages=self._accounted(repack(mine.averages, averages), named))
+        arrived, refused = (averages.shared.pop(key) for key in COUNTS)
+        kept = self._accounted(repack(mine.averages, averages), named)
+        kept = kept._replace(account=kept.account._replace(skipped=refused))
+        leaves[place] = mine._replace(inner=inner, averages=kept, arrived=arrived)
         return named.rebuild(after), jax.tree.unflatten(structure, leaves), *(extra.rebuilt() for extra in others)
 
     def _averaged(
@@ -469,6 +453,7 @@ class _Halves:
         moments = Moments(state.inner, arrays)
         owned = moments.by_parameter() if self.moments == "average" else {}
         extras = owned | {key: x for extra in others for key, x in extra.arrays.items()}
+        happens = acts(local, turn, step)
 
         def exchange(arrays: Any, shared: Any, tensors: Any, extras: Any, step: Any, weight: Any) -> Any:
             memory = State(shared, whole_memory(tensors, arrays))
@@ -476,20 +461,29 @@ class _Halves:
             after, averages, averaged = drive(program, self.axis_name, given=arrays)
             return after, averages.shared, whole_memory(averages.tensors, arrays), averaged
 
-        given = arrays, before.shared, before.tensors, extras
-        after, shared, tensors, averaged = left_to_the_compiler(exchange, *given, step, weight, like=given)
-        averages = State(shared, tensors)
-        for extra in others:
-            extra.arrays = {key: averaged[key] for key in extra.arrays}
+        given = arrays, before.shared, before.tensors, non_finite.sent(extras, happens, self.axis_name)
+        after, shared, tensors, averages = left_to_the_compiler(exchange, *given, step, weight, like=given)
         inner = state.inner
-        if self.moments == "average":
-            inner = moments.replaced(averaged)
-        elif self.moments == "reset":
+        if self.moments == "reset":
             due = [local.due(step, level.period) for level in local.levels(replicas)]  # the same, where `turn` says it
             inner = moments.restarted(
                 self.inner.init(named.rebuild(after)), functools.reduce(operator.or_, due), self.axis_name
             )
-        return after, averages, inner
+
+        def settled() -> Any:
+            """What was averaged along, and the state of a replica that has come back."""
+            averaged = non_finite.averaged(averages, extras)
+            mine = moments.replaced(averaged) if self.moments == "average" else inner
+            if local.has_outer:
+                fresh = self.inner.init(named.rebuild(after))
+                mine = Moments(mine, arrays).mended(fresh, non_finite.all_finite(after.values()))
+            return averaged, mine
+
+        if extras or local.has_outer:
+            extras, inner = non_finite.chosen(happens, settled, lambda: (extras, inner), self.axis_name)
+        for extra in others:
+            extra.arrays = {key: extras[key] for key in extra.arrays}
+        return after, State(shared, tensors), inner
 
     def _accounted(self, averages: DataParallelState, params: NamedTree) -> DataParallelState:
         """With what a step sends, if `init` did not know among how many replicas."""

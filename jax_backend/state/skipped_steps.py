@@ -10,27 +10,43 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import numpy as np
 
-from gradwire.core.state.skipped_steps import RunOfSkips
-from gradwire.jax_backend.state.types import DataParallelState, known_number
+from gradwire.core.state.skipped_steps import RunOfRefusals, RunOfSkips
+from gradwire.jax_backend.state.types import DataParallelState, LocalSGDState, known_number
 
 #: States of so many models are told apart.
 REMEMBERED = 64
 
 
 def note_skipped_steps(tree: Any) -> None:
-    """Look at the counts of all states of `average_gradients` in a tree, of arrays. The host waits for them. Warns in the log, once a run."""
+    """Look at the counts of all states of `average_gradients` and `local_sgd` in a tree, of arrays. The host waits for them. Warns in the log, once a run."""
     for state in jax.tree.leaves(tree, is_leaf=_is_state):
-        if _is_state(state):
-            steps, skipped = known_number(state.step), known_number(state.account.skipped)
-            if steps is not None and skipped is not None:
-                _run_of(jax.tree.structure(state), *state.configuration).seen(steps, skipped)
+        if not _is_state(state):
+            continue
+        of_local, averages = isinstance(state, LocalSGDState), state
+        if isinstance(
+            state, LocalSGDState
+        ):  # of which each replica may have refused others, if it has outer parameters of its own
+            averages = state.averages
+            happened, skipped = known_number(state.arrived), _largest(averages.account.skipped)
+        else:
+            happened, skipped = known_number(state.step), known_number(state.account.skipped)
+        if happened is not None and skipped is not None:
+            _run_of(of_local, jax.tree.structure(state), *averages.configuration).seen(happened, skipped)
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _run_of(structure: Any, configuration: str) -> RunOfSkips:
-    return RunOfSkips(configuration, jax.process_index())
+def _run_of(of_local: bool, structure: Any, configuration: str) -> RunOfSkips:
+    return (RunOfRefusals if of_local else RunOfSkips)(configuration, jax.process_index())
 
 
 def _is_state(x: Any) -> bool:
-    return isinstance(x, DataParallelState)
+    return isinstance(x, (DataParallelState, LocalSGDState))
+
+
+def _largest(x: Any) -> int | None:
+    """Of a count that each replica of this process has for itself, what `known_number` says of it."""
+    if known_number(x) is None or not isinstance(x, jax.Array):
+        return known_number(x)
+    return max(int(np.max(np.asarray(shard.data))) for shard in x.addressable_shards)

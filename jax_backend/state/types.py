@@ -61,7 +61,7 @@ class Account(NamedTuple):
     """What `gradwire.jax_backend.stats` tells.
 
     Attributes:
-        skipped: int32, how many steps changed no memory, since a replica's gradient held an inf or NaN.
+        skipped: int32, how many steps changed no memory, since a replica's gradient held an inf or NaN. Of local SGD, how many averages of differences.
         sent: float32 (stages, 3), the bytes of a step in each stage of the record, on average over the algorithm's cycle: what a replica sends, as in
             `gradwire.plan`; with two levels what of it stays inside the node, and what all replicas of a node send to others. `UNSAID` in a new state if they
             depend on the number of replicas, and `init` was called outside the map.
@@ -98,12 +98,35 @@ class DataParallelState(NamedTuple):
     account: Account
 
 
+class LocalSGDState(NamedTuple):
+    """State of `local_sgd`.
+
+    Attributes:
+        inner: state of the inner optimizer.
+        averages: `averages.step` counts calls of `average_params`. `averages.memory` holds outer parameters and velocities, and what a compressor
+            keeps, as trees like the parameters; {} for plain averaging.
+        placed: one row on each replica, none in what `init` returns outside the map, so that a state that has not come to its replicas by
+            `distribute` or `replicate` is noticed.
+        updates: counts calls of `update`, which are as many as those of `average_params` if neither is forgotten.
+        wrong_turns: counts calls of `average_params` that were told the turn of another step than `averages.step`.
+        arrived: counts averages of differences, of each fragment by itself. `averages.account.skipped` counts those of them that were refused, since they were not
+            finite.
+    """
+
+    inner: Any
+    averages: DataParallelState
+    placed: PerReplica
+    updates: Any = None
+    wrong_turns: Any = None
+    arrived: Any = None
+
+
 MARK = PerReplica._fields[0]
 #: The field of `ZeroState` that holds a mark.
 PIECES = "pieces"
 #: The fields of `DataParallelState` that hold marks.
 LOCAL, RECORD = "local", "record"
-#: The fields of `LocalSGDState` that count.
+#: Fields of `LocalSGDState` that count.
 UPDATES, WRONG_TURNS = "updates", "wrong_turns"
 #: Of local SGD: the field of `LocalSGDState`, and the one of `DataParallelState` in it, that hold outer parameters and velocities.
 AVERAGES, MEMORY = "averages", "memory"

@@ -280,6 +280,75 @@ def test_a_replica_that_breaks_comes_back_with_all_its_fragments(told):
     assert jax.jit(jax.vmap(run, axis_name=AXIS))(start).tolist() == [[False] + [True] * 5, [True] * 6]
 
 
+INNER = {
+    "adam": optax.adam(0.05),
+    "momentum": optax.sgd(0.05, momentum=0.9),
+    "adafactor": optax.adafactor(0.05),
+    "accumulated": optax.MultiSteps(optax.adam(0.05), 2).gradient_transformation(),
+    "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=0.05),
+}
+BREAKS = [
+    ("adam", "keep", {}),
+    ("adam", "average", {"overlap": 2}),
+    ("adam", "keep", {"fragments": 2, "overlap": 1, "compressor": PowerSGD(1)}),
+    ("adam", "average", {"eager": True}),
+    *((inner, moments, options) for inner in INNER for moments in ("keep", "average", "reset")
+      for options in ({}, {"overlap": 2}, {"fragments": 2}, {"eager": True}, {"start_step": 3}, {"merge": 0.5})
+      if moments != "reset" or not options.keys() & {"overlap", "fragments", "eager"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("inner", "moments", "options"),
+    [pytest.param(*case, marks=pytest.mark.slow if i > 3 else ()) for i, case in enumerate(BREAKS)],
+)
+def test_a_nan_on_one_replica_costs_a_period_and_no_more(inner, moments, options):
+    """One gradient and one statistic of the second of three, at each step of the third period. Averages go on, and all that was broken is whole again."""
+    period, periods, replicas = 4, 8, 3
+    tx = gw.local_sgd(INNER[inner], diloco(period, **options), axis_name=AXIS, moments=moments)
+    params = {"w": jnp.ones((12, 8)), "b": jnp.ones(4)}
+    one = jax.tree.map(lambda x: x[0], started(tx, params, 1))
+
+    def run(broken, replica):
+        def step(carry, n):
+            training, mean = carry
+            bad = jnp.where((n == broken) & (replica == 1), jnp.nan, 0.0)
+            gradients = jax.tree.map(lambda x: x - (0.1 * replica + 0.01 * n) + bad, training[0])
+            training, mean = tx.step(gradients, training, 0.9 * mean + 0.1 + bad)
+            return (training, mean), tx.outer_params(training[1])["b"]
+
+        (training, mean), outer = lax.scan(step, (one, jnp.ones(2)), jnp.arange(period * periods))
+        return training, mean, outer
+
+    each = jax.vmap(jax.vmap(run, in_axes=(None, 0), axis_name=AXIS), in_axes=(0, None))
+    never, when = 10**6, np.arange(2 * period, 3 * period) + options.get("start_step", 0)
+    training, mean, outer = jax.jit(each)(jnp.array([never, *when]), jnp.arange(replicas))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((training[0], training[1].inner, mean)))
+    moved = np.abs(np.diff(outer[:, :, period - 1 :: period], axis=2)).max(-1)
+    assert (moved[:, :, -1] > 1e-4).all(), moved[:, :, -1]
+    refused = np.asarray(training[1].averages.account.skipped)
+    alone = replicas if not options.get("eager") else 1  # the others then know what they count it for
+    assert refused.sum(1).tolist() == [0] + [alone] * period
+    assert (np.asarray(training[1].arrived) >= periods - 1).all()
+
+
+def test_weights_that_do_not_add_up_are_refused_and_counted():
+    """Of replicas whose program alone sees them."""
+    tx = gw.local_sgd(optax.sgd(0.1), diloco(2, weighted=True), axis_name=AXIS)
+    start = started(tx, {"w": jnp.ones(2)})
+
+    def run(training, weights):
+        for n in range(6):
+            training = tx.step(training[0], training, weight=weights[n])
+        return training[1].averages.account.skipped, training[1].arrived, training[0]["w"]
+
+    weights = np.ones((2, 6), np.float32)
+    weights[1, 1], weights[:, 3] = -1, 0
+    refused, arrived, w = jax.jit(jax.vmap(run, axis_name=AXIS))(start, weights)
+    assert (refused.tolist(), arrived.tolist()) == ([2, 2], [3, 3])
+    assert (w < 1).all()
+
+
 def test_both_halves_of_a_step_in_one_call():
     """Two replicas whose gradients differ: after every second step they agree, and extras with them."""
     tx = gw.local_sgd(optax.sgd(0.5), diloco(2, lr=1.0, momentum=0.0), axis_name=AXIS)

@@ -62,6 +62,10 @@ def test_refusals():
         with pytest.raises((TypeError, ValueError), match="weight"):
             update(wrong)
     assert update(2)["w"].tolist() == np.ones((4, 2)).tolist()
+    # What a program alone sees makes averages that are not finite: a sum that is might be wrong.
+    for wrong in (-1.0, np.nan, np.inf, 3e38):
+        weighed = jax.vmap(lambda g, w: tx.update(g, tx.init(g), weight=w)[0], axis_name=AXIS)
+        assert np.isnan(jax.jit(weighed)(ones, jnp.array([1.0, 1.0, wrong, 1.0]))["w"]).all()
 
     # Parameters stay as they were where nobody counts.
     local_tx = gw.local_sgd(optax.sgd(1.0), LocalSGD(1, weighted=True), axis_name=AXIS)
