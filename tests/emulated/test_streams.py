@@ -6,20 +6,24 @@ Odd places: a forward pass on two streams, a backward pass after one that failed
 import os
 from collections import deque
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradwire import AllReduce, PowerSGD, diloco
+from gradwire.core.ops import Spec
 from gradwire.core.protocol.collective_requests import ReduceScatter
 from gradwire.torch_backend import DataParallel, ZeroOptimizer, local_sgd, register_comm_hook
+from gradwire.torch_backend.advise.compare.opaque import OpaqueReplicas
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.local_sgd.elastic.handle import ElasticHandle
 from gradwire.torch_backend.monitor.skipped_steps import SkippedSteps
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.zero.sharded_step import ShardedStep
@@ -469,6 +473,67 @@ def test_outer_parameters_may_be_on_the_host(world):
         for key, x in memory.items():
             assert torch.allclose(on_device["tensors"][name][key], x, rtol=1e-4, atol=1e-6)
     assert problems() == []
+
+
+@cases.case
+def test_a_users_step_in_compare_runs_where_the_user_is(world):
+    """On the caller's device and stream, in the thread of each replica: a backward pass that ended in torch's own would make the others wait for it for ever."""
+    x, seen = torch.ones(4, 64, device=DEVICE), []
+
+    def now():
+        return torch.accelerator.current_device_index(), core.current_stream(), torch.is_autocast_enabled("cpu")
+
+    def make(replica, replicas):
+        model = mlp(64, 48, 32).to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step():
+            seen.append(now())
+            optimizer.zero_grad()
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return model, optimizer, step
+
+    watched.clear()
+    core.set_device(DEVICE.index)
+    try:
+        core.wait_for(3, 0)
+        with stream(3), torch.autocast("cpu", torch.bfloat16):
+            before = now()
+            replicas = OpaqueReplicas(make, PowerSGD(2), 2, 0)
+            losses = [replicas.step() for _ in range(3)]
+        core.wait_for(0, 3)
+    finally:
+        core.set_device(0)
+    assert seen == [before] * 6 == [(DEVICE.index, 3, True)] * 6
+    assert losses[2] < losses[0]
+    assert problems() == []
+
+
+@cases.case
+def test_a_newcomer_is_given_copies_that_take_no_room_on_the_device(world):
+    model = mlp(*(64,) * 5).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 64, device=DEVICE)).sum().backward()
+    optimizer.step()
+    gives, parameters = [], dict(model.named_parameters())
+    manager = SimpleNamespace(register_state_dict_fn=lambda key, receive, give: gives.append(give))
+    quorum = SimpleNamespace(device=DEVICE, manager=manager, asks="")
+    specs = {name: Spec(tuple(p.shape), "float32") for name, p in parameters.items()}
+    state = PowerSGD(2).init(TorchOps(DEVICE), specs)
+    handle = ElasticHandle(PowerSGD(2), state, parameters, {}, optimizer, quorum)
+    core.memory()
+    _, before = core.memory()
+    given = gives[0]()
+    peak, _ = core.memory()
+    assert peak == before
+    assert {x.device.type for x in tree_leaves(given) if isinstance(x, torch.Tensor)} == {"cpu"}
+    theirs = tree_map_only(torch.Tensor, lambda x: x.cpu(), optimizer.state_dict())
+    assert same_bits(given["optimizer"], theirs)
+    assert handle.steps == 0
 
 
 @cases.case

@@ -18,8 +18,10 @@ from benchmarks.dry import on_a_device
 from gradwire import AllReduce, PowerSGD, Quantize, WireDtype
 from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.torch_backend import ZeroOptimizer
+from gradwire.torch_backend.advise.compare.opaque import OpaqueReplicas
 from gradwire.torch_backend.engine.collectives import Reducing
 from gradwire.torch_backend.local_sgd.moments import Moments
+from gradwire.torch_backend.ops import full_precision
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
@@ -125,6 +127,49 @@ def test_fast_products_of_the_user_are_left_out_and_come_back(fast_products):
     if fast_products == "everything":  # was set for all kinds of operations, and still is
         torch.backends.fp32_precision = "ieee"
         assert precisions() == ["ieee", "ieee"]
+
+
+def test_settings_are_set_again_in_turns(fast_products):
+    users, before = full_precision.arithmetic(torch.device("cpu")), precisions()
+    with plain_arithmetic(torch.device("cpu")):
+        plain, within = full_precision.arithmetic(torch.device("cpu")), precisions()
+        for again, expected in ((users, before), (plain, within), (users, before), (plain, within)):
+            again()
+            assert precisions() == expected
+    assert precisions() == before
+
+
+def test_a_users_step_in_compare_runs_as_the_user_has_set_it(fast_products):
+    """And what the method computes in between as always. Each replica waits there for the other."""
+    users, x, models = [], torch.ones(4, 40), [mlp(40, 36) for _ in range(2)]
+
+    def now():
+        return precisions(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.tensor(0).device
+
+    def make(replica, replicas):
+        model = models[replica]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step():
+            users.append(now())
+            loss = model(x).square().mean()
+            loss.backward()
+            users.append(now())
+            optimizer.step()
+            return loss
+
+        return model, optimizer, step
+
+    seen.clear()
+    with torch.autocast("cpu", torch.float16), torch.device("meta"):
+        before = now()
+        replicas = OpaqueReplicas(make, Watching(rank=2, look=precisions), 2, 0)
+        for _ in range(2):
+            replicas.step()
+        assert users == [before] * 8
+        assert now() == before
+    assert len(seen) == 4
+    assert not {"tf32", "bf16"} & {each for pair in seen for each in pair}
 
 
 @pytest.mark.parametrize("rank", [1, 4, 16])

@@ -4,8 +4,8 @@
     drivers = world.on_each(lambda rank: Driver(algorithm, specs, device, world.groups(rank)))
     world.on_each(lambda rank: drivers[rank].add(gradients[rank], first=True, last=True))
 
-Each replica is a thread, of which one runs at a time: it runs until it waits for a message that another has not sent, and then the next one does. Sums
-have the bits of Gloo's all-reduce on the CPU.
+Each replica is a thread, of which one runs at a time: it runs until it waits for a message that another has not sent, and then the next one does. Current
+device and stream, autocast and default device are those of who starts them. Sums have the bits of Gloo's all-reduce on the CPU.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.protocol.groups import Groups
+from gradwire.torch_backend.advise.compare.of_a_thread import settings_of_this_thread
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 
@@ -64,13 +65,15 @@ class World:
         results: list[Any] = [None] * self.size
         self._running, self._errors, self._in_vain = [True] * self.size, [], 0
         self._posted = {}
+        as_here = settings_of_this_thread()
 
         def run(rank: int) -> None:
             self._turns[rank].acquire()
             try:
-                self._enter(rank)
-                results[rank] = function(rank)
-                self._leave(rank)
+                with as_here():
+                    self._enter(rank)
+                    results[rank] = function(rank)
+                    self._leave(rank)
             except BaseException as error:  # of which there is one thread to tell
                 self._errors.append(error)
             self._running[rank] = False

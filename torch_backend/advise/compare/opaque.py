@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import set_multithreading_enabled
 
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.torch_backend.advise.compare.generators import drawn, drawn_by, put_back, seed_all
@@ -30,7 +31,7 @@ from gradwire.torch_backend.advise.compare.replicas import (
 from gradwire.torch_backend.advise.compare.training import held_out_losses
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.local_sgd.optimizer_hooks import step_on_every_rank
-from gradwire.torch_backend.ops.full_precision import plain_arithmetic
+from gradwire.torch_backend.ops.full_precision import arithmetic
 from gradwire.torch_backend.torch_internals import queue_callback
 
 
@@ -65,14 +66,21 @@ class OpaqueReplicas:
             model.load_state_dict(self.made[0][0].state_dict())
         self.evaluates, self.rate = len(self.made[0]) > 3, 0.0
         self._generators = [drawn_by(rank, seed, self.device) for rank in range(replicas)]
+        self._arithmetic = [arithmetic(self.device)] * replicas
         self.world = World(replicas, self._enter, self._leave)
         self._hooked = self._on_each(lambda rank: _Hooked(self.world.groups(rank), algorithm, *self.made[rank][:2]))
 
     def step(self) -> float:
         """A step of all replicas. Returns the mean of their losses."""
-        losses = self._on_each(lambda rank: float(self.made[rank][2]()))
+        losses = self._on_each(self._loss_of_a_step)
         self.rate = self._hooked[0].rate
         return float(np.mean(losses))
+
+    def _loss_of_a_step(self, rank: int) -> float:
+        # A backward pass on a device ends in a thread that the passes of all replicas share: who waited there for another would wait for ever.
+        with set_multithreading_enabled(False):
+            loss = self.made[rank][2]()
+        return float(loss.detach() if isinstance(loss, Tensor) else loss)
 
     @property
     def sent(self) -> int:
@@ -88,18 +96,21 @@ class OpaqueReplicas:
         return found
 
     def _on_each(self, function: Callable[[int], Any]) -> list[Any]:
-        with plain_arithmetic(self.device):
-            before = drawn(self.device)
-            try:
-                return self.world.on_each(function)
-            finally:
-                put_back(before, self.device)
+        before, put_arithmetic_back = drawn(self.device), arithmetic(self.device)
+        try:
+            return self.world.on_each(function)
+        finally:
+            put_back(before, self.device)
+            put_arithmetic_back()
 
     def _enter(self, rank: int) -> None:
         put_back(self._generators[rank], self.device)
+        self._arithmetic[rank]()
 
     def _leave(self, rank: int) -> None:
+        """Others may go on in their own steps, with the arithmetic that users have set, while this one waits in a step of the method's."""
         self._generators[rank] = drawn(self.device)
+        self._arithmetic[rank] = arithmetic(self.device)
 
 
 class _Hooked:

@@ -107,7 +107,7 @@ class ElasticHandle:
             **_copied_to_host(memory.shared, memory.tensors, without=self._own()),
             "parameters": {name: on_host(p) for name, p in self._parameters.items()},
             "buffers": {name: on_host(b) for name, b in self._buffers.items()},
-            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+            "optimizer": _on_host(self._optimizer.state_dict()),
         }
 
     def _receive(self, given: Mapping[str, Any]) -> None:
@@ -139,6 +139,17 @@ class ElasticHandle:
                 for n, m in state.tensors.items()
             },
         )
+
+
+def _on_host(state: Any) -> Any:
+    """A copy of an optimizer's state, its tensors on the CPU: one by one, so that a device never has them twice."""
+    if isinstance(state, Tensor):
+        return on_host(state)
+    if isinstance(state, dict):
+        return {key: _on_host(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(map(_on_host, state))
+    return copy.deepcopy(state)
 
 
 def _copied_to_host(
