@@ -19,6 +19,7 @@ from jax.tree_util import tree_flatten_with_path, tree_leaves_with_path
 
 from gradwire.core.algorithms.compressor import ERROR
 from gradwire.jax_backend.axes.mapped_axis import AxisName
+from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes
 from gradwire.jax_backend.state.names import pure
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import survey
@@ -136,6 +137,7 @@ def _states(tree: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(pure(tree), is_leaf=_is_ours) if _is_ours(x)]
 
 
+@outside_meshes
 def stats(state: Any) -> Stats:
     """What compression does in this run.
 
@@ -156,7 +158,7 @@ def stats(state: Any) -> Stats:
     Raises:
         ValueError: there is no such state in it; or it is one of local SGD that has lost averages, see `distribute`.
     """
-    found = _states(state)
+    found = _states(jax.tree.map(automatic, state))
     if not found:
         raise ValueError(
             "stats: there is no state of power_sgd, all_reduce_mean, average_gradients or local_sgd in what it was given. Give it the optimizer's state"

@@ -143,6 +143,13 @@ def wide_on_cpu(collective: Exchange, arrays: list[jax.Array]) -> list[jax.Array
     return results
 
 
+def explicit_mesh(arrays: Mapping[str, Any]) -> AbstractMesh | None:
+    """The mesh with explicit axes on which a program that computes with these arrays is traced, if there is one: that in context, or that of the arrays."""
+    types = (jax.typeof(x) for x in arrays.values() if isinstance(x, jax.core.Tracer))
+    meshes = [jax.sharding.get_abstract_mesh(), *(x.sharding.mesh for x in types)]
+    return next((mesh for mesh in meshes if getattr(mesh, "explicit_axes", ())), None)
+
+
 def left_to_the_compiler(fn: Callable[..., T], *args: Any, like: Any) -> T:
     """`fn(*args)`, of trees of arrays, with explicit mesh axes made automatic, and results sharded as what they were made of.
 

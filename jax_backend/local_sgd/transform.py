@@ -53,6 +53,7 @@ from gradwire.jax_backend.axes.mapped_axis import (
     vary_if_tracked,
     varying_axes,
 )
+from gradwire.jax_backend.axes.outside_meshes import outside_meshes
 from gradwire.jax_backend.axes.replica_groups import node_size
 from gradwire.jax_backend.axes.two_levels import with_near_axis, with_numbers
 from gradwire.jax_backend.checks import (
@@ -330,6 +331,7 @@ class _Halves:
     moments: WhatOfMoments
     _found: dict[Any, list[LevelBytes]] = field(default_factory=dict)
 
+    @outside_meshes
     def init(self, params: optax.Params) -> LocalSGDState:
         know_flax()
         inside = is_bound(self.axis_name)

@@ -16,6 +16,7 @@ from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.state import checkpoint
 from gradwire.core.text.options import OWN_CHECK, Replicas, checked
+from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes
 from gradwire.jax_backend.axes.two_levels import nodes_of
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import Leaf, survey
@@ -29,6 +30,7 @@ OPS = NumpyOps()
 
 
 @checked
+@outside_meshes
 def set_replicas(state: T, replicas: Replicas) -> T:
     """A training state for another number of replicas: the compression error becomes its mean, one row for all of them.
 
@@ -72,7 +74,7 @@ def set_replicas(state: T, replicas: Replicas) -> T:
                 f"gradwire.jax_backend.abstract_state(state, {replicas}, mesh, axis_name)"
             )
         if leaf.placement and x.shape[0] != replicas and leaf.marks == 1:
-            return x[:0]  # What was given to those replicas is not yet given to these.
+            return automatic(x)[:0]  # What was given to those replicas is not yet given to these.
         if x.shape[0] in (1, replicas) or not x.shape[0]:
             return x
         if (leaf.of, leaf.marks) != (LOCAL, 1):

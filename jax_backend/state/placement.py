@@ -24,6 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gradwire.core.text.options import Replicas, checked
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
+from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes
 from gradwire.jax_backend.state.same_state import require_same
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import Leaf, Survey, survey
@@ -80,6 +81,7 @@ def _require_sound(found: Survey, axis_name: AxisName | None) -> None:
 
 
 @checked
+@outside_meshes
 def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
     """Put a training state on the devices of a mesh, in global form.
 
@@ -131,6 +133,7 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
 
 
 @checked
+@outside_meshes
 def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_name: str | None = None) -> T:
     """Put a training state on the devices of `jax.pmap`, in pmap form.
 
@@ -180,7 +183,7 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
             return _through_data(x, lambda data: joined(own_rows(data)))
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             x = _whole_everywhere(x).addressable_data(0)
-        row = jnp.asarray(x)[None]
+        row = automatic(jnp.asarray(x))[None]
         return joined([jax.device_put(row, device) for device in devices])
 
     def own_rows(x: Any) -> list[jax.Array]:
@@ -200,6 +203,7 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
     return placed
 
 
+@outside_meshes
 def unreplicate(state: T) -> T:
     """Bring a training state back from `jax.pmap`, from pmap form to global form, with the memory of **every** replica.
 
@@ -417,8 +421,24 @@ def _spread(x: Any, replicas: int, whole: NamedSharding, one: NamedSharding) -> 
 
 def _placed(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Inside `jax.jit`."""
-    place: Any = jax.sharding.reshard if AxisType.Explicit in sharding.mesh.axis_types else lax.with_sharding_constraint
-    placed: jax.Array = place(x, sharding)
+    mesh = sharding.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    placed: jax.Array
+    if AxisType.Explicit not in kinds.values():
+        placed = lax.with_sharding_constraint(x, sharding)
+    elif set(kinds.values()) == {AxisType.Explicit}:
+        placed = jax.device_put(x, sharding)  # which needs no mesh in context, as `reshard` does
+    else:
+        each = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
+        each += [()] * (x.ndim - len(each))
+
+        def along(kind: AxisType, otherwise: Any) -> NamedSharding:
+            names = [tuple(name for name in entry if kinds.get(name) == kind) for entry in each]
+            return NamedSharding(mesh, spec(*(entry or otherwise for entry in names)))
+
+        placed = jax.sharding.reshard(x, along(AxisType.Explicit, None))
+        # Along axes that the compiler manages it may keep what nothing is said of.
+        placed = lax.with_sharding_constraint(placed, along(AxisType.Auto, PartitionSpec.UNCONSTRAINED))
     return placed
 
 
@@ -430,7 +450,7 @@ def _move(x: Any, sharding: NamedSharding) -> jax.Array:
         host = np.asarray(x, jnp.result_type(x))
         # Made piece by piece: no device ever holds more than its own.
         return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], order="C"))
-    copied = jnp.array(x, copy=True)  # `device_put(may_alias=False)` is not heard
+    copied = jnp.array(automatic(x), copy=True)  # `device_put(may_alias=False)` is not heard
     if sharding.is_fully_addressable or not x.is_fully_addressable:
         moved: jax.Array = jax.device_put(copied, sharding)
         return moved
@@ -451,7 +471,7 @@ def _whole_everywhere(x: jax.Array) -> jax.Array:
 def _row(x: Any, i: int) -> Any:
     """Row i, (1, …). Of an array of several processes all must call this for their own, equally often."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
-        return x[i : i + 1]
+        return automatic(x)[i : i + 1]
     for shard in x.addressable_shards:
         first, last, _ = shard.index[0].indices(x.shape[0])
         whole = shard.data.shape[1:] == x.shape[1:]
@@ -472,7 +492,7 @@ def _without_device_axis(x: Any, device_of: list[list[jax.Device]]) -> Any:
     if (
         any(shard.data.shape[0] != 1 for shard in shards) or len(shards) != x.shape[0]
     ):  # as the compiler lays what `jax.vmap` makes
-        return x.reshape(shape)
+        return automatic(x).reshape(shape)
     if not device_of:
         ids = np.array([shard.device.id for shard in shards])
         every = multihost_utils.process_allgather(ids) if jax.process_count() > 1 else ids[None]

@@ -17,10 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gradwire.jax_backend.axes.outside_meshes import outside_meshes
 from gradwire.jax_backend.state.survey import Leaf, survey
 from gradwire.jax_backend.state.types import PerReplica, require_own_row
 
 
+@outside_meshes
 def stack_replicas(state: Any) -> PerReplica:
     """Mark all of a state as different on every replica: each array receives a leading axis for the replicas, one long.
 

@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
 from gradwire.jax_backend.axes.mapped_axis import AxisName
+from gradwire.jax_backend.axes.outside_meshes import outside_meshes
 
 
 class PerReplica(NamedTuple):
@@ -143,7 +144,7 @@ def spec(*axes: Any) -> PartitionSpec:
 def on_host(x: Any) -> np.ndarray[Any, Any]:
     """An array as NumPy has it. One of several processes is gathered, for which all of them must call this."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        x = multihost_utils.process_allgather(x, tiled=True)
+        x = outside_meshes(multihost_utils.process_allgather)(x, tiled=True)
     return np.asarray(x)
 
 

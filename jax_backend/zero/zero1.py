@@ -8,6 +8,7 @@ with 1/W of the optimizer's state. Parameters stay whole on every replica.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from jax import lax
+from jax.sharding import NamedSharding
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
@@ -28,6 +30,7 @@ from gradwire.core.text.options import OWN_CHECK, AtLeast1, Positive, Replicas, 
 from gradwire.core.zero.sharded_step import Zero, clip_by_norm
 from gradwire.core.zero.sharding import ElementShards
 from gradwire.core.zero.stacks import StackShards
+from gradwire.jax_backend.axes.auto_axes import explicit_mesh
 from gradwire.jax_backend.axes.mapped_axis import (
     AxisName,
     axes_of,
@@ -38,12 +41,13 @@ from gradwire.jax_backend.axes.mapped_axis import (
     vary_if_tracked,
     varying_axes,
 )
+from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes, with_axes_like
 from gradwire.jax_backend.checks import check_leaves, refuse_slices, transformation
 from gradwire.jax_backend.engine.driver import LARGE, drive
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.ops.packing import columns
 from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of
-from gradwire.jax_backend.state.types import PerReplica, by_path, path_of, require_own_row
+from gradwire.jax_backend.state.types import PerReplica, by_path, path_of, require_own_row, spec
 from gradwire.jax_backend.zero.elementwise import divided_leaves, require_elementwise, rows_of
 from gradwire.jax_backend.zero.independent import require_independent
 from gradwire.jax_backend.zero.owners import Owners
@@ -208,6 +212,7 @@ class _Sharded:
     layers: tuple[str, ...]
     tried: set[Any] = field(default_factory=set)  # trees of shapes: `init` is called again for abstract states
 
+    @outside_meshes
     def init(self, params: optax.Params) -> ZeroState:
         named = flatten(params)
         if not named.leaves and params is not None and not isinstance(params, (Mapping, list, tuple)):
@@ -242,7 +247,8 @@ class _Sharded:
             state = split_state(abstract, keys, lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))))
             every = {name: struct(spec.shape, spec.dtype) for name, spec in specs.items()}
             return _with(state, {key: x[:count] for key, x in owners.init(every).items()} if owners else {})
-        arrays = _arrays(named)
+        mesh = explicit_mesh(named.leaves)
+        arrays = jax.tree.map(automatic, _arrays(named)) if mesh is None else _arrays(named)
         if inside:
             place = lax.axis_index(self.axis_name)
             own = _without_owners(shards, shards.own(OPS, arrays, place))
@@ -250,7 +256,8 @@ class _Sharded:
             vectors = owners.init(arrays) if owners else {}
             return _with(state, {key: self._local_form(x[place]) for key, x in vectors.items()})
 
-        def of_all_replicas() -> ZeroState:
+        def of_all_replicas(arrays: dict[str, jax.Array]) -> ZeroState:
+            arrays = {name: arrays[name] for name in specs}  # JAX has sorted them
             kept = {name: x for name, x in arrays.items() if shards.is_kept(name)}
 
             def leaves(own: dict[str, jax.Array]) -> list[Any]:
@@ -266,7 +273,16 @@ class _Sharded:
             state = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(self.inner.init, pieces)), each)
             return _with(split_state(state, keys, lambda x: x), owners.init(arrays) if owners else {})
 
-        made: ZeroState = jax.jit(of_all_replicas)()
+        made: ZeroState
+        if mesh is None:
+            made = jax.jit(of_all_replicas)(arrays)
+            return with_axes_like(made, named.leaves)
+        whole = {name: struct(x.shape, x.dtype) for name, x in arrays.items()}
+        lying = jax.tree.map(lambda _: NamedSharding(mesh, spec()), jax.eval_shape(of_all_replicas, whole))
+        along = tuple(a for a in axes_of(self.axis_name) if a in mesh.explicit_axes)
+        if shards.world_size % math.prod(mesh.shape[a] for a in along) == 0:
+            lying = lying._replace(pieces=jax.tree.map(lambda _: NamedSharding(mesh, spec(along)), lying.pieces))
+        made = jax.sharding.auto_axes(of_all_replicas, axes=mesh.explicit_axes, out_sharding=lying)(arrays)
         return made
 
     def _keys(

@@ -17,7 +17,7 @@ from gradwire.jax_backend import *
 
 params = {"w": np.ones((64, 32), np.float32), "b": np.zeros(32, np.float32)}
 model = SimpleNamespace(apply=None)
-mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+mesh = jax.make_mesh((jax.device_count(),), ("data",))
 
 
 def loss_fn(params, batch):

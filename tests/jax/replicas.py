@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradwire.jax_backend as gw
@@ -21,8 +21,8 @@ def power(**options):
     return PowerSGD(**{"rank": 2, "min_compression_rate": 1.0} | options)
 
 
-def mesh_of(replicas):
-    return jax.make_mesh((replicas,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:replicas])
+def mesh_of(replicas, kind=AxisType.Auto):
+    return jax.make_mesh((replicas,), (AXIS,), axis_types=(kind,), devices=jax.devices()[:replicas])
 
 
 def mesh_of_two(kind=AxisType.Auto):
@@ -80,7 +80,8 @@ class Replicas:
             self.state = gw.replicate(state, devices, axis_name=AXIS)
             self._step = jax.pmap(tx.update, AXIS, devices=devices)
         else:
-            mesh = mesh_of(replicas)
+            mesh = mesh_of(replicas, AxisType.Explicit)  # as `jax.make_mesh` makes it
+            self._rows = NamedSharding(mesh, P(AXIS))
             self.state = gw.distribute(state, mesh, AXIS)
 
             def body(gradients, state):
@@ -92,6 +93,8 @@ class Replicas:
     def update(self, gradients):
         """One tree of gradients per replica → the updates, as NumPy arrays."""
         stacked = jax.tree.map(lambda *g: np.stack([np.asarray(x) for x in g]), *gradients)
+        if self.mode.startswith("shard_map"):
+            stacked = jax.device_put(stacked, self._rows)
         updates, self.state = self._step(stacked, self.state)
         if self.mode == "vmap":
             return jax.tree.map(np.asarray, updates)
