@@ -65,10 +65,11 @@ def with_axes_like(made: T, given: Any) -> T:
 def _explicit_mesh(x: Any) -> Mesh | None:
     """The mesh of an array, if it has explicit axes."""
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-    explicit = isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
-    return sharding.mesh if explicit and isinstance(sharding.mesh, Mesh) else None
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) and AxisType.Explicit in mesh.axis_types else None
 
 
 def _with_axes_of(x: jax.Array, mesh: Mesh) -> jax.Array:
+    assert isinstance(x.sharding, NamedSharding)
     sharding = NamedSharding(mesh, x.sharding.spec, memory_kind=x.sharding.memory_kind)
     return jax.make_array_from_single_device_arrays(x.shape, sharding, [shard.data for shard in x.addressable_shards])

@@ -425,7 +425,7 @@ def _placed(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     placed: jax.Array
     if AxisType.Explicit not in kinds.values():
-        placed = lax.with_sharding_constraint(x, sharding)
+        placed = lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]
     elif set(kinds.values()) == {AxisType.Explicit}:
         placed = jax.device_put(x, sharding)  # which needs no mesh in context, as `reshard` does
     else:
@@ -436,9 +436,10 @@ def _placed(x: jax.Array, sharding: NamedSharding) -> jax.Array:
             names = [tuple(name for name in entry if kinds.get(name) == kind) for entry in each]
             return NamedSharding(mesh, spec(*(entry or otherwise for entry in names)))
 
-        placed = jax.sharding.reshard(x, along(AxisType.Explicit, None))
+        placed = jax.sharding.reshard(x, along(AxisType.Explicit, None))  # type: ignore[no-untyped-call]
         # Along axes that the compiler manages it may keep what nothing is said of.
-        placed = lax.with_sharding_constraint(placed, along(AxisType.Auto, PartitionSpec.UNCONSTRAINED))
+        unsaid = PartitionSpec.UNCONSTRAINED
+        placed = lax.with_sharding_constraint(placed, along(AxisType.Auto, unsaid))  # type: ignore[no-untyped-call]
     return placed
 
 
