@@ -24,7 +24,7 @@ JAX_METHODS = [gradwire.PowerSGD(2, half_step=True, start_step=3), gradwire.dilo
 def probed(tmp_path_factory):
     """The file that four ranks on two nodes have written, and what they have printed."""
     output = tmp_path_factory.mktemp("probe") / "probe.json"
-    options = ["--nodes", "2", "--output", str(output)]
+    options = ["--nodes", "2", "--backend", "gloo", "--output", str(output)]
     return output, run_ranks(Path(commands.__file__), 4, "probe", *options, timeout=120)
 
 

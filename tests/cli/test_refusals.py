@@ -103,6 +103,8 @@ JAX_OF_TWO = ["probe", "--coordinator", "localhost:1", "--processes", "2"]
         (["probe", "--framework", "torch"], "gradwire probe --framework jax --coordinator"),
         (["probe", "--framework", "torch", "--processes", "2"], "--processes 2"),
         (["probe", "--framework", "tensorflow"], "--framework tensorflow"),
+        (["probe", "--framework", "torch", "--backend", "mpi"], "--backend mpi"),
+        (["probe", "--framework", "jax", "--backend", "gloo"], "--backend gloo"),
         (["probe", "--framework", "jax", "--output", "absent/probe.json"], "--output absent/probe.json"),
         (JAX_OF_TWO[:3], "--coordinator localhost:1"),
         (["probe", "--processes", "2", "--process", "0"], "--processes 2"),
@@ -140,6 +142,23 @@ def test_a_probe_that_cannot_be_is_refused_by_name(tmp_path, capsys, of_level, k
 def test_what_torchrun_never_says_is_named(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert "WORLD_SIZE='two'" in refused(capsys, "probe")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "said"),
+    [
+        (0, ["--backend", "nccl"], "no GPU here"),
+        (1, [], "LOCAL_WORLD_SIZE=2 processes on a machine with 1 GPU,"),
+        (1, ["--backend", "nccl"], "--backend gloo"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_more_processes_than_gpus_are_refused(capsys, monkeypatch, gpus, options, said):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    assert said in refused(capsys, "probe", *options)
 
 
 def test_a_model_of_another_framework_is_said(folder, tmp_path, capsys):

@@ -111,12 +111,15 @@ def probe(
         str | None, typer.Option(help="torch (under torchrun) or jax. None: torch where torchrun has started this.")
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Machines. None: as the launcher says.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="nccl or gloo, for torch. None: nccl where there are GPUs, each for one process.")
+    ] = None,
     coordinator: Annotated[str | None, typer.Option(help="HOST:PORT for jax.distributed.")] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="How many there are, for jax.distributed.")] = None,
     process: Annotated[int | None, typer.Option(min=0, help="Which of them this is, for jax.distributed.")] = None,
 ) -> None:
     """Measure latency and bandwidth between the processes that torchrun or jax.distributed has joined, in some seconds."""
-    run_probe(framework, output, nodes, coordinator, processes, process)
+    run_probe(framework, output, nodes, backend, coordinator, processes, process)
 
 
 @app.command()

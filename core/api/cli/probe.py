@@ -22,6 +22,7 @@ def run_probe(
     framework: str | None,
     output: Path,
     nodes: int | None,
+    backend: str | None,
     coordinator: str | None,
     processes: int | None,
     process: int | None,
@@ -29,12 +30,12 @@ def run_probe(
     """Measure, and write the probe on the first process. Raises BadArgument."""
     if framework is None:
         framework = "jax" if coordinator is not None else "torch" if _of_launcher("WORLD_SIZE", 1) > 1 else ""
-    _require_sense(framework, coordinator, processes, process)
+    _require_sense(framework, backend, coordinator, processes, process)
     if _of_launcher("RANK", process or 0) == 0 and not output.parent.is_dir():  # before anybody measures
         raise BadArgument(f"--output {output}: there is no folder {output.parent}")
     try:
         if framework == "torch":
-            found, first = _torch(nodes)
+            found, first = _torch(nodes, backend)
         elif framework == "jax":
             found, first = _jax(nodes, coordinator, processes, process)
         else:
@@ -50,9 +51,15 @@ def run_probe(
         print(f"written to {output}; next: gradwire advise MODEL --probe {output} --step-ms …")
 
 
-def _require_sense(framework: str, coordinator: str | None, processes: int | None, process: int | None) -> None:
+def _require_sense(
+    framework: str, backend: str | None, coordinator: str | None, processes: int | None, process: int | None
+) -> None:
     if framework not in ("torch", "jax", ""):
         raise BadArgument(f"--framework {framework} is unknown; give torch or jax")
+    if backend not in (None, "nccl", "gloo"):
+        raise BadArgument(f"--backend {backend} is unknown; give nccl or gloo")
+    if backend is not None and framework == "jax":
+        raise BadArgument(f"--backend {backend}: that is for torch; jax has its own")
     given = {"--coordinator": coordinator, "--processes": processes, "--process": process}
     named = [f"{option} {value}" for option, value in given.items() if value is not None]
     if named and framework == "torch":
@@ -70,16 +77,15 @@ def _of_launcher(variable: str, otherwise: int) -> int:
     return int(text)
 
 
-def _torch(nodes: int | None) -> tuple[Probe, bool]:
+def _torch(nodes: int | None, backend: str | None) -> tuple[Probe, bool]:
     if _of_launcher("WORLD_SIZE", 1) < 2:
         raise BadArgument(HOW)
     torch: Any = importlib.import_module("torch")
     dist: Any = importlib.import_module("torch.distributed")
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        torch.cuda.set_device(_of_launcher("LOCAL_RANK", 0))
-        library = "nccl"
-    else:
-        library = "gloo"
+    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    library = backend or ("nccl" if gpus else "gloo")
+    if library == "nccl":
+        torch.cuda.set_device(_gpu(gpus))
     try:
         dist.init_process_group(library)
     except dist.DistError as error:
@@ -89,6 +95,19 @@ def _torch(nodes: int | None) -> tuple[Probe, bool]:
         return probe(nodes=nodes), dist.get_rank() == 0
     finally:
         dist.destroy_process_group()
+
+
+def _gpu(gpus: int) -> int:
+    """The GPU of this process. Raises BadArgument if there is none for each: NCCL takes two processes on one for an error, unless NCCL_HOSTID tells them apart."""
+    local, processes = _of_launcher("LOCAL_RANK", 0), _of_launcher("LOCAL_WORLD_SIZE", 1)
+    if not gpus:
+        raise BadArgument("--backend nccl: torch finds no GPU here, or has no NCCL; give --backend gloo")
+    if processes > gpus and "NCCL_HOSTID" not in os.environ:
+        raise BadArgument(
+            f"LOCAL_WORLD_SIZE={processes} processes on a machine with {gpus} GPU{'s' * (gpus > 1)}, of which NCCL wants one for each: "
+            f"start {gpus}, or give --backend gloo, which sends from host memory"
+        )
+    return local % gpus
 
 
 def _jax(nodes: int | None, coordinator: str | None, processes: int | None, process: int | None) -> tuple[Probe, bool]:
