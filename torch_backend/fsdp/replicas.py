@@ -80,7 +80,7 @@ def compress_replicas(
     Raises:
         TypeError: `model` is not sharded by FSDP2, `mesh` is no mesh, or `algorithm` is no algorithm.
         ValueError: torch averages over the replicas by itself (a 2-D mesh, `replicate`), or something else cannot be served (named); or ranks
-            ask for different things. The model is unchanged then.
+            ask for different things; or torch is older than 2.7, and FSDP2 has no hook to use. The model is unchanged then.
     """
     require_gradient_algorithm(algorithm)
     refuse_levels(algorithm)
