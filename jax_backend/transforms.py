@@ -48,6 +48,7 @@ from gradwire.jax_backend.checks import (
 )
 from gradwire.jax_backend.engine.driver import drive_watched
 from gradwire.jax_backend.engine.pieces import in_pieces
+from gradwire.jax_backend.engine.self_check import check_here
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.state.flax_serialization import know_flax
 from gradwire.jax_backend.state.names import NamedTree, flatten, specs_of, stacks_of
@@ -206,6 +207,8 @@ class _Averaging:
         algorithm = with_numbers(self.algorithm, self.axis_name) if inside else without_levels(self.algorithm)
         check_requests(algorithm, specs, replicas)
         warn(algorithm, specs)
+        if not inside:
+            check_here(algorithm, specs, params)
         rows = jnp.zeros((1 if inside else 0,), bool) if algorithm.per_replica else None
         stages = tuple(sorted({0, algorithm.start_step}))
         sent = _sent(algorithm if inside else self.algorithm, specs, replicas)

@@ -19,6 +19,7 @@ from gradwire.core.advise.compare.runs import Run
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.plan import plan
 from gradwire.jax_backend.advise.model_shapes import specs_of_parameters
+from gradwire.jax_backend.engine.self_check import check_noted
 from gradwire.jax_backend.local_sgd.forms import is_nnx, is_train_state, parts, with_parts
 from gradwire.jax_backend.local_sgd.transform import LocalOptimizer, local_sgd
 from gradwire.jax_backend.state.types import PerReplica, Record
@@ -87,6 +88,7 @@ def run(
         raise ValueError(
             f"make() called wrap {len(made)} times: call it once, on the optimizer that trains the parameters"
         )
+    check_noted(jax.local_devices()[0])
     form = _Form(training.state)
     tx = made[0] if isinstance(algorithm, LocalSGD) else None
     step = _mapped(partial(_step, training, form, tx), replicas)

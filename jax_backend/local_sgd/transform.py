@@ -67,6 +67,7 @@ from gradwire.jax_backend.checks import (
 )
 from gradwire.jax_backend.engine.driver import drive
 from gradwire.jax_backend.engine.pieces import in_pieces
+from gradwire.jax_backend.engine.self_check import check_here
 from gradwire.jax_backend.local_sgd import non_finite
 from gradwire.jax_backend.local_sgd.forms import is_nnx, is_train_state, parts, with_parts
 from gradwire.jax_backend.local_sgd.moments import Extra, Moments
@@ -347,6 +348,8 @@ class _Halves:
             memory = without_levels(memory)
             run = with_numbers(self.local, self.axis_name) if inside else memory
             check_requests(cast(Algorithm, run.compressor), self.local.kept(specs), replicas)
+            if not inside:
+                check_here(cast(Algorithm, run.compressor), self.local.kept(specs), params)
         warn(self.local, specs)
         stages = stage_starts(self.local)
         sent = self._sent(specs) if inside and specs else [UNSAID] * len(stages)

@@ -25,6 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gradwire.core.text.options import Replicas, checked
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
 from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes
+from gradwire.jax_backend.engine.self_check import check_noted
 from gradwire.jax_backend.state.same_state import require_same
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import Leaf, Survey, survey
@@ -113,6 +114,7 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
     _require_sound(found, axis_name)
     found.refuse_missed_averages()
     note_skipped_steps(state)
+    check_noted(mesh.devices.flat[0])
     axes = _axes_in(mesh, axis_name)
     if {device.process_index for device in mesh.devices.flat} == set(range(jax.process_count())):
         require_same(found, "distribute")
@@ -172,6 +174,7 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
     devices = list(devices) if devices is not None else jax.local_devices()
     if not devices:
         raise ValueError("devices=[] leaves no replica; give those of jax.pmap, or None for all of this process")
+    check_noted(devices[0])
     axis = axis_name or "replica"
     sharding = NamedSharding(Mesh(np.array(devices), (axis,)), spec(axis))
     first, replicas = jax.process_index() * len(devices), jax.process_count() * len(devices)

@@ -44,6 +44,7 @@ from gradwire.jax_backend.axes.mapped_axis import (
 from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes, with_axes_like
 from gradwire.jax_backend.checks import check_leaves, refuse_slices, transformation
 from gradwire.jax_backend.engine.driver import LARGE, drive
+from gradwire.jax_backend.engine.self_check import check_here
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.ops.packing import columns
 from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of
@@ -221,6 +222,8 @@ class _Sharded:
         structure = jax.tree.structure(pure(params))
         check_leaves(named, self.axis_name)
         specs = specs_of(named.leaves)
+        if self.wire is not None and not is_bound(self.axis_name):
+            check_here(self.wire, specs, params)
         shards = self._shards(specs)
 
         if isinstance(shards, StackShards):
