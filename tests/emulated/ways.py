@@ -36,6 +36,9 @@ OVERFLOW = 3
 EXACT = 1e-4
 #: Messages are rounded to 8 bits, in another order.
 ROUNDED = 0.02
+#: Forty steps: what a last place makes of a weight grows tenfold in every fifteen of this training. In float32 sums in another
+#: order come to 9e-5 on the host, those of an H100 to 6e-4.
+GROWN = 0.02
 #: Weights are, which move by a few units of their last bit.
 COARSE = 0.1
 #: Numbers from 0 to n, of which a program may take the memory; and ones that signs are compared with.
@@ -322,7 +325,7 @@ WAYS = {
     "many memories, GradScaler": Way(
         hooked(gradwire.Quantize("int8"), message_bytes=1 << 20), many, scaler=True, tolerance=COARSE, makes=IOTA | ONES
     ),
-    "PowerSGD, forty steps": Way(hooked(PowerSGD(2), message_bytes=1 << 20), steps=40),
+    "PowerSGD, forty steps": Way(hooked(PowerSGD(2), message_bytes=1 << 20), steps=40, tolerance=GROWN),
     # The wrapper.
     "DataParallel(AllReduce)": Way(data_parallel(AllReduce()), waits_at_first=LEARNS),
     "DataParallel(PowerSGD)": Way(data_parallel(PowerSGD(2)), waits_at_first=LEARNS),

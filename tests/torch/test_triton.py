@@ -65,8 +65,7 @@ def compiled(name: str, dtype: str, *, aligned: bool) -> tuple[str, int, int]:
     signature = {each: names.get(types.get(each), types.get(each, "constexpr")) for each in kernel.arg_names}
     hints = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(signature) if aligned and each in multiples}
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=hints)
-    exact = fused.EXACT if name not in ("copy_if", "subtract_product_if") else {}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=exact)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=fused.EXACT)
     assert len(made.asm["cubin"])
     return made.asm["ptx"], *said_by_ptxas(made.asm["ptx"])
 
@@ -91,8 +90,7 @@ def test_it_compiles_for_an_h100(name: str, dtype: str) -> None:
     assert "st.global.v4.b32" in ptx
     # Nothing that depends on which program comes first, and no result that depends on contracted products.
     assert "atom." not in ptx
-    assert ("fma.rn" in ptx) == (name == "subtract_product_if")
-    for shortcut in ("div.full", "div.approx", "rcp.", ".ftz"):
+    for shortcut in ("fma.rn", "div.full", "div.approx", "rcp.", ".ftz"):
         assert shortcut not in ptx
 
 

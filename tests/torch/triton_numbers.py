@@ -173,6 +173,17 @@ def test_a_product_is_subtracted_if_the_step_is_finite(shape, rank, dtype):
     assert same_bits(FUSED.copy_if(YES, x, y), x)
 
 
+def test_what_is_too_large_becomes_inf_or_nan_where_numpy_makes_it_so():
+    generator = np.random.default_rng(0)
+    x, p, q = (generator.choice(np.float32([-1e38, 1e38, 3.4e38]), shape) for shape in ((33, 130), (4, 33), (4, 130)))
+    total = np.zeros_like(x)
+    for column, row in zip(p, q, strict=True):
+        total = total + column[:, None] * row
+    y = FUSED.subtract_product_if(YES, *map(on_device, (x, p, q)), on_device(np.zeros_like(x)))
+    np.testing.assert_array_equal(y.cpu().numpy(), x - total)
+    assert {"inf", "-inf", "nan"} == {str(each) for each in np.unique(x - total)}
+
+
 def test_an_error_that_does_not_lie_side_by_side_is_written_as_well():
     x, q = torch.ones(6, 4, device=DEVICE), torch.ones(1, 4, device=DEVICE)
     y = torch.zeros(4, 6, device=DEVICE).mT
@@ -233,6 +244,7 @@ def on_host(tensors):
     return tree_map_only(torch.Tensor, lambda x: x.to("cpu", copy=True), tensors)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="kernels that are compiled take no tensors of the CPU")
 @cases.each(WHOLE_STEPS)
 def test_steps_are_those_without_the_kernels(world, variant):
     """On the host, where they are interpreted; else on the device, since products and sums of all elements are rounded otherwise there."""

@@ -24,7 +24,8 @@ VECTOR, ROWS_OF = 1024, 2048
 TILE = 32, 128
 #: The first GPUs for which Triton compiles: Ampere.
 OLDEST = (8, 0)
-#: Of what has to come out bit for bit: each product is rounded, as by NumPy, torch and JAX.
+#: Of all: each product is rounded before it is added, as by NumPy, torch and JAX. Codes come out bit for bit, and sums
+#: that overflow as inf or NaN where theirs do: in one operation -1e76 added to inf is inf, rounded before it is NaN.
 EXACT = {"enable_fp_fusion": False}
 
 _LIBRARY: Any = torch.library.Library("gradwire", "DEF")  # type: ignore[no-untyped-call]
@@ -53,7 +54,7 @@ def _launch(name: str, programs: int, device: torch.device, *args: Any, **option
 
     kernel = getattr(triton_kernels, name)[programs,]
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # which users need not have set
-        kernel(*args, **options)
+        kernel(*args, **options, **EXACT)
 
 
 @_operator("Tensor ok, Tensor x, *, Tensor(a!) out")
@@ -83,7 +84,7 @@ def _blocks(rows: int, width: int) -> tuple[int, dict[str, int]]:
 def quantize(x: Tensor, largest: float, *, codes: Tensor, scales: Tensor) -> None:
     rows, width = x.shape
     programs, blocks = _blocks(rows, width)
-    _launch("quantize", programs, x.device, x, codes, scales, rows, 1.0 / largest, **blocks, **EXACT)
+    _launch("quantize", programs, x.device, x, codes, scales, rows, 1.0 / largest, **blocks)
 
 
 @_operator(
@@ -97,7 +98,7 @@ def quantize_mean(
     numbers = rows, replicas, codes.stride(0), scales.stride(0), 1.0 / replicas, -float(replicas), 1.0 / largest
     place = mean_scales if lost is None else lost  # which is not written to
     tensors = codes, scales, place, mean_codes, mean_scales
-    _launch("quantize_mean", programs, codes.device, *tensors, *numbers, keeps=lost is not None, **blocks, **EXACT)
+    _launch("quantize_mean", programs, codes.device, *tensors, *numbers, keeps=lost is not None, **blocks)
 
 
 @_operator("Tensor ok, Tensor x, Tensor codes, Tensor scales, Tensor lost, int first, *, Tensor(a!) out")
@@ -108,13 +109,13 @@ def subtract_decoded_if(
     programs, begin = -(-n // VECTOR), first * width
     numbers = n, begin, begin + lost.numel()
     tensors = ok, x, codes, scales, lost, out
-    _launch("subtract_decoded_if", programs, out.device, *tensors, *numbers, width=width, block=VECTOR, **EXACT)
+    _launch("subtract_decoded_if", programs, out.device, *tensors, *numbers, width=width, block=VECTOR)
 
 
 @_operator("Tensor ok, Tensor codes, Tensor scales, *, Tensor(a!) out")
 def decode_or_nan(ok: Tensor, codes: Tensor, scales: Tensor, *, out: Tensor) -> None:
     n, width = out.numel(), codes.shape[-1]
-    _launch("decode_or_nan", -(-n // VECTOR), out.device, ok, codes, scales, out, n, width=width, block=VECTOR, **EXACT)
+    _launch("decode_or_nan", -(-n // VECTOR), out.device, ok, codes, scales, out, n, width=width, block=VECTOR)
 
 
 class Memory(Protocol):
