@@ -10,10 +10,9 @@
 `Kernels` looks at every aten operation and does not run those that would be kernels: what they would return is memory nobody has written to, so
 the gradients of a GPT take no time and, untouched, no memory. `Kernels(compute=True)` runs them as well.
 
-What counts as a kernel: each aten operation but views, `empty` and its kind, and what only asks about a tensor. So `_foreach_*` counts one (CUDA
-launches one for about 50 to 110 tensors of one dtype, and one per tensor where dtypes or strides are mixed), a matrix product one, `linalg_qr` one
-(cuSOLVER launches some ten to thirty for each matrix), `copy_` one. All-reduces are not in it. Tensors are on the CPU, so a whole tensor that goes
-to the host (`tolist`, `cpu`) is not seen as a wait; a single number is.
+What counts: views, `empty` and its kind, and what only asks about a tensor launch nothing; of other operations of torch
+`launched` says how many kernels they are, by a table that a GPU has shown; each of gradwire's own is one. All-reduces are
+not in it. Tensors are on the CPU, so a whole tensor that goes to the host (`tolist`, `cpu`) is not seen as a wait; a single number is.
 """
 
 from __future__ import annotations
@@ -48,7 +47,14 @@ MIB = 1 << 20
 FREE = (
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "is_set_to"}
     | {"is_same_size", "is_pinned", "record_stream", "_unsafe_view", "_reshape_alias", "lift_fresh", "lift", "detach"}
-    | {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "_has_compatible_shallow_copy_type"}
+    | {
+        "promote_types",
+        "sym_size",
+        "sym_stride",
+        "sym_numel",
+        "sym_storage_offset",
+        "_has_compatible_shallow_copy_type",
+    }
 )
 #: In place, without a look at what was there.
 FILLS = {"copy_", "zero_", "fill_", "normal_", "_foreach_copy_", "_foreach_zero_"}
@@ -56,14 +62,82 @@ FILLS = {"copy_", "zero_", "fill_", "normal_", "_foreach_copy_", "_foreach_zero_
 WAITS = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2"}
 
 
+# --- kernels of an operation: read off what torch's profiler saw of gradwire's hook on an H100, torch 2.11, CUDA 13 ---
+
+#: Kernels of each call.
+CALLS = {
+    "linalg_solve_triangular": 4,  # a copy, two pointers, the solver
+    "linalg_qr": 19,
+    "topk": 10,
+    "index_put_": 26,  # bounds of both indices, a sort of them, then the sums
+}
+#: Of a Cholesky factor: a copy, pointers, two for what it says of its success, the factor, a triangle. Larger ones take
+#: three more.
+CHOLESKY, LARGER_CHOLESKY, LARGE = 6, 9, 16
+#: cuBLAS divides a sum among processors, and adds their parts up in a second kernel, where the product is thin and the sum long.
+THIN, LONG = 32, 512
+#: Tensors that `cat` copies in one kernel.
+CAT = 128
+#: Of `_foreach_*` (ATen/native/cuda/MultiTensorApply.cuh): elements of a chunk, chunks of a launch, and tensors of a
+#: launch by how many lists there are.
+CHUNK, CHUNKS, TENSORS = 1 << 16, 320, {1: 110, 2: 64, 3: 48, 4: 36}
+
+
+def launched(name: str, args: Any, kwargs: Any, result: Any) -> int:
+    """Of a call of `aten::name`.
+
+    Args:
+        args, kwargs: of the call.
+        result: what it returned.
+    """
+    if name in CALLS:
+        return CALLS[name]
+    if name == "linalg_cholesky_ex":
+        return LARGER_CHOLESKY if args[0].shape[-1] > LARGE else CHOLESKY
+    if name in ("mm", "bmm"):
+        n, long, m = args[0].shape[-2], args[0].shape[-1], args[1].shape[-1]
+        return 2 if min(n, m) <= THIN and long >= LONG and long > max(n, m) else 1
+    if name == "cat":
+        tensors = [x for x in args[0] if x.numel()]
+        casts = any(x.dtype != result.dtype for x in tensors)
+        return len(tensors) if casts else max(1, math.ceil(len(tensors) / CAT))
+    if name.startswith("_foreach_"):
+        return _foreach(name, args, result)
+    return 1
+
+
+def _foreach(name: str, args: Any, result: Any) -> int:
+    """Launches of as many chunks and tensors as fit into one; or one for each tensor, where dtypes or strides are mixed."""
+    if name == "_foreach_norm":  # a number of each tensor, and a kernel that adds up what is found of its chunks
+        return 1 + _foreach("", args[:1], None)
+    lists: list[Any] = [x for x in (*args, result) if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)]
+    lists = [x for i, x in enumerate(lists) if not any(x is before for before in lists[:i])]
+    first = lists[0]
+    for each in lists:
+        if any(x.dtype != first[0].dtype or x.stride() != y.stride() for x, y in zip(each, first, strict=True)):
+            return len(first)
+    launches = chunks = tensors = 0
+    for x in first:
+        tensors += 1
+        left = math.ceil(x.numel() / CHUNK)
+        while left:
+            taken = min(left, CHUNKS - chunks)
+            left, chunks = left - taken, chunks + taken
+            if chunks == CHUNKS:
+                launches, chunks, tensors = launches + 1, 0, int(left > 0)
+        if tensors == TENSORS[min(len(lists), max(TENSORS))]:
+            launches, chunks, tensors = launches + 1, 0, 0
+    return max(1, launches + bool(chunks))
+
+
 class Kernels(TorchDispatchMode):
-    """Counts aten operations that would be kernels on a device; within the context, in this thread.
+    """Counts the kernels that operations would launch on a device; within the context, in this thread.
 
     Args:
         compute: run them too. Otherwise their results are memory that nobody has written to.
 
     Attributes:
-        by_name: how often each operation.
+        by_name: kernels by the operation that launches them.
         waits: how often the host would have waited for the device: it read a number.
         nbytes: what the operations read and write, each of their tensors once; of an expanded axis one element.
     """
@@ -88,7 +162,7 @@ class Kernels(TorchDispatchMode):
         if name in FREE or _is_view(func):
             return func(*args, **kwargs)
         result = func(*args, **kwargs) if self.compute else _unwritten(func, args, kwargs)
-        self.by_name[name] += 1
+        self.by_name[name] += launched(name, args, kwargs, result)
         self.nbytes += _moved(func, args, kwargs, result)
         return result
 

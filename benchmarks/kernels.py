@@ -7,7 +7,7 @@
 Each row is a step in which everything is warm, of one rank of eight, with DDP's buckets of 25 MiB or with one bucket. gradwire's hook is counted with its
 kernels in Triton and, as on a device on which these do not run, without:
 
-- kernels: aten operations that would be kernels, all-reduces not counted; `benchmarks/dry.py` says what counts.
+- kernels: those that operations would launch, all-reduces not counted; `benchmarks/dry.py` says what counts.
 - passes: bytes that those kernels read and write, by the bytes of the gradients; what is exchanged, and copied to be, by all-reduces not counted.
 - all-reduces, and their payload.
 - host waits: numbers that the host reads, and calls of `torch.cuda.synchronize`.

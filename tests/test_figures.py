@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +88,19 @@ def test_pages_show_the_figures_of_the_frontier(monkeypatch: pytest.MonkeyPatch)
     kept = pages.filled("a\n<!-- frontier: which -->\nold\n<!-- end -->\nb\n", found)
     assert re.fullmatch(r"a\n<!-- frontier: which -->\n\n\| a link of \|(?s:.*)\|\n\n<!-- end -->\nb\n", kept)
     assert "old" not in kept
+
+
+def test_the_page_shows_what_a_gpu_took(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    pages, found = importlib.import_module("gpu.pages"), results("gpu")
+    page, text = tmp_path / "performance.md", pages.PAGE.read_text()
+    page.write_text(text)
+    pages.fill(page, found)
+    assert page.read_text() == text, (
+        "docs/performance.md is not what `python benchmarks/gpu/pages.py` makes of gpu.json"
+    )
+    (step,) = [row for row in found["parts"]["steps"]["rows"] if row["row"] == "PowerSGD(rank=4)"]
+    assert f"took {step['to_ddp']:.2f} of DDP's" in (DOCS / "index.md").read_text()
 
 
 def test_the_published_chaos_found_nothing() -> None:

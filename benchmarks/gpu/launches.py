@@ -65,7 +65,7 @@ def _recorded(target: Target, run: Callable[[], None]) -> Any:
 
 def operations(events: Any) -> dict[str, list[int]]:
     """Of the operations that launch kernels: calls, and the kernels of all of them. Where there is no GPU,
-    `benchmarks/launched.py` counts by such a table."""
+    `benchmarks/dry.py` counts by such a table."""
     found: dict[str, list[int]] = {}
     for event in events:
         if event.device_type.name == "CPU" and event.kernels:
