@@ -39,6 +39,7 @@ from gradwire.jax_backend.export import register_for_export
 from gradwire.jax_backend.local_sgd.transform import LocalOptimizer, diloco, local_sgd
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.state.checkpoint import from_portable, set_replicas, to_portable
+from gradwire.jax_backend.state.flax_serialization import know_flax
 from gradwire.jax_backend.state.names import parameter_shapes
 from gradwire.jax_backend.state.placement import abstract_state, distribute, partition_specs, replicate, unreplicate
 from gradwire.jax_backend.state.stacked import stack_replicas, this_replica
@@ -90,3 +91,5 @@ __all__ = [
     "unreplicate",
     "zero1",
 ]
+
+know_flax()

@@ -156,11 +156,14 @@ def check_leaves(named: NamedTree, axis_name: AxisName) -> None:
                 "the parameters, False here"
             )
         elif s.dtype.startswith("float") and s.dtype != "float0":
-            advice = "Cast the gradients to bfloat16 before, and keep the parameter as it is"
+            advice = (
+                "Train it in bfloat16, params = optax.tree.cast(params, jax.numpy.bfloat16) before init, and cast it to "
+                f"{s.dtype} where the loss takes it"
+            )
         else:
             advice = (
-                "It has no gradient to average, so leave it as it is on all replicas: optax.partition({'train': optax.chain(power_sgd(...), "
-                "optimizer), 'keep': optax.set_to_zero()}, labels)"
+                "It has no gradient to average, so leave it out of the tree that is differentiated, and given to init and update: a collection of its own in Flax, "
+                "equinox.partition(model, equinox.is_inexact_array) in equinox"
             )
         raise ValueError(
             f"parameter {name!r} has dtype {s.dtype}; only {', '.join(ITEMSIZE)} gradients can be averaged. {advice}. (optax.masked alone would "

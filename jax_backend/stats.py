@@ -161,7 +161,8 @@ def stats(state: Any) -> Stats:
     found = _states(jax.tree.map(automatic, state))
     if not found:
         raise ValueError(
-            "stats: there is no state of power_sgd, all_reduce_mean, average_gradients or local_sgd in what it was given. Give it the optimizer's state"
+            "stats: there is no state of power_sgd, all_reduce_mean, average_gradients or local_sgd in what it was given. Give it the optimizer's state; of what "
+            "nnx.split returned, in which types are gone, the optimizer itself: nnx.merge(graphdef, state)[1]"
         )
     survey(found).refuse_missed_averages()
     note_skipped_steps(found)

@@ -50,7 +50,6 @@ from gradwire.jax_backend.engine.driver import drive_watched
 from gradwire.jax_backend.engine.pieces import in_pieces
 from gradwire.jax_backend.engine.self_check import check_here
 from gradwire.jax_backend.ops.kernels import JaxOps
-from gradwire.jax_backend.state.flax_serialization import know_flax
 from gradwire.jax_backend.state.names import NamedTree, flatten, specs_of, stacks_of
 from gradwire.jax_backend.state.trees import check_gradients, pack, repack, shardings_like, unpack
 from gradwire.jax_backend.state.types import UNSAID, DataParallelState, PerReplica, Record
@@ -198,7 +197,6 @@ class _Averaging:
     configuration: str
 
     def init(self, params: optax.Params) -> DataParallelState:
-        know_flax()
         named = flatten(params)
         check_leaves(named, self.axis_name)
         specs = specs_of(named.leaves, stacks_of(params))

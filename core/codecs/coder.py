@@ -132,8 +132,7 @@ class Coder(Generic[A]):
         ]
         sent_again = [sendable(self.ops, y) for y, _ in of_shares]
         gathered = iter(await gather(*chain.from_iterable(sent_again), watched=False, groups=groups, assumed=1))
-        means: list[Any] = list(arrays)
-        sent: list[Any] = list(arrays)
+        means, sent = self._unsent(arrays), self._unsent(arrays)
         shown = []
         for some, like, given, own, (_, lost) in zip(together, likes, mine, sent_again, of_shares, strict=True):
             everything = self._fields(list(islice(gathered, len(own))), like)
@@ -175,7 +174,7 @@ class Coder(Generic[A]):
         given = [sendable(ops, own) for own in coded]
         arrived = iter(await gather(*chain.from_iterable(given), watched=False, groups=groups))
         self._weights = await replica_weights(groups)
-        means, sent, shown = list(arrays), list(arrays), []
+        means, sent, shown = self._unsent(arrays), self._unsent(arrays), []
         for pack, mine, own in zip(packs, coded, given, strict=True):
             of_both = self._fields(list(islice(arrived, len(own))), pack)
             if keeps:
@@ -187,6 +186,11 @@ class Coder(Generic[A]):
                 self._divide(x, part, arrays, means)
         await watch(*shown)
         return means, sent
+
+    def _unsent(self, arrays: Sequence[A]) -> list[Any]:
+        """What arrays begin with: those of no elements, of which nothing is sent, are made here, the same on all replicas, as every mean is."""
+        ops = self.ops
+        return [x if _size(x) else ops.zeros(tuple(x.shape), ops.dtype_of(x)) for x in arrays]
 
     async def parts_of_mean(
         self, vectors: Sequence[A], counts: Sequence[tuple[int, ...]], groups: Groups | None = None

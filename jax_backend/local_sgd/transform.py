@@ -73,7 +73,6 @@ from gradwire.jax_backend.local_sgd.forms import is_nnx, is_train_state, parts, 
 from gradwire.jax_backend.local_sgd.moments import Extra, Moments
 from gradwire.jax_backend.local_sgd.outer import in_jax
 from gradwire.jax_backend.ops.kernels import JaxOps
-from gradwire.jax_backend.state.flax_serialization import know_flax
 from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of, stacks_of
 from gradwire.jax_backend.state.survey import survey
 from gradwire.jax_backend.state.trees import pack, repack, shardings_like, unpack
@@ -88,10 +87,15 @@ WhatOfMoments = Literal["keep", "average", "reset"]
 class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
     """What `local_sgd` returns: an optax transformation, and the other half of a step, `average_params`."""
 
-    def __new__(cls, halves: _Halves) -> LocalOptimizer:
-        made: LocalOptimizer = super().__new__(cls, halves.init, halves.update)
-        made._halves = halves
-        return made
+    @property
+    def _halves(self) -> _Halves:
+        """Of which these are methods: a copy, a pickle and `_replace` have both or one of them, and nothing else."""
+        for half in self:
+            if isinstance(halves := getattr(half, "__self__", None), _Halves):
+                return halves
+        raise TypeError(
+            f"{self!r} has neither the init nor the update of local_sgd; make it by local_sgd or diloco, and keep one of them"
+        )
 
     def average_params(
         self, params: Any, state: Any, *extras: Any, turn: Turn | None = None, weight: Any = None
@@ -290,7 +294,8 @@ def local_sgd(
         )
     warn_of_few_rounds(local, steps)
     local = in_jax(local)
-    return LocalOptimizer(_Halves(inner, local, with_near_axis(local, axis_name), moments))
+    halves = _Halves(inner, local, with_near_axis(local, axis_name), moments)
+    return LocalOptimizer(halves.init, halves.update)
 
 
 def diloco(
@@ -334,7 +339,6 @@ class _Halves:
 
     @outside_meshes
     def init(self, params: optax.Params) -> LocalSGDState:
-        know_flax()
         inside = is_bound(self.axis_name)
         if inside:
             self._fitted()

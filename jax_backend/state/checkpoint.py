@@ -227,8 +227,14 @@ def _require_ours(state: Any) -> None:
     leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, DataParallelState))[0]
     parts = ["state" + jax.tree_util.keystr(path) for path, x in leaves if isinstance(x, DataParallelState)]
     inside = f" that holds one: give that part of it, {' or '.join(parts)}" if parts else ""
+    of_nnx = (
+        ""
+        if parts
+        else ". Of what nnx.split returned, in which types are gone, give nnx.merge(graphdef, state)[1].opt_state[…]"
+    )
     raise ValueError(
         f"state is a {type(state).__name__}, not the state of an average_gradients transformation,{inside}".rstrip(",")
+        + of_nnx
     )
 
 

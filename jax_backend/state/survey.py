@@ -172,8 +172,14 @@ class Survey:
         """Raise ValueError for a state with a device axis."""
         for leaf in self.leaves:
             if leaf.placement and np.ndim(leaf.value) == 2:
+                shape = np.shape(leaf.value)
+                if not shape[1]:
+                    raise ValueError(
+                        f"{leaf.name} has shape {shape}: the state is that of {shape[0]} members of an ensemble, made by jax.vmap, whose axis comes before that of the "
+                        "replicas. Make and place the state of each member by itself: [distribute(tx.init(params), mesh, axis_name) for params in members]"
+                    )
                 raise ValueError(
-                    f"{leaf.name} has shape {np.shape(leaf.value)}: the state is in the form of jax.pmap, with a device axis on every array. Bring it "
+                    f"{leaf.name} has shape {shape}: the state is in the form of jax.pmap, with a device axis on every array. Bring it "
                     "back first: gradwire.jax_backend.unreplicate(state)"
                 )
 

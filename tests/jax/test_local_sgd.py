@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import jax
@@ -123,6 +124,25 @@ def test_under_vmap_an_average_is_sent_only_when_it_is_due():
 
 
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+
+
+def test_copies_are_whole():
+    """As launchers and experiments make them, and users who wrap one half."""
+    tx = gw.diloco(optax.sgd(0.1), 4, axis_name=AXIS)
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    for made in (
+        copy.copy(tx),
+        copy.deepcopy(tx),
+        copy.deepcopy(state).tx,
+        tx._replace(update=tx.update),
+        type(tx)(*tx),
+    ):
+        assert np.array_equal(made.outer_params(made.init(PARAMS))["w"], PARAMS["w"])
+        assert made.turn(3) == tx.turn(3)
+    wrapped = tx._replace(update=lambda *args: tx.update(*args))
+    assert wrapped.turn(3) == tx.turn(3)
+    with refused("local_sgd or diloco", error=TypeError):
+        wrapped._replace(init=lambda params: tx.init(params)).turn(3)
 
 
 def test_marks():

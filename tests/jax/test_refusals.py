@@ -194,7 +194,8 @@ IN_INIT = [
     (lambda: injected(), TypeError, "optax.inject_hyperparams"),
     (lambda: injected(static_args=("rank",)), TypeError, "optax.inject_hyperparams"),
     (init(TX, typed(jnp.complex64)), ValueError, "'b'", "complex64", "optax.stateless("),
-    (init(TX, typed(jnp.int32)), ValueError, "'b'", "int32", "optax.set_to_zero()"),
+    (init(TX, typed(jnp.int32)), ValueError, "'b'", "int32", "equinox.is_inexact_array"),
+    (init(TX, typed(jnp.float8_e4m3fn)), ValueError, "'b'", "float8_e4m3fn", "optax.tree.cast(params, jax.numpy.bfloat16)"),
     *((init(tx, typed(d)), ValueError, "'b'", jnp.dtype(d).name, "optax.masked")
       for tx in (TX, MEAN, sharded()) for d in (jnp.int32, jnp.bool, jnp.complex64)),
     (lambda: gw.from_portable({}, TwoLevel(PowerSGD(2), "ici"), IN_ICI.init(PARAMS), replicas=4), ValueError,
@@ -287,11 +288,49 @@ def in_pmap(state, tx=TX, **axes):
     return lambda: jax.eval_shape(jax.pmap(tx.update, AXIS, **axes), STACKED, state(tx.init(PARAMS)))
 
 
+ENSEMBLE = jax.vmap(TX.init)(STACKED)
+
+
+def of_nnx():
+    """The structure of a model and an optimizer of nnx, and their arrays, in which types are gone."""
+    model = nnx.Linear(32, 24, rngs=nnx.Rngs(0))
+    return nnx.split((model, nnx.Optimizer(model, optax.chain(TX, ADAM), wrt=nnx.Param)))
+
+
+def merged():
+    graphdef, state = of_nnx()
+    return nnx.merge(graphdef, state)[1]
+
+
+def integers_left_out():
+    """With gradients as `jax.grad` makes them."""
+    params, table = PARAMS, jnp.arange(4)
+
+    def step(params, x):
+        gradients = jax.grad(lambda p: (x @ p["w"]).sum() * table[1])(params)
+        return optax.apply_updates(params, TX.update(gradients, TX.init(params), params)[0])
+
+    return jax.make_jaxpr(step, axis_env=[(AXIS, 4)])(params, jnp.ones((2, 32)))
+
+
+#: What messages advise.
+ADVICE = [
+    lambda: gw.stats(merged()),
+    lambda: gw.to_portable(merged().opt_state[0], PowerSGD(2)),
+    integers_left_out,
+    lambda: init(TX, optax.tree.cast(typed(jnp.float8_e4m3fn), jnp.bfloat16))(),
+    lambda: [gw.distribute(TX.init(jax.tree.map(lambda x, i=i: x[i], STACKED)), mesh_of(4), AXIS) for i in range(2)],
+]
+
+
 def told(turn):
     return lambda: on_four(lambda p: LOCAL.average_params(p, LOCAL.init(p), turn=turn))
 
 
 IN_A_STEP = [
+    (lambda: gw.distribute(ENSEMBLE, mesh_of(4), AXIS), ValueError, "(4, 0)", "ensemble", "for params in members"),
+    (lambda: gw.stats(of_nnx()[1]), ValueError, "stats", "nnx.merge(graphdef, state)[1]"),
+    (lambda: gw.to_portable(of_nnx()[1], PowerSGD(2)), ValueError, "nnx.merge(graphdef, state)[1].opt_state"),
     (told(3), TypeError, "turn=3", "tx.turns(state)"),
     (told(LocalSGD(7).turn(6)), ValueError, "another schedule", "LocalSGD(period=4)", "tx.turns(state)"),
     (lambda: LOCAL.turns(jax.eval_shape(LOCAL.init, PARAMS)), TypeError, "turns"),
@@ -529,6 +568,7 @@ def behind_its_average(state):
 MASKED = optax.masked(TX, {"w": True, "b": False})
 #: What is right, and lies beside what is refused.
 ACCEPTED = [
+    *ADVICE,
     init(average(EVEN)),
     init(average(IN_PAIRS)),  # where nobody knows yet how many replicas there are
     init(local(schedule=LocalSGD(2, compressor=TwoLevel(PowerSGD(2), "ici")), axis_name="dcn")),

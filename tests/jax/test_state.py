@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -19,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 import gradwire.jax_backend as gw
 from gradwire import PowerSGD, WireDtype
 from gradwire.jax_backend.state import checkpoint, placement, survey
+from tests import launch
 from tests.jax.replicas import AXIS, Replicas, equal, gradients, mesh_of, through_orbax
 
 PARAMS = {"w": np.linspace(-1, 1, 24 * 16, dtype=np.float32).reshape(24, 16), "b": np.zeros(16, np.float32)}
@@ -160,6 +163,23 @@ def test_checkpoints_of_flax_and_of_orbax_without_a_target(tmp_path):
         "['opt_state'][0]['local']['per_replica']['error']['w']",
         "['opt_state'][0]['record']['per_replica']",
     ]
+
+
+LATE = """
+import sys, jax, jax.numpy as jnp, optax
+from gradwire.jax_backend import power_sgd
+state = optax.chain(power_sgd(2, axis_name="data"), optax.adam(0.1)).init({"w": jnp.ones((64, 32))})
+assert "flax" not in sys.modules
+from flax import serialization
+again = serialization.from_bytes(jax.tree.map(jnp.zeros_like, state), serialization.to_bytes(state))
+assert jax.tree.structure(again) == jax.tree.structure(state)
+assert all((x == y).all() for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(state)))
+assert serialization.__spec__.loader.get_source("flax.serialization")
+"""
+
+
+def test_flax_may_be_imported_after_a_state_was_made():
+    subprocess.run([sys.executable, "-c", LATE], env=launch.environment("late"), check=True, timeout=240)
 
 
 @pytest.mark.parametrize("leaf", [np.float32(2), 3, jnp.bfloat16(1.5), np.arange(3), jax.random.key(3)])

@@ -13,13 +13,14 @@ import optax
 import pytest
 from flax import nnx
 
-from gradwire import AllReduce, PowerSGD
+from gradwire import AllReduce, PowerSGD, WireDtype
 from gradwire.core.kernels import random
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.jax_backend import (
     all_reduce_mean,
     average_gradients,
     distribute,
+    mark_varying,
     parameter_shapes,
     partition_specs,
     power_sgd,
@@ -27,7 +28,7 @@ from gradwire.jax_backend import (
     unreplicate,
     zero1,
 )
-from tests.jax.replicas import AXIS, Replicas, gradients, mesh_of, power
+from tests.jax.replicas import AXIS, Replicas, gradients, mesh_of, power, traced
 from tests.methods import METHODS, TWO_LEVELS
 
 PARAMS = {"w": jnp.ones((32, 24)), "b": jnp.ones(24)}
@@ -88,6 +89,16 @@ def test_trees_with_nothing_in_them(algorithm, params):
     updates, state = trace(average_gradients(algorithm, axis_name=AXIS), params)
     assert types(updates) == types(params)
     assert jax.tree.structure(state) == jax.tree.structure(average_gradients(algorithm, axis_name=AXIS).init(params))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("inner", [AllReduce(), power()], ids=repr)
+def test_means_of_nothing_are_the_same_on_all_replicas(inner, dtype):
+    """As of a LoRA of rank 0, where JAX keeps track of what differs."""
+    params = PARAMS | {"none": jnp.ones((32, 0))}
+    tx = average_gradients(WireDtype(inner, dtype), axis_name=AXIS)
+    updates, _ = traced(lambda p, s, x: tx.update(mark_varying(p, AXIS), s), params, tx.init(params))
+    assert types(updates) == types(params)
 
 
 def test_a_bare_array_and_a_scalar():
