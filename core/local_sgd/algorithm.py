@@ -37,7 +37,7 @@ from gradwire.core.protocol.weights import weight_of
 from gradwire.core.text.options import AtLeast0, share
 
 OUTER = "outer"
-#: How far this replica had come from the outer parameters when its last message left.
+#: How far this replica had come from the outer parameters when a message left that is on its way; zeros if none is.
 DIFFERENCE = "difference"
 #: And what it counts for.
 WEIGHT = "weight"
@@ -347,6 +347,7 @@ class LocalSGD(Schedule):
         arrived: Mapping[int, Stepped[A]] | None = None,
         turn: Turn | None = None,
         weight: Any = 1.0,
+        finite: list[A] | None = None,
     ) -> tuple[dict[str, A], State[A], dict[str, dict[str, A]]]:
         """What happens to the parameters after the optimizer's update of one step.
 
@@ -360,6 +361,8 @@ class LocalSGD(Schedule):
             arrived: what `message` returned for fragments that are taken now. Others are sent now.
             turn: what happens after this step, where `step` is traced and the host knows it. None: each decision is a branch.
             weight: of this replica, in what leaves now, if the schedule is `weighted`: a number or a scalar array.
+            finite: to which a boolean scalar is added for each outer step: whether it was taken, since all in it was finite. For drivers whose branches are
+                Python's.
 
         Returns:
             Parameters, state and extras after the step. Where nothing was due they are the given ones. A parameter may be the very array
@@ -384,7 +387,7 @@ class LocalSGD(Schedule):
                 "extras": {o: dict(x) for o, x in owned.items() if o in names or (number == 0 and o not in params)},
             }
             came = (arrived or {}).get(number)
-            fragment = _Fragment(self, ops, number, levels, step, specs, replicas, came, turn, weight)
+            fragment = _Fragment(self, ops, number, levels, step, specs, replicas, came, turn, weight, finite)
             done = await fragment.run(mine)
             for name, changed in done["tensors"].items():
                 memory[name] = memory[name] | changed
@@ -508,6 +511,7 @@ class _Fragment:
     arrived: Stepped[Any] | None
     turn: Turn | None
     weight: Any
+    finite: list[Any] | None = None
 
     async def run(self, values: dict[str, Any]) -> dict[str, Any]:
         local = self.local
@@ -584,7 +588,10 @@ class _Fragment:
         averaged = self.arrived
         if averaged is None:
             averaged = await self._exchange(v["tensors"], v["shared"], self._round(self.local.overlap))
-        return self._applied(v, averaged)
+        applied = self._applied(v, averaged)
+        # Nothing is on its way any more, and a difference that was not finite stays in no state.
+        none = {n: {DIFFERENCE: _zeros_like(self.ops, applied["tensors"][n][DIFFERENCE])} for n in v["params"]}
+        return applied | {"tensors": {n: m | none.get(n, {}) for n, m in applied["tensors"].items()}}
 
     async def _eager(self, v: dict[str, Any]) -> dict[str, Any]:
         """The average of the last differences arrives, and the new ones leave. Each replica knows its own already."""
@@ -669,6 +676,8 @@ class _Fragment:
         results = [*averages.values(), *(ops.cast(x, ops.dtype_of(v["params"][n])) for n, x in moved.items())]
         results += [x for m in remembers.values() for x in m.values() if ops.dtype_of(x) in FLOATS]
         ok = ops.all_finite(*results)
+        if self.finite is not None:
+            self.finite.append(ok)
         ok = ok if own is None else ok & own
         for name, outer in outers.items():
             kept, x, new = tensors[name], v["params"][name], moved[name]

@@ -46,6 +46,8 @@ VIEWS = ("stacked", "rows")
 #: A step's number travels as an int32.
 MOST_STEPS = 2**31 - 1
 COMMON = ("algorithm", "step", "shared", "tensors")
+#: Memories of a message that is on its way, which may be of a replica that has broken: the message tells the others, and all go back.
+ON_THEIR_WAY = frozenset({"difference"})
 #: Between the parts of a flat name. Section and memory have none in theirs, so a parameter may.
 SEPARATOR = "/"
 
@@ -132,7 +134,7 @@ def require_portable(state: Mapping[str, Any]) -> None:
 
 def require_finite(state: Mapping[str, Any]) -> None:
     """Raise ValueError for a state, in either form, with memory that holds NaN or inf, or no data: no step from it would ever be finite, so it would
-    never be corrected either."""
+    never be corrected either. What is on its way is forgotten when it arrives."""
     memories = [("shared state", state["shared"])]
     for section in ("tensors", "local"):
         memories += [(f"parameter {name!r}", memory) for name, memory in state.get(section, {}).items()]
@@ -140,7 +142,7 @@ def require_finite(state: Mapping[str, Any]) -> None:
         for key, x in memory.items():
             if getattr(x, "is_meta", False):
                 raise ValueError(f"memory {key!r} of {whose} is a meta tensor in the state, which holds no data")
-            if (bad := not_finite(x)) is not None:
+            if key not in ON_THEIR_WAY and (bad := not_finite(x)) is not None:
                 raise ValueError(
                     f"memory {key!r} of {whose} holds {bad} in the state: no step from it would be finite. Load an earlier checkpoint, or leave "
                     "the state out, and the memory begins anew"
@@ -244,20 +246,31 @@ def gather(ops: Ops[A], states: Sequence[Mapping[str, Any]], per_replica: Collec
     return whole
 
 
-def mean_of_rows(ops: Ops[A], rows: A) -> A:
-    """One row in place of one for each replica."""
+#: What a difference that is on its way counts for, beside it.
+COUNTED = {"difference": "weight"}
+
+
+def mean_of_rows(ops: Ops[A], rows: A, weights: A | None = None) -> A:
+    """One row in place of one for each replica: by `weights` (W,), if there are any, and one of them is above 0."""
     if rows.shape[0] == 1:
         return rows
     # Wider than any memory, so that it does not depend on the order of the replicas.
-    total = ops.cast(rows[0], "float64")
-    for i in range(1, rows.shape[0]):
-        total = total + ops.cast(rows[i], "float64")
-    return ops.stack([ops.cast(total / rows.shape[0], ops.dtype_of(rows))])
+    each = [ops.cast(rows[i], "float64") for i in range(rows.shape[0])]
+    count: Any = float(rows.shape[0])
+    if weights is not None:
+        of_each = [ops.cast(weights[i], "float64") for i in range(rows.shape[0])]
+        count = sum(of_each[1:], of_each[0])
+        count = ops.where(count > 0, count, 1.0)
+        each = [ops.where(w > 0, x * w, 0.0) for x, w in zip(each, of_each, strict=True)]
+    return ops.stack([ops.cast(sum(each[1:], each[0]) / count, ops.dtype_of(rows))])
 
 
 def mean_of_replicas(ops: Ops[A], state: Mapping[str, Any]) -> dict[str, Any]:
-    """A portable state with one row, the mean, in place of one for each replica."""
-    local = {n: {k: mean_of_rows(ops, rows) for k, rows in memory.items()} for n, memory in state["local"].items()}
+    """A portable state with one row, the mean, in place of one for each replica. Of what is on its way it is that which the message would bring."""
+    local = {
+        n: {k: mean_of_rows(ops, rows, memory.get(COUNTED.get(k, ""))) for k, rows in memory.items()}
+        for n, memory in state["local"].items()
+    }
     return {**state, "local": local}
 
 

@@ -31,7 +31,7 @@ from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by, g
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.fsdp.layout import Layout, local_part
 from gradwire.torch_backend.ops.kernels import dtype_name
-from gradwire.torch_backend.state.memory import Memory, Replicated, mean_over
+from gradwire.torch_backend.state.memory import Memory, Replicated, counted, mean_over
 from gradwire.torch_backend.state.rank_memory import packed
 
 
@@ -53,8 +53,9 @@ class Sharded(Replicated):
         to be compressed is zero."""
         state, per_replica, layout = memory.lent(), memory.per_replica, self.layout
 
-        def mean(x: Tensor) -> Tensor:
-            return mean_over(x.to(layout.device), self.groups.whole)
+        def mean(name: str, key: str, x: Tensor) -> Tensor:
+            weight = counted(key, state["tensors"].get(name, {}))
+            return mean_over(x.to(layout.device), self.groups.whole, weight=weight)
 
         parts: dict[str, dict[str, Tensor]] = {}
         for name, kept in self._whole_memory(memory).tensors.items():
@@ -66,14 +67,14 @@ class Sharded(Replicated):
                 if own is None:
                     own = torch.zeros(held.local.shape, dtype=getattr(torch, x.dtype), device=layout.device)
                 parts.setdefault(name, {})[key] = held.distributed(
-                    mean(own) if key in per_replica else own.to(layout.device, copy=True)
+                    mean(name, key, own) if key in per_replica else own.to(layout.device, copy=True)
                 )
         rest: dict[str, dict[str, Any]] = {"tensors": {}, "local": {}}
         for name, kept in state["tensors"].items():
             block = layout.held[name].piece.name(name)
             small = {key: x for key, x in kept.items() if key not in parts.get(name, {})}
             rest["tensors"][block] = {k: x.cpu() for k, x in small.items() if k not in per_replica}
-            rest["local"][block] = {k: mean(x).cpu()[None] for k, x in small.items() if k in per_replica}
+            rest["local"][block] = {k: mean(name, k, x).cpu()[None] for k, x in small.items() if k in per_replica}
         together: dict[str, dict[str, Any]] = {"tensors": {}, "local": {}}
         for each in gathered_by_all(rest, layout.shards, layout.device):
             for section, blocks in each.items():

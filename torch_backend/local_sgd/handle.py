@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,13 +13,15 @@ from torch import Tensor
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.shared.weighing import Weighing
 from gradwire.core.algorithms.two_level import levels_of
-from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.local_sgd.algorithm import DIFFERENCE, LocalSGD
+from gradwire.core.local_sgd.schedule import Turn
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.protocol import mean_each
 from gradwire.core.protocol.programs import Program
 from gradwire.core.protocol.weights import counted_weight
 from gradwire.core.state.checkpoint import StateMismatch
+from gradwire.core.state.skipped_steps import SAID_AFTER, SKIPPED_AVERAGES, RunOfSkips
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import refuse_capture
 from gradwire.torch_backend.engine.driver import Driver, specs_of
@@ -42,6 +44,8 @@ from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.setup.consistency import meet_to_change, require_same_on_all_ranks
 from gradwire.torch_backend.state.memory import Memory
 from gradwire.torch_backend.state.rank_memory import ShardedState
+
+T = TypeVar("T")
 
 
 class LocalSGDHandle:
@@ -77,6 +81,7 @@ class LocalSGDHandle:
         self._has_begun = False
         self._equal_at = 0
         self._scheduled_from = 0
+        self._averages = self._skipped_averages = 0
         self._dense = sum(spec.nbytes for spec in specs_of(self._parameters).values())
         self._gradients: Driver | None = None
         self._adopt(local, groups)
@@ -98,6 +103,8 @@ class LocalSGDHandle:
         meeting = self._memory.placement.meetings[0]
         self._collectives.whereabouts = Whereabouts(meeting, repr(local), self._memory, self._collectives)
         self._in_flight = self._make_in_flight()
+        self._memory.left = {} if local.delayed else None
+        self._run_of_skips = RunOfSkips(repr(local), groups.whole.rank(), SAID_AFTER, SKIPPED_AVERAGES)
 
     def _make_in_flight(self) -> InFlight | None:
         """Of averages that are taken later. They have process groups of their own, so that nothing waits behind them."""
@@ -189,7 +196,7 @@ class LocalSGDHandle:
         times = self._watch.times
         if self._in_flight:  # something is on its way
             with torch.no_grad(), plain_arithmetic(self._ops.device), span(self.local, "receive"):
-                self._in_flight.advance(self._memory.steps)
+                self._or_forget(self._in_flight.advance, self._memory.steps)
         if self.local.acts(self._memory.steps, self._replicas):
             start = times.now()
             with torch.no_grad(), plain_arithmetic(self._ops.device), span(self.local, "average"):
@@ -201,7 +208,8 @@ class LocalSGDHandle:
 
     def _average(self) -> None:
         step = self._memory.steps
-        state, used = self._fetched(step)
+        turn = self._turn(step)
+        state, used = self._fetched(turn)
         due = self._due(step)
         # In their logical order, so that memory means the same on every backend.
         params = {n: p.detach().contiguous() for n, p in self._parameters.items()}
@@ -210,26 +218,73 @@ class LocalSGDHandle:
         extras: dict[str, dict[str, Tensor]] = {n: {"": b.detach().contiguous()} for n, b in self._buffers.items()}
         if due:
             extras |= self._moments.taken(due)
-        arrived = None if self._in_flight is None else self._in_flight.arrived(step)
+        arrived = {} if self._in_flight is None else self._or_forget(self._in_flight.arrived, step)
+        taken: list[Tensor] = []
         program = self.local.average(
-            self._ops, params, state, step, self._replicas, extras, arrived, weight=self._weight
+            self._ops, params, state, step, self._replicas, extras, arrived, turn, self._weight, taken
         )
-        after, state, others = run_alone(self._collectives, program, self._make_step)
+        after, state, others = self._or_forget(
+            lambda program: run_alone(self._collectives, program, self._make_step), program, turn.arrives | turn.later
+        )
         for name, x in after.items():
             _put(self._parameters[name], x)
         for name, buffer in self._buffers.items():
             _put(buffer, others[name][""])
         state = self._kept(state, used)
-        if self._in_flight is not None:
+        if self._in_flight is not None and self._memory.left is not None:
+            for fragment in turn.arrives:
+                del self._memory.left[fragment]
             self._in_flight.leave(step, state)
+            self._memory.left |= dict.fromkeys(self.local.leaving(step, self._replicas), step)
         self._moments.put({n: others[n] for n in others if n in self._parameters}, due)
+        if self.local.has_outer:
+            self._moments.drop_broken()
+            self._note_skipped(taken)
 
-    def _fetched(self, step: int) -> tuple[State[Tensor], set[str]]:
-        """The memory for the average after this step, where the parameters are; and whose is used in it."""
+    def _turn(self, step: int) -> Turn:
+        """What happens after this step. Of what would arrive only what has left: nothing has, since this schedule began or since its message was lost."""
+        turn, left = self.local.turn(step), self._memory.left
+        if left is None:
+            return turn
+        arrives = frozenset(f for f in turn.arrives if left.get(f) == step - self.local.overlap)
+        return replace(turn, arrives=arrives, later=frozenset(f for f in turn.later if f in left))
+
+    def _or_forget(self, receive: Callable[[Any], T], what: Any, besides: Collection[int] = ()) -> T:
+        """What receives messages. What has left in a message that fails, or is sent `besides`, is forgotten: parameters still hold it, and the next difference will."""
+        try:
+            return receive(what)
+        except BaseException:
+            lost = set(besides) if self._in_flight is None else self._in_flight.lost | set(besides)
+            self._forget(lost)
+            if self._in_flight is not None:
+                self._in_flight.lost = set()
+            raise
+
+    def _forget(self, fragments: Collection[int]) -> None:
+        """That differences of these are on their way."""
+        if self._memory.left is None:
+            return
+        self._memory.wait()
+        parts = self.local.parts(specs_of(self._parameters))
+        for fragment in fragments:
+            self._memory.left.pop(fragment, None)
+            for name in parts[fragment]:
+                if (kept := self._memory.state.tensors.get(name)) is not None:
+                    kept[DIFFERENCE].zero_()
+
+    def _note_skipped(self, taken: Collection[Tensor]) -> None:
+        """Of the averages of a step, whether outer steps were taken."""
+        for ok in taken:
+            self._averages += 1
+            self._skipped_averages += not ok
+            self._run_of_skips.seen(self._averages, self._skipped_averages)
+
+    def _fetched(self, turn: Turn) -> tuple[State[Tensor], set[str]]:
+        """The memory for the averages of this turn, where the parameters are; and whose is used in them."""
         memory, parts = self._memory.state, self.local.parts(specs_of(self._parameters))
         if self._host is None:
             return memory, set()
-        turn, longest = self.local.turn(step), self.local.longest
+        longest = self.local.longest
         leave = {f for period, f in turn.due if period == longest}
         used = {name for f in (range(len(parts)) if turn.begins else leave | turn.arrives) for name in parts[f]}
         return self._host.fetched(memory, used, outer=self._parameters if leave and len(parts) > 1 else ()), used
@@ -333,11 +388,27 @@ class LocalSGDHandle:
         difference = StateMismatch()
         if before.has_outer and self.steps >= before.start_step:  # there is one to go on with
             difference = self._memory.continue_from(memory)
+            self._keep_on_their_way(before, memory.left or {})
         self._scheduled_from = self.steps
         if equal:
             self._equal_at = self.steps
         self._average_gradients()
         return difference
+
+    def _keep_on_their_way(self, before: LocalSGD, left: Mapping[int, int]) -> None:
+        """Of the differences that have left with the schedule before, those that this one would have sent too, and would not have taken yet. Nobody has lost
+        the others: parameters hold them."""
+        local, specs = self.local, specs_of(self._parameters)
+        if self._memory.left is None:
+            return
+        same = local.eager == before.eager and local.parts(specs) == before.parts(specs)
+        kept = {
+            f: step
+            for f, step in left.items()
+            if same and local.due(step, local.longest, f) and (local.eager or step + local.overlap >= self.steps)
+        }
+        self._forget([f for f in range(local.fragments) if f not in kept])
+        self._memory.left = kept
 
     def unregister(self) -> None:
         """Take local SGD away: from the next step on gradients are averaged as they are, by DDP or between the replicas of a sharded model, and the
@@ -391,11 +462,12 @@ class LocalSGDHandle:
 
     def stats(self) -> Stats:
         """Steps, bytes and collectives since registration, of gradients and parameters. `dense_bytes` is what averaging the gradients in
-        each step would have sent. Skipped steps are not counted: each rank has its own. Times are of the last 50 steps, or of a whole cycle of the
+        each step would have sent. Steps that a rank skips are not counted, since each rank has its own; `skipped_averages` are. Times are of the last 50 steps, or of a whole cycle of the
         schedule: a step reaches from one of the optimizer to the next."""
         _, _, dense = self._progress()
         sent = sum(self._sent(), Sent())
-        return self._watch.stats(self.steps - self._first_step, 0, sent, dense)
+        stats = self._watch.stats(self.steps - self._first_step, 0, sent, dense)
+        return replace(stats, skipped_averages=self._skipped_averages)
 
     def _sent(self) -> list[Sent]:
         """By parameters, and by gradients."""
@@ -467,16 +539,25 @@ class LocalSGDHandle:
         why_not = self._target.obstacle_of_all(why_not)
         together = "load_state_dict() compares the step, so every rank calls it, with the same state"
         self._memory.placement.meetings[0].come("load_state_dict()", together, longest=LONGEST)
-        settings = {} if found is None else {"step": str(found.steps), "state": found.digest}
+        settings = {} if found is None else {"step": str(found.steps), "state": found.digest, "left": str(found.left)}
         require_same_on_all_ranks(self._groups.whole, settings, {}, why_not, self._ops.device)
         assert found is not None  # or there is an obstacle
         self._drop()
         self._first_step += found.steps - self.steps
         self._memory.take(found)
+        if self._memory.left is not None:
+            self._memory.left = self._left_by(self.steps) if found.left is None else found.left
+        self._run_of_skips.restart()
         self._watch.restart()
         self._equal_at = self.steps if state.get("synchronized", "rank" not in state) else -1
         self._scheduled_from = 0
         self._has_begun = True
+
+    def _left_by(self, steps: int) -> dict[int, int]:
+        """After which steps differences left that are on their way after so many, if the schedule has been this one long enough."""
+        local = self.local
+        since = max(0, steps - (local.longest if local.eager else local.overlap))
+        return {f: step for step in range(since, steps) for f in local.leaving(step, self._replicas)}
 
 
 class _Gradients(Driver):

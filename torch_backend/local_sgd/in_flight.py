@@ -15,7 +15,7 @@ from gradwire.core.algorithm import State, Stepped
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
-from gradwire.torch_backend.engine.collectives import Collectives
+from gradwire.torch_backend.engine.collectives import Asked, Collectives
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.scheduler import Running, Step
 from gradwire.torch_backend.ops.kernels import TorchOps
@@ -30,6 +30,11 @@ class _Message:
     running: Running[Stepped[Tensor]]
     rounds: int = 0
 
+    @property
+    def asks_if_finite(self) -> bool:
+        question = self.running.question
+        return question is not None and question.asked is Asked.FINITE
+
 
 class InFlight:
     """The messages of one rank. All ranks start and receive them after the same steps, in the order of the fragments.
@@ -41,6 +46,9 @@ class InFlight:
         ops: kernels.
         make_step: what makes a step in which parameters are averaged.
         beside: what else averages parameters, with which what is sent and waited for is counted.
+
+    Attributes:
+        lost: fragments whose message has failed since the last look.
     """
 
     def __init__(
@@ -61,6 +69,7 @@ class InFlight:
         traffic = dry_run(local._algorithm, local.kept(specs), self._replicas).traffic
         self._rounds = max(step.collectives for step in traffic)
         self._on_their_way: dict[int, _Message] = {}
+        self.lost: set[int] = set()
 
     def __len__(self) -> int:
         """How many are on their way."""
@@ -78,11 +87,12 @@ class InFlight:
             self._on_their_way[fragment] = _Message(step, own, own.start(program))
 
     def advance(self, step: int) -> None:
-        """Receive the rounds that have had their share of the time, so that the next ones travel meanwhile."""
-        for message in self._on_their_way.values():
+        """Receive the rounds that have had their share of the time, so that the next ones travel meanwhile. What a program writes to memory it does when it has
+        asked whether all was finite, and that it is told when its message is taken, however many rounds that has."""
+        for fragment, message in list(self._on_their_way.items()):
             due = int((step - message.left) * self._rounds / self._late)
-            while message.rounds < due and not message.running.ended:
-                message.step.advance()
+            while message.rounds < due and not message.running.ended and not message.asks_if_finite:
+                self._or_lost(fragment, message.step.advance)
                 message.rounds += 1
 
     def arrived(self, step: int) -> dict[int, Stepped[Tensor]]:
@@ -90,10 +100,20 @@ class InFlight:
         taken = [f for f, message in self._on_their_way.items() if step - message.left >= self._late]
         found = {}
         for fragment in taken:
-            message = self._on_their_way.pop(fragment)
-            message.step.finish()
+            message = self._on_their_way[fragment]
+            self._or_lost(fragment, message.step.finish)
+            del self._on_their_way[fragment]
             found[fragment] = message.running.result
         return found
+
+    def _or_lost(self, fragment: int, receive: Callable[[], object]) -> None:
+        """Receive something of a message. One that fails is given up, so that the steps to come do not wait for it."""
+        try:
+            receive()
+        except BaseException:
+            self.lost.add(fragment)
+            self._on_their_way.pop(fragment).step.abandon()
+            raise
 
     def drop(self) -> None:
         """Wait for what is on its way, and forget it. What it is made of stays in the memory."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, ValuesView
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,15 +60,21 @@ class Moments:
         }
 
     def put(self, averages: Mapping[str, Mapping[str, Tensor]], averaged: set[str]) -> None:
-        """Take the averages over, where there is something to replace; or drop the moments of the parameters that were `averaged`."""
+        """Take the averages over, where there is something to replace, and they are finite; or drop the moments of the parameters that were `averaged`."""
         for name, moments in averages.items():
             mine = self._of(self._parameters[name])
+            finite = torch.stack([value.isfinite().all() for value in moments.values()]).all() if moments else None
             for key, value in moments.items():
                 if key in mine:
-                    mine[key].copy_(value)
+                    mine[key].copy_(torch.where(finite, value, mine[key]))  # type: ignore[arg-type]
         if self._what == "reset" and self._optimizer is not None:
             for name in averaged:
                 self._optimizer.state.pop(self._parameters[name], None)
+
+    def drop_broken(self) -> None:
+        """Of parameters for which the optimizer remembers inf or NaN, from which no step of its own leads back: it begins anew."""
+        if self._optimizer is not None:
+            drop_broken(self._optimizer, self._parameters.values())
 
     def make_equal(self, collectives: Collectives) -> None:
         """From now on ranks that are given equal gradients take equal steps: moments are averaged over all ranks, or dropped with "reset", and the rest
@@ -128,6 +135,31 @@ class Moments:
         for theirs in gathered_by_all(mine, self._group, next(iter(self._parameters.values())).device):
             self._keys |= theirs
         self._keys = {key: self._keys[key] for key in sorted(self._keys)}
+
+
+def drop_broken(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Drop what an optimizer remembers of those of these parameters of which it remembers inf or NaN, as it begins. On an accelerator the host waits once."""
+    kept = {p: _floating(optimizer.state[p]) for p in parameters if p in optimizer.state}
+    flags = [(p, torch.stack([x.isfinite().all() for x in tensors]).all()) for p, tensors in kept.items() if tensors]
+    if not flags or bool(torch.stack([ok.to(flags[0][1].device) for _, ok in flags]).all()):
+        return
+    for p, ok in flags:
+        if bool(ok):
+            continue
+        if isinstance(optimizer, torch.optim.Adagrad):  # which makes this when it is built, and never again
+            group = next(group for group in optimizer.param_groups if any(p is each for each in group["params"]))
+            optimizer.state[p]["sum"].fill_(group["initial_accumulator_value"])
+        else:
+            del optimizer.state[p]
+
+
+def _floating(x: Any) -> list[Tensor]:
+    """All floating tensors in it, of a DTensor the local part."""
+    if isinstance(x, Tensor):
+        return [local_part(x)] if x.is_floating_point() and x.numel() else []
+    if isinstance(x, Mapping):
+        x = x.values()
+    return [y for each in x for y in _floating(each)] if isinstance(x, (list, tuple, ValuesView)) else []
 
 
 @dataclass(frozen=True)

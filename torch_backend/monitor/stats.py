@@ -59,6 +59,8 @@ class Stats:
         wait_seconds: of that, the time in which it did nothing but wait for messages; on a device, in which its stream did.
         error_norms: (step, 2-norm of the compression error after it) of each hundredth step, the last 20: whether the error grows.
             In units of gradients, without the scale of a loss scaler.
+        skipped_averages: of local SGD with outer parameters, averages in which some replica's difference held inf or NaN, so that all went back to the outer
+            parameters of that fragment.
 
     Two of them are equal if all but the times is. Times are 0.0 where none has been noted: before there were two steps, and under a CUDA graph.
     """
@@ -74,6 +76,7 @@ class Stats:
     error_norms: tuple[tuple[int, float], ...] = ()
     within_bytes: int = 0
     between_bytes: int | None = None
+    skipped_averages: int = 0
 
     @classmethod
     def of(

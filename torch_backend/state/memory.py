@@ -40,6 +40,7 @@ class Fitted:
         difference: what does not fit, and is left out.
         steps, scale: after how many steps it is, and in the units of which loss scale.
         digest: of what has to be the same on all ranks.
+        left: see `Memory`; None: the state does not say.
     """
 
     state: State[Tensor]
@@ -47,6 +48,7 @@ class Fitted:
     steps: int
     scale: float
     digest: str
+    left: dict[int, int] | None = None
 
 
 class Memory:
@@ -64,6 +66,7 @@ class Memory:
         steps: finished so far.
         scale: in whose units errors are.
         loaded: digest of what was loaded into it, "" if nothing was.
+        left: of fragments whose differences are on their way, after which step they have left. None: there are no such.
         wait: called before the host reads or writes the memory.
     """
 
@@ -81,6 +84,7 @@ class Memory:
         self.steps = 0
         self.scale = LossScale(scaler)
         self.loaded = ""
+        self.left: dict[int, int] | None = None
         self.wait: Callable[[], None] = lambda: None
 
     @property
@@ -126,6 +130,8 @@ class Memory:
             "shared": self.state.shared,
             "tensors": self.state.tensors,
         }
+        if self.left is not None:
+            state["left"] = [self.left.get(fragment, -1) for fragment in range(self.algorithm.fragments)]  # type: ignore[union-attr]
         scale = float(self.scale.value)
         return state if scale == 1 else state | {"scale": scale}
 
@@ -167,7 +173,8 @@ class Memory:
         loaded, difference = checkpoint.fit(state, name, self.state, self.kind)
         if difference and strict:
             raise ValueError(f"{difference}. Load it with strict=False to keep what fits")
-        return Fitted(loaded, difference, steps, scale, _digest(loaded, self.state, self.per_replica))
+        left = _left_in(state)
+        return Fitted(loaded, difference, steps, scale, _digest(loaded, self.state, self.per_replica), left)
 
     def take(self, found: Fitted) -> None:
         """Go on from what fits, in place."""
@@ -189,11 +196,20 @@ class Memory:
             whole = Replicated.portable(other.placement, other, "mean", None)  # of whole parameters, or of blocks
             assert whole is not None
             before = self._row(whole)
+        equal_now = set(other.per_replica) - set(self.per_replica)
+        before["tensors"] = {
+            name: {key: self._mean(x) if key in equal_now else x for key, x in memory.items()}
+            for name, memory in before["tensors"].items()
+        }
         before["algorithm"] = repr(without_levels(other.algorithm))
         loaded, difference = checkpoint.fit(before, name, self.state, self.kind)
         self._write(loaded)
         self.steps, self.scale, self.loaded = other.steps, other.scale, other.loaded
         return difference
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Over the replicas, of what each has had for itself and all have alike from now on."""
+        return mean_over(x.to(self.placement.device), self.placement.groups.whole)
 
     def _row(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Of a portable state what is this rank's."""
@@ -274,7 +290,10 @@ class Replicated:
         for name, kept in state["tensors"].items():
             tensors[name] = _on_cpu({k: x for k, x in kept.items() if k not in per_replica})
             own = {k: x.to(self.device) for k, x in kept.items() if k in per_replica}  # ranks meet there
-            rows = {k: _mean_row(x, group, to) if errors == "mean" else _rows(x, group, to) for k, x in own.items()}
+            rows = {
+                k: mean_over(x, group, to, counted(k, own)).cpu()[None] if errors == "mean" else _rows(x, group, to)
+                for k, x in own.items()
+            }
             if rows:
                 local[name] = rows
         if not receives:
@@ -305,14 +324,29 @@ def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Ten
     return {**new, **moved}
 
 
-def mean_over(x: Tensor, group: dist.ProcessGroup, to: int | None = None) -> Tensor:
-    """The mean of a tensor over the ranks of a group, summed in float64, on its rank `to`; None: on all."""
+def mean_over(x: Tensor, group: dist.ProcessGroup, to: int | None = None, weight: Tensor | None = None) -> Tensor:
+    """The mean of a tensor over the ranks of a group, summed in float64, on its rank `to`; None: on all. By the `weight` of each rank, a scalar, unless that is 0
+    on all."""
     total = x.to(torch.float64, copy=True)  # memory of float64 too: it is added up in place
+    if weight is None:
+        return (_sum_over(total, group, to) / dist.get_world_size(group)).to(x.dtype)
+    weight = weight.to(total.device, torch.float64)
+    total = _sum_over(torch.where(weight > 0, total * weight, 0.0), group, to)
+    count = _sum_over(weight.clone(), group, to)
+    return (total / torch.where(count > 0, count, 1.0)).to(x.dtype)
+
+
+def _sum_over(x: Tensor, group: dist.ProcessGroup, to: int | None) -> Tensor:
     if to is None:
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(x, group=group)
     else:
-        dist.reduce(total, dist.get_global_rank(group, to), group=group)
-    return (total / dist.get_world_size(group)).to(x.dtype)
+        dist.reduce(x, dist.get_global_rank(group, to), group=group)
+    return x
+
+
+def counted(key: str, memory: Mapping[str, Tensor]) -> Tensor | None:
+    """What a memory of this name counts for, beside it; None: all of them alike."""
+    return memory.get(checkpoint.COUNTED.get(key, ""))
 
 
 def factors_side_by_side(state: State[Tensor], apart: Collection[str]) -> State[Tensor]:
@@ -352,10 +386,6 @@ def _digest(loaded: State[Tensor], current: State[Tensor], per_replica: Collecti
     return found.hexdigest()[:16]
 
 
-def _mean_row(x: Tensor, group: dist.ProcessGroup, to: int | None) -> Tensor:
-    return mean_over(x, group, to).cpu()[None]
-
-
 def _rows(x: Tensor, group: dist.ProcessGroup, to: int | None) -> Tensor:
     """Those of all ranks, on the rank that receives them."""
     # As bytes: libraries do not know all dtypes. In C order: all ranks must mean the same.
@@ -380,3 +410,13 @@ def _on_cpu(memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _listed(whose: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={number}" for key, number in whose.items())
+
+
+def _left_in(state: Mapping[str, Any]) -> dict[int, int] | None:
+    """See `Memory.left`. Raises ValueError for what is no list of steps."""
+    left = state.get("left")
+    if left is None:
+        return None
+    if not isinstance(left, list) or not all(type(step) is int for step in left):
+        raise ValueError(f"left={left!r} in the state must be a list of steps, one for each fragment")
+    return {fragment: step for fragment, step in enumerate(left) if step >= 0}

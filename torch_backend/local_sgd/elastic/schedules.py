@@ -13,12 +13,14 @@ from torch import Tensor
 from gradwire.core.algorithm import State, Stepped
 from gradwire.core.local_sgd.algorithm import DIFFERENCE, WEIGHT, LocalSGD
 from gradwire.core.local_sgd.schedule import Turn
+from gradwire.core.state.skipped_steps import SAID_AFTER, SKIPPED_AVERAGES, RunOfSkips
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.scheduler import Step, run_alone
 from gradwire.torch_backend.local_sgd.elastic.handle import ElasticHandle
 from gradwire.torch_backend.local_sgd.elastic.quorum import LOST, Present, Quorum
 from gradwire.torch_backend.local_sgd.host_memory import HostMemory
 from gradwire.torch_backend.local_sgd.in_flight import InFlight
+from gradwire.torch_backend.local_sgd.moments import drop_broken
 from gradwire.torch_backend.local_sgd.optimizer_hooks import step_on_every_rank
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
@@ -46,6 +48,10 @@ class ElasticLocalSGD(ElasticHandle):
         #: Of the message that is on its way.
         self._left: _Left | None = None
         state = local.init(TorchOps(quorum.device), {n: p.detach() for n, p in parameters.items()}, 1)
+        #: Of the outer steps of a round, whether they could be taken; and how many could not, of all.
+        self._finite: list[Tensor] = []
+        self._averages = self._skipped_averages = 0
+        self._run_of_skips = RunOfSkips(repr(local), 0, SAID_AFTER, SKIPPED_AVERAGES)
         self._host = HostMemory(quorum.device) if on_host else None
         state = state if self._host is None else self._host.placed(state)
         super().__init__(local, state, parameters, buffers, optimizer, quorum)
@@ -127,7 +133,18 @@ class ElasticLocalSGD(ElasticHandle):
         self._joining = self._joining and not taken
         if taken and after is not None:
             self._take(*after)
+            self._note_skipped()
+        self._finite.clear()
         return taken
+
+    def _note_skipped(self) -> None:
+        """Of what an average has left as it was since it was not finite; and what an optimizer remembers of that goes."""
+        for ok in self._finite:
+            self._averages += 1
+            self._skipped_averages += not ok
+            self._run_of_skips.seen(self._averages, self._skipped_averages)
+        if self.local.has_outer:
+            drop_broken(self._optimizer, self._parameters.values())
 
     def _take(self, parameters: Mapping[str, Tensor], state: State[Tensor]) -> None:
         with torch.no_grad():
@@ -163,7 +180,9 @@ class ElasticLocalSGD(ElasticHandle):
         collectives, replicas = self.quorum.collectives, self.quorum.groups.whole.size()
         weight = self._weight * present.counts
         with plain_arithmetic(self._ops.device):
-            program = local.average(self._ops, parameters, state, step, replicas, extras, arrived, turn, weight)
+            program = local.average(
+                self._ops, parameters, state, step, replicas, extras, arrived, turn, weight, self._finite
+            )
             after, memory, others = run_alone(collectives, program)
         for name, b in buffers.items():
             b.copy_(others[name][""])
