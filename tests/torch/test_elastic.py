@@ -396,6 +396,35 @@ def test_a_newcomer_weighs_nothing_at_first_and_then_as_all_do(what, native):
     assert len(rows[joined + 1]) == 3
 
 
+@pytest.mark.parametrize("what", [diloco(2), AllReduce()], ids=repr)
+def test_who_comes_receives_all_that_a_model_is(what):
+    """Layers that are frozen, statistics, tables of integers: replicas that begin with other numbers, or come with some, are of one model from then on."""
+    found = {}
+
+    def train(here, number):
+        plain = {"dtype": torch.float32, "device": "cpu"}
+        model = torch.nn.Sequential(
+            torch.nn.Linear(3, 4, **plain), torch.nn.Linear(4, 4, **plain), torch.nn.BatchNorm1d(4, **plain)
+        )
+        model[1].requires_grad_(False)
+        model.register_buffer("table", torch.full((5,), number, dtype=torch.int64, device="cpu"))
+        with torch.no_grad():
+            for x in (*model.parameters(), *model.buffers()):
+                x.fill_(number)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = elastic(model, optimizer, what, here.manager(f"replica{number}"), buffers="keep")
+        found[number] = {n: x.detach().clone() for n, x in model.state_dict().items()}
+        for _ in range(3):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p) if p.requires_grad else None
+            optimizer.step()
+        assert handle.steps >= 3
+
+    both(train)
+    mine, theirs = found.values()
+    assert all(torch.equal(mine[n], theirs[n]) for n in mine)
+
+
 def test_a_newcomer_with_other_options_is_refused_and_the_others_go_on():
     mine, other = diloco(2), diloco(2, lr=0.5)
     raised, rounds = [], {}

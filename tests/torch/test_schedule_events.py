@@ -64,7 +64,7 @@ def test_elastic_takes_each_outer_step_once(alone: Any, period: int) -> None:
     for local in schedules(period, votes=True):
         model = model_of(local.fragments)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        handle = ElasticLocalSGD(local, dict(model.named_parameters()), {}, optimizer, Quorum(alone))  # type: ignore[arg-type]
+        handle = ElasticLocalSGD(local, dict(model.named_parameters()), {}, optimizer, Quorum(alone), dict)  # type: ignore[arg-type]
         parameters, taken = trained(model, optimizer, handle, 2 * period + local.overlap + 1)
         expected, events = by_hand(local, 2 * period + local.overlap + 1)
         assert taken == events, local

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from gradwire.core.text.options import OWN_CHECK, checked
 from gradwire.torch_backend.ddp.newly_trained import refuse_thawed
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.local_sgd.elastic.gradients import ElasticGradients
-from gradwire.torch_backend.local_sgd.elastic.handle import KEY
+from gradwire.torch_backend.local_sgd.elastic.handle import KEY, rest_of
 from gradwire.torch_backend.local_sgd.elastic.quorum import Quorum
 from gradwire.torch_backend.local_sgd.elastic.schedules import ElasticLocalSGD
 from gradwire.torch_backend.local_sgd.wrapped_optimizer import unwrapped
@@ -49,8 +50,8 @@ def elastic(
     lighthouse sees.
 
     It joins at once, and returns when this replica has met the others: the first ones wait for each other (`min_replicas` of the lighthouse), a newcomer for the
-    next average. A newcomer receives parameters, averaged buffers, the optimizer's state, outer parameters and factors from one of the others by torchft's checkpoint
-    transport. Its error memory begins with zeros, and its own work counts from the next average on. What else it needs, a scheduler's state for instance, give to
+    next average. A newcomer receives all parameters, frozen ones too, all buffers, the optimizer's state, outer parameters and factors from one of the others by torchft's
+    checkpoint transport; so do those that begin together. Its error memory begins with zeros, and its own work counts from the next average on. What else it needs, a scheduler's state for instance, give to
     `manager.register_state_dict_fn` before; the position in the data is `handle.steps`.
 
     Each average is a round of the manager: a quorum, messages, a vote. A replica that is lost fails one round at most: where a message does not come, nothing that
@@ -96,13 +97,14 @@ def elastic(
     if why_not:
         raise ValueError(why_not)
     warn(what, specs_of(trained))
-    quorum = Quorum(manager, _asks(what, trained, kept), next(iter(trained.values())).device)
+    rest = partial(rest_of, module, [*trained.values(), *kept.values()])
+    quorum = Quorum(manager, _asks(what, trained, kept, rest()), next(iter(trained.values())).device)
     frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
     remedy = "Train them from the beginning of a run, on all replicas"
     optimizer.register_step_pre_hook(lambda *_: refuse_thawed(frozen, "elastic", remedy))
     if isinstance(what, LocalSGD):
-        return ElasticLocalSGD(what, trained, kept, optimizer, quorum, on_host=outer_device is not None)
-    return ElasticGradients(what, trained, kept, optimizer, quorum)
+        return ElasticLocalSGD(what, trained, kept, optimizer, quorum, rest, on_host=outer_device is not None)
+    return ElasticGradients(what, trained, kept, optimizer, quorum, rest)
 
 
 def _require_manager(manager: object) -> None:
@@ -168,9 +170,11 @@ def _obstacle_of_algorithm(algorithm: Algorithm, specs: Mapping[str, Spec], opti
     return tried(weighted(algorithm), specs, 2, device).obstacle
 
 
-def _asks(what: Algorithm | LocalSGD, trained: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> str:
+def _asks(
+    what: Algorithm | LocalSGD, trained: Mapping[str, Tensor], buffers: Mapping[str, Tensor], rest: Mapping[str, Tensor]
+) -> str:
     """In words what has to be the same for all replicas."""
-    described = describe(trained) | describe(buffers, "buffer")
+    described = describe(trained) | describe(buffers, "buffer") | describe(rest, "rest")
     digest = hashlib.sha256(repr(described).encode()).hexdigest()[:8]
     elements = sum(p.numel() for p in trained.values())
     return f"{what!r} of {len(trained)} parameters and {len(buffers)} buffers with {elements:,} elements ({digest})"

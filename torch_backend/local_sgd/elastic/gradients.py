@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,10 +28,11 @@ class ElasticGradients(ElasticHandle):
         buffers: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
         quorum: Quorum,
+        rest: Callable[[], Mapping[str, Tensor]],
     ) -> None:
         self._algorithm = algorithm
         state = algorithm.init(TorchOps(quorum.device), specs_of(parameters))
-        super().__init__(algorithm, state, parameters, buffers, optimizer, quorum)
+        super().__init__(algorithm, state, parameters, buffers, optimizer, quorum, rest)
         optimizer.register_step_pre_hook(self._before_step)
         while self._joining:
             optimizer.zero_grad()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.local_sgd.algorithm import LocalSGD
@@ -19,6 +19,12 @@ from gradwire.torch_backend.state.memory import Memory, Replicated
 
 #: Under which a `Manager` keeps what belongs to a handle.
 KEY = "gradwire"
+
+
+def rest_of(module: nn.Module, but: Collection[Tensor]) -> dict[str, Tensor]:
+    """What a model is besides these tensors: frozen parameters, and buffers of any dtype."""
+    known = {id(x) for x in but}
+    return {n: x for n, x in (*module.named_parameters(), *module.named_buffers()) if id(x) not in known}
 
 
 class ElasticHandle:
@@ -36,8 +42,9 @@ class ElasticHandle:
         buffers: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
         quorum: Quorum,
+        rest: Callable[[], Mapping[str, Tensor]],
     ) -> None:
-        self.quorum = quorum
+        self.quorum, self._rest = quorum, rest
         self._parameters, self._buffers, self._optimizer = parameters, buffers, optimizer
         self._ops = TorchOps(quorum.device)
         self._memory = Memory(what, state, _OneReplica(quorum.device))
@@ -107,6 +114,7 @@ class ElasticHandle:
             **_copied_to_host(memory.shared, memory.tensors, without=self._own()),
             "parameters": {name: on_host(p) for name, p in self._parameters.items()},
             "buffers": {name: on_host(b) for name, b in self._buffers.items()},
+            "rest": {name: on_host(x) for name, x in self._rest().items()},
             "optimizer": _on_host(self._optimizer.state_dict()),
         }
 
@@ -123,6 +131,9 @@ class ElasticHandle:
                 self._parameters[name].copy_(x)
             for name, x in given["buffers"].items():
                 self._buffers[name].copy_(x)
+            rest = self._rest() if self._joining else {}  # each replica's own since then
+            for name in rest.keys() & given["rest"].keys():
+                rest[name].copy_(given["rest"][name])
             for key, x in given["shared"].items():
                 self._memory.state.shared[key].copy_(x)
             for name, kept in given["tensors"].items():

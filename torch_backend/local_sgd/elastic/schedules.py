@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +37,7 @@ class ElasticLocalSGD(ElasticHandle):
         buffers: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
         quorum: Quorum,
+        rest: Callable[[], Mapping[str, Tensor]],
         *,
         on_host: bool = False,
     ) -> None:
@@ -54,7 +55,7 @@ class ElasticLocalSGD(ElasticHandle):
         self._run_of_skips = RunOfSkips(repr(local), 0, SAID_AFTER, SKIPPED_AVERAGES)
         self._host = HostMemory(quorum.device) if on_host else None
         state = state if self._host is None else self._host.placed(state)
-        super().__init__(local, state, parameters, buffers, optimizer, quorum)
+        super().__init__(local, state, parameters, buffers, optimizer, quorum, rest)
         if self._host is not None:
             self._memory.wait = self._host.wait
         took_part = False
