@@ -11,7 +11,7 @@ import optax
 import pytest
 import torch
 from flax import linen as nn
-from flax import serialization
+from flax import nnx, serialization
 from jax import lax
 
 import gradwire.core.protocol as rq
