@@ -169,6 +169,18 @@ MUTATIONS = {
         "X",
         in_file("test_reference.py", "test_a_mean_is_rounded_once[bfloat16, DDP]"),
     ),
+    "factor_where_the_default_is": Mutation(
+        "share",
+        "return torch.tensor(X, dtype=Y, device='cpu')",
+        "return torch.tensor(X, dtype=Y)",
+        in_file("test_reference.py", "test_a_mean_is_rounded_once[bfloat16, local_sgd]"),
+    ),
+    "given_twice_on_the_device": Mutation(
+        "on_host",
+        "X.to('cpu', copy=True)",
+        "X.clone().to('cpu', copy=True)",
+        in_file("test_streams.py", "test_a_newcomer_is_given_copies_that_take_no_room_on_the_device"),
+    ),
     "added_in_any_order": Mutation(
         "TorchOps.scatter_add", "if self._host_knows:\n    return X", "return X", ways("top_k")
     ),
@@ -185,7 +197,7 @@ MUTATIONS = {
     "memory_grows": Mutation("Step.begin", "X.scratch.rewind()", "pass", ways("PowerSGD, forty steps")),
     "numbers_from_pageable_memory": Mutation(
         "TorchOps.from_host",
-        "self._on_device(torch.tensor(X, dtype=Y))",
+        "self._on_device(torch.tensor(X, dtype=Y, device='cpu'))",
         "torch.tensor(X, dtype=Y, device=self.device)",
         ways("DDP, unused parameters"),
     ),
@@ -203,8 +215,8 @@ MUTATIONS = {
     ),
     "no_overlap_of_shards": Mutation(
         "Exchange.sum_for_owners",
-        "return [_reduce_scatter(A, B, group=C, async_op=True)]",
-        "work = _reduce_scatter(A, B, group=C, async_op=True)\nwork.wait()\nreturn [work]",
+        "return [reduce_scatter_single(A, B, group=C, async_op=True)]",
+        "work = reduce_scatter_single(A, B, group=C, async_op=True)\nwork.wait()\nreturn [work]",
         in_file("test_streams.py", "test_shards_travel_during_the_backward_pass[hook_with_zero_step by element]"),
     ),
     "the_host_chooses": Mutation(
@@ -244,8 +256,8 @@ MUTATIONS = {
     ),
     "scale_the_other_way": Mutation(
         "LossScale.follow",
-        "torch._foreach_mul_(X, scale / self.value)",
-        "torch._foreach_mul_(X, self.value / scale)",
+        "foreach_mul_(X, scale / self.value)",
+        "foreach_mul_(X, self.value / scale)",
         ways("DDP, GradScaler", "DataParallel, GradScaler"),
     ),
     "phase_not_foreseen": Mutation(
