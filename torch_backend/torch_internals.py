@@ -6,10 +6,11 @@ so no backward pass is the first to find that a name is gone.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,8 +149,24 @@ def store_of(group: dist.ProcessGroup) -> dist.Store | None:
 
 
 def number_of_groups() -> int:
-    """How many process groups this process has, all in all."""
+    """How many process groups this process has, all in all. Before 2.14 members of a group that others do not know find each other by that."""
     return len(dist.distributed_c10d._world.pg_names)
+
+
+@contextmanager
+def named_apart(what: str) -> Iterator[None]:
+    """Within, `new_group(use_local_synchronization=True)` makes a group that only its members know, which all of them call `what`.
+
+    Its name has to be the same for them, and nobody else's. Since 2.14 torch takes a counter for that, and counts on: other ranks fall behind, and the next group of
+    all ranks has several names, and is waited for in vain. So the counter is what `what` says, and then what it was. Before, it was not used here: see `number_of_groups`.
+    """
+    world = dist.distributed_c10d._world
+    before = world.group_count
+    world.group_count = int.from_bytes(hashlib.sha256(what.encode()).digest()[:6], "big")
+    try:
+        yield
+    finally:
+        world.group_count = before
 
 
 def in_this_order(ranks: list[int]) -> dict[str, Any]:
@@ -262,5 +279,8 @@ def fsdp_accumulates(module: Any) -> bool:
 
 
 def fsdp_policies(module: Any) -> list[Any]:
-    """The `MixedPrecisionPolicy` of each of the groups, as far as they have one."""
-    return [group.mp_policy for group in fsdp_groups(module) if getattr(group, "mp_policy", None) is not None]
+    """The `MixedPrecisionPolicy` of each of the groups; since 2.15 of each parameter of theirs."""
+    found: list[Any] = []
+    for group in fsdp_groups(module):
+        found += [each.mp_policy for each in ([group] if hasattr(group, "mp_policy") else group.fsdp_params)]
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -15,6 +16,7 @@ from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.torch_internals import (
     in_this_order,
     libraries_of,
+    named_apart,
     number_of_groups,
     store_of,
     timeout_of_library,
@@ -105,23 +107,24 @@ def _make(whole: dist.ProcessGroup, groups: Groups) -> dist.ProcessGroup:
         split = dist.split_group(whole, [list(members) for members in groups], timeout=timeout_of(whole))
         assert isinstance(split, dist.ProcessGroup)
         return split
-    if not everybody:
-        _require_equally_many_groups(whole, groups)
+    # In a part of the world, only the members can make a group.
+    apart = nullcontext() if everybody else named_apart(_found_by_members(whole, groups))
     # As those of `whole`, unless that is of the default kind anyway (which may be one library for each kind of device).
     backend = None if whole is dist.group.WORLD else dist.get_backend(whole)
     own: dist.ProcessGroup | None = None
     for members in groups:
         mine = dist.get_rank(whole) in members
-        # Where all ranks are here, all of them make all groups, as torch wants it. In a part of the world only the members can.
+        # Where all ranks are here, all of them make all groups, as torch wants it.
         if mine or everybody:
             own_ranks = [ranks[m] for m in members]
-            made = dist.new_group(
-                own_ranks,
-                **in_this_order(own_ranks),
-                timeout=timeout_of(whole),
-                backend=backend,
-                use_local_synchronization=not everybody,
-            )
+            with apart:
+                made = dist.new_group(
+                    own_ranks,
+                    **in_this_order(own_ranks),
+                    timeout=timeout_of(whole),
+                    backend=backend,
+                    use_local_synchronization=not everybody,
+                )
         if mine:
             assert isinstance(made, dist.ProcessGroup)
             own = made
@@ -136,9 +139,11 @@ def _splits(whole: dist.ProcessGroup) -> bool:
     return bound and len(libraries) == 1 and bool(libraries[0].supports_splitting)
 
 
-def _require_equally_many_groups(whole: dist.ProcessGroup, groups: Groups) -> None:
-    """Members of a group that not all ranks make find each other by the number of groups that each belongs to: if one belongs to more, for
-    logging or checkpoints, they wait for each other until time is up."""
+def _found_by_members(whole: dist.ProcessGroup, groups: Groups) -> str:
+    """A name for groups that not all ranks make, the same for their members, and given once.
+
+    Before torch 2.14 members find each other by the number of groups that each belongs to: if one belongs to more, for logging or checkpoints, they wait
+    for each other until time is up, and ValueError is raised."""
     store, rank = store_of(whole), dist.get_rank(whole)
     assert store is not None
     call = store.add(f"gradwire/calls/{rank}", 1)
@@ -150,6 +155,7 @@ def _require_equally_many_groups(whole: dist.ProcessGroup, groups: Groups) -> No
                 f"ranks {members} of process_group belong to {[counts[m] for m in members]} process groups, and torch needs equal numbers "
                 "to make a group in a part of the world. Make other groups (torch.distributed.new_group) afterwards"
             )
+    return f"{whole.group_name}/{call}"
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
