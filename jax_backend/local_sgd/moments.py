@@ -1,6 +1,6 @@
 """What is averaged along with parameters: what an optimizer remembers of them (kept, averaged as well, or begun anew), and other trees (`Extra`).
 
-Moments are the floating arrays of its state whose path ends in that of a parameter and that have its shape: `0/mu/Dense_0/kernel`.
+Moments are the floating arrays of its state that stand in trees like the parameters, of their shapes or others (`gradwire.jax_backend.state.matching`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from jax import lax
 
 from gradwire.jax_backend.axes.mapped_axis import AxisName, vary_if_tracked
 from gradwire.jax_backend.local_sgd.non_finite import all_finite
-from gradwire.jax_backend.state.names import BARE, flatten
-
-Keys = tuple[str, ...]
+from gradwire.jax_backend.state.matching import places
+from gradwire.jax_backend.state.names import flatten
 
 
 class Moments:
@@ -25,25 +24,21 @@ class Moments:
     def __init__(self, state: Any, params: Mapping[str, jax.Array]) -> None:
         leaves, self._structure = jax.tree_util.tree_flatten_with_path(state)
         self._leaves = [x for _, x in leaves]
-        self._keys: list[Keys] = [tuple(_name((key,)) for key in path) for path, _ in leaves]
-        self._owners = [_owner(keys, x, params) for keys, x in zip(self._keys, self._leaves, strict=True)]
+        self._paths = [path for path, _ in leaves]
+        self._places = places(state, {name: jnp.shape(x) for name, x in params.items()})
 
     def by_parameter(self) -> dict[str, dict[str, jax.Array]]:
-        """Parameter → path in the state → moment."""
+        """Parameter → number of a leaf of the state → moment."""
         found: dict[str, dict[str, jax.Array]] = {}
-        for keys, owner, x in zip(self._keys, self._owners, self._leaves, strict=True):
-            if owner is not None:
-                found.setdefault(owner, {})["/".join(keys)] = x
+        for i, (place, x) in enumerate(zip(self._places, self._leaves, strict=True)):
+            if place is not None and jnp.issubdtype(jnp.result_type(x), jnp.floating):
+                found.setdefault(place.name, {})[str(i)] = x
         return found
 
     def replaced(self, values: Mapping[str, Mapping[str, jax.Array]]) -> Any:
         """The state with these moments."""
-        return self._rebuilt(
-            [
-                x if owner is None else values[owner]["/".join(keys)]
-                for keys, owner, x in zip(self._keys, self._owners, self._leaves, strict=True)
-            ]
-        )
+        moments = {number: x for name in self.by_parameter() for number, x in values[name].items()}
+        return self._rebuilt([moments.get(str(i), x) for i, x in enumerate(self._leaves)])
 
     def restarted(self, fresh: Any, now: jax.Array, axis_name: AxisName) -> Any:
         """The state with the moments of a `fresh` one, if `now`.
@@ -72,11 +67,11 @@ class Moments:
 
     def _begin_anew(self) -> list[int]:
         """Numbers of the leaves that begin anew: moments, and the counters beside them."""
-        beside = {keys[: -len(_path(owner)) - 1] for keys, owner in zip(self._keys, self._owners, strict=True) if owner}
+        beside = {place.before[:-1] for place in self._places if place is not None}
         return [
             i
-            for i, (keys, owner) in enumerate(zip(self._keys, self._owners, strict=True))
-            if owner is not None or keys[:-1] in beside
+            for i, (path, place) in enumerate(zip(self._paths, self._places, strict=True))
+            if place is not None or path[:-1] in beside
         ]
 
     def _rebuilt(self, leaves: list[Any]) -> Any:
@@ -106,20 +101,3 @@ class Extra:
                 for name, x in self._named.leaves.items()
             }
         )
-
-
-def _owner(keys: Keys, x: Any, params: Mapping[str, jax.Array]) -> str | None:
-    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-        return None
-    # Longest first: "b/kernel" is no moment of "kernel".
-    names = ["/".join(keys[i:]) for i in range(1, len(keys))]
-    owner = next((name for name in names if name in params), BARE if BARE in params else None)
-    return owner if owner is not None and jnp.shape(params[owner]) == jnp.shape(x) else None
-
-
-def _path(owner: str | None) -> Keys:
-    return () if owner in (None, BARE) else tuple(str(owner).split("/"))
-
-
-def _name(path: Any) -> str:
-    return str(jax.tree_util.keystr(path, simple=True, separator="/"))

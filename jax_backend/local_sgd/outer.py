@@ -17,6 +17,8 @@ import optax  # type: ignore[import-untyped]
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.outer import OUTERS, OuterFactory
 from gradwire.core.ops import A, Ops
+from gradwire.jax_backend.state.matching import places
+from gradwire.jax_backend.state.types import path_of
 
 
 class OptaxOuter(OuterFactory):
@@ -42,7 +44,7 @@ class OptaxOuter(OuterFactory):
     @property
     def memories(self) -> frozenset[str]:
         state = jax.eval_shape(lambda: self._tx.init({"w": jnp.zeros((2, 2))}))
-        return frozenset(key for key, _ in _places(state, ["w"]))
+        return frozenset(key for key, _ in _places(state, {"w": (2, 2)}))
 
     def init(self, ops: Ops[A], outer: Mapping[str, A]) -> dict[str, dict[str, A]]:
         return _by_parameter(self._tx.init(dict(outer)), outer)
@@ -54,25 +56,27 @@ class OptaxOuter(OuterFactory):
         shapes = jax.eval_shape(self._tx.init, parameters)
         first = next(iter(outer))
         state = jax.tree.unflatten(
-            jax.tree.structure(shapes), [memory[name or first][key] for key, name in _places(shapes, outer)]
+            jax.tree.structure(shapes), [memory[name or first][key] for key, name in _places(shapes, _shapes(outer))]
         )
         updates, state = self._tx.update({n: jnp.asarray(averages[n]) for n in outer}, state, parameters)
         return optax.apply_updates(parameters, updates), _by_parameter(state, outer)
 
 
-def _places(state: Any, names: Any) -> list[tuple[str, str | None]]:
+def _places(state: Any, names: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str | None]]:
     """Of each array: the name of the memory, and of which parameter it is; None: of all."""
-    found = []
-    for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]:
-        keys = [getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry))) for entry in path]
-        name = next((key for key in reversed(keys) if isinstance(key, str) and key in names), None)
-        found.append((OUTERS + ".".join(str(key) for key in keys if key is not name), name))
+    found: list[tuple[str, str | None]] = []
+    for place, (path, _) in zip(places(state, names), jax.tree_util.tree_flatten_with_path(state)[0], strict=True):
+        found.append((OUTERS + path_of(path if place is None else place.before), None if place is None else place.name))
     return found
+
+
+def _shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: jnp.shape(x) for name, x in arrays.items()}
 
 
 def _by_parameter(state: Any, names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     memory: dict[str, dict[str, Any]] = {name: {} for name in names}
-    for (key, name), x in zip(_places(state, names), jax.tree.leaves(state), strict=True):
+    for (key, name), x in zip(_places(state, _shapes(names)), jax.tree.leaves(state), strict=True):
         for own in memory if name is None else [name]:
             memory[own][key] = x
     return memory

@@ -50,17 +50,24 @@ class NamedTree:
 def flatten(tree: Any) -> NamedTree:
     """Take a tree apart. Raises ValueError if two leaves come to the same name."""
     leaves: dict[str, Any] = {}
-    holes = set()
-    for path, leaf in _contents(pure(tree)):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if is_absent(leaf):
-            holes.add(name)
-            continue
-        name = name or BARE
+    found, holes = contents_by_name(tree)
+    for name, leaf in found:
         if name in leaves:
             raise ValueError(f"two parameters come to the same name {name!r}; rename the key that contains '/'")
         leaves[name] = leaf
     return NamedTree(leaves, frozenset(holes), jax.tree.structure(tree))
+
+
+def contents_by_name(tree: Any) -> tuple[list[tuple[str, Any]], set[str]]:
+    """The leaves of a tree with their names, in the order of the tree, and the paths of its holes, see `NamedTree`."""
+    leaves, holes = [], set()
+    for path, leaf in _contents(pure(tree)):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if is_absent(leaf):
+            holes.add(name)
+        else:
+            leaves.append((name or BARE, leaf))
+    return leaves, holes
 
 
 def pure(tree: Any) -> Any:

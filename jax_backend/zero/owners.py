@@ -19,7 +19,7 @@ from gradwire.core.zero.stacks import StackShards
 from gradwire.jax_backend.axes.mapped_axis import AxisName, vary_if_tracked
 from gradwire.jax_backend.state.names import flatten
 from gradwire.jax_backend.state.types import by_path, dotted, path_of
-from gradwire.jax_backend.zero.stacked_names import owners_key, parameter_in
+from gradwire.jax_backend.zero.stacked_names import owners_key, parameters_in
 
 Vectors = dict[str, jax.Array]
 #: Parameters by name → their tree, with `optax.MaskedNode` for all others.
@@ -60,15 +60,15 @@ class Owners:
         self._leaves = dict(by_path(self._state))
         known = {dotted(name): name for name in shards.specs}
         members: dict[tuple[Any, ...], dict[int, tuple[str, str]]] = {}
-        for path, x in self._leaves.items():
-            before, name, after = parameter_in(path, known) or ("", "", "")
+        found = parameters_in(self._state, {name: spec.shape for name, spec in shards.specs.items()})
+        for (path, x), (before, name, after) in zip(self._leaves.items(), found, strict=True):
             if name and (own := known[name]) in every:
                 kind = before, after, every[own], x.dtype
                 members.setdefault(kind, {})[shards.places[own][1]] = (name, path)
         #: Key in `ZeroState.pieces` → its array.
         self.arrays: dict[str, _Array] = {}
-        for (before, after, _, dtype), found in members.items():
-            each = [found.get(r, ("", "")) for r in range(shards.world_size)]
+        for (before, after, _, dtype), rows in members.items():
+            each = [rows.get(r, ("", "")) for r in range(shards.world_size)]
             paths = tuple(path for _, path in each)
             length = max(self._leaves[path].size for path in paths if path)
             self.arrays[owners_key(before, [name for name, _ in each], after)] = _Array(paths, length, dtype)

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 from gradwire.core.zero.stacks import StackShards
-from gradwire.jax_backend.state.types import by_path, dotted
+from gradwire.jax_backend.state.matching import places
+from gradwire.jax_backend.state.types import by_path, dotted, path_of
 
 OPEN, BETWEEN, OWNERS, CLOSE = "{|;}"
 
@@ -29,33 +30,22 @@ def require_plain(names: Iterable[str]) -> None:
         )
 
 
-def parameter_in(path: str, names: Collection[str]) -> tuple[str, str, str] | None:
-    """A path taken apart in what is before a parameter's name, the name, and what is after it: the last of these names, and the longest that ends
-    there. None if it has none of them."""
-    parts = path.split(".")
-    for stop in range(len(parts), 0, -1):
-        for start in range(stop):
-            if (name := ".".join(parts[start:stop])) in names:
-                return "".join(p + "." for p in parts[:start]), name, "".join("." + p for p in parts[stop:])
-    return None
-
-
-def stacked_keys(paths: Sequence[str], stacks: Mapping[str, Sequence[str]], names: Collection[str]) -> list[str | None]:
-    """The key of each of these paths of an inner state; None for what belongs to no stack.
+def parameters_in(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str, str]]:
+    """For each leaf of a state its path taken apart, in what is before a parameter's name, the name, and what is after it; empty if it belongs to none.
 
     Args:
-        paths: in the inner state.
-        stacks: see `StackShards`; of layers their own name alone.
-        names: of all parameters.
+        state: of an optimizer.
+        shapes: of all parameters in the tree, by name.
     """
-    members = {dotted(stack): tuple(map(dotted, own)) for stack, own in stacks.items()}
-    known = set(map(dotted, names))
-    keys: list[str | None] = []
-    for path in paths:
-        before, name, after = parameter_in(path, known) or ("", "", "")
-        own = members.get(name)
-        keys.append(f"{before}{OPEN}{BETWEEN.join(own)}{CLOSE}{after}" if own else None)
-    return keys
+    found = []
+    for place in places(state, shapes):
+        if place is None or not place.within:
+            found.append(("", "", ""))
+            continue
+        name = dotted(place.name)
+        before = path_of(place.before)
+        found.append((before and f"{before}.", name, path_of(place.within).removeprefix(name)))
+    return found
 
 
 def keys_of_slots(
@@ -70,27 +60,28 @@ def keys_of_slots(
         build: makes a tree of parameters by name.
         names: of all parameters in the tree.
     """
+    plain = {name: shards.specs[name].shape if name in shards.specs else () for name in names}
 
-    def shapes(more: int) -> dict[str, tuple[int, ...]]:
+    def made(more: int) -> Any:
         pieces = {}
         for name, spec in shards.specs.items():
             if shards.is_kept(name) or (shards.places[name][0] == name and name not in shards.ragged):
                 first, *rest = (*(spec.shape if shards.is_kept(name) else shards.slot_shape(name)), 1)
                 shape = (first + more * (name in shards.cut), *rest)[: len(spec.shape)]
                 pieces[name] = jax.ShapeDtypeStruct(shape, spec.dtype)  # type: ignore[no-untyped-call]
-        state = jax.eval_shape(init, build(pieces))
-        return {path: x.shape for path, x in by_path(state)}
+        return jax.eval_shape(init, build(pieces))
 
+    state = made(0)
+    longer = {path: x.shape for path, x in by_path(made(1))} if shards.cut else {}
     stacks = {stack: own for stack, own in shards.stacks.items() if stack not in shards.ragged}
-    before, after = shapes(0), shapes(1) if shards.cut else {}
-    keys = stacked_keys(list(before), stacks | {name: (name,) for name in shards.cut}, names)
-    layers = {dotted(name) for name in shards.cut}
-    known = set(map(dotted, names))
-
-    def common(path: str) -> bool:
-        return (parameter_in(path, known) or ("", "", ""))[1] in layers and before[path] == after.get(path)
-
-    return [None if common(path) else key for path, key in zip(before, keys, strict=True)]
+    members = {dotted(stack): tuple(map(dotted, own)) for stack, own in stacks.items()}
+    layers = {dotted(name): (dotted(name),) for name in shards.cut}
+    keys: list[str | None] = []
+    for (path, x), (before, name, after) in zip(by_path(state), parameters_in(state, plain), strict=True):
+        own = (members | layers).get(name)
+        common = name in layers and longer.get(path) == x.shape
+        keys.append(f"{before}{OPEN}{BETWEEN.join(own)}{CLOSE}{after}" if own and not common else None)
+    return keys
 
 
 def owners_key(before: str, names: Sequence[str], after: str) -> str:

@@ -226,8 +226,7 @@ class _Sharded:
             check_here(self.wire, specs, params)
         shards = self._shards(specs)
 
-        if isinstance(shards, StackShards):
-            require_plain(specs)
+        require_plain(specs)
 
         def tree(own: Mapping[str, Any]) -> Any:
             return jax.tree.unflatten(structure, [own.get(name, optax.MaskedNode()) for name in specs])

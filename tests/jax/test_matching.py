@@ -1,0 +1,126 @@
+"""The arrays of an optimizer's state belong to the same parameters whatever these are called, and whatever holds them."""
+
+import equinox
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen, nnx
+
+import gradwire.jax_backend as gw
+from gradwire.jax_backend.state.matching import places
+from gradwire.jax_backend.state.names import flatten
+from tests.jax.replicas import AXIS, refused
+
+#: Two that an optimizer keeps apart by shape, and one more of a shape that is there already.
+ARRAYS = [jnp.ones((8, 4)), jnp.ones(4), 2 * jnp.ones((8, 4))]
+
+
+@flax.struct.dataclass
+class Fields:
+    mu: jax.Array
+    nu: jax.Array
+    zz: jax.Array
+
+
+class Module(equinox.Module):
+    mu: jax.Array
+    nu: jax.Array
+    zz: jax.Array
+
+
+def boxed(box, names):
+    return [box(x, (names[: x.ndim])) for x in ARRAYS]
+
+
+def keyed(*names):
+    return lambda: dict(zip(names, ARRAYS, strict=True))
+
+
+TREES = {
+    "nested": lambda: {"a": {"w": ARRAYS[0], "x": ARRAYS[1]}, "b": {"w": ARRAYS[2]}},
+    "haiku": lambda: {"mlp/~/a": {"w": ARRAYS[0], "x": ARRAYS[1]}, "mlp/~/b": {"w": ARRAYS[2]}},
+    "slashes": keyed("a/w", "a/x", "b/w"),
+    "dots": keyed("a.w", "a.x", "b.w"),
+    "names in names": keyed("w", "w.w", "w.w.w"),
+    "words of a state": keyed("count", "mu", "nu"),
+    "more words": keyed("inner_state", "trace", "v_row"),
+    "digits": keyed("0", "1", "2"),
+    "integers": keyed(0, 1, 2),
+    "list": lambda: list(ARRAYS),
+    "tuple": lambda: tuple(ARRAYS),
+    "nested list": lambda: [[ARRAYS[0], ARRAYS[1]], [ARRAYS[2]]],
+    "dataclass": lambda: Fields(*ARRAYS),
+    "equinox": lambda: Module(*ARRAYS),
+    "boxes": lambda: dict(zip("abc", boxed(linen.Partitioned, ("x", "y")), strict=True)),
+    "logical boxes": lambda: {"a": boxed(linen.LogicallyPartitioned, ("x", "y"))},
+    "nnx": lambda: nnx.State(dict(zip("abc", map(nnx.Param, ARRAYS), strict=True))),
+}
+
+
+def halves(params):
+    """A label for each leaf; of the last, another."""
+    labels = ["one", "one", "two"]
+    return jax.tree.unflatten(jax.tree.structure(params), labels)
+
+
+OPTIMIZERS = {
+    "adam": optax.adam(1e-2),
+    "clipped adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-2))),
+    "lion": optax.lion(1e-2),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    "two": optax.multi_transform({"one": optax.adam(1e-2), "two": optax.sgd(1e-2, momentum=0.9)}, halves),
+    "hyperparameters": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+    "masked": optax.masked(optax.adam(1e-2), lambda p: jax.tree.map(lambda label: label == "one", halves(p))),
+    "accumulated": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+}
+
+
+def owners(optimizer, tree):
+    """Of each leaf of the state the number of its parameter, and its shape."""
+    names = list(flatten(tree).leaves)
+    shapes = {name: jnp.shape(x) for name, x in flatten(tree).leaves.items()}
+    state = optimizer.init(tree)
+    found = zip(places(state, shapes), jax.tree.leaves(state), strict=True)
+    return [(None if place is None else names.index(place.name), jnp.shape(x)) for place, x in found]
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_names_decide_nothing(optimizer, tree):
+    tx = OPTIMIZERS[optimizer]
+    expected = owners(tx, TREES["nested"]())
+    assert {0, 1} <= {owner for owner, _ in expected}
+    assert owners(tx, TREES[tree]()) == expected
+
+
+@pytest.mark.parametrize("tree", [name for name in TREES if "boxes" not in name and name != "nnx"])
+def test_whole_parameters_are_divided_whatever_they_are_called(tree):
+    """Muon takes matrices, and two of one shape are a stack."""
+    tx = optax.contrib.muon(1e-2)
+    state = gw.zero1(tx, axis_name=AXIS, replicas=2, shard="parameter").init(TREES[tree]())
+    expected = gw.zero1(tx, axis_name=AXIS, replicas=2, shard="parameter").init(TREES["nested"]())
+    for x, y in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        assert jnp.array_equal(x, y)
+    whole = gw.reshard(state, tx.init(TREES[tree]()))
+    assert jax.tree.structure(whole) == jax.tree.structure(tx.init(TREES[tree]()))
+
+
+def test_what_an_outer_optimizer_remembers_of_parameters_with_its_own_words():
+    """The count is of all parameters, also of one that is called so."""
+    made = [
+        gw.diloco(optax.sgd(0.1), 2, axis_name=AXIS, outer=lambda: optax.adam(0.1)).init(tree()).averages.memory
+        for tree in (TREES["words of a state"], TREES["slashes"])
+    ]
+    assert made[0].keys() == made[1].keys()
+    for key in made[0]:
+        for x, y in zip(*(jax.tree.leaves(memory[key]) for memory in made), strict=True):
+            assert jnp.array_equal(x, y)
+
+
+@pytest.mark.parametrize("shard", ["element", "parameter"])
+def test_signs_that_stand_between_names_are_refused(shard):
+    with refused("'a;b'", "{|;}"):
+        gw.zero1(optax.adam(1e-2), axis_name=AXIS, replicas=2, shard=shard).init({"a;b": jnp.ones((4, 4))})
