@@ -338,8 +338,9 @@ WAYS = {
     ),
     "DataParallel, accumulation": Way(data_parallel(AllReduce()), micro_batches=3, waits_at_first=LEARNS),
     "DataParallel, GradScaler": Way(data_parallel(PowerSGD(2)), scaler=True, waits_at_first=LEARNS),
-    # Without a wrapper. After ten steps the host looks at how many were skipped.
-    "Averager": Way(averager(PowerSGD(2, half_step=True)), steps=12),
+    # Without a wrapper. The phase of a half step is asked for a few operations after it was copied, as the model is small. After ten steps the host looks at
+    # how many were skipped.
+    "Averager": Way(averager(PowerSGD(2, half_step=True)), steps=12, waits=1),
     "Averager, unused parameters": Way(averager(PowerSGD(2), unused=True), waits=1),
     # Optimizers with sharded state.
     **_zero_ways(),
