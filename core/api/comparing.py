@@ -12,6 +12,7 @@ from typing import Any
 
 from gradwire.core.advise.advice import PLAIN, name_of
 from gradwire.core.advise.compare.comparison import Comparison
+from gradwire.core.advise.compare.fingerprint import STEPS, Fingerprint
 from gradwire.core.advise.compare.runs import Run, Runs
 from gradwire.core.advise.compare.schedule import evaluated_at
 from gradwire.core.algorithm import require_algorithm
@@ -51,7 +52,9 @@ def compare(
         seeds: 0 to this number, less one. One seed gives no intervals.
         rates: factors on the training's learning rates. Of several, each method is given that with which its held-out loss is least, with seed 0, on every other
             held-out window; verdicts are about the other windows. Rates of DiLoCo's outer optimizer stay as they are.
-        output: a JSON to which each run is added when it has ended, and from which a comparison that was stopped goes on. None: nothing is kept.
+        output: a JSON to which each run is added when it has ended, and from which a comparison that was stopped goes on, or one with a method more. The first steps of
+            the training are taken anew to see whether it is still that of the file: runs that are taken from it are named, and those of another training are made
+            anew. None: nothing is kept.
         training: what it is called. None: as `make` is.
         progress: called after each step.
 
@@ -73,6 +76,9 @@ def compare(
     looks = {name_of(PLAIN): sorted({*evaluated_at(PLAIN, replicas, steps)}.union(*looks.values())), **looks}
     runs = Runs(training or _called(make), replicas, steps, factors)
     if output is not None:
+        count = min(STEPS, steps)
+        first = _engine(make, 0)(PLAIN, replicas, count, 0, [count], lambda: None, 1.0)
+        runs.fingerprint = Fingerprint.of(make, first)
         runs = runs.continued(output)
     comparison = Comparison(runs, others)
     for seed in range(seeds):

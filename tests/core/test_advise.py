@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from gradwire import (
 )
 from gradwire.cli.compare import Network
 from gradwire.core.advise.advice import default_methods, name_of, predict, weigh
+from gradwire.core.advise.compare.fingerprint import Fingerprint
 from gradwire.core.advise.compare.runs import Run, Runs, described
 from gradwire.core.advise.compare.schedule import OUTER_STEPS, doubts, evaluated_at, ready_at, warm_up
 from gradwire.core.advise.compare.verdicts import margin, quantile, verdict
@@ -569,7 +571,31 @@ def test_a_comparison_goes_on_from_its_file(tmp_path):
             other.continued(file)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "other"}', '{"format": "gradwire comparison 1"}', "null"])
+def test_runs_of_another_training_are_made_anew(tmp_path):
+    """What differs is said; and where it is the same, what was taken."""
+    file, runs = tmp_path / "c.json", runs_of(AllReduce(), PowerSGD(4))
+    mine = Fingerprint("abc", [1.0, 0.9], [0.1, 0.1], [2.0])
+    runs.fingerprint = mine
+    runs.save(file)
+    asked = Runs("a:make", 4, 100)
+    for fingerprint, words in (
+        (replace(mine, rates=[0.2, 0.2]), "its learning rates differ"),
+        (replace(mine, losses=[1.0, 0.8]), "its first losses differ"),
+        (replace(mine, held_out=[2.1]), "its held-out losses differ"),
+        (replace(mine, source="abd"), "its lines differ"),
+    ):
+        found = replace(asked, fingerprint=fingerprint).continued(file)
+        assert not found.done
+        assert words in found.notes[0]
+    # Sums of a device in another order.
+    near = replace(mine, losses=[1.0, 0.900001])
+    found = replace(asked, fingerprint=near).continued(file)
+    assert len(found.done) == len(runs.done)
+    assert f"Taken from {file}: plain (seeds 0, 1)" in found.notes[0]
+    assert str(Comparison(found, [PowerSGD(4)])).endswith("PowerSGD(rank=4) (seeds 0, 1)")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "other"}', '{"format": "gradwire comparison 2"}', "null"])
 def test_what_is_no_comparison_is_refused(tmp_path, text):
     (tmp_path / "c.json").write_text(text)
     with pytest.raises(ValueError, match=r"c\.json"):

@@ -12,6 +12,7 @@ from flax.training.train_state import TrainState
 from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, diloco
 from gradwire.jax_backend import Training, average_gradients, local_sgd, replicate, stack_replicas, this_replica
 from gradwire.jax_backend.advise.compare import run
+from tests.compared import require_no_mixture
 
 STEPS, REPLICAS, SEED = 6, 4, 1
 HELD_OUT = np.random.default_rng(9).standard_normal((8, 4, 16), np.float32)
@@ -190,3 +191,35 @@ def test_what_is_no_training_is_refused_by_name():
     for make, algorithm, error, named in wrong:
         with pytest.raises(error, match=named):
             run(make, algorithm, REPLICAS, 1, 0, (), lambda: None)
+
+
+EDITED = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from gradwire.jax_backend import Training
+
+RATE, LATER = 1e-2, 1.0
+
+def make(wrap, seed):
+    params = {"w": jax.random.normal(jax.random.key(seed), (8, 4))}
+    tx = wrap(optax.sgd(lambda step: jnp.where(step > 4, LATER, 1.0) * RATE))
+    def loss_of(params, x):
+        return jnp.square(x @ params["w"] - jnp.abs(x[:, :4])).mean()
+    def step(state, x):
+        params, opt_state = state
+        loss, gradients = jax.value_and_grad(loss_of)(params, x)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+    def batches(replica, replicas):
+        random = np.random.default_rng([seed, replica])
+        return [random.standard_normal((8, 8), np.float32) for _ in range(20)]
+    held_out = np.random.default_rng(9).standard_normal((8, 8, 8), np.float32)
+    return Training((params, tx.init(params)), step, batches, lambda state: [loss_of(state[0], x) for x in held_out])
+"""
+
+
+def test_runs_of_a_training_that_was_edited_are_made_anew(tmp_path):
+    """Its rate, and one of later steps, which nobody can ask for."""
+    require_no_mixture(tmp_path, EDITED, ("= 1e-2, 1.0", "= 1e-1, 1.0"), ("= 1e-1, 1.0", "= 1e-1, 0.1"))

@@ -22,6 +22,7 @@ from gradwire.torch_backend.advise.compare.replicas import parameters_of, replic
 from gradwire.torch_backend.advise.compare.run import run
 from gradwire.torch_backend.advise.compare.training import Training
 from gradwire.torch_backend.integrations import training_of_lightning, training_of_trainer
+from tests.compared import require_no_mixture
 from tests.torch.compare import relative, same_bits, weights
 from tests.torch.ranks import Cases
 from tests.torch.tools import gpt2, lightning_module, new_trainer, quiet
@@ -504,3 +505,40 @@ def test_what_configures_no_optimizer_is_refused(optimizer, error, named):
         training_of_lightning(Module(2, 2), numbers()).made_optimizer()
     with pytest.raises(ValueError, match="automatic_optimization"):
         training_of_lightning(SimpleNamespace(automatic_optimization=False))
+
+
+EDITED = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from gradwire.torch_backend import Training
+
+RATE, LATER, SCALE, HELD = 1e-2, 1.0, 1.0, 1
+
+def make():
+    model = nn.Linear(8, 4)
+    def optimizer(parameters):
+        made = torch.optim.SGD(parameters, RATE)
+        return made, torch.optim.lr_scheduler.LambdaLR(made, lambda step: LATER if step > 4 else 1.0)
+    def batches(replica, replicas):
+        generator = torch.Generator().manual_seed(torch.initial_seed() + replica)
+        return [SCALE * torch.randn(8, 8, generator=generator) for _ in range(20)]
+    def loss(model, x):
+        return F.mse_loss(model(x), x[:, :4].abs())
+    held_out = torch.randn(64, 8, generator=torch.Generator().manual_seed(HELD)).split(8)
+    return Training(model, optimizer, batches, loss, evaluate=lambda model: [loss(model, x) for x in held_out])
+"""
+
+
+def test_runs_of_a_training_that_was_edited_are_made_anew(tmp_path):
+    """Its rate, one of later steps, its data, and held-out data."""
+    edits = [
+        ("RATE, LATER, SCALE, HELD = 1e-2, 1.0, 1.0, 1", f"RATE, LATER, SCALE, HELD = {now}")
+        for now in ("1e-1, 1.0, 1.0, 1",)
+    ]
+    edits += [
+        ("1e-1, 1.0, 1.0, 1", "1e-1, 0.1, 1.0, 1"),
+        ("1e-1, 0.1, 1.0, 1", "1e-1, 0.1, 2.0, 1"),
+        ("0.1, 2.0, 1", "0.1, 2.0, 2"),
+    ]
+    require_no_mixture(tmp_path, EDITED, *edits)

@@ -138,7 +138,7 @@ class Comparison:
 
     def notes(self) -> list[str]:
         """What a reader of the table has to know."""
-        runs, found = self.runs, []
+        runs, found = self.runs, list(self.runs.notes)
         plain = list(self._chosen(PLAIN).values())
         if plain and (risen := warm_up(plain[0].rates)) * 2 > runs.steps:
             found.append(

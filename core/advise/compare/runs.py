@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gradwire.core.advise.compare.fingerprint import Fingerprint
 from gradwire.core.algorithms.shared.views import StackedShape
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.state.files import whole_file
 
 #: Of the file.
-FORMAT = "gradwire comparison 1"
+FORMAT = "gradwire comparison 2"
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Runs:
         replicas, steps: of each run.
         factors: among which that of each method is searched, ascending; one is that of all.
         done: what has been run, in that order.
+        fingerprint: of the training; None before anybody has looked.
+        notes: what a file had of it, in words.
     """
 
     training: str
@@ -71,6 +74,8 @@ class Runs:
     steps: int
     factors: Sequence[float] = (1.0,)
     done: dict[tuple[str, int, float], Run] = field(default_factory=dict)
+    fingerprint: Fingerprint | None = None
+    notes: Sequence[str] = ()
 
     @property
     def specs(self) -> Mapping[str, Spec]:
@@ -97,6 +102,7 @@ class Runs:
             "replicas": self.replicas,
             "steps": self.steps,
             "factors": list(self.factors),
+            "fingerprint": None if self.fingerprint is None else self.fingerprint.written(),
             "shapes": {name: _written(spec) for name, spec in self.specs.items()},
             "runs": [{k: x for k, x in asdict(run).items() if k != "specs"} for run in self.done.values()],
         }
@@ -115,6 +121,8 @@ class Runs:
             data: dict[str, Any] = {"format": None, **json.loads(Path(path).read_text())}
             factors = tuple(float(x) for x in data["factors"])
             runs = cls(str(data["training"]), int(data["replicas"]), int(data["steps"]), factors)
+            known = data["fingerprint"]
+            runs.fingerprint = None if known is None else Fingerprint.read(known)
             specs = {name: _read(spec) for name, spec in data["shapes"].items()}
             for run in data["runs"]:
                 held_out = {int(step): [float(x) for x in losses] for step, losses in run["held_out"].items()}
@@ -126,7 +134,8 @@ class Runs:
         return runs
 
     def continued(self, path: str | Path) -> Runs:
-        """The same, with what a file has of it, of other factors too; this, if there is no file. Raises ValueError for a file of another comparison."""
+        """The same, with what a file has of this very training, of other factors too, which is named; this, if there is no file, or if its runs are of the
+        training as it was before. Raises ValueError for a file of another comparison."""
         if not Path(path).exists():
             return self
         found = Runs.load(path)
@@ -136,7 +145,25 @@ class Runs:
                 raise ValueError(
                     f"{path} has runs with {name}={theirs!r}, and not {mine!r}; name another file, or remove it"
                 )
-        return replace(found, factors=self.factors)
+        why_not = self._changed_since(found)
+        if why_not and found.done:
+            note = (
+                f"{path} has {len(found.done)} runs of another training, of which {why_not} differ: all are made anew"
+            )
+            return replace(self, notes=(note,))
+        notes = (f"Taken from {path}: {found._listed()}",) if found.done else ()
+        return replace(found, factors=self.factors, fingerprint=self.fingerprint, notes=notes)
+
+    def _changed_since(self, before: Runs) -> str:
+        if self.fingerprint is None:
+            return ""
+        return "marks" if before.fingerprint is None else self.fingerprint.difference(before.fingerprint)
+
+    def _listed(self) -> str:
+        seeds: dict[str, set[int]] = {}
+        for run in self.done.values():
+            seeds.setdefault(run.method, set()).add(run.seed)
+        return "; ".join(f"{method} (seeds {', '.join(map(str, sorted(own)))})" for method, own in seeds.items())
 
 
 def _written(spec: Spec) -> dict[str, Any]:
