@@ -7,6 +7,7 @@ numbers do not: of low rank, in a single row, zero, and once not finite.
 import os
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import torch
@@ -14,9 +15,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
-from gradwire import AllReduce, LocalSGD, PowerSGD
+from gradwire import AllReduce, LocalSGD, PowerSGD, Spec
+from gradwire.core.simulate import self_check
+from gradwire.core.simulate.self_check import VARIABLE
+from gradwire.torch_backend.setup.self_check import wrong_here
 from tests.emulated.ways import native_collectives
 from tests.examples.conftest import examples_importable
+from tests.methods import METHODS
+from tests.parity import cases as table
 from tests.parity.given import GivenGradients
 from tests.torch.asked import ASKED, Answered, answered, require_right
 from tests.torch.defaults import other_defaults
@@ -199,3 +205,17 @@ def test_the_numbers_are_numpys(world, door):
             elif step != INFINITE:
                 np.testing.assert_allclose(average, wanted[name], rtol=0, atol=2e-5, err_msg=f"step {step}, {name}")
         model.zero_grad()
+
+
+# --- the self-check, which looks here as on any accelerator --------------------------------------------------------------------------
+
+
+@cases.each(["half_step", "top_k", "wire_int8"])
+def test_known_answers_come_out(world, name):
+    with mock.patch.dict(os.environ, {VARIABLE: "1"}), mock.patch.object(self_check, "_found", {}):
+        assert (
+            wrong_here(METHODS[name].algorithm, {each: Spec(shape) for each, shape in table.SHAPES.items()}, 2, DEVICE)
+            == ""
+        )
+        assert len(self_check._found) == 1
+    assert watched.problems == []
