@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import json
 import struct
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gradwire.core.ops import ITEMSIZE, Spec
+from gradwire.core.plan.advice import CompressionWarning
+from gradwire.core.text.wording import some
 
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+#: So many that are left out are named.
+NAMED = 3
 #: Bytes of a header, at most; the format's own limit.
 HEADER = 100_000_000
 
@@ -24,7 +29,8 @@ HEADER = 100_000_000
 def specs_in(path: Path) -> dict[str, Spec]:
     """Parameters of a safetensors file, of the index of several (`model.safetensors.index.json`), or of a JSON of shapes.
 
-    Tensors of integers are left out: they are no parameters. Floating buffers are not told apart from parameters.
+    Tensors of integers are left out: they are no parameters. So are weights in floats of 8 bits, which nobody trains as they are, with a warning that names them.
+    Floating buffers are not told apart from parameters.
 
     Raises:
         ValueError: the file holds something else, named.
@@ -69,6 +75,13 @@ def _safetensors(path: Path) -> dict[str, Spec]:
         shapes = {name: entry["shape"] for name, entry in tensors.items() if entry["dtype"] in SAFETENSORS}
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no safetensors file: it does not begin with a header of tensors") from error
+    if short := [name for name, entry in tensors.items() if str(entry["dtype"]).startswith("F8_")]:
+        warnings.warn(
+            f"{path}: {len(short)} tensors of floats of 8 bits are left out, among them {some(short, NAMED)}. A training holds them in a longer dtype: give a checkpoint in "
+            "that, or a JSON of shapes",
+            CompressionWarning,
+            stacklevel=2,
+        )
     if not shapes:
         raise ValueError(f"{path} holds no tensor of {', '.join(SAFETENSORS.values())}: nothing that is trained")
     return {

@@ -105,7 +105,7 @@ def run(
                 f"batches(0, {replicas}) and batches(1, {replicas}) begin with the same batch; give each replica its own shard"
             )
         try:
-            state, loss = step(state, jax.tree.map(lambda *own: np.stack(own), *batches))
+            state, loss = step(state, jax.tree.map(partial(_stacked, n), *batches))
         except NotImplementedError as error:
             raise ValueError(f"{name_of(algorithm)}: {error}") from error
         losses.append(float(np.mean(loss)))
@@ -113,6 +113,20 @@ def run(
             held_out[n] = _held_out(training, form, tx, n, jax.tree.map(lambda x: x[0], state))
         on_step()
     return Run(name_of(algorithm), seed, losses, held_out, [], sent, factor, specs)
+
+
+def _stacked(n: int, *own: Any) -> Any:
+    """An array of the n-th batch, with a row for each replica. Raises ValueError for unequal ones."""
+    found = {(np.shape(x), str(getattr(x, "dtype", ""))) for x in own}
+    if len({shape for shape, _ in found}) > 1:
+        raise ValueError(
+            f"batches: arrays of batch {n} have shapes {', '.join(str(np.shape(x)) for x in own)} on the replicas; give all batches of a training one shape"
+        )
+    return jnp.stack(own) if _is_key(own[0]) else np.stack(own)
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _mapped(step: Callable[..., Any], replicas: int) -> Callable[..., Any]:
@@ -202,7 +216,7 @@ def _is_marked(x: Any) -> bool:
 
 
 def _rows(form: _Form, replicas: int, leaf: Any) -> Any:
-    """A row for each replica. What is marked has none yet where it begins with zeros. A tree of nnx has lost the marks; there no parameter is empty."""
+    """A row for each replica, random keys of its own in it. What is marked has none yet where it begins with zeros. A tree of nnx has lost the marks; there no parameter is empty."""
 
     def one(x: Any) -> Any:
         return jnp.zeros((1, *x.shape[1:]), x.dtype) if x.ndim and not x.shape[0] else x
@@ -211,8 +225,22 @@ def _rows(form: _Form, replicas: int, leaf: Any) -> Any:
         leaf = jax.tree.map(one, leaf)
     elif form.objects:
         leaf = one(jnp.asarray(leaf))
-    return jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x)[None], replicas, axis=0), leaf)
+
+    def rows(x: Any) -> Any:
+        x = jnp.asarray(x)
+        if not _is_key(x):
+            return jnp.repeat(x[None], replicas, axis=0)
+        # Noise that all replicas shared would not be averaged away.
+        own = [jax.vmap(partial(jax.random.fold_in, data=i))(x.reshape(-1)).reshape(x.shape) for i in range(replicas)]
+        return jnp.stack(own)
+
+    return jax.tree.map(rows, leaf)
 
 
 def _same(x: Any, y: Any) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True))
+    pairs = zip(*(jax.tree.leaves(jax.tree.map(_data, tree)) for tree in (x, y)), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+def _data(x: Any) -> Any:
+    return jax.random.key_data(x) if _is_key(x) else x

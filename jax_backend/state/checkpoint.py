@@ -21,7 +21,7 @@ from gradwire.jax_backend.axes.two_levels import nodes_of
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import Leaf, survey
 from gradwire.jax_backend.state.trees import by_parameter, rebuilt
-from gradwire.jax_backend.state.types import LOCAL, DataParallelState, PerReplica, on_host, spec
+from gradwire.jax_backend.state.types import PIECES, DataParallelState, PerReplica, on_host, spec
 
 T = TypeVar("T")
 
@@ -32,12 +32,13 @@ OPS = NumpyOps()
 @checked
 @outside_meshes
 def set_replicas(state: T, replicas: Replicas) -> T:
-    """A training state for another number of replicas: the compression error becomes its mean, one row for all of them.
+    """A training state for another number of replicas: the compression error becomes its mean, one row for all of them. So does, under local SGD, everything.
 
         state = replicate(set_replicas(restored, jax.device_count()), axis_name="data")
 
     A run on the same global batches then follows the one that was not interrupted, up to rounding. With the number of replicas unchanged
-    nothing is, and it follows bit for bit. Means are formed where the rows lie, and no device receives those of all replicas.
+    nothing is, and it follows bit for bit. Means are formed where the rows lie, and no device receives those of all replicas. Numbers that are no floats are those of
+    the first replica, and its random keys are split, so that each new replica draws for itself.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -47,7 +48,7 @@ def set_replicas(state: T, replicas: Replicas) -> T:
         (1, 64, 32)
 
     Args:
-        state: any tree that holds states of `average_gradients` transformations, in global form: from `unreplicate`, or a checkpoint. In several
+        state: any tree that holds states of `average_gradients` or `local_sgd` transformations, in global form: from `unreplicate`, or a checkpoint. In several
             processes all must call this.
         replicas: there are from now on.
 
@@ -56,8 +57,7 @@ def set_replicas(state: T, replicas: Replicas) -> T:
 
     Raises:
         TypeError: for shapes in place of arrays, of which `abstract_state` knows more.
-        ValueError: a sharded optimizer's state, which `reshard` converts, or one of local SGD, of another number of replicas; or the state is
-            in pmap form.
+        ValueError: a sharded optimizer's state of another number of replicas, which `reshard` converts; or the state is in pmap form.
     """
     found = survey(state)
     found.refuse_pmap_form()
@@ -73,16 +73,17 @@ def set_replicas(state: T, replicas: Replicas) -> T:
                 f"{leaf.name} is a ShapeDtypeStruct, and set_replicas takes the mean of arrays. For shapes of {replicas} replicas: "
                 f"gradwire.jax_backend.abstract_state(state, {replicas}, mesh, axis_name)"
             )
-        if leaf.placement and x.shape[0] != replicas and leaf.marks == 1:
+        if leaf.placement and x.shape[0] != replicas:
             return automatic(x)[:0]  # What was given to those replicas is not yet given to these.
         if x.shape[0] in (1, replicas) or not x.shape[0]:
             return x
-        if (leaf.of, leaf.marks) != (LOCAL, 1):
+        if leaf.of == PIECES:
             raise ValueError(
-                f"{leaf.name} has {x.shape[0]} rows for {replicas} replicas and is no error memory, whose mean would do. Convert "
-                "sharded states with gradwire.jax_backend.reshard. Of local SGD, where every replica has its own, take the mean of all: "
-                f"jax.tree.map(lambda x: numpy.repeat(x.mean(0, keepdims=True), {replicas}, 0).astype(x.dtype), state)"
+                f"{leaf.name} is a sharded state of {x.shape[0]} replicas, and replicas={replicas}. Convert it: "
+                f"gradwire.jax_backend.reshard(state, like), where `like` comes from zero1(…, replicas={replicas})"
             )
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return _split(x, replicas)
         return _mean(x)
 
     resized: T = found.map(fewer_rows)
@@ -241,14 +242,25 @@ def _require_ours(state: Any) -> None:
 def _mean(rows: Any) -> Any:
     """One row, sharded as the rows are in themselves."""
     if not isinstance(rows, jax.Array):
-        return checkpoint.mean_of_rows(OPS, rows)
+        return checkpoint.mean_of_rows(OPS, rows) if jnp.issubdtype(rows.dtype, jnp.floating) else rows[:1]
     sharding = rows.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, spec(None, *sharding.spec[1:]))
     return jax.jit(_mean_of_rows, out_shardings=sharding)(rows)
 
 
+def _split(keys: jax.Array, replicas: int) -> jax.Array:
+    """Random keys for so many replicas, drawn from the first row, (W, …) → (replicas, …)."""
+    data = jnp.asarray(on_host(jax.random.key_data(keys))[0])
+    first = jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
+    return jax.vmap(lambda i: jax.vmap(lambda key: jax.random.fold_in(key, i))(first.reshape(-1)).reshape(first.shape))(
+        jnp.arange(replicas)
+    )
+
+
 def _mean_of_rows(rows: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(rows.dtype, jnp.floating):
+        return rows[:1]
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     return rows.astype(wide).mean(axis=0, keepdims=True).astype(rows.dtype)
 

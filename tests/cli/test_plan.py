@@ -143,6 +143,10 @@ def test_files_of_weights(folder, capsys):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     for file in ("w.safetensors", "model.safetensors.index.json"):
         assert models.load_model(file).specs == {"w": gradwire.Spec((64, 32), "bfloat16")}
+    short = {f"layers.{i}": torch.zeros(8, 8, dtype=torch.float8_e4m3fn) for i in range(4)}
+    safetensors.torch.save_file(weights | short, "w.safetensors")
+    with pytest.warns(gradwire.CompressionWarning, match=r"4 tensors of floats of 8 bits.*'layers.0'.*and 1 more"):
+        assert models.load_model("w.safetensors").specs.keys() == {"w"}
 
 
 def test_the_version_is_told(capsys):

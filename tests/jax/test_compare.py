@@ -1,5 +1,7 @@
 """Replicas on one device train as replicas on several do."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from flax.training.train_state import TrainState
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, diloco
 from gradwire.jax_backend import Training, average_gradients, local_sgd, replicate, stack_replicas, this_replica
-from gradwire.jax_backend.advise.compare import run
+from gradwire.jax_backend.advise.compare import _Form, _rows, run
 from tests.compared import require_no_mixture
 
 STEPS, REPLICAS, SEED = 6, 4, 1
@@ -172,7 +174,37 @@ def test_a_factor_on_the_rate_trains_as_the_rate_that_it_makes():
 
 
 @pytest.mark.usefixtures("one_device")
+def test_each_replica_draws_its_own_noise():
+    """From keys in its state, which `make` has made once, or in its batches."""
+    plain = jnp.ones(2), optax.EmptyState(), jax.random.split(jax.random.key(0), 3)
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    of_nnx = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Optimizer(layer, optax.sgd(0.1), wrt=nnx.Param)
+    for state in (plain, of_nnx):
+        form = _Form(state)
+        rows = jax.tree.leaves(jax.tree.map(functools.partial(_rows, form, 4), form.tree(state)))
+        (keys,) = [jax.random.key_data(x) for x in rows if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+        drawn = {tuple(key) for key in keys.reshape(-1, 2).tolist()}
+        assert len(drawn) == keys.size // 2 >= 4
+
+    def keyed(wrap):
+        made = pair(wrap)
+
+        def step(state, batch):
+            return made.step(state, batch[0] + jax.random.normal(batch[1], (16,)))
+
+        return Training(
+            made.state, step, lambda r, n: [(x, jax.random.key(i)) for i, x in enumerate(batches(r, n)[:3])]
+        )
+
+    assert len(run(keyed, AllReduce(), 2, 2, SEED, (), lambda: None).losses) == 2
+
+
+@pytest.mark.usefixtures("one_device")
 def test_what_is_no_training_is_refused_by_name():
+    def ragged(wrap):
+        made = pair(wrap)
+        return Training(made.state, made.step, lambda r, _: [HELD_OUT[r][: r + 1]])
+
     wrong = [
         (lambda wrap: None, AllReduce(), TypeError, "make"),
         (lambda wrap: linen(lambda tx: tx), AllReduce(), ValueError, "wrap 0 times"),
@@ -186,6 +218,7 @@ def test_what_is_no_training_is_refused_by_name():
             ValueError,
             "same batch",
         ),
+        (ragged, AllReduce(), ValueError, r"batch 1 have shapes \(1, 16\), \(2, 16\)"),
         (linen, TwoLevel(PowerSGD(2), 2), ValueError, "TwoLevel"),
     ]
     for make, algorithm, error, named in wrong:

@@ -446,6 +446,35 @@ def test_a_turn_of_another_step_is_counted_and_refused():
     assert gw.distribute(whole._replace(per_replica=(whole.per_replica[0], mended)), mesh, AXIS)
 
 
+@pytest.mark.parametrize("placed_first", [True, False])
+def test_another_number_of_replicas_goes_on_from_the_mean(placed_first):
+    """Four, then two or eight. Each draws its own noise, counts go on, and what has travelled is not lost."""
+    tx = gw.local_sgd(optax.adam(0.1), diloco(4, overlap=2), axis_name=AXIS)
+    state = gw.distribute(
+        gw.stack_replicas((PARAMS, tx.init(PARAMS), jax.random.key(0), jnp.uint32(7))), mesh_of(4), AXIS
+    )
+    sharding = jax.NamedSharding(mesh_of(4), jax.P(AXIS))
+    rows = jax.device_put(jnp.arange(4.0)[:, None, None] * jnp.ones((4, 3, 2)), sharding)
+    state = state._replace(per_replica=(state.per_replica[0] | {"w": rows}, *state.per_replica[1:]))
+    given = (
+        state
+        if placed_first
+        else jax.tree.map(lambda x: x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x), state)
+    )
+    assert gw.set_replicas(given, 4).per_replica[0]["w"] is given.per_replica[0]["w"]
+    after = gw.distribute(gw.set_replicas(given, 2), mesh_of(2), AXIS).per_replica
+    assert after[0]["w"].tolist() == np.full((2, 3, 2), 1.5).tolist()
+    assert (after[1].averages.step.tolist(), after[3].tolist()) == ([0, 0], [7, 7])
+    assert len({jax.random.key_data(key).tobytes() for key in after[2]}) == 2
+    assert after[1].placed.per_replica.shape == (2, 1) or after[1].placed.per_replica.shape == (2,)
+    assert gw.replicate(gw.set_replicas(given, 2), jax.devices()[:2], axis_name=AXIS).per_replica[0]["w"].shape == (
+        2,
+        1,
+        3,
+        2,
+    )
+
+
 # Transformations of Optax as outer optimizers. (That SGD of Optax is ours is in tests/parity.)
 
 SHAPES = {"block1/w": (4, 3), "block2/w": (3, 2), "b": (3,)}

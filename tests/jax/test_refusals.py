@@ -315,6 +315,7 @@ def integers_left_out():
 
 #: What messages advise.
 ADVICE = [
+    lambda: gw.distribute(gw.set_replicas(kept(fresh()), 2), mesh_of(2), AXIS),
     lambda: gw.stats(merged()),
     lambda: gw.to_portable(merged().opt_state[0], PowerSGD(2)),
     integers_left_out,
@@ -506,8 +507,7 @@ OF_LOCAL_SGD = [
     *((put, ValueError, "params.b") for put in laid_out(lambda: (gw.stack_replicas(LOCAL.init(PARAMS)), {"params": PARAMS}))),
     *((put, ValueError, "opt_state.placed") for put in laid_out(UNMARKED)),
     (lambda: gw.distribute(kept(fresh()), mesh_of(2), AXIS), ValueError, "4 replicas", "2"),
-    *((lambda make=make: gw.set_replicas(make(), 2), ValueError, "4 rows for 2 replicas", "reshard", "local SGD")
-      for make in (lambda: kept(fresh()), lambda: sharded(ADAM).init(PARAMS))),
+    (lambda: gw.set_replicas(sharded(ADAM).init(PARAMS), 2), ValueError, "sharded state of 4", "replicas=2", "reshard"),
     (trained(lambda: placed(PAIRED), jax.P(AXIS), tx=PAIRED, check_vma=True), NotImplementedError, f"{PAIRS}", "'data'"),
     (the_same_everywhere, ValueError, "'b'", "'data'"),
     (trained(lambda: placed(diloco(outer=ADAMW)), jax.P(AXIS), tx=diloco()), ValueError, "adamw"),

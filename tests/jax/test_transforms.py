@@ -19,6 +19,7 @@ from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.jax_backend import (
     all_reduce_mean,
     average_gradients,
+    diloco,
     distribute,
     mark_varying,
     parameter_shapes,
@@ -225,6 +226,37 @@ def test_no_operand_is_given_more_axes_in_silence(name):
     """What JAX can be told to refuse, and some projects tell it."""
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         trace(average_gradients((METHODS | TWO_LEVELS)[name].algorithm, axis_name=AXIS), PARAMS)
+
+
+@pytest.mark.parametrize("name", ["quantize", "sign", "top_k", "wire_int8", "rank_2", "two_bits"])
+def test_nor_where_replicas_have_weights(name):
+    tx = average_gradients(METHODS[name].algorithm, axis_name=AXIS)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        weighed = optax.GradientTransformation(tx.init, lambda g, s: tx.update(g, s, weight=jnp.float32(2)))
+        trace(weighed, PARAMS)
+
+
+MOMENTUM = optax.sgd(jnp.float32(0.1), momentum=0.9)
+OF_OTHER_KINDS = {
+    "zero1": zero1(MOMENTUM, axis_name=AXIS, replicas=4, skip_non_finite=True),
+    "zero1 int8": zero1(MOMENTUM, axis_name=AXIS, replicas=4, wire_dtype="int8"),
+    "diloco": diloco(MOMENTUM, 4, axis_name=AXIS, fragments=2, start_step=1),
+    "overlap": diloco(MOMENTUM, 4, axis_name=AXIS, overlap=2, weighted=True, moments="average"),
+    "eager": diloco(MOMENTUM, 4, axis_name=AXIS, eager=True, weighted=True, compressor=PowerSGD(2)),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHER_KINDS)
+def test_nor_by_whole_optimizers(name):
+    tx = OF_OTHER_KINDS[name]
+
+    def step(params):
+        if not hasattr(tx, "average_params"):
+            return tx.update(params, tx.init(params), params)
+        return [tx.step(params, (params, tx.init(params)), turn=turn) for turn in (None, tx.turn(3), tx.turn(5))]
+
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.make_jaxpr(step, axis_env=[(AXIS, 4)])(PARAMS)
 
 
 # Set-ups that look wrong and come out right, and what is said of those that may be wrong. What is refused stands in `test_refusals.py`.

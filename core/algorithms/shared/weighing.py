@@ -200,7 +200,7 @@ class Weighing(Generic[A]):
             return await ask(request)
         mine = self.weight.reshape((1,))
         if exchanged:
-            mine = ops.zeros((request.arrays[0].shape[0], 1), "float32") + mine
+            mine = ops.zeros((request.arrays[0].shape[0], 1), "float32") + mine.reshape((1, 1))
         # As bytes, if there are others: what is of one dtype is one message.
         if "uint8" in [ops.dtype_of(x) for x in request.arrays]:
             mine = ops.view_as(mine, "uint8")
