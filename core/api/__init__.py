@@ -41,6 +41,7 @@ from gradwire.core.simulate.simulator import Simulator
 from gradwire.core.state.flax_names import FlaxNames
 from gradwire.core.zero.sharded_step import Zero
 from gradwire.core.zero.sharding import shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire.doctoring import doctor
 
 __version__ = "0.1.0"
 
@@ -77,6 +78,7 @@ __all__ = [
     "assign_buckets",
     "compare",
     "diloco",
+    "doctor",
     "link_for",
     "plan",
     "shard_by_bucket",

@@ -124,18 +124,19 @@ class KnownStep:
 
     def wrong(self, averages: Sequence[Mapping[str, Any]], after: Sequence[State[Any]]) -> str:
         """What is wrong with the averages and the memory that each replica has come to, in words; "" if nothing is. NumPy arrays, of short floats as float32."""
-        for replica, (mine, state) in enumerate(zip(averages, after, strict=True)):
-            for name, right in self.averages.items():
-                if self.bad and np.isfinite(right).all():
-                    continue
-                what = f"the average of {name!r}"
-                found = self._apart(replica, name, mine.get(name), right, self.changed[0][name])
-                if found:
-                    return self._said(what, name, replica, found)
-            for found in self._wrong_memory(replica, state, self.after[replica], self.changed[1][replica]):
-                if found:
-                    return found
-        return ""
+        both = enumerate(zip(averages, after, strict=True))
+        return next(filter(None, (self.wrong_on(replica, mine, state) for replica, (mine, state) in both)), "")
+
+    def wrong_on(self, replica: int, averages: Mapping[str, Any], after: State[Any]) -> str:
+        """The same of one replica."""
+        for name, right in self.averages.items():
+            if self.bad and np.isfinite(right).all():
+                continue
+            found = self._apart(replica, name, averages.get(name), right, self.changed[0][name])
+            if found:
+                return self._said(f"the average of {name!r}", name, replica, found)
+        memory = self._wrong_memory(replica, after, self.after[replica], self.changed[1][replica])
+        return next(filter(None, memory), "")
 
     def wrong_start(self, memory: State[Any]) -> str:
         """What is wrong with memory that was made anew, of the first step; "" if nothing is."""

@@ -4,6 +4,7 @@ gradwire plan model:build --algorithm "PowerSGD(rank=4)" --replicas 16 --link 10
 torchrun --nproc-per-node=8 --no-python gradwire probe --output probe.json
 gradwire advise model:build --probe probe.json --step-ms 180
 gradwire compare my_training:make --algorithm "PowerSGD(rank=4)" --algorithm "diloco(30)" --steps 300 --seeds 3
+gradwire doctor --quick
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typer.core import TyperCommand
 
 from gradwire.cli.advise import load_probe, print_advice
 from gradwire.cli.compare import Network, each_after, print_comparison
+from gradwire.cli.doctor import run_doctor
 from gradwire.cli.models import BadArgument, load_model
 from gradwire.cli.plan import Link, print_plans
 from gradwire.cli.probe import run_probe
@@ -206,6 +208,24 @@ def compare(
         replicas,
     )
     status = print_comparison(training, algorithms, replicas, steps, seeds, rates, output, network, as_json=json)
+    if status:
+        raise typer.Exit(status)
+
+
+@app.command()
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="One algorithm of each kind, within a minute.")] = False,
+    algorithm: Annotated[
+        list[str] | None, typer.Option("--algorithm", "-a", help="What to try. None: all that are shipped.")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The report, written after each check: send it with a bug report.")
+    ] = Path("doctor.json"),
+    json: Json = False,
+) -> None:
+    """Check that gradwire is right here: kernels, messages and algorithms beside known answers, on this machine or under torchrun."""
+    algorithms = [argument(f"--algorithm {text}", parse_algorithm, text) for text in algorithm or []]
+    status = run_doctor(algorithms or None, output, quick=quick, as_json=json)
     if status:
         raise typer.Exit(status)
 

@@ -1,0 +1,178 @@
+"""`gradwire.doctor`: is it right here? Known answers of kernels, messages and algorithms, on this machine or on the ranks of a launcher."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradwire.core.doctor.methods import SECONDS, chosen
+from gradwire.core.doctor.processes import ON_ONE_GPU, Job, free_port, run_job
+from gradwire.core.doctor.report import FAULT, Report, Row
+from gradwire.core.text.options import checked
+
+#: Frameworks that are looked for.
+FRAMEWORKS = ("torch", "jax")
+#: Of ranks on GPUs of their own, at most; on CPUs, and where several share a GPU.
+MOST, SHARED = 4, 2
+#: Devices of a CPU for `pmap` and `shard_map`.
+CPU_DEVICES = 4
+
+
+@checked
+def doctor(
+    algorithms: Sequence[Any] | None = None,
+    *,
+    quick: bool = False,
+    output: str | Path | None = None,
+    show: Callable[[Row], object] = print,
+) -> Report:
+    """Check that gradwire computes here what it computes elsewhere: every kernel, codec, message and algorithm beside its known answers.
+
+        report = gradwire.doctor(quick=True)
+        assert not report.faults
+
+    Alone it starts processes of its own: in torch over Gloo, and over NCCL on as many GPUs as there are, or two on one; in JAX on the devices of one process, by
+    `pmap` and `shard_map`, and between two processes. Under `torchrun` it takes the ranks that there are, and also compares what they run on.
+
+    Args:
+        algorithms: what to try. None: all that are shipped; if `quick`, one that sends codes, one that multiplies, one that sends signs.
+        quick: within a minute, instead of six.
+        output: a JSON file, written after each check. None: none.
+        show: is called with each row.
+
+    Raises:
+        TypeError: an algorithm is none, or a schedule.
+        RuntimeError: neither torch nor jax is installed.
+        OSError: the file cannot be written.
+    """
+    report = Report(path=None if output is None else Path(output), show=show)
+    methods = chosen(algorithms, quick)
+    report.save()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        examine = importlib.import_module("gradwire.torch_backend.doctor.launched").examine
+        report.show = show if os.environ.get("RANK", "0") == "0" else lambda row: None
+        report.path = report.path if os.environ.get("RANK", "0") == "0" else None
+        examine(methods, report, seconds=SECONDS[quick], quick=quick)
+        return report
+    installed = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is not None]
+    if not installed:
+        raise RuntimeError("gradwire.doctor() needs torch or jax: pip install 'gradwire[torch]' or 'gradwire[jax]'")
+    texts = [repr(algorithm) for algorithm in methods]
+    end = time.monotonic() + SECONDS[quick]
+    # One framework's processes wait for messages while the other's compile.
+    chains = [threading.Thread(target=_run, args=(_JOBS[name](texts, quick), report, end)) for name in installed]
+    for chain in chains:
+        chain.start()
+    for chain in chains:
+        chain.join()
+    return report
+
+
+def _run(jobs: Sequence[Callable[[float], Job]], report: Report, end: float) -> None:
+    """One job after the other; what one leaves of its time is for the next."""
+    for left, make in zip(range(len(jobs), 0, -1), jobs, strict=True):
+        job = make(max(1.0, (end - time.monotonic()) * (1 if left == 1 else 1.5 / left)))
+        try:
+            run_job(job, report.add, report.add_machine)
+        except OSError as error:
+            report.add(Row(job.part, "start", FAULT, f"{type(error).__name__}: {error}"))
+
+
+def _torch_jobs(algorithms: list[str], quick: bool) -> list[Callable[[float], Job]]:
+    machine = importlib.import_module("gradwire.torch_backend.doctor.machine")
+    device, module = machine.first_device(), "gradwire.torch_backend.doctor"
+    gpus = importlib.import_module("torch").cuda.device_count() if device.type == "cuda" else 0
+
+    def kernels(seconds: float) -> Job:
+        part = f"torch, kernels, {device.type}"
+        return Job(
+            part, module, [{"part": part, "device": str(device), "seconds": seconds, "quick": quick}], [{}], seconds
+        )
+
+    def ranks(library: str, devices: list[str]) -> Callable[[float], Job]:
+        shared = len(set(devices)) < len(devices) and library == "nccl"
+        kind = devices[0].partition(":")[0] + (", one GPU" if shared else "")
+
+        def job(seconds: float) -> Job:
+            part, port = f"torch, {len(devices)} ranks, {library}, {kind}", str(free_port())
+            arguments = [
+                {"part": part, "device": d, "seconds": seconds, "library": library, "algorithms": algorithms}
+                for d in devices
+            ]
+            environment = [_of_rank(r, len(devices), port) | _alone_on_gpu(r, shared) for r in range(len(devices))]
+            return Job(part, module, arguments, environment, seconds)
+
+        return job
+
+    jobs: list[Callable[[float], Job]] = []
+    if gpus:
+        jobs.append(ranks("nccl", [f"cuda:{i}" for i in range(min(gpus, MOST))] if gpus > 1 else ["cuda:0"] * SHARED))
+    if not (gpus and quick):
+        jobs.append(ranks("gloo", ["cpu"] * SHARED))
+    return [*jobs, kernels]
+
+
+def _jax_jobs(algorithms: list[str], quick: bool) -> list[Callable[[float], Job]]:
+    module, gpus = "gradwire.jax_backend.doctor", _gpus()
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={CPU_DEVICES}".strip()
+    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+    def devices(seconds: float) -> Job:
+        arguments = {"part": "jax", "seconds": seconds, "algorithms": algorithms, "quick": quick}
+        return Job("jax", module, [arguments], [{"XLA_FLAGS": flags, **memory}], seconds)
+
+    def processes(seconds: float) -> Job:
+        part, coordinator = f"jax, {SHARED} processes", f"127.0.0.1:{free_port()}"
+        arguments = [
+            {
+                "part": part,
+                "seconds": seconds,
+                "algorithms": algorithms,
+                "coordinator": coordinator,
+                "processes": SHARED,
+                "process": i,
+                "devices": [i % gpus] if gpus else [],
+            }
+            for i in range(SHARED)
+        ]
+        one = {"XLA_FLAGS": flags.replace(f"count={CPU_DEVICES}", "count=1"), **memory}
+        return Job(part, module, arguments, [one | _alone_on_gpu(i, gpus == 1) for i in range(SHARED)], seconds)
+
+    return [devices, processes] if _several_processes() else [devices]
+
+
+_JOBS: dict[str, Callable[[list[str], bool], list[Callable[[float], Job]]]] = {"torch": _torch_jobs, "jax": _jax_jobs}
+
+
+def _of_rank(rank: int, size: int, port: str) -> dict[str, str]:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return {name: str(n) for name, n in place.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _alone_on_gpu(number: int, shared: bool) -> dict[str, str]:
+    return {"NCCL_HOSTID": f"gradwire-{number}", **ON_ONE_GPU} if shared else {}
+
+
+def _gpus() -> int:
+    """NVIDIA's devices of this machine, as far as this process may see them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
+    return (
+        len([each for each in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", each)]) if os.path.isdir("/dev") else 0
+    )
+
+
+def _several_processes() -> bool:
+    """Whether two processes of one machine may both have devices: on a TPU one has them all."""
+    return importlib.util.find_spec("libtpu") is None or bool(_gpus())
