@@ -20,6 +20,7 @@ from gradwire.jax_backend.axes.mapped_axis import varying_axes
 from gradwire.jax_backend.ops.lazy_sum import Sum
 from gradwire.jax_backend.ops.packing import Starts, always, taken, unstack
 from gradwire.jax_backend.ops.products import product
+from gradwire.jax_backend.ops.short_floats import converted
 
 #: A stack has at most this part of the gradients of a model's small matrices, so that what is stored of it is little beside a gradient,
 PART = 8
@@ -140,7 +141,7 @@ class StackedSum(Sum):
         def in_turn() -> jax.Array:
             batch = tuple(range(q.ndim - 2))
             numbers = (((thick.ndim - 1,), (q.ndim - 2,)), (batch, batch))
-            return product(thick, q, numbers).astype(self.dtype)
+            return converted(product(thick, q, numbers), self.dtype)
 
         return turns.take(q, in_turn)
 

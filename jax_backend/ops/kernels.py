@@ -17,7 +17,7 @@ from gradwire.core.kernels.bits import bytes_of_rows, pack_integers, unpack_inte
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.kernels.tiles import of_tiles
-from gradwire.core.ops import INTEGERS, LARGEST_E4M3
+from gradwire.core.ops import INTEGERS
 from gradwire.jax_backend.axes.auto_axes import compiler_axes, free, whole
 from gradwire.jax_backend.axes.mapped_axis import vary, varying_axes
 from gradwire.jax_backend.ops import integers
@@ -25,6 +25,7 @@ from gradwire.jax_backend.ops.batched_small import Bundles, Members, StackedSum,
 from gradwire.jax_backend.ops.lazy_sum import Sum, limited
 from gradwire.jax_backend.ops.packing import LANES, TILE, apart_on_tpu, chosen_each, columns, or_each, stored, unstack
 from gradwire.jax_backend.ops.products import product
+from gradwire.jax_backend.ops.short_floats import converted
 from gradwire.jax_backend.ops.tiles import product_of_tiles
 
 #: Up to this inner dimension a large product is computed element by element where it is used: XLA would store the result of a `dot` first.
@@ -89,9 +90,7 @@ class JaxOps:
             above, below = jnp.asarray(limits.max + 1.0, x.dtype), jnp.asarray(float(limits.min), x.dtype)
             within = jnp.where((x < above) & (x > below), x, 0).astype(dtype)
             return jnp.where(x >= above, limits.max, jnp.where(x <= below, limits.min, within)).astype(dtype)
-        if dtype == "float8_e4m3fn":
-            x = jnp.where(jnp.abs(x) > LARGEST_E4M3, jnp.nan, x)  # some devices saturate
-        return x.astype(dtype)
+        return converted(x, dtype)
 
     def asarray(self, numbers: Any, dtype: str) -> jax.Array:
         return jnp.asarray(NumpyOps().asarray(numbers, dtype))
@@ -622,4 +621,4 @@ def _typed(y: jax.Array | float, x: jax.Array) -> jax.Array:
 
 def _like(out: jax.Array | None, x: jax.Array) -> jax.Array:
     """Where torch and NumPy write into `out`, the result takes its dtype; so it does here."""
-    return x if out is None else x.astype(out.dtype)
+    return x if out is None else converted(x, out.dtype)

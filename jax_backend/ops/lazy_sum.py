@@ -16,6 +16,7 @@ from jax import lax
 
 from gradwire.core.ops import LONGEST_FLOAT16
 from gradwire.jax_backend.ops.products import on_tpu
+from gradwire.jax_backend.ops.short_floats import converted
 
 
 class Sum:
@@ -101,7 +102,7 @@ def _multiplied(x: jax.Array, y: jax.Array, thin: jax.Array, *, transposed: bool
     # The large factor first, and the transposition last: XLA on CPU is up to three times as slow on `thin @ x.mT`. A GPU launches a kernel to transpose.
     cpu = functools.partial(apart, swapped=transposed)
     result: jax.Array = lax.platform_dependent(x, y, thin, cpu=cpu, tpu=added, default=apart)
-    return result.astype(x.dtype)
+    return converted(result, x.dtype)
 
 
 def limited(x: jax.Array, limit: float) -> jax.Array:

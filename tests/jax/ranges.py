@@ -39,14 +39,23 @@ OPPOSITE = {"LT": "GE", "GE": "LT", "GT": "LE", "LE": "GT", "EQ": "NE", "NE": "E
 
 @dataclass(frozen=True)
 class Range:
-    """Between which numbers all elements lie, and whether there may be NaN."""
+    """Between which numbers all elements lie, and whether there may be NaN.
+
+    Attributes:
+        rounded: they have been rounded by an operation that does so, or are a constant.
+        unsure: they are of a shorter float to which a conversion may have rounded them.
+    """
 
     low: float
     high: float
     nan: bool = False
+    rounded: bool = False
+    unsure: bool = False
 
     def __or__(self, other: Range) -> Range:
-        return Range(min(self.low, other.low), max(self.high, other.high), self.nan or other.nan)
+        both = self.rounded and other.rounded
+        low, high = min(self.low, other.low), max(self.high, other.high)
+        return Range(low, high, self.nan or other.nan, both, self.unsure or other.unsure)
 
     def within(self, other: Range) -> bool:
         return other.low <= self.low and self.high <= other.high and not self.nan
@@ -127,7 +136,7 @@ class _Walk:
         if name in SAME:
             return given
         if name in FIRST:
-            return given[:1]
+            return [replace(given[0], rounded=given[0].rounded or name.startswith("round"))]
         if name == "top_k":
             return [given[0], Range(0, _shape(op.operands[0])[-1] - 1)]
         if len(op.results) != 1:
@@ -155,6 +164,11 @@ class _Walk:
                 pick = max if name == "maximum" else min
                 x, y = given
                 return Range(pick(x.low, y.low), pick(x.high, y.high), x.nan or y.nan)
+            case "reduce_precision":
+                return replace(whole, rounded=True)
+            case "multiply" if not integers and any(x.rounded and x.low == x.high for x in given):
+                endless = any(x.low == x.high and math.isinf(x.low) for x in given)  # gives inf and NaN alone
+                return replace(whole, rounded=endless or all(x.rounded for x in given))
             case "select":
                 holds, x, y = op.operands
                 return self._where(holds, x, True, frame) | self._where(holds, y, False, frame)
@@ -186,7 +200,8 @@ class _Walk:
         found, (home, value) = self._range(x, frame), _origin(x, frame)
         for at, of, direction, bound in self._known(holds, true, frame):
             if (at, of) == (home, value):
-                found = replace(_narrowed(found, direction, bound, _kind(x)), nan=found.nan and not true)
+                narrow = _narrowed(found, direction, bound, _kind(x))
+                found = replace(found, low=narrow.low, high=narrow.high, nan=found.nan and not true)
         return found
 
     def _known(self, holds: Any, true: bool, frame: _Frame) -> list[tuple[_Frame, Any, str, Range]]:
@@ -229,6 +244,13 @@ class _Walk:
             return cut
         if kind in WITHOUT_INF and not replace(x, nan=False).within(Range(-WITHOUT_INF[kind], WITHOUT_INF[kind])):
             self._fault(op, f"of {_said(x)} to {kind}, which has no inf")
+        if not before.lstrip("us").startswith("i"):
+            if x.unsure and _mantissa(kind) > _mantissa(before):
+                self._fault(
+                    op, f"of {before} to {kind}, which may be left out together with the conversion to {before}"
+                )
+            if _mantissa(kind) < _mantissa(before):
+                return replace(x if kind in ("f32", "f64") else whole, rounded=x.rounded, unsure=not x.rounded)
         return x if before.lstrip("us").startswith("i") or kind in ("f32", "f64") else whole
 
     def _shifted(self, op: Any, name: str, x: Range, by: Range, whole: Range) -> Range:
@@ -300,9 +322,9 @@ def _constant(op: Any, whole: Range) -> Range:
         return whole
     finite = numbers[~np.isnan(numbers)]
     if not finite.size:
-        return Range(INF, -INF, nan=True)
+        return Range(INF, -INF, nan=True, rounded=True)
     exact = float if "f" in _kind(op.results[0]) else int
-    return Range(exact(finite.min()), exact(finite.max()), nan=finite.size < numbers.size)
+    return Range(exact(finite.min()), exact(finite.max()), nan=finite.size < numbers.size, rounded=True)
 
 
 def _union(ranges: Any) -> Range:
@@ -326,6 +348,11 @@ def _shape(value: Any) -> list[int]:
 
 def _bits(value: Any) -> int:
     return int("".join(c for c in _kind(value).split("E")[0] if c.isdigit()))
+
+
+def _mantissa(kind: str) -> int:
+    known = {"f64": 52, "f32": 23, "f16": 10, "bf16": 7}
+    return known[kind] if kind in known else int(kind.split("M")[1][0])
 
 
 def _said(x: Range) -> str:

@@ -1,5 +1,7 @@
 """Nothing in a compiled program rests on what StableHLO leaves to a device: each conversion and each shift is proved to be in range."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,10 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh
 
-from gradwire import Quantize
+from gradwire import PowerSGD, Quantize, Sign, TopK, WireDtype
+from gradwire.jax_backend import average_gradients
 from gradwire.jax_backend.advise import compare
+from gradwire.jax_backend.ops.short_floats import converted, rounded
 from tests.jax.ranges import PLATFORMS, faults
 from tests.parity import local_sgd_cases, test_local_sgd_jax, test_zero_jax, zero_cases
 from tests.parity.cases import SHAPES
@@ -19,12 +23,22 @@ from tests.parity.test_jax import FEW, METHODS, NUMBERS, WHOLE, step_of
 LARGE = {"w": (256, 512), "v": (300,)}
 
 
+SHORT = [
+    PowerSGD(2),
+    Quantize("int8"),
+    Quantize("float8_e4m3fn"),
+    Sign(),
+    TopK(8, per=64, bits=2),
+    WireDtype(PowerSGD(2), "int8"),
+]
+
+
 def found_in(step, *arguments):
     step = step if hasattr(step, "trace") else jax.jit(step)
     return faults(step.trace(*arguments).lower(lowering_platforms=PLATFORMS).compiler_ir("stablehlo"))
 
 
-def of_one_step(tx, shapes, replicas, **weight):
+def of_one_step(tx, shapes, replicas, dtype="float32", **weight):
     """What is found in a step of a transformation, and where it begins."""
 
     def step(params):
@@ -35,7 +49,7 @@ def of_one_step(tx, shapes, replicas, **weight):
 
     mesh, rows = Mesh(np.array(jax.devices()[:replicas]), ("data",)), jax.P("data")
     mapped = jax.shard_map(step, mesh=mesh, in_specs=jax.P(), out_specs=rows, check_vma=False)
-    return found_in(mapped, {name: jnp.ones(shape) for name, shape in shapes.items()})
+    return found_in(mapped, {name: jnp.ones(shape, dtype) for name, shape in shapes.items()})
 
 
 @pytest.mark.parametrize(
@@ -46,6 +60,13 @@ def test_methods(case):
     step, params, state, placed = step_of(case, "shard_map", jax.devices()[:2], names)
     given = {name: np.zeros((2, *SHAPES[name]), np.float32) for name in names}
     assert found_in(step, params, given, placed(state)) == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("algorithm", SHORT, ids=repr)
+def test_methods_of_short_floats(algorithm, dtype):
+    tx = average_gradients(algorithm, axis_name="data")
+    assert of_one_step(tx, LARGE, 2, dtype=dtype) == []
 
 
 @pytest.mark.parametrize("case", zero_cases.ZERO_CASES)
@@ -114,6 +135,8 @@ BITS = 0x4B400000
         (lambda x: lax.shift_right_logical(x, jnp.int32(32)), "int32", "shift_right_logical by 32 … 32"),
         (lambda x: lax.fori_loop(0, 2, lambda i, y: y + x.astype(jnp.uint8), jnp.uint8(0)), "int32", "convert"),
         (lambda x: lax.cond(x > 0, lambda: x.astype(jnp.int8), lambda: jnp.int8(0)), "int32", "convert"),
+        (lambda x: x - x.astype(jnp.bfloat16).astype(jnp.float32), "float32", "of bf16 to f32, which may be left out"),
+        (lambda x: jax.jit(lambda y: y.reshape(1))(x.astype(jnp.float16)).astype(jnp.float32), "float32", "f16"),
     ],
 )
 def test_what_is_left_to_a_device_is_found(step, argument, fault):
@@ -133,7 +156,25 @@ def test_what_is_left_to_a_device_is_found(step, argument, fault):
         (lambda x: jnp.where(jnp.abs(x) > 464, jnp.nan, x).astype(jnp.float8_e4m3fn), "float32"),
         (lambda x: ((x & 15) * 16 + (x & 15)).astype(jnp.uint8), "int32"),
         (lambda x: x * 0x7FEB352D, "int32"),
+        (lambda x: x - lax.reduce_precision(x, 8, 7).astype(jnp.bfloat16).astype(jnp.float32), "float32"),
+        (lambda x: x.astype(jnp.float32) * 2.0, "bfloat16"),
     ],
 )
 def test_what_is_in_range_is_not(step, argument):
     assert found_in(step, jax.ShapeDtypeStruct((), argument)) == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+def test_floats_are_rounded_before_they_are_shorter(dtype):
+    """So that nothing changes where a compiler leaves out the conversion and the one back: any bits but of the smallest numbers, which a device may flush."""
+    bits = np.random.default_rng(0).integers(0, 2**32, 1 << 20, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    near = np.float32(np.random.default_rng(1).standard_normal(1 << 18) * np.exp2(np.arange(1 << 18) % 64 - 40))
+    edges = np.float32(
+        [464, 464.01, 65519.99, 65520, 57344, 61440, 2.0**-14, 2.0**-6, 2.0**-10, math.inf, math.nan, -0.0]
+    )
+    x = np.concatenate([bits, near, edges])
+    x = x[~((np.abs(x) < np.finfo(np.float32).tiny) & (x != 0))]
+    with np.errstate(all="ignore"):
+        right = x.astype(jnp.dtype(dtype)).astype(np.float32)
+    np.testing.assert_array_equal(jax.jit(lambda x: rounded(x, dtype))(x), right)
+    np.testing.assert_array_equal(jax.jit(lambda x: converted(x, dtype))(x).astype(np.float32), right)
