@@ -70,17 +70,20 @@ def say_machine(facts: Mapping[str, Any]) -> None:
 def run_job(job: Job, add: Callable[[Row], object], machine: Callable[[dict[str, Any]], object]) -> None:
     """Run it, adding rows as they come: all of the first process, and faults of the others. A process that fails or does not end is a fault, too."""
     lines: queue.Queue[tuple[int, str | None]] = queue.Queue()
-    started = []
+    started, readers = [], []
     try:
         for number, (arguments, environment) in enumerate(zip(job.arguments, job.environment, strict=True)):
             started.append(_start(job.module, arguments, environment))
-            threading.Thread(target=_read, args=(number, started[-1].stdout, lines), daemon=True).start()
+            readers.append(threading.Thread(target=_read, args=(number, started[-1].stdout, lines), daemon=True))
+            readers[-1].start()
         _listen(job, started, lines, add, machine)
     finally:
         for process in started:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        for reader in readers:
+            reader.join()
 
 
 def _start(module: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -98,8 +101,9 @@ def _start(module: str, arguments: Mapping[str, Any], environment: Mapping[str, 
 
 def _read(number: int, stream: IO[str] | None, lines: queue.Queue[tuple[int, str | None]]) -> None:
     assert stream is not None
-    for line in stream:
-        lines.put((number, line))
+    with stream:
+        for line in stream:
+            lines.put((number, line))
     lines.put((number, None))
 
 

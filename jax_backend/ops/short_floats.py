@@ -14,18 +14,20 @@ from jax import lax
 
 from gradwire.core.ops import LARGEST_E4M3
 
+_finfo: Any = jnp.finfo
+
 
 def converted(x: jax.Array, dtype: Any) -> jax.Array:
     """`x.astype(dtype)`, of floats rounded by an operation that no compiler leaves out."""
     dtype = jnp.dtype(dtype)
     floats = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(x.dtype, jnp.floating)
-    shorter = floats and jnp.finfo(dtype).nmant < jnp.finfo(x.dtype).nmant
+    shorter = floats and _finfo(dtype).nmant < _finfo(x.dtype).nmant
     return (rounded(x, dtype) if shorter else x).astype(dtype)
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """The nearest numbers of a shorter float, in the dtype that `x` has; of what lies beyond them inf, or NaN in "float8_e4m3fn"."""
-    to, of = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    to, of = _finfo(dtype), _finfo(x.dtype)
     y = lax.reduce_precision(x, exponent_bits=of.nexp, mantissa_bits=to.nmant)
     if to.nexp == of.nexp:
         return y

@@ -126,10 +126,12 @@ def _saved(algorithm: Algorithm, step: KnownStep, rank: int) -> dict[str, Any]:
 
 
 def _in_numpy(x: Any) -> npt.NDArray[Any]:
-    if isinstance(x, Tensor):
-        x = x.detach().cpu()
-        x = x.float() if x.dtype == torch.bfloat16 else x
-    return np.array(x)
+    """A copy; of short floats as float32."""
+    if not isinstance(x, Tensor):
+        return np.array(x)
+    x = x.detach().cpu()
+    found: npt.NDArray[Any] = (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).numpy().copy()
+    return found
 
 
 class _Given(nn.Module):

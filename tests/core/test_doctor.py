@@ -1,0 +1,199 @@
+"""What the doctor is made of, without a framework: its report, its processes, its command."""
+
+import json
+import sys
+import time
+
+import pytest
+
+import gradwire
+from gradwire import TopK, diloco
+from gradwire.cli.app import main
+from gradwire.core.doctor import kernels, messages
+from gradwire.core.doctor.methods import QUICK, WHOLE, chosen
+from gradwire.core.doctor.processes import Job, run_job
+from gradwire.core.doctor.report import FAULT, NOTE, OK, SKIPPED, Fault, Report, Row, Section
+from gradwire.core.plan.expressions import parse_algorithm
+
+#: A process of the doctor, which does what its arguments say.
+SPEAKER = """
+import json, os, sys, time
+from gradwire.core.doctor.processes import say_machine, say_row
+from gradwire.core.doctor.report import Row
+given = json.loads(sys.argv[1])
+print("a warning")
+say_machine({"selfcheck": os.environ["GRADWIRE_SELFCHECK"], "said": os.environ.get("SAID", "")})
+for name, verdict in given["rows"]:
+    say_row(Row("part", name, verdict, "why"))
+if given.get("hangs"):
+    time.sleep(600)
+if given.get("fails"):
+    sys.exit("it broke")
+"""
+
+
+@pytest.fixture
+def speaker(tmp_path, monkeypatch):
+    """The name of a module that says rows."""
+    (tmp_path / "doctor_speaker.py").write_text(SPEAKER)
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *sys.path]))
+    return "doctor_speaker"
+
+
+def ran(module, *arguments, seconds=60.0, environment=({}, {})):
+    report = Report(show=lambda row: None)
+    run_job(Job("part", module, arguments, environment[: len(arguments)], seconds), report.add, report.add_machine)
+    return report
+
+
+def test_rows_of_the_first_process_and_faults_of_others(speaker):
+    first, second = [("a", OK), ("b", NOTE)], [("a", OK), ("b", FAULT)]
+    report = ran(speaker, {"rows": first}, {"rows": second}, environment=({"SAID": "one"}, {}))
+    assert sorted((row.check, row.verdict) for row in report.rows) == [("a", OK), ("b", NOTE), ("b, process 1", FAULT)]
+    assert [row.check for row in report.faults] == ["b, process 1"]
+    assert sorted((each["process"], each["selfcheck"], each["said"]) for each in report.machine) == [
+        (0, "0", "one"),
+        (1, "0", ""),
+    ]
+
+
+def test_a_process_that_fails_is_a_fault(speaker):
+    (fault,) = ran(speaker, {"rows": [("a", OK)], "fails": True}, {"rows": [], "hangs": True}).faults
+    assert fault.check == "process 0"
+    assert fault.detail == "it ended with status 1 after a; it said: a warning | it broke"
+
+
+def test_a_process_that_hangs_is_ended(speaker, monkeypatch):
+    monkeypatch.setattr("gradwire.core.doctor.processes.PATIENCE", 3.0)
+    began = time.monotonic()
+    (fault,) = ran(speaker, {"rows": [("a", OK)], "hangs": True}, seconds=5.0).faults
+    assert fault.detail == "process 0 did not end: the last check that ended was a"
+    assert time.monotonic() - began < 100
+
+
+def test_the_report_is_written_after_each_row(tmp_path):
+    path, shown = tmp_path / "doctor.json", []
+    report = Report(path=path, show=shown.append)
+    for n in range(3):
+        report.add(Row("part", f"check {n}", OK))
+        assert [row["check"] for row in json.loads(path.read_text())["rows"]] == [f"check {i}" for i in range(n + 1)]
+    assert [row.check for row in shown] == ["check 0", "check 1", "check 2"]
+
+
+def test_a_section_ends_with_its_time_and_with_an_exception():
+    rows = []
+    section = Section("part", rows.append, time.monotonic() + 100)
+
+    def wrong():
+        raise Fault("it is wrong")
+
+    section.check("right", lambda: "said")
+    section.check("wrong", wrong)
+    section.check("breaks", lambda: 1 / 0)  # type: ignore[return-value, arg-type]
+    section.check("after", lambda: "")
+    Section("part", rows.append, time.monotonic() - 1).check("late", lambda: "")
+    assert [(row.check, row.verdict) for row in rows] == [
+        ("right", OK),
+        ("wrong", FAULT),
+        ("breaks", FAULT),
+        ("after", SKIPPED),
+        ("late", SKIPPED),
+    ]
+    assert [row.detail for row in rows[:2]] == ["said", "it is wrong"]
+    assert rows[2].detail.startswith("ZeroDivisionError: division by zero")
+
+
+def test_algorithms_by_name_and_in_lists():
+    assert chosen(None, quick=True) == QUICK
+    assert chosen(None, quick=False) == WHOLE
+    assert chosen([TopK(4)], quick=True) == (TopK(4),)
+    assert [parse_algorithm(repr(algorithm)) for algorithm in WHOLE] == list(WHOLE)  # as processes are told
+    with pytest.raises(TypeError, match="algorithms=LocalSGD"):
+        gradwire.doctor([diloco(30)])
+
+
+def test_known_answers_are_numpys_own():
+    """Each check is one that its own answer passes, and another answer does not."""
+    for name, check in kernels.checks(quick=True).items():
+        check.require([x.copy() for x in check.right])
+        wrong = [x.copy() for x in check.right]
+        flat = wrong[0].reshape(-1)
+        flat[: flat.size // 2 + 1] = 1 - flat[: flat.size // 2 + 1].astype(float)
+        with pytest.raises(Fault):
+            check.require(wrong)
+        assert name
+
+
+def test_messages_tell_who_has_sent_them():
+    first, second = messages.answers(2)
+    assert messages.require_right(first, 0, 2) == "10 kinds"
+    with pytest.raises(Fault, match="all-to-all on replica 0 of 2"):
+        messages.require_right(first | {"all-to-all": second["all-to-all"]}, 0, 2)
+
+
+@pytest.fixture
+def without_frameworks(monkeypatch):
+    monkeypatch.setattr("gradwire.doctoring.FRAMEWORKS", ("no_such_framework",))
+
+
+@pytest.mark.usefixtures("without_frameworks")
+def test_without_a_framework_it_says_so(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--output", str(tmp_path / "doctor.json")])
+    assert ended.value.code == 2
+    assert "needs torch or jax: pip install" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--output", "no/such/folder/doctor.json"],
+            "--output no/such/folder/doctor.json: there is no folder no/such/folder",
+        ),
+        (["-a", "diloco(30)"], "algorithms=LocalSGD"),
+        (["-a", "NoSuch()"], "--algorithm 'NoSuch()'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [False, True])
+def test_the_command(fault, tmp_path, capsys, monkeypatch):
+    """In torch and in JAX, all processes that it starts; a fault planted in all of them."""
+    monkeypatch.chdir(tmp_path)
+    if fault:
+        (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *sys.path]))
+    monkeypatch.setattr("gradwire.doctoring.SECONDS", {True: 200.0, False: 200.0})
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--quick", "-a", "Sign()"])
+    said, report = capsys.readouterr().out, json.loads((tmp_path / "doctor.json").read_text())
+    assert ended.value.code == int(fault), said
+    parts = {row["part"] for row in report["rows"]}
+    assert parts >= {
+        "torch, 2 ranks, gloo, cpu",
+        "torch, kernels, cpu",
+        "jax, 4 × pmap",
+        "jax, kernels",
+        "jax, 2 processes",
+    }
+    wrong = {row["check"] for row in report["rows"] if row["verdict"] == FAULT}
+    assert wrong == ({"bits there and back [256, 512]", "Sign()", "Sign(), process 1"} if fault else set())
+    assert ("WRONG HERE: " if fault else "Nothing is wrong here.") in said
+
+
+#: Bits of a matrix come back in another order.
+PLANTED = """
+import sys
+if "gradwire.torch_backend.doctor" in sys.orig_argv:
+    from gradwire.torch_backend.ops.kernels import TorchOps
+    right = TorchOps.unpack_bits
+    TorchOps.unpack_bits = lambda ops, x, shape: right(ops, x, shape).flip(0) if shape == (256, 512) else right(ops, x, shape)
+"""

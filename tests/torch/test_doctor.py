@@ -1,0 +1,163 @@
+"""The doctor finds what is planted in torch, and nothing else: in kernels, messages and algorithms, between ranks, alone and under a launcher."""
+
+import time
+
+import pytest
+import torch
+
+from gradwire import AllReduce, PowerSGD, Quantize, Sign, WireDtype
+from gradwire.core.doctor.report import FAULT, NOTE, OK, Report, Section, differing
+from gradwire.torch_backend.doctor import launched, machine
+from gradwire.torch_backend.doctor.checks import check_kernels, check_messages, check_methods
+from gradwire.torch_backend.engine import collectives
+from gradwire.torch_backend.ops.kernels import TorchOps
+from tests.torch.ranks import Cases, variants
+
+cases = Cases(__file__, ranks=2)
+CPU = torch.device("cpu")
+FEW = (WireDtype(AllReduce(), "int8"), PowerSGD(2), Sign())
+#: All that is shipped takes a minute.
+MORE = {
+    "half steps": PowerSGD(2, half_step=True),
+    "int4": Quantize("int4"),
+    "factors of 8 bits": WireDtype(PowerSGD(4), "int8"),
+}
+
+
+def rows_of(check, *arguments, **options):
+    rows = []
+    check(Section("here", rows.append, time.monotonic() + 200), *arguments, **options)
+    return rows
+
+
+def faults_of(rows):
+    return {row.check: row.detail for row in rows if row.verdict != OK}
+
+
+@cases.case
+def test_messages_and_algorithms_are_right_here(world):
+    assert faults_of(rows_of(check_messages, world.group, CPU)) == {}
+    assert faults_of(rows_of(check_methods, world.group, CPU, FEW)) == {}
+
+
+@cases.each(MORE)
+def more(world, algorithm):
+    return faults_of(rows_of(check_methods, world.group, CPU, [algorithm]))
+
+
+@pytest.mark.parametrize("name", variants(MORE, slow=MORE))
+def test_other_algorithms_are_right_here(results, name):
+    assert results(f"more[{name}]") == [{}, {}]
+
+
+def saturating(patch):
+    """What an H100 made of a conversion out of range."""
+    patch.setattr(TorchOps, "nearest_bytes", lambda ops, x, *, out=None: torch.full_like(x, 255, dtype=torch.uint8))
+
+
+def one_wrong_scale(patch):
+    right = TorchOps.scales
+
+    def scales(ops, x, largest, *, signed=False):
+        scale, reciprocal = right(ops, x, largest, signed=signed)
+        scale[-1] *= 1.25
+        return scale, reciprocal
+
+    patch.setattr(TorchOps, "scales", scales)
+
+
+def ten_bits(patch):
+    """Products as of TF32."""
+    right = TorchOps.matmul
+
+    def shortened(x):
+        return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+    patch.setattr(TorchOps, "matmul", lambda ops, x, y, *, out=None: right(ops, shortened(x), shortened(y), out=out))
+
+
+def swallowed(patch):
+    """A maximum that loses NaN."""
+    right = TorchOps.max_abs
+    patch.setattr(TorchOps, "max_abs", lambda ops, x: right(ops, x.nan_to_num(0.0, posinf=1.0, neginf=1.0)))
+
+
+def swapped(patch):
+    """Rows of a gather in another order than that of the ranks."""
+    right = collectives._columns
+    patch.setattr(collectives, "_columns", lambda *given: tuple(x.flip(0) for x in right(*given)))
+
+
+PLANTED = {
+    "a conversion that saturates": (saturating, "codec int8", FEW[0]),
+    "one wrong scale": (one_wrong_scale, "codec int8", FEW[0]),
+    "a product of ten bits": (ten_bits, "matmul", None),
+    "a NaN that is swallowed": (swallowed, "max_abs", FEW[0]),
+    "ranks in another order": (swapped, "messages", None),
+}
+
+
+@cases.each(PLANTED)
+def planted(world, variant):
+    """What is found, on each rank."""
+    plant, _, algorithm = variant
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        rows = rows_of(check_kernels, CPU, quick=True) + rows_of(check_messages, world.group, CPU)
+        rows += rows_of(check_methods, world.group, CPU, [algorithm] if algorithm else [])
+    return faults_of(rows)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_is_planted_is_found(results, name):
+    _, check, algorithm = PLANTED[name]
+    for found in results(f"planted[{name}]"):
+        assert any(each.startswith(check) for each in found)
+        assert algorithm is None or repr(algorithm) in found
+
+
+@cases.case
+def test_an_exception_ends_a_section(world):
+    """Ranks may stand at other messages after it."""
+    rows = rows_of(check_methods, world.group, CPU, [PowerSGD({"no such parameter": 2}), Sign()])
+    first, second = rows
+    assert (first.verdict, second.verdict) == (FAULT, "skipped")
+    assert "no such parameter" in first.detail
+
+
+@cases.case
+def test_under_a_launcher(world):
+    """Each rank takes part in the checks of all; differing machines are told, and a fault of one rank is known to each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launched, "join", lambda *_: world.group)
+        patch.setattr(torch.distributed, "destroy_process_group", lambda *_: None)
+        own = machine.facts(CPU) | ({"gpu": f"GPU {world.rank}"} | ({"torch": "1.0"} if world.rank else {}))
+        patch.setattr(launched, "facts", lambda device: own)
+        if world.rank:
+            swallowed(patch)
+        report = Report(show=lambda row: None)
+        launched.examine([Sign()], report, seconds=200, quick=True)
+    found = {row.check: row for row in report.rows}
+    assert found["torch"].verdict == FAULT
+    assert "1.0 on ranks 1" in found["torch"].detail
+    assert found["gpu"].verdict == NOTE
+    assert "drift apart by rounding" in found["gpu"].detail
+    assert found["messages"].verdict == found["Sign()"].verdict == OK
+    assert found["max_abs, NaN and inf, rank 1"].verdict == FAULT
+    assert [facts["rank"] for facts in report.machine] == [0, 1]
+
+
+def test_kernels_are_right_here():
+    assert faults_of(rows_of(check_kernels, CPU, quick=False)) == {}
+
+
+def test_what_differs():
+    machines = {"rank 0": {"torch": "2.11", "gpu": "A"}, "rank 1": {"torch": "2.11", "gpu": "B"}}
+    assert differing(machines) == {"gpu": {"rank 0": "A", "rank 1": "B"}}
+
+
+def test_hardware_that_nobody_has_tried(monkeypatch):
+    assert machine.unseen(CPU) == machine.unseen(torch.device("cuda")) == ""
+    assert machine.unseen(torch.device("xpu")) == "XPU"
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    assert machine.unseen(torch.device("cuda")) == "ROCm"
