@@ -25,7 +25,7 @@ MODULES = {
     "gradwire.torch_backend.integrations": "torch_backend",
 }
 #: What is measured: an example would not say the same twice.
-MEASURED = {"Advice", "Comparison", "Probe", "advise", "compare"}
+MEASURED = {"Advice", "Comparison", "Probe", "advise", "compare", "doctor"}
 
 
 def public(package: str) -> Iterator[tuple[str, Any]]:

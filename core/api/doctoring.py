@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.core.doctor.methods import SECONDS, chosen
-from gradwire.core.doctor.processes import ON_ONE_GPU, Job, free_port, run_job
-from gradwire.core.doctor.report import FAULT, Report, Row
+from gradwire.core.simulate.doctor.methods import SECONDS, chosen
+from gradwire.core.simulate.doctor.processes import ON_ONE_GPU, Job, free_port, run_job
+from gradwire.core.simulate.doctor.report import FAULT, Report, Row
 from gradwire.core.text.options import checked
 
 #: Frameworks that are looked for.

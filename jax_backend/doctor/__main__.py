@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gradwire.core.doctor.processes import say_machine, say_row
-from gradwire.core.doctor.report import NOTE, Row, Section
 from gradwire.core.plan.expressions import parse_algorithm
+from gradwire.core.simulate.doctor.processes import say_machine, say_row
+from gradwire.core.simulate.doctor.report import NOTE, Row, Section
 from gradwire.jax_backend.doctor.checks import MAPS, check_kernels, check_messages, check_methods
 from gradwire.jax_backend.doctor.machine import facts, unseen
 

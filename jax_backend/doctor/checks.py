@@ -12,10 +12,10 @@ import numpy.typing as npt
 from jax.sharding import Mesh, PartitionSpec
 
 from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.doctor import kernels
-from gradwire.core.doctor.messages import given, messages, require_right
-from gradwire.core.doctor.report import Fault, Section
 from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.simulate.doctor import kernels
+from gradwire.core.simulate.doctor.messages import given, messages, require_right
+from gradwire.core.simulate.doctor.report import Fault, Section
 from gradwire.core.simulate.known_answers import KnownStep, known_specs, known_steps
 from gradwire.core.state import checkpoint
 from gradwire.jax_backend.axes.mapped_axis import mark_varying

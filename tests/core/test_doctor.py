@@ -9,17 +9,17 @@ import pytest
 import gradwire
 from gradwire import TopK, diloco
 from gradwire.cli.app import main
-from gradwire.core.doctor import kernels, messages
-from gradwire.core.doctor.methods import QUICK, WHOLE, chosen
-from gradwire.core.doctor.processes import Job, run_job
-from gradwire.core.doctor.report import FAULT, NOTE, OK, SKIPPED, Fault, Report, Row, Section
 from gradwire.core.plan.expressions import parse_algorithm
+from gradwire.core.simulate.doctor import kernels, messages
+from gradwire.core.simulate.doctor.methods import QUICK, WHOLE, chosen
+from gradwire.core.simulate.doctor.processes import Job, run_job
+from gradwire.core.simulate.doctor.report import FAULT, NOTE, OK, SKIPPED, Fault, Report, Row, Section
 
 #: A process of the doctor, which does what its arguments say.
 SPEAKER = """
 import json, os, sys, time
-from gradwire.core.doctor.processes import say_machine, say_row
-from gradwire.core.doctor.report import Row
+from gradwire.core.simulate.doctor.processes import say_machine, say_row
+from gradwire.core.simulate.doctor.report import Row
 given = json.loads(sys.argv[1])
 print("a warning")
 say_machine({"selfcheck": os.environ["GRADWIRE_SELFCHECK"], "said": os.environ.get("SAID", "")})
@@ -64,7 +64,7 @@ def test_a_process_that_fails_is_a_fault(speaker):
 
 
 def test_a_process_that_hangs_is_ended(speaker, monkeypatch):
-    monkeypatch.setattr("gradwire.core.doctor.processes.PATIENCE", 3.0)
+    monkeypatch.setattr("gradwire.core.simulate.doctor.processes.PATIENCE", 3.0)
     began = time.monotonic()
     (fault,) = ran(speaker, {"rows": [("a", OK)], "hangs": True}, seconds=5.0).faults
     assert fault.detail == "process 0 did not end: the last check that ended was a"

@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 from gradwire import AllReduce, PowerSGD, Quantize, Sign, WireDtype
-from gradwire.core.doctor.kernels import hostile
-from gradwire.core.doctor.report import OK, Section
+from gradwire.core.simulate.doctor.kernels import hostile
+from gradwire.core.simulate.doctor.report import OK, Section
 from gradwire.jax_backend.doctor import machine
 from gradwire.jax_backend.doctor.checks import MAPS, check_kernels, check_messages, check_methods
 from gradwire.jax_backend.ops.kernels import JaxOps
@@ -109,7 +109,7 @@ def test_what_is_planted_in_kernels_is_found(plant, check, monkeypatch):
 
 def few(check):
     """The checks of that name alone: each is compiled."""
-    from gradwire.core.doctor.kernels import checks
+    from gradwire.core.simulate.doctor.kernels import checks
 
     found = {name: each for name, each in checks(quick=True).items() if name.startswith(check)}
     return lambda quick: found

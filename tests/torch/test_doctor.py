@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradwire import AllReduce, PowerSGD, Quantize, Sign, WireDtype
-from gradwire.core.doctor.report import FAULT, NOTE, OK, Report, Section, differing
+from gradwire.core.simulate.doctor.report import FAULT, NOTE, OK, Report, Section, differing
 from gradwire.torch_backend.doctor import launched, machine
 from gradwire.torch_backend.doctor.checks import check_kernels, check_messages, check_methods
 from gradwire.torch_backend.engine import collectives

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.core.doctor.processes import say_machine, say_row
-from gradwire.core.doctor.report import Section
 from gradwire.core.plan.expressions import parse_algorithm
+from gradwire.core.simulate.doctor.processes import say_machine, say_row
+from gradwire.core.simulate.doctor.report import Section
 from gradwire.torch_backend.doctor.checks import (
     check_kernels,
     check_messages,

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.doctor import kernels
-from gradwire.core.doctor.messages import given, messages, require_right
-from gradwire.core.doctor.report import NOTE, Fault, Row, Section
+from gradwire.core.simulate.doctor import kernels
+from gradwire.core.simulate.doctor.messages import given, messages, require_right
+from gradwire.core.simulate.doctor.report import NOTE, Fault, Row, Section
 from gradwire.core.simulate.known_answers import KnownStep, known_specs, known_steps
 from gradwire.core.state.checkpoint import head
 from gradwire.torch_backend.ddp.hook import register_comm_hook
@@ -82,7 +82,7 @@ def note_unseen(section: Section, device: torch.device, say: Any) -> None:
 def _check_method(algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device) -> str:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     specs = known_specs(algorithm, "float32")
-    module = _Given({name: torch.ones(spec.shape, device=device) for name, spec in specs.items()})
+    module = _Given({name: torch.ones(spec.shape, dtype=torch.float32, device=device) for name, spec in specs.items()})
     ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=BUCKET_MB)
     handle = register_comm_hook(ddp, algorithm)
     wrong, steps = "", 0
@@ -164,7 +164,7 @@ def of_first(device: torch.device, group: dist.ProcessGroup) -> Callable[[bool],
     """Makes of what the first rank thinks what all of a group do."""
 
     def decided(own: bool) -> bool:
-        x = torch.tensor([int(own)], device=device)
+        x = torch.tensor([int(own)], dtype=torch.int32, device=device)
         dist.broadcast(x, dist.get_global_rank(group, 0), group=group)
         return bool(x.item())
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.doctor.report import FAULT, NOTE, OK, Report, Row, Section, differing
+from gradwire.core.simulate.doctor.report import FAULT, NOTE, OK, Report, Row, Section, differing
 from gradwire.torch_backend.doctor.checks import (
     check_kernels,
     check_messages,

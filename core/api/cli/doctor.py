@@ -10,7 +10,7 @@ from typing import Any
 
 from gradwire.cli.models import BadArgument
 from gradwire.cli.tables import say
-from gradwire.core.doctor.report import FAULT, NOTE, OK, SKIPPED, Report, Row
+from gradwire.core.simulate.doctor.report import FAULT, NOTE, OK, SKIPPED, Report, Row
 from gradwire.doctoring import doctor
 
 #: Facts of a machine that a reader wants to see first.

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 import gradwire.core.protocol as ask
-from gradwire.core.doctor.report import Fault
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import Ops
+from gradwire.core.simulate.doctor.report import Fault
 from gradwire.core.simulate.lock_step import lock_step
 
 NDArray = npt.NDArray[Any]

@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from gradwire.core.codecs import CODECS
 from gradwire.core.codecs.codec import BlockCodec, Codec
-from gradwire.core.doctor.report import Fault
 from gradwire.core.kernels import random
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import Ops
+from gradwire.core.simulate.doctor.report import Fault
 
 NDArray = npt.NDArray[Any]
 Arrays = dict[str, Any]

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from gradwire.core.doctor.report import FAULT, Row
+from gradwire.core.simulate.doctor.report import FAULT, Row
 
 #: Before the JSON of a row, and of what a process says of its machine.
 ROW, MACHINE = "gradwire-row ", "gradwire-machine "
