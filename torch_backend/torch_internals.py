@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +94,11 @@ foreach_sub_ = torch._foreach_sub_
 def view_base(x: Tensor) -> Tensor | None:
     """The tensor of which `x` is a view. 2.6 to 2.15."""
     return x._base
+
+
+def times_written(tensors: Iterable[Tensor]) -> int:
+    """How often tensors have been written to in place, all in all. 2.6 to 2.15."""
+    return sum([x._version for x in tensors])
 
 
 # ---- autograd. 2.6 to 2.15.

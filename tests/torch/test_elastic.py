@@ -548,3 +548,48 @@ def test_what_cannot_be_served_is_refused_by_name(monkeypatch):
         with pytest.raises(ImportError, match=r"gradwire\[elastic\]"):
             elastic(model, optimizer, diloco(3), manager)
         assert not manager._user_state_dicts
+
+
+def grown(model, optimizer):
+    model["new"] = torch.nn.Linear(2, 2)
+    optimizer.add_param_group({"params": list(model["new"].parameters())})
+
+
+def halved(model, optimizer):
+    model.half()
+
+
+@pytest.mark.parametrize("what", [AllReduce(), LocalSGD(3)], ids=repr)
+@pytest.mark.parametrize("change", [grown, halved])
+def test_parameters_that_are_others_are_refused(what, change):
+    model, optimizer = small()
+    with site(1) as here:
+        elastic(model, optimizer, what, here.manager("replica"))
+        optimizer.step()
+        change(model, optimizer)
+        with pytest.raises(RuntimeError, match="elastic was called"):
+            optimizer.step()
+
+
+def test_weights_that_are_loaded_without_their_state_are_refused():
+    model, optimizer = small()
+    with site(1) as here:
+        handle = elastic(model, optimizer, diloco(3), here.manager("replica"))
+        optimizer.step()
+        kept = handle.state_dict()
+        model.load_state_dict(model.state_dict())
+        optimizer.step()  # with the same
+        model.load_state_dict(drawn(9, 8))
+        with pytest.raises(RuntimeError, match="load the state that was saved with them"):
+            optimizer.step()
+        handle.load_state_dict(kept)
+        optimizer.step()
+        assert handle.steps == kept["step"] + 1
+
+
+def test_a_closure_is_refused_where_gradients_are_averaged_before_the_step():
+    model, optimizer = small()
+    with site(1) as here:
+        elastic(model, optimizer, AllReduce(), here.manager("replica"))
+        with pytest.raises(ValueError, match="closure"):
+            optimizer.step(lambda: None)

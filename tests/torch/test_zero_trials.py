@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import gradwire.torch_backend as gw
+from gradwire import LocalSGD
+from gradwire.torch_backend.engine.groups import barrier
 from tests.torch.models import mlp
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -107,6 +112,9 @@ class Coded(torch.Tensor):
             return Coded(args[0].values_.float())
         raise NotImplementedError(f"{func}")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Coded, (self.values_.float(),)
+
 
 class CodedState(Own):
     def move(self, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -169,3 +177,60 @@ def test_the_programs_random_numbers_are_left_alone() -> None:
     before = torch.get_rng_state()
     gw.ZeroOptimizer(model.named_parameters(), Noisy, lr=0.3, shard="parameter")
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_local_sgd_averages_no_moments_that_cannot_be_joined() -> None:
+    model = mlp(6, 5, 3)
+    with pytest.raises(ValueError, match="moments='average': CodedState remembers 'buffer' as a Coded"):
+        gw.local_sgd(model, CodedState(model.parameters()), LocalSGD(2), moments="average")
+
+
+def test_a_copy_would_belong_to_other_parameters() -> None:
+    model = mlp(6, 5, 3)
+    optimizer = gw.ZeroOptimizer(model.named_parameters(), torch.optim.AdamW)
+    for copied in (copy.deepcopy, pickle.dumps, lambda x: copy.deepcopy((model, x))):
+        with pytest.raises(TypeError, match=r"ZeroOptimizer cannot be copied.*load state_dict\(\)"):
+            copied(optimizer)
+
+
+def test_a_complex_parameter_is_named() -> None:
+    parameters = {"phase": nn.Parameter(torch.zeros(3, dtype=torch.complex64))}
+    for made in (gw.ZeroOptimizer, gw.ZeroRedundancyOptimizer):
+        with pytest.raises(ValueError, match=r"'phase' is complex64.*view_as_real"):
+            made(parameters.items(), torch.optim.AdamW)
+
+
+CHANGES = {
+    "another dtype": lambda model, optimizer: model.half(),
+    "another shape": lambda model, optimizer: setattr(model[0].bias, "data", torch.zeros(2)),
+    "by hand": lambda model, optimizer: optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(2))),
+}
+
+
+@pytest.mark.parametrize("form", ["element", "averaging", "parameter", "torch's name"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_parameters_that_are_others_are_refused_in_the_step(change: str, form: str) -> None:
+    model = mlp(6, 5, 3)
+    optimizer = FORMS[form](model, torch.optim.SGD)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    CHANGES[change](model, optimizer)
+    with pytest.raises(RuntimeError, match=r"Optimizer was called.* Make a new Zero"):
+        optimizer.step()
+
+
+def test_groups_that_are_added_are_known() -> None:
+    model, more = mlp(6, 5, 3), mlp(3, 2)
+    optimizer = FORMS["torch's name"](model, torch.optim.SGD)
+    optimizer.add_param_group({"params": list(more.parameters())})
+    more(model(torch.ones(2, 6))).sum().backward()
+    optimizer.step()
+
+
+def test_a_group_waits_as_long_as_it_was_told() -> None:
+    waits = lambda longest: barrier.patience_of(longest, timedelta(seconds=7200))  # noqa: E731
+    assert waits(barrier.LONGEST) == waits(None) == timedelta(seconds=7200)
+    assert barrier.patience_of(barrier.LONGEST, timedelta(seconds=60)) == timedelta(seconds=60)
+    for default in barrier.BY_DEFAULT:
+        assert barrier.patience_of(barrier.LONGEST, default) == barrier.LONGEST
+        assert barrier.patience_of(None, default) == default

@@ -147,6 +147,8 @@ class ZeroRedundancyOptimizer(ZeroOptimizer):
         torch.optim.Optimizer.add_param_group(self, group)
         self._copy_options(self.optimizer.param_groups[-1:], self.param_groups[-1:])
         self._step = self._sharded_step(averaged=not self._average_gradients)
+        self._assumed.leave()
+        self._assume()
 
     def _divided(self, new: Mapping[str, Tensor]) -> WholeShards:
         """Owners for new parameters; who owns the others stays, and so does their state."""

@@ -19,11 +19,12 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.buckets.assignment import Mebibytes, bucket_limits
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
-from gradwire.torch_backend.ddp.newly_trained import Newcomers
 from gradwire.torch_backend.ddp.reducer import BackwardReducer
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.nodes import on_nodes
 from gradwire.torch_backend.engine.groups.process_groups import given_or_default
+from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
+from gradwire.torch_backend.setup.assumptions import UnknownParameters
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank, describe, obstacle, require_initialized
 from gradwire.torch_backend.setup.handle import Handle
 from gradwire.torch_backend.setup.registration import (
@@ -121,6 +122,7 @@ class DataParallel(nn.Module):
         ValueError: nothing to train, something cannot be served (named), or ranks differ in what they wrap (said how, on all ranks).
     """
 
+    @outside_inference_mode
     @checked
     def __init__(
         self,
@@ -169,7 +171,8 @@ class DataParallel(nn.Module):
         announce(driver, trial)
         _bucket_by_bucket(driver, message_bytes)
         self.module = module
-        self._newcomers = Newcomers(module, parameters.values(), wrapper="DataParallel")
+        then = "DataParallel wrapped the model. Wrap it anew"
+        self._unknown = UnknownParameters(module, parameters.values(), then=then)
         self._reducer = BackwardReducer(driver, parameters, limits, find_unused_parameters)
         self.handle = ParallelHandle(self._reducer, message_bytes)
         self.process_group = group
@@ -180,7 +183,7 @@ class DataParallel(nn.Module):
         """Run the module. Arguments and result are its own. Buffers are rank 0's in the first forward pass, and in each that follows a step."""
         training = torch.is_grad_enabled()
         if training:
-            self._newcomers.look(self._reducer.driver.memory.steps)
+            self._unknown.look(self._reducer.driver.memory.steps)
             self._reducer.before_forward()
         if self._buffers_may_differ:
             copy_from_first_rank(list(self.module.buffers()), self.process_group)

@@ -19,10 +19,11 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
 from gradwire.torch_backend.ddp.backward_pass import BackwardPass
-from gradwire.torch_backend.ddp.newly_trained import Newcomers
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.dynamo import uncompiled
 from gradwire.torch_backend.engine.groups.nodes import on_nodes
+from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
+from gradwire.torch_backend.setup.assumptions import UnknownParameters
 from gradwire.torch_backend.setup.consistency import meet_to_change, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.setup.handle import Handle
 from gradwire.torch_backend.setup.registration import announce, prepared, require_gradient_algorithm
@@ -36,6 +37,7 @@ from gradwire.torch_backend.torch_internals import (
 )
 
 
+@outside_inference_mode
 @checked
 def register_comm_hook(
     ddp: Annotated[DistributedDataParallel, OWN_CHECK],
@@ -98,8 +100,9 @@ def register_comm_hook(
     announce(driver, trial)
     handle = hooked(ddp, driver, parameters)
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
-    newcomers = Newcomers(ddp.module, parameters.values(), ignored, wrapper="DistributedDataParallel")
-    handle._notice(*_note_used(ddp, parameters), newcomers.look)
+    then = "DistributedDataParallel wrapped the model. Wrap it anew"
+    unknown = UnknownParameters(ddp.module, parameters.values(), ignored, then=then)
+    handle._notice(*_note_used(ddp, parameters), unknown.look)
     return handle
 
 
@@ -330,6 +333,7 @@ class CommHook(Handle):
         require_same_on_all_ranks(driver.process_group, settings, {}, self._why_not(), driver.ops.device)
         self.leave()
 
+    @outside_inference_mode
     def leave(self) -> None:
         """What `unregister` does, when all ranks have agreed on it."""
         driver = self._driver

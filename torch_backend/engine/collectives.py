@@ -208,6 +208,7 @@ class Collectives:
         sent: messages and payload bytes so far.
         times: notes how long messages take and are waited for.
         asked, last: a checksum of all messages that were asked for, and the last of them in words.
+        beside: who knows both of the messages of these, too; None: these do.
         whereabouts: of the ranks; None where nobody keeps them.
         levels: of the algorithm, for what leaves a node; None: it has one.
     """
@@ -220,6 +221,7 @@ class Collectives:
         self.sent = Sent()
         self.times = StepTimes(ops.device)
         self.asked, self.last = 0, ""
+        self.beside: Collectives | None = None
         self.whereabouts: Whereabouts | None = None
         self.levels: TwoLevel | None = None
         self._divided = divided
@@ -237,8 +239,9 @@ class Collectives:
             if isinstance(answer, Pending):
                 answer.launched, answer.nbytes = launched, self.sent.nbytes - before
                 answer.groups, answer.whereabouts = request.groups, self.whereabouts
-                self.last = f"{type(request).__name__} of {answer.nbytes} bytes"
-                self.asked = crc32(self.last.encode(), self.asked)
+                known = self.beside or self
+                known.last = f"{type(request).__name__} of {answer.nbytes} bytes"
+                known.asked = crc32(known.last.encode(), known.asked)
             return answer
         if isinstance(request, Request) and request.local:
             return request.answer()

@@ -24,6 +24,7 @@ from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
 from gradwire.torch_backend.engine.collectives import Asked
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
 from gradwire.torch_backend.fsdp.backward import ShardedBackward, hook_obstacle
 from gradwire.torch_backend.fsdp.driver import ShardDriver, asked
 from gradwire.torch_backend.fsdp.layout import Layout, obstacle_of_shards, replica_group
@@ -40,6 +41,7 @@ from gradwire.torch_backend.setup.registration import announce, prepared, requir
 from gradwire.torch_backend.torch_internals import before_compile, steps_in_backward
 
 
+@outside_inference_mode
 @checked
 def compress_replicas(
     model: Annotated[nn.Module, OWN_CHECK],
@@ -130,6 +132,7 @@ class ReplicaHandle(Handle):
         super().__init__(driver)
         self._backward = backward
 
+    @outside_inference_mode
     def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
         require_gradient_algorithm(algorithm)
         refuse_levels(algorithm)

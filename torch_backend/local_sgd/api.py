@@ -15,30 +15,33 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.ops import ITEMSIZE
 from gradwire.core.plan.advice import warn, warn_of_few_rounds
 from gradwire.core.text.options import OWN_CHECK, AtLeast0, AtLeast1, checked
 from gradwire.torch_backend.ddp.data_parallel import DataParallel
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.groups.same_state import digest_of
+from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
 from gradwire.torch_backend.fsdp.layout import local_part
+from gradwire.torch_backend.local_sgd.buffers import AveragedBuffers
 from gradwire.torch_backend.local_sgd.checks import fitted, obstacle_of
 from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.local_sgd.optimizer_hooks import step_on_every_rank
 from gradwire.torch_backend.local_sgd.target import target_of
 from gradwire.torch_backend.local_sgd.wrapped_optimizer import unwrapped
-from gradwire.torch_backend.ops.kernels import dtype_name
+from gradwire.torch_backend.setup.assumptions import Assumptions
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank, describe, require_same_on_all_ranks
 
 
+@outside_inference_mode
 @checked
 def local_sgd(
     module: Annotated[nn.Module, OWN_CHECK],
     optimizer: Annotated[torch.optim.Optimizer, OWN_CHECK] | None,
     local: Annotated[LocalSGD, "LocalSGD(…) or diloco(…)"],
     *,
-    buffers: Literal["average", "keep"] = "average",
+    buffers: Literal["average", "keep"] | list[str] = "average",
     moments: Literal["keep", "average", "reset"] = "keep",
     process_group: dist.ProcessGroup | None = None,
     message_bytes: AtLeast0 | None = None,
@@ -74,7 +77,8 @@ def local_sgd(
             step yourself, for instance where there are several optimizers; weights must then be loaded before.
         local: what to do: `LocalSGD(...)` or `diloco(...)`. "node" in it is a machine, as for `TwoLevel`: by what
             torchrun says in LOCAL_WORLD_SIZE, or else by the names of the hosts.
-        buffers: floating buffers (the statistics of BatchNorm) are averaged with the parameters, as they are; or kept. A DDP that
+        buffers: floating buffers (the statistics of BatchNorm) are averaged with the parameters, as they are, but for vectors of length 1 (those of spectral norm),
+            of which no mean is one; or kept; or patterns (`fnmatch`) of the names of those that are averaged. A DDP that
             broadcasts buffers in each forward pass is refused, since that is a message in each step.
         moments: the optimizer's tensors of a parameter that have its shape are kept as each rank has them; averaged with the parameter; or
             dropped when it is averaged, so that the optimizer begins anew. "average" communicates once more the first time.
@@ -102,12 +106,11 @@ def local_sgd(
     optimizer = unwrapped(optimizer)
     target = target_of(module, process_group)
     inner = module.module if isinstance(module, DistributedDataParallel) else module
-    averaged_buffers = dict(inner.named_buffers()) if buffers == "average" else {}
-    averaged_buffers = {n: b for n, b in averaged_buffers.items() if dtype_name(b.dtype) in ITEMSIZE}
+    averaged_buffers, why_not = AveragedBuffers.of(inner, buffers)
 
     fit_here = fitted(local, target.group, target.parameters, averager=target.averages)
     local = fit_here.local
-    why_not = fit_here.obstacle or obstacle_of(inner, target, optimizer, local, moments)
+    why_not = why_not or fit_here.obstacle or obstacle_of(inner, target, optimizer, local, moments)
     if outer_device is not None and not local.has_outer:
         why_not = (
             why_not or f"outer_device={outer_device!r} with {local!r}, which has no outer parameters; leave it out"
@@ -115,7 +118,7 @@ def local_sgd(
     settings = {
         "local": repr(local),
         "optimizer": type(optimizer).__name__,
-        "buffers": buffers,
+        "buffers": str(buffers),
         "moments": moments,
         "message_bytes": str(message_bytes),
         "outer_device": str(outer_device),
@@ -130,8 +133,13 @@ def local_sgd(
     if inner is module:  # DDP has done so
         copy_from_first_rank([*map(local_part, module.parameters()), *module.buffers()], target.group)
     moved = Moments(optimizer, target.trained, moments, target.group)
+    remedy = f"Call handle.unregister(), and {target.anew}"
+    digest = lambda: digest_of(target.parameters)  # noqa: E731
+    assumed = Assumptions(
+        "local_sgd", target.trained, target.frozen, inner, optimizer, remedy, digest=digest, moves=target.partial
+    )
     handle = LocalSGDHandle(
-        local, target, averaged_buffers, moved, groups, message_bytes, on_host=outer_device is not None
+        local, target, averaged_buffers, moved, groups, assumed, message_bytes, on_host=outer_device is not None
     )
     if optimizer is not None:
         handle._leave_optimizer = step_on_every_rank(optimizer, handle._begin, handle._end)

@@ -20,6 +20,7 @@ from gradwire.torch_backend.fsdp.backward import hook_obstacle
 from gradwire.torch_backend.local_sgd.outer import in_torch
 from gradwire.torch_backend.local_sgd.target import Target
 from gradwire.torch_backend.setup.consistency import obstacle
+from gradwire.torch_backend.setup.optimizer_state import uncopied
 from gradwire.torch_backend.setup.registration import tried
 
 #: Optimizers whose ranks share the work of a step.
@@ -108,6 +109,12 @@ def obstacle_of(
             return f"optimizer steps parameters of shapes {some(foreign)} that are not in module, and nobody would average them"
         if type(optimizer).__name__ in SHARDED:
             return f"{type(optimizer).__name__} needs equal gradients on all ranks; give an optimizer that steps alone"
+        if (
+            moments == "average"
+            and target.device is not None
+            and (why := uncopied(type(optimizer), optimizer.defaults, target.device))
+        ):
+            return f"moments='average': {type(optimizer).__name__} {why}; use 'keep' or 'reset'"
         if moments == "reset" and isinstance(optimizer, torch.optim.Adagrad):
             return "moments='reset' drops what Adagrad makes only when it is built; use 'average' or 'keep'"
     return obstacle(module, AllReduce(), target.parameters)

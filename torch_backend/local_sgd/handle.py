@@ -28,7 +28,9 @@ from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.dynamo import uncompiled
 from gradwire.torch_backend.engine.groups.barrier import LONGEST
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.groups.same_state import digest_of
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
+from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
 from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.local_sgd.checks import averages_gradients, fitted, radial_obstacle
 from gradwire.torch_backend.local_sgd.host_memory import HostMemory
@@ -41,6 +43,7 @@ from gradwire.torch_backend.monitor.stats import Sent, Stats
 from gradwire.torch_backend.monitor.timers import StepTimes
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.setup.assumptions import Assumptions
 from gradwire.torch_backend.setup.consistency import meet_to_change, require_same_on_all_ranks
 from gradwire.torch_backend.state.memory import Memory
 from gradwire.torch_backend.state.rank_memory import ShardedState
@@ -62,11 +65,13 @@ class LocalSGDHandle:
         buffers: Mapping[str, Tensor],
         moments: Moments,
         groups: ProcessGroups,
+        assumed: Assumptions,
         message_bytes: int | None = None,
         *,
         on_host: bool = False,
     ) -> None:
         self._replicas = groups.whole.size()
+        self._assumed = assumed
         self._target = target
         self._parameters = target.parameters
         self._buffers = buffers
@@ -79,6 +84,7 @@ class LocalSGDHandle:
         self._weight = 1.0
         self._first_step = 0
         self._has_begun = False
+        self._has_loaded = False
         self._equal_at = 0
         self._scheduled_from = 0
         self._averages = self._skipped_averages = 0
@@ -90,6 +96,7 @@ class LocalSGDHandle:
     def _adopt(self, local: LocalSGD, groups: ProcessGroups) -> None:
         """Do this from the next step on, with a memory that begins with the parameters as they are."""
         self.local, self._groups = local, groups
+        self._assumed.remembers_weights = local.has_outer
         self._collectives = Collectives(groups, self._ops)
         self._collectives.levels = levels_of(local)
         self._make_step = self._target.step_of(local)
@@ -111,6 +118,8 @@ class LocalSGDHandle:
         if not self.local.delayed:
             return None
         specs, groups = specs_of(self._parameters), self._groups.anew()
+        if groups.may_be_left:
+            weakref.finalize(self, groups.leave).atexit = False
         return InFlight(self.local, specs, groups, self._ops, self._make_step, self._collectives)
 
     def _average_gradients(self) -> None:
@@ -166,15 +175,34 @@ class LocalSGDHandle:
             return self.local.init(self._ops, parameters, self._replicas)
 
     def _begin(self) -> None:
-        """Before each step of the optimizer. Raises RuntimeError for parameters that were thawed since."""
-        self._target.refuse_thawed()
+        """Before each step of the optimizer. Raises RuntimeError for what is not as it was registered."""
+        self._assumed.require(self.steps)
         if not self._has_begun and self.local.has_outer:
             # Weights may have been loaded since registration: replicas part from what is there now.
-            if self._host is None:
-                self._memory.state = self._fresh()
-            else:
-                self._host.store(self._fresh(), self._memory.state, self._memory.state.tensors)
-        self._has_begun = True
+            self._begin_anew()
+        elif self._assumed.unloaded is not None and not self._has_loaded and self.local.has_outer:
+            self._follow_loaded(self._assumed.unloaded)
+        self._has_begun, self._has_loaded, self._assumed.unloaded = True, False, None
+
+    def _begin_anew(self) -> None:
+        """With a memory of the parameters as they are."""
+        if self._host is None:
+            self._memory.state = self._fresh()
+        else:
+            self._host.store(self._fresh(), self._memory.state, self._memory.state.tensors)
+
+    def _follow_loaded(self, before: str) -> None:
+        """Weights were loaded in the middle of training. If they are others than those `before`, so is what is remembered: replicas part from what is there now, on all
+        ranks."""
+        if (now := digest_of(self._parameters)) == before:
+            return
+        why = "The model's load_state_dict() was called in the middle of training, and outer parameters are those of all ranks: load the same on all of them"
+        meeting = self._memory.placement.meetings[0]
+        if meeting.come("weights that were loaded", why, now, longest=LONGEST):
+            self.synchronize()  # a part of them, and the rest differs
+        self._drop()
+        self._begin_anew()
+        self._memory.left = {} if self.local.delayed else None
 
     @uncompiled
     def step(self) -> None:
@@ -182,11 +210,11 @@ class LocalSGDHandle:
 
         Raises:
             RuntimeError: under DDP's `join()`, where ranks step a different number of times; or captured in a CUDA graph; or unregistered; or
-                parameters have gradients that were frozen at registration.
+                parameters are not as they were at registration: frozen then, and with gradients now, or other tensors.
         """
         if not self._registered:
             raise RuntimeError(self._why_not())
-        self._target.refuse_thawed()
+        self._assumed.require(self.steps)
         self._end()
 
     def _end(self) -> None:
@@ -205,6 +233,7 @@ class LocalSGDHandle:
         self._memory.steps += 1
         self._watch.end_step(self._progress(), tuple, 1.0)
         times.begin()  # a step reaches from one of the optimizer to the next
+        self._assumed.stepped()
 
     def _average(self) -> None:
         step = self._memory.steps
@@ -217,7 +246,7 @@ class LocalSGDHandle:
             params = self._target.all_or_none(self._ops, params)
         extras: dict[str, dict[str, Tensor]] = {n: {"": b.detach().contiguous()} for n, b in self._buffers.items()}
         if due:
-            extras |= self._moments.taken(due)
+            extras |= self._moments.taken(due, followed=self.local.has_outer)
         arrived = {} if self._in_flight is None else self._or_forget(self._in_flight.arrived, step)
         taken: list[Tensor] = []
         program = self.local.average(
@@ -226,6 +255,8 @@ class LocalSGDHandle:
         after, state, others = self._or_forget(
             lambda program: run_alone(self._collectives, program, self._make_step), program, turn.arrives | turn.later
         )
+        if self.local.has_outer:
+            self._moments.follow(after)
         for name, x in after.items():
             _put(self._parameters[name], x)
         for name, buffer in self._buffers.items():
@@ -315,11 +346,13 @@ class LocalSGDHandle:
         """Whether parameters (and averaged buffers) are the same on all ranks now, as they were left by the last step: then a checkpoint of
         one rank holds them for all. With several fragments they never are all at once after `start_step`, unless by `synchronize`."""
         if self.steps <= self.local.start_step and self._buffers:
-            return self.steps == self._equal_at
+            return self.steps == self._equal_at and not self._assumed.others_stepped
         return self._parameters_are_equal
 
     @property
     def _parameters_are_equal(self) -> bool:
+        if self._assumed.others_stepped:
+            return False
         if self.steps <= self.local.start_step or self.steps == self._equal_at:
             return True
         if self.local.fragments > 1 or self.local.delayed or self.local.merge or self.steps == self._scheduled_from:
@@ -331,16 +364,24 @@ class LocalSGDHandle:
         an evaluation. To be called on all ranks. Outer parameters and memories stay as they are. By weight, if the schedule is `weighted`."""
         start = self._watch.times.now()
         with torch.no_grad():
-            tensors = [*self._parameters.values(), *self._buffers.values()]
-            arrays = {i: tensor.detach().contiguous() for i, tensor in enumerate(tensors)}
-            averages: Program[dict[int, Tensor]] = mean_each(arrays, watched=False)
+            parameters, buffers = dict(self._parameters), dict(self._buffers)
+            given = {("", name): x for kept in (parameters, buffers) for name, x in kept.items()}
+            moments = self._moments.weights()
+            given |= {(key, name): x for name, kept in moments.items() for key, x in kept.items()}
+            arrays = {key: x.detach().contiguous() for key, x in given.items()}
+            averages: Program[dict[tuple[str, str], Tensor]] = mean_each(arrays, watched=False)
             if self.local.weighted:
                 averages = Weighing(self._ops, self._weight).run(averages)
-            for i, x in run_alone(self._collectives, averages).items():
-                _put(tensors[i], x)
+            found = run_alone(self._collectives, averages)
+            for (key, name), x in found.items():
+                if not key:
+                    _put(given[key, name], x)
+            self._moments.put({name: {key: found[key, name] for key in kept} for name, kept in moments.items()}, set())
         self._watch.times.worked(start)
         self._equal_at = self.steps
+        self._assumed.stepped()
 
+    @outside_inference_mode
     def reconfigure(self, local: LocalSGD) -> StateMismatch:
         """Go on with another schedule, outer optimizer or compressor, from the next step on. To be called on all ranks, between steps.
 
@@ -410,6 +451,7 @@ class LocalSGDHandle:
         self._forget([f for f in range(local.fragments) if f not in kept])
         self._memory.left = kept
 
+    @outside_inference_mode
     def unregister(self) -> None:
         """Take local SGD away: from the next step on gradients are averaged as they are, by DDP or between the replicas of a sharded model, and the
         optimizer steps as it does by itself. To be called on all ranks, between steps. `register_comm_hook`, `compress_replicas` or `local_sgd`
@@ -431,6 +473,7 @@ class LocalSGDHandle:
         self._drop(for_good=True)
         self._make_equal()
         self._leave_optimizer()
+        self._assumed.leave()
         self._registered = False
         self._target.leave()
 
@@ -490,7 +533,7 @@ class LocalSGDHandle:
             Plain nested dictionaries of tensors on the CPU, numbers and strings, by parameter name.
 
         Raises:
-            RuntimeError: on every rank, if parameters differ between ranks now; or some ranks have not called it within 10 minutes.
+            RuntimeError: on every rank, if parameters differ between ranks now; or some ranks have not called it within 10 minutes, or the timeout that the process group was given.
         """
         if not self._parameters_are_equal:
             raise RuntimeError(
@@ -523,13 +566,14 @@ class LocalSGDHandle:
         same rank of the same number of them. Communicates nothing."""
         return {**self._memory.own(), "synchronized": self._parameters_are_equal}
 
+    @outside_inference_mode
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, or from the `rank_state_dict` of this rank. To be called on all ranks: it compares the step and the
         memory, so that none waits for averages that others have behind them.
 
         Raises:
             ValueError: on every rank, with nothing changed, if the state does not fit on one of them, or they differ.
-            RuntimeError: some ranks have not called it within 10 minutes.
+            RuntimeError: some ranks have not called it within 10 minutes, or the timeout that the process group was given.
         """
         why_not, found = "", None
         try:
@@ -551,7 +595,7 @@ class LocalSGDHandle:
         self._watch.restart()
         self._equal_at = self.steps if state.get("synchronized", "rank" not in state) else -1
         self._scheduled_from = 0
-        self._has_begun = True
+        self._has_begun = self._has_loaded = True
 
     def _left_by(self, steps: int) -> dict[int, int]:
         """After which steps differences left that are on their way after so many, if the schedule has been this one long enough."""

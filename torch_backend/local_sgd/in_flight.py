@@ -81,6 +81,7 @@ class InFlight:
             collectives = Collectives(self._groups, self._ops)
             collectives.sent, collectives.times = self._beside.sent, self._beside.times
             collectives.whereabouts, collectives.levels = self._beside.whereabouts, self._beside.levels
+            collectives.beside = self._beside
             index = self._local.round(step, self._period, fragment)
             program = self._local.message(self._ops, self._specs, state, fragment, index)
             own = self._make_step(collectives)

@@ -1,4 +1,4 @@
-"""What an optimizer remembers of a parameter, when parameters are averaged: kept, averaged as well, or dropped."""
+"""What an optimizer remembers of a parameter, when parameters are averaged: kept, averaged as well, or dropped. Weights that it keeps go with the parameters in any case."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_al
 from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.fsdp.layout import local_part
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank
+from gradwire.torch_backend.setup.optimizer_state import is_plain, weights_in
 
 #: A scalar parameter's moments look like it.
 COUNTER = "step"
+#: Averages at which ranks tell each other what their optimizers remember, until one of them remembers something.
+ATTEMPTS = 3
 
 
 class Moments:
     """The moments of an optimizer: those tensors that it keeps for a parameter and that have its shape. Counters are left alone.
 
     Parameters are named, as the optimizer knows them; of a DTensor the local part is averaged. `what` is "keep", "average" or "reset".
+
+    Some optimizers keep weights in their state: masters in float32, from which the next step makes the parameters, whatever is in these; or the weights that a
+    schedule-free one steps. They are averaged with the parameters, or moved as these are where an outer optimizer makes them.
     """
 
     def __init__(
@@ -32,41 +38,79 @@ class Moments:
         optimizer: torch.optim.Optimizer | None,
         parameters: Mapping[str, Tensor],
         what: str,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
     ) -> None:
         self._optimizer = optimizer
         self._parameters = parameters
         self._what = what
         self._group = group
         self._keys: dict[str, torch.dtype | None] = {}
+        self._masters: frozenset[str] = frozenset()
+        self._weights: frozenset[str] = frozenset()
+        self._attempts = self._own_attempts = 0 if optimizer is None or what == "reset" else ATTEMPTS
 
-    def taken(self, due: set[str]) -> dict[str, dict[str, Tensor]]:
+    def taken(self, due: set[str], *, followed: bool = False) -> dict[str, dict[str, Tensor]]:
         """To be averaged, of the parameters that are: parameter → name of the moment → tensor. The same names and shapes on all ranks.
 
-        A rank that has none yet (its optimizer skipped every step, or the parameter has received no gradient there) counts as zeros.
+        A rank that has none yet (its optimizer skipped every step, or the parameter has received no gradient there) counts as zeros; of weights, as what its parameter is.
+        `followed`: weights are not averaged, since `follow` moves them.
         """
-        return self._taken(due) if self._what == "average" else {}
+        if not followed or self._what == "average":
+            self._look()
+        weights = frozenset() if followed else self._weights
+        return self._taken(due, self._keys.keys() - self._weights | weights if self._what == "average" else weights)
 
-    def _taken(self, due: Collection[str]) -> dict[str, dict[str, Tensor]]:
-        if self._optimizer is None:
-            return {}
-        if not self._keys:
+    def weights(self) -> dict[str, dict[str, Tensor]]:
+        """As `taken`: the weights of all parameters."""
+        if not self._keys and self._optimizer is not None and self._what != "reset":
             self._agree()
+        return self._taken(self._parameters.keys(), self._weights)
+
+    def _look(self) -> None:
+        if not self._keys and self._attempts:
+            self._attempts -= self._what == "keep"
+            self._agree()
+
+    def _found(self, masters: Collection[str], others: Collection[str]) -> None:
+        self._masters |= set(masters)
+        self._weights |= {*masters, *others}
+
+    def _taken(self, due: Collection[str], keys: Collection[str]) -> dict[str, dict[str, Tensor]]:
+        if self._optimizer is None or not keys:
+            return {}
         stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         return {
-            name: {key: self._moment(p, key, dtype).detach().contiguous() for key, dtype in self._keys.items()}
+            name: {key: self._moment(p, key, self._keys[key]).detach().contiguous() for key in sorted(keys)}
             for name, p in self._parameters.items()
             if name in due and id(p) in stepped
         }
 
+    def follow(self, parameters: Mapping[str, Tensor]) -> None:
+        """Before these take the places of the parameters: move weights as far. So what rounding has kept from the parameters is not lost. It takes no message."""
+        if not self._weights and self._own_attempts and self._optimizer is not None:
+            self._own_attempts -= 1
+            self._found(*weights_in(self._optimizer, self._parameters.values()))
+        for name, new in parameters.items() if self._weights else ():
+            p = self._parameters[name]
+            before = local_part(p)
+            mine = self._of(p)
+            for x in [mine[key] for key in self._weights & mine.keys()]:
+                moved = x + (new.to(x.dtype) - before.to(x.dtype))
+                x.copy_(torch.where(moved.isfinite(), moved, new.to(x.dtype)))
+
     def put(self, averages: Mapping[str, Mapping[str, Tensor]], averaged: set[str]) -> None:
-        """Take the averages over, where there is something to replace, and they are finite; or drop the moments of the parameters that were `averaged`."""
+        """Take the averages over, where there is something to replace, and they are finite; or drop the moments of the parameters that were `averaged`. A parameter whose
+        master was averaged is what that is, rounded once."""
         for name, moments in averages.items():
-            mine = self._of(self._parameters[name])
+            p = self._parameters[name]
+            mine = self._of(p)
             finite = torch.stack([value.isfinite().all() for value in moments.values()]).all() if moments else None
             for key, value in moments.items():
                 if key in mine:
                     mine[key].copy_(torch.where(finite, value, mine[key]))  # type: ignore[arg-type]
+                if key in self._masters:
+                    own = local_part(p)
+                    own.copy_(torch.where(finite, value.to(own.dtype), own))  # type: ignore[arg-type]
         if self._what == "reset" and self._optimizer is not None:
             for name in averaged:
                 self._optimizer.state.pop(self._parameters[name], None)
@@ -83,7 +127,10 @@ class Moments:
             return
         everything = set(self._parameters)
         if self._what != "reset":
-            flat = {(n, key): x for n, moments in self._taken(everything).items() for key, x in moments.items()}
+            if not self._keys:
+                self._agree()
+            taken = self._taken(everything, self._keys)
+            flat = {(n, key): x for n, moments in taken.items() for key, x in moments.items()}
             averages: dict[str, dict[str, Tensor]] = {}
             for (name, key), x in run_alone(collectives, mean_each(flat, watched=False)).items() if flat else ():
                 averages.setdefault(name, {})[key] = x
@@ -94,6 +141,7 @@ class Moments:
 
     def _copy_from_first_rank(self) -> None:
         assert self._optimizer is not None
+        assert self._group is not None
         state, mine = self._optimizer.state, {}
         for name, p in self._parameters.items():
             mine[name] = {key: _Like.of(x) if _beside(p, x) else x for key, x in state.get(p, {}).items()}
@@ -116,6 +164,8 @@ class Moments:
 
     def _moment(self, parameter: Tensor, key: str, dtype: torch.dtype | None) -> Tensor:
         mine = self._of(parameter)
+        if key not in mine and key in self._weights:
+            return local_part(parameter).to(dtype or parameter.dtype)
         return mine[key] if key in mine else local_part(torch.zeros_like(parameter, dtype=dtype))
 
     def _of(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -124,16 +174,24 @@ class Moments:
         return {
             key: local_part(x)
             for key, x in kept.items()
-            if isinstance(x, Tensor) and x.is_floating_point() and x.shape == parameter.shape and key != COUNTER
+            if isinstance(x, Tensor)
+            and is_plain(x)
+            and x.is_floating_point()
+            and x.shape == parameter.shape
+            and key != COUNTER
         }
 
     def _agree(self) -> None:
-        """Which moments there are. An optimizer makes them in its first step, which ranks need not take at the same time."""
+        """Which moments there are, and which of them are weights. An optimizer makes them in its first step, which ranks need not take at the same time."""
+        assert self._optimizer is not None
         mine: dict[str, torch.dtype | None] = {}
         for p in self._parameters.values():
             mine |= {key: None if x.dtype == p.dtype else x.dtype for key, x in self._of(p).items()}
-        for theirs in gathered_by_all(mine, self._group, next(iter(self._parameters.values())).device):
+        weights = weights_in(self._optimizer, self._parameters.values())
+        everyone = gathered_by_all((mine, *weights), self._group, next(iter(self._parameters.values())).device)
+        for theirs, masters, others in everyone:
             self._keys |= theirs
+            self._found(masters, others)
         self._keys = {key: self._keys[key] for key in sorted(self._keys)}
 
 
@@ -181,5 +239,5 @@ class _Like:
 
 
 def _beside(parameter: Tensor, x: object) -> bool:
-    """Whether it is a tensor on the parameter's device; counters may be on the host."""
-    return isinstance(x, Tensor) and x.device == parameter.device
+    """Whether it is a plain tensor on the parameter's device; counters may be on the host."""
+    return isinstance(x, Tensor) and is_plain(x) and x.device == parameter.device

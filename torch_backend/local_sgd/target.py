@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.torch_backend.ddp.hook import CommHook, hook_obstacle, hooked
-from gradwire.torch_backend.ddp.newly_trained import refuse_thawed
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups, given_or_default
@@ -46,7 +45,7 @@ class Target:
         averages: somebody can average gradients.
         averages_always: somebody averages them in full, unless told otherwise.
         partial: this rank has only blocks of parameters.
-        anew: after `unregister`, what takes in what was thawed.
+        anew: after `unregister`, what takes in what has come, was thawed, or is another tensor.
     """
 
     kind = "parameter"
@@ -85,10 +84,6 @@ class Target:
 
     def require_steps(self) -> None:
         """Raise RuntimeError where ranks may step a different number of times."""
-
-    def refuse_thawed(self) -> None:
-        """Raise RuntimeError for gradients of parameters that were frozen: replicas would drift apart."""
-        refuse_thawed(self.frozen, "local_sgd", f"Call handle.unregister(), and {self.anew}")
 
     def average_by(self, driver: Driver) -> None:
         """Let this driver average gradients."""

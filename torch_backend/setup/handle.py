@@ -143,7 +143,7 @@ class Handle:
                 been, and `relative_error` None, or that of a step before.
 
         Raises:
-            RuntimeError: some ranks have not entered within 10 minutes (less, if the timeout of the process group is); a CUDA graph is being
+            RuntimeError: some ranks have not entered within 10 minutes, or the timeout that the process group was given; a CUDA graph is being
                 captured.
         """
         with measuring(self._driver) as found:
@@ -190,7 +190,7 @@ class Handle:
             Plain nested dictionaries of tensors on the CPU, numbers and strings, keyed by parameter name.
 
         Raises:
-            RuntimeError: some ranks have not called it within 10 minutes (less, if the timeout of the process group is).
+            RuntimeError: some ranks have not called it within 10 minutes, or the timeout that the process group was given.
         """
         return self._driver.memory.whole()
 

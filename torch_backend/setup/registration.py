@@ -26,6 +26,7 @@ from gradwire.torch_backend.engine.collectives import answerable
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.nodes import on_nodes
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
 from gradwire.torch_backend.setup.consistency import (
     algorithm_obstacle,
     describe,
@@ -140,6 +141,7 @@ def in_one_line(driver: Driver) -> str:
         return repr(driver.algorithm)
 
 
+@outside_inference_mode
 def reconfigured(
     driver: Driver, algorithm: Algorithm, settings: Mapping[str, str], *, in_buckets: bool = True, **options: Any
 ) -> tuple[Driver, StateMismatch]:
@@ -149,7 +151,7 @@ def reconfigured(
     Raises:
         TypeError: no algorithm.
         ValueError: on all ranks, if it cannot be served or they differ.
-        RuntimeError: some ranks have not called it within 10 minutes.
+        RuntimeError: some ranks have not called it within 10 minutes, or the timeout that the process group was given.
     """
     require_gradient_algorithm(algorithm)
     meet_to_change(driver.memory.placement.meetings)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.buckets.assignment import assign_buckets
-from gradwire.core.ops import Spec
+from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.zero.sharding import MixedShards, Shards, shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.torch_backend.engine.driver import specs_of
+from gradwire.torch_backend.ops.kernels import dtype_name
 from gradwire.torch_backend.setup.consistency import describe, require_initialized, require_same_on_all_ranks
 from gradwire.torch_backend.torch_internals import MUON, NeedsTorch
 from gradwire.torch_backend.zero.rules import Rule
@@ -25,6 +26,12 @@ def require_parameters(trained: Mapping[str, Tensor]) -> None:
     require_initialized(trained)
     if not trained:
         raise TypeError("params has no parameter with requires_grad=True, so there is nothing to optimize")
+    for name, p in trained.items():
+        if dtype_name(p.dtype) not in ITEMSIZE:
+            raise ValueError(
+                f"parameter {name!r} is {dtype_name(p.dtype)}, and a sharded optimizer takes real ones: keep torch.view_as_real(...) of a complex parameter, and make it complex in "
+                "the forward pass"
+            )
     devices = {p.device for p in trained.values()}
     if len(devices) != 1:
         raise ValueError(f"parameters are on {sorted(map(str, devices))}; one device per process is supported")

@@ -27,7 +27,9 @@ from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by
 from gradwire.torch_backend.engine.groups.process_groups import given_or_default
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
+from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
 from gradwire.torch_backend.monitor.stats import Stats
+from gradwire.torch_backend.setup.assumptions import Assumptions
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank
 from gradwire.torch_backend.setup.self_check import wrong_here
 from gradwire.torch_backend.setup.sharded_models import sharded_parameter
@@ -121,6 +123,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             cannot be sharded at all (L-BFGS, SparseAdam), or ranks that ask for different things.
     """
 
+    @outside_inference_mode
     @checked
     def __init__(
         self,
@@ -203,7 +206,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(groups, dict(self.optimizer.defaults))
         self._copy_options(self.optimizer.param_groups, self.param_groups)
         self._step = self._sharded_step(averaged=not average_gradients)
+        self._assume()
         self._complete = True
+
+    def _assume(self) -> None:
+        """That parameters stay as they are now."""
+        remedy = f"Make a new {type(self).__name__}, and load this one's state into it"
+        self._assumed = Assumptions(type(self).__name__, self._own.parameters, {}, None, self, remedy)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError: it belongs to its process group and to these very parameters."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, since it belongs to its process group and to the parameters that it was given: make another one "
+            "of the copied model's parameters, on all ranks, and load state_dict() into it"
+        )
 
     def _require_own_shards(self) -> None:
         """Raise RuntimeError for DTensors."""
@@ -324,13 +340,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: a sparse gradient, one of a parameter that required none at construction, or a `wire_dtype` where nothing is averaged. Nothing has been changed then.
-            RuntimeError: called by a `GradScaler` that this form does not know of.
+            RuntimeError: called by a `GradScaler` that this form does not know of; or parameters are others, or of another dtype, than at construction.
         """
         if hasattr(self, "grad_scale"):
             raise RuntimeError(
                 "a GradScaler drives this step, but the gradients are averaged here, after it has looked at them; pass the scaler to "
                 "hook_with_zero_step(..., grad_scaler=scaler), or let DDP average the gradients (average_gradients=False)"
             )
+        if self._sharded is None:
+            self._assumed.require(self._step.steps)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -379,6 +397,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._dense_bytes += sum(spec.nbytes for spec in self.shards.specs.values())
         self._skipped += not stepped
         self._run_of_skips.seen(step.steps, self._skipped)
+        self._assumed.stepped()
         return stepped
 
     def _gradient(self, name: str) -> Tensor | None:
@@ -485,7 +504,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: `to` is no rank.
-            RuntimeError: some ranks have not called it within 10 minutes.
+            RuntimeError: some ranks have not called it within 10 minutes, or the timeout that the process group was given.
         """
         self._whole = self._gathered("consolidate_state_dict()", to)
 
@@ -497,7 +516,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: `to` is no rank.
-            RuntimeError: some ranks have not called it within 10 minutes.
+            RuntimeError: some ranks have not called it within 10 minutes, or the timeout that the process group was given.
         """
         if self._sharded is not None:
             require_receiver(to, dist.get_world_size())
@@ -514,6 +533,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         shards = gathered_by(to, mine, self._process_group, device)
         return None if shards is None else consolidate_shards(shards)
 
+    @outside_inference_mode
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a state.
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.torch_backend.setup.optimizer_state import uncopied
+
 #: Parts of a trial are so large, one beside the other: what is a sum over all of them is that of one of them.
 SCALES = (1e-3, 1.0, 1e3)
 ROWS, COLUMNS, STEPS = 4, 8, 50
-#: Elements of what an optimizer remembers something of that is saved. Those that code their state leave smaller ones as they are.
-SAVED = 4096
 #: Names begin so of optimizers that find one step size for all parameters, and some of them slowly.
 KNOWN = ("DAdapt", "DoG", "Mechanic", "Prodigy")
 
@@ -110,30 +110,12 @@ def require_savable(
     checkpoint. What else is wrong with the optimizer, other trials say."""
     key = optimizer_class, repr(options), device, "saved"
     if key not in _tried:
-        _tried[key] = _unsavable(optimizer_class, options, device)
+        with _own_random_numbers(device):
+            _tried[key] = uncopied(optimizer_class, options, device)
     if reason := _tried[key]:
         raise ValueError(
             f"{optimizer_class.__name__} {reason}: its shards could not be saved. Use {optimizer_class.__name__} itself, or one whose state is plain tensors"
         )
-
-
-def _unsavable(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device) -> str:
-    p = torch.nn.Parameter(torch.zeros(SAVED // 64, 64, dtype=torch.float32, device=device))
-    p.grad = torch.zeros_like(p)
-    try:
-        optimizer = optimizer_class([p], **options)
-        with torch.no_grad(), _own_random_numbers(device):
-            optimizer.step()
-        remembered = dict(optimizer.state[p])
-    except Exception:
-        return ""
-    for name, x in remembered.items():
-        if isinstance(x, Tensor):
-            try:
-                torch.cat([x.clone().reshape(-1)] * 2).cpu()
-            except Exception as error:
-                return f"remembers {name!r} as a {type(x).__name__}, which cannot be copied and joined ({type(error).__name__}: {error})"
-    return ""
 
 
 def _difference(

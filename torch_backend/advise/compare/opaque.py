@@ -124,7 +124,7 @@ class _Hooked:
         self._driver: Driver | None = None
         if isinstance(algorithm, LocalSGD):
             buffers = dict(model.named_buffers())
-            self._handle, target = handle_of(algorithm, groups, self._parameters, self._parameters, optimizer, buffers)
+            self._handle, target = handle_of(algorithm, groups, self._parameters, self._parameters, buffers)
             self._driver = target.driver
             step_on_every_rank(optimizer, self._handle._begin, self._handle._end)
         else:

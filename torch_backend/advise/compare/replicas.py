@@ -16,19 +16,19 @@ from torch import Tensor
 
 from gradwire.core.advise.compare.batches import endless
 from gradwire.core.local_sgd.algorithm import LocalSGD
-from gradwire.core.ops import ITEMSIZE
 from gradwire.core.plan.dry_run import size_of
 from gradwire.torch_backend.advise.compare.generators import drawn, drawn_by, put_back
 from gradwire.torch_backend.advise.compare.one_process import World
 from gradwire.torch_backend.advise.compare.training import Training, held_out_losses, same_batch
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.local_sgd.buffers import averaged_by_default
 from gradwire.torch_backend.local_sgd.checks import fitted
 from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.local_sgd.target import Target
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
-from gradwire.torch_backend.ops.kernels import dtype_name
+from gradwire.torch_backend.setup.assumptions import Assumptions
 from gradwire.torch_backend.setup.consistency import algorithm_obstacle
 from gradwire.torch_backend.setup.registration import require_gradient_algorithm, tried
 
@@ -208,7 +208,6 @@ class LocalReplicas(Replicas):
                 self.world.groups(rank),
                 self._sets[rank],
                 self.parameters,
-                self._optimizers[rank],
                 buffers[rank],
             )
 
@@ -296,7 +295,6 @@ def handle_of(
     groups: ProcessGroups,
     own: Mapping[str, Tensor],
     stepped: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
     buffers: Mapping[str, Tensor],
 ) -> tuple[LocalSGDHandle, OwnParameters]:
     """The handle of one replica, and its parameters, `own`, which the optimizer knows as `stepped`. Raises ValueError for what does not fit."""
@@ -304,9 +302,10 @@ def handle_of(
     fit_here = fitted(local, groups.whole, own, averager=True)
     if fit_here.obstacle:
         raise ValueError(fit_here.obstacle)
-    moments = Moments(optimizer, stepped, "keep", groups.whole)
-    floating = {name: b for name, b in buffers.items() if dtype_name(b.dtype) in ITEMSIZE}
-    handle = LocalSGDHandle(fit_here.local, target, floating, moments, groups)
+    moments = Moments(None, stepped, "keep", groups.whole)  # kept, as they are
+    averaged = {name: b for name, b in buffers.items() if averaged_by_default(b)}
+    nothing = Assumptions("compare", {}, {}, None, None, "")  # replicas take turns in one model
+    handle = LocalSGDHandle(fit_here.local, target, averaged, moments, groups, nothing)
     handle._watch.logs = False
     return handle, target
 

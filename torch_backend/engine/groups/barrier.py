@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 #: Ranks come to a checkpoint at different times: one of them may have been writing a large model meanwhile. As long as NCCL waits by default.
 LONGEST = timedelta(minutes=10)
+#: What libraries wait if nobody has said anything: of others a user has.
+BY_DEFAULT = (dist.default_pg_timeout, LONGEST)
 #: Ranks that are later are named in the log.
 PATIENCE = timedelta(seconds=10)
 #: How a meeting may end, for all ranks alike.
@@ -57,7 +59,7 @@ class Meeting:
             subject: what the ranks come for; each subject has meetings of its own.
             reason: what to say of ranks that do not come: why they may have stayed away, and what to do.
             card: what this rank brings.
-            longest: how long to wait; None, or if that is less: the timeout of the group.
+            longest: how long to wait if the group was given no timeout; None, or if it was: that.
 
         Raises:
             RuntimeError: some ranks have not come in time. It names them. A meeting in which they come may follow.
@@ -65,7 +67,7 @@ class Meeting:
         store = self.store
         if store is None:
             return []
-        patience = min(longest or self._timeout, self._timeout)
+        patience = patience_of(longest, self._timeout)
         held = self._held.get(subject, 0)
         digest = hashlib.sha256(card.encode()).hexdigest()
         left = []
@@ -117,6 +119,11 @@ class Meeting:
     def _absent(self, cards: list[str]) -> list[int]:
         assert self.store is not None
         return [rank for rank, key in enumerate(cards) if not self.store.check([key])]
+
+
+def patience_of(longest: timedelta | None, timeout: timedelta) -> timedelta:
+    """How long to wait in a group of this timeout: as long as a user has said, also if that is longer."""
+    return longest if longest is not None and timeout in BY_DEFAULT else timeout
 
 
 def _decide(store: dist.Store, verdict: str, what: bytes) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from gradwire.core.text.wording import some
 from gradwire.torch_backend.engine.groups.barrier import Meeting
@@ -55,3 +59,11 @@ def _disagreement(everyone: Sequence[tuple[int, str, str]]) -> str:
 def _by_rank(values: Sequence[Any]) -> str:
     others = [rank for rank, value in enumerate(values) if value != values[0]]
     return some([0, *others], 9, lambda rank: f"rank {rank}: {values[rank]}")
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Of all bits, for a comparison between ranks. On CUDA the host waits."""
+    found = hashlib.sha256()
+    for x in tensors.values():
+        found.update(x.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()[:16]

@@ -21,21 +21,24 @@ from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.algorithms.weighted import weighted
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.schedule import Schedule
-from gradwire.core.ops import ITEMSIZE, Spec
+from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn
 from gradwire.core.text.options import OWN_CHECK, checked
-from gradwire.torch_backend.ddp.newly_trained import refuse_thawed
 from gradwire.torch_backend.engine.driver import specs_of
+from gradwire.torch_backend.engine.groups.same_state import digest_of
+from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
+from gradwire.torch_backend.local_sgd.buffers import AveragedBuffers
 from gradwire.torch_backend.local_sgd.elastic.gradients import ElasticGradients
 from gradwire.torch_backend.local_sgd.elastic.handle import KEY, rest_of
 from gradwire.torch_backend.local_sgd.elastic.quorum import Quorum
 from gradwire.torch_backend.local_sgd.elastic.schedules import ElasticLocalSGD
 from gradwire.torch_backend.local_sgd.wrapped_optimizer import unwrapped
-from gradwire.torch_backend.ops.kernels import dtype_name
+from gradwire.torch_backend.setup.assumptions import Assumptions
 from gradwire.torch_backend.setup.consistency import algorithm_obstacle, describe, obstacle, require_initialized
 from gradwire.torch_backend.setup.registration import tried
 
 
+@outside_inference_mode
 @checked
 def elastic(
     module: Annotated[nn.Module, OWN_CHECK],
@@ -43,7 +46,7 @@ def elastic(
     what: Annotated[Algorithm | LocalSGD, OWN_CHECK],
     manager: Annotated[Any, OWN_CHECK],
     *,
-    buffers: Literal["average", "keep"] = "average",
+    buffers: Literal["average", "keep"] | list[str] = "average",
     outer_device: Literal["cpu"] | None = None,
 ) -> ElasticGradients | ElasticLocalSGD:
     """Train with replicas that come and go: from now on `optimizer.step()` averages gradients, or parameters when it is time to, among the replicas that a torchft
@@ -59,11 +62,13 @@ def elastic(
     does nothing. Replicas for which a round failed, and for others it did not, take over the state of these in the next quorum.
 
     Args:
-        module: a model that each replica, one process, holds as a whole. A gradient of a parameter that is frozen now is a RuntimeError in the step.
+        module: a model that each replica, one process, holds as a whole. A gradient of a parameter that is frozen now is a RuntimeError in the step, and so is a
+            parameter that comes later, or is put in the place of another.
         optimizer: that steps the module's parameters.
         what: an algorithm, which averages gradients in each step; or `LocalSGD(...)`, `diloco(...)`, which average parameters among all replicas.
         manager: a `torchft.Manager` with `use_async_quorum=False`. Its process group carries the messages, and its time limits are those of a round.
-        buffers: floating buffers are averaged with the parameters of a schedule; or each replica keeps its own, as it does with an algorithm, and with `eager`.
+        buffers: floating buffers are averaged with the parameters of a schedule, or some of them, see `local_sgd`; or each replica keeps its own, as it does with
+            an algorithm, and with `eager`.
         outer_device: "cpu" keeps what a schedule with outer parameters remembers in memory of the host, as `local_sgd` does. Each replica as it likes.
 
     Returns:
@@ -89,9 +94,9 @@ def elastic(
     _require_manager(manager)
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
     require_initialized(trained)
-    averages_buffers = isinstance(what, LocalSGD) and not what.eager and buffers == "average"
-    kept = {n: b for n, b in module.named_buffers() if dtype_name(b.dtype) in ITEMSIZE} if averages_buffers else {}
-    why_not = _obstacle(what, module, optimizer, manager)
+    averages_buffers = isinstance(what, LocalSGD) and not what.eager
+    kept, why_not = AveragedBuffers.of(module, buffers if averages_buffers else "keep")
+    why_not = why_not or _obstacle(what, module, optimizer, manager)
     if outer_device is not None and not (isinstance(what, LocalSGD) and what.has_outer):
         why_not = why_not or f"outer_device={outer_device!r} with {what!r}, which has no outer parameters; leave it out"
     if why_not:
@@ -101,10 +106,10 @@ def elastic(
     quorum = Quorum(manager, _asks(what, trained, kept, rest()), next(iter(trained.values())).device)
     frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
     remedy = "Train them from the beginning of a run, on all replicas"
-    optimizer.register_step_pre_hook(lambda *_: refuse_thawed(frozen, "elastic", remedy))
+    assumed = Assumptions("elastic", trained, frozen, module, optimizer, remedy, digest=lambda: digest_of(trained))
     if isinstance(what, LocalSGD):
-        return ElasticLocalSGD(what, trained, kept, optimizer, quorum, rest, on_host=outer_device is not None)
-    return ElasticGradients(what, trained, kept, optimizer, quorum, rest)
+        return ElasticLocalSGD(what, trained, kept, optimizer, quorum, rest, assumed, on_host=outer_device is not None)
+    return ElasticGradients(what, trained, kept, optimizer, quorum, rest, assumed)
 
 
 def _require_manager(manager: object) -> None:

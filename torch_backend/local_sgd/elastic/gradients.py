@@ -16,6 +16,7 @@ from gradwire.torch_backend.local_sgd.elastic.handle import ElasticHandle
 from gradwire.torch_backend.local_sgd.elastic.quorum import Present, Quorum
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.setup.assumptions import Assumptions
 
 
 class ElasticGradients(ElasticHandle):
@@ -29,10 +30,11 @@ class ElasticGradients(ElasticHandle):
         optimizer: torch.optim.Optimizer,
         quorum: Quorum,
         rest: Callable[[], Mapping[str, Tensor]],
+        assumed: Assumptions,
     ) -> None:
         self._algorithm = algorithm
         state = algorithm.init(TorchOps(quorum.device), specs_of(parameters))
-        super().__init__(algorithm, state, parameters, buffers, optimizer, quorum, rest)
+        super().__init__(algorithm, state, parameters, buffers, optimizer, quorum, rest, assumed)
         optimizer.register_step_pre_hook(self._before_step)
         while self._joining:
             optimizer.zero_grad()
@@ -40,6 +42,10 @@ class ElasticGradients(ElasticHandle):
         optimizer.zero_grad()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(given is not None for given in (*args[1:], *kwargs.values())):
+            raise ValueError(
+                "optimizer.step() was given a closure, which makes gradients of its own after they have been averaged here; call it before, and step() without it"
+            )
         present = self.quorum.meet(self.steps, joining=self._joining)
         averages = None
         if present is not None:

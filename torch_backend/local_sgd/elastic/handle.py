@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.protocol.weights import counted_weight
+from gradwire.torch_backend.engine.groups.same_state import digest_of
 from gradwire.torch_backend.local_sgd.elastic.quorum import Quorum, on_host
 from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.setup.assumptions import Assumptions
 from gradwire.torch_backend.state.memory import Memory, Replicated
 
 #: Under which a `Manager` keeps what belongs to a handle.
@@ -43,14 +45,35 @@ class ElasticHandle:
         optimizer: torch.optim.Optimizer,
         quorum: Quorum,
         rest: Callable[[], Mapping[str, Tensor]],
+        assumed: Assumptions,
     ) -> None:
-        self.quorum, self._rest = quorum, rest
+        self.quorum, self._rest, self._assumed = quorum, rest, assumed
+        self._trains_on = False  # steps have been taken since it came, or since a state was loaded
+        optimizer.register_step_pre_hook(self._require)
+        optimizer.register_step_post_hook(self._note)
         self._parameters, self._buffers, self._optimizer = parameters, buffers, optimizer
         self._ops = TorchOps(quorum.device)
         self._memory = Memory(what, state, _OneReplica(quorum.device))
         self._joining = True
         self._weight = 1.0
         quorum.manager.register_state_dict_fn(KEY, self._receive, self._give)
+
+    def _require(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Before each step: raise RuntimeError for what is not as it was when this replica came."""
+        self._assumed.require(self.steps)
+        self._assumed.remembers_weights = getattr(self._memory.algorithm, "has_outer", False)
+        before, remembers = self._assumed.unloaded, self._trains_on and self._assumed.remembers_weights
+        if before is not None and remembers and digest_of(self._parameters) != before:
+            raise RuntimeError(
+                "weights were loaded into the module in the middle of training, and outer parameters are of those before, which would pull them back: load the state that "
+                "was saved with them into the handle, too, on all replicas; or end the run, and begin another with these weights"
+            )
+        self._assumed.unloaded = None
+
+    def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """After each step."""
+        self._assumed.stepped()
+        self._trains_on = not self._joining
 
     @property
     def steps(self) -> int:
@@ -99,6 +122,7 @@ class ElasticHandle:
             ValueError: it is no such state or does not fit, said how. Nothing has been changed then.
         """
         self._memory.take(self._memory.fit(state))
+        self._trains_on = False
 
     def _own(self) -> Collection[str]:
         """Names of the memories that a newcomer begins with zeros."""

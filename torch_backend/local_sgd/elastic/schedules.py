@@ -20,10 +20,11 @@ from gradwire.torch_backend.local_sgd.elastic.handle import ElasticHandle
 from gradwire.torch_backend.local_sgd.elastic.quorum import LOST, Present, Quorum
 from gradwire.torch_backend.local_sgd.host_memory import HostMemory
 from gradwire.torch_backend.local_sgd.in_flight import InFlight
-from gradwire.torch_backend.local_sgd.moments import drop_broken
+from gradwire.torch_backend.local_sgd.moments import Moments, drop_broken
 from gradwire.torch_backend.local_sgd.optimizer_hooks import step_on_every_rank
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.setup.assumptions import Assumptions
 
 
 class ElasticLocalSGD(ElasticHandle):
@@ -38,6 +39,7 @@ class ElasticLocalSGD(ElasticHandle):
         optimizer: torch.optim.Optimizer,
         quorum: Quorum,
         rest: Callable[[], Mapping[str, Tensor]],
+        assumed: Assumptions,
         *,
         on_host: bool = False,
     ) -> None:
@@ -46,6 +48,7 @@ class ElasticLocalSGD(ElasticHandle):
         self._parts = local.parts(self._specs)
         self._late = local.longest if local.eager else local.overlap
         self._in_flight: InFlight | None = None
+        self._moments = Moments(optimizer, parameters, "keep", None)  # of each replica its own, but for weights
         #: Of the message that is on its way.
         self._left: _Left | None = None
         state = local.init(TorchOps(quorum.device), {n: p.detach() for n, p in parameters.items()}, 1)
@@ -55,7 +58,7 @@ class ElasticLocalSGD(ElasticHandle):
         self._run_of_skips = RunOfSkips(repr(local), 0, SAID_AFTER, SKIPPED_AVERAGES)
         self._host = HostMemory(quorum.device) if on_host else None
         state = state if self._host is None else self._host.placed(state)
-        super().__init__(local, state, parameters, buffers, optimizer, quorum, rest)
+        super().__init__(local, state, parameters, buffers, optimizer, quorum, rest, assumed)
         if self._host is not None:
             self._memory.wait = self._host.wait
         took_part = False
@@ -149,6 +152,7 @@ class ElasticLocalSGD(ElasticHandle):
 
     def _take(self, parameters: Mapping[str, Tensor], state: State[Tensor]) -> None:
         with torch.no_grad():
+            self._moments.follow(parameters)
             for name, x in parameters.items():
                 self._parameters[name].copy_(x)
             for name, kept in state.tensors.items():

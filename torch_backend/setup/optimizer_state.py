@@ -1,0 +1,64 @@
+"""What optimizers keep in their state beside moments: weights, and tensors that know few operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.torch_backend.setup.sharded_models import is_dtensor
+
+#: Elements of a parameter of which an optimizer that codes its state codes it; smaller ones it leaves as they are.
+CODED = 4096
+#: Under which schedule-free optimizers keep the weights that they step, where the parameters are in between (Defazio et al. 2024).
+STEPPED = "z"
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether it is a tensor as any other, or a distributed one of those."""
+    return type(x) in (Tensor, torch.nn.Parameter) or is_dtensor(x)
+
+
+def uncopied(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device) -> str:
+    """What the optimizer remembers of a large parameter that cannot be copied, joined and moved, found out by trying it with zeros; "" if nothing. What else is wrong with
+    the optimizer is not said."""
+    p = torch.nn.Parameter(torch.zeros(CODED // 64, 64, dtype=torch.float32, device=device))
+    p.grad = torch.zeros_like(p)
+    try:
+        optimizer = optimizer_class([p], **options)
+        with torch.no_grad():
+            optimizer.step()
+        remembered = dict(optimizer.state[p])
+    except Exception:
+        return ""
+    for name, x in remembered.items():
+        if isinstance(x, Tensor):
+            try:
+                torch.cat([x.clone().reshape(-1)] * 2).cpu()
+            except Exception as error:
+                return f"remembers {name!r} as a {type(x).__name__}, which cannot be copied and joined ({type(error).__name__}: {error})"
+    return ""
+
+
+def weights_in(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> tuple[set[str], set[str]]:
+    """Under which names an optimizer keeps weights of these parameters now: masters, of which the parameters are the rounded values, in every element; and others,
+    which it steps and puts into the parameters by its own rule. On CUDA the host waits."""
+    tensors: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for p in parameters:
+        for key, x in optimizer.state.get(p, {}).items():
+            if isinstance(x, Tensor) and x.is_floating_point() and x.shape == p.shape and is_plain(x):
+                tensors.setdefault(key, []).append((p.detach(), x))
+    masters = {key for key, pairs in tensors.items() if _are_masters(pairs)}
+    two_modes = all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
+    return masters, {STEPPED} & tensors.keys() - masters if two_modes else set()
+
+
+def _are_masters(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    some = False
+    for p, x in pairs:
+        if not bool((x.to(p.dtype) == p).all()):
+            return False
+        some = some or bool(p.any())
+    return some
