@@ -593,3 +593,28 @@ def test_a_closure_is_refused_where_gradients_are_averaged_before_the_step():
         elastic(model, optimizer, AllReduce(), here.manager("replica"))
         with pytest.raises(ValueError, match="closure"):
             optimizer.step(lambda: None)
+
+
+class WithMasters(torch.optim.SGD):
+    """Which makes the parameters of masters in its state, whatever is in them."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                master = self.state[p].setdefault("master", p.double().clone())
+                p.copy_(master.sub_(p.grad.double(), alpha=self.param_groups[0]["lr"]))
+
+
+def test_masters_in_an_optimizers_state_go_with_their_parameters():
+    model, _ = small()
+    optimizer = WithMasters(model.parameters(), lr=0.1)
+    with site(1) as here:
+        handle = elastic(model, optimizer, diloco(2, lr=0.5, momentum=0), here.manager("replica"))
+        for step in range(4):
+            for name, p in model.named_parameters():
+                p.grad = drawn(0, step)[name]
+            optimizer.step()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(optimizer.state[p]["master"].float(), p.detach())
+            torch.testing.assert_close(p.detach(), handle.outer_parameters()[name])
