@@ -43,7 +43,7 @@ test-all: $(READY) ## the same, and what takes long: benchmarks, the demo, resta
 	$(PYTEST) $(ARGS)
 
 CONFIG ?=
-test-portability: $(READY) ## the tests of `make test` as on other processors, on 1, 2 and 4 cores, on busy ones; only CONFIG="sse busy"
+test-portability: $(READY) ## the tests of `make test` as on other processors, on 1, 2 and 4 cores, on busy ones, and whether bounds are within reach of rounding; only CONFIG="sse bounds"
 	$(BIN)/python -m tests.portability $(CONFIG) -- $(PYTEST) $(QUICK) $(ARGS)
 
 # What compiles for accelerators: libtpu, and XLA for CUDA.

@@ -6,6 +6,8 @@ A configuration is an environment for COMMAND, the cores that it may use, and co
 kernels by the processor, and so do their last bits; each has a switch that makes it choose as on another one. One switch is not enough:
 `ATEN_CPU_CAPABILITY` leaves matrix products to MKL, and `--xla_cpu_max_isa` leaves them to YNNPACK.
 
+The last one, `bounds`, asks whether bounds of tests lie within reach of rounding, see `tests/bounds.py`.
+
 A configuration that fails does not stop the others. A table of all comes last; the exit status is 1 if any has failed.
 """
 
@@ -22,6 +24,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.bounds import MOVED, NOTED, THREADS, too_near
 
 #: XLA's matrix products: by Eigen, not by YNNPACK, whose kernels no switch but this one changes.
 EIGEN = "--xla_cpu_experimental_ynn_fusion_type="
@@ -65,6 +69,30 @@ CONFIGURATIONS = {
 }
 
 
+#: As which `bounds` are recorded: see `tests/bounds.py`.
+BOUNDS = {
+    "default": {"ATEN_CPU_CAPABILITY": "default"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "avx512": {"ATEN_CPU_CAPABILITY": "avx512"},
+    "two threads": {THREADS: "2"},
+    "moved": {MOVED: "1"},
+}
+
+
+def bounds(command: Sequence[str]) -> list[str]:
+    """Run pytest's `command` in each of these ways; the bounds that are within reach of rounding. What is compared to the bit fails where inputs are moved: only
+    bounds count here."""
+    capability = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, env in BOUNDS.items():
+            if name == "avx512" and "avx512f" not in capability:
+                print("=== bounds, avx512: not run, since this machine has none", flush=True)
+                continue
+            print(f"\n=== bounds, {name}", flush=True)
+            subprocess.run(command, env=os.environ | env | {NOTED: folder}, check=False)
+        return too_near(Path(folder))
+
+
 def run(configuration: Configuration, command: Sequence[str]) -> tuple[int, dict[str, int], list[str]]:
     """Run pytest's `command` under `configuration`, on the same standard output. Its exit status; counts in pytest's words, and the tests that failed."""
     available = os.sched_getaffinity(0)
@@ -92,16 +120,21 @@ def _read(report: Path) -> tuple[dict[str, int], list[str]]:
 
 def main(arguments: list[str]) -> int:
     p = argparse.ArgumentParser(prog="tests.portability", description=(__doc__ or "").splitlines()[0])
-    p.add_argument("names", nargs="*", metavar="NAME", help="configurations: " + ", ".join(CONFIGURATIONS))
+    p.add_argument("names", nargs="*", metavar="NAME", help="configurations: " + ", ".join([*CONFIGURATIONS, "bounds"]))
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    names, command = p.parse_args(arguments[:cut]).names or list(CONFIGURATIONS), arguments[cut + 1 :]
-    if unknown := [n for n in names if n not in CONFIGURATIONS]:
-        p.error(f"no configuration {', '.join(unknown)}: there are {', '.join(CONFIGURATIONS)}")
+    names, command = p.parse_args(arguments[:cut]).names or [*CONFIGURATIONS, "bounds"], arguments[cut + 1 :]
+    if unknown := [n for n in names if n not in (*CONFIGURATIONS, "bounds")]:
+        p.error(f"no configuration {', '.join(unknown)}: there are {', '.join(CONFIGURATIONS)}, bounds")
     if not command:
         p.error("give the command that runs the tests after --")
     available = len(os.sched_getaffinity(0))
     rows, status = [], 0
     for name in names:
+        if name == "bounds":
+            near = bounds(command)
+            status |= bool(near)
+            rows += [f"{name:14} {len(near)} within reach of rounding", *(f"    {bound}" for bound in near)]
+            continue
         configuration = CONFIGURATIONS[name]
         if (configuration.cores or 0) > available:
             rows.append(f"{name:14} not run: this machine has {available} cores")

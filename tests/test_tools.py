@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.bounds import NOTED, noting, too_near
 from tests.compiler import require_compiler
 from tests.emulated import mutations
 from tests.launch import ROOT, run_ranks
@@ -120,6 +121,23 @@ def test_switches_reach_every_process_and_failures_are_told(tmp_path: Path) -> N
         assert cores == len(os.sched_getaffinity(0))
         seen, cores = json.loads((tmp_path / f"{process}-None").read_text())
         assert (cores, seen["XLA_FLAGS"].split()[0]) == (1, count)
+
+
+def test_bounds_within_reach_of_rounding_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the line where they stand. What codes lose is no rounding, unless it differs a little from one processor to another."""
+    monkeypatch.setenv(NOTED, str(tmp_path))
+    assert noting(3e-8) < 1e-6
+    assert noting(4e-8) < 1e-6
+    assert noting(0.03) < 0.05
+    for value in (0.0499, 0.04995):
+        assert noting(value) < 0.05
+    assert max(noting(1e-9), noting(2e-9)) <= 1e-7
+    here = Path(__file__).relative_to(ROOT)
+    lines = [line.partition(": ")[0] for line in too_near(tmp_path)]
+    first = lines and int(lines[0].rpartition(":")[2])
+    assert lines == [f"{here}:{first}", f"{here}:{first + 3}"]
+    monkeypatch.delenv(NOTED)
+    assert type(noting(1.0)) is float
 
 
 # --- mutations -------------------------------------------------------------------------------------------------------------------

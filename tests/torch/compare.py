@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tests.bounds import noting
+
 
 def relative(x: Any, y: Any) -> float:
     """Distance of `x` from `y` in units of `y`'s norm. Dictionaries are compared as one long vector."""
@@ -21,7 +23,7 @@ def relative(x: Any, y: Any) -> float:
         y = np.concatenate([np.ravel(_numpy(y[k])) for k in y])
     x, y = _numpy(x), _numpy(y)
     assert x.shape == y.shape
-    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
+    return noting(float(np.linalg.norm(x - y) / np.linalg.norm(y)))
 
 
 def _numpy(x: Any) -> np.ndarray:

@@ -1,5 +1,6 @@
 """A world of one rank in the test process itself, for what needs no other rank; and both branches of the kernels."""
 
+import os
 from collections.abc import Generator
 from contextlib import nullcontext
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.dry import on_a_device
+from tests.bounds import THREADS, inputs_moved
 from tests.torch.ranks import REFUSED, Refused, refusal_in
 
 
@@ -28,9 +30,10 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 def alone():
     """The default process group, of this process only."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get(THREADS, "1")))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
+    with inputs_moved():
+        yield dist.group.WORLD
     dist.destroy_process_group()
     torch.set_num_threads(threads)
 

@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.torch_backend.torch_internals import NeedsTorch
+from tests.bounds import THREADS, inputs_moved
 from tests.launch import run_ranks
 from tests.torch.compare import same_bits
 
@@ -198,7 +199,7 @@ class Cases:
 
     def main(self, folder: Path, *options: str) -> None:
         """Run the cases on this rank."""
-        torch.set_num_threads(1)
+        torch.set_num_threads(int(os.environ.get(THREADS, "1")))
         dist.init_process_group("gloo", timeout=timedelta(seconds=self.timeout))
         skipped = self.slow if "quick" in options else ()
         only = re.compile(os.environ.get("GRADWIRE_TEST_CASES", ""))
@@ -217,7 +218,8 @@ class Cases:
         start = time.perf_counter()
         result, error = None, ""
         try:
-            result = function(World(rank, size, group, folder))
+            with inputs_moved():
+                result = function(World(rank, size, group, folder))
         except (Exception, pytest.fail.Exception) as raised:
             refused = refusal_in(raised)
             error = _told(raised) if refused is None else f"{REFUSED}{refused}\n{_told(raised)}"
