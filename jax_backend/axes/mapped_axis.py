@@ -133,6 +133,9 @@ def mark_varying(params: T, axis_name: AxisName) -> T:
 
     Elsewhere (`pmap`, `check_vma=False`) gradients are local anyway and this changes nothing.
 
+    The loss has to be the replica's own: of one that is averaged by `jax.lax.pmean` inside the function that is differentiated, gradients are 1/W of the right ones,
+    under `check_vma=True` alone, and nothing says so.
+
     Examples:
         >>> import jax, jax.numpy as jnp
         >>> from gradwire.jax_backend import mark_varying
@@ -163,5 +166,6 @@ def check_local(gradients: dict[str, jax.Array], axis_name: AxisName) -> None:
             f"the gradients of {some(summed)} do not vary over "
             f"{axis_name!r}: they are the same on all replicas already. Either autodiff has already summed them, as it does under "
             f"jax.shard_map(check_vma=True): differentiate with respect to gradwire.jax_backend.mark_varying(params, {axis_name!r}), or pass "
-            "check_vma=False to jax.shard_map. Or a pmean or psum precedes this transformation: take it out."
+            "check_vma=False to jax.shard_map. Or a pmean or psum precedes this transformation: take it out. (Flax's DynamicScale(…).value_and_grad(axis_name=…) "
+            "has one: leave axis_name out, and decide by the averages, jax.numpy.isfinite of updates, whether to step.)"
         )
