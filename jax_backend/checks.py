@@ -17,9 +17,12 @@ import optax  # type: ignore[import-untyped]
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.algorithms.compressor import ERROR
 from gradwire.core.algorithms.weighted import Weighted
 from gradwire.core.algorithms.wire_dtype import WireDtype
+from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.ops import ITEMSIZE, Spec
+from gradwire.core.plan.advice import CompressionWarning, outside
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol.groups import NoPartition, UnknownWorldSize
 from gradwire.core.protocol.programs import Request, UnknownRequest
@@ -78,6 +81,35 @@ def check_configuration(state: Any, wanted: str) -> None:
             f"the state is of {', '.join(state.configuration)}, and the transformation is {wanted}. Go on with the options of the state, or "
             "take over what fits: from_portable(to_portable(state, its_algorithm), algorithm, tx.init(params), replicas=…, strict=False)"
         )
+
+
+def of_one_dtype(
+    algorithm: Algorithm, arrays: Mapping[str, jax.Array], tensors: Mapping[str, Mapping[str, jax.Array]]
+) -> tuple[dict[str, jax.Array], dict[str, dict[str, jax.Array]]]:
+    """Gradients and memory by name, where no `state_dtype` was given both in the wider dtype of both: memory has that of the parameter given to `init`, and
+    what an average in fewer bits would lose is then not lost. Warns of an error that is kept in fewer bits than its gradient has."""
+    while isinstance(algorithm, (Wrapper, WireDtype)):
+        algorithm = algorithm.algorithm
+    gradients, memory, narrow = dict(arrays), {name: dict(own) for name, own in tensors.items()}, []
+    for name, x in arrays.items():
+        floats = {key: m for key, m in tensors.get(name, {}).items() if jnp.issubdtype(m.dtype, jnp.floating)}
+        if not floats or not jnp.issubdtype(x.dtype, jnp.floating):
+            continue
+        kept = next(iter(floats.values())).dtype
+        dtype = jnp.promote_types(x.dtype, kept)
+        if dtype != kept and ERROR in floats:
+            narrow.append(f"the gradient of {name!r} is of {x.dtype}, and its compression error is kept in {kept}")
+        if getattr(algorithm, "state_dtype", None) is None:
+            gradients[name] = x.astype(dtype)
+            memory[name] |= {key: m.astype(dtype) for key, m in floats.items()}
+    if narrow:
+        warnings.warn(
+            f"{narrow[0]}, the dtype of the parameter given to init or of state_dtype=. What rounding takes from the error in each step is lost: give "
+            'state_dtype="float32"',
+            CompressionWarning,
+            stacklevel=outside(),
+        )
+    return gradients, memory
 
 
 def check_placed(state: DataParallelState, axis_name: AxisName) -> None:

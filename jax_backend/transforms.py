@@ -42,6 +42,7 @@ from gradwire.jax_backend.checks import (
     check_placed,
     check_requests,
     configuration_of,
+    of_one_dtype,
     scalar_weight,
     warn_of_gathers,
     warn_of_one_vector,
@@ -245,6 +246,7 @@ class _Averaging:
         state = self._own(state)
         before, step = unpack(state), agreed(state.step, self.axis_name)
         before.shared = agreed(before.shared, self.axis_name)
+        arrays, before.tensors = of_one_dtype(self.algorithm, arrays, before.tensors)
         mine = before.of(arrays)
         algorithm = with_numbers(self.algorithm, self.axis_name)
         if weight is not None:

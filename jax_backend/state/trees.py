@@ -88,7 +88,7 @@ def repack(before: DataParallelState, after: State[jax.Array], finite: jax.Array
     """`before` after one more step. Parameters that took no part in it keep their memory. Not `finite`: all of them kept it."""
 
     def new(name: str, key: str, old: jax.Array) -> jax.Array:
-        return after.tensors.get(name, {}).get(key, old).reshape(old.shape)
+        return after.tensors.get(name, {}).get(key, old).reshape(old.shape).astype(old.dtype)
 
     account = before.account
     return before._replace(

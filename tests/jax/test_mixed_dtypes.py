@@ -1,0 +1,105 @@
+"""Parameters of one dtype, by which memory is typed, and gradients of another: nothing changes its type from step to step, and what is lost is known."""
+
+import dataclasses
+import re
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gradwire import CompressionWarning, Compressor, PowerSGD, Quantize, Sign, TopK
+from gradwire.jax_backend import average_gradients
+from tests.jax.replicas import AXIS
+from tests.methods import METHODS
+
+SHAPES = {"w": (64, 32), "b": (32,)}
+MIXED = [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")]
+#: Besides what differs from another in its rank alone, and what says something of parameters by name.
+NAMES = [name for name in METHODS if not name.startswith(("rank_1", "rank_4", "rank_deficient", "rank_by", "views"))]
+
+
+def of(dtype, *rows):
+    return {name: jax.ShapeDtypeStruct((*rows, *shape), dtype) for name, shape in SHAPES.items()}
+
+
+def types(tree):
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.filterwarnings("ignore::gradwire.CompressionWarning")
+@pytest.mark.parametrize("memory", [None, pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_types_of_a_state_stay(name, memory):
+    algorithm = METHODS[name].algorithm
+    if memory is not None and isinstance(algorithm, Compressor):
+        algorithm = dataclasses.replace(algorithm, state_dtype=memory)
+    for params, given in MIXED:
+        tx = average_gradients(algorithm, axis_name=AXIS)
+        states = jax.eval_shape(jax.vmap(tx.init, None, axis_name=AXIS, axis_size=4), of(params))
+        averages, after = jax.eval_shape(jax.vmap(tx.update, axis_name=AXIS), of(given, 4), states)
+        assert types(after) == types(states)
+        # Of compressed tensors the wider of both, without which float32 memory could not keep what is lost.
+        assert {x.dtype for x in jax.tree.leaves(averages)} <= {jnp.dtype(given), jnp.promote_types(params, given)}
+
+
+WIDE = {
+    "PowerSGD": PowerSGD(2),
+    "half steps": PowerSGD(2, half_step=True),
+    "4 bits": Quantize("int4"),
+    "largest": TopK(4, per=64),
+    "signs": Sign(),
+}
+
+
+def lost(algorithm, params, given, steps=200):
+    """Of the sum of all mean gradients, the part that is in neither the averages nor the mean error."""
+    tx, rng = average_gradients(algorithm, axis_name=AXIS), np.random.default_rng(0)
+    states = jax.vmap(tx.init, None, axis_name=AXIS, axis_size=4)({"w": jnp.zeros((64, 32), params)})
+    step = jax.jit(jax.vmap(tx.update, axis_name=AXIS))
+    total, summed, base = 0.0, 0.0, rng.standard_normal((64, 32)) * 1e-2
+    for _ in range(steps):
+        gradients = jnp.asarray(base + 1e-2 * rng.standard_normal((4, 64, 32)), given)
+        averages, states = step({"w": gradients}, states)
+        total += np.asarray(averages["w"][0], np.float64)
+        summed += np.asarray(gradients, np.float64).mean(0)
+    error = np.asarray(states.local.per_replica["error"]["w"], np.float64).reshape(4, 64, 32).mean(0)
+    return np.linalg.norm(total + error - summed) / np.linalg.norm(summed)
+
+
+PAGE = (Path(__file__).parents[2] / "docs/error-feedback.md").read_text()
+
+
+def of_page(row, name):
+    """What the table says of a method, in percent."""
+    cells = re.search(rf"^\| {re.escape(row)} \|(.*)\|$", PAGE, re.MULTILINE)[1].split("|")
+    return float(cells[list(WIDE).index(name)].strip(" %"))
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_float32_memory_loses_nothing(name):
+    wide = dataclasses.replace(WIDE[name], state_dtype="float32")
+    for algorithm, *dtypes in ((WIDE[name], "float32", "bfloat16"), (wide, "bfloat16", "float32")):
+        assert lost(algorithm, *dtypes) < 1e-5
+    assert of_page("float32, any", name) == of_page('bfloat16, float32, `state_dtype="float32"`', name) == 0
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_memory_of_16_bits_loses_what_the_page_says(name):
+    """Within a factor of three: of many roundings, each of which may fall on either side."""
+    with pytest.warns(CompressionWarning, match="'w' is of float32.*kept in bfloat16.*state_dtype=.float32") as said:
+        found = 100 * lost(WIDE[name], "bfloat16", "float32")
+    assert len(said) == 1
+    same = 100 * lost(WIDE[name], "bfloat16", "bfloat16")
+    wide = 100 * lost(dataclasses.replace(WIDE[name], state_dtype="float32"), "bfloat16", "bfloat16")
+    rows = ("bfloat16, float32", "bfloat16, bfloat16", 'bfloat16, bfloat16, `state_dtype="float32"`')
+    for row, x in zip(rows, (found, same, wide), strict=True):
+        assert 1 / 3 < x / of_page(row, name) < 3, row
+
+
+def test_memory_as_wide_as_its_gradient_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lost(PowerSGD(2), "bfloat16", "bfloat16", steps=1)
