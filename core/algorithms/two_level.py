@@ -38,7 +38,8 @@ class TwoLevel(Wrapper):
     """Another algorithm between nodes: `TwoLevel(PowerSGD(rank=4), within="node")`.
 
     With `AllReduce()` it is the hierarchical all-reduce: each byte crosses the slow network once for each node, and not once for each replica. With any
-    other algorithm it gives what that gives on the averages of the nodes. Inside a node gradients are averaged, and each message is gathered once.
+    other algorithm it gives what that gives on the averages of the nodes. Inside a node gradients are averaged, and each message is gathered once. Where there is
+    one node it is the plain average: nothing is compressed, and no memory changes.
 
     Memory is whole on each replica, and equal on those of a node. A checkpoint is that of `algorithm` between as many replicas as there are nodes: it can
     go on with other nodes, other replicas in a node, and without levels.
@@ -107,6 +108,8 @@ class TwoLevel(Wrapper):
         if len(near[0]) == 1:
             return await self.algorithm.step(ops, gradients, state, step)
         node = await mean_each(gradients, watched=False, groups=near)
+        if len(near) == 1:  # nothing leaves it, and nothing has to be made smaller
+            return node, state
         await count_as(near)
         between = Between(ops, near, await replica_index(near))
         return await between.run(self.algorithm.step(ops, node, state, step))

@@ -54,7 +54,7 @@ def local_sgd(
     must then call `optimizer.step()` equally often; steps that a `GradScaler` skips on some ranks count on all.
 
     Averaged are all parameters that require gradients at this moment, whether they have received one or not. A gradient of any other is a RuntimeError in
-    the step.
+    the step, and so is a parameter that comes later, is put in the place of another, or is given another dtype.
 
     Examples:
         >>> import gradwire, torch
@@ -81,7 +81,8 @@ def local_sgd(
             of which no mean is one; or kept; or patterns (`fnmatch`) of the names of those that are averaged. A DDP that
             broadcasts buffers in each forward pass is refused, since that is a message in each step.
         moments: the optimizer's tensors of a parameter that have its shape are kept as each rank has them; averaged with the parameter; or
-            dropped when it is averaged, so that the optimizer begins anew. "average" communicates once more the first time.
+            dropped when it is averaged, so that the optimizer begins anew. "average" communicates once more the first time, and so does "keep" without an outer optimizer. Weights
+            among them (masters in float32, `z` of schedule-free optimizers) go with the parameters.
         process_group: whose ranks are the replicas; None is that of the DDP, or the default group. Of a sharded model,
             `mesh.get_group("replicate")`.
         message_bytes: see `register_comm_hook`.

@@ -115,6 +115,7 @@ class Assumptions:
     ) -> None:
         self._call, self._frozen, self._remedy = call, frozen, remedy
         self._optimizer = optimizer
+        self._module = None if module is None else weakref.ref(module)
         self._trained = list(trained.values())
         self._known = {id(p) for p in (*trained.values(), *frozen.values())}
         self._stepped_by_it = self._of_optimizer()
@@ -168,15 +169,17 @@ class Assumptions:
 
     def _refuse_foreign(self) -> None:
         assert self._optimizer is not None
-        foreign = [
-            tuple(p.shape)
+        module = None if self._module is None else self._module()
+        names = {} if module is None else {id(p): name for name, p in module.named_parameters()}
+        foreign: list[Any] = [
+            names.get(id(p), tuple(p.shape))
             for group in self._optimizer.param_groups
             for p in group["params"]
             if p.requires_grad and id(p) not in self._known
         ]
         if foreign:
             raise RuntimeError(
-                f"the optimizer has parameters of shapes {some(foreign)} that have come since {self._call} was called, which knows nothing of them. {self._remedy}"
+                f"the optimizer has parameters {some(foreign)} that have come since {self._call} was called, which knows nothing of them. {self._remedy}"
             )
 
     def stepped(self) -> None:

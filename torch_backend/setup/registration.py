@@ -110,7 +110,12 @@ def _dry(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen:
                     f"{algorithm!r} asks for {type(request).__name__}, which nobody answers while gradients are averaged; "
                     "gradwire.torch_backend.ZeroOptimizer has the driver of sharded optimizers"
                 )
-        return Trial("", dry.groups, summary(algorithm, specs, replicas))
+        levels, groups = levels_of(algorithm), list(dry.groups)
+        if (
+            levels is not None and levels.inter_node(replicas) not in groups
+        ):  # one node sends nothing, and its state is that of a node all the same
+            groups.append(levels.inter_node(replicas))
+        return Trial("", groups, summary(algorithm, specs, replicas))
     except UnmatchedPattern as error:
         fits = [name for name in frozen if matches(name, error.pattern)]
         if not fits:
