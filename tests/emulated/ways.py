@@ -345,21 +345,24 @@ WAYS = {
     # Optimizers with sharded state.
     **_zero_ways(),
     # Parameters that are averaged now and then.
-    "local_sgd": Way(local(LocalSGD(period=2))),
-    "local_sgd, moments": Way(local(LocalSGD(period=2), moments="average"), waits_at_first=8),
-    "local_sgd, subgroups": Way(local(lambda size: LocalSGD(period=3, start_step=1, subgroup=one_by_one(size)))),
-    "local_sgd, GradScaler": Way(local(LocalSGD(period=2)), scaler=True, waits=1),  # as torch's: is the step skipped?
-    "diloco": Way(local(gradwire.diloco(2))),
-    "diloco, fragments": Way(local(gradwire.diloco(2, fragments=2))),
-    "diloco, overlap": Way(local(gradwire.diloco(4, overlap=2, compressor=PowerSGD(2))), steps=6, makes=ONES),
-    "diloco, overlap, fragments": Way(local(gradwire.diloco(3, overlap=1, fragments=2, merge="progress"))),
-    "diloco, two on their way": Way(local(gradwire.diloco(4, overlap=3, fragments=2)), many, steps=8, left=1),
-    "diloco, on the host": Way(local(gradwire.diloco(2, compressor=PowerSGD(2)), outer_device="cpu")),
+    # At the first averages the host asks whether the optimizer keeps weights.
+    "local_sgd": Way(local(LocalSGD(period=2)), waits_at_first=10),
+    "local_sgd, moments": Way(local(LocalSGD(period=2), moments="average"), waits_at_first=10),
+    "local_sgd, subgroups": Way(local(lambda size: LocalSGD(period=3, start_step=1, subgroup=one_by_one(size))), waits=10),
+    "local_sgd, GradScaler": Way(local(LocalSGD(period=2)), scaler=True, waits=1, waits_at_first=10),  # as torch's: is the step skipped?
+    # With outer parameters the host asks after an average whether it was taken, and whether the optimizer remembers inf or NaN; at the first three besides,
+    # whether it keeps weights.
+    "diloco": Way(local(gradwire.diloco(2)), waits=4),
+    "diloco, fragments": Way(local(gradwire.diloco(2, fragments=2)), waits=4),
+    "diloco, overlap": Way(local(gradwire.diloco(4, overlap=2, compressor=PowerSGD(2))), steps=6, makes=ONES, waits=4),
+    "diloco, overlap, fragments": Way(local(gradwire.diloco(3, overlap=1, fragments=2, merge="progress")), waits=4),
+    "diloco, two on their way": Way(local(gradwire.diloco(4, overlap=3, fragments=2)), many, steps=8, left=1, waits=4),
+    "diloco, on the host": Way(local(gradwire.diloco(2, compressor=PowerSGD(2)), outer_device="cpu"), waits=4),
     "diloco, on the host, overlap": Way(
-        local(gradwire.diloco(4, overlap=2, fragments=2, compressor=PowerSGD(2)), outer_device="cpu"), steps=8, left=1
+        local(gradwire.diloco(4, overlap=2, fragments=2, compressor=PowerSGD(2)), outer_device="cpu"), steps=8, left=1, waits=4
     ),
-    "diloco, eager": Way(local(gradwire.diloco(2, eager=True)), left=1),
-    "local_sgd, compressed": Way(local(LocalSGD(period=2, compressor=PowerSGD(2)))),
+    "diloco, eager": Way(local(gradwire.diloco(2, eager=True)), left=1, waits=4),
+    "local_sgd, compressed": Way(local(LocalSGD(period=2, compressor=PowerSGD(2))), waits=4),
     "PeriodicModelAverager": Way(
         post_local(lambda group: gw.PeriodicModelAverager(2, warmup_steps=2, process_group=group))
     ),

@@ -40,7 +40,10 @@ class HostMemory:
             buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._stream is not None)
             for (name, key), start in places.items():
                 x = state.tensors[name][key]
-                tensors[name][key] = buffer[start : start + x.nbytes].view(x.dtype).view(x.shape)
+                # No view, which would count writes to its neighbours as its own.
+                place = torch.empty(0, dtype=x.dtype, device="cpu")
+                strides = torch.empty(x.shape, dtype=x.dtype, device="meta").stride()
+                tensors[name][key] = place.set_(buffer.untyped_storage(), start // x.itemsize, x.shape, strides)
         host = State(state.shared, {n: {key: tensors[n][key] for key in kept} for n, kept in state.tensors.items()})
         self.store(state, host, host.tensors)
         return host

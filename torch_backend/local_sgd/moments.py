@@ -198,11 +198,14 @@ class Moments:
 def drop_broken(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
     """Drop what an optimizer remembers of those of these parameters of which it remembers inf or NaN, as it begins. On an accelerator the host waits once."""
     kept = {p: _floating(optimizer.state[p]) for p in parameters if p in optimizer.state}
-    flags = [(p, torch.stack([x.isfinite().all() for x in tensors]).all()) for p, tensors in kept.items() if tensors]
-    if not flags or bool(torch.stack([ok.to(flags[0][1].device) for _, ok in flags]).all()):
+    # Counters may be on the host, where nobody waits for them.
+    on_host = {p: all(bool(x.isfinite().all()) for x in tensors if x.is_cpu) for p, tensors in kept.items()}
+    there = {p: [x.isfinite().all() for x in tensors if not x.is_cpu] for p, tensors in kept.items()}
+    flags = {p: torch.stack(found).all() for p, found in there.items() if found}
+    if all(on_host.values()) and not (flags and not bool(torch.stack([*flags.values()]).all())):
         return
-    for p, ok in flags:
-        if bool(ok):
+    for p in kept:
+        if on_host[p] and (p not in flags or bool(flags[p])):
             continue
         if isinstance(optimizer, torch.optim.Adagrad):  # which makes this when it is built, and never again
             group = next(group for group in optimizer.param_groups if any(p is each for each in group["params"]))
