@@ -27,7 +27,7 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
         [*TRAINED.split(), "--steps=30", "--evaluate-every=30", "--pages={folder}", "--work={folder}/work"],
         *("runs", 2, "subject backend rate seed curve"),
     ),
-    "gpu": (["--tiny"], "parts", 7, "rows left_out seconds"),
+    "gpu": (["--tiny"], "parts", 8, "rows left_out seconds"),
     "half_step.py": (["--rates", "0.1", "--seeds=1", "--epochs=1"], "accuracy_percent", 12, "0.1"),
     "jax_step.py": (
         [*TINY, "--layers=0", "--width=64", "--context=64", "--ranks=2", "--devices", "1", "--compile-matrices=2"],

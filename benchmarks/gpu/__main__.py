@@ -9,11 +9,12 @@ GPTs of 125 million and 1.3 billion parameters. Parts, in this order, each with 
 - steps: whole training steps under DDP on two ranks that share the GPU and talk by NCCL's sockets: no messages at all, DDP, torch's hooks, gradwire.
 - hook: the hook alone, eager and in a CUDA graph; kernels, their time, waits of the host, memory.
 - jax: averages beside `pmean` on one device, and what compiling takes. jax-steps: the same in two processes that share the GPU.
+- doctor: whether all of that is right here, quickly.
 - graph: a whole step in a CUDA graph. compiled: a model compiled with graphs of its own.
 - products: what PowerSGD multiplies, for the embedding alone and a layer alone, against the bandwidth of a copy.
 
 Without a GPU, or with --tiny, sizes are tiny, everything is on the CPU, and the figures mean nothing: it only shows that the script runs.
-Whether a device computes what it should is asked of `gradwire doctor`, not here.
+`gradwire doctor` asks the same of every algorithm.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ PARTS = {
     "hook": Part(110),
     "jax": Part(110, script="in_jax.py", env=_IN_JAX),
     "jax-steps": Part(90, processes=RANKS, script="in_jax.py", env=_IN_JAX),
+    "doctor": Part(90, script="doctor.py"),
     # DDP can be captured only if nobody watches for errors of NCCL in the background.
     "graph": Part(40, env={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
     "products": Part(20),

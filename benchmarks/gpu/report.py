@@ -90,11 +90,25 @@ def _jax(rows: list[Row]) -> Table:
     return heads, [[r["row"], *(_ms(r[key]) for key in keys), str(r["rounds"])] for r in rows]
 
 
+def _doctor(rows: list[Row]) -> Table:
+    heads = ["known answers", "right", "wrong", "left out", "s", "what is wrong"]
+    return heads, [
+        [
+            r["row"],
+            *(str(r["counts"].get(v, 0)) for v in ("ok", "fault", "skipped")),
+            f"{r['seconds']:.0f}",
+            "; ".join(r["faults"]),
+        ]
+        for r in rows
+    ]
+
+
 _TABLES: dict[str, Callable[[list[Row]], Table]] = {
     "steps": _steps,
     "hook": _hook,
     "jax": _jax,
     "jax-steps": _jax,
+    "doctor": _doctor,
     "graph": _graph,
     "products": _products,
     "compiled": _compiled,
