@@ -20,7 +20,8 @@ NAMED = 3
 SAID_AFTER = 3
 SKIPPED_AVERAGES = (
     "averages in a row were not finite: some replica's parameters held inf or NaN when its difference left. All have gone back to the outer parameters each time, and "
-    "nothing is learned. Look at each replica's loss and gradients, at its learning rate, and at what its optimizer remembers"
+    "nothing is learned. Look at each replica's loss and gradients, at its learning rate, at what its optimizer remembers, and at its weight, if it has one: an average "
+    "with a weight that is negative or not finite is not"
 )
 
 
@@ -68,17 +69,4 @@ class RunOfSkips:
             self._what,
             self._in_a_row,
             f"; on rank {self._rank} that of {some(names, NAMED)} does" if names else "",
-        )
-
-
-class RunOfRefusals(RunOfSkips):
-    """The same of averages of local SGD that replicas have refused: totals of those that have arrived, and of those that were refused."""
-
-    def _say(self, names: Collection[str]) -> None:
-        logger.warning(
-            "%s: %d averages in a row were refused, since a replica's difference, or what came of it, held inf or NaN. All replicas went back to the outer parameters each "
-            "time, which stand still. Look at the loss of each replica (a learning rate too high, no clipping), and at their weights, if they have any: an average in which "
-            "one is negative or not finite is refused",
-            self._what,
-            IN_A_ROW,
         )

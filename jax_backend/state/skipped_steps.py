@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gradwire.core.state.skipped_steps import RunOfRefusals, RunOfSkips
+from gradwire.core.state.skipped_steps import SAID_AFTER, SKIPPED_AVERAGES, RunOfSkips
 from gradwire.jax_backend.state.types import DataParallelState, LocalSGDState, known_number
 
 #: States of so many models are told apart.
@@ -38,7 +38,8 @@ def note_skipped_steps(tree: Any) -> None:
 
 @lru_cache(maxsize=REMEMBERED)
 def _run_of(of_local: bool, structure: Any, configuration: str) -> RunOfSkips:
-    return (RunOfRefusals if of_local else RunOfSkips)(configuration, jax.process_index())
+    said = (SAID_AFTER, SKIPPED_AVERAGES) if of_local else ()
+    return RunOfSkips(configuration, jax.process_index(), *said)
 
 
 def _is_state(x: Any) -> bool:
