@@ -179,7 +179,7 @@ def test_shards_are_saved_and_loaded_apart(world):
         other.load_state_dict(saved)
     assert same_bits(saved, second.state_dict())
     for given, expected in zip(steps(second, range(3, 5)), steps(first, range(3, 5)), strict=True):
-        assert relative(given, expected) < 1e-5
+        assert relative(given, expected) < 1e-4
 
 
 #: By step, what each rank's forward pass takes; in the third, the right branch is taken by nobody.

@@ -164,7 +164,7 @@ def test_overlapped_it_updates_from_the_first_iteration_on(world, make_hook):
     assert "hook_with_zero_step(allreduce_hook, ddp, optimizer)" in words
     ddp.register_comm_hook(None, make_hook(gw.allreduce_hook, ddp, optimizer, True))
     plain = torch.optim.AdamW(twin.parameters(), **OPTIONS)
-    assert relative(train(ddp, optimizer, world, range(10)), train(twin, plain, world, range(10))) < 1e-6
+    assert relative(train(ddp, optimizer, world, range(10)), train(twin, plain, world, range(10))) < 1e-5
     assert "step(scale)" in said(optimizer.step, scale=2.0)
     words = said(optimizer.add_param_group, {"params": [nn.Parameter(torch.zeros(2))]})
     assert "before hook_with_zero_step" in words

@@ -101,7 +101,7 @@ class Scenario:
     cap: float = 0.006
     steps: int = 5
     micro_batches: int = 1
-    tolerance: float = 1e-5
+    tolerance: float = 1e-4
     compared: int | None = None
     compresses: bool = True
     used: Callable[[int, str], bool] | None = None
@@ -189,7 +189,7 @@ def test_all_reduce_equals_plain_ddp_and_power_sgd_the_simulator(world, scenario
             assert all(same_bits(*pair) for pair in pairs)
             assert same_bits(wrapped[how].state_dict(), wrapped["plain"].state_dict())
         else:  # three numbers are added up in another order: in messages that are not DDP's
-            assert max(relative(*pair) for pair in pairs) < 1e-6
+            assert max(relative(*pair) for pair in pairs) < 1e-5
         assert list(wrapped[how].state_dict()) == list(wrapped["plain"].state_dict())
     buckets = wrapped["DataParallel"].buckets()
     if scenario.model is not mixed:  # some are left over, which DDP orders by a hash
@@ -248,7 +248,7 @@ def test_a_layer_frozen_after_wrapping_keeps_its_weights_and_memory_and_trains_a
     assert not same_bits(memory_after, memory)
     assert world.agree(after)
     used = lambda step, n: n[0] != "2" or step not in (3, 4, 5)  # noqa: E731
-    assert distance(ALGORITHM, world.everyones(whole), used=used) < 1e-5
+    assert distance(ALGORITHM, world.everyones(whole), used=used) < 1e-4
 
 
 @cases.case
@@ -358,7 +358,7 @@ def test_ranks_agree_on_rank_0s_order_of_arrival(world):
         for model in (ours, twin):
             model.zero_grad()
             model(x).square().sum().backward()
-        assert relative(flat_gradients(ours), averaged(world, twin)) < 1e-6
+        assert relative(flat_gradients(ours), averaged(world, twin)) < 1e-5
     assert world.agree(ours.buckets())
     orders = world.everyones(order)
     assert len(set(map(tuple, orders))) > 1
@@ -455,7 +455,7 @@ def test_gradients_are_averages_whatever_passes_there_are(world, row):
             passes = losses(Step(model, world.rank, step))
             for loss in passes:
                 loss.backward(retain_graph=len(passes) > 1)
-        assert relative(flat_gradients(ours), averaged(world, twin)) < 1e-6
+        assert relative(flat_gradients(ours), averaged(world, twin)) < 1e-5
     assert ours.handle.stats().steps == 3 * len(passes)
 
 
@@ -473,7 +473,7 @@ def test_what_was_accumulated_is_averaged(world, row):
             loss(here, parts[1]).backward()
         loss(here, parts[2]).backward()
         sum(loss(there, part) for part in parts).backward()
-        assert relative(flat_gradients(ours), averaged(world, twin)) < 1e-6
+        assert relative(flat_gradients(ours), averaged(world, twin)) < 1e-5
     assert ours.handle.stats().steps == 2
 
 

@@ -251,7 +251,7 @@ def test_data_parallel_is_reconfigured_too(world):
     assert len(model.buckets()) == model.handle.stats().collectives - messages > 1
     model.handle.reconfigure(PowerSGD(rank=1))
     trace = train(model, LOSS, range(6, 9))
-    assert distance(PowerSGD(rank=1), world.everyones(trace)) < 1e-5
+    assert distance(PowerSGD(rank=1), world.everyones(trace)) < 1e-4
     assert model.handle.algorithm == PowerSGD(rank=1)
     assert "PowerSGD(rank=1): 3 of 6 tensors" in repr(model)
 

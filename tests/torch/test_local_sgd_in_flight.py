@@ -81,7 +81,7 @@ def test_the_mean_of_what_is_on_its_way_is_what_the_message_brings(world: World)
         each.handle.weight = 1.0
         each.steps(5, 7)
         found.append(each.handle.outer_parameters())
-    assert relative(*found) < 1e-6
+    assert relative(*found) < 1e-5
 
 
 # --- another schedule ---

@@ -68,7 +68,7 @@ def test_ranks_of_a_node_remember_the_same(world, variant):
     ddp, handle = hooked(mlp(*widths), algorithm, world.group)
     trace = train(ddp, LOSS, 4)
     assert world.agree(trace.weights)
-    assert distance_of_all(world, algorithm, trace) < 1e-5
+    assert distance_of_all(world, algorithm, trace) < 1e-4
     kept = world.everyones(handle.rank_state_dict()["tensors"])
     (first, second), (other, last) = nodes
     assert kept[0]["0.weight"]["error"].shape == (widths[1], 40)

@@ -95,13 +95,13 @@ def test_gathered_it_is_the_plain_state_and_resumed_it_goes_on_to_the_bit(world,
         mine = whole["state"][number]
         assert mine.keys() == memory.keys()
         assert mine["step"] == memory["step"] == 10
-        assert all(relative(mine[key], memory[key]) < 1e-5 for key in ("exp_avg", "exp_avg_sq"))
+        assert all(relative(mine[key], memory[key]) < 1e-4 for key in ("exp_avg", "exp_avg_sq"))
     # The plain optimizer goes on from it.
     (ddp, _), loaded = hooked(net, None, world.group), plain(net)
     loaded.load_state_dict(copy.deepcopy(whole))
     for each, optimizer in ((twin, reference), (ddp, loaded)):
         train(each, optimizer, world.rank, range(10, 15))
-    assert relative(weights(net), weights(twin.module)) < 1e-6
+    assert relative(weights(net), weights(twin.module)) < 1e-5
 
 
 @cases.each({"step": None, "hook": gw.hook_with_zero_step})

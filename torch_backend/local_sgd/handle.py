@@ -35,7 +35,7 @@ from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.local_sgd.checks import averages_gradients, fitted, radial_obstacle
 from gradwire.torch_backend.local_sgd.host_memory import HostMemory
 from gradwire.torch_backend.local_sgd.in_flight import InFlight
-from gradwire.torch_backend.local_sgd.moments import Moments
+from gradwire.torch_backend.local_sgd.moments import Broken, Moments
 from gradwire.torch_backend.local_sgd.target import Target
 from gradwire.torch_backend.monitor.profiler import span
 from gradwire.torch_backend.monitor.report import Progress, Watcher
@@ -88,6 +88,7 @@ class LocalSGDHandle:
         self._equal_at = 0
         self._scheduled_from = 0
         self._averages = self._skipped_averages = 0
+        self._unseen: tuple[Broken | None, Collection[Tensor]] = (None, ())
         self._dense = sum(spec.nbytes for spec in specs_of(self._parameters).values())
         self._gradients: Driver | None = None
         self._adopt(local, groups)
@@ -269,8 +270,9 @@ class LocalSGDHandle:
             self._memory.left |= dict.fromkeys(self.local.leaving(step, self._replicas), step)
         self._moments.put({n: others[n] for n in others if n in self._parameters}, due)
         if self.local.has_outer:
-            self._moments.drop_broken()
-            self._note_skipped(taken)
+            self._unseen = (self._moments.broken(), taken)
+            if self._ops.device.type == "cpu":
+                self._look()
 
     def _turn(self, step: int) -> Turn:
         """What happens after this step. Of what would arrive only what has left: nothing has, since this schedule began or since its message was lost."""
@@ -303,8 +305,13 @@ class LocalSGDHandle:
                 if (kept := self._memory.state.tensors.get(name)) is not None:
                     kept[DIFFERENCE].zero_()
 
-    def _note_skipped(self, taken: Collection[Tensor]) -> None:
-        """Of the averages of a step, whether outer steps were taken."""
+    def _look(self) -> None:
+        """At what the last averages have found: what is broken begins anew, and what was skipped is counted. On a device before the next step of the optimizer, when it
+        has long come."""
+        broken, taken = self._unseen
+        self._unseen = (None, ())
+        if broken is not None:
+            broken.drop()
         for ok in taken:
             self._averages += 1
             self._skipped_averages += not ok
@@ -510,6 +517,7 @@ class LocalSGDHandle:
         _, _, dense = self._progress()
         sent = sum(self._sent(), Sent())
         stats = self._watch.stats(self.steps - self._first_step, 0, sent, dense)
+        self._look()
         return replace(stats, skipped_averages=self._skipped_averages)
 
     def _sent(self) -> list[Sent]:

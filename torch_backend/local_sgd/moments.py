@@ -15,6 +15,7 @@ from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
 from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.fsdp.layout import local_part
+from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank
 from gradwire.torch_backend.setup.optimizer_state import is_plain, weights_in
 
@@ -115,10 +116,9 @@ class Moments:
             for name in averaged:
                 self._optimizer.state.pop(self._parameters[name], None)
 
-    def drop_broken(self) -> None:
-        """Of parameters for which the optimizer remembers inf or NaN, from which no step of its own leads back: it begins anew."""
-        if self._optimizer is not None:
-            drop_broken(self._optimizer, self._parameters.values())
+    def broken(self) -> Broken | None:
+        """Of which parameters the optimizer remembers inf or NaN, from which no step of its own leads back; None if it remembers nothing."""
+        return None if self._optimizer is None else broken_of(self._optimizer, self._parameters.values())
 
     def make_equal(self, collectives: Collectives) -> None:
         """From now on ranks that are given equal gradients take equal steps: moments are averaged over all ranks, or dropped with "reset", and the rest
@@ -195,23 +195,38 @@ class Moments:
         self._keys = {key: self._keys[key] for key in sorted(self._keys)}
 
 
-def drop_broken(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Drop what an optimizer remembers of those of these parameters of which it remembers inf or NaN, as it begins. On an accelerator the host waits once."""
-    kept = {p: _floating(optimizer.state[p]) for p in parameters if p in optimizer.state}
-    # Counters may be on the host, where nobody waits for them.
-    on_host = {p: all(bool(x.isfinite().all()) for x in tensors if x.is_cpu) for p, tensors in kept.items()}
-    there = {p: [x.isfinite().all() for x in tensors if not x.is_cpu] for p, tensors in kept.items()}
-    flags = {p: torch.stack(found).all() for p, found in there.items() if found}
-    if all(on_host.values()) and not (flags and not bool(torch.stack([*flags.values()]).all())):
-        return
-    for p in kept:
-        if on_host[p] and (p not in flags or bool(flags[p])):
-            continue
-        if isinstance(optimizer, torch.optim.Adagrad):  # which makes this when it is built, and never again
-            group = next(group for group in optimizer.param_groups if any(p is each for each in group["params"]))
-            optimizer.state[p]["sum"].fill_(group["initial_accumulator_value"])
-        else:
-            del optimizer.state[p]
+class Broken:
+    """Of which parameters an optimizer remembers inf or NaN: found where that is, and looked at later, so that nobody waits for a device."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], finite: Tensor) -> None:
+        self._optimizer, self._parameters, self._finite = optimizer, parameters, finite
+
+    def drop(self) -> None:
+        """Let the optimizer begin anew with these parameters."""
+        for p, finite in zip(self._parameters, self._finite.tolist(), strict=True):
+            if finite:
+                continue
+            if isinstance(self._optimizer, torch.optim.Adagrad):  # which makes this when it is built, and never again
+                groups = self._optimizer.param_groups
+                group = next(group for group in groups if any(p is each for each in group["params"]))
+                self._optimizer.state[p]["sum"].fill_(group["initial_accumulator_value"])
+            else:
+                self._optimizer.state.pop(p, None)
+
+
+def broken_of(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> Broken | None:
+    """See `Moments.broken`."""
+    # Counters may be on the host.
+    kept = {
+        p: [x for x in _floating(optimizer.state[p]) if x.device == p.device]
+        for p in parameters
+        if p in optimizer.state
+    }
+    kept = {p: tensors for p, tensors in kept.items() if tensors}
+    if not kept:
+        return None
+    flags = [TorchOps(p.device).all_finite(*tensors) for p, tensors in kept.items()]
+    return Broken(optimizer, list(kept), torch.stack([ok.to(flags[0].device) for ok in flags]))
 
 
 def _floating(x: Any) -> list[Tensor]:

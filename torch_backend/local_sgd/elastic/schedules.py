@@ -20,7 +20,7 @@ from gradwire.torch_backend.local_sgd.elastic.handle import ElasticHandle
 from gradwire.torch_backend.local_sgd.elastic.quorum import LOST, Present, Quorum
 from gradwire.torch_backend.local_sgd.host_memory import HostMemory
 from gradwire.torch_backend.local_sgd.in_flight import InFlight
-from gradwire.torch_backend.local_sgd.moments import Moments, drop_broken
+from gradwire.torch_backend.local_sgd.moments import Moments, broken_of
 from gradwire.torch_backend.local_sgd.optimizer_hooks import step_on_every_rank
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
@@ -148,7 +148,12 @@ class ElasticLocalSGD(ElasticHandle):
             self._skipped_averages += not ok
             self._run_of_skips.seen(self._averages, self._skipped_averages)
         if self.local.has_outer:
-            drop_broken(self._optimizer, self._parameters.values())
+            self._drop_broken()
+
+    def _drop_broken(self) -> None:
+        """What the optimizer remembers of inf and NaN: it begins anew."""
+        if broken := broken_of(self._optimizer, self._parameters.values()):
+            broken.drop()
 
     def _take(self, parameters: Mapping[str, Tensor], state: State[Tensor]) -> None:
         with torch.no_grad():
