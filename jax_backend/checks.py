@@ -26,16 +26,13 @@ from gradwire.core.plan.advice import CompressionWarning, outside
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol.groups import NoPartition, UnknownWorldSize
 from gradwire.core.protocol.programs import Request, UnknownRequest
-from gradwire.core.protocol.weights import require_weight
+from gradwire.core.protocol.weights import LARGEST, SMALLEST, require_weight
 from gradwire.core.text.options import short
 from gradwire.jax_backend.axes.auto_axes import compiler_axes
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of, check_local, is_manual, tracked, varying_axes
 from gradwire.jax_backend.engine.driver import why_not
 from gradwire.jax_backend.state.names import BARE, NamedTree, flatten, specs_of
 from gradwire.jax_backend.state.types import MARK, DataParallelState
-
-#: Sums of weights between these, times what they weigh, do not leave float32.
-SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-30, 1e30
 
 
 def configuration_of(algorithm: Algorithm) -> str:
@@ -57,7 +54,7 @@ def scalar_weight(weight: Any) -> jax.Array:
     if weight.size != 1:
         raise ValueError(f"weight has shape {weight.shape}; give a scalar, what this replica itself counts for")
     given = weight.astype(jnp.float32).reshape(())
-    counts = (given == 0) | ((given >= SMALLEST_WEIGHT) & (given <= LARGEST_WEIGHT))
+    counts = (given == 0) | ((given >= SMALLEST) & (given <= LARGEST))
     return jnp.where(counts, given, jnp.nan)
 
 
