@@ -32,7 +32,7 @@ from gradwire.jax_backend.axes.auto_axes import compiler_axes
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of, check_local, is_manual, tracked, varying_axes
 from gradwire.jax_backend.engine.driver import why_not
 from gradwire.jax_backend.state.names import BARE, NamedTree, flatten, specs_of
-from gradwire.jax_backend.state.types import MARK, DataParallelState
+from gradwire.jax_backend.state.types import MARK, DataParallelState, is_placed
 
 
 def configuration_of(algorithm: Algorithm) -> str:
@@ -88,6 +88,8 @@ def of_one_dtype(
     while isinstance(algorithm, (Wrapper, WireDtype)):
         algorithm = algorithm.algorithm
     gradients, memory, narrow = dict(arrays), {name: dict(own) for name, own in tensors.items()}, []
+    if getattr(algorithm, "state_dtype", None) is not None:
+        return gradients, memory
     for name, x in arrays.items():
         floats = {key: m for key, m in tensors.get(name, {}).items() if jnp.issubdtype(m.dtype, jnp.floating)}
         if not floats or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -96,12 +98,11 @@ def of_one_dtype(
         dtype = jnp.promote_types(x.dtype, kept)
         if dtype != kept and ERROR in floats:
             narrow.append(f"the gradient of {name!r} is of {x.dtype}, and its compression error is kept in {kept}")
-        if getattr(algorithm, "state_dtype", None) is None:
-            gradients[name] = x.astype(dtype)
-            memory[name] |= {key: m.astype(dtype) for key, m in floats.items()}
+        gradients[name] = x.astype(dtype)
+        memory[name] |= {key: m.astype(dtype) for key, m in floats.items()}
     if narrow:
         warnings.warn(
-            f"{narrow[0]}, the dtype of the parameter given to init or of state_dtype=. What rounding takes from the error in each step is lost: give "
+            f"{narrow[0]}, the dtype of the parameter given to init. What rounding takes from the error in each step is lost: give "
             'state_dtype="float32"',
             CompressionWarning,
             stacklevel=outside(),
@@ -117,7 +118,7 @@ def check_placed(state: DataParallelState, axis_name: AxisName) -> None:
     record = state.record
     if record.per_replica is None or not is_manual(axis_name):
         return
-    shape = jnp.shape(record.per_replica)
+    shape = jnp.shape(record.per_replica) if is_placed(record.per_replica) else ()
     if shape != (1,):
         raise ValueError(
             "every replica must be given its own row of the error memory, and the state has not been divided among them: "

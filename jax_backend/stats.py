@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import tree_flatten_with_path, tree_leaves_with_path
 
 from gradwire.core.algorithms.compressor import ERROR
 from gradwire.jax_backend.axes.mapped_axis import AxisName
 from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes
-from gradwire.jax_backend.state.names import pure
+from gradwire.jax_backend.state.names import flatten, pure
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import survey
 from gradwire.jax_backend.state.types import DataParallelState, LocalSGDState
@@ -106,11 +105,11 @@ def relative_error(gradients: Any, averages: Any, state: Any, *, axis_name: Axis
         raise ValueError(
             f"relative_error: state holds {len(states)} states of power_sgd, all_reduce_mean or average_gradients; give it that of one"
         )
-    errors = {path: error[0] for path, error in tree_leaves_with_path(states[0].local.per_replica.get(ERROR, {}))}
-    given, structure = tree_flatten_with_path(pure(gradients))
+    errors = {name: error[0] for name, error in flatten(states[0].local.per_replica.get(ERROR, {})).leaves.items()}
+    given, structure = flatten(gradients).leaves.items(), jax.tree.structure(pure(gradients))
     differences, norms = [], []
-    for (path, gradient), average in zip(given, jax.tree.leaves(pure(averages)), strict=True):
-        mean: jax.Array = jax.lax.pmean(gradient.astype(jnp.float32) + errors.get(path, 0), axis_name)  # type: ignore[no-untyped-call]
+    for (name, gradient), average in zip(given, jax.tree.leaves(pure(averages)), strict=True):
+        mean: jax.Array = jax.lax.pmean(gradient.astype(jnp.float32) + errors.get(name, 0), axis_name)  # type: ignore[no-untyped-call]
         differences.append(jnp.square(average.astype(jnp.float32) - mean).sum())
         norms.append(jnp.square(mean).sum())
     by_parameter = [_ratio(*pair) for pair in zip(differences, norms, strict=True)]

@@ -53,7 +53,7 @@ from gradwire.jax_backend.engine.self_check import check_here
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.state.names import NamedTree, flatten, specs_of, stacks_of
 from gradwire.jax_backend.state.trees import check_gradients, pack, repack, shardings_like, unpack
-from gradwire.jax_backend.state.types import UNSAID, DataParallelState, PerReplica, Record
+from gradwire.jax_backend.state.types import UNSAID, DataParallelState, PerReplica, Record, place_mark
 
 OPS = JaxOps()
 
@@ -208,7 +208,7 @@ class _Averaging:
         warn(algorithm, specs)
         if not inside:
             check_here(algorithm, specs, params)
-        rows = jnp.zeros((1 if inside else 0,), bool) if algorithm.per_replica else None
+        rows = place_mark(placed=inside) if algorithm.per_replica else None
         stages = tuple(sorted({0, algorithm.start_step}))
         sent = _sent(algorithm if inside else self.algorithm, specs, replicas)
         record = Record(rows, self.axis_name, stages, sent is None)

@@ -22,7 +22,7 @@ from gradwire.jax_backend.advise.model_shapes import specs_of_parameters
 from gradwire.jax_backend.engine.self_check import check_noted
 from gradwire.jax_backend.local_sgd.forms import is_nnx, is_train_state, parts, with_parts
 from gradwire.jax_backend.local_sgd.transform import LocalOptimizer, local_sgd
-from gradwire.jax_backend.state.types import PerReplica, Record
+from gradwire.jax_backend.state.types import PerReplica, Record, place_mark
 from gradwire.jax_backend.transforms import average_gradients
 
 #: Of the replicas.
@@ -216,10 +216,10 @@ def _is_marked(x: Any) -> bool:
 
 
 def _rows(form: _Form, replicas: int, leaf: Any) -> Any:
-    """A row for each replica, random keys of its own in it. What is marked has none yet where it begins with zeros. A tree of nnx has lost the marks; there no parameter is empty."""
+    """A row for each replica, random keys of its own in it. The marks of the place have come there. A tree of nnx has lost their paths; there no other array is one int8."""
 
     def one(x: Any) -> Any:
-        return jnp.zeros((1, *x.shape[1:]), x.dtype) if x.ndim and not x.shape[0] else x
+        return place_mark(placed=True) if x.shape == (1,) and x.dtype == jnp.int8 else x
 
     if _is_marked(leaf):
         leaf = jax.tree.map(one, leaf)

@@ -76,7 +76,16 @@ from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of, stacks_of
 from gradwire.jax_backend.state.survey import survey
 from gradwire.jax_backend.state.trees import pack, repack, shardings_like, unpack
-from gradwire.jax_backend.state.types import UNSAID, DataParallelState, LocalSGDState, PerReplica, Record
+from gradwire.jax_backend.state.types import (
+    UNSAID,
+    DataParallelState,
+    LocalSGDState,
+    PerReplica,
+    Record,
+    is_placed,
+    on_devices,
+    place_mark,
+)
 from gradwire.jax_backend.zero.state import ZeroState
 
 OPS = JaxOps()
@@ -368,13 +377,13 @@ class _Halves:
             raise TypeError(
                 "init of local_sgd copies the parameters and needs arrays; for shapes alone use jax.eval_shape(tx.init, params)"
             )
-        arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
+        arrays = {name: on_devices(jnp.asarray(x)) for name, x in named.leaves.items()}
         shardings = None if inside else shardings_like(params, lambda: averages(arrays))
         state = LocalSGDState(
             self.inner.init(params),
             # Compiled as a whole: op by op, every shape would compile its own little kernels.
             averages(arrays) if inside else jax.jit(averages, out_shardings=shardings)(arrays),
-            PerReplica(jnp.zeros((1 if inside else 0,), bool)),
+            PerReplica(place_mark(placed=inside)),
             *(jnp.zeros((), jnp.int32) for _ in range(3)),
         )
         _refuse_data_parallel(state.inner)
@@ -561,7 +570,8 @@ def _is_local(x: Any) -> bool:
 
 
 def _check_placed(state: LocalSGDState) -> None:
-    shape = jnp.shape(state.placed.per_replica)
+    mark = state.placed.per_replica
+    shape = jnp.shape(mark) if is_placed(mark) else ()
     if shape != (1,):
         raise ValueError(
             f"local_sgd: every replica must be given its own row of parameters and state, and `placed` says that it was given "

@@ -16,12 +16,21 @@ from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.state import checkpoint
 from gradwire.core.text.options import OWN_CHECK, Replicas, checked
-from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes
+from gradwire.jax_backend.axes.outside_meshes import outside_meshes
 from gradwire.jax_backend.axes.two_levels import nodes_of
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import Leaf, survey
 from gradwire.jax_backend.state.trees import by_parameter, rebuilt
-from gradwire.jax_backend.state.types import PIECES, DataParallelState, PerReplica, on_host, spec
+from gradwire.jax_backend.state.types import (
+    PIECES,
+    DataParallelState,
+    PerReplica,
+    memory_kind,
+    on_devices,
+    on_host,
+    place_mark,
+    spec,
+)
 
 T = TypeVar("T")
 
@@ -74,8 +83,8 @@ def set_replicas(state: T, replicas: Replicas) -> T:
                 f"gradwire.jax_backend.abstract_state(state, {replicas}, mesh, axis_name)"
             )
         if leaf.placement and x.shape[0] != replicas:
-            return automatic(x)[:0]  # What was given to those replicas is not yet given to these.
-        if x.shape[0] in (1, replicas) or not x.shape[0]:
+            return place_mark(placed=False)  # What was given to those replicas is not yet given to these.
+        if x.shape[0] in (1, replicas):
             return x
         if leaf.of == PIECES:
             raise ValueError(
@@ -243,10 +252,13 @@ def _mean(rows: Any) -> Any:
     """One row, sharded as the rows are in themselves."""
     if not isinstance(rows, jax.Array):
         return checkpoint.mean_of_rows(OPS, rows) if jnp.issubdtype(rows.dtype, jnp.floating) else rows[:1]
-    sharding = rows.sharding
+    sharding: Any = rows.sharding
+    kind = memory_kind(rows)
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, spec(None, *sharding.spec[1:]))
-    return jax.jit(_mean_of_rows, out_shardings=sharding)(rows)
+    rows = on_devices(rows)
+    mean = jax.jit(_mean_of_rows, out_shardings=sharding.with_memory_kind(memory_kind(rows)))(rows)
+    return jax.device_put(mean, sharding.with_memory_kind(kind))
 
 
 def _split(keys: jax.Array, replicas: int) -> jax.Array:

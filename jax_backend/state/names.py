@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,26 @@ def pure(tree: Any) -> Any:
         return leaves[0] if len(leaves) == 1 else leaves or optax.MaskedNode()
 
     return jax.tree.map(content, tree, is_leaf=is_variable)
+
+
+def filled(tree: Any, values: Sequence[Any], keep: Callable[[Any, Any], bool]) -> Any:
+    """The `pure` tree with these values in place of its leaves. A box of linen says how the axes of its array are called, so it stays round a value only where
+    `keep(leaf, value)` says that the value has these axes."""
+    boxes = _flax_type("flax.core.meta", "AxisMetadata")
+    rest = iter(values)
+
+    def put(x: Any) -> Any:
+        leaves, structure = jax.tree.flatten(x)
+        new = [next(rest) for _ in leaves]
+        bare = isinstance(x, boxes) and len(leaves) == 1 and not keep(leaves[0], new[0])
+        return new[0] if bare else jax.tree.unflatten(structure, new)
+
+    return jax.tree.map(put, pure(tree), is_leaf=lambda x: isinstance(x, boxes))
+
+
+def unboxed(tree: Any) -> Any:
+    """The `pure` tree without boxes of linen."""
+    return filled(tree, jax.tree.leaves(tree), lambda leaf, value: False)
 
 
 def _contents(tree: Any) -> list[tuple[Any, Any]]:

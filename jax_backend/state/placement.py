@@ -26,10 +26,11 @@ from gradwire.core.text.options import Replicas, checked
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
 from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes
 from gradwire.jax_backend.engine.self_check import check_noted
+from gradwire.jax_backend.state.names import unboxed
 from gradwire.jax_backend.state.same_state import require_same
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import Leaf, Survey, survey
-from gradwire.jax_backend.state.types import PIECES, spec
+from gradwire.jax_backend.state.types import PIECES, is_placed, memory_kind, place_mark, spec
 
 T = TypeVar("T")
 NDArray = np.ndarray[Any, Any]
@@ -122,13 +123,13 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
     rows = axes if len(axes) > 1 else axes[0]
 
     def put(leaf: Leaf) -> Any:
-        x, rest = leaf.value, _kept_spec(leaf.value, mesh, axes)
+        x, rest, kind = leaf.value, _kept_spec(leaf.value, mesh, axes), memory_kind(leaf.value)
         if leaf.marks:
             _check_rows(leaf, replicas)
-            rest = rest[1:]
-            whole, one = NamedSharding(mesh, spec(rows, *rest)), NamedSharding(mesh, spec(None, *rest))
+            x, rest = _as_placed(leaf), rest[1:]
+            whole, one = (NamedSharding(mesh, spec(row, *rest), memory_kind=kind) for row in (rows, None))
             return _through_data(x, lambda data: _spread(data, replicas, whole, one))
-        return _through_data(x, lambda data: _move(data, NamedSharding(mesh, spec(*rest))))
+        return _through_data(x, lambda data: _move(data, NamedSharding(mesh, spec(*rest), memory_kind=kind)))
 
     result: T = found.map(put)
     return result
@@ -183,6 +184,7 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
         x = leaf.value
         if leaf.marks:
             _check_rows(leaf, replicas)
+            x = _as_placed(leaf)
             return _through_data(x, lambda data: joined(own_rows(data)))
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             x = _whole_everywhere(x).addressable_data(0)
@@ -190,8 +192,6 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
         return joined([jax.device_put(row, device) for device in devices])
 
     def own_rows(x: Any) -> list[jax.Array]:
-        if not x.shape[0]:
-            x = np.zeros((1, *x.shape[1:]), x.dtype)
         if x.shape[0] == 1:
             row = _row(x, 0)[None]
             return [jax.device_put(row, device) for device in devices]
@@ -237,8 +237,8 @@ def unreplicate(state: T) -> T:
                 raise ValueError(f"{leaf.name} has no device axis: unreplicate takes a state in the form of jax.pmap")
             return x.addressable_shards[0].data[0] if isinstance(x, jax.Array) else x[0]
         # Under `jax.vmap` every replica may have what `init` returned.
-        if leaf.placement and np.shape(x)[1:] == (0,):
-            return jnp.zeros(x.shape[:1], x.dtype)
+        if leaf.placement and not is_placed(x):
+            return jnp.zeros(x.shape[:1], bool)
         if np.ndim(x) < 2 or x.shape[1] != 1:
             raise ValueError(
                 f"{leaf.name} has shape {x.shape}, not (devices, 1, …): unreplicate takes a state in the form of jax.pmap"
@@ -310,12 +310,14 @@ def abstract_state(
                 )
             shape = (replicas, *shape[1:])
         kind: Any = jax.ShapeDtypeStruct
+        dtype = jnp.dtype(bool) if leaf.placement else jnp.result_type(x)
         if mesh is None:
-            return kind(shape, jnp.result_type(x))
+            return kind(shape, dtype)
         row = 1 if leaf.marks and like is None else 0
-        rest = _kept_spec(x if like is None else like, mesh, axes)[row:]
+        given = x if like is None else like
+        rest = _kept_spec(given, mesh, axes)[row:]
         wanted = _spec_of_rows(shape, rest, mesh, axes) if leaf.marks else spec(*rest)
-        return kind(shape, jnp.result_type(x), sharding=NamedSharding(mesh, wanted))
+        return kind(shape, dtype, sharding=NamedSharding(mesh, wanted, memory_kind=memory_kind(given)))
 
     return found.map(struct)
 
@@ -332,7 +334,8 @@ def _axes_in(mesh: Mesh, axis_name: AxisName) -> tuple[str, ...]:
 
 def _places_of(params: Any) -> dict[tuple[str, ...], Any]:
     """The path of each parameter → the parameter, longest paths first: "b/kernel" is not "kernel"."""
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    boxed, bare = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (params, unboxed(params)))
+    leaves = [*boxed, *bare]
     return {_keys(path): x for path, x in sorted(leaves, key=lambda leaf: -len(leaf[0]))}
 
 
@@ -386,19 +389,26 @@ def _check_rows(leaf: Leaf, replicas: int) -> None:
             f"gradwire.jax_backend.reshard(state, like), where `like` comes from zero1(…, replicas={replicas})."
         )
     if leaf.placement:
+        if not is_placed(leaf.value):
+            return
         if rows == 1 and replicas > 1:
             raise ValueError(
                 f"{leaf.name} has one row: the state is what one replica alone has, and the memory of the others is not in it. "
                 "flax.jax_utils.unreplicate drops them; use gradwire.jax_backend.unreplicate. If the state is of a run of one replica: "
                 f"gradwire.jax_backend.set_replicas(state, {replicas}) gives its memory to all."
             )
-        if rows in (0, replicas):
+        if rows == replicas:
             return
     if rows not in (1, replicas):
         raise ValueError(
             f"{leaf.name} is the memory of {rows} replicas and there are {replicas} now. What matters is its mean: "
             f"gradwire.jax_backend.set_replicas(state, {replicas}) goes on from that."
         )
+
+
+def _as_placed(leaf: Leaf) -> Any:
+    """The rows of an array that comes to its replicas."""
+    return place_mark(placed=True) if leaf.placement and not is_placed(leaf.value) else leaf.value
 
 
 def _through_data(x: Any, move: Callable[[Any], Any]) -> Any:
@@ -409,12 +419,9 @@ def _through_data(x: Any, move: Callable[[Any], Any]) -> Any:
 
 
 def _spread(x: Any, replicas: int, whole: NamedSharding, one: NamedSharding) -> jax.Array:
-    """One row for each replica, of as many, of one, or of none (`is_placement`)."""
+    """One row for each replica, of as many or of one."""
     if isinstance(x, jax.core.Tracer):
-        row = x if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype)
-        return _placed(jnp.broadcast_to(row, (replicas, *x.shape[1:])), whole)
-    if not x.shape[0]:
-        x = np.zeros((1, *x.shape[1:]), x.dtype)
+        return _placed(jnp.broadcast_to(x, (replicas, *x.shape[1:])), whole)
     if x.shape[0] == replicas:
         return _move(x, whole)
     # Along the axis of the replicas every device holds the one row, and that is its row.

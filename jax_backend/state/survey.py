@@ -27,6 +27,7 @@ from gradwire.jax_backend.state.types import (
     DataParallelState,
     PerReplica,
     Record,
+    is_placed,
     known_number,
     path_of,
 )
@@ -58,7 +59,7 @@ class Leaf:
 
     @property
     def placement(self) -> bool:
-        """Whether it says where the state has come to: no rows, or one for each replica."""
+        """Whether it says where the state has come to: a `place_mark`."""
         return self.of in (RECORD, PLACED)
 
     @property
@@ -173,7 +174,7 @@ class Survey:
         for leaf in self.leaves:
             if leaf.placement and np.ndim(leaf.value) == 2:
                 shape = np.shape(leaf.value)
-                if not shape[1]:
+                if not is_placed(leaf.value):
                     raise ValueError(
                         f"{leaf.name} has shape {shape}: the state is that of {shape[0]} members of an ensemble, made by jax.vmap, whose axis comes before that of the "
                         "replicas. Make and place the state of each member by itself: [distribute(tx.init(params), mesh, axis_name) for params in members]"

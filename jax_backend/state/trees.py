@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.compressor import ERROR
-from gradwire.jax_backend.state.names import BARE, NamedTree, flatten, pure
+from gradwire.jax_backend.state.names import BARE, NamedTree, filled, flatten, pure
 from gradwire.jax_backend.state.types import Account, DataParallelState, PerReplica, Record, require_own_row, spec
 
 #: Stands in for the memory of a tensor that is compressed but remembers nothing: the state must tell it from one that is not.
@@ -39,7 +39,7 @@ def pack(
 
     def tree(key: str) -> Any:
         leaves = [tensors.get(name, {}).get(key, optax.MaskedNode()) for name in named.leaves]
-        return jax.tree.unflatten(jax.tree.structure(pure(params)), leaves)
+        return filled(params, leaves, lambda leaf, x: key not in per_replica and jnp.shape(leaf) == jnp.shape(x))
 
     return DataParallelState(
         configuration={configuration: ()},
@@ -134,14 +134,15 @@ def shardings_like(params: Any, make: Callable[[], DataParallelState]) -> Any:
     if not placed:
         return None
     shapes = jax.eval_shape(make)
-    everywhere = NamedSharding(next(iter(placed.values()))[1].mesh, spec())
+    first = next(iter(placed.values()))[1]
+    everywhere = NamedSharding(first.mesh, spec(), memory_kind=first.memory_kind)
 
     def like(trees: Any, rows: int) -> Any:
         def lies(name: str, key: str, x: Any) -> NamedSharding:
             shape, sharding = placed.get(name, (None, everywhere))
             if x.shape[rows:] != shape:
                 return everywhere
-            return NamedSharding(sharding.mesh, spec(*[None] * rows, *sharding.spec))
+            return NamedSharding(sharding.mesh, spec(*[None] * rows, *sharding.spec), memory_kind=sharding.memory_kind)
 
         return rebuilt(trees, lies) if isinstance(trees, Mapping) else jax.tree.map(lambda _: everywhere, trees)
 

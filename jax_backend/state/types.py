@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
@@ -41,7 +42,7 @@ class Record:
     """Where a state belongs. `axis_name` and `stages` are part of its structure, and of no checkpoint.
 
     Attributes:
-        per_replica: one row on each replica, none in what `init` returns outside the map: so a state is noticed that has not come to its
+        per_replica: one row on each replica, a `place_mark`: so a state is noticed that has not come to its
             replicas by `distribute` or `replicate`. None if nothing differs between replicas.
         axis_name: that of the transformation.
         stages: steps from which on something else is sent: 0, and the algorithm's start. Rising.
@@ -137,8 +138,34 @@ ACCOUNT = "account", "skipped"
 PLACED = "placed"
 
 
+def place_mark(*, placed: bool) -> jax.Array:
+    """A row of the mark that says whether a state has come to its replicas. Its dtype says so, bool or int8: a program knows it while it is traced, every form of a
+    state keeps it, and a checkpoint library need not save arrays of no elements."""
+    return jnp.zeros((1,), bool if placed else jnp.int8)
+
+
+def is_placed(mark: Any) -> bool:
+    return bool(mark.dtype == bool)
+
+
 def spec(*axes: Any) -> PartitionSpec:
     return PartitionSpec(*axes)  # type: ignore[no-untyped-call]
+
+
+def memory_kind(x: Any) -> str | None:
+    """In which memory of its devices an array lies, such as "pinned_host"; None where that is not known."""
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    return None if sharding is None else sharding.memory_kind
+
+
+def on_devices(x: Any) -> Any:
+    """An array in the memory that its devices compute with. What lies in that of the host is copied."""
+    sharding = None if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) else x.sharding
+    if sharding is None:
+        return x
+    device: Any = next(iter(sharding.device_set))
+    usual = device.default_memory().kind
+    return x if sharding.memory_kind == usual else jax.device_put(x, sharding.with_memory_kind(usual))
 
 
 def on_host(x: Any) -> np.ndarray[Any, Any]:

@@ -243,8 +243,10 @@ def stored(before, now):
 def placed_along_ici():
     """As if the helpers had been told nothing."""
     tx, state = DCN[0], DCN[0].init(PARAMS)
-    specs = jax.tree.map(lambda x: jax.P("ici") if jnp.ndim(x) == 3 or jnp.shape(x) == (0,) else jax.P(), state)
-    placed = jax.tree.map(lambda x, s: jnp.zeros((2, *x.shape[1:]), x.dtype) if s else x, state, specs)
+    specs = jax.tree.map(lambda x: jax.P("ici") if jnp.ndim(x) == 3 or x.dtype == jnp.int8 else jax.P(), state)
+    placed = jax.tree.map(
+        lambda x, s: jnp.zeros((2, *x.shape[1:]), bool if x.dtype == jnp.int8 else x.dtype) if s else x, state, specs
+    )
 
     def body(x, state):
         return tx.update(jax.tree.map(lambda p: lax.pcast(p, "dcn", to="varying") * x.mean(), PARAMS), state)[0]
@@ -329,7 +331,7 @@ def told(turn):
 
 
 IN_A_STEP = [
-    (lambda: gw.distribute(ENSEMBLE, mesh_of(4), AXIS), ValueError, "(4, 0)", "ensemble", "for params in members"),
+    (lambda: gw.distribute(ENSEMBLE, mesh_of(4), AXIS), ValueError, "(4, 1)", "ensemble", "for params in members"),
     (lambda: gw.stats(of_nnx()[1]), ValueError, "stats", "nnx.merge(graphdef, state)[1]"),
     (lambda: gw.to_portable(of_nnx()[1], PowerSGD(2)), ValueError, "nnx.merge(graphdef, state)[1].opt_state"),
     (told(3), TypeError, "turn=3", "tx.turns(state)"),
@@ -502,7 +504,7 @@ OF_LOCAL_SGD = [
     *(row for vma in BOTH for row in (
         (trained(UNMARKED, jax.P(), check_vma=vma, read=dict), ValueError, "`placed`", "stack_replicas(state)"),
         (trained(UNMARKED, jax.P(), check_vma=vma), TypeError, "this_replica", "stack_replicas"),
-        (trained(fresh, jax.P(), check_vma=vma), ValueError, "placed.per_replica", "(0,)"),
+        (trained(fresh, jax.P(), check_vma=vma), ValueError, "`placed`", "none", "stack_replicas(state)"),
         (trained(placed, jax.P(), check_vma=vma), ValueError, "(4,"))),
     *((put, ValueError, "params.b") for put in laid_out(lambda: (gw.stack_replicas(LOCAL.init(PARAMS)), {"params": PARAMS}))),
     *((put, ValueError, "opt_state.placed") for put in laid_out(UNMARKED)),

@@ -1,0 +1,113 @@
+"""States as other tools make and keep them: saved before they come to their replicas, in the memory of the host, and laid out by the names of axes."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint
+import pytest
+from flax import linen
+from jax.sharding import NamedSharding
+
+import gradwire.jax_backend as gw
+from tests.jax.replicas import AXIS, mesh_of, power, through_orbax
+
+PARAMS = {"w": jnp.ones((64, 32))}
+TX, LOCAL = gw.average_gradients(power(), axis_name=AXIS), gw.diloco(optax.adam(1e-2), 4, axis_name=AXIS)
+
+
+def portable():
+    state = gw.distribute(TX.init(PARAMS), mesh_of(4), AXIS)
+    return gw.from_portable(gw.to_portable(state, power()), power(), TX.init(PARAMS), replicas=4)
+
+
+STATES = {
+    "init": lambda: TX.init(PARAMS),
+    "resized": lambda: gw.set_replicas(gw.distribute(TX.init(PARAMS), mesh_of(4), AXIS), 2),
+    "portable": portable,
+    "stacked": lambda: gw.stack_replicas((PARAMS, LOCAL.init(PARAMS))),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_orbax_saves_a_state_that_has_not_come_to_its_replicas(name, tmp_path):
+    state = STATES[name]()
+    back = through_orbax(state, tmp_path, state)
+    placed = gw.distribute(back, mesh_of(2), AXIS)
+    marks = [x for path, x in jax.tree_util.tree_flatten_with_path(placed)[0] if x.dtype == bool]
+    assert [x.shape for x in marks] == [(2,)]
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:  # and as a run of one replica begins
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        one = checkpointer.restore(tmp_path / "state", gw.abstract_state(state, 1))
+    gw.replicate(gw.set_replicas(one, 4), axis_name=AXIS)
+
+
+def kinds(tree, name):
+    """Of arrays that have a shape of parameters, or rows of it."""
+    return {(name, x.sharding.memory_kind) for x in jax.tree.leaves(tree) if x.ndim > 1}
+
+
+def test_what_lies_in_the_memory_of_the_host_stays_there():
+    mesh = mesh_of(4)
+    params = jax.device_put(PARAMS, NamedSharding(mesh, jax.P(), memory_kind="pinned_host"))
+    tx = optax.chain(TX, optax.adam(1e-2))
+    begun = params, tx.init(params)
+    local = gw.stack_replicas((params, LOCAL.init(params)))
+    placed = gw.distribute(begun, mesh, AXIS)
+    found = {
+        "init": (begun[0], begun[1][0].local, begun[1][1]),
+        "outer": LOCAL.init(params).averages.memory,
+        "local": gw.distribute(local, mesh, AXIS),
+        "placed": (placed[0], placed[1][0].local),
+        "again": gw.distribute(placed, mesh, AXIS)[1][0].local,
+        "shapes": gw.abstract_state(placed, 4, mesh, AXIS, params=params)[1][0].local,
+        "resized": gw.set_replicas(placed, 2)[1][0].local,
+    }
+    for name, tree in found.items():
+        assert kinds(tree, name) == {(name, "pinned_host")}
+
+
+class Block(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        init = linen.with_logical_partitioning(linen.initializers.lecun_normal(), ("embed", "mlp"))
+        return linen.tanh(linen.Dense(32, kernel_init=init)(x)), None
+
+
+class Stack(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        layers = linen.scan(
+            Block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=3,
+            metadata_params={linen.PARTITION_NAME: "layers"},
+        )
+        return layers()(x, None)[0]
+
+
+@pytest.mark.parametrize("tx", [optax.chain(TX, optax.adam(1e-2)), LOCAL], ids=["gradients", "local"])
+def test_a_state_is_laid_out_by_the_names_of_axes(tx):
+    """The three lines by which MaxText makes its states. A box names the axes of its parameter, and stands round nothing that has other axes."""
+    mesh = jax.make_mesh((2, 2), (AXIS, "fsdp"))
+    rules = (("embed", "fsdp"), ("mlp", None), ("layers", None))
+
+    def make():
+        params = Stack().init(jax.random.key(0), jnp.zeros((1, 32)))["params"]
+        return params, tx.init(params)
+
+    specs = linen.get_partition_spec(jax.eval_shape(make))
+    shardings = linen.logical_to_mesh_sharding(specs, mesh, rules)
+    with jax.set_mesh(mesh):
+        params, state = jax.jit(make, out_shardings=shardings)()
+    flat = jax.tree_util.tree_flatten_with_path((params, state))[0]
+    sharded = {jax.tree_util.keystr(path) for path, x in flat if not x.sharding.is_fully_replicated}
+    assert all("kernel" in path for path in sharded)
+    assert len(sharded) == (5 if tx is LOCAL else 3)  # of the kernel: itself, and what is remembered in its shape
+    placed = gw.distribute((params, state), mesh, AXIS) if tx is not LOCAL else None
+    if placed is not None:
+        error = jax.tree.leaves(placed[1][0].local.per_replica)[0]
+        assert error.sharding.spec[0] == AXIS
+        shapes = gw.abstract_state((params, state), 2, mesh, AXIS, params=params)
+        assert jax.tree.leaves(shapes[1][0].local.per_replica)[0].sharding.spec == jax.P(AXIS, None, "fsdp", None)
