@@ -65,6 +65,13 @@ def test_the_picture_of_two_hosts_shows_what_was_measured() -> None:
     assert sent == [f"{r['wire_bytes'] / 1e6:.1f}" for r in rows]
 
 
+def test_the_readme_says_what_a_gpu_took() -> None:
+    of = {row["row"]: row["step_ms"] for row in results("gpu")["parts"]["steps"]["rows"]}
+    names = ("DDP", "torch's powerSGD_hook, rank 4", "PowerSGD(rank=4)", "no messages at all")
+    sentence = (ROOT / "README.md").read_text().partition("**On an H100**")[2].partition("\n\n")[0]
+    assert re.findall(r"(\d+) ms", sentence) == [f"{of[name]:.0f}" for name in names]
+
+
 def test_the_advice_is_the_one_that_was_measured() -> None:
     """And sends what its methods send today."""
     measured = results("advice-readme")["advice"]
