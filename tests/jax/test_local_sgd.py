@@ -226,7 +226,7 @@ def test_no_message_stands_in_a_branch(compressor):
     ones = {"w": jnp.ones((24, 16)), "b": jnp.ones(24)}
     state = tx.init(ones)
     assert all(np.array_equal(x, ones[n]) for n, x in tx.outer_params(state).items())
-    state = state._replace(placed=jax.tree.map(lambda x: jnp.zeros(1, x.dtype), state.placed))
+    state = state._replace(placed=jax.tree.map(lambda x: x.astype(bool), state.placed))
 
     def sent(n):
         def step(params, state):

@@ -454,7 +454,7 @@ def test_units_of_a_loss_scale_are_left_behind_and_orbax_brings_back_the_rest(tm
 def test_every_kind_of_memory_comes_back(algorithm):
     made = init(algorithm)
     changed = jax.tree.map(lambda x: x + jnp.ones((), x.dtype) if x.ndim else x, made)
-    made = changed._replace(account=made.account)  # which is no memory
+    made = changed._replace(account=made.account, record=made.record)  # which are no memory
     saved = gw.to_portable(made, algorithm)
     assert set(saved["tensors"]) == {"in", "out"}
     like = init(algorithm)
