@@ -43,7 +43,7 @@ class Stats(NamedTuple):
             over a cycle, as in `gradwire.plan`: of local SGD over a period of its schedule. Without buffers and moments that are averaged along. NaN before
             the first step if it depends on the number of replicas, as it does with two levels and of local SGD, and `init` was called outside the map.
         error_norm: float32, the 2-norm of the compression error so far, which is sent later. Of a state in global form, the root of
-            the mean square over the replicas; inside the training step this replica's own, over which `jax.lax.pmean` averages.
+            the mean square over the replicas of this process; inside the training step this replica's own, over which `jax.lax.pmean` averages.
         within_bytes: float32, with two levels those of `bytes_sent` that stay inside the node; else 0.
         between_bytes: float32, with two levels what all replicas of a node have sent to other nodes together, whose link they share; else `bytes_sent`.
     """
@@ -136,6 +136,30 @@ def _states(tree: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(pure(tree), is_leaf=_is_ours) if _is_ours(x)]
 
 
+def _shards_of_this_process(x: Any) -> list[Any]:
+    """Of an array of several processes those shards, each once, that lie here; [] of any other."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return []
+    return list({str(shard.index): shard for shard in x.addressable_shards}.values())
+
+
+def _of_this_process(x: Any) -> Any:
+    """Numbers that are equal on all replicas, as this process has them."""
+    shards = _shards_of_this_process(x)
+    if not shards:
+        return x
+    return jnp.asarray(np.concatenate([np.asarray(shard.data) for shard in shards]) if x.ndim else shards[0].data)
+
+
+def _mean_square(error: Any, *, rows: bool) -> Any:
+    """The sum of the squares, of several rows on average: of those that this process has. Nothing is sent."""
+    shards = _shards_of_this_process(error)
+    if not shards:
+        return jnp.square(error.astype(jnp.float32)).sum() / (error.shape[0] if rows else 1)
+    here = {i for shard in shards for i in range(*shard.index[0].indices(error.shape[0]))} if rows else {0}
+    return sum(float(jnp.square(shard.data.astype(jnp.float32)).sum()) for shard in shards) / len(here)
+
+
 @outside_meshes
 def stats(state: Any) -> Stats:
     """What compression does in this run.
@@ -149,6 +173,8 @@ def stats(state: Any) -> Stats:
         >>> new = stats(power_sgd(4, axis_name="data").init({"w": jnp.zeros((512, 512))}))
         >>> int(new.steps), float(new.wire_bytes), float(new.error_norm)
         (0, 16384.0, 0.0)
+
+    In several processes any of them may call it alone: nothing is sent, and the error norm is that of its own replicas.
 
     Args:
         state: any tree that holds states of `average_gradients` or `local_sgd`: an optimizer's state, a Flax `TrainState`, `nnx.Optimizer.opt_state`.
@@ -173,9 +199,9 @@ def stats(state: Any) -> Stats:
         of_local = isinstance(each, LocalSGDState)
         one: DataParallelState = each.averages if of_local else each
         stacked = of_local and one.step.ndim > 0  # all of it has a row for each replica, and these are equal
-        step, account = (
-            jax.tree.map(lambda x: x.max(0), (one.step, one.account)) if stacked else (one.step, one.account)
-        )
+        step, account = jax.tree.map(_of_this_process, (one.step, one.account))
+        if stacked:
+            step, account = jax.tree.map(lambda x: x.max(0), (step, account))
         steps = step if steps is None else steps
         first = np.minimum(one.record.stages, LAST).astype(np.int32)
         after = np.append(first[1:], np.int32(LAST))
@@ -187,8 +213,7 @@ def stats(state: Any) -> Stats:
         skipped += account.skipped
         memory = one.memory if of_local else one.local.per_replica
         for error in jax.tree.leaves(memory.get(ERROR) if isinstance(memory, Mapping) else None):
-            rows = error.shape[0] if stacked or not of_local else 1
-            squares += jnp.square(error.astype(jnp.float32)).sum() / rows
+            squares += _mean_square(error, rows=stacked or not of_local)
     return Stats(
         steps=steps,
         skipped_steps=skipped,

@@ -27,6 +27,7 @@ def main(port, process, count, folder, flags):
         replicate,
         reshard,
         set_replicas,
+        stats,
         unreplicate,
         zero1,
     )
@@ -53,6 +54,8 @@ def main(port, process, count, folder, flags):
     refuses_what_differs(process, mesh)
     specs = partition_specs(whole, AXIS)
     state = distribute(whole, mesh, AXIS)
+    if process == 0:  # as one logs; nothing waits for the others
+        assert stats(state).scalars()["error_norm"] > 0
 
     def body(stacked, state):
         return tx.update(jax.tree.map(lambda x: x[0], stacked), state)
