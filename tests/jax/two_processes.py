@@ -50,7 +50,7 @@ def main(port, process, count, folder, flags):
     mine["pmap/error"] = gathered(unreplicate(state))
 
     # The second half again, under shard_map.
-    mesh = jax.make_mesh((count,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((count,), (AXIS,))
     refuses_what_differs(process, mesh)
     specs = partition_specs(whole, AXIS)
     state = distribute(whole, mesh, AXIS)
