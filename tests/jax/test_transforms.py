@@ -110,6 +110,7 @@ def test_a_bare_array_and_a_scalar():
 
 
 @pytest.mark.usefixtures("float16_in_jax")
+@pytest.mark.filterwarnings("ignore:the gradient of:gradwire.CompressionWarning")
 def test_dtypes_live_side_by_side():
     # One of them is as large as what is not added to its error before it is multiplied.
     params = {"f32": jnp.ones((32, 24)), "bf16": jnp.ones((512, 256), jnp.bfloat16), "f16": jnp.ones(8, jnp.float16)}
@@ -117,13 +118,16 @@ def test_dtypes_live_side_by_side():
     state = tx.init(params)
     assert [state.memory["q"][k].dtype for k in ("f32", "bf16")] == [jnp.float32, jnp.bfloat16]
     assert types(trace(tx, params)[0]) == types(params)
-    # Memory keeps its dtype when gradients come in another, narrower or wider; updates have that of the gradients.
+    # Memory keeps its dtype when gradients come in another, narrower or wider; updates have that of the gradients, or of memory that is wider by itself.
     for other in (jnp.bfloat16, jnp.float32):
         given = optax.tree.cast(params, other)
         for options in ({}, {"start_step": 1}, {"state_dtype": "float32"}):
             tx = power_sgd(2, axis_name=AXIS, **options)
             updates, after = trace(tx, params, given)
-            assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(other)}
+            wide = jnp.dtype(other) if options.get("state_dtype") else jnp.promote_types(other, jnp.float32)
+            assert {name: x.dtype for name, x in updates.items()} == dict.fromkeys(params, jnp.dtype(other)) | {
+                "f32": wide
+            }
             assert types(after) == types(tx.init(params))
 
 
