@@ -220,7 +220,8 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
 
         programs = {turn: step.lower(turn, state, batch).compile() for turn in tx.all_turns()}
         for turn, batch in zip(tx.turns(state), batches):
-            state, loss = programs[turn](state, batch)
+            program = programs[turn]
+            state, loss = program(state, batch)
         """
         return all_turns(self._halves.local)
 

@@ -29,7 +29,7 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """The nearest numbers of a shorter float, in the dtype that `x` has; of what lies beyond them inf, or NaN in "float8_e4m3fn"."""
     to, of = _finfo(dtype), _finfo(x.dtype)
     y = lax.reduce_precision(x, exponent_bits=of.nexp, mantissa_bits=to.nmant)
-    if to.nexp == of.nexp:
+    if to.nexp >= of.nexp:
         return y
     least = float(to.smallest_subnormal)
     y = jnp.where(jnp.abs(x) < float(to.smallest_normal), jnp.round(x * (1.0 / least)) * least, y)

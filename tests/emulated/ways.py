@@ -346,9 +346,9 @@ WAYS = {
     **_zero_ways(),
     # Parameters that are averaged now and then.
     # At the first averages the host asks whether the optimizer keeps weights.
-    "local_sgd": Way(local(LocalSGD(period=2)), waits_at_first=10),
+    "local_sgd": Way(local(LocalSGD(period=2)), waits_at_first=12),
     "local_sgd, moments": Way(local(LocalSGD(period=2), moments="average"), waits_at_first=10),
-    "local_sgd, subgroups": Way(local(lambda size: LocalSGD(period=3, start_step=1, subgroup=one_by_one(size))), waits=10),
+    "local_sgd, subgroups": Way(local(lambda size: LocalSGD(period=3, start_step=1, subgroup=one_by_one(size))), waits=12),
     "local_sgd, GradScaler": Way(local(LocalSGD(period=2)), scaler=True, waits=1, waits_at_first=10),  # as torch's: is the step skipped?
     # With outer parameters the host asks after an average whether it was taken, and whether the optimizer remembers inf or NaN; at the first three besides,
     # whether it keeps weights.

@@ -60,10 +60,12 @@ def saturating(ops, x, *, out=None):
     return jnp.full(x.shape, 255, jnp.uint8)
 
 
+MATMUL = JaxOps.matmul
+
+
 def short(ops, x, y, *, out=None):
     """Of 10 bits, as TF32 has it."""
-    x, y = (lax.reduce_precision(each, 8, 10) for each in (x, y))
-    return jnp.matmul(x, y, precision="highest")
+    return lax.reduce_precision(MATMUL(ops, x, y, out=out), 8, 10)
 
 
 @pytest.mark.parametrize(

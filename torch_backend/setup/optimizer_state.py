@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,15 +50,24 @@ def weights_in(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -
         for key, x in optimizer.state.get(p, {}).items():
             if isinstance(x, Tensor) and x.is_floating_point() and x.shape == p.shape and is_plain(x):
                 tensors.setdefault(key, []).append((p.detach(), x))
-    masters = {key for key, pairs in tensors.items() if _are_masters(pairs)}
+    masters = _masters(tensors)
     two_modes = all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
     return masters, {STEPPED} & tensors.keys() - masters if two_modes else set()
 
 
-def _are_masters(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    some = False
-    for p, x in pairs:
-        if not bool((x.to(p.dtype) == p).all()):
-            return False
-        some = some or bool(p.any())
-    return some
+def _masters(tensors: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> set[str]:
+    """The names whose tensors are the parameters beside them, in every element, if any of those is not zero. The host waits once."""
+    if not tensors:
+        return set()
+    flags = []
+    for pairs in tensors.values():
+        equal = torch.stack([_whole((x.to(p.dtype) == p).all()) for p, x in pairs]).all()
+        flags += [equal, torch.stack([_whole(p.any()) for p, _ in pairs]).any()]
+    told = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+    return {key for key, equal, some in zip(tensors, told[::2], told[1::2], strict=True) if equal and some}
+
+
+def _whole(flag: Tensor) -> Tensor:
+    """A scalar, of a distributed tensor that of all its parts."""
+    whole: Tensor = flag.full_tensor() if is_dtensor(flag) else flag  # type: ignore[attr-defined]
+    return whole
