@@ -16,27 +16,11 @@ from typing import Any
 
 #: Lines of a worker that are meant for whoever started it begin so.
 ROW = "row: "
-#: NCCL refuses two ranks of one host that share a GPU. With names of their own they are two hosts to it, which talk by
-#: sockets, as on Ethernet.
-SOCKETS = {
-    "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_CUMEM_HOST_ENABLE": "0",
-}
 
 
 def tell(row: Any) -> None:
     """From a worker to whoever started it; None: that was all."""
     print(f"{ROW}{json.dumps(row)}", flush=True)
-
-
-def as_host(rank: int) -> dict[str, str]:
-    """What a process is told that shares the GPU with others."""
-    return {"NCCL_HOSTID": f"host{rank}", **SOCKETS}
 
 
 def told(command: Sequence[str], envs: Sequence[Mapping[str, str]], seconds: float) -> Iterator[Any]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu.children import as_host, told
+from gpu.children import told
+from gradwire.core.simulate.doctor.processes import as_host
 
 HERE = Path(__file__).parent
 #: Processes of a part in which messages are sent.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.core.simulate.doctor.methods import SECONDS, chosen
-from gradwire.core.simulate.doctor.processes import ON_ONE_GPU, Job, free_port, run_job
+from gradwire.core.simulate.doctor.processes import Job, as_host, free_port, run_job
 from gradwire.core.simulate.doctor.report import FAULT, Report, Row
 from gradwire.core.text.options import checked
 
@@ -160,7 +160,7 @@ def _of_rank(rank: int, size: int, port: str) -> dict[str, str]:
 
 
 def _alone_on_gpu(number: int, shared: bool) -> dict[str, str]:
-    return {"NCCL_HOSTID": f"gradwire-{number}", **ON_ONE_GPU} if shared else {}
+    return as_host(number) if shared else {}
 
 
 def _gpus() -> int:

@@ -26,8 +26,8 @@ from gradwire.core.simulate.doctor.report import FAULT, Row
 ROW, MACHINE = "gradwire-row ", "gradwire-machine "
 #: Seconds after which processes that ought to have ended are ended; and lines of output that explain one that failed.
 PATIENCE, LINES = 60.0, 12
-#: Processes on one GPU: to NCCL each is a host of its own, and messages go over sockets, as on Ethernet.
-ON_ONE_GPU = {
+#: NCCL refuses two ranks of one host that share a GPU. With names of their own they are two hosts to it, which talk by sockets, as on Ethernet.
+SOCKETS = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
@@ -55,6 +55,11 @@ class Job:
     arguments: Sequence[Mapping[str, Any]]
     environment: Sequence[Mapping[str, str]]
     seconds: float
+
+
+def as_host(number: int) -> dict[str, str]:
+    """The environment of a process that shares its GPU with others."""
+    return {"NCCL_HOSTID": f"host{number}", **SOCKETS}
 
 
 def say_row(row: Row) -> None:
