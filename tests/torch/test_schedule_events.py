@@ -17,6 +17,7 @@ from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.local_sgd.elastic.quorum import Present
 from gradwire.torch_backend.local_sgd.elastic.schedules import ElasticLocalSGD
 from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.setup.assumptions import Assumptions
 from tests.parity.outer_steps import by_hand, drift, schedules
 from tests.torch.models import Layers
 
@@ -64,7 +65,10 @@ def test_elastic_takes_each_outer_step_once(alone: Any, period: int) -> None:
     for local in schedules(period, votes=True):
         model = model_of(local.fragments)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        handle = ElasticLocalSGD(local, dict(model.named_parameters()), {}, optimizer, Quorum(alone), dict)  # type: ignore[arg-type]
+        own = dict(model.named_parameters())
+        assumed = Assumptions("elastic", own, {}, model, optimizer, "", digest=lambda: "")
+        quorum: Any = Quorum(alone)
+        handle = ElasticLocalSGD(local, own, {}, optimizer, quorum, dict, assumed)
         parameters, taken = trained(model, optimizer, handle, 2 * period + local.overlap + 1)
         expected, events = by_hand(local, 2 * period + local.overlap + 1)
         assert taken == events, local
