@@ -217,7 +217,7 @@ def test_all_recover_from_one_nan_on_one_rank(world: World, inner: Any) -> None:
                 assert all(x.isfinite().all() for x in handle.outer_parameters().values()), where
                 assert local.eager or world.agree(dict(handle.outer_parameters())), where
                 assert not same_bits(dict(handle.outer_parameters()), outer), where
-                if not local.eager:
+                if not local.eager and inner is not INNER["Rprop"]:  # by which a gradient of NaN moves nothing
                     assert 1 <= handle.stats().skipped_averages <= local.fragments, where
                 handle.unregister()
 
