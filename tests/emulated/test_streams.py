@@ -26,6 +26,7 @@ from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.local_sgd.elastic.handle import ElasticHandle
 from gradwire.torch_backend.monitor.skipped_steps import SkippedSteps
 from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.setup.assumptions import Assumptions
 from gradwire.torch_backend.zero.sharded_step import ShardedStep
 from tests.emulated.ways import WAYS, native_collectives, train
 from tests.torch.compare import same_bits
@@ -524,7 +525,8 @@ def test_a_newcomer_is_given_copies_that_take_no_room_on_the_device(world):
     quorum = SimpleNamespace(device=DEVICE, manager=manager, asks="")
     specs = {name: Spec(tuple(p.shape), "float32") for name, p in parameters.items()}
     state = PowerSGD(2).init(TorchOps(DEVICE), specs)
-    handle = ElasticHandle(PowerSGD(2), state, parameters, {}, optimizer, quorum)
+    assumed = Assumptions("elastic", parameters, {}, model, optimizer, "")
+    handle = ElasticHandle(PowerSGD(2), state, parameters, {}, optimizer, quorum, dict, assumed)
     core.memory()
     _, before = core.memory()
     given = gives[0]()

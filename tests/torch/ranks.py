@@ -41,6 +41,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradwire.torch_backend.engine.groups import barrier
 from gradwire.torch_backend.torch_internals import NeedsTorch
 from tests.bounds import THREADS, inputs_moved
 from tests.launch import run_ranks
@@ -199,6 +200,7 @@ class Cases:
 
     def main(self, folder: Path, *options: str) -> None:
         """Run the cases on this rank."""
+        barrier.BY_DEFAULT = (*barrier.BY_DEFAULT, PATIENCE)  # no user has said it
         torch.set_num_threads(int(os.environ.get(THREADS, "1")))
         dist.init_process_group("gloo", timeout=timedelta(seconds=self.timeout))
         skipped = self.slow if "quick" in options else ()

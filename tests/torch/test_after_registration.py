@@ -18,12 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD, PowerSGD, diloco
-from gradwire.torch_backend.engine.groups import barrier
 from gradwire.torch_backend.local_sgd import handle as handle_module
 from gradwire.torch_backend.torch_internals import number_of_groups
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import Layers, loss_on, mlp
-from tests.torch.ranks import PATIENCE, Cases, World
+from tests.torch.ranks import Cases, World
 from tests.torch.test_zero_trials import Coded, CodedState
 from tests.torch.training import fit, sgd
 
@@ -406,8 +405,7 @@ def test_weights_that_one_rank_alone_has_loaded_are_refused(world: World) -> Non
         run.model.load_state_dict(everywhere(0.5, run.model), strict=False)
         said = r"waited in vain for ranks \[1\].*load the same on all of them"
         soon = mock.patch.object(handle_module, "LONGEST", timedelta(seconds=0.5))
-        usual = mock.patch.object(barrier, "BY_DEFAULT", (PATIENCE,))
-        with soon, usual, pytest.raises(RuntimeError, match=said):
+        with soon, pytest.raises(RuntimeError, match=said):
             run.steps(1)
 
 

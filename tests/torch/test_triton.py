@@ -159,7 +159,7 @@ def test_without_a_compiler_for_them_the_plain_operations_are_taken(monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch, "ones", lambda *shape, device, **options: ones(*shape, **options))
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: ones(*shape))
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, **options: ones(*shape, **options))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: sys)
     monkeypatch.setattr(fused, "_launch", refuse)
     with pytest.warns(UserWarning, match=r"without its kernels in Triton on cuda:7.*Failed to find C compiler"):

@@ -19,6 +19,7 @@ from gradwire.torch_backend.local_sgd.target import Target
 from gradwire.torch_backend.monitor import timers
 from gradwire.torch_backend.monitor.report import NORM_EVERY, NORMS, REPORT_AFTER, Progress, verdict
 from gradwire.torch_backend.monitor.timers import LAST, StepTimes, Times
+from gradwire.torch_backend.setup.assumptions import Assumptions
 
 CPU = torch.device("cpu")
 
@@ -238,7 +239,8 @@ def local(clock, schedule):
     parameters = {"w": torch.nn.Parameter(torch.zeros(10, 30))}
     group = SlowGroup(clock)
     moments = Moments(None, parameters, "keep", group)
-    return LocalSGDHandle(schedule, Averaged(parameters, group), {}, moments, ProcessGroups(group))
+    assumed = Assumptions("local_sgd", parameters, {}, None, None, "")
+    return LocalSGDHandle(schedule, Averaged(parameters, group), {}, moments, ProcessGroups(group), assumed)
 
 
 def train(handle, clock, steps, *, seconds=10):
