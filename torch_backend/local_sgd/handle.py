@@ -119,8 +119,6 @@ class LocalSGDHandle:
         if not self.local.delayed:
             return None
         specs, groups = specs_of(self._parameters), self._groups.anew()
-        if groups.may_be_left:
-            weakref.finalize(self, groups.leave).atexit = False
         return InFlight(self.local, specs, groups, self._ops, self._make_step, self._collectives)
 
     def _average_gradients(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -66,17 +66,6 @@ class ProcessGroups:
         """Give them back to torch. To be called on all ranks."""
         for group in {self.whole, *self._own.values()}:
             dist.destroy_process_group(group)
-
-    @property
-    def may_be_left(self) -> bool:
-        """Whether each rank can let go of them when it likes, as with Gloo."""
-        return store_of(self.whole) is not None and dist.get_backend(self.whole) == "gloo"
-
-    def leave(self) -> None:
-        """Let go of what has not been given back: for what is dropped, by a rank alone."""
-        for group in {self.whole, *self._own.values()} if dist.is_initialized() else ():
-            with suppress(ValueError, AssertionError, RuntimeError):  # it is gone
-                dist.destroy_process_group(group)
 
     def __getitem__(self, groups: Groups | None) -> dist.ProcessGroup:
         if groups is None:
