@@ -63,6 +63,7 @@ def test_a_process_that_fails_is_a_fault(speaker):
     assert fault.detail == "it ended with status 1 after a; it said: a warning | it broke"
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_ended(speaker, monkeypatch):
     monkeypatch.setattr("gradwire.core.simulate.doctor.processes.PATIENCE", 3.0)
     began = time.monotonic()

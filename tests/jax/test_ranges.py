@@ -17,8 +17,21 @@ from gradwire.jax_backend.ops.short_floats import converted, rounded
 from tests.jax.ranges import PLATFORMS, faults
 from tests.parity import local_sgd_cases, test_local_sgd_jax, test_zero_jax, zero_cases
 from tests.parity.cases import SHAPES
-from tests.parity.test_jax import FEW, METHODS, NUMBERS, WHOLE, step_of
+from tests.parity.test_jax import FEW, METHODS, WHOLE, step_of
 
+#: Methods of every kind of code and of message.
+KINDS = (
+    "rank_2",
+    "int8",
+    "quantize",
+    "by_chance",
+    "two_bits",
+    "wire_e3m0",
+    "wire_float8",
+    "wire_factors",
+    "top_k_bits",
+    "sign",
+)
 #: Blocks of a shape in which compilers fuse otherwise than in a small one.
 LARGE = {"w": (256, 512), "v": (300,)}
 
@@ -53,7 +66,7 @@ def of_one_step(tx, shapes, replicas, dtype="float32", **weight):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in NUMBERS else case for case in METHODS]
+    "case", [case if case in KINDS else pytest.param(case, marks=pytest.mark.slow) for case in METHODS]
 )
 def test_methods(case):
     names = tuple(SHAPES) if case in WHOLE else FEW
@@ -62,7 +75,7 @@ def test_methods(case):
     assert found_in(step, params, given, placed(state)) == []
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("algorithm", SHORT, ids=repr)
 def test_methods_of_short_floats(algorithm, dtype):
     tx = average_gradients(algorithm, axis_name="data")
@@ -75,7 +88,7 @@ def test_zero(case):
 
 
 #: Programs that differ in what they compute, not in what they average when.
-COMPUTED = ("diloco", "everything", "power_sgd", "weighted_eager", "two_levels")
+COMPUTED = ("everything", "weighted_eager")
 
 
 @pytest.mark.parametrize(
