@@ -51,13 +51,14 @@ def doctor(
         RuntimeError: neither torch nor jax is installed.
         OSError: the file cannot be written.
     """
-    report = Report(path=None if output is None else Path(output), show=show)
     methods = chosen(algorithms, quick)
+    if os.environ.get("RANK", "0") == "0":
+        report = Report(path=None if output is None else Path(output), show=show)
+    else:  # one file, and one that speaks
+        report = Report(show=lambda row: None)
     report.save()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         examine = importlib.import_module("gradwire.torch_backend.doctor.launched").examine
-        report.show = show if os.environ.get("RANK", "0") == "0" else lambda row: None
-        report.path = report.path if os.environ.get("RANK", "0") == "0" else None
         examine(methods, report, seconds=SECONDS[quick], quick=quick)
         return report
     installed = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is not None]

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from gradwire.core.plan.expressions import parse_algorithm
 from gradwire.core.simulate.doctor.processes import say_machine, say_row
-from gradwire.core.simulate.doctor.report import NOTE, Row, Section
+from gradwire.core.simulate.doctor.report import Section, unseen_row
 from gradwire.jax_backend.doctor.checks import MAPS, check_kernels, check_messages, check_methods
 from gradwire.jax_backend.doctor.machine import facts, unseen
 
@@ -38,11 +38,7 @@ def main(arguments: dict[str, Any]) -> None:
     say_machine(facts())
     devices = jax.local_devices()[:MOST]
     if name := unseen():
-        say_row(
-            Row(
-                part, "hardware", NOTE, f"nobody has reported yet what gradwire does on {name}: please send this report"
-            )
-        )
+        say_row(unseen_row(part, name))
     for driver in MAPS:
         section = Section(f"{part}, {len(devices)} × {driver}", say_row, until)
         check_messages(section, driver, devices)

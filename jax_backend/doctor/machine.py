@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
+
+from gradwire.core.simulate.doctor.report import versions_of
 
 PACKAGES = ("gradwire", "numpy", "jaxlib", "flax", "optax", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 #: Of `jax.default_backend()`: where gradwire has been tried.
@@ -27,11 +28,7 @@ def facts() -> dict[str, Any]:
         "local devices": jax.local_device_count(),
         "processes": jax.process_count(),
     }
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    found |= versions_of(PACKAGES)
     return found | {name: os.environ[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS") if name in os.environ}
 
 

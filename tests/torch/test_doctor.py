@@ -5,8 +5,9 @@ import time
 import pytest
 import torch
 
+import gradwire
 from gradwire import AllReduce, PowerSGD, Quantize, Sign, WireDtype
-from gradwire.core.simulate.doctor.report import FAULT, NOTE, OK, Report, Section, differing
+from gradwire.core.simulate.doctor.report import FAULT, NOTE, OK, Report, Row, Section, differing
 from gradwire.torch_backend.doctor import launched, machine
 from gradwire.torch_backend.doctor.checks import check_kernels, check_messages, check_methods
 from gradwire.torch_backend.engine import collectives
@@ -153,6 +154,18 @@ def test_under_a_launcher(world):
 
 def test_kernels_are_right_here():
     assert faults_of(rows_of(check_kernels, CPU, quick=False)) == {}
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_one_rank_writes_the_report_and_speaks(rank, tmp_path, monkeypatch):
+    """Ranks of one machine would write the same file at the same time."""
+    shown, file = [], tmp_path / "doctor.json"
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(launched, "examine", lambda methods, report, **_: report.add(Row("part", "check", OK)))
+    report = gradwire.doctor([Sign()], output=file, show=shown.append)
+    assert [row.check for row in report.rows] == ["check"]
+    assert (file.exists(), len(shown)) == ((True, 1) if rank == "0" else (False, 0))
 
 
 def test_what_differs():

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.simulate.doctor import kernels
 from gradwire.core.simulate.doctor.messages import given, messages, require_right
-from gradwire.core.simulate.doctor.report import NOTE, Fault, Row, Section
+from gradwire.core.simulate.doctor.report import Fault, Section, unseen_row
 from gradwire.core.simulate.known_answers import KnownStep, known_specs, known_steps
 from gradwire.core.state.checkpoint import head
 from gradwire.torch_backend.ddp.hook import register_comm_hook
@@ -69,14 +69,7 @@ def check_methods(
 def note_unseen(section: Section, device: torch.device, say: Any) -> None:
     """A row where nobody has tried gradwire before."""
     if name := unseen(device):
-        say(
-            Row(
-                section.part,
-                "hardware",
-                NOTE,
-                f"nobody has reported yet what gradwire does on {name}: please send this report",
-            )
-        )
+        say(unseen_row(section.part, name))
 
 
 def _check_method(algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from gradwire.core.simulate.doctor.report import versions_of
 
 DRIVER = Path("/proc/driver/nvidia/version")
 PACKAGES = ("gradwire", "numpy", "triton")
@@ -27,11 +28,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": str(device),
     }
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    found |= versions_of(PACKAGES)
     if device.type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(device)
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))

@@ -1,6 +1,6 @@
 """What a doctor has found: a row for each check, shown and saved as it ends.
 
-report = Report(machine, path=Path("doctor.json"), show=print)
+report = Report(path=Path("doctor.json"), show=print)
 section = Section("kernels, cuda:0", report.add, until=time.monotonic() + 60)
 section.check("int8", lambda: check_codec("int8"))      # raises Fault
 report.faults
@@ -12,8 +12,10 @@ import json
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,21 @@ class Section:
             self.broken = True
             verdict, detail = FAULT, _said(error)
         self._say(Row(self.part, name, verdict, detail, round(time.monotonic() - began, 3)))
+
+
+def unseen_row(part: str, hardware: str) -> Row:
+    """The note where nobody has tried gradwire before."""
+    said = f"nobody has reported yet what gradwire does on {hardware}: please send this report"
+    return Row(part, "hardware", NOTE, said)
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Package → version, of those that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def differing(machines: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
