@@ -30,7 +30,8 @@ demo: $(READY) ## train a small language model with and without PowerSGD, in tor
 
 # What pytest makes of the tests' assertions is kept, also where Python is told to write no compiled files: every run would do it again.
 unexport PYTHONDONTWRITEBYTECODE
-PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# A process that dies ends the run: xdist waits for ever for the last test of a file that another process has taken over.
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # Tests that take long and prove little that others do not carry the mark `slow`: whether benchmarks, the demo and other scripts run, other libraries,
 # restarts under torchrun, options of sharded models, a mixture of optimizers in torch,
 # wrappers and training features in all combinations, and what of the largest tables differs only in numbers.

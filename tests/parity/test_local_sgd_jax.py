@@ -121,7 +121,7 @@ def run(case, driver, outer=None):
             assert len(traced) == len({*turns}) <= 2 * local.fragments + 3
             assert {*turns} <= {*tx.all_turns()}
             assert next(tx.turns(state)) == tx.turn(table.STEPS)
-        return Result(jax.tree.map(np.asarray, trace), unreplicate(state).per_replica)
+        return Result(jax.tree.map(np.asarray, trace), jax.tree.map(np.asarray, unreplicate(state).per_replica))
 
     def body(state, *rows):
         state, trace = train(state, *jax.tree.map(lambda x: x[0], rows))
