@@ -82,9 +82,9 @@ def cost_of(
     cycle: list[list[Group]] = [[] for _ in range(algorithm.cycle)]
     known: dict[Any, list[float]] = {}
     for names in [specs] if groups is None else groups:
-        own = {name: specs[name] for name in specs if name in names}
+        part = dry.only(names)
+        own, steps = part.specs, part.cycle
         ready += _bytes_of(own)
-        steps = dry.only(own).cycle
         kind = tuple((tuple(spec.shape), spec.dtype) for spec in own.values()), tuple(step.messages for step in steps)
         if kind not in known:
             known[kind] = list(seconds(own))

@@ -15,9 +15,14 @@ from functools import cached_property
 from typing import Any, TypeVar
 from weakref import ref
 
-from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.algorithms.two_level import levels_of
+from gradwire.core.algorithm import Algorithm, State, innermost, nested
+from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.algorithms.compressor import Compressor
+from gradwire.core.algorithms.two_level import TwoLevel, levels_of
+from gradwire.core.algorithms.weighted import Weighted
+from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
+from gradwire.core.local_sgd.algorithm import LocalGradients
 from gradwire.core.ops import Spec
 from gradwire.core.plan.traffic import LevelBytes, Message, Traffic, bytes_by_level, counted
 from gradwire.core.protocol import run
@@ -29,6 +34,8 @@ OPS = AbstractOps()
 #: Runs of one algorithm that are remembered, for other models and numbers of replicas; and where.
 REMEMBERED = 8
 ATTRIBUTE = "_dry_runs"
+#: Algorithms that send the same of tensors of one kind.
+BY_KIND = (AllReduce, Compressor, LocalGradients, TwoLevel, Weighted, WireDtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,16 +75,40 @@ class DryRun:
     ) -> None:
         self.algorithm, self.specs, self.world_size, self.memory = algorithm, dict(specs), world_size, memory
         self._parts: dict[frozenset[str], DryRun] = {}
+        self._alone: dict[Hashable, DryRun] = {}
+        self._positions = {name: i for i, name in enumerate(self.specs)}
 
     def only(self, names: Iterable[str]) -> DryRun:
         """Steps on some of the gradients, with the memory that the algorithm has for all of them."""
-        wanted = frozenset(names)
-        if wanted == self.specs.keys():
+        wanted = frozenset(name for name in names if name in self.specs)
+        if len(wanted) == len(self.specs):
             return self
         if wanted not in self._parts:
-            specs = {name: spec for name, spec in self.specs.items() if name in wanted}
+            specs = {name: self.specs[name] for name in sorted(wanted, key=self._positions.__getitem__)}
             self._parts[wanted] = DryRun(self.algorithm, specs, self.world_size, self.memory)
         return self._parts[wanted]
+
+    def alone(self, name: str) -> DryRun:
+        """Steps on one of the gradients: on this, or on one before it of which the same is sent."""
+        kind = self._kind(name)
+        if kind not in self._alone:
+            self._alone[kind] = self.only([name])
+        return self._alone[kind]
+
+    def _kind(self, name: str) -> Hashable:
+        """What all tensors have in common of which the same is sent. A method decides by name what a tensor remembers, and its rank and view; what other algorithms
+        decide by name is not known."""
+        if not self._sends_by_kind:
+            return name
+        spec, inner = self.specs[name], innermost(self.algorithm)
+        options = [getattr(inner, of)(name, spec.shape) for of in ("rank_of", "view_of") if hasattr(inner, of)]
+        memory = self.memory.tensors.get(name)
+        kept = None if memory is None else tuple((key, x.shape, x.dtype) for key, x in memory.items())
+        return spec, getattr(spec.shape, "stacked", 0), kept, *options
+
+    @cached_property
+    def _sends_by_kind(self) -> bool:
+        return all(isinstance(each, BY_KIND) for each in nested(self.algorithm))
 
     @cached_property
     def _tried(self) -> list[DryStep] | UnknownWorldSize:

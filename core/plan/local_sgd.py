@@ -76,8 +76,8 @@ def local_traffic(
     by_itself = {}
     for number, names in enumerate(local.parts(specs)):
         for name in names:
-            alone = gradients.only([name]).at(local.start_step).traffic.nbytes
-            compressed = [] if outer is None else [t.nbytes for t in outer.only([name]).traffic]
+            alone = gradients.alone(name).at(local.start_step).traffic.nbytes
+            compressed = [] if outer is None else [t.nbytes for t in outer.alone(name).traffic]
             total = alone * steps.length
             for due, times in count.items():
                 for here in due:

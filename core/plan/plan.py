@@ -249,7 +249,7 @@ def plan(
     inner = innermost(algorithm)
     tensors = []
     for name, spec in specs.items():
-        sent = [step.far_bytes(algorithm) * _places(algorithm, world_size) for step in dry.only([name]).traffic]
+        sent = [step.far_bytes(algorithm) * _places(algorithm, world_size) for step in dry.alone(name).traffic]
         average = _average((nbytes, 1) for nbytes in sent)
         tensors.append(_tensor(inner, name, spec, name in dry.memory.tensors, average))
     return Plan(

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import sys
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.kernels import random
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.plan.cost import step_seconds
-from gradwire.core.plan.dry_run import ATTRIBUTE, REMEMBERED, dry_run, rehearsed, summary
+from gradwire.core.plan.dry_run import ATTRIBUTE, REMEMBERED, DryRun, dry_run, rehearsed, summary
 from gradwire.core.protocol import all_gather, branch, branch_on_phase, mean, optimizer_step
 from gradwire.core.protocol.collective_requests import AllToAll, Gather, Reduce
 from gradwire.core.protocol.groups import UnknownWorldSize
@@ -368,6 +369,77 @@ def test_some_of_the_gradients_are_those_of_the_whole_model():
     assert alone == [4 * 2 * (64 + 32), 4 * 3 * (32 + 48), 4 * 64]
     assert dry.only(TRIED) is dry
     assert dry.only(["v", "w"]) is dry.only(["w", "v"])
+    assert list(dry.only(["v", "w"]).specs) == [name for name in TRIED if name in ("v", "w")]
+
+
+def experts(n):
+    return {f"experts.{i}.{part}": shape for i in range(n) for part, shape in (("up", (64, 32)), ("bias", (32,)))}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AllReduce(),
+        PowerSGD(warm_start=False, error_feedback=False, rank={"experts.1.*": 1, "*": 4}),
+        PowerSGD({"experts.1.*": 0, "*": 4}),
+        WireDtype(AllReduce(), "int8"),
+        TopK(4, per=64),
+        gw.TwoLevel(PowerSGD(2), within=2),
+        gw.LocalSGD(4, compressor=PowerSGD({"experts.1.*": 1, "*": 4}), outer=gw.OuterSGD()),
+    ],
+    ids=repr,
+)
+@pytest.mark.filterwarnings("ignore::gradwire.CompressionWarning")
+def test_a_plan_runs_once_for_each_kind_of_tensor_and_says_of_each_what_it_sends(algorithm, monkeypatch):
+    runs = []
+    own = DryRun._step
+    monkeypatch.setattr(DryRun, "_step", lambda self, *kind: runs.append(len(self.specs)) or own(self, *kind))
+    by_kind = plan(experts(40), algorithm, world_size=4)
+    few, runs[:] = runs.count(1), []
+    assert plan(experts(80), copy.copy(algorithm), world_size=4).tensors[:80] == by_kind.tensors
+    assert 0 < runs.count(1) == few <= 8
+    monkeypatch.setattr(DryRun, "alone", lambda self, name: self.only([name]))
+    assert plan(experts(40), copy.copy(algorithm), world_size=4) == by_kind
+
+
+def executed(function):
+    """How many instructions of Python a call takes, the same in every run."""
+    taken, before = 0, sys.gettrace()
+
+    def trace(frame, event, argument):
+        nonlocal taken
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        taken += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return taken
+
+
+@pytest.mark.parametrize("method", [AllReduce, partial(PowerSGD, 2), partial(WireDtype, AllReduce(), "int8")])
+@pytest.mark.filterwarnings("ignore::gradwire.CompressionWarning")
+def test_a_plan_takes_no_more_of_each_tensor_where_there_are_more(method):
+    plan(experts(2), method(), world_size=8)
+    few, many = (executed(lambda n=n: plan(experts(n), method(), world_size=8)) for n in (16, 128))
+    assert many < 8.5 * few
+
+
+class Frozen(Wrapper):
+    """Sends nothing of one tensor, and shows that nowhere but in what it does."""
+
+    async def step(self, ops, gradients, state, step):
+        own = {name: g for name, g in gradients.items() if name != "experts.1.up"}
+        averages, state = await self.algorithm.step(ops, own, state, step)
+        return {**gradients, **averages}, state
+
+
+def test_what_an_algorithm_that_nobody_knows_sends_of_a_tensor_is_found_out_for_each():
+    sent = [tensor.wire_bytes for tensor in plan(experts(3), Frozen(AllReduce())).tensors]
+    assert sent == [8192, 128, 0, 128, 8192, 128]
 
 
 class Fails(PowerSGD):
