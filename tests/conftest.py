@@ -2,11 +2,14 @@
 
 import gc
 import os
+import sys
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.bounds import watch_this_process
 from tests.launch import quickly_compiled, take_device_branch, xla_flags
 
 # Set, not defaulted: these tests count devices and bits. Processes that tests start inherit it.
@@ -22,7 +25,11 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, max_exa
 settings.register_profile("explore", deadline=None, max_examples=500, suppress_health_check=_quiet, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+#: So many pieces of memory are some 1,000 compiled programs.
+MAPS = 4_000
+
 _branch = take_device_branch()
+watch_this_process()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -51,6 +58,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
     unlike = [item.nodeid for item in items if " at 0x" in item.nodeid]
     assert not unlike, f"an address is in a name that all processes must have alike: {unlike}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Generator[None, None, None]:
+    """What XLA has compiled is dropped where it is much. A program keeps 1.6 MB and three pieces of memory, of which Linux allows a process 65,530."""
+    yield
+    jax, maps = sys.modules.get("jax"), Path("/proc/self/maps")
+    if jax is not None and maps.exists() and maps.read_bytes().count(b"\n") > MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -156,7 +156,16 @@ def xla_flags(*flags: str) -> str:
     `make test-portability` says in this way which processor XLA compiles for. What a conftest adds for its own process is not handed on.
     """
     given = os.environ.setdefault("GRADWIRE_TEST_XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    return " ".join([*(f for f in given.split() if not f.startswith("--xla_force_host_platform_device_count")), *flags])
+    kept = [f for f in given.split() if not f.startswith("--xla_force_host_platform_device_count")]
+    # XLA aborts where devices wait for each other for 40 seconds: on a busy machine they do. A test has a limit of its own.
+    patient = "--xla_cpu_collective_call_terminate_timeout_seconds=330"
+    return " ".join([*kept, *flags, *([patient] if _is_pinned() else [])])
+
+
+def _is_pinned() -> bool:
+    """Whether jaxlib is that of `constraints.txt`. By the emitters of 0.8 a float32 is rounded twice on its way to 8 bits, and 0.12 ends a process for a flag that it
+    does not know."""
+    return version("jaxlib").startswith("0.10.")
 
 
 def quickly_compiled(flags: str) -> str:
@@ -166,11 +175,8 @@ def quickly_compiled(flags: str) -> str:
     arithmetic. The programs of the README run optimized code.
     """
     quick = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-    # For the jaxlib of `constraints.txt` alone: by the emitters of 0.8 a float32 is rounded twice on its way to 8 bits, and 0.12 ends a process for a
-    # flag that it does not know.
-    if version("jaxlib").startswith("0.10."):
-        # XLA aborts where devices wait for each other for 40 seconds: on a busy machine they do. A test has a limit of its own.
-        quick += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_collective_call_terminate_timeout_seconds=330"]
+    if _is_pinned():
+        quick += ["--xla_cpu_use_fusion_emitters=false"]
     return " ".join([flags, *(flag for flag in quick if flag.split("=")[0] not in flags)]).strip()
 
 
@@ -189,7 +195,7 @@ def take_device_branch() -> list[object]:
 def end_all(mark: str) -> None:
     """Kill every process whose environment holds this mark. torchrun puts its workers into sessions of their own: killing its process
     group would leave them behind."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (alive := marked(mark)) and time.monotonic() < deadline:
         for pid in alive:
             with suppress(ProcessLookupError):

@@ -167,7 +167,7 @@ def test_what_targets_run_is_there_and_is_in_a_test_and_ci_runs_all_tests() -> N
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built without a warning."""
     out: Path = tmp_path_factory.mktemp("site")
-    subprocess.run(["make", "-s", "build/typed"], cwd=ROOT, check=True, timeout=60)
+    subprocess.run(["make", "-s", "build/typed"], cwd=ROOT, check=True, timeout=240)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(out)]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=280)

@@ -8,10 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import psutil
 import pytest
+import torch
 
-from tests.bounds import NOTED, noting, too_near
+from gradwire.jax_backend import transforms
+from gradwire.torch_backend.engine.driver import Driver
+from tests.bounds import NOTED, move_inputs_of_jax, move_inputs_of_torch, note_comparisons, noting, too_near
 from tests.compiler import require_compiler
 from tests.emulated import mutations
 from tests.launch import ROOT, run_ranks
@@ -52,8 +57,8 @@ def test_a_launch_shows_why_it_fails_and_leaves_no_process(tmp_path: Path) -> No
     with pytest.raises(AssertionError, match="what went wrong on rank 1"):
         run_ranks(script, 2)
     script.write_text(HANGS)
-    with pytest.raises(AssertionError, match=r"stopped after 3 s:\n(.*\n)*about to hang"):
-        run_ranks(script, 2, tmp_path, timeout=3)
+    with pytest.raises(AssertionError, match=r"stopped after 15 s:\n(.*\n)*about to hang"):
+        run_ranks(script, 2, tmp_path, timeout=15)  # in which they have begun, on a busy machine too
     pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
     deadline = time.monotonic() + 60
     while any(map(running, pids)):
@@ -138,6 +143,46 @@ def test_bounds_within_reach_of_rounding_are_named(tmp_path: Path, monkeypatch: 
     assert lines == [f"{here}:{first}", f"{here}:{first + 3}"]
     monkeypatch.delenv(NOTED)
     assert type(noting(1.0)) is float
+
+
+def test_comparisons_of_libraries_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With how much of their tolerance is used. What is compared for many lines is noted for each of them."""
+    monkeypatch.setenv(NOTED, str(tmp_path))
+    note_comparisons(monkeypatch.setattr)
+
+    def assert_near(x: float) -> None:
+        np.testing.assert_allclose(x, 2.0, rtol=1e-6)
+
+    for distance in (1e-8, 1e-7):  # within 30 times, and not
+        assert_near(2.0 + distance)
+        assert np.allclose([1.0, 2.0 + distance], [1.0, 2.0], rtol=1e-6, atol=0)
+        tensors = [torch.tensor(x, dtype=torch.float64) for x in (2.0 + distance, 2.0)]
+        torch.testing.assert_close(*tensors, rtol=1e-6, atol=0)
+        assert torch.allclose(*tensors, rtol=1e-6, atol=0)
+        assert 2.0 + distance == pytest.approx(2.0, rel=1e-6)
+        if distance == 1e-8:
+            assert too_near(tmp_path) == []
+    found = too_near(tmp_path)
+    assert [line.partition(": ")[0].partition(":")[0] for line in found] == [str(Path(__file__).relative_to(ROOT))] * 5
+    assert all("1e-06 is within reach of 5e-08" in line for line in found)
+
+
+def test_inputs_are_moved_by_one_unit_in_the_last_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up and down; of 16 bits, whose units are no rounding of a processor, nothing is."""
+    move_inputs_of_torch(monkeypatch.setattr)
+    move_inputs_of_jax(monkeypatch.setattr)
+    x = np.random.default_rng(0).standard_normal(500).astype(np.float32)
+    gradients = {"w": torch.from_numpy(x.copy()), "half": torch.from_numpy(x).bfloat16()}
+    half = gradients["half"].clone()
+    with pytest.raises(AttributeError):  # nothing is driven: it has been moved before
+        Driver.add(object(), gradients, first=True, last=True)  # type: ignore[arg-type]
+    leaves = transforms.flatten({"w": jnp.asarray(x)}).leaves
+    for moved in (gradients["w"].numpy(), np.asarray(leaves["w"])):
+        off = moved.view(np.int32) - x.view(np.int32)
+        assert (abs(off) <= 2).all()
+        assert (off > 0).mean() == pytest.approx(0.5, abs=0.2)
+        assert (off < 0).mean() == pytest.approx(0.5, abs=0.2)
+    assert gradients["half"].equal(half)
 
 
 # --- mutations -------------------------------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ SMALL = [*COMMAND[:-1], "small.json", "--json"]
 def called(streams, *args, **options):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        args, cwd=streams, env=env, stderr=subprocess.PIPE, text=True, timeout=120, check=False, **options
+        args, cwd=streams, env=env, stderr=subprocess.PIPE, text=True, timeout=240, check=False, **options
     )
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr

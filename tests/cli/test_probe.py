@@ -25,7 +25,7 @@ def probed(tmp_path_factory):
     """The file that four ranks on two nodes have written, and what they have printed."""
     output = tmp_path_factory.mktemp("probe") / "probe.json"
     options = ["--nodes", "2", "--backend", "gloo", "--output", str(output)]
-    return output, run_ranks(Path(commands.__file__), 4, "probe", *options, timeout=120)
+    return output, run_ranks(Path(commands.__file__), 4, "probe", *options)
 
 
 def test_processes_are_probed(probed):
@@ -114,5 +114,5 @@ def test_devices_of_jax_are_probed(monkeypatch):
 
 def test_two_processes_of_jax_are_probed(tmp_path):
     output = tmp_path / "probe.json"
-    jax_processes(Path(jax_commands.__file__), 2, str(output), timeout=120)
+    jax_processes(Path(jax_commands.__file__), 2, str(output))
     assert (gradwire.Probe.load(output).framework, gradwire.Probe.load(output).nodes) == ("jax", 2)

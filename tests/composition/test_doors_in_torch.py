@@ -206,4 +206,4 @@ def test_buckets_of_its_own_are_refused(results: Any, door: str) -> None:
 def test_a_sharded_optimizer_does_what_the_optimizer_does(results: Any, case: str) -> None:
     mine, plain = (results(f"played[{door}, {case}]")[0] for door in ("zero", "ddp"))
     for step in range(STEPS):
-        assert relative(mine.weights[step], plain.weights[step]) < 1e-6
+        assert relative(mine.weights[step], plain.weights[step]) < 1e-5

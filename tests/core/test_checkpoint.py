@@ -13,6 +13,7 @@ from gradwire.core.algorithms.shared.views import StackedShape, View, reproducin
 from gradwire.core.simulate import NumpyOps
 from gradwire.core.state import checkpoint
 from gradwire.core.state.files import whole_file
+from tests import bounds
 
 OPS = NumpyOps()
 SHAPES = {"w": (12, 10), "conv": (8, 3, 2, 2), "b": (12,), "s": ()}
@@ -66,7 +67,7 @@ def resumed(algorithm, state, replicas):
 
 def relative(x, y):
     x, y = (np.concatenate([np.ravel(each[name]) for name in SHAPES]) for each in (x, y))
-    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
+    return bounds.relative(x, y)
 
 
 @settings(max_examples=15, deadline=None)

@@ -19,6 +19,7 @@ from gradwire.core.codecs.coder import Coder, Noise
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.protocol.collective_requests import Gather
 from gradwire.core.simulate import NumpyOps, lock_step
+from tests.bounds import relative
 
 OPS = NumpyOps()
 BLOCKS = [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)]
@@ -90,10 +91,6 @@ def values(kind, shape=(300, 128)):
     return drawn[kind].astype(np.float32)
 
 
-def relative_error(found, right):
-    return np.linalg.norm(found - right) / np.linalg.norm(right)
-
-
 def split_at(x, threshold):
     """A sign and the mean size of those above a threshold, or of the others that are not zero."""
     size = np.abs(x)
@@ -113,12 +110,12 @@ def test_two_bits_take_the_better_of_two_thresholds_in_each_block(kind):
     squares = np.min([((y - x) ** 2).sum(1) for y in each], axis=0)
     best = np.sqrt(squares.sum()) / np.linalg.norm(x)
     # Magnitudes are counted in 255ths of the largest.
-    assert relative_error(through("int2", x)[0], x) == pytest.approx(best, rel=0.005)
-    assert best < 0.98 * min(relative_error(y, x) for y in each) or kind in ("normal", "laplace", "half zeros")
+    assert relative(through("int2", x)[0], x) == pytest.approx(best, rel=0.005)
+    assert best < 0.98 * min(relative(y, x) for y in each) or kind in ("normal", "laplace", "half zeros")
     if (
         kind == "normal"
     ):  # Max 1960, "Quantizing for minimum distortion", table I: the four best levels leave 0.1175 of the squares
-        assert relative_error(through("int2", x)[0], x) < math.sqrt(0.1175)
+        assert relative(through("int2", x)[0], x) < math.sqrt(0.1175)
 
 
 @pytest.mark.parametrize("kind", ["normal", "laplace", "t3"])
@@ -126,7 +123,7 @@ def test_four_bits_use_all_codes(kind):
     """15 even steps leave a seventh more of every element than 16 do."""
     x = values(kind)
     scale = np.abs(x).max(1, keepdims=True) / 7
-    assert relative_error(through("int4", x)[0], x) < 0.91 * relative_error(np.rint(x / scale) * scale, x)
+    assert relative(through("int4", x)[0], x) < 0.91 * relative(np.rint(x / scale) * scale, x)
     codes = through("int4", x)[1][0]
     assert {int(c) for c in np.unique(codes & 15)} == {int(c) for c in np.unique(codes >> 4)} == set(range(16))
 
@@ -140,7 +137,7 @@ def test_a_few_bits_do_not_depend_on_the_scale_nor_on_what_fills_up(name, seed, 
     # Zeros at the end cost nothing of the others' mean sizes, of which they have no part.
     x[:, 100:] = 0
     got = through(name, x)[0]
-    assert relative_error(got[:, :100], x[:, :100]) < (0.7 if name == "int2" else 0.4)
+    assert relative(got[:, :100], x[:, :100]) < (0.7 if name == "int2" else 0.4)
 
 
 @pytest.mark.parametrize("name", [name for name, codec in CODECS.items() if codec.dithers])

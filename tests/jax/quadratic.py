@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradwire.jax_backend import distribute, mark_varying, partition_specs
+from tests.bounds import noting
 from tests.jax.replicas import AXIS, mesh_of
 
 #: Sizes that no number of replicas divides, a scalar, and nothing at all.
@@ -124,4 +125,5 @@ def assert_close(mine, theirs, tolerance=1e-6):
     for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(mine)[0], jax.tree.leaves(theirs), strict=True):
         x, y = (np.asarray(a, np.float64) for a in (x, y))
         assert x.shape == y.shape, jax.tree_util.keystr(path)
-        assert np.linalg.norm(x - y) <= tolerance * np.linalg.norm(y), jax.tree_util.keystr(path)
+        apart = noting(float(np.linalg.norm(x - y) / (np.linalg.norm(y) or 1.0)))
+        assert apart <= tolerance, jax.tree_util.keystr(path)

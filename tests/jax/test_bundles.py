@@ -10,6 +10,7 @@ from gradwire import PowerSGD
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.jax_backend import average_gradients
 from gradwire.jax_backend.ops.batched_small import PART, STACK_BYTES, bundles_of
+from tests.bounds import relative
 from tests.jax.replicas import AXIS, Replicas, gradients
 
 #: Nine of one shape, so many that they are unstacked in the way of many; tensors that are stacks themselves, and of several axes.
@@ -88,10 +89,10 @@ def test_they_follow_the_simulator(algorithm, mode):
                 assert not np.isfinite(got[name]).any()
                 assert np.array_equal(error[name], before[name])
                 continue
-            assert np.linalg.norm(got[name] - expected[name]) <= 1e-5 * np.linalg.norm(expected[name])
+            assert relative(got[name], expected[name]) <= 1e-5
             for replica, state in enumerate(oracle.states):
                 kept = state.tensors[name]["error"]
-                assert np.linalg.norm(error[name][replica] - kept) <= 1e-4 * np.linalg.norm(kept)
+                assert relative(error[name][replica], kept) <= 1e-4
 
 
 def test_stacks_are_of_bounded_size_and_of_equal_length():

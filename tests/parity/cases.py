@@ -18,10 +18,12 @@ import numpy as np
 
 from gradwire import AllReduce, PowerSGD, Simulator, State, WireDtype, plan
 from gradwire.core.state.checkpoint import head
+from tests.bounds import noting
 from tests.methods import EVERY, METHODS
 
 STEPS = 10
-TOLERANCE = 1e-5
+#: 50 times what one unit in the last place of the gradients does to a step where two directions are nearly equal.
+TOLERANCE = 2e-4
 SHAPES = {
     "w": (32, 16),
     "v": (32, 16),
@@ -141,26 +143,32 @@ def saved(case, replicas, step, replica, names=tuple(SHAPES)):
 def assert_same(case, step, update, memory, names=tuple(SHAPES), tolerance=None):
     """Compare a step of a driver with the oracle's: the averages, and the memory of each tensor on each replica."""
     tolerance = tolerance or TOLERANCE
-    replicas = len(memory)
+    replicas, kind = len(memory), {"continuous": EVERY[case].continuous}
     expected = oracle(case, replicas, names)
     for name in names:
         # Relative to the parameter's gradients: where an average or an error ought to be zero, it is their rounding noise.
         scale = max(np.linalg.norm(gradients(case, s, r)[name]) for s in range(STEPS) for r in range(replicas))
-        assert_close(f"step {step}, average of {name}", update[name], expected.updates[step][name], scale, tolerance)
+        assert_close(
+            f"step {step}, average of {name}", update[name], expected.updates[step][name], scale, tolerance, **kind
+        )
         for replica in range(replicas):
             mine = memory[replica].get(name, {})
             theirs = expected.after[step][replica].tensors.get(name, {})
             assert mine.keys() == theirs.keys()
             for key, x in theirs.items():
-                assert_close(f"step {step}, {key} of {name} on replica {replica}", mine[key], x, scale, tolerance)
+                assert_close(
+                    f"step {step}, {key} of {name} on replica {replica}", mine[key], x, scale, tolerance, **kind
+                )
 
 
-def assert_close(what, mine, expected, scale, tolerance=TOLERANCE):
-    """Relative to its norm, or to `scale` if that is larger."""
+def assert_close(what, mine, expected, scale, tolerance=TOLERANCE, *, continuous=True):
+    """Relative to its norm, or to `scale` if that is larger. Where a method is not continuous, rounding makes a code another one, or nothing."""
     mine = np.asarray(mine, np.float64)
     assert mine.shape == expected.shape, f"{what}: shape {mine.shape}, not {expected.shape}"
-    difference, allowed = np.linalg.norm(mine - expected), tolerance * max(np.linalg.norm(expected), scale)
-    assert difference <= allowed, f"{what}: {difference:.3e} apart, {allowed:.3e} allowed"
+    difference, unit = float(np.linalg.norm(mine - expected)), float(max(np.linalg.norm(expected), scale))
+    apart = difference / (unit or 1.0)
+    apart = noting(apart) if continuous else apart
+    assert apart <= tolerance, f"{what}: {difference:.3e} apart, {tolerance * unit:.3e} allowed"
 
 
 def assert_compressed(case, replicas, names=tuple(SHAPES)):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.bounds import watch_this_process
 from tests.launch import run_ranks
 
 
@@ -32,6 +33,7 @@ def traces_of(file, worker, *columns):
 
 def main(run):
     """What the worker script does: `run(*row)` for each row that it is given."""
+    watch_this_process()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = [tuple(row.split(",")) for row in sys.argv[2:]]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.dry import on_a_device
-from tests.bounds import THREADS, inputs_moved
+from tests.bounds import THREADS
 from tests.torch.ranks import REFUSED, Refused, refusal_in
 
 
@@ -32,8 +32,7 @@ def alone():
     threads = torch.get_num_threads()
     torch.set_num_threads(int(os.environ.get(THREADS, "1")))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with inputs_moved():
-        yield dist.group.WORLD
+    yield dist.group.WORLD
     dist.destroy_process_group()
     torch.set_num_threads(threads)
 

@@ -43,12 +43,12 @@ import torch.distributed as dist
 
 from gradwire.torch_backend.engine.groups import barrier
 from gradwire.torch_backend.torch_internals import NeedsTorch
-from tests.bounds import THREADS, inputs_moved
+from tests.bounds import THREADS, watch_this_process
 from tests.launch import run_ranks
 from tests.torch.compare import same_bits
 
 #: A rank whose partners never answer gives up after so long, so that one wrong case costs this and not the whole launch.
-PATIENCE = timedelta(seconds=60)
+PATIENCE = timedelta(seconds=120)
 #: How an error begins that says that this torch is too old.
 REFUSED = "refused: "
 
@@ -200,6 +200,7 @@ class Cases:
 
     def main(self, folder: Path, *options: str) -> None:
         """Run the cases on this rank."""
+        watch_this_process()
         barrier.BY_DEFAULT = (*barrier.BY_DEFAULT, PATIENCE)  # no user has said it
         torch.set_num_threads(int(os.environ.get(THREADS, "1")))
         dist.init_process_group("gloo", timeout=timedelta(seconds=self.timeout))
@@ -220,8 +221,7 @@ class Cases:
         start = time.perf_counter()
         result, error = None, ""
         try:
-            with inputs_moved():
-                result = function(World(rank, size, group, folder))
+            result = function(World(rank, size, group, folder))
         except (Exception, pytest.fail.Exception) as raised:
             refused = refusal_in(raised)
             error = _told(raised) if refused is None else f"{REFUSED}{refused}\n{_told(raised)}"

@@ -78,7 +78,7 @@ def test_autocast_round_backward_leaves_products_in_float32(dtype, precision):
     assert set(seen) == {("highest", False, "float32")}
     assert torch.get_float32_matmul_precision() == precision
     # Gradients of an autocast forward pass are coarse, but what happens to them afterwards is not.
-    assert distance(PowerSGD(rank=2), [trace]) < 1e-5
+    assert distance(PowerSGD(rank=2), [trace]) < 3e-5
 
 
 #: Ways to ask for fast products that torch advises from 2.9 on, after which the older function raises; and one that it replaces.

@@ -52,7 +52,7 @@ def test_what_is_sent_and_remembered_is_counted(world, message_bytes):
     assert (len(sent) == 3 * planned.collectives) == (message_bytes == MESSAGE_BYTES)
     memory = handle.rank_state_dict()["tensors"]
     norm = math.sqrt(sum(float(m["error"].double().square().sum()) for m in memory.values()))
-    assert handle.error_norm() == pytest.approx(norm, rel=1e-6)
+    assert handle.error_norm() == pytest.approx(norm, rel=1e-5)
     assert len(set(world.everyones(norm))) == world.size  # errors are local, they differ between ranks
 
 
@@ -243,5 +243,5 @@ def test_tensor_parallel_replicas_are_averaged_by_their_local_parts(world):
     gradients = {n: p.grad.to_local() for n, p in model.named_parameters()}
     everyones = world.everyones(gradients)
     mine, other = everyones[world.rank], everyones[(world.rank + 2) % 4]
-    assert relative(averager(gradients), {n: (mine[n] + other[n]) / 2 for n in mine}) < 1e-6
+    assert relative(averager(gradients), {n: (mine[n] + other[n]) / 2 for n in mine}) < 1e-5
     assert relative(mine, other) > 1e-2

@@ -442,8 +442,8 @@ def test_updates_and_statistics_are_those_of_torch(world, variant):
     for register in (lambda ddp: gw.register_comm_hook(ddp, algorithm), register_state):
         mine, sent = steps_of(world, register)
         for given, theirs_given in zip(mine.given, right.given, strict=True):
-            assert relative(given, theirs_given) < 1e-5
-        assert relative(mine.weights, right.weights) < 1e-5
+            assert relative(given, theirs_given) < 1e-4
+        assert relative(mine.weights, right.weights) < 1e-4
         assert sent == torchs_bytes == expected < MORE_STEPS * planned.dense_bytes  # both compressed, and as much
     (theirs_iter, theirs_stats), (mine_iter, mine_stats) = ((state.iter, state.compression_stats()) for state in states)
     assert mine_iter == theirs_iter

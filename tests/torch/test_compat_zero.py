@@ -68,13 +68,13 @@ def test_trains_as_torchs_and_takes_its_states(world):
         return zip(*found, strict=True)
 
     (theirs, mine), states, shards = both()
-    assert relative(mine, theirs) < 1e-6
+    assert relative(mine, theirs) < 1e-5
     assert world.agree(mine)
     assert states[1]["state"].keys() == states[0]["state"].keys()
     assert [g["params"] for g in states[1]["param_groups"]] == [g["params"] for g in states[0]["param_groups"]]
     assert shards[1] == shards[0]  # as well balanced: the 78 elements of the largest parameter are not halved
     (theirs, mine), *_ = both(states[::-1], range(10, 15))
-    assert relative(mine, theirs) < 1e-6
+    assert relative(mine, theirs) < 1e-5
 
 
 @cases.case
@@ -93,7 +93,7 @@ def test_groups_may_be_added_later(world):
         optimizer.add_param_group({"params": later, "lr": 0.005})
         found.append(train(ddp, optimizer, world, range(5, 12)))
         assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.005]
-    assert relative(*found) < 1e-6
+    assert relative(*found) < 1e-5
     names = sorted(itertools.chain(*world.everyones(list(optimizer.rank_state_dict()["tensors"]))))
     assert names == sorted(found[0])
     # Weights of 78, 91 and 21 elements, biases of 13, 7 and 3. At first 78 and 13; then 91 go to the empty rank, 21, 7 and 3 to the second.

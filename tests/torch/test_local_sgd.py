@@ -209,7 +209,7 @@ def test_a_step_that_one_rank_skips_counts_on_all(world: World, unscale: bool) -
         scaler.update()
         if step == 1:
             # Of what each has done by itself, rank 1 one step less.
-            assert relative(flat(training.model), expected) < 1e-6
+            assert relative(flat(training.model), expected) < 1e-5
     assert world.agree(weights(training.model))
     assert all(p.grad is not None for p in training.model.parameters())
     assert (training.handle.steps, scaler.get_scale()) == (4, 512 if world.rank == 1 else 1024)

@@ -25,7 +25,7 @@ from tests.torch.doors import FORMS
 from tests.torch.models import loss_on, mlp
 from tests.torch.training import fit, sgd
 
-RANKS, TIMEOUT = 3, 8.0
+RANKS, TIMEOUT = 3, 16.0
 #: Of what comes before, on a busy machine.
 PATIENCE = 140.0
 #: Steps that all take. Then rank 2 does as it likes.

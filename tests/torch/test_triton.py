@@ -74,7 +74,7 @@ def said_by_ptxas(ptx: str) -> tuple[int, int]:
     from triton.backends.nvidia.compiler import get_ptxas
 
     command = [get_ptxas(90).path, "--verbose", "--gpu-name=sm_90a", "--output-file=/dev/null", "/dev/stdin"]
-    said = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True, timeout=60).stderr
+    said = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True, timeout=240).stderr
     (registers,), (spilled,) = re.findall(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill stores", said)
     return int(registers), int(spilled)
 

