@@ -49,3 +49,16 @@ def members_of(groups: Groups | None, replicas: int, *, equal: bool = False) -> 
         return (range(replicas),)
     require_partition(groups, replicas, equal=equal)
     return groups
+
+
+def as_number(groups: Groups) -> int | Groups:
+    """How many replicas are in each group, where all have equally many, one after the other; else the groups.
+
+    Examples:
+        >>> from gradwire.core.protocol.groups import as_number
+        >>> as_number(((0, 1), (2, 3))), as_number(((0, 2), (1, 3)))
+        (2, ((0, 2), (1, 3)))
+    """
+    size = len(groups[0])
+    in_order = tuple(tuple(range(first, first + size)) for first in range(0, size * len(groups), size))
+    return size if groups == in_order else groups

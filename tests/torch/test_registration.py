@@ -1,6 +1,7 @@
 """What a registration says and takes, and what is noticed later. What it refuses: test_refusals.py."""
 
 import logging
+import pickle
 from collections import OrderedDict
 
 import pytest
@@ -10,10 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
 from benchmarks.shapes import gpt
-from gradwire import AllReduce, CompressionWarning, PowerSGD, Spec, diloco
+from gradwire import AllReduce, CompressionWarning, PowerSGD, Spec, TwoLevel, diloco
 from gradwire.core.plan.dry_run import summary
 from gradwire.torch_backend import integrations
 from gradwire.torch_backend.integrations.compression import Compression
+from gradwire.torch_backend.setup import consistency
 from tests.launch import ROOT, run_ranks
 from tests.torch.compare import said, same_bits
 from tests.torch.models import loss_on, mlp
@@ -44,6 +46,27 @@ def test_an_algorithm_is_tried_out_once_also_where_that_is_logged(door, caplog):
     DOORS[door](Here(), mlp(*WIDTHS), Counts())()
     assert Counts.begun == 1
     assert any("6 tensors" in line and "1 message" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("ranks", [4, 4096])
+def test_ranks_compare_digests_and_send_texts_only_where_they_differ(monkeypatch, ranks):
+    sent = []
+
+    def gathered(mine, group, device):
+        sent.append(len(pickle.dumps(mine)))
+        return [mine if rank != other else others[len(sent) - 1] for rank in range(ranks)]
+
+    monkeypatch.setattr(consistency, "gathered_by_all", gathered)
+    groups, own = str(TwoLevel(AllReduce(), within=2).inter_node(ranks)), {"parameter 'w'": "(3,) float32"}
+    other, others = -1, []
+    consistency.require_same_on_all_ranks(None, {"groups": groups}, own)
+    assert len(sent) == 1
+    assert sent[0] < 300  # bytes of each rank, which every rank receives
+    other, others, sent[:] = 2, [("", "another", consistency._digest(own)), {"groups": "[]"}], []
+    with pytest.raises(ValueError, match=r"ranks differ in groups: rank 0 has \(\(0, .*, others \{2: '\[\]'\}"):
+        consistency.require_same_on_all_ranks(None, {"groups": groups}, own)
+    assert len(sent) == 2
+    assert sent[1] >= len(groups)
 
 
 @pytest.mark.parametrize("door", DOORS)

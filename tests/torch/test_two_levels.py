@@ -173,6 +173,9 @@ def test_node_is_what_torchrun_says_or_the_hosts(world):
         assert found == tuple(tuple(range(i, world.size, 2)) for i in (0, 1))
         _, handle = hooked(mlp(*WIDTHS), TwoLevel(PowerSGD(2)), everywhere)
         assert handle.algorithm == TwoLevel(PowerSGD(2), found)
+    with mock.patch.dict(os.environ), mock.patch("socket.gethostname", return_value=f"host{world.rank // 2}"):
+        del os.environ["LOCAL_WORLD_SIZE"]
+        assert nodes_of(everywhere) == 2  # and no list of all ranks
     with mock.patch.dict(os.environ), mock.patch("socket.gethostname", return_value=f"host{world.rank == 0}"):
         del os.environ["LOCAL_WORLD_SIZE"]
         with pytest.raises(ValueError, match="different numbers of ranks"):

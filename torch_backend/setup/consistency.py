@@ -23,6 +23,8 @@ from gradwire.torch_backend.torch_internals import steps_in_backward
 
 #: Tensors are broadcast in messages of about so many bytes, which is the memory that it takes.
 MESSAGE_BYTES = 64 << 20
+#: Ranks that a message lists.
+SHOWN = 8
 
 
 def describe(tensors: Mapping[str, Tensor], kind: str = "parameter") -> dict[str, str]:
@@ -108,23 +110,26 @@ def require_same_on_all_ranks(
     Raises:
         ValueError: on every rank, if one of them has an obstacle or differs from rank 0. It says which ranks, in what.
     """
-    mine = {"obstacle": obstacle, **settings, "parameters": _digest(parameters)}
-    everyone = gathered_by_all(mine, group, device)
+    # Each rank receives all of it: texts, which may name every rank, only where they differ.
+    everyone = gathered_by_all((obstacle, _digest(settings), _digest(parameters)), group, device)
     if obstacle:
         raise ValueError(obstacle)
-    for rank, theirs in enumerate(everyone):
-        if theirs["obstacle"]:
-            raise ValueError(f"rank {rank} cannot take part: {theirs['obstacle']}")
-    for key in settings:
-        different = {
-            rank: theirs.get(key) for rank, theirs in enumerate(everyone) if theirs.get(key) != everyone[0].get(key)
-        }
-        if different:
-            raise ValueError(f"ranks differ in {key}: rank 0 has {everyone[0].get(key)}, others {different}")
-    if len({theirs["parameters"] for theirs in everyone}) > 1:
+    for rank, (theirs, *_) in enumerate(everyone):
+        if theirs:
+            raise ValueError(f"rank {rank} cannot take part: {theirs}")
+    if len({digest for _, digest, _ in everyone}) > 1:
+        texts = gathered_by_all(dict(settings), group, device)
+        for key in dict.fromkeys(key for own in texts for key in own):
+            first = texts[0].get(key)
+            different = {rank: own.get(key) for rank, own in enumerate(texts) if own.get(key) != first}
+            if different:
+                shown = some(different.items(), SHOWN, lambda other: f"{other[0]}: {other[1]!r}")
+                raise ValueError(f"ranks differ in {key}: rank 0 has {first}, others {{{shown}}}")
+    if len({digest for *_, digest in everyone}) > 1:
         lists = gathered_by_all(dict(parameters), group, device)
         found = {rank: _difference(theirs, lists[0]) for rank, theirs in enumerate(lists)}
-        others = ", ".join(f"{rank}: {what}" for rank, what in found.items() if what)
+        differing = [(rank, what) for rank, what in found.items() if what]
+        others = some(differing, SHOWN, lambda other: f"{other[0]}: {other[1]}")
         raise ValueError(f"ranks differ in parameters: compared with rank 0, others {{{others}}}")
 
 

@@ -7,14 +7,17 @@ store can be asked who is there. It is as good for NCCL as for Gloo, and nothing
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import time
 from datetime import timedelta
+from functools import partial
 from itertools import count
 
 import torch.distributed as dist
 
 from gradwire.torch_backend.engine.groups.process_groups import timeout_of
+from gradwire.torch_backend.engine.groups.shared_keys import claimed, found_by_one, missing, read_all
 from gradwire.torch_backend.torch_internals import store_of
 
 logger = logging.getLogger(__name__)
@@ -23,12 +26,12 @@ logger = logging.getLogger(__name__)
 LONGEST = timedelta(minutes=10)
 #: What libraries wait if nobody has said anything: of others a user has.
 BY_DEFAULT = (dist.default_pg_timeout, LONGEST)
-#: Ranks that are later are named in the log.
+#: Ranks that are later are named in the log, of one rank.
 PATIENCE = timedelta(seconds=10)
 #: How a meeting may end, for all ranks alike.
 COMPLETE, GIVEN_UP = b"complete", b"given up"
-#: Seconds between two looks at the store, at first and at last.
-SHORT, LONG = 0.001, 0.1
+#: Seconds between two looks at the store, at first and at last: between these a quarter of what was waited so far.
+SHORT, LONG = 0.001, 2.0
 
 
 class Meeting:
@@ -70,7 +73,7 @@ class Meeting:
         patience = patience_of(longest, self._timeout)
         held = self._held.get(subject, 0)
         digest = hashlib.sha256(card.encode()).hexdigest()
-        left = []
+        left: list[str] = []
         self.doing = subject
         for attempt in count():
             place = f"{self.name}/{subject}/{held}/{attempt}"
@@ -84,26 +87,31 @@ class Meeting:
             store.add(equal, 1)
             if store.add(present, 1) == self.size:
                 _decide(store, verdict, COMPLETE)
-            if self._wait(verdict, subject, reason, cards, patience) == COMPLETE:
+            if self._wait(verdict, subject, reason, cards, patience, left) == COMPLETE:
                 break
-            if absent := self._absent(cards):
+            found = f"{place}/absent"
+            left += [found, f"{found}/claimed/0"] if self.rank == 0 else []
+            absent = json.loads(found_by_one(store, found, self.rank, partial(self._absent, cards)))
+            if absent and self.rank not in absent:
                 raise RuntimeError(f"{subject}: rank {self.rank} has waited in vain for ranks {absent}. {reason}")
-            # All have come, too late by a hair: once more.
+            # All have come, or this rank has, too late by a hair: once more.
         self.doing = ""
         self._held[subject] = held + 1
         all_equal = int(store.get(equal)) == self.size
-        everyone = [] if all_equal else [store.get(key).decode() for key in cards]
+        everyone = [] if all_equal else [(card or b"").decode() for card in read_all(store, cards)]
         # All have come to this meeting, so nobody reads from the one before.
         for key in self._left.get(subject, []):
             store.delete_key(key)
         self._left[subject] = left
         return everyone
 
-    def _wait(self, verdict: str, subject: str, reason: str, cards: list[str], patience: timedelta) -> bytes:
+    def _wait(
+        self, verdict: str, subject: str, reason: str, cards: list[str], patience: timedelta, left: list[str]
+    ) -> bytes:
         """Until somebody has decided that the meeting is complete, or given up: this rank when it has waited too long. Whoever decides first, decides
         for all. Not `store.wait`: that keeps other threads of this process, NCCL's watchdog for one, from the store."""
         assert self.store is not None
-        start, pause, told = time.monotonic(), SHORT, False
+        start, told = time.monotonic(), False
         while not self.store.check([verdict]):
             waited = time.monotonic() - start
             if waited > patience.total_seconds():
@@ -111,14 +119,16 @@ class Meeting:
                 break
             if waited > PATIENCE.total_seconds() and not told:
                 told = True
-                logger.warning("%s: rank %d waits for ranks %s. %s", subject, self.rank, self._absent(cards), reason)
-            time.sleep(pause)
-            pause = min(LONG, 2 * pause)
+                if claimed(self.store, f"{verdict}/late", self.rank):
+                    left.append(f"{verdict}/late")
+                    late = self._absent(cards)
+                    logger.warning("%s: rank %d waits for ranks %s. %s", subject, self.rank, late, reason)
+            time.sleep(min(max(SHORT, waited / 4), LONG, max(SHORT, patience.total_seconds() - waited)))
         return self.store.get(verdict)
 
-    def _absent(self, cards: list[str]) -> list[int]:
+    def _absent(self, cards: list[str]) -> str:
         assert self.store is not None
-        return [rank for rank, key in enumerate(cards) if not self.store.check([key])]
+        return str(missing(self.store, cards))
 
 
 def patience_of(longest: timedelta | None, timeout: timedelta) -> timedelta:

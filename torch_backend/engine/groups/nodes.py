@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.core.algorithms.two_level import levels_of
-from gradwire.core.protocol.groups import Groups
+from gradwire.core.protocol.groups import Groups, as_number
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
 
 T = TypeVar("T")
@@ -29,8 +29,8 @@ def on_nodes(algorithm: T, group: dist.ProcessGroup, device: torch.device | None
 
 
 def nodes_of(group: dist.ProcessGroup, device: torch.device | None = None) -> int | Groups:
-    """How many ranks there are on each machine, as torchrun says it in LOCAL_WORLD_SIZE; or the ranks of each, found out from the names of the hosts, for
-    which ranks communicate. Raises ValueError if machines have different numbers of them."""
+    """How many ranks there are on each machine, as torchrun says it in LOCAL_WORLD_SIZE or the names of the hosts do, for which ranks communicate; or the
+    ranks of each, where those of a machine do not follow each other. Raises ValueError if machines have different numbers of them."""
     local, ranks = os.environ.get("LOCAL_WORLD_SIZE", ""), dist.get_world_size(group)
     if local.isdigit() and int(local) and ranks == dist.get_world_size():
         if ranks % int(local):
@@ -45,7 +45,7 @@ def nodes_of(group: dist.ProcessGroup, device: torch.device | None = None) -> in
     if len({len(members) for members in nodes.values()}) > 1:
         sizes = {host: len(members) for host, members in nodes.items()}
         raise ValueError(f"'node', but machines have different numbers of ranks: {sizes}; start equally many on each")
-    return tuple(tuple(members) for members in nodes.values())
+    return as_number(tuple(tuple(members) for members in nodes.values()))
 
 
 def inter_node_groups(algorithm: Any, group: dist.ProcessGroup) -> tuple[Groups | None, tuple[int, ...]]:

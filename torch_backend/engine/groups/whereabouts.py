@@ -1,7 +1,8 @@
 """Where each rank is: told to the store in the background, and read when a message does not come.
 
 A message that waits for a rank says nothing of it: Gloo gives up after half an hour, or hears that a connection was closed. So a thread of each process
-writes down once a second how far its drivers have come. Training neither sends anything for that nor waits for it.
+writes down once a second how far its drivers have come, of many ranks less often. Training neither sends anything for that nor waits for it. After a failure one rank
+reads what all have written, and the others read what it says.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from itertools import count
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -18,11 +19,17 @@ import torch.distributed as dist
 
 from gradwire.core.text.wording import some
 from gradwire.torch_backend.engine.groups.barrier import Meeting
+from gradwire.torch_backend.engine.groups.shared_keys import found_by_one, read_all
 
-#: Seconds between two notes of a rank.
-INTERVAL = 1.0
+#: Seconds between two notes of a rank; of more ranks than `OFTEN` so many times as much.
+INTERVAL, SELDOM = 1.0, 10
+OFTEN = 256
 #: A rank that has left no note for so many intervals is not heard of.
 SILENT = 3
+#: Characters of an algorithm's `repr` in a note.
+SHOWN = 200
+#: Seconds for which a report serves those that fail later.
+RECENT = 60.0
 
 
 class Whereabouts:
@@ -30,7 +37,7 @@ class Whereabouts:
 
     Args:
         meeting: knows the store that the ranks share. None: ranks alone need not be found.
-        what: the `repr` of the algorithm.
+        what: the `repr` of the algorithm. A note has its beginning: it may name every rank.
         memory: the `Memory` of the driver, which counts steps.
         collectives: its `Collectives`, which count messages and know what was asked for last.
 
@@ -39,8 +46,9 @@ class Whereabouts:
     """
 
     def __init__(self, meeting: Meeting, what: str, memory: Any, collectives: Any) -> None:
-        self._meeting, self._what = meeting, what
+        self._meeting, self._what = meeting, what if len(what) <= SHOWN else f"{what[:SHOWN]}…"
         self.waits = False
+        self._reports = 0
         # What they belong to may go while the thread looks.
         self._memory, self._collectives = weakref.ref(memory), weakref.ref(collectives)
         if meeting.store is not None:
@@ -79,18 +87,44 @@ class Whereabouts:
         if self._meeting.store is None:
             return error
         self.note()
-        time.sleep(1.5 * INTERVAL)
-        return type(error)(f"{self.report()}. {error}")
+        time.sleep(1.5 * self._intervals * INTERVAL)
+        return type(error)(f"{self.shared_report()}. {error}")
+
+    def due(self, interval: int) -> bool:
+        """Whether this rank writes a note in the interval of this number."""
+        return (interval + self._meeting.rank) % self._intervals == 0
+
+    @property
+    def _intervals(self) -> int:
+        return 1 if self._meeting.size <= OFTEN else SELDOM
+
+    def shared_report(self) -> str:
+        """The report of whichever rank was the first to ask for one, in a failure of the last minute."""
+        store = self._meeting.store
+        assert store is not None
+        try:
+            for number in count(self._reports):
+                self._reports = number + 1
+                key = f"{self._meeting.name}/report/{number}"
+                made, report = json.loads(found_by_one(store, key, self._meeting.rank, self._dated_report))
+                if abs(time.time() - made) < RECENT:
+                    return str(report)
+        except Exception as error:
+            return _unknown(error)
+        raise AssertionError
+
+    def _dated_report(self) -> str:
+        return json.dumps([time.time(), self.report()])
 
     def report(self) -> str:
         """Where all ranks are, as far as they have said."""
         try:
-            notes = list(self._notes())
+            notes = self._notes()
         except Exception as error:
-            return f"where the ranks are is not known: their store cannot be read ({error}), as when the rank has left that keeps it"
+            return _unknown(error)
         said: dict[str, list[int]] = {}
         for rank, note in enumerate(notes):
-            said.setdefault(_words(note), []).append(rank)
+            said.setdefault(_words(note, SILENT * self._intervals * INTERVAL), []).append(rank)
         found = "; ".join(f"{_listed(ranks)}{words}" for words, ranks in said.items())
         known = [note for note in notes if note is not None]
         alike = {(note["step"], note["messages"]) for note in known}
@@ -98,22 +132,26 @@ class Whereabouts:
             found += "; they have asked for different messages"
         return f"a message of {self._what} has not come: {found}"
 
-    def _notes(self) -> Iterator[dict[str, Any] | None]:
+    def _notes(self) -> list[dict[str, Any] | None]:
         store = self._meeting.store
         assert store is not None
-        for rank in range(self._meeting.size):
-            key = self._key(rank)
-            yield json.loads(store.get(key)) if store.check([key]) else None
+        notes = read_all(store, [self._key(rank) for rank in range(self._meeting.size)])
+        return [None if note is None else json.loads(note) for note in notes]
 
     def _key(self, rank: int) -> str:
         return f"{self._meeting.name}/whereabouts/{rank}"
+
+
+def _unknown(error: Exception) -> str:
+    return f"where the ranks are is not known: their store cannot be read ({error}), as when the rank has left that keeps it"
 
 
 def _listed(ranks: list[int]) -> str:
     return f"ranks [{some(ranks, 8)}]" if len(ranks) > 1 else f"rank {ranks[0]}"
 
 
-def _words(note: dict[str, Any] | None) -> str:
+def _words(note: dict[str, Any] | None, longest: float) -> str:
+    """Of a note. A rank that has written none for longer than this is not heard of."""
     if note is None:
         return " (never heard of)"
     sent, silent = note["messages"], time.time() - note["time"]
@@ -124,7 +162,7 @@ def _words(note: dict[str, Any] | None) -> str:
         place += f", come to {note['doing']}"
     if note["left"]:
         return f" (left): {place}"
-    return f" (not heard of for {silent:.0f} s): {place}" if silent > SILENT * INTERVAL else f": {place}"
+    return f" (not heard of for {silent:.0f} s): {place}" if silent > longest else f": {place}"
 
 
 _lock = threading.Lock()
@@ -158,10 +196,13 @@ def _all() -> list[Whereabouts]:
 
 
 def _note_all() -> None:
-    while not _stopped.wait(INTERVAL):
+    for interval in count():
+        if _stopped.wait(INTERVAL):
+            return
         # A group that was destroyed needs no messages, and its store may go.
         for one in _all() if dist.is_initialized() else ():
-            one.note()
+            if one.due(interval):
+                one.note()
 
 
 def _leave() -> None:
