@@ -147,6 +147,11 @@ def leaves_of(tree: Any) -> list[Any]:
 # ---- process groups. 2.6 to 2.15.
 
 
+def reads_many(store: Any) -> bool:
+    """Whether a store reads many keys in one request, by `multi_get`."""
+    return bool(store.has_extended_api())
+
+
 def store_of(group: dist.ProcessGroup) -> dist.Store | None:
     """The store by which torch has made a group; None if torch has not made it, as where members come and go."""
     found = dist.distributed_c10d._world.pg_map.get(group)

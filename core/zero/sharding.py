@@ -12,6 +12,7 @@ buckets; and a message can be made of any parameters: what replica r owns of the
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from typing import Any
 from gradwire.core.algorithm import check_specs
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.text.options import AtLeast0, Replicas, check_options, checked
+
+#: Messages of which it is remembered what each replica has of them: those of a step are the same in all.
+REMEMBERED = 64
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,9 +72,13 @@ class Shards(abc.ABC):
     def layout(self, names: Sequence[str], replica: Any) -> dict[str, tuple[int, ...]]:
         """Name → shape of the pieces of these parameters in a replica's shard, in their order."""
 
+    @abc.abstractmethod
     def counts(self, names: Sequence[str]) -> tuple[int, ...]:
         """Elements of each replica's shard of these parameters, padding included."""
-        return tuple(sum(map(math.prod, self.layout(names, r).values())) for r in range(self.world_size))
+
+    def elements(self, names: Sequence[str]) -> int:
+        """Of a message about these parameters, padding included."""
+        return sum(self.counts(names))
 
     @abc.abstractmethod
     def message(self, ops: Ops[A], arrays: Mapping[str, A]) -> A:
@@ -83,7 +91,7 @@ class Shards(abc.ABC):
     def place(self, out: Mapping[str, A]) -> A | None:
         """Memory of these arrays in which a message about them may lie as it is; None if they are not one vector in its order."""
         (name, *others) = out
-        padded = others or sum(self.counts([name])) != self.specs[name].size
+        padded = others or self.elements([name]) != self.specs[name].size
         return None if padded else out[name].reshape((-1,))
 
     def pieces(self, shard: A, names: Sequence[str], replica: Any) -> dict[str, A]:
@@ -183,11 +191,29 @@ class WholeShards(Shards):
     def layout(self, names: Sequence[str], replica: Any) -> dict[str, tuple[int, ...]]:
         return {name: self.specs[name].shape for name in names if self.owners[name] == replica}
 
+    def counts(self, names: Sequence[str]) -> tuple[int, ...]:
+        known, key = self._counted, tuple(names)
+        if key not in known:
+            counts = [0] * self.world_size
+            for name in names:
+                counts[self.owners[name]] += self.specs[name].size
+            if len(known) == REMEMBERED:
+                known.clear()
+            known[key] = tuple(counts)
+        return known[key]
+
+    def elements(self, names: Sequence[str]) -> int:
+        return sum(self.specs[name].size for name in names)
+
+    @functools.cached_property
+    def _counted(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        return {}
+
     def message(self, ops: Ops[A], arrays: Mapping[str, A]) -> A:
         return ops.rows([arrays[name] for name in self._by_owner(list(arrays))], 1).reshape((-1,))
 
     def whole(self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None) -> dict[str, A]:
-        arrays = _named(ops, message.reshape((1, sum(self.counts(names)))), self._by_owner(names), self.specs, out)
+        arrays = _named(ops, message.reshape((1, self.elements(names))), self._by_owner(names), self.specs, out)
         return {name: arrays[name] for name in names}
 
     def own(self, ops: Ops[A], arrays: Mapping[str, A], replica: Any) -> dict[str, A]:
@@ -223,6 +249,9 @@ class MixedShards(Shards):
 
     def layout(self, names: Sequence[str], replica: Any) -> dict[str, tuple[int, ...]]:
         return self._of(names).layout(names, replica)
+
+    def counts(self, names: Sequence[str]) -> tuple[int, ...]:
+        return self._of(names).counts(names)
 
     def message(self, ops: Ops[A], arrays: Mapping[str, A]) -> A:
         return self._of(list(arrays)).message(ops, arrays)

@@ -139,6 +139,9 @@ class StackShards(Shards):
         slots = dict.fromkeys(self.places[name][0] for name in names if name in self.places)
         return {slot: self.slot_shape(slot) for slot in slots}
 
+    def counts(self, names: Sequence[str]) -> tuple[int, ...]:
+        return (sum(map(math.prod, self.layout(names, 0).values())),) * self.world_size
+
     def stacked(self, ops: Ops[A], arrays: Mapping[str, A]) -> dict[str, A]:
         """The slots of these arrays, each (W, *shape), with zeros for those that are not here."""
         result, size = {}, self.world_size

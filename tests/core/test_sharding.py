@@ -19,6 +19,7 @@ from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
 from gradwire.core.zero.sharded_step import clip_by_norm
 from gradwire.core.zero.sharding import MixedShards
 from gradwire.core.zero.stacks import StackShards
+from tests.executed import executed
 from tests.parity import zero_cases
 from tests.parity.zero_cases import ZERO_CASES
 
@@ -73,6 +74,26 @@ def test_every_element_has_one_owner(shards):
             assert 0 <= start <= stop <= spec.size
             owners[start:stop] += 1
         assert (owners == (shards.world_size if shards.is_kept(name) else 1)).all()
+
+
+@given(shards=plans())
+def test_a_message_has_what_each_replica_has(shards):
+    for names in shards.together(list(shards.specs)):
+        layouts = [shards.layout(names, replica) for replica in range(shards.world_size)]
+        assert shards.counts(names) == tuple(sum(map(math.prod, layout.values())) for layout in layouts)
+        assert shards.elements(names) == sum(shards.counts(names))
+
+
+def test_what_replicas_have_is_counted_in_one_pass_and_once():
+    specs = {f"p{i}": Spec((4, 2)) for i in range(100)}
+    few, many = (shard_by_parameter(specs, world) for world in (100, 3200))
+    names = list(specs)
+    once = [executed(lambda s=s: s.counts(names)) for s in (few, many)]
+    assert once[1] < 2 * once[0]  # and not 32 times
+    assert executed(lambda: many.counts(names)) < once[0] / 10
+    for i in range(200):
+        many.counts(names[i % 100 :])
+    assert len(many._counted) <= 64
 
 
 @given(shards=plans(["element"]))

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import sys
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +24,7 @@ from gradwire.core.protocol import all_gather, branch, branch_on_phase, mean, op
 from gradwire.core.protocol.collective_requests import AllToAll, Gather, Reduce
 from gradwire.core.protocol.groups import UnknownWorldSize
 from gradwire.core.simulate import PoisonOps
+from tests.executed import executed
 
 shapes = st.dictionaries(
     st.sampled_from(["a.weight", "b.weight", "c.weight", "d.bias", "e"]),
@@ -400,24 +400,6 @@ def test_a_plan_runs_once_for_each_kind_of_tensor_and_says_of_each_what_it_sends
     assert 0 < runs.count(1) == few <= 8
     monkeypatch.setattr(DryRun, "alone", lambda self, name: self.only([name]))
     assert plan(experts(40), copy.copy(algorithm), world_size=4) == by_kind
-
-
-def executed(function):
-    """How many instructions of Python a call takes, the same in every run."""
-    taken, before = 0, sys.gettrace()
-
-    def trace(frame, event, argument):
-        nonlocal taken
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        taken += event == "opcode"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-    return taken
 
 
 @pytest.mark.parametrize("method", [AllReduce, partial(PowerSGD, 2), partial(WireDtype, AllReduce(), "int8")])

@@ -10,10 +10,13 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire import LocalSGD, TopK
+from gradwire.core.protocol.collective_requests import AllGather, ReduceScatter
 from gradwire.torch_backend import Averager, HierarchicalModelAverager, local_sgd
-from gradwire.torch_backend.engine.groups import process_groups
+from gradwire.torch_backend.engine.collectives import Collectives
+from gradwire.torch_backend.engine.groups import point_to_point, process_groups
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.torch_internals import libraries_of
 from tests.torch.asked import ASKED, EVEN, RANKS, Answered, answered, require_right
 from tests.torch.compare import relative, said, same_bits, weights
@@ -47,6 +50,41 @@ def test_members_are_counted_as_they_were_named_where_torch_sorts_them(world, di
         for name in (name for name in ASKED if "in a group" in name or "in groups" in name):
             own = vars(answered(name, world.group, torch.device("cpu")))
             require_right(name, [Answered(**each) for each in world.everyones(own)])
+
+
+class Sends:
+    """A process group that counts the bytes which this rank sends to others by itself."""
+
+    def __init__(self, group):
+        self.group, self.nbytes = group, 0
+
+    def send(self, tensors, *args):
+        self.nbytes += tensors[0].nbytes
+        return self.group.send(tensors, *args)
+
+    def __getattr__(self, name):
+        return getattr(self.group, name)
+
+
+@cases.each({f"{owner} {dtype}": (owner, dtype) for owner in range(RANKS) for dtype in ("float32", "float16")})
+def test_a_part_that_is_much_larger_than_the_others_is_sent_once_by_each_rank(world, variant):
+    owner, dtype = variant
+    counts = [7 if rank == (owner + 1) % RANKS else 0 for rank in range(RANKS)]
+    counts[owner] = 3000
+    collectives = Collectives(ProcessGroups(world.group), TorchOps(torch.device("cpu")))
+    exchange = collectives._exchange(None)
+    exchange.group = sends = Sends(exchange.group)
+    draw = torch.Generator().manual_seed(world.rank)
+    x = torch.randn(3007, generator=draw, dtype=torch.float64).to(getattr(torch, dtype))
+    right = sum(x.double() for x in world.everyones(x.clone())) / RANKS
+    with mock.patch.object(point_to_point, "SLICE_BYTES", 1000):  # some slices, of which the last is shorter
+        (part,) = collectives.perform(ReduceScatter((x,), (tuple(counts),))).wait()
+        reduced, sends.nbytes = sends.nbytes, 0
+        (whole,) = collectives.perform(AllGather((part,), (tuple(counts),), (None,))).wait()
+    assert max(reduced, sends.nbytes) <= 1.05 * x.nbytes
+    assert relative(whole.double(), right) < 30 * RANKS * torch.finfo(x.dtype).eps
+    assert world.agree(whole)
+    assert collectives.sent.nbytes == 2 * (-(-x.nbytes // 2))  # what the plan counts
 
 
 # --- an algorithm that asks for everything, through every door ---

@@ -307,11 +307,17 @@ class Collectives:
         # This rank's, where they lie in the arrays, and those of the others.
         parts: list[tuple[Tensor, list[Tensor]]] = []
         for x, counts in zip(request.arrays, request.counts, strict=True):
-            own, addends = torch.split(x, list(counts))[exchange.rank], []
+            split, addends = torch.split(x, list(counts)), []
+            own, chained = split[exchange.rank], exchange.chained(counts)
+            self._count_half(x)
+            if chained:
+                works += [exchange.mean_for_owner(split[owner], owner) for owner in chained]
+                counts = tuple(0 if owner in chained else n for owner, n in enumerate(counts))
+                x = torch.cat([part for owner, part in enumerate(split) if owner not in chained])
             if exchange.native:
                 works += exchange.sum_for_owners(x.mul_(share(exchange.group, x.dtype)), counts)
-            else:
-                n = [own.numel()] * exchange.size
+            elif x.numel():
+                n = [counts[exchange.rank]] * exchange.size
                 if exchange.direct:
                     n[exchange.rank] = 0
                 # In nodes all are on their way at once, and memory is used again. A sharded optimizer has a few at a time, and gives them back.
@@ -319,7 +325,6 @@ class Collectives:
                 works += exchange.swap(x, counts, received, n)
                 others = torch.split(received, n)
                 addends = [part for r, part in enumerate(others) if r != exchange.rank and part.numel()]
-            self._count_half(x)
             parts.append((own, addends))
         return Pending(works, request.arrays[0], lambda: _averaged(parts, 1.0 / exchange.size))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
@@ -18,6 +18,8 @@ T = TypeVar("T")
 NCCL = "nccl"
 #: Tags of messages between two ranks, apart from those that a program may use itself.
 FIRST_TAG = 0x67720000
+#: Bytes that a rank of a chain hands on while it receives the next.
+SLICE_BYTES = 1 << 18
 
 
 class Exchange:
@@ -25,7 +27,8 @@ class Exchange:
 
     NCCL has all of them. Gloo's reduce-scatter sums everything everywhere and throws most of it away, and its all-gather takes as
     long as an all-reduce; so on the CPU ranks send each other their parts directly, from where they lie to where they belong. The same
-    bytes as half of a ring all-reduce, in half the time. Gloo cannot do that with CUDA tensors, for which all-to-all and broadcasts serve.
+    bytes as half of a ring all-reduce, in half the time. A part that is much larger than those of the others would leave its owner once for each of them: it goes along
+    a chain of all ranks, of which each sends it once. Gloo cannot do that with CUDA tensors, for which all-to-all and broadcasts serve.
 
     Args:
         rank: of this rank in the group, where that does not know it; torchft's say 0 always.
@@ -62,8 +65,11 @@ class Exchange:
         parts = torch.split(whole, list(counts))
         own = parts[self.rank]
         if self.direct:
-            received = self._others(parts)
-            return self._messages(dict.fromkeys(received, own), received)
+            chained = self.chained(counts)
+            received = {r: part for r, part in self._others(parts).items() if r not in chained}
+            others = {} if self.rank in chained else self._others(parts)
+            works = self._messages(dict.fromkeys(others, own), received)
+            return works + [self._chain(parts[owner], owner) for owner in chained]
         if len(set(counts)) == 1 and self._registered and self._sorted is None:
             return [all_gather_single(as_bytes(whole), as_bytes(own), group=self.group, async_op=True)]
         if len(set(counts)) == 1:  # torchft's groups have no gather into one tensor
@@ -106,6 +112,37 @@ class Exchange:
             if part.numel()
         ]
 
+    def chained(self, counts: Sequence[int]) -> list[int]:
+        """The owners of parts, of so many elements, that go along a chain: whose part is more than twice as large as the mean."""
+        return [r for r, n in enumerate(counts) if self.direct and n * self.size > 2 * sum(counts)]
+
+    def mean_for_owner(self, part: Tensor, owner: int) -> Any:
+        """The mean of a `part` over all ranks, where it lies on the rank that owns it: a chain that ends there, whose ranks add theirs. The others' is written over."""
+        factor, first = 1.0 / self.size, (owner + 1) % self.size
+        part_of = torch.split(part, _slice_elements(part))
+        if self.rank == first:
+            part.mul_(factor)
+            return self._chain(part, first)
+        received = torch.empty_like(part)
+        sums = torch.split(received, _slice_elements(part))
+
+        def add(i: int) -> None:
+            own = part_of[i].mul_(
+                factor
+            )  # each addend is divided, and not the sum: a sum of large float16 gradients would overflow
+            (own if self.rank == owner else sums[i]).add_(sums[i] if self.rank == owner else own)
+
+        return self._chain(received, first, add)
+
+    def _chain(self, vector: Tensor, first: int, change: Callable[[int], None] | None = None) -> Any:
+        """A vector from the `first` rank to the next and so on, through all; each may `change` a slice, by its number, before it hands it on."""
+        place = (self.rank - first) % self.size
+        before = self._numbers[self.rank - 1] if place else None
+        after = self._numbers[(self.rank + 1) % self.size] if place < self.size - 1 else None
+        slices = [as_bytes(x) for x in torch.split(vector, _slice_elements(vector))]
+        tags = [FIRST_TAG + next(self._tags) % 0x8000 for _ in slices]
+        return _Chain(self.group, slices, tags, before, after, change)
+
     def _others(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
         return {r: part for r, part in enumerate(parts) if r != self.rank}
 
@@ -132,6 +169,49 @@ class _Copying:
             self._places, torch.split(self._arrives, [x.numel() for x in self._places]), strict=True
         ):
             place.copy_(part)
+
+
+class _Chain:
+    """Slices that this rank receives from the one before it, if there is one, and sends to the one after it, while it is waited for. All ranks wait for their messages in
+    one order."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        slices: Sequence[Tensor],
+        tags: Sequence[int],
+        before: int | None,
+        after: int | None,
+        change: Callable[[int], None] | None,
+    ) -> None:
+        self._group, self._after, self._change = group, after, change
+        arrives = [
+            None if before is None else group.recv([x], before, tag) for x, tag in zip(slices, tags, strict=True)
+        ]
+        self._due = list(zip(slices, tags, arrives, strict=True))[::-1]
+        self._sent: list[Any] = []
+        if before is None:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        slices = len(self._due)
+        while self._due:
+            x, tag, arrives = self._due.pop()
+            if arrives is not None:
+                arrives.wait()
+            if self._change is not None:
+                self._change(slices - len(self._due) - 1)
+            if self._after is not None:
+                self._sent.append(self._group.send([x], self._after, tag))
+
+    def wait(self) -> None:
+        self._hand_on()
+        for work in self._sent:
+            work.wait()
+
+
+def _slice_elements(x: Tensor) -> int:
+    return max(1, SLICE_BYTES // x.element_size())
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from itertools import count
 
 import torch.distributed as dist
 
+from gradwire.torch_backend.torch_internals import reads_many
+
 #: Whoever has claimed to find something out, and has not said it after so long, is taken for dead.
 CLAIMED = timedelta(seconds=2)
 
@@ -21,7 +23,7 @@ def read_all(store: dist.Store, keys: Sequence[str]) -> list[bytes | None]:
     wanted = [key for key in keys if key in there]
     if not wanted:
         values: list[bytes] = []
-    elif store.has_extended_api():
+    elif reads_many(store):
         values = store.multi_get(wanted)
     else:
         values = [store.get(key) for key in wanted]
