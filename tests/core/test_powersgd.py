@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.epfml import HalfSteps
-from gradwire import PowerSGD, Simulator
+from gradwire import AllReduce, PowerSGD, Quantize, Sign, Simulator, TopK, TwoLevel, WireDtype, plan
 from gradwire.core.kernels import random
 from gradwire.core.kernels.gram_schmidt import gram_schmidt, refresh
 from gradwire.core.protocol.collective_requests import Reduce
@@ -380,3 +380,51 @@ def test_the_bits_are_equal_in_numpy_torch_and_jax(seed, shape, step):
 
 def test_keys_depend_on_seed_and_name():
     assert len({random.key(seed, name) for seed in range(20) for name in ("", "a", "b", "a/q", "0/a")}) == 100
+
+
+@pytest.mark.parametrize("options", [{}, {"half_step": True}, {"warm_start": False}], ids=str)
+def test_factors_of_16_bits_are_summed_in_float32_by_more_replicas_than_64(options):
+    method = PowerSGD(2, **options)
+
+    def sent(replicas, algorithm=method, dtype="bfloat16"):
+        return plan({"w": (64, 32), "b": (64,)}, algorithm, dtype=dtype, world_size=replicas).wire_bytes
+
+    factors = (64 + 32) * 2 // (2 if options.get("half_step") else 1)
+    assert [sent(replicas) for replicas in (2, 64, 65)] == [2 * factors + 128, 2 * factors + 128, 4 * factors + 128]
+    assert sent(65, WireDtype(method, "bfloat16")) == pytest.approx(sent(64), rel=0.1)
+    between = plan({"w": (64, 32)}, TwoLevel(method, within=5), dtype="bfloat16", world_size=65).levels[1]
+    assert between.node_bytes == pytest.approx(2 * factors, rel=0.1)  # of 13 nodes
+    assert sent(65, dtype="float32") == sent(2, dtype="float32")
+
+
+@pytest.mark.parametrize("replicas", [65, pytest.param(512, marks=pytest.mark.slow)])
+def test_the_average_of_many_replicas_in_16_bits_is_as_near_as_that_of_few(replicas):
+    """Of a matrix of rank 1, all of which is sent, whose replicas differ by twice its size."""
+    draw = np.random.default_rng(0)
+    rows, columns = draw.standard_normal((replicas, 64, 1)) * 2 + 1, draw.standard_normal((1, 1, 32))
+    given = (rows * columns).astype("float16")
+    simulator = Simulator(PowerSGD(2), {"w": (64, 32)}, replicas=replicas, dtype="float16")
+    average = simulator.step([{"w": each} for each in given])["w"].astype("float64")
+    right = given.astype("float64").mean(axis=0)
+    assert np.linalg.norm(average - right) < 30 * 2**-11 * np.linalg.norm(right)
+
+
+@pytest.mark.parametrize("replicas", [2, 64, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("algorithm", "bound"),
+    [(WireDtype(AllReduce(), "int8"), 0.03), (TopK(4, per=64), None), (Sign(), None), (Quantize("int8"), 0.03)],
+    ids=repr,
+)
+def test_the_error_of_an_average_does_not_grow_with_the_replicas(algorithm, bound, replicas):
+    """Against float64, of gradients that differ by as much as they have in common. `TopK` and `Sign` give others: they are compared with their own in
+    float64."""
+    draw = np.random.default_rng(0)
+    given = draw.standard_normal((2, 64)) + draw.standard_normal((replicas, 2, 64))
+    single, double = (
+        Simulator(algorithm, {"w": (2, 64)}, replicas=replicas, dtype=dtype).step(
+            [{"w": g.astype(dtype)} for g in given]
+        )["w"]
+        for dtype in ("float32", "float64")
+    )
+    right = double if bound is None else given.mean(axis=0)
+    assert np.linalg.norm(single - right) < (bound or 1e-4) * np.linalg.norm(right)
