@@ -195,8 +195,8 @@ class Compressor(abc.ABC):
 
         Args:
             ops: kernels.
-            name: of the parameter. How much is sent must not depend on it, but through `memory`, or `rank_of` where a method has that: a plan looks at one tensor of
-                each kind.
+            name: of the parameter. How much is sent must not depend on it, but through `memory`,
+                or `rank_of` where a method has that: a plan looks at one tensor of each kind.
             x: this replica's gradient (with its error); do not donate it.
             memory: from `memory`, or from the step before; do not donate it, the step may yet be undone.
             context: when.

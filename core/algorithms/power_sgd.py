@@ -28,7 +28,8 @@ from gradwire.core.protocol.programs import Program
 from gradwire.core.text.name_patterns import Patterns, matches, require_matches
 from gradwire.core.text.options import AtLeast0, AtLeast1, at_least, more_than, share
 
-#: So many replicas sum factors of 16 bits in those, with an error of 0.75 %; with 512 it would be 2 %, with 4,096 nothing would be right.
+#: So many replicas sum factors of 16 bits in those, with an error of 0.75 % in bfloat16. With 512
+#: it would be 2 %, and with 4,096 nothing would be right: each addend is less than half a last bit.
 SUMMED_IN_16_BITS = 64
 
 
@@ -70,8 +71,10 @@ class PowerSGD(Compressor):
             as torch's weight (out, in): `transpose=("*/kernel",)`. Which side is projected makes a difference.
         orthogonalization_epsilon: added to the norm of a row before division. Zero rows need none.
         seed: of the random initial factors.
-        state_dtype: dtype of memory and factors. None: that of the gradient; factors of 16 bits are sent and summed in float32 by more than 64 replicas, since the
-            addends of many are lost in sums of 16 bits (`WireDtype` keeps 16). Orthonormalization is in float32 at least.
+        state_dtype: dtype of memory and factors. None: that of the gradient. More than 64 replicas
+            send and sum factors of 16 bits in float32, since sums of 16 bits lose the addends of
+            many; `WireDtype` sends them in 16 bits, and sums in float32. Orthonormalization is in
+            float32 at least.
         max_norm: clip the gradient of each replica, before the error is added, to this 2-norm of the whole model, so that an outlier
             is not remembered (docs/error-feedback.md). None: it is taken as it is. Steps before `start_step` are not clipped.
 

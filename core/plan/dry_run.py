@@ -96,8 +96,9 @@ class DryRun:
         return self._alone[kind]
 
     def _kind(self, name: str) -> Hashable:
-        """What all tensors have in common of which the same is sent. A method decides by name what a tensor remembers, and its rank and view; what other algorithms
-        decide by name is not known."""
+        """What all tensors have in common of which the same is sent. A method decides by name what
+        a tensor remembers, and its rank and view; what other algorithms decide by name is not
+        known."""
         if not self._sends_by_kind:
             return name
         spec, inner = self.specs[name], innermost(self.algorithm)

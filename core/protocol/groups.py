@@ -52,7 +52,8 @@ def members_of(groups: Groups | None, replicas: int, *, equal: bool = False) -> 
 
 
 def as_number(groups: Groups) -> int | Groups:
-    """How many replicas are in each group, where all have equally many, one after the other; else the groups.
+    """How many replicas are in each group, where all have equally many, one after the other; else
+    the groups.
 
     Examples:
         >>> from gradwire.core.protocol.groups import as_number

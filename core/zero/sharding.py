@@ -22,7 +22,7 @@ from gradwire.core.algorithm import check_specs
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.text.options import AtLeast0, Replicas, check_options, checked
 
-#: Messages of which it is remembered what each replica has of them: those of a step are the same in all.
+#: Messages of which it is remembered what each replica has: those of a step are the same in all.
 REMEMBERED = 64
 
 

@@ -416,8 +416,8 @@ def test_the_average_of_many_replicas_in_16_bits_is_as_near_as_that_of_few(repli
     ids=repr,
 )
 def test_the_error_of_an_average_does_not_grow_with_the_replicas(algorithm, bound, replicas):
-    """Against float64, of gradients that differ by as much as they have in common. `TopK` and `Sign` give others: they are compared with their own in
-    float64."""
+    """Against float64, of gradients that differ by as much as they have in common. What `TopK` and
+    `Sign` give is no average: it is compared with their own in float64."""
     draw = np.random.default_rng(0)
     given = draw.standard_normal((2, 64)) + draw.standard_normal((replicas, 2, 64))
     single, double = (

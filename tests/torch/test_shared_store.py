@@ -1,4 +1,5 @@
-"""How much all ranks ask of the store that they share, where one of them dies or comes late: counted, of as many clients as ranks."""
+"""How much ranks ask of the store that they share, where one of them dies or comes late: counted, of
+as many clients as ranks."""
 
 import logging
 from collections import Counter

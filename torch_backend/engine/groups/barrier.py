@@ -30,7 +30,8 @@ BY_DEFAULT = (dist.default_pg_timeout, LONGEST)
 PATIENCE = timedelta(seconds=10)
 #: How a meeting may end, for all ranks alike.
 COMPLETE, GIVEN_UP = b"complete", b"given up"
-#: Seconds between two looks at the store, at first and at last: between these a quarter of what was waited so far.
+#: Seconds between two looks at the store, at first and at last: between these a quarter of what was
+#: waited so far.
 SHORT, LONG = 0.001, 2.0
 
 

@@ -29,8 +29,9 @@ def on_nodes(algorithm: T, group: dist.ProcessGroup, device: torch.device | None
 
 
 def nodes_of(group: dist.ProcessGroup, device: torch.device | None = None) -> int | Groups:
-    """How many ranks there are on each machine, as torchrun says it in LOCAL_WORLD_SIZE or the names of the hosts do, for which ranks communicate; or the
-    ranks of each, where those of a machine do not follow each other. Raises ValueError if machines have different numbers of them."""
+    """How many ranks there are on each machine, as torchrun says it in LOCAL_WORLD_SIZE, or the names
+    of the hosts, for which ranks communicate; or the ranks of each, where those of a machine do not
+    follow each other. Raises ValueError if machines have different numbers of them."""
     local, ranks = os.environ.get("LOCAL_WORLD_SIZE", ""), dist.get_world_size(group)
     if local.isdigit() and int(local) and ranks == dist.get_world_size():
         if ranks % int(local):

@@ -27,8 +27,9 @@ class Exchange:
 
     NCCL has all of them. Gloo's reduce-scatter sums everything everywhere and throws most of it away, and its all-gather takes as
     long as an all-reduce; so on the CPU ranks send each other their parts directly, from where they lie to where they belong. The same
-    bytes as half of a ring all-reduce, in half the time. A part that is much larger than those of the others would leave its owner once for each of them: it goes along
-    a chain of all ranks, of which each sends it once. Gloo cannot do that with CUDA tensors, for which all-to-all and broadcasts serve.
+    bytes as half of a ring all-reduce, in half the time. A part that is much larger than those of
+    the others would leave its owner once for each of them: it goes along a chain of all ranks, of
+    which each sends it once. Gloo cannot do that with CUDA tensors, for which all-to-all and broadcasts serve.
 
     Args:
         rank: of this rank in the group, where that does not know it; torchft's say 0 always.
@@ -113,11 +114,13 @@ class Exchange:
         ]
 
     def chained(self, counts: Sequence[int]) -> list[int]:
-        """The owners of parts, of so many elements, that go along a chain: whose part is more than twice as large as the mean."""
+        """The owners of parts, of so many elements, that go along a chain: those of more than twice
+        the mean."""
         return [r for r, n in enumerate(counts) if self.direct and n * self.size > 2 * sum(counts)]
 
     def mean_for_owner(self, part: Tensor, owner: int) -> Any:
-        """The mean of a `part` over all ranks, where it lies on the rank that owns it: a chain that ends there, whose ranks add theirs. The others' is written over."""
+        """The mean of a `part` over all ranks, where it lies on the rank that owns it: a chain that
+        ends there, whose ranks add theirs. The part of the others is written over."""
         factor, first = 1.0 / self.size, (owner + 1) % self.size
         part_of = torch.split(part, _slice_elements(part))
         if self.rank == first:
@@ -127,15 +130,18 @@ class Exchange:
         sums = torch.split(received, _slice_elements(part))
 
         def add(i: int) -> None:
-            own = part_of[i].mul_(
-                factor
-            )  # each addend is divided, and not the sum: a sum of large float16 gradients would overflow
-            (own if self.rank == owner else sums[i]).add_(sums[i] if self.rank == owner else own)
+            # Each addend is divided, and not the sum: a sum of large float16 gradients would overflow.
+            own, total = part_of[i].mul_(factor), sums[i]
+            if self.rank == owner:
+                own.add_(total)
+            else:
+                total.add_(own)
 
         return self._chain(received, first, add)
 
     def _chain(self, vector: Tensor, first: int, change: Callable[[int], None] | None = None) -> Any:
-        """A vector from the `first` rank to the next and so on, through all; each may `change` a slice, by its number, before it hands it on."""
+        """A vector from the `first` rank to the next and so on, through all. Each may `change` a
+        slice, by its number, before it hands that on."""
         place = (self.rank - first) % self.size
         before = self._numbers[self.rank - 1] if place else None
         after = self._numbers[(self.rank + 1) % self.size] if place < self.size - 1 else None
@@ -172,8 +178,8 @@ class _Copying:
 
 
 class _Chain:
-    """Slices that this rank receives from the one before it, if there is one, and sends to the one after it, while it is waited for. All ranks wait for their messages in
-    one order."""
+    """Slices that this rank receives from the one before it, if there is one, and sends to the one
+    after it, while it is waited for. All ranks wait for their messages in one order."""
 
     def __init__(
         self,

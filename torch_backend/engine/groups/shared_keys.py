@@ -1,6 +1,7 @@
-"""Keys in the store that all ranks of a group share: many read at once, and what one rank finds out for all.
+"""Keys in the store that all ranks of a group share: many read at once, and what one finds out for all.
 
-The store is one process with one thread, which the launcher and NCCL ask as well. What every rank asks about every other rank are W² requests.
+The store is one process with one thread, which the launcher and NCCL ask as well. What every rank
+asks about every other rank are W² requests.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def read_all(store: dist.Store, keys: Sequence[str]) -> list[bytes | None]:
 
 
 def missing(store: dist.Store, keys: Sequence[str]) -> list[int]:
-    """The positions of the keys that nobody has set, in a number of requests that grows with theirs and not with that of `keys`."""
+    """The positions of the keys that nobody has set, in requests that grow with their number and not
+    with that of `keys`."""
 
     def within(first: int, stop: int) -> Iterator[int]:
         if first == stop or store.check(list(keys[first:stop])):

@@ -1,8 +1,9 @@
 """Where each rank is: told to the store in the background, and read when a message does not come.
 
 A message that waits for a rank says nothing of it: Gloo gives up after half an hour, or hears that a connection was closed. So a thread of each process
-writes down once a second how far its drivers have come, of many ranks less often. Training neither sends anything for that nor waits for it. After a failure one rank
-reads what all have written, and the others read what it says.
+writes down once a second how far its drivers have come, of many ranks less often. Training neither
+sends anything for that nor waits for it. After a failure one rank reads what all have written, and
+the others read what it says.
 """
 
 from __future__ import annotations
