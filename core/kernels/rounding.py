@@ -44,10 +44,16 @@ def nearest_bytes(ops: Ops[A], x: A) -> A:
 
     No conversion is out of range, whatever comes in: what becomes of such a number StableHLO leaves to the device, and one has made 255 of all of them.
     """
-    # Rounded before: else XLA would add in one operation with what was multiplied to make `x`, which rounds once where others round twice.
-    x = ops.round(x, out=x)
-    code = ops.view_as(ops.add(x, MAGIC, out=x), "int32") - MAGIC_BITS
+    code = nearest_integers(ops, x)
     # Compared, not masked: a mask of eight bits is dropped before what keeps eight bits.
     code = ops.where(code < 128, code, 127)
     code = ops.where(code > -129, code, -128)
     return ops.view_as(ops.cast(code, "int8"), "uint8")
+
+
+def nearest_integers(ops: Ops[A], x: A) -> A:
+    """The same integers as int32. Of what does not lie between -2**22 and 2**22: any integer."""
+    # Rounded before: else XLA would add in one operation with what was multiplied to make `x`, which rounds once where others round twice.
+    x = ops.round(x, out=x)
+    code: A = ops.view_as(ops.add(x, MAGIC, out=x), "int32") - MAGIC_BITS
+    return code
