@@ -119,7 +119,7 @@ def filled(plain):
     return jax.tree.map(lambda x: np.array([next(numbers) for _ in range(x.size)], x.dtype).reshape(x.shape), plain)
 
 
-def assert_close(mine, theirs, tolerance=1e-6):
+def assert_close(mine, theirs, tolerance=1e-5):
     """Trees of one structure, each array within `tolerance` of the other's norm."""
     assert jax.tree.structure(mine) == jax.tree.structure(theirs)
     for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(mine)[0], jax.tree.leaves(theirs), strict=True):

@@ -89,10 +89,10 @@ def test_they_follow_the_simulator(algorithm, mode):
                 assert not np.isfinite(got[name]).any()
                 assert np.array_equal(error[name], before[name])
                 continue
-            assert relative(got[name], expected[name]) <= 1e-5
+            assert relative(got[name], expected[name]) <= 1e-4
             for replica, state in enumerate(oracle.states):
                 kept = state.tensors[name]["error"]
-                assert relative(error[name][replica], kept) <= 1e-4
+                assert relative(error[name][replica], kept) <= 3e-4
 
 
 def test_stacks_are_of_bounded_size_and_of_equal_length():

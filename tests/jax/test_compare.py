@@ -129,7 +129,7 @@ def one_device(monkeypatch):
 @pytest.mark.parametrize("algorithm", [PowerSGD(2), LocalSGD(2, start_step=1)], ids=repr)
 def test_replicas_on_one_device_train_as_on_several(algorithm):
     found = run(pair, algorithm, REPLICAS, STEPS, SEED, {3, 6}, lambda: None)
-    assert found.losses == pytest.approx(on_devices(algorithm), rel=1e-5)
+    assert found.losses == pytest.approx(on_devices(algorithm), rel=1e-4)
     assert set(found.held_out) == {3, 6}
     assert len(found.held_out[6]) == 8
     assert found.sent > 0
@@ -141,8 +141,8 @@ def test_groups_of_replicas_need_devices_of_their_own(monkeypatch):
     found = run(linen, TwoLevel(AllReduce(), 2), REPLICAS, STEPS, SEED, {6}, lambda: None)
     monkeypatch.setattr("gradwire.jax_backend.advise.compare._devices", lambda replicas: [])
     whole = run(linen, AllReduce(), REPLICAS, STEPS, SEED, {6}, lambda: None)
-    assert found.losses == pytest.approx(whole.losses, rel=1e-5)
-    assert found.held_out[6] == pytest.approx(whole.held_out[6], rel=1e-5)
+    assert found.losses == pytest.approx(whole.losses, rel=1e-4)
+    assert found.held_out[6] == pytest.approx(whole.held_out[6], rel=1e-4)
 
 
 @pytest.mark.usefixtures("one_device")
@@ -151,8 +151,8 @@ def test_all_forms_of_a_training_train_alike():
         run(make, diloco(3), REPLICAS, STEPS, SEED, {3, 5, 6}, lambda: None) for make in (pair, linen, objects)
     )
     for other in others:
-        assert other.losses == pytest.approx(first.losses, rel=1e-5)
-        assert other.held_out[6] == pytest.approx(first.held_out[6], rel=1e-5)
+        assert other.losses == pytest.approx(first.losses, rel=1e-4)
+        assert other.held_out[6] == pytest.approx(first.held_out[6], rel=1e-4)
     # Held-out windows are judged under the outer parameters, which stay between two averages.
     for each in (first, *others):
         assert each.held_out[5] == each.held_out[3] != pytest.approx(each.held_out[6], rel=1e-3)
@@ -167,8 +167,8 @@ def test_a_factor_on_the_rate_trains_as_the_rate_that_it_makes():
         run(make, AllReduce(), 2, 4, SEED, {4}, lambda: None, factor)
         for make, factor in ((pair, 2.0), (twice, 1.0), (pair, 1.0))
     )
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert found.held_out[4] == pytest.approx(expected.held_out[4], rel=1e-5)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert found.held_out[4] == pytest.approx(expected.held_out[4], rel=1e-4)
     assert found.losses != pytest.approx(other.losses, rel=1e-3)
     assert found.factor == 2.0
 

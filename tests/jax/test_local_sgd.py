@@ -256,7 +256,7 @@ def test_two_events_of_a_schedule_in_one_step_are_two_outer_steps(options, told)
     for n in range(steps):
         given = {name: jnp.full(1, drift(n, f)) for f, name in enumerate(names)}
         training = step(training, given, tx.turn(n) if told else None)
-    np.testing.assert_allclose([training[0][n][0, 0] for n in names], by_hand(local, steps)[0], rtol=1e-4)
+    np.testing.assert_allclose([training[0][n][0, 0] for n in names], by_hand(local, steps)[0], rtol=3e-4)
 
 
 def placed(training):
@@ -392,7 +392,7 @@ def test_both_halves_of_a_step_in_one_call():
         if n % 2:
             expected = alone.mean(0)
             alone = np.stack([expected] * 2)
-        np.testing.assert_allclose(w, alone, rtol=1e-6)
+        np.testing.assert_allclose(w, alone, rtol=1e-5)
         np.testing.assert_allclose(mean, [12.0, 12.0] if n % 2 else [6.0, 18.0])
 
 
@@ -407,7 +407,7 @@ def test_of_nnx_as_well():
         return before - model.kernel[...], optimizer.step[...]
 
     moved, steps = jax.jit(jax.vmap(run, axis_name=AXIS))(jnp.stack([jnp.ones((2, 2)), jnp.full((2, 2), 3.0)]))
-    np.testing.assert_allclose(moved, np.ones((2, 2, 2)), rtol=1e-6)
+    np.testing.assert_allclose(moved, np.ones((2, 2, 2)), rtol=1e-5)
     assert steps.tolist() == [1, 1]
 
 

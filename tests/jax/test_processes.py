@@ -41,4 +41,4 @@ def test_two_processes_are_two_devices(tmp_path):
             reference = after[name] if name in after else expected[name.split("/")[1]]
         assert x.shape == reference.shape
         # Compiled apart from each other, for one device and for two: each may contract and order its sums in its own way.
-        assert np.allclose(x, reference, rtol=0, atol=1e-5 * np.abs(reference).max()), name
+        assert np.allclose(x, reference, rtol=0, atol=1e-4 * np.abs(reference).max()), name

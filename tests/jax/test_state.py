@@ -274,7 +274,7 @@ def test_a_fresh_run_restores_a_checkpoint_and_goes_on(before, now, tmp_path):
     if now[0] != before[0]:
         state = gw.distribute(gw.set_replicas(state, now[0]), mesh, "dcn")
         assert shapes_on_devices(error_of(state)) == [(1, *ROWS)] * now[0]
-    tolerance = 0 if now == before else 1e-5 if before[1] == 1 else 1e-3
+    tolerance = 0 if now == before else 1e-4 if before[1] == 1 else 1e-3
     again, expected = run(state, mesh, range(3, 6)).params, trained(slices(*before), 6).params
     for name, x in expected.items():
         np.testing.assert_allclose(again[name], x, rtol=tolerance, atol=tolerance)
@@ -426,7 +426,7 @@ def test_a_state_that_does_not_fit_is_refused_or_gives_what_fits(caplog):
         assert np.array_equal(tree["in"], old["in"])
     assert np.array_equal(got.memory["q"]["new"], like.memory["q"]["new"])
     np.testing.assert_allclose(
-        got.local.per_replica["error"]["in"][0], mine.local.per_replica["error"]["in"].mean(0), rtol=0, atol=1e-6
+        got.local.per_replica["error"]["in"][0], mine.local.per_replica["error"]["in"].mean(0), rtol=0, atol=1e-5
     )
 
 

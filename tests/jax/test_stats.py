@@ -161,7 +161,7 @@ def test_of_the_state_as_a_whole_and_inside_the_training_step():
     rows = jax.tree.leaves(jax.tree.map(np.asarray, state.local))
     norms = np.sqrt(sum((x.astype(np.float64) ** 2).reshape(4, -1).sum(1) for x in rows))
     assert norms.min() > 0
-    assert np.allclose(inside.error_norm, norms, rtol=1e-5)
+    assert np.allclose(inside.error_norm, norms, rtol=1e-4)
     assert np.isclose(whole.error_norm, np.sqrt((norms**2).mean()), rtol=1e-5)
     assert (whole.steps, whole.skipped_steps) == (3, 1)
     assert inside.skipped_steps.tolist() == [1] * 4

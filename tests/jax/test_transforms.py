@@ -158,7 +158,7 @@ def test_multi_steps_updates_with_the_mean_of_its_gradients():
         means = [{k: np.mean([g[r][k] for g in given], axis=0) for k in shapes} for r in range(4)]
         expected = single.update(means)
         for name in shapes:
-            assert relative(updates[name], expected[name]) < 1e-5
+            assert relative(updates[name], expected[name]) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_under_vmap_one_phase_is_sent_in_a_step():
     for t, given in enumerate(stacked):
         updates, states = step(given, states)
         expected = one.update(gradients(shapes, t))
-        assert np.allclose(updates["w"], np.broadcast_to(expected["w"], (4, 32, 24)), rtol=1e-5, atol=1e-5)
+        assert np.allclose(updates["w"], np.broadcast_to(expected["w"], (4, 32, 24)), rtol=1e-4, atol=1e-4)
 
 
 KERNELS = (

@@ -29,7 +29,7 @@ def test_averages_and_the_norm_that_is_clipped(algorithm):
     averages = jax.jit(step_of(algorithm))(given(common))
     for name, x in common.items():
         right = x if isinstance(algorithm, AllReduce) else 0.65 * x
-        np.testing.assert_allclose(averages[name], right, atol=1e-5 * np.abs(x).max(), rtol=0)
+        np.testing.assert_allclose(averages[name], right, atol=1e-4 * np.abs(x).max(), rtol=0)
     # Others are typed in the same way, before XLA compiles anything.
     for other in (PowerSGD(1, half_step=True), PowerSGD(1, start_step=2), WireDtype(PowerSGD(1), "bfloat16")):
         typed = jax.eval_shape(step_of(other), given(common))

@@ -81,7 +81,7 @@ def test_equals_the_simulator(driver, algorithm, within):
     for step, (update, _) in enumerate(updates_of(tx, driver, 3)):
         expected = sim.step(gradients(4, step))
         for name, x in expected.items():
-            assert relative(update[name], x) < 1e-4
+            assert relative(update[name], x) < 3e-4
 
 
 CODED = WireDtype(PowerSGD(2, start_step=1), "bfloat16")
@@ -103,11 +103,11 @@ def test_averages_travel_in_codes_before_the_compression_begins_and_memory_as_it
     given = gradients(4, 0)
     for name, x in sim.step(given).items():
         plain = np.mean([g[name] for g in given], axis=0)
-        assert relative(update[name], x) < 1e-6
+        assert relative(update[name], x) < 1e-5
         assert np.linalg.norm(update[name] - plain) > 1e-3 * np.linalg.norm(plain)
     # As it began. In bfloat16 it would not be.
     q = np.asarray(state.memory["q"]["small"])
-    np.testing.assert_allclose(q[0] if pmap else q, sim.states[0].tensors["small"]["q"], rtol=1e-5)
+    np.testing.assert_allclose(q[0] if pmap else q, sim.states[0].tensors["small"]["q"], rtol=1e-4)
 
 
 def test_each_message_goes_once_between_nodes_and_once_inside():
@@ -168,7 +168,7 @@ def test_a_checkpoint_goes_on_with_one_level_with_other_nodes_and_comes_back(err
     for within, replicas in ((2, 4), (4, 4), (3, 6), (1, 4), (((0, 2), (1, 3)), 4)):
         back = to_portable(*loaded(within, replicas))
         for name, x in mean_errors(saved).items():
-            np.testing.assert_allclose(mean_errors(back)[name], x, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(mean_errors(back)[name], x, rtol=1e-4, atol=1e-5)
     if errors == "all":  # nothing is lost
         again = loaded(2, 4)[0]
         assert equal(jax.device_get((ran.memory, ran.local)), jax.device_get((again.memory, again.local)))
@@ -176,7 +176,7 @@ def test_a_checkpoint_goes_on_with_one_level_with_other_nodes_and_comes_back(err
         np.testing.assert_array_equal(rows, saved["local"]["small"]["error"][[0, 1, 0, 1]])
     fewer = set_replicas(ran, 2).local.per_replica["error"]
     for name, x in mean_errors(saved).items():
-        np.testing.assert_allclose(fewer[name][0], x, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(fewer[name][0], x, rtol=1e-4, atol=1e-5)
     saved["local"]["small"]["error"][:] = np.nan
     for within in (2, 1):
         with refused("'error'", "'small'"):

@@ -42,7 +42,7 @@ def test_an_absent_replica_changes_nothing(name, mode):
         averages = run.update([{"gradients": g, "weight": w} for g, w in zip(mine, WEIGHTS, strict=True)])
         expected = simulator.step(mine, weights=WEIGHTS.tolist())
         for n, x in averages.items():
-            np.testing.assert_allclose(x, expected[n], rtol=2e-5, atol=2e-5)
+            np.testing.assert_allclose(x, expected[n], rtol=5e-4, atol=5e-4)
     # Nobody counts: the program cannot raise, so it says so in the averages, and the memory keeps its bits.
     before = run.global_state()[0]
     averages = run.update([{"gradients": g, "weight": np.float32(0)} for g in mine])

@@ -49,7 +49,7 @@ def test_composition(name):
     params, state = train(sharded(COMPOSED[name], 3), 3, mode, steps=10)
     expected, plain_state = train_plain(COMPOSED[name], 3, steps=10)
     assert_close(params, expected)
-    assert_close(gw.reshard(state, plain_state), plain_state, 1e-5)
+    assert_close(gw.reshard(state, plain_state), plain_state, 3e-4)
     assert all(np.abs(params[n] - PARAMS[n]).max(initial=0) > 0.01 for n in SHAPES if n != "nothing")
 
 
@@ -82,7 +82,7 @@ def test_large_arrays_travel_by_themselves_as_they_lie(monkeypatch):
     for _ in range(3):
         updates, state = step_of(tx, given, params, state)
         expected, plain_state = jax.jit(ADAMW.update)({n: g.mean(0) for n, g in given.items()}, plain_state, params)
-        assert_close(updates, expected, 1e-5)
+        assert_close(updates, expected, 3e-5)
     traffic = [(c.kind, c.nbytes) for c in sent(tx, 2, params)]
     coded = sharded(ADAMW, 2, wire_dtype="int8")
     found, _ = step_of(coded, given, params, coded.init(params))
@@ -162,7 +162,7 @@ def test_axes_together():
     updates, _ = jax.jit(mapped)(given, PARAMS, gw.distribute(state, mesh, axes))
     plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
     expected, _ = jax.jit(plain.update)({n: g.mean(0) for n, g in given.items()}, plain.init(PARAMS))
-    assert_close(updates, expected, 1e-5)
+    assert_close(updates, expected, 3e-5)
 
 
 @pytest.mark.usefixtures("float16_in_jax")

@@ -101,11 +101,13 @@ def test_what_is_not_aligned_spills_no_registers(name: str) -> None:
 
 
 @needs_triton
-def test_what_they_compute() -> None:
+def test_what_they_compute(request: pytest.FixtureRequest) -> None:
+    """All of it, or what is quick, as the tests here are chosen."""
     environment = dict(os.environ)
     if not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(NUMBERS)]
+    command += ["-m", request.config.getoption("markexpr")]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
