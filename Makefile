@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-compiled test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network chaos frontier mutate mutate-emulated fuzz soak soak-torch soak-long clean
+.PHONY: help demo examples test test-all test-compiled test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network chaos frontier mutate mutate-emulated fuzz soak soak-torch soak-long clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests wait for processes of their own, so a third has something to do on two cores.
@@ -27,6 +27,11 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY) ## train a small language model with and without PowerSGD, in torch and in JAX
 	$(BIN)/python examples/demo.py $(ARGS)
+
+examples: $(READY) ## the scripts to copy, each as its first lines say; fetches Ray, 500 MB, into build/ray
+	$(PYTEST) tests/examples/test_scripts.py $(ARGS)
+	test -d build/ray/ray || $(BIN)/pip install -q --no-compile --target build/ray 'ray[train]'
+	PYTHONPATH=$(CURDIR)/build/ray $(BIN)/python examples/scripts/ray_train.py
 
 # What pytest makes of the tests' assertions is kept, also where Python is told to write no compiled files: every run would do it again.
 unexport PYTHONDONTWRITEBYTECODE

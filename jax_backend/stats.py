@@ -181,7 +181,7 @@ def stats(state: Any) -> Stats:
             In local or global form; after `jax.pmap`: `unreplicate` first, or call it in the training step.
 
     Raises:
-        ValueError: there is no such state in it; or it is one of local SGD that has lost averages, see `distribute`.
+        ValueError: there is no such state in it; or it is in pmap form; or it is one of local SGD that has lost averages, see `distribute`.
     """
     found = _states(jax.tree.map(automatic, state))
     if not found:
@@ -198,6 +198,10 @@ def stats(state: Any) -> Stats:
     for each in found:
         of_local = isinstance(each, LocalSGDState)
         one: DataParallelState = each.averages if of_local else each
+        if one.step.ndim > of_local:
+            raise ValueError(
+                f"stats: the state is in pmap form, its count of steps has the shape {one.step.shape}. Give it unreplicate(state), or call it in the training step"
+            )
         stacked = of_local and one.step.ndim > 0  # all of it has a row for each replica, and these are equal
         step, account = jax.tree.map(_of_this_process, (one.step, one.account))
         if stacked:

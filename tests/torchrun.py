@@ -2,7 +2,7 @@
 
     python tests/torchrun.py --nnodes=2 --node-rank=1 --master-addr=127.0.0.1 --master-port=29500 --nproc-per-node=2 train.py
 
-The number of a node that meets others by `--rdzv-endpoint` is NODE, of the environment. Restarts, and what torchrun does besides, are torchrun's: what
+The number of a node that meets others by `--rdzv-endpoint` is NODE, of the environment, or Slurm's. Restarts, and what torchrun does besides, are torchrun's: what
 asks for a restart runs under it.
 """
 
@@ -23,7 +23,7 @@ def main(given: list[str]) -> None:
     if int(args.max_restarts):
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *given])
     here, nodes = int(args.nproc_per_node), int(args.nnodes.partition(":")[0])
-    node = int(os.environ["NODE"] if args.rdzv_endpoint else args.node_rank)
+    node = int(os.environ.get("SLURM_NODEID", os.environ["NODE"]) if args.rdzv_endpoint else args.node_rank)
     address, _, port = (args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}").partition(":")
     script = str(GRADWIRE) if args.training_script == "gradwire" else args.training_script
     env = os.environ | {"OMP_NUM_THREADS": "1", "GROUP_RANK": str(node), "MASTER_ADDR": address}

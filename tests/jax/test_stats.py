@@ -165,3 +165,13 @@ def test_of_the_state_as_a_whole_and_inside_the_training_step():
     assert np.isclose(whole.error_norm, np.sqrt((norms**2).mean()), rtol=1e-5)
     assert (whole.steps, whole.skipped_steps) == (3, 1)
     assert inside.skipped_steps.tolist() == [1] * 4
+
+
+def test_what_pmap_holds_is_refused_with_the_way_to_read_it():
+    local = gw.local_sgd(optax.sgd(0.1), LocalSGD(2), axis_name=AXIS)
+    averages = gw.power_sgd(2, axis_name=AXIS).init(PARAMS)
+    for state in (averages, gw.stack_replicas((PARAMS, local.init(PARAMS)))):
+        replicated = gw.replicate(state, axis_name=AXIS)
+        with pytest.raises(ValueError, match=r"stats: the state is in pmap form.* Give it unreplicate\(state\)"):
+            gw.stats(replicated)
+        assert gw.stats(gw.unreplicate(replicated)).steps.max() == 0
