@@ -35,7 +35,8 @@ class Stats(NamedTuple):
         steps: int32, updates so far.
         skipped_steps: int32, those that changed no memory, since a replica's gradient held an inf or NaN. Of local SGD, where each replica has its own, the averages
             of differences that were refused, of each fragment by itself, since they were not finite.
-        bytes_sent: float32, what a replica has handed to the network in all of them, as `wire_bytes` counts.
+        bytes_sent: float32, what a replica has handed to the network in all of them, as `wire_bytes` counts: the state holds the number of steps, and of those before it was
+            moved to another algorithm, or to another number of replicas, they are taken to be like these.
         dense_bytes: float32, what it would have been uncompressed; of local SGD, with gradients averaged in each step.
         compression_ratio: float32, how many times fewer bytes than uncompressed have been sent, `dense_bytes / between_bytes`; before the first step, and
             before the algorithm's start, 1. With two levels it is that between nodes.

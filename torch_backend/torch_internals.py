@@ -96,9 +96,9 @@ def view_base(x: Tensor) -> Tensor | None:
     return x._base
 
 
-def times_written(tensors: Iterable[Tensor]) -> int:
-    """How often tensors have been written to in place, all in all. 2.6 to 2.15."""
-    return sum([x._version for x in tensors])
+def times_written(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each of these tensors has been written to in place. 2.6 to 2.15."""
+    return [x._version for x in tensors]
 
 
 # ---- autograd. 2.6 to 2.15.

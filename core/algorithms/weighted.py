@@ -21,7 +21,7 @@ class Weighted(Wrapper):
     """Another algorithm, whose means count each replica by its weight, `Σ w·x / Σ w`: the tokens of its batch, say. Weight 0 is an absent replica.
 
     The weight of a step is given to the driver: `handle.weight = tokens` in torch, `tx.update(…, weight=tokens)` in JAX, `simulator.step(…,
-    weights=[…])`; it is 1 where nothing is said, and 0 or a number from 1e-32 to 1e32. It travels in float32 in the first message of what is averaged, 4 bytes more.
+    weights=[…])`; it is 1 where nothing is said, and 0 or a number from 1e-18 to 1e18. It travels in float32 in the first message of what is averaged, 4 bytes more.
     Floats of 16 bits are sent as they are, with weights in a message beside them, summed in float32 and rounded once: as many bytes as an all-reduce. What others compute is that of a run without the absent replica, and what is there does not matter, inf and NaN included. It
     receives the average, and its own memory, the error, stays as it was.
 

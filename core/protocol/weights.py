@@ -11,8 +11,9 @@ from gradwire.core.ops import A, Ops
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.programs import AbstractReplica, LockStep, Request, ask, ask_one
 
-#: Weights that count lie between these, so that neither their products nor their sums leave float32.
-SMALLEST, LARGEST = 1e-32, 1e32
+#: Weights that count lie between these. Arrays are multiplied by them before they are sent, when no replica knows the weights of others: so values of any size from 1e-20
+#: to 1e16 come out of sums in float32 with all their digits, of ten thousand replicas too.
+SMALLEST, LARGEST = 1e-18, 1e18
 #: The exponent of a float32.
 _EXPONENT = 0x7F800000
 #: What float32 holds without loss.

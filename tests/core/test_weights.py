@@ -17,7 +17,7 @@ from gradwire.core.kernels.numpy import PoisonOps, dtype_named
 from gradwire.core.protocol import gather, together
 from gradwire.core.protocol.collective_requests import AllGather, Reduce
 from gradwire.core.protocol.programs import UnknownRequest
-from gradwire.core.protocol.weights import require_weight
+from gradwire.core.protocol.weights import LARGEST, SMALLEST, require_weight
 from tests.methods import METHODS
 
 SHAPES = {"w": (24, 16), "b": (7,), "x": (130,), "none": (0, 2), "s": ()}
@@ -134,7 +134,7 @@ def rounded_once(arrays, weights, dtype):
 @pytest.mark.parametrize("dtype", [dtype_named(name) for name in HALVES], ids=HALVES)
 @pytest.mark.parametrize(
     "weights",
-    [(1, 2), (1, 5), (7,), (0, 3, 1), (1e30, 3e29, 0, 7), (1e-30, 3e-30, 5e-30), (1e30, 1e-30, 1), (1, 2, 3, 4, 0)],
+    [(1, 2), (1, 5), (7,), (0, 3, 1), (1e18, 3e17, 0, 7), (1e-18, 3e-18, 5e-18), (1e18, 1e-18, 1), (1, 2, 3, 4, 0)],
     ids=str,
 )
 def test_16_bits_are_summed_in_32_and_rounded_once(weights, dtype):
@@ -191,10 +191,22 @@ def test_no_wire_is_wider_for_weights(dtype):
 
 
 def test_weights_that_sums_of_float32_would_lose_are_refused():
-    for wrong in (1e39, 1e33, 1e-33, 1e-44, 10**400, -1, np.nan):
+    for wrong in (1e39, 1e19, 1e-19, 1e-44, 10**400, -1, np.nan):
         with pytest.raises(ValueError, match="weight"):
             require_weight(wrong)
-    assert [require_weight(w) for w in (0, 1e-30, 1e30, np.float32(2), 2**53)] == [0, 1e-30, 1e30, 2, 2**53]
+    assert [require_weight(w) for w in (0, 1e-18, 1e18, np.float32(2), 2**53)] == [0, 1e-18, 1e18, 2, 2**53]
+
+
+@pytest.mark.parametrize("weight", [SMALLEST, LARGEST])
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e16])
+def test_values_of_any_size_come_out_of_sums_by_the_smallest_and_the_largest_weights(weight, size):
+    """As all who may give a weight, each of the largest, or one of them beside others: no inf, no zero, and no digit less."""
+    for weights in ([weight] * 8, [weight, 1, 2, 0, 1, 1, 1, 1]):
+        given = [{n: np.float32(size) * x for n, x in g.items()} for g in gradients(range(8), 0)]
+        found = Simulator(AllReduce(), SHAPES, 8).step(given, weights=weights)
+        for name in SHAPES:
+            expected = np.average([g[name].astype(float) for g in given], axis=0, weights=weights)
+            np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-5 * size)
 
 
 def test_half_precision_does_not_overflow():

@@ -5,10 +5,12 @@ Each algorithm, wrapper, hook and optimizer form; and what docs/integrations.md 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -218,10 +220,19 @@ def zero_step(
     return wrap
 
 
-def local(schedule, **options):
+def local(schedule, *, nan_in=None, **options):
+    """Local SGD. `nan_in`: the step in which the last rank's gradients are NaN."""
+
     def wrap(model, group, scaler):
         ddp = with_ddp(model, group)
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        optimizer, steps = torch.optim.AdamW(model.parameters(), **ADAMW), count()
+
+        def spoil(*_):
+            if next(steps) == nan_in and dist.get_rank() == dist.get_world_size() - 1:
+                for p in model.parameters():
+                    p.grad.fill_(math.nan)
+
+        optimizer.register_step_pre_hook(spoil)
         fitting = schedule(dist.get_world_size(group)) if callable(schedule) else schedule
         gw.local_sgd(ddp, optimizer, fitting, message_bytes=MESSAGE_BYTES, **options)
         return ddp, optimizer
@@ -352,17 +363,18 @@ WAYS = {
     "local_sgd, GradScaler": Way(local(LocalSGD(period=2)), scaler=True, waits=1, waits_at_first=10),  # as torch's: is the step skipped?
     # With outer parameters the host asks after an average whether it was taken, and whether the optimizer remembers inf or NaN; at the first three besides,
     # whether it keeps weights.
-    "diloco": Way(local(gradwire.diloco(2)), waits=4),
-    "diloco, fragments": Way(local(gradwire.diloco(2, fragments=2)), waits=4),
-    "diloco, overlap": Way(local(gradwire.diloco(4, overlap=2, compressor=PowerSGD(2))), steps=6, makes=ONES, waits=4),
-    "diloco, overlap, fragments": Way(local(gradwire.diloco(3, overlap=1, fragments=2, merge="progress")), waits=4),
-    "diloco, two on their way": Way(local(gradwire.diloco(4, overlap=3, fragments=2)), many, steps=8, left=1, waits=4),
-    "diloco, on the host": Way(local(gradwire.diloco(2, compressor=PowerSGD(2)), outer_device="cpu"), waits=4),
+    "diloco": Way(local(gradwire.diloco(2)), waits=2),
+    "diloco, NaN once on one rank": Way(local(gradwire.diloco(2), nan_in=1), steps=8, waits=2),
+    "diloco, fragments": Way(local(gradwire.diloco(2, fragments=2)), waits=2),
+    "diloco, overlap": Way(local(gradwire.diloco(4, overlap=2, compressor=PowerSGD(2))), steps=6, makes=ONES, waits=2),
+    "diloco, overlap, fragments": Way(local(gradwire.diloco(3, overlap=1, fragments=2, merge="progress")), waits=2),
+    "diloco, two on their way": Way(local(gradwire.diloco(4, overlap=3, fragments=2)), many, steps=8, left=1, waits=2),
+    "diloco, on the host": Way(local(gradwire.diloco(2, compressor=PowerSGD(2)), outer_device="cpu"), waits=2),
     "diloco, on the host, overlap": Way(
-        local(gradwire.diloco(4, overlap=2, fragments=2, compressor=PowerSGD(2)), outer_device="cpu"), steps=8, left=1, waits=4
+        local(gradwire.diloco(4, overlap=2, fragments=2, compressor=PowerSGD(2)), outer_device="cpu"), steps=8, left=1, waits=2
     ),
-    "diloco, eager": Way(local(gradwire.diloco(2, eager=True)), left=1, waits=4),
-    "local_sgd, compressed": Way(local(LocalSGD(period=2, compressor=PowerSGD(2))), waits=4),
+    "diloco, eager": Way(local(gradwire.diloco(2, eager=True)), left=1, waits=2),
+    "local_sgd, compressed": Way(local(LocalSGD(period=2, compressor=PowerSGD(2))), waits=2),
     "PeriodicModelAverager": Way(
         post_local(lambda group: gw.PeriodicModelAverager(2, warmup_steps=2, process_group=group))
     ),

@@ -396,6 +396,39 @@ def test_a_part_that_is_loaded_leaves_replicas_equal(world: World) -> None:
 
 
 @cases.case
+def test_weights_that_are_written_between_steps_are_said_once(world: World) -> None:
+    """Where it is not the rule: one who clips weights after each step trains so."""
+
+    def write(run: Run, low: float, high: float) -> None:
+        with torch.no_grad():
+            for p in run.model.body.parameters():
+                p.clamp_(low, high)
+
+    run, clipped = Run(world, diloco(4), False), Run(world, diloco(4), False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.steps(12)
+        run.model.load_state_dict(everywhere(0.1, run.model), strict=False)  # which is followed
+        run.steps(12)
+        run.handle.synchronize()
+        run.steps(1)
+        for _ in range(14):
+            write(clipped, -1.0, 1.0)
+            clipped.steps(1)
+    write(run, 0.5, 0.5)
+    with pytest.warns(
+        UserWarning, match="'body.0.weight'.* were written to between two steps.*load_state_dict"
+    ) as said:
+        run.steps(1)
+    assert "heads" not in str(said[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.steps(12)
+        write(run, 0.5, 0.5)
+        run.steps(1)
+
+
+@cases.case
 def test_weights_that_one_rank_alone_has_loaded_are_refused(world: World) -> None:
     run = Run(world, diloco(4), False)
     run.steps(1)

@@ -25,6 +25,7 @@ from gradwire.torch_backend.integrations import training_of_lightning, training_
 from tests.compared import require_no_mixture
 from tests.torch.compare import relative, same_bits, weights
 from tests.torch.ranks import Cases
+from tests.torch.test_after_registration import WithMasters
 from tests.torch.tools import gpt2, lightning_module, new_trainer, quiet
 
 cases = Cases(__file__, ranks=4)
@@ -325,6 +326,10 @@ def test_what_cannot_be_kept_for_each_replica_is_refused(monkeypatch):
 
     with pytest.raises(ValueError, match="'seen'"):
         replicas_of(Training(**FINE | {"model": Grows(4, 4)}), AllReduce(), 2, 0).step()
+    masters = FINE | {"optimizer": lambda params: WithMasters(params, lr=0.1)}
+    replicas_of(Training(**masters), AllReduce(), 2, 0).step()  # which has one optimizer for all
+    with pytest.raises(ValueError, match="WithMasters keeps weights in its state, as 'master'"):
+        replicas_of(Training(**masters), diloco(3), 2, 0).step()
     monkeypatch.setattr("gradwire.torch_backend.advise.compare.replicas.free_bytes", lambda device: 300)
     for algorithm in (AllReduce(), LocalSGD(2)):
         with pytest.raises(ValueError, match="replicas=8"):

@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import time
+import warnings
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -482,6 +483,7 @@ def test_a_run_goes_on_from_the_state_of_a_replica():
         again = Replica(here, 0, COMPRESSED, manager_state=manager, weights=weights)
         again.handle.load_state_dict(handle)
         assert again.handle.steps == 4
+        assert again.handle.sent.nbytes == handle["sent"]["nbytes"] > 0
         for _ in range(4, 9):
             again.step()
     assert numbers(first.handle.state_dict()).equal(numbers(again.handle.state_dict()))
@@ -585,6 +587,14 @@ def test_weights_that_are_loaded_without_their_state_are_refused():
         handle.load_state_dict(kept)
         optimizer.step()
         assert handle.steps == kept["step"] + 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(14):  # with averages, which are no writing of others
+                optimizer.step()
+        with torch.no_grad():
+            next(model.parameters()).zero_()
+        with pytest.warns(UserWarning, match="were written to between two steps"):
+            optimizer.step()
 
 
 def test_a_closure_is_refused_where_gradients_are_averaged_before_the_step():

@@ -7,6 +7,7 @@ import math
 import random
 import time
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from unittest import mock
 
@@ -18,12 +19,13 @@ import torch.distributed as dist
 
 from gradwire import LocalSGD, PowerSGD, diloco
 from gradwire.core.state import checkpoint
-from gradwire.torch_backend import PowerSGDState, ZeroOptimizer, local_sgd, powerSGD_hook
+from gradwire.torch_backend import PowerSGDState, ZeroOptimizer, hook_with_zero_step, local_sgd, powerSGD_hook
 from gradwire.torch_backend.engine.groups import barrier
 from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.monitor.skipped_steps import SkippedSteps
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.state import loss_scale
+from tests.torch import doors
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
@@ -150,6 +152,47 @@ def test_arrays_of_other_libraries_are_taken(alone):
     pytest.importorskip("ml_dtypes")
     handle.load_state_dict(to_numpy(source.gathered_state_dict()))
     assert same_bits(handle.rank_state_dict(), source.rank_state_dict())
+
+
+COUNTING = {
+    "hook": partial(doors.algorithm, which=PowerSGD(2, start_step=2)),
+    "DataParallel": partial(doors.data_parallel, which=PowerSGD(2)),
+    "Averager": doors.averager,
+    "local SGD after its warm-up": partial(doors.local, which=LocalSGD(2, start_step=2)),
+    "DiLoCo in flight": partial(doors.local, which=diloco(3, overlap=2)),
+    "ZeroOptimizer": partial(doors.zero_optimizer, average=True),
+    "ZeroOptimizer in a hook": partial(doors.zero_hook, make=hook_with_zero_step),
+}
+
+
+@cases.each(COUNTING, slow=["DataParallel", "Averager", "ZeroOptimizer in a hook"])
+def test_a_resumed_run_counts_on_what_it_has_sent(world, door):
+    """In each form of its state: totals are those of the run that was not interrupted."""
+
+    def begun():
+        module, optimizer, handle = door(world, mlp(*WIDTHS))
+        return module, optimizer, optimizer if isinstance(optimizer, ZeroOptimizer) else handle
+
+    def totals(handle):
+        found = handle.stats()
+        return found.steps, found.bytes_sent, found.dense_bytes
+
+    module, optimizer, handle = begun()
+    fit(module, optimizer, world.rank, range(5), LOSS)
+    getattr(handle, "synchronize", lambda: None)()
+    whole = getattr(handle, "consolidated_state_dict", lambda to: handle.state_dict())(to=None)
+    states = [(handle.rank_state_dict(), totals(handle)), (whole, totals(handle))]
+    fit(module, optimizer, world.rank, range(5, 8), LOSS)
+    for state, before in states:
+        module, optimizer, resumed = begun()
+        resumed.load_state_dict(state)
+        assert totals(resumed) == before
+        fit(module, optimizer, world.rank, range(5, 8), LOSS)
+        assert totals(resumed) == totals(handle)
+        key = "counted" if isinstance(optimizer, ZeroOptimizer) else "sent"
+        for damaged in ({}, {**state[key], "steps": -1}, 3, {"steps": 4, "skipped_steps": 0, "sent": {"nbytes": 1}}):
+            assert "in the state must be" in said(resumed.load_state_dict, {**state, key: damaged})
+        assert totals(resumed) == totals(handle)
 
 
 # --- called on some ranks only, or with different states ---

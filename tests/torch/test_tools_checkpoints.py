@@ -29,7 +29,7 @@ from gradwire.torch_backend import (
     local_sgd,
     register_comm_hook,
 )
-from tests.torch.compare import relative, said, same_bits, weights
+from tests.torch.compare import COUNTS, relative, said, same_bits, weights
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
 from tests.torch.tools import gpt2, lightning_fit, lightning_module, new_accelerator, new_trainer, quiet
@@ -276,7 +276,8 @@ def test_what_is_saved_goes_on_on_any_number_of_ranks(world, variant):
     """Bit for bit on as many, where each rank's own is saved; another number sums the same examples in another order."""
     name, row = variant
     (saved, whole), (restored, weights), resumed = interrupted(world, name, row.make, row.make_again)
-    for key, x in saved.items():
+    for key in saved.keys() - COUNTS:  # which `get_optimizer_state_dict` leaves out
+        x = saved[key]
         # The mean of three equal numbers is rounded.
         assert relative(restored[key], x) < 1e-12 if key == "errors" else same_bits(restored[key], x)
     if world.size == SAVING and row.bits:

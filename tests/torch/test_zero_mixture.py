@@ -244,9 +244,16 @@ def test_on_shards_what_cannot_be_done_is_refused_by_name(world):
     columns = shard(nn.Linear(8, 8), mesh["shard"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
     whole = ("bias", nn.Linear(8, 8).bias)
     muon = {"*.weight": MIXTURE["*.weight"], "*": MIXTURE["*"]}
+    two_modes = type("ScheduleFree", (torch.optim.SGD,), {"train": lambda self: None, "eval": lambda self: None})
     for words, params, rules, options in (
         ("'scale' is a DTensor", named, {"*": MIXTURE["*"]}, {}),
         ("optimizer_class['head.*']=AdamW", named, MIXTURE, {}),
+        (
+            "'*']=ScheduleFree: ScheduleFree has train() and eval()",
+            named,
+            {**muon, "*": (two_modes, {}, "element")},
+            {},
+        ),
         ("average_gradients=True", named, ON_SHARDS, {"average_gradients": True}),
         ("master_dtype=", named, ON_SHARDS, {"master_dtype": torch.float32}),
         ("max_grad_norm=1.0", named, ON_SHARDS, {"max_grad_norm": 1.0}),

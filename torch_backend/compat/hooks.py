@@ -225,9 +225,9 @@ class PowerSGDState:
         `torch.load(weights_only=True)` reads. Pickling this object, as with torch's, keeps the configuration too."""
         kept = {**self._loaded, "elements": list(self.compression_stats()[1:])}
         if self._running is not None and self._running.driver is not None:
-            # As with torch's, one rank's serves all if it has to.
+            # As with torch's, one rank's serves all if it has to. What was sent is in "elements".
             own = self._running.driver.memory.own()
-            kept["memory"] = {key: value for key, value in own.items() if key not in ("rank", "replicas")}
+            kept["memory"] = {key: value for key, value in own.items() if key not in ("rank", "replicas", "sent")}
             kept["names"] = self._running.names
         return kept
 
@@ -336,7 +336,7 @@ class _Running:
         if self.driver is None or self.driver.memory.steps <= self._algorithm.start_step:
             return 0, 0
         dense, sent = self._before_start
-        return self.driver.dense_elements - dense, self.driver.collectives.sent.elements - sent
+        return self.driver.dense_elements - dense, self.driver.memory.sent.elements - sent
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         read = Bucket.read(bucket)
@@ -436,7 +436,7 @@ class _Running:
     def _after_step(self) -> None:
         assert self.driver is not None
         if self.driver.memory.steps <= self._algorithm.start_step:
-            self._before_start = self.driver.dense_elements, self.driver.collectives.sent.elements
+            self._before_start = self.driver.dense_elements, self.driver.memory.sent.elements
         elif self.driver.memory.steps >= self._next_report:
             self._next_report = self.driver.memory.steps + self._state.compression_stats_logging_frequency
             logger.info(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class Driver:
         weighted: replicas count by their weights.
         weight: what this one counts for, a scalar on the device.
         skipped: steps in which some rank's gradient held inf or NaN.
-        dense_elements: like the `dense_bytes` of `stats`, in numbers of elements.
+        dense_elements: of all gradients that came to this driver, and to those it has continued from.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class Driver:
         state = factors_side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
         self.memory = Memory(algorithm, state, self._placement(), grad_scaler)
         self.collectives = Collectives(self.groups, self.ops, divided=divided)
+        self.collectives.sent = self.memory.sent
         self.collectives.foreseen.note(state.shared)
         self.collectives.levels = levels = levels_of(algorithm)
         near = None if levels is None else levels.near(replicas)
@@ -135,7 +136,6 @@ class Driver:
         self.measurement: Measurement | None = None
         self._captured = False
         self._shared_before: dict[str, Tensor] = {}
-        self._dense_bytes = 0
         self.dense_elements = 0
         rank, knows = self.process_group.rank(), self.ops.host_knows
         self.skipped = SkippedSteps(repr(algorithm), device, rank, seen_by_host=knows)
@@ -250,7 +250,7 @@ class Driver:
             specs = [self.specs[name] for name in names]
             self._dense_sizes[names] = sum(spec.nbytes for spec in specs), sum(spec.size for spec in specs)
         nbytes, elements = self._dense_sizes[names]
-        self._dense_bytes += nbytes
+        self.memory.sent.dense_bytes += nbytes
         self.dense_elements += elements
 
     def _launch(self, gradients: dict[str, Tensor]) -> None:
@@ -327,10 +327,9 @@ class Driver:
 
     def _end_step(self) -> None:
         """The step has ended, and is not being captured: it is looked at."""
-        sent = self.collectives.sent.between
-        self.watch.end_step(
-            Progress(self.memory.steps, sent, self._dense_bytes), self.memory.errors, self.memory.scale.value
-        )
+        sent = self.memory.sent
+        now = Progress(self.memory.steps, sent.between, sent.dense_bytes)
+        self.watch.end_step(now, self.memory.errors, self.memory.scale.value)
 
     def send_usage(self, used: Sequence[bool]) -> Running[Tensor]:
         """Tell all ranks which parameters this one has used: on its way, for each whether some rank has."""
@@ -340,7 +339,7 @@ class Driver:
     def stats(self) -> Stats:
         """Totals so far. On CUDA this waits for the device."""
         skipped = int(self.skipped.count)  # first: the times are of what the device has finished
-        return self.watch.stats(self.memory.steps, skipped, self.collectives.sent, self._dense_bytes)
+        return self.watch.stats(self.memory.steps, skipped, self.memory.sent)
 
     def measure(self) -> Measurement:
         """Compare steps with a full average, from the next one on until `measurement` is None again. Every rank calls this."""
@@ -374,8 +373,7 @@ class Driver:
         self.collectives.foreseen.note(self.memory.state.shared)
         self.skipped.continue_from(other.skipped)
         self.weight.copy_(other.weight)
-        self.collectives.sent = replace(other.collectives.sent)
-        self._dense_bytes, self.dense_elements = other._dense_bytes, other.dense_elements
+        self.dense_elements = other.dense_elements
         self.watch.continue_from(other.watch)
         return difference
 

@@ -48,10 +48,15 @@ class Sharded(Replicated):
     def identity(self) -> dict[str, int]:
         return super().identity | {"shard": self.layout.shard, "shards": self.layout.shards.size()}
 
+    def mean_sent(self, sent: Mapping[str, int]) -> dict[str, int]:
+        of_shards = gathered_by_all(super().mean_sent(sent), self.layout.shards, self.device)
+        return {key: round(sum(each[key] for each in of_shards) / len(of_shards)) for key in sent}
+
     def whole(self, memory: Memory) -> dict[str, Any]:
         """The sharded form, on all ranks. Which parameters have what in it does not depend on the number of shards: the error of a block that is too small
         to be compressed is zero."""
         state, per_replica, layout = memory.lent(), memory.per_replica, self.layout
+        state["sent"] = self.mean_sent(state["sent"])
 
         def mean(name: str, key: str, x: Tensor) -> Tensor:
             weight = counted(key, state["tensors"].get(name, {}))

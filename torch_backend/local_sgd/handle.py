@@ -30,6 +30,7 @@ from gradwire.torch_backend.engine.groups.barrier import LONGEST
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.groups.same_state import digest_of
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
+from gradwire.torch_backend.engine.host_scalars import Foreseen
 from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
 from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.local_sgd.checks import averages_gradients, fitted, radial_obstacle
@@ -39,7 +40,7 @@ from gradwire.torch_backend.local_sgd.moments import Broken, Moments
 from gradwire.torch_backend.local_sgd.target import Target
 from gradwire.torch_backend.monitor.profiler import span
 from gradwire.torch_backend.monitor.report import Progress, Watcher
-from gradwire.torch_backend.monitor.stats import Sent, Stats
+from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.monitor.timers import StepTimes
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
@@ -82,13 +83,13 @@ class LocalSGDHandle:
         self._leave_optimizer: Callable[[], None] = lambda: None
         self._registered = True
         self._weight = 1.0
-        self._first_step = 0
         self._has_begun = False
         self._has_loaded = False
         self._equal_at = 0
         self._scheduled_from = 0
         self._averages = self._skipped_averages = 0
         self._unseen: tuple[Broken | None, Collection[Tensor]] = (None, ())
+        self._foreseen = Foreseen(self._ops.device)
         self._dense = sum(spec.nbytes for spec in specs_of(self._parameters).values())
         self._gradients: Driver | None = None
         self._adopt(local, groups)
@@ -106,6 +107,7 @@ class LocalSGDHandle:
         state = self._fresh()
         state = state if self._host is None else self._host.placed(state)
         self._memory = Memory(local, state, self._target.placement(groups, self._ops.device))
+        self._collectives.sent = self._memory.sent
         if self._host is not None:
             self._memory.wait = self._host.wait
         meeting = self._memory.placement.meetings[0]
@@ -128,8 +130,6 @@ class LocalSGDHandle:
             self._target.average_none()
             return
         self._gradients = new = _Gradients(self, self._message_bytes)
-        if old is not None:
-            new.collectives.sent = replace(old.collectives.sent)
         new.weight.fill_(self._weight)
         self._target.average_by(new)
 
@@ -175,12 +175,15 @@ class LocalSGDHandle:
 
     def _begin(self) -> None:
         """Before each step of the optimizer. Raises RuntimeError for what is not as it was registered."""
+        self._look()
         self._assumed.require(self.steps)
         if not self._has_begun and self.local.has_outer:
             # Weights may have been loaded since registration: replicas part from what is there now.
             self._begin_anew()
         elif self._assumed.unloaded is not None and not self._has_loaded and self.local.has_outer:
             self._follow_loaded(self._assumed.unloaded)
+        elif not self._has_loaded:
+            self._assumed.notice_written()
         self._has_begun, self._has_loaded, self._assumed.unloaded = True, False, None
 
     def _begin_anew(self) -> None:
@@ -213,6 +216,7 @@ class LocalSGDHandle:
         """
         if not self._registered:
             raise RuntimeError(self._why_not())
+        self._look()
         self._assumed.require(self.steps)
         self._end()
 
@@ -230,6 +234,7 @@ class LocalSGDHandle:
                 self._average()
             times.worked(start)
         self._memory.steps += 1
+        self._memory.sent.dense_bytes += self._dense
         self._watch.end_step(self._progress(), tuple, 1.0)
         times.begin()  # a step reaches from one of the optimizer to the next
         self._assumed.stepped()
@@ -268,7 +273,9 @@ class LocalSGDHandle:
             self._memory.left |= dict.fromkeys(self.local.leaving(step, self._replicas), step)
         self._moments.put({n: others[n] for n in others if n in self._parameters}, due)
         if self.local.has_outer:
-            self._unseen = (self._moments.broken(), taken)
+            self._unseen = broken, _ = self._moments.broken(), taken
+            flags = taken if broken is None else [broken.finite, *taken]
+            self._foreseen.note({str(i): flag for i, flag in enumerate(flags)})
             if self._ops.device.type == "cpu":
                 self._look()
 
@@ -309,10 +316,10 @@ class LocalSGDHandle:
         broken, taken = self._unseen
         self._unseen = (None, ())
         if broken is not None:
-            broken.drop()
+            broken.drop(self._foreseen.value(broken.finite))
         for ok in taken:
             self._averages += 1
-            self._skipped_averages += not ok
+            self._skipped_averages += not self._foreseen.value(ok)
             self._run_of_skips.seen(self._averages, self._skipped_averages)
 
     def _fetched(self, turn: Turn) -> tuple[State[Tensor], set[str]]:
@@ -426,11 +433,11 @@ class LocalSGDHandle:
             self._make_equal()
         elif (local.has_outer and not before.has_outer) or subgroups not in (None, before.subgroups(self._replicas)):
             self._synchronize_if_needed()
-        equal, sent, memory = self._parameters_are_equal, self._collectives.sent, self._memory
+        equal, memory = self._parameters_are_equal, self._memory
         self._drop(for_good=True)
         self._adopt(local, self._groups.also(fit_here.groups))
-        self._collectives.sent = replace(sent)
         self._memory.steps = memory.steps
+        self._memory.sent.count_from(memory.sent)
         difference = StateMismatch()
         if before.has_outer and self.steps >= before.start_step:  # there is one to go on with
             difference = self._memory.continue_from(memory)
@@ -509,24 +516,16 @@ class LocalSGDHandle:
             self.synchronize()
 
     def stats(self) -> Stats:
-        """Steps, bytes and collectives since registration, of gradients and parameters. `dense_bytes` is what averaging the gradients in
+        """Steps, bytes and collectives since registration, or since the beginning of the run that a loaded state is of, of gradients and parameters. `dense_bytes` is what averaging the gradients in
         each step would have sent. Steps that a rank skips are not counted, since each rank has its own; `skipped_averages` are. Times are of the last 50 steps, or of a whole cycle of the
         schedule: a step reaches from one of the optimizer to the next."""
-        _, _, dense = self._progress()
-        sent = sum(self._sent(), Sent())
-        stats = self._watch.stats(self.steps - self._first_step, 0, sent, dense)
+        stats = self._watch.stats(self.steps, 0, self._memory.sent)
         self._look()
         return replace(stats, skipped_averages=self._skipped_averages)
 
-    def _sent(self) -> list[Sent]:
-        """By parameters, and by gradients."""
-        drivers = [] if self._gradients is None else [self._gradients]
-        return [self._collectives.sent, *(driver.collectives.sent for driver in drivers)]
-
     def _progress(self) -> Progress:
-        nbytes = sum([sent.between for sent in self._sent()])
-        steps = self._memory.steps
-        return Progress(steps, nbytes, (steps - self._first_step) * self._dense)
+        sent = self._memory.sent
+        return Progress(self._memory.steps, sent.between, sent.dense_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         """The step and the memory of all ranks (outer parameters, velocities, the mean of a compressor's errors), for a checkpoint that any number of
@@ -593,7 +592,7 @@ class LocalSGDHandle:
         require_same_on_all_ranks(self._groups.whole, settings, {}, why_not, self._ops.device)
         assert found is not None  # or there is an obstacle
         self._drop()
-        self._first_step += found.steps - self.steps
+        self._unseen = (None, ())
         self._memory.take(found)
         if self._memory.left is not None:
             self._memory.left = self._left_by(self.steps) if found.left is None else found.left
@@ -621,6 +620,7 @@ class _Gradients(Driver):
         # DDP's reducer holds this driver, where Python cannot see what would lead back to DDP.
         self._handle = weakref.ref(handle)
         self.collectives.times = self.watch.times = handle._watch.times
+        self.memory.sent = self.collectives.sent = handle._memory.sent
 
     def add(
         self, gradients: Mapping[str, Tensor], *, first: bool, last: bool, unused: Collection[str] | None = None
@@ -628,6 +628,9 @@ class _Gradients(Driver):
         if first and (handle := self._handle()) is not None:
             self.memory.steps = handle._memory.steps
         super().add(gradients, first=first, last=last, unused=unused)
+
+    def _count_dense(self, gradients: Mapping[str, Tensor]) -> None:
+        """The handle does, in each of its steps."""
 
     def _begin_step(self) -> None:
         """The handle's steps are noted, of which this is a part."""

@@ -199,11 +199,13 @@ class Broken:
     """Of which parameters an optimizer remembers inf or NaN: found where that is, and looked at later, so that nobody waits for a device."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], finite: Tensor) -> None:
-        self._optimizer, self._parameters, self._finite = optimizer, parameters, finite
+        self._optimizer, self._parameters, self.finite = optimizer, parameters, finite
 
-    def drop(self) -> None:
-        """Let the optimizer begin anew with these parameters."""
-        for p, finite in zip(self._parameters, self._finite.tolist(), strict=True):
+    def drop(self, finite_ones: Tensor | None = None) -> None:
+        """Let the optimizer begin anew with these parameters. `finite_ones`: a copy of `finite` on the host."""
+        for p, finite in zip(
+            self._parameters, (self.finite if finite_ones is None else finite_ones).tolist(), strict=True
+        ):
             if finite:
                 continue
             if isinstance(self._optimizer, torch.optim.Adagrad):  # which makes this when it is built, and never again

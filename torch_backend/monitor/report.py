@@ -103,10 +103,10 @@ class Watcher:
         """The error is the same, whatever algorithm goes on with it."""
         self._norms = other._norms
 
-    def stats(self, steps: int, skipped_steps: int, sent: Sent, dense_bytes: int) -> Stats:
+    def stats(self, steps: int, skipped_steps: int, sent: Sent) -> Stats:
         """What is known of so many steps. On a device the host waits for the norms of errors."""
         norms = tuple((step, float(norm)) for step, norm in self._norms)
-        return Stats.of(self.times.read(), steps, skipped_steps, sent, dense_bytes, norms)
+        return Stats.of(self.times.read(), steps, skipped_steps, sent, norms)
 
     def _report(self, since: Progress, now: Progress) -> None:
         steps = now.steps - since.steps

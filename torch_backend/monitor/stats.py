@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from gradwire.torch_backend.monitor.timers import Times
 
@@ -14,6 +16,7 @@ class Sent:
     Attributes:
         within: with two levels, those of `nbytes` that stay inside the node.
         beside: with two levels, what the other ranks of the node send to other nodes.
+        dense_bytes: what the gradients were in full.
     """
 
     collectives: int = 0
@@ -21,19 +24,34 @@ class Sent:
     elements: int = 0
     within: int = 0
     beside: int = 0
+    dense_bytes: int = 0
 
     @property
     def between(self) -> int:
         """What leaves the node: with two levels of all its ranks together, which share its link; with one what this rank sends."""
         return self.nbytes - self.within + self.beside
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+    def count_from(self, other: Sent) -> None:
+        """Go on from what another has counted."""
+        for f in fields(self):
+            setattr(self, f.name, getattr(other, f.name))
+
+    @classmethod
+    def of_state(cls, saved: Any) -> Sent:
+        """What a saved state says was sent until then: the fields by name. Raises ValueError for anything else."""
+        names = {f.name for f in fields(cls)}
+        if not isinstance(saved, Mapping) or saved.keys() != names or not all(_is_count(n) for n in saved.values()):
+            raise ValueError(f"sent={saved!r} in the state must be numbers of {', '.join(sorted(names))}")
+        return cls(**saved)
+
+
+def _is_count(n: Any) -> bool:
+    return type(n) is int and n >= 0
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What this rank has handed to the collective library since registration. Payloads are counted once: a ring all-reduce of n bytes
+    """What this rank has handed to the collective library since registration, or since the beginning of the run that a loaded state is of. Payloads are counted once: a ring all-reduce of n bytes
     sends 2(W-1)/W · n over each link. What sends half of that counts n/2, as in a plan.
 
     Examples:
@@ -85,13 +103,12 @@ class Stats:
         steps: int,
         skipped_steps: int,
         sent: Sent,
-        dense_bytes: int,
         error_norms: tuple[tuple[int, float], ...] = (),
     ) -> Stats:
         """Of what has been noted."""
         spent = times.step_seconds, times.compress_seconds, times.wait_seconds
         levels = (sent.within, sent.between) if sent.within or sent.beside else ()
-        return cls(steps, skipped_steps, sent.collectives, sent.nbytes, dense_bytes, *spent, error_norms, *levels)
+        return cls(steps, skipped_steps, sent.collectives, sent.nbytes, sent.dense_bytes, *spent, error_norms, *levels)
 
     @property
     def compression_ratio(self) -> float:

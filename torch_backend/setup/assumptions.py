@@ -8,6 +8,8 @@ layers, convert models, load weights, step with another optimizer, and nothing s
 - After a step, `stepped`: a tensor counts how often it is written to, and the counts are noted.
 - After a backward pass, `_passed`: parameters that were written to from pass to pass, with no step between, are stepped by another optimizer: a warning, once.
   Until the next step `others_stepped` says that what is known of the weights is not so.
+- Before a step again, `notice_written`, for those that remember weights: parameters that were written to since the last step, where that is not the rule: a warning, once.
+  What goes by `p.data` no count shows.
 
 And before `load_state_dict` of the module, or of a part of it, a digest of the weights is kept, for those that remember weights: other ones may be put in their place, or an
 average of weights for an evaluation, and these again.
@@ -31,10 +33,13 @@ from torch.utils.hooks import RemovableHandle
 from gradwire.core.text.wording import some
 from gradwire.torch_backend.engine.dynamo import uncompiled
 from gradwire.torch_backend.ops.kernels import dtype_name
+from gradwire.torch_backend.setup.optimizer_state import has_two_modes
 from gradwire.torch_backend.torch_internals import times_written
 
 #: Backward passes between which others have written to the parameters, until it is said.
 PASSES = 10
+#: Steps between which nobody else has written to them, until it is said that somebody has: who does so in each step trains with it.
+QUIET = 10
 #: Parameters that are asked for it.
 FEW = 8
 #: So many parameters are walked past in a step, on average.
@@ -114,6 +119,7 @@ class Assumptions:
         moves: bool = False,
     ) -> None:
         self._call, self._frozen, self._remedy = call, frozen, remedy
+        self._names = list(trained)
         self._optimizer = optimizer
         self._module = None if module is None else weakref.ref(module)
         self._trained = list(trained.values())
@@ -127,9 +133,10 @@ class Assumptions:
         self._digest = digest
         self.remembers_weights = digest is not None
         self.unloaded: str | None = None
-        self._versions = self._few_versions = 0
-        self._passes = self._foreign = 0
-        self._said = False
+        self._versions: list[int] = []
+        self._few_versions: list[int] = []
+        self._passes = self._foreign = self._quiet = 0
+        self._said = self._said_written = False
         self.stepped()
         self._hook(module)
 
@@ -186,6 +193,26 @@ class Assumptions:
         """To be called after each step, and after all else that writes to the parameters for this handle."""
         self._versions, self._few_versions = times_written(self._trained), times_written(self._trained[:FEW])
         self._passes = self._foreign = 0
+
+    def notice_written(self) -> None:
+        """To be called before each step, of those that remember weights and have neither begun nor loaded any since the last one. Whether it was the same weights that were
+        put in again nobody knows, but of an optimizer that does so itself."""
+        if not self.remembers_weights or self._said_written:
+            return
+        now = times_written(self._trained)
+        if now == self._versions or self.unloaded is not None or has_two_modes(self._optimizer):
+            self._quiet += 1
+            return
+        if self._quiet >= QUIET:
+            self._said_written = True
+            written = [name for name, new, old in zip(self._names, now, self._versions, strict=True) if new != old]
+            warnings.warn(
+                f"parameters {some(written)} were written to between two steps, by copy_() or the like: outer parameters know nothing of it, so {self._call} takes it for training, "
+                "and outer steps take part of it back. Put other weights in by the module's load_state_dict(), which is followed; weights that were put back after an "
+                "evaluation are no matter",
+                stacklevel=2,
+            )
+        self._quiet = 0
 
     def _passed(self) -> None:
         self._passes += 1

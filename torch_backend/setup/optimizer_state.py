@@ -42,6 +42,11 @@ def uncopied(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str,
     return ""
 
 
+def has_two_modes(optimizer: object) -> bool:
+    """Whether it, or such a class, puts other weights into the parameters for an evaluation, as schedule-free ones do."""
+    return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
+
+
 def weights_in(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> tuple[set[str], set[str]]:
     """Under which names an optimizer keeps weights of these parameters now: masters, of which the parameters are the rounded values, in every element; and others,
     which it steps and puts into the parameters by its own rule. On CUDA the host waits."""
@@ -51,8 +56,7 @@ def weights_in(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -
             if isinstance(x, Tensor) and x.is_floating_point() and x.shape == p.shape and is_plain(x):
                 tensors.setdefault(key, []).append((p.detach(), x))
     masters = _masters(tensors)
-    two_modes = all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
-    return masters, {STEPPED} & tensors.keys() - masters if two_modes else set()
+    return masters, {STEPPED} & tensors.keys() - masters if has_two_modes(optimizer) else set()
 
 
 def _masters(tensors: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> set[str]:

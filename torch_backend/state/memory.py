@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.engine.groups.nodes import inter_node_groups
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.state.blocks import Piece, recut
 from gradwire.torch_backend.state.loss_scale import LossScale, require_all_ranks, require_receiver, to_tensors
@@ -40,7 +41,7 @@ class Fitted:
         difference: what does not fit, and is left out.
         steps, scale: after how many steps it is, and in the units of which loss scale.
         digest: of what has to be the same on all ranks.
-        left: see `Memory`; None: the state does not say.
+        left, sent: see `Memory`; None: the state does not say.
     """
 
     state: State[Tensor]
@@ -49,6 +50,7 @@ class Fitted:
     scale: float
     digest: str
     left: dict[int, int] | None = None
+    sent: Sent | None = None
 
 
 class Memory:
@@ -64,6 +66,7 @@ class Memory:
         algorithm, state, placement: as given.
         kind: of its saved states, see `gradwire.core.state.checkpoint.KINDS`.
         steps: finished so far.
+        sent: in them, by this rank.
         scale: in whose units errors are.
         loaded: digest of what was loaded into it, "" if nothing was.
         left: of fragments whose differences are on their way, after which step they have left. None: there are no such.
@@ -82,6 +85,7 @@ class Memory:
         self.state = state
         self.placement = placement
         self.steps = 0
+        self.sent = Sent()
         self.scale = LossScale(scaler)
         self.loaded = ""
         self.left: dict[int, int] | None = None
@@ -127,6 +131,7 @@ class Memory:
         self.wait()
         state = {
             **checkpoint.head(self.kind, repr(self.algorithm), self.steps),
+            "sent": asdict(self.sent),
             "shared": self.state.shared,
             "tensors": self.state.tensors,
         }
@@ -173,8 +178,8 @@ class Memory:
         loaded, difference = checkpoint.fit(state, name, self.state, self.kind)
         if difference and strict:
             raise ValueError(f"{difference}. Load it with strict=False to keep what fits")
-        left = _left_in(state)
-        return Fitted(loaded, difference, steps, scale, _digest(loaded, self.state, self.per_replica), left)
+        left, sent = _left_in(state), Sent.of_state(state["sent"]) if "sent" in state else None
+        return Fitted(loaded, difference, steps, scale, _digest(loaded, self.state, self.per_replica), left, sent)
 
     def take(self, found: Fitted) -> None:
         """Go on from what fits, in place."""
@@ -182,6 +187,8 @@ class Memory:
             logger.warning("Part of a saved state was left out: %s", found.difference)
         self._write(found.state)
         self.steps = found.steps
+        if found.sent is not None:
+            self.sent.count_from(found.sent)
         self.scale.value = found.scale
         self.scale.follow(self.errors())
         # What is left of the memory before belongs to it.
@@ -205,6 +212,7 @@ class Memory:
         loaded, difference = checkpoint.fit(before, name, self.state, self.kind)
         self._write(loaded)
         self.steps, self.scale, self.loaded = other.steps, other.scale, other.loaded
+        self.sent.count_from(other.sent)
         return difference
 
     def _mean(self, x: Tensor) -> Tensor:
@@ -257,6 +265,11 @@ class Replicated:
         for meeting in self.meetings:
             require_all_ranks(meeting, subject, "rank_state_dict()")
 
+    def mean_sent(self, sent: Mapping[str, int]) -> dict[str, int]:
+        """What a rank has sent, on average: a state of all ranks says that. Every rank calls this."""
+        mean = mean_over(torch.tensor(list(sent.values()), dtype=torch.float64, device=self.device), self.groups.whole)
+        return dict(zip(sent, map(round, mean.tolist()), strict=True))
+
     def require_own(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError for the state of another rank."""
         mine = self.identity
@@ -280,12 +293,13 @@ class Replicated:
     def portable(self, memory: Memory, errors: str, to: int | None) -> dict[str, Any] | None:
         """The portable form, on rank `to` or on all. One tensor at a time: the device needs no memory for more."""
         partition, members = inter_node_groups(memory.algorithm, self.groups.whole)
+        state, per_replica = memory.lent(), memory.per_replica
+        state["sent"] = self.mean_sent(state["sent"])
         if to is not None and to not in members:  # those of the receiver's place send it
             return None
         group = self.groups.whole if partition is None else self.groups[partition]
         to = None if to is None else members.index(to)
         receives = to is None or to == dist.get_rank(group)
-        state, per_replica = memory.lent(), memory.per_replica
         tensors, local = {}, {}
         for name, kept in state["tensors"].items():
             tensors[name] = _on_cpu({k: x for k, x in kept.items() if k not in per_replica})

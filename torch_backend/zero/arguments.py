@@ -15,6 +15,7 @@ from gradwire.core.zero.sharding import MixedShards, Shards, shard_by_bucket, sh
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.ops.kernels import dtype_name
 from gradwire.torch_backend.setup.consistency import describe, require_initialized, require_same_on_all_ranks
+from gradwire.torch_backend.setup.optimizer_state import has_two_modes
 from gradwire.torch_backend.torch_internals import MUON, NeedsTorch
 from gradwire.torch_backend.zero.rules import Rule
 
@@ -55,6 +56,12 @@ def require_sharded(name: str, rules: Sequence[Rule], given: Mapping[str, Any]) 
     if not whole:
         raise ValueError(
             f"parameter {name!r} is a DTensor, whose optimizer state is sharded as it is itself: use the plain optimizer itself"
+        )
+    if two := next((rule for rule in rules if has_two_modes(rule.optimizer_class)), None):
+        name = two.optimizer_class.__name__
+        raise ValueError(
+            f"{two.subject or 'optimizer_class'}={name}: {name} has train() and eval(), which put other weights into the parameters, and a ZeroOptimizer has them not: "
+            f"make {name} itself for these parameters, beside a ZeroOptimizer for the others"
         )
     if MUON.obstacle:
         raise NeedsTorch(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradwire.core.state.checkpoint import not_finite
 from gradwire.torch_backend.zero.shard import Shard
-from gradwire.torch_backend.zero.state import MASTER
+from gradwire.torch_backend.zero.state import COUNTED, MASTER
 
 FORMAT = 1
 
@@ -50,7 +50,7 @@ class ShardedState:
         Returns:
             `state`: tensors of a piece's shape as flat DTensors of the whole parameter's size, or as vectors where a parameter belongs to one
             rank; other tensors and numbers as they are. `begun`: whether anything was remembered. `remembered`: of what names. `shapes`, of all
-            parameters. `param_groups`: options, and names.
+            parameters. `param_groups`: options, and names. `counted`: see `Counted`.
         """
         saved = self._save()
         state: dict[str, dict[str, Any]] = saved["tensors"]
@@ -65,6 +65,7 @@ class ShardedState:
                     state[name] |= self._shard.first_state(name, group)
         return {
             "sharded_format": FORMAT,
+            COUNTED: saved[COUNTED],
             "param_groups": groups,
             "shapes": saved["shared"]["shapes"],
             "begun": begun,
@@ -99,7 +100,8 @@ class ShardedState:
             keys = own if state["begun"][name] else own.keys() & {MASTER}
             kept[name] = {key: self._taken(name, own[key]) for key in keys}
         shared = {**here["shared"], "param_groups": state["param_groups"]}
-        self._load({**here, "shared": shared, "tensors": kept})
+        counted = {COUNTED: state[COUNTED]} if COUNTED in state else {}
+        self._load({**here, **counted, "shared": shared, "tensors": kept})
 
     def _given(self, name: str, value: Any) -> Any:
         """A piece as a part of the whole, as the library has it."""

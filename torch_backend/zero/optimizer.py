@@ -48,8 +48,8 @@ from gradwire.torch_backend.zero.owned_muon import OnShards
 from gradwire.torch_backend.zero.rules import made, misfit, rules_of
 from gradwire.torch_backend.zero.shard import Shard
 from gradwire.torch_backend.zero.sharded_step import ShardedStep
+from gradwire.torch_backend.zero.state import COUNTED, Counted, load_shard, shard_state
 from gradwire.torch_backend.zero.state import consolidate as consolidate_shards
-from gradwire.torch_backend.zero.state import load_shard, shard_state
 from gradwire.torch_backend.zero.trials import refusal, require_independent_parameters
 
 BUCKET_CAP_MB, FIRST_BUCKET_MB = 25, 1
@@ -91,7 +91,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         >>> model(torch.ones(2, 64)).sum().backward()
         >>> optimizer.step()
         >>> optimizer.stats().steps, sorted(optimizer.consolidated_state_dict())
-        (1, ['param_groups', 'parameters_with_state', 'state'])
+        (1, ['counted', 'param_groups', 'parameters_with_state', 'state'])
 
     Args:
         params: named parameters, parameters, or groups of either, as for any optimizer. State is kept under the names; parameters without
@@ -193,7 +193,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._consolidate = consolidate
         self._whole: dict[str, Any] | None = None
         self._meeting = Meeting(group)
-        self._dense_bytes = 0
         self._skipped = 0
         self._what = f"ZeroOptimizer of {settings['optimizer_class']}"
         self._run_of_skips = RunOfSkips(self._what, dist.get_rank(group))
@@ -394,7 +393,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         stepped = step.finish()
         self._whole, self._has_state = None, True
-        self._dense_bytes += sum(spec.nbytes for spec in self.shards.specs.values())
+        step.collectives.sent.dense_bytes += sum(spec.nbytes for spec in self.shards.specs.values())
         self._skipped += not stepped
         self._run_of_skips.seen(step.steps, self._skipped)
         self._assumed.stepped()
@@ -415,13 +414,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def stats(self) -> Stats:
-        """Steps, and what `step` or the hook has sent: reduce-scatters and all-gathers of n bytes count n/2, so that a step that replaces an
+        """Steps, and what `step` or the hook has sent, also before it went on from a saved state (with DTensors since construction, since their state is torch's own): reduce-scatters and all-gathers of n bytes count n/2, so that a step that replaces an
         all-reduce counts as many bytes as it. Times are of the same messages: packing and waiting, without the optimizer's own step, and without
         what another hook does that averages the gradients before."""
         if self._sharded is not None:
             return self._sharded.stats()
         collectives = self._step.collectives
-        return Stats.of(collectives.times.read(), self._step.steps, self._skipped, collectives.sent, self._dense_bytes)
+        return Stats.of(collectives.times.read(), self._step.steps, self._skipped, collectives.sent)
 
     def __repr__(self) -> str:
         """What this rank keeps and how long sharding takes, and the parameter groups as every optimizer shows them."""
@@ -493,7 +492,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """This rank's shard of the state: plain nested dictionaries of tensors and numbers, by parameter name. To be saved by each rank.
         Communicates nothing."""
         self._copy_options(self.param_groups, self.optimizer.param_groups)  # what a scheduler has set since
-        return shard_state(self._own)
+        return {**shard_state(self._own), COUNTED: self._counted().state()}
+
+    def _counted(self) -> Counted:
+        return Counted(self._step.steps, self._skipped, self._step.collectives.sent)
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Let `state_dict` give the state of the whole model on rank `to`, until the next step; for tools that call it there. Every rank calls this.
@@ -551,9 +553,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         plain, masters = load_shard(state_dict, self._own)
         require_served(self._own, plain)
+        counted = Counted.of_state(state_dict[COUNTED]) if COUNTED in state_dict else self._counted()
         self.optimizer.load_state_dict(plain)
         for name, master in masters.items():
             self._own.pieces[name].detach().copy_(master)
+        self._step.steps, self._skipped = counted.steps, counted.skipped_steps
+        self._step.collectives.sent.count_from(counted.sent)
+        self._run_of_skips.restart()
         self._whole = None
         self._has_state = "format" in state_dict or bool(state_dict["state"])
         self._copy_options(self.optimizer.param_groups, self.param_groups)

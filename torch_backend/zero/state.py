@@ -8,6 +8,7 @@ The whole is what the plain optimizer's `state_dict` gives, so either loads the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,10 +17,35 @@ from torch import Tensor
 from gradwire.core.state.checkpoint import head, require_kind
 from gradwire.core.text.wording import some
 from gradwire.core.zero.sharding import ElementShards, Shards, WholeShards
+from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.zero.shard import Shard
 
 MASTER = "master"
+#: Under which a state says what was counted until then, see `Counted`.
+COUNTED = "counted"
 KIND = "sharded_optimizer"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What an optimizer counts of itself, for its statistics."""
+
+    steps: int
+    skipped_steps: int
+    sent: Sent
+
+    def state(self) -> dict[str, Any]:
+        """For a saved state."""
+        return asdict(self)
+
+    @classmethod
+    def of_state(cls, saved: Any) -> Counted:
+        """The opposite. Raises ValueError for what is none."""
+        counts = saved if isinstance(saved, Mapping) else {}
+        steps, skipped = counts.get("steps"), counts.get("skipped_steps")
+        if type(steps) is not int or type(skipped) is not int or not 0 <= skipped <= steps:
+            raise ValueError(f"{COUNTED}={saved!r} in the state must be steps, skipped_steps and what was sent in them")
+        return cls(steps, skipped, Sent.of_state(counts.get("sent")))
 
 
 def shard_state(shard: Shard) -> dict[str, Any]:
@@ -59,7 +85,7 @@ def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Returns:
         What the plain optimizer's `state_dict` gives: state by number, parameter groups with the numbers and the names. And
-        `parameters_with_state`, how many have one, which plain optimizers do not read.
+        `parameters_with_state`, how many have one, and what the first rank has `counted`, which plain optimizers do not read.
 
     Raises:
         ValueError: shards are missing, given twice, or of different runs.
@@ -91,7 +117,8 @@ def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             numbers.append(number)
             number += 1
         groups.append({**group, "params": numbers, "param_names": list(group["params"])})
-    return {"state": state, "param_groups": groups, "parameters_with_state": len(state)}
+    counted = {COUNTED: first[COUNTED]} if COUNTED in first else {}
+    return {"state": state, "param_groups": groups, "parameters_with_state": len(state), **counted}
 
 
 def load_shard(saved: Mapping[str, Any], shard: Shard) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.torch_backend.setup.optimizer_state import uncopied
+from gradwire.torch_backend.setup.optimizer_state import has_two_modes, uncopied
 
 #: Parts of a trial are so large, one beside the other: what is a sum over all of them is that of one of them.
 SCALES = (1e-3, 1.0, 1e3)
@@ -36,7 +36,7 @@ def require_shardable(optimizer_class: type[torch.optim.Optimizer]) -> None:
         )
     elif any(base.__name__.startswith(KNOWN) for base in optimizer_class.__mro__):
         why = f"finds one step size for all parameters, and each rank would find one for its part: it cannot be sharded. Use {name} itself"
-    elif all(callable(getattr(optimizer_class, mode, None)) for mode in ("train", "eval")):
+    elif has_two_modes(optimizer_class):
         why = (
             "has train() and eval(), which put other weights into the parameters, and here would do so on this rank's part alone: it cannot be sharded. "
             f"Use {name} itself"

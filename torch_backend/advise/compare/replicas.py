@@ -17,6 +17,7 @@ from torch import Tensor
 from gradwire.core.advise.compare.batches import endless
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.dry_run import size_of
+from gradwire.core.text.wording import some
 from gradwire.torch_backend.advise.compare.generators import drawn, drawn_by, put_back
 from gradwire.torch_backend.advise.compare.one_process import World
 from gradwire.torch_backend.advise.compare.training import Training, held_out_losses, same_batch
@@ -30,6 +31,7 @@ from gradwire.torch_backend.local_sgd.target import Target
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.setup.assumptions import Assumptions
 from gradwire.torch_backend.setup.consistency import algorithm_obstacle
+from gradwire.torch_backend.setup.optimizer_state import weights_in
 from gradwire.torch_backend.setup.registration import require_gradient_algorithm, tried
 
 #: A parameter with its gradient and the moments of AdamW takes so many times its bytes.
@@ -236,6 +238,18 @@ class LocalReplicas(Replicas):
     def _step_of(self, rank: int) -> None:
         self._handles[rank]._begin()
         self.rate = self._update(self._optimizers[rank], self._schedulers[rank])
+        if self._handles[rank].steps == 0:
+            self._refuse_weights_in(self._optimizers[rank])
+
+    def _refuse_weights_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError for an optimizer whose state, after its first step, holds weights: local SGD averages them with the parameters, and here nobody would."""
+        masters, others = weights_in(optimizer, self.parameters.values())
+        if kept := sorted(masters | others):
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"{name} keeps weights in its state, as {some(kept)}, which replicas in turns do not average: local SGD cannot be compared with it. Give torch.optim.AdamW or the like, "
+                "on parameters in float32"
+            )
 
     @property
     def sent(self) -> int:

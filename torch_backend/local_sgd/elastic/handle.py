@@ -54,6 +54,7 @@ class ElasticHandle:
         self._parameters, self._buffers, self._optimizer = parameters, buffers, optimizer
         self._ops = TorchOps(quorum.device)
         self._memory = Memory(what, state, _OneReplica(quorum.device))
+        quorum.sent = self._memory.sent
         self._joining = True
         self._weight = 1.0
         quorum.manager.register_state_dict_fn(KEY, self._receive, self._give)
@@ -68,6 +69,8 @@ class ElasticHandle:
                 "weights were loaded into the module in the middle of training, and outer parameters are of those before, which would pull them back: load the state that "
                 "was saved with them into the handle, too, on all replicas; or end the run, and begin another with these weights"
             )
+        if remembers:
+            self._assumed.notice_written()
         self._assumed.unloaded = None
 
     def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -87,8 +90,8 @@ class ElasticHandle:
 
     @property
     def sent(self) -> Sent:
-        """Messages and bytes of this replica."""
-        return self.quorum.sent
+        """Messages and bytes of this replica, also before it went on from a saved state."""
+        return self._memory.sent
 
     @property
     def weight(self) -> float:

@@ -110,6 +110,7 @@ class ElasticLocalSGD(ElasticHandle):
                 self._take(*self._average(Present(step), {}))  # of the first difference each knows only its own
             self._round()
         self._memory.steps += 1
+        self._assumed.stepped()  # with the averages
 
     def _due(self, step: int) -> list[int]:
         """Fragments whose averages, or whose messages, begin after this step."""
