@@ -43,7 +43,7 @@ class Stats(NamedTuple):
         wire_bytes: float32, bytes that a replica hands to the network in the step that comes next; from the algorithm's start on its average
             over a cycle, as in `gradwire.plan`: of local SGD over a period of its schedule. Without buffers and moments that are averaged along. NaN before
             the first step if it depends on the number of replicas, as it does with two levels and of local SGD, and `init` was called outside the map.
-        error_norm: float32, the 2-norm of the compression error so far, which is sent later. Of a state in global form, the root of
+        local_error_norm: float32, the 2-norm of the compression error so far, which is sent later. Of a state in global form, the root of
             the mean square over the replicas of this process; inside the training step this replica's own, over which `jax.lax.pmean` averages.
         within_bytes: float32, with two levels those of `bytes_sent` that stay inside the node; else 0.
         between_bytes: float32, with two levels what all replicas of a node have sent to other nodes together, whose link they share; else `bytes_sent`.
@@ -55,7 +55,7 @@ class Stats(NamedTuple):
     dense_bytes: jax.Array
     compression_ratio: jax.Array
     wire_bytes: jax.Array
-    error_norm: jax.Array
+    local_error_norm: jax.Array
     within_bytes: jax.Array
     between_bytes: jax.Array
 
@@ -66,7 +66,7 @@ class Stats(NamedTuple):
 
     def scalars(self) -> dict[str, float]:
         """What a tracker draws: name → number, on the host. Those that torch's `Stats.scalars` has too have the same names."""
-        drawn = ("steps", "skipped_steps", "bytes_sent", "compression_ratio", "error_norm")
+        drawn = ("steps", "skipped_steps", "bytes_sent", "compression_ratio", "local_error_norm")
         return {name: float(getattr(self, name)) for name in drawn}
 
 
@@ -172,7 +172,7 @@ def stats(state: Any) -> Stats:
         >>> import jax.numpy as jnp
         >>> from gradwire.jax_backend import power_sgd, stats
         >>> new = stats(power_sgd(4, axis_name="data").init({"w": jnp.zeros((512, 512))}))
-        >>> int(new.steps), float(new.wire_bytes), float(new.error_norm)
+        >>> int(new.steps), float(new.wire_bytes), float(new.local_error_norm)
         (0, 16384.0, 0.0)
 
     In several processes any of them may call it alone: nothing is sent, and the error norm is that of its own replicas.
@@ -226,7 +226,7 @@ def stats(state: Any) -> Stats:
         dense_bytes=dense,
         compression_ratio=_times_fewer(dense, sent[2]),
         wire_bytes=next_step,
-        error_norm=jnp.sqrt(squares),
+        local_error_norm=jnp.sqrt(squares),
         within_bytes=sent[1],
         between_bytes=sent[2],
     )

@@ -30,6 +30,7 @@ from gradwire.core.protocol.groups import Groups
 from gradwire.core.text.options import AtLeast1, checked
 from gradwire.jax_backend.advise.step_time import ready
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
+from gradwire.jax_backend.engine.barrier import meet
 from gradwire.jax_backend.engine.driver import drive
 
 
@@ -52,6 +53,7 @@ def probe(mesh: Mesh, axis_name: AxisName, *, nodes: AtLeast1 | None = None) -> 
     if nodes is None:
         nodes = len({device.process_index for device in mesh.devices.flat})
         nodes = nodes if replicas % nodes == 0 else 1
+    meet("probe", {device.process_index for device in mesh.devices.flat})
     kind = mesh.devices.flat[0].device_kind
     return measure(_Prober(mesh, axes, replicas), "jax", kind, replicas, nodes)
 

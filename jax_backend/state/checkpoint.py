@@ -18,6 +18,7 @@ from gradwire.core.state import checkpoint
 from gradwire.core.text.options import OWN_CHECK, Replicas, checked
 from gradwire.jax_backend.axes.outside_meshes import outside_meshes
 from gradwire.jax_backend.axes.two_levels import nodes_of
+from gradwire.jax_backend.engine.barrier import await_processes
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import Leaf, survey
 from gradwire.jax_backend.state.trees import by_parameter, rebuilt
@@ -67,11 +68,13 @@ def set_replicas(state: T, replicas: Replicas) -> T:
     Raises:
         TypeError: for shapes in place of arrays, of which `abstract_state` knows more.
         ValueError: a sharded optimizer's state of another number of replicas, which `reshard` converts; or the state is in pmap form.
+        RuntimeError: see `distribute`.
     """
     found = survey(state)
     found.refuse_pmap_form()
     found.refuse_missed_averages()
     note_skipped_steps(state)
+    await_processes("set_replicas", state)
 
     def fewer_rows(leaf: Leaf) -> Any:
         x = leaf.value
@@ -129,10 +132,12 @@ def to_portable(
 
     Raises:
         ValueError: `errors` is none of these, or the state is in pmap form or no such state: of a chain, give the part.
+        RuntimeError: see `distribute`.
     """
     _require_ours(state)
     survey(state).refuse_pmap_form()
     note_skipped_steps(state)
+    await_processes("to_portable", state)
     tensors = {
         name: {key: on_host(x) for key, x in memory.items()} for name, memory in by_parameter(state.memory).items()
     }

@@ -25,6 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gradwire.core.text.options import Replicas, checked
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
 from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes
+from gradwire.jax_backend.engine.barrier import await_processes, meet
 from gradwire.jax_backend.engine.self_check import check_noted
 from gradwire.jax_backend.state.names import unboxed
 from gradwire.jax_backend.state.same_state import require_same
@@ -110,6 +111,7 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
         ValueError: the mesh has no such axis; the memory is that of another number of replicas than W, or of one of them alone; the state
             is in pmap form; parameters, or anything else that is equal on all replicas, differ between processes; `average_params` of local SGD was
             not called as often as `update`, or was told a wrong turn; or see `partition_specs`.
+        RuntimeError: some processes have not called it in half an hour, or call something else.
     """
     found = survey(state)
     _require_sound(found, axis_name)
@@ -166,6 +168,7 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
         ValueError: the memory is that of another number of replicas, or of one of them alone; the state is in pmap form already; what is equal on
             all replicas differs between processes; `average_params` of local SGD was not called as often as `update`, or was told a wrong turn; the transformation
             is inside `optax.apply_if_finite`; or it is one of local SGD, and not all of the state is marked by `stack_replicas`.
+        RuntimeError: see `distribute`.
     """
     found = survey(state)
     _require_sound(found, None)
@@ -223,11 +226,13 @@ def unreplicate(state: T) -> T:
     Raises:
         ValueError: the state is not in pmap form; or it holds half-accumulated gradients of `optax.MultiSteps`, which differ between
             replicas; or `average_params` of local SGD was not called as often as `update`, or was told a wrong turn.
+        RuntimeError: see `distribute`.
     """
     found = survey(state)
     found.refuse_accumulated(half=True)
     found.refuse_missed_averages()
     note_skipped_steps(state)
+    await_processes("unreplicate", state)
     device_of: list[list[jax.Device]] = []  # by process; found once, and only if anything is per replica
 
     def take(leaf: Leaf) -> Any:
@@ -505,6 +510,7 @@ def _without_device_axis(x: Any, device_of: list[list[jax.Device]]) -> Any:
     ):  # as the compiler lays what `jax.vmap` makes
         return automatic(x).reshape(shape)
     if not device_of:
+        meet("unreplicate", range(jax.process_count()))
         ids = np.array([shard.device.id for shard in shards])
         every = multihost_utils.process_allgather(ids) if jax.process_count() > 1 else ids[None]
         by_id = {device.id: device for device in jax.devices()}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from gradwire.jax_backend.engine.barrier import meet
 from gradwire.jax_backend.state.survey import Leaf, Survey
 
 #: Bytes of a digest.
@@ -24,9 +25,11 @@ def require_same(found: Survey, caller: str) -> None:
 
     Raises:
         ValueError: naming the first array that differs.
+        RuntimeError: see `await_processes`.
     """
     if jax.process_count() == 1 or any(isinstance(leaf.value, jax.core.Tracer) for leaf in found.leaves):
         return
+    meet(caller, range(jax.process_count()))
     own = [x for x in found.leaves if x.equal_everywhere and getattr(x.value, "is_fully_addressable", True)]
     digests = np.stack([np.zeros(DIGEST, np.uint8), *map(_digest, own)])
     whole = np.frombuffer(hashlib.blake2b(digests.tobytes(), digest_size=DIGEST).digest(), np.uint8)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]
 
+from gradwire.jax_backend.engine.barrier import await_processes
 from gradwire.jax_backend.state.names import pure
 from gradwire.jax_backend.state.types import MARK, PerReplica, by_path, on_host, path_of
 from gradwire.jax_backend.zero.stacked_names import has_owners, path_at, paths_in
@@ -63,8 +64,10 @@ def reshard(state: Any, like: T) -> T:
 
     Raises:
         ValueError: the trees do not fit each other.
+        RuntimeError: see `distribute`.
     """
     state, like = pure(state), pure(like)
+    await_processes("reshard", state)
     opened, wanted = (jax.tree_util.tree_flatten_with_path(_open(tree)) for tree in (state, like))
     found, expected = (_by_path(leaves) for leaves, _ in (opened, wanted))
     if different := sorted(found.keys() ^ expected.keys()):

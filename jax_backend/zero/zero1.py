@@ -43,6 +43,7 @@ from gradwire.jax_backend.axes.mapped_axis import (
 )
 from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes, with_axes_like
 from gradwire.jax_backend.checks import check_leaves, refuse_slices, transformation
+from gradwire.jax_backend.engine.barrier import await_processes
 from gradwire.jax_backend.engine.driver import LARGE, drive
 from gradwire.jax_backend.engine.self_check import check_here
 from gradwire.jax_backend.ops.kernels import JaxOps
@@ -249,6 +250,7 @@ class _Sharded:
             state = split_state(abstract, keys, lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))))
             every = {name: struct(spec.shape, spec.dtype) for name, spec in specs.items()}
             return _with(state, {key: x[:count] for key, x in owners.init(every).items()} if owners else {})
+        await_processes("init of zero1", named.leaves)
         mesh = explicit_mesh(named.leaves)
         arrays = jax.tree.map(automatic, _arrays(named)) if mesh is None else _arrays(named)
         if inside:

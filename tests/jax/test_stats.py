@@ -26,7 +26,7 @@ def test_bytes_are_those_of_the_plan():
     for made, algorithm in ((tx, PowerSGD(2)), (gw.average_gradients(coded, axis_name=AXIS), coded)):
         found = gw.stats({"opt": (made.init(PARAMS), optax.EmptyState())})
         assert found.wire_bytes == gradwire.plan(SHAPES, algorithm).wire_bytes
-        assert (found.steps, found.error_norm, found.skipped_steps, found.bytes_sent) == (0, 0, 0, 0)
+        assert (found.steps, found.local_error_norm, found.skipped_steps, found.bytes_sent) == (0, 0, 0, 0)
         assert found.compression_ratio == 1
     optimizer = nnx.Optimizer(nnx.Linear(32, 24, rngs=nnx.Rngs(0)), optax.chain(low, optax.adam(1e-3)), wrt=nnx.Param)
     plan = gradwire.plan({"kernel": (32, 24), "bias": (24,)}, PowerSGD(2))
@@ -101,8 +101,8 @@ def test_local_sgd_is_counted_as_its_replicas_send(local, steps):
     assert all(np.ptp(x) == 0 for x in inside[:6])
     assert found[:6] == tuple(x[0] for x in inside[:6])
     squares = sum((np.asarray(x, np.float64) ** 2).sum() / 4 for x in jax.tree.leaves(errors))
-    assert np.isclose(found.error_norm, np.sqrt(squares), rtol=1e-5)
-    assert (found.error_norm > 0) == (local.compressor is not None)
+    assert np.isclose(found.local_error_norm, np.sqrt(squares), rtol=1e-5)
+    assert (found.local_error_norm > 0) == (local.compressor is not None)
 
 
 def test_a_start_later_than_any_count_of_steps():
@@ -112,9 +112,9 @@ def test_a_start_later_than_any_count_of_steps():
 
 def test_what_torch_has_too_is_called_the_same():
     found = gw.stats(gw.power_sgd(2, axis_name=AXIS).init(PARAMS))
-    theirs = Stats(1, 0, 2, 100, 200, error_norms=((100, 1.0),))
+    theirs = Stats(1, 0, 2, 100, 200, local_error_norms=((100, 1.0),))
     assert found.scalars().keys() == theirs.scalars().keys()
-    assert {"wire_bytes", "error_norm"} == {name for name in found._fields if not hasattr(theirs, name)}
+    assert {"wire_bytes", "local_error_norm"} == {name for name in found._fields if not hasattr(theirs, name)}
 
 
 @pytest.mark.parametrize("algorithm", [PowerSGD(2), PowerSGD(2, error_feedback=False)], ids=repr)
@@ -161,8 +161,8 @@ def test_of_the_state_as_a_whole_and_inside_the_training_step():
     rows = jax.tree.leaves(jax.tree.map(np.asarray, state.local))
     norms = np.sqrt(sum((x.astype(np.float64) ** 2).reshape(4, -1).sum(1) for x in rows))
     assert norms.min() > 0
-    assert np.allclose(inside.error_norm, norms, rtol=1e-4)
-    assert np.isclose(whole.error_norm, np.sqrt((norms**2).mean()), rtol=1e-5)
+    assert np.allclose(inside.local_error_norm, norms, rtol=1e-4)
+    assert np.isclose(whole.local_error_norm, np.sqrt((norms**2).mean()), rtol=1e-5)
     assert (whole.steps, whole.skipped_steps) == (3, 1)
     assert inside.skipped_steps.tolist() == [1] * 4
 

@@ -1,6 +1,7 @@
 """Run as `two_processes.py PORT PROCESS COUNT FOLDER FLAGS`: some steps on one device of each process; the results go to a file."""
 
 import contextlib
+import logging
 import os
 import sys
 from pathlib import Path
@@ -55,7 +56,7 @@ def main(port, process, count, folder, flags):
     specs = partition_specs(whole, AXIS)
     state = distribute(whole, mesh, AXIS)
     if process == 0:  # as one logs; nothing waits for the others
-        assert stats(state).scalars()["error_norm"] > 0
+        assert stats(state).scalars()["local_error_norm"] > 0
 
     def body(stacked, state):
         return tx.update(jax.tree.map(lambda x: x[0], stacked), state)
@@ -89,6 +90,7 @@ def main(port, process, count, folder, flags):
     placed = distribute(unreplicate(state), mesh, AXIS)
     mine["zero/moment"] = reshard(placed, jax.eval_shape(ADAM.init, params))[0].mu["w"]
 
+    says_who_is_missing(process, mesh, again, placed)
     np.savez(Path(folder) / f"{process}.npz", **mine)
 
 
@@ -113,6 +115,48 @@ def refuses_what_differs(process, mesh):
     # What replicas may have of their own, and what is the same.
     place(stack_replicas((params, optax.adam(0.1).init(params))))
     place((same, tx.init(params)))
+
+
+def says_who_is_missing(process, mesh, state, sharded):
+    """A call that all must make, by a process that is late for it: the other says so, and goes on when it comes."""
+    from gradwire import PowerSGD
+    from gradwire.jax_backend import distribute, replicate, reshard, set_replicas, to_portable, unreplicate
+    from gradwire.jax_backend.engine import barrier
+    from gradwire.jax_backend.jax_internals import coordination_client
+    from tests.jax.replicas import AXIS, refused
+
+    service, said = coordination_client(), []
+    handler = logging.Handler()
+    handler.emit = lambda record: (said.append(record.getMessage()), service.key_value_set(f"said/{len(said)}", "-"))
+    logging.getLogger(barrier.__name__).addHandler(handler)
+    barrier.PATIENCE = 0.1
+    algorithm, of_pmap = PowerSGD(2, half_step=True), replicate(state, axis_name=AXIS)
+    calls = {
+        "distribute": lambda: distribute(state, mesh, AXIS),
+        "replicate": lambda: replicate(state, axis_name=AXIS),
+        "unreplicate": lambda: unreplicate(of_pmap),
+        "set_replicas": lambda: set_replicas(state, 1),
+        "to_portable": lambda: to_portable(state, algorithm),
+        "reshard": lambda: reshard(sharded, jax.eval_shape(ADAM.init, {n: jnp.zeros(s) for n, s in SHAPES.items()})),
+    }
+    for n, (name, call) in enumerate(calls.items(), 1):
+        if process:
+            service.blocking_key_value_get(f"said/{n}", 100_000)
+        call()
+        assert len(said) == (0 if process else n), said
+        assert process or f"{name}: process 0 waits for processes [1]" in said[-1], said
+
+    # Each another one: both are told, and go on.
+    with refused("process 0 set_replicas, process 1 to_portable", error=RuntimeError):
+        calls["to_portable" if process else "set_replicas"]()
+    barrier.LONGEST = 0.2 if process == 0 else barrier.LONGEST
+    if process == 0:
+        with refused("set_replicas: process 0 has waited in vain for processes [1]", error=RuntimeError):
+            calls["set_replicas"]()
+        service.key_value_set("given up", "-")
+        barrier.LONGEST = 100
+    service.blocking_key_value_get("given up", 100_000)
+    calls["to_portable"]()
 
 
 def gathered(state):

@@ -41,7 +41,7 @@ def test_what_is_sent_and_remembered_is_counted(world, message_bytes):
     ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group, message_bytes=message_bytes)
     stats = handle.stats()
     assert (stats.steps, stats.collectives, stats.bytes_sent, stats.dense_bytes) == (0,) * 4
-    assert (stats.compression_ratio, handle.error_norm()) == (1.0, 0.0)
+    assert (stats.compression_ratio, handle.local_error_norm()) == (1.0, 0.0)
     with collective_payloads() as sent:
         trace = train(ddp, LOSS, 3)
     assert distance(algorithm, world.everyones(trace)) < 1e-5
@@ -52,7 +52,7 @@ def test_what_is_sent_and_remembered_is_counted(world, message_bytes):
     assert (len(sent) == 3 * planned.collectives) == (message_bytes == MESSAGE_BYTES)
     memory = handle.rank_state_dict()["tensors"]
     norm = math.sqrt(sum(float(m["error"].double().square().sum()) for m in memory.values()))
-    assert handle.error_norm() == pytest.approx(norm, rel=1e-5)
+    assert handle.local_error_norm() == pytest.approx(norm, rel=1e-5)
     assert len(set(world.everyones(norm))) == world.size  # errors are local, they differ between ranks
 
 
@@ -153,7 +153,7 @@ def test_replicas_of_a_shard_are_averaged_as_the_simulator_says(world):
     stats = averager.stats()
     assert (stats.steps, stats.collectives) == (6, 12)
     assert stats.bytes_sent < stats.dense_bytes / 3
-    assert averager.error_norm() > 0
+    assert averager.local_error_norm() > 0
 
 
 @cases.case

@@ -268,7 +268,7 @@ def test_another_schedule_and_none_any_more(world):
     assert all(step(number) for number in (5, 6))
     compressed = compress_replicas(model, PowerSGD(2), mesh["replicate"])
     assert all(step(number) for number in (7, 8))
-    assert compressed.error_norm() > 0
+    assert compressed.local_error_norm() > 0
 
 
 @cases.case(slow=True)

@@ -227,9 +227,9 @@ def test_memory_is_kept_where_it_fits(world):
         memory,
     ) in loaded._driver.memory.state.tensors.items():  # what does not fit begins anew, and here it has begun
         memory["q"].copy_(fresh[name]["q"])
-    error = handle.error_norm()
+    error = handle.local_error_norm()
     difference = handle.reconfigure(PowerSGD(rank=4))
-    assert handle.error_norm() == error > 0
+    assert handle.local_error_norm() == error > 0
     assert same_bits(*(given(each, range(3, 8)) for each in (ddp, other)))
     assert world.agree(weights(ddp.module))
     assert difference.algorithm == ("PowerSGD(rank=2)", "PowerSGD(rank=4)")
@@ -445,7 +445,7 @@ def test_contexts_within_each_other_exceptions_and_ranks_that_do_not_agree(world
     assert handle.stats().steps == 0
     backward(ddp, world.rank, 3)
     assert handle.stats().steps == 1
-    assert handle.error_norm() > 0
+    assert handle.local_error_norm() > 0
     with handle.discarded() if world.rank == 0 else nullcontext():
         given = [backward(ddp, world.rank, 4)]
     given += [backward(ddp, world.rank, step) for step in (5, 6)]

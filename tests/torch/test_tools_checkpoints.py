@@ -292,7 +292,7 @@ def test_what_is_saved_goes_on_on_any_number_of_ranks(world, variant):
     elif not isinstance(resumed, Local):
         assert resumed.handle.rank_state_dict()["step"] == STEPS
         # Each has an error of its own: to mix them up would be seen.
-        assert len(set(world.everyones(resumed.handle.error_norm()))) == world.size
+        assert len(set(world.everyones(resumed.handle.local_error_norm()))) == world.size
 
 
 @cases.case(ranks=(SAVING,))

@@ -202,12 +202,12 @@ def test_how_the_error_develops(clock):
     norms = []
     for _ in range(3):
         run(driver, gradients, clock, NORM_EVERY)
-        norms.append(driver.error_norm())
-    assert driver.stats().error_norms == tuple((NORM_EVERY * (i + 1), norm) for i, norm in enumerate(norms))
-    assert driver.stats().scalars()["error_norm"] == norms[-1] > 0
+        norms.append(driver.local_error_norm())
+    assert driver.stats().local_error_norms == tuple((NORM_EVERY * (i + 1), norm) for i, norm in enumerate(norms))
+    assert driver.stats().scalars()["local_error_norm"] == norms[-1] > 0
     for i in range(NORMS):
         driver.watch.end_step(Progress(NORM_EVERY * i, 0, 0), lambda: [torch.full((4,), 8.0)], 2.0)
-    assert driver.stats().error_norms == tuple((NORM_EVERY * i, 8.0) for i in range(NORMS))
+    assert driver.stats().local_error_norms == tuple((NORM_EVERY * i, 8.0) for i in range(NORMS))
 
 
 def test_a_step_that_is_captured_is_not_watched(clock, monkeypatch):
@@ -220,7 +220,7 @@ def test_a_step_that_is_captured_is_not_watched(clock, monkeypatch):
         run(driver, gradients, clock, 1)
         if captured:
             assert driver.memory.steps == NORM_EVERY
-            assert driver.stats().error_norms == ()
+            assert driver.stats().local_error_norms == ()
             assert driver.watch.times.read() == before
     assert driver.watch.times.read().step_seconds == before.step_seconds  # no step follows a replay
     for where in ("driver", "cuda_graphs"):

@@ -343,11 +343,11 @@ class Driver:
 
     def measure(self) -> Measurement:
         """Compare steps with a full average, from the next one on until `measurement` is None again. Every rank calls this."""
-        require_all_ranks(self._meeting, "measured()", "error_norm()")
+        require_all_ranks(self._meeting, "measured()", "local_error_norm()")
         self.measurement = Measurement(self.process_group, divided=self.divided)
         return self.measurement
 
-    def error_norm(self) -> float:
+    def local_error_norm(self) -> float:
         """2-norm of this rank's error memory over all tensors; 0.0 without any. On CUDA this waits for the device."""
         norm = norm_of(self.memory.errors())
         return 0.0 if norm is None else float(norm)

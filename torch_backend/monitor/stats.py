@@ -75,7 +75,7 @@ class Stats:
         compress_seconds: of that, the time in which this rank compressed: quantizing, packing, launching messages, and writing averages back. Without
             the optimizer's step, which a `ZeroOptimizer` takes in between.
         wait_seconds: of that, the time in which it did nothing but wait for messages; on a device, in which its stream did.
-        error_norms: (step, 2-norm of the compression error after it) of each hundredth step, the last 20: whether the error grows.
+        local_error_norms: (step, 2-norm of this rank's compression error after it) of each hundredth step, the last 20: whether the error grows.
             In units of gradients, without the scale of a loss scaler.
         skipped_averages: of local SGD with outer parameters, averages in which some replica's difference held inf or NaN, so that all went back to the outer
             parameters of that fragment.
@@ -91,7 +91,7 @@ class Stats:
     step_seconds: float = field(default=0.0, compare=False)
     compress_seconds: float = field(default=0.0, compare=False)
     wait_seconds: float = field(default=0.0, compare=False)
-    error_norms: tuple[tuple[int, float], ...] = ()
+    local_error_norms: tuple[tuple[int, float], ...] = ()
     within_bytes: int = 0
     between_bytes: int | None = None
     skipped_averages: int = 0
@@ -103,12 +103,14 @@ class Stats:
         steps: int,
         skipped_steps: int,
         sent: Sent,
-        error_norms: tuple[tuple[int, float], ...] = (),
+        local_error_norms: tuple[tuple[int, float], ...] = (),
     ) -> Stats:
         """Of what has been noted."""
         spent = times.step_seconds, times.compress_seconds, times.wait_seconds
         levels = (sent.within, sent.between) if sent.within or sent.beside else ()
-        return cls(steps, skipped_steps, sent.collectives, sent.nbytes, sent.dense_bytes, *spent, error_norms, *levels)
+        return cls(
+            steps, skipped_steps, sent.collectives, sent.nbytes, sent.dense_bytes, *spent, local_error_norms, *levels
+        )
 
     @property
     def compression_ratio(self) -> float:
@@ -136,6 +138,6 @@ class Stats:
             found |= {
                 f"{part}_ms": 1e3 * float(getattr(self, f"{part}_seconds")) for part in ("step", "compress", "wait")
             }
-        if self.error_norms:
-            found["error_norm"] = self.error_norms[-1][1]
+        if self.local_error_norms:
+            found["local_error_norm"] = self.local_error_norms[-1][1]
         return found

@@ -122,9 +122,9 @@ class Handle:
         """Steps, bytes and collectives since registration, times of the last steps, and how the error develops. On CUDA this waits for the device."""
         return self._driver.stats()
 
-    def error_norm(self) -> float:
+    def local_error_norm(self) -> float:
         """The 2-norm of the compression error so far on this rank, in units of gradients, a Python float. On CUDA the host waits."""
-        return self._driver.error_norm()
+        return self._driver.local_error_norm()
 
     @contextmanager
     def measured(self) -> Iterator[Approximation]:
