@@ -42,7 +42,7 @@ def await_processes(caller: str, arrays: Any) -> None:
         return
     own = jax.process_index()
     leaves = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
-    devices = {device for sharding in {x.sharding for x in leaves} for device in sharding.device_set}
+    devices: set[Any] = {device for sharding in {x.sharding for x in leaves} for device in sharding.device_set}
     processes = {device.process_index for device in devices}
     if own in processes:
         meet(caller, processes)

@@ -26,6 +26,7 @@ from gradwire.jax_backend.state.types import (
     PIECES,
     DataParallelState,
     PerReplica,
+    in_memory_of,
     memory_kind,
     on_devices,
     on_host,
@@ -86,7 +87,9 @@ def set_replicas(state: T, replicas: Replicas) -> T:
                 f"gradwire.jax_backend.abstract_state(state, {replicas}, mesh, axis_name)"
             )
         if leaf.placement and x.shape[0] != replicas:
-            return place_mark(placed=False)  # What was given to those replicas is not yet given to these.
+            return in_memory_of(
+                x, place_mark(placed=False)
+            )  # What was given to those replicas is not yet given to these.
         if x.shape[0] in (1, replicas):
             return x
         if leaf.of == PIECES:
@@ -95,7 +98,7 @@ def set_replicas(state: T, replicas: Replicas) -> T:
                 f"gradwire.jax_backend.reshard(state, like), where `like` comes from zero1(…, replicas={replicas})"
             )
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return _split(x, replicas)
+            return in_memory_of(x, _split(x, replicas))
         return _mean(x)
 
     resized: T = found.map(fewer_rows)
@@ -209,7 +212,7 @@ def from_portable(
 
     def kept(name: str, key: str, old: Any) -> Any:
         found = loaded.tensors.get(name, {})
-        return jnp.asarray(found[key], old.dtype) if key in found else old
+        return in_memory_of(old, jnp.asarray(found[key], old.dtype)) if key in found else old
 
     def rows(name: str, key: str, old: Any) -> Any:
         if key not in loaded.tensors.get(name, {}):
@@ -217,7 +220,8 @@ def from_portable(
         found = given["local"].get(name, {}).get(key, np.asarray(loaded.tensors[name][key])[None])
         if len(found) > 1:
             found = found[node_of]
-        return (np.asarray(found, np.result_type(found.dtype, np.float32)) / scale).astype(old.dtype)
+        own = np.asarray(found, np.result_type(found.dtype, np.float32)) / scale
+        return in_memory_of(old, own.astype(old.dtype))
 
     return like._replace(
         step=jnp.asarray(step, jnp.int32),

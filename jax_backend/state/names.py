@@ -106,11 +106,6 @@ def filled(tree: Any, values: Sequence[Any], keep: Callable[[Any, Any], bool]) -
     return jax.tree.map(put, pure(tree), is_leaf=lambda x: isinstance(x, boxes))
 
 
-def unboxed(tree: Any) -> Any:
-    """The `pure` tree without boxes of linen."""
-    return filled(tree, jax.tree.leaves(tree), lambda leaf, value: False)
-
-
 def _contents(tree: Any) -> list[tuple[Any, Any]]:
     """(path, leaf) of every array and every hole. An array in a box of linen (`nn.Partitioned`) has the path of the box."""
     boxes = _flax_type("flax.core.meta", "AxisMetadata")

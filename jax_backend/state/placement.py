@@ -27,7 +27,8 @@ from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
 from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes
 from gradwire.jax_backend.engine.barrier import await_processes, meet
 from gradwire.jax_backend.engine.self_check import check_noted
-from gradwire.jax_backend.state.names import unboxed
+from gradwire.jax_backend.state.matching import places
+from gradwire.jax_backend.state.names import flatten
 from gradwire.jax_backend.state.same_state import require_same
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import Leaf, Survey, survey
@@ -162,7 +163,7 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
             compile the training step a second time, at its second call.
 
     Returns:
-        The state with a leading device axis on every array.
+        The state with a leading device axis on every array, in the memory of the devices: `jax.pmap` takes no other.
 
     Raises:
         ValueError: the memory is that of another number of replicas, or of one of them alone; the state is in pmap form already; what is equal on
@@ -279,8 +280,8 @@ def abstract_state(
         replicas: as many as the state is wanted of. Of a checkpoint: as many as it was saved with.
         mesh: on which it is wanted. None: shapes without shardings, for `replicate`.
         axis_name: of the replicas in that mesh.
-        params: the parameters, arrays or shapes with shardings. Whatever is in the state under the name of one of them and has its shape, moments
-            and errors and outer parameters, is wanted as that lies. None: every array as it lies in `state`; shapes from `jax.eval_shape` lie nowhere.
+        params: the parameters, arrays or shapes with shardings. Trees like them in the state are found by
+            their structure; what has the shape of its parameter there, moments and errors and outer parameters, is wanted as that lies. None: every array as it lies in `state`; shapes from `jax.eval_shape` lie nowhere.
 
     Returns:
         A tree of `jax.ShapeDtypeStruct`s. On a mesh of `replicas` replicas they are those that `distribute` would make, arrays that are
@@ -302,11 +303,11 @@ def abstract_state(
         _require_sound(found, axis_name)
         axes = _axes_in(mesh, axis_name)
 
-    places = _places_of(params)
+    lies_like = _parameters_of(found, params)
 
     def struct(leaf: Leaf) -> Any:
         x, shape = leaf.value, tuple(np.shape(leaf.value))
-        like = _place_of(leaf.path, shape[1:] if leaf.marks else shape, places)
+        like = lies_like.get(leaf.path)
         if leaf.marks:
             if leaf.of == PIECES and shape[0] != replicas:
                 raise ValueError(
@@ -337,21 +338,23 @@ def _axes_in(mesh: Mesh, axis_name: AxisName) -> tuple[str, ...]:
     return axes
 
 
-def _places_of(params: Any) -> dict[tuple[str, ...], Any]:
-    """The path of each parameter → the parameter, longest paths first: "b/kernel" is not "kernel"."""
-    boxed, bare = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (params, unboxed(params)))
-    leaves = [*boxed, *bare]
-    return {_keys(path): x for path, x in sorted(leaves, key=lambda leaf: -len(leaf[0]))}
+def _parameters_of(found: Survey, params: Any) -> dict[Any, Any]:
+    """The path of each array that belongs to a parameter and has its shape, without the axis of the replicas → the parameter."""
+    if params is None:
+        return {}
+    named = flatten(params).leaves
+    one = found.map(_shape_of_one)
+    owners = places(one, {name: np.shape(x) for name, x in named.items()})
+    return {
+        leaf.path: named[owner.name]
+        for leaf, owner, x in zip(found.leaves, owners, jax.tree.leaves(one), strict=True)
+        if owner is not None and x.shape == np.shape(named[owner.name])
+    }
 
 
-def _place_of(path: Any, shape: tuple[int, ...], places: dict[tuple[str, ...], Any]) -> Any:
-    """The parameter that an array of this shape at this path belongs to, or None."""
-    keys = _keys(path)
-    return next((x for own, x in places.items() if keys[len(keys) - len(own) :] == own and np.shape(x) == shape), None)
-
-
-def _keys(path: Any) -> tuple[str, ...]:
-    return tuple(str(jax.tree_util.keystr((key,), simple=True)) for key in path)
+def _shape_of_one(leaf: Leaf) -> Any:
+    struct: Any = jax.ShapeDtypeStruct
+    return struct(np.shape(leaf.value)[1 if leaf.marks else 0 :], jnp.result_type(leaf.value))
 
 
 def _kept_spec(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gradwire.jax_backend.axes.mapped_axis import AxisName
 from gradwire.jax_backend.axes.outside_meshes import outside_meshes
@@ -166,6 +166,25 @@ def on_devices(x: Any) -> Any:
     device: Any = next(iter(sharding.device_set))
     usual = device.default_memory().kind
     return x if sharding.memory_kind == usual else jax.device_put(x, sharding.with_memory_kind(usual))
+
+
+def in_memory_of(given: Any, made: Any) -> Any:
+    """An array that stands for the rows of another, in the memory of the host where that lies there; else as it is. It lies on the devices of that, each of its
+    rows on all of them."""
+    kind = memory_kind(given)
+    if not isinstance(given, jax.Array) or kind is None or isinstance(made, jax.core.Tracer):
+        return made
+    sharding: Any = given.sharding
+    device: Any = next(iter(sharding.device_set))
+    if kind == device.default_memory().kind:
+        return made
+    if isinstance(sharding, NamedSharding) and jnp.shape(made) != given.shape:
+        sharding = NamedSharding(sharding.mesh, spec(None, *sharding.spec[1:]), memory_kind=kind)
+    if jnp.issubdtype(jnp.result_type(made), jax.dtypes.prng_key):
+        data = in_memory_of(jax.random.key_data(given), jax.random.key_data(made))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(made))
+    host = np.asarray(made)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def on_host(x: Any) -> np.ndarray[Any, Any]:

@@ -120,6 +120,33 @@ def test_what_an_outer_optimizer_remembers_of_parameters_with_its_own_words():
             assert jnp.array_equal(x, y)
 
 
+def test_a_moment_is_wanted_as_its_parameter_lies():
+    """Also where a path in the state ends as that of another parameter does."""
+    mesh = jax.make_mesh((2, 2), (AXIS, "fsdp"))
+    specs = {"mu": {"w": jax.P("fsdp")}, "w": jax.P(None, "fsdp"), "nu": jax.P()}
+    params = jax.tree.map(lambda spec: jax.device_put(jnp.ones((4, 4)), jax.NamedSharding(mesh, spec)), specs)
+    made = jax.eval_shape(
+        lambda: (params, gw.all_reduce_mean(axis_name=AXIS).init(params), optax.adam(0.1).init(params))
+    )
+    own, _, (adam, _) = gw.abstract_state(made, 2, mesh, AXIS, params=params)
+    for tree in (own, adam.mu, adam.nu):
+        assert jax.tree.map(lambda x: x.sharding.spec, tree) == specs
+
+
+def test_parameters_of_a_module_that_has_statistics_too():
+    mesh = jax.make_mesh((2, 2), (AXIS, "fsdp"))
+    optimizer = nnx.Optimizer(nnx.BatchNorm(4, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
+    made = nnx.state((nnx.BatchNorm(4, rngs=nnx.Rngs(0)), optimizer))
+    lying = jax.NamedSharding(mesh, jax.P("fsdp"))
+    params = jax.tree.map(lambda x: jax.device_put(x, lying), nnx.state(nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Param))
+    found = jax.tree_util.tree_flatten_with_path(gw.abstract_state(made, 2, mesh, AXIS, params=params))[0]
+    kept = {
+        jax.tree_util.keystr(path, simple=True, separator=".") for path, x in found if x.sharding.spec == lying.spec
+    }
+    assert len(kept) == 6  # scale and bias, and two moments of each
+    assert all("scale" in path or "bias" in path for path in kept)
+
+
 @pytest.mark.parametrize("shard", ["element", "parameter"])
 def test_signs_that_stand_between_names_are_refused(shard):
     with refused("'a;b'", "{|;}"):

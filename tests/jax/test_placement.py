@@ -43,8 +43,8 @@ def test_orbax_saves_a_state_that_has_not_come_to_its_replicas(name, tmp_path):
 
 
 def kinds(tree, name):
-    """Of arrays that have a shape of parameters, or rows of it."""
-    return {(name, x.sharding.memory_kind) for x in jax.tree.leaves(tree) if x.ndim > 1}
+    """Of arrays that have a shape of parameters, or rows of it, and of marks."""
+    return {(name, x.sharding.memory_kind) for x in jax.tree.leaves(tree) if x.ndim}
 
 
 def test_what_lies_in_the_memory_of_the_host_stays_there():
@@ -52,8 +52,12 @@ def test_what_lies_in_the_memory_of_the_host_stays_there():
     params = jax.device_put(PARAMS, NamedSharding(mesh, jax.P(), memory_kind="pinned_host"))
     tx = optax.chain(TX, optax.adam(1e-2))
     begun = params, tx.init(params)
-    local = gw.stack_replicas((params, LOCAL.init(params)))
+    keys = jax.device_put(
+        jax.random.split(jax.random.key(0), 4), NamedSharding(mesh, jax.P(), memory_kind="pinned_host")
+    )
+    local = gw.stack_replicas((params, LOCAL.init(params).averages.memory))
     placed = gw.distribute(begun, mesh, AXIS)
+    saved = gw.to_portable(placed[1][0], power(), errors="all")
     found = {
         "init": (begun[0], begun[1][0].local, begun[1][1]),
         "outer": LOCAL.init(params).averages.memory,
@@ -61,7 +65,8 @@ def test_what_lies_in_the_memory_of_the_host_stays_there():
         "placed": (placed[0], placed[1][0].local),
         "again": gw.distribute(placed, mesh, AXIS)[1][0].local,
         "shapes": gw.abstract_state(placed, 4, mesh, AXIS, params=params)[1][0].local,
-        "resized": gw.set_replicas(placed, 2)[1][0].local,
+        "resized": gw.set_replicas((placed, gw.PerReplica(keys)), 2),
+        "portable": [gw.from_portable(saved, power(), begun[1][0], replicas=n) for n in (4, 2)],
     }
     for name, tree in found.items():
         assert kinds(tree, name) == {(name, "pinned_host")}

@@ -359,7 +359,7 @@ def test_memory_lies_as_its_parameter_does():
 
 
 def test_shapes_as_parameters_lie():
-    """A parameter is known by the end of a path and by its shape, under local SGD too."""
+    """Under local SGD too, of which every array has a row for each replica."""
     mesh = slices(2, 2)
     params = {"layer": params_on(mesh), "w": jax.device_put(jnp.ones(ROWS), NamedSharding(mesh, jax.P("ici")))}
     tx = gw.diloco(optax.adam(1e-2), 4, axis_name="dcn")
