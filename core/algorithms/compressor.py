@@ -325,6 +325,8 @@ class Compressor(abc.ABC):
                 programs.append(self.compress(ops, name, left.x, memory, context))
         programs = programs if joint is None else [joint]
         *each, averages = await together([*programs, mean_each(given.uncompressed)])
+        for left in x.values():
+            left.sent = None  # computed by now, or not at all; of a traced branch, whose arrays end with it
         results: Any = each if joint is None else each[0]
         columns = zip(*results, strict=True) if results else ((), (), ())
         sent, received, new = (dict(zip(x, column, strict=True)) for column in columns)

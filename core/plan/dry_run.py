@@ -112,19 +112,19 @@ class DryRun:
         return all(isinstance(each, BY_KIND) for each in nested(self.algorithm))
 
     @cached_property
-    def _tried(self) -> list[DryStep] | UnknownWorldSize:
+    def _tried(self) -> list[DryStep] | None:
         start = self.algorithm.start_step
         kinds = [*([(0, 0)] if start else []), *((start, phase) for phase in range(self.algorithm.cycle))]
         try:
             return [self._step(*kind) for kind in kinds]
-        except UnknownWorldSize as error:
-            return error
+        except UnknownWorldSize:
+            return None  # an exception that is kept would keep what its callers have at hand: a model's parameters
 
     @property
     def steps(self) -> Sequence[DryStep]:
         """The first, if that is dense, and each of a cycle."""
-        if isinstance(self._tried, UnknownWorldSize):
-            raise self._tried.with_traceback(None)
+        if self._tried is None:
+            raise UnknownWorldSize
         return self._tried
 
     @property

@@ -269,6 +269,32 @@ def test_nor_by_whole_optimizers(name):
 TX = power_sgd(2, axis_name=AXIS)
 
 
+LEAK = {
+    "half steps": average_gradients(power(half_step=True), axis_name=AXIS),
+    "codes": average_gradients(WireDtype(PowerSGD(2, start_step=3), "int8"), axis_name=AXIS),
+    "largest": average_gradients(METHODS["top_k"].algorithm, axis_name=AXIS),
+    "two levels": average_gradients(TWO_LEVELS["two_levels"].algorithm, axis_name=AXIS),
+    "sharded": zero1(optax.adam(0.1), axis_name=AXIS, replicas=4),
+    "averages": diloco(optax.adam(0.1), 4, axis_name=AXIS, compressor=power(half_step=True)),
+}
+
+
+@pytest.mark.parametrize("name", LEAK)
+def test_nothing_traced_outlives_its_trace(name):
+    """As `jax.checking_leaks` finds what does. Nor do the parameters that were traced, in an exception that was caught."""
+    tx = LEAK[name]
+
+    def step(params):
+        state = tx.init(params)
+        updates, state = tx.update(params, state, params)
+        return tx.average_params(updates, state) if name == "averages" else updates
+
+    with jax.checking_leaks():
+        if name != "averages":  # which begins on its replicas
+            jax.eval_shape(tx.init, PARAMS)
+        jax.make_jaxpr(step, axis_env=[(AXIS, 4)])(PARAMS)
+
+
 def test_inside_vmap_nothing_has_to_be_placed():
     """It refuses by itself what differs and has no axis."""
     given = jax.tree.map(lambda x: np.stack([np.asarray(x) * i for i in range(4)]), PARAMS)

@@ -51,6 +51,19 @@ def test_an_absent_replica_changes_nothing(name, mode):
     assert equal((before.memory, before.local), (after.memory, after.local))
 
 
+@pytest.mark.parametrize("weights", [(0, 0), (3e38, 3e38), (1, -1), (1, -2), (np.nan, 1)])
+@pytest.mark.parametrize("algorithm", [AllReduce(), PowerSGD(2)], ids=repr)
+def test_weights_that_sum_to_no_number_above_0_are_counted(algorithm, weights):
+    """Also of a plain average, all of which is NaN."""
+    tx, given = gw.average_gradients(algorithm, axis_name=AXIS), {"w": jnp.ones((2, 24, 16))}
+    states = jax.vmap(lambda g: tx.init(g), axis_name=AXIS)(given)
+    step = jax.jit(jax.vmap(lambda g, s, weight: tx.update(g, s, weight=weight), axis_name=AXIS))
+    for n, each in enumerate(((1, 1), weights, (0, 2))):
+        averages, states = step(given, states, jnp.asarray(each, jnp.float32))
+        assert jnp.isnan(averages["w"]).all() == (n == 1)
+        assert states.account.skipped.tolist() == [n > 0] * 2
+
+
 def test_refusals():
     tx = gw.average_gradients(AllReduce(), axis_name=AXIS)
     ones = {"w": jnp.ones((4, 2))}

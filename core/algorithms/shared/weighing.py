@@ -111,13 +111,16 @@ class Weighing(Generic[A]):
             sent += (ops.cast(self.weight, ops.dtype_of(request.arrays[0])).reshape((1,)),)
             donated += (False,)  # it may be the weight itself, of the same dtype
         sums = await ask(replace(request, arrays=sent, donated=donated, op="sum"))
+        came = total is None
         if total is None:
             total = self._found(groups, ops.cast(sums[-1], "float32").reshape(()))
             sums = sums[:-1]
         if ops.truth(total > 0) is False:
             return tuple(request.arrays)  # only of a group; see `_found`
         means = [ops.divide(x, ops.cast(total, ops.dtype_of(x)), out=x) for x in sums]
-        if request.watched and ops.truth(total > 0) is None:
+        # A plain average, which watches nothing, has its one number looked at, by which all of it may be NaN.
+        plain = came and groups == self._whole and not self.keeps
+        if (request.watched or plain) and ops.truth(total > 0) is None:
             await self._watch(total)
         return self._kept(request, means, total)
 
@@ -162,8 +165,8 @@ class Weighing(Generic[A]):
         return tuple(means)
 
     async def _watch(self, total: A) -> None:
-        """A step in which nobody counts is not finite."""
-        await watch(self.ops.divide(self.ops.zeros((), "float32") + 1.0, total))
+        """A step in which nobody counts is not finite, nor is one whose weights sum to what is no number above 0."""
+        await watch(self.ops.where(total > 0, total, math.nan))
 
     def _found(self, groups: Groups | None, total: A) -> A:
         self._totals[groups] = total
