@@ -57,10 +57,12 @@ class Rule:
     def require_divisible(self, device: torch.device) -> None:
         """Raise ValueError for an optimizer that no rank can run for its part of the model, in pieces of parameters if so they are divided."""
         require_shardable(self.optimizer_class)
+        require_savable(
+            self.optimizer_class, self.options, device
+        )  # first: what codes its state often compiles its step, and the next trial takes many
         (require_elementwise if self.shard == "element" else require_parameterwise)(
             self.optimizer_class, self.options, device
         )
-        require_savable(self.optimizer_class, self.options, device)
 
     def work(self, spec: Spec) -> int:
         """What an update of a parameter costs, beside those of other rules: its elements; n·m·min(n, m) where a matrix is orthogonalized by
