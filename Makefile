@@ -127,6 +127,7 @@ bench-gpu: build/typed ## what compression costs on a GPU, in eight minutes; wit
 bench-network: $(READY) ## step time between hosts on shaped links (Linux, as root)
 	$(BIN)/python benchmarks/network $(ARGS)
 	$(BIN)/python benchmarks/network/diloco.py
+	$(BIN)/python benchmarks/network/nodes.py
 
 LENGTH ?= 240 1440
 frontier: $(READY) ## every method in torch and in JAX, LENGTH steps (240 1440): loss against bytes and time, in three hours; goes on where it was stopped

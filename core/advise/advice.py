@@ -10,7 +10,7 @@ from typing import Any
 from gradwire.core.advise.cost import Cost
 from gradwire.core.advise.probe import ALL, BETWEEN, Probe
 from gradwire.core.advise.quality import QUALITIES, LossDifference, MeasuredLosses, quality_of
-from gradwire.core.advise.timeline import Compute, exposed, seconds_of
+from gradwire.core.advise.timeline import Compute, exposed, seconds_of, waiting
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
 from gradwire.core.algorithms.quantize import Quantize
@@ -21,6 +21,7 @@ from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import size_of
+from gradwire.core.plan.traffic import Message
 from gradwire.core.text.units import time_of
 
 #: Characters of a line, and of a name that stands beside its figures.
@@ -33,19 +34,21 @@ PLAIN = AllReduce()
 
 def default_methods(per_node: int = 1) -> list[Any]:
     """What is compared unless others are asked for, where so many replicas share a node (of several)."""
-    levels = [TwoLevel(PLAIN, per_node), TwoLevel(PowerSGD(4), per_node)] if per_node > 1 else []
+    int8, factors = WireDtype(PLAIN, "int8"), WireDtype(PowerSGD(16), "int8")
+    levels = [TwoLevel(method, per_node) for method in (PLAIN, int8, factors) if per_node > 1]
     return [
         PLAIN,
         WireDtype(PLAIN, "bfloat16"),
-        WireDtype(PLAIN, "int8"),
+        int8,
         Quantize("int4"),
-        PowerSGD(16),
+        factors,
         PowerSGD(4),
         *levels,
         TopK(64),
         Sign(),
         LocalSGD(8),
         diloco(100),
+        diloco(100, overlap=10, compressor=WireDtype(PLAIN, "int4")),
     ]
 
 
@@ -160,12 +163,18 @@ def written(algorithm: Any) -> str:
 
 def predict(algorithm: Any, cost: Cost, compute: Compute, probe: Probe, total: int) -> MethodAdvice:
     """The step of a method, on average over its cycle, for gradients of so many bytes in all."""
-    wire = cost.per_step(sum(seconds_of(message, probe) for message in cost.messages))
+
+    def seconds(message: Message) -> float:
+        return seconds_of(message, probe)
+
+    wire = cost.per_step(sum(map(seconds, cost.messages)))
     arrivals = compute if cost.overlaps else compute.at_once()
-    waits = [exposed(step, arrivals, lambda message: seconds_of(message, probe), total) for step in cost.steps]
+    waits = sum(exposed(step, arrivals, seconds, total) for step in cost.steps)
+    if cost.averages:
+        waits += waiting(cost.averages, len(cost.steps) * cost.every, compute.seconds, seconds)
     # The measured overlap of the slowest level that is used.
     slowest = probe.level(ALL if any(m.groups is None for m in cost.messages) else BETWEEN)
-    hidden = max(0.0, wire - cost.per_step(sum(waits))) * slowest.overlap
+    hidden = max(0.0, wire - cost.per_step(waits)) * slowest.overlap
     return MethodAdvice(
         name_of(algorithm),
         compute.seconds + cost.compute + wire - hidden,
@@ -263,7 +272,7 @@ def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, which: str) -> str:
 WATCH = {
     "exact": "Its averages are the plain ones.",
     "rounded": "It has nothing to tune.",
-    "feedback": "Compare the loss with plain averages over some hundred steps.",
+    "feedback": "Compare the loss with plain averages for as long as you will train: gaps grow with the length (`gradwire compare`).",
     "lossy": "What it does not send is lost: compare the loss with plain averages.",
     "local": "It is another way to train: tune its period and rates.",
 }

@@ -12,8 +12,7 @@ from gradwire.core.buckets.assignment import assign_buckets, bucket_limits
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
-from gradwire.core.plan.local_sgd import average_of, local_memory
-from gradwire.core.plan.memory import memory_bytes
+from gradwire.core.plan.local_sgd import Leaving, leaving_in_cycle, memory_bytes
 from gradwire.core.plan.traffic import Message
 
 
@@ -22,16 +21,18 @@ class Cost:
     """A method on one replica.
 
     Attributes:
-        steps: the groups of gradients of each step of a cycle.
+        steps: the groups of gradients of each step of a cycle; of local SGD one group for all averages of a period.
         every: all of it happens once in so many steps: 1, but for local SGD.
         overlaps: whether messages may travel while backward goes on.
         memory_bytes: what the method keeps from step to step, beside parameters and gradients.
+        averages: of local SGD, what leaves in a cycle, of so many steps as `steps` and `every` make.
     """
 
     steps: tuple[tuple[Group, ...], ...]
     every: int = 1
     overlaps: bool = True
     memory_bytes: int = 0
+    averages: tuple[Leaving, ...] = ()
 
     @property
     def compute(self) -> float:
@@ -41,7 +42,8 @@ class Cost:
     @property
     def messages(self) -> list[Message]:
         """All of a cycle."""
-        return [message for step in self.steps for group in step for message in group.messages]
+        averaged = [message for each in self.averages for message in each.sent.messages]
+        return averaged + [message for step in self.steps for group in step for message in group.messages]
 
     def per_step(self, total: float) -> float:
         """What is summed over a cycle, for one step on average."""
@@ -69,15 +71,10 @@ def cost_of(
     """
     kept, ready = memory_bytes(algorithm, specs, replicas), 0
     if isinstance(algorithm, LocalSGD):
-        algorithm = algorithm.without_factory()
-        memory = local_memory(algorithm, specs, replicas)
-        averages = [
-            average_of(algorithm, specs, memory, step, replicas, 0, replicas)
-            for step in algorithm.acting_steps(replicas)
-        ]
-        sent = tuple(message for average in averages for message in average.messages)
-        every = Group(_bytes_of(specs), sum(seconds(specs)), sent)
-        return Cost(((every,),), algorithm.cycle, overlaps=False, memory_bytes=kept)
+        length, averages = leaving_in_cycle(algorithm, specs, replicas)
+        period = (Group(_bytes_of(specs), sum(seconds(specs))),)
+        periods = (period,) * (length // algorithm.cycle)
+        return Cost(periods, algorithm.cycle, overlaps=False, memory_bytes=kept, averages=tuple(averages))
     dry = dry_run(algorithm, specs, replicas)
     cycle: list[list[Group]] = [[] for _ in range(algorithm.cycle)]
     known: dict[Any, list[float]] = {}

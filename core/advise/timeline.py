@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwire.core.advise.probe import ALL, BETWEEN, WITHIN, Probe
+from gradwire.core.plan.local_sgd import Leaving
+from gradwire.core.plan.steady import FORWARD, Sent, period_seconds
 from gradwire.core.plan.traffic import Message
 from gradwire.core.text.options import Positive, check_options
-
-#: What a training step spends before backward, where nobody has measured it: a forward pass has half the products of a backward pass.
-FORWARD = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def seconds_of(message: Message, probe: Probe) -> float:
     name = ALL
     if message.groups is not None:
         name = WITHIN if message.within(max(1, probe.replicas // probe.nodes)) else BETWEEN
-    return probe.level(name).seconds(message.nbytes, exchange=message.exchange)
+    return probe.level(name).seconds(message.nbytes, exchange=message.pattern != "all_reduce")
 
 
 def exposed(groups: Sequence[Group], compute: Compute, seconds: Callable[[Message], float], total: int) -> float:
@@ -98,3 +97,20 @@ def exposed(groups: Sequence[Group], compute: Compute, seconds: Callable[[Messag
             if number + 1 < len(group.messages):
                 send(i, number + 1, now)
     return now - computed
+
+
+def waiting(averages: Sequence[Leaving], period: int, step: float, seconds: Callable[[Message], float]) -> float:
+    """Seconds by which a period of local SGD is longer than its steps, where each takes as long as the one before: what leaves after a step may travel for so many
+    steps as it is late, and no longer than until it is its turn again.
+
+    Args:
+        averages: what leaves after which steps.
+        period: steps after which all of it repeats.
+        step: seconds of one alone.
+        seconds: of a message.
+    """
+    sent: dict[int, list[Sent]] = {}
+    for each in averages:
+        took = np.array([sum(map(seconds, each.sent.messages))])
+        sent.setdefault(each.step, []).append(Sent({0: took}, each.late))
+    return float(period_seconds([step], sent, period)[0]) - period * step

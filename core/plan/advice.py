@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import statistics
 import sys
 import warnings
 from collections import Counter
@@ -17,11 +18,13 @@ from typing import Any
 
 from gradwire.core.algorithm import nested
 from gradwire.core.algorithms.shared.views import View, all_views, view_of
+from gradwire.core.algorithms.two_level import TwoLevel, levels_of
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.codecs import CODECS, BlockCodec
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import ITEMSIZE, Spec
-from gradwire.core.plan.dry_run import dry_run
+from gradwire.core.plan.dry_run import dry_run, size_of
+from gradwire.core.plan.links import Links
 from gradwire.core.text.name_patterns import Patterns
 from gradwire.core.text.wording import some
 
@@ -66,6 +69,22 @@ def advice(algorithm: Any, specs: Mapping[str, Spec]) -> list[str]:
     matrices and none of them is compressed.
     """
     return [*_of_codes(algorithm, specs), *_of_shapes(algorithm, specs)]
+
+
+def advice_on_nodes(algorithm: Any, specs: Mapping[str, Spec], links: Links) -> str:
+    """A sentence where two levels would send less between these nodes; "" where they would not, where each replica is a node, and of an algorithm that has two."""
+    if links.near is None or levels_of(algorithm) is not None:
+        return ""
+    two = TwoLevel(algorithm, len(links.near[0]))
+    now, then = (
+        statistics.fmean(map(links.nbytes, dry_run(each, specs, links.replicas).traffic)) for each in (algorithm, two)
+    )
+    if then >= now:
+        return ""
+    return (
+        f"A node of {two.within} replicas sends {size_of(now)} to others in a step; with TwoLevel({algorithm!r}) it would send {size_of(then)}, "
+        "and average whole gradients inside"
+    )
 
 
 def _of_codes(algorithm: Any, specs: Mapping[str, Spec]) -> Iterator[str]:

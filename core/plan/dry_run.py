@@ -228,8 +228,8 @@ class _Answers:
         self.requests.append(request)
         answers = request.abstract(self)
         if payloads := request.payloads(OPS, self.world_size):
-            self.traffic += counted(request.groups, payloads)
-            self.messages += [Message(nbytes, request.exchanges, request.groups) for nbytes in payloads]
+            self.traffic += counted(request, payloads)
+            self.messages += [Message(nbytes, request.pattern, request.groups) for nbytes in payloads]
         return answers
 
     def replicas(self, groups: Groups | None, assumed: int | None = None) -> int:

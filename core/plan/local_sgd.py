@@ -1,19 +1,21 @@
-"""What local SGD sends, step by step over a cycle: its coroutines, run on arrays without data."""
+"""What local SGD sends, step by step over a cycle, and remembers: its coroutines, run on arrays without data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import overload
+from functools import partial
+from typing import Any, overload
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.all_reduce import AllReduce
-from gradwire.core.algorithms.two_level import levels_of
+from gradwire.core.algorithms.two_level import levels_of, without_levels
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.outer import OuterFactory, OuterSGD
+from gradwire.core.local_sgd.schedule import Level
 from gradwire.core.ops import Spec
-from gradwire.core.plan.dry_run import DryRun, DryStep, dry_run, rehearsed
+from gradwire.core.plan.dry_run import DryRun, DryStep, dry_run, rehearsed, state_bytes
 from gradwire.core.plan.traffic import LevelBytes, Traffic, bytes_by_level
 
 
@@ -99,15 +101,7 @@ def _steps(
     compressor = local.compressor or AllReduce()
     levels = local.levels(replicas)
 
-    def due_at(step: int) -> tuple[_Due, ...]:
-        due = []
-        for fragment in range(local.fragments):
-            level = next((i for i, v in enumerate(levels) if local.due(step, v.period, fragment)), None)
-            if level is not None:
-                done = local.round(step, levels[level].period, fragment) - compressor.start_step
-                due.append(_Due(fragment, level, done % compressor.cycle if level == 0 else 0))
-        return tuple(due)
-
+    due_at = partial(_due_at, local, levels)
     state = local_memory(local, specs, replicas)
     gradients = dry_run(local.gradients(replicas), specs, world_size)
     every_step = gradients.at(local.start_step).traffic
@@ -125,6 +119,54 @@ def _steps(
     first = local.start_step + levels[0].period * compressor.start_step
     kinds = tuple((sent[due], times) for due, times in count.items())
     return LocalSteps(kinds, length, lambda i: sent[due_at(first + i)]), count, gradients
+
+
+def _due_at(local: LocalSGD, levels: Sequence[Level], step: int) -> tuple[_Due, ...]:
+    compressor, due = local.compressor or AllReduce(), []
+    for fragment in range(local.fragments):
+        level = next((i for i, v in enumerate(levels) if local.due(step, v.period, fragment)), None)
+        if level is not None:
+            done = local.round(step, levels[level].period, fragment) - compressor.start_step
+            due.append(_Due(fragment, level, done % compressor.cycle if level == 0 else 0))
+    return tuple(due)
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What leaves after a step.
+
+    Attributes:
+        step: of a cycle, numbered from 1.
+        late: steps for which a replica trains before it waits for it.
+        names: whose averages these are.
+        sent: the messages.
+    """
+
+    step: int
+    late: int
+    names: tuple[str, ...]
+    sent: DryStep
+
+
+def leaving_in_cycle(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> tuple[int, list[Leaving]]:
+    """The steps of a cycle, once the compressor has started, and what leaves after which of them. Raises as `local_steps`."""
+    at_once, levels, parts = local.at_once().without_factory(), local.levels(replicas), local.parts(specs)
+    compressor, late = local.compressor or AllReduce(), levels[0].period if local.eager else local.overlap
+    state, length = local_memory(at_once, specs, replicas), local.cycle * compressor.cycle
+    first = local.start_step + levels[0].period * compressor.start_step
+    gradients = dry_run(local.gradients(replicas), specs, replicas).at(local.start_step)
+    known: dict[tuple[_Due, ...], DryStep] = {}
+    found = [Leaving(t, 0, tuple(specs), gradients) for t in range(1, length + 1)] if gradients.messages else []
+    for step in sorted((step - first) % length + first for step in local.steps_due(compressor.cycle)):
+        due = _due_at(at_once, levels, step)
+        if due not in known:
+            phase = next((d.phase for d in due if d.level == 0), 0)
+            known[due] = average_of(at_once, specs, state, step, replicas, phase, replicas)
+        # What smaller groups average belongs to no outer parameters, and is not late.
+        wait = late if all(d.level == 0 for d in due) else 0
+        names = tuple(name for d in due for name in parts[d.fragment])
+        found.append(Leaving(step - first + 1, wait, names, known[due]))
+    return length, found
 
 
 def stage_starts(local: LocalSGD) -> tuple[int, ...]:
@@ -158,6 +200,17 @@ def local_stages(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> l
 def local_memory(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> State[AbstractArray]:
     """What local SGD remembers, without data. Raises what its `init` raises."""
     return local.init(AbstractOps(), abstract_arrays(specs), replicas)
+
+
+def memory_bytes(algorithm: Any, specs: Mapping[str, Spec], replicas: int | None) -> int:
+    """Bytes of the memory of an algorithm, or of local SGD, on each replica, but for what an outer optimizer of a framework remembers. Raises what its
+    `init` raises."""
+    if not isinstance(algorithm, LocalSGD):
+        return state_bytes(dry_run(algorithm, specs, replicas).memory)
+    # What is remembered does not depend on who averages.
+    period = max(algorithm.fragments, algorithm.overlap + 1)
+    alone = without_levels(replace(algorithm.without_factory(), period=period, subgroup=None))
+    return state_bytes(local_memory(alone, specs, 1))
 
 
 def average_of(

@@ -17,14 +17,13 @@ from gradwire.core.buckets.assignment import Mebibytes, assign_buckets, bucket_l
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import FloatDtype, Spec
 from gradwire.core.plan.advice import warn
-from gradwire.core.plan.cost import ring_seconds, step_seconds
 from gradwire.core.plan.dry_run import dry_run, state_bytes
 from gradwire.core.plan.gathers import outgrown_at
-from gradwire.core.plan.local_sgd import LocalSteps, local_traffic
-from gradwire.core.plan.memory import memory_bytes
+from gradwire.core.plan.links import Library, Links, links_of
+from gradwire.core.plan.local_sgd import LocalSteps, local_traffic, memory_bytes
 from gradwire.core.plan.parameters import specs_of
 from gradwire.core.plan.traffic import Traffic
-from gradwire.core.text.options import Positive, Replicas, Seconds, checked
+from gradwire.core.text.options import AtLeast1, Positive, Replicas, Seconds, checked
 
 
 @dataclass(frozen=True)
@@ -153,30 +152,62 @@ class Plan:
         return self.dense_bytes / sent if sent else 1.0
 
     @checked
-    def seconds(
-        self, world_size: Replicas, latency: Seconds, bandwidth: Positive, *, within: tuple[float, float] | None = None
-    ) -> float:
-        """Communication time of a step by the α-β model, see `step_seconds`.
+    def link_bytes(self, world_size: Replicas, *, nodes: AtLeast1 | None = None, library: Library = "nccl") -> float:
+        """Bytes that a node sends to the others per step, on average over a cycle: what its link carries in that direction. Arguments and what raises are
+        those of `seconds`.
 
-        Of an algorithm with two levels `latency` and `bandwidth` are those of the link between nodes, which all replicas of a node share, and `within`
-        those of the links inside; None leaves out what these take.
+        Examples:
+            >>> from gradwire import AllReduce, WireDtype, plan
+            >>> for method in (AllReduce(), WireDtype(AllReduce(), "int8")):  # two nodes of four replicas: all of a node send codes to all of the other
+            ...     print(round(plan({"w": (1024, 1024)}, method, world_size=8).link_bytes(8, nodes=2, library="gloo")))
+            7340032
+            4325376
+        """
+        links = self._links(world_size, nodes, library)
+        return _average((links.nbytes(t), n) for t, n in self.kinds)
+
+    @checked
+    def seconds(
+        self,
+        world_size: Replicas,
+        latency: Seconds,
+        bandwidth: Positive,
+        *,
+        nodes: AtLeast1 | None = None,
+        within: tuple[float, float] | None = None,
+        library: Library = "nccl",
+    ) -> float:
+        """Communication time of a step by the α-β model, one message after the other (`gradwire.core.plan.links`).
+
+        Args:
+            world_size: W, for which the plan is made.
+            latency: α, seconds per hop, between nodes.
+            bandwidth: 1/β, bytes per second of the link of a node, each direction, which its replicas share.
+            nodes: on how many nodes they are, equally many on each, in order. None: each replica is on a node of its own; of an algorithm with two levels these say.
+            within: of an algorithm with two levels, latency and bandwidth of the links inside a node; None leaves out what these take.
+            library: what carries messages, where a node has several replicas: bytes on its link are those that were counted of "gloo", and computed by the
+                formulas of "nccl".
 
         Raises:
-            ValueError: as `step_seconds`; or `within` for an algorithm that has one level, or another `world_size` than the plan is made for.
+            ValueError: nobody, or a link that carries nothing; nodes of different sizes; `within` for an algorithm that has one level; or of an algorithm with
+                two another `world_size` than the plan is made for.
         """
-        if not self.levels:
-            if within is not None:
-                raise ValueError(f"within={within}, but {self.algorithm!r} has one level; leave it out")
-            return _average((step_seconds(t, world_size, latency, bandwidth), n) for t, n in self.kinds)
-        near, far = self.levels
-        if world_size != near.groups * near.replicas:
+        links = self._links(world_size, nodes, library)
+        seconds = _average((links.seconds(t, latency, bandwidth), n) for t, n in self.kinds)
+        if within is None:
+            return seconds
+        levels = levels_of(self.algorithm)
+        if levels is None or not self.levels:
+            raise ValueError(f"within={within}, but {self.algorithm!r} has one level; leave it out")
+        inside, near = Links(self.levels[0].replicas), levels.near(world_size)
+        return seconds + _average((inside.seconds(t.among(near), *within), n) for t, n in self.kinds)
+
+    def _links(self, world_size: int, nodes: int | None, library: Library) -> Links:
+        if self.levels and world_size != (made := self.levels[0].groups * self.levels[0].replicas):
             raise ValueError(
-                f"world_size={world_size}, but the plan is made for {near.groups} nodes of {near.replicas} replicas"
+                f"world_size={world_size}, but the plan is made for {self.levels[0].groups} nodes of {self.levels[0].replicas} replicas, {made} in all"
             )
-        seconds = ring_seconds(far.collectives, far.node_bytes, far.replicas, latency, bandwidth)
-        if within is not None:
-            seconds += ring_seconds(near.collectives, near.nbytes, near.replicas, *within)
-        return seconds
+        return links_of(self.algorithm, world_size, nodes, library)
 
     def __str__(self) -> str:
         return "\n".join([repr(self.algorithm), *_table(self), *_totals(self), *self.notes])
@@ -329,7 +360,10 @@ def _tensor(algorithm: Any, name: str, spec: Spec, compressed: bool, sent: float
 
 def kinds_of(steps: Sequence[Traffic]) -> tuple[tuple[Traffic, int], ...]:
     """Each kind of step among these, and how many are of it."""
-    return steps.kinds if isinstance(steps, LocalSteps) else tuple(Counter(steps).items())
+    if isinstance(steps, LocalSteps):
+        return steps.kinds
+    kinds = Counter((step, step.parts) for step in steps)
+    return tuple((step, n) for (step, _), n in kinds.items())
 
 
 def _average(counted: Iterable[tuple[float, int]]) -> float:

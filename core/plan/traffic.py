@@ -6,13 +6,22 @@ They are counted by running the algorithm itself, the very coroutine that the dr
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gradwire.core.algorithm import near_in
 from gradwire.core.ops import A, Ops
 from gradwire.core.protocol.groups import Groups
-from gradwire.core.protocol.programs import Request
+from gradwire.core.protocol.programs import Pattern, Request
+
+
+class Part(NamedTuple):
+    """Messages that go alike among the same replicas, and their bytes. `groups` None: all replicas."""
+
+    pattern: Pattern
+    groups: Groups | None
+    collectives: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,7 @@ class Traffic:
 
     `subgroup_bytes` are those of `nbytes` that are averaged in groups of replicas, and so may never leave a machine.
 
-    `by_groups` has the messages and bytes in each partition of the replicas: (groups, messages, bytes).
+    `parts` are those messages that are no all-reduces of all replicas, by how they go and among whom: what crosses the links between nodes depends on it.
 
     `optional_bytes` are those of `nbytes` that may not be sent, where an algorithm branches on data (`branch` on an average): no plan knows
     which side it will take. All else is that of the side that sends more.
@@ -40,26 +49,43 @@ class Traffic:
     nbytes: int
     subgroup_bytes: int = 0
     optional_bytes: int = 0
-    by_groups: tuple[tuple[Groups, int, int], ...] = ()
+    parts: tuple[Part, ...] = field(default=(), compare=False)
 
     def in_groups(self, groups: Groups | None) -> tuple[int, int]:
         """Messages and bytes in these groups of replicas. None: in no groups, (0, 0)."""
-        return next(((n, nbytes) for own, n, nbytes in self.by_groups if own == groups), (0, 0))
+        own = self.among(groups)
+        return own.collectives, own.nbytes
+
+    def among(self, groups: Groups | None) -> Traffic:
+        """The messages in these groups of replicas. None: in no groups, nothing."""
+        own = tuple(part for part in self.parts if groups is not None and part.groups == groups)
+        n, nbytes = sum(part.collectives for part in own), sum(part.nbytes for part in own)
+        return Traffic(n, nbytes, nbytes, parts=own)
+
+    @property
+    def all_parts(self) -> tuple[Part, ...]:
+        """`parts`, and what is left of messages and bytes: all-reduces of all replicas."""
+        rest = [
+            self.collectives - sum(p.collectives for p in self.parts),
+            self.nbytes - sum(p.nbytes for p in self.parts),
+        ]
+        return (*self.parts, Part("all_reduce", None, *rest)) if any(rest) else self.parts
 
     def far_bytes(self, algorithm: object) -> int:
         """The bytes without those that stay in nodes, if the algorithm has two levels."""
-        return self.nbytes - sum(n for groups, _, n in self.by_groups if near_in(algorithm, groups))
+        return self.nbytes - sum(part.nbytes for part in self.parts if part.groups and near_in(algorithm, part.groups))
 
     def __add__(self, other: Traffic) -> Traffic:
-        by_groups = {groups: (0, 0) for groups, *_ in (*self.by_groups, *other.by_groups)}
-        for groups, n, nbytes in (*self.by_groups, *other.by_groups):
-            by_groups[groups] = by_groups[groups][0] + n, by_groups[groups][1] + nbytes
+        parts: dict[tuple[Pattern, Groups | None], tuple[int, int]] = {}
+        for pattern, groups, n, nbytes in (*self.parts, *other.parts):
+            before = parts.get((pattern, groups), (0, 0))
+            parts[pattern, groups] = before[0] + n, before[1] + nbytes
         return Traffic(
             self.collectives + other.collectives,
             self.nbytes + other.nbytes,
             self.subgroup_bytes + other.subgroup_bytes,
             self.optional_bytes + other.optional_bytes,
-            tuple((groups, n, nbytes) for groups, (n, nbytes) in by_groups.items()),
+            tuple(Part(*kind, *counts) for kind, counts in parts.items()),
         )
 
 
@@ -88,15 +114,15 @@ def bytes_by_level(kinds: Iterable[tuple[Traffic, int]], near: Groups | None) ->
 
 def traffic_of(ops: Ops[A], requests: Sequence[Request], world_size: int | None = None) -> Traffic:
     """The traffic of these requests."""
-    return sum((counted(r.groups, r.payloads(ops, world_size)) for r in requests), Traffic(0, 0))
+    return sum((counted(r, r.payloads(ops, world_size)) for r in requests), Traffic(0, 0))
 
 
-def counted(groups: Groups | None, payloads: Sequence[int]) -> Traffic:
-    """The traffic of messages in some groups."""
-    if not payloads:
-        return Traffic(0, 0)
-    n, nbytes = len(payloads), sum(payloads)
-    return Traffic(n, nbytes, nbytes, by_groups=((groups, n, nbytes),)) if groups else Traffic(n, nbytes)
+def counted(request: Request, payloads: Sequence[int]) -> Traffic:
+    """The traffic of a request, in messages of so many bytes."""
+    part = Part(request.pattern, request.groups, len(payloads), sum(payloads))
+    if not payloads or part[:2] == ("all_reduce", None):
+        return Traffic(part.collectives, part.nbytes)
+    return Traffic(part.collectives, part.nbytes, part.nbytes if part.groups else 0, parts=(part,))
 
 
 @dataclass(frozen=True)
@@ -105,12 +131,12 @@ class Message:
 
     Attributes:
         nbytes: in the unit of `Traffic`, where a ring all-reduce counts its payload once.
-        exchange: whether replicas hand each other parts (all-to-all, gather, half of an all-reduce). Otherwise it is an all-reduce.
+        pattern: how it goes.
         groups: in which groups of replicas it stays. None: all of them.
     """
 
     nbytes: int
-    exchange: bool
+    pattern: Pattern = "all_reduce"
     groups: Groups | None = None
 
     def within(self, size: int) -> bool:

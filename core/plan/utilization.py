@@ -5,35 +5,30 @@
 
 A step is a forward pass through the layers and a backward pass, a third and two thirds of its time, divided among the layers by size. What a method sends of a layer
 leaves when backward has come to it, one message after the other. The forward pass of that layer waits for it: in the next step, or as many steps later as the
-method allows. (The model of Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512, section 3.4, whose Table 4 this gives.)
+method allows. What counts is a period that takes as long as the one before: no message of an earlier one is forgotten, and no link is busy for longer than there is
+time. (The model of Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512, section 3.4, whose Table 4 this gives.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gradwire.core.algorithm import Algorithm
-from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.fragments import layer_of
 from gradwire.core.ops import FloatDtype
-from gradwire.core.plan.cost import ring_seconds
+from gradwire.core.plan.links import Library, Links, links_of
+from gradwire.core.plan.local_sgd import leaving_in_cycle
 from gradwire.core.plan.parameters import specs_of
 from gradwire.core.plan.plan import plan
-from gradwire.core.text.options import Positive, Replicas, Seconds, checked, share, short
+from gradwire.core.plan.steady import Sent, Times, period_seconds
+from gradwire.core.plan.traffic import Traffic
+from gradwire.core.text.options import AtLeast1, Positive, Replicas, Seconds, checked, share, short
 from gradwire.core.text.units import rate
-
-#: Of a step's time, that of the forward pass: backward has twice as many products.
-FORWARD = 1 / 3
-#: Steps in which a method that sends in every step has come to its pace.
-STEADY = 6
-
-Times = npt.NDArray[np.float64]
 
 
 @checked
@@ -44,8 +39,10 @@ def utilization(
     step: Positive,
     link: str | Positive,
     replicas: Replicas,
+    nodes: AtLeast1 | None = None,
     latency: Seconds = 0.0,
     dtype: FloatDtype | None = None,
+    library: Library = "nccl",
 ) -> float:
     """The share of the time in which a replica computes; the rest it waits for messages.
 
@@ -56,24 +53,28 @@ def utilization(
         ...     print(f"{utilization(model, algorithm, step=0.3, link='1Gbit', replicas=4):.2f}")
         0.02
         0.61
-        0.85
+        0.84
 
     Args:
         model: as for `plan`. Parameters whose names agree up to the first number are a layer; layers follow each other in the order of the parameters.
         algorithm: any algorithm, or `LocalSGD` in all its forms. What compressing takes is not in it, see `gradwire.advise`.
         step: seconds of a training step of one replica alone.
-        link: of each replica, "10Gbit" or bits per second; of an algorithm with two levels that of each node, to other nodes.
+        link: of each node, to the others, "10Gbit" or bits per second. Its replicas share it.
         replicas: how many there are.
-        latency: seconds for each hop of a ring.
+        nodes: on how many nodes they are, equally many on each, in order. None: each is on a node of its own; of an algorithm with two levels these say.
+        latency: seconds for each hop of a message.
         dtype: of the model, instead of its own.
+        library: what carries messages, "nccl" or "gloo", where a node has several replicas: the bytes that cross its link are those that were counted of Gloo, and
+            computed by the formulas of NCCL.
 
     Returns:
         More than 0, at most 1.
 
     Raises:
-        ValueError: a step, link, latency or number of replicas that cannot be, by name; or as `plan` raises.
+        ValueError: a step, link, latency or number of replicas or nodes that cannot be, by name; or as `plan` raises.
     """
-    shape = _Shape.of(model, algorithm, step, replicas, latency, dtype)
+    links = links_of(algorithm, replicas, nodes, library)
+    shape = _Shape.of(model, algorithm, step, replicas, latency, dtype, links)
     return float(shape.shares(np.array([_bits(link)]))[0])
 
 
@@ -85,8 +86,10 @@ def link_for(
     step: Positive,
     utilization: Annotated[float, share(least_open=True, most_open=True)] = 0.9,
     replicas: Replicas,
+    nodes: AtLeast1 | None = None,
     latency: Seconds = 0.0,
     dtype: FloatDtype | None = None,
+    library: Library = "nccl",
 ) -> float:
     """The slowest link, in bits per second, with which a replica computes for this share of the time: the inverse of `utilization`, whose arguments it takes.
 
@@ -97,12 +100,13 @@ def link_for(
         ...     print(f"{link_for(model, algorithm, step=0.3, replicas=4) / 1e9:.1f} Gbit/s")
         85.9 Gbit/s
         5.5 Gbit/s
-        1.1 Gbit/s
+        1.2 Gbit/s
 
     Raises:
         ValueError: as `utilization`; or no link is fast enough, since latency alone takes more.
     """
-    shape = _Shape.of(model, algorithm, step, replicas, latency, dtype)
+    links = links_of(algorithm, replicas, nodes, library)
+    shape = _Shape.of(model, algorithm, step, replicas, latency, dtype, links)
     low, high = 0.0, 24.0
     if shape.shares(np.array([10**high]))[0] < utilization:
         raise ValueError(
@@ -125,28 +129,53 @@ def _bits(link: str | float) -> float:
 
 
 @dataclass(frozen=True)
+class _Message:
+    """What leaves after a step of a period, on the link.
+
+    Attributes:
+        step: numbered from 1.
+        late: steps more between leaving and being needed.
+        layers: which part of it is of each layer.
+        hops, nbytes: of all of it.
+    """
+
+    step: int
+    late: int
+    layers: Mapping[int, float]
+    hops: float
+    nbytes: float
+
+    def sent(self, latency: float, bits: Times) -> Sent:
+        waits = self.hops * latency / len(self.layers)
+        return Sent({i: waits + part * self.nbytes * 8 / bits for i, part in self.layers.items()}, self.late)
+
+
+@dataclass(frozen=True)
 class _Shape:
     """A model's layers and what is sent of them.
 
     Attributes:
         seconds: of each layer's forward and backward pass.
-        leaving: the bytes of each layer's message, of those that leave after a step (numbered from 1), and how many messages these are for a network.
-        steps: how many to look at.
-        late: steps between leaving and being needed.
-        ring: replicas, or nodes, that average.
+        period: steps after which everything repeats.
+        messages: of a period.
         latency: seconds for each hop.
     """
 
     seconds: Sequence[float]
-    leaving: Callable[[int], tuple[Mapping[int, float], float]]
-    steps: int
-    late: int
-    ring: int
+    period: int
+    messages: Sequence[_Message]
     latency: float
 
     @classmethod
     def of(
-        cls, model: Any, algorithm: Algorithm | LocalSGD, step: float, replicas: int, latency: float, dtype: str | None
+        cls,
+        model: Any,
+        algorithm: Algorithm | LocalSGD,
+        step: float,
+        replicas: int,
+        latency: float,
+        dtype: str | None,
+        links: Links,
     ) -> _Shape:
         specs = specs_of(model, dtype, "model")
         if not specs:
@@ -157,63 +186,29 @@ class _Shape:
         for name, spec in specs.items():
             sizes[number[name]] += max(spec.size, 1)
         seconds = [step * size / sum(sizes) for size in sizes]
-        local = algorithm if isinstance(algorithm, LocalSGD) else None
-        sent = algorithm if local is None else local.compressor or AllReduce()
-        kept = specs if local is None or local.state_dtype is None else local.kept(specs)
-        planned = plan(kept, sent, world_size=replicas)
-        far = planned.levels[1] if planned.levels else None
-        ring = replicas if far is None else far.replicas
-        collectives = planned.collectives if far is None else far.collectives
-        nbytes = {t.name: t.wire_bytes for t in planned.tensors}
+        planned = plan(specs, algorithm, world_size=replicas)
+        own = {t.name: t.wire_bytes for t in planned.tensors}
 
-        def messages(names: Sequence[str]) -> tuple[dict[int, float], float]:
-            by_layer: dict[int, float] = {}
+        def message(step: int, late: int, names: Iterable[str], kinds: Iterable[tuple[Traffic, int]]) -> _Message:
+            layers: dict[int, float] = {}
             for name in names:
-                by_layer[number[name]] = by_layer.get(number[name], 0.0) + nbytes[name]
-            return by_layer, collectives
+                layers[number[name]] = layers.get(number[name], 0.0) + own[name]
+            total, kinds = sum(layers.values()) or 1.0, list(kinds)
+            times = sum(n for _, n in kinds)
+            hops, nbytes = (sum(of(sent) * n for sent, n in kinds) / times for of in (links.hops, links.nbytes))
+            return _Message(step, late, {i: part / total for i, part in layers.items()}, hops, nbytes)
 
-        if local is None:
-            everything = messages(list(specs))
-            return cls(seconds, lambda _: everything, STEADY, 0, ring, latency)
-        period = local.levels(replicas)[0].period
-        fragments = [messages(names) for names in local.parts(kept)]
-        turns = {local._offset(period, f): f for f in range(local.fragments)}
-
-        def leaving(t: int) -> tuple[Mapping[int, float], float]:
-            turn = turns.get((t - 1) % period + 1)
-            return ({}, 0.0) if turn is None else fragments[turn]
-
-        late = period if local.eager else local.overlap
-        return cls(seconds, leaving, 3 * period if local.eager else period, late, ring, latency)
+        if not isinstance(algorithm, LocalSGD):
+            return cls(seconds, 1, [message(1, 0, specs, planned.kinds)], latency)
+        period, leaving = leaving_in_cycle(algorithm, specs, replicas)
+        each = [message(one.step, one.late, one.names, [(one.sent.traffic, 1)]) for one in leaving]
+        return cls(seconds, period, each, latency)
 
     def shares(self, bits: Times) -> Times:
         """The utilization for each of these links."""
-        n = len(self.seconds)
-        now, link = np.zeros_like(bits), np.zeros_like(bits)
-        need = np.zeros((n, len(bits)))  # when forward may begin
-        on_their_way: dict[int, dict[int, Times]] = {}
-        for t in range(1, self.steps + 1):
-            messages, collectives = self.leaving(t)
-            if not messages and (need <= now).all():
-                now = now + sum(self.seconds)
-            else:
-                for i, seconds in enumerate(self.seconds):
-                    now = np.maximum(now, need[i]) + seconds * FORWARD
-                sent = {}
-                for i in reversed(range(n)):
-                    now = now + self.seconds[i] * (1 - FORWARD)
-                    if i in messages:
-                        link = np.maximum(link, now) + self._travels(messages[i], collectives / len(messages), bits)
-                        sent[i] = link
-                if sent:
-                    on_their_way[t + self.late] = sent
-            for i, arrived in on_their_way.pop(t, {}).items():
-                need[i] = np.maximum(need[i], arrived)
-        share: Times = self.steps * sum(self.seconds) / np.maximum(now, need.max(axis=0))
-        return share
-
-    def _travels(self, nbytes: float, collectives: float, bits: Times) -> Times:
-        waits = ring_seconds(collectives, 0, self.ring, self.latency, 1.0)
-        per_byte = ring_seconds(0, 1, self.ring, 0.0, 1.0)
-        travels: Times = waits + per_byte * nbytes * 8 / bits
-        return travels
+        sent: dict[int, list[Sent]] = {}
+        for message in self.messages:
+            if message.nbytes:
+                sent.setdefault(message.step, []).append(message.sent(self.latency, bits))
+        share: Times = self.period * sum(self.seconds) / period_seconds(self.seconds, sent, self.period)
+        return share + np.zeros_like(bits)

@@ -200,7 +200,7 @@ class Gather(Fusable[A]):
         assumed: the number of replicas for a plan that has not been told it, see `WorldSize`.
     """
 
-    exchanges = True
+    pattern = "all_gather"
 
     arrays: tuple[A, ...]
     watched: bool = True
@@ -250,7 +250,7 @@ class AllToAll(Fusable[A]):
             W · counts[i]. Only parts of equal size work in JAX. Empty: the arrays have rows.
     """
 
-    exchanges = True
+    pattern = "all_to_all"
 
     arrays: tuple[A, ...]
     groups: Groups | None = None
@@ -331,7 +331,7 @@ class ReduceScatter(Fusable[A]):
 
     per_array = ("arrays", "counts")
 
-    exchanges = True
+    pattern = "reduce_scatter"
 
     arrays: tuple[A, ...]
     counts: tuple[tuple[int, ...], ...]
@@ -389,7 +389,7 @@ class AllGather(Fusable[A]):
 
     per_array = ("arrays", "counts", "out")
 
-    exchanges = True
+    pattern = "all_gather"
 
     arrays: tuple[A, ...]
     counts: tuple[tuple[int, ...], ...]

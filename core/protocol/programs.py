@@ -14,12 +14,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable,
 from dataclasses import fields, is_dataclass, replace
 from itertools import accumulate, chain
 from operator import attrgetter
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 from gradwire.core.ops import WIRE_ITEMSIZE, A, Ops
 from gradwire.core.protocol.groups import Groups
 
 T = TypeVar("T")
+
+#: How a message goes between replicas. Each of the last three sends half of what an all-reduce of as many bytes does.
+Pattern = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
 #: A running algorithm: yields requests, is sent a tuple with one answer per array asked about, returns `T`.
 Program = Coroutine["Request", tuple[Any, ...], T]
@@ -73,8 +76,8 @@ class Request:
     local: ClassVar[bool] = False
     #: Whether what is sent after it are parameters, and not gradients.
     updates: ClassVar[bool] = False
-    #: Whether replicas hand each other parts, in half the time of an all-reduce.
-    exchanges: ClassVar[bool] = False
+    #: How each message goes between replicas.
+    pattern: ClassVar[Pattern] = "all_reduce"
     #: In which groups of replicas each message stays.
     groups: Groups | None = None
 

@@ -71,8 +71,9 @@ def _seconds(algorithm: Algorithm, device: Any, specs: Mapping[str, Spec]) -> li
 
 
 def _local_seconds(local: LocalSGD, replicas: int, device: Any, specs: Mapping[str, Spec]) -> Iterator[float]:
-    """Of each average in a cycle; 0.0 where a schedule names replicas, of which one alone has no averages."""
-    ops, alone = JaxOps(), without_levels(local)
+    """Of each average in a cycle, decoding and the outer step included, which come later where it overlaps; 0.0 where a schedule names replicas, of which one
+    alone has no averages."""
+    ops, alone = JaxOps(), without_levels(local.at_once())
     params = jax.device_put(_drawn(specs), device)
     for step in local.acting_steps(replicas):
         if local.names_replicas:

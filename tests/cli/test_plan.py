@@ -79,9 +79,14 @@ def test_two_levels_tell_what_leaves_a_node_and_its_own_ratio(folder, capsys):
     printed = run(capsys, "plan", "shapes.json", *options, "--summary")
     assert "mlp.weight" not in printed  # totals alone
     (row,) = (line for line in printed.splitlines() if line.startswith("TwoLevel"))
-    for cell in (f"{one_level / 1e3:.1f} kB", f"{given['dense_bytes'] / one_level:.1f}×"):
+    # Four nodes in a ring pass on 2 · 3/4 of the node's bytes, and eight replicas 2 · 7/8 of their gradients.
+    assert given["link_bytes"] == pytest.approx(1.5 * one_level)
+    for cell in (f"{given['wire_bytes'] / 1e3:.1f} kB", f"{given['link_bytes'] / 1e3:.1f} kB"):
         assert cell in row
-    assert f"{given['within_node_bytes'] / 1e3:.1f} kB" in row
+    assert f"{1.75 * given['dense_bytes'] / given['link_bytes']:.1f}×" in row
+    assert "computed, not measured" in printed
+    assert "Gloo was counted" in run(capsys, "plan", "shapes.json", *options, "--summary", "--library", "gloo")
+    assert "--library" in refused(capsys, "plan", "shapes.json", "--library", "mpi")
     # Two nodes hand each other each byte once, in two hops; and what stays on a node is not on the link.
     given = planned(capsys, "-a", "TwoLevel(AllReduce())", "--replicas", "8", "--nodes", "2")
     assert given["seconds"] == pytest.approx(2 * 50e-6 + 4 * (512 * 256 + 512) / 1.25e9)

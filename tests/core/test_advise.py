@@ -37,8 +37,9 @@ from gradwire.core.advise.timeline import Compute, Group
 from gradwire.core.algorithms.shared.views import StackedShape
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.plan.expressions import parse_algorithm
-from gradwire.core.plan.memory import memory_bytes
+from gradwire.core.plan.local_sgd import memory_bytes
 from gradwire.core.plan.traffic import Message
+from tests.methods import EVERY, METHODS
 
 SIZES = [1 << k for k in range(8, 27, 2)]
 DENSE, INT8 = AllReduce(), WireDtype(AllReduce(), "int8")
@@ -117,7 +118,7 @@ def test_levels_are_those_of_nodes():
 
 
 def message(nbytes, **options):
-    return Message(nbytes, exchange=False, **options)
+    return Message(nbytes, **options)
 
 
 EVEN = Compute(3.0)  # backward takes 2 seconds, and a byte of 100 is ready after 20 ms of it
@@ -170,26 +171,47 @@ def test_a_step_lies_between_all_hidden_and_nothing_hidden(computed, overlap, fi
 
 
 SPECS = {"w": Spec((512, 512)), "b": Spec((512,))}
-METHODS = [
-    DENSE,
-    PowerSGD(2, half_step=True),
-    PowerSGD({"w": 4, "*": 0}),
-    WireDtype(PowerSGD(4), "int8"),
-    Quantize("int4"),
-]
-METHODS += [LocalSGD(4), diloco(4, compressor=PowerSGD(2)), diloco(4, fragments=2)]
+TABLE = SPECS | {
+    "conv": Spec((64, 32, 3, 3)),
+    "tall": Spec((512, 64)),
+    "stack": Spec((4, 64, 64)),
+    "heads": Spec((64, 4, 32)),
+}
+PARTS = {"fragments": 4, "layout": "size"}
+LATE = [diloco(8, overlap=3), diloco(8, eager=True), diloco(8, overlap=5, **PARTS), diloco(8, eager=True, **PARTS)]
+HALF = PowerSGD(2, half_step=True)
+LATE += [diloco(8, overlap=3, compressor=method) for method in (INT8, HALF, PowerSGD(2, start_step=2))]
+SCHEDULES = [LocalSGD(4), diloco(4, compressor=PowerSGD(2)), diloco(4, **PARTS), *LATE]
+IN_GROUPS = [LocalSGD({2: 2, "all": 8}), LocalSGD(4, subgroup=2), diloco({2: 2, "all": 8}, overlap=3)]
+#: Methods that name no parameters.
+ANYWHERE = [m.algorithm for name, m in METHODS.items() if not name.startswith(("rank_by_name", "views"))]
 
 
-@pytest.mark.parametrize("algorithm", METHODS, ids=repr)
+@pytest.mark.parametrize("algorithm", [*(m.algorithm for m in EVERY.values()), *SCHEDULES, *IN_GROUPS], ids=repr)
 def test_what_is_sent_is_what_the_plan_says(algorithm):
-    cost = cost_of(algorithm, SPECS, 4, lambda specs: [0.5] * getattr(algorithm, "cycle", 1), [["b"], ["w"]])
-    planned = gw.plan({name: spec.shape for name, spec in SPECS.items()}, algorithm, world_size=4)
+    groups = [["b"], [name for name in TABLE if name != "b"]]
+    cost = cost_of(algorithm, TABLE, 4, lambda specs: [0.5] * getattr(algorithm, "cycle", 1), groups)
+    planned = gw.plan(TABLE, algorithm, world_size=4)
     sent = cost.per_step(sum(message.nbytes for message in cost.messages))
     assert sent == pytest.approx(planned.wire_bytes, rel=0.01)
-    assert cost.memory_bytes == memory_bytes(algorithm, SPECS, 4)
-    local = hasattr(algorithm, "acting_steps")
-    assert (cost.every, cost.overlaps) == ((4, False) if local else (1, True))
-    assert local or [group.ready for group in cost.steps[0]] == [2048, 4 * 512 * 513]
+    assert cost.memory_bytes == memory_bytes(algorithm, TABLE, 4)
+    local = isinstance(algorithm, LocalSGD)
+    assert (cost.every, cost.overlaps) == ((algorithm.cycle, False) if local else (1, True))
+    assert local or [group.ready for group in cost.steps[0]] == [2048, planned.dense_bytes]
+
+
+@pytest.mark.parametrize("rate", [1e4, 1e7, 1e8])
+@pytest.mark.parametrize("algorithm", [*ANYWHERE, *SCHEDULES], ids=repr)
+def test_what_is_waited_for_is_what_the_plan_says(algorithm, rate):
+    """Of a model of one layer, where nothing overlaps but what may be late, on a network that does what it is told: messages hide behind that, and no more."""
+    specs, step = {f"layer0.{name}": Spec((512, 128)) for name in "abcd"}, 0.01
+    cost = cost_of(algorithm, specs, 4, lambda specs: [0.0] * getattr(algorithm, "cycle", 1))
+    probe = Probe("torch", "cpu", 4, 4, (level(replicas=4, fixed=1e-15, per_byte=1.5 / rate),))
+    found = predict(algorithm, cost, Compute(step), probe, 1 << 20)
+    share = gw.utilization(specs, algorithm, step=step, link=8 * rate, replicas=4)
+    assert found.exposed == pytest.approx(step / share - step, rel=1e-3, abs=1e-9)
+    planned = gw.plan(specs, algorithm, world_size=4).seconds(4, 0, rate)
+    assert found.exposed + found.hidden == pytest.approx(planned, rel=1e-3)
 
 
 def test_groups_of_the_same_shapes_are_measured_once_in_buckets_of_ddp():
@@ -203,10 +225,10 @@ def test_groups_of_the_same_shapes_are_measured_once_in_buckets_of_ddp():
 
 def test_messages_of_a_dry_run():
     (sent,) = [step.messages for step in dry_run(WireDtype(PowerSGD(4), "int8"), SPECS, world_size=4).cycle]
-    assert all(each.exchange for each in sent if each.nbytes > 2100)
+    assert all(each.pattern != "all_reduce" for each in sent if each.nbytes > 2100)
     full, half = [step.messages for step in dry_run(PowerSGD(4, half_step=True), SPECS).cycle]
     assert [each.nbytes for each in (*full, *half)] == [4 * 512 * 4 + 2048] * 2
-    assert not any(each.exchange for each in full)
+    assert all(each.pattern == "all_reduce" for each in full)
 
 
 def advice_of(methods, allowed="feedback", measured=None):

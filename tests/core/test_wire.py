@@ -18,8 +18,8 @@ from gradwire.core.algorithms.shared.views import StackedShape
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.kernels import random
 from gradwire.core.kernels.abstract import AbstractArray
-from gradwire.core.plan.cost import step_seconds
 from gradwire.core.plan.dry_run import ATTRIBUTE, REMEMBERED, DryRun, dry_run, rehearsed, summary
+from gradwire.core.plan.links import Links
 from gradwire.core.protocol import all_gather, branch, branch_on_phase, mean, optimizer_step
 from gradwire.core.protocol.collective_requests import AllToAll, Gather, Reduce
 from gradwire.core.protocol.groups import UnknownWorldSize
@@ -64,7 +64,10 @@ def test_a_plan_is_what_the_simulator_sends(shapes, algorithm, dtype):
             if isinstance(r, kind)
             for d in {a.dtype for a in r.arrays}
         ]
-        assert simulator.traffic == Traffic(sum(m > 0 for m in messages), sum(messages))
+        assert (simulator.traffic.collectives, simulator.traffic.nbytes) == (
+            sum(m > 0 for m in messages),
+            sum(messages),
+        )
         sent.append(simulator.traffic)
     steps = sent[2:] if algorithm.start_step == 2 else sent
     assert steps == list(p.steps) * (len(steps) // algorithm.cycle)
@@ -109,13 +112,15 @@ def test_a_small_model_by_hand():
 
 def test_seconds_by_hand():
     # Ring all-reduce on 4: 6 hops of 10 us each; 6/4 of the payload over a link of 1 GB/s.
-    assert step_seconds(Traffic(2, 40960), 4, 10e-6, 1e9) == pytest.approx(2 * 60e-6 + 1.5 * 40.96e-6)
+    assert Links(4).seconds(Traffic(2, 40960), 10e-6, 1e9) == pytest.approx(2 * 60e-6 + 1.5 * 40.96e-6)
     assert plan({"w": (2048, 512)}, PowerSGD(rank=4)).seconds(4, 10e-6, 1e9) == pytest.approx(181.44e-6)
     # Half-steps of 800 and 320 bytes on 2: a hop out and a hop back, the payload once.
     half = plan({"w": (100, 40)}, PowerSGD(rank=2, half_step=True))
     assert half.seconds(2, 0.0, 1.0) == pytest.approx((800 + 320) / 2)
     assert half.seconds(2, 1.0, 1e30) == pytest.approx(2)
     assert half.seconds(1, 1.0, 1.0) == 0
+    # Codes go out to those who average their parts, and come back: three hops each.
+    assert plan({"w": (64, 64)}, WireDtype(AllReduce(), "int8"), world_size=4).seconds(4, 1.0, 1e30) == pytest.approx(6)
 
 
 def gradients(rng, shapes, world=2):

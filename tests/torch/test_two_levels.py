@@ -1,14 +1,16 @@
 """Two levels of ranks on Gloo: two nodes of two, against the simulator; checkpoints, other nodes, steps that do not count."""
 
 import copy
+import logging
 import os
+import sys
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from gradwire import AllReduce, PowerSGD, Quantize, TopK, TwoLevel, WireDtype, diloco, plan
+from gradwire import AllReduce, PowerSGD, Quantize, Sign, TopK, TwoLevel, WireDtype, diloco, plan
 from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.protocol.collective_requests import Reduce
@@ -18,6 +20,7 @@ from gradwire.torch_backend.engine.groups.nodes import nodes_of
 from tests.torch.compare import relative, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
+from tests.torch.sockets import connections, peers
 from tests.torch.training import distance_of_all, hooked, paralleled, train, try_other_doors
 
 WIDTHS = (40, 36, 36, 28)
@@ -180,6 +183,55 @@ def test_node_is_what_torchrun_says_or_the_hosts(world):
         del os.environ["LOCAL_WORLD_SIZE"]
         with pytest.raises(ValueError, match="different numbers of ranks"):
             nodes_of(everywhere)
+
+
+INT8 = WireDtype(AllReduce(), "int8")
+SENDERS = [AllReduce(), PowerSGD(16), INT8, WireDtype(PowerSGD(16), "int8"), Quantize("int4"), TopK(8, per=64), Sign()]
+SENDERS += [TwoLevel(method, 2) for method in (AllReduce(), INT8, PowerSGD(16))]
+
+
+@cases.case
+def test_what_leaves_a_node_is_what_the_plan_says(world):
+    """By what the kernel has sent to each rank of the other node. Headers of messages, and who waits for whom, come on top."""
+    for algorithm in SENDERS if sys.platform == "linux" else ():
+        ddp, _ = hooked(mlp(256, 768, 256), algorithm, world.group)
+        train(ddp, loss_on(256), 3, local=False)
+        dist.barrier(world.group)
+        rank_at, before = peers(world), connections()
+        dist.barrier(world.group)
+        train(ddp, loss_on(256), range(3, 6), local=False)
+        dist.barrier(world.group)
+        after = connections()
+        leaving = [(after[ends] - before[ends]) for ends, rank in rank_at.items() if rank // 2 != world.rank // 2]
+        nodes = world.everyones(sum(leaving))
+        planned = plan(ddp.module, algorithm, world_size=4).link_bytes(4, nodes=2, library="gloo")
+        measured = max(sum(nodes[:2]), sum(nodes[2:])) / 3
+        assert planned <= measured <= 1.05 * planned, f"{algorithm!r}: {measured / planned:.3f} of the plan"
+
+
+@cases.case
+def test_registration_says_once_that_two_levels_would_send_less(world):
+    logger, lines, handler = logging.getLogger("gradwire"), [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
+            for algorithm in (INT8, TwoLevel(INT8, 2)):
+                ddp, _ = hooked(mlp(*WIDTHS), algorithm, dist.group.WORLD)
+        with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}):
+            hooked(mlp(*WIDTHS), INT8, dist.group.WORLD)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    plans = (plan(ddp.module, algorithm, world_size=4) for algorithm in (INT8, TwoLevel(INT8, 2)))
+    now, then = (size_of(each.link_bytes(4, nodes=2, library="gloo")) for each in plans)
+    said = (
+        f"A node of 2 replicas sends {now} to others in a step; with TwoLevel({INT8!r}) it would send {then}, "
+        "and average whole gradients inside"
+    )
+    assert [line for line in lines if "would send" in line] == ([said] if world.rank == 0 else [])
 
 
 @cases.case

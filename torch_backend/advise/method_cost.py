@@ -96,8 +96,8 @@ def _seconds(driver: Driver, clock: _Clock, specs: Mapping[str, Spec]) -> list[f
 def _local_seconds(
     local: LocalSGD, collectives: Collectives, clock: _Clock, specs: Mapping[str, Spec]
 ) -> Iterator[float]:
-    """Of each average in a cycle."""
-    ops, replicas = collectives.ops, collectives.groups.whole.size()
+    """Of each average in a cycle, decoding and the outer step included, which come later where it overlaps."""
+    ops, replicas, local = collectives.ops, collectives.groups.whole.size(), local.at_once()
     params = _drawn(specs, ops.device)
     state = local.init(ops, params, replicas)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +16,9 @@ from gradwire.core.algorithm import Algorithm, require_algorithm
 from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.ops import Spec
-from gradwire.core.plan.advice import warn
+from gradwire.core.plan.advice import advice_on_nodes, warn
 from gradwire.core.plan.dry_run import Summary, dry_run, summary
+from gradwire.core.plan.links import Library, links_of
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.programs import UnknownRequest
 from gradwire.core.state.checkpoint import StateMismatch
@@ -136,6 +138,17 @@ def announce(driver: Driver, trial: Trial) -> None:
     warn(driver.algorithm, driver.specs)
     if logger.isEnabledFor(logging.INFO) and dist.get_rank(driver.process_group) == 0:
         logger.info("%s", trial.summary or repr(driver.algorithm))
+        if trial.summary is not None and (hint := _on_nodes(driver)):
+            logger.info("%s", hint)
+
+
+def _on_nodes(driver: Driver) -> str:
+    """Whether two levels would send less between the nodes that torchrun has told of."""
+    local, ranks = os.environ.get("LOCAL_WORLD_SIZE", ""), dist.get_world_size(driver.process_group)
+    if not local.isdigit() or not int(local) or ranks != dist.get_world_size() or ranks % int(local):
+        return ""
+    library: Library = "gloo" if driver.ops.device.type == "cpu" else "nccl"
+    return advice_on_nodes(driver.algorithm, driver.specs, links_of(None, ranks, ranks // int(local), library))
 
 
 def in_one_line(driver: Driver) -> str:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 from typer.core import TyperCommand
@@ -28,6 +28,7 @@ from gradwire.cli.plan import Link, print_plans
 from gradwire.cli.probe import run_probe
 from gradwire.core.advise.quality import require_quality
 from gradwire.core.plan.expressions import NotAnAlgorithm, parse_algorithm
+from gradwire.core.plan.links import RINGS, Library
 from gradwire.core.text import units
 
 T = TypeVar("T")
@@ -83,6 +84,9 @@ def plan(
         int | None,
         typer.Option(min=1, help="Machines. What stays inside one is not on the link. None: one for each replica."),
     ] = None,
+    library: Annotated[
+        str, typer.Option(help="What carries messages, where a machine has several replicas: nccl or gloo.")
+    ] = "nccl",
     step_ms: Annotated[float | None, typer.Option(help="A step of one replica alone, in milliseconds.")] = None,
     utilization: Annotated[
         bool, typer.Option("--utilization", help="Also the share of the time that computes, and the link for 90 %.")
@@ -93,8 +97,14 @@ def plan(
     """What a step sends, tensor by tensor, for one algorithm or several side by side, and how long the link takes for it."""
     loaded = load_model(model)
     algorithms = [argument(f"--algorithm {text}", parse_algorithm, text) for text in algorithm]
+    if library not in RINGS:
+        raise BadArgument(f"--library {library!r} is none: give {' or '.join(RINGS)}")
     shape = Link(
-        argument("--link", units.rate, link), argument("--latency", units.seconds, latency), replicas, nodes or replicas
+        argument("--link", units.rate, link),
+        argument("--latency", units.seconds, latency),
+        replicas,
+        nodes or replicas,
+        cast(Library, library),
     )
     if utilization and step_ms is None:
         raise BadArgument("--utilization needs --step-ms, the time of a step of one replica alone")

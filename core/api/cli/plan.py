@@ -18,11 +18,10 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.advice import CompressionWarning, advice
-from gradwire.core.plan.cost import ring_seconds
 from gradwire.core.plan.dry_run import size_of
+from gradwire.core.plan.links import Library
 from gradwire.core.plan.plan import Plan
 from gradwire.core.plan.plan import plan as make_plan
-from gradwire.core.plan.traffic import within_nodes
 from gradwire.core.plan.utilization import link_for, utilization
 from gradwire.core.text.units import rate_of, time_of
 
@@ -30,16 +29,22 @@ from gradwire.core.text.units import rate_of, time_of
 ENOUGH = 0.9
 #: What algorithms are compared with.
 DENSE = AllReduce()
+#: Where what leaves a node comes from.
+SHARED: dict[Library, str] = {
+    "gloo": "What leaves a node is what Gloo was counted to send.",
+    "nccl": "What leaves a node is computed, not measured, by the formulas of NCCL.",
+}
 
 
 @dataclass(frozen=True)
 class Link:
-    """The slowest link between replicas: bytes per second, seconds per hop; how many replicas there are, on how many nodes."""
+    """The slowest link between replicas: bytes per second, seconds per hop; how many replicas there are, on how many nodes; what carries their messages."""
 
     bandwidth: float
     latency: float
     replicas: int
     nodes: int
+    library: Library = "nccl"
 
     def __post_init__(self) -> None:
         if self.replicas % self.nodes:
@@ -47,19 +52,18 @@ class Link:
                 f"--nodes {self.nodes}: {self.replicas} replicas cannot be divided among so many machines"
             )
 
+    @property
+    def shared(self) -> bool:
+        """Whether several replicas share the link of a node to the others."""
+        return 1 < self.nodes < self.replicas
+
     def seconds(self, plan: Plan) -> float:
         """How long the link takes for a step, by the α-β model. What stays on a node is not on the link."""
-        if plan.levels and self.nodes > 1:
-            return plan.seconds(self.replicas, self.latency, self.bandwidth)
-        size = self.replicas // self.nodes
-        local = isinstance(plan.algorithm, LocalSGD)  # what it averages in groups is taken to stay on a node
-        total = steps = 0.0
-        for step, times in plan.kinds:
-            near = [(n, nbytes) for groups, n, nbytes in step.by_groups if local or within_nodes(groups, size)]
-            far = step.collectives - sum(n for n, _ in near), step.nbytes - sum(nbytes for _, nbytes in near)
-            total += times * ring_seconds(*far, self.replicas, self.latency, self.bandwidth)
-            steps += times
-        return total / steps
+        return plan.seconds(self.replicas, self.latency, self.bandwidth, nodes=self.nodes, library=self.library)
+
+    def nbytes(self, plan: Plan) -> float:
+        """What leaves a node in a step."""
+        return plan.link_bytes(self.replicas, nodes=self.nodes, library=self.library)
 
 
 def print_plans(
@@ -80,6 +84,7 @@ def print_plans(
                 {
                     "replicas": link.replicas,
                     "nodes": link.nodes,
+                    "library": link.library,
                     "plans": [_data(p, link) | _used(p, model, link, step) for p in plans],
                 },
                 indent=1,
@@ -91,6 +96,8 @@ def print_plans(
     dense = [] if any(plan.algorithm == DENSE for plan in plans) else [_planned(model, DENSE, link)]
     rate, latency = rate_of(link.bandwidth), time_of(link.latency)
     say(f"{'' if summary else chr(10)}A step of {link.replicas} replicas on {link.nodes} nodes, {rate}, {latency}:\n")
+    if link.shared:
+        say(f"{SHARED[link.library]}\n")
     show(_totals([*dense, *plans], link))
     if step is not None:
         say(f"\nThe share of the time that computes, of steps of {time_of(step)}:\n")
@@ -126,17 +133,19 @@ def _tensors(plans: Sequence[Plan]) -> Table:
 
 
 def _totals(plans: Sequence[Plan], link: Link) -> Table:
-    """With two levels "sent" is what all replicas of a node send to other nodes, for which "fewer" holds; the rest stays in the node."""
-    inside = ["in a node"] if any(plan.levels for plan in plans) else []
-    columns = ["sent", "fewer", *inside, "messages", "link time", "memory"]
+    """ "sent" is what a replica hands over. Where replicas share a link, what leaves their node stands beside it, and "fewer" is of that."""
+    shared = ["off node"] if link.shared else []
+    columns = ["sent", *shared, "fewer", "messages", "link time", "memory"]
     table = plain_table("algorithm", *((column, "right") for column in columns))
+    dense = next(link.nbytes(plan) for plan in plans if plan.algorithm == DENSE)
     for plan in plans:
-        near = [size_of(plan.levels[0].nbytes) if plan.levels else "-" for _ in inside]
+        leaves = link.nbytes(plan)
+        fewer = plan.dense_bytes / plan.wire_bytes if plan.wire_bytes else 1.0
         table.add_row(
             escape(in_lines(written(plan.algorithm), NAME)),
-            size_of(plan.levels[1].node_bytes if plan.levels else plan.wire_bytes),
-            f"{plan.compression_ratio:,.1f}×",
-            *near,
+            size_of(plan.wire_bytes),
+            *(size_of(leaves) for _ in shared),
+            f"{dense / leaves if leaves and shared else fewer:,.1f}×",
             f"{plan.collectives:g}",
             time_of(link.seconds(plan)),
             size_of(plan.memory_bytes),
@@ -162,7 +171,8 @@ def _used(plan: Plan, model: Model, link: Link, step: float | None) -> dict[str,
     """The share of the time that computes, and the bits per second for 90 %, None if latency alone takes more. A step that nobody knows: nothing."""
     if step is None:
         return {}
-    given: dict[str, Any] = {"step": step, "replicas": link.replicas, "latency": link.latency}
+    given: dict[str, Any] = {"step": step, "latency": link.latency}
+    given |= {"replicas": link.replicas, "nodes": link.nodes, "library": link.library}
     share = utilization(model.specs, plan.algorithm, link=8 * link.bandwidth, **given)
     try:
         needed: float | None = link_for(model.specs, plan.algorithm, utilization=ENOUGH, **given)
@@ -178,6 +188,7 @@ def _data(plan: Plan, link: Link) -> dict[str, Any]:
         "wire_bytes": plan.wire_bytes,
         "within_node_bytes": plan.levels[0].nbytes if plan.levels else None,
         "between_nodes_bytes": plan.levels[1].node_bytes if plan.levels else None,
+        "link_bytes": link.nbytes(plan),
         "messages": plan.collectives,
         "seconds": link.seconds(plan),
         "memory_bytes": plan.memory_bytes,
