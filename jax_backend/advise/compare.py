@@ -22,7 +22,7 @@ from gradwire.jax_backend.advise.model_shapes import specs_of_parameters
 from gradwire.jax_backend.engine.self_check import check_noted
 from gradwire.jax_backend.local_sgd.forms import is_nnx, is_train_state, parts, with_parts
 from gradwire.jax_backend.local_sgd.transform import LocalOptimizer, local_sgd
-from gradwire.jax_backend.state.types import PerReplica, Record, place_mark
+from gradwire.jax_backend.state.types import PerReplica, Record, place_mark, warn_of_legacy_keys
 from gradwire.jax_backend.transforms import average_gradients
 
 #: Of the replicas.
@@ -229,6 +229,7 @@ def _rows(form: _Form, replicas: int, leaf: Any) -> Any:
     def rows(x: Any) -> Any:
         x = jnp.asarray(x)
         if not _is_key(x):
+            warn_of_legacy_keys("an array of the state", x)
             return jnp.repeat(x[None], replicas, axis=0)
         # Noise that all replicas shared would not be averaged away.
         own = [jax.vmap(partial(jax.random.fold_in, data=i))(x.reshape(-1)).reshape(x.shape) for i in range(replicas)]

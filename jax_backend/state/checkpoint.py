@@ -32,6 +32,7 @@ from gradwire.jax_backend.state.types import (
     on_host,
     place_mark,
     spec,
+    warn_of_legacy_keys,
 )
 
 T = TypeVar("T")
@@ -99,6 +100,8 @@ def set_replicas(state: T, replicas: Replicas) -> T:
             )
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return in_memory_of(x, _split(x, replicas))
+        if x.ndim > 1:
+            warn_of_legacy_keys(leaf.name, x)
         return _mean(x)
 
     resized: T = found.map(fewer_rows)

@@ -15,6 +15,7 @@ Marked arrays have a leading axis for the replicas, which is
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -146,6 +147,16 @@ def place_mark(*, placed: bool) -> jax.Array:
 
 def is_placed(mark: Any) -> bool:
     return bool(mark.dtype == bool)
+
+
+def warn_of_legacy_keys(what: str, x: Any) -> None:
+    """Warn of an array that may be random keys as `jax.random.PRNGKey` makes them: numbers, of which nothing says that they are keys."""
+    if x.dtype == jnp.uint32 and tuple(x.shape[-1:]) in ((2,), (4,)):
+        warnings.warn(
+            f"{what} is an array of uint32 of shape {tuple(x.shape)}, as jax.random.PRNGKey makes it. If it is a random key, replicas will draw the same "
+            "numbers: nothing tells it from other integers, which are copied. Make it by jax.random.key, or jax.random.wrap_key_data of it",
+            stacklevel=2,
+        )
 
 
 def spec(*axes: Any) -> PartitionSpec:

@@ -177,6 +177,8 @@ def test_a_factor_on_the_rate_trains_as_the_rate_that_it_makes():
 def test_each_replica_draws_its_own_noise():
     """From keys in its state, which `make` has made once, or in its batches."""
     plain = jnp.ones(2), optax.EmptyState(), jax.random.split(jax.random.key(0), 3)
+    with pytest.warns(UserWarning, match="uint32.*draw the same"):
+        _rows(_Form(plain), 4, jax.random.PRNGKey(0))
     layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     of_nnx = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Optimizer(layer, optax.sgd(0.1), wrt=nnx.Param)
     for state in (plain, of_nnx):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -444,6 +445,19 @@ def test_a_turn_of_another_step_is_counted_and_refused():
             door()
     mended = whole.per_replica[1]._replace(wrong_turns=np.zeros(2, np.int32))
     assert gw.distribute(whole._replace(per_replica=(whole.per_replica[0], mended)), mesh, AXIS)
+
+
+def test_keys_that_nothing_tells_from_numbers_are_warned_of():
+    """Those of `jax.random.PRNGKey`."""
+    state = gw.distribute(gw.stack_replicas({"key": jax.random.PRNGKey(0), "n": jnp.uint32(7)}), mesh_of(4), AXIS)
+    with pytest.warns(UserWarning, match="key is an array of uint32.*jax.random.key") as said:
+        gw.set_replicas(state, 2)
+    assert len(said) == 1
+    wrapped = {name: jax.random.wrap_key_data(x) if x.ndim > 1 else x for name, x in state.per_replica.items()}
+    with warnings.catch_warnings():  # as is advised
+        warnings.simplefilter("error")
+        after = gw.distribute(gw.set_replicas(gw.PerReplica(wrapped), 2), mesh_of(2), AXIS)
+    assert len({jax.random.key_data(key).tobytes() for key in after.per_replica["key"]}) == 2
 
 
 @pytest.mark.parametrize("placed_first", [True, False])
