@@ -54,9 +54,14 @@ def interpreter() -> str:
     command = [sys.executable, str(ROOT / "tests" / "interpreter.py"), str(address), str(program)]
     with log.open("w") as out:
         server = Process(command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environment(), text=True)
-    while not address.exists():
-        assert server.poll() is None, log.read_text()
-        time.sleep(0.02)
+    try:
+        while not address.exists():
+            assert server.poll() is None, log.read_text()
+            time.sleep(0.02)
+    except BaseException:  # a test's time is up: the next one begins another
+        server.kill()
+        server.communicate()
+        raise
     atexit.register(server.communicate)  # it ends with the pipe that it reads
     return str(program)
 

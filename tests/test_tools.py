@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 
 from gradwire.jax_backend import transforms
 from gradwire.torch_backend.engine.driver import Driver
+from tests import launch
 from tests.bounds import NOTED, move_inputs_of_jax, move_inputs_of_torch, note_comparisons, noting, too_near
 from tests.compiler import require_compiler
 from tests.emulated import mutations
@@ -64,6 +67,26 @@ def test_a_launch_shows_why_it_fails_and_leaves_no_process(tmp_path: Path) -> No
     while any(map(running, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_an_interpreter_ends_with_the_test_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the process that is left fails whichever test is next when it is collected."""
+    started: list[launch.Process] = []
+
+    class Started(launch.Process):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    def time_is_up(seconds: float) -> None:
+        raise TimeoutError
+
+    monkeypatch.delenv(launch.PYTHON, raising=False)
+    monkeypatch.setattr(launch, "Process", Started)
+    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=time_is_up))
+    with pytest.raises(TimeoutError):
+        launch.interpreter.__wrapped__()
+    assert started[0].returncode is not None
 
 
 @pytest.mark.parametrize("in_ci", [False, True])
