@@ -37,8 +37,9 @@ from gradwire import Algorithm
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.torch_backend.advise.method_cost import _Clock, _Exchange, _Groups
 from gradwire.torch_backend.ddp.hook import CommHook
-from gradwire.torch_backend.engine.driver import MESSAGE_BYTES, MESSAGE_BYTES_ON_DEVICE, Driver, specs_of
+from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
+from gradwire.torch_backend.engine.step import MESSAGE_BYTES, MESSAGE_BYTES_ON_DEVICE
 from gradwire.torch_backend.ops.fused import TorchFused
 from gradwire.torch_backend.ops.kernels import TorchOps
 

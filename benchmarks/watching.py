@@ -22,7 +22,7 @@ from measuring import interleaved, save
 
 from gradwire import PowerSGD
 from gradwire.torch_backend.engine.driver import Driver, specs_of
-from gradwire.torch_backend.monitor.timers import StepTimes
+from gradwire.torch_backend.monitor.watcher import StepTimes
 
 HERE = Path(__file__).parent
 SHAPES = {f"{i}.weight": (64, 48) for i in range(4)} | {f"{i}.bias": (64,) for i in range(4)}

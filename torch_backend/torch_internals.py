@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd import Variable, profiler
+from torch.autograd import Variable
 from torch.utils import _pytree
 
 #: The oldest torch and the newest that the tests have passed with.
@@ -248,9 +248,8 @@ def tensor_of_scale(scaler: torch.amp.GradScaler) -> Tensor | None:
     return getattr(scaler, "_scale", None)
 
 
-def profiler_runs() -> bool:
-    """Whether torch's profiler does. Said to do so never where torch does not tell."""
-    return bool(getattr(profiler, "_is_profiler_enabled", False))
+#: Whether torch's profiler runs in this thread; torch's own function, which each step asks. Said to do so never where torch does not tell.
+profiler_runs: Callable[[], bool] = getattr(torch._C._autograd, "_profiler_enabled", bool)
 
 
 # ---- FSDP2. `_get_fsdp_state`, `_state_ctx`, `all_reduce_grads`, `mp_policy`: 2.6 to 2.15.

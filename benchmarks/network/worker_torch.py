@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, PowerSGD, WireDtype, diloco, plan
-from gradwire.torch_backend.engine.driver import MESSAGE_BYTES
+from gradwire.torch_backend.engine.step import MESSAGE_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from given import HandedOver, drawn

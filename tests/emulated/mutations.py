@@ -152,15 +152,15 @@ MUTATIONS = {
     "the_host_reads": Mutation("SkippedSteps.add", "X += ~Y", "X += int(not Y)", ways("PowerSGD")),
     "no_overlap": Mutation(
         "Reducing._launch",
-        "work = kept(X, Y)",
-        "work = kept(X, Y)\nif not Y.is_cpu:\n    work.wait()",
+        "if Y.is_cpu:\n    last_messages.append(work)",
+        "if not Y.is_cpu:\n    work.wait()",
         in_file("test_streams.py", "test_messages_travel_during_the_backward_pass[DDP]"),
     ),
     "constants_made_anew": Mutation("TorchOps.constant", "key not in self._constants", "True", ways("rank_2", "int8")),
     "times_noted_in_a_capture": Mutation(
-        "Driver.add",
-        "if X:\n    self.watch.times.skip()\nelif Y:\n    self._begin_step()",
-        "if Y:\n    self._begin_step()",
+        "GradientStep._begin",
+        "if X:\n    self.watch.times.skip()\nelif Y:\n    self.watch.begin()",
+        "if Y:\n    self.watch.begin()",
         in_file("test_streams.py", "test_a_capture_notes_no_times"),
     ),
     "cast_forgotten": Mutation(
@@ -211,7 +211,7 @@ MUTATIONS = {
         "Reducing._launch",
         *("if self._divides:\n    X", "pass"),
         ways("all_reduce"),
-        also=("work = kept(X, Y)", "work = kept(X, Y)\nif self._divides:\n    Y.mul_(share(group, Y.dtype))"),
+        also=("if Y.is_cpu:\n    last_messages.append(work)", "if self._divides:\n    Y.mul_(share(group, Y.dtype))"),
     ),
     "no_overlap_of_shards": Mutation(
         "Exchange.sum_for_owners",
@@ -261,7 +261,10 @@ MUTATIONS = {
         ways("DDP, GradScaler", "DataParallel, GradScaler"),
     ),
     "phase_not_foreseen": Mutation(
-        "Driver._commit", "self.collectives.foreseen.note(X)", "pass", ways("half_step", "TopK x DataParallel x scaler")
+        "GradientStep._foresee",
+        "self.collectives.foreseen.note(X)",
+        "pass",
+        ways("half_step", "TopK x DataParallel x scaler"),
     ),
 }
 

@@ -24,7 +24,7 @@ from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.local_sgd.elastic.handle import ElasticHandle
-from gradwire.torch_backend.monitor.skipped_steps import SkippedSteps
+from gradwire.torch_backend.monitor.watcher import SkippedSteps
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.setup.assumptions import Assumptions
 from gradwire.torch_backend.zero.sharded_step import ShardedStep
@@ -365,7 +365,7 @@ def test_a_capture_notes_no_times(world):
         watched.clear()
         core.capture(captures)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gradwire.torch_backend.engine.driver.capturing", lambda captures=captures: captures)
+            patch.setattr("gradwire.torch_backend.engine.step.capturing", lambda captures=captures: captures)
             model(data).square().mean().backward()
         core.capture(False)
         model.zero_grad()

@@ -19,7 +19,7 @@ from gradwire import AllReduce, PowerSGD, TwoLevel, WireDtype, plan
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.torch_backend import Averager, PowerSGDState, powerSGD_hook
-from gradwire.torch_backend.engine.driver import MESSAGE_BYTES
+from gradwire.torch_backend.engine.step import MESSAGE_BYTES
 from tests.torch.compare import flat, gradients, relative, same_bits
 from tests.torch.everything import Everything
 from tests.torch.models import Branches, Layers, loss_on, mlp

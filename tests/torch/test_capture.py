@@ -78,10 +78,11 @@ class Stepped:
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Say whether a graph is being captured."""
+    monkeypatch.setattr("gradwire.torch_backend.engine.driver.capturable", lambda device: True)
 
     def say(now: bool) -> None:
         monkeypatch.setattr(cuda_graphs, "capturing", lambda: now)
-        monkeypatch.setattr("gradwire.torch_backend.engine.driver.capturing", lambda: now)
+        monkeypatch.setattr("gradwire.torch_backend.engine.step.capturing", lambda: now)
 
     return say
 

@@ -22,7 +22,7 @@ from gradwire.core.state import checkpoint
 from gradwire.torch_backend import PowerSGDState, ZeroOptimizer, hook_with_zero_step, local_sgd, powerSGD_hook
 from gradwire.torch_backend.engine.groups import barrier
 from gradwire.torch_backend.engine.groups.barrier import Meeting
-from gradwire.torch_backend.monitor.skipped_steps import SkippedSteps
+from gradwire.torch_backend.monitor.watcher import SkippedSteps
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.state import loss_scale
 from tests.torch import doors

@@ -16,9 +16,10 @@ from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.local_sgd.handle import LocalSGDHandle
 from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.local_sgd.target import Target
-from gradwire.torch_backend.monitor import timers
-from gradwire.torch_backend.monitor.report import NORM_EVERY, NORMS, REPORT_AFTER, Progress, verdict
-from gradwire.torch_backend.monitor.timers import LAST, StepTimes, Times
+from gradwire.torch_backend.monitor import watcher
+from gradwire.torch_backend.monitor.report import verdict
+from gradwire.torch_backend.monitor.timers import Times
+from gradwire.torch_backend.monitor.watcher import LAST, NORM_EVERY, NORMS, REPORT_AFTER, StepEnded, StepTimes
 from gradwire.torch_backend.setup.assumptions import Assumptions
 
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr(timers, "perf_counter", clock := Clock())
+    monkeypatch.setattr(watcher, "perf_counter", clock := Clock())
     return clock
 
 
@@ -206,24 +207,26 @@ def test_how_the_error_develops(clock):
     assert driver.stats().local_error_norms == tuple((NORM_EVERY * (i + 1), norm) for i, norm in enumerate(norms))
     assert driver.stats().scalars()["local_error_norm"] == norms[-1] > 0
     for i in range(NORMS):
-        driver.watch.end_step(Progress(NORM_EVERY * i, 0, 0), lambda: [torch.full((4,), 8.0)], 2.0)
+        ended = StepEnded(NORM_EVERY * i, driver._progress, lambda: [torch.full((4,), 8.0)], 2.0)
+        driver.watch.step_ended(ended)
     assert driver.stats().local_error_norms == tuple((NORM_EVERY * i, 8.0) for i in range(NORMS))
 
 
 def test_a_step_that_is_captured_is_not_watched(clock, monkeypatch):
     """A CUDA graph would keep what is launched for it, and repeat no notes."""
+    monkeypatch.setattr("gradwire.torch_backend.engine.driver.capturable", lambda device: True)
     driver, gradients = driven(clock, PowerSGD(1), 2)
     run(driver, gradients, clock, NORM_EVERY - 1)
     before = driver.watch.times.read()
     for captured in (True, False):
-        monkeypatch.setattr("gradwire.torch_backend.engine.driver.capturing", lambda captured=captured: captured)
+        monkeypatch.setattr("gradwire.torch_backend.engine.step.capturing", lambda captured=captured: captured)
         run(driver, gradients, clock, 1)
         if captured:
             assert driver.memory.steps == NORM_EVERY
             assert driver.stats().local_error_norms == ()
             assert driver.watch.times.read() == before
     assert driver.watch.times.read().step_seconds == before.step_seconds  # no step follows a replay
-    for where in ("driver", "cuda_graphs"):
+    for where in ("step", "cuda_graphs"):
         monkeypatch.setattr(f"gradwire.torch_backend.engine.{where}.capturing", lambda: True)
     driver.measure()
     with pytest.raises(RuntimeError, match=r"handle.measured\(\), .* cannot be captured in a CUDA graph"):

@@ -25,12 +25,12 @@ from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol.groups import Groups
 from gradwire.torch_backend.engine.collectives import Collectives
-from gradwire.torch_backend.engine.driver import MESSAGE_BYTES, MESSAGE_BYTES_ON_DEVICE, Driver
+from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.scheduler import run_alone
+from gradwire.torch_backend.engine.step import MESSAGE_BYTES, MESSAGE_BYTES_ON_DEVICE, owned
 from gradwire.torch_backend.ops.kernels import TorchOps
-from gradwire.torch_backend.state.memory import owned
 from gradwire.torch_backend.torch_internals import foreach_copy_
 
 

@@ -28,8 +28,13 @@ from gradwire.core.plan.advice import warn
 from gradwire.core.state import checkpoint
 from gradwire.core.text.name_patterns import chosen
 from gradwire.core.text.wording import some
-from gradwire.torch_backend.ddp.backward_pass import BackwardPass
-from gradwire.torch_backend.ddp.hook import Bucket, BucketHook, as_it_is, raise_after_backward
+from gradwire.torch_backend.ddp.bucket_hook import (
+    BackwardPass,
+    Bucket,
+    BucketHook,
+    as_it_is,
+    raise_after_backward,
+)
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.dynamo import uncompiled

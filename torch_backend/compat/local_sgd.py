@@ -30,8 +30,7 @@ from gradwire.core.protocol import mean_each
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.state.checkpoint import step_in
 from gradwire.torch_backend.compat.hooks import one_message
-from gradwire.torch_backend.ddp.backward_pass import BackwardPass
-from gradwire.torch_backend.ddp.hook import as_it_is
+from gradwire.torch_backend.ddp.bucket_hook import BackwardPass, as_it_is
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import refuse_capture
 from gradwire.torch_backend.engine.dynamo import uncompiled

@@ -21,7 +21,7 @@ from gradwire.torch_backend.compat.hooks import (
     fp16_compress_hook,
     powerSGD_hook,
 )
-from gradwire.torch_backend.ddp.hook import as_it_is
+from gradwire.torch_backend.ddp.bucket_hook import as_it_is
 from gradwire.torch_backend.engine.dynamo import uncompiled
 
 

@@ -3,10 +3,8 @@
 ddp = DistributedDataParallel(model)
 handle = gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank=4))
 """
-# No `from __future__ import annotations`: DDP compares the hook's annotations with the real objects.
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -18,12 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
-from gradwire.torch_backend.ddp.backward_pass import BackwardPass
+from gradwire.torch_backend.ddp.bucket_hook import BucketHook, LeftBehind, Slot
 from gradwire.torch_backend.engine.driver import Driver, specs_of
-from gradwire.torch_backend.engine.dynamo import uncompiled
 from gradwire.torch_backend.engine.groups.nodes import on_nodes
 from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
-from gradwire.torch_backend.setup.assumptions import UnknownParameters
+from gradwire.torch_backend.monitor.watcher import UnknownParameters
 from gradwire.torch_backend.setup.consistency import meet_to_change, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.setup.handle import Handle
 from gradwire.torch_backend.setup.registration import announce, prepared, require_gradient_algorithm
@@ -33,7 +30,6 @@ from gradwire.torch_backend.torch_internals import (
     hands_single_gradients,
     note_hooks,
     noted_hooks,
-    queue_callback,
 )
 
 
@@ -138,151 +134,6 @@ def hook_obstacle(ddp: DistributedDataParallel) -> str:
     return ""
 
 
-@dataclass(slots=True)
-class Bucket:
-    """What a `dist.GradBucket` says. The original is only valid during the hook call."""
-
-    index: int
-    is_last: bool
-    buffer: Tensor
-    parameters: list[Tensor]
-    gradients: list[Tensor]
-    future: torch.futures.Future[Tensor]
-
-    @classmethod
-    def read(cls, bucket: GradBucket) -> "Bucket":
-        """Raises ValueError for a sparse gradient."""
-        buffer = bucket.buffer()
-        if buffer.is_sparse:
-            raise ValueError(
-                "the gradient is sparse; make it dense (`sparse=False` in the embedding) or leave it out of DDP"
-            )
-        parameters = bucket.parameters()
-        gradients = [
-            g if p.is_contiguous() else _laid_out_like(p, g)
-            for p, g in zip(parameters, bucket.gradients(), strict=True)
-        ]
-        return cls(bucket.index(), bucket.is_last(), buffer, parameters, gradients, new_future(buffer.device))
-
-
-def _laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """In a bucket a gradient lies in memory as its parameter does (channels_last, transposed), but hooks are shown a contiguous view, with
-    its elements in the wrong places."""
-    if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        return gradient
-    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
-
-
-class BucketHook:
-    """Hands DDP's buckets to a driver, and completes the futures that DDP waits for.
-
-    A future may be completed after its hook call has returned. All of a step are completed in the call for its last bucket, where
-    the driver finishes; or when autograd has, if DDP leaves that bucket out.
-
-    Attributes:
-        used: parameters that have received a gradient since the last step; emptied here. None: nobody keeps count.
-        at_start: called with the step's number when its first bucket comes.
-        at_end: called when the step has ended.
-    """
-
-    at_start: Callable[[int], None] | None = None
-    at_end: Callable[[], None] | None = None
-
-    def __init__(self, driver: Driver, names: Mapping[Tensor, str], used: set[str] | None = None) -> None:
-        self.driver = driver
-        self.names = names
-        self._parameters = list(names)  # which live as long as their ids are in use here
-        self._names = {id(p): name for p, name in names.items()}
-        self.used = used
-        self._waiting: list[Bucket] = []
-        self._failed: Exception | None = None
-        self._pass = BackwardPass()
-
-    def __call__(self, bucket: Bucket) -> None:
-        first = self._pass.enter(bucket.index, bucket.is_last, self._end_without_last)
-        if first:
-            self._waiting, self._failed = [], None  # whatever a failed backward pass has left
-            if self.at_start is not None:
-                self.at_start(self.driver.memory.steps)
-        self._waiting.append(bucket)
-        gradients = {self._names[id(p)]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
-        self._add(gradients, first=first, last=bucket.is_last)
-        if bucket.is_last:
-            self._end()
-
-    def _add(self, gradients: Mapping[str, Tensor], *, first: bool, last: bool) -> None:
-        unused = None if self.used is None else gradients.keys() - self.used
-        if self._failed is None:
-            try:
-                self.driver.add(gradients, first=first, last=last, unused=unused)
-            except Exception as error:
-                self._failed = error
-
-    def _end_without_last(self) -> None:
-        self._add({}, first=False, last=True)
-        self._end()
-
-    def _end(self) -> None:
-        if self.used is not None:
-            self.used.clear()
-        waiting, self._waiting = self._waiting, []
-        for each in waiting:
-            each.future.set_result(each.buffer)
-        failed, self._failed = self._failed, None  # whose traceback holds what the step has worked on
-        if self.at_end is not None:
-            self.at_end()
-        if failed is not None:
-            raise_after_backward(failed)
-
-
-def raise_after_backward(error: Exception) -> None:
-    """Raise when the reducer has finished the backward pass, of which it would otherwise take no other."""
-
-    def last() -> None:
-        raise error
-
-    # The reducer queues its own callback when this hook has returned, so the first of ours comes before that, and the second after it.
-    queue_callback(lambda: queue_callback(last))
-
-
-class Slot:
-    """DDP keeps its one hook for life. It is this one's, and every bucket goes to whoever has the slot.
-
-    Attributes:
-        on_bucket: who has it.
-        free: it is nobody's, and gradients are averaged as they are.
-    """
-
-    def __init__(self, on_bucket: BucketHook) -> None:
-        self.on_bucket = on_bucket
-        self.free = False
-
-    @uncompiled
-    def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """What DDP calls. `state` is not used."""
-        read = Bucket.read(bucket)
-        self.on_bucket(read)
-        return read.future
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A DDP that is pickled or copied takes no hook along: the copy has a reducer of its own, which has none."""
-        return _LeftBehind, ()
-
-    def take(self, on_bucket: BucketHook) -> None:
-        """Give the slot to somebody. What the one before has sent and not finished comes to its end."""
-        self.on_bucket.driver.abandon()
-        self.on_bucket, self.free = on_bucket, False
-
-
-class _LeftBehind:
-    """In the place of a `Slot` that DDP had when it was pickled."""
-
-    def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        raise RuntimeError(
-            "this hook was left behind when its DDP was pickled; call register_comm_hook(ddp, algorithm) again"
-        )
-
-
 class CommHook(Handle):
     """What `register_comm_hook` returns. Of a DDP that has our hook already it takes the slot.
 
@@ -354,30 +205,6 @@ class CommHook(Handle):
         self._on_bucket.used, self._note_hooks, self._on_bucket.at_start = used, hooks, look
 
 
-class _Later(torch.futures.Future[Tensor]):
-    """Completed by the thread that calls hooks, in the call for the last bucket: in an earlier call nobody may wait for it."""
-
-    def wait(self) -> Tensor:
-        if not self.done():
-            raise RuntimeError(
-                "a hook waits for the future of a bucket, which is completed in the call for the last bucket of the step: waiting would never end. "
-                "Return it, or what its `then` returns"
-            )
-        return super().wait()
-
-
-def new_future(device: torch.device) -> torch.futures.Future[Tensor]:
-    """A future for a tensor on `device`. On CUDA its completion orders streams and makes no host wait."""
-    return _Later() if device.type == "cpu" else _Later(devices=[device])
-
-
-def as_it_is(buffer: Tensor) -> torch.futures.Future[Tensor]:
-    """What a hook returns that averages nothing."""
-    future = new_future(buffer.device)
-    future.set_result(buffer)
-    return future
-
-
 def _trained_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     return {n: p for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored}
@@ -392,7 +219,7 @@ def _slot_of(ddp: DistributedDataParallel) -> Slot | None:
 
 def _hooks_of(ddp: DistributedDataParallel) -> list[Any]:
     """What DDP has noted, but for hooks that were left behind in pickling."""
-    return [each for each in noted_hooks(ddp) if not isinstance(getattr(each[0], "__self__", None), _LeftBehind)]
+    return [each for each in noted_hooks(ddp) if not isinstance(getattr(each[0], "__self__", None), LeftBehind)]
 
 
 def _note_used(

@@ -24,13 +24,14 @@ from gradwire.core.protocol.control_requests import Branch, OptimizerStep, StepI
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.local_requests import LocalNorm, ReplicaIndex, WorldSize
 from gradwire.core.protocol.programs import Program, Request, cannot_answer
-from gradwire.torch_backend.engine.groups.gloo_exit import kept
+from gradwire.torch_backend.engine.groups.gloo_exit import last_messages
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
 from gradwire.torch_backend.engine.host_scalars import Foreseen
 from gradwire.torch_backend.monitor.stats import Sent
-from gradwire.torch_backend.monitor.timers import Moment, StepTimes
+from gradwire.torch_backend.monitor.timers import Moment
+from gradwire.torch_backend.monitor.watcher import StepTimes
 from gradwire.torch_backend.ops.adjacent import side_by_side
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
@@ -52,7 +53,9 @@ class Pending:
         unpacked: Callable[[], tuple[Tensor, ...]],
         watched: Sequence[Tensor] = (),
     ) -> None:
-        self.works = [kept(work, tensor) for work in works]
+        if tensor.is_cpu:
+            last_messages.extend(works)
+        self.works = works
         self.watched = watched
         self._unpacked = unpacked
 
@@ -152,7 +155,9 @@ class Reducing(Pending):
             torch.cat([x if len(s) == 1 else x.reshape(-1) for x, s in zip(arrays, shapes, strict=True)], out=flat)
         if self._divides:
             flat.mul_(share(group, flat.dtype))
-        work = kept(dist.all_reduce(flat, ALL_REDUCES[self.request.op], group=group, async_op=True), flat)
+        work = dist.all_reduce(flat, ALL_REDUCES[self.request.op], group=group, async_op=True)
+        if flat.is_cpu:
+            last_messages.append(work)
         return Message(indices, sizes, flat, in_place, work)
 
     def meanwhile(self) -> None:
@@ -204,7 +209,7 @@ class Collectives:
     Attributes:
         groups: whose ranks are the replicas, and the groups of them that requests may name.
         scratch: where messages are packed and arrive.
-        foreseen: what the host knows of scalars on the device.
+        foreseen: what the host knows of scalars on the device; None where they are its own.
         sent: messages and payload bytes so far.
         times: notes how long messages take and are waited for.
         asked, last: a checksum of all messages that were asked for, and the last of them in words.
@@ -217,7 +222,7 @@ class Collectives:
         self.groups = groups
         self.ops = ops
         self.scratch = Scratch()
-        self.foreseen = Foreseen(ops.device)
+        self.foreseen = None if ops.device.type == "cpu" else Foreseen(ops.device)
         self.sent = Sent()
         self.times = StepTimes(ops.device)
         self.asked, self.last = 0, ""
@@ -255,7 +260,8 @@ class Collectives:
         return total
 
     def _reduce(self, request: Reduce[Tensor]) -> Pending:
-        pending = Reducing(request, self.groups[request.groups], self.scratch, divided=self._divided)
+        group = self.groups.whole if request.groups is None else self.groups[request.groups]
+        pending = Reducing(request, group, self.scratch, divided=self._divided)
         for message in pending.messages:
             elements = message.flat.numel()
             self._count(elements, elements * message.flat.element_size())
@@ -345,7 +351,8 @@ class Collectives:
         if request.phase is None:
             return request.side(bool(request.predicate))
         counter, value = request.phase
-        return request.side(bool(self.foreseen.value(counter) == value))
+        known = counter if self.foreseen is None else self.foreseen.value(counter)
+        return request.side(bool(known == value))
 
     def _size(self, request: WorldSize) -> tuple[int]:
         return (dist.get_world_size(self.groups[request.groups]),)

@@ -16,6 +16,11 @@ from gradwire.core.plan.dry_run import DryRun
 OUTSIDE = "Leave it out of the graph: capture the forward pass alone (torch.cuda.make_graphed_callables before DDP wraps the model)"
 
 
+def capturable(device: torch.device) -> bool:
+    """Whether a CUDA graph may hold what is launched on this device."""
+    return device.type != "cpu"
+
+
 def capturing() -> bool:
     """Whether what is launched now goes into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

@@ -122,7 +122,7 @@ class ShardDriver(Driver):
         self.layout = layout
         super().__init__(algorithm, specs, layout.device, groups, message_bytes, grad_scaler=grad_scaler)
         found = asked_by_some_shard(algorithm, self.specs, layout)
-        self._step = ShardStep(
+        self._programs = ShardStep(
             self.collectives, layout.shards, found, unscaled=lambda norm: self.memory.scale.unscaled(norm)
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -33,21 +34,23 @@ from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
 from gradwire.torch_backend.engine.host_scalars import Foreseen
 from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
 from gradwire.torch_backend.engine.scheduler import run_alone
+from gradwire.torch_backend.engine.step import keep
 from gradwire.torch_backend.local_sgd.checks import averages_gradients, fitted, radial_obstacle
 from gradwire.torch_backend.local_sgd.host_memory import HostMemory
 from gradwire.torch_backend.local_sgd.in_flight import InFlight
 from gradwire.torch_backend.local_sgd.moments import Broken, Moments
 from gradwire.torch_backend.local_sgd.target import Target
 from gradwire.torch_backend.monitor.profiler import span
-from gradwire.torch_backend.monitor.report import Progress, Watcher
+from gradwire.torch_backend.monitor.report import Progress
 from gradwire.torch_backend.monitor.stats import Stats
-from gradwire.torch_backend.monitor.timers import StepTimes
+from gradwire.torch_backend.monitor.watcher import StepEnded, StepTimes, Watcher
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.setup.assumptions import Assumptions
 from gradwire.torch_backend.setup.consistency import meet_to_change, require_same_on_all_ranks
 from gradwire.torch_backend.state.memory import Memory
 from gradwire.torch_backend.state.rank_memory import ShardedState
+from gradwire.torch_backend.torch_internals import profiler_runs
 
 T = TypeVar("T")
 
@@ -226,18 +229,22 @@ class LocalSGDHandle:
         self._target.require_steps()
         times = self._watch.times
         if self._in_flight:  # something is on its way
-            with torch.no_grad(), plain_arithmetic(self._ops.device), span(self.local, "receive"):
+            with torch.no_grad(), plain_arithmetic(self._ops.device), self._span("receive"):
                 self._or_forget(self._in_flight.advance, self._memory.steps)
         if self.local.acts(self._memory.steps, self._replicas):
             start = times.now()
-            with torch.no_grad(), plain_arithmetic(self._ops.device), span(self.local, "average"):
+            with torch.no_grad(), plain_arithmetic(self._ops.device), self._span("average"):
                 self._average()
             times.worked(start)
         self._memory.steps += 1
         self._memory.sent.dense_bytes += self._dense
-        self._watch.end_step(self._progress(), tuple, 1.0)
+        self._watch.step_ended(StepEnded(self._memory.steps, self._progress))
         times.begin()  # a step reaches from one of the optimizer to the next
         self._assumed.stepped()
+
+    def _span(self, part: str) -> AbstractContextManager[object]:
+        """A range in torch's profiler, while one runs."""
+        return span(self.local, part) if profiler_runs() else nullcontext()
 
     def _average(self) -> None:
         step = self._memory.steps
@@ -335,7 +342,7 @@ class LocalSGDHandle:
     def _kept(self, state: State[Tensor], used: set[str]) -> State[Tensor]:
         """Take over the memory after an average. Returned is where a message finds its own, to which it may write."""
         if self._host is None:
-            self._memory.keep(state)
+            keep(state, self._memory.state)
             return self._memory.state
         memory = self._memory.state
         self._host.keep(state, memory, used)
@@ -621,6 +628,7 @@ class _Gradients(Driver):
         self._handle = weakref.ref(handle)
         self.collectives.times = self.watch.times = handle._watch.times
         self.memory.sent = self.collectives.sent = handle._memory.sent
+        self.watch.partial = True
 
     def add(
         self, gradients: Mapping[str, Tensor], *, first: bool, last: bool, unused: Collection[str] | None = None
@@ -631,12 +639,6 @@ class _Gradients(Driver):
 
     def _count_dense(self, gradients: Mapping[str, Tensor]) -> None:
         """The handle does, in each of its steps."""
-
-    def _begin_step(self) -> None:
-        """The handle's steps are noted, of which this is a part."""
-
-    def _end_step(self) -> None:
-        """Nor does it end here, and what these gradients save says nothing: parameters are sent too."""
 
 
 def _put(tensor: Tensor, value: Tensor) -> None:

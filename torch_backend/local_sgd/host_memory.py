@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.core.algorithm import State
 from gradwire.core.local_sgd.algorithm import OUTER
-from gradwire.torch_backend.state.memory import owned
+from gradwire.torch_backend.engine.step import owned
 
 K = TypeVar("K", bound=Hashable)
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.core.text.wording import some
 from gradwire.torch_backend.engine.dynamo import uncompiled
+from gradwire.torch_backend.monitor.watcher import UnknownParameters
 from gradwire.torch_backend.ops.kernels import dtype_name
 from gradwire.torch_backend.setup.optimizer_state import has_two_modes
 from gradwire.torch_backend.torch_internals import times_written
@@ -42,8 +43,6 @@ PASSES = 10
 QUIET = 10
 #: Parameters that are asked for it.
 FEW = 8
-#: So many parameters are walked past in a step, on average.
-AT_ONCE = 10
 
 
 def refuse_thawed(frozen: Mapping[str, Tensor], call: str, remedy: str) -> None:
@@ -54,38 +53,6 @@ def refuse_thawed(frozen: Mapping[str, Tensor], call: str, remedy: str) -> None:
             f"parameters {some(thawed)} have gradients, and nobody averages these parameters: they were frozen when {call} was called. {remedy}; or "
             "freeze them again, with p.grad = None"
         )
-
-
-class UnknownParameters:
-    """Warns once of parameters that have come to require gradients since these were known; and says what happened `then`, and what to do."""
-
-    def __init__(self, module: nn.Module, known: Iterable[Tensor], ignored: Collection[str] = (), *, then: str) -> None:
-        self._module = weakref.ref(module)
-        self._known = list(known)  # which live as long as their ids are in use here
-        self._ids = {id(p) for p in self._known}
-        self._every = max(1, len(self._known) // AT_ONCE)
-        self._ignored = frozenset(ignored)
-        self._then = then
-        self._said = False
-
-    def look(self, step: int) -> None:
-        """To be called at the beginning of each step, with its number. A large module is not walked through in each of them."""
-        if step % self._every or self._said or (module := self._module()) is None:
-            return
-        own = (p for part in module.modules() for p in part._parameters.values() if p is not None)
-        if all(id(p) in self._ids or not p.requires_grad for p in own):
-            return
-        names = [
-            name
-            for name, p in module.named_parameters()
-            if p.requires_grad and id(p) not in self._ids and name not in self._ignored
-        ]
-        if names:
-            self._said = True
-            warnings.warn(
-                f"nobody averages {some(names)}, so replicas drift apart: they were frozen, or not there, when {self._then}",
-                stacklevel=2,
-            )
 
 
 class Assumptions:

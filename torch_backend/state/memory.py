@@ -112,14 +112,6 @@ class Memory:
             if key in keys
         ]
 
-    def keep(self, after: State[Tensor]) -> None:
-        """What a program has made of the memory, or of some parameters' in it."""
-        self.state.shared.update(owned(after.shared, self.state.shared))
-        for name, memory in after.tensors.items():
-            old = self.state.tensors[name]
-            if [*memory, *map(id, memory.values())] != [*old, *map(id, old.values())]:  # of no tensor another
-                self.state.tensors[name] = owned(memory, old)
-
     def own(self) -> dict[str, Any]:
         """The own form, of copies. Communicates nothing."""
         lent = self.lent()
@@ -324,18 +316,6 @@ class Replicated:
         """Whether what a rank remembers of the algorithm before is its own with this one too: its node is the rank alone, or has the same ranks."""
         groups = inter_node_groups(algorithm, self.groups.whole)[0]
         return groups is None or groups == inter_node_groups(before, self.groups.whole)[0]
-
-
-def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Memory after a step, where it was before. What a program returns may lie in a message, in a bucket or in scratch memory, all of which
-    the next step writes over; only what it updated in place is there already. A CUDA graph goes on with the memory it was captured with."""
-    moved = {
-        key: x.clone() for key, x in new.items() if x is not old.get(key) and not (key in old and x.is_set_to(old[key]))
-    }
-    for key, x in moved.items():
-        if key in old and (old[key].shape, old[key].dtype) == (x.shape, x.dtype):
-            moved[key] = old[key].copy_(x)
-    return {**new, **moved}
 
 
 def mean_over(x: Tensor, group: dist.ProcessGroup, to: int | None = None, weight: Tensor | None = None) -> Tensor:

@@ -14,26 +14,14 @@ from functools import cache
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 #: Gloo has so many threads per process group, and each holds one message.
 THREADS = 2
 #: Long for a thread that only waits for the lock, short for somebody who waits for the prompt.
 SECONDS = 0.05
 
-_last: deque[Any] = deque(maxlen=THREADS)
-
-
-def kept(work: Any, tensor: Tensor) -> Any:
-    """The handle of a message, which will not be destroyed by the thread that has sent it: Python holds it until others have been sent.
-
-    Args:
-        work: what c10d has returned.
-        tensor: what is sent. Nothing is kept of what is not on the CPU, where the memory of two messages is no matter.
-    """
-    if tensor.is_cpu:
-        _last.append(work)
-    return work
+#: The handles of the last messages from the CPU. Python holds them until others have been sent, so that no thread destroys one that it has sent.
+last_messages: deque[Any] = deque(maxlen=THREADS)
 
 
 @cache

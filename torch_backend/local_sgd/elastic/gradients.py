@@ -12,6 +12,7 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.weighted import Weighted, weighted
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.scheduler import run_alone
+from gradwire.torch_backend.engine.step import keep
 from gradwire.torch_backend.local_sgd.elastic.handle import ElasticHandle
 from gradwire.torch_backend.local_sgd.elastic.quorum import Present, Quorum
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
@@ -56,7 +57,7 @@ class ElasticGradients(ElasticHandle):
         self._joining = self._joining and not taken
         if taken and averages is not None:
             average, state = averages
-            self._memory.keep(state)
+            keep(state, self._memory.state)
             self._memory.steps += 1
             for name, p in self._parameters.items():
                 p.grad = average[name].clone() if p.grad is None else p.grad.copy_(average[name])

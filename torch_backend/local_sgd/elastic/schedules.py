@@ -16,6 +16,7 @@ from gradwire.core.local_sgd.schedule import Turn
 from gradwire.core.state.skipped_steps import SAID_AFTER, SKIPPED_AVERAGES, RunOfSkips
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.scheduler import Step, run_alone
+from gradwire.torch_backend.engine.step import keep
 from gradwire.torch_backend.local_sgd.elastic.handle import ElasticHandle
 from gradwire.torch_backend.local_sgd.elastic.quorum import LOST, Present, Quorum
 from gradwire.torch_backend.local_sgd.host_memory import HostMemory
@@ -168,7 +169,7 @@ class ElasticLocalSGD(ElasticHandle):
 
     def _keep(self, state: State[Tensor]) -> None:
         if self._host is None:
-            return self._memory.keep(state)
+            return keep(state, self._memory.state)
         memory = self._memory.state
         used = [n for n, kept in state.tensors.items() if all(x is not memory.tensors[n][k] for k, x in kept.items())]
         self._host.keep(state, memory, used)
