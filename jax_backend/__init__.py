@@ -30,6 +30,24 @@ With the optimizer's state divided among the replicas, for no more bytes than an
 With replicas that train by themselves between averages of their parameters (see `gradwire.jax_backend.local_sgd`):
 
     tx = diloco(optax.adamw(3e-4), 500, axis_name="data")
+
+**The design.** An algorithm runs inside the traced training step. `transforms.py` is the Optax transformation: it names the
+gradients, hands them to the algorithm with its memory, and puts averages and memory back. `engine/driver.py` runs the
+program while JAX traces it, and turns each request into a collective of `jax.lax`; `axes/` knows over which mapped axes
+replicas stand. What Python decides here it decides once, when the step is compiled; what depends on a step is a `lax.cond`.
+`state/` is where memory lies on the devices, and its saved forms.
+
+**The words**, besides those of `gradwire.core`.
+
+- *axis*: the mapped axis of `pmap` or `shard_map` along which replicas stand.
+- *varying*: different on the devices along an axis. With `check_vma=True` JAX keeps account of it.
+- *slice*: the devices among which the compiler divides one replica. *Lying*: how an array is divided among them.
+- *record*, *account*: what a state says about its own making, and what it counts.
+
+**The warnings.** Packing an array that the compiler has sharded makes XLA gather it whole. Under `check_vma=True` the gradient
+with respect to parameters that do not vary arrives summed already. XLA joins collectives as it likes, so messages are
+counted in the jaxpr. A traced value has no truth: an `if` on it fails, and a step number is traced. `pmap` gives local
+gradients always. Memory that differs between replicas (the error) needs a spec of its own, `partition_specs`.
 """
 
 from gradwire.jax_backend.advise.compare import Training

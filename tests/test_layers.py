@@ -3,6 +3,7 @@
 import ast
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
@@ -201,3 +202,16 @@ def test_requests_are_named_where_they_are_defined_and_in_one_file_of_a_backend(
     for room in ("gradwire.torch_backend", "gradwire.jax_backend"):
         ((_, named),) = ((name, used) for name, used in naming.items() if room_of(name) == room)
         assert named == {name for name, kind in kinds.items() if not kind.local}  # the others answer themselves
+
+
+# ---- names that the page about the architecture gives
+
+
+def test_the_way_of_a_gradient_is_told_with_names_that_exist():
+    named = re.findall(r"`([\w/]+\.py)::([\w.]+)`", (ROOT / "docs/architecture.md").read_text())
+    assert len({file for file, _ in named}) > 15
+    for file, name in named:
+        found: ast.AST | None = ast.parse((ROOT / file).read_text())
+        for part in name.split("."):
+            found = next((each for each in ast.iter_child_nodes(found) if getattr(each, "name", "") == part), None)
+            assert found is not None, f"{file} has no {name}"

@@ -12,6 +12,29 @@ by itself, between backward and step, for engines that take no hook: `Averager`;
 and optimizers with sharded state: `ZeroOptimizer`.
 
 The names of `torch.distributed.algorithms.ddp_comm_hooks` are here too, with torch's arguments.
+
+**The design.** There is one engine, and everything above is a way to call it. `engine/step.py` is one step in the order
+in which it happens: take gradients, group them, send, receive, commit, hand over, report. `engine/scheduler.py` runs the
+programs of a step side by side; `engine/collectives.py` performs what they ask for. `engine/driver.py` is what surrounds
+steps: how the parts are made, a loaded memory, another algorithm. Hooks, wrappers, sharded models and optimizers (`ddp/`,
+`fsdp/`, `zero/`, `local_sgd/`) decide when gradients are added and when a step ends, and nothing else. What is compared
+between ranks before the first step is in `setup/`, what an algorithm remembers in `state/`, and whoever looks on is in
+`monitor/`, told by one event.
+
+**The words**, besides those of `gradwire.core`.
+
+- *bucket*: gradients that DDP hands over at one time. *Group of buckets*: those whose payload is worth a message.
+- *driver*: an algorithm at work on this rank. *Handle*: what a user has of it.
+- *scratch*: memory that a step uses, and the next one uses again.
+- *captured*: launched into a CUDA graph. What the host decides then is decided for good.
+- *discarded*: a step whose averages are used, and of which memory keeps nothing.
+- *unused*: parameters that took no part in a forward pass; where no rank used one, its memory stays as it is.
+
+**The warnings.** Nothing is launched from a callback: the order of collectives is a function of the order of buckets, or
+ranks hang. On a device the host waits for nothing in a step; tests count its waits. What a program returns may lie in a
+message, a bucket or scratch, so memory is copied where it was before (`engine.step.owned`). DDP compares a hook's
+annotations with the real objects, keeps its one hook for life, and rebuilds its buckets after the first step. What is
+private of torch, or not in every torch, is named in `torch_internals.py` alone.
 """
 
 from gradwire.torch_backend.advise.compare.training import Training

@@ -8,7 +8,7 @@ pending = collectives.perform(Gather((x,)))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -29,6 +29,7 @@ from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
 from gradwire.torch_backend.engine.host_scalars import Foreseen
+from gradwire.torch_backend.engine.joined_rows import averaged, columns, rows_by_dtype
 from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.monitor.timers import Moment
 from gradwire.torch_backend.monitor.watcher import StepTimes
@@ -36,10 +37,6 @@ from gradwire.torch_backend.ops.adjacent import side_by_side
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
 
-#: What one rank sends directly to another and has so many bytes travels by itself.
-WORTH_A_MESSAGE = 1 << 16
-#: Elements that are summed at a time on the CPU: what is divided stays in the processor's cache until all is added.
-IN_CACHE = 1 << 15
 ALL_REDUCES = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -270,7 +267,7 @@ class Collectives:
     def _gather(self, request: Gather[Tensor]) -> Pending:
         exchange = self._exchange(request.groups)
         works, received = [], []
-        for indices, rows in _rows_by_dtype(request.arrays, 1, exchange, 1):
+        for indices, rows in rows_by_dtype(request.arrays, 1, exchange, 1):
             widths = [row.shape[1] for row in rows]
             whole = self.scratch.take((exchange.size, sum(widths)), rows[0])
             torch.cat(rows, dim=1, out=whole[exchange.rank : exchange.rank + 1])
@@ -279,13 +276,13 @@ class Collectives:
         self._count_halves([whole for *_, whole in received])
         shapes = [(exchange.size, *x.shape) for x in request.arrays]
         watched = [whole for *_, whole in received if whole.dtype.is_floating_point] if request.watched else ()
-        return Pending(works, request.arrays[0], lambda: _columns(request.arrays, shapes, received), watched)
+        return Pending(works, request.arrays[0], lambda: columns(request.arrays, shapes, received), watched)
 
     def _all_to_all(self, request: AllToAll[Tensor]) -> Pending:
         exchange = self._exchange(request.groups)
         size, parts = exchange.size, request.parts(exchange.size)
         works, sent, received = [], [], []
-        for indices, rows in _rows_by_dtype(request.arrays, 1, exchange, size):
+        for indices, rows in rows_by_dtype(request.arrays, 1, exchange, size):
             counts = [parts[i] for i in indices]
             widths = [own[exchange.rank] for own in counts]
             given = rows[0].view(-1)
@@ -305,7 +302,7 @@ class Collectives:
             (size * own[exchange.rank],) if request.counts else tuple(x.shape)
             for x, own in zip(request.arrays, parts, strict=True)
         ]
-        return Pending(works, request.arrays[0], lambda: _columns(request.arrays, shapes, received))
+        return Pending(works, request.arrays[0], lambda: columns(request.arrays, shapes, received))
 
     def _reduce_scatter(self, request: ReduceScatter[Tensor]) -> Pending:
         exchange = self._exchange(request.groups)
@@ -332,7 +329,7 @@ class Collectives:
                 others = torch.split(received, n)
                 addends = [part for r, part in enumerate(others) if r != exchange.rank and part.numel()]
             parts.append((own, addends))
-        return Pending(works, request.arrays[0], lambda: _averaged(parts, 1.0 / exchange.size))
+        return Pending(works, request.arrays[0], lambda: averaged(parts, 1.0 / exchange.size))
 
     def _all_gather(self, request: AllGather[Tensor]) -> Pending:
         exchange = self._exchange(request.groups)
@@ -442,46 +439,6 @@ def asked_in(requests: Iterable[Request]) -> frozenset[Asked]:
     """What these ask of all programs of a step together."""
     kinds = {LocalNorm: Asked.NORM, SumScalar: Asked.SUM, OptimizerStep: Asked.UPDATE, StepIsFinite: Asked.FINITE}
     return frozenset(kinds[type(request)] for request in requests if type(request) in kinds)
-
-
-def _rows_by_dtype(
-    arrays: Sequence[Tensor], rows: int, exchange: Exchange, parts: int
-) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """The numbers of those arrays that have any elements, and the arrays as so many rows. Together what travels together: those of one dtype, but
-    for large ones, which joining would cost a copy."""
-    for dtype in dict.fromkeys([x.dtype for x in arrays]):
-        indices = [i for i, x in enumerate(arrays) if x.dtype == dtype and x.numel()]
-        large = [i for i in indices if exchange.direct and arrays[i].nbytes >= parts * WORTH_A_MESSAGE]
-        small = [i for i in indices if i not in large]
-        for together in [*([i] for i in large), *([small] if small else [])]:
-            yield together, [arrays[i].reshape(rows, -1) for i in together]
-
-
-def _columns(
-    arrays: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], received: Sequence[tuple[list[int], list[int], Tensor]]
-) -> tuple[Tensor, ...]:
-    """Answers of these shapes, out of matrices of which each has some columns."""
-    answers: dict[int, Tensor] = {}
-    for indices, widths, whole in received:
-        pieces = whole.split_with_sizes(widths, dim=1)
-        answers |= {i: piece.reshape(shapes[i]) for i, piece in zip(indices, pieces, strict=True)}
-    return tuple(answers[i] if i in answers else x.new_empty(shapes[i]) for i, x in enumerate(arrays))
-
-
-def _averaged(parts: Sequence[tuple[Tensor, list[Tensor]]], factor: float) -> tuple[Tensor, ...]:
-    for whole, received in parts:
-        if not received:
-            continue
-        n = IN_CACHE if whole.is_cpu else whole.numel()
-        for own, *addends in zip(*(torch.split(x, n) for x in (whole, *received)), strict=True):
-            # Each addend is divided, and not the sum: a sum of large float16 gradients would overflow.
-            own.mul_(factor)
-            for part in addends:
-                if part.itemsize < 4:  # torch would round `alpha` to the dtype, and a third is none of its numbers
-                    own.add_(part.mul_(factor))
-                else:
-                    own.add_(part, alpha=factor)
-    return tuple(own for own, _ in parts)
 
 
 def share(group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
