@@ -409,7 +409,7 @@ def test_the_average_of_many_replicas_in_16_bits_is_as_near_as_that_of_few(repli
     assert np.linalg.norm(average - right) < 30 * 2**-11 * np.linalg.norm(right)
 
 
-@pytest.mark.parametrize("replicas", [2, 64, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replicas", [2, 64, pytest.param(256, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("algorithm", "bound"),
     [(WireDtype(AllReduce(), "int8"), 0.03), (TopK(4, per=64), None), (Sign(), None), (Quantize("int8"), 0.03)],

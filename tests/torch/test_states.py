@@ -24,7 +24,7 @@ from gradwire.torch_backend.engine.groups import barrier
 from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.monitor.watcher import SkippedSteps
 from gradwire.torch_backend.ops.kernels import TorchOps
-from gradwire.torch_backend.state import loss_scale
+from gradwire.torch_backend.state import loss_scale, memory
 from tests.torch import doors
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import loss_on, mlp
@@ -193,6 +193,28 @@ def test_a_resumed_run_counts_on_what_it_has_sent(world, door):
         for damaged in ({}, {**state[key], "steps": -1}, 3, {"steps": 4, "skipped_steps": 0, "sent": {"nbytes": 1}}):
             assert "in the state must be" in said(resumed.load_state_dict, {**state, key: damaged})
         assert totals(resumed) == totals(handle)
+
+
+@cases.each({"on all ranks": None, "on one": 1})
+def test_means_of_any_number_of_tensors_are_a_message_for_each_64_mib(world, to):
+    draw = torch.Generator().manual_seed(world.rank)
+    tensors = [torch.randn(i % 7, 3, generator=draw) for i in range(60)]
+    counts = [None] * 59 + [torch.tensor([float(world.rank)])]
+    everyones = world.everyones(tensors)
+    right = [sum(own.double() for own in each) / world.size for each in zip(*everyones, strict=True)]
+    right[-1] = (everyones[1][-1].double() + 2 * everyones[2][-1].double()) / 3
+    elements = sum(x.numel() for x in tensors)
+    for at_once, messages in ((memory.SUMMED_AT_ONCE, 1), (100, -(-elements // 100))):
+        with (
+            mock.patch.object(memory, "SUMMED_AT_ONCE", at_once),
+            mock.patch.object(memory, "_sum_over", wraps=memory._sum_over) as summed,
+        ):
+            means = memory.means_over(tensors, world.group, torch.device("cpu"), to, counts)
+        assert summed.call_count == messages + 1  # that of the weights
+        assert max(call.args[0].numel() for call in summed.call_args_list) <= at_once
+        if to in (None, world.rank):
+            for mean, expected in zip(means, right, strict=True):
+                torch.testing.assert_close(mean, expected.float(), rtol=1e-5, atol=1e-5)
 
 
 # --- called on some ranks only, or with different states ---

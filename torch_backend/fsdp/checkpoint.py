@@ -31,7 +31,7 @@ from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by, g
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.fsdp.layout import Layout, local_part
 from gradwire.torch_backend.ops.kernels import dtype_name
-from gradwire.torch_backend.state.memory import Memory, Replicated, counted, mean_over
+from gradwire.torch_backend.state.memory import Memory, Replicated, counted, means_over
 from gradwire.torch_backend.state.rank_memory import packed
 
 
@@ -58,28 +58,32 @@ class Sharded(Replicated):
         state, per_replica, layout = memory.lent(), memory.per_replica, self.layout
         state["sent"] = self.mean_sent(state["sent"])
 
-        def mean(name: str, key: str, x: Tensor) -> Tensor:
-            weight = counted(key, state["tensors"].get(name, {}))
-            return mean_over(x.to(layout.device), self.groups.whole, weight=weight)
+        large = {
+            (name, key): getattr(torch, x.dtype)
+            for name, kept in self._whole_memory(memory).tensors.items()
+            for key, x in kept.items()
+            if tuple(x.shape) == tuple(layout.held[name].parameter.shape)
+        }
 
+        def own(name: str, key: str) -> Tensor:
+            x = state["tensors"].get(name, {}).get(key)
+            return torch.zeros(layout.held[name].local.shape, dtype=large[name, key]) if x is None else x
+
+        here = {(name, key): None for name, kept in state["tensors"].items() for key in kept}
+        differ = [(name, key) for name, key in large | here if key in per_replica]
+        weights = [counted(key, state["tensors"].get(name, {})) for name, key in differ]
+        given = [own(name, key) for name, key in differ]
+        means = dict(zip(differ, means_over(given, self.groups.whole, layout.device, weights=weights), strict=True))
         parts: dict[str, dict[str, Tensor]] = {}
-        for name, kept in self._whole_memory(memory).tensors.items():
-            held = layout.held[name]
-            for key, x in kept.items():
-                if tuple(x.shape) != tuple(held.parameter.shape):
-                    continue
-                own = state["tensors"].get(name, {}).get(key)
-                if own is None:
-                    own = torch.zeros(held.local.shape, dtype=getattr(torch, x.dtype), device=layout.device)
-                parts.setdefault(name, {})[key] = held.distributed(
-                    mean(name, key, own) if key in per_replica else own.to(layout.device, copy=True)
-                )
+        for name, key in large:
+            x = means[name, key] if key in per_replica else own(name, key)
+            parts.setdefault(name, {})[key] = layout.held[name].distributed(x.to(layout.device, copy=True))
         rest: dict[str, dict[str, Any]] = {"tensors": {}, "local": {}}
         for name, kept in state["tensors"].items():
             block = layout.held[name].piece.name(name)
-            small = {key: x for key, x in kept.items() if key not in parts.get(name, {})}
+            small = {key: x for key, x in kept.items() if (name, key) not in large}
             rest["tensors"][block] = {k: x.cpu() for k, x in small.items() if k not in per_replica}
-            rest["local"][block] = {k: mean(name, k, x).cpu()[None] for k, x in small.items() if k in per_replica}
+            rest["local"][block] = {k: means[name, k][None] for k in small if k in per_replica}
         together: dict[str, dict[str, Any]] = {"tensors": {}, "local": {}}
         for each in gathered_by_all(rest, layout.shards, layout.device):
             for section, blocks in each.items():
@@ -90,7 +94,7 @@ class Sharded(Replicated):
         return {**state, "sharded": parts, "rest": packed(together)}
 
     def portable(self, memory: Memory, errors: str, to: int | None) -> dict[str, Any] | None:
-        """One parameter at a time: no rank needs memory for more than it keeps."""
+        """Gathered from shards one parameter at a time: no rank needs memory for more than it keeps."""
         replica, shard = (None, None) if to is None else divmod(to, self.layout.shards.size())
         state = super().portable(memory, errors, replica)
         if state is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +30,9 @@ from gradwire.torch_backend.state.blocks import Piece, recut
 from gradwire.torch_backend.state.loss_scale import LossScale, require_all_ranks, require_receiver, to_tensors
 
 logger = logging.getLogger(__name__)
+
+#: Elements of float64 that are summed in one message, of 64 MiB.
+SUMMED_AT_ONCE = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -283,7 +286,7 @@ class Replicated:
         return state
 
     def portable(self, memory: Memory, errors: str, to: int | None) -> dict[str, Any] | None:
-        """The portable form, on rank `to` or on all. One tensor at a time: the device needs no memory for more."""
+        """The portable form, on rank `to` or on all."""
         partition, members = inter_node_groups(memory.algorithm, self.groups.whole)
         state, per_replica = memory.lent(), memory.per_replica
         state["sent"] = self.mean_sent(state["sent"])
@@ -292,16 +295,20 @@ class Replicated:
         group = self.groups.whole if partition is None else self.groups[partition]
         to = None if to is None else members.index(to)
         receives = to is None or to == dist.get_rank(group)
-        tensors, local = {}, {}
-        for name, kept in state["tensors"].items():
-            tensors[name] = _on_cpu({k: x for k, x in kept.items() if k not in per_replica})
-            own = {k: x.to(self.device) for k, x in kept.items() if k in per_replica}  # ranks meet there
-            rows = {
-                k: mean_over(x, group, to, counted(k, own)).cpu()[None] if errors == "mean" else _rows(x, group, to)
-                for k, x in own.items()
-            }
-            if rows:
-                local[name] = rows
+        tensors = {
+            name: _on_cpu({k: x for k, x in kept.items() if k not in per_replica})
+            for name, kept in state["tensors"].items()
+        }
+        own = [(name, k) for name, kept in state["tensors"].items() for k in kept if k in per_replica]
+        memories = [state["tensors"][name][k] for name, k in own]
+        if errors == "mean":
+            weights = [counted(k, state["tensors"][name]) for name, k in own]
+            rows = [x[None] for x in means_over(memories, group, self.device, to, weights)]
+        else:
+            rows = [_rows(x.to(self.device), group, to) for x in memories]  # ranks meet there
+        local: dict[str, dict[str, Tensor]] = {}
+        for (name, k), row in zip(own, rows, strict=True):
+            local.setdefault(name, {})[k] = row
         if not receives:
             return None
         state |= {"algorithm": repr(without_levels(memory.algorithm)), "replicas": len(members)}
@@ -318,16 +325,62 @@ class Replicated:
         return groups is None or groups == inter_node_groups(before, self.groups.whole)[0]
 
 
-def mean_over(x: Tensor, group: dist.ProcessGroup, to: int | None = None, weight: Tensor | None = None) -> Tensor:
-    """The mean of a tensor over the ranks of a group, summed in float64, on its rank `to`; None: on all. By the `weight` of each rank, a scalar, unless that is 0
-    on all."""
-    total = x.to(torch.float64, copy=True)  # memory of float64 too: it is added up in place
-    if weight is None:
-        return (_sum_over(total, group, to) / dist.get_world_size(group)).to(x.dtype)
-    weight = weight.to(total.device, torch.float64)
-    total = _sum_over(torch.where(weight > 0, total * weight, 0.0), group, to)
-    count = _sum_over(weight.clone(), group, to)
-    return (total / torch.where(count > 0, count, 1.0)).to(x.dtype)
+def mean_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The mean of a tensor over the ranks of a group, summed in float64."""
+    return means_over([x], group, x.device)[0].to(x.device)
+
+
+def means_over(
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    to: int | None = None,
+    weights: Sequence[Tensor | None] = (),
+) -> list[Tensor]:
+    """The means of tensors over the ranks of a group, on the CPU, in messages of 64 MiB however many
+    tensors there are: more memory it takes nowhere.
+
+    Args:
+        tensors: of any dtypes, anywhere. They are summed in float64, on the `device`.
+        to: the rank of the group that receives them, and others nothing of use. None: all do.
+        weights: of each tensor, a scalar by which this rank counts, unless that is 0 on all; None: all
+            count alike. Empty: of all tensors.
+    """
+    weights = weights or [None] * len(tensors)
+    here = [None if w is None else w.reshape(()).to(device, torch.float64) for w in weights]
+    counts: list[Any] = [dist.get_world_size(group)] * len(tensors)
+    weighted = [i for i, w in enumerate(here) if w is not None]
+    if weighted:
+        summed = _sum_over(torch.stack([w for w in here if w is not None]), group, to)
+        for i, count in zip(weighted, torch.where(summed > 0, summed, 1.0), strict=True):
+            counts[i] = count
+    means = [torch.empty(x.shape, dtype=x.dtype) for x in tensors]
+    for lot in _lots([x.numel() for x in tensors]):
+        parts = []
+        for i, start, stop in lot:
+            part, weight = tensors[i].reshape(-1)[start:stop].to(device, torch.float64), here[i]
+            parts.append(part if weight is None else torch.where(weight > 0, part * weight, 0.0))
+        total = _sum_over(torch.cat(parts), group, to)
+        for (i, start, stop), part in zip(lot, total.split([len(x) for x in parts]), strict=True):
+            means[i].view(-1)[start:stop].copy_(part / counts[i])
+    return means
+
+
+def _lots(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Vectors of these sizes in messages: of each which elements of which vector are in it."""
+    lot, room = list[tuple[int, int, int]](), SUMMED_AT_ONCE
+    for i, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + room)
+            lot.append((i, start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield lot
+                lot, room = [], SUMMED_AT_ONCE
+    if lot:
+        yield lot
 
 
 def _sum_over(x: Tensor, group: dist.ProcessGroup, to: int | None) -> Tensor:
