@@ -209,10 +209,11 @@ def move_simulated(put: Put) -> None:
     """The same for the simulators, where they are not what others are compared with."""
     from gradwire import LocalSimulator, Simulator
 
-    def moved(x: Any) -> Any:
-        x = np.asarray(x)
-        if x.dtype not in (np.float32, np.float64):
+    def moved(x: Any, like: Any) -> Any:
+        """As the dtype that it computes in has units."""
+        if like not in ("float32", "float64"):
             return x
+        x = np.asarray(x, like)
         bits = np.ascontiguousarray(x).view(f"uint{8 * x.itemsize}").astype(np.uint32).reshape(x.shape)
         up = (bits * np.uint32(0x2C1B3C6D) >> 17) & 1
         return x * (1 + np.finfo(x.dtype).eps * (2 * up.astype(x.dtype) - 1))
@@ -220,7 +221,9 @@ def move_simulated(put: Put) -> None:
     for simulator in (Simulator, LocalSimulator):
 
         def step(self: Any, gradients: Any, *rest: Any, take: Any = simulator.step, **options: Any) -> Any:
-            return take(self, [{name: moved(x) for name, x in own.items()} for own in gradients], *rest, **options)
+            kinds = self.parameters[0] if isinstance(self, LocalSimulator) else self.specs
+            given = [{n: moved(x, str(kinds[n].dtype)) for n, x in own.items()} for own in gradients]
+            return take(self, given, *rest, **options)
 
         put(simulator, "step", step)
 

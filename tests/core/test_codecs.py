@@ -111,7 +111,7 @@ def test_two_bits_take_the_better_of_two_thresholds_in_each_block(kind):
     best = np.sqrt(squares.sum()) / np.linalg.norm(x)
     # Magnitudes are counted in 255ths of the largest.
     assert relative(through("int2", x)[0], x) == pytest.approx(best, rel=0.005)
-    assert best < 0.98 * min(relative(y, x) for y in each) or kind in ("normal", "laplace", "half zeros")
+    assert best < 0.98 * min(float(relative(y, x)) for y in each) or kind in ("normal", "laplace", "half zeros")
     if (
         kind == "normal"
     ):  # Max 1960, "Quantizing for minimum distortion", table I: the four best levels leave 0.1175 of the squares
@@ -345,7 +345,7 @@ def test_any_size_is_sent_as_planned_and_nothing_is_lost(algorithm, shapes, worl
             states = [state.tensors.get(name, {}).get("error", 0.0) for state in simulator.states]
             kept = np.mean(states, axis=0)
             mean = np.mean([g[name] for g in gradients], axis=0)
-            np.testing.assert_allclose(average + kept, mean + error[name], rtol=0, atol=1e-5)
+            np.testing.assert_allclose(average + kept, mean + error[name], rtol=0, atol=5e-5)
             error[name] = kept
     before = [{n: m["error"].copy() for n, m in state.tensors.items()} for state in simulator.states]
     name = data.draw(st.sampled_from([n for n, s in names.items() if math.prod(s)]))

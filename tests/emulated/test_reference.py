@@ -203,7 +203,7 @@ def test_the_numbers_are_numpys(world, door):
             if step == INFINITE and name != "b":
                 assert np.isnan(average).all()
             elif step != INFINITE:
-                np.testing.assert_allclose(average, wanted[name], rtol=0, atol=2e-5, err_msg=f"step {step}, {name}")
+                np.testing.assert_allclose(average, wanted[name], rtol=0, atol=1e-4, err_msg=f"step {step}, {name}")
         model.zero_grad()
 
 

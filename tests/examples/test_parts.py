@@ -52,7 +52,7 @@ def test_the_same_weights_give_the_same_logits():
     ours = np.asarray(jax.jit(flax_model.apply)({"params": moved}, tokens))
     with torch.no_grad():
         theirs = torch_model(torch.from_numpy(tokens)).numpy()
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
     names, arrays = FlaxNames(torch_model, params), {name: x.numpy() for name, x in torch_model.state_dict().items()}
     for back in (names.to_flax(arrays), jax.jit(names.to_flax)(arrays)):
         jax.tree.map(np.testing.assert_array_equal, back, flatten_dict(moved, sep="/"))
