@@ -15,6 +15,7 @@ import pytest
 
 import gradwire
 import gradwire.core
+from gradwire.core.ops import Ops
 from gradwire.core.protocol.programs import Request
 
 ROOT = Path(__file__).parents[1]
@@ -169,6 +170,45 @@ def test_no_tensor_is_made_where_and_of_what_a_user_has_set():
                     assert not missing, f"{file}, line {node.lineno}: torch.{made_by} without {missing}"
                     counted += 1
     assert counted > 20
+
+
+# ---- kernels
+
+
+def test_a_backend_must_have_few_primitives():
+    """What is fast has a name and a body besides: a composite, of which there may be as many as have a caller."""
+    assert 30 < len(Ops.__abstractmethods__) <= 36
+    composites = {name for name in vars(Ops) if not name.startswith("_")}
+    called = set().union(*(called_names(tree) for _, tree in modules().values()))
+    assert composites <= called
+
+
+def called_names(tree: ast.AST) -> set[str]:
+    """The attributes that are read of anything but `super()`."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and not (isinstance(node.value, ast.Call) and "super" in ast.dump(node.value))
+    }
+
+
+def test_methods_do_not_ask_which_kernels_or_payloads_there_are():
+    """Both know what to do: `gradwire.core.kernels.payloads`."""
+    payloads = {"Dense", "LowRank", "Coded", "Payload"}
+    seen = 0
+    for name, (file, tree) in modules().items():
+        if not name.startswith("gradwire.core.algorithms."):
+            continue
+        seen += 1
+        for node in ast.walk(tree):
+            where = f"{file}, line {getattr(node, 'lineno', 0)}"
+            match node:
+                case ast.Attribute(attr="fused"):
+                    raise AssertionError(f"{where}: a method asks for kernels")
+                case ast.Call(func=ast.Name("isinstance"), args=[_, kinds]):
+                    assert not names(kinds) & payloads, f"{where}: a method asks what a payload is"
+    assert seen > 10
 
 
 # ---- requests

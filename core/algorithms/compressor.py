@@ -12,8 +12,7 @@ adds the rest, once for all methods: error feedback, warm-up steps, steps with a
 from __future__ import annotations
 
 import abc
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -21,9 +20,8 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from gradwire.core.algorithm import State, Stepped, check_specs
 from gradwire.core.algorithms.shared.clipping import clipped
-from gradwire.core.codecs.codec import Coded
-from gradwire.core.kernels.low_rank import LowRank, Residual, multiplied, subtracted, subtracted_if
-from gradwire.core.ops import A, Bundled, FloatDtype, Ops, Spec, largest_error, wide_dtype
+from gradwire.core.kernels.payloads import PAYLOADS, LowRank, Payload, Residual, payloads_of
+from gradwire.core.ops import A, Bundled, FloatDtype, Ops, Spec
 from gradwire.core.protocol import branch, branch_on_phase, mean_each, step_is_finite, together
 from gradwire.core.protocol.programs import Program
 from gradwire.core.text.options import AtLeast0, Positive, check_options, more_than
@@ -33,6 +31,24 @@ T = TypeVar("T")
 
 ERROR = "error"
 PHASE = "phase"
+
+
+class Hints(NamedTuple):
+    """What a backend may know of a method in order to be fast. No hint changes what is sent, or a result by more than rounding.
+
+    Attributes:
+        linear: `compress` only multiplies `x` by thin matrices and sends `LowRank`s. JAX hands it gradient and error unadded
+            (`gradwire.core.ops.Ops.add_each`), since (G + E) Q = G Q + E Q: `PowerSGD` takes 0.01 gradients of temporary
+            memory there, where `pmean` takes 1.00, and at rank 1 less time (docs/performance.md).
+        recompute: gradient and error are better added a second time, for the new error, than kept in memory while messages
+            travel: on a TPU that spares `TopK` a gradient of memory for a pass over it.
+        elementwise: devices of a slice may each compress any piece of a tensor: see `Compressor.by_pieces`. What they would
+            gather first are whole gradients, and with pieces nothing.
+    """
+
+    linear: bool = False
+    recompute: bool = False
+    elementwise: bool = False
 
 
 class StepContext(NamedTuple):
@@ -62,29 +78,28 @@ class StepContext(NamedTuple):
         Returns:
             What a driver computes while the message is on its way. None where no error is kept, or `sent` is no `LowRank`.
         """
-        if self.left is None or not isinstance(sent, LowRank):
+        if self.left is None or not isinstance(sent, PAYLOADS):
             return None
         self.left.sent = sent
         return self.left
 
 
-class _Given(NamedTuple, Generic[A]):
-    """What a step sends, by name: what is compressed, with its error, and what is not; the memory; of each stack the names of its members."""
+class _Lot(NamedTuple, Generic[A]):
+    """What a step works with, by name: `x` is to be compressed, gradient and error; `rest` is not. The memory; of each stack the names of its members."""
 
     x: dict[str, Residual[A]]
-    uncompressed: dict[str, A]
+    rest: dict[str, A]
     tensors: Mapping[str, Mapping[str, A]]
-    stacks: Mapping[str, tuple[str, ...]]
+    bundled: Bundled[A] | None
     step: Any
 
 
 class _Exchanged(NamedTuple, Generic[A]):
-    """What the messages of a step have brought, by name: what this replica `sent`, the new memory, the averages as factors, as codes and as they are."""
+    """What the messages of a step have brought, by name: what this replica `sent`, the new memory, the averages that are not multiplied out, and those that are."""
 
-    sent: dict[str, A | LowRank[A] | Coded[A]]
+    sent: dict[str, Payload[A]]
     memory: dict[str, dict[str, A]]
-    factors: dict[str, LowRank[A]]
-    coded: dict[str, Coded[A]]
+    received: dict[str, Payload[A]]
     averages: dict[str, A]
 
 
@@ -121,6 +136,9 @@ class Compressor(abc.ABC):
     state_dtype: FloatDtype | None = None
     max_norm: Positive | None = None
 
+    #: For speed alone; those of most methods say nothing.
+    hints = Hints()
+
     def __post_init__(self) -> None:
         check_options(self)
         if self.error_feedback == 1:
@@ -133,20 +151,6 @@ class Compressor(abc.ABC):
     def phases(self) -> int:
         """How many kinds of step alternate. The phase advances with every finite compressed step."""
         return 1
-
-    @property
-    def multiplies_only(self) -> bool:
-        """Whether `compress` only multiplies `x` by thin matrices and sends `LowRank`s, as `PowerSGD` does; False unless a method says so.
-
-        A backend may then hand it gradient and error unadded (`gradwire.core.ops.Ops.add_each`), since (G + E) Q = G Q + E Q: that saves a pass over
-        memory.
-        """
-        return False
-
-    @property
-    def adds_twice(self) -> bool:
-        """Whether gradient and error are better added a second time, for the new error, than kept in memory while messages travel."""
-        return False
 
     @property
     def biased(self) -> bool:
@@ -210,7 +214,7 @@ class Compressor(abc.ABC):
         self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any
     ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:
         """A program that does for all these tensors what `compress` does for each, in their order; None where that is no better. What comes back of a
-        tensor must not depend on what is sent beside it. Arrays may be `gradwire.core.codecs.codec.Coded` where an error is kept whole."""
+        tensor must not depend on what is sent beside it. Arrays may be `gradwire.core.kernels.payloads.Coded`."""
         return None
 
     def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> Hashable | None:
@@ -237,7 +241,7 @@ class Compressor(abc.ABC):
             axis: along which it is cut. None: none can be, and the pieces are those of the flat tensor, filled up with zeros.
             pieces: how many. The mean magnitude of a piece (`gradwire.core.ops.Ops.mean_abs`) is that of all of them.
         """
-        return False
+        return self.hints.elementwise
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
         """The state before the first step: `memory` of each tensor, and with error feedback `error`, zeros of the gradient's shape.
@@ -273,191 +277,123 @@ class Compressor(abc.ABC):
             started = known
         if started is False:
             return await mean_each(gradients, watched=False), state
-        g, tensors, shared = dict(gradients), state.tensors, dict(state.shared)
-        if self.max_norm is not None:
-            g = await clipped(ops, g, self.max_norm)
-        stacks: Mapping[str, tuple[str, ...]] = {}
-        bundled = self._bundled(ops, g, tensors)
-        if bundled is not None:
-            g, tensors, stacks = bundled.gradients, bundled.tensors, bundled.names
-        x = self._with_errors(ops, {name: each for name, each in g.items() if name in tensors}, tensors)
-        given = _Given(x, {name: each for name, each in g.items() if name not in tensors}, tensors, stacks, step)
+        lot = self._with_errors(ops, await self._clipped(ops, gradients), state.tensors, step)
 
         async def dense() -> _Exchanged[A]:
-            return _Exchanged({}, {}, {}, {}, await mean_each(gradients, watched=False))
+            return _Exchanged({}, {}, {}, await mean_each(gradients, watched=False))
 
-        phases = [partial(self._exchange, ops, gradients, given, phase) for phase in range(self.phases)]
+        kinds = [partial(self._exchange, ops, gradients, lot, phase) for phase in range(self.phases)]
         # Where the step number is not known, both sides are traced and nothing is written in place.
-        exchanged = await branch(started, partial(_in_phase, shared.get(PHASE), phases), dense)
+        exchanged = await branch(started, partial(_in_phase, state.shared.get(PHASE), kinds), dense)
         # Nothing is committed before every average of the step is known to be finite. An inf or NaN in any replica's gradient
         # reaches everyone through the averages, so all replicas decide alike without another message.
         finite = await step_is_finite()
         ok = finite if started is True else finite & started
-        if self.adds_twice and self.error_feedback and self.state_dtype is None:
-            errors = [tensors[name][ERROR] for name in x]
-            sums = ops.sum_again(ok, [each.x for each in x.values()], [g[name] for name in x], errors)
-            x = {name: Residual(ops, each) for name, each in zip(x, sums, strict=True)}
-        after = self._memory_after(ops, ok, x, tensors, exchanged)
-        averages = self._averages(ops, finite, gradients, x, exchanged)
-        if bundled is not None:
-            averages, after = bundled.apart(averages, after)
+        after = self._memory_after(ops, ok, lot, exchanged)
+        averages = self._averages(ops, finite, gradients, lot, exchanged)
+        if lot.bundled is not None:
+            averages, after = lot.bundled.apart(averages, after)
         if started is not True:
             averages = {name: ops.where(started, each, exchanged.averages[name]) for name, each in averages.items()}
-        if self.phases > 1:
-            following = ops.where(shared[PHASE] < self.phases - 1, shared[PHASE] + 1, 0)
-            shared[PHASE] = ops.where(ok, following, shared[PHASE])
-        return {name: averages[name] for name in gradients}, State(shared, after)
+        return {name: averages[name] for name in gradients}, State(self._next_phase(ops, ok, state.shared), after)
 
-    async def _exchange(self, ops: Ops[A], gradients: Mapping[str, A], given: _Given[A], phase: int) -> _Exchanged[A]:
+    async def _clipped(self, ops: Ops[A], gradients: Mapping[str, A]) -> dict[str, A]:
+        return dict(gradients) if self.max_norm is None else await clipped(ops, dict(gradients), self.max_norm)
+
+    def _with_errors(self, ops: Ops[A], g: dict[str, A], tensors: Mapping[str, Mapping[str, A]], step: Any) -> _Lot[A]:
+        """What is to be sent, before anything is: gradients of one layout as stacks, where that is better, plus what was not sent before."""
+        # An error that decays is no such sum as a linear method may be handed.
+        linear = self.hints.linear and self.error_feedback is True
+        bundled = None
+        if linear and self.state_dtype is None:
+            bundled = ops.bundled(g, tensors, partial(self._alike, g, tensors))
+        if bundled is not None:
+            g, tensors = bundled.gradients, bundled.tensors
+        names = [name for name in g if name in tensors]
+        x = [g[name] if self.state_dtype is None else ops.cast(g[name], self.state_dtype) for name in names]
+        terms: list[Any] = [None] * len(x)
+        if self.error_feedback:
+            errors = [tensors[name][ERROR] for name in names]
+            if self.hints.recompute and self.state_dtype is None:
+                terms = list(zip(x, errors, strict=True))
+            x = ops.add_each(x, errors, multiplied=linear)
+        sums = [Residual(ops, each, terms=own) for each, own in zip(x, terms, strict=True)]
+        rest = {name: each for name, each in g.items() if name not in tensors}
+        return _Lot(dict(zip(names, sums, strict=True)), rest, tensors, bundled, step)
+
+    def _alike(self, gradients: Mapping[str, A], tensors: Mapping[str, Mapping[str, A]], name: str) -> Hashable | None:
+        own = {key: value for key, value in tensors[name].items() if key != ERROR}
+        return self.alike(name, tuple(gradients[name].shape), own)
+
+    async def _exchange(self, ops: Ops[A], gradients: Mapping[str, A], lot: _Lot[A], phase: int) -> _Exchanged[A]:
         """All messages of a step in this phase. XLA copies what a branch returns, so nothing as large as a gradient is made here."""
-        programs: list[Program[Any]] = []
-        x = given.x
+        x = lot.x
+        memories = {name: {key: m for key, m in lot.tensors[name].items() if key != ERROR} for name in x}
+        joint = self.compress_together(ops, {name: left.x for name, left in x.items()}, memories, lot.step)
+        programs: list[Program[Any]] = [] if joint is None else [joint]
         # A kernel that computes the residual as it commits it takes no longer than one that commits what was computed before.
-        early = self.error_feedback and not (self.error_feedback is True and ops.fused is not None)
-        memories = {name: {key: m for key, m in given.tensors[name].items() if key != ERROR} for name in x}
-        joint = self.compress_together(ops, {name: left.x for name, left in x.items()}, memories, given.step)
+        early = self.error_feedback and not (self.error_feedback is True and ops.late_residuals)
+        stacks = {} if lot.bundled is None else lot.bundled.names
         for name, left in x.items() if joint is None else ():
-            memory = memories[name]
-            context = StepContext(given.step, phase, left if early else None)
-            if name in given.stacks:
-                programs.append(self.compress_stack(ops, given.stacks[name], left.x, memory, context))
+            context = StepContext(lot.step, phase, left if early else None)
+            if name in stacks:
+                programs.append(self.compress_stack(ops, stacks[name], left.x, memories[name], context))
             else:
-                programs.append(self.compress(ops, name, left.x, memory, context))
-        programs = programs if joint is None else [joint]
-        *each, averages = await together([*programs, mean_each(given.uncompressed)])
+                programs.append(self.compress(ops, name, left.x, memories[name], context))
+        *each, averages = await together([*programs, mean_each(lot.rest)])
         for left in x.values():
             left.sent = None  # computed by now, or not at all; of a traced branch, whose arrays end with it
         results: Any = each if joint is None else each[0]
-        columns = zip(*results, strict=True) if results else ((), (), ())
-        sent, received, new = (dict(zip(x, column, strict=True)) for column in columns)
-        factors = {name: each for name, each in received.items() if isinstance(each, LowRank)}
-        coded = {name: each for name, each in received.items() if isinstance(each, Coded)}
-        dense = {
-            name: self._like(ops, received[name], gradients[name])
-            for name in x
-            if name not in factors and name not in coded
-        }
-        return _Exchanged(sent, new, factors, coded, averages | dense)
-
-    def _bundled(
-        self, ops: Ops[A], gradients: dict[str, A], tensors: Mapping[str, Mapping[str, A]]
-    ) -> Bundled[A] | None:
-        if not (self.multiplies_only and self.error_feedback is True and self.state_dtype is None):
-            return None
-
-        def alike(name: str) -> Hashable | None:
-            own = {key: value for key, value in tensors[name].items() if key != ERROR}
-            return self.alike(name, tuple(gradients[name].shape), own)
-
-        return ops.bundled(gradients, tensors, alike)
-
-    def _with_errors(
-        self, ops: Ops[A], gradients: dict[str, A], tensors: Mapping[str, Mapping[str, A]]
-    ) -> dict[str, Residual[A]]:
-        """What is to be sent of each tensor, before anything is."""
-        x = list(gradients.values())
-        if self.state_dtype is not None:
-            x = [ops.cast(g, self.state_dtype) for g in x]
-        if self.error_feedback:
-            multiplied = self.multiplies_only and self.error_feedback is True  # an error that decays is no such sum
-            x = ops.add_each(x, [tensors[name][ERROR] for name in gradients], multiplied=multiplied)
-        return {name: Residual(ops, each) for name, each in zip(gradients, x, strict=True)}
+        sent, means, memory = zip(*results, strict=True) if results else ((), (), ())
+        received: dict[str, Payload[A]] = {}
+        for name, mean in zip(x, means, strict=True):
+            if isinstance(mean, PAYLOADS):
+                received[name] = mean
+            else:
+                averages[name] = self._like(ops, mean, gradients[name])
+        own = dict(zip(x, payloads_of(sent), strict=True))
+        return _Exchanged(own, dict(zip(x, memory, strict=True)), received, averages)
 
     def _like(self, ops: Ops[A], average: A, gradient: A) -> A:
         return average if self.state_dtype is None else ops.cast(average, ops.dtype_of(gradient))
 
-    def _memory_after(
-        self,
-        ops: Ops[A],
-        ok: A,
-        x: Mapping[str, Residual[A]],
-        tensors: Mapping[str, Mapping[str, A]],
-        exchanged: _Exchanged[A],
-    ) -> dict[str, dict[str, A]]:
+    def _memory_after(self, ops: Ops[A], ok: A, lot: _Lot[A], exchanged: _Exchanged[A]) -> dict[str, dict[str, A]]:
         """The memory after the step."""
-        after = {name: dict(tensors[name]) for name in x}
+        after = {name: dict(lot.tensors[name]) for name in lot.x}
 
-        def commit(key: str, new: Mapping[str, A], limits: Sequence[float] = ()) -> None:
-            # By key: so lie memories, and messages, side by side.
-            kept = ops.where_each(ok, list(new.values()), [tensors[name][key] for name in new], limits=limits)
-            for name, value in zip(new, kept, strict=True):
+        def note(key: str, names: Iterable[str], values: Sequence[A]) -> None:
+            for name, value in zip(names, values, strict=True):
                 after[name][key] = value
 
+        # By key: so lie memories, and messages, side by side.
         for key in dict.fromkeys(chain.from_iterable(exchanged.memory.values())):
-            new = {
-                name: own[key]
-                for name, own in exchanged.memory.items()
-                if key in own and own[key] is not tensors[name][key]
-            }
-            if new:
-                commit(key, new)
+            new = {n: own[key] for n, own in exchanged.memory.items() if key in own and own[key] is not after[n][key]}
+            note(key, new, ops.where_each(ok, list(new.values()), [after[n][key] for n in new]))
         if self.error_feedback:
-            early = {name: self._decayed(ops, residual.x) for name, residual in x.items() if residual.computed}
-            if early:
-                commit(ERROR, early, [largest_error(ops, tensors[name][ERROR]) for name in early])
-            late = [name for name in x if name not in early]
-            dense = [name for name in late if not isinstance(exchanged.sent[name], (LowRank, Coded))]
-            if dense and (errors := self._all_errors(ops, x, exchanged.sent, dense)) is not None:
-                limits = [largest_error(ops, tensors[name][ERROR]) for name in dense]
-                commit(ERROR, dict(zip(dense, errors, strict=True)), limits)
-                late = [name for name in late if name not in dense]
-            for name in late:
-                error = tensors[name][ERROR]
-                sent: Any = exchanged.sent[name]
-                kept = self._fused_error_after(ops, ok, x[name].x, sent, error)
-                if kept is None:
-                    rest = partial(self._error_after, ops, x[name].x, sent)
-                    kept = ops.where_lazy(ok, rest, error, limit=largest_error(ops, error))
-                after[name][ERROR] = kept
+            sent, errors = [exchanged.sent[n] for n in lot.x], [after[n][ERROR] for n in lot.x]
+            decay = float(self.error_feedback)
+            note(ERROR, lot.x, ops.errors_after(ok, list(lot.x.values()), sent, errors, decay=decay))
         return after
 
-    def _fused_error_after(self, ops: Ops[A], ok: A, x: A, sent: Any, error: A) -> A | None:
-        """The error, where one kernel computes and commits it."""
-        if ops.fused is None or self.error_feedback is not True:
-            return None
-        if isinstance(sent, LowRank):
-            return subtracted_if(ops.fused, ok, x, sent, error)
-        if not isinstance(sent, Coded) or sent.lost is None:
-            return None
-        return ops.fused.subtract_decoded_if(ok, x, sent.codes, sent.scales, sent.lost, sent.first, error)
-
-    def _all_errors(
-        self, ops: Ops[A], x: Mapping[str, Residual[A]], sent: Mapping[str, Any], names: Sequence[str]
-    ) -> list[A] | None:
-        """The compression errors of these, in their arrays, where they have to be computed in any case."""
-        errors = ops.subtract_each([x[name].x for name in names], [sent[name] for name in names])
-        return None if errors is None else [self._decayed(ops, each) for each in errors]
-
-    def _error_after(self, ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
-        return self._decayed(ops, _less(ops, x, sent, out))
-
-    def _decayed(self, ops: Ops[A], error: A) -> A:
-        """The error of the next step, in the array of the residual of this one."""
-        if self.error_feedback is True:
-            return error
-        dtype = wide_dtype(ops.dtype_of(error))
-        decay = ops.constant(("decay", self.error_feedback, dtype), lambda: ops.asarray(self.error_feedback, dtype))
-        return ops.scale_each([error], decay)[0]
-
     def _averages(
-        self, ops: Ops[A], finite: A, gradients: Mapping[str, A], x: Mapping[str, Residual[A]], exchanged: _Exchanged[A]
+        self, ops: Ops[A], finite: A, gradients: Mapping[str, A], lot: _Lot[A], exchanged: _Exchanged[A]
     ) -> dict[str, A]:
         """All averages, in the arrays of `x`; NaN throughout if the step was not finite, so that everyone skips it."""
-        averages = dict(exchanged.averages)
-        # NaN in the small factor is NaN everywhere in the product, even where the other factor is zero.
-        factors = ops.nan_unless(finite, [each.q for each in exchanged.factors.values()])
-        for (name, each), q in zip(exchanged.factors.items(), factors, strict=True):
-            averages[name] = self._like(ops, multiplied(ops, each.p, q, out=x[name].x), gradients[name])
-        if exchanged.coded and ops.fused is not None:
-            codes, scales, *_ = zip(*exchanged.coded.values(), strict=True)
-            decoded = ops.fused.decoded_each(finite, codes, scales, [x[name].x for name in exchanged.coded])
-            for name, average in zip(exchanged.coded, decoded, strict=True):
-                averages[name] = self._like(ops, average, gradients[name])
-        dense = [name for name in x if name not in exchanged.factors and name not in exchanged.coded]
-        places = [x[name].x for name in dense] if self.state_dtype is None else None
-        return averages | dict(
-            zip(dense, ops.nan_unless(finite, [averages[name] for name in dense], out=places), strict=True)
-        )
+        coded, same = exchanged.received, self.state_dtype is None
+        received = payloads_of([coded.get(name, exchanged.averages.get(name)) for name in lot.x])
+        # An average that is dense has the gradient's dtype, and `x` that of the memory.
+        places = [left.x if same or name in coded else None for name, left in lot.x.items()]
+        dense = ops.dense_or_nan(finite, received, places)
+        averages = exchanged.averages | dict(zip(lot.x, dense, strict=True))
+        if not same:
+            averages |= {name: self._like(ops, averages[name], gradients[name]) for name in coded}
+        return averages
+
+    def _next_phase(self, ops: Ops[A], ok: A, shared: Mapping[str, A]) -> dict[str, A]:
+        if self.phases == 1:
+            return dict(shared)
+        following = ops.where(shared[PHASE] < self.phases - 1, shared[PHASE] + 1, 0)
+        return {**shared, PHASE: ops.where(ok, following, shared[PHASE])}
 
 
 async def _in_phase(counter: Any, kinds: Sequence[Callable[[], Program[T]]], first: int = 0) -> T:
@@ -465,18 +401,3 @@ async def _in_phase(counter: Any, kinds: Sequence[Callable[[], Program[T]]], fir
     if first == len(kinds) - 1:
         return await kinds[first]()
     return await branch_on_phase(counter, first, kinds[first], partial(_in_phase, counter, kinds, first + 1))
-
-
-def _less(ops: Ops[A], x: A, sent: A | LowRank[A], out: A | None) -> A:
-    if isinstance(sent, LowRank):
-        rest: A = subtracted(ops, x, sent, out=out)
-        return rest
-
-    if out is None:
-        return x - sent  # in this shape, in which what it is made of and what is made of it are
-
-    def rows(x: A, sent: A, out: A | None = None) -> A:
-        return x - sent if out is None else ops.add(x, ops.multiply(sent, -1.0), out=out)
-
-    flat = (math.prod(x.shape), 1)
-    return ops.by_rows(rows, x.reshape(flat), sent.reshape(flat), out=out.reshape(flat)).reshape(tuple(x.shape))

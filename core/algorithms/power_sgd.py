@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from gradwire.core.algorithm import State
-from gradwire.core.algorithms.compressor import ERROR, Compressor, StepContext
+from gradwire.core.algorithms.compressor import ERROR, Compressor, Hints, StepContext
 from gradwire.core.algorithms.shared.views import StackedShape, View, reproducing, square_view, view_of
 from gradwire.core.kernels import random
-from gradwire.core.kernels.low_rank import LowRank, Residual
+from gradwire.core.kernels.payloads import LowRank, Residual
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, shaped
 from gradwire.core.protocol import mean, orthonormalize, world_size
 from gradwire.core.protocol.programs import Program
@@ -96,6 +96,8 @@ class PowerSGD(Compressor):
     orthogonalization_epsilon: Annotated[float, share(most_open=True), "0 is right"] = 0.0
     seed: int = 0
 
+    hints = Hints(linear=True)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for option in ("rank", "stacked", "rows"):
@@ -122,11 +124,6 @@ class PowerSGD(Compressor):
             "half_step: training falls apart at learning rates at which full steps train (rank 1, SGD with momentum: 58 % accuracy where full "
             "steps have 96 %). Clip gradients, or take full steps at half the rank, which send as much. See docs/methods.md.",
         )
-
-    @property
-    def multiplies_only(self) -> bool:
-        """True: a gradient is only multiplied by factors, see `Compressor.multiplies_only`."""
-        return True
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
         """The state before the first step.

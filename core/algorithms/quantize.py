@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.core.algorithms.compressor import Compressor, StepContext
+from gradwire.core.algorithms.compressor import Compressor, Hints, StepContext
 from gradwire.core.codecs.options import Quantizer
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.protocol.programs import Program
@@ -43,6 +43,8 @@ class Quantize(Quantizer, Compressor):
         ValueError: naming the option, its value and the fix.
     """
 
+    hints = Hints(elementwise=True)
+
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
         Quantizer.__post_init__(self)
@@ -68,10 +70,6 @@ class Quantize(Quantizer, Compressor):
             return x, mean, memory
         (mean,), (sent,) = await coder.mean_and_sent([x])
         return sent, mean, memory
-
-    def by_pieces(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
-        """Every element is treated alike."""
-        return True
 
     def compress_together(
         self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any

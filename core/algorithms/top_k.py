@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Annotated, Any, Literal
 
-from gradwire.core.algorithms.compressor import Compressor, StepContext
+from gradwire.core.algorithms.compressor import Compressor, Hints, StepContext
 from gradwire.core.algorithms.shared.sparse_blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of
 from gradwire.core.codecs import CODECS, Codec
 from gradwire.core.codecs.codec import received, sendable
@@ -60,6 +60,8 @@ class TopK(Compressor):
     bits: Literal[2, 4, 8] | None = None
     mean: Literal["replicas", "senders"] = "replicas"
 
+    hints = Hints(recompute=True)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         sides = self.per if isinstance(self.per, tuple) else (1, self.per or 4096)
@@ -72,11 +74,6 @@ class TopK(Compressor):
     def biased(self) -> bool:
         """Whether averages and mean error do not add up to the gradients, see `Compressor.biased`; always with a mean over senders."""
         return self.mean == "senders" or super().biased
-
-    @property
-    def adds_twice(self) -> bool:
-        """True, see `Compressor.adds_twice`."""
-        return True
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
         """{} where values and positions are less than half of the tensor's bytes; else None, uncompressed.
@@ -174,7 +171,7 @@ class TopK(Compressor):
             lanes = LANES if values.shape[0] * kept % LANES == 0 else kept
             every_value, every_index = await gather(values.reshape((-1, lanes)), positions, watched=False)
         else:
-            fields = codec.encode(ops, ops.cast(values, "float32"))
+            fields = codec.encode(ops, values)
             *every_code, every_index = await gather(*sendable(ops, fields), positions, watched=False)
             rows = received(ops, codec, kept, every_code)
             values = ops.cast(codec.decode(ops, *fields), dtype)

@@ -26,7 +26,7 @@ from gradwire.core.algorithms.two_level import TwoLevel
 from gradwire.core.algorithms.weighted import Weighted
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.buckets.assignment import assign_buckets
-from gradwire.core.kernels.low_rank import LowRank
+from gradwire.core.kernels.payloads import LowRank
 from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
 from gradwire.core.local_sgd.outer import OuterSGD
 from gradwire.core.ops import Spec

@@ -25,7 +25,7 @@ class Cast(Codec):
         return ((n, self.dtype),)
 
     def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> tuple[A, ...]:
-        return (ops.cast(x, self.dtype),)
+        return (ops.cast(ops.cast(x, "float32"), self.dtype),)
 
     def decode(self, ops: Ops[A], *fields: A, out: A | None = None) -> A:
         return ops.cast(fields[0], "float32", out=out)

@@ -10,23 +10,12 @@ import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
 
-from gradwire.core.ops import WIRE_ITEMSIZE, A, Fused, Ops
-
-
-class Coded(NamedTuple, Generic[A]):
-    """A tensor that is not decoded: codes uint8 (R, B) and scales float32 (R, 1), for which `Codec.fused` has kernels. Of what is sent, the rows from `first` on count
-    `lost` as well, float32 (some, B)."""
-
-    codes: A
-    scales: A
-    lost: A | None = None
-    first: int = 0
+from gradwire.core.ops import WIRE_ITEMSIZE, A, Ops
 
 
 class Codec(abc.ABC):
-    """Encode and decode, row by row: a row (B,) of float32 becomes a row (m,) of a dtype that can be sent."""
+    """Encode and decode, row by row: a row (B,) of floats becomes a row (m,) of a dtype that can be sent."""
 
     #: Whether a dither makes rounding unbiased.
     dithers = False
@@ -51,7 +40,8 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> tuple[A, ...]:
-        """float32 (R, B) → (R, m), one for each of `fields`. An inf or NaN in a row makes all of it NaN when it is decoded.
+        """Floats (R, B), cast to float32 → (R, m), one for each of `fields`. An inf or NaN in a row makes all of it NaN
+        when it is decoded.
 
         `dither`, (R, B) on (-1/2, 1/2), is added before rounding, in units of what is rounded to.
         """
@@ -64,9 +54,15 @@ class Codec(abc.ABC):
     def witness(self, *fields: A) -> A:
         """What is finite if and only if everything decoded is."""
 
-    def fused(self, ops: Ops[A], width: int) -> tuple[Fused[A], float] | None:
-        """Kernels for codes of rows of so many elements, and the largest code; None where there are none."""
-        return None
+    def stays(self, ops: Ops[A], width: int) -> bool:
+        """Whether codes of rows of so many elements stay codes (`gradwire.core.kernels.payloads.Coded`) until the tensor
+        is written, and means are formed of them by `encode_mean`."""
+        return False
+
+    def encode_mean(self, ops: Ops[A], *of_each: A, keeps: bool) -> tuple[tuple[A, ...], A | None]:
+        """The codes of the mean of what fields (W, R, m) of W replicas stand for; and, if it `keeps` that, what rounding
+        takes from it, times -W, float32 (R, B)."""
+        raise NotImplementedError(f"{type(self).__name__} has codes that stay codes, and no encode_mean")
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ class BlockCodec(Codec):
         return (n * self.bits // 8, "uint8"), (self.scales, "float32")
 
     def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> tuple[A, ...]:
-        codes, scales = self.coded(ops, x, dither)
+        codes, scales = self.coded(ops, ops.cast(x, "float32"), dither)
         return _packed(codes, self.bits), scales
 
     def decode(self, ops: Ops[A], *fields: A, out: A | None = None) -> A:

@@ -16,8 +16,9 @@ from itertools import accumulate, chain, islice
 from typing import Any, Generic, NamedTuple
 
 from gradwire.core.codecs.cast import Cast
-from gradwire.core.codecs.codec import Codec, Coded, received, sendable
+from gradwire.core.codecs.codec import Codec, received, sendable
 from gradwire.core.kernels import random
+from gradwire.core.kernels.payloads import Coded
 from gradwire.core.ops import ITEMSIZE, WIRE_ITEMSIZE, A, Ops, wide_dtype
 from gradwire.core.protocol import (
     all_to_all,
@@ -140,7 +141,7 @@ class Coder(Generic[A]):
                 shown.append(self.codec.witness(*everything))
             start = 0
             for i in some:
-                pack, stays = packs[i], late and self._can_be_late(packs[i])
+                pack, stays = packs[i], late and self._stays(packs[i].matrix)
                 end = start + sum(-(-rows // size) for _, rows in pack.divided)
                 rows = [self._from_parts(y[:, start:end], pack.divided) for y in everything]
                 if stays:
@@ -296,11 +297,9 @@ class Coder(Generic[A]):
         ops, codec, noise = self.ops, self.codec, self.noise
         codes: Any  # several matrices
         if noise is None or not codec.dithers:
-            casts = codec.fused(ops, shape[1]) is not None  # by itself
 
             def nearest(*y: A, out: A | None = None) -> Any:
-                x = numbers(*y)
-                return codec.encode(ops, x if casts else ops.cast(x, "float32"))
+                return codec.encode(ops, numbers(*y))
 
             codes = ops.by_rows(nearest, *arrays)
             return tuple(codes)
@@ -311,7 +310,7 @@ class Coder(Generic[A]):
         def rows(*given: A, out: A | None = None) -> Any:
             *y, firsts = given
             dither = random.dither(ops, key, firsts + columns, step)
-            return codec.encode(ops, ops.cast(numbers(*y), "float32"), dither)
+            return codec.encode(ops, numbers(*y), dither)
 
         codes = ops.by_rows(rows, *arrays, firsts)
         return tuple(codes)
@@ -399,11 +398,9 @@ class Coder(Generic[A]):
         it has sent to add that to the mean."""
         ops, codec = self.ops, self.codec
         dtype, size = ops.dtype_of(like), of_each[0].shape[0]
-        fused = codec.fused(ops, like.shape[1])
-        if fused is not None and self.noise is None and self._weights is None and wide_dtype(dtype) == "float32":
-            kernels, largest = fused
-            codes, scales, lost = kernels.mean_quantized(of_each[0], of_each[1], largest, keeps=keeps)
-            return (codes, scales), None if lost is None else lambda start, end: lost[start:end]
+        if self._stays(like) and self.noise is None and self._weights is None:
+            fields, lost = codec.encode_mean(ops, *of_each, keeps=keeps)
+            return fields, None if lost is None else lambda start, end: lost[start:end]
         if not keeps:
             shape = (of_each[0].shape[1], like.shape[1])
             return self._codes_of(of_each, lambda *y: self._mean_of(y, dtype), shape, 0), None
@@ -417,12 +414,9 @@ class Coder(Generic[A]):
         # Of each array by itself: cut out of the error of all, it would be stored twice.
         return coded, lambda start, end: ops.by_rows(rounding_error, *(y[start:end] for y in (share, *coded)))
 
-    def _can_be_late(self, pack: _Pack[A]) -> bool:
-        matrix = pack.matrix
-        return (
-            self.codec.fused(self.ops, matrix.shape[1]) is not None
-            and wide_dtype(self.ops.dtype_of(matrix)) == "float32"
-        )
+    def _stays(self, rows: A) -> bool:
+        """Whether codes of such rows (R, B) stay codes."""
+        return self.codec.stays(self.ops, rows.shape[1]) and wide_dtype(self.ops.dtype_of(rows)) == "float32"
 
     def _mean_of(self, of_each: Sequence[A], dtype: str, out: A | None = None) -> A:
         """Summed in float32, of float64 in float64."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradwire.core.codecs.codec import Scaled
-from gradwire.core.ops import A, Fused, Ops
+from gradwire.core.ops import A, Ops
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,19 @@ class Integers(Scaled):
     def largest(self) -> float:
         return float(2 ** (self.bits - 1) - 1)
 
-    def fused(self, ops: Ops[A], width: int) -> tuple[Fused[A], float] | None:
+    def stays(self, ops: Ops[A], width: int) -> bool:
         """Those of 8 bits."""
-        kernels = ops.fused if self.bits == 8 else None
-        return None if kernels is None or width > kernels.widest else (kernels, self.largest)
+        return self.bits == 8 and width <= ops.late_width
 
     def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> tuple[A, ...]:
-        if dither is None and (fused := self.fused(ops, x.shape[1])) is not None:
-            kernels, largest = fused
-            return kernels.quantized(x, largest)
+        if self.bits == 8 and dither is None:
+            return ops.quantize(x, self.largest)
         return super().encode(ops, x, dither)
+
+    def encode_mean(self, ops: Ops[A], *of_each: A, keeps: bool) -> tuple[tuple[A, ...], A | None]:
+        codes, scales = of_each
+        *coded, lost = ops.quantize_mean(codes, scales, self.largest, keeps=keeps)
+        return tuple(coded), lost
 
     def coded(self, ops: Ops[A], x: A, dither: A | None) -> tuple[A, A]:
         if self.bits == 8 or dither is not None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
-from gradwire.core.kernels.bits import pack_integers, unpack_integers
-from gradwire.core.kernels.tiles import of_tiles
-from gradwire.core.ops import WIRE_ITEMSIZE, Spec, wide_dtype
+from gradwire.core.ops import WIRE_ITEMSIZE, Ops, Spec, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -74,17 +72,11 @@ def abstract_arrays(specs: Mapping[str, Spec]) -> dict[str, AbstractArray]:
     return {name: AbstractArray(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
 
 
-class AbstractOps:
+class AbstractOps(Ops[AbstractArray]):
     """Kernels that compute shapes."""
-
-    fused = None
-    joined = 0
 
     def dtype_of(self, x: AbstractArray) -> str:
         return x.dtype
-
-    def kind_of(self, x: AbstractArray) -> Hashable:
-        return self.dtype_of(x)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> AbstractArray:
         return AbstractArray(tuple(shape), dtype)
@@ -124,29 +116,6 @@ class AbstractOps:
     ) -> AbstractArray:
         return AbstractArray((x * y * ok).shape, x.dtype)
 
-    def add_each(
-        self, xs: Sequence[AbstractArray], ys: Sequence[AbstractArray], *, multiplied: bool = False
-    ) -> list[AbstractArray]:
-        return [self.add(x, y) for x, y in zip(xs, ys, strict=True)]
-
-    def where_each(
-        self,
-        ok: AbstractArray,
-        xs: Sequence[AbstractArray],
-        ys: Sequence[AbstractArray],
-        *,
-        limits: Sequence[float] = (),
-    ) -> list[AbstractArray]:
-        return [self.where(ok, x, y) for x, y in zip(xs, ys, strict=True)]
-
-    def subtract_each(self, xs: Sequence[AbstractArray], ys: Sequence[AbstractArray]) -> None:
-        return None
-
-    def nan_unless(
-        self, ok: AbstractArray, xs: Sequence[AbstractArray], *, out: Sequence[AbstractArray] | None = None
-    ) -> list[AbstractArray]:
-        return list(xs)
-
     def where_lazy(
         self,
         ok: AbstractArray,
@@ -157,21 +126,10 @@ class AbstractOps:
     ) -> AbstractArray:
         return x(None)
 
-    def orthonormalize(self, x: AbstractArray, epsilon: float) -> AbstractArray:
-        return x
-
     def orthonormalize_each(
         self, arrays: Sequence[AbstractArray], fresh: Sequence[AbstractArray], epsilon: float
     ) -> list[AbstractArray]:
         return list(arrays)
-
-    def sum_again(
-        self, ok: AbstractArray, sums: Sequence[AbstractArray], xs: Sequence[AbstractArray], ys: Sequence[AbstractArray]
-    ) -> list[AbstractArray]:
-        return list(sums)
-
-    def truth(self, ok: AbstractArray) -> bool | None:
-        return None
 
     def all_finite(self, *arrays: AbstractArray) -> AbstractArray:
         return AbstractArray((), "bool")
@@ -210,17 +168,10 @@ class AbstractOps:
             raise ValueError(f"top_k: there are no {k} largest of {x.shape[-1]} elements")
         return AbstractArray((*x.shape[:-1], k), "int32")
 
-    def computed_once(self, arrays: Sequence[AbstractArray]) -> list[AbstractArray]:
-        return list(arrays)
-
     def take(self, x: AbstractArray, index: AbstractArray) -> AbstractArray:
         if index.shape[:-1] != x.shape[:-1]:
             raise ValueError(f"take: positions {index.shape} for rows {x.shape}")
         return AbstractArray(index.shape, x.dtype)
-
-    def take_each(self, xs: Sequence[AbstractArray], indices: Sequence[AbstractArray]) -> AbstractArray:
-        values = [self.take(x, index) for x, index in zip(xs, indices, strict=True)]
-        return values[0] if len(values) == 1 else self.rows(values, 1).reshape((-1, indices[0].shape[-1]))
 
     def scatter_add(self, x: AbstractArray, index: AbstractArray, values: AbstractArray) -> AbstractArray:
         if index.shape != values.shape or index.shape[:-1] != x.shape[:-1] or values.dtype != x.dtype:
@@ -228,18 +179,6 @@ class AbstractOps:
                 f"scatter_add: {values.dtype} {values.shape} at {index.shape} cannot be added to {x.dtype} {x.shape}"
             )
         return x
-
-    def scatter_sum(
-        self,
-        n: int,
-        of: Callable[..., tuple[AbstractArray, AbstractArray]],
-        *every: AbstractArray,
-        tiles: tuple[int, int] | None = None,
-        after: AbstractArray | None = None,
-    ) -> AbstractArray:
-        index, values = of(*(x[0] for x in every))
-        total = self.scatter_add(AbstractArray((*index.shape[:-1], n), values.dtype), index, values)
-        return total if tiles is None else of_tiles(total, *tiles)
 
     def pack_bits(self, x: AbstractArray, *, of: AbstractArray | None = None) -> AbstractArray:
         if x.dtype != "bool":
@@ -251,54 +190,14 @@ class AbstractOps:
             raise ValueError(f"unpack_bits: {x.dtype} {x.shape} do not hold the booleans of {shape}")
         return AbstractArray(shape, "bool")
 
-    def pack_integers(self, x: AbstractArray, bits: int) -> AbstractArray:
-        return pack_integers(self, x, bits)
-
-    def unpack_integers(self, data: AbstractArray, bits: int, shape: tuple[int, ...]) -> AbstractArray:
-        return unpack_integers(self, data, bits, shape)
-
     def view_as(self, x: AbstractArray, dtype: str) -> AbstractArray:
         nbytes = x.shape[-1] * WIRE_ITEMSIZE[x.dtype]
         if nbytes % WIRE_ITEMSIZE[dtype]:
             raise ValueError(f"view_as: rows of {nbytes} bytes are no {dtype}")
         return AbstractArray((*x.shape[:-1], nbytes // WIRE_ITEMSIZE[dtype]), dtype)
 
-    def to_bytes(self, x: AbstractArray) -> AbstractArray:
-        return self.view_as(x, "uint8")
-
-    def from_bytes(self, x: AbstractArray, dtype: str) -> AbstractArray:
-        return self.view_as(x, dtype)
-
-    def to_blocks(self, x: AbstractArray, rows: int, width: int) -> AbstractArray:
-        flat, n = x.reshape((-1,)), rows * width
-        return (flat if flat.shape[0] == n else self.pad(flat, n)).reshape((rows, width))
-
-    def from_blocks(self, x: AbstractArray, shape: tuple[int, ...]) -> AbstractArray:
-        return x.reshape((-1,))[: math.prod(shape)].reshape(shape)
-
-    def read_again(
-        self, codes: AbstractArray, sent: AbstractArray, cut: Callable[[AbstractArray], AbstractArray]
-    ) -> AbstractArray:
-        return codes
-
-    def laid_out(
-        self, codes: AbstractArray, scales: AbstractArray, shape: tuple[int, ...]
-    ) -> tuple[AbstractArray, AbstractArray]:
-        return codes, scales
-
     def add_part(self, x: AbstractArray, part: AbstractArray, n: int, i: Any, shape: tuple[int, ...]) -> AbstractArray:
         return x
-
-    def by_rows(
-        self, f: Callable[..., AbstractArray], *arrays: AbstractArray, out: AbstractArray | None = None
-    ) -> AbstractArray:
-        return f(*arrays)
-
-    def sum_of_each(self, f: Callable[..., AbstractArray], *arrays: AbstractArray) -> AbstractArray:
-        return f(*[x[0] for x in arrays])
-
-    def joining(self, arrays: Sequence[AbstractArray]) -> None:
-        return None
 
     def loop(
         self, n: int, body: Callable[[Any, AbstractArray], AbstractArray], start: AbstractArray, *, fused: bool = False
@@ -329,15 +228,3 @@ class AbstractOps:
         self, matrix: AbstractArray, shapes: Sequence[tuple[int, ...]], *, out: Sequence[AbstractArray] | None = None
     ) -> list[AbstractArray]:
         return [AbstractArray(tuple(shape), matrix.dtype) for shape in shapes]
-
-    def row_of(self, x: AbstractArray, n: int, i: Any) -> AbstractArray:
-        return AbstractArray((-(-math.prod(x.shape) // n),), x.dtype)
-
-    def bundled(self, gradients: object, tensors: object, alike: object) -> None:
-        return None
-
-    def unbundled(self) -> AbstractOps:
-        return self
-
-    def constant(self, key: Hashable, make: Callable[[], AbstractArray]) -> AbstractArray:
-        return make()

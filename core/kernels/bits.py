@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 
-from gradwire.core.ops import A, Ops
+from gradwire.core.kernels.arrays import A
+from gradwire.core.kernels.primitives import Primitives
 
 
 def bytes_of_rows(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -18,13 +19,13 @@ def bytes_of_rows(shape: tuple[int, ...]) -> tuple[int, int]:
     return whole, -(-(size - 8 * whole) // 8)
 
 
-def pack_integers(ops: Ops[A], x: A, bits: int) -> A:
+def pack_integers(ops: Primitives[A], x: A, bits: int) -> A:
     """`Ops.pack_integers`, by its booleans."""
     shifts = ops.iota(bits).reshape((-1, 1))
     return ops.pack_bits(((x.reshape((1, -1)) >> shifts) & 1) > 0)
 
 
-def unpack_integers(ops: Ops[A], data: A, bits: int, shape: tuple[int, ...]) -> A:
+def unpack_integers(ops: Primitives[A], data: A, bits: int, shape: tuple[int, ...]) -> A:
     """`Ops.unpack_integers`: put together from their bits in float32, which has every integer up to 2²⁴."""
     each = ops.cast(ops.unpack_bits(data, (bits, math.prod(shape))), "float32")
     worth = ops.constant(("worth of bits", bits), lambda: ops.asarray([[2**i for i in range(bits)]], "float32"))

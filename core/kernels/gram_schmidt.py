@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gradwire.core.ops import A, Ops, shaped
+from gradwire.core.kernels.arrays import A, shaped
+from gradwire.core.kernels.primitives import Primitives
 
 #: A row that keeps no more than this part of its norm, once the rows before it are projected out, is rounding noise and becomes zero.
 DEPENDENT = 1e-6
@@ -20,7 +21,7 @@ DEPENDENT = 1e-6
 NEGLIGIBLE = 1e-5
 
 
-def gram_schmidt(ops: Ops[A], x: A, epsilon: float = 0.0, *, out: A | None = None) -> A:
+def gram_schmidt(ops: Primitives[A], x: A, epsilon: float = 0.0, *, out: A | None = None) -> A:
     """Orthonormal rows for a batch of matrices.
 
     Args:
@@ -54,7 +55,7 @@ def gram_schmidt(ops: Ops[A], x: A, epsilon: float = 0.0, *, out: A | None = Non
     return ops.cast(rows, dtype)
 
 
-def refresh(ops: Ops[A], x: A, fresh: A) -> A:
+def refresh(ops: Primitives[A], x: A, fresh: A) -> A:
     """Replace the negligible rows of each matrix of a batch (k, r, n), which is donated, by those of `fresh`.
 
     After a gradient of low rank the surplus rows of a warm-started factor are zero, or rounding noise: the first can never leave zero
@@ -65,7 +66,7 @@ def refresh(ops: Ops[A], x: A, fresh: A) -> A:
 
 
 def each_shape(
-    ops: Ops[A], arrays: Sequence[A], fresh: Sequence[A], epsilon: float, unstack: Callable[[A], Sequence[A]]
+    ops: Any, arrays: Sequence[A], fresh: Sequence[A], epsilon: float, unstack: Callable[[A], Sequence[A]]
 ) -> list[A]:
     """`Ops.orthonormalize_each` by `Ops.orthonormalize`, once for each distinct shape and dtype. `unstack` takes a batch (k, …) apart."""
     groups: dict[tuple[Any, ...], list[int]] = {}

@@ -10,11 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.core.kernels import rounding
-from gradwire.core.kernels.bits import bytes_of_rows, pack_integers, unpack_integers
-from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
-from gradwire.core.kernels.tiles import of_tiles
-from gradwire.core.ops import FLOATS, INTEGERS, LONGEST_FLOAT16
+from gradwire.core.kernels.bits import bytes_of_rows
+from gradwire.core.ops import FLOATS, INTEGERS, LONGEST_FLOAT16, Ops
 
 NDArray = npt.NDArray[Any]
 
@@ -48,23 +45,17 @@ def dtype_named(name: str) -> np.dtype[Any]:
         return found
 
 
-class NumpyOps:
+class NumpyOps(Ops[NDArray]):
     """`Ops` for NumPy arrays. bfloat16 and floats of 8 bits need ml_dtypes, which is imported when they are asked for.
 
     With ml_dtypes some operations on bfloat16 (`matmul`, times a Python float, a norm) come out wider: kernels cast back.
     """
-
-    fused = None
-    joined = 0
 
     def __init__(self) -> None:
         self._constants: dict[Hashable, NDArray] = {}
 
     def dtype_of(self, x: NDArray) -> str:
         return name_of(x.dtype)
-
-    def kind_of(self, x: NDArray) -> Hashable:
-        return self.dtype_of(x)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> NDArray:
         return np.zeros(shape, dtype_named(dtype))
@@ -120,31 +111,10 @@ class NumpyOps:
             out[...] = chosen
         return out
 
-    def add_each(self, xs: Sequence[NDArray], ys: Sequence[NDArray], *, multiplied: bool = False) -> list[NDArray]:
-        return [self.add(x, y, out=x) for x, y in zip(xs, ys, strict=True)]
-
-    def where_each(
-        self, ok: NDArray, xs: Sequence[NDArray], ys: Sequence[NDArray], *, limits: Sequence[float] = ()
-    ) -> list[NDArray]:
-        chosen = [self.where(ok, x, y, out=y) for x, y in zip(xs, ys, strict=True)]
-        return chosen if ok or not limits else [_limited(y, n, y) for y, n in zip(chosen, limits, strict=True)]
-
-    def subtract_each(self, xs: Sequence[NDArray], ys: Sequence[NDArray]) -> None:
-        return None
-
-    def nan_unless(self, ok: NDArray, xs: Sequence[NDArray], *, out: Sequence[NDArray] | None = None) -> list[NDArray]:
-        places = [None] * len(xs) if out is None else out
-        return [self.where(ok, x, math.nan, out=place) for x, place in zip(xs, places, strict=True)]
-
     def where_lazy(
         self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray, *, limit: float = math.inf
     ) -> NDArray:
         return x(y) if ok else _limited(y, limit, y)
-
-    def sum_again(
-        self, ok: NDArray, sums: Sequence[NDArray], xs: Sequence[NDArray], ys: Sequence[NDArray]
-    ) -> list[NDArray]:
-        return list(sums)
 
     def truth(self, ok: NDArray) -> bool | None:
         return bool(ok)
@@ -152,20 +122,8 @@ class NumpyOps:
     def all_finite(self, *arrays: NDArray) -> NDArray:
         return np.asarray(all(np.isfinite(x).all() for x in arrays))
 
-    def orthonormalize(self, x: NDArray, epsilon: float) -> NDArray:
-        return gram_schmidt(self, x, epsilon, out=x)
-
-    def orthonormalize_each(self, arrays: Sequence[NDArray], fresh: Sequence[NDArray], epsilon: float) -> list[NDArray]:
-        return each_shape(self, arrays, fresh, epsilon, list)
-
     def max_abs(self, x: NDArray) -> NDArray:
         return np.asarray(np.maximum.reduce(np.abs(x), axis=-1, keepdims=True, initial=0))
-
-    def scales(self, x: NDArray, largest: float, *, signed: bool = False) -> tuple[NDArray, NDArray]:
-        return rounding.scales(self, x, largest, signed=signed)
-
-    def nearest_bytes(self, x: NDArray, *, out: NDArray | None = None) -> NDArray:
-        return rounding.nearest_bytes(self, x)
 
     def mean_abs(self, x: NDArray) -> NDArray:
         wide = np.float64 if x.dtype == np.float64 else np.float32
@@ -210,34 +168,12 @@ class NumpyOps:
         ascending = np.argsort(x[..., ::-1], axis=-1, kind="stable")
         return np.asarray(n - 1 - ascending[..., n - k :][..., ::-1], np.int32)
 
-    def computed_once(self, arrays: Sequence[NDArray]) -> list[NDArray]:
-        return list(arrays)
-
     def take(self, x: NDArray, index: NDArray) -> NDArray:
         return np.take_along_axis(x, index, axis=-1)
-
-    def take_each(self, xs: Sequence[NDArray], indices: Sequence[NDArray]) -> NDArray:
-        values = [self.take(x, index) for x, index in zip(xs, indices, strict=True)]
-        return values[0] if len(values) == 1 else self.rows(values, 1).reshape((-1, indices[0].shape[-1]))
 
     def scatter_add(self, x: NDArray, index: NDArray, values: NDArray) -> NDArray:
         np.add.at(x, (*np.indices(index.shape, sparse=True)[:-1], index), values)
         return x
-
-    def scatter_sum(
-        self,
-        n: int,
-        of: Callable[..., tuple[NDArray, NDArray]],
-        *every: NDArray,
-        tiles: tuple[int, int] | None = None,
-        after: NDArray | None = None,
-    ) -> NDArray:
-        first, *others = zip(*every, strict=True)
-        index, values = of(*first)
-        total = self.scatter_add(np.zeros((*index.shape[:-1], n), values.dtype), index, values)
-        for arrays in others:
-            total = self.scatter_add(total, *of(*arrays))
-        return total if tiles is None else of_tiles(total, *tiles)
 
     def pack_bits(self, x: NDArray, *, of: NDArray | None = None) -> NDArray:
         whole, left = bytes_of_rows(x.shape)
@@ -253,33 +189,8 @@ class NumpyOps:
         parts = [((part >> shifts) & 1).reshape(-1) for part in (x[:whole], x[whole:])]
         return np.concatenate(parts)[: math.prod(shape)].reshape(shape).astype(bool)
 
-    def pack_integers(self, x: NDArray, bits: int) -> NDArray:
-        return pack_integers(self, x, bits)
-
-    def unpack_integers(self, data: NDArray, bits: int, shape: tuple[int, ...]) -> NDArray:
-        return unpack_integers(self, data, bits, shape)
-
     def view_as(self, x: NDArray, dtype: str) -> NDArray:
         return np.ascontiguousarray(x).view(dtype_named(dtype))
-
-    def to_bytes(self, x: NDArray) -> NDArray:
-        return self.view_as(x, "uint8")
-
-    def from_bytes(self, x: NDArray, dtype: str) -> NDArray:
-        return self.view_as(x, dtype)
-
-    def to_blocks(self, x: NDArray, rows: int, width: int) -> NDArray:
-        flat, n = x.reshape((-1,)), rows * width
-        return (flat if flat.shape[0] == n else self.pad(flat, n)).reshape((rows, width))
-
-    def from_blocks(self, x: NDArray, shape: tuple[int, ...]) -> NDArray:
-        return x.reshape((-1,))[: math.prod(shape)].reshape(shape)
-
-    def read_again(self, codes: NDArray, sent: NDArray, cut: Callable[[NDArray], NDArray]) -> NDArray:
-        return codes
-
-    def laid_out(self, codes: NDArray, scales: NDArray, shape: tuple[int, ...]) -> tuple[NDArray, NDArray]:
-        return codes, scales
 
     def add_part(self, x: NDArray, part: NDArray, n: int, i: Any, shape: tuple[int, ...]) -> NDArray:
         k, total = part.shape[0], x.copy()
@@ -292,23 +203,6 @@ class NumpyOps:
             return result
         out[...] = result.reshape(out.shape)
         return out.reshape(result.shape)
-
-    def sum_of_each(self, f: Callable[..., NDArray], *arrays: NDArray) -> NDArray:
-        total = f(*[x[0] for x in arrays])
-        for i in range(1, len(arrays[0])):
-            total = total + f(*[x[i] for x in arrays])
-        return total
-
-    def joining(self, arrays: Sequence[NDArray]) -> None:
-        return None
-
-    def loop(self, n: int, body: Callable[[Any, NDArray], NDArray], start: NDArray, *, fused: bool = False) -> NDArray:
-        for i in range(n):
-            start = body(i, start)
-        return start
-
-    def rows_before(self, x: NDArray, i: Any) -> NDArray:
-        return x[..., :i, :]
 
     def row(self, x: NDArray, i: Any) -> NDArray:
         return x[..., i : i + 1, :]
@@ -349,16 +243,6 @@ class NumpyOps:
                 out[i][...] = array
                 arrays.append(out[i])
         return arrays
-
-    def row_of(self, x: NDArray, n: int, i: Any) -> NDArray:
-        k = -(-x.size // n)
-        return self.pad(x.reshape(-1)[i * k : (i + 1) * k], k)
-
-    def bundled(self, gradients: object, tensors: object, alike: object) -> None:
-        return None
-
-    def unbundled(self) -> NumpyOps:
-        return self
 
     def constant(self, key: Hashable, make: Callable[[], NDArray]) -> NDArray:
         if key not in self._constants:

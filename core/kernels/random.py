@@ -11,7 +11,8 @@ import hashlib
 import math
 from typing import Any
 
-from gradwire.core.ops import A, Ops
+from gradwire.core.kernels.arrays import A
+from gradwire.core.kernels.primitives import Primitives
 
 _WORD = 1 << 32
 
@@ -41,7 +42,7 @@ def key(seed: int, name: str) -> int:
     return _signed(int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little"))
 
 
-def uniform(ops: Ops[A], key: int, shape: tuple[int, ...], step: Any = None) -> A:
+def uniform(ops: Primitives[A], key: int, shape: tuple[int, ...], step: Any = None) -> A:
     """float32 numbers, uniform on (-1, 1), zero excluded, a multiple of 2**-24.
 
     Args:
@@ -64,7 +65,7 @@ def uniform(ops: Ops[A], key: int, shape: tuple[int, ...], step: Any = None) -> 
     return (bits * 2.0**-23 - (1.0 - 2.0**-24)).reshape(shape)
 
 
-def dither(ops: Ops[A], key: int, elements: A, step: Any) -> A:
+def dither(ops: Primitives[A], key: int, elements: A, step: Any) -> A:
     """float32 numbers, uniform on (-1/2, 1/2), of 16 bits: `round(x + dither)` is unbiased to 2**-17, and whole numbers below 128 stay as they
     are.
 
@@ -86,7 +87,7 @@ def of_replica(step: Any, replica: Any) -> Any:
     return _signed(mixed) if isinstance(mixed, int) else mixed
 
 
-def _hashed(ops: Ops[A], mixed: A, key: int, step: Any) -> A:
+def _hashed(ops: Primitives[A], mixed: A, key: int, step: Any) -> A:
     """Of a step, from the elements mixed with the key."""
     # Mixed once more than the elements: else element i of step s would equal element s of step i, and element s of step s be 0.
     # The step is a number on the host in torch and NumPy: mixing that takes no kernels.

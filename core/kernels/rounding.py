@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from gradwire.core.ops import A, Ops
+from gradwire.core.kernels.arrays import A
+from gradwire.core.kernels.primitives import Primitives
 
 #: A float32 of this size has a last place of 1: a whole number that is added to it stands in its lowest bits as an integer does in two's complement.
 #: That is one addition where clipping and casting would be several passes.
@@ -15,7 +17,7 @@ MAGIC_BITS = 0x4B400000
 TINY = 2.0**-100
 
 
-def scales(ops: Ops[A], x: A, largest: float, *, signed: bool = False) -> tuple[A, A]:
+def scales(ops: Primitives[A], x: A, largest: float, *, signed: bool = False) -> tuple[A, A]:
     """For each row of a float32 matrix (R, B) the scale by which the magnitude of its largest element is `largest`, rounded up to 16 bits, and the
     reciprocal of that, each float32 (R, 1). Of a row with inf or NaN the scale is inf or NaN.
 
@@ -38,7 +40,7 @@ def scales(ops: Ops[A], x: A, largest: float, *, signed: bool = False) -> tuple[
     return scale, 1.0 / scale
 
 
-def nearest_bytes(ops: Ops[A], x: A) -> A:
+def nearest_bytes(ops: Primitives[A], x: A) -> A:
     """The nearest integer, between -128 and 127, to each element of a float32 array, as uint8 in two's complement; halves to the even one. Of anything
     else, inf and NaN included, one of these bytes.
 
@@ -51,9 +53,32 @@ def nearest_bytes(ops: Ops[A], x: A) -> A:
     return ops.view_as(ops.cast(code, "int8"), "uint8")
 
 
-def nearest_integers(ops: Ops[A], x: A) -> A:
+def nearest_integers(ops: Primitives[A], x: A) -> A:
     """The same integers as int32. Of what does not lie between -2**22 and 2**22: any integer."""
     # Rounded before: else XLA would add in one operation with what was multiplied to make `x`, which rounds once where others round twice.
     x = ops.round(x, out=x)
     code: A = ops.view_as(ops.add(x, MAGIC, out=x), "int32") - MAGIC_BITS
     return code
+
+
+def quantize(ops: Any, x: A, largest: float) -> tuple[A, A]:
+    """`Ops.quantize`: each number times the reciprocal of its row's scale, rounded to the nearest integer."""
+    x = ops.cast(x, "float32")
+    scale, reciprocal = ops.scales(x, largest)
+    # Times the reciprocal: into that XLA turns the division by what is the same along a row, and a code in a million
+    # would be another.
+    return ops.nearest_bytes(ops.multiply(x, reciprocal)), scale
+
+
+def quantize_mean(ops: Any, codes: A, scales: A, largest: float, *, keeps: bool) -> tuple[A, A, A | None]:
+    """`Ops.quantize_mean`: decoded and added in order of replicas, divided, and rounded anew."""
+
+    def decoded(codes: A, scales: A) -> A:
+        values: A = ops.multiply(scales, ops.view_as(codes, "int8"))
+        return values
+
+    size = codes.shape[0]
+    mean = ops.multiply(ops.sum_of_each(decoded, codes, scales), 1.0 / size)
+    kept = ops.add(mean, 0.0) if keeps else mean  # for `mean` is donated
+    own, scale = quantize(ops, mean, largest)
+    return own, scale, (kept - decoded(own, scale)) * -float(size) if keeps else None

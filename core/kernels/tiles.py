@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire.core.ops import A
+from gradwire.core.kernels.arrays import A
 
 
 def of_tiles(x: A, rows: int, across: int) -> A:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from gradwire.core.kernels.abstract import AbstractArray
-from gradwire.core.kernels.low_rank import Residual
+from gradwire.core.kernels.payloads import Residual
 from gradwire.core.ops import ITEMSIZE, WIRE_ITEMSIZE, A, Ops
 from gradwire.core.protocol.groups import Groups, group_size, members_of
 from gradwire.core.protocol.local_requests import world_size

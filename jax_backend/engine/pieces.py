@@ -31,7 +31,7 @@ from gradwire.jax_backend.ops.kernels import JaxOps
 def in_pieces(algorithm: Algorithm, axis_name: AxisName) -> Algorithm:
     """The algorithm by pieces, if it can be done so and replicas are divided among devices; else itself. To be asked inside the map."""
     if isinstance(algorithm, Compressor):
-        divides = type(algorithm).by_pieces is not Compressor.by_pieces
+        divides = algorithm.hints.elementwise or type(algorithm).by_pieces is not Compressor.by_pieces
     else:
         divides = isinstance(algorithm, WireDtype) and isinstance(algorithm.algorithm, AllReduce)
     return _InPieces(algorithm, axis_name) if divides and compiler_axes() and is_manual(axis_name) else algorithm

@@ -14,10 +14,11 @@ from jax import lax
 
 from gradwire.core.kernels import rounding
 from gradwire.core.kernels.bits import bytes_of_rows, pack_integers, unpack_integers
-from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
+from gradwire.core.kernels.gram_schmidt import each_shape
 from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.kernels.payloads import Payload, Residual
 from gradwire.core.kernels.tiles import of_tiles
-from gradwire.core.ops import INTEGERS
+from gradwire.core.ops import INTEGERS, Ops
 from gradwire.jax_backend.axes.auto_axes import compiler_axes, free, whole
 from gradwire.jax_backend.axes.mapped_axis import vary, varying_axes
 from gradwire.jax_backend.ops import integers
@@ -46,15 +47,13 @@ MOST_JOINED = 1 << 23
 LARGEST_CONSTANT = 1 << 17
 
 
-class JaxOps:
+class JaxOps(Ops[jax.Array]):
     """The kernels of `gradwire.core.ops.Ops` for JAX arrays and tracers: each means what it says there. Has no state.
 
     Args:
         bundles: whether small matrices are computed with as stacks.
         across: mesh axes along which devices have pieces of one array, of equal size: its mean is that of all of them.
     """
-
-    fused = None
 
     def __init__(self, *, bundles: bool = True, across: tuple[str, ...] = ()) -> None:
         self._bundles = bundles
@@ -155,9 +154,6 @@ class JaxOps:
         ys = [limited(y, limit) for y, limit in zip(ys, limits, strict=True)] if limits else ys
         return chosen_each(ok, [jnp.asarray(x, y.dtype) for x, y in zip(xs, ys, strict=True)], ys)
 
-    def subtract_each(self, xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> None:
-        return None
-
     def nan_unless(
         self, ok: jax.Array, xs: Sequence[jax.Array], *, out: Sequence[jax.Array] | None = None
     ) -> list[jax.Array]:
@@ -172,17 +168,26 @@ class JaxOps:
         # In the shape of the state, as `Sum.added`: so an accelerator writes over the argument.
         return lax.select(ok, jnp.asarray(value, y.dtype)[None], limited(y[None], limit))[0]
 
-    def sum_again(
-        self, ok: jax.Array, sums: Sequence[jax.Array], xs: Sequence[jax.Array], ys: Sequence[jax.Array]
+    def errors_after(
+        self,
+        ok: jax.Array,
+        x: Sequence[Residual[jax.Array]],
+        sent: Sequence[Payload[jax.Array]],
+        errors: Sequence[jax.Array],
+        *,
+        decay: float = 1.0,
     ) -> list[jax.Array]:
-        def again(sums: list[jax.Array], xs: list[jax.Array], ys: list[jax.Array]) -> list[jax.Array]:
-            return [x + jnp.where(ok, y, 0) for x, y in zip(xs, ys, strict=True)]
+        """Of terms that are better added twice, a TPU adds them again: the sum would lie in memory all the time."""
 
-        # With a condition, since XLA finds the same sum.
-        found: list[jax.Array] = lax.platform_dependent(
-            list(sums), list(xs), list(ys), tpu=again, default=lambda sums, xs, ys: sums
-        )
-        return found
+        def again(sums: list[jax.Array], terms: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+            return [g + jnp.where(ok, error, 0) for g, error in terms]
+
+        if terms := [each.terms for each in x if each.terms is not None]:
+            # With a condition, since XLA finds the same sum.
+            sums = [each.x for each in x]
+            found = lax.platform_dependent(sums, terms, tpu=again, default=lambda sums, terms: sums)
+            x = [Residual(self, each) for each in found]
+        return super().errors_after(ok, x, sent, errors, decay=decay)
 
     def truth(self, ok: jax.Array) -> bool | None:
         return None if isinstance(ok, jax.core.Tracer) else bool(ok)
@@ -194,10 +199,6 @@ class JaxOps:
             finite = jnp.isfinite(x).all(x.ndim - 1) if x.ndim else jnp.isfinite(x)
             rows[finite.shape] = rows[finite.shape] & finite if finite.shape in rows else finite
         return functools.reduce(jnp.logical_and, [flags.all() for flags in rows.values()], jnp.ones((), bool))
-
-    def orthonormalize(self, x: jax.Array, epsilon: float) -> jax.Array:
-        rows: jax.Array = gram_schmidt(self, x, epsilon, out=x)
-        return rows
 
     def orthonormalize_each(
         self, arrays: Sequence[jax.Array], fresh: Sequence[jax.Array], epsilon: float
@@ -229,9 +230,6 @@ class JaxOps:
         largest: jax.Array = lax.platform_dependent(jnp.abs(x), cpu=as_integers, default=as_floats)
         return largest
 
-    def scales(self, x: jax.Array, largest: float, *, signed: bool = False) -> tuple[jax.Array, jax.Array]:
-        return rounding.scales(self, x, largest, signed=signed)
-
     def nearest_bytes(self, x: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
         # `rounding.nearest_bytes` with one operation less. With its two comparisons XLA for CUDA takes codes for expensive, and stores what they are made of:
         # the sum of gradient and error, as much memory again as gradients take.
@@ -253,9 +251,10 @@ class JaxOps:
     def scale_each(self, xs: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
         return [(x * factor).astype(x.dtype) for x in xs]
 
-    sqrt = staticmethod(jnp.sqrt)
-    abs = staticmethod(jnp.abs)
-    sign = staticmethod(jnp.sign)
+    # As they are, with no function round them: they take more arguments.
+    sqrt = staticmethod(jnp.sqrt)  # type: ignore[assignment]
+    abs = staticmethod(jnp.abs)  # type: ignore[assignment]
+    sign = staticmethod(jnp.sign)  # type: ignore[assignment]
 
     def round(self, x: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
         return jnp.round(x)
@@ -471,15 +470,9 @@ class JaxOps:
             return self.to_blocks(added(self.from_blocks(x, shape), self.from_blocks(part, of_part)), rows, width)
         return added(x, part)
 
-    def by_rows(self, f: Callable[..., jax.Array], *arrays: jax.Array, out: jax.Array | None = None) -> jax.Array:
-        return f(*arrays)
-
     def sum_of_each(self, f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
         # All at once: in a loop over the replicas the sum would be stored and read again for each of them.
         return f(*arrays).sum(0)
-
-    def joining(self, arrays: Sequence[jax.Array]) -> None:
-        return None
 
     def loop(
         self, n: int, body: Callable[[Any, jax.Array], jax.Array], start: jax.Array, *, fused: bool = False
@@ -554,9 +547,6 @@ class JaxOps:
 
     def unbundled(self) -> JaxOps:
         return JaxOps(bundles=False, across=self._across)
-
-    def constant(self, key: Hashable, make: Callable[[], jax.Array]) -> jax.Array:
-        return make()
 
 
 def _each_bit(axes: int) -> np.ndarray[Any, Any]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import gradwire.core.protocol as rq
 from gradwire import AllReduce, LocalSGD, LowRank, PowerSGD, ReplicaMismatch, Simulator, State
 from gradwire.core.kernels.abstract import AbstractArray
-from gradwire.core.kernels.low_rank import Residual
+from gradwire.core.kernels.payloads import Residual
 from gradwire.core.ops import WIRE_ITEMSIZE
 from gradwire.core.plan.dry_run import rehearsed
 from gradwire.core.plan.traffic import traffic_of as counted

@@ -15,14 +15,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwire import PowerSGD, Quantize, Sign, Simulator, TopK
 from gradwire.core.codecs import CODECS
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.kernels.gram_schmidt import gram_schmidt, refresh
+from gradwire.core.kernels.payloads import Coded, Dense, LowRank, Residual
+from gradwire.core.ops import Ops
 from gradwire.core.simulate import NumpyOps, PoisonOps
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.torch_backend.ops import kernels
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
+from tests.toy import PRIMITIVES, ToyOps, toy
 
 Run = Callable[[Callable[..., Any], dict[str, np.ndarray]], np.ndarray]
 
@@ -33,6 +37,11 @@ def _copies(arrays):
 
 def in_numpy(kernel, arrays):
     return np.asarray(kernel(NumpyOps(), **_copies(arrays)))
+
+
+def in_toy(kernel, arrays):
+    """In the bodies in core, of which every override is one way to compute the same."""
+    return np.asarray(kernel(ToyOps(), **_copies(arrays)))
 
 
 def in_poison(kernel, arrays):
@@ -91,9 +100,9 @@ def in_jax(kernel, arrays):
     return np.asarray(kernel(JaxOps(), **{k: jnp.asarray(v) for k, v in arrays.items()}))
 
 
-EAGER = [in_poison, in_torch, in_torch_scratch, in_torch_by_few_rows, in_torch_unseen]
+EAGER = [in_toy, in_poison, in_torch, in_torch_scratch, in_torch_by_few_rows, in_torch_unseen]
 #: Where half precision makes a difference.
-HALF = [in_poison, in_torch, in_torch_unseen]
+HALF = [in_toy, in_poison, in_torch, in_torch_unseen]
 DTYPES = ["float32", "bfloat16", "float16"]
 #: Codecs whose scales are the same bits too.
 EXACT = ["int8", "int4", "float8_e4m3fn", "e3m0"]
@@ -136,12 +145,25 @@ VIEWS = (
     "row_of, padded",
     "take, of none",
     "view_as, from the middle",
+    "to_bytes",
 )
+#: Payloads of a tensor (6, 5): what it is, what is padded, and what counts more as sent than its codes.
+PAYLOADS = {
+    "dense": lambda ops, y, p, q, **_: Dense(y),
+    "low rank": lambda ops, y, p, q, **_: LowRank(p, q),
+    "low rank, padded": lambda ops, y, p, q, **_: LowRank(p, ops.rows([q, q[:, :1]], 2)),
+    "coded": lambda ops, y, **_: Coded(*ops.quantize(y.reshape((2, 15)), 127.0)),
+    "coded, with what is lost": lambda ops, y, q, **_: Coded(*ops.quantize(y.reshape((6, 5)), 127.0), ops.cast(q, "float32"), 3),
+}  # fmt: skip
+#: How a step ends.
+ENDS = ("", ", not finite", ", decay")
 #: By contract; the others donate what they are given as `out`.
 DONATE = (
-    *("set_row", "orthonormalize", "orthonormalize, epsilon", "add_each, first", "add_each, last", "sum_again, true"),
+    *("set_row", "orthonormalize", "orthonormalize, epsilon", "add_each, first", "add_each, last"),
     *("where_each, true", "where_each, false", "where_each, neighbours"),
     *("scale_each, first", "scale_each, last"),
+    *(f"{name}, {kind}{how}" for name in ("errors_after", "dense_or_nan") for kind in PAYLOADS for how in ENDS),
+    "errors_after, computed before",
     *("scatter_add", "scatter_add, several", "scatter_add, columns", "scatter_add, nothing"),
 )
 
@@ -155,6 +177,29 @@ def arrays(dtype):
 def batch_of_pairs(x, y):
     """(3, 4, 2), of those two (6, 5)."""
     return (x + y).reshape((30,))[:24].reshape((3, 4, 2))
+
+
+def left_of(kind, ok, decay=1.0, *, early=False):
+    """The error of a tensor of which such a payload was sent, beside that of another one."""
+
+    def kernel(ops, x, y, p, q, batch, v, **rest):
+        sent = PAYLOADS[kind](ops, y=ops.multiply(y, 0.5), p=p, q=q)
+        residuals = [Residual(ops, v), Residual(ops, x)]
+        if early:
+            residuals[1].sent = sent
+            residuals[1].compute()
+        errors = [ops.add(v, 1.0), y]
+        return ops.errors_after(ok(ops, batch), residuals, [Dense(ops.multiply(v, 0.5)), sent], errors, decay=decay)[1]
+
+    return kernel
+
+
+def received(kind, ok):
+    def kernel(ops, x, y, p, q, batch, v, **rest):
+        payloads = [Dense(v), PAYLOADS[kind](ops, y=ops.multiply(y, 0.5), p=p, q=q)]
+        return ops.dense_or_nan(ok(ops, batch), payloads, [ops.add(v, 0.0), x])[1]
+
+    return kernel
 
 
 def no_positions(ops):
@@ -291,7 +336,6 @@ KERNELS = {
     "add_each, first": lambda ops, x, y, p, q, **_: ops.add_each([x, p], [y, p * 2.0])[0],
     "add_each, last": lambda ops, x, y, p, q, **_: ops.add_each([x, p], [y, p * 2.0])[1],
     "add_each, of nothing": lambda ops, x, **_: ops.stack([x, *ops.add_each([], [])]),
-    "sum_again, true": lambda ops, x, y, p, **_: ops.sum_again(true(ops, x), ops.add_each([p, x], [p * 2.0, y]), [p, x], [p * 2.0, y])[1],
     "computed_once": lambda ops, x, batch, **_: ops.computed_once([batch, x])[0],
     "where_each, true": lambda ops, x, y, p, **_: ops.where_each(true(ops, x), [p, x], [p * 2.0, y])[1],
     "where_each, false": lambda ops, x, y, p, **_: ops.where_each(false(ops, x), [p, x], [p * 2.0, y])[1],
@@ -365,7 +409,26 @@ KERNELS = {
     )[0],
     "orthonormalize_each, epsilon": lambda ops, batch, p, **_: ops.orthonormalize_each([batch[0], p], [], 0.5)[1],
     "orthonormalize, epsilon": lambda ops, batch, **_: ops.orthonormalize(batch, 0.5),
+    "to_bytes": lambda ops, batch, **_: ops.from_bytes(ops.to_bytes(ops.cast(batch[0], "float32")), "float32"),
+    "to_blocks": lambda ops, x, **_: ops.from_blocks(ops.to_blocks(x, 5, 8), tuple(x.shape)),
+    "sum_of_each": lambda ops, batch, **_: ops.sum_of_each(lambda x: ops.multiply(x, 2.0), batch),
+    "quantize, codes": lambda ops, x, **_: ops.quantize(x, 127.0)[0],
+    "quantize, scales": lambda ops, x, **_: ops.quantize(x, 127.0)[1],
+    **{
+        f"quantize_mean, {i}": lambda ops, batch, i=i, **_: ops.quantize_mean(
+            *(ops.stack([field, field]) for field in ops.quantize(batch[0], 127.0)), 127.0, keeps=i == 2
+        )[i]
+        for i in range(3)
+    },
+    **{f"errors_after, {kind}": left_of(kind, true) for kind in PAYLOADS},
+    **{f"errors_after, {kind}, not finite": left_of(kind, false) for kind in ("dense", "low rank", "coded")},
+    **{f"errors_after, {kind}, decay": left_of(kind, true, 0.5) for kind in PAYLOADS},
+    "errors_after, computed before": left_of("low rank", true, 0.5, early=True),
+    **{f"dense_or_nan, {kind}": received(kind, true) for kind in PAYLOADS},
+    **{f"dense_or_nan, {kind}, not finite": received(kind, false) for kind in PAYLOADS},
 }  # fmt: skip
+#: Composites that have nothing to compute where a row could see it: what to join, and where.
+PLANS = {"truth", "kind_of", "joined", "joining", "bundled", "unbundled", "late_width", "late_residuals"}
 
 
 def compare(result, expected, which):
@@ -405,6 +468,54 @@ def test_without_out_nothing_is_overwritten(kernel):
         result.fill_(7.0)  # nor is the result a view of an argument
     for name, value in arrays("float32").items():
         np.testing.assert_array_equal(given[name].numpy(), value)
+
+
+def test_every_composite_has_a_row_in_which_its_body_runs():
+    """So a body that is broken fails: it is the toy backend's, beside all overrides."""
+    composites = {name for name in dir(Ops) if not name.startswith("_")} - {*PRIMITIVES} - PLANS
+    ran = set()
+
+    def noted(name):
+        def method(self, *args, **kwargs):
+            ran.add(name)
+            return getattr(Ops, name)(self, *args, **kwargs)
+
+        return method
+
+    ops = toy(**{name: noted(name) for name in composites})()
+    for kernel in KERNELS.values():
+        kernel(ops, **arrays("float32"))
+    assert ran == composites
+
+
+def test_a_backend_without_a_primitive_is_refused_when_it_is_made():
+    for name in PRIMITIVES:
+        with pytest.raises(TypeError, match=f"abstract.*'?{name}'?"):
+            toy(without=name)()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [PowerSGD(2, error_feedback=0.9), PowerSGD(2, half_step=True), Quantize("int4"), TopK(8, per=64, bits=4), Sign()],
+    ids=repr,
+)
+def test_methods_run_on_primitives_alone(method):
+    shapes = {"w": (24, 16), "stack": (3, 8, 8), "b": (7,)}
+    toys, reference = (Simulator(method, shapes, 3, dtype="float32") for _ in range(2))
+    toys.ops = ToyOps()
+    toys.states = [method.init(toys.ops, toys.specs) for _ in range(3)]
+    for step in range(3):
+        rng = np.random.default_rng(step)
+        gradients = [{n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()} for _ in range(3)]
+        if step == 1:
+            gradients[2]["w"][3, 3] = INF
+        found, expected = toys.step(gradients), reference.step(gradients)
+        for name in shapes:
+            np.testing.assert_array_equal(found[name], expected[name])
+        for mine, other in zip(toys.states, reference.states, strict=True):
+            for name, memory in mine.tensors.items():
+                for key, x in memory.items():
+                    np.testing.assert_array_equal(x, other.tensors[name][key])
 
 
 def hard_matrices():

@@ -1,4 +1,7 @@
-"""Operations on a CUDA device that read and write what is large once, where torch's take several passes: `gradwire.core.ops.Fused`, in Triton.
+"""Operations on a CUDA device that read and write what is large once, where torch's take several passes, in Triton.
+
+`gradwire.torch_backend.ops.kernels.TorchOps` overrides with each the composite of `gradwire.core.ops.Ops` whose passes it
+spares. None needs the others.
 
 Each is an operator of torch, `torch.ops.gradwire.*`, whose schema says what is read and what is written; so tracing, graph capture and what counts traffic see it as one.
 What follows `*` is only written to. Triton itself is imported, and a kernel compiled, at the first launch.
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -16,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gradwire.core.kernels.payloads import Coded, LowRank, Payload
 from gradwire.torch_backend.ops.adjacent import side_by_side
 
 #: Elements of a program that goes over a vector, and of one that goes over rows.
@@ -125,7 +130,12 @@ class Memory(Protocol):
 
 
 class TorchFused:
-    """`gradwire.core.ops.Fused` for tensors on one device. `ok` are boolean scalars on it, which the host does not read."""
+    """The kernels, for tensors on one device. `ok` are boolean scalars on it, which the host does not read: where one does not hold, what is
+    called `y` is neither read nor written.
+
+    Attributes:
+        widest: rows of codes have at most so many elements.
+    """
 
     widest = 4096
 
@@ -140,11 +150,23 @@ class TorchFused:
         return torch.where(ok, x, y, out=y)
 
     def subtract_product_if(self, ok: Tensor, x: Tensor, p: Tensor, q: Tensor, y: Tensor) -> Tensor:
+        """`y`, which becomes `x - p.mT @ q` if `ok` holds. `x` may have any shape of so many elements."""
         out = y.contiguous()
         subtract_product_if(ok, x.contiguous(), p, q, out=out)
         return _returned(out, y)
 
+    def error_after(self, ok: Tensor, x: Tensor, sent: Payload[Tensor], error: Tensor) -> bool:
+        """`error` becomes `x - sent` if `ok` holds; False, and nothing is done, where no kernel does that."""
+        if isinstance(sent, LowRank) and math.prod(sent.matrix_shape) == x.numel():
+            self.subtract_product_if(ok, x, *sent, error)
+            return True
+        if isinstance(sent, Coded) and sent.lost is not None:
+            self.subtract_decoded_if(ok, x, sent.codes, sent.scales, sent.lost, sent.first, error)
+            return True
+        return False
+
     def quantized(self, x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+        """`Ops.quantize`."""
         codes, scales = self._coded(tuple(x.shape), x)
         quantize(x.contiguous(), largest, codes=codes, scales=scales)
         return codes, scales
@@ -152,6 +174,7 @@ class TorchFused:
     def mean_quantized(
         self, codes: Tensor, scales: Tensor, largest: float, *, keeps: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`Ops.quantize_mean`."""
         shape = tuple(codes.shape[1:])
         mean_codes, mean_scales = self._coded(shape, scales)
         lost = self._memory.temporary(shape, mean_scales) if keeps else None
@@ -167,6 +190,8 @@ class TorchFused:
     def subtract_decoded_if(
         self, ok: Tensor, x: Tensor, codes: Tensor, scales: Tensor, lost: Tensor, first: int, y: Tensor
     ) -> Tensor:
+        """`y`, which becomes, if `ok` holds, `x` less what codes (R, B) and scales (R, 1) stand for and, from row `first` on,
+        less the rows `lost`, float32 (some, B). `y` has no more elements than the codes."""
         out = y.contiguous()
         subtract_decoded_if(ok, x.contiguous(), codes, scales, lost, first, out=out)
         return _returned(out, y)
@@ -174,6 +199,8 @@ class TorchFused:
     def decoded_each(
         self, ok: Tensor, codes: Sequence[Tensor], scales: Sequence[Tensor], out: Sequence[Tensor]
     ) -> list[Tensor]:
+        """What each (R, B) of codes stands for if `ok` holds, else NaN throughout, in `out`, whose arrays have no more elements
+        than the codes."""
         for place, own_codes, own_scales in _joined(out, codes, scales):
             dense = place.contiguous()
             decode_or_nan(ok, own_codes, own_scales, out=dense)

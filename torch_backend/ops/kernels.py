@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.core.kernels.bits import bytes_of_rows, pack_integers, unpack_integers
+from gradwire.core.kernels.bits import bytes_of_rows
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
+from gradwire.core.kernels.payloads import Coded, Dense, Payload, Residual, decay_error, largest_error
 from gradwire.core.kernels.rounding import TINY, scales
-from gradwire.core.kernels.tiles import of_tiles
-from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16
+from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16, Ops
 from gradwire.torch_backend.ops.adjacent import side_by_side
 from gradwire.torch_backend.ops.fused import TorchFused, available
 from gradwire.torch_backend.ops.orthonormalize import CLEAR, orthonormalized_unseen
@@ -50,14 +50,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class TorchOps:
+class TorchOps(Ops[Tensor]):
     """`Ops` for tensors on one device.
 
     On the CPU a boolean tensor is as good as a Python bool, and `where` computes one side only. On CUDA reading it would make the host
     wait for the device, so both sides exist and the device selects.
     """
-
-    joined = 0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -70,9 +68,6 @@ class TorchOps:
 
     def dtype_of(self, x: Tensor) -> str:
         return dtype_name(x.dtype)
-
-    def kind_of(self, x: Tensor) -> Hashable:
-        return self.dtype_of(x)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         if self._scratch is not None and len(shape):
@@ -227,12 +222,56 @@ class TorchOps:
                 _limit(y, limit)
         return list(ys)
 
-    def subtract_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor] | None:
-        if self._host_knows:
-            return None
-        for donated, taken in _by_dtype(xs, ys):
-            foreach_sub_(donated, taken)
-        return list(xs)
+    def errors_after(
+        self,
+        ok: Tensor,
+        x: Sequence[Residual[Tensor]],
+        sent: Sequence[Payload[Tensor]],
+        errors: Sequence[Tensor],
+        *,
+        decay: float = 1.0,
+    ) -> list[Tensor]:
+        """On a device, where both sides exist in any case, of all dense tensors at a time; and with Triton by a kernel
+        for each that is not, where it has one."""
+        if self._host_knows and self.fused is None:
+            return super().errors_after(ok, x, sent, errors, decay=decay)
+        after = list(errors)
+        left = list(range(len(x)))
+        if not self._host_knows:
+            dense = [i for i in left if isinstance(sent[i], Dense) and not x[i].computed]
+            left = [i for i in left if x[i].computed or not isinstance(sent[i], Dense)]
+            for members, taken in _by_dtype([x[i].x for i in dense], [sent[i].witness for i in dense]):
+                foreach_sub_(members, taken)
+            limits = [largest_error(self, errors[i]) for i in dense]
+            rests = [x[i].x if decay == 1 else decay_error(self, x[i].x, decay) for i in dense]
+            self.where_each(ok, rests, [errors[i] for i in dense], limits=limits)
+        if self.fused is not None and decay == 1:
+            left = [i for i in left if x[i].computed or not self.fused.error_after(ok, x[i].x, sent[i], errors[i])]
+        rest = super().errors_after(
+            ok, [x[i] for i in left], [sent[i] for i in left], [errors[i] for i in left], decay=decay
+        )
+        for i, error in zip(left, rest, strict=True):
+            after[i] = error
+        return after
+
+    def dense_or_nan(
+        self, ok: Tensor, received: Sequence[Payload[Tensor]], places: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        if self.fused is None:
+            return super().dense_or_nan(ok, received, places)
+        answers: list[Any] = list(places)
+        triples = [
+            (each.codes, each.scales, place)
+            for each, place in zip(received, places, strict=True)
+            if isinstance(each, Coded) and place is not None
+        ]
+        if triples:
+            self.fused.decoded_each(ok, *zip(*triples, strict=True))
+        left = [i for i, each in enumerate(received) if not isinstance(each, Coded)]
+        rest = super().dense_or_nan(ok, [received[i] for i in left], [places[i] for i in left])
+        for i, dense in zip(left, rest, strict=True):
+            answers[i] = dense
+        return answers
 
     def nan_unless(self, ok: Tensor, xs: Sequence[Tensor], *, out: Sequence[Tensor] | None = None) -> list[Tensor]:
         if out is not None:
@@ -262,9 +301,6 @@ class TorchOps:
     def _commit(self, ok: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """`y`, on a device, which becomes `x` if `ok` holds."""
         return torch.where(ok, x, y, out=y) if self.fused is None else self.fused.copy_if(ok, x, y)
-
-    def sum_again(self, ok: Tensor, sums: Sequence[Tensor], xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
-        return list(sums)
 
     def truth(self, ok: Tensor) -> bool | None:
         return bool(ok) if ok.device.type == "cpu" else None
@@ -327,6 +363,26 @@ class TorchOps:
             scale = torch.where(x.amax(-1, keepdim=True) >= size, -scale, scale)
         return scale, scale.reciprocal()
 
+    @property
+    def late_width(self) -> int:
+        return 0 if self.fused is None else self.fused.widest
+
+    @property
+    def late_residuals(self) -> bool:
+        return self.fused is not None
+
+    def quantize(self, x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+        if self.fused is None or x.shape[1] > self.fused.widest:
+            return super().quantize(x, largest)
+        return self.fused.quantized(x, largest)
+
+    def quantize_mean(
+        self, codes: Tensor, scales: Tensor, largest: float, *, keeps: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self.fused is None or codes.shape[2] > self.fused.widest:
+            return super().quantize_mean(codes, scales, largest, keeps=keeps)
+        return self.fused.mean_quantized(codes, scales, largest, keeps=keeps)
+
     def nearest_bytes(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         place = self.temporary(tuple(x.shape), x, torch.uint8) if out is None else out
         place.view(torch.int8).copy_(x.round_())
@@ -360,8 +416,9 @@ class TorchOps:
                 x.copy_(x.to(factor.dtype).mul_(factor))
         return list(xs)
 
-    sqrt = staticmethod(torch.sqrt)
-    abs = staticmethod(torch.abs)
+    # As they are, with no function round them: they take more arguments.
+    sqrt = staticmethod(torch.sqrt)  # type: ignore[assignment]
+    abs = staticmethod(torch.abs)  # type: ignore[assignment]
 
     def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         return torch.round(x, out=self._place(x, out))
@@ -384,15 +441,8 @@ class TorchOps:
         backwards = self._numbers(n, torch.int64, -1)
         return ((x.to(torch.int64) << 32) | backwards).topk(k, dim=-1).indices.to(torch.int32)
 
-    def computed_once(self, arrays: Sequence[Tensor]) -> list[Tensor]:
-        return list(arrays)
-
     def take(self, x: Tensor, index: Tensor) -> Tensor:
         return x.gather(-1, index.long())
-
-    def take_each(self, xs: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
-        values = [self.take(x, index) for x, index in zip(xs, indices, strict=True)]
-        return values[0] if len(values) == 1 else self.rows(values, 1).reshape((-1, indices[0].shape[-1]))
 
     def scatter_add(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
         if self._host_knows:
@@ -400,21 +450,6 @@ class TorchOps:
         # On CUDA `scatter_add_` adds in any order, so that ranks may differ in the last bit; this sorts the positions.
         rows = [self._numbers(m, torch.int64).view(-1, *[1] * (x.ndim - 1 - i)) for i, m in enumerate(x.shape[:-1])]
         return x.index_put_((*rows, index.long()), values, accumulate=True)
-
-    def scatter_sum(
-        self,
-        n: int,
-        of: Callable[..., tuple[Tensor, Tensor]],
-        *every: Tensor,
-        tiles: tuple[int, int] | None = None,
-        after: Tensor | None = None,
-    ) -> Tensor:
-        first, *others = zip(*every, strict=True)
-        index, values = of(*first)
-        total = self.scatter_add(self.zeros((*index.shape[:-1], n), self.dtype_of(values)), index, values)
-        for arrays in others:
-            total = self.scatter_add(total, *of(*arrays))
-        return total if tiles is None else of_tiles(total, *tiles)
 
     def pack_bits(self, x: Tensor, *, of: Tensor | None = None) -> Tensor:
         whole, left = bytes_of_rows(tuple(x.shape))
@@ -433,12 +468,6 @@ class TorchOps:
         bits = parts[0] if len(parts) == 1 else torch.cat([x[:0], *parts])
         return bits[: math.prod(shape)].view(shape).view(torch.bool)
 
-    def pack_integers(self, x: Tensor, bits: int) -> Tensor:
-        return pack_integers(self, x, bits)
-
-    def unpack_integers(self, data: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
-        return unpack_integers(self, data, bits, shape)
-
     def view_as(self, x: Tensor, dtype: str) -> Tensor:
         wanted: torch.dtype = getattr(torch, dtype)
         if _can_be_viewed(x, wanted.itemsize):
@@ -448,25 +477,6 @@ class TorchOps:
         if flat.storage_offset() * flat.itemsize % wanted.itemsize:
             flat = flat.clone()
         return flat.view(wanted).view(*x.shape[:-1], last)
-
-    def to_bytes(self, x: Tensor) -> Tensor:
-        return self.view_as(x, "uint8")
-
-    def from_bytes(self, x: Tensor, dtype: str) -> Tensor:
-        return self.view_as(x, dtype)
-
-    def to_blocks(self, x: Tensor, rows: int, width: int) -> Tensor:
-        flat, n = x.reshape(-1), rows * width
-        return (flat if flat.shape[0] == n else self.pad(flat, n)).reshape((rows, width))
-
-    def from_blocks(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return x.reshape(-1)[: math.prod(shape)].reshape(shape)
-
-    def read_again(self, codes: Tensor, sent: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
-        return codes
-
-    def laid_out(self, codes: Tensor, scales: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        return codes, scales
 
     def add_part(self, x: Tensor, part: Tensor, n: int, i: Any, shape: tuple[int, ...]) -> Tensor:
         k, total = part.shape[0], x.clone()
@@ -514,11 +524,6 @@ class TorchOps:
     def joining(self, arrays: Sequence[Tensor]) -> list[int]:
         return sorted(range(len(arrays)), key=lambda i: arrays[i].data_ptr())
 
-    def loop(self, n: int, body: Callable[[Any, Tensor], Tensor], start: Tensor, *, fused: bool = False) -> Tensor:
-        for i in range(n):
-            start = body(i, start)
-        return start
-
     def rows_before(self, x: Tensor, i: Any) -> Tensor:
         return x.narrow(-2, 0, i)
 
@@ -565,17 +570,6 @@ class TorchOps:
             else:
                 x.copy_(columns.reshape(-1)[: x.numel()].view(x.shape))
         return arrays
-
-    def row_of(self, x: Tensor, n: int, i: Any) -> Tensor:
-        k = -(-x.numel() // n)
-        row = x.reshape(-1)[i * k : (i + 1) * k]
-        return row if row.numel() == k else self.pad(row, k)
-
-    def bundled(self, gradients: object, tensors: object, alike: object) -> None:
-        return None
-
-    def unbundled(self) -> TorchOps:
-        return self
 
     def _numbers(self, n: int, dtype: torch.dtype, sign: int = 1) -> Tensor:
         """0, 1, … n-1, or from the last to the first, not to be written to. Made once, unless they are many."""

@@ -21,6 +21,7 @@ from gradwire.core.codecs import CODECS
 from gradwire.core.codecs.codec import BlockCodec, Codec
 from gradwire.core.kernels import random
 from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.kernels.payloads import LowRank, Residual
 from gradwire.core.ops import Ops
 from gradwire.core.simulate.doctor.report import Fault
 
@@ -207,13 +208,10 @@ def _arithmetic() -> Iterator[tuple[str, Check]]:
 
 def _subtracted(ops: Ops[Any], a: Arrays) -> list[Any]:
     """As the error of a step is made: if the step is finite, and if it is not."""
-    results = []
+    results: list[Any] = []
     for ok in (ops.all_finite(a["p"]), ops.all_finite(a["p"] * math.nan)):
-        place = ops.add(a["x"], 0.0)
-        if ops.fused is not None:
-            results.append(ops.fused.subtract_product_if(ok, a["x"], a["p"], a["q"], place))
-        else:
-            results.append(ops.where_lazy(ok, lambda out: ops.subtract_product(a["x"], a["p"], a["q"], out=out), place))
+        residual, error = Residual(ops, ops.add(a["x"], 0.0)), ops.add(a["x"], 0.0)
+        results += ops.errors_after(ok, [residual], [LowRank(a["p"], a["q"])], [error])
     return results
 
 
@@ -301,11 +299,5 @@ def _mean_of_codes(ops: Ops[Any], a: Arrays) -> list[Any]:
     codec, replicas = CODECS["int8"], a["x"].shape[0]
     coded = [codec.encode(ops, ops.add(a["x"][i], 0.0)) for i in range(replicas)]
     codes, scales = (ops.stack([own[j] for own in coded]) for j in range(2))
-    fused = codec.fused(ops, a["x"].shape[2])
-    if fused is not None:
-        kernels, largest = fused
-        mean_codes, mean_scales, _ = kernels.mean_quantized(codes, scales, largest, keeps=True)
-    else:
-        mean = ops.sum_of_each(lambda *of: codec.decode(ops, *of), codes, scales) * (1.0 / replicas)
-        mean_codes, mean_scales = codec.encode(ops, mean)
-    return [codec.decode(ops, mean_codes, mean_scales)]
+    fields, _ = codec.encode_mean(ops, codes, scales, keeps=True)
+    return [codec.decode(ops, *fields)]
