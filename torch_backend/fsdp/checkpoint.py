@@ -67,7 +67,9 @@ class Sharded(Replicated):
 
         def own(name: str, key: str) -> Tensor:
             x = state["tensors"].get(name, {}).get(key)
-            return torch.zeros(layout.held[name].local.shape, dtype=large[name, key]) if x is None else x
+            if x is not None:
+                return x
+            return torch.zeros(layout.held[name].local.shape, dtype=large[name, key], device=layout.device)
 
         here = {(name, key): None for name, kept in state["tensors"].items() for key in kept}
         differ = [(name, key) for name, key in large | here if key in per_replica]

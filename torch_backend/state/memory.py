@@ -354,7 +354,7 @@ def means_over(
         summed = _sum_over(torch.stack([w for w in here if w is not None]), group, to)
         for i, count in zip(weighted, torch.where(summed > 0, summed, 1.0), strict=True):
             counts[i] = count
-    means = [torch.empty(x.shape, dtype=x.dtype) for x in tensors]
+    means = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in tensors]
     for lot in _lots([x.numel() for x in tensors]):
         parts = []
         for i, start, stop in lot:
