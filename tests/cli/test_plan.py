@@ -8,8 +8,9 @@ import subprocess
 import sys
 import textwrap
 
-import jax  # noqa: F401  (a command's process has loaded neither, and finds both; one of tests may have loaded torch alone)
+import jax  # noqa: F401  (a command's process has loaded neither, and finds both; one of tests may have loaded one alone)
 import pytest
+import torch
 
 import gradwire
 from gradwire import cli
@@ -140,7 +141,6 @@ def test_models_are_built_without_memory(folder, name, expected):
 
 def test_files_of_weights(folder, capsys):
     import safetensors.torch
-    import torch
 
     weights = {"w": torch.zeros(64, 32, dtype=torch.bfloat16), "count": torch.zeros(3, dtype=torch.int64)}
     safetensors.torch.save_file(weights, "w.safetensors")
