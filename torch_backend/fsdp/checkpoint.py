@@ -66,7 +66,7 @@ class Sharded(Replicated):
         }
 
         def own(name: str, key: str) -> Tensor:
-            x = state["tensors"].get(name, {}).get(key)
+            x: Tensor | None = state["tensors"].get(name, {}).get(key)
             if x is not None:
                 return x
             return torch.zeros(layout.held[name].local.shape, dtype=large[name, key], device=layout.device)

@@ -361,7 +361,7 @@ def means_over(
             part, weight = tensors[i].reshape(-1)[start:stop].to(device, torch.float64), here[i]
             parts.append(part if weight is None else torch.where(weight > 0, part * weight, 0.0))
         total = _sum_over(torch.cat(parts), group, to)
-        for (i, start, stop), part in zip(lot, total.split([len(x) for x in parts]), strict=True):
+        for (i, start, stop), part in zip(lot, torch.split(total, [len(x) for x in parts]), strict=True):
             means[i].view(-1)[start:stop].copy_(part / counts[i])
     return means
 
