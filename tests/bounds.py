@@ -34,10 +34,10 @@ APPROX = sys.modules[type(pytest.approx(1.0)).__module__].__file__
 
 
 def relative(x: Any, y: Any) -> float:
-    """Distance of an array from `y` in units of `y`'s norm."""
+    """Distance of an array from `y` in units of `y`'s norm; as it is from zeros."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     assert x.shape == y.shape
-    return noting(float(np.linalg.norm(x - y) / np.linalg.norm(y)))
+    return noting(float(np.linalg.norm(x - y) / (np.linalg.norm(y) or 1.0)))
 
 
 class Distance(float):

@@ -303,6 +303,7 @@ class PowerSGD(Compressor):
         view = view or self._view_in(names[0], tuple(x.shape), memory)
         matrix = view.matrices(ops, x)
         wide = ITEMSIZE[ops.dtype_of(matrix)] == 2 and await world_size(assumed=1) > SUMMED_IN_16_BITS
+        average_of: Callable[..., Program[A]] = functools.partial(_mean_in_float32, ops) if wide else mean
         on_q = self.half_step and context.phase == 0
         if self.half_step:
             basis = await self._basis(ops, names, "q" if on_q else "p", memory)
@@ -311,15 +312,14 @@ class PowerSGD(Compressor):
                 q = await self._basis(ops, names, "q", memory)
             else:
                 q = await self._drawn(ops, names[0], view, matrix, context)
-            p = ops.matmul(q, matrix.mT)
-            p = await (_mean_in_float32(ops, p) if wide else mean(p))
+            p = await average_of(ops.matmul(q, matrix.mT))
             basis = await orthonormalize(ops, p, epsilon=self.orthogonalization_epsilon)
         local = ops.matmul(basis, matrix.mT if on_q else matrix)
         low_rank: Callable[[A, A], LowRank[A]] = LowRank if on_q == view.transposed else _transposed
         sent = low_rank(basis, local)
         # That of a padded matrix would need memory of its own: it can wait.
         residual = None if self.square else context.residual(sent)
-        average = await (_mean_in_float32(ops, local, residual) if wide else mean(local, overlap=residual))
+        average = await average_of(local, overlap=residual)
         new = {"p" if on_q else "q": average} if self.warm_start else {}
         return sent, low_rank(basis, average), memory | new
 
