@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 from measuring import save  # noqa: E402
 
-SHAPES = {f"layer{i}": (1024, 1024) for i in range(4)}
+SHAPES: dict[str, tuple[int, ...]] = {f"layer{i}": (1024, 1024) for i in range(4)}
 #: A counter may show so many times what is planned.
 MOST = 1.05
 WARM_UP, STEPS = 3, 4
@@ -36,7 +36,7 @@ ONE_LEVEL += [WireDtype(PowerSGD(32), "int8"), TopK(64), Sign()]
 
 
 def methods(per_host: int) -> list[Any]:
-    between = [AllReduce(), INT8, WireDtype(PowerSGD(32), "int8")]
+    between: list[Any] = [AllReduce(), INT8, WireDtype(PowerSGD(32), "int8")]
     return ONE_LEVEL + [TwoLevel(method, per_host) for method in between if per_host > 1]
 
 

@@ -7,6 +7,7 @@ torchrun --nproc-per-node=2 examples/scripts/fsdp2.py --replicas 1 --steps 100  
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 if args.checkpoint.exists():
     weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments, "compressor": handle.sharded_state}
+    state: dict[str, Any] = {"model": weights, "optimizer": moments, "compressor": handle.sharded_state}
     dcp.load(state, checkpoint_id=args.checkpoint)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 

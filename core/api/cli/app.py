@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -28,7 +28,7 @@ from gradwire.cli.plan import Link, print_plans
 from gradwire.cli.probe import run_probe
 from gradwire.core.advise.quality import require_quality
 from gradwire.core.plan.expressions import NotAnAlgorithm, parse_algorithm
-from gradwire.core.plan.links import RINGS, Library
+from gradwire.core.plan.links import RINGS
 from gradwire.core.text import units
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ def plan(
         argument("--latency", units.seconds, latency),
         replicas,
         nodes or replicas,
-        cast(Library, library),
+        library,
     )
     if utilization and step_ms is None:
         raise BadArgument("--utilization needs --step-ms, the time of a step of one replica alone")
