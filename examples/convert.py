@@ -120,13 +120,12 @@ def main() -> None:
     if args.to == "flax":
         saved = torch.load(io.BytesIO(content), weights_only=True)
         state = to_flax(saved, like, args)
-        checkpoints.write(args.destination, train_flax.packed(args, state, saved["step"], saved["totals"]["seconds"]))
+        checkpoints.write(args.destination, train_flax.packed(args, state, saved["step"], saved["seconds"]))
         return
     data = flax.serialization.msgpack_restore(content)
     state = flax.serialization.from_state_dict(like, data["state"])
-    totals = {"bytes_sent": 0, "collectives": 0, "seconds": data["seconds"]}
     packed = io.BytesIO()
-    torch.save(to_torch(state, torch_state(args), args) | {"totals": totals}, packed)
+    torch.save(to_torch(state, torch_state(args), args) | {"seconds": data["seconds"]}, packed)
     checkpoints.write(args.destination, packed.getvalue())
 
 

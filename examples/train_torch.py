@@ -55,13 +55,12 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **settings)
     handle = communicate(ddp, optimizer, args)
-    done, before = 0, {"bytes_sent": 0, "collectives": 0, "seconds": 0.0}
+    done, seconds = 0, 0.0
     if args.resume:
-        done, before = restore(args, model, optimizer, handle)
+        done, seconds = restore(args, model, optimizer, handle)
 
     show = rank == 0
     with Report(args.steps, done, args.metrics if show else None, args.progress and show) as report:
-        seconds = before["seconds"]
         for step in range(done, args.steps):
             began = time.perf_counter()
             for group in optimizer.param_groups:
@@ -82,13 +81,13 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             validation = evaluate(model, text, args, device) if done % args.eval_every == 0 or last else None
             sent = [handle.stats(), optimizer.stats()] if isinstance(optimizer, ZeroOptimizer) else [handle.stats()]
             totals = {
-                "bytes_sent": before["bytes_sent"] + sum(s.bytes_sent for s in sent),
-                "collectives": before["collectives"] + sum(s.collectives for s in sent),
+                "bytes_sent": sum(s.bytes_sent for s in sent),  # of the whole run: states hold it
+                "collectives": sum(s.collectives for s in sent),
                 "seconds": seconds,
             }
             report.step(done, trained, validation, **totals)
             if args.checkpoint and (done % args.checkpoint_every == 0 or last):
-                save(args, done, totals, model, optimizer, handle)
+                save(args, done, seconds, model, optimizer, handle)
 
 
 def communicate(
@@ -125,7 +124,7 @@ def tensors(batch: tuple[Any, Any], device: torch.device) -> tuple[Tensor, Tenso
 def save(
     args: argparse.Namespace,
     done: int,
-    totals: dict[str, float],
+    seconds: float,
     model: Transformer,
     optimizer: torch.optim.Optimizer,
     handle: CommHook | LocalSGDHandle,
@@ -149,7 +148,7 @@ def save(
         optimizer.consolidated_state_dict(to=0) if isinstance(optimizer, ZeroOptimizer) else optimizer.state_dict()
     )
     if dist.get_rank() == 0:
-        state = {"step": done, "totals": totals, "model": model.state_dict(), "optimizer": optimizer_state}
+        state = {"step": done, "seconds": seconds, "model": model.state_dict(), "optimizer": optimizer_state}
         state |= {"ranks": ranks} if local else {"compressor": compressor}
         content = io.BytesIO()
         torch.save(state, content)
@@ -161,7 +160,7 @@ def restore(
     model: Transformer,
     optimizer: torch.optim.Optimizer,
     handle: CommHook | LocalSGDHandle,
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, float]:
     content = io.BytesIO(checkpoints.read(args.checkpoint))
     state = torch.load(content, map_location="cpu", weights_only=True)
     mine, before = state, len(state.get("ranks", []))
@@ -182,7 +181,7 @@ def restore(
         raise SystemExit(f"{args.checkpoint} does not fit: {error}") from None
     model.load_state_dict(mine["model"])
     optimizer.load_state_dict(mine["optimizer"])
-    return state["step"], state["totals"]
+    return state["step"], state["seconds"]
 
 
 def main() -> None:
