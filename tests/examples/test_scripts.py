@@ -39,7 +39,7 @@ def test_there_are_no_others():
 def test_a_script_runs_as_it_says(name, tmp_path):
     (tmp_path / "examples").symlink_to(EXAMPLES)
     flags = quickly_compiled(xla_flags("--xla_force_host_platform_device_count=4"))
-    given, end = f"export XLA_FLAGS='{flags}'", ["wait %2", "kill %1"] if name == "torchft_sites" else []
+    given, end = f"export XLA_FLAGS='{flags}'", ["wait $!", "kill %1"] if name == "torchft_sites" else []
     printed = bash("\n".join([given, *commands(SCRIPTS / f"{name}.py"), *end]), tmp_path)
     assert re.search(ENDS[name], printed, re.DOTALL), printed
 

@@ -18,7 +18,7 @@ import numpy as np
 from gradwire import AllReduce, Compressor, LocalSGD, LocalSimulator, OuterSGD, Simulator, State, TwoLevel
 from gradwire.core.algorithms.compressor import ERROR
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.core.ops import largest_error
+from gradwire.core.kernels.payloads import largest_error
 from gradwire.core.simulate import PoisonOps
 from gradwire.core.state import checkpoint
 from tests.methods import METHODS

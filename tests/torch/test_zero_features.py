@@ -151,13 +151,17 @@ def test_equals_ddp_with_the_plain_optimizer(world, variant):
 @contextmanager
 def sent_to_others():
     """A list of one number, the bytes that this rank has sent."""
-    real, sent = Exchange._messages, [0]
+    messages, chain, sent = Exchange._messages, Exchange._chain, [0]
 
     def counting(self, given, received):
         sent[0] += sum(x.nbytes for x in given.values())
-        return real(self, given, received)
+        return messages(self, given, received)
 
-    with mock.patch.object(Exchange, "_messages", counting):
+    def handing_on(self, vector, first, change=None):
+        sent[0] += vector.nbytes if (self.rank - first) % self.size < self.size - 1 else 0
+        return chain(self, vector, first, change)
+
+    with mock.patch.object(Exchange, "_messages", counting), mock.patch.object(Exchange, "_chain", handing_on):
         yield sent
 
 

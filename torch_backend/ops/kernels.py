@@ -610,7 +610,7 @@ def _flat(arrays: Sequence[Tensor]) -> Tensor:
 
 
 def _limit(y: Tensor, limit: float) -> Tensor:
-    """`y` with its elements brought into [-limit, limit], in place; see `gradwire.core.ops.largest_error`."""
+    """`y` with its elements brought into [-limit, limit], in place; see `gradwire.core.kernels.payloads.largest_error`."""
     short = y.dtype == torch.float16 and torch.linalg.vector_norm(y, dtype=torch.float32) < LONGEST_FLOAT16
     return y if short else y.clamp_(-limit, limit)
 
