@@ -354,15 +354,20 @@ def means_over(
         summed = _sum_over(torch.stack([w for w in here if w is not None]), group, to)
         for i, count in zip(weighted, torch.where(summed > 0, summed, 1.0), strict=True):
             counts[i] = count
-    means = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in tensors]
-    for lot in _lots([x.numel() for x in tensors]):
+
+    def addends(lot: Sequence[tuple[int, int, int]]) -> Tensor:
+        """This rank's of a message, in a row. Nothing else of them stays while it travels."""
         parts = []
         for i, start, stop in lot:
             part, weight = tensors[i].reshape(-1)[start:stop].to(device, torch.float64), here[i]
             parts.append(part if weight is None else torch.where(weight > 0, part * weight, 0.0))
-        total = _sum_over(torch.cat(parts), group, to)
-        for (i, start, stop), part in zip(lot, torch.split(total, [len(x) for x in parts]), strict=True):
-            means[i].view(-1)[start:stop].copy_(part / counts[i])
+        return torch.cat(parts)
+
+    means = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in tensors]
+    for lot in _lots([x.numel() for x in tensors]):
+        total = torch.split(_sum_over(addends(lot), group, to), [stop - start for _, start, stop in lot])
+        for (i, start, stop), part in zip(lot, total, strict=True):
+            means[i].view(-1)[start:stop].copy_(part.div_(counts[i]))
     return means
 
 
