@@ -356,18 +356,22 @@ def means_over(
             counts[i] = count
 
     def addends(lot: Sequence[tuple[int, int, int]]) -> Tensor:
-        """This rank's of a message, in a row. Nothing else of them stays while it travels."""
+        """This rank's of a message, in a row."""
         parts = []
         for i, start, stop in lot:
             part, weight = tensors[i].reshape(-1)[start:stop].to(device, torch.float64), here[i]
             parts.append(part if weight is None else torch.where(weight > 0, part * weight, 0.0))
         return torch.cat(parts)
 
-    means = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in tensors]
-    for lot in _lots([x.numel() for x in tensors]):
+    def average(lot: Sequence[tuple[int, int, int]]) -> None:
+        """A message, to its places. Nothing of it is left when the next one is made."""
         total = torch.split(_sum_over(addends(lot), group, to), [stop - start for _, start, stop in lot])
         for (i, start, stop), part in zip(lot, total, strict=True):
             means[i].view(-1)[start:stop].copy_(part.div_(counts[i]))
+
+    means = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in tensors]
+    for lot in _lots([x.numel() for x in tensors]):
+        average(lot)
     return means
 
 
