@@ -33,6 +33,8 @@ def train(config: dict[str, int]) -> None:
         optimizer.step()
         if (step + 1) % 25 == 0:
             ray.train.report({"loss": loss.item(), **handle.stats().scalars()})
+    if rank == 0:
+        print(handle)
 
 
 parser = argparse.ArgumentParser()
@@ -42,5 +44,4 @@ args = parser.parse_args()
 trainer = TorchTrainer(
     train, train_loop_config={"steps": args.steps}, scaling_config=ScalingConfig(num_workers=args.workers)
 )
-found = trainer.fit().metrics
-print(f"loss {found['loss']:.3f}, {found['compression_ratio']:.1f} times fewer bytes")
+trainer.fit()
