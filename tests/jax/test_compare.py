@@ -255,6 +255,7 @@ def make(wrap, seed):
 """
 
 
+@pytest.mark.slow
 def test_runs_of_a_training_that_was_edited_are_made_anew(tmp_path):
     """Its rate, and one of later steps, which nobody can ask for."""
     require_no_mixture(tmp_path, EDITED, ("= 1e-2, 1.0", "= 1e-1, 1.0"), ("= 1e-1, 1.0", "= 1e-1, 0.1"))

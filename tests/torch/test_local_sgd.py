@@ -53,7 +53,7 @@ def tensors(arrays: dict[str, Any]) -> dict[str, Tensor]:
 TABLE = {n: c for n, c in parity.CASES.items() if n not in ("every_step", "period", "outer_sgd", "diloco")}
 
 
-@cases.each(TABLE)
+@cases.each(TABLE, slow=("partition", "diloco_hierarchical", "overlap_hierarchical", "weighted_eager"))
 def test_equals_the_oracle(world: World, local: LocalSGD) -> None:
     module = quadratic()
     ddp, _ = hooked(module, None, world.group)
