@@ -39,7 +39,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # Tests that take long and prove little that others do not carry the mark `slow`: whether benchmarks, the demo and other scripts run, other libraries,
 # restarts under torchrun, options of sharded models, a mixture of optimizers in torch,
-# wrappers and training features in all combinations, and what of the largest tables differs only in numbers.
+# wrappers and training features in all combinations, dtypes and slices in JAX, requests on the emulated accelerator,
+# and what of the largest tables differs only in numbers.
 QUICK := -m 'not slow'
 
 test: $(READY) ## what proves the product

@@ -10,6 +10,7 @@ from functools import partial
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +28,8 @@ from tests.parity.given import GivenGradients
 from tests.torch.asked import ASKED, Answered, answered, require_right
 from tests.torch.defaults import other_defaults
 from tests.torch.ranks import Cases
+
+pytestmark = pytest.mark.slow
 
 if "RANK" in os.environ:
     from tests.emulated.device import DEVICE, core, watched

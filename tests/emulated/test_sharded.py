@@ -23,6 +23,8 @@ from tests.torch.defaults import other_defaults
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
 
+pytestmark = pytest.mark.slow
+
 if "RANK" in os.environ:
     from tests.emulated.device import DEVICE, core, stream, watched
     from tests.emulated.process_group import BACKEND, EmulatedNCCL

@@ -127,6 +127,7 @@ def one_device(monkeypatch):
 
 @pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("algorithm", [PowerSGD(2), LocalSGD(2, start_step=1)], ids=repr)
+@pytest.mark.slow
 def test_replicas_on_one_device_train_as_on_several(algorithm):
     found = run(pair, algorithm, REPLICAS, STEPS, SEED, {3, 6}, lambda: None)
     assert found.losses == pytest.approx(on_devices(algorithm), rel=1e-4)

@@ -24,6 +24,8 @@ from jax.sharding import AxisType, NamedSharding
 import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS
 
+pytestmark = pytest.mark.slow
+
 STEPS, REPLICAS, EXAMPLES = 4, 4, 4
 #: Of a kernel, which is 8 high. Orthonormalizing is compiled column by column.
 WIDTH = 2

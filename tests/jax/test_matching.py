@@ -97,6 +97,7 @@ def test_names_decide_nothing(optimizer, tree):
 
 
 @pytest.mark.parametrize("tree", [name for name in TREES if "boxes" not in name and name != "nnx"])
+@pytest.mark.slow
 def test_whole_parameters_are_divided_whatever_they_are_called(tree):
     """Muon takes matrices, and two of one shape are a stack."""
     tx = optax.contrib.muon(1e-2)

@@ -160,6 +160,7 @@ SENDS = {
 
 @pytest.mark.parametrize("mode", ["vmap", "shard_map_vma"])
 @pytest.mark.parametrize("what", SENDS)
+@pytest.mark.slow
 def test_pieces_make_the_bits_of_the_whole(what, mode, monkeypatch):
     shapes = {"w": (9, 14), "b": (7,)}
     params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}

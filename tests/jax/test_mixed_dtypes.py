@@ -32,6 +32,7 @@ def types(tree):
 @pytest.mark.filterwarnings("ignore::gradwire.CompressionWarning")
 @pytest.mark.parametrize("memory", [None, pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_the_types_of_a_state_stay(name, memory):
     algorithm = METHODS[name].algorithm
     if memory is not None and isinstance(algorithm, Compressor):
@@ -87,6 +88,7 @@ def test_float32_memory_loses_nothing(name):
 
 
 @pytest.mark.parametrize("name", WIDE)
+@pytest.mark.slow
 def test_memory_of_16_bits_loses_what_the_page_says(name):
     """Within a factor of three: of many roundings, each of which may fall on either side."""
     with pytest.warns(CompressionWarning, match="'w' is of float32.*kept in bfloat16.*state_dtype=.float32") as said:

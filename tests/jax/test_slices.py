@@ -40,6 +40,8 @@ from tests.jax.sliced import (
     summary,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @functools.cache
 def of_slices_of_four():

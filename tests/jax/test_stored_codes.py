@@ -11,6 +11,8 @@ from gradwire.jax_backend import average_gradients
 from gradwire.jax_backend.ops import kernels
 from tests.jax.replicas import AXIS, Replicas
 
+pytestmark = pytest.mark.slow
+
 #: Tiles of which each of four replicas has as many, in a matrix and in a stack; of which it has not; and what has no tiles.
 SHAPES = {"matrix": (256, 512), "stack": (4, 128, 256), "uneven": (264, 256), "few": (16, 128), "vector": (300,)}
 

@@ -13,6 +13,8 @@ from gradwire.core.zero.stacks import StackShards
 from tests.jax.quadratic import assert_close, filled, start, step_of, train, train_plain
 from tests.jax.replicas import AXIS, Replicas, equal, refused
 
+pytestmark = pytest.mark.slow
+
 #: Of one shape five, of another two, of a third one, one of a single row; vectors of two lengths, a scalar.
 SHAPES = {f"layer_{i}": (6, 4) for i in range(5)} | {"up": (4, 9), "up_2": (4, 9), "down": (9, 4), "row": (1, 7)}
 SHAPES |= {f"bias_{i}": (5,) for i in range(4)} | {"norm": (3,), "scale": ()}

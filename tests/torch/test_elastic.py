@@ -426,6 +426,7 @@ def test_who_comes_receives_all_that_a_model_is(what):
     assert all(torch.equal(mine[n], theirs[n]) for n in mine)
 
 
+@pytest.mark.slow
 def test_a_newcomer_with_other_options_is_refused_and_the_others_go_on():
     mine, other = diloco(2), diloco(2, lr=0.5)
     raised, rounds = [], {}
