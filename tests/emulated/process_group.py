@@ -8,7 +8,6 @@ hang, here an error says why: if ranks launch different collectives, or one laun
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from threading import local
@@ -23,6 +22,7 @@ from torch.distributed.distributed_c10d import _world
 from torch.futures import Future
 
 from tests.emulated.device import DEVICE, core, stream
+from tests.emulated.watched import Launched
 
 BACKEND = "emunccl"
 #: Streams of groups, apart from the few that tests use and those that torch asks for.
@@ -50,15 +50,6 @@ torch._C.Future.then = _noticed(torch._C.Future.then)  # type: ignore[attr-defin
 torch._C.Future.add_done_callback = _noticed(torch._C.Future.add_done_callback)  # type: ignore[attr-defined]
 
 Compute = Callable[[list[Tensor]], list[Tensor]]
-
-
-@dataclass(frozen=True)
-class Launched:
-    """A collective as it was asked for: what has to be the same on all ranks, in the same order."""
-
-    name: str
-    numel: int
-    dtype: torch.dtype
 
 
 class EmulatedNCCL(dist.ProcessGroup):
