@@ -629,3 +629,62 @@ def test_masters_in_an_optimizers_state_go_with_their_parameters():
         for name, p in model.named_parameters():
             torch.testing.assert_close(optimizer.state[p]["master"].float(), p.detach())
             torch.testing.assert_close(p.detach(), handle.outer_parameters()[name])
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD whose parameters are between what it steps, z, and the average of that (Defazio et al. 2024)."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr, "k": 0})
+
+    def train(self):
+        self.move(1 - 0.9)
+
+    def eval(self):
+        self.move(1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def move(self, part):
+        for p in self.param_groups[0]["params"]:
+            p.lerp_(self.state[p]["z"], part)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        group["k"] += 1
+        for p in group["params"]:
+            z = self.state[p].setdefault("z", p.clone())
+            p.lerp_(z, 1 / group["k"])
+            p.sub_(p.grad, alpha=group["lr"] * (1 - 0.9 * (1 - 1 / group["k"])))
+            z.sub_(p.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("local", [LocalSGD(3), diloco(3)], ids=repr)
+def test_weights_of_schedule_free_optimizers_go_with_their_parameters(local):
+    """Averaged with them, so that what is evaluated is one model; or moved as far, so that how far they are from the parameters is each replica's own. A vote against it,
+    in the second round, moves none."""
+    steps, lags, evaluated = 9, [{}, {}], {}
+
+    def train(here, number):
+        model, _ = small()
+        optimizer = ScheduleFree(model.parameters(), lr=0.1)
+        handle = elastic(model, optimizer, local, here.manager(f"replica{number}"))
+        vote_against(handle.quorum.manager, lambda: handle.steps == 5)
+        for step in range(steps):
+            for name, p in model.named_parameters():
+                p.grad = drawn(number, step)[name]
+            optimizer.step()
+            lags[number][step] = numbers({n: optimizer.state[p]["z"] - p for n, p in model.named_parameters()})
+        optimizer.eval()
+        evaluated[number] = numbers(dict(model.named_parameters()))
+
+    both(train)
+    expected = [torch.zeros_like(lags[0][0])] * 2
+    for step in range(steps):
+        kept = 1 - 1 / (step + 1)
+        expected = [kept * (lag - 0.09 * numbers(drawn(number, step))) for number, lag in enumerate(expected)]
+        if not local.has_outer and step in (2, 8):
+            expected = [sum(expected) / 2] * 2
+        for number in range(2):
+            torch.testing.assert_close(lags[number][step], expected[number], rtol=0, atol=1e-4)
+    assert local.has_outer or evaluated[0].equal(evaluated[1])

@@ -17,7 +17,7 @@ from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.fsdp.layout import local_part
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank
-from gradwire.torch_backend.setup.optimizer_state import is_plain, weights_in
+from gradwire.torch_backend.setup.optimizer_state import STEPPED, has_two_modes, is_plain, weights_in
 
 #: A scalar parameter's moments look like it.
 COUNTER = "step"
@@ -28,7 +28,8 @@ ATTEMPTS = 3
 class Moments:
     """The moments of an optimizer: those tensors that it keeps for a parameter and that have its shape. Counters are left alone.
 
-    Parameters are named, as the optimizer knows them; of a DTensor the local part is averaged. `what` is "keep", "average" or "reset".
+    Parameters are named, as the optimizer knows them; of a DTensor the local part is averaged. `what` is "keep", "average" or "reset". `group` None: of replicas that come
+    and go, which tell each other nothing.
 
     Some optimizers keep weights in their state: masters in float32, from which the next step makes the parameters, whatever is in these; or the weights that a
     schedule-free one steps. They are averaged with the parameters, or moved as these are where an outer optimizer makes them.
@@ -48,7 +49,14 @@ class Moments:
         self._keys: dict[str, torch.dtype | None] = {}
         self._masters: frozenset[str] = frozenset()
         self._weights: frozenset[str] = frozenset()
-        self._attempts = self._own_attempts = 0 if optimizer is None or what == "reset" else ATTEMPTS
+        self._own_attempts = 0 if optimizer is None or what == "reset" else ATTEMPTS
+        self._attempts = 0 if group is None else self._own_attempts
+
+    def expect_weights(self) -> None:
+        """Of an optimizer that has two modes: the weights that it steps, as those of all replicas, which have nobody to ask. One that has not stepped yet counts as what its
+        parameters are."""
+        if has_two_modes(self._optimizer):
+            self._keys, self._weights = {STEPPED: None}, frozenset({STEPPED})
 
     def taken(self, due: set[str], *, followed: bool = False) -> dict[str, dict[str, Tensor]]:
         """To be averaged, of the parameters that are: parameter → name of the moment → tensor. The same names and shapes on all ranks.

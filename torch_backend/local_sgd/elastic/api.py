@@ -64,7 +64,8 @@ def elastic(
     Args:
         module: a model that each replica, one process, holds as a whole. A gradient of a parameter that is frozen now is a RuntimeError in the step, and so is a
             parameter that comes later, or is put in the place of another.
-        optimizer: that steps the module's parameters.
+        optimizer: that steps the module's parameters. Weights that it keeps (masters in float32, `z` of schedule-free optimizers) go with the parameters; moments are each
+            replica's own.
         what: an algorithm, which averages gradients in each step; or `LocalSGD(...)`, `diloco(...)`, which average parameters among all replicas.
         manager: a `torchft.Manager` with `use_async_quorum=False`. Its process group carries the messages, and its time limits are those of a round.
         buffers: floating buffers are averaged with the parameters of a schedule, or some of them, see `local_sgd`; or each replica keeps its own, as it does with

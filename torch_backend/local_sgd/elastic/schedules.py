@@ -50,6 +50,8 @@ class ElasticLocalSGD(ElasticHandle):
         self._late = local.longest if local.eager else local.overlap
         self._in_flight: InFlight | None = None
         self._moments = Moments(optimizer, parameters, "keep", None)  # of each replica its own, but for weights
+        if not local.has_outer:
+            self._moments.expect_weights()
         #: Of the message that is on its way.
         self._left: _Left | None = None
         state = local.init(TorchOps(quorum.device), {n: p.detach() for n, p in parameters.items()}, 1)
@@ -108,7 +110,7 @@ class ElasticLocalSGD(ElasticHandle):
             self._arrive(step)
         if due := self._due(step):
             if self.local.eager and self._left is None and not self.local.round(step, self._late, due[0]):
-                self._take(*self._average(Present(step), {}))  # of the first difference each knows only its own
+                self._take(self._average(Present(step), {}))  # of the first difference each knows only its own
             self._round()
         self._memory.steps += 1
         self._assumed.stepped()  # with the averages
@@ -133,12 +135,12 @@ class ElasticLocalSGD(ElasticHandle):
             self._vote(self.quorum.attempt(lambda: self._average(present, self._buffers)))
         return True
 
-    def _vote(self, after: tuple[dict[str, Tensor], State[Tensor]] | None) -> bool:
-        """Take what a round has made of parameters and memory, if the vote is for it."""
+    def _vote(self, after: _After | None) -> bool:
+        """Take what a round has made, if the vote is for it."""
         taken = self.quorum.vote()
         self._joining = self._joining and not taken
         if taken and after is not None:
-            self._take(*after)
+            self._take(after)
             self._note_skipped()
         self._finite.clear()
         return taken
@@ -157,15 +159,16 @@ class ElasticLocalSGD(ElasticHandle):
         if broken := broken_of(self._optimizer, self._parameters.values()):
             broken.drop()
 
-    def _take(self, parameters: Mapping[str, Tensor], state: State[Tensor]) -> None:
+    def _take(self, after: _After) -> None:
         with torch.no_grad():
-            self._moments.follow(parameters)
-            for name, x in parameters.items():
+            self._moments.follow(after.parameters)
+            for name, x in after.parameters.items():
                 self._parameters[name].copy_(x)
-            for name, kept in state.tensors.items():
+            self._moments.put(after.weights, set())
+            for name, kept in after.state.tensors.items():
                 if WEIGHT in kept and WEIGHT not in self._memory.state.tensors[name]:
                     del kept[WEIGHT]  # of a round in which somebody did not count
-            self._keep(state)
+            self._keep(after.state)
 
     def _keep(self, state: State[Tensor]) -> None:
         if self._host is None:
@@ -182,13 +185,15 @@ class ElasticLocalSGD(ElasticHandle):
         state: State[Tensor] | None = None,
         arrived: Mapping[int, Stepped[Tensor]] | None = None,
         turn: Turn | None = None,
-    ) -> tuple[dict[str, Tensor], State[Tensor]]:
+    ) -> _After:
         """What the schedule makes of parameters and memory after this step, or what of it is in this `turn`. Neither is touched; averaged buffers are written over."""
         step, local = present.steps, self._local(present)
         if state is None:
             state = self._copied({n for f in self._due(step) for n in self._parts[f]})
         parameters = {n: p.detach().clone(memory_format=torch.contiguous_format) for n, p in self._parameters.items()}
         extras = {n: {"": b.clone(memory_format=torch.contiguous_format)} for n, b in buffers.items()}
+        weights = {} if local.has_outer else self._moments.taken({n for f in self._due(step) for n in self._parts[f]})
+        extras |= {n: {key: x.clone() for key, x in kept.items()} for n, kept in weights.items()}
         collectives, replicas = self.quorum.collectives, self.quorum.groups.whole.size()
         weight = self._weight * present.counts
         with plain_arithmetic(self._ops.device):
@@ -198,7 +203,7 @@ class ElasticLocalSGD(ElasticHandle):
             after, memory, others = run_alone(collectives, program)
         for name, b in buffers.items():
             b.copy_(others[name][""])
-        return after, memory
+        return _After(after, memory, {name: others[name] for name in weights})
 
     def _local(self, present: Present) -> LocalSGD:
         """The schedule, in which replicas have weights where they do not count alike."""
@@ -211,13 +216,10 @@ class ElasticLocalSGD(ElasticHandle):
         state = self._copied({n for f in self._due(step) for n in self._parts[f]})
         if not self.local.eager:
             leaves = replace(self.local.turn(step), arrives=frozenset())
-            parameters, state = self._average(present, self._buffers, state, turn=leaves)
-            for (
-                name,
-                x,
-            ) in (
-                parameters.items()
-            ):  # of a replica that has broken, which goes back to its outer parameters, whatever the vote will be
+            after = self._average(present, self._buffers, state, turn=leaves)
+            state = after.state
+            # Of a replica that has broken, which goes back to its outer parameters, whatever the vote will be.
+            for name, x in after.parameters.items():
                 self._parameters[name].detach().copy_(x)
         elif local.weighted:
             for kept in state.tensors.values():
@@ -262,3 +264,12 @@ class _Left:
     step: int
     present: Present
     state: State[Tensor]
+
+
+@dataclass(frozen=True)
+class _After:
+    """What a round has made: parameters, memory, and averages of what an optimizer keeps of weights."""
+
+    parameters: dict[str, Tensor]
+    state: State[Tensor]
+    weights: dict[str, dict[str, Tensor]]
