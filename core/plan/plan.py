@@ -19,7 +19,7 @@ from gradwire.core.ops import FloatDtype, Spec
 from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import dry_run, state_bytes
 from gradwire.core.plan.gathers import outgrown_at
-from gradwire.core.plan.links import Library, Links, links_of
+from gradwire.core.plan.links import Library, Links, Way, links_of
 from gradwire.core.plan.local_sgd import LocalSteps, local_traffic, memory_bytes
 from gradwire.core.plan.parameters import specs_of
 from gradwire.core.plan.traffic import Traffic
@@ -177,11 +177,11 @@ class Plan:
         within: tuple[float, float] | None = None,
         library: Library = "nccl",
     ) -> float:
-        """Communication time of a step by the α-β model, one message after the other (`gradwire.core.plan.links`).
+        """Communication time of a step by the α-β model, one message after the other (`gradwire.core.plan.links`). `hops` says what latency is charged for.
 
         Args:
             world_size: W, for which the plan is made.
-            latency: α, seconds per hop, between nodes.
+            latency: α, seconds per hop, between nodes. An all-reduce by NCCL goes round a ring or, where that takes less, up and down trees.
             bandwidth: 1/β, bytes per second of the link of a node, each direction, which its replicas share.
             nodes: on how many nodes they are, equally many on each, in order. None: each replica is on a node of its own; of an algorithm with two levels these say.
             within: of an algorithm with two levels, latency and bandwidth of the links inside a node; None leaves out what these take.
@@ -189,7 +189,7 @@ class Plan:
                 formulas of "nccl".
 
         Raises:
-            ValueError: nobody, or a link that carries nothing; nodes of different sizes; `within` for an algorithm that has one level; or of an algorithm with
+            ValueError: nobody, or a link that carries nothing; nodes of different sizes; `within` for an algorithm that has one level, or one node; or of an algorithm with
                 two another `world_size` than the plan is made for.
         """
         links = self._links(world_size, nodes, library)
@@ -198,9 +198,35 @@ class Plan:
             return seconds
         levels = levels_of(self.algorithm)
         if levels is None or not self.levels:
-            raise ValueError(f"within={within}, but {self.algorithm!r} has one level; leave it out")
+            has = "has one level" if levels is None else f"has one node of {world_size} replicas"
+            raise ValueError(f"within={within}, but {self.algorithm!r} {has}; leave it out")
         inside, near = Links(self.levels[0].replicas), levels.near(world_size)
         return seconds + _average((inside.seconds(t.among(near), *within), n) for t, n in self.kinds)
+
+    @checked
+    def hops(
+        self,
+        world_size: Replicas,
+        latency: Seconds,
+        bandwidth: Positive,
+        *,
+        nodes: AtLeast1 | None = None,
+        library: Library = "nccl",
+    ) -> dict[Way, float]:
+        """Hops between nodes for which `seconds` charges `latency` in a step, on average over a cycle: of messages that go round a "ring", of those that go up and down
+        a "tree", and of those that each replica sends to each other one, "direct". Arguments and what raises are those of `seconds`.
+
+        Examples:
+            >>> from gradwire import AllReduce, PowerSGD, plan
+            >>> for method in (AllReduce(), PowerSGD(rank=4)):
+            ...     print(plan({"w": (4096, 4096)}, method).hops(64, 50e-6, 1.25e8))
+            {'ring': 126}
+            {'tree': 24}
+        """
+        links = self._links(world_size, nodes, library)
+        found = [(links.hops(t, latency, bandwidth), n) for t, n in self.kinds]
+        ways = dict.fromkeys(way for hops, _ in found for way in hops)
+        return {way: _average((hops.get(way, 0), n) for hops, n in found) for way in ways}
 
     def _links(self, world_size: int, nodes: int | None, library: Library) -> Links:
         if self.levels and world_size != (made := self.levels[0].groups * self.levels[0].replicas):
@@ -277,12 +303,14 @@ def plan(
         plain = {name: Spec(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
         return _local_plan(algorithm, plain, world_size)
     dry = dry_run(algorithm, specs, world_size)
-    inner = innermost(algorithm)
+    inner, places = innermost(algorithm), _places(algorithm, world_size)
+    near = None if two is None or world_size is None else two.near(world_size)
+    one_node = near is not None and len(near) == 1  # between no nodes: a plain average, which compresses nothing
     tensors = []
     for name, spec in specs.items():
-        sent = [step.far_bytes(algorithm) * _places(algorithm, world_size) for step in dry.alone(name).traffic]
-        average = _average((nbytes, 1) for nbytes in sent)
-        tensors.append(_tensor(inner, name, spec, name in dry.memory.tensors, average))
+        steps = dry.alone(name).traffic
+        average = _average((t.nbytes if one_node else t.far_bytes(algorithm) * places, 1) for t in steps)
+        tensors.append(_tensor(inner, name, spec, name in dry.memory.tensors and not one_node, average))
     return Plan(
         algorithm,
         tuple(tensors),
@@ -320,6 +348,8 @@ def _levels(algorithm: Any, steps: Sequence[Traffic], world_size: int | None) ->
     if levels is None or world_size is None or _places(algorithm, world_size) == 1:
         return ()
     near = levels.near(world_size)
+    if len(near) == 1:  # there is nothing between
+        return ()
     size = len(near[0])
 
     def of(groups: int, replicas: int, sent: list[tuple[int, int, int]]) -> LevelPlan:

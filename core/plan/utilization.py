@@ -136,18 +136,29 @@ class _Message:
         step: numbered from 1.
         late: steps more between leaving and being needed.
         layers: which part of it is of each layer.
-        hops, nbytes: of all of it.
+        links: which it takes.
+        kinds: of all of it, one or the other, each so many times.
     """
 
     step: int
     late: int
     layers: Mapping[int, float]
-    hops: float
-    nbytes: float
+    links: Links
+    kinds: Sequence[tuple[Traffic, int]]
+
+    @property
+    def leaves(self) -> bool:
+        """Whether any of it is on a link."""
+        return any(self.links.nbytes(sent) for sent, _ in self.kinds)
 
     def sent(self, latency: float, bits: Times) -> Sent:
-        waits = self.hops * latency / len(self.layers)
-        return Sent({i: waits + part * self.nbytes * 8 / bits for i, part in self.layers.items()}, self.late)
+        waits, sends = np.zeros_like(bits), np.zeros_like(bits)
+        for traffic, n in self.kinds:
+            own = self.links.seconds_over(traffic, latency, bits / 8)
+            waits, sends = waits + n * own[0], sends + n * own[1]
+        times = sum(n for _, n in self.kinds)
+        each = waits / times / len(self.layers)
+        return Sent({i: each + part * sends / times for i, part in self.layers.items()}, self.late)
 
 
 @dataclass(frozen=True)
@@ -193,10 +204,8 @@ class _Shape:
             layers: dict[int, float] = {}
             for name in names:
                 layers[number[name]] = layers.get(number[name], 0.0) + own[name]
-            total, kinds = sum(layers.values()) or 1.0, list(kinds)
-            times = sum(n for _, n in kinds)
-            hops, nbytes = (sum(of(sent) * n for sent, n in kinds) / times for of in (links.hops, links.nbytes))
-            return _Message(step, late, {i: part / total for i, part in layers.items()}, hops, nbytes)
+            total = sum(layers.values()) or 1.0
+            return _Message(step, late, {i: part / total for i, part in layers.items()}, links, list(kinds))
 
         if not isinstance(algorithm, LocalSGD):
             return cls(seconds, 1, [message(1, 0, specs, planned.kinds)], latency)
@@ -208,7 +217,7 @@ class _Shape:
         """The utilization for each of these links."""
         sent: dict[int, list[Sent]] = {}
         for message in self.messages:
-            if message.nbytes:
+            if message.leaves:
                 sent.setdefault(message.step, []).append(message.sent(self.latency, bits))
         share: Times = self.period * sum(self.seconds) / period_seconds(self.seconds, sent, self.period)
         return share + np.zeros_like(bits)

@@ -92,7 +92,17 @@ def test_two_levels_tell_what_leaves_a_node_and_its_own_ratio(folder, capsys):
     given = planned(capsys, "-a", "TwoLevel(AllReduce())", "--replicas", "8", "--nodes", "2")
     assert given["seconds"] == pytest.approx(2 * 50e-6 + 4 * (512 * 256 + 512) / 1.25e9)
     given = planned(capsys, "-a", "LocalSGD({'node': 1, 'all': 4})", "--replicas", "8", "--nodes", "2")
-    assert given["seconds"] == pytest.approx(gradwire.plan(TUPLES, gradwire.LocalSGD(4)).seconds(8, 50e-6, 1.25e9))
+    local = gradwire.plan(TUPLES, gradwire.LocalSGD(4))
+    assert given["seconds"] == pytest.approx(local.seconds(8, 50e-6, 1.25e9, nodes=2))
+    # Between 512 nodes short messages go up and down a tree nine deep, codes to each replica that is elsewhere; what is charged is printed.
+    big = ("--replicas", "4096", "--nodes", "512")
+    given = planned(capsys, "-a", "PowerSGD(rank=4)", *big)
+    assert given["hops"] == {"tree": 2 * 2 * 9}
+    assert given["seconds"] < 2e-3
+    printed = run(capsys, "plan", "shapes.json", "-a", "WireDtype(AllReduce(), 'int8')", *big)
+    assert (
+        "AllReduce() 18 in a tree, WireDtype(AllReduce(), 'int8') 4088 sent directly and 512 round a ring." in printed
+    )
 
 
 def test_json_is_the_plan(folder, capsys):

@@ -503,6 +503,11 @@ def test_losses_have_times_over_a_link(tmp_path):
         "LocalSGD(period=33)": (0.048 + 6e-4) / 33,
     }
     assert found == pytest.approx({name: 0.1 + waits for name, waits in ring.items()})  # nobody has run TopK
+    two = comparison.seconds(step=0.1, link="1Gbit", nodes=2, library="gloo")  # that ring leaves each node once
+    assert two["plain"] == pytest.approx(0.1 + 0.048)
+    assert comparison.seconds(step=0.1, link="1Gbit", latency=1e-4, nodes=2)["plain"] == pytest.approx(
+        0.1 + 0.048 + 4e-4
+    )
     assert Network(0.1, 125e6, 1e-4, "").curves(comparison)["plain"][0][-1] == pytest.approx(100 * found["plain"])
 
 

@@ -546,6 +546,16 @@ def test_plan_shows_both_levels_and_what_two_links_take():
         p.seconds(4, 0.0, 1e6)
     with pytest.raises(ValueError, match="has one level"):
         flat.seconds(6, 0.0, 1e6, within=(0.0, 1e9))
+    # On one node nothing is between, and a step is a plain average.
+    alone, dense = plan(OF_NODES, TwoLevel(PowerSGD(2), 6), world_size=6), plan(OF_NODES, AllReduce(), world_size=6)
+    assert [t.wire_bytes for t in alone.tensors] == [t.wire_bytes for t in dense.tensors]
+    assert not any(t.compressed for t in alone.tensors)
+    assert (alone.levels, alone.wire_bytes, alone.collectives) == ((), dense.wire_bytes, 1)
+    assert alone.compression_ratio == 1
+    assert alone.seconds(6, 1e-5, 1e6) == dense.seconds(6, 1e-5, 1e6)
+    assert f"per step: {dense.wire_bytes:,} bytes of" in str(alone)
+    with pytest.raises(ValueError, match="one node of 6 replicas"):
+        alone.seconds(6, 0.0, 1e6, within=(0.0, 1e9))
 
 
 def test_plan_of_local_sgd_shows_both_levels():

@@ -19,7 +19,7 @@ from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.kernels import random
 from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.plan.dry_run import ATTRIBUTE, REMEMBERED, DryRun, dry_run, rehearsed, summary
-from gradwire.core.plan.links import Links
+from gradwire.core.plan.links import Links, consecutive
 from gradwire.core.protocol import all_gather, branch, branch_on_phase, mean, optimizer_step
 from gradwire.core.protocol.collective_requests import AllToAll, Gather, Reduce
 from gradwire.core.protocol.groups import UnknownWorldSize
@@ -111,9 +111,17 @@ def test_a_small_model_by_hand():
 
 
 def test_seconds_by_hand():
-    # Ring all-reduce on 4: 6 hops of 10 us each; 6/4 of the payload over a link of 1 GB/s.
-    assert Links(4).seconds(Traffic(2, 40960), 10e-6, 1e9) == pytest.approx(2 * 60e-6 + 1.5 * 40.96e-6)
-    assert plan({"w": (2048, 512)}, PowerSGD(rank=4)).seconds(4, 10e-6, 1e9) == pytest.approx(181.44e-6)
+    # Ring all-reduce on 4: 6 hops of 1 us each; 6/4 of the payload over a link of 1 GB/s.
+    assert Links(4).seconds(Traffic(2, 40960), 1e-6, 1e9) == pytest.approx(2 * 6e-6 + 1.5 * 40.96e-6)
+    # A hop of 10 us is more than what the last quarter of a message takes: two up and two down a tree. Gloo has none.
+    assert Links(4).seconds(Traffic(2, 40960), 10e-6, 1e9) == pytest.approx(2 * 40e-6 + 2 * 40.96e-6)
+    assert Links(4, library="gloo").seconds(Traffic(2, 40960), 10e-6, 1e9) == pytest.approx(2 * 60e-6 + 1.5 * 40.96e-6)
+    assert plan({"w": (2048, 512)}, PowerSGD(rank=4)).seconds(4, 10e-6, 1e9) == pytest.approx(161.92e-6)
+    assert Links(4096).hops(Traffic(2, 40960), 50e-6, 1e9) == {"tree": 2 * 2 * 12}
+    assert Links(4096).hops(Traffic(1, 1 << 40), 50e-6, 1e9) == {"ring": 2 * 4095}
+    # A ring of 4 nodes of 2 leaves each of them once.
+    assert Links(8, consecutive(8, 4), "gloo").hops(Traffic(1, 8), 1.0, 1e9) == {"ring": 8}
+    assert Links(8, consecutive(8, 4)).hops(Traffic(1, 8), 1.0, 1e9) == {"tree": 4}
     # Half-steps of 800 and 320 bytes on 2: a hop out and a hop back, the payload once.
     half = plan({"w": (100, 40)}, PowerSGD(rank=2, half_step=True))
     assert half.seconds(2, 0.0, 1.0) == pytest.approx((800 + 320) / 2)

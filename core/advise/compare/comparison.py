@@ -21,6 +21,7 @@ from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import CompressionWarning
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.plan.expressions import parse_algorithm
+from gradwire.core.plan.links import Library
 from gradwire.core.plan.utilization import utilization
 
 #: Characters of a name that stands beside its figures, and of these.
@@ -192,9 +193,17 @@ class Comparison:
             found[name_of(algorithm)] = steps, [float(np.mean([run[step] for run in runs])) for step in steps]
         return found
 
-    def seconds(self, *, step: float, link: str | float, latency: float = 0.0) -> dict[str, float]:
-        """How long a step takes under each method that was run, in seconds, if a link joins the replicas: by `gradwire.utilization`, whose arguments these are. What
-        compressing takes is not in it.
+    def seconds(
+        self,
+        *,
+        step: float,
+        link: str | float,
+        latency: float = 0.0,
+        nodes: int | None = None,
+        library: Library = "nccl",
+    ) -> dict[str, float]:
+        """How long a step takes under each method that was run, in seconds, if a link joins the replicas, or so many nodes of them: by `gradwire.utilization`, whose
+        arguments these are. What compressing takes is not in it.
 
         Raises:
             ValueError: as `gradwire.utilization`.
@@ -205,7 +214,14 @@ class Comparison:
             for algorithm in (PLAIN, *self.algorithms):
                 if self._chosen(algorithm):
                     shares[name_of(algorithm)] = utilization(
-                        self.runs.specs, algorithm, step=step, link=link, replicas=self.runs.replicas, latency=latency
+                        self.runs.specs,
+                        algorithm,
+                        step=step,
+                        link=link,
+                        replicas=self.runs.replicas,
+                        nodes=nodes,
+                        latency=latency,
+                        library=library,
                     )
         return {name: step / share for name, share in shares.items()}
 

@@ -19,7 +19,7 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.advice import CompressionWarning, advice
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.plan.links import Library
+from gradwire.core.plan.links import Library, Way
 from gradwire.core.plan.plan import Plan
 from gradwire.core.plan.plan import plan as make_plan
 from gradwire.core.plan.utilization import link_for, utilization
@@ -34,6 +34,9 @@ SHARED: dict[Library, str] = {
     "gloo": "What leaves a node is what Gloo was counted to send.",
     "nccl": "What leaves a node is computed, not measured, by the formulas of NCCL.",
 }
+
+#: How messages go for whose hops latency is charged.
+CHARGED: dict[Way, str] = {"ring": "round a ring", "tree": "in a tree", "direct": "sent directly"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,10 @@ class Link:
     def seconds(self, plan: Plan) -> float:
         """How long the link takes for a step, by the α-β model. What stays on a node is not on the link."""
         return plan.seconds(self.replicas, self.latency, self.bandwidth, nodes=self.nodes, library=self.library)
+
+    def hops(self, plan: Plan) -> dict[Way, float]:
+        """The hops of a step for which `seconds` charges the latency, by the way of their messages."""
+        return plan.hops(self.replicas, self.latency, self.bandwidth, nodes=self.nodes, library=self.library)
 
     def nbytes(self, plan: Plan) -> float:
         """What leaves a node in a step."""
@@ -99,6 +106,7 @@ def print_plans(
     if link.shared:
         say(f"{SHARED[link.library]}\n")
     show(_totals([*dense, *plans], link))
+    say(f"\nHops in the link time: {_hops([*dense, *plans], link)}")
     if step is not None:
         say(f"\nThe share of the time that computes, of steps of {time_of(step)}:\n")
         show(_shares([*dense, *plans], model, link, step))
@@ -153,6 +161,15 @@ def _totals(plans: Sequence[Plan], link: Link) -> Table:
     return table
 
 
+def _hops(plans: Sequence[Plan], link: Link) -> str:
+    """What the latency is charged for, plan by plan."""
+    found = []
+    for plan in plans:
+        by_way = [f"{hops:g} {CHARGED[way]}" for way, hops in link.hops(plan).items()]
+        found.append(f"{written(plan.algorithm)} {' and '.join(by_way) or 'none'}")
+    return f"{', '.join(found)}."
+
+
 def _shares(plans: Sequence[Plan], model: Model, link: Link, step: float) -> Table:
     over = f"over {rate_of(link.bandwidth)}"
     table = plain_table("algorithm", (over, "right"), (f"link for {ENOUGH:.0%}", "right"))
@@ -191,6 +208,7 @@ def _data(plan: Plan, link: Link) -> dict[str, Any]:
         "link_bytes": link.nbytes(plan),
         "messages": plan.collectives,
         "seconds": link.seconds(plan),
+        "hops": link.hops(plan),
         "memory_bytes": plan.memory_bytes,
         "outgrown_at": plan.outgrown_at,
         "tensors": [
