@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from gradwire import LocalSGD, LocalSimulator, OuterSGD, PowerSGD, TopK, TwoLevel, diloco
+from gradwire.core.protocol.weights import LARGEST, SMALLEST
 from tests.parity import cases
 
 REPLICAS = 4
@@ -69,8 +70,12 @@ def initial():
 
 
 def weight(replica, step):
-    """What a replica counts for: others in each round, and replica 1 is absent in every other one."""
-    return [3.0, 500.0 * (step // 4 % 2), 2.0 + step, 40.0][replica]
+    """What a replica counts for: others in each round, replica 1 is absent in every other one, and in two of three all are as large or as small as weights may be."""
+    here = step // 4
+    usual = [3.0, 500.0 * (here % 2), 2.0 + step, 40.0]
+    both = [LARGEST, SMALLEST * (here % 2), 1.0, LARGEST / 3]
+    smallest = [SMALLEST, 5 * SMALLEST * (here % 2), 2 * SMALLEST, 3 * SMALLEST]
+    return (usual, both, smallest)[here % 3][replica]
 
 
 @cache
