@@ -13,7 +13,7 @@ from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.coder import Coder
 from gradwire.core.codecs.options import Quantizer
 from gradwire.core.ops import A, Ops
-from gradwire.core.protocol.programs import Fusable, Program, Request, ask, relayed
+from gradwire.core.protocol.programs import Collective, Program, Request, ask, relayed
 from gradwire.core.text.wording import configured
 
 T = TypeVar("T")
@@ -91,7 +91,7 @@ class WireDtype(Quantizer, Wrapper):
                 codes = False
             if not codes:
                 return await ask(request)
-            if isinstance(request, Fusable) and not request.local:
+            if isinstance(request, Collective):
                 return await request.coded(coder)
             return await ask(request.wrapped(partial(self._coded, coder, in_branch=True)))
 

@@ -16,7 +16,9 @@ weights of replicas and shorter dtypes are programs round a program, which ask f
 A request is known in one place, its class: with no framework it says the bytes of its messages, its answer on arrays
 without data, when two replicas ask for the same, and the answers for N replicas in one process. That is all that the
 simulator, a plan and a wire dtype want to know. A backend has one table, from the class of a request to the method
-that performs it. A new request is a class in one of the three files, and a line in each table.
+that performs it. A new request is a class in one of the three files, and a line in each table. One that sends is a
+subclass of `Collective`, which is refused when the class is made if it does not say how it is asked between nodes,
+with weights, with a shorter dtype, among some replicas, and how many bytes it sends.
 
 **The words.**
 

@@ -20,7 +20,16 @@ from gradwire.core.kernels.payloads import Residual
 from gradwire.core.ops import ITEMSIZE, WIRE_ITEMSIZE, A, Ops
 from gradwire.core.protocol.groups import Groups, group_size, members_of
 from gradwire.core.protocol.local_requests import world_size
-from gradwire.core.protocol.programs import AbstractReplica, Fusable, LockStep, ReplicaMismatch, Request, ask, ask_one
+from gradwire.core.protocol.programs import (
+    AbstractReplica,
+    Collective,
+    Fusable,
+    LockStep,
+    ReplicaMismatch,
+    Request,
+    ask,
+    ask_one,
+)
 
 K = TypeVar("K")
 R = TypeVar("R", bound=Fusable[Any])
@@ -30,7 +39,7 @@ Parts = Sequence[tuple[int, ...]]
 
 
 @dataclass(slots=True)  # not frozen: one is made for every matrix, and that would take three times as long
-class Reduce(Fusable[A]):
+class Reduce(Fusable[A], Collective):
     """Each array averaged, summed or maximized over all replicas: one all-reduce per dtype, whatever the number of arrays.
 
     Attributes:
@@ -64,6 +73,9 @@ class Reduce(Fusable[A]):
 
     def carrying(self, arrays: tuple[A, ...], new: Sequence[bool]) -> Reduce[A]:
         return replace(self, arrays=arrays, donated=tuple(d or n for d, n in zip(self.donated, new, strict=True)))
+
+    def among(self, groups: Groups) -> Request:
+        return Request.among(self, groups)
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return self.bytes_by_dtype(ops)
@@ -163,7 +175,7 @@ async def reduce_max(x: A, *, out: A | None = None, watched: bool = True, groups
 
 
 @dataclass(slots=True)
-class SumScalar(Request, Generic[A]):
+class SumScalar(Collective, Generic[A]):
     """The sum of a scalar over all replicas, and over all programs of the step where a driver runs several: one message for all of them."""
 
     array: A
@@ -171,6 +183,15 @@ class SumScalar(Request, Generic[A]):
     async def between(self, nodes: Any) -> tuple[A, ...]:
         (total,) = await ask(self)  # to which each replica of a node adds the same
         return (total / nodes.size,)
+
+    async def weighed(self, weighing: Any) -> tuple[Any, ...]:
+        return await ask(self)
+
+    async def coded(self, coder: Any) -> tuple[A, ...]:
+        return await ask(self)
+
+    def among(self, groups: Groups) -> Request:
+        raise TypeError(f"a sum_scalar is of all replicas, and cannot be asked in groups {groups}; take reduce_sum")
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return [WIRE_ITEMSIZE[ops.dtype_of(self.array)]]
@@ -190,7 +211,7 @@ async def sum_scalar(x: A) -> A:
 
 
 @dataclass(slots=True)
-class Gather(Fusable[A]):
+class Gather(Fusable[A], Collective):
     """Each array of every replica, on every replica: (…) → (W, …). The same shapes everywhere; one all-gather per dtype.
 
     Attributes:
@@ -213,6 +234,12 @@ class Gather(Fusable[A]):
     async def weighed(self, weighing: Any) -> tuple[Any, ...]:
         answers: tuple[Any, ...] = await weighing.gathered(self)
         return answers
+
+    async def coded(self, coder: Any) -> tuple[A, ...]:
+        return await _cast(self, coder)
+
+    def among(self, groups: Groups) -> Request:
+        return Request.among(self, groups)
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         size = group_size(self.groups, world_size or self.assumed)
@@ -240,7 +267,7 @@ async def gather(
 
 
 @dataclass(slots=True)
-class AllToAll(Fusable[A]):
+class AllToAll(Fusable[A], Collective):
     """To each replica its part of each array, and from each replica a part: one all-to-all per dtype.
 
     Attributes:
@@ -268,6 +295,12 @@ class AllToAll(Fusable[A]):
     async def weighed(self, weighing: Any) -> tuple[Any, ...]:
         answers: tuple[Any, ...] = await weighing.gathered(self, exchanged=True)
         return answers
+
+    async def coded(self, coder: Any) -> tuple[A, ...]:
+        return await _cast(self, coder)
+
+    def among(self, groups: Groups) -> Request:
+        return Request.among(self, groups)
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return [-(-nbytes // 2) for nbytes in self.bytes_by_dtype(ops)]
@@ -319,7 +352,7 @@ async def all_to_all_parts(arrays: Sequence[A], counts: Parts, *, groups: Groups
 
 
 @dataclass(slots=True)
-class ReduceScatter(Fusable[A]):
+class ReduceScatter(Fusable[A], Collective):
     """This replica's part of the average of each array: half of an all-reduce.
 
     Attributes:
@@ -342,6 +375,9 @@ class ReduceScatter(Fusable[A]):
 
     async def weighed(self, weighing: Any) -> tuple[Any, ...]:
         raise weighing.refuse(self, "of which each replica receives a part")
+
+    def among(self, groups: Groups) -> Request:
+        return Request.among(self, groups)
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return _parts_payloads(self, ops)
@@ -377,7 +413,7 @@ async def reduce_scatter(arrays: Sequence[A], counts: Parts, *, groups: Groups |
 
 
 @dataclass(slots=True)
-class AllGather(Fusable[A]):
+class AllGather(Fusable[A], Collective):
     """The vectors of all replicas one after the other, on every replica: the other half of an all-reduce.
 
     Attributes:
@@ -402,6 +438,15 @@ class AllGather(Fusable[A]):
     def carrying(self, arrays: tuple[A, ...], new: Sequence[bool]) -> AllGather[A]:
         out = tuple(None if other else place for place, other in zip(self.out, new, strict=True))
         return replace(self, arrays=arrays, out=out)
+
+    async def weighed(self, weighing: Any) -> tuple[Any, ...]:
+        return await ask(self)
+
+    async def coded(self, coder: Any) -> tuple[A, ...]:
+        return await _cast(self, coder)
+
+    def among(self, groups: Groups) -> Request:
+        return Request.among(self, groups)
 
     def payloads(self, ops: Ops[A], world_size: int | None) -> list[int]:
         return _parts_payloads(self, ops)
@@ -436,6 +481,18 @@ async def all_gather(
     """The parts of all replicas, joined, see `AllGather`."""
     out = tuple(out) or (None,) * len(arrays)
     return await ask(AllGather(tuple(arrays), tuple(counts), out, groups))
+
+
+async def _cast(request: Gather[A] | AllToAll[A] | AllGather[A], coder: Any) -> tuple[A, ...]:
+    """The answers, of arrays that are cast to a shorter float: what is handed over, and not averaged, is not quantized."""
+    if not coder.casts:
+        return await ask(request)
+    ops, shrinks = coder.ops, [coder.shrinks(x) for x in request.arrays]
+    pairs = zip(request.arrays, shrinks, strict=True)
+    sent = tuple(ops.cast(x, coder.codec.dtype) if shorter else x for x, shorter in pairs)
+    answers = await ask(request.carrying(sent, shrinks))
+    dtypes = [ops.dtype_of(x) for x in request.arrays]
+    return tuple(ops.cast(y, dtype) for y, dtype in zip(answers, dtypes, strict=True))
 
 
 def _parts_payloads(request: ReduceScatter[A] | AllGather[A], ops: Ops[A]) -> list[int]:

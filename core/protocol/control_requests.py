@@ -60,9 +60,6 @@ class Watch(Fusable[A]):
 
     arrays: tuple[A, ...]
 
-    async def coded(self, coder: Any) -> tuple[A, ...]:
-        return await ask(self)
-
     def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
         return self.arrays
 

@@ -81,6 +81,11 @@ class Request:
     #: In which groups of replicas each message stays.
     groups: Groups | None = None
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.payloads is not Request.payloads and not issubclass(cls, Collective):
+            raise TypeError(f"{cls.__name__} has payloads, so it sends: make it a subclass of Collective")
+
     def key(self) -> object:
         """Requests that can be fused, or share an answer, do if their keys are equal."""
         return type(self), self.groups
@@ -118,7 +123,7 @@ class Request:
         """The request of a program for which each of these groups is all replicas there are, as one that names the group."""
         names: list[str] = [field.name for field in fields(self)] if is_dataclass(self) else []
         if "groups" not in names:
-            return self
+            raise TypeError(f"{type(self).__name__} has no field groups, so it cannot be asked of some replicas only")
         inner = self.groups
         named = (
             groups if inner is None else tuple(tuple(own[m] for m in members) for own in groups for members in inner)
@@ -166,21 +171,6 @@ class Fusable(Request, Generic[A]):
         """The same request about a part of each message. `ours`: nobody else looks at it."""
         return replace(self, arrays=parts)  # type: ignore[type-var]
 
-    async def coded(self, coder: Any) -> tuple[Any, ...]:
-        """The answers, of a payload that a `gradwire.core.codecs.coder.Coder` has made shorter. What is handed over, and not averaged, is cast to a
-        shorter float, and not quantized."""
-        if not coder.casts:
-            return await ask(self)
-        dtypes, shrinks = [coder.ops.dtype_of(x) for x in self.arrays], self.shrunk_by(coder)
-        pairs = zip(self.arrays, shrinks, strict=True)
-        sent = tuple(coder.ops.cast(x, coder.codec.dtype) if shrinks else x for x, shrinks in pairs)
-        answers = await ask(self.carrying(sent, shrinks))
-        return tuple(coder.ops.cast(y, dtype) for y, dtype in zip(answers, dtypes, strict=True))
-
-    def shrunk_by(self, coder: Any) -> list[bool]:
-        """Which of the arrays are made shorter."""
-        return [coder.shrinks(x) for x in self.arrays]
-
     def signature(self) -> object:
         return (type(self), self.groups, *[(x.dtype, x.shape) for x in self.arrays])
 
@@ -200,6 +190,32 @@ class Fusable(Request, Generic[A]):
                 size *= n
             sizes[dtype] = sizes.get(dtype, 0) + size
         return [size for size in sizes.values() if size]
+
+
+#: What each collective request says itself. A default would send what it does not know, and give wrong numbers.
+STATED = ("between", "weighed", "coded", "payloads", "among")
+
+
+class Collective(Request):
+    """A request that sends. Its class says how: no class is made that lacks a method of `STATED`.
+
+    Raises:
+        TypeError: when the class is made; the message names the missing methods.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        missing = [name for name in STATED if getattr(cls, name) is getattr(Collective, name)]
+        if missing:
+            raise TypeError(
+                f"the collective request {cls.__name__} lacks {', '.join(missing)}: it must say how it is asked "
+                "between nodes (between), with weights (weighed), with a shorter dtype (coded) and among some "
+                "replicas (among), and how many bytes it sends (payloads)"
+            )
+
+    async def coded(self, coder: Any) -> tuple[Any, ...]:
+        """The answers, of a payload that a `gradwire.core.codecs.coder.Coder` has made shorter."""
+        raise NotImplementedError
 
 
 @types.coroutine

@@ -18,10 +18,10 @@ from gradwire.core.ops import WIRE_ITEMSIZE
 from gradwire.core.plan.dry_run import rehearsed
 from gradwire.core.plan.traffic import traffic_of as counted
 from gradwire.core.protocol import together
-from gradwire.core.protocol.collective_requests import Reduce, SumScalar
+from gradwire.core.protocol.collective_requests import Gather, Reduce, SumScalar
 from gradwire.core.protocol.control_requests import Branch, OptimizerStep, StepIsFinite
 from gradwire.core.protocol.local_requests import Orthonormalize
-from gradwire.core.protocol.programs import Request, ask
+from gradwire.core.protocol.programs import STATED, Collective, Fusable, Request, ask
 from gradwire.core.simulate import NumpyOps, lock_step
 
 OPS = NumpyOps()
@@ -388,6 +388,25 @@ def test_a_request_that_a_driver_does_not_know_reaches_it_by_name():
 
     with pytest.raises(TypeError, match="the simulator cannot answer Wish"):
         run(together([ask(Wish()), rq.mean(np.zeros(1))]))
+
+
+@pytest.mark.parametrize("bases", [(Fusable, Collective), (Collective,)])
+@pytest.mark.parametrize("missing", STATED)
+def test_a_collective_request_that_does_not_say_how_it_is_sent_cannot_be_made(bases, missing):
+    stated = {name: getattr(Gather, name) for name in STATED}
+    assert issubclass(type("Whole", bases, stated), Collective)
+    del stated[missing]
+    with pytest.raises(TypeError, match=f"Broadcast lacks {missing}: "):
+        type("Broadcast", bases, stated)
+
+
+def test_what_sends_is_a_collective_request_and_one_of_all_replicas_is_asked_in_no_group():
+    with pytest.raises(TypeError, match=r"Broadcast .* a subclass of Collective"):
+        type("Broadcast", (Fusable,), {"payloads": Gather.payloads})
+    with pytest.raises(TypeError, match="sum_scalar is of all replicas"):
+        SumScalar(X).among(((0, 1), (2, 3)))
+    with pytest.raises(TypeError, match="Wish has no field groups"):
+        type("Wish", (Request,), {})().among(((0, 1),))
 
 
 def branched(x, truth=True):
