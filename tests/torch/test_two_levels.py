@@ -17,6 +17,7 @@ from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.torch_backend import local_sgd
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.nodes import nodes_of
+from gradwire.torch_backend.state import rank_memory
 from tests.torch.compare import relative, same_bits
 from tests.torch.models import Branches, loss_on, mlp
 from tests.torch.ranks import Cases
@@ -115,6 +116,25 @@ def test_a_run_is_resumed_as_if_it_had_not_been_interrupted(world):
         if to is algorithm:
             assert same_bits(now["local"], whole["local"])
             assert same_bits(train(ddp, LOSS, range(3, 6), local=False).weights, expected)
+
+
+@cases.case
+def test_more_ranks_than_a_checkpoint_has_slots_go_on_from_the_mean(world):
+    """Whether few ranks have saved it or as many."""
+    few, algorithm = dist.new_group([0, 1]), TopK(8, per=64)
+    with mock.patch.object(rank_memory, "SLOTS", 2):
+        for ranks, group in ((2, few), (4, world.group)):
+            mean, folder = None, world.folder / f"by {ranks}"
+            if world.rank < ranks:
+                ddp, handle = hooked(mlp(*WIDTHS), algorithm, group)
+                train(ddp, LOSS, 3, local=False)
+                dcp.save({"parts": handle.sharded_state}, checkpoint_id=folder, process_group=group)
+                mean = errors(handle.gathered_state_dict("mean", to=None))
+            _, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
+            dist.barrier(world.group)
+            dcp.load({"parts": handle.sharded_state}, checkpoint_id=folder)
+            assert handle.stats().steps == 3
+            assert relative(errors(handle.gathered_state_dict("mean", to=None)), world.everyones(mean)[0]) < 1e-6
 
 
 @cases.case

@@ -27,6 +27,7 @@ logger = logging.getLogger("gradwire")
 #: Keys of each rank's memory, by its number, and of how many ranks have saved.
 OWN, RANKS = "own", "ranks"
 #: `torch.distributed.checkpoint` refuses to read a key that was not saved, and each rank reads its own. So ranks that may come have empty ones.
+#: A rank beyond these asks for none, and then none is saved either: it could not tell a checkpoint of as many ranks, which had its own, from one of fewer.
 SLOTS = 256
 
 
@@ -45,13 +46,20 @@ class ShardedState:
         self._handle, self._memory = handle, memory
 
     def state_dict(self) -> dict[str, Any]:
-        """What the handle's `state_dict` gives, and under "own" this rank's memory as bytes, by its number. Every rank calls this."""
+        """What the handle's `state_dict` gives, and under "own" this rank's memory as bytes, by its number, of up to `SLOTS` ranks. Every rank calls this."""
         whole = self._handle.state_dict()
         if not self._memory.per_replica:
             return whole
         number, ranks = self._memory.placement.place
         slots = {str(each): b"" for each in range(number, SLOTS, ranks)}
-        return {**whole, RANKS: ranks, OWN: slots | {str(number): packed(on_cpu(self._handle.rank_state_dict()))}}
+        if ranks <= SLOTS:
+            slots[str(number)] = packed(on_cpu(self._handle.rank_state_dict()))
+        elif number == 0:
+            logger.warning(
+                "sharded_state of %d ranks has the mean of their compression errors alone: it keeps each rank's own of up to %d. To go on bit for bit, save rank_state_dict() of each",
+                *(ranks, SLOTS),
+            )
+        return {**whole, RANKS: ranks} | ({OWN: slots} if slots else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this rank's own memory if as many ranks have saved it, of this algorithm; else from the mean.
