@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from frontier.runs import REPLICAS, Run, Settings, per_step, weights
-from frontier.subjects import OUTER_RATES, Subject
+from frontier.runs import LENGTHS, REPLICAS, Run, Settings, per_step, weights
+from frontier.subjects import FIRST, OUTER_RATES, Subject
 from gradwire import plan
 
 #: Bytes per second.
@@ -21,6 +21,8 @@ MORE_RATES = 2
 #: Seconds that a message takes to the next host when the link is idle.
 LATENCY = 1e-4
 BACKENDS = ("torch", "jax")
+#: Of the methods of the first screen, at the greatest length.
+FIRST_SEEDS = 8
 Row = dict[str, Any]
 
 
@@ -32,6 +34,11 @@ class Experiment:
     rates: tuple[float, ...]
     seeds: int
     settings: Settings
+
+    def seeds_of(self, subject: Subject) -> int:
+        """More of those that the first screen is about, at the length that it tells."""
+        first = self.settings.steps == LENGTHS[-1] and subject.name in {of.name for of in FIRST}
+        return FIRST_SEEDS if first else self.seeds
 
     def tuning_run(self, subject: Subject, rate: float, outer_rate: float | None = None) -> Run:
         return Run("torch", subject.at(outer_rate), rate, 0, self.settings)
@@ -132,14 +139,15 @@ class Results:
         return [s for s in experiment.subjects if not self.missing(self.tuning_of(s, experiment))]
 
     def training(self, experiment: Experiment) -> list[Run]:
-        """All seeds in torch and the first in JAX, of the methods whose learning rate is known."""
-        seeds = {"torch": range(experiment.seeds), "jax": range(1)}
+        """All seeds in torch and the first in JAX, of the methods whose learning rate is known; one seed of all after the other."""
         best = [(subject, *self.best_rates(subject, experiment)) for subject in self.tuned(experiment)]
+        most = max((experiment.seeds_of(subject) for subject, *_ in best), default=0)
         return [
             Run(backend, subject.at(outer_rate), rate, seed, experiment.settings)
             for backend in BACKENDS
+            for seed in range(most)
             for subject, rate, outer_rate in best
-            for seed in seeds[backend]
+            if seed < (experiment.seeds_of(subject) if backend == "torch" else 1)
         ]
 
     def keep_only(self, experiments: Sequence[Experiment]) -> None:
@@ -178,7 +186,7 @@ class Results:
         return {
             "tried": {r: loss if math.isfinite(loss) else None for r, loss in tried.items()},
             "rates": _rates(*self.best_rates(subject, experiment)),
-            "loss": round(statistics.mean(losses["torch"]), 6),
+            "loss": round(statistics.mean(losses["torch"][: experiment.seeds]), 6),
             "losses": losses,
         }
 

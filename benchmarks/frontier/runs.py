@@ -20,6 +20,8 @@ REPLICAS = 2
 #: Steps of a training. The gap of a lossy method grows with them, so one length says little.
 LENGTHS = (240, 1440)
 BETAS, WEIGHT_DECAY, MAX_NORM = (0.9, 0.95), 0.01, 1.0
+#: Of Muon's learning rate to that of AdamW beside it. Muon's gradients are not clipped: its steps do not depend on their length.
+MUON_RATE = 5.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Run:
             "seed": self.seed,
             "settings": asdict(self.settings),
             "text": _fingerprint(self.settings.context),
-            "optimizer": [BETAS, WEIGHT_DECAY, MAX_NORM],
+            "optimizer": [BETAS, WEIGHT_DECAY, MAX_NORM, *([MUON_RATE] if self.subject.muon else [])],
         }
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -108,6 +110,11 @@ class Run:
     def evaluated(self, step: int) -> bool:
         """Whether held-out text is looked at after this step."""
         return (step + 1) % self.settings.evaluate_every == 0 or step + 1 == self.settings.steps
+
+
+def by_muon(name: str, ndim: int) -> bool:
+    """Whether Muon moves a parameter of this name in torch: a matrix of a block."""
+    return ndim == 2 and name.startswith("blocks.")
 
 
 def new_model(settings: Settings, seed: int) -> Any:

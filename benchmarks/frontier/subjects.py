@@ -15,11 +15,13 @@ OUTER_RATES = (0.4, 0.7, 1.0)
 
 @dataclass(frozen=True)
 class Subject:
-    """A method, the name under which it is shown, and the kind that gives it its colour."""
+    """A method, the name under which it is shown, the kind that gives it its colour, and the optimizer that trains: AdamW, or Muon for the
+    matrices of blocks and AdamW for the rest."""
 
     name: str
     kind: str
     algorithm: Algorithm | LocalSGD
+    muon: bool = False
 
     @property
     def outer_rate(self) -> float | None:
@@ -37,6 +39,8 @@ class Subject:
 
 
 TILES = (64, 64)
+#: After the name of a method that trains by Muon.
+MUON = ", Muon"
 
 SUBJECTS = (
     Subject("dense", "dense", AllReduce()),
@@ -68,5 +72,17 @@ SUBJECTS = (
         ),
     ),
 )
+
+#: What the first screen is about, by either optimizer. They are trained with more seeds: some differ by less than two seeds do.
+FIRST = (
+    Subject("dense", "dense", AllReduce()),
+    Subject("int8", "codes", WireDtype(AllReduce(), "int8")),
+    Subject("4 bits", "codes", Quantize("int4")),
+    Subject("PowerSGD 16, int8", "low rank", WireDtype(PowerSGD(16), "int8")),
+    Subject("PowerSGD 16, int4", "low rank", WireDtype(PowerSGD(16), "int4")),
+    Subject("PowerSGD 4, int8", "low rank", WireDtype(PowerSGD(4), "int8")),
+)
+FIRST += tuple(replace(subject, name=subject.name + MUON, muon=True) for subject in FIRST)
+SUBJECTS += tuple(subject for subject in FIRST if subject not in SUBJECTS)
 
 BY_NAME = {subject.name: subject for subject in SUBJECTS}

@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from flax.traverse_util import unflatten_dict
 from model_flax import Transformer
 from text import VOCABULARY
 
-from frontier.runs import BETAS, MAX_NORM, REPLICAS, WEIGHT_DECAY, Run, Settings, weights
+from frontier.runs import BETAS, MAX_NORM, MUON_RATE, REPLICAS, WEIGHT_DECAY, Run, Settings, by_muon, weights
 from frontier.subjects import Subject
 from gradwire import FlaxNames, LocalSGD
 from gradwire.jax_backend import average_gradients, local_sgd, replicate, stack_replicas, this_replica
@@ -39,6 +40,17 @@ def model_of(settings: Settings) -> tuple[Transformer, FlaxNames]:
     return model, FlaxNames(weights(settings, 0), params)
 
 
+def muon() -> optax.GradientTransformation:
+    """As torch's, for matrices whose rows are outputs, times the rate below."""
+    outputs_first = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    descent = optax.contrib.muon(
+        1.0,
+        weight_decay=WEIGHT_DECAY,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: outputs_first, params),
+    )
+    return optax.chain(descent, optax.scale(-MUON_RATE))
+
+
 class Steps:
     """A method's training step and evaluation, compiled once for all seeds and learning rates."""
 
@@ -49,6 +61,10 @@ class Steps:
             optax.scale_by_adam(*BETAS), optax.add_decayed_weights(WEIGHT_DECAY)
         )  # times the rate below
         inner = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
+        if run.subject.muon:
+            inner = optax.partition(
+                {True: muon(), False: inner}, lambda p: {n: by_muon(n, x.ndim) for n, x in p.items()}
+            )
         local = isinstance(algorithm, LocalSGD)
         tx: Any
         if isinstance(algorithm, LocalSGD):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
-from frontier.runs import BETAS, MAX_NORM, WEIGHT_DECAY, Run, new_model
+from frontier.runs import BETAS, MAX_NORM, MUON_RATE, WEIGHT_DECAY, Run, by_muon, new_model
 from gradwire import LocalSGD
 
 
@@ -26,7 +26,11 @@ class Training:
         self.run = run
         self.model = new_model(run.settings, run.seed)
         self.ddp = DistributedDataParallel(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY)
+        named = dict(self.model.named_parameters())
+        matrices = [p for name, p in named.items() if run.subject.muon and by_muon(name, p.ndim)]
+        self.rest = [p for p in named.values() if all(p is not matrix for matrix in matrices)]
+        self.optimizer = torch.optim.AdamW(self.rest, betas=BETAS, weight_decay=WEIGHT_DECAY)
+        self.muon = torch.optim.Muon(matrices, weight_decay=WEIGHT_DECAY) if matrices else None
         algorithm = run.subject.algorithm
         if isinstance(algorithm, LocalSGD):
             self.handle: Any = gw.local_sgd(self.ddp, self.optimizer, algorithm)
@@ -34,13 +38,18 @@ class Training:
             self.handle = gw.register_comm_hook(self.ddp, algorithm)
 
     def step(self, step: int) -> None:
+        rate = self.run.settings.rate(step, self.run.rate)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.run.settings.rate(step, self.run.rate)
+            group["lr"] = rate
+        for group in self.muon.param_groups if self.muon is not None else ():
+            group["lr"] = MUON_RATE * rate
         inputs, targets = map(torch.from_numpy, self.run.batch(step, dist.get_rank()))
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         F.cross_entropy(self.ddp(inputs).flatten(0, 1), targets.flatten()).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        torch.nn.utils.clip_grad_norm_(self.rest, MAX_NORM)
         self.optimizer.step()
+        if self.muon is not None:
+            self.muon.step()
 
     @torch.no_grad()
     def validation_loss(self) -> float:
