@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import gradwire
@@ -95,6 +96,17 @@ def test_pages_show_the_figures_of_the_frontier(monkeypatch: pytest.MonkeyPatch)
     kept = pages.filled("a\n<!-- frontier: which -->\nold\n<!-- end -->\nb\n", found)
     assert re.fullmatch(r"a\n<!-- frontier: which -->\n\n\| a link of \|(?s:.*)\|\n\n<!-- end -->\nb\n", kept)
     assert "old" not in kept
+
+
+def test_intervals_of_the_frontier_are_students(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("examples", "benchmarks"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    reading, stats = importlib.import_module("frontier.reading"), importlib.import_module("scipy.stats")
+    drawn = np.random.default_rng(0).normal(0.02, 0.01, 8)
+    for n in range(2, 9):
+        error = stats.sem(drawn[:n])
+        right = drawn[:n].mean() + error * stats.t.ppf(0.9, n - 1)
+        assert abs(reading.upper_bound(drawn[:n].tolist()) - right) < 1e-3 * error
 
 
 def test_the_page_shows_what_a_gpu_took(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

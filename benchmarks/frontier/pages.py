@@ -3,6 +3,7 @@
 <!-- frontier: * -->                 two tables of all methods: losses, and bytes and times
 <!-- frontier: int8; 4 bits -->      these methods in a line
 <!-- frontier: loss: int8; 4 bits -->  a table of their losses at all lengths
+<!-- frontier: first -->             the methods of the first screen by both optimizers, as far as they were trained
 <!-- frontier: which -->             which method to take on which link
 <!-- frontier: set-up -->            what was trained, and where
 <!-- end -->
@@ -29,7 +30,9 @@ from frontier.reading import (
     longest,
     timed,
     times_faster,
+    upper_bound,
 )
+from frontier.subjects import FIRST, MUON
 
 PAGES = ("README.md", "docs/choosing.md", "docs/frontier.md", "docs/methods.md")
 LOSSES = "loss: "
@@ -54,6 +57,8 @@ def filled(page: str, results: Mapping[str, Any]) -> str:
     by_name = {m["name"]: m for m in methods}
 
     def content(what: str) -> str:
+        if what == "first":
+            return _first(methods)
         if what == "which":
             return _which(methods)
         if what == "set-up":
@@ -118,6 +123,35 @@ def _table(methods: Sequence[Row]) -> str:
         return _lines([heads, ["---"] * len(heads), *([cell for _, cell in cells(m)] for m in methods)])
 
     return f"{table(trained)}\n{table(sent)}"
+
+
+def _first(methods: Sequence[Row]) -> str:
+    """A line for each method, a column for each optimizer; all beside dense averages and AdamW, after the longest training."""
+    steps, trained = longest(methods)
+    by_name = {m["name"]: m for m in trained}
+
+    def cell(name: str) -> str:
+        if name not in by_name:
+            return "-"
+        apart = excesses(by_name[name], trained, steps)
+        if name == "dense":
+            return f"{by_name[name]['lengths'][str(steps)]['loss']:.3f}"
+        if len(apart) == 1:
+            return f"{_percent(apart[0])} (1 seed)"
+        return f"{_percent(statistics.mean(apart))} (≤ {_percent(upper_bound(apart))}, {len(apart)} seeds)"
+
+    rows = [
+        [
+            s.name,
+            f"{dense(trained)['bytes_per_step'] / by_name[s.name]['bytes_per_step']:,.0f}×",
+            cell(s.name),
+            cell(s.name + MUON),
+        ]
+        for s in FIRST
+        if not s.muon and s.name in by_name
+    ]
+    heads = ["", "fewer bytes", f"AdamW, loss after {steps:,} steps", "Muon, beside AdamW's dense averages"]
+    return _lines([heads, ["---"] * len(heads), *rows])
 
 
 def _which(methods: Sequence[Row]) -> str:
