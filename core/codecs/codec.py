@@ -10,6 +10,7 @@ import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from gradwire.core.ops import WIRE_ITEMSIZE, A, Ops
 
@@ -67,7 +68,7 @@ class Codec(abc.ABC):
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
-    """Blocks of at most `block` elements, quantized to `bits` bits (2, 4 or 8) each, with `scales` numbers of float32 to each block."""
+    """Blocks of at most `block` elements, quantized to `bits` bits (1 to 8) each, with `scales` numbers of float32 to each block."""
 
     block: int = 128
     scales = 1
@@ -100,7 +101,7 @@ class BlockCodec(Codec):
 
     def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> tuple[A, ...]:
         codes, scales = self.coded(ops, ops.cast(x, "float32"), dither)
-        return _packed(codes, self.bits), scales
+        return _packed(ops, codes, self.bits), scales
 
     def decode(self, ops: Ops[A], *fields: A, out: A | None = None) -> A:
         codes, scales = fields
@@ -140,8 +141,16 @@ class Scaled(BlockCodec):
         return ops.multiply(values, scales, out=values if out is None else out)
 
 
-def _packed(codes: A, bits: int) -> A:
-    """Codes (R, B) of so many bits → bytes (R, B · bits / 8). The first part of the codes is in the lowest bits."""
+def _packed(ops: Ops[A], codes: A, bits: int) -> A:
+    """Codes (R, B) of so many bits → bytes (R, B · bits / 8). The first part of the codes is in the lowest bits. What fills
+    no byte evenly goes in slices of 4, 2 and 1 bits, one after the other, the lowest bits first."""
+    if 8 % bits == 0:
+        return _packed_evenly(codes, bits)
+    slices = [_packed_evenly((codes >> low) & (2**width - 1), width) for low, width in _slices(bits)]
+    return ops.rows(slices, codes.shape[0])
+
+
+def _packed_evenly(codes: A, bits: int) -> A:
     parts = 8 // bits
     n = codes.shape[1] // parts
     packed = codes[:, :n]
@@ -151,7 +160,20 @@ def _packed(codes: A, bits: int) -> A:
 
 
 def _unpacked(ops: Ops[A], packed: A, bits: int) -> A:
-    return ops.rows([(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], packed.shape[0])
+    if 8 % bits == 0:
+        return ops.rows([(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], packed.shape[0])
+    n, codes = packed.shape[1] // bits, None
+    for low, width in _slices(bits):
+        part = _unpacked(ops, packed[:, low * n : (low + width) * n], width) * 2**low
+        codes = part if codes is None else codes + part
+    assert codes is not None
+    return codes
+
+
+def _slices(bits: int) -> list[tuple[int, int]]:
+    """Of codes of so many bits, the slices that fill bytes evenly: the lowest bit, and how many bits."""
+    widths = [width for width in (4, 2, 1) if bits & width]
+    return list(zip(accumulate([0, *widths]), widths, strict=False))
 
 
 def sendable(ops: Ops[A], fields: Sequence[A]) -> list[A]:

@@ -13,7 +13,7 @@ from gradwire.core.ops import A, Ops, name_of_dtype
 from gradwire.core.text.options import Names, at_least, check_options
 
 #: An option: in what is sent, by name or as a framework has it; what is kept is the name.
-WireName = Annotated[Any, Names(tuple(CODECS), name_of_dtype)]
+WireName = Annotated[Any, Names(CODECS, name_of_dtype)]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -35,7 +35,8 @@ class Quantizer:
             )
             raise ValueError(f"block={self.block} with dtype={self.dtype!r}: {advice}")
         if self.stochastic and not codec.dithers:
-            raise ValueError(f"stochastic=True with dtype={self.dtype!r}: only 'int8' and 'int4' round by chance")
+            dither = " and ".join(repr(name) for name, each in CODECS.items() if each.dithers)
+            raise ValueError(f"stochastic=True with dtype={self.dtype!r}: only {dither} round by chance")
 
     @cached_property
     def _codec(self) -> Codec:

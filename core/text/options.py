@@ -24,7 +24,7 @@ import math
 import numbers
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ParamSpec, TypeVar, cast
 
@@ -57,9 +57,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Names:
-    """The names that there are. `read` makes a name of what a framework has in its place, such as a dtype."""
+    """The names that there are, now or later. `read` makes a name of what a framework has in its place, such as a dtype."""
 
-    known: tuple[str, ...]
+    known: Collection[str]
     read: Callable[[Any], Any] = lambda value: value
 
     def __str__(self) -> str:
