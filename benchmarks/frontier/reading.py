@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,7 +50,8 @@ def excesses(method: Row, methods: Sequence[Row], steps: int) -> list[float]:
 
 def upper_bound(parts: Sequence[float]) -> float:
     """Below which the mean is with 90 % confidence (one-sided, Student's t), of the differences of two to eight seeds."""
-    return statistics.mean(parts) + T_90[len(parts) - 2] * statistics.stdev(parts) / len(parts) ** 0.5
+    error = statistics.stdev(parts) / math.sqrt(len(parts))
+    return statistics.mean(parts) + T_90[len(parts) - 2] * error
 
 
 def apart(method: Row, steps: int) -> float | None:

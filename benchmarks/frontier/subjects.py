@@ -42,7 +42,7 @@ TILES = (64, 64)
 #: After the name of a method that trains by Muon.
 MUON = ", Muon"
 
-SUBJECTS = (
+SUBJECTS: tuple[Subject, ...] = (
     Subject("dense", "dense", AllReduce()),
     Subject("bf16", "codes", WireDtype(AllReduce(), "bfloat16")),
     Subject("int8", "codes", WireDtype(AllReduce(), "int8")),
@@ -74,7 +74,7 @@ SUBJECTS = (
 )
 
 #: What the first screen is about, by either optimizer. They are trained with more seeds: some differ by less than two seeds do.
-FIRST = (
+FIRST: tuple[Subject, ...] = (
     Subject("dense", "dense", AllReduce()),
     Subject("int8", "codes", WireDtype(AllReduce(), "int8")),
     Subject("4 bits", "codes", Quantize("int4")),
