@@ -356,25 +356,24 @@ WAYS = {
     # Optimizers with sharded state.
     **_zero_ways(),
     # Parameters that are averaged now and then.
-    # At the first averages the host asks whether the optimizer keeps weights.
-    "local_sgd": Way(local(LocalSGD(period=2)), waits_at_first=12),
-    "local_sgd, moments": Way(local(LocalSGD(period=2), moments="average"), waits_at_first=10),
-    "local_sgd, subgroups": Way(local(lambda size: LocalSGD(period=3, start_step=1, subgroup=one_by_one(size))), waits=12),
-    "local_sgd, GradScaler": Way(local(LocalSGD(period=2)), scaler=True, waits=1, waits_at_first=10),  # as torch's: is the step skipped?
-    # With outer parameters the host asks after an average whether it was taken, and whether the optimizer remembers inf or NaN; at the first three besides,
-    # whether it keeps weights.
-    "diloco": Way(local(gradwire.diloco(2)), waits=2),
-    "diloco, NaN once on one rank": Way(local(gradwire.diloco(2), nan_in=1), steps=8, waits=2),
-    "diloco, fragments": Way(local(gradwire.diloco(2, fragments=2)), waits=2),
-    "diloco, overlap": Way(local(gradwire.diloco(4, overlap=2, compressor=PowerSGD(2))), steps=6, makes=ONES, waits=2),
-    "diloco, overlap, fragments": Way(local(gradwire.diloco(3, overlap=1, fragments=2, merge="progress")), waits=2),
-    "diloco, two on their way": Way(local(gradwire.diloco(4, overlap=3, fragments=2)), many, steps=8, left=1, waits=2),
-    "diloco, on the host": Way(local(gradwire.diloco(2, compressor=PowerSGD(2)), outer_device="cpu"), waits=2),
+    # Whether the optimizer keeps weights was asked for a step before the first averages, and ranks meet in the store.
+    "local_sgd": Way(local(LocalSGD(period=2))),
+    "local_sgd, moments": Way(local(LocalSGD(period=2), moments="average")),
+    "local_sgd, subgroups": Way(local(lambda size: LocalSGD(period=3, start_step=1, subgroup=one_by_one(size)))),
+    "local_sgd, GradScaler": Way(local(LocalSGD(period=2)), scaler=True, waits=1),  # as torch's: is the step skipped?
+    # With outer parameters the host asks after an average whether it was taken, and whether the optimizer remembers inf or NaN.
+    "diloco": Way(local(gradwire.diloco(2)), waits=1),
+    "diloco, NaN once on one rank": Way(local(gradwire.diloco(2), nan_in=1), steps=8, waits=1),
+    "diloco, fragments": Way(local(gradwire.diloco(2, fragments=2)), waits=1),
+    "diloco, overlap": Way(local(gradwire.diloco(4, overlap=2, compressor=PowerSGD(2))), steps=6, makes=ONES, waits=1),
+    "diloco, overlap, fragments": Way(local(gradwire.diloco(3, overlap=1, fragments=2, merge="progress")), waits=1),
+    "diloco, two on their way": Way(local(gradwire.diloco(4, overlap=3, fragments=2)), many, steps=8, left=1),
+    "diloco, on the host": Way(local(gradwire.diloco(2, compressor=PowerSGD(2)), outer_device="cpu"), waits=1),
     "diloco, on the host, overlap": Way(
-        local(gradwire.diloco(4, overlap=2, fragments=2, compressor=PowerSGD(2)), outer_device="cpu"), steps=8, left=1, waits=2
+        local(gradwire.diloco(4, overlap=2, fragments=2, compressor=PowerSGD(2)), outer_device="cpu"), steps=8, left=1, waits=1
     ),
-    "diloco, eager": Way(local(gradwire.diloco(2, eager=True)), left=1, waits=2),
-    "local_sgd, compressed": Way(local(LocalSGD(period=2, compressor=PowerSGD(2))), waits=2),
+    "diloco, eager": Way(local(gradwire.diloco(2, eager=True)), left=1, waits=1),
+    "local_sgd, compressed": Way(local(LocalSGD(period=2, compressor=PowerSGD(2))), waits=1),
     "PeriodicModelAverager": Way(
         post_local(lambda group: gw.PeriodicModelAverager(2, warmup_steps=2, process_group=group))
     ),

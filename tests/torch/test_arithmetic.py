@@ -20,7 +20,6 @@ from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.torch_backend import ZeroOptimizer
 from gradwire.torch_backend.advise.compare.opaque import OpaqueReplicas
 from gradwire.torch_backend.engine.collectives import Reducing
-from gradwire.torch_backend.local_sgd.moments import Moments
 from gradwire.torch_backend.ops import full_precision
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
@@ -456,12 +455,6 @@ def agreement(group):
     require_same_on_all_ranks(group, {"setting": "1"}, {}, device=DEVICE)
 
 
-def moments(group):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1)
-    optimizer.state = {}
-    Moments(optimizer, {"p": Parameter()}, "average", group)._agree()
-
-
 def consolidated(group):
     optimizer = ZeroOptimizer(mlp(4, 4).named_parameters(), torch.optim.SGD, lr=1, process_group=group)
     optimizer._own.parameters = {"p": Parameter()}
@@ -469,7 +462,7 @@ def consolidated(group):
     optimizer.consolidated_state_dict(to=None)
 
 
-@pytest.mark.parametrize(("send", "times"), [(agreement, 1), (moments, 1), (consolidated, 2)])
+@pytest.mark.parametrize(("send", "times"), [(agreement, 1), (consolidated, 2)])
 def test_objects_travel_by_the_parameters_device(alone, devices, send, times):
     send(alone)
     assert devices[-times:] == [DEVICE] * times

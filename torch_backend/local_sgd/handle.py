@@ -237,6 +237,8 @@ class LocalSGDHandle:
                 self._average()
             times.worked(start)
         self._memory.steps += 1
+        if self.local.acts(self._memory.steps, self._replicas):
+            self._moments.look_ahead()
         self._memory.sent.dense_bytes += self._dense
         self._watch.step_ended(StepEnded(self._memory.steps, self._progress))
         times.begin()  # a step reaches from one of the optimizer to the next

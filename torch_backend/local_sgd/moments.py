@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +13,28 @@ from torch import Tensor
 
 from gradwire.core.protocol import mean_each
 from gradwire.torch_backend.engine.collectives import Collectives
+from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
+from gradwire.torch_backend.engine.host_scalars import Foreseen
 from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.fsdp.layout import local_part
-from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.ops.kernels import TorchOps, dtype_name
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank
-from gradwire.torch_backend.setup.optimizer_state import STEPPED, has_two_modes, is_plain, weights_in
+from gradwire.torch_backend.setup.optimizer_state import (
+    STEPPED,
+    MayBeWeights,
+    has_two_modes,
+    is_plain,
+    may_be_weights,
+    names_in,
+)
 
 #: A scalar parameter's moments look like it.
 COUNTER = "step"
 #: Averages at which ranks tell each other what their optimizers remember, until one of them remembers something.
 ATTEMPTS = 3
+#: Why ranks may not come to that.
+NOT_THERE = "Every rank takes equally many steps; those others have taken fewer, or have ended"
 
 
 class Moments:
@@ -51,6 +63,9 @@ class Moments:
         self._weights: frozenset[str] = frozenset()
         self._own_attempts = 0 if optimizer is None or what == "reset" else ATTEMPTS
         self._attempts = 0 if group is None else self._own_attempts
+        self._meeting = None if group is None or optimizer is None else Meeting(group)
+        self._foreseen = Foreseen(next(iter(parameters.values())).device)
+        self._ahead: MayBeWeights | None = None
 
     def expect_weights(self) -> None:
         """Of an optimizer that has two modes: the weights that it steps, as those of all replicas, which have nobody to ask. One that has not stepped yet counts as what its
@@ -75,6 +90,21 @@ class Moments:
             self._agree()
         return self._taken(self._parameters.keys(), self._weights)
 
+    def look_ahead(self) -> None:
+        """After the step before an average: look for weights, so that the host does not wait for it then."""
+        wanted = (not self._keys and self._attempts) or (not self._weights and self._own_attempts)
+        if wanted and self._optimizer is not None:
+            self._ahead = may_be_weights(self._optimizer, self._parameters.values())
+            self._foreseen.note({} if self._ahead.flags is None else {"weights": self._ahead.flags})
+
+    def _found_weights(self) -> tuple[set[str], set[str]]:
+        """See `MayBeWeights.weights`. The host waits where nobody has looked ahead, or something has come since."""
+        assert self._optimizer is not None
+        seen, self._ahead = self._ahead, None
+        if seen is None or seen.names != names_in(self._optimizer, self._parameters.values()):
+            seen = may_be_weights(self._optimizer, self._parameters.values())
+        return seen.weights(None if seen.flags is None else self._foreseen.value(seen.flags))
+
     def _look(self) -> None:
         if not self._keys and self._attempts:
             self._attempts -= self._what == "keep"
@@ -98,7 +128,7 @@ class Moments:
         """Before these take the places of the parameters: move weights as far. So what rounding has kept from the parameters is not lost. It takes no message."""
         if not self._weights and self._own_attempts and self._optimizer is not None:
             self._own_attempts -= 1
-            self._found(*weights_in(self._optimizer, self._parameters.values()))
+            self._found(*self._found_weights())
         for name, new in parameters.items() if self._weights else ():
             p = self._parameters[name]
             before = local_part(p)
@@ -192,15 +222,22 @@ class Moments:
     def _agree(self) -> None:
         """Which moments there are, and which of them are weights. An optimizer makes them in its first step, which ranks need not take at the same time."""
         assert self._optimizer is not None
-        mine: dict[str, torch.dtype | None] = {}
+        mine: dict[str, str | None] = {}
         for p in self._parameters.values():
-            mine |= {key: None if x.dtype == p.dtype else x.dtype for key, x in self._of(p).items()}
-        weights = weights_in(self._optimizer, self._parameters.values())
-        everyone = gathered_by_all((mine, *weights), self._group, next(iter(self._parameters.values())).device)
-        for theirs, masters, others in everyone:
-            self._keys |= theirs
-            self._found(masters, others)
+            mine |= {key: None if x.dtype == p.dtype else dtype_name(x.dtype) for key, x in self._of(p).items()}
+        masters, others = self._found_weights()
+        for theirs, *weights in self._gathered([mine, sorted(masters), sorted(others)]):
+            self._keys |= {key: None if name is None else getattr(torch, name) for key, name in theirs.items()}
+            self._found(*weights)
         self._keys = {key: self._keys[key] for key in sorted(self._keys)}
+
+    def _gathered(self, mine: list[Any]) -> list[Any]:
+        """What each rank says. Ranks meet where no device is asked."""
+        assert self._meeting is not None
+        if self._meeting.store is None and dist.get_world_size(self._group) > 1:
+            return gathered_by_all(mine, self._group, next(iter(self._parameters.values())).device)
+        card = json.dumps(mine)
+        return [json.loads(card) for card in self._meeting.come("an average of local SGD", NOT_THERE, card) or [card]]
 
 
 class Broken:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,28 +48,61 @@ def has_two_modes(optimizer: object) -> bool:
     return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
 
 
+@dataclass(frozen=True)
+class MayBeWeights:
+    """What an optimizer keeps of some parameters, in their shapes.
+
+    Attributes:
+        names: of it.
+        flags: two booleans for each name, on the device: whether it is the parameters, rounded to their dtypes, in every element; and whether any of these is not zero. None:
+            there are no names.
+        two_modes: the optimizer has them.
+    """
+
+    names: tuple[str, ...]
+    flags: Tensor | None
+    two_modes: bool
+
+    def weights(self, told: Tensor | None) -> tuple[set[str], set[str]]:
+        """The names of weights: masters, of which the parameters are the rounded values; and others, which the optimizer steps and puts into the parameters by its own
+        rule. `told`: the flags, on the host, or where the host waits for them."""
+        flags = [] if told is None else told.tolist()
+        masters = {n for n, equal, some in zip(self.names, flags[::2], flags[1::2], strict=True) if equal and some}
+        return masters, {STEPPED} & {*self.names} - masters if self.two_modes else set()
+
+
 def weights_in(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> tuple[set[str], set[str]]:
-    """Under which names an optimizer keeps weights of these parameters now: masters, of which the parameters are the rounded values, in every element; and others,
-    which it steps and puts into the parameters by its own rule. On CUDA the host waits."""
+    """The names under which an optimizer keeps weights of these parameters now, see `MayBeWeights.weights`. On CUDA the host waits once."""
+    seen = may_be_weights(optimizer, parameters)
+    return seen.weights(seen.flags)
+
+
+def names_in(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> tuple[str, ...]:
+    """As `may_be_weights(…).names`, where nothing is asked of the device."""
+    return tuple(_in_their_shapes(optimizer, parameters))
+
+
+def may_be_weights(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> MayBeWeights:
+    """What an optimizer keeps of these parameters now. The host waits for nothing."""
+    tensors = _in_their_shapes(optimizer, parameters)
+    flags = []
+    for pairs in tensors.values():
+        equal = torch.stack([_whole((x.to(p.dtype) == p).all()) for p, x in pairs]).all()
+        flags += [equal, torch.stack([_whole(p.any()) for p, _ in pairs]).any()]
+    together = torch.stack([flag.to(flags[0].device) for flag in flags]) if flags else None
+    return MayBeWeights(tuple(tensors), together, has_two_modes(optimizer))
+
+
+def _in_their_shapes(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]
+) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Name → each parameter, and what the optimizer keeps of it under this name."""
     tensors: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for p in parameters:
         for key, x in optimizer.state.get(p, {}).items():
             if isinstance(x, Tensor) and x.is_floating_point() and x.shape == p.shape and is_plain(x):
                 tensors.setdefault(key, []).append((p.detach(), x))
-    masters = _masters(tensors)
-    return masters, {STEPPED} & tensors.keys() - masters if has_two_modes(optimizer) else set()
-
-
-def _masters(tensors: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> set[str]:
-    """The names whose tensors are the parameters beside them, in every element, if any of those is not zero. The host waits once."""
-    if not tensors:
-        return set()
-    flags = []
-    for pairs in tensors.values():
-        equal = torch.stack([_whole((x.to(p.dtype) == p).all()) for p, x in pairs]).all()
-        flags += [equal, torch.stack([_whole(p.any()) for p, _ in pairs]).any()]
-    told = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-    return {key for key, equal, some in zip(tensors, told[::2], told[1::2], strict=True) if equal and some}
+    return tensors
 
 
 def _whole(flag: Tensor) -> Tensor:
