@@ -17,8 +17,9 @@ from gradwire.core.algorithms.shared.sparse_blocks import bits_of, blocks_of
 from gradwire.core.codecs import CODECS, BlockCodec
 from gradwire.core.codecs.coder import Coder, Noise
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
-from gradwire.core.protocol.collective_requests import Gather
+from gradwire.core.protocol.collective_requests import AllGather, Gather
 from gradwire.core.simulate import NumpyOps, lock_step
+from gradwire.core.simulate.lock_step import _LockStep
 from tests.bounds import relative
 
 OPS = NumpyOps()
@@ -386,6 +387,46 @@ def test_what_is_gathered_grows_with_the_replicas_and_the_plan_says_how_far():
         assert plan(shapes, algorithm, world_size=limit).wire_bytes > eight_bits
     assert plan(shapes, TopK(64), world_size=2).outgrown_at == 25
     assert "from 25 on this sends more than an average in 8 bits would" in str(plan(shapes, TopK(64), world_size=2))
+
+
+def average_on_the_first(algorithm, gradients):
+    """Its first step on the first of so many replicas. The others go as far as what all gather, so that cost grows with them and not with their square."""
+    specs = {"w": Spec(gradients[0].shape, "float32")}
+    states = [algorithm.init(OPS, specs) for _ in gradients]
+    programs = [algorithm.step(OPS, {"w": x.copy()}, state, 0) for x, state in zip(gradients, states, strict=True)]
+    driver, answers = _LockStep(OPS, [], None), [None] * len(programs)
+    try:
+        while True:
+            asked = [program.send(answer) for program, answer in zip(programs, answers, strict=False)]
+            everybody = asked * (len(gradients) // len(asked))
+            answers = type(asked[0]).simulate(everybody, driver)[: len(programs)]
+            if isinstance(asked[0], Gather | AllGather):
+                for program in programs[1:]:
+                    program.close()
+                del programs[1:]
+    except StopIteration as stop:
+        return stop.value[0]["w"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "replicas"),
+    [
+        *((WireDtype(AllReduce(), "int8"), replicas) for replicas in (2, 8, 64)),
+        pytest.param(WireDtype(AllReduce(), "int8"), 512, marks=pytest.mark.slow),  # parts of each for each
+        *((algorithm, replicas) for algorithm in (TopK(4, per=64), Sign()) for replicas in (2, 8, 64, 512)),
+    ],
+    ids=repr,
+)
+def test_sums_of_many_replicas_are_those_in_float64(algorithm, replicas):
+    """Codes round by as much on 512 replicas as on two; what is gathered is added up as the mean of what each would send alone."""
+    rng = np.random.default_rng(replicas)
+    gradients = list((1 + rng.normal(size=(replicas, 16, 16))).astype("float32"))
+    found = average_on_the_first(algorithm, gradients).astype("float64")
+    if isinstance(algorithm, WireDtype):
+        assert relative(found, np.mean(gradients, axis=0, dtype="float64")) < 0.02  # of 127 steps half of one, twice
+        return
+    alone = [average_on_the_first(algorithm, [x]) for x in gradients]
+    assert relative(found, np.mean(alone, axis=0, dtype="float64")) < 3e-5
 
 
 def test_local_sgd_is_planned_for_a_number_of_replicas_where_its_compressor_gathers():
