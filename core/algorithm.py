@@ -61,6 +61,9 @@ class Algorithm(Protocol):
         per_replica: the names of those memories of a tensor that differ between replicas. Everything else is equal everywhere.
         start_step: the first step whose messages are those of the plan.
         cycle: after how many steps from there they repeat (2 for an algorithm that alternates); a plan averages over a cycle.
+
+    What computes with more than `ops` and the operators that all arrays have (`x.sum()`, `torch.linalg`) is refused where it is
+    registered, unless its class says `portable = False`: then it runs in its own framework alone, and a plan counts it as a plain average.
     """
 
     @property

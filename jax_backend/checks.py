@@ -21,6 +21,7 @@ from gradwire.core.algorithms.compressor import ERROR
 from gradwire.core.algorithms.weighted import Weighted
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.algorithms.wrapper import Wrapper
+from gradwire.core.kernels.abstract import NotPortable
 from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.plan.advice import CompressionWarning, outside
 from gradwire.core.plan.dry_run import dry_run
@@ -210,6 +211,8 @@ def check_requests(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: in
         requests = _requests(algorithm, specs, replicas)
     except UnknownRequest as error:
         raise ValueError(f"{algorithm!r} cannot be run: {error}") from error
+    except NotPortable as error:
+        raise ValueError(str(error)) from error
     for request in requests:
         if refusal := why_not(request):
             raise ValueError(f"{algorithm!r} asks for what the JAX driver cannot answer: {refusal}")

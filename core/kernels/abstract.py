@@ -12,12 +12,54 @@ import numpy as np
 from gradwire.core.ops import WIRE_ITEMSIZE, Ops, Spec, wide_dtype
 
 
+class NotPortable(AttributeError):
+    """A method computes with what arrays of one framework alone have, and its class does not say `portable = False`."""
+
+
+#: What methods of one framework's arrays are in portable terms, where no kernel has their name.
+FORMS = {
+    "sum": "ops.matmul with a column of ones",
+    "mean": "ops.matmul with a column of ones, divided by their number",
+    "max": "ops.max_abs(x)",
+    "norm": "ops.norm(x)",
+    "linalg_norm": "ops.norm(x)",
+    "linalg_vector_norm": "ops.norm(x)",
+    "linalg_qr": "orthonormalize(ops, x)",
+    "view": "x.reshape(shape)",
+    "flatten": "x.reshape((-1,))",
+    "T": "x.mT",
+    "t": "x.mT",
+    "transpose": "x.mT",
+    "to": "ops.cast(x, dtype)",
+    "astype": "ops.cast(x, dtype)",
+    "clone": "x * 1.0",
+    "size": "x.shape",
+}
+
+
+def not_portable(name: str, said: str) -> NotPortable:
+    """The error for a call of `name`, as somebody has `said` it."""
+    known = f"ops.{name}(x)" if hasattr(Ops, name) else "operators of arrays and kernels of ops"
+    return NotPortable(f"{said} is not in every framework; the portable form is {FORMS.get(name, known)}")
+
+
 @dataclass(frozen=True)
 class AbstractArray:
     """A shape and a dtype that answer to the operators of `Array`."""
 
     shape: tuple[int, ...]
     dtype: str
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what Python and tools ask for
+            raise AttributeError(name)
+        raise not_portable(name, f"x.{name}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A function of torch, `torch.linalg.norm(x)`."""
+        name = getattr(function, "__name__", repr(function))
+        raise not_portable(name, f"torch.{name.replace('linalg_', 'linalg.')}(x)")
 
     @property
     def nbytes(self) -> int:

@@ -15,19 +15,19 @@ from functools import cached_property
 from typing import Any, TypeVar
 from weakref import ref
 
-from gradwire.core.algorithm import Algorithm, State, innermost, nested
+from gradwire.core.algorithm import Algorithm, State, innermost, nested, with_inner
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.compressor import Compressor
 from gradwire.core.algorithms.two_level import TwoLevel, levels_of
 from gradwire.core.algorithms.weighted import Weighted
 from gradwire.core.algorithms.wire_dtype import WireDtype
-from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, abstract_arrays
+from gradwire.core.kernels.abstract import AbstractArray, AbstractOps, NotPortable, abstract_arrays
 from gradwire.core.local_sgd.algorithm import LocalGradients
 from gradwire.core.ops import Spec
 from gradwire.core.plan.traffic import LevelBytes, Message, Traffic, bytes_by_level, counted
 from gradwire.core.protocol import run
 from gradwire.core.protocol.groups import Groups, UnknownWorldSize, group_size, require_partition
-from gradwire.core.protocol.programs import Program, Request, cannot_answer
+from gradwire.core.protocol.programs import Program, Request, UnknownRequest, cannot_answer
 
 T = TypeVar("T")
 OPS = AbstractOps()
@@ -62,7 +62,9 @@ class DryRun:
 
         UnknownWorldSize: what is sent depends on the number of replicas, and that is None.
         UnknownRequest: it asks for something that no driver knows.
-        Exception: whatever comes of an algorithm that is written for the tensors of one framework.
+        NotPortable: it is written for the arrays of one framework, and does not say so.
+
+    What says so, by `portable = False`, is counted as the plain average that it may be at most: nobody can look into it.
 
     Attributes:
         algorithm: as the first replica runs it.
@@ -119,6 +121,13 @@ class DryRun:
             return [self._step(*kind) for kind in kinds]
         except UnknownWorldSize:
             return None  # an exception that is kept would keep what its callers have at hand: a model's parameters
+        except UnknownRequest:
+            raise
+        except (AttributeError, TypeError) as error:
+            raise NotPortable(
+                f"{self.algorithm!r} is not portable: {error}. Write it with ops, or say portable = False in its class: "
+                "then it runs in its own framework alone, and counts as a plain average"
+            ) from error
 
     @property
     def steps(self) -> Sequence[DryStep]:
@@ -166,8 +175,16 @@ class DryRun:
     def _step(self, step: int, phase: int) -> DryStep:
         number = StepNumber(step)
         gradients = abstract_arrays(self.specs)
-        program = self.algorithm.step(OPS, gradients, self.memory.of(gradients), number)
-        return replace(rehearsed(program, phase, self.world_size), by_number=number.asked)
+        counted = _portable_form(self.algorithm)
+        program = counted.step(OPS, gradients, self.memory.of(gradients), number)
+        # What nobody can look into may ask for the number of the step.
+        by_number = number.asked or counted is not self.algorithm
+        return replace(rehearsed(program, phase, self.world_size), by_number=by_number)
+
+
+def _portable_form(algorithm: Any) -> Any:
+    """The algorithm, with a plain average in place of what says that it is not portable; itself, if nothing says so."""
+    return AllReduce() if not getattr(algorithm, "portable", True) else with_inner(algorithm, _portable_form)
 
 
 def dry_run(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> DryRun:

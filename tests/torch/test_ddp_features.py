@@ -331,6 +331,8 @@ def draw(seed, *shape):
 class Signs(AllReduce):
     """Not plain averaging, though it is made of it."""
 
+    portable = False
+
     async def step(self, ops, gradients, state, step):
         return await super().step(ops, {n: g.sign() for n, g in gradients.items()}, state, step)
 

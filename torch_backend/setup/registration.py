@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm, require_algorithm
 from gradwire.core.algorithms.two_level import levels_of
+from gradwire.core.kernels.abstract import NotPortable
 from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import advice_on_nodes, warn
@@ -82,7 +83,7 @@ def prepared(
 @dataclass(frozen=True)
 class Trial:
     """What came of running the steps of an algorithm without data: an obstacle, "" if there is none; the groups that it averages in; and what it
-    does, None if it cannot be tried, since it is written for torch's tensors alone (`x.sign()`)."""
+    does, None where nobody has tried."""
 
     obstacle: str = ""
     groups: Sequence[Groups] = ()
@@ -128,9 +129,10 @@ def _dry(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen:
         )
     except (ValueError, UnknownRequest) as error:
         return Trial(str(error))
-    except Exception:
-        levels = levels_of(algorithm)
-        return Trial() if levels is None else Trial(groups=[levels.near(replicas), levels.inter_node(replicas)])
+    except NotPortable as error:
+        return Trial(str(error))
+    except Exception as error:  # of the algorithm itself: on data it would come in the first step
+        return Trial(f"{algorithm!r} cannot be run without data: {type(error).__name__}: {error}")
 
 
 def announce(driver: Driver, trial: Trial) -> None:
