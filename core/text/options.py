@@ -25,7 +25,7 @@ import numbers
 import types
 import typing
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
@@ -59,7 +59,7 @@ class Limits:
 class Names:
     """The names that there are, now or later. `read` makes a name of what a framework has in its place, such as a dtype."""
 
-    known: Collection[str]
+    known: Collection[str] = field(hash=False)  # a registry is no key, and typing wants one
     read: Callable[[Any], Any] = lambda value: value
 
     def __str__(self) -> str:
@@ -99,11 +99,11 @@ def check_options(config: Any) -> None:
         ValueError: it is out of its limits, or not one of the names that there are.
     """
     hints = _hints(cast(Hashable, type(config)))
-    for field in fields(config):
-        value = getattr(config, field.name)
-        new = check(field.name, value, hints.get(field.name, Any))
+    for each in fields(config):
+        value = getattr(config, each.name)
+        new = check(each.name, value, hints.get(each.name, Any))
         if new is not value:
-            object.__setattr__(config, field.name, new)
+            object.__setattr__(config, each.name, new)
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
