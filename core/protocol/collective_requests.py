@@ -97,9 +97,8 @@ class Reduce(Fusable[A], Collective):
         answers = dict(zip(rest, await ask(asked), strict=True))
         if mine:
             donated = all(self.donated[i] for i in mine)
-            means = await coder.mean(
-                [self.arrays[i] for i in mine], donated=donated, watched=self.watched, groups=self.groups
-            )
+            # Also where what travels as it is would not be watched: scales show it for next to nothing, and what is cast is being read.
+            means = await coder.mean([self.arrays[i] for i in mine], donated=donated, groups=self.groups)
             factor = 1 if self.op == "mean" else await world_size(self.groups, assumed=1)
             answers |= {i: x if factor == 1 else x * float(factor) for i, x in zip(mine, means, strict=True)}
         return tuple(answers[i] for i in range(len(self)))

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from gradwire import PowerSGD, TwoLevel
+from gradwire import AllReduce, PowerSGD, TwoLevel, WireDtype
 from gradwire.jax_backend import average_gradients, diloco, power_sgd, replicate, stats, to_portable, unreplicate
 from gradwire.jax_backend.state.skipped_steps import _run_of
 from tests.jax.replicas import AXIS, Replicas, gradients, power
@@ -28,7 +28,16 @@ def bits(state):
 
 @pytest.mark.parametrize(
     ("algorithm", "mode"),
-    [(power(half_step=True), "shard_map_vma"), (power(start_step=9), "vmap")],
+    [
+        (power(half_step=True), "shard_map_vma"),
+        (power(start_step=9), "vmap"),
+        # What remembers nothing has its codes looked at, or what is cast.
+        (WireDtype(AllReduce(), "int8"), "shard_map_vma"),
+        (WireDtype(AllReduce(), "bfloat16"), "pmap"),
+        pytest.param(WireDtype(AllReduce(), "e3m0"), "shard_map", marks=pytest.mark.slow),
+        pytest.param(WireDtype(PowerSGD(2, start_step=9), "float16"), "vmap", marks=pytest.mark.slow),
+        pytest.param(TwoLevel(WireDtype(AllReduce(), "int8"), 2), "shard_map", marks=pytest.mark.slow),
+    ],
     ids=repr,
 )
 def test_memory_stays_as_it_was_and_training_goes_on(algorithm, mode):
@@ -40,10 +49,12 @@ def test_memory_stays_as_it_was_and_training_goes_on(algorithm, mode):
         updates = run.update(poisoned(2, name, value))
         # A vector's inf reaches the other tensors' memory too: the step is skipped as a whole.
         assert bits(run.global_state()) == before
-        assert np.isnan(updates["w"]).all() or algorithm.start_step
+        assert np.isnan(updates["w"]).all() or algorithm.start_step or not run.state.memory
         assert not np.isfinite(updates[name]).all()
     after = run.update(gradients(SHAPES, 3))
-    assert int(stats(run.global_state()).skipped_steps) == (0 if algorithm.start_step else 2)
+    # Plain averages of steps before the start are not looked at, but where they are coded.
+    plain = algorithm.start_step and not isinstance(algorithm, WireDtype)
+    assert int(stats(run.global_state()).skipped_steps) == (0 if plain else 2)
     assert all(np.isfinite(x).all() for x in after.values())
 
 

@@ -52,16 +52,28 @@ def test_an_absent_replica_changes_nothing(name, mode):
 
 
 @pytest.mark.parametrize("weights", [(0, 0), (3e38, 3e38), (1, -1), (1, -2), (np.nan, 1)])
-@pytest.mark.parametrize("algorithm", [AllReduce(), PowerSGD(2)], ids=repr)
-def test_weights_that_sum_to_no_number_above_0_are_counted(algorithm, weights):
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "replicas"),
+    [
+        (AllReduce(), "float32", 2),
+        (PowerSGD(2), "float32", 2),
+        # More than two send each other parts, and with these the weights.
+        (AllReduce(), "bfloat16", 4),
+        (WireDtype(AllReduce(), "int8"), "float32", 4),
+        pytest.param(WireDtype(AllReduce(), "bfloat16"), "float32", 4, marks=pytest.mark.slow),
+        pytest.param(WireDtype(AllReduce(), "int4"), "bfloat16", 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_weights_that_sum_to_no_number_above_0_are_counted(algorithm, dtype, replicas, weights):
     """Also of a plain average, all of which is NaN."""
-    tx, given = gw.average_gradients(algorithm, axis_name=AXIS), {"w": jnp.ones((2, 24, 16))}
+    tx, given = gw.average_gradients(algorithm, axis_name=AXIS), {"w": jnp.ones((replicas, 24, 16), dtype)}
     states = jax.vmap(lambda g: tx.init(g), axis_name=AXIS)(given)
     step = jax.jit(jax.vmap(lambda g, s, weight: tx.update(g, s, weight=weight), axis_name=AXIS))
     for n, each in enumerate(((1, 1), weights, (0, 2))):
-        averages, states = step(given, states, jnp.asarray(each, jnp.float32))
+        averages, states = step(given, states, jnp.tile(jnp.asarray(each, jnp.float32), replicas // 2))
         assert jnp.isnan(averages["w"]).all() == (n == 1)
-        assert states.account.skipped.tolist() == [n > 0] * 2
+        assert states.account.skipped.tolist() == [n > 0] * replicas
 
 
 def test_refusals():

@@ -44,8 +44,8 @@ STEPS = {
     "rank 4": (PowerSGD(4), False, 660, 2, 4 * 11.3),
     "rank 4, Triton": (PowerSGD(4), True, 605, 2, 4 * 8.3),
     "rank 32": (PowerSGD(32), False, 1220, 8, 53),
-    "int8": (WireDtype(AllReduce(), "int8"), False, 400, 0, 52),
-    "int8, Triton": (WireDtype(AllReduce(), "int8"), True, 120, 0, 18),
+    "int8": (WireDtype(AllReduce(), "int8"), False, 430, 0, 52),
+    "int8, Triton": (WireDtype(AllReduce(), "int8"), True, 155, 0, 18),
     "quantize": (Quantize("int8"), False, 600, 0, 106),
     "quantize, Triton": (Quantize("int8"), True, 300, 0, 41),
 }

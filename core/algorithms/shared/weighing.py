@@ -118,11 +118,13 @@ class Weighing(Generic[A]):
         if ops.truth(total > 0) is False:
             return tuple(request.arrays)  # only of a group; see `_found`
         means = [ops.divide(x, ops.cast(total, ops.dtype_of(x)), out=x) for x in sums]
-        # A plain average, which watches nothing, has its one number looked at, by which all of it may be NaN.
-        plain = came and groups == self._whole and not self.keeps
-        if (request.watched or plain) and ops.truth(total > 0) is None:
+        if (request.watched or (came and self._watches(groups))) and ops.truth(total > 0) is None:
             await self._watch(total)
         return self._kept(request, means, total)
+
+    def _watches(self, groups: Groups | None) -> bool:
+        """Whether weights are looked at also of a plain average, which watches nothing else: by them all of it may be NaN."""
+        return groups == self._whole and not self.keeps
 
     def _times(self, x: A, donated: bool) -> A:
         """This replica's part of a sum. What is absent is left as it is: if nobody counts, nobody has lost anything."""
@@ -145,7 +147,8 @@ class Weighing(Generic[A]):
         for dtype in dict.fromkeys(map(ops.dtype_of, request.arrays)):
             chosen = [i for i, x in enumerate(request.arrays) if ops.dtype_of(x) == dtype]
             arrays = [request.arrays[i] for i in chosen]
-            averages = Coder(ops, Cast(dtype)).mean(arrays, watched=request.watched, groups=groups)
+            watched = request.watched or self._watches(groups)
+            averages = Coder(ops, Cast(dtype)).mean(arrays, watched=watched, groups=groups)
             for i, mean in zip(chosen, await self._relayed(averages), strict=True):
                 means[i] = mean
         self._noted.clear()  # it was not the method that has gathered
