@@ -164,7 +164,7 @@ class Schedule:
 
     def _levels_of(self, replicas: int) -> tuple[Level, ...]:
         named = [(_partition("period", who, replicas), steps) for who, steps in self._hierarchy().items()]
-        named.sort(key=lambda level: max(map(len, level[0])), reverse=True)
+        named.sort(key=lambda level: (max(map(len, level[0])), level[1]), reverse=True)
         sizes = [max(map(len, groups)) for groups, _ in named]
         if sizes[0] != replicas:
             raise ValueError(
@@ -172,8 +172,9 @@ class Schedule:
                 "add 'all' with a longer period"
             )
         for i in range(1, len(named)):
-            if sizes[i] == sizes[i - 1]:
-                raise ValueError(f"period={self.period!r} has groups of {sizes[i]} of {replicas} replicas twice")
+            # A schedule for several nodes holds on one as well, where "node" and "all" are the same replicas: they average at both periods.
+            if sizes[i] == sizes[i - 1] and named[i][0] != named[i - 1][0]:
+                raise ValueError(f"period={self.period!r} has different groups of {sizes[i]} of {replicas} replicas")
             if named[i][1] >= named[i - 1][1]:
                 raise ValueError(
                     f"period={self.period!r}: groups of {sizes[i]} must average more often than the larger ones of {sizes[i - 1]}, "

@@ -32,6 +32,7 @@ CASES = {
     "post_local": LocalSGD(4, start_step=6),
     "subgroups": LocalSGD(4, start_step=6, subgroup=2),
     "hierarchical": LocalSGD({2: 2, 4: 4}),
+    "one_node": LocalSGD({4: 2, "all": 6}),
     "partition": LocalSGD({((0, 2), (1, 3)): 3, "all": 6}, start_step=2, subgroup=((0, 3), (1, 2))),
     "outer_sgd": LocalSGD(4, outer=OuterSGD(0.5)),
     "diloco": diloco(4, lr=0.4, momentum=0.6),

@@ -39,7 +39,7 @@ ELSEWHERE = {
     "weighted_overlap": "shard_map_vma",
 }
 CONTAINED = ["every_step", "period", "outer_sgd"]
-SLOW = [("weighted_overlap", "shard_map_vma"), ("weighted_eager", "pmap"), ("overlap", "told")]
+SLOW = [("weighted_overlap", "shard_map_vma"), ("weighted_eager", "pmap"), ("overlap", "told"), ("one_node", "pmap")]
 #: Under "told" the host says which turn a step has.
 RUNS = [(case, ELSEWHERE.get(case, "pmap")) for case in table.CASES if case not in CONTAINED]
 ROWS = [

@@ -59,7 +59,7 @@ def test_equals_the_oracle(world: World, local: LocalSGD) -> None:
     ddp, _ = hooked(module, None, world.group)
     optimizer = torch.optim.SGD(module.parameters(), lr=parity.RATE)
     handle = local_sgd(ddp, optimizer, local)
-    parameters, sent = [], [(0, 0)]
+    parameters, sent, synchronized = [], [(0, 0)], []
     for step in range(parity.STEPS):
         target, noise = tensors(parity.target(world.rank)), tensors(parity.noise(world.rank, step))
         optimizer.zero_grad()
@@ -69,9 +69,13 @@ def test_equals_the_oracle(world: World, local: LocalSGD) -> None:
         optimizer.step()
         parameters.append(weights(module))
         sent.append((handle.stats().bytes_sent, handle.stats().collectives))
+        synchronized.append(handle.synchronized)
     (case,) = (name for name, row in parity.CASES.items() if row is local)
     traces, expected = world.everyones((parameters, handle.rank_state_dict()["tensors"])), parity.oracle(case)
     parity.assert_same(case, list(zip(*(steps for steps, _ in traces), strict=True)), [memory for _, memory in traces])
+    if case == "one_node":
+        assert synchronized == [step % 2 == 1 for step in range(parity.STEPS)]
+        assert all(world.agree(x) for x in parameters[1::2])
     for mine, theirs in zip(np.diff(sent, axis=0).T, (expected.nbytes, expected.collectives), strict=True):
         if local.delayed:  # what is on its way has not arrived with the oracle
             assert sum(theirs) <= sum(mine) <= sum(theirs) + max(theirs) * local.fragments

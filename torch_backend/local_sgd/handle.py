@@ -378,7 +378,8 @@ class LocalSGDHandle:
             return True
         if self.local.fragments > 1 or self.local.delayed or self.local.merge or self.steps == self._scheduled_from:
             return False
-        return bool(self.local.due(self.steps - 1, self.local.levels(self._replicas)[0].period))
+        of_all = [level.period for level in self.local.levels(self._replicas) if level.groups is None]
+        return any(self.local.due(self.steps - 1, period) for period in of_all)
 
     def synchronize(self) -> None:
         """Average all parameters and averaged buffers over all ranks now, whatever the schedule says: for the end of training, or before
