@@ -162,7 +162,8 @@ def _packed_evenly(codes: A, bits: int) -> A:
 def _unpacked(ops: Ops[A], packed: A, bits: int) -> A:
     if 8 % bits == 0:
         return ops.rows([(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], packed.shape[0])
-    n, codes = packed.shape[1] // bits, None
+    n = packed.shape[1] // bits
+    codes: A | None = None
     for low, width in _slices(bits):
         part = _unpacked(ops, packed[:, low * n : (low + width) * n], width) * 2**low
         codes = part if codes is None else codes + part
