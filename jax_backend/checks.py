@@ -27,6 +27,7 @@ from gradwire.core.plan.advice import CompressionWarning, outside
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol.groups import NoPartition, UnknownWorldSize
 from gradwire.core.protocol.programs import Request, UnknownRequest
+from gradwire.core.protocol.settings import settings_of
 from gradwire.core.protocol.weights import LARGEST, SMALLEST, require_weight
 from gradwire.core.text.options import short
 from gradwire.jax_backend.axes.auto_axes import compiler_axes
@@ -213,6 +214,7 @@ def check_requests(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: in
         raise ValueError(f"{algorithm!r} cannot be run: {error}") from error
     except NotPortable as error:
         raise ValueError(str(error)) from error
+    settings_of(requests)
     for request in requests:
         if refusal := why_not(request):
             raise ValueError(f"{algorithm!r} asks for what the JAX driver cannot answer: {refusal}")

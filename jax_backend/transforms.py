@@ -23,6 +23,8 @@ from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import DryRun, dry_run
 from gradwire.core.plan.traffic import LevelBytes
 from gradwire.core.protocol.groups import UnknownWorldSize
+from gradwire.core.protocol.settings import require_settings, settings_of, told
+from gradwire.core.protocol.weights import weight_of
 from gradwire.jax_backend.axes.auto_axes import left_to_the_compiler, lying_alike, whole_memory
 from gradwire.jax_backend.axes.mapped_axis import (
     AxisName,
@@ -182,6 +184,9 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
 
     Replicas count by their weights where these are given, `tx.update(gradients, state, params, weight=tokens)`, also through an `optax.chain`: a number or a scalar
     array, 0 for a replica that is absent. See `gradwire.Weighted`. If all are 0, updates are NaN and the memory stays as it was.
+
+    `tx.update(…, settings={"threshold": 0.05})` tells the algorithm what it asks for with `await setting(ops, "threshold", …)`, in this step:
+    numbers or scalar arrays, the same on every replica.
     """
     require_algorithm(algorithm)
     axes_of(axis_name)
@@ -237,6 +242,7 @@ class _Averaging:
         params: optax.Params | None = None,
         *,
         weight: Any = None,
+        settings: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> tuple[optax.Updates, DataParallelState]:
         require_axis(self.axis_name, type(self.algorithm).__name__)
@@ -251,9 +257,13 @@ class _Averaging:
         algorithm = with_numbers(self.algorithm, self.axis_name)
         if weight is not None:
             algorithm, weight = weighted(algorithm), scalar_weight(weight)
+        if settings:
+            asked = settings_of(dry_run(algorithm, specs_of(arrays), lax.axis_size(self.axis_name)).requests)
+            require_settings(self.algorithm, settings, asked)
+        values = {name: weight_of(OPS, value) for name, value in (settings or {}).items()}
         given = arrays, mine.shared, mine.tensors
         averages, shared, tensors, finite = left_to_the_compiler(
-            partial(self._exchange, algorithm), *given, step, weight, like=(*given, None)
+            partial(self._exchange, algorithm), *given, step, weight, values, like=(*given, None)
         )
         after = repack(state, State(shared, tensors), finite)
         if after.account is not None and state.record is not None and state.record.unsaid:
@@ -272,13 +282,17 @@ class _Averaging:
         check_gradients(gradients, state)
         return gradients
 
-    def _exchange(self, algorithm: Algorithm, arrays: Any, shared: Any, tensors: Any, step: Any, weight: Any) -> Any:
+    def _exchange(
+        self, algorithm: Algorithm, arrays: Any, shared: Any, tensors: Any, step: Any, weight: Any, settings: Any
+    ) -> Any:
         """The step itself, with all axes but those of the replicas left to the compiler: averages, memory, whether all was finite."""
         memory = State(shared, whole_memory(tensors, arrays))
         if weight is None:
             program = in_pieces(algorithm, self.axis_name).step(OPS, arrays, memory, step)
         else:
             program = weighted(algorithm).step(OPS, arrays, memory, step, weight)
+        if settings:
+            program = told(program, settings)
         (averages, after), finite = drive_watched(program, self.axis_name, given=arrays)
         return lying_alike(averages, arrays), after.shared, whole_memory(after.tensors, arrays), finite
 

@@ -54,6 +54,7 @@ from gradwire.core.protocol.collective_requests import (
 from gradwire.core.protocol.control_requests import branch, branch_on_phase, optimizer_step, step_is_finite, watch
 from gradwire.core.protocol.local_requests import local_norm, orthonormalize, replica_index, world_size
 from gradwire.core.protocol.programs import run, together
+from gradwire.core.protocol.settings import setting
 from gradwire.core.protocol.weights import replica_weights
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "replica_index",
     "replica_weights",
     "run",
+    "setting",
     "step_is_finite",
     "sum_scalar",
     "together",

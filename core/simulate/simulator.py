@@ -21,6 +21,7 @@ from gradwire.core.kernels.numpy import NumpyOps, dtype_named
 from gradwire.core.ops import FloatDtype, Spec
 from gradwire.core.plan.traffic import Traffic, traffic_of
 from gradwire.core.protocol.programs import ReplicaMismatch, Request
+from gradwire.core.protocol.settings import told
 from gradwire.core.simulate.lock_step import NDArray, Optimizer, lock_step, require_equal, require_same_memory
 from gradwire.core.text.options import AtLeast0, Replicas, checked
 
@@ -81,13 +82,18 @@ class Simulator:
         return traffic_of(self.ops, self.requests, len(self.states))
 
     def step(
-        self, gradients: Sequence[Mapping[str, npt.ArrayLike]], *, weights: Sequence[float] | None = None
+        self,
+        gradients: Sequence[Mapping[str, npt.ArrayLike]],
+        *,
+        weights: Sequence[float] | None = None,
+        settings: Mapping[str, float] | None = None,
     ) -> dict[str, NDArray]:
         """Average one gradient per replica.
 
         Args:
             gradients: for each replica, parameter name → array. Not modified.
             weights: what each replica counts for, 0 if it is absent; see `Weighted`. None: all the same.
+            settings: name → what the algorithm is told in this step where it awaits `setting`.
 
         Returns:
             Parameter name → averaged gradient, identical on all replicas.
@@ -108,8 +114,9 @@ class Simulator:
         self.requests = []
         algorithm: Any = self.algorithm if weights is None else weighted(self.algorithm)
         each = [()] * len(states) if weights is None else [(w,) for w in checked_weights(weights, len(states))]
+        programs = [algorithm.step(self.ops, g, s, self.steps, *w) for g, s, w in zip(local, states, each, strict=True)]
         results = lock_step(
-            [algorithm.step(self.ops, g, s, self.steps, *w) for g, s, w in zip(local, states, each, strict=True)],
+            [told(program, settings) for program in programs] if settings else programs,
             self.ops,
             self.requests,
             self.optimizer,

@@ -143,6 +143,8 @@ class Driver(GradientStep):
         self._foresee()
         self.skipped.continue_from(other.skipped)
         self.weight.copy_(other.weight)
+        for name in self.settings.keys() & other.settings.keys():
+            self.settings[name].copy_(other.settings[name])
         self.dense_elements = other.dense_elements
         self.watch.continue_from(other.watch)
         return difference

@@ -9,6 +9,7 @@ from typing import Any
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.plan.dry_run import size_of
+from gradwire.core.protocol.settings import require_settings
 from gradwire.core.protocol.weights import counted_weight
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.torch_backend.engine.driver import Driver
@@ -88,6 +89,22 @@ class Handle:
         instead = f"give Weighted({self.algorithm!r}) on all ranks"
         number = counted_weight(weight, self.algorithm, weighted=self._driver.weighted, instead=instead)
         self._driver.weight.fill_(number)
+
+    def set(self, **settings: float) -> None:
+        """Tell the algorithm something of its next steps, until it is told otherwise: what it asks for with `await setting(ops, name, default)`.
+
+            handle.set(threshold=0.05)
+
+        The same on every rank, before the first gradient arrives. It survives `reconfigure` where the other algorithm asks for it too.
+
+        Raises:
+            TypeError: a value is no number.
+            ValueError: the algorithm does not ask for it. Nothing has been changed then.
+        """
+        require_settings(self.algorithm, settings, self._driver.settings)
+        numbers = {name: float(value) for name, value in settings.items()}
+        for name, number in numbers.items():
+            self._driver.settings[name].fill_(number)
 
     def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
         """Go on with another algorithm, another rank for instance, from the next step on. To be called on all ranks, between steps.

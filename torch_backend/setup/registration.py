@@ -22,6 +22,7 @@ from gradwire.core.plan.dry_run import Summary, dry_run, summary
 from gradwire.core.plan.links import Library, links_of
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.programs import UnknownRequest
+from gradwire.core.protocol.settings import settings_of
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.text.name_patterns import UnmatchedPattern, matches
 from gradwire.core.text.wording import some
@@ -113,6 +114,7 @@ def _dry(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen:
                     f"{algorithm!r} asks for {type(request).__name__}, which nobody answers while gradients are averaged; "
                     "gradwire.torch_backend.ZeroOptimizer has the driver of sharded optimizers"
                 )
+        settings_of(dry.requests)
         levels, groups = levels_of(algorithm), list(dry.groups)
         if (
             levels is not None and levels.inter_node(replicas) not in groups
