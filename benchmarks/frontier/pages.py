@@ -126,7 +126,7 @@ def _table(methods: Sequence[Row]) -> str:
 
 
 def _first(methods: Sequence[Row]) -> str:
-    """A line for each method, a column for each optimizer; all beside dense averages and AdamW, after the longest training."""
+    """A line for each method, a column for each optimizer that was tried; all beside dense averages and AdamW, after the longest training."""
     steps, trained = longest(methods)
     by_name = {m["name"]: m for m in trained}
 
@@ -140,17 +140,13 @@ def _first(methods: Sequence[Row]) -> str:
             return f"{_percent(apart[0])} (1 seed)"
         return f"{_percent(statistics.mean(apart))} (≤ {_percent(upper_bound(apart))}, {len(apart)} seeds)"
 
-    rows = [
-        [
-            s.name,
-            f"{dense(trained)['bytes_per_step'] / by_name[s.name]['bytes_per_step']:,.0f}×",
-            cell(s.name),
-            cell(s.name + MUON),
-        ]
-        for s in FIRST
-        if not s.muon and s.name in by_name
-    ]
-    heads = ["", "fewer bytes", f"AdamW, loss after {steps:,} steps", "Muon, beside AdamW's dense averages"]
+    optimizers = {"AdamW": ""} | ({"Muon": MUON} if any(s.muon and s.name in by_name for s in FIRST) else {})
+    rows = []
+    for s in FIRST:
+        if not s.muon and s.name in by_name:
+            fewer = dense(trained)["bytes_per_step"] / by_name[s.name]["bytes_per_step"]
+            rows.append([s.name, f"{fewer:,.0f}×", *(cell(s.name + after) for after in optimizers.values())])
+    heads = [f"loss after {steps:,} steps", "fewer bytes", *optimizers]
     return _lines([heads, ["---"] * len(heads), *rows])
 
 
