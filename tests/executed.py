@@ -14,6 +14,8 @@ def executed(function: Callable[[], object]) -> int:
         taken += event == "opcode"
         return trace
 
+    # Python 3.12 looks for it when the trace is set, and else counts none the first time.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         function()
