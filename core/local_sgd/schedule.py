@@ -172,9 +172,9 @@ class Schedule:
                 "add 'all' with a longer period"
             )
         for i in range(1, len(named)):
-            # A schedule for several nodes holds on one as well, where "node" and "all" are the same replicas: they average at both periods.
-            if sizes[i] == sizes[i - 1] and named[i][0] != named[i - 1][0]:
-                raise ValueError(f"period={self.period!r} has different groups of {sizes[i]} of {replicas} replicas")
+            # A schedule for several nodes holds on one as well, where "node" and "all" are all replicas: they average at both periods.
+            if sizes[i] == sizes[i - 1] < replicas:
+                raise ValueError(f"period={self.period!r} has groups of {sizes[i]} of {replicas} replicas twice")
             if named[i][1] >= named[i - 1][1]:
                 raise ValueError(
                     f"period={self.period!r}: groups of {sizes[i]} must average more often than the larger ones of {sizes[i - 1]}, "

@@ -177,9 +177,9 @@ class DryRun:
         gradients = abstract_arrays(self.specs)
         counted = _portable_form(self.algorithm)
         program = counted.step(OPS, gradients, self.memory.of(gradients), number)
+        tried = rehearsed(program, phase, self.world_size)
         # What nobody can look into may ask for the number of the step.
-        by_number = number.asked or counted is not self.algorithm
-        return replace(rehearsed(program, phase, self.world_size), by_number=by_number)
+        return replace(tried, by_number=number.asked or counted is not self.algorithm)
 
 
 def _portable_form(algorithm: Any) -> Any:
