@@ -17,6 +17,7 @@ from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol import reduce_max
+from gradwire.core.protocol.settings import settings_of
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.text.name_patterns import chosen
 from gradwire.torch_backend.engine.collectives import Collectives
@@ -78,6 +79,8 @@ class Driver(GradientStep):
         self._capturable = capturable(device)
         replicas = self.process_group.size()
         self._dry = dry_run(algorithm, self.specs, replicas)
+        asked = settings_of(self._dry.requests)
+        self.settings = {name: torch.tensor(x, dtype=torch.float32, device=device) for name, x in asked.items()}
         self._remembered = frozenset(self._dry.memory.tensors)
         state = factors_side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
         self.memory = Memory(algorithm, state, self._placement(), grad_scaler)

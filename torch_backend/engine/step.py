@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from torch import Tensor
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import DryRun
-from gradwire.core.protocol.settings import settings_of, told
+from gradwire.core.protocol.settings import told
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import capturing, refuse_capture, require_capturable
 from gradwire.torch_backend.engine.groups.barrier import Meeting
@@ -96,6 +95,8 @@ class GradientStep:
     skipped: SkippedSteps
     weighted: bool
     weight: Tensor
+    #: What the algorithm asks for by name, scalars on the device: a captured graph goes by what is there when it is replayed.
+    settings: dict[str, Tensor]
     measurement: Measurement | None = None
     discarding = False
     obstacle = ""
@@ -255,12 +256,6 @@ class GradientStep:
                 program = told(program, self.settings)
             running = self._programs.start(program if usage is None else usage.sent_with(program))
             self._groups.append(Group(gradients, running, usage))
-
-    @cached_property
-    def settings(self) -> dict[str, Tensor]:
-        """What the algorithm asks for by name, scalars on the device: a captured graph goes by what is there when it is replayed."""
-        asked = settings_of(self._dry.requests)
-        return {name: torch.tensor(x, dtype=torch.float32, device=self.ops.device) for name, x in asked.items()}
 
     def _usage_of(self, state: State[Tensor], order: Collection[str]) -> Usage | None:
         """What this rank did not use of a group, to be told with its first message."""
