@@ -37,7 +37,7 @@ class Experiment:
 
     def seeds_of(self, subject: Subject) -> int:
         """More of those that the first screen is about, at the length that it tells."""
-        first = self.settings.steps == LENGTHS[-1] and subject.name in {of.name for of in FIRST}
+        first = self.settings.steps == LENGTHS[-1] and subject in FIRST
         return FIRST_SEEDS if first else self.seeds
 
     def tuning_run(self, subject: Subject, rate: float, outer_rate: float | None = None) -> Run:

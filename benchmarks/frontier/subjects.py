@@ -71,18 +71,16 @@ SUBJECTS: tuple[Subject, ...] = (
             compressor=TopK(64, per=TILES, bits=2, mean="senders", error_feedback=0.95),
         ),
     ),
-)
-
-#: What the first screen is about, by either optimizer. They are trained with more seeds: some differ by less than two seeds do.
-FIRST: tuple[Subject, ...] = (
-    Subject("dense", "dense", AllReduce()),
-    Subject("int8", "codes", WireDtype(AllReduce(), "int8")),
-    Subject("4 bits", "codes", Quantize("int4")),
     Subject("PowerSGD 16, int8", "low rank", WireDtype(PowerSGD(16), "int8")),
     Subject("PowerSGD 16, int4", "low rank", WireDtype(PowerSGD(16), "int4")),
     Subject("PowerSGD 4, int8", "low rank", WireDtype(PowerSGD(4), "int8")),
 )
-FIRST += tuple(replace(subject, name=subject.name + MUON, muon=True) for subject in FIRST)
-SUBJECTS += tuple(subject for subject in FIRST if subject not in SUBJECTS)
+
+_NAMED = ("dense", "int8", "4 bits", "PowerSGD 16, int8", "PowerSGD 16, int4", "PowerSGD 4, int8")
+_BY_ADAMW = tuple(subject for subject in SUBJECTS if subject.name in _NAMED)
+_BY_MUON = tuple(replace(subject, name=subject.name + MUON, muon=True) for subject in _BY_ADAMW)
+#: What the first screen is about, by either optimizer. They are trained with more seeds: some differ by less than two seeds do.
+FIRST = _BY_ADAMW + _BY_MUON
+SUBJECTS += _BY_MUON
 
 BY_NAME = {subject.name: subject for subject in SUBJECTS}

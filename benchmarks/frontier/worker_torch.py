@@ -27,29 +27,30 @@ class Training:
         self.model = new_model(run.settings, run.seed)
         self.ddp = DistributedDataParallel(self.model)
         named = dict(self.model.named_parameters())
-        matrices = [p for name, p in named.items() if run.subject.muon and by_muon(name, p.ndim)]
-        self.rest = [p for p in named.values() if all(p is not matrix for matrix in matrices)]
-        self.optimizer = torch.optim.AdamW(self.rest, betas=BETAS, weight_decay=WEIGHT_DECAY)
-        self.muon = torch.optim.Muon(matrices, weight_decay=WEIGHT_DECAY) if matrices else None
+        matrices = {name: p for name, p in named.items() if run.subject.muon and by_muon(name, p.ndim)}
+        self.rest = [p for name, p in named.items() if name not in matrices]
+        adamw = torch.optim.AdamW(self.rest, betas=BETAS, weight_decay=WEIGHT_DECAY)
+        #: Optimizers, and their learning rates to that of AdamW.
+        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [(adamw, 1.0)]
+        if matrices:
+            self.optimizers.append((torch.optim.Muon(matrices.values(), weight_decay=WEIGHT_DECAY), MUON_RATE))
         algorithm = run.subject.algorithm
         if isinstance(algorithm, LocalSGD):
-            self.handle: Any = gw.local_sgd(self.ddp, self.optimizer, algorithm)
+            self.handle: Any = gw.local_sgd(self.ddp, adamw, algorithm)
         else:
             self.handle = gw.register_comm_hook(self.ddp, algorithm)
 
     def step(self, step: int) -> None:
         rate = self.run.settings.rate(step, self.run.rate)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        for group in self.muon.param_groups if self.muon is not None else ():
-            group["lr"] = MUON_RATE * rate
+        for optimizer, factor in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = factor * rate
         inputs, targets = map(torch.from_numpy, self.run.batch(step, dist.get_rank()))
         self.model.zero_grad()
         F.cross_entropy(self.ddp(inputs).flatten(0, 1), targets.flatten()).backward()
         torch.nn.utils.clip_grad_norm_(self.rest, MAX_NORM)
-        self.optimizer.step()
-        if self.muon is not None:
-            self.muon.step()
+        for optimizer, _ in self.optimizers:
+            optimizer.step()
 
     @torch.no_grad()
     def validation_loss(self) -> float:

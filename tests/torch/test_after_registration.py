@@ -20,6 +20,7 @@ from gradwire import AllReduce, LocalSGD, PowerSGD, diloco
 from gradwire.torch_backend.local_sgd import handle as handle_module
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import Layers, loss_on, mlp
+from tests.torch.optimizers import ScheduleFree
 from tests.torch.ranks import Cases, World
 from tests.torch.test_zero_trials import Coded, CodedState
 from tests.torch.training import fit, sgd
@@ -479,31 +480,6 @@ class WithMasters(torch.optim.Optimizer):
                 state.setdefault("seen", torch.zeros_like(p, dtype=torch.float32)).add_(p.grad)
                 master = state.setdefault("master", p.float().clone())
                 p.copy_(master.sub_(p.grad.float(), alpha=self.param_groups[0]["lr"]))
-
-
-class ScheduleFree(torch.optim.Optimizer):
-    """SGD whose parameters are between what it steps, z, and the average of that (Defazio et al. 2024)."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr, "k": 0})
-
-    def train(self) -> None:
-        pass
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        for p in self.param_groups[0]["params"]:
-            p.lerp_(self.state[p]["z"], 1 - 1 / 0.9)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        (group,) = self.param_groups
-        group["k"] += 1
-        for p in group["params"]:
-            z = self.state[p].setdefault("z", p.clone())
-            p.lerp_(z, 1 / group["k"])
-            p.sub_(p.grad, alpha=group["lr"] * (1 - 0.9 * (1 - 1 / group["k"])))
-            z.sub_(p.grad, alpha=group["lr"])
 
 
 def local_run(world: World, local: LocalSGD, optimizer: Any, dtype: torch.dtype, **options: Any) -> Any:

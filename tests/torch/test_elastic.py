@@ -23,6 +23,7 @@ from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, To
 from gradwire.torch_backend import elastic
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from tests.torch.defaults import other_defaults
+from tests.torch.optimizers import ScheduleFree
 
 pytest.importorskip("torchft")
 from torchft.coordination import LighthouseServer
@@ -629,34 +630,6 @@ def test_masters_in_an_optimizers_state_go_with_their_parameters():
         for name, p in model.named_parameters():
             torch.testing.assert_close(optimizer.state[p]["master"].float(), p.detach())
             torch.testing.assert_close(p.detach(), handle.outer_parameters()[name])
-
-
-class ScheduleFree(torch.optim.Optimizer):
-    """SGD whose parameters are between what it steps, z, and the average of that (Defazio et al. 2024)."""
-
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr, "k": 0})
-
-    def train(self):
-        self.move(1 - 0.9)
-
-    def eval(self):
-        self.move(1 - 1 / 0.9)
-
-    @torch.no_grad()
-    def move(self, part):
-        for p in self.param_groups[0]["params"]:
-            p.lerp_(self.state[p]["z"], part)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        (group,) = self.param_groups
-        group["k"] += 1
-        for p in group["params"]:
-            z = self.state[p].setdefault("z", p.clone())
-            p.lerp_(z, 1 / group["k"])
-            p.sub_(p.grad, alpha=group["lr"] * (1 - 0.9 * (1 - 1 / group["k"])))
-            z.sub_(p.grad, alpha=group["lr"])
 
 
 @pytest.mark.parametrize("local", [LocalSGD(3), diloco(3)], ids=repr)

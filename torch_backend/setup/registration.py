@@ -129,9 +129,7 @@ def _dry(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen:
             f"{error.option} pattern {error.pattern!r} fits frozen parameters only, {some(fits, 1)}, which have no gradient to average; "
             "leave it out"
         )
-    except (ValueError, UnknownRequest) as error:
-        return Trial(str(error))
-    except NotPortable as error:
+    except (ValueError, UnknownRequest, NotPortable) as error:
         return Trial(str(error))
     except Exception as error:  # of the algorithm itself: on data it would come in the first step
         return Trial(f"{algorithm!r} cannot be run without data: {type(error).__name__}: {error}")
