@@ -139,6 +139,7 @@ class Kernels(TorchDispatchMode):
 
     Attributes:
         by_name: kernels by the operation that launches them.
+        operations: all that were dispatched, views too: what the host does.
         waits: how often the host would have waited for the device: it read a number.
         nbytes: what the operations read and write, each of their tensors once; of an expanded axis one element.
     """
@@ -147,6 +148,7 @@ class Kernels(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.compute = compute
         self.by_name: Counter[str] = Counter()
+        self.operations = 0
         self.waits = 0
         self.nbytes = 0
 
@@ -157,6 +159,7 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
+        self.operations += 1
         if name in WAITS:
             self.waits += 1
             return func(*args, **kwargs)
@@ -247,10 +250,11 @@ class _Arrived(Work):
 
 
 class PretendedGroup(dist.ProcessGroup):
-    """A process group of eight ranks, of which only this one exists: messages come back as they are."""
+    """A process group of so many ranks, of which only this one exists: messages come back as they are."""
 
-    def __init__(self) -> None:
-        super().__init__(0, 8)  # type: ignore[call-arg]
+    def __init__(self, ranks: int = 8) -> None:
+        super().__init__(0, ranks)  # type: ignore[call-arg]
+        self._ranks = ranks
         self.all_reduces = 0
         self.nbytes = 0
 
@@ -260,7 +264,7 @@ class PretendedGroup(dist.ProcessGroup):
         return _Arrived(tensors)
 
     def size(self) -> int:
-        return 8
+        return self._ranks
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         return "pretended"
@@ -344,11 +348,11 @@ def _parameters(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> di
 
 
 class ImaginedGroups(_Groups):
-    """Eight replicas, of which the others send what this one sends: for what is gathered and exchanged. That is not counted."""
+    """So many replicas, of which the others send what this one sends: for what is gathered and exchanged. That is not counted."""
 
-    def __init__(self) -> None:
-        super().__init__(8, _Clock(torch.device("cpu")))
-        self.whole = PretendedGroup()
+    def __init__(self, replicas: int = 8) -> None:
+        super().__init__(replicas, _Clock(torch.device("cpu")))
+        self.whole = PretendedGroup(replicas)
 
     def exchange(self, groups: Any, device: torch.device) -> Exchange:
         return _NotCounted(self.whole, self._clock)
@@ -364,10 +368,11 @@ def gradwire_step(
     algorithm: Algorithm,
     cap_mib: float = 25,
     dtype: torch.dtype = torch.float32,
+    replicas: int = 8,
     **options: Any,
 ) -> Step:
     """gradwire's hook, with DDP buckets of `cap_mib`; to be made `on_a_device()`. `options`: those of `Driver`."""
-    parameters, groups = _parameters(shapes, dtype), ImaginedGroups()
+    parameters, groups = _parameters(shapes, dtype), ImaginedGroups(replicas)
     remembers = bool(dry_run(algorithm, specs_of(parameters), groups.whole.size()).memory.tensors)
     options.setdefault("message_bytes", MESSAGE_BYTES_ON_DEVICE if remembers else MESSAGE_BYTES)
     with Kernels():  # memory that nobody writes to is not taken
