@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo examples test test-all test-compiled test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network chaos frontier mutate mutate-emulated fuzz soak soak-torch soak-long clean
+.PHONY: help demo examples test test-all test-compiled test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network bench-scale chaos frontier mutate mutate-emulated fuzz soak soak-torch soak-long clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests wait for processes of their own, so a third has something to do on two cores.
@@ -133,6 +133,9 @@ bench-network: $(READY) ## step time between hosts on shaped links (Linux, as ro
 LENGTH ?= 240 1440
 frontier: $(READY) ## every method in torch and in JAX, LENGTH steps (240 1440): loss against bytes and time, in three hours; goes on where it was stopped
 	$(BIN)/python benchmarks/frontier --steps $(LENGTH) $(ARGS)
+
+bench-scale: $(READY) ## how what a step needs grows with ranks, tensors and leaves, in a quarter of an hour
+	$(BIN)/python benchmarks/scale $(ARGS)
 
 bench-advice: $(READY) ## what is recommended on shaped links, and what is fastest there, in 20 minutes (Linux, as root); goes on where it ended
 	$(BIN)/python benchmarks/advice/readme.py

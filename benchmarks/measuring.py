@@ -39,8 +39,8 @@ def on_ranks(function: Callable[..., Any], *args: Any) -> Any:
     return found
 
 
-def told_by_ranks(function: Callable[..., None], *args: Any) -> Iterator[Any]:
-    """Run `function(tell, *args)` in `REPLICAS` new processes with one thread each, as ranks of a Gloo process group.
+def told_by_ranks(function: Callable[..., None], *args: Any, replicas: int = REPLICAS) -> Iterator[Any]:
+    """Run `function(tell, *args)` in so many new processes with one thread each, as ranks of a Gloo process group.
 
     They are forked from a process that has imported torch, so that each begins at once.
 
@@ -57,8 +57,8 @@ def told_by_ranks(function: Callable[..., None], *args: Any) -> Iterator[Any]:
     context.set_forkserver_preload(["torch._dynamo", "gradwire.torch_backend"])  # dynamo: the first DDP would import it
     told, teller = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        common = (f"file://{folder}/store", teller, function, args)
-        ranks = [context.Process(target=_rank, args=(rank, *common), daemon=True) for rank in range(REPLICAS)]
+        common = (replicas, f"file://{folder}/store", teller, function, args)
+        ranks = [context.Process(target=_rank, args=(rank, *common), daemon=True) for rank in range(replicas)]
         try:
             for process in ranks:
                 process.start()
@@ -86,13 +86,15 @@ def _tell_result(tell: Callable[[Any], None], function: Callable[..., Any], args
     tell(function(*args))
 
 
-def _rank(rank: int, store: str, teller: Any, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, replicas: int, store: str, teller: Any, function: Callable[..., None], args: tuple[Any, ...]
+) -> None:
     import torch
     import torch.distributed as dist
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it is asked too, and ends it
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=REPLICAS)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=replicas)
     function(teller.send if rank == 0 else lambda _: None, *args)
     dist.destroy_process_group()
 
