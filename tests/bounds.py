@@ -123,10 +123,9 @@ def _note_arrays(x: Any, y: Any, rtol: float, atol: float, relative_to: float = 
     """How much of what two tolerances allow is used, in the units of the larger one."""
     try:
         x, y = (np.asarray(a.detach().double() if hasattr(a, "detach") else a, np.float64) for a in (x, y))
-        difference, allowed = (
-            np.abs(x - y),
-            np.broadcast_to(atol + rtol * np.abs(y), np.broadcast_shapes(x.shape, y.shape)),
-        )
+        with np.errstate(invalid="ignore"):  # of two infinities there is no difference to note
+            difference = np.abs(x - y)
+        allowed = np.broadcast_to(atol + rtol * np.abs(y), difference.shape)
     except (TypeError, ValueError):  # structures, and what is refused
         return
     used = np.nanmax(np.divide(difference, allowed, out=np.zeros_like(difference), where=allowed > 0), initial=0.0)
