@@ -28,7 +28,7 @@ from gradwire.torch_backend.local_sgd.elastic.handle import ElasticHandle
 from gradwire.torch_backend.monitor.watcher import SkippedSteps
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.setup.assumptions import Assumptions
-from gradwire.torch_backend.state import memory
+from gradwire.torch_backend.state import means
 from gradwire.torch_backend.zero.sharded_step import ShardedStep
 from tests.emulated.ways import WAYS, native_collectives, train
 from tests.torch.compare import same_bits
@@ -549,7 +549,7 @@ def test_a_gathered_state_takes_room_for_one_tensor(world):
     wrapped(torch.randn(4, 64).to(DEVICE)).square().mean().backward()
     core.memory()
     _, before = core.memory()
-    with mock.patch.object(memory, "SUMMED_AT_ONCE", 64 * 64):
+    with mock.patch.object(means, "SUMMED_AT_ONCE", 64 * 64):
         handle.gathered_state_dict()
     peak, _ = core.memory()
     assert (peak - before) / (64 * 64 * 4) < 6

@@ -24,7 +24,7 @@ from gradwire.torch_backend.engine.groups import barrier
 from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.monitor.watcher import SkippedSteps
 from gradwire.torch_backend.ops.kernels import TorchOps
-from gradwire.torch_backend.state import loss_scale, memory
+from gradwire.torch_backend.state import loss_scale, means
 from tests.torch import doors
 from tests.torch.compare import relative, said, same_bits, weights
 from tests.torch.models import loss_on, mlp
@@ -204,17 +204,52 @@ def test_means_of_any_number_of_tensors_are_a_message_for_each_64_mib(world, to)
     right = [sum(own.double() for own in each) / world.size for each in zip(*everyones, strict=True)]
     right[-1] = (everyones[1][-1].double() + 2 * everyones[2][-1].double()) / 3
     elements = sum(x.numel() for x in tensors)
-    for at_once, messages in ((memory.SUMMED_AT_ONCE, 1), (100, -(-elements // 100))):
+    for at_once, messages in ((means.SUMMED_AT_ONCE, 1), (100, -(-elements // 100))):
         with (
-            mock.patch.object(memory, "SUMMED_AT_ONCE", at_once),
-            mock.patch.object(memory, "_sum_over", wraps=memory._sum_over) as summed,
+            mock.patch.object(means, "SUMMED_AT_ONCE", at_once),
+            mock.patch.object(means, "_sum_over", wraps=means._sum_over) as summed,
         ):
-            means = memory.means_over(tensors, world.group, torch.device("cpu"), to, counts)
+            found = means.means_over(tensors, world.group, torch.device("cpu"), to, counts)
         assert summed.call_count == messages + 1  # that of the weights
         assert max(call.args[0].numel() for call in summed.call_args_list) <= at_once
         if to in (None, world.rank):
-            for mean, expected in zip(means, right, strict=True):
+            for mean, expected in zip(found, right, strict=True):
                 torch.testing.assert_close(mean, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+@cases.case
+def test_a_checkpoint_in_parts_has_a_slice_of_the_mean_on_each_rank(world):
+    """Of the longest axis, in as many messages however many tensors there are; put together it is the mean."""
+    draw = torch.Generator().manual_seed(world.rank)
+    shapes = [(), (0, 3), (1,), (2, 7), (5,), (40, 3), *[(i % 7, 3) for i in range(40)]]
+    tensors = [torch.randn(shape, generator=draw) for shape in shapes]
+    counts = [None] * (len(shapes) - 1) + [torch.tensor([float(world.rank)])]
+    whole = means.means_over(tensors, world.group, torch.device("cpu"), None, counts)
+    for at_once, messages in ((means.SUMMED_AT_ONCE, 1), (60, None)):
+        with (
+            mock.patch.object(means, "SUMMED_AT_ONCE", at_once),
+            mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent,
+        ):
+            slices = means.mean_slices(tensors, world.group, torch.device("cpu"), counts)
+        assert messages in (None, sent.call_count)
+        assert max(call.args[1].numel() for call in sent.call_args_list) <= max(at_once, world.size)
+        for own, expected in zip(slices, whole, strict=True):
+            assert own.shape == expected[None].shape
+            assert own.to_local().numel() <= -(-max(own.shape) // world.size) * (own.numel() // max(1, *own.shape) or 1)
+            torch.testing.assert_close(means.put_together(own), expected[None], rtol=1e-6, atol=1e-6)
+    model, handle = hooked(mlp(24, 40, 8), PowerSGD(2))
+    model(torch.randn(3, 24, generator=draw)).square().mean().backward()
+    parts, state = handle.sharded_state.state_dict(), handle.state_dict()
+    assert parts["local"].keys() == state["local"].keys()
+    for kept in parts["local"].values():
+        (error,) = kept.values()
+        assert error.to_local().numel() < error.numel()
+    before = handle.local_error_norm()
+    handle.load_state_dict(parts)  # slices of all ranks, without each rank's own
+    assert handle.local_error_norm() != before
+    handle.load_state_dict(state)
+    again = handle.state_dict()["local"]
+    assert all(same_bits(again[name]["error"], state["local"][name]["error"]) for name in again)
 
 
 # --- called on some ranks only, or with different states ---

@@ -31,7 +31,8 @@ from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by, g
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.fsdp.layout import Layout, local_part
 from gradwire.torch_backend.ops.kernels import dtype_name
-from gradwire.torch_backend.state.memory import Memory, Replicated, counted, means_over
+from gradwire.torch_backend.state.means import counted, means_over
+from gradwire.torch_backend.state.memory import Memory, Replicated
 from gradwire.torch_backend.state.rank_memory import packed
 
 
@@ -52,8 +53,8 @@ class Sharded(Replicated):
         of_shards = gathered_by_all(super().mean_sent(sent), self.layout.shards, self.device)
         return {key: round(sum(each[key] for each in of_shards) / len(of_shards)) for key in sent}
 
-    def whole(self, memory: Memory) -> dict[str, Any]:
-        """The sharded form, on all ranks. Which parameters have what in it does not depend on the number of shards: the error of a block that is too small
+    def whole(self, memory: Memory, sliced: bool) -> dict[str, Any]:
+        """The sharded form, `sliced` or not, on all ranks. Which parameters have what in it does not depend on the number of shards: the error of a block that is too small
         to be compressed is zero."""
         state, per_replica, layout = memory.lent(), memory.per_replica, self.layout
         state["sent"] = self.mean_sent(state["sent"])
@@ -115,7 +116,7 @@ class Sharded(Replicated):
 
     def given(self, state: Mapping[str, Any], memory: Memory) -> Mapping[str, Any]:
         if "rank" in state or "rest" not in state:
-            return state
+            return super().given(state, memory)
         require_kind(state, memory.kind, ("sharded", "algorithm", "step"))
         state = dict(state)
         try:

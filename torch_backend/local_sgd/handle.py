@@ -550,13 +550,16 @@ class LocalSGDHandle:
         Raises:
             RuntimeError: on every rank, if parameters differ between ranks now; or some ranks have not called it within 10 minutes, or the timeout that the process group was given.
         """
+        return self._state_dict()
+
+    def _state_dict(self, *, sliced: bool = False) -> dict[str, Any]:
         if not self._parameters_are_equal:
             raise RuntimeError(
                 f"after {self.steps} steps of {self.local!r} each rank has parameters of its own, and a checkpoint of one rank would lose what "
                 "the others have learned since the last average. Call synchronize() on every rank before you save parameters and state, or save "
                 "where handle.synchronized is true; or save rank_state_dict() with the parameters and the optimizer of each rank"
             )
-        return self._memory.whole()
+        return self._memory.whole(sliced=sliced)
 
     def outer_parameters(self) -> dict[str, Tensor]:
         """The outer parameters by name, which is what the papers of DiLoCo evaluate: `torch.func.functional_call(model, handle.outer_parameters(), batch)`. They

@@ -209,12 +209,15 @@ class Handle:
         Raises:
             RuntimeError: some ranks have not called it within 10 minutes, or the timeout that the process group was given.
         """
-        return self._driver.memory.whole()
+        return self._state_dict()
+
+    def _state_dict(self, *, sliced: bool = False) -> dict[str, Any]:
+        return self._driver.memory.whole(sliced=sliced)
 
     @property
     def sharded_state(self) -> ShardedState:
-        """For `torch.distributed.checkpoint`: the memory of all ranks, and each rank's own as an entry of its own, which nobody gathers. As many ranks go on
-        bit for bit, another number from the mean.
+        """For `torch.distributed.checkpoint`: the memory of all ranks, the mean error in slices, of which each rank has one; and each rank's own as an entry of
+        its own, which nobody gathers. As many ranks go on bit for bit, another number from the mean.
 
             dcp.save({"model": model.state_dict(), "compressor": handle.sharded_state}, checkpoint_id=folder)
             ...

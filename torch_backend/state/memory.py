@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,11 +28,9 @@ from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.state.blocks import Piece, recut
 from gradwire.torch_backend.state.loss_scale import LossScale, require_all_ranks, require_receiver, to_tensors
+from gradwire.torch_backend.state.means import counted, mean_over, mean_slices, means_over, put_together
 
 logger = logging.getLogger(__name__)
-
-#: Elements of float64 that are summed in one message, of 64 MiB.
-SUMMED_AT_ONCE = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -135,11 +133,12 @@ class Memory:
         scale = float(self.scale.value)
         return state if scale == 1 else state | {"scale": scale}
 
-    def whole(self) -> dict[str, Any]:
-        """The whole form, with the mean error. Every rank calls this. Raises RuntimeError if some do not."""
+    def whole(self, *, sliced: bool = False) -> dict[str, Any]:
+        """The whole form, with the mean error; `sliced`: as tensors of which each rank has a slice. Every rank calls this. Raises RuntimeError if
+        some do not."""
         self.placement.meet("state_dict()")
         # The scale always: tools fill what a new run gives, key by key.
-        return {"scale": 1.0, **self.placement.whole(self)}
+        return {"scale": 1.0, **self.placement.whole(self, sliced)}
 
     def portable(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
         """The portable form, on the CPU of rank `to` or of all, with one row of errors, their "mean", or "all". Every rank calls this.
@@ -276,17 +275,20 @@ class Replicated:
             )
 
     def given(self, state: Mapping[str, Any], memory: Memory) -> Mapping[str, Any]:
-        """A state in any form as a portable one, or as one of one rank."""
-        return state
+        """A state in any form as a portable one, or as one of one rank. Of slices, every rank calls this."""
+        if "local" not in state:
+            return state
+        whole = {name: {key: put_together(x) for key, x in kept.items()} for name, kept in state["local"].items()}
+        return {**state, "local": whole}
 
-    def whole(self, memory: Memory) -> dict[str, Any]:
+    def whole(self, memory: Memory, sliced: bool) -> dict[str, Any]:
         """The form that tools save on every rank."""
-        state = self.portable(memory, "mean", None)
+        state = self.portable(memory, "slices" if sliced else "mean", None)
         assert state is not None
         return state
 
     def portable(self, memory: Memory, errors: str, to: int | None) -> dict[str, Any] | None:
-        """The portable form, on rank `to` or on all."""
+        """The portable form, on rank `to` or on all; `errors` may also be "slices", on all, one of the mean each."""
         partition, members = inter_node_groups(memory.algorithm, self.groups.whole)
         state, per_replica = memory.lent(), memory.per_replica
         state["sent"] = self.mean_sent(state["sent"])
@@ -301,8 +303,10 @@ class Replicated:
         }
         own = [(name, k) for name, kept in state["tensors"].items() for k in kept if k in per_replica]
         memories = [state["tensors"][name][k] for name, k in own]
-        if errors == "mean":
-            weights = [counted(k, state["tensors"][name]) for name, k in own]
+        weights = [counted(k, state["tensors"][name]) for name, k in own]
+        if errors == "slices":
+            rows = mean_slices(memories, group, self.device, weights)
+        elif errors == "mean":
             rows = [x[None] for x in means_over(memories, group, self.device, to, weights)]
         else:
             rows = [_rows(x.to(self.device), group, to) for x in memories]  # ranks meet there
@@ -323,86 +327,6 @@ class Replicated:
         """Whether what a rank remembers of the algorithm before is its own with this one too: its node is the rank alone, or has the same ranks."""
         groups = inter_node_groups(algorithm, self.groups.whole)[0]
         return groups is None or groups == inter_node_groups(before, self.groups.whole)[0]
-
-
-def mean_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The mean of a tensor over the ranks of a group, summed in float64."""
-    return means_over([x], group, x.device)[0].to(x.device)
-
-
-def means_over(
-    tensors: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    to: int | None = None,
-    weights: Sequence[Tensor | None] = (),
-) -> list[Tensor]:
-    """The means of tensors over the ranks of a group, on the CPU, in messages of 64 MiB however many
-    tensors there are: more memory it takes nowhere.
-
-    Args:
-        tensors: of any dtypes, anywhere. They are summed in float64, on the `device`.
-        to: the rank of the group that receives them, and others nothing of use. None: all do.
-        weights: of each tensor, a scalar by which this rank counts, unless that is 0 on all; None: all
-            count alike. Empty: of all tensors.
-    """
-    weights = weights or [None] * len(tensors)
-    here = [None if w is None else w.reshape(()).to(device, torch.float64) for w in weights]
-    counts: list[Any] = [dist.get_world_size(group)] * len(tensors)
-    weighted = [i for i, w in enumerate(here) if w is not None]
-    if weighted:
-        summed = _sum_over(torch.stack([w for w in here if w is not None]), group, to)
-        for i, count in zip(weighted, torch.where(summed > 0, summed, 1.0), strict=True):
-            counts[i] = count
-
-    def addends(lot: Sequence[tuple[int, int, int]]) -> Tensor:
-        """This rank's of a message, in a row."""
-        parts = []
-        for i, start, stop in lot:
-            part, weight = tensors[i].reshape(-1)[start:stop].to(device, torch.float64), here[i]
-            parts.append(part if weight is None else torch.where(weight > 0, part * weight, 0.0))
-        return torch.cat(parts)
-
-    def average(lot: Sequence[tuple[int, int, int]]) -> None:
-        """A message, to its places. Nothing of it is left when the next one is made."""
-        total = torch.split(_sum_over(addends(lot), group, to), [stop - start for _, start, stop in lot])
-        for (i, start, stop), part in zip(lot, total, strict=True):
-            means[i].view(-1)[start:stop].copy_(part.div_(counts[i]))
-
-    means = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in tensors]
-    for lot in _lots([x.numel() for x in tensors]):
-        average(lot)
-    return means
-
-
-def _lots(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Vectors of these sizes in messages: of each which elements of which vector are in it."""
-    lot, room = list[tuple[int, int, int]](), SUMMED_AT_ONCE
-    for i, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            stop = min(size, start + room)
-            lot.append((i, start, stop))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield lot
-                lot, room = [], SUMMED_AT_ONCE
-    if lot:
-        yield lot
-
-
-def _sum_over(x: Tensor, group: dist.ProcessGroup, to: int | None) -> Tensor:
-    if to is None:
-        dist.all_reduce(x, group=group)
-    else:
-        dist.reduce(x, dist.get_global_rank(group, to), group=group)
-    return x
-
-
-def counted(key: str, memory: Mapping[str, Tensor]) -> Tensor | None:
-    """What a memory of this name counts for, beside it; None: all of them alike."""
-    return memory.get(checkpoint.COUNTED.get(key, ""))
 
 
 def factors_side_by_side(state: State[Tensor], apart: Collection[str]) -> State[Tensor]:

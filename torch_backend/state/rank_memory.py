@@ -34,7 +34,7 @@ SLOTS = 256
 class Remembering(Protocol):
     """A handle, whose state is saved whole, and of this rank alone."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def _state_dict(self, *, sliced: bool = False) -> dict[str, Any]: ...
     def rank_state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
 
@@ -46,8 +46,8 @@ class ShardedState:
         self._handle, self._memory = handle, memory
 
     def state_dict(self) -> dict[str, Any]:
-        """What the handle's `state_dict` gives, and under "own" this rank's memory as bytes, by its number, of up to `SLOTS` ranks. Every rank calls this."""
-        whole = self._handle.state_dict()
+        """What the handle's `state_dict` gives, the mean error in slices, of which each rank has one; and under "own" this rank's memory as bytes, by its number, of up to `SLOTS` ranks. Every rank calls this."""
+        whole = self._handle._state_dict(sliced=True)
         if not self._memory.per_replica:
             return whole
         number, ranks = self._memory.placement.place
@@ -71,7 +71,11 @@ class ShardedState:
         number, ranks = self._memory.placement.place
         saved = state.get(OWN, {}).get(str(number), b"") if state.get(RANKS) == ranks else b""
         own = torch.load(io.BytesIO(saved), weights_only=True) if saved else None
-        self._handle.load_state_dict(own if own is not None and _belongs(own, whole, self._memory) else whole)
+        belongs = own is not None and _belongs(own, whole, self._memory)
+        if self._memory.per_replica:  # together: who goes on from the mean needs the slices of all
+            placement = self._memory.placement
+            belongs = all(gathered_by_all(belongs, placement.groups.whole, placement.device))
+        self._handle.load_state_dict(own if own is not None and belongs else whole)
 
 
 def save_beside(path: str | Path, memory: Memory) -> None:
