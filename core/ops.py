@@ -232,6 +232,13 @@ class Ops(Primitives[A], Protocol):
         which is donated. One that is dense already may have none."""
         return payloads.dense_or_nan(self, ok, received, places)
 
+    def cast_each(
+        self, xs: Sequence[A], dtypes: Sequence[str], errors: Sequence[A], *, decay: float = 1.0
+    ) -> tuple[list[A], list[A]]:
+        """Each array in another dtype, one with fewer bits; and, of the dtype of the array, `error + decay * (x - that)`, where it is finite: else the
+        error as it is. Arrays and errors are donated."""
+        return payloads.cast_each(self, xs, dtypes, errors, decay)
+
 
 def _rows_of(batch: A) -> list[A]:
     """The matrices of a batch."""

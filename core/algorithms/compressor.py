@@ -6,7 +6,7 @@ adds the rest, once for all methods: error feedback, warm-up steps, steps with a
     x = gradient + error
     sent, received = compress(x)        # this replica's part, the mean of all parts
     error = β · (x - sent)              # local: what this replica has not said yet; β is 1 unless `error_feedback` says less
-    gradient = received
+    gradient = received                 # in its dtype; what a cast takes from it is added to the error, if that has more bits
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from gradwire.core.algorithm import State, Stepped, check_specs
 from gradwire.core.algorithms.shared.clipping import clipped
-from gradwire.core.kernels.payloads import PAYLOADS, LowRank, Payload, Residual, payloads_of
-from gradwire.core.ops import A, Bundled, FloatDtype, Ops, Spec
+from gradwire.core.kernels.payloads import PAYLOADS, Dense, LowRank, Payload, Residual, payloads_of
+from gradwire.core.ops import ITEMSIZE, A, Bundled, FloatDtype, Ops, Spec
 from gradwire.core.protocol import branch, branch_on_phase, mean_each, step_is_finite, together
 from gradwire.core.protocol.programs import Program
 from gradwire.core.text.options import AtLeast0, Positive, check_options, more_than
@@ -290,9 +290,11 @@ class Compressor(abc.ABC):
         finite = await step_is_finite()
         ok = finite if started is True else finite & started
         after = self._memory_after(ops, ok, lot, exchanged)
-        averages = self._averages(ops, finite, gradients, lot, exchanged)
+        averages = self._averages(ops, finite, lot, exchanged)
         if lot.bundled is not None:
             averages, after = lot.bundled.apart(averages, after)
+        if self.state_dtype is not None:
+            self._cast_back(ops, gradients, averages, after)
         if started is not True:
             averages = {name: ops.where(started, each, exchanged.averages[name]) for name, each in averages.items()}
         return {name: averages[name] for name in gradients}, State(self._next_phase(ops, ok, state.shared), after)
@@ -349,13 +351,12 @@ class Compressor(abc.ABC):
         for name, mean in zip(x, means, strict=True):
             if isinstance(mean, PAYLOADS):
                 received[name] = mean
+            elif self.state_dtype is None:
+                averages[name] = mean
             else:
-                averages[name] = self._like(ops, mean, gradients[name])
+                received[name] = Dense(mean)  # of another dtype than the average that a warm-up step has of it
         own = dict(zip(x, payloads_of(sent), strict=True))
         return _Exchanged(own, dict(zip(x, memory, strict=True)), received, averages)
-
-    def _like(self, ops: Ops[A], average: A, gradient: A) -> A:
-        return average if self.state_dtype is None else ops.cast(average, ops.dtype_of(gradient))
 
     def _memory_after(self, ops: Ops[A], ok: A, lot: _Lot[A], exchanged: _Exchanged[A]) -> dict[str, dict[str, A]]:
         """The memory after the step."""
@@ -375,19 +376,24 @@ class Compressor(abc.ABC):
             note(ERROR, lot.x, ops.errors_after(ok, list(lot.x.values()), sent, errors, decay=decay))
         return after
 
-    def _averages(
-        self, ops: Ops[A], finite: A, gradients: Mapping[str, A], lot: _Lot[A], exchanged: _Exchanged[A]
-    ) -> dict[str, A]:
+    def _averages(self, ops: Ops[A], finite: A, lot: _Lot[A], exchanged: _Exchanged[A]) -> dict[str, A]:
         """All averages, in the arrays of `x`; NaN throughout if the step was not finite, so that everyone skips it."""
-        coded, same = exchanged.received, self.state_dtype is None
-        received = payloads_of([coded.get(name, exchanged.averages.get(name)) for name in lot.x])
-        # An average that is dense has the gradient's dtype, and `x` that of the memory.
-        places = [left.x if same or name in coded else None for name, left in lot.x.items()]
-        dense = ops.dense_or_nan(finite, received, places)
-        averages = exchanged.averages | dict(zip(lot.x, dense, strict=True))
-        if not same:
-            averages |= {name: self._like(ops, averages[name], gradients[name]) for name in coded}
-        return averages
+        received = payloads_of([exchanged.received.get(name, exchanged.averages.get(name)) for name in lot.x])
+        dense = ops.dense_or_nan(finite, received, [left.x for left in lot.x.values()])
+        return exchanged.averages | dict(zip(lot.x, dense, strict=True))
+
+    def _cast_back(
+        self, ops: Ops[A], gradients: Mapping[str, A], averages: dict[str, A], after: Mapping[str, dict[str, A]]
+    ) -> None:
+        """Averages in the dtypes of their gradients, and errors with what that takes from them, in the place of those that are there."""
+        dtypes = {name: ops.dtype_of(gradients[name]) for name in after}
+        size = ITEMSIZE[self.state_dtype] if self.error_feedback else 0
+        shorter = [name for name, dtype in dtypes.items() if ITEMSIZE[dtype] < size]
+        xs, errors = [averages[name] for name in shorter], [after[name][ERROR] for name in shorter]
+        cast = ops.cast_each(xs, [dtypes[name] for name in shorter], errors, decay=float(self.error_feedback))
+        for name, x, error in zip(shorter, *cast, strict=True):
+            averages[name], after[name][ERROR] = x, error
+        averages |= {name: ops.cast(averages[name], dtype) for name, dtype in dtypes.items()}
 
     def _next_phase(self, ops: Ops[A], ok: A, shared: Mapping[str, A]) -> dict[str, A]:
         if self.phases == 1:

@@ -229,3 +229,16 @@ def dense_or_nan(ops: Primitives[A], ok: A, received: Sequence[Payload[A]], plac
     for i, x in zip(whole, own, strict=True):
         answers[i] = x
     return answers
+
+
+def cast_each(
+    ops: Primitives[A], xs: Sequence[A], dtypes: Sequence[str], errors: Sequence[A], decay: float
+) -> tuple[list[A], list[A]]:
+    """`Ops.cast_each`, in primitives."""
+    shorter = [ops.cast(x, dtype) for x, dtype in zip(xs, dtypes, strict=True)]
+    after = []
+    for x, y, error in zip(xs, shorter, errors, strict=True):
+        taken = ops.multiply(ops.cast(y, ops.dtype_of(x)), -1.0)
+        lost = ops.multiply(ops.add(x, taken, out=x), decay)
+        after.append(ops.add(error, ops.where(ops.abs(lost) < math.inf, lost, 0.0), out=error))
+    return shorter, after

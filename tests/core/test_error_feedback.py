@@ -1,14 +1,16 @@
 """What is remembered: under a compressor of a user, in its dtype, of clipped gradients, and in steps with an inf or NaN where it is easily lost."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
-from gradwire import Compressor, PowerSGD, Quantize, Sign, Simulator, TwoLevel, WireDtype
+from gradwire import Compressor, PowerSGD, Quantize, Sign, Simulator, TwoLevel, Weighted, WireDtype
+from gradwire.core.algorithm import with_inner
 from gradwire.core.protocol import mean
 from gradwire.core.simulate import NumpyOps, PoisonOps
+from tests.methods import METHODS
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -50,7 +52,7 @@ def test_half_precision_gradients_under_dense_compressors():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("options", [{}, {"half_step": True}, {"square": True}, {"warm_start": False}])
 def test_state_dtype_means_that_all_arithmetic_is_in_that_dtype(dtype, options):
-    """Half-precision gradients with float32 memory: as if they had been float32, except for the result's last rounding."""
+    """Half-precision gradients with float32 memory: as if they had been float32, except for the result's last rounding, which the errors hold."""
     shape, rng = (16, 12), np.random.default_rng(0)
     wide = Simulator(PowerSGD(2, **options), {"w": shape}, replicas=2, dtype="float32")
     half = Simulator(PowerSGD(2, state_dtype="float32", **options), {"w": shape}, replicas=2, dtype=dtype)
@@ -58,12 +60,71 @@ def test_state_dtype_means_that_all_arithmetic_is_in_that_dtype(dtype, options):
         gradients = [{"w": rng.normal(size=shape).astype(dtype)} for _ in range(2)]
         result = half.step(gradients)["w"]
         assert result.dtype.name == dtype
-        np.testing.assert_array_equal(result, wide.step(gradients)["w"].astype(dtype))
+        average = wide.step(gradients)["w"]
+        np.testing.assert_array_equal(result, average.astype(dtype))
         assert half.traffic == wide.traffic
         for a, b in zip(half.states, wide.states, strict=True):
+            b.tensors["w"]["error"] = b.tensors["w"]["error"] + (average - result.astype(np.float32))
             for key in b.tensors["w"]:
                 assert a.tensors["w"][key].dtype == np.float32
                 np.testing.assert_array_equal(a.tensors["w"][key], b.tensors["w"][key])
+
+
+def widened(algorithm, dtype="float32"):
+    """The algorithm with memory of this dtype."""
+    if isinstance(algorithm, Compressor):
+        return replace(algorithm, state_dtype=dtype)
+    return with_inner(algorithm, lambda inner: widened(inner, dtype))
+
+
+def lost(algorithm, dtype, steps, shape=(24, 16), replicas=4):
+    """Of the sum of all mean gradients, the part that is in neither the averages nor the mean error."""
+    simulator, rng = Simulator(algorithm, {"w": shape}, replicas, dtype=dtype), np.random.default_rng(0)
+    total, summed, base = 0.0, 0.0, rng.standard_normal(shape)
+    for _ in range(steps):
+        gradients = (base + rng.standard_normal((replicas, *shape))).astype(dtype)
+        total += simulator.step([{"w": x} for x in gradients])["w"].astype(float)
+        summed += gradients.astype(float).mean(0)
+    error = np.mean([state.tensors["w"]["error"].astype(float) for state in simulator.states], 0)
+    return np.linalg.norm(total + error - summed) / np.linalg.norm(summed)
+
+
+#: Whose averages and errors add up to the gradients; what is said of parameters by name has no other program.
+WHOLE = {
+    name: method.algorithm
+    for name, method in METHODS.items()
+    if isinstance(method.algorithm, Compressor)
+    and not method.algorithm.biased
+    and not name.startswith(("views", "rank_by"))
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", WHOLE)
+def test_of_gradients_in_16_bits_memory_in_32_loses_nothing(name, dtype):
+    algorithm = replace(WHOLE[name], start_step=0)
+    ways = (algorithm,) if name == "int8" else (algorithm, Weighted(algorithm))  # whose maximum counts all alike
+    for each in ways:
+        assert lost(widened(each), dtype, steps=20) < 1e-6
+    assert lost(algorithm, dtype, steps=20) > 1e-5
+
+
+def test_two_levels_lose_what_a_plain_average_within_a_node_rounds_off():
+    found = {"float32": lost(TwoLevel(PowerSGD(2), 2), "float32", 20)}
+    found |= {each: lost(widened(TwoLevel(PowerSGD(2), 2)), each, 20) for each in ("bfloat16", "float16")}
+    assert found["float32"] < 1e-6 < 1e-5 < found["float16"] < found["bfloat16"] < 1e-3
+
+
+def test_an_average_that_overflows_its_dtype_is_inf_and_leaves_a_finite_error():
+    for ops in (NumpyOps(), PoisonOps()):
+        algorithm = Threshold(part=0.7, state_dtype="float32")
+        simulator = Simulator(algorithm, {"w": (2,)}, replicas=2, dtype="float16", ops=ops)
+        found = []
+        for _ in range(3):
+            with np.errstate(over="ignore"):
+                average = simulator.step([{"w": [40000.0, 65504.0]}] * 2)["w"]
+            found.append([*average, *simulator.states[1].tensors["w"]["error"]])
+        assert found == [[0, 65504, 40000, 0], [INF, 65504, 0, 0], [0, 65504, 40000, 0]]
 
 
 SHAPES = {"w": (12, 10), "conv": (8, 3, 4), "b": (12,), "scalar": ()}

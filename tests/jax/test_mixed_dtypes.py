@@ -1,6 +1,7 @@
 """Parameters of one dtype, by which memory is typed, and gradients of another: nothing changes its type from step to step, and what is lost is known."""
 
 import dataclasses
+import itertools
 import re
 import warnings
 from pathlib import Path
@@ -10,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradwire import CompressionWarning, Compressor, PowerSGD, Quantize, Sign, TopK
+from gradwire import CompressionWarning, Compressor, PowerSGD, Quantize, Sign, TopK, TwoLevel
 from gradwire.jax_backend import average_gradients
 from tests.jax.replicas import AXIS
 from tests.methods import METHODS
 
 SHAPES = {"w": (64, 32), "b": (32,)}
 MIXED = [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")]
+DTYPES = ["float32", "bfloat16", "float16"]
 #: Besides what differs from another in its rank alone, and what says something of parameters by name.
 NAMES = [name for name in METHODS if not name.startswith(("rank_1", "rank_4", "rank_deficient", "rank_by", "views"))]
 
@@ -79,12 +81,22 @@ def of_page(row, name):
     return float(cells[list(WIDE).index(name)].strip(" %"))
 
 
+@pytest.mark.parametrize(
+    ("params", "given"),
+    [
+        ("bfloat16", "bfloat16"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in itertools.product(DTYPES, DTYPES)),
+    ],
+)
 @pytest.mark.parametrize("name", WIDE)
-def test_float32_memory_loses_nothing(name):
-    wide = dataclasses.replace(WIDE[name], state_dtype="float32")
-    for algorithm, *dtypes in ((WIDE[name], "float32", "bfloat16"), (wide, "bfloat16", "float32")):
-        assert lost(algorithm, *dtypes) < 1e-5
-    assert of_page("float32, any", name) == of_page('bfloat16, float32, `state_dtype="float32"`', name) == 0
+def test_float32_memory_loses_nothing(request, name, params, given):
+    if "float16" in (params, given):
+        request.getfixturevalue("float16_in_jax")
+    algorithm = dataclasses.replace(WIDE[name], state_dtype="float32")
+    assert lost(algorithm, params, given) < 1e-5
+    if params == "float32":  # which is what memory is then of
+        assert lost(WIDE[name], params, given) < 1e-5
+    assert of_page("float32, any", name) == of_page('any, `state_dtype="float32"`', name) == 0
 
 
 @pytest.mark.parametrize("name", WIDE)
@@ -95,10 +107,16 @@ def test_memory_of_16_bits_loses_what_the_page_says(name):
         found = 100 * lost(WIDE[name], "bfloat16", "float32")
     assert len(said) == 1
     same = 100 * lost(WIDE[name], "bfloat16", "bfloat16")
-    wide = 100 * lost(dataclasses.replace(WIDE[name], state_dtype="float32"), "bfloat16", "bfloat16")
-    rows = ("bfloat16, float32", "bfloat16, bfloat16", 'bfloat16, bfloat16, `state_dtype="float32"`')
-    for row, x in zip(rows, (found, same, wide), strict=True):
+    for row, x in zip(("bfloat16, float32", "bfloat16, bfloat16"), (found, same), strict=True):
         assert 1 / 3 < x / of_page(row, name) < 3, row
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.slow
+def test_two_levels_lose_what_a_plain_average_within_a_node_rounds_off(name):
+    algorithm = TwoLevel(dataclasses.replace(WIDE[name], state_dtype="float32"), 2)
+    found = 100 * lost(algorithm, "bfloat16", "bfloat16")
+    assert 1 / 3 < found / of_page('bfloat16, bfloat16, `state_dtype="float32"`, `TwoLevel`', name) < 3
 
 
 def test_memory_as_wide_as_its_gradient_warns_of_nothing():

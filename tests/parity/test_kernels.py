@@ -164,6 +164,7 @@ DONATE = (
     *("scale_each, first", "scale_each, last"),
     *(f"{name}, {kind}{how}" for name in ("errors_after", "dense_or_nan") for kind in PAYLOADS for how in ENDS),
     "errors_after, computed before",
+    *("cast_each, arrays", "cast_each, errors"),
     *("scatter_add", "scatter_add, several", "scatter_add, columns", "scatter_add, nothing"),
 )
 
@@ -200,6 +201,16 @@ def received(kind, ok):
         return ops.dense_or_nan(ok(ops, batch), payloads, [ops.add(v, 0.0), x])[1]
 
     return kernel
+
+
+def in_16_bits(ops, x, y, v, **rest):
+    """Two float32 arrays, of which one overflows in some places, and their errors, with a decay."""
+    xs, errors = (
+        [ops.cast(v, "float32") * 1.001, ops.cast(x, "float32") * 1e5],
+        [ops.cast(v, "float32"), ops.cast(y, "float32")],
+    )
+    with np.errstate(over="ignore"):
+        return ops.cast_each(xs, ["bfloat16", "float16"], [ops.add(each, 1.0) for each in errors], decay=0.5)
 
 
 def no_positions(ops):
@@ -424,6 +435,8 @@ KERNELS = {
     **{f"errors_after, {kind}, not finite": left_of(kind, false) for kind in ("dense", "low rank", "coded")},
     **{f"errors_after, {kind}, decay": left_of(kind, true, 0.5) for kind in PAYLOADS},
     "errors_after, computed before": left_of("low rank", true, 0.5, early=True),
+    "cast_each, arrays": lambda ops, **given: in_16_bits(ops, **given)[0][1],
+    "cast_each, errors": lambda ops, **given: in_16_bits(ops, **given)[1][1],
     **{f"dense_or_nan, {kind}": received(kind, true) for kind in PAYLOADS},
     **{f"dense_or_nan, {kind}, not finite": received(kind, false) for kind in PAYLOADS},
 }  # fmt: skip

@@ -6,7 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from gradwire import AllReduce, PowerSGD, plan
+from gradwire import AllReduce, PowerSGD, Quantize, Sign, TopK, plan
 from gradwire.torch_backend import DataParallel
 from tests.torch.compare import gradients, relative, same_bits, weights
 from tests.torch.models import Branches, Checkpointed, Layers, Loss, branching_loss, loss_on, mlp
@@ -277,6 +277,20 @@ def test_memory_in_bfloat16_goes_on_bit_for_bit(alone):
     states = [each.rank_state_dict()["tensors"] for _, each in runs]
     assert same_bits(*states)
     assert {x.dtype for memory in states[0].values() for x in memory.values()} == {torch.bfloat16}
+
+
+@pytest.mark.usefixtures("both_branches")
+@pytest.mark.parametrize(
+    "algorithm", [PowerSGD(2), PowerSGD(2, half_step=True), Quantize("int4"), TopK(4, per=64), Sign()], ids=repr
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+def test_memory_in_float32_loses_nothing_of_gradients_in_16_bits(alone, algorithm, dtype):
+    ddp, handle = hooked(mlp(40, 36, 28).to(dtype), replace(algorithm, state_dtype="float32"), alone)
+    trace = train(ddp, loss_on(40, dtype=dtype, spread=1.0), 30)
+    given, local = ([each["0.weight"].double() for each in steps] for steps in (trace.given, trace.local))
+    error = handle.rank_state_dict()["tensors"]["0.weight"]["error"]
+    assert error.dtype == torch.float32
+    assert relative(sum(given) + error, sum(local)) < 1e-5
 
 
 def test_a_state_is_a_copy_and_so_is_what_is_loaded(alone):
