@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from gradwire.core.algorithm import State
+from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.coder import Coder
 from gradwire.core.codecs.options import Quantizer
 from gradwire.core.ops import A, Ops
+from gradwire.core.protocol import watch
 from gradwire.core.protocol.programs import Collective, Program, Request, ask, relayed
 from gradwire.core.text.wording import configured
 
@@ -67,7 +69,11 @@ class WireDtype(Quantizer, Wrapper):
     ) -> tuple[dict[str, A], State[A]]:
         """A step of the inner algorithm, with quantized payloads. Arguments and results are those of `Algorithm.step`."""
         program = self.algorithm.step(self._kernels(ops), gradients, state, step)
-        return await self.carried(ops, program, next(iter(gradients), ""), step)
+        averages, after = await self.carried(ops, program, next(iter(gradients), ""), step)
+        if levels_of(self.algorithm) is not None and not state.tensors:
+            # Codes of a part of the replicas differ between parts, and were not looked at.
+            await watch(*averages.values())
+        return averages, after
 
     def _kernels(self, ops: Ops[A]) -> Ops[A]:
         return ops if isinstance(self._codec, Cast) else ops.unbundled()

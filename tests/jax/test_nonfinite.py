@@ -37,6 +37,7 @@ def bits(state):
         pytest.param(WireDtype(AllReduce(), "e3m0"), "shard_map", marks=pytest.mark.slow),
         pytest.param(WireDtype(PowerSGD(2, start_step=9), "float16"), "vmap", marks=pytest.mark.slow),
         pytest.param(TwoLevel(WireDtype(AllReduce(), "int8"), 2), "shard_map", marks=pytest.mark.slow),
+        (WireDtype(TwoLevel(AllReduce(), 2), "int8"), "shard_map"),
     ],
     ids=repr,
 )
