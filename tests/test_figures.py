@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import gradwire
+from benchmarks.advice.readme import read as read_advice
 from benchmarks.shapes import gpt
-from gradwire.core.advise.advice import MethodAdvice
 from tests.launch import ROOT
 
 DOCS = ROOT / "docs"
@@ -75,10 +75,9 @@ def test_the_readme_says_what_a_gpu_took() -> None:
 
 def test_the_advice_is_the_one_that_was_measured() -> None:
     """And sends what its methods send today."""
-    measured = results("advice-readme")["advice"]
-    advice = gradwire.Advice(**{**measured, "methods": tuple(MethodAdvice(**m) for m in measured["methods"])})
+    advice = read_advice(results("advice-readme")["advice"])
     assert f"```\n{advice}\n```" in re.sub(r"```text .*", "```", (DOCS / "choosing.md").read_text())
-    for method in measured["methods"]:
+    for method in results("advice-readme")["advice"]["methods"]:
         name = method["algorithm"]
         planned = gradwire.plan(
             gpt(), gradwire.AllReduce() if name == "plain" else eval(name, vars(gradwire)), world_size=2
@@ -93,6 +92,9 @@ def test_pages_show_the_figures_of_the_frontier(monkeypatch: pytest.MonkeyPatch)
     for page in pages.PAGES:
         text = (ROOT / page).read_text()
         assert pages.filled(text, found) == text, f"{page} is not what `--only pictures` makes of frontier.json"
+    evidence, known = (importlib.import_module(n) for n in ("frontier.evidence", "gradwire.core.advise.evidence"))
+    assert evidence.source(found) == known.SOURCE
+    assert evidence.differences(found["methods"]) == known.MEASURED
     kept = pages.filled("a\n<!-- frontier: which -->\nold\n<!-- end -->\nb\n", found)
     assert re.fullmatch(r"a\n<!-- frontier: which -->\n\n\| a link of \|(?s:.*)\|\n\n<!-- end -->\nb\n", kept)
     assert "old" not in kept

@@ -23,7 +23,8 @@ from lab import PORT, Lab, obstacle  # noqa: E402
 from measuring import save  # noqa: E402
 
 from gradwire import Advice  # noqa: E402
-from gradwire.core.advise.advice import MethodAdvice  # noqa: E402
+from gradwire.core.advise.advice import Choice, MethodAdvice  # noqa: E402
+from gradwire.core.advise.losses import LossDifference  # noqa: E402
 
 RESULT = HERE.parent / "results" / "advice-readme.json"
 MODEL = """
@@ -40,7 +41,11 @@ BLOCK = re.compile(r"(?ms)^(```text[^\n]*\n)[\d.]+ MB of gradients.*?(?=\n```$)"
 
 def read(data: dict[str, Any]) -> Advice:
     """The advice that `gradwire advise --json` has printed."""
-    return Advice(**{**data, "methods": tuple(MethodAdvice(**method) for method in data["methods"])})
+    methods = [{**m, "loss": m["loss"] and LossDifference(**m["loss"])} for m in data["methods"]]
+    return Advice(
+        *(data["model_bytes"], data["network"], tuple(MethodAdvice(**method) for method in methods)),
+        *(tuple(Choice(**choice) for choice in data["choices"]), data["losses"]),
+    )
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import pickle
 import statistics
@@ -26,8 +27,8 @@ import gradwire.torch_backend as gw
 from gradwire.advising import method_costs, model_specs, step_compute
 from gradwire.core.advise.advice import PLAIN, Advice, default_methods, name_of, weigh
 from gradwire.core.advise.cost import Cost
-from gradwire.core.advise.quality import QUALITIES, quality_of
 from gradwire.core.advise.timeline import Compute
+from gradwire.core.local_sgd.algorithm import LocalSGD
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from advice.models import MODELS, train_step
@@ -39,9 +40,8 @@ HOPELESS = 3.0
 
 
 def methods() -> list[Any]:
-    """Those that an advice may recommend."""
-    worst = QUALITIES.index("feedback")
-    return [algorithm for algorithm in default_methods() if QUALITIES.index(quality_of(algorithm)) <= worst]
+    """Those of an advice that average in each step."""
+    return [algorithm for algorithm in default_methods() if not isinstance(algorithm, LocalSGD)]
 
 
 def calibrated(name: str, model: nn.Module, probe: Any, folder: Path) -> tuple[Compute, list[tuple[Any, Cost]]]:
@@ -132,7 +132,7 @@ def main() -> None:
         slowest: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(slowest, (compute, costs))
         compute, costs = max(slowest, key=lambda own: own[0].seconds)
-        advice = weigh(costs, model_specs(model, "torch"), probe, compute)
+        advice = weigh(costs, model_specs(model, "torch"), probe, compute, (math.inf,))  # by time alone
         best = min(method.step for method in advice.methods)
         times = {}
         for algorithm in methods():

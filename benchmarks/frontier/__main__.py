@@ -11,7 +11,8 @@ Stages:
   (torch, the first seed); an outer one in the same way where there is an outer optimizer; then all seeds in torch with it, and the first in JAX. Every finished run is in benchmarks/results/frontier.json, and is not done again unless its
   configuration has changed.
 - times: steps of all methods in turn, on two processes or devices of this machine.
-- pictures: docs/frontier-bytes.png, docs/frontier-time.png, and the figures between marks in README.md, docs/frontier.md and docs/methods.md.
+- pictures: docs/frontier-bytes.png, docs/frontier-time.png, the figures between marks in README.md, docs/frontier.md and docs/methods.md, and core/advise/evidence.py, by
+  which `gradwire advise` weighs losses.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE.parent), str(ROOT / "examples")]
+from frontier.evidence import write  # noqa: E402
 from frontier.pages import fill  # noqa: E402
 from frontier.pictures import draw  # noqa: E402
 from frontier.reading import timed  # noqa: E402
@@ -196,6 +198,7 @@ def main() -> None:
             raise SystemExit(f"{args.output} has no trained methods, or no times; leave --only out and both are done")
         for path in draw(results.methods, results.settings, args.pages / "docs"):
             console.print(f"drawn: {path}", highlight=False)
+        write(results.content, args.pages)
         for path in fill(results.content, args.pages):
             console.print(f"filled: {path}", highlight=False)
 

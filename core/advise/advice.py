@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradwire.core.advise.cost import Cost
+from gradwire.core.advise.losses import LIMITS, LossDifference, Losses, known_losses
 from gradwire.core.advise.probe import ALL, BETWEEN, Probe
-from gradwire.core.advise.quality import QUALITIES, LossDifference, MeasuredLosses, quality_of
 from gradwire.core.advise.timeline import Compute, exposed, seconds_of, waiting
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.algorithms.power_sgd import PowerSGD
@@ -33,7 +33,7 @@ PLAIN = AllReduce()
 
 
 def default_methods(per_node: int = 1) -> list[Any]:
-    """What is compared unless others are asked for, where so many replicas share a node (of several)."""
+    """What is compared unless others are asked for, where so many replicas share a node (of several): methods whose losses were measured (docs/frontier.md)."""
     int8, factors = WireDtype(PLAIN, "int8"), WireDtype(PowerSGD(16), "int8")
     levels = [TwoLevel(method, per_node) for method in (PLAIN, int8, factors) if per_node > 1]
     return [
@@ -42,13 +42,14 @@ def default_methods(per_node: int = 1) -> list[Any]:
         int8,
         Quantize("int4"),
         factors,
-        PowerSGD(4),
+        WireDtype(PowerSGD(16), "int4"),
+        WireDtype(PowerSGD(4), "int8"),
         *levels,
-        TopK(64),
+        TopK(64, per=(64, 64)),
         Sign(),
-        LocalSGD(8),
-        diloco(100),
-        diloco(100, overlap=10, compressor=WireDtype(PLAIN, "int4")),
+        LocalSGD(30),
+        diloco(30, fragments=3, overlap=5),
+        diloco(30, compressor=WireDtype(PLAIN, "e3m0")),
     ]
 
 
@@ -65,8 +66,7 @@ class MethodAdvice:
         hidden: communication that overlaps with computing.
         wire_bytes: what is sent, in the unit of a plan.
         memory_bytes: what the method keeps from step to step.
-        quality: its class, see `gradwire.core.advise.quality`.
-        loss: how its held-out loss differed from that of plain averages, where that was measured.
+        loss: how its held-out loss differs from that of plain averages, where that is known.
     """
 
     algorithm: str
@@ -77,8 +77,22 @@ class MethodAdvice:
     hidden: float
     wire_bytes: float
     memory_bytes: int
-    quality: str
     loss: LossDifference | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to take if the loss may be higher by so much.
+
+    Attributes:
+        loss: in parts of that of plain averages.
+        recommended: the algorithm of a method.
+        reason: why, in a sentence or two.
+    """
+
+    loss: float
+    recommended: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -87,29 +101,35 @@ class Advice:
 
     Examples:
         >>> from gradwire import Advice
-        >>> from gradwire.core.advise.advice import MethodAdvice
-        >>> plain = MethodAdvice("plain", 0.9, 0.2, 0.0, 0.7, 0.0, 1e8, 0, "exact")
-        >>> advice = Advice(10**8, "2 replicas", (plain,), "feedback", "plain", "nothing is faster.")
-        >>> advice.method("plain").step, advice.as_dict()["recommended"]
+        >>> from gradwire.core.advise.advice import Choice, MethodAdvice
+        >>> plain = MethodAdvice("plain", 0.9, 0.2, 0.0, 0.7, 0.0, 1e8, 0)
+        >>> advice = Advice(10**8, "2 replicas", (plain,), (Choice(0.01, "plain", "nothing is faster."),), "one small model")
+        >>> advice.method("plain").step, advice.recommended
         (0.9, 'plain')
 
     Attributes:
         model_bytes: of all gradients of a replica.
         network: the first line of the probe.
         methods: in the order in which they were asked for, plain averages first.
-        allowed: the worst class of quality among which one is recommended.
-        recommended: the algorithm of one of them.
-        reason: why, in a sentence or two.
-        losses: where those come from by which methods were weighed; "": classes of quality were.
+        choices: what to take, for each limit of the loss, the least first.
+        losses: where the losses come from by which methods were weighed.
     """
 
     model_bytes: int
     network: str
     methods: tuple[MethodAdvice, ...]
-    allowed: str
-    recommended: str
-    reason: str
-    losses: str = ""
+    choices: tuple[Choice, ...]
+    losses: str
+
+    @property
+    def recommended(self) -> str:
+        """The method to take at the least of the limits."""
+        return self.choices[0].recommended
+
+    @property
+    def reason(self) -> str:
+        """Why that one."""
+        return self.choices[0].reason
 
     def method(self, algorithm: str) -> MethodAdvice:
         """What is expected of one method, by its name in the table: "plain", "PowerSGD(rank=4)". Raises KeyError if it was not compared."""
@@ -120,31 +140,39 @@ class Advice:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dictionaries, lists, numbers and strings, for JSON; times in seconds, sizes in bytes."""
-        return asdict(self)
+        return asdict(self) | {"recommended": self.recommended, "reason": self.reason}
 
     def __str__(self) -> str:
         """The table, and the recommendation below. The step alone is the same for all methods, and stands above. Long names have lines of their own."""
         above = f"{size_of(self.model_bytes)} of gradients, {self.network}; a step alone takes {time_of(self.methods[0].compute)}"
-        if self.losses:
-            above += f". Loss to plain averages: {self.losses}"
-        rows = [["", "step", "compress", "wait", "overlap", "sent", "memory", "loss" if self.losses else "quality"]]
+        above += f". Loss to plain averages: {self.losses}"
+        rows = [["", "step", "compress", "wait", "overlap", "sent", "memory", "loss"]]
         for m in self.methods:
             times = map(time_of, (m.step, m.compression, m.exposed, m.hidden))
             mark = "→ " if m.algorithm == self.recommended else "  "
-            rows.append([mark + m.algorithm, *times, size_of(m.wire_bytes), size_of(m.memory_bytes), self._quality(m)])
+            loss = "" if m.algorithm == "plain" else str(m.loss or "unknown")
+            rows.append([mark + m.algorithm, *times, size_of(m.wire_bytes), size_of(m.memory_bytes), loss])
         widths = [max(len(row[i]) for row in rows) for i in range(1, 7)]
         table = []
         for name, *cells in rows:
             if len(name) > SHORT_NAME:
                 table.append(name)
             numbers = " ".join(map(str.rjust, cells, widths))
-            table.append(f"{name if len(name) <= SHORT_NAME else '':<{SHORT_NAME}} {numbers} {cells[-1]}")
-        heading = "Leave it:" if self.recommended == "plain" else f"Take {self.recommended}:"
-        return "\n".join([textwrap.fill(above, WIDTH), *table, "", textwrap.fill(f"{heading} {self.reason}", WIDTH)])
+            table.append(f"{name if len(name) <= SHORT_NAME else '':<{SHORT_NAME}} {numbers} {cells[-1]}".rstrip())
+        return "\n".join([textwrap.fill(above, WIDTH), *table, "", *self._said()])
 
-    def _quality(self, method: MethodAdvice) -> str:
-        unknown = "" if method.algorithm == "plain" else "unknown"
-        return str(method.loss or unknown) if self.losses else method.quality
+    def _said(self) -> list[str]:
+        """The choices as they are printed. Those that are equal have one reason."""
+        lines, several = [], len({choice.recommended for choice in self.choices}) > 1
+        for before, choice in zip([None, *self.choices], self.choices, strict=False):
+            within = f"Within {100 * choice.loss:g} %"
+            if before is None or before.recommended != choice.recommended:
+                take = "leave it" if choice.recommended == "plain" else f"take {choice.recommended}"
+                heading = f"{within} of the loss {take}" if several else take[0].upper() + take[1:]
+                lines.append(textwrap.fill(f"{heading}: {choice.reason}", WIDTH))
+            elif several:
+                lines.append(f"{within}: the same.")
+        return lines
 
 
 def name_of(algorithm: Any) -> str:
@@ -184,7 +212,6 @@ def predict(algorithm: Any, cost: Cost, compute: Compute, probe: Probe, total: i
         hidden,
         cost.per_step(sum(message.nbytes for message in cost.messages)),
         cost.memory_bytes,
-        quality_of(algorithm),
     )
 
 
@@ -193,51 +220,48 @@ def weigh(
     specs: Mapping[str, Spec],
     probe: Probe,
     compute: Compute,
-    allowed: str = "feedback",
-    measured: MeasuredLosses | None = None,
+    limits: Sequence[float] = LIMITS,
+    losses: Losses | None = None,
 ) -> Advice:
-    """Predict a step of each method, and recommend one.
+    """Predict a step of each method, and recommend one for each limit.
 
-    Of the methods of allowed quality it is the best class that has one within 5 % of the fastest; of that class the fastest. So plain averages stay where they
-    are as fast as anything. Where losses were measured, those are allowed that are near enough to plain averages, and the least loss is the best.
+    Of the methods whose loss is surely within the limit it is the one of least loss within 5 % of the fastest. So plain averages stay where they are as fast as
+    anything.
 
     Args:
         costs: algorithms and what they cost, plain averages among them.
         specs: of the gradients.
         probe: the network.
         compute: a step of one replica alone.
-        allowed: the worst class to recommend.
-        measured: losses that are weighed instead of classes.
+        limits: by how much the loss may be higher than that of plain averages, in parts of it, the least first.
+        losses: of methods. None: those that are known, see `gradwire.core.advise.losses.known_losses`.
 
     Raises:
         ValueError: no cost of plain averages.
     """
     total = sum(spec.nbytes for spec in specs.values())
-    found = tuple(predict(algorithm, cost, compute, probe, total) for algorithm, cost in costs)
-    if not any(method.algorithm == "plain" for method in found):
+    if losses is None:
+        losses = known_losses({name_of(algorithm): algorithm for algorithm, _ in costs})
+    predicted = [predict(algorithm, cost, compute, probe, total) for algorithm, cost in costs]
+    if not any(method.algorithm == "plain" for method in predicted):
         raise ValueError("costs lack AllReduce(), with which all others are compared")
-    if measured is not None:
-        found = tuple(replace(method, loss=measured.methods.get(method.algorithm)) for method in found)
-    chosen, reason = _recommend(found, allowed, measured)
-    source = "" if measured is None else measured.source
-    return Advice(total, probe.network, found, allowed, chosen.algorithm, reason, source)
+    found = tuple(
+        method if method.algorithm == "plain" else replace(method, loss=losses.methods.get(method.algorithm))
+        for method in predicted
+    )
+    choices = tuple(_recommend(found, limit, losses) for limit in limits)
+    return Advice(total, probe.network, found, choices, losses.source)
 
 
-def _recommend(
-    methods: Sequence[MethodAdvice], allowed: str, measured: MeasuredLosses | None
-) -> tuple[MethodAdvice, str]:
+def _recommend(methods: Sequence[MethodAdvice], limit: float, losses: Losses) -> Choice:
     plain = next(method for method in methods if method.algorithm == "plain")
-    if measured is None:
-        eligible = [method for method in methods if QUALITIES.index(method.quality) <= QUALITIES.index(allowed)]
-        which = f"of class {allowed!r} or better"
-    else:
-        eligible = [method for method in methods if method is plain or measured.allows(method.algorithm)]
-        which = f"whose loss is surely within {100 * measured.worse:g} % of theirs"
+    eligible = [m for m in methods if m is plain or (m.loss is not None and m.loss.bound <= limit)]
     fastest = min(eligible, key=lambda method: method.step)
     near = [method for method in eligible if method.step <= EQUAL * fastest.step]
-    chosen = min(near, key=lambda method: (_rank(method, measured), method.step))
+    chosen = min(near, key=lambda method: (_rank(method), method.step))
     if chosen is plain:
-        return plain, _leave_it(plain, fastest, which)
+        which = f"whose loss is surely within {100 * limit:g} % of theirs"
+        return Choice(limit, "plain", _leave_it(plain, fastest, which))
     reason = (
         f"a step takes {time_of(chosen.step)}, and {time_of(plain.step)} with plain averages, {plain.step / chosen.step:.1f} times as long. They wait "
         f"{time_of(plain.exposed)} for {size_of(plain.wire_bytes)}; this waits {time_of(chosen.exposed)} for {size_of(chosen.wire_bytes)} and "
@@ -245,16 +269,23 @@ def _recommend(
     )
     if fastest is not chosen:
         reason += f" {fastest.algorithm} is as fast, and further from plain averages."
-    if measured is None or chosen.loss is None:
-        return chosen, f"{reason} {WATCH[chosen.quality]}"
-    rate = "" if chosen.loss.rate == 1 else f", with {chosen.loss.rate:g} times your learning rate"
-    return chosen, f"{reason} Its loss was {chosen.loss} from theirs{rate}."
+    loss = chosen.loss
+    assert loss is not None  # or it would not be eligible
+    if loss.by_kind:
+        return Choice(
+            limit, chosen.algorithm, f"{reason} It only rounds, which counts as no loss, and has nothing to tune."
+        )
+    rate = "" if loss.rate == 1 else f", with {loss.rate:g} times your learning rate"
+    where = "" if losses.own else " there. Yours may differ: `gradwire compare`, for as long as you can"
+    return Choice(limit, chosen.algorithm, f"{reason} {_said_of(loss)}{rate}{where}.")
 
 
-def _rank(method: MethodAdvice, measured: MeasuredLosses | None) -> float:
-    """What does least to training comes first. Plain averages stay before a loss that is measured as no worse than theirs."""
-    if measured is None:
-        return QUALITIES.index(method.quality)
+def _said_of(loss: LossDifference) -> str:
+    return f"Its loss was {100 * loss.difference:+.1f} % from theirs, at most {100 * loss.bound:+.1f}"
+
+
+def _rank(method: MethodAdvice) -> float:
+    """What does least to the loss comes first. Plain averages stay before a loss that is no worse than theirs."""
     return -1.0 if method.loss is None else max(0.0, method.loss.difference)
 
 
@@ -267,12 +298,3 @@ def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, which: str) -> str:
             "others save less than they take to compute and to send more messages."
         )
     return f"plain averages are within 5 % of the fastest, {fastest.algorithm} ({time_of(fastest.step)} and {time_of(plain.step)})."
-
-
-WATCH = {
-    "exact": "Its averages are the plain ones.",
-    "rounded": "It has nothing to tune.",
-    "feedback": "Compare the loss with plain averages for as long as you will train: gaps grow with the length (`gradwire compare`).",
-    "lossy": "What it does not send is lost: compare the loss with plain averages.",
-    "local": "It is another way to train: tune its period and rates.",
-}

@@ -387,7 +387,7 @@ class Compressor(abc.ABC):
     ) -> None:
         """Averages in the dtypes of their gradients, and errors with what that takes from them, in the place of those that are there."""
         dtypes = {name: ops.dtype_of(gradients[name]) for name in after}
-        size = ITEMSIZE[self.state_dtype] if self.error_feedback else 0
+        size = ITEMSIZE[str(self.state_dtype)] if self.error_feedback else 0
         shorter = [name for name, dtype in dtypes.items() if ITEMSIZE[dtype] < size]
         xs, errors = [averages[name] for name in shorter], [after[name][ERROR] for name in shorter]
         cast = ops.cast_each(xs, [dtypes[name] for name in shorter], errors, decay=float(self.error_feedback))

@@ -6,18 +6,18 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from gradwire.core.advise.advice import PLAIN, Advice, default_methods, weigh
 from gradwire.core.advise.compare.comparison import Comparison
 from gradwire.core.advise.cost import Cost
+from gradwire.core.advise.losses import Losses, limits_of
 from gradwire.core.advise.probe import Probe
-from gradwire.core.advise.quality import QUALITIES, MeasuredLosses
 from gradwire.core.advise.timeline import Compute
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import CompressionWarning
 from gradwire.core.plan.parameters import specs_of
-from gradwire.core.text.options import Names, Positive, at_least, checked
+from gradwire.core.text.options import Positive, checked
 
 
 @checked
@@ -27,10 +27,9 @@ def advise(
     step: Positive | Compute | Callable[[], Any],
     *,
     algorithms: Sequence[Any] | None = None,
-    quality: Annotated[str, Names(QUALITIES)] = "feedback",
+    loss: float | str | None = None,
     costs: Sequence[tuple[Any, Cost]] | None = None,
     comparison: Comparison | str | Path | None = None,
-    worse: Annotated[float, at_least(0)] = 0.02,
 ) -> Advice:
     """Whether compression helps here, and which.
 
@@ -45,10 +44,11 @@ def advise(
         probe: of `gradwire.torch_backend.probe`, `gradwire.jax_backend.probe` or `gradwire probe`; or the file.
         step: seconds of a step of one replica alone, forward, backward and optimizer, on this device; or a function that does one.
         algorithms: what to compare with plain averages. None: those of the `comparison`, or `gradwire.core.advise.advice.default_methods()`.
-        quality: the worst class to recommend: "exact", "rounded", "feedback", "lossy" or "local". All are shown.
+        loss: by how much a method's held-out loss may be higher than that of plain averages, in parts of it: "1%", or 0.01. What counts is the bound below which it is
+            with 90 % confidence: by the `comparison`; without one by kind, of methods that only round, or on one small model (docs/frontier.md), which the
+            advice names. None: one method for each of 0.5, 2 and 5 %.
         costs: as measured before, by `method_costs`. None: they are measured now.
-        comparison: what `gradwire.compare` has found on this model with as many replicas, or its file: losses are weighed instead of classes.
-        worse: with a `comparison`, by how much a method's loss may be higher than that of plain averages, in parts of it, at the far end of its interval.
+        comparison: what `gradwire.compare` has found on this model with as many replicas, or its file.
 
     Raises:
         TypeError: `model` has no parameters.
@@ -60,23 +60,26 @@ def advise(
     specs = model_specs(model, known.framework)
     if not specs:
         raise TypeError("model has no parameters, so nothing is sent")
-    measured = None
+    try:
+        limits, losses = limits_of(loss), None
+    except ValueError as error:
+        raise ValueError(f"loss={error}") from error
     if comparison is not None:
-        found, measured = measured_losses(comparison, specs, known, worse)
+        found, losses = compared_losses(comparison, specs, known)
         algorithms = found if algorithms is None else algorithms
     if costs is None:
         costs = method_costs(specs, known, algorithms)
-    return weigh(costs, specs, known, step_compute(step, known.framework), quality, measured)
+    return weigh(costs, specs, known, step_compute(step, known.framework), limits, losses)
 
 
-def measured_losses(
-    comparison: Comparison | str | Path, specs: Mapping[str, Spec], probe: Probe, worse: float
-) -> tuple[Sequence[Any], MeasuredLosses]:
+def compared_losses(
+    comparison: Comparison | str | Path, specs: Mapping[str, Spec], probe: Probe
+) -> tuple[Sequence[Any], Losses]:
     """The methods of a comparison, and what it says of them. Raises as `advise`."""
     found = comparison if isinstance(comparison, Comparison) else Comparison.load(comparison)
     where = "comparison" if isinstance(comparison, Comparison) else f"comparison {comparison}"
     try:
-        return found.algorithms, found.losses(specs, probe.replicas, worse)
+        return found.algorithms, found.losses(specs, probe.replicas)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
@@ -95,9 +98,17 @@ def method_costs(
         chosen = [PLAIN, *(a for a in algorithms if a != PLAIN)]
     chosen = [a.on_nodes_of(each) if hasattr(a, "on_nodes_of") else a for a in chosen]
     measure = _backend(probe.framework, "advise.method_cost").method_cost
+    costs = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CompressionWarning)
-        return [(algorithm, measure(algorithm, specs, probe.replicas)) for algorithm in progress(chosen)]
+        for algorithm in progress(chosen):
+            try:
+                costs.append((algorithm, measure(algorithm, specs, probe.replicas)))
+            except ValueError:
+                if algorithms is not None:
+                    raise
+                # Nobody has asked for it: a small model has no layers for its fragments.
+    return costs
 
 
 def step_compute(step: float | Compute | Callable[[], Any], framework: str) -> Compute:

@@ -146,10 +146,10 @@ def test_an_advice_weighs_what_was_compared(folder, capsys):
         Probe("torch", "cpu", replicas, 1, (level,)).save(folder / f"{replicas}.json")
     (folder / "shapes.json").write_text('{"weight": [4, 4], "bias": [4]}')
     (folder / "other.json").write_text('{"weight": [4, 5], "bias": [4]}')
-    options = ("--step-ms", "1", "--compare", "comparison.json", "--worse", "1e9")
+    options = ("--step-ms", "1", "--compare", "comparison.json", "--loss", "1e9%")
     found = json.loads(run(capsys, "advise", "shapes.json", "--probe", "2.json", *options, "--json"))
     assert [method["algorithm"] for method in found["methods"]] == ["plain", "Sign()", "LocalSGD(period=4)"]
-    # A message of a second in four steps; and its class would not be allowed.
+    # A message of a second in four steps.
     assert found["recommended"] == "LocalSGD(period=4)"
     assert found["methods"][2]["loss"]["difference"] == told["LocalSGD(period=4)"]["difference"]
     assert "some_training:make, 12 steps, 2 seeds" in found["losses"]

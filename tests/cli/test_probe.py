@@ -60,13 +60,14 @@ def test_an_advice_from_a_probe(probed, tmp_path, capsys, monkeypatch):
     assert data["methods"][1]["wire_bytes"] == (512 + 256) * 4 * 4 + 2048
     assert data["methods"][0]["compute"] == pytest.approx(6000)
     data = json.loads(run(capsys, "advise", "model.safetensors", *options[:2], "--step-ms", "180", "--json"))
-    assert {"plain", "PowerSGD(rank=4)"} <= {method["algorithm"] for method in data["methods"]}
+    assert {"plain", "Sign()"} <= {method["algorithm"] for method in data["methods"]}
+    assert [choice["loss"] for choice in data["choices"]] == [0.005, 0.02, 0.05]
     measured = ["--measure", "some_training:train_step", "-a", "Sign()"]
     assert "Sign()" in run(capsys, "advise", "some_training:build", *options[:2], *measured)
     given = {"probe": probed[0], "step": 600.0, "algorithms": [gradwire.PowerSGD(2)]}
-    assert gradwire.advise(torch.nn.Linear(64, 64), **given, quality="exact").recommended == "plain"
-    with pytest.raises(ValueError, match="'best'"):
-        gradwire.advise(torch.nn.Linear(64, 64), **given, quality="best")
+    assert gradwire.advise(torch.nn.Linear(64, 64), **given, loss=0).recommended == "plain"
+    with pytest.raises(ValueError, match="loss='best'"):
+        gradwire.advise(torch.nn.Linear(64, 64), **given, loss="best")
 
 
 TRAINING = """

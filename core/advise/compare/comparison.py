@@ -16,7 +16,7 @@ from gradwire.core.advise.advice import PLAIN, WIDTH, name_of
 from gradwire.core.advise.compare.runs import Run, Runs, described
 from gradwire.core.advise.compare.schedule import doubts, ready_at, warm_up
 from gradwire.core.advise.compare.verdicts import Verdict, verdict
-from gradwire.core.advise.quality import LossDifference, MeasuredLosses
+from gradwire.core.advise.losses import LossDifference, Losses
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import CompressionWarning
 from gradwire.core.plan.dry_run import size_of
@@ -110,8 +110,8 @@ class Comparison:
         name, factor = name_of(algorithm), self.factor(algorithm)
         return {run.seed: run for run in self.runs.done.values() if (run.method, run.factor) == (name, factor)}
 
-    def losses(self, specs: Mapping[str, Spec], replicas: int, worse: float) -> MeasuredLosses:
-        """What it says of methods, for a model and so many replicas; of which a method may be `worse`.
+    def losses(self, specs: Mapping[str, Spec], replicas: int) -> Losses:
+        """What it says of methods, for a model and so many replicas.
 
         Raises:
             ValueError: it is of another model, or of another number of replicas; or has no interval for any method.
@@ -127,14 +127,14 @@ class Comparison:
         found = {}
         for algorithm in self.algorithms:
             verdict, rate = self.verdict(algorithm), self.factor(algorithm)
-            if verdict.margin is not None and rate is not None:
-                found[name_of(algorithm)] = LossDifference(verdict.difference, verdict.margin, rate)
+            if verdict.bound is not None and rate is not None:
+                found[name_of(algorithm)] = LossDifference(verdict.difference, verdict.bound, rate)
         if not found:
             raise ValueError(
                 "it has no interval for any method: compare with --seeds 3, and the --steps that it asks for"
             )
-        return MeasuredLosses(
-            f"{runs.training}, {runs.steps} steps, {len(self.seeds)} seeds (gradwire compare)", found, worse
+        return Losses(
+            f"{runs.training}, {runs.steps} steps, {len(self.seeds)} seeds (gradwire compare)", found, own=True
         )
 
     def notes(self) -> list[str]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-#: Of the intervals.
-CONFIDENCE = 0.95
+#: Of the intervals; and of the bound above which a difference is not.
+CONFIDENCE, ONE_SIDED = 0.95, 0.9
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Verdict:
         difference: of the mean losses, in parts of that of plain averages: 0.01 is 1 % worse.
         margin: half the interval that holds the difference with 95 % confidence; None from one seed, which says nothing of others.
         seeds: how many there were of both.
+        bound: below which the difference is with 90 % confidence, one-sided; None as `margin`.
     """
 
     step: int | None
@@ -35,6 +36,7 @@ class Verdict:
     difference: float = math.nan
     margin: float | None = None
     seeds: int = 0
+    bound: float | None = None
 
     def __str__(self) -> str:
         return self.in_short() + ("" if self.step is None else f", {self.seeds} seed{'s' * (self.seeds != 1)}")
@@ -71,10 +73,11 @@ def verdict(step: int, plain: Sequence[Sequence[float]], method: Sequence[Sequen
     found = Verdict(step, float(losses.mean()), float(differences.mean()), None, seeds)
     if seeds < 2 or windows < 2 or not np.isfinite(differences).all():
         return found
-    return Verdict(step, found.loss, found.difference, margin(differences), seeds)
+    upper = found.difference + margin(differences, 2 * ONE_SIDED - 1)
+    return Verdict(step, found.loss, found.difference, margin(differences), seeds, upper)
 
 
-def margin(differences: npt.NDArray[np.float64]) -> float:
+def margin(differences: npt.NDArray[np.float64], confidence: float = CONFIDENCE) -> float:
     """Half the interval for the mean of (seeds, windows), two of each or more."""
     over_seeds, over_windows = (
         float(differences.mean(axis=1 - axis).var(ddof=1)) / differences.shape[axis] for axis in (0, 1)
@@ -84,7 +87,7 @@ def margin(differences: npt.NDArray[np.float64]) -> float:
         return 0.0
     seeds, windows = differences.shape
     freedom = variance**2 / (over_seeds**2 / (seeds - 1) + over_windows**2 / (windows - 1))
-    return quantile(freedom) * math.sqrt(variance)
+    return quantile(freedom, confidence) * math.sqrt(variance)
 
 
 def quantile(freedom: float, confidence: float = CONFIDENCE) -> float:

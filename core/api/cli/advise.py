@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from gradwire.advising import measured_losses, method_costs, step_compute
+from gradwire.advising import compared_losses, method_costs, step_compute
 from gradwire.cli.models import BadArgument, Model, load_callable
 from gradwire.core.advise.advice import weigh
 from gradwire.core.advise.probe import Probe
@@ -34,9 +34,8 @@ def print_advice(
     step_ms: float | None,
     measure: str | None,
     algorithms: Sequence[Any],
-    quality: str,
+    limits: Sequence[float],
     comparison: str | None,
-    worse: float,
     *,
     as_json: bool,
 ) -> None:
@@ -61,12 +60,10 @@ def print_advice(
         compute = step_compute(step, probe.framework)
     except NoStep as error:
         raise BadArgument(f"--measure {measure!r}: {error}") from error
-    measured = None
+    losses = None
     if comparison is not None:
-        if not 0 <= worse < math.inf:
-            raise BadArgument(f"--worse {worse:g} must be at least 0, and a number")
         try:
-            compared, measured = measured_losses(comparison, model.specs, probe, worse / 100)
+            compared, losses = compared_losses(comparison, model.specs, probe)
         except OSError as error:
             raise BadArgument(f"--compare {comparison}: {error.strerror}; make it with `gradwire compare`") from error
         except ValueError as error:
@@ -76,7 +73,7 @@ def print_advice(
         costs = method_costs(model.specs, probe, algorithms or None, _shown)
     except ValueError as error:
         raise BadArgument(f"--algorithm: {error}") from error
-    advice = weigh(costs, model.specs, probe, compute, quality, measured)
+    advice = weigh(costs, model.specs, probe, compute, limits, losses)
     print(json.dumps(advice.as_dict(), indent=1) if as_json else advice)
 
 

@@ -26,7 +26,7 @@ from gradwire.cli.doctor import run_doctor
 from gradwire.cli.models import BadArgument, load_model
 from gradwire.cli.plan import Link, print_plans
 from gradwire.cli.probe import run_probe
-from gradwire.core.advise.quality import require_quality
+from gradwire.core.advise.losses import limits_of
 from gradwire.core.plan.expressions import NotAnAlgorithm, parse_algorithm
 from gradwire.core.plan.links import RINGS
 from gradwire.core.text import units
@@ -146,26 +146,25 @@ def advise(
         list[str] | None,
         typer.Option("--algorithm", "-a", help="What to compare with plain averages. None: one of each kind."),
     ] = None,
-    quality: Annotated[
-        str, typer.Option(help="The worst class to recommend: exact, rounded, feedback, lossy, local.")
-    ] = "feedback",
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            help="By how much the loss may be higher than that of plain averages: 1%. None: the best at 0.5, 2 and 5 %."
+        ),
+    ] = None,
     compare: Annotated[
         str | None,
         typer.Option(
-            help="What `gradwire compare` has written of this model: its losses are weighed instead of classes."
+            help="What `gradwire compare` has written of this model: its losses are weighed. None: those of one small model."
         ),
     ] = None,
-    worse: Annotated[
-        float,
-        typer.Option(help="With --compare: percent by which a loss may be higher, at the far end of its interval."),
-    ] = 2.0,
     json: Json = False,
 ) -> None:
     """Whether compression helps, and which: predicted steps of all methods, from what they cost on this device, and one recommendation."""
     algorithms = [argument("--algorithm", parse_algorithm, text) for text in algorithm or []]
-    worst = argument("--quality", require_quality, quality)
+    limits = argument("--loss", limits_of, loss) if loss is not None else limits_of(None)
     network = argument("--probe", load_probe, probe)
-    print_advice(load_model(model), network, step_ms, measure, algorithms, worst, compare, worse, as_json=json)
+    print_advice(load_model(model), network, step_ms, measure, algorithms, limits, compare, as_json=json)
 
 
 class _Compare(TyperCommand):
