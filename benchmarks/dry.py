@@ -196,6 +196,9 @@ def _unwritten(func: Any, args: Any, kwargs: Any) -> Any:
 def _moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Bytes that are read and written."""
     moved, writes = 0, False
+    if func._schema.name.split("::")[1] == "index_add_":  # of the rows that something is added to, and no others
+        _, _, index, source = args
+        return _bytes_of(index) + 3 * _bytes_of(source)
     for i, argument in enumerate(func._schema.arguments):
         given = args[i] if i < len(args) else kwargs.get(argument.name)
         nbytes = sum(_bytes_of(x) for x in tree_leaves(given) if isinstance(x, Tensor))

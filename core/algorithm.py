@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -29,19 +29,40 @@ class State(Generic[A]):
     Attributes:
         shared: scalars that concern the whole model, equal on all replicas.
         tensors: parameter name → name of the memory → array. A parameter that is not in it travels uncompressed and has none.
+        model: of a part, the state of all parameters, by which a method may decide what must not depend on the part; None: this is all.
     """
 
     shared: dict[str, A] = field(default_factory=dict)
     tensors: dict[str, dict[str, A]] = field(default_factory=dict)
+    model: State[A] | None = field(default=None, repr=False, compare=False)
+    _found: tuple[tuple[str, ...], dict[Hashable, Any]] = field(default=((), {}), init=False, repr=False, compare=False)
 
     def of(self, names: Mapping[str, Any]) -> State[A]:
         """The part that concerns these parameters, with the shared part. The arrays are the same, the dictionaries new."""
-        return State(dict(self.shared), {n: dict(self.tensors[n]) for n in names if n in self.tensors})
+        own = {n: dict(self.tensors[n]) for n in names if n in self.tensors}
+        return State(dict(self.shared), own, self.whole)
+
+    @property
+    def whole(self) -> State[A]:
+        """That of all parameters."""
+        return self if self.model is None else self.model
+
+    def of_model(self, key: Hashable, find: Callable[[State[A]], T]) -> T:
+        """What `find` finds in names, shapes and dtypes of the memory of all parameters: once, as long as their names are the same."""
+        whole = self.whole
+        names = tuple(whole.tensors)
+        if whole._found[0] != names:
+            whole._found = names, {}
+        found = whole._found[1]
+        if key not in found:
+            found[key] = find(whole)
+        result: T = found[key]
+        return result
 
     def map(self, function: Callable[[A], Any]) -> State[Any]:
         """`function` of every array: `state.map(np.array)` is a copy."""
         tensors = {name: {key: function(x) for key, x in memory.items()} for name, memory in self.tensors.items()}
-        return State({key: function(x) for key, x in self.shared.items()}, tensors)
+        return State({key: function(x) for key, x in self.shared.items()}, tensors, self.model)
 
 
 #: What a step returns: the averaged gradients by name, and the state after it.

@@ -34,6 +34,7 @@ from gradwire.core.kernels.bits import pack_integers, unpack_integers
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.payloads import Payload, Residual
 from gradwire.core.kernels.primitives import Primitives
+from gradwire.core.kernels.rows import RowNumbers
 from gradwire.core.kernels.tiles import of_tiles
 
 __all__ = [
@@ -124,6 +125,19 @@ class Ops(Primitives[A], Protocol):
         """What `take` takes of several matrices, one below the other."""
         values = [self.take(x, index) for x, index in zip(xs, indices, strict=True)]
         return values[0] if len(values) == 1 else self.rows(values, 1).reshape((-1, indices[0].shape[-1]))
+
+    def take_rows(self, x: A, which: RowNumbers) -> A:
+        """Rows of a matrix, or of several, one below the other: (…, R, m) → (n, m)."""
+        x = x.reshape((-1, x.shape[-1]))
+        return self.take(x.mT, self._row_numbers(x, which)).mT
+
+    def add_rows(self, x: A, which: RowNumbers, rows: A) -> A:
+        """A matrix (R, B), donated, with `rows` (n, B) added to n different ones of its rows."""
+        return self.scatter_add(x.mT, self._row_numbers(x, which), rows.mT).mT
+
+    def _row_numbers(self, x: A, which: RowNumbers) -> A:
+        index = self.constant(which.key, lambda: self.asarray(which.make(), "int32"))
+        return self.zeros((x.shape[1], 1), "int32") + index
 
     def computed_once(self, arrays: Sequence[A]) -> list[A]:
         """These arrays, which a compiler had better compute once than where they are used."""

@@ -52,7 +52,7 @@ class Hints(NamedTuple):
 
 
 class StepContext(NamedTuple):
-    """When a step happens: `step` (an int or a traced int32 scalar) and `phase`, an int below the compressor's `phases`.
+    """When a step happens: `step` (an int or a traced int32 scalar) and `phase`, an int below the compressor's `phases`. And with which memory: `state`.
 
     `q = await mean(local, overlap=context.residual(LowRank(p, local)))` lets a driver compute the residual while the last
     message is on its way. That is written over `x`, of which no more use may be made.
@@ -68,6 +68,7 @@ class StepContext(NamedTuple):
     step: Any
     phase: int = 0
     left: Residual[Any] | None = None
+    state: State[Any] = State()
 
     def residual(self, sent: Any) -> Residual[Any] | None:
         """The residual of the tensor, for the `overlap` of a `mean`.
@@ -92,6 +93,7 @@ class _Lot(NamedTuple, Generic[A]):
     tensors: Mapping[str, Mapping[str, A]]
     bundled: Bundled[A] | None
     step: Any
+    state: State[A]
 
 
 class _Exchanged(NamedTuple, Generic[A]):
@@ -211,7 +213,7 @@ class Compressor(abc.ABC):
         """
 
     def compress_together(
-        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any
+        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], context: StepContext
     ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:
         """A program that does for all these tensors what `compress` does for each, in their order; None where that is no better. What comes back of a
         tensor must not depend on what is sent beside it. Arrays may be `gradwire.core.kernels.payloads.Coded`."""
@@ -277,7 +279,7 @@ class Compressor(abc.ABC):
             started = known
         if started is False:
             return await mean_each(gradients, watched=False), state
-        lot = self._with_errors(ops, await self._clipped(ops, gradients), state.tensors, step)
+        lot = self._with_errors(ops, await self._clipped(ops, gradients), state, step)
 
         async def dense() -> _Exchanged[A]:
             return _Exchanged({}, {}, {}, await mean_each(gradients, watched=False))
@@ -302,10 +304,11 @@ class Compressor(abc.ABC):
     async def _clipped(self, ops: Ops[A], gradients: Mapping[str, A]) -> dict[str, A]:
         return dict(gradients) if self.max_norm is None else await clipped(ops, dict(gradients), self.max_norm)
 
-    def _with_errors(self, ops: Ops[A], g: dict[str, A], tensors: Mapping[str, Mapping[str, A]], step: Any) -> _Lot[A]:
+    def _with_errors(self, ops: Ops[A], g: dict[str, A], state: State[A], step: Any) -> _Lot[A]:
         """What is to be sent, before anything is: gradients of one layout as stacks, where that is better, plus what was not sent before."""
         # An error that decays is no such sum as a linear method may be handed.
         linear = self.hints.linear and self.error_feedback is True
+        tensors: Mapping[str, Mapping[str, A]] = state.tensors
         bundled = None
         if linear and self.state_dtype is None:
             bundled = ops.bundled(g, tensors, partial(self._alike, g, tensors))
@@ -321,7 +324,7 @@ class Compressor(abc.ABC):
             x = ops.add_each(x, errors, multiplied=linear)
         sums = [Residual(ops, each, terms=own) for each, own in zip(x, terms, strict=True)]
         rest = {name: each for name, each in g.items() if name not in tensors}
-        return _Lot(dict(zip(names, sums, strict=True)), rest, tensors, bundled, step)
+        return _Lot(dict(zip(names, sums, strict=True)), rest, tensors, bundled, step, state)
 
     def _alike(self, gradients: Mapping[str, A], tensors: Mapping[str, Mapping[str, A]], name: str) -> Hashable | None:
         own = {key: value for key, value in tensors[name].items() if key != ERROR}
@@ -331,13 +334,14 @@ class Compressor(abc.ABC):
         """All messages of a step in this phase. XLA copies what a branch returns, so nothing as large as a gradient is made here."""
         x = lot.x
         memories = {name: {key: m for key, m in lot.tensors[name].items() if key != ERROR} for name in x}
-        joint = self.compress_together(ops, {name: left.x for name, left in x.items()}, memories, lot.step)
+        context = StepContext(lot.step, phase, state=lot.state)
+        joint = self.compress_together(ops, {name: left.x for name, left in x.items()}, memories, context)
         programs: list[Program[Any]] = [] if joint is None else [joint]
         # A kernel that computes the residual as it commits it takes no longer than one that commits what was computed before.
         early = self.error_feedback and not (self.error_feedback is True and ops.late_residuals)
         stacks = {} if lot.bundled is None else lot.bundled.names
         for name, left in x.items() if joint is None else ():
-            context = StepContext(lot.step, phase, left if early else None)
+            context = StepContext(lot.step, phase, left if early else None, lot.state)
             if name in stacks:
                 programs.append(self.compress_stack(ops, stacks[name], left.x, memories[name], context))
             else:

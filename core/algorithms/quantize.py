@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.core.algorithms.compressor import Compressor, Hints, StepContext
+from gradwire.core.algorithm import State
+from gradwire.core.algorithms.compressor import ERROR, Compressor, Hints, StepContext
 from gradwire.core.codecs.options import Quantizer
+from gradwire.core.codecs.shares import Extent, deal
 from gradwire.core.ops import A, Ops, Spec
+from gradwire.core.protocol import mean_each, together, world_size
 from gradwire.core.protocol.programs import Program
 
 
@@ -21,7 +25,8 @@ class Quantize(Quantizer, Compressor):
         error = gradient + error - decode(codes), and less W · (mean - decode(part)) where the part is this replica's
 
     Both roundings are remembered: the first by each replica, the second by the one that has done it. So the mean of what replicas have sent is what they
-    receive, and nothing is lost for good. The bytes of a step are those of `gradwire.WireDtype`; the error takes as much memory as the gradients.
+    receive, and nothing is lost for good. The bytes of a step are those of `gradwire.WireDtype`, with any number of
+    replicas: rows that are left when each has as many of a tensor are dealt on over the model. Tensors whose codes would be longer are sent as they are. The error takes as much memory as the gradients.
     With "int8" `WireDtype(AllReduce(), "int8")`, which remembers nothing, is as good as a rule; with 4 bits and less the memory pays
     (Karimireddy et al. 2019, arXiv 1901.09847; both roundings: Tang et al. 2019, "DoubleSqueeze", arXiv 1905.05957, Algorithm 1).
 
@@ -64,25 +69,50 @@ class Quantize(Quantizer, Compressor):
         Returns:
             What this replica sent, with its rounding of the average counted; the average as all decode it; `memory` as it was.
         """
-        coder = self._coder(ops, name, context.step)
-        if not self.error_feedback:
-            (mean,) = await coder.mean([x])
-            return x, mean, memory
-        (mean,), (sent,) = await coder.mean_and_sent([x])
+        ((sent, mean, _),) = await self._all(ops, {name: x}, {name: memory}, context)
         return sent, mean, memory
 
     def compress_together(
-        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any
+        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], context: StepContext
     ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:
-        """All tensors in a few kernels. Rounded by chance, each draws numbers of its own: one by one."""
-        return None if self.stochastic or not x else self._all(ops, x, memory, step)
+        """All tensors in a few kernels."""
+        return self._all(ops, x, memory, context, late=self.error_feedback is True) if x else None
 
     async def _all(
-        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any
+        self,
+        ops: Ops[A],
+        x: Mapping[str, A],
+        memory: Mapping[str, dict[str, A]],
+        context: StepContext,
+        *,
+        late: bool = False,
     ) -> list[tuple[Any, Any, dict[str, A]]]:
-        arrays, coder = list(x.values()), self._coder(ops, next(iter(x)), step)
-        if self.error_feedback:
-            means, sent = await coder.mean_and_sent(arrays, late=self.error_feedback is True)
-        else:
-            means, sent = await coder.mean(arrays), arrays
-        return list(zip(sent, means, memory.values(), strict=True))
+        names = list(x)
+        if not self.error_feedback:
+            coder = self._coder_of(ops, names, context.step)
+            return list(zip(x.values(), await coder.mean(list(x.values())), memory.values(), strict=True))
+        replicas, codec = await world_size(assumed=1), self._codec
+        dealt = context.state.of_model((codec, replicas), lambda state: deal(_extents(ops, state), codec, replicas))
+        coded = [name for name in names if name not in dealt.dense]
+        dense = {name: x[name] for name in names if name in dealt.dense}
+
+        async def of_codes() -> tuple[dict[str, Any], dict[str, Any]]:
+            arrays, firsts = [x[name] for name in coded], [dealt.first.get(name, 0) for name in coded]
+            coder = self._coder_of(ops, coded, context.step)
+            means, sent = await coder.mean_and_sent(arrays, firsts, late=late)
+            return dict(zip(coded, means, strict=True)), dict(zip(coded, sent, strict=True))
+
+        async def as_they_are() -> tuple[dict[str, Any], dict[str, Any]]:
+            return await mean_each(dense, donated=False), dense
+
+        programs = [of_codes()] if coded else []
+        answers = await together([*programs, as_they_are()] if dense else programs)
+        means = {name: mean for own, _ in answers for name, mean in own.items()}
+        sent = {name: each for _, own in answers for name, each in own.items()}
+        return [(sent[name], means[name], memory[name]) for name in names]
+
+
+def _extents(ops: Ops[A], state: State[A]) -> list[Extent]:
+    """Of what is compressed of a model."""
+    errors = {name: memory[ERROR] for name, memory in state.tensors.items()}
+    return [Extent(name, math.prod(x.shape), ops.dtype_of(x)) for name, x in errors.items()]

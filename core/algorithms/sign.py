@@ -88,7 +88,7 @@ class Sign(Compressor):
         return sent.reshape(tuple(x.shape)), mean.reshape(tuple(x.shape)), memory
 
     def compress_together(
-        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any
+        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], context: StepContext
     ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:
         """Vectors of one length as rows of a matrix, and scales of tensors in one array, where that takes less time to compile."""
         return self._all(ops, x, memory) if ops.joined and len(x) > 1 else None

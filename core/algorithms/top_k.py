@@ -104,7 +104,7 @@ class TopK(Compressor):
         return self._blocks(name, shape).are_those_of(self._blocks(name, piece), axis)
 
     def compress_together(
-        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], step: Any
+        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], context: StepContext
     ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:
         """The blocks of several tensors as those of one, where that takes less time to compile."""
         messages = self._messages(ops, x)

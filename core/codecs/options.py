@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any
@@ -46,3 +47,9 @@ class Quantizer:
     def _coder(self, ops: Ops[A], name: str, step: Any) -> Coder[A]:
         """What averages in a step. Programs of other names draw other numbers."""
         return Coder(ops, self._codec, Noise(random.key(self.seed, name), step) if self.stochastic else None)
+
+    def _coder_of(self, ops: Ops[A], names: Sequence[str], step: Any) -> Coder[A]:
+        """What averages arrays of these names in a step: each draws numbers of its own."""
+        coder = self._coder(ops, "", step)
+        coder.keys = [random.key(self.seed, name) for name in names] if self.stochastic else None
+        return coder

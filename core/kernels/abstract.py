@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from gradwire.core.kernels.rows import RowNumbers
 from gradwire.core.ops import WIRE_ITEMSIZE, Ops, Spec, wide_dtype
 
 
@@ -214,6 +215,16 @@ class AbstractOps(Ops[AbstractArray]):
         if index.shape[:-1] != x.shape[:-1]:
             raise ValueError(f"take: positions {index.shape} for rows {x.shape}")
         return AbstractArray(index.shape, x.dtype)
+
+    def take_rows(self, x: AbstractArray, which: RowNumbers) -> AbstractArray:
+        return AbstractArray((which.n, x.shape[-1]), x.dtype)  # and no number is made
+
+    def add_rows(self, x: AbstractArray, which: RowNumbers, rows: AbstractArray) -> AbstractArray:
+        if rows.shape != (which.n, x.shape[1]) or rows.dtype != x.dtype:
+            raise ValueError(
+                f"add_rows: {rows.dtype} {rows.shape} cannot be added to {which.n} rows of {x.dtype} {x.shape}"
+            )
+        return x
 
     def scatter_add(self, x: AbstractArray, index: AbstractArray, values: AbstractArray) -> AbstractArray:
         if index.shape != values.shape or index.shape[:-1] != x.shape[:-1] or values.dtype != x.dtype:

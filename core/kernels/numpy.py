@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.core.kernels.bits import bytes_of_rows
+from gradwire.core.kernels.rows import RowNumbers
 from gradwire.core.ops import FLOATS, INTEGERS, LONGEST_FLOAT16, Ops
 
 NDArray = npt.NDArray[Any]
@@ -171,6 +172,13 @@ class NumpyOps(Ops[NDArray]):
     def take(self, x: NDArray, index: NDArray) -> NDArray:
         return np.take_along_axis(x, index, axis=-1)
 
+    def take_rows(self, x: NDArray, which: RowNumbers) -> NDArray:
+        return np.asarray(x.reshape((-1, x.shape[-1]))[self.constant(which.key, which.make)])
+
+    def add_rows(self, x: NDArray, which: RowNumbers, rows: NDArray) -> NDArray:
+        x[self.constant(which.key, which.make)] += rows
+        return x
+
     def scatter_add(self, x: NDArray, index: NDArray, values: NDArray) -> NDArray:
         np.add.at(x, (*np.indices(index.shape, sparse=True)[:-1], index), values)
         return x
@@ -321,6 +329,9 @@ class PoisonOps(NumpyOps):
 
     def scatter_add(self, x: NDArray, index: NDArray, values: NDArray) -> NDArray:
         return _poisoned(x, super().scatter_add(x.copy(), index, values))
+
+    def add_rows(self, x: NDArray, which: RowNumbers, rows: NDArray) -> NDArray:
+        return _poisoned(x, super().add_rows(x.copy(), which, rows))
 
     def from_rows(
         self, matrix: NDArray, shapes: Sequence[tuple[int, ...]], *, out: Sequence[NDArray] | None = None

@@ -152,7 +152,7 @@ class Primitives(Protocol[A]):
 
     @abc.abstractmethod
     def add_part(self, x: A, part: A, n: int, i: Any, shape: tuple[int, ...]) -> A:
-        """Rows (n·k, B) with a `part` (k, B) added to the i-th of n equal parts of them. `i` may be traced; `shape` is that of the array whose rows
+        """Rows (n·k, B), donated, with a `part` (k, B) added to the i-th of n equal parts of them. `i` may be traced; `shape` is that of the array whose rows
         they are, or ()."""
 
     @abc.abstractmethod

@@ -65,12 +65,12 @@ def uniform(ops: Primitives[A], key: int, shape: tuple[int, ...], step: Any = No
     return (bits * 2.0**-23 - (1.0 - 2.0**-24)).reshape(shape)
 
 
-def dither(ops: Primitives[A], key: int, elements: A, step: Any) -> A:
+def dither(ops: Primitives[A], key: Any, elements: A, step: Any) -> A:
     """float32 numbers, uniform on (-1/2, 1/2), of 16 bits: `round(x + dither)` is unbiased to 2**-17, and whole numbers below 128 stay as they
     are.
 
     Args:
-        key: from `key(seed, name)`.
+        key: from `key(seed, name)`; or an int32 array of those, one beside each row of `elements`.
         elements: int32, the number of each element, so that a part of them can be drawn by itself.
         step: as for `uniform`.
     """
@@ -87,12 +87,12 @@ def of_replica(step: Any, replica: Any) -> Any:
     return _signed(mixed) if isinstance(mixed, int) else mixed
 
 
-def _hashed(ops: Primitives[A], mixed: A, key: int, step: Any) -> A:
+def _hashed(ops: Primitives[A], mixed: A, key: Any, step: Any) -> A:
     """Of a step, from the elements mixed with the key."""
     # Mixed once more than the elements: else element i of step s would equal element s of step i, and element s of step s be 0.
     # The step is a number on the host in torch and NumPy: mixing that takes no kernels.
     # JAX can be told to refuse operands of different numbers of axes.
     one = (1,) * len(mixed.shape)
-    salt = _mix(_mix((_signed(step) if isinstance(step, int) else (ops.iota(1) + step).reshape(one)) ^ key))
-    hashed: A = _mix(mixed ^ salt)
+    salted = key ^ _signed(step) if isinstance(step, int) else (ops.iota(1) + step).reshape(one) ^ key
+    hashed: A = _mix(mixed ^ _mix(_mix(salted)))
     return hashed

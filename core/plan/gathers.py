@@ -10,10 +10,12 @@ from gradwire.core.algorithms.two_level import levels_of, without_levels
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
-from gradwire.core.protocol.groups import NoPartition, UnknownWorldSize
+from gradwire.core.protocol.groups import NoPartition
 
 #: Far enough apart that halves of bytes do not show.
 FEW, MANY = 2, 1002
+#: Parts of what is sent that do not count as growth: equal shares are filled up.
+FILLED = 0.03
 
 
 def outgrown_at(algorithm: Algorithm, specs: Mapping[str, Spec]) -> int | None:
@@ -25,20 +27,19 @@ def outgrown_at(algorithm: Algorithm, specs: Mapping[str, Spec]) -> int | None:
         nodes = outgrown_at(without_levels(algorithm), specs)
         return nodes * levels.within if nodes is not None and isinstance(levels.within, int) else None
 
-    def sent(algorithm: Algorithm, replicas: int | None) -> float:
+    def sent(algorithm: Algorithm, replicas: int) -> float:
         steps = dry_run(algorithm, specs, replicas).traffic
         return sum(step.nbytes for step in steps) / len(steps)
 
     try:
-        sent(algorithm, None)
-    except UnknownWorldSize:
-        pass
-    else:
-        return None
-    try:
         few, many = sent(algorithm, FEW), sent(algorithm, MANY)
     except NoPartition:  # its groups are of some number of replicas
         return None
+    if many - few <= FILLED * few:
+        return None
+    eight_bits = WireDtype(AllReduce(), "int8")
+    room, filled = sent(eight_bits, FEW) - few, sent(eight_bits, MANY) - sent(eight_bits, FEW)
+    if many - few <= filled:  # of a model so small that replicas have less than a block each, the average grows as much
+        return None
     each = (many - few) / (MANY - FEW)
-    room = sent(WireDtype(AllReduce(), "int8"), FEW) - few
-    return max(1, int(room // each) + FEW + 1) if each > 0 else None
+    return max(1, int(room // each) + FEW + 1)

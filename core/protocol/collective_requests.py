@@ -153,12 +153,14 @@ async def mean(
     return await ask_one(Reduce((x,), (out is x,), watched and groups is None, groups, residuals))
 
 
-async def mean_each(arrays: Mapping[K, A], *, watched: bool = True, groups: Groups | None = None) -> dict[K, A]:
-    """Average each of these arrays, all donated, with one request: a coroutine for each would cost more than a small array itself.
+async def mean_each(
+    arrays: Mapping[K, A], *, donated: bool = True, watched: bool = True, groups: Groups | None = None
+) -> dict[K, A]:
+    """Average each of these arrays, all `donated` or none, with one request: a coroutine for each would cost more than a small array itself.
     `groups` as for `mean`."""
     if not arrays:
         return {}
-    request = Reduce(tuple(arrays.values()), (True,) * len(arrays), watched and groups is None, groups)
+    request = Reduce(tuple(arrays.values()), (donated,) * len(arrays), watched and groups is None, groups)
     answers = await ask(request)
     return dict(zip(arrays, answers, strict=True))
 

@@ -17,6 +17,7 @@ from gradwire.core.kernels.bits import bytes_of_rows, pack_integers, unpack_inte
 from gradwire.core.kernels.gram_schmidt import each_shape
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.kernels.payloads import Payload, Residual
+from gradwire.core.kernels.rows import RowNumbers
 from gradwire.core.kernels.tiles import of_tiles
 from gradwire.core.ops import INTEGERS, Ops
 from gradwire.jax_backend.axes.auto_axes import compiler_axes, free, whole
@@ -289,6 +290,9 @@ class JaxOps(Ops[jax.Array]):
         # A GPU looks into what lies anywhere, in one kernel, and copies nothing.
         values: jax.Array = lax.platform_dependent(list(xs), list(indices), cuda=joined, default=each)
         return values
+
+    def take_rows(self, x: jax.Array, which: RowNumbers) -> jax.Array:
+        return x.reshape((-1, x.shape[-1])).at[which.make()].get(mode="promise_in_bounds")
 
     def scatter_add(self, x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
         return jnp.asarray(x).at[(*jnp.indices(index.shape, sparse=True)[:-1], index)].add(values)

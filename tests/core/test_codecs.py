@@ -1,5 +1,6 @@
 """Codecs, and what is averaged in their codes: what survives, what rounding does on average, and what is sent. TopK and Sign: the same."""
 
+import itertools
 import math
 import re
 from pathlib import Path
@@ -12,11 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import gradwire
-from gradwire import AllReduce, Sign, Simulator, Spec, TopK, WireDtype, diloco, plan
+from gradwire import AllReduce, PowerSGD, Quantize, Sign, Simulator, Spec, TopK, WireDtype, diloco, plan
 from gradwire.core.algorithms.shared.sparse_blocks import bits_of, blocks_of
 from gradwire.core.codecs import CODECS, BlockCodec
 from gradwire.core.codecs.coder import Coder, Noise
+from gradwire.core.codecs.shares import Shares, is_even
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.plan.dry_run import dry_run
+from gradwire.core.plan.gathers import outgrown_at
 from gradwire.core.protocol.collective_requests import AllGather, Gather
 from gradwire.core.simulate import NumpyOps, lock_step
 from gradwire.core.simulate.lock_step import _LockStep
@@ -199,9 +203,9 @@ def test_a_mean_does_not_depend_on_where_arrays_lie(sizes, replicas, seed):
 
     def results(*ops):
         coders = [Coder(each, CODECS["int8"]) for each in ops]
-        means, both = (
-            lock_step([getattr(c, form)(x) for c, x in zip(coders, own, strict=True)])
-            for form in ("mean", "mean_and_sent")
+        means = lock_step([c.mean(x) for c, x in zip(coders, own, strict=True)])
+        both = lock_step(
+            [c.mean_and_sent(x, [i % replicas for i in range(len(x))]) for c, x in zip(coders, own, strict=True)]
         )
         return [[*mean, *again, *sent] for mean, (again, sent) in zip(means, both, strict=True)]
 
@@ -462,3 +466,126 @@ def test_the_table_on_the_page_is_what_the_plan_says():
         algorithm = eval(code, vars(gradwire))
         planned = [plan({"w": (2048, 512)}, algorithm, world_size=replicas) for replicas in (2, 8, 32)]
         assert figures == [*(f"{p.wire_bytes:,}" for p in planned), str(planned[0].outgrown_at or "-")], code
+
+
+# --- what `Quantize` sends, and who rounds what ---
+
+MODELS = st.dictionaries(
+    st.text("abc.0123456789", min_size=1, max_size=4),
+    st.lists(st.integers(1, 70), min_size=1, max_size=2).map(tuple) | st.sampled_from([(768,), (64, 64), (129, 257)]),
+    min_size=1,
+    max_size=12,
+)
+
+
+def sent(algorithm, specs, replicas) -> int:
+    return dry_run(algorithm, specs, replicas).traffic[0].nbytes
+
+
+@given(
+    shapes=MODELS,
+    copies=st.integers(1, 40),
+    dtype=st.sampled_from(sorted(CODECS)),
+    replicas=st.sampled_from([2, 3, 8, 64, 512, 4096]),
+    gradients=st.sampled_from(["float32", "bfloat16"]),
+    chance=st.booleans(),
+)
+@example({"m": (64, 64)}, 2000, "int8", 4096, "float32", False)
+@example({"v": (256,)}, 2000, "int4", 512, "float32", True)
+@example({"w": (128 * 64 + 1,), "v": (768,)}, 3, "bfloat16", 64, "float32", False)
+def test_quantize_sends_what_an_average_in_its_codes_does_and_never_more_than_dense(
+    shapes, copies, dtype, replicas, gradients, chance
+):
+    specs = {f"{name}{i}": Spec(shape, gradients) for name, shape in shapes.items() for i in range(copies)}
+    codes, dense = (sent(a, specs, replicas) for a in (WireDtype(AllReduce(), dtype), AllReduce()))
+    chance = chance and CODECS[dtype].dithers
+    found = sent(Quantize(dtype, stochastic=chance), specs, replicas)
+    assert found <= dense
+    if sum(spec.size for spec in specs.values()) >= 256 * len(specs):
+        assert found <= 1.03 * codes or found <= 1.03 * dense <= codes
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 900), st.integers(0, 10**6)), min_size=1, max_size=6),
+    replicas=st.integers(1, 7),
+    seed=st.integers(0, 99),
+)
+def test_each_row_is_in_one_share_and_shares_differ_by_what_is_dealt(rows, replicas, seed):
+    members = tuple((n, first % replicas) for n, first in rows)
+    order = np.random.default_rng(seed).permutation(len(rows))
+    starts = np.zeros(len(rows), int)
+    starts[order] = np.cumsum([0, *(rows[i][0] for i in order)])[:-1]
+    shares = Shares(replicas, members, tuple(starts.tolist()))
+    places, taken = shares.received().make(), shares.sent().make()
+    np.testing.assert_array_equal(taken[places], np.arange(sum(n for n, _ in rows)))
+    np.testing.assert_array_equal(shares.owners()[:, 0] * shares.each + shares.places().make(), places)
+    assert len(taken) == shares.sent().n == replicas * shares.each
+    for replica in range(replicas):
+        own = [
+            np.arange(start + o.begin, start + o.begin + o.rows)
+            for start, o in zip(starts, shares.of(replica), strict=True)
+        ]
+        np.testing.assert_array_equal(np.concatenate(own), shares.own(replica).make())
+    # The last share of a tensor that is divided evenly may be filled up.
+    filled = sum(is_even(n, replicas) and n % replicas > 0 for n, _ in rows)
+    assert 0 <= shares.each - max(shares.own(replica).n for replica in range(replicas)) <= filled
+
+
+@pytest.mark.parametrize("options", [{}, {"stochastic": True}, {"dtype": "bfloat16"}], ids=str)
+@given(
+    cuts=st.lists(st.integers(0, 8), max_size=3), order=st.permutations(range(9)), replicas=st.sampled_from([2, 3, 4])
+)
+@settings(max_examples=10)
+def test_neither_buckets_nor_order_change_a_bit(options, cuts, order, replicas):
+    shapes = {
+        f"p{i}": shape
+        for i, shape in enumerate([(64, 64), (300,), (7,), (1000,), (33, 40), (5, 5), (640,), (130,), (2,)])
+    }
+    algorithm = Quantize(**{"dtype": "int4", "seed": 3} | options)
+    rng = np.random.default_rng(0)
+    names = [f"p{i}" for i in order]
+    bounds = sorted({0, *cuts, len(names)})
+    buckets = [names[i:j] for i, j in itertools.pairwise(bounds)]
+    whole, apart = (Simulator(algorithm, shapes, replicas, dtype="float32") for _ in range(2))
+    for _ in range(3):
+        gradients = [{n: rng.normal(size=s).astype("float32") for n, s in shapes.items()} for _ in range(replicas)]
+        right = whole.step(gradients)
+        programs = [
+            [
+                algorithm.step(OPS, {n: g[n].copy() for n in names}, state.of(dict.fromkeys(names)), apart.steps)
+                for names in buckets
+            ]
+            for g, state in zip(gradients, apart.states, strict=True)
+        ]
+        for of_bucket in zip(*programs, strict=True):
+            for (means, after), state in zip(lock_step(list(of_bucket)), apart.states, strict=True):
+                state.tensors.update(after.tensors)
+                for name, mean in means.items():
+                    np.testing.assert_array_equal(mean, right[name])
+        apart.steps += 1
+    for one, other in zip(whole.states, apart.states, strict=True):
+        for name in shapes:
+            np.testing.assert_array_equal(one.tensors[name]["error"], other.tensors[name]["error"])
+
+
+def test_what_is_smaller_as_it_is_travels_exactly():
+    """A vector of 50 among 8 replicas: a block each would be 8 blocks."""
+    shapes = {"w": (512, 512), "v": (50,), "s": ()}
+    rng = np.random.default_rng(0)
+    gradients = [{n: rng.normal(size=s).astype("float32") for n, s in shapes.items()} for _ in range(8)]
+    replicas = Simulator(Quantize("int8"), shapes, 8, dtype="float32")
+    means = replicas.step(gradients)
+    for name in ("v", "s"):
+        np.testing.assert_allclose(means[name], np.mean([g[name] for g in gradients], axis=0), rtol=1e-5, atol=1e-6)
+        assert not any(state.tensors[name]["error"].any() for state in replicas.states)
+    assert all(state.tensors["w"]["error"].any() for state in replicas.states)
+
+
+def test_what_gathers_says_when_it_stops_paying_and_what_does_not_never_does():
+    small = {f"m{i}": Spec((64, 64)) for i in range(200)}
+    for algorithm in (Quantize("int8"), Quantize("int4"), WireDtype(AllReduce(), "int8"), AllReduce(), PowerSGD(2)):
+        assert outgrown_at(algorithm, small) is None
+    found = outgrown_at(TopK(16, per=64), small)
+    eight_bits = WireDtype(AllReduce(), "int8")
+    assert sent(TopK(16, per=64), small, found - 1) <= sent(eight_bits, small, found - 1)
+    assert sent(TopK(16, per=64), small, found + 1) > sent(eight_bits, small, found + 1)

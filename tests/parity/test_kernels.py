@@ -20,6 +20,7 @@ from gradwire.core.codecs import CODECS
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.kernels.gram_schmidt import gram_schmidt, refresh
 from gradwire.core.kernels.payloads import Coded, Dense, LowRank, Residual
+from gradwire.core.kernels.rows import RowNumbers
 from gradwire.core.ops import Ops
 from gradwire.core.simulate import NumpyOps, PoisonOps
 from gradwire.jax_backend.ops.kernels import JaxOps
@@ -165,6 +166,7 @@ DONATE = (
     *(f"{name}, {kind}{how}" for name in ("errors_after", "dense_or_nan") for kind in PAYLOADS for how in ENDS),
     "errors_after, computed before",
     *("cast_each, arrays", "cast_each, errors"),
+    "add_part",
     *("scatter_add", "scatter_add, several", "scatter_add, columns", "scatter_add, nothing"),
 )
 
@@ -211,6 +213,11 @@ def in_16_bits(ops, x, y, v, **rest):
     )
     with np.errstate(over="ignore"):
         return ops.cast_each(xs, ["bfloat16", "float16"], [ops.add(each, 1.0) for each in errors], decay=0.5)
+
+
+#: Of four rows, some of them twice; and different ones.
+ROWS_TAKEN = RowNumbers("taken", 5, lambda: np.array([3, 0, 0, 2, 3], np.int32))
+ROWS_ADDED = RowNumbers("added", 2, lambda: np.array([3, 1], np.int32))
 
 
 def no_positions(ops):
@@ -309,6 +316,10 @@ KERNELS = {
     "laid_out": lambda ops, batch, **_: ops.laid_out(batch[0], batch[0][:, :1], (4, batch.shape[2]))[1],
     "read_again": lambda ops, batch, **_: ops.read_again(batch[1:2], batch, lambda sent: sent[1:2]),
     "take_each": lambda ops, batch, **_: ops.take_each([batch[0], batch[1]], [ops.top_k(batch[0], 3), ops.top_k(batch[2], 3)]),
+    "take_rows": lambda ops, batch, **_: ops.take_rows(batch[1], ROWS_TAKEN),
+    "take_rows, of words": lambda ops, batch, **_: ops.take_rows(ops.view_as(ops.cast(batch[0], "float32"), "uint8").reshape((14, 8)), ROWS_TAKEN),
+    "take_rows, of several": lambda ops, batch, **_: ops.take_rows(batch[:, 1:3, 2:], ROWS_TAKEN),
+    "add_rows": lambda ops, batch, x, **_: ops.add_rows(ops.multiply(batch[1], 2.0), ROWS_ADDED, batch[0][:2]),
     "pack_integers": lambda ops, **_: ops.pack_integers(ops.asarray(np.arange(256).reshape(2, 128) * 37 % 4096, "int32"), 12),
     "pack_integers, not whole bytes": lambda ops, **_: ops.pack_integers(ops.asarray(np.arange(21) * 37 % 512, "int32"), 9),
     "unpack_integers": lambda ops, **_: ops.unpack_integers(ops.asarray(np.arange(384) % 256, "uint8"), 12, (2, 128)),

@@ -7,6 +7,7 @@ import torch
 
 from gradwire import PowerSGD, WireDtype, plan
 from gradwire.core.codecs import CODECS
+from gradwire.core.codecs.options import Quantizer
 from tests.methods import METHODS, VARIANTS
 from tests.parity.cases import DIFFERENT, SHAPES, STEPS, TORCH_METHODS, assert_compressed, assert_same, oracle
 from tests.parity.launches import traces_of
@@ -50,7 +51,7 @@ def test_equals_the_oracle_and_the_plan(traces, case, ranks, setting):
         assert_same(case, step, runs[0]["updates"][step], memory, tolerance=tolerance)
     assert_compressed(case, ranks)
     expected = oracle(case, ranks).nbytes
-    if isinstance(algorithm, WireDtype) and setting != TOGETHER:  # a message has as many rows of codes for every rank
+    if isinstance(algorithm, Quantizer) and setting != TOGETHER:  # a message has as many rows of codes for every rank
         row = CODECS[algorithm.dtype].width(128)
         for sent, planned, messages in zip(runs[0]["bytes"], expected, runs[0]["collectives"], strict=True):
             assert planned <= sent <= planned + messages * (ranks - 1) * row

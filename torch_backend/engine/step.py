@@ -273,7 +273,7 @@ class GradientStep:
             name: {key: torch.zeros_like(x) if key in errors else x.clone() for key, x in memory.items()}
             for name, memory in state.tensors.items()
         }
-        return State(state.shared, tensors)
+        return State(state.shared, tensors, state.model)
 
     # --- receive, commit
 

@@ -16,6 +16,7 @@ from gradwire.core.kernels.bits import bytes_of_rows
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.payloads import Coded, Dense, Payload, Residual, decay_error, largest_error
 from gradwire.core.kernels.rounding import TINY, scales
+from gradwire.core.kernels.rows import RowNumbers
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16, Ops
 from gradwire.torch_backend.ops.adjacent import side_by_side
 from gradwire.torch_backend.ops.fused import TorchFused, available
@@ -460,6 +461,26 @@ class TorchOps(Ops[Tensor]):
         rows = [self._numbers(m, torch.int64).view(-1, *[1] * (x.ndim - 1 - i)) for i, m in enumerate(x.shape[:-1])]
         return x.index_put_((*rows, index.long()), values, accumulate=True)
 
+    def take_rows(self, x: Tensor, which: RowNumbers) -> Tensor:
+        dtype = x.dtype
+        if not x.shape[-1] * x.itemsize % 8 and _can_be_viewed(x, 8):  # a device moves words sooner than bytes
+            x = x.view(torch.int64)
+        if x.ndim == 3 and not x.is_contiguous():  # parts of messages
+            n = x.shape[1]
+            return x[
+                self._row_numbers_of(RowNumbers((which.key, n, 0), which.n, lambda: which.make() // np.int32(n))),
+                self._row_numbers_of(RowNumbers((which.key, n, 1), which.n, lambda: which.make() % np.int32(n))),
+            ].view(dtype)
+        place = self.temporary((which.n, x.shape[-1]), x)
+        rows = x.view(-1, x.shape[-1])
+        return torch.index_select(rows, 0, self._row_numbers_of(which), out=place).view(dtype)
+
+    def add_rows(self, x: Tensor, which: RowNumbers, rows: Tensor) -> Tensor:
+        return x.index_add_(0, self._row_numbers_of(which), rows)
+
+    def _row_numbers_of(self, which: RowNumbers) -> Tensor:
+        return self.constant(which.key, lambda: self._on_device(torch.from_numpy(which.make())))
+
     def pack_bits(self, x: Tensor, *, of: Tensor | None = None) -> Tensor:
         whole, left = bytes_of_rows(tuple(x.shape))
         bits = x.contiguous().view(torch.uint8).view(-1)
@@ -488,9 +509,9 @@ class TorchOps(Ops[Tensor]):
         return flat.view(wanted).view(*x.shape[:-1], last)
 
     def add_part(self, x: Tensor, part: Tensor, n: int, i: Any, shape: tuple[int, ...]) -> Tensor:
-        k, total = part.shape[0], x.clone()
-        total[i * k : (i + 1) * k] += part
-        return total
+        k = part.shape[0]
+        x[i * k : (i + 1) * k] += part
+        return x
 
     def by_rows(self, f: Callable[..., Tensor], *arrays: Tensor, out: Tensor | None = None) -> Tensor:
         n, width = arrays[0].shape[-2:]
