@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
-from gradwire.core.kernels import payloads, rounding
+from gradwire.core.kernels import payloads, rounding, signs
 from gradwire.core.kernels.arrays import (
     FLOATS,
     INTEGERS,
@@ -121,6 +121,51 @@ class Ops(Primitives[A], Protocol):
         """
         return each_shape(self, arrays, fresh, epsilon, _rows_of)
 
+    def elementwise_each(self, f: Callable[..., A], *lists: Sequence[A]) -> list[A]:
+        """`f(x, y, …)` for each x, y, … of these lists, for an `f` that computes each element by itself, of arrays of one shape. Where they lie side by side a
+        kernel may call it once. It may write into its first argument."""
+        return [f(*own) for own in zip(*lists, strict=True)]
+
+    def mean_abs_each(self, xs: Sequence[A]) -> A:
+        """Mean magnitudes of the rows of matrices of one dtype, (N,), one after the other: no row is empty, and dtypes are those of `mean_abs`."""
+        means = [self.mean_abs(x) for x in xs]
+        return means[0].reshape((-1,)) if len(means) == 1 else self.rows(means, 1).reshape((-1,))
+
+    def pack_signs(self, xs: Sequence[A], sharing: Sequence[tuple[int, ...]]) -> list[A]:
+        """Where elements of these arrays, of one dtype, are above 0: as bits, uint8, of each array in whole bytes, for what is sent. One array or several, in the kernel's
+        own order. `sharing`: in which shape each array has its numbers, see `gradwire.core.kernels.signs`."""
+        return signs.pack_signs(self, xs)
+
+    def signed(
+        self,
+        xs: Sequence[A],
+        bits: Sequence[A],
+        above: Sequence[A],
+        below: Sequence[A],
+        sharing: Sequence[tuple[int, ...]],
+    ) -> list[A]:
+        """Of each array, where an element is above 0, the number `above` that is its own, else `below`. `bits` are what `pack_signs` made of the arrays: a kernel may look
+        at those instead. Numbers are an array for each, or one for all, (N,), of those of one after the other."""
+        return signs.signed(self, xs, above, below, sharing)
+
+    def sum_of_signs(
+        self,
+        every: Sequence[A],
+        above: Sequence[A],
+        below: Sequence[A],
+        shapes: Sequence[tuple[int, ...]],
+        sharing: Sequence[tuple[int, ...]],
+    ) -> list[A]:
+        """Arrays of these shapes: the sum of what `signed` makes on all replicas, added one after the other. `every` is what they have packed, and `above` and
+        `below` are their numbers, each array (W, …)."""
+        return signs.sum_of_signs(self, every, above, below, shapes, sharing)
+
+    def largest_each(self, xs: Sequence[A], k: int) -> tuple[A, A]:
+        """Of each row of matrices (n, m), of one dtype, the `k` elements of largest magnitude: their positions, int32, and they themselves, (N, k) for all rows, those of one
+        matrix below those of another. In any order, but of equal magnitudes the first count as larger; NaN is as large as inf."""
+        each = [self.top_k(self.abs(x), k) for x in xs]
+        return self.rows(each, 1).reshape((-1, k)), self.take_each(xs, each)
+
     def take_each(self, xs: Sequence[A], indices: Sequence[A]) -> A:
         """What `take` takes of several matrices, one below the other."""
         values = [self.take(x, index) for x, index in zip(xs, indices, strict=True)]
@@ -165,13 +210,37 @@ class Ops(Primitives[A], Protocol):
         assert total is not None
         return total if tiles is None else of_tiles(total, *tiles)
 
+    def scatter_sum_each(
+        self,
+        parts: Sequence[tuple[int, int, tuple[int, int] | None]],
+        of: Callable[..., tuple[A, A]],
+        *every: A,
+        order: Sequence[int] | None = None,
+    ) -> list[A]:
+        """`scatter_sum` for several parts, each of (rows, n, tiles): `of` returns the positions and values of the rows of all, one part below the other.
+
+        `of` may be called for one replica, or with a leading axis in arguments and results for several of them. `order`: in which parts better lie
+        side by side."""
+        answers: list[A] = []
+        start = 0
+        for count, n, tiles in parts:
+
+            def of_part(*own: A, rows: slice = slice(start, start + count)) -> tuple[A, A]:
+                index, values = of(*own)
+                return (index, values) if len(parts) == 1 else (index[rows], values[rows])
+
+            after = answers[-1] if answers else None
+            answers.append(self.scatter_sum(n, of_part, *every, tiles=tiles, after=after))
+            start += count
+        return answers
+
     def pack_integers(self, x: A, bits: int) -> A:
         """Integers below 2**bits, at most 24 bits, int32 of any shape, as bytes: the lowest bits of all, then the next, as `pack_bits` packs such rows. Only
         the last byte may have bits to spare."""
         return pack_integers(self, x, bits)
 
     def unpack_integers(self, data: A, bits: int, shape: tuple[int, ...]) -> A:
-        """The integers of this shape, int32, that `pack_integers` packed."""
+        """The integers, int32, that `pack_integers` packed: of bytes (…, b) as many as this shape has, (…, *shape)."""
         return unpack_integers(self, data, bits, shape)
 
     def to_bytes(self, x: A) -> A:

@@ -17,25 +17,27 @@ from typing import Any, Generic, Literal, NamedTuple
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.shared.views import view_of
-from gradwire.core.kernels.bits import bytes_of_rows
-from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, wide_dtype
+from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, shaped, wide_dtype
 from gradwire.core.protocol import gather, replica_weights, together, watch, world_size
 from gradwire.core.protocol.programs import Program
 
-#: Elements of the longest vector that is copied to be computed with together with others.
+#: Elements of the largest tensor that is copied to be computed with together with others.
 SHORT = 1 << 16
 
 
 class _Lot(NamedTuple, Generic[A]):
-    """What is compressed as one: a tensor as its elements lie, or vectors as rows; these tensors, and what shares a scale in `matrix`."""
+    """What is computed with as one: the tensors of these names, in `array`, which has a leading axis for them if they are several.
 
-    tensors: list[A]
-    matrix: A
-    per: str
+    `sharing`: the shape of its numbers, of length 1 along axes whose elements share one.
+    """
+
+    names: list[str]
+    array: A
+    sharing: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.matrix.shape)
+        return tuple(self.array.shape)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -84,14 +86,15 @@ class Sign(Compressor):
         Returns:
             This replica's signs times its scales, the mean of those of all replicas, both of the shape of `x`; and `memory` as it was.
         """
-        ((sent, mean),) = await self._gathered(ops, [self._lot(ops, {name: x})])
-        return sent.reshape(tuple(x.shape)), mean.reshape(tuple(x.shape)), memory
+        ((sent, mean, after),) = await self._all(ops, {name: x}, {name: memory})
+        return sent, mean, after
 
     def compress_together(
         self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], context: StepContext
     ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:
-        """Vectors of one length as rows of a matrix, and scales of tensors in one array, where that takes less time to compile."""
-        return self._all(ops, x, memory) if ops.joined and len(x) > 1 else None
+        """The bits of several tensors are packed and averaged as those of one; and small ones of one shape are a stack, where that takes less time to
+        compile."""
+        return self._all(ops, x, memory) if len(x) > 1 else None
 
     def by_pieces(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
         """Where a tensor has one scale, and no piece is filled up."""
@@ -102,98 +105,93 @@ class Sign(Compressor):
     ) -> list[tuple[Any, Any, dict[str, A]]]:
         kinds: dict[Hashable, dict[Hashable, list[str]]] = {}
         for name, each in x.items():
-            n = math.prod(each.shape)
-            # Whose bits fill whole bytes, so that no more is sent.
-            row = len(each.shape) == 1 and n <= SHORT and n % 8 == 0 and self.per != "column"
-            kinds.setdefault(ops.kind_of(each), {}).setdefault(n if row else name, []).append(name)
-        names = [list(kind.values()) for kind in kinds.values()]
-        lots = [[self._lot(ops, {name: x[name] for name in some}) for some in kind] for kind in names]
+            lies = self._lies(name, tuple(each.shape))
+            key = lies if ops.joined and math.prod(lies) <= SHORT else name
+            kinds.setdefault(ops.kind_of(each), {}).setdefault(key, []).append(name)
+        lots = [
+            [self._lot(ops, {name: x[name] for name in names}) for names in kind.values()] for kind in kinds.values()
+        ]
         answers = await together([self._gathered(ops, own) for own in lots])
         found: dict[str, tuple[A, A]] = {}
-        for some, (sent, mean) in zip(chain(*names), chain(*answers), strict=True):
-            shapes = [tuple(x[name].shape) for name in some]
-            own, average = (_apart(ops, whole.reshape((1, -1)), shapes) for whole in (sent, mean))
-            found |= zip(some, zip(own, average, strict=True), strict=True)
+        for lot, both in zip(chain(*lots), chain(*answers), strict=True):
+            shapes = [tuple(x[name].shape) for name in lot.names]
+            own, average = (_apart(ops, whole, shapes) for whole in both)
+            found |= zip(lot.names, zip(own, average, strict=True), strict=True)
         return [(*found[name], memory[name]) for name in x]
 
     def _lot(self, ops: Ops[A], x: dict[str, A]) -> _Lot[A]:
-        tensors = [each.reshape(self._lies(name, tuple(each.shape))) for name, each in x.items()]
-        if len(tensors) == 1:
-            return _Lot(tensors, tensors[0], self.per)
-        return _Lot(tensors, ops.rows(tensors, 1).reshape((len(tensors), -1)), "row")
+        (name, first), *others = x.items()
+        lies = self._lies(name, tuple(first.shape))
+        shared = {"tensor": (1,) * len(lies), "row": (*lies[:-1], 1), "column": (*lies[:-2], 1, lies[-1])}[self.per]
+        if not others:
+            return _Lot([name], shaped(first, lies), shared)
+        # As rows, which a TPU does not move.
+        some = ops.stack([each.reshape(lies if lies[0] > 1 else (lies[-1],)) for each in x.values()])
+        return _Lot(list(x), some, (len(x), *(shared if lies[0] > 1 else shared[1:])))
 
     async def _gathered(self, ops: Ops[A], lots: Sequence[_Lot[A]]) -> list[tuple[A, A]]:
         """Of each of these, of one kind: this replica's signs times its scales, and the mean of those of all replicas, both of its shape."""
-        dtype, replicas = ops.dtype_of(lots[0].matrix), await world_size()
+        arrays, shapes, sharing = (
+            [lot.array for lot in lots],
+            [lot.shape for lot in lots],
+            [lot.sharing for lot in lots],
+        )
+        dtype, replicas = ops.dtype_of(arrays[0]), await world_size()
         wide = wide_dtype(dtype)
-        positive = [lot.matrix > 0 for lot in lots]
-        bits = [ops.pack_bits(own, of=lot.matrix) for own, lot in zip(positive, lots, strict=True)]
-        # Rows, of which none is moved to send it.
-        sent = [
-            own if bytes_of_rows(lot.shape)[1] else own.reshape((-1, lot.shape[-1]))
-            for own, lot in zip(bits, lots, strict=True)
-        ]
-        scales = [ops.cast(self._scales(ops, lot, own, wide), dtype) for own, lot in zip(positive, lots, strict=True)]
-        # Those of rows are many: a TPU's compiler takes longer to join them than it saves.
-        parts = [scales] if self.per == "tensor" else [[own] for own in scales]
-        joined = [part[0] if len(part) == 1 else ops.rows(part, 1) for part in parts]
+        bits = ops.pack_signs(arrays, sharing)
+        scales = [ops.cast(part, dtype) for part in self._scales(ops, lots, wide)]
         # As bytes, scales travel in the message of the bits.
-        every = await gather(*sent, *(ops.view_as(part, "uint8") for part in joined), watched=False)
-        every_part, weights = [ops.view_as(part, dtype) for part in every[len(lots) :]], await replica_weights()
+        every = await gather(*bits, *(ops.view_as(part, "uint8") for part in scales), watched=False)
+        every_scale, weights = [ops.view_as(part, dtype) for part in every[len(bits) :]], await replica_weights()
         if weights is not None:
-            every_part = [weights.present(ops, part) for part in every_part]
-        await watch(*every_part)
-        every_scales: list[A] = []
-        for part, of_each in zip(parts, every_part, strict=True):
-            shapes = [(replicas, *own.shape) for own in part]
-            every_scales += _apart(ops, of_each.reshape((replicas, -1)), shapes)
+            every_scale = [weights.present(ops, part) for part in every_scale]
+        await watch(*every_scale)
+        theirs = [ops.cast(part, wide) for part in every_scale]
+        if weights is not None:
+            theirs = [weights.times_each(ops, part) for part in theirs]
+        above, below = zip(*(self._both(part) for part in theirs), strict=True)
+        totals = ops.sum_of_signs(every[: len(bits)], above, below, shapes, sharing)
 
-        def reconstructed(lot: _Lot[A], positive: A, scales: A) -> A:
-            above = self._spread(ops.cast(scales, wide), lot)
-            return ops.where(positive, above[0], above[self.magnitudes - 1] * (-1.0 if self.magnitudes == 1 else 1.0))
-
-        def mean(lot: _Lot[A], every_bits: A, every_scales: A) -> A:
-            def add(replica: int, total: A) -> A:
-                positive = ops.unpack_bits(every_bits[replica].reshape((-1,)), lot.shape)
-                sent = reconstructed(lot, positive, every_scales[replica])
-                return ops.add(total, sent if weights is None else weights.times(ops, sent, replica), out=total)
-
-            total = ops.loop(replicas, add, ops.zeros(lot.shape, wide), fused=True)
+        def mean(total: A) -> A:
             return ops.cast(total / replicas if weights is None else weights.share(ops, total), dtype)
 
-        answers: list[tuple[A, A]] = []
-        for lot, *own, every_bits, theirs in zip(lots, positive, scales, every[: len(lots)], every_scales, strict=True):
-            average = mean(lot, every_bits, theirs)
-            answers.append((ops.cast(reconstructed(lot, *own), dtype), average))
-        return answers
+        # Of one replica, as they are of all.
+        mine = [self._both(ops.cast(part, wide).reshape((1, *part.shape))) for part in scales]
+        high, low = ([x.reshape((-1,)) for x in each] for each in zip(*mine, strict=True))
+        own = ops.signed(arrays, bits, high, low, sharing)
+        sent = ops.elementwise_each(lambda x: ops.cast(x, dtype), own)
+        return list(zip(sent, ops.elementwise_each(mean, totals), strict=True))
 
-    def _scales(self, ops: Ops[A], lot: _Lot[A], positive: A, dtype: str) -> A:
-        """(magnitudes, …, 1): what stands for a positive element; and, if there are two, what for another. An inf or NaN shows in them."""
-        if len(lot.tensors) == 1:
-            return self._scales_of(ops, lot.matrix, positive, dtype)
-        # Each vector by itself: of several a kernel may add up each in another order.
-        scales = [self._scales_of(ops, x, x > 0, dtype) for x in lot.tensors]
-        return ops.rows(scales, 1).reshape((-1, self.magnitudes)).mT.reshape((self.magnitudes, -1, 1))
+    def _both(self, scales: A) -> tuple[A, A]:
+        """Of scales (W, magnitudes, N) the numbers (W, N) that stand for positive elements, and for others."""
+        return scales[:, 0], scales[:, 1] if self.magnitudes == 2 else scales[:, 0] * -1.0
 
-    def _scales_of(self, ops: Ops[A], matrix: A, positive: A, dtype: str) -> A:
+    def _scales(self, ops: Ops[A], lots: Sequence[_Lot[A]], wide: str) -> list[A]:
+        """(magnitudes, N) of all lots, one after the other, or of each by itself. An inf or NaN shows in them."""
+        if self.per == "tensor" and self.magnitudes == 1:
+            stacks = [lot.array.reshape((len(lot.names), -1)) for lot in lots]
+            return [ops.mean_abs_each(stacks).reshape((1, -1))]
+        each = [self._scales_of(ops, lot, wide).reshape((self.magnitudes, -1)) for lot in lots]
+        # Those of rows are many: a TPU's compiler takes longer to join them than it saves.
+        return each if self.per != "tensor" or len(each) == 1 else [ops.rows(each, self.magnitudes)]
+
+    def _scales_of(self, ops: Ops[A], lot: _Lot[A], wide: str) -> A:
+        """(magnitudes, N, 1): what stands for a positive element; and, if there are two, what for another."""
+        x = lot.array
+
         def mean_abs(x: A) -> A:
             if self.per == "tensor":
-                return ops.mean_abs(x.reshape((1, -1)))
+                return ops.mean_abs(x.reshape((len(lot.names), -1)))
             return ops.mean_abs(x.mT if self.per == "column" else x)
 
         if self.magnitudes == 1:
-            return ops.stack([mean_abs(matrix)])
-        share, zero = mean_abs(ops.cast(positive, dtype)), ops.zeros((), ops.dtype_of(matrix))
-        above, below = mean_abs(ops.where(positive, matrix, 0.0)), mean_abs(ops.where(positive, zero, matrix))
+            return ops.stack([mean_abs(x)])
+        positive, zero = x > 0, ops.zeros((), ops.dtype_of(x))
+        share = mean_abs(ops.cast(positive, wide))
+        above, below = mean_abs(ops.where(positive, x, 0.0)), mean_abs(ops.where(positive, zero, x))
         rest = share * -1.0 + 1.0
         mean = above / ops.where(share > 0, share, 1.0)
         return ops.stack([mean, below / ops.where(rest > 0, rest, 1.0) * -1.0])
-
-    def _spread(self, scales: A, lot: _Lot[A]) -> A:
-        """Scales (magnitudes, …, 1) so that each stands beside the elements that share it."""
-        if lot.per == "tensor":
-            return scales.reshape((self.magnitudes, *[1] * len(lot.shape)))
-        return scales.mT if lot.per == "column" else scales
 
     def _lies(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A tensor as its elements lie: a matrix, a stack of them, or one row."""
@@ -205,6 +203,8 @@ class Sign(Compressor):
         return view.shape
 
 
-def _apart(ops: Ops[A], rows: A, shapes: Sequence[tuple[int, ...]]) -> list[A]:
-    """What lies side by side in these rows; torch would copy the only one."""
-    return [rows.reshape(shapes[0])] if len(shapes) == 1 else ops.from_rows(rows, shapes)
+def _apart(ops: Ops[A], whole: A, shapes: Sequence[tuple[int, ...]]) -> list[A]:
+    """The tensors of a lot; torch would copy the only one."""
+    if len(shapes) == 1:
+        return [shaped(whole, shapes[0])]
+    return ops.from_rows(whole.reshape((1, -1)), shapes)

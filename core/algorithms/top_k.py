@@ -10,7 +10,8 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import Annotated, Any, Literal
+from operator import itemgetter
+from typing import Annotated, Any, Literal, NamedTuple
 
 from gradwire.core.algorithms.compressor import Compressor, Hints, StepContext
 from gradwire.core.algorithms.shared.sparse_blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of
@@ -106,7 +107,7 @@ class TopK(Compressor):
     def compress_together(
         self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], context: StepContext
     ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:
-        """The blocks of several tensors as those of one, where that takes less time to compile."""
+        """The blocks of several tensors are searched, packed and added up as those of one."""
         messages = self._messages(ops, x)
         return None if len(messages) == len(x) else self._all(ops, x, memory, messages)
 
@@ -118,25 +119,26 @@ class TopK(Compressor):
         return [(*found[name], memory[name]) for name in x]
 
     def _messages(self, ops: Ops[A], x: Mapping[str, A]) -> list[list[str]]:
-        """Which tensors are sent as one: those of blocks of one length, whose positions fill whole bytes, so that no more is sent."""
-        alike: dict[Hashable, list[str]] = {}
+        """Which tensors are sent as one: those of as many elements of each block, whose positions fill whole bytes, so that no more is sent. Blocks of one length
+        come after each other."""
+        alike: dict[Hashable, list[tuple[int, str]]] = {}
         for name, each in x.items():
             blocks = self._blocks(name, tuple(each.shape))
             kept = self._kept(blocks)
-            whole = ops.joined and blocks.count * kept * bits_of(blocks.length) % 8 == 0
-            alike.setdefault((ops.kind_of(each), blocks.length, kept) if whole else name, []).append(name)
-        return list(alike.values())
+            whole = blocks.count * kept * bits_of(blocks.length) % 8 == 0
+            alike.setdefault((ops.kind_of(each), kept) if whole else name, []).append((blocks.length, name))
+        return [[name for _, name in sorted(names, key=itemgetter(0))] for names in alike.values()]
 
     def _parts(self, ops: Ops[A], x: Mapping[str, A]) -> list[tuple[list[str], Blocks]]:
-        """Which of these tensors are cut and searched as one matrix: those of one width, up to `Ops.joined` elements."""
+        """Which of these tensors are cut as one matrix: those of one width and one length of blocks, up to `Ops.joined` elements."""
         parts: list[tuple[list[str], Blocks]] = []
-        open_: dict[int, int] = {}
+        open_: dict[tuple[int, int], int] = {}
         for name, each in x.items():
             blocks = self._blocks(name, tuple(each.shape))
-            i = open_.setdefault(blocks.width, len(parts))
-            both = parts[i][1].and_below(blocks) if i < len(parts) else None
+            i = open_.setdefault((blocks.width, blocks.length), len(parts))
+            both = parts[i][1].and_below(blocks) if i < len(parts) and ops.joined else None
             if both is None or both.count * both.length > ops.joined:
-                open_[blocks.width] = len(parts)
+                open_[blocks.width, blocks.length] = len(parts)
                 parts.append(([name], blocks))
             else:
                 parts[i] = [*parts[i][0], name], both
@@ -145,8 +147,9 @@ class TopK(Compressor):
     async def _sent(self, ops: Ops[A], x: Mapping[str, A]) -> dict[str, tuple[A, A]]:
         """Of each of these tensors what this replica sent and the mean; their blocks are sent as those of one."""
         parts = self._parts(ops, x)
-        cut = [blocks.cut(ops, _below(ops, [x[name] for name in names], blocks.width)) for names, blocks in parts]
-        found = await self._gathered(ops, [blocks for _, blocks in parts], cut)
+        arrays = [_below(ops, [x[name] for name in names], blocks.width) for names, blocks in parts]
+        cut = [blocks.cut(ops, each) for (_, blocks), each in zip(parts, arrays, strict=True)]
+        found = await self._gathered(ops, [blocks for _, blocks in parts], cut, ops.joining(arrays))
         answers: dict[str, tuple[A, A]] = {}
         for (names, blocks), dense in zip(parts, found, strict=True):
             end = 0
@@ -157,60 +160,64 @@ class TopK(Compressor):
                 answers[name] = sent, mean
         return answers
 
-    async def _gathered(self, ops: Ops[A], blocks: list[Blocks], cut: list[A]) -> list[tuple[A, A]]:
-        length, kept, dtype = blocks[0].length, self._kept(blocks[0]), ops.dtype_of(cut[0])
-        bits, codec = bits_of(length), self._codec
+    async def _gathered(
+        self, ops: Ops[A], blocks: list[Blocks], cut: list[A], order: Sequence[int] | None
+    ) -> list[tuple[A, A]]:
+        kept, dtype, codec = self._kept(blocks[0]), ops.dtype_of(cut[0]), self._codec
         cut = ops.computed_once(cut)
         # What is not finite counts as largest, so it is among what is sent, and everyone hears of it.
-        each = [ops.top_k(ops.abs(x), kept) for x in cut]
-        index = ops.rows(each, 1).reshape((-1, kept))
-        values = ops.take_each(cut, each)
-        positions = ops.pack_integers(index, bits)
+        index, values = ops.largest_each(cut, kept)
+        rows, positions = tuple(index.shape), _Positions.of(blocks, kept)
+        packed = positions.packed(ops, index)
         if codec is None:
             # A row of an accelerator's lanes is not moved to be sent.
-            lanes = LANES if values.shape[0] * kept % LANES == 0 else kept
-            every_value, every_index = await gather(values.reshape((-1, lanes)), positions, watched=False)
+            lanes = LANES if rows[0] * kept % LANES == 0 else kept
+            every_value, *every_index = await gather(values.reshape((-1, lanes)), *packed, watched=False)
         else:
             fields = codec.encode(ops, values)
-            *every_code, every_index = await gather(*sendable(ops, fields), positions, watched=False)
-            rows = received(ops, codec, kept, every_code)
+            given = sendable(ops, fields)
+            every = await gather(*given, *packed, watched=False)
+            every_index = list(every[len(given) :])
+            found = received(ops, codec, kept, every[: len(given)])
             values = ops.cast(codec.decode(ops, *fields), dtype)
-            every_value = ops.cast(codec.decode(ops, *rows), dtype)
+            every_value = ops.cast(codec.decode(ops, *found), dtype)
         replicas, weights, wide = await world_size(), await replica_weights(), wide_dtype(dtype)
-        shape = tuple(index.shape)
         every_value = ops.cast(every_value, wide)
         if weights is not None:
             every_value = weights.times_each(ops, every_value)
         # What is not finite is in it, and of finite numbers a sum may overflow: none is larger than this one.
-        await watch(ops.sum_of_each(ops.max_abs, every_value))
-        ends = list(accumulate(part.count for part in blocks))
-        spans = [slice(end - part.count, end) for part, end in zip(blocks, ends, strict=True)]
-        means: list[A] = []
-        for part, own in zip(blocks, spans, strict=True):
+        largest = ops.max_abs(ops.max_abs(every_value.reshape((replicas, *rows))).reshape((replicas, -1)))
+        await watch(ops.matmul(ops.zeros((1, replicas), wide) + 1.0, largest))
 
-            def of_replica(index: A, values: A, own: slice = own) -> tuple[A, A]:
-                return ops.unpack_integers(index, bits, shape)[own], values.reshape(shape)[own]
+        def of_replica(values: A, *packed: A) -> tuple[A, A]:
+            return positions.unpacked(ops, packed), values.reshape((*packed[0].shape[:-1], *rows))
 
-            def counted(index: A, *weight: A, own: slice = own) -> tuple[A, A]:
-                ones = ops.zeros((own.stop - own.start, kept), wide) + 1.0
-                return ops.unpack_integers(index, bits, shape)[own], ops.multiply(ones, weight[0]) if weight else ones
+        def counted(weight: A, *packed: A) -> tuple[A, A]:
+            index = positions.unpacked(ops, packed)
+            ones = ops.zeros(tuple(index.shape), wide) + 1.0
+            return index, ops.multiply(ones, weight.reshape((*packed[0].shape[:-1], 1, 1)))
 
-            after = means[-1] if means else None
-            total = part.sum_of(ops, of_replica, every_index, every_value, after=after)
-            if self.mean == "replicas":
-                mean = total / replicas if weights is None else weights.share(ops, total)
-            else:
-                ones = [] if weights is None else [ops.cast(weights.of_each, wide)]
-                count = part.sum_of(ops, counted, every_index, *ones, after=after)
-                mean = total / ops.where(count > 0, count, 1.0)
-            means.append(ops.cast(mean, dtype))
+        parts = [(part.count, part.length, part.tiles) for part in blocks]
+        totals = ops.scatter_sum_each(parts, of_replica, every_value, *every_index, order=order)
+        if self.mean == "replicas":
+
+            def mean(total: A) -> A:
+                return ops.cast(total / replicas if weights is None else weights.share(ops, total), dtype)
+
+            means = ops.elementwise_each(mean, totals)
+        else:
+            ones = ops.zeros((replicas,), wide) + 1.0 if weights is None else ops.cast(weights.of_each, wide)
+            counts = ops.scatter_sum_each(parts, counted, ones, *every_index, order=order)
+
+            def among_senders(total: A, count: A) -> A:
+                return ops.cast(total / ops.where(count > 0, count, 1.0), dtype)
+
+            means = ops.elementwise_each(among_senders, totals, counts)
         # These do not wait for the means, nor those for them: what is the same on all replicas may not wait for what is not. Nor for the message: they are made
         # while it travels.
-        sent: list[A] = []
-        for part, own in zip(blocks, spans, strict=True):
-            each = [x[own].reshape((1, -1, kept)) for x in (index, values)]
-            sent.append(part.sum_of(ops, lambda *own: own, *each, after=sent[-1] if sent else None))
-        return list(zip(sent, means, strict=True))
+        own = [each.reshape((1, *rows)) for each in (index, values)]
+        sent = ops.scatter_sum_each(parts, lambda *own: own, *own, order=order)
+        return [(part.whole(own), part.whole(mean)) for part, own, mean in zip(blocks, sent, means, strict=True)]
 
     def _blocks(self, name: str, shape: tuple[int, ...]) -> Blocks:
         return blocks_of(name, shape, self.per or 4096)
@@ -224,6 +231,45 @@ class TopK(Compressor):
     @property
     def _codec(self) -> Codec | None:
         return CODECS[f"int{self.bits}"] if self.bits else None
+
+
+class _Positions(NamedTuple):
+    """Positions (R, k) in the blocks of several tensors, those that need as many bits together: (rows, bits) of each part of them, and k."""
+
+    parts: tuple[tuple[int, int], ...]
+    kept: int
+
+    @classmethod
+    def of(cls, blocks: Sequence[Blocks], kept: int) -> _Positions:
+        """Of blocks in this order."""
+        parts: list[tuple[int, int]] = []
+        for block in blocks:
+            bits = bits_of(block.length)
+            if parts and parts[-1][1] == bits:
+                parts[-1] = parts[-1][0] + block.count, bits
+            else:
+                parts.append((block.count, bits))
+        return cls(tuple(parts), kept)
+
+    def packed(self, ops: Ops[A], index: A) -> list[A]:
+        """As bytes, an array for each part."""
+        if len(self.parts) == 1:
+            return [ops.pack_integers(index, self.parts[0][1])]
+        ends = list(accumulate(rows for rows, _ in self.parts))
+        return [
+            ops.pack_integers(index[end - rows : end], bits) for end, (rows, bits) in zip(ends, self.parts, strict=True)
+        ]
+
+    def unpacked(self, ops: Ops[A], packed: Sequence[A]) -> A:
+        """Of bytes (…, b) of each part, (…, R, k)."""
+        lead = tuple(packed[0].shape[:-1])
+        each = [
+            ops.unpack_integers(own, bits, (rows, self.kept))
+            for own, (rows, bits) in zip(packed, self.parts, strict=True)
+        ]
+        if len(each) == 1:
+            return each[0]
+        return ops.rows(each, math.prod(lead)).reshape((*lead, -1, self.kept))
 
 
 def _below(ops: Ops[A], arrays: Sequence[A], width: int) -> A:

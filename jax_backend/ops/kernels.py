@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -281,6 +282,12 @@ class JaxOps(Ops[jax.Array]):
         return _compared_on_tpu(index.shape[-1], lambda: jnp.take_along_axis(x, index, axis=-1), compared)
 
     def take_each(self, xs: Sequence[jax.Array], indices: Sequence[jax.Array]) -> jax.Array:
+        runs = [
+            list(run) for _, run in itertools.groupby(zip(xs, indices, strict=True), lambda both: both[0].shape[-1])
+        ]
+        if len(runs) > 1:  # matrices of other widths are not joined
+            return jnp.concatenate([self.take_each(*zip(*run, strict=True)) for run in runs])
+
         def each(xs: list[jax.Array], indices: list[jax.Array]) -> jax.Array:
             return jnp.concatenate([self.take(x, index) for x, index in zip(xs, indices, strict=True)])
 
@@ -400,6 +407,9 @@ class JaxOps(Ops[jax.Array]):
         return pack_integers(self, x, bits) if data is None else data
 
     def unpack_integers(self, data: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
+        if data.ndim > 1:
+            rows = jax.vmap(lambda row: self.unpack_integers(row, bits, shape))(data.reshape(-1, data.shape[-1]))
+            return rows.reshape(*data.shape[:-1], *shape)
         flat = integers.unpack_integers(data, bits, math.prod(shape))
         return unpack_integers(self, data, bits, shape) if flat is None else flat.reshape(shape)
 
@@ -510,7 +520,7 @@ class JaxOps(Ops[jax.Array]):
         return jnp.concatenate(arrays).reshape((len(arrays), *first.shape))
 
     def pad(self, x: jax.Array, n: int) -> jax.Array:
-        return jnp.pad(x, (0, n - x.shape[0]))
+        return jnp.pad(x, ((0, n - x.shape[0]),))
 
     def rows(
         self, arrays: Sequence[jax.Array], n: int, *, out: jax.Array | None = None, donated: bool = False

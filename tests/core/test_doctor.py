@@ -186,15 +186,23 @@ def test_the_command(fault, tmp_path, capsys, monkeypatch):
         "jax, 2 processes",
     }
     wrong = {row["check"] for row in report["rows"] if row["verdict"] == FAULT}
-    assert wrong == ({"bits there and back [256, 512]", "Sign()", "Sign(), process 1"} if fault else set())
+    planted = {
+        "bits there and back [256, 512]",
+        "signs of several tensors there and back",
+        "Sign()",
+        "Sign(), process 1",
+    }
+    assert wrong == (planted if fault else set())
     assert ("WRONG HERE: " if fault else "Nothing is wrong here.") in said
 
 
-#: Bits of a matrix come back in another order.
+#: Bits of a matrix come back in another order, by itself and with others.
 PLANTED = """
 import sys
 if "gradwire.torch_backend.doctor" in sys.orig_argv:
     from gradwire.torch_backend.ops.kernels import TorchOps
     right = TorchOps.unpack_bits
     TorchOps.unpack_bits = lambda ops, x, shape: right(ops, x, shape).flip(0) if shape == (256, 512) else right(ops, x, shape)
+    added = TorchOps.sum_of_signs
+    TorchOps.sum_of_signs = lambda *args: [x.flip(0) for x in added(*args)]
 """

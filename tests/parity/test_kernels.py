@@ -128,6 +128,13 @@ COMPRESSING = (
     "pack_integers",
     "unpack_integers",
     "take_each",
+    "largest_each",
+    "scatter_sum_each",
+    "elementwise_each",
+    "mean_abs_each",
+    "pack_signs",
+    "signed",
+    "sum_of_signs",
     "asarray",
     "cast",
 )
@@ -167,6 +174,7 @@ DONATE = (
     "errors_after, computed before",
     *("cast_each, arrays", "cast_each, errors"),
     "add_part",
+    "elementwise_each",
     *("scatter_add", "scatter_add, several", "scatter_add, columns", "scatter_add, nothing"),
 )
 
@@ -270,6 +278,40 @@ def there_and_back(ops):
     return rows
 
 
+def positions_in(ops, batch):
+    """Of the values (W, 4, 7) each at a position below 8, for one replica or for several."""
+    index = ops.asarray((3 * np.arange(4)[:, None] + np.arange(7)) % 8, "int32")
+    return lambda values: (ops.add(ops.cast(ops.cast(values * 0.0, "float32"), "int32"), index), values)
+
+
+def placed(ops, matrices, k):
+    """The largest of each row of several matrices, at their places: in which order they were found does not matter."""
+    index, values = ops.largest_each(matrices, k)
+    rows, width = index.shape[0], max(x.shape[1] for x in matrices)
+    values = ops.where(ops.abs(values) < 99.0, values, 99.0)  # those that are not finite too
+    return ops.scatter_add(ops.zeros((rows, width), ops.dtype_of(values)), index, values)
+
+
+def signs_there_and_back(ops, per, x, y, batch, v, **_):
+    """Bits, which are as few as can be; what they stand for here; and what those of three replicas do."""
+    arrays = [batch[0], batch[1], v.reshape((1, 9)), x, y]
+    shapes = [tuple(each.shape) for each in arrays]
+    sharing = [{"tensor": (1, 1), "row": (n, 1), "column": (1, m)}[per] for n, m in shapes]
+    count = sum(n * m for n, m in sharing)
+    above, below = (ops.cast(ops.iota(count), "float32") * 0.5 + 1.0, ops.cast(ops.iota(count), "float32") * -0.25)
+    bits = ops.pack_signs(arrays, sharing)
+    assert (
+        sum(each.size if isinstance(each, np.ndarray) else math.prod(each.shape) for each in bits) == 4 + 4 + 2 + 4 + 4
+    )
+    own = ops.signed(arrays, bits, [above], [below], sharing)
+    other = ops.pack_signs([each * -1.0 for each in arrays], sharing)
+    every = [ops.stack([one, two, one]) for one, two in zip(bits, other, strict=True)]
+    high, low = (ops.stack([each, each * 3.0, each * 0.125]) for each in (above, below))
+    total = ops.sum_of_signs(every, [high], [low], shapes, sharing)
+    flags = ops.signed(arrays, bits, [above * 0.0 + 1.0], [below * 0.0], sharing)
+    return ops.rows(flags, 1), ops.rows(own, 1), ops.rows(total, 1)
+
+
 KERNELS = {
     "add": lambda ops, x, y, **_: ops.add(x, y),
     "add, out": lambda ops, x, y, **_: ops.add(x, y, out=x),
@@ -315,6 +357,18 @@ KERNELS = {
     "add_part": lambda ops, batch, x, **_: ops.add_part(batch.reshape((-1, batch.shape[2])), batch[2] * 3.0, 3, 1, ()),
     "laid_out": lambda ops, batch, **_: ops.laid_out(batch[0], batch[0][:, :1], (4, batch.shape[2]))[1],
     "read_again": lambda ops, batch, **_: ops.read_again(batch[1:2], batch, lambda sent: sent[1:2]),
+    "scatter_sum_each": lambda ops, batch, **_: ops.rows(ops.scatter_sum_each([(1, 8, None), (3, 9, None)], positions_in(ops, batch), batch, order=[1, 0]), 1),
+    "scatter_sum_each, tiles": lambda ops, batch, **_: ops.rows(ops.scatter_sum_each([(2, 8, (4, 2)), (2, 8, None)], positions_in(ops, batch), batch), 1),
+    "scatter_sum_each, of one": lambda ops, batch, **_: ops.rows(ops.scatter_sum_each([(3, 9, None), (1, 8, None)], positions_in(ops, batch), batch[1:2]), 1),
+    "largest_each": lambda ops, batch, x, **_: placed(ops, [batch[0], x, batch[2]], 4),
+    "largest_each, ties": lambda ops, x, **_: placed(ops, [ops.asarray([[1, -0.0, 0.0, -0.0, NAN, 2, INF, -NAN, 2, -INF, -2]], ops.dtype_of(x)), x], 5),
+    "elementwise_each": lambda ops, x, y, batch, **_: ops.elementwise_each(lambda x, y: ops.multiply(x, y, out=x), [batch[0], x], [batch[2], y])[1],
+    "elementwise_each, neighbours": lambda ops, x, batch, **_: ops.rows(ops.elementwise_each(lambda x: ops.cast(x * 2.0, "float32"), [batch[1], batch[0], batch[2]]), 1),
+    "mean_abs_each": lambda ops, x, batch, **_: ops.mean_abs_each([batch[0], x]),
+    "mean_abs_each, of rows": lambda ops, x, v, **_: ops.mean_abs_each([v.reshape((1, 9)), x.reshape((1, 30))]),
+    **{f"pack_signs, {per}": lambda ops, per=per, **given: signs_there_and_back(ops, per, **given)[0] for per in ("tensor", "row", "column")},
+    **{f"signed, {per}": lambda ops, per=per, **given: signs_there_and_back(ops, per, **given)[1] for per in ("tensor", "row", "column")},
+    **{f"sum_of_signs, {per}": lambda ops, per=per, **given: signs_there_and_back(ops, per, **given)[2] for per in ("tensor", "row", "column")},
     "take_each": lambda ops, batch, **_: ops.take_each([batch[0], batch[1]], [ops.top_k(batch[0], 3), ops.top_k(batch[2], 3)]),
     "take_rows": lambda ops, batch, **_: ops.take_rows(batch[1], ROWS_TAKEN),
     "take_rows, of words": lambda ops, batch, **_: ops.take_rows(ops.view_as(ops.cast(batch[0], "float32"), "uint8").reshape((14, 8)), ROWS_TAKEN),
@@ -323,6 +377,8 @@ KERNELS = {
     "pack_integers": lambda ops, **_: ops.pack_integers(ops.asarray(np.arange(256).reshape(2, 128) * 37 % 4096, "int32"), 12),
     "pack_integers, not whole bytes": lambda ops, **_: ops.pack_integers(ops.asarray(np.arange(21) * 37 % 512, "int32"), 9),
     "unpack_integers": lambda ops, **_: ops.unpack_integers(ops.asarray(np.arange(384) % 256, "uint8"), 12, (2, 128)),
+    "unpack_integers, of several": lambda ops, **_: ops.unpack_integers(ops.asarray(np.arange(768).reshape(2, 384) % 251, "uint8"), 12, (2, 128)),
+    "unpack_integers, 16 bits": lambda ops, **_: ops.unpack_integers(ops.asarray(np.arange(32).reshape(2, 16) * 7, "uint8"), 16, (8,)),
     "unpack_integers, three bits": lambda ops, **_: ops.unpack_integers(ops.asarray(np.arange(33) * 7, "uint8"), 11, (24,)),
     "pack_bits": lambda ops, batch, **_: ops.pack_bits(batch > 0),
     "pack_bits, two bytes": lambda ops, v, **_: ops.pack_bits(v > 0),

@@ -48,6 +48,9 @@ STEPS = {
     "int8, Triton": (WireDtype(AllReduce(), "int8"), True, 155, 0, 18),
     "quantize": (Quantize("int8"), False, 600, 0, 106),
     "quantize, Triton": (Quantize("int8"), True, 300, 0, 41),
+    "top k": (TopK(64), False, 650, 0, 175),
+    "top k, Triton": (TopK(64), True, 490, 0, 165),
+    "sign, Triton": (Sign(), True, 240, 0, 72),
 }
 
 
@@ -61,6 +64,20 @@ def test_a_step_of_a_gpt_with_the_buckets_of_ddp(algorithm, fused, ceiling, mess
     assert step.all_reduces - before == messages
     assert seen.nbytes <= nbytes * elements(GPT_125M)
     assert seen.waits == 0
+
+
+@pytest.mark.parametrize("algorithm", [TopK(16), Sign()], ids=repr)
+def test_what_the_host_dispatches_does_not_grow_with_replicas(algorithm) -> None:
+    """Of 40 small tensors on the CPU, 60 operations and 35 a tensor: what all replicas have sent is unpacked and added up at once."""
+    shapes = {str(i): (64, 64) if i % 2 else (64,) for i in range(40)}
+    for replicas in (8, 64, 512):
+        step = gradwire_step(shapes, algorithm, replicas=replicas)
+        for _ in range(2):
+            with Kernels():
+                step.run()
+        with Kernels() as seen:
+            step.run()
+        assert seen.operations <= 60 + 35 * len(shapes)
 
 
 def test_what_is_in_float64_lies_in_memory_that_p_and_q_share() -> None:
@@ -177,8 +194,8 @@ def test_numbers_are_made_once_unless_they_take_much_memory() -> None:
     """By the branch for a device. Constants of whole steps: tests/emulated/test_ways.py."""
     ops = TorchOps(torch.device("cpu"))
     ops._host_knows = False
-    assert ops._numbers(8, torch.int64) is ops._numbers(8, torch.int64)
-    assert len(ops._numbers(1 << 20, torch.int64)) == 1 << 20
+    assert ops.numbers(8, torch.int64) is ops.numbers(8, torch.int64)
+    assert len(ops.numbers(1 << 20, torch.int64)) == 1 << 20
     assert not any(kept.numel() > 1 << 16 for kept in ops._constants.values())
 
 

@@ -45,6 +45,15 @@ LAUNCHES = {
         {"ok": FLAG, "codes": BYTES, "scales": "*fp32", "out": "X", "n": "N"},
         {"width": 128, "block": fused.VECTOR},
     ),
+    "sum_of_signs": (
+        {"bits": BYTES, "above": "*fp32", "below": "*fp32", "of_run": "*i32", "out": "*fp32", "n": "N", "whole": "N"}
+        | {"rest": INT, "replicas": INT, "bits_batch": "N", "numbers": INT},
+        {"run": 256, "bits_of": 512, "block": fused.VECTOR},
+    ),
+    "add_at": (
+        {"index": "*i32", "rows": "*i64", "values": "*fp32", "out": "*fp32", "replicas": INT, "count": "N", "k": "N"},
+        {"padded": 64},
+    ),
 }
 #: More registers than this leave less than a third of a processor's threads at work.
 REGISTERS = 96
@@ -87,7 +96,7 @@ def test_it_compiles_for_an_h100(name: str, dtype: str) -> None:
     assert registers <= REGISTERS
     assert spilled == 0
     # 16 bytes at a time.
-    assert "st.global.v4.b32" in ptx
+    assert name == "add_at" or "st.global.v4.b32" in ptx  # which adds here and there
     # Nothing that depends on which program comes first, and no result that depends on contracted products.
     assert "atom." not in ptx
     for shortcut in ("fma.rn", "div.full", "div.approx", "rcp.", ".ftz"):
@@ -118,7 +127,7 @@ def arguments() -> dict[str, tuple[list[torch.Tensor | float | int], dict[str, t
     factors = torch.empty(1, 2, 4), torch.empty(1, 2, 256)
     codes, scales = torch.empty(4, 256, dtype=torch.uint8), torch.empty(4, 1)
     of_all = torch.empty(3, 4, 256, dtype=torch.uint8), torch.empty(3, 4, 1)
-    out = {"out": torch.empty_like(x)}
+    out, numbers = {"out": torch.empty_like(x)}, torch.zeros(4, dtype=torch.int32)
     return {
         "copy_if": ([ok, x], out),
         "subtract_product_if": ([ok, x, *factors], out),
@@ -126,6 +135,8 @@ def arguments() -> dict[str, tuple[list[torch.Tensor | float | int], dict[str, t
         "quantize_mean": ([*of_all, 127.0], {"mean_codes": codes, "mean_scales": scales, "lost": torch.empty_like(x)}),
         "subtract_decoded_if": ([ok, x, codes, scales, x[:2], 1], out),
         "decode_or_nan": ([ok, codes, scales], out),
+        "sum_of_signs": ([codes[:3, :128], *[torch.empty(3, 2)] * 2, numbers, 256, 512], out),
+        "add_at": ([torch.zeros(3, 4, 8, dtype=torch.int32), numbers[:, None].long(), torch.empty(3, 4, 8)], out),
     }
 
 

@@ -4,7 +4,7 @@
 spares. None needs the others.
 
 Each is an operator of torch, `torch.ops.gradwire.*`, whose schema says what is read and what is written; so tracing, graph capture and what counts traffic see it as one.
-What follows `*` is only written to. Triton itself is imported, and a kernel compiled, at the first launch.
+What follows `*` is only written to, but what `add_at` adds to. Triton itself is imported, and a kernel compiled, at the first launch.
 """
 
 from __future__ import annotations
@@ -123,6 +123,24 @@ def decode_or_nan(ok: Tensor, codes: Tensor, scales: Tensor, *, out: Tensor) -> 
     _launch("decode_or_nan", -(-n // VECTOR), out.device, ok, codes, scales, out, n, width=width, block=VECTOR)
 
 
+@_operator("Tensor bits, Tensor above, Tensor below, Tensor of_run, int run, int block, *, Tensor(a!) out")
+def sum_of_signs(
+    bits: Tensor, above: Tensor, below: Tensor, of_run: Tensor, run: int, block: int, *, out: Tensor
+) -> None:
+    n, (replicas, numbers) = out.numel(), above.shape
+    whole = n // block * block
+    sizes = n, whole, max(1, (n - whole) // 8), replicas, bits.stride(0), numbers
+    cut = {"run": run, "bits_of": block, "block": VECTOR}
+    _launch("sum_of_signs", -(-n // VECTOR), out.device, bits, above, below, of_run, out, *sizes, **cut)
+
+
+@_operator("Tensor index, Tensor rows, Tensor values, *, Tensor(a!) out")
+def add_at(index: Tensor, rows: Tensor, values: Tensor, *, out: Tensor) -> None:
+    replicas, count, k = index.shape
+    padded = 1 << (k - 1).bit_length()
+    _launch("add_at", count, out.device, index, rows, values, out, replicas, count, k, padded=padded)
+
+
 class Memory(Protocol):
     """Who hands out memory: `gradwire.torch_backend.ops.kernels.TorchOps`."""
 
@@ -186,6 +204,21 @@ class TorchFused:
         rows = shape[0]
         codes = self._memory.temporary(shape, like, torch.uint8)
         return codes, self._memory.temporary((rows, 1), like, torch.float32)
+
+    def sum_of_signs(
+        self, bits: Tensor, above: Tensor, below: Tensor, of_run: Tensor, run: int, block: int, out: Tensor
+    ) -> Tensor:
+        """`out` (T,), which becomes what bits (W, T / 8) stand for: a number of `above` (W, N) or `below` (W, N) for each element, that of its run of so many
+        elements (`of_run`); added one replica after the other. See `gradwire.torch_backend.ops.signs`."""
+        bits = bits if bits.stride(1) == 1 else bits.contiguous()
+        sum_of_signs(bits, above.contiguous(), below.contiguous(), of_run, run, block, out=out)
+        return out
+
+    def add_at(self, out: Tensor, index: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+        """`out`, a vector, to which values (W, R, k) are added one replica after the other: at positions `index` (W, R, k), distinct of each replica, of rows that
+        begin at `rows` (R, 1)."""
+        add_at(index.contiguous(), rows, values.contiguous(), out=out)
+        return out
 
     def subtract_decoded_if(
         self, ok: Tensor, x: Tensor, codes: Tensor, scales: Tensor, lost: Tensor, first: int, y: Tensor

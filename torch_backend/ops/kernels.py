@@ -18,6 +18,7 @@ from gradwire.core.kernels.payloads import Coded, Dense, Payload, Residual, deca
 from gradwire.core.kernels.rounding import TINY, scales
 from gradwire.core.kernels.rows import RowNumbers
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16, Ops
+from gradwire.torch_backend.ops import signs, sparse
 from gradwire.torch_backend.ops.adjacent import side_by_side
 from gradwire.torch_backend.ops.fused import TorchFused, available
 from gradwire.torch_backend.ops.orthonormalize import CLEAR, orthonormalized_unseen
@@ -448,7 +449,7 @@ class TorchOps(Ops[Tensor]):
         if x.is_floating_point():
             bits = (x.to(torch.float32) + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
             x = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        backwards = self._numbers(n, torch.int64, -1)
+        backwards = self.numbers(n, torch.int64, -1)
         return ((x.to(torch.int64) << 32) | backwards).topk(k, dim=-1).indices.to(torch.int32)
 
     def take(self, x: Tensor, index: Tensor) -> Tensor:
@@ -458,7 +459,7 @@ class TorchOps(Ops[Tensor]):
         if self._host_knows:
             return x.scatter_add_(-1, index.long(), values)
         # On CUDA `scatter_add_` adds in any order, so that ranks may differ in the last bit; this sorts the positions.
-        rows = [self._numbers(m, torch.int64).view(-1, *[1] * (x.ndim - 1 - i)) for i, m in enumerate(x.shape[:-1])]
+        rows = [self.numbers(m, torch.int64).view(-1, *[1] * (x.ndim - 1 - i)) for i, m in enumerate(x.shape[:-1])]
         return x.index_put_((*rows, index.long()), values, accumulate=True)
 
     def take_rows(self, x: Tensor, which: RowNumbers) -> Tensor:
@@ -487,16 +488,98 @@ class TorchOps(Ops[Tensor]):
         parts = [bits[: 8 * whole]] * (whole > 0)
         if left:
             parts.append(torch.nn.functional.pad(bits[8 * whole :], (0, 8 * (whole + left) - len(bits))))
-        shifts = self._numbers(8, torch.uint8).unsqueeze(-1)
+        shifts = self.numbers(8, torch.uint8).unsqueeze(-1)
         packed = [(part.view(8, -1) << shifts).sum(0, dtype=torch.uint8) for part in parts]
         return packed[0] if len(packed) == 1 else torch.cat([bits[:0], *packed])
 
     def unpack_bits(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         whole, _ = bytes_of_rows(shape)
-        shifts = self._numbers(8, torch.uint8).unsqueeze(-1)
+        shifts = self.numbers(8, torch.uint8).unsqueeze(-1)
         parts = [((part >> shifts) & 1).view(-1) for part in (x[:whole], x[whole:]) if len(part)]
         bits = parts[0] if len(parts) == 1 else torch.cat([x[:0], *parts])
         return bits[: math.prod(shape)].view(shape).view(torch.bool)
+
+    def pack_integers(self, x: Tensor, bits: int) -> Tensor:
+        data = sparse.pack_integers(self, x, bits)
+        return super().pack_integers(x, bits) if data is None else data
+
+    def unpack_integers(self, data: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
+        found = sparse.unpack_integers(self, data, bits, math.prod(shape))
+        return super().unpack_integers(data, bits, shape) if found is None else found.view(*data.shape[:-1], *shape)
+
+    def largest_each(self, xs: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor]:
+        return sparse.largest_each(self, xs, k)
+
+    def scatter_sum_each(
+        self,
+        parts: Sequence[tuple[int, int, tuple[int, int] | None]],
+        of: Callable[..., tuple[Tensor, Tensor]],
+        *every: Tensor,
+        order: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        return sparse.scatter_sum_each(self, parts, of, every, order)
+
+    def elementwise_each(self, f: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
+        order = self.joining(lists[0])
+        wholes = [side_by_side([xs[i] for i in order]) for xs in lists] if len(order) > 1 else [None]
+        if any(x is None for x in wholes):
+            return super().elementwise_each(f, *lists)
+        parts = torch.split(f(*wholes), [lists[0][i].numel() for i in order])
+        own = dict(zip(order, parts, strict=True))
+        return [own[i].view(x.shape) for i, x in enumerate(lists[0])]
+
+    def copy_each(self, places: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+        """Copy each array to its place, of its shape and dtype."""
+        # As vectors where they are: torch copies several at a time only where strides are the same.
+        pairs = [
+            (place.view(-1), x.view(-1)) if place.is_contiguous() and x.is_contiguous() else (place, x)
+            for place, x in zip(places, xs, strict=True)
+        ]
+        foreach_copy_([place for place, _ in pairs], [x for _, x in pairs])
+
+    def mean_abs_each(self, xs: Sequence[Tensor]) -> Tensor:
+        if self._host_knows or any(len(x) > 1 for x in xs):
+            return super().mean_abs_each(xs)
+        # A device adds up parts of a 1-norm, so that it keeps its digits.
+        wide = torch.float64 if xs[0].dtype == torch.float64 else torch.float32
+        sizes = [x.shape[1] for x in xs]
+        counts = self.constant(("sizes", wide, *sizes), lambda: self.from_host(sizes, wide))
+        return torch.stack(foreach_norm(list(xs), 1, wide)).div_(counts)
+
+    def pack_signs(self, xs: Sequence[Tensor], sharing: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        if not self._along_rows([tuple(x.shape) for x in xs], sharing):
+            return super().pack_signs(xs, sharing)
+        return signs.pack_signs(self, xs, sharing)
+
+    def signed(
+        self,
+        xs: Sequence[Tensor],
+        bits: Sequence[Tensor],
+        above: Sequence[Tensor],
+        below: Sequence[Tensor],
+        sharing: Sequence[tuple[int, ...]],
+    ) -> list[Tensor]:
+        shapes = [tuple(x.shape) for x in xs]
+        if not self._along_rows(shapes, sharing):
+            return super().signed(xs, bits, above, below, sharing)
+        every, high, low = ([x.unsqueeze(0) for x in each] for each in (bits, above, below))
+        return self.sum_of_signs(every, high, low, shapes, sharing)
+
+    def sum_of_signs(
+        self,
+        every: Sequence[Tensor],
+        above: Sequence[Tensor],
+        below: Sequence[Tensor],
+        shapes: Sequence[tuple[int, ...]],
+        sharing: Sequence[tuple[int, ...]],
+    ) -> list[Tensor]:
+        if not self._along_rows(shapes, sharing):
+            return super().sum_of_signs(every, above, below, shapes, sharing)
+        high, low = (x[0] if len(x) == 1 else torch.cat(list(x), 1) for x in (above, below))
+        return signs.sum_of_signs(self, every, high, low, shapes, sharing)
+
+    def _along_rows(self, shapes: Sequence[tuple[int, ...]], sharing: Sequence[tuple[int, ...]]) -> bool:
+        return all(map(signs.shares_along_rows, shapes, sharing))
 
     def view_as(self, x: Tensor, dtype: str) -> Tensor:
         wanted: torch.dtype = getattr(torch, dtype)
@@ -601,7 +684,7 @@ class TorchOps(Ops[Tensor]):
                 x.copy_(columns.reshape(-1)[: x.numel()].view(x.shape))
         return arrays
 
-    def _numbers(self, n: int, dtype: torch.dtype, sign: int = 1) -> Tensor:
+    def numbers(self, n: int, dtype: torch.dtype, sign: int = 1) -> Tensor:
         """0, 1, … n-1, or from the last to the first, not to be written to. Made once, unless they are many."""
         ends = (0, n) if sign > 0 else (n - 1, -1)
 

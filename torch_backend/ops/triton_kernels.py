@@ -164,3 +164,59 @@ def decode_or_nan(ok, codes, scales, out, n, width: tl.constexpr, block: tl.cons
     x = _decoded(codes, scales, i, inside, width)
     x = tl.where(tl.load(ok), x, float("nan"))
     tl.store(out + i, x.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sum_of_signs(
+    bits,
+    above,
+    below,
+    of_run,
+    out,
+    n,
+    whole,
+    rest,
+    replicas,
+    bits_batch,
+    numbers,
+    run: tl.constexpr,
+    bits_of: tl.constexpr,
+    block: tl.constexpr,
+):
+    """out = the sum over replicas of a number from `above` where the bit of an element is set, else from `below`. `bits_of` elements lie in a block of an eighth of as many
+    bytes, and what is left after `whole` elements in `rest` bytes."""
+    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = i < n
+    eighth: tl.constexpr = bits_of // 8
+    # Where an element is in its block, and where that begins.
+    at = tl.where(i < whole, i % bits_of, i - whole)
+    width = tl.where(i < whole, eighth, rest)
+    first = tl.where(i < whole, i // bits_of * eighth, whole // 8)
+    byte, shift = first + at % width, at // width
+    number = tl.load(of_run + i // run, mask=inside, other=0)
+    total = tl.zeros((block,), out.dtype.element_ty)
+    for _ in range(replicas):
+        positive = (tl.load(bits + byte, mask=inside, other=0).to(tl.int32) >> shift.to(tl.int32)) & 1
+        high = tl.load(above + number, mask=inside, other=0)
+        low = tl.load(below + number, mask=inside, other=0)
+        total += tl.where(positive != 0, high, low)
+        bits += bits_batch
+        above += numbers
+        below += numbers
+    tl.store(out + i, total, mask=inside)
+
+
+@triton.jit
+def add_at(index, rows, values, out, replicas, count, k, padded: tl.constexpr):
+    """out += values (replicas, count, k) at `index` in `count` rows that begin at `rows`: a program for each row, one replica after the other."""
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, padded)
+    out += tl.load(rows + row)
+    for _ in range(replicas):
+        place = out + tl.load(index + row * k + j, mask=j < k, other=0)
+        value = tl.load(values + row * k + j, mask=j < k, other=0)
+        tl.store(place, tl.load(place, mask=j < k, other=0) + value, mask=j < k)
+        # Another replica's value for a place is added by another thread.
+        tl.debug_barrier()
+        index += count.to(tl.int64) * k
+        values += count.to(tl.int64) * k

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from gradwire.core.ops import Ops
+from gradwire.torch_backend.ops.fused import TorchFused
 
 #: Buffers that so many steps have not asked for are given up: steps may alternate, and DDP rebuilds its buckets once.
 FORGET_AFTER = 4
@@ -82,3 +87,26 @@ class Stack:
             self._bytes = torch.empty(int(self._spare * end), dtype=torch.uint8, device=device)
             self._tensors.clear()
         return -(-end // 64) * 64, self._bytes[start:end].view(dtype).view(shape)
+
+
+class Workspace(Ops[Tensor], Protocol):
+    """Kernels for one device, and memory to work in: `gradwire.torch_backend.ops.kernels.TorchOps`.
+
+    Attributes:
+        fused: those in Triton, if there are any.
+    """
+
+    fused: TorchFused | None
+
+    @property
+    def host_knows(self) -> bool:
+        """Whether the host may look at numbers without waiting for a device."""
+
+    def temporary(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialized memory that a step may write to, and the next one too."""
+
+    def numbers(self, n: int, dtype: torch.dtype, sign: int = 1) -> Tensor:
+        """0, 1, … n-1, or from the last to the first, not to be written to."""
+
+    def copy_each(self, places: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+        """Copy each array to its place, of its shape and dtype."""

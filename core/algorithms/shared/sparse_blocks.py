@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradwire.core.algorithms.shared.views import view_of
@@ -67,12 +66,15 @@ class Blocks:
             flat = strips.reshape((self.strips, self.rows, self.columns)).mT.reshape((-1,))
         return _filled(ops, flat, self.count * self.length).reshape((self.count, self.length))
 
-    def sum_of(self, ops: Ops[A], of: Callable[..., tuple[A, A]], *every: A, after: A | None = None) -> A:
-        """The tensor of which `cut` makes the rows that `Ops.scatter_sum` returns."""
+    @property
+    def tiles(self) -> tuple[int, int] | None:
+        """(rows, tiles side by side), where blocks are the tiles of a matrix (`Ops.scatter_sum`)."""
         across, rest = divmod(self.rows * self.columns, self.length)
-        if self.rows == 1 or rest or self.length % self.rows or not self.exact:
-            return self.joined(ops.scatter_sum(self.length, of, *every, after=after))
-        return shaped(ops.scatter_sum(self.length, of, *every, tiles=(self.rows, across), after=after), self.shape)
+        return None if self.rows == 1 or rest or self.length % self.rows or not self.exact else (self.rows, across)
+
+    def whole(self, found: A) -> A:
+        """The tensor of which `cut` makes the blocks that are `found`, as `Ops.scatter_sum` returns them with these `tiles`."""
+        return self.joined(found) if self.tiles is None else shaped(found, self.shape)
 
     def joined(self, blocks: A) -> A:
         """The tensor of which `cut` made these blocks."""

@@ -259,6 +259,12 @@ def _selection() -> Iterator[tuple[str, Check]]:
         given = {"x": rng.standard_normal(shape).astype(np.float32)}
         bits = Check(given, lambda ops, a: [ops.unpack_bits(ops.pack_bits(a["x"] > 0), tuple(a["x"].shape))])
         yield f"bits there and back {list(shape)}", bits
+    given = {
+        "x": rng.standard_normal((256, 512)).astype(np.float32),
+        "y": rng.standard_normal((3, 67)).astype(np.float32),
+    }
+    yield "signs of several tensors there and back", Check(given, _signs)
+    yield "the largest of several tensors, added up", Check(given, _sparse)
     integers = {"x": rng.integers(0, 1 << 12, (64, 128)).astype(np.int32)}
     yield (
         "integers of 12 bits there and back",
@@ -268,6 +274,30 @@ def _selection() -> Iterator[tuple[str, Check]]:
         "bytes there and back",
         Check({"x": hostile((64, 1))}, lambda ops, a: [ops.from_bytes(ops.to_bytes(a["x"]), "float32")]),
     )
+
+
+def _signs(ops: Ops[Any], a: Arrays) -> list[Any]:
+    """Of three replicas, one number for all of a tensor, or for each row."""
+    arrays = list(a.values())
+    shapes = [tuple(x.shape) for x in arrays]
+    found: list[Any] = []
+    for sharing in ([(1, 1)] * 2, [(n, 1) for n, _ in shapes]):
+        count = sum(n for n, _ in sharing)
+        above = ops.cast(ops.iota(3 * count), "float32").reshape((3, count)) + 1.0
+        bits = ops.pack_signs(arrays, sharing)
+        every = [ops.stack([x] * 3) for x in bits]
+        found += ops.sum_of_signs(every, [above], [above * -0.5], shapes, sharing)
+        found += ops.signed(arrays, bits, [above[0]], [above[1]], sharing)
+    return found
+
+
+def _sparse(ops: Ops[Any], a: Arrays) -> list[Any]:
+    """What three replicas send of rows of two lengths."""
+    arrays = list(a.values())
+    index, values = ops.largest_each(arrays, 8)
+    every = [ops.stack([x] * 3) for x in (index, values)]
+    parts = [(*x.shape, None) for x in arrays]
+    return ops.scatter_sum_each(parts, lambda *own: own, *every)
 
 
 def _codecs() -> Iterator[tuple[str, Check]]:
