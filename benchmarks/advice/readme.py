@@ -1,4 +1,4 @@
-"""The README's example: a GPT of 25 million parameters, two hosts, 1 Gbit/s. Writes its figures to benchmarks/results/advice-readme.json, and the README.
+"""The example of docs/choosing.md: a GPT of 25 million parameters, two hosts, 1 Gbit/s. Writes its figures to benchmarks/results/advice-readme.json, and the page.
 
     python benchmarks/advice/readme.py        # Linux, as root; in a minute or two
 
@@ -35,7 +35,7 @@ import torch
 def build():
     return torch.nn.ParameterDict({{name: torch.nn.Parameter(torch.empty(shape)) for name, shape in gpt().items()}})
 """
-#: The output in the README.
+#: The output on the page.
 BLOCK = re.compile(r"(?ms)^(```text[^\n]*\n)[\d.]+ MB of gradients.*?(?=\n```$)")
 
 
@@ -78,8 +78,8 @@ def main() -> None:
         }
     save(result, RESULT)
     shown = str(read(result["advice"]))
-    readme = ROOT / "README.md"
-    readme.write_text(BLOCK.sub(lambda found: found[1] + shown, readme.read_text()))
+    page = ROOT / "docs" / "choosing.md"
+    page.write_text(BLOCK.sub(lambda found: found[1] + shown, page.read_text()))
     print(shown)
 
 

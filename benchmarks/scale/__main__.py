@@ -47,7 +47,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--ranks", nargs="+", type=int, default=[4, 16, 64], help="real ones")
     p.add_argument("--of", type=int, default=40, help="tensors, where ranks grow")
     p.add_argument("--tensors", nargs="+", type=int, default=[100, 1_000, 10_000])
-    p.add_argument("--planned", nargs="+", type=int, default=[1_000, 8_000, 50_000], help="tensors of plans")
+    p.add_argument("--planned", nargs="+", type=int, default=[100, 1_000, 8_000], help="tensors of plans")
     p.add_argument("--leaves", nargs="+", type=int, default=[100, 400, 1_000], help="of which equations are counted")
     p.add_argument("--compiled", nargs="*", type=int, default=[100, 400], help="leaves that are compiled too")
     p.add_argument("--output", type=Path, default=HERE.parent / "results" / "scale.json")

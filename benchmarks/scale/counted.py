@@ -17,8 +17,8 @@ STEPS = 3
 
 
 def operations(algorithm: Algorithm, ranks: int, tensors: int) -> int:
-    """How many operations of torch the hook dispatches in a step on a device, views too; nothing is computed."""
-    with on_a_device():
+    """How many operations of torch the hook dispatches in a step on a device with Triton, views too; nothing is computed."""
+    with on_a_device(fused=True):
         step = gradwire_step(shapes(tensors), algorithm, replicas=ranks)
     for _ in range(STEPS):
         with Kernels() as seen:
