@@ -29,8 +29,8 @@ def unpack_integers(ops: Primitives[A], data: A, bits: int, shape: tuple[int, ..
     """`Ops.unpack_integers`: put together from their bits in float32, which has every integer up to 2²⁴."""
     if len(data.shape) > 1:
         rows = data.reshape((-1, data.shape[-1]))
-        each = [unpack_integers(ops, rows[i], bits, shape) for i in range(rows.shape[0])]
-        return ops.stack(each).reshape((*data.shape[:-1], *shape))
+        found = [unpack_integers(ops, rows[i], bits, shape) for i in range(rows.shape[0])]
+        return ops.stack(found).reshape((*data.shape[:-1], *shape))
     each = ops.cast(ops.unpack_bits(data, (bits, math.prod(shape))), "float32")
     worth = ops.constant(("worth of bits", bits), lambda: ops.asarray([[2**i for i in range(bits)]], "float32"))
     return ops.cast(ops.matmul(worth, each), "int32").reshape(shape)
