@@ -257,6 +257,17 @@ class AbstractOps(Ops[AbstractArray]):
     ) -> AbstractArray:
         return body(0, start) if n else start
 
+    def scatter_sum(
+        self,
+        n: int,
+        of: Callable[..., tuple[AbstractArray, AbstractArray]],
+        *every: AbstractArray,
+        tiles: tuple[int, int] | None = None,
+        after: AbstractArray | None = None,
+    ) -> AbstractArray:
+        one = (AbstractArray((1, *x.shape[1:]), x.dtype) for x in every)  # all replicas send alike
+        return super().scatter_sum(n, of, *one, tiles=tiles, after=after)
+
     def rows_before(self, x: AbstractArray, i: Any) -> AbstractArray:
         return x
 
