@@ -262,7 +262,7 @@ class Coder(Generic[A]):
 
             codes = ops.by_rows(nearest, *arrays)
             return tuple(codes)
-        step, columns = random.of_replica(noise.step, who), ops.iota(shape[1])
+        step, columns = random.of_replica(noise.step, who), ops.iota(shape[1]).reshape((1, -1))
         beside: list[A]
         if drawn is None:
             self._drawn += 1

@@ -59,14 +59,18 @@ WIDE = {
 
 def lost(algorithm, params, given, steps=200):
     """Of the sum of all mean gradients, the part that is in neither the averages nor the mean error."""
-    tx, rng = average_gradients(algorithm, axis_name=AXIS), np.random.default_rng(0)
-    states = jax.vmap(tx.init, None, axis_name=AXIS, axis_size=4)({"w": jnp.zeros((64, 32), params)})
-    step = jax.jit(jax.vmap(tx.update, axis_name=AXIS))
+    # Under vmap levels are axes.
+    sizes = {"node": 2, AXIS: 2} if isinstance(algorithm, TwoLevel) else {AXIS: 4}
+    tx, rng = average_gradients(algorithm, axis_name=tuple(sizes)), np.random.default_rng(0)
+    init, update = tx.init, tx.update
+    for name, size in reversed(sizes.items()):
+        init, update = jax.vmap(init, None, axis_name=name, axis_size=size), jax.vmap(update, axis_name=name)
+    states, step = init({"w": jnp.zeros((64, 32), params)}), jax.jit(update)
     total, summed, base = 0.0, 0.0, rng.standard_normal((64, 32)) * 1e-2
     for _ in range(steps):
         gradients = jnp.asarray(base + 1e-2 * rng.standard_normal((4, 64, 32)), given)
-        averages, states = step({"w": gradients}, states)
-        total += np.asarray(averages["w"][0], np.float64)
+        averages, states = step({"w": gradients.reshape(*sizes.values(), 64, 32)}, states)
+        total += np.asarray(averages["w"], np.float64).reshape(4, 64, 32)[0]
         summed += np.asarray(gradients, np.float64).mean(0)
     error = np.asarray(states.local.per_replica["error"]["w"], np.float64).reshape(4, 64, 32).mean(0)
     return np.linalg.norm(total + error - summed) / np.linalg.norm(summed)
