@@ -1,5 +1,6 @@
 """Replicas that count by a weight, against NumPy's weighted average and runs without the absent one; two levels, against averages of nodes."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -105,10 +106,14 @@ def test_weight_0_is_a_run_without_that_replica(method, weights, place, dtype):
     algorithm, place = EVERY[method], min(place, len(weights))
     if isinstance(algorithm, (Quantize, WireDtype)):
         # Parts of an average are owned by replicas: who owns a part remembers how it was rounded, and two replicas round once less.
-        weights = [w or 1.0 for w in (weights * 3)[: max(3, len(weights))]]
+        quantized = isinstance(algorithm, Quantize) and algorithm.error_feedback
+        blocks = sum(-(-math.prod(shape) // 128) for shape in SHAPES.values())
+        # Of no more blocks than replicas the same replica owns each, with one more that is the last.
+        least = max(3, blocks) if quantized else 3
+        weights = [w or 1.0 for w in (weights * least)[: max(least, len(weights))]]
         place = len(weights)
-        if isinstance(algorithm, Quantize) and algorithm.error_feedback:
-            algorithm = Quantize("int8")  # tensors of less blocks than replicas
+        if quantized:
+            algorithm = Quantize("int8")
     with_it = Simulator(algorithm, SHAPES, len(weights) + 1, dtype=dtype, ops=PoisonOps())
     without, unweighted = (Simulator(algorithm, SHAPES, len(weights), dtype=dtype) for _ in range(2))
     for step in range(3):
