@@ -35,7 +35,9 @@ class State(Generic[A]):
     shared: dict[str, A] = field(default_factory=dict)
     tensors: dict[str, dict[str, A]] = field(default_factory=dict)
     model: State[A] | None = field(default=None, repr=False, compare=False)
-    _found: tuple[tuple[str, ...], dict[Hashable, Any]] = field(default=((), {}), init=False, repr=False, compare=False)
+    _found: tuple[tuple[str, ...], dict[Hashable, Any]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def of(self, names: Mapping[str, Any]) -> State[A]:
         """The part that concerns these parameters, with the shared part. The arrays are the same, the dictionaries new."""
@@ -51,7 +53,7 @@ class State(Generic[A]):
         """What `find` finds in names, shapes and dtypes of the memory of all parameters: once, as long as their names are the same."""
         whole = self.whole
         names = tuple(whole.tensors)
-        if whole._found[0] != names:
+        if whole._found is None or whole._found[0] != names:
             whole._found = names, {}
         found = whole._found[1]
         if key not in found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 #: A curve holds if its exponent is no more than this above its peer's.
@@ -55,17 +55,4 @@ class Curve:
 def beside(curves: Sequence[Curve], peer: str) -> list[Curve]:
     """The curves, each held to that of the subject `peer` of the same part for the same thing, and to no growth at all where `peer` does not grow either."""
     theirs = {curve.what: max(0.0, curve.exponent) for curve in curves if curve.subject == peer}
-    return [
-        Curve(**{**_fields(curve), "peer": theirs.get(curve.what, 0.0)}) if curve.what in theirs else curve
-        for curve in curves
-    ]
-
-
-def _fields(curve: Curve) -> dict[str, Any]:
-    return {name: getattr(curve, name) for name in Curve.__dataclass_fields__}
-
-
-def read(row: Mapping[str, Any]) -> Curve:
-    """The curve of a file's row."""
-    known = {name: row[name] for name in Curve.__dataclass_fields__}
-    return Curve(**{**known, "values": {int(size): value for size, value in row["values"].items()}})
+    return [replace(curve, peer=theirs.get(curve.what, curve.peer)) for curve in curves]
