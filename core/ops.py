@@ -34,8 +34,8 @@ from gradwire.core.kernels.bits import pack_integers, unpack_integers
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.payloads import Payload, Residual
 from gradwire.core.kernels.primitives import Primitives
-from gradwire.core.kernels.rows import RowNumbers
-from gradwire.core.kernels.tiles import of_tiles
+from gradwire.core.kernels.rows import RowNumbers, of_tiles
+from gradwire.core.kernels.storage import Storage
 
 __all__ = [
     "FLOATS",
@@ -85,6 +85,12 @@ class Bundled(Protocol[A]):
 class Ops(Primitives[A], Protocol):
     """Primitives, and what is made of them: what an algorithm is given."""
 
+    #: How arrays lie on the device, and what its compiler wants to know.
+    storage: Storage[Any] = Storage()
+
+    #: Whether `bundled` may join anything: whoever compiles nothing need not be asked.
+    bundles: bool = False
+
     @property
     def late_width(self) -> int:
         """Up to how many elements rows of codes of 8 bits stay codes until `errors_after` and `dense_or_nan`, where those
@@ -96,11 +102,6 @@ class Ops(Primitives[A], Protocol):
         """Whether `errors_after` subtracts and commits in one pass: a residual that is computed before, while a message
         travels, would be one more."""
         return False
-
-    @property
-    def joined(self) -> int:
-        """Up to how many elements arrays that are computed with alike are better joined, since a compiler takes its time for each; 0: they are not."""
-        return 0
 
     def add_each(self, xs: Sequence[A], ys: Sequence[A], *, multiplied: bool = False) -> list[A]:
         """`x + y` for each pair of equal shapes and dtypes. `xs` are donated.
@@ -184,10 +185,6 @@ class Ops(Primitives[A], Protocol):
         index = self.constant(which.key, lambda: self.asarray(which.make(), "int32"))
         return self.zeros((x.shape[1], 1), "int32") + index
 
-    def computed_once(self, arrays: Sequence[A]) -> list[A]:
-        """These arrays, which a compiler had better compute once than where they are used."""
-        return list(arrays)
-
     def scatter_sum(
         self,
         n: int,
@@ -242,22 +239,6 @@ class Ops(Primitives[A], Protocol):
     def unpack_integers(self, data: A, bits: int, shape: tuple[int, ...]) -> A:
         """The integers, int32, that `pack_integers` packed: of bytes (…, b) as many as this shape has, (…, *shape)."""
         return unpack_integers(self, data, bits, shape)
-
-    def to_bytes(self, x: A) -> A:
-        """float32 (n, k) → uint8 (n, 4k), in an order that `from_bytes` knows: for what is sent."""
-        return self.view_as(x, "uint8")
-
-    def from_bytes(self, x: A, dtype: str) -> A:
-        """What `to_bytes` made bytes of."""
-        return self.view_as(x, dtype)
-
-    def read_again(self, codes: A, sent: A, cut: Callable[[A], A]) -> A:
-        """`codes`, which are `cut(sent)` as well: a kernel may read them again there, so that they need no other place."""
-        return codes
-
-    def laid_out(self, codes: A, scales: A, shape: tuple[int, ...]) -> tuple[A, A]:
-        """Codes (R, m) and scales (R, 1) of the rows of an array of this shape, which an accelerator may store as it likes to decode them."""
-        return codes, scales
 
     def scales(self, x: A, largest: float, *, signed: bool = False) -> tuple[A, A]:
         """`gradwire.core.kernels.rounding.scales`, bit for bit."""

@@ -15,6 +15,7 @@ import pytest
 
 import gradwire
 import gradwire.core
+from gradwire.core.kernels.storage import Storage
 from gradwire.core.ops import Ops
 from gradwire.core.protocol.programs import Request
 
@@ -178,7 +179,7 @@ def test_no_tensor_is_made_where_and_of_what_a_user_has_set():
 def test_a_backend_must_have_few_primitives():
     """What is fast has a name and a body besides: a composite, of which there may be as many as have a caller."""
     assert 30 < len(Ops.__abstractmethods__) <= 36
-    composites = {name for name in vars(Ops) if not name.startswith("_")}
+    composites = {name for name in (*vars(Ops), *vars(Storage)) if not name.startswith("_")}
     called = set().union(*(called_names(tree) for _, tree in modules().values()))
     assert composites <= called
 

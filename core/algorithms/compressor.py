@@ -310,7 +310,7 @@ class Compressor(abc.ABC):
         linear = self.hints.linear and self.error_feedback is True
         tensors: Mapping[str, Mapping[str, A]] = state.tensors
         bundled = None
-        if linear and self.state_dtype is None:
+        if linear and ops.bundles and self.state_dtype is None:
             bundled = ops.bundled(g, tensors, partial(self._alike, g, tensors))
         if bundled is not None:
             g, tensors = bundled.gradients, bundled.tensors

@@ -17,6 +17,7 @@ from typing import Any, Generic, Literal, NamedTuple
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.shared.views import view_of
+from gradwire.core.kernels.arrays import array_key
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, shaped, wide_dtype
 from gradwire.core.protocol import gather, replica_weights, together, watch, world_size
 from gradwire.core.protocol.programs import Program
@@ -106,8 +107,8 @@ class Sign(Compressor):
         kinds: dict[Hashable, dict[Hashable, list[str]]] = {}
         for name, each in x.items():
             lies = self._lies(name, tuple(each.shape))
-            key = lies if ops.joined and math.prod(lies) <= SHORT else name
-            kinds.setdefault(ops.kind_of(each), {}).setdefault(key, []).append(name)
+            key = lies if ops.storage.joined and math.prod(lies) <= SHORT else name
+            kinds.setdefault(array_key(ops, each), {}).setdefault(key, []).append(name)
         lots = [
             [self._lot(ops, {name: x[name] for name in names}) for names in kind.values()] for kind in kinds.values()
         ]

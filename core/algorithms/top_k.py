@@ -17,6 +17,7 @@ from gradwire.core.algorithms.compressor import Compressor, Hints, StepContext
 from gradwire.core.algorithms.shared.sparse_blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of
 from gradwire.core.codecs import CODECS, Codec
 from gradwire.core.codecs.codec import received, sendable
+from gradwire.core.kernels.arrays import array_key
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, shaped, wide_dtype
 from gradwire.core.protocol import gather, replica_weights, together, watch, world_size
 from gradwire.core.protocol.programs import Program
@@ -126,18 +127,18 @@ class TopK(Compressor):
             blocks = self._blocks(name, tuple(each.shape))
             kept = self._kept(blocks)
             whole = blocks.count * kept * bits_of(blocks.length) % 8 == 0
-            alike.setdefault((ops.kind_of(each), kept) if whole else name, []).append((blocks.length, name))
+            alike.setdefault((array_key(ops, each), kept) if whole else name, []).append((blocks.length, name))
         return [[name for _, name in sorted(names, key=itemgetter(0))] for names in alike.values()]
 
     def _parts(self, ops: Ops[A], x: Mapping[str, A]) -> list[tuple[list[str], Blocks]]:
-        """Which of these tensors are cut as one matrix: those of one width and one length of blocks, up to `Ops.joined` elements."""
+        """Which of these tensors are cut as one matrix: those of one width and one length of blocks, up to `Storage.joined` elements."""
         parts: list[tuple[list[str], Blocks]] = []
         open_: dict[tuple[int, int], int] = {}
         for name, each in x.items():
             blocks = self._blocks(name, tuple(each.shape))
             i = open_.setdefault((blocks.width, blocks.length), len(parts))
-            both = parts[i][1].and_below(blocks) if i < len(parts) and ops.joined else None
-            if both is None or both.count * both.length > ops.joined:
+            both = parts[i][1].and_below(blocks) if i < len(parts) and ops.storage.joined else None
+            if both is None or both.count * both.length > ops.storage.joined:
                 open_[blocks.width, blocks.length] = len(parts)
                 parts.append(([name], blocks))
             else:
@@ -164,7 +165,7 @@ class TopK(Compressor):
         self, ops: Ops[A], blocks: list[Blocks], cut: list[A], order: Sequence[int] | None
     ) -> list[tuple[A, A]]:
         kept, dtype, codec = self._kept(blocks[0]), ops.dtype_of(cut[0]), self._codec
-        cut = ops.computed_once(cut)
+        cut = ops.storage.computed_once(cut)
         # What is not finite counts as largest, so it is among what is sent, and everyone hears of it.
         index, values = ops.largest_each(cut, kept)
         rows, positions = tuple(index.shape), _Positions.of(blocks, kept)

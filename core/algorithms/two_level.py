@@ -12,13 +12,14 @@ and have the same memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, Self, TypeVar
 
 from gradwire.core.algorithm import Algorithm, State, Stepped, nested, with_inner
 from gradwire.core.algorithms.wrapper import Wrapper
+from gradwire.core.kernels.arrays import array_key, group_by
 from gradwire.core.ops import FLOATS, A, Ops
 from gradwire.core.protocol import all_gather, mean_each, replica_index, watch, world_size
 from gradwire.core.protocol.groups import Groups, NoPartition
@@ -189,11 +190,8 @@ class Between:
     def _packs(self, arrays: Sequence[Any], rows: int, donated: bool) -> list[_Pack]:
         """What is sent together, in so many rows, filled up so that each can be cut."""
         ops, packs = self.ops, []
-        alike: dict[Hashable, list[int]] = {}
-        for i, x in enumerate(arrays):
-            if math.prod(x.shape):
-                alike.setdefault(ops.kind_of(x), []).append(i)
-        for members in alike.values():
+        sent = [i for i, x in enumerate(arrays) if math.prod(x.shape)]
+        for members in group_by(sent, [array_key(ops, arrays[i]) for i in sent]):
             own = [arrays[i] for i in members]
             width = sum(math.prod(x.shape) for x in own) // rows
             fill = -width % self.size

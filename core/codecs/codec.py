@@ -179,7 +179,7 @@ def _slices(bits: int) -> list[tuple[int, int]]:
 
 def sendable(ops: Ops[A], fields: Sequence[A]) -> list[A]:
     """Codes and scales as bytes, so that both travel in one message; what has no scales as it is."""
-    return list(fields) if len(fields) == 1 else [fields[0], ops.to_bytes(fields[1].reshape((1, -1)))]
+    return list(fields) if len(fields) == 1 else [fields[0], ops.storage.to_bytes(ops, fields[1].reshape((1, -1)))]
 
 
 def received(ops: Ops[A], codec: Codec, n: int, sent: Sequence[A]) -> list[A]:
@@ -188,6 +188,8 @@ def received(ops: Ops[A], codec: Codec, n: int, sent: Sequence[A]) -> list[A]:
     for y, (m, dtype) in zip(sent, codec.fields(n), strict=True):
         y = y.reshape((replicas, -1))
         answers.append(
-            (y if len(sent) == 1 or dtype == "uint8" else ops.from_bytes(y, dtype)).reshape((replicas, -1, m))
+            (y if len(sent) == 1 or dtype == "uint8" else ops.storage.from_bytes(ops, y, dtype)).reshape(
+                (replicas, -1, m)
+            )
         )
     return answers

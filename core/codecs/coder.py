@@ -21,6 +21,7 @@ from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.codec import Codec, received, sendable
 from gradwire.core.codecs.packs import Joined, Pack, Packer, members_of, size_of
 from gradwire.core.kernels import random
+from gradwire.core.kernels.arrays import array_key, group_by
 from gradwire.core.kernels.payloads import Coded
 from gradwire.core.kernels.rows import RowNumbers
 from gradwire.core.ops import ITEMSIZE, WIRE_ITEMSIZE, A, Ops, wide_dtype
@@ -159,7 +160,7 @@ class Coder(Generic[A]):
                     self._decode(pack, self._laid_out(rows, pack.parts[0]), arrays, means, donated=donated)
                 if part.lost is not None:
                     cut = partial(self._cut_again, pack, start, end, size)
-                    mine_again = [self.ops.read_again(coded[i][0], given[0], cut), *coded[i][1:]]
+                    mine_again = [self.ops.storage.read_again(coded[i][0], given[0], cut), *coded[i][1:]]
                     self._note_sent(pack, mine_again, part.lost(start, end), arrays, sent, place, size, late=stays)
                 start = end
         await watch(*shown)
@@ -237,7 +238,7 @@ class Coder(Generic[A]):
         if len(fields) == 1 or not part.shape:
             return list(fields)
         codes, scales = fields
-        return list(self.ops.laid_out(codes, scales, part.shape))
+        return list(self.ops.storage.laid_out(codes, scales, part.shape))
 
     def _encoded(self, x: A, who: Any, drawn: Drawn[A] | None = None) -> tuple[A, ...]:
         """The codes (R, m) of rows (R, B). `who` rounds them: a replica, counted from 1, or all alike, 0."""
@@ -317,10 +318,10 @@ class Coder(Generic[A]):
     def _together(self, packs: Sequence[Pack[A]]) -> list[list[int]]:
         """Of which packs the means are formed as one, since rows of one length are computed with alike; of a cast, which has no rows, each by itself: to join
         them would be a copy."""
-        alike: dict[object, list[int]] = {}
-        for i, pack in enumerate(packs):
-            alike.setdefault(i if self.casts else (self.ops.kind_of(pack.matrix), pack.matrix.shape[1]), []).append(i)
-        return list(alike.values())
+        if self.casts:
+            return [[i] for i in range(len(packs))]
+        keys = [(array_key(self.ops, pack.matrix), pack.matrix.shape[1]) for pack in packs]
+        return group_by(range(len(packs)), keys)
 
     def _sent_together(self, coded: Sequence[Sequence[A]], packs: Sequence[Pack[A]], size: int) -> list[A]:
         """Codes, as they are sent, as a row for each replica, all with as many rows of the codes."""
@@ -329,7 +330,7 @@ class Coder(Generic[A]):
             parts = [self._packer.cut(y, pack, size) for y, pack in zip(own, packs, strict=True)]
             fields.append(parts[0] if len(parts) == 1 else ops.rows(parts, size).reshape((size, -1, own[0].shape[1])))
         return [y.reshape((size, -1)) if self.casts else y for y in fields[:1]] + [
-            ops.to_bytes(y.reshape((size, -1))) for y in fields[1:]
+            ops.storage.to_bytes(ops, y.reshape((size, -1))) for y in fields[1:]
         ]
 
     def _cut_again(self, pack: Pack[A], start: int, end: int, size: int, sent: A) -> A:

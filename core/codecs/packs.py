@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple
 from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.codec import Codec
 from gradwire.core.codecs.shares import Shares, is_even, shares_of
+from gradwire.core.kernels.arrays import array_key, group_by
 from gradwire.core.ops import A, Ops
 
 #: Arrays of this number of elements are quantized by themselves: joining them would cost a copy. Smaller ones share rows.
@@ -69,12 +70,10 @@ class Packer(Generic[A]):
     def packs(self, arrays: Sequence[A], replicas: int, firsts: Sequence[int] | None = None) -> list[Pack[A]]:
         """All arrays that have elements. `firsts`: each is divided among the replicas by itself, as `gradwire.core.codecs.shares` says of the replica that
         is dealt its first row."""
-        ops, together = self.ops, dict[object, list[int]]()
-        for i, x in enumerate(arrays):
-            if size := size_of(x):
-                together.setdefault((ops.kind_of(x), self.codec.layout(size)[1]), []).append(i)
+        ops, sent = self.ops, [i for i, x in enumerate(arrays) if size_of(x)]
+        keys = [(array_key(ops, arrays[i]), self.codec.layout(size_of(arrays[i]))[1]) for i in sent]
         apart, packs = firsts is not None and replicas != 2, list[Pack[A]]()
-        for members in together.values():
+        for members in group_by(sent, keys):
             large = [i for i in members if size_of(arrays[i]) >= LARGE]
             # Rows of a cast are single elements, which are not moved one by one.
             moved = not (self.in_place or (apart and isinstance(self.codec, Cast)))
@@ -121,7 +120,8 @@ class Packer(Generic[A]):
         """An array in rows, of which zeros fill up the last."""
         rows, width = self.codec.layout(size_of(x))
         if not self.in_place:
-            return self.ops.to_blocks(x, rows, width)
+            blocks: A = self.ops.storage.to_blocks(self.ops, x, rows, width)
+            return blocks
         flat = x.reshape((-1,))
         return (flat if size_of(x) == rows * width else self.ops.pad(flat, rows * width)).reshape((rows, width))
 
@@ -133,7 +133,7 @@ class Packer(Generic[A]):
             if self.in_place:
                 x = own.reshape((-1,))[: math.prod(shape)].reshape(shape)
             else:
-                x = self.ops.from_blocks(own, shape)
+                x = self.ops.storage.from_blocks(own, shape)
             answers[i] = self.ops.cast(x, self.ops.dtype_of(arrays[i]))
             start += rows
 

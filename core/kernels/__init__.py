@@ -3,13 +3,14 @@
 **The design.** A method is handed `ops`, the kernels of whoever runs it, and uses nothing else on arrays but the
 operators that NumPy, torch and JAX share. What a backend *must* have is few. Whatever can be made of these has a
 body in the core, and the body is the reference: a backend that can do better overrides the name, and the parity
-tests compare the two. `numpy.py` is the plainest backend, whose float64 is the oracle of all others;
+tests compare the two. How arrays lie on a device, and what its compiler wants to know, is one object of a backend
+(`storage.py`). `numpy.py` is the plainest backend, whose float64 is the oracle of all others;
 `abstract.py` runs the same programs on shapes alone, to count what they send.
 
 **The words.**
 
 - *kind*: arrays of one kind may be joined in one array. They have one dtype; in JAX they also vary along the
-  same mapped axes (`Ops.kind_of`).
+  same mapped axes (`arrays.array_key`, beside the keys of what may share a message or a call of a kernel).
 - *pack*: arrays of one kind, laid one behind the other, that travel or are computed with as one.
 - *part*: one of the pieces into which a pack is cut, as many as there are replicas in a group, each of which
   averages one.

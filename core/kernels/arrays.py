@@ -1,7 +1,17 @@
-"""What arrays of all frameworks have in common: operators, shapes, and dtypes by name."""
+"""What arrays of all frameworks have in common: operators, shapes, dtypes by name, and what may be shared.
+
+| share | have the same | key |
+|---|---|---|
+| a message | dtype | `message_key` |
+| a call of a kernel, as one batch | shape and dtype | `call_key` |
+| an array | kind: the dtype, and in JAX the mapped axes along which they vary | `array_key` |
+
+Whoever groups arrays asks for one of these keys, and adds what else has to be equal for his purpose: the length of rows, say.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, Self, TypeVar
 
@@ -37,6 +47,7 @@ class Array(Protocol):
 
 
 A = TypeVar("A", bound=Array)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,29 @@ class Spec:
 def shaped(x: A, shape: tuple[int, ...]) -> A:
     """`x.reshape(shape)`; `x` itself if it has that shape, which is quicker to see than it is to make a view."""
     return x if tuple(x.shape) == shape else x.reshape(shape)
+
+
+def group_by(items: Iterable[T], keys: Iterable[Hashable]) -> list[list[T]]:
+    """The items of each key, in the order in which keys come first. There is one key for each item."""
+    groups: dict[Hashable, list[T]] = {}
+    for item, key in zip(items, keys, strict=True):
+        groups.setdefault(key, []).append(item)
+    return list(groups.values())
+
+
+def message_key(x: Any) -> Hashable:
+    """The same for arrays, or specs, that may travel in one message: their dtype."""
+    return x.dtype  # type: ignore[no-any-return]
+
+
+def call_key(x: Any) -> Hashable:
+    """The same for arrays that a kernel may compute with as one batch: shape and dtype."""
+    return x.shape, x.dtype
+
+
+def array_key(ops: Any, x: Any) -> Hashable:
+    """The same for arrays that may be joined in one array: `Ops.kind_of`."""
+    return ops.kind_of(x)  # type: ignore[no-any-return]
 
 
 #: Bytes per element of the dtypes that gradients may have, and averages.

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gradwire.core.kernels.arrays import A, shaped
+from gradwire.core.kernels.arrays import A, call_key, group_by
 from gradwire.core.kernels.primitives import Primitives
 
 #: A row that keeps no more than this part of its norm, once the rows before it are projected out, is rounding noise and becomes zero.
@@ -69,17 +69,19 @@ def each_shape(
     ops: Any, arrays: Sequence[A], fresh: Sequence[A], epsilon: float, unstack: Callable[[A], Sequence[A]]
 ) -> list[A]:
     """`Ops.orthonormalize_each` by `Ops.orthonormalize`, once for each distinct shape and dtype. `unstack` takes a batch (k, …) apart."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, x in enumerate(arrays):
-        groups.setdefault((*x.shape, ops.dtype_of(x)), []).append(i)
     answers = list(arrays)
-    for members in groups.values():
+    for members in group_by(range(len(arrays)), [call_key(x) for x in arrays]):
         shape = tuple(arrays[members[0]].shape)
-        batch = math.prod((len(members), *shape[:-2])), *shape[-2:]  # of all matrices, those of stacks too
-        matrices = shaped(ops.stack([arrays[i] for i in members]), batch)
-        if fresh:
-            matrices = refresh(ops, matrices, shaped(ops.stack([fresh[i] for i in members]), batch))
-        orthonormal = shaped(ops.orthonormalize(matrices, epsilon), (len(members), *shape))
+        matrices = ops.stack([arrays[i] for i in members])
+        new = ops.stack([fresh[i] for i in members]) if fresh else None
+        if len(shape) > 2:  # all matrices of all stacks
+            batch = len(members) * math.prod(shape[:-2]), *shape[-2:]
+            matrices, new = matrices.reshape(batch), None if new is None else new.reshape(batch)
+        if new is not None:
+            matrices = refresh(ops, matrices, new)
+        orthonormal = ops.orthonormalize(matrices, epsilon)
+        if len(shape) > 2:
+            orthonormal = orthonormal.reshape((len(members), *shape))
         for i, rows in zip(members, unstack(orthonormal), strict=True):
             answers[i] = rows
     return answers

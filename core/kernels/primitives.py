@@ -141,15 +141,6 @@ class Primitives(Protocol[A]):
     def view_as(self, x: A, dtype: str) -> A:
         """The same bits as elements of another dtype: (…, n) → (…, n · size of the old / size of the new), the lowest byte first."""
 
-    def to_blocks(self, x: A, rows: int, width: int) -> A:
-        """An array in rows (rows, width), filled up with zeros. Each row has elements that lie side by side; the order of rows is the kernel's own."""
-        flat, n = x.reshape((-1,)), rows * width
-        return (flat if flat.shape[0] == n else self.pad(flat, n)).reshape((rows, width))
-
-    def from_blocks(self, x: A, shape: tuple[int, ...]) -> A:
-        """The array of this shape of which `to_blocks` made the rows."""
-        return x.reshape((-1,))[: math.prod(shape)].reshape(shape)
-
     @abc.abstractmethod
     def add_part(self, x: A, part: A, n: int, i: Any, shape: tuple[int, ...]) -> A:
         """Rows (n·k, B), donated, with a `part` (k, B) added to the i-th of n equal parts of them. `i` may be traced; `shape` is that of the array whose rows

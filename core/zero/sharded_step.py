@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.kernels.arrays import group_by, message_key
 from gradwire.core.ops import A, Ops, Spec, wide_dtype
 from gradwire.core.protocol import all_gather, optimizer_step, reduce_scatter, reduce_sum, replica_index, sum_scalar
 from gradwire.core.text.options import Positive, check_options
@@ -82,10 +83,7 @@ class Zero:
         if isinstance(self.algorithm, AllReduce) and self.algorithm.bucket_bytes is not None:
             buckets = self.algorithm.buckets(specs)
         else:
-            by_dtype: dict[str, list[str]] = {}
-            for name, spec in specs.items():
-                by_dtype.setdefault(spec.dtype, []).append(name)
-            buckets = list(by_dtype.values())
+            buckets = group_by(specs, map(message_key, specs.values()))
         return [names for bucket in buckets for names in self.shards.together(bucket)]
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:

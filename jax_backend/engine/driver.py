@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gradwire.core.kernels.arrays import group_by, message_key
 from gradwire.core.protocol import run
 from gradwire.core.protocol.collective_requests import AllGather, AllToAll, Gather, Reduce, ReduceScatter, SumScalar
 from gradwire.core.protocol.control_requests import Branch, OptimizerStep, StepIsFinite, Watch
@@ -149,11 +150,8 @@ class _Driver:
         """
         shapes = [(*rows, *x.shape) for x in arrays]
         answers = [x if x.size else jnp.zeros(shape, x.dtype) for x, shape in zip(arrays, shapes, strict=True)]
-        by_dtype: dict[Any, list[int]] = {}
-        for i, x in enumerate(arrays):
-            if x.size:
-                by_dtype.setdefault(x.dtype, []).append(i)
-        for members in by_dtype.values():
+        sent = [i for i, x in enumerate(arrays) if x.size]
+        for members in group_by(sent, [message_key(arrays[i]) for i in sent]):
             pieces = pieces_of(members)
             results = send([layout.pack([arrays[i] for i in piece]) for layout, piece in pieces])
             received = [layout.received(x) for (layout, _), x in zip(pieces, results, strict=True)]

@@ -14,14 +14,14 @@ import numpy as np
 from jax import lax
 
 from gradwire.core.kernels import rounding
+from gradwire.core.kernels.arrays import group_by
 from gradwire.core.kernels.bits import bytes_of_rows, pack_integers, unpack_integers
 from gradwire.core.kernels.gram_schmidt import each_shape
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.kernels.payloads import Payload, Residual
-from gradwire.core.kernels.rows import RowNumbers
-from gradwire.core.kernels.tiles import of_tiles
+from gradwire.core.kernels.rows import RowNumbers, of_tiles
 from gradwire.core.ops import INTEGERS, Ops
-from gradwire.jax_backend.axes.auto_axes import compiler_axes, free, whole
+from gradwire.jax_backend.axes.auto_axes import free, whole
 from gradwire.jax_backend.axes.mapped_axis import vary, varying_axes
 from gradwire.jax_backend.ops import integers
 from gradwire.jax_backend.ops.batched_small import Bundles, Members, StackedSum, bundles_of
@@ -29,22 +29,17 @@ from gradwire.jax_backend.ops.lazy_sum import Sum, limited
 from gradwire.jax_backend.ops.packing import LANES, TILE, apart_on_tpu, chosen_each, columns, or_each, stored, unstack
 from gradwire.jax_backend.ops.products import product
 from gradwire.jax_backend.ops.short_floats import converted
+from gradwire.jax_backend.ops.storage import XlaStorage, in_tiles
 from gradwire.jax_backend.ops.tiles import product_of_tiles
 
 #: Up to this inner dimension a large product is computed element by element where it is used: XLA would store the result of a `dot` first.
 THIN = 16
 #: From so many elements on it saves more time than it takes to compile: the program grows with the inner dimension.
 LARGE = 1 << 16
-#: The bits below each byte of a number of 32.
-BYTES = (0, 8, 16, 24)
 #: Up to so many positions in a row a TPU compares all of them with each place.
 FEW = 128
 #: Turns of a loop that are fused into one: each is compiled.
 AT_ONCE = 8
-#: Elements from which on codes and scales are stored as a TPU computes with them: it takes time to compile.
-WORTH_TILES = 1 << 19
-#: Elements of arrays that are copied to be computed with as one.
-MOST_JOINED = 1 << 23
 #: Elements of the largest array that is made while the program is traced, and becomes part of it.
 LARGEST_CONSTANT = 1 << 17
 
@@ -57,13 +52,11 @@ class JaxOps(Ops[jax.Array]):
         across: mesh axes along which devices have pieces of one array, of equal size: its mean is that of all of them.
     """
 
-    def __init__(self, *, bundles: bool = True, across: tuple[str, ...] = ()) -> None:
-        self._bundles = bundles
-        self._across = across
+    storage = XlaStorage()
 
-    @property
-    def joined(self) -> int:
-        return 0 if compiler_axes() else MOST_JOINED  # which lie as they are divided
+    def __init__(self, *, bundles: bool = True, across: tuple[str, ...] = ()) -> None:
+        self.bundles = bundles
+        self._across = across
 
     def dtype_of(self, x: jax.Array) -> str:
         return str(x.dtype.name)
@@ -207,10 +200,7 @@ class JaxOps(Ops[jax.Array]):
     ) -> list[jax.Array]:
         answers, arrays, fresh = list(arrays), whole(arrays), whole(fresh)
         # What varies along a mapped axis, and what does not, stay apart: in one batch all of it would.
-        alike: dict[frozenset[str], list[int]] = {}
-        for i, x in enumerate(arrays):
-            alike.setdefault(varying_axes(x), []).append(i)
-        for members in alike.values():
+        for members in group_by(range(len(arrays)), map(varying_axes, arrays)):
             own = [fresh[i] for i in members] if fresh else []
             rows = each_shape(self, [arrays[i] for i in members], own, epsilon, unstack)
             # What replaces rows is last step's factor, which is only multiplied by; others are used element by element too.
@@ -270,10 +260,6 @@ class JaxOps(Ops[jax.Array]):
         # Else a GPU keeps all positions, sorted, wherever these are used.
         index: jax.Array = lax.optimization_barrier(lax.top_k(rows, k)[1])  # type: ignore[no-untyped-call]
         return index.reshape(*x.shape[:-1], k)
-
-    def computed_once(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        kept: list[jax.Array] = apart_on_tpu(arrays)
-        return kept
 
     def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
         def compared() -> jax.Array:
@@ -369,7 +355,9 @@ class JaxOps(Ops[jax.Array]):
                 return functools.reduce(jnp.bitwise_or, [bit.astype(jnp.int32) << i for i, bit in enumerate(above)])
 
             def sent(x: jax.Array) -> jax.Array:  # as they lie on a TPU: none is moved to send it
-                return self.to_blocks(x, x.size // LANES, LANES) if tpu and _in_tiles(x.shape, LANES) else x
+                return (
+                    self.storage.to_blocks(self, x, x.size // LANES, LANES) if tpu and in_tiles(x.shape, LANES) else x
+                )
 
             return jnp.concatenate([sent(byte(part).astype(jnp.uint8)).reshape(-1) for part in parts])
 
@@ -390,10 +378,10 @@ class JaxOps(Ops[jax.Array]):
 
         def eights(x: jax.Array) -> jax.Array:
             lies = len(x) // math.prod(row), *row
-            if not _in_tiles(lies, LANES):
+            if not in_tiles(lies, LANES):
                 return x.reshape(lies)
             result: jax.Array = lax.platform_dependent(
-                x, tpu=lambda x: self.from_blocks(x.reshape(-1, LANES), lies), default=lambda x: x.reshape(lies)
+                x, tpu=lambda x: self.storage.from_blocks(x.reshape(-1, LANES), lies), default=lambda x: x.reshape(lies)
             )
             return result
 
@@ -420,69 +408,8 @@ class JaxOps(Ops[jax.Array]):
         viewed = lax.bitcast_convert_type(x, jnp.dtype(dtype))
         return viewed if wanted >= size else viewed.reshape((*x.shape[:-1], -1))
 
-    def to_bytes(self, x: jax.Array) -> jax.Array:
-        # The first byte of each, then the second: four of a number side by side would lie in four lanes of an accelerator's 128.
-        bits = lax.bitcast_convert_type(x, jnp.int32)
-        return jnp.concatenate([((bits >> shift) & 255).astype(jnp.uint8) for shift in BYTES], axis=1)
-
-    def from_bytes(self, x: jax.Array, dtype: str) -> jax.Array:
-        k = x.shape[1] // len(BYTES)
-        parts = [x[:, i * k : (i + 1) * k].astype(jnp.int32) << shift for i, shift in enumerate(BYTES)]
-        return lax.bitcast_convert_type(functools.reduce(jnp.bitwise_or, parts), jnp.dtype(dtype))
-
-    def to_blocks(self, x: jax.Array, rows: int, width: int) -> jax.Array:
-        if _in_tiles(x.shape, width):  # as they lie: no element is moved
-            blocks = x.reshape(-1, TILE, x.shape[-1] // width, width).swapaxes(1, 2).reshape(-1, width)
-            missing = rows - blocks.shape[0]
-            return jnp.pad(blocks, ((0, missing), (0, 0))) if missing else blocks
-        flat, n = x.reshape(-1), rows * width
-        return (flat if x.size == n else self.pad(flat, n)).reshape(rows, width)
-
-    def from_blocks(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        if _in_tiles(shape, x.shape[1]):
-            blocks = x[: math.prod(shape) // x.shape[1]]
-            return blocks.reshape(-1, shape[-1] // x.shape[1], TILE, x.shape[1]).swapaxes(1, 2).reshape(shape)
-        return x.reshape(-1)[: math.prod(shape)].reshape(shape)
-
-    def read_again(self, codes: jax.Array, sent: jax.Array, cut: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        def given(codes: jax.Array, sent: jax.Array) -> jax.Array:
-            return codes
-
-        def again(codes: jax.Array, sent: jax.Array) -> jax.Array:
-            return cut(lax.optimization_barrier(sent))  # type: ignore[no-untyped-call]
-
-        result: jax.Array = lax.platform_dependent(codes, sent, cpu=given, tpu=given, default=again)
-        return result
-
-    def laid_out(self, codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-        if not _in_tiles(shape, codes.shape[1]) or codes.size < WORTH_TILES or len(codes) % LANES:
-            return codes, scales
-
-        def on_tpu(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-            # In the shape in which floats of rows are a matrix: what is decoded from there is fused with what uses it. Scales lie side by side, not one in each
-            # row of lanes.
-            tiles = codes.reshape(-1, shape[-1] // LANES, TILE, LANES), scales.reshape(-1, LANES)
-            stored = lax.optimization_barrier(tiles)  # type: ignore[no-untyped-call]
-            return stored[0].reshape(codes.shape), stored[1].reshape(scales.shape)
-
-        def given(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return codes, scales
-
-        fields: tuple[jax.Array, jax.Array] = lax.platform_dependent(codes, scales, tpu=on_tpu, default=given)
-        return fields
-
     def add_part(self, x: jax.Array, part: jax.Array, n: int, i: Any, shape: tuple[int, ...]) -> jax.Array:
-        # Chosen element by element: to cut out rows that only the device knows would move everything.
-        def added(x: jax.Array, part: jax.Array) -> jax.Array:
-            replicas = np.arange(n).reshape(n, *[1] * part.ndim)
-            return (x.reshape(n, *part.shape) + jnp.where(replicas == i, part, 0)).reshape(x.shape)
-
-        rows, width = x.shape
-        of_part = (shape[0] // n, *shape[1:]) if shape and shape[0] % n == 0 else ()
-        if _in_tiles(shape, width) and _in_tiles(of_part, width):
-            # In the shape of the array: of rows a TPU would store the part n times.
-            return self.to_blocks(added(self.from_blocks(x, shape), self.from_blocks(part, of_part)), rows, width)
-        return added(x, part)
+        return self.storage.add_part(self, x, part, n, i, shape)
 
     def sum_of_each(self, f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
         # All at once: in a loop over the replicas the sum would be stored and read again for each of them.
@@ -557,7 +484,7 @@ class JaxOps(Ops[jax.Array]):
         tensors: Mapping[str, Mapping[str, jax.Array]],
         alike: Callable[[str], Hashable | None],
     ) -> Bundles | None:
-        return bundles_of(gradients, tensors, alike, LARGE) if self._bundles else None
+        return bundles_of(gradients, tensors, alike, LARGE) if self.bundles else None
 
     def unbundled(self) -> JaxOps:
         return JaxOps(bundles=False, across=self._across)
@@ -614,11 +541,6 @@ def _in_order(x: jax.Array) -> jax.Array:
     unsigned = ((largest - size) | (size - 1)) >> (n - 1)  # all ones for NaN and for 0
     bits = jnp.minimum(size, largest) | (bits & ~unsigned & np.iinfo(bits.dtype).min)
     return lax.bitcast_convert_type(bits, x.dtype)
-
-
-def _in_tiles(shape: tuple[int, ...], width: int) -> bool:
-    """Whether a TPU's tiles of 8 rows and 128 lanes are blocks of such rows."""
-    return width == LANES and len(shape) > 1 and shape[-1] % LANES == 0 and shape[-2] % TILE == 0
 
 
 def _typed(y: jax.Array | float, x: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ from gradwire.core.codecs import CODECS, BlockCodec
 from gradwire.core.codecs.coder import Coder, Noise
 from gradwire.core.codecs.shares import Shares, is_even
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
+from gradwire.core.kernels.storage import Storage
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.plan.gathers import outgrown_at
 from gradwire.core.protocol.collective_requests import AllGather, Gather
@@ -297,8 +298,12 @@ def test_positions_come_back_from_as_few_bits_as_the_block_needs(data, length):
     np.testing.assert_array_equal(OPS.unpack_integers(sent, bits_of(length), index.shape), index)
 
 
-class JoiningOps(NumpyOps):
+class JoiningStorage(Storage):
     joined = 600
+
+
+class JoiningOps(NumpyOps):
+    storage = JoiningStorage()
 
 
 class Alone(TopK):

@@ -8,7 +8,7 @@ from jax import lax
 
 from gradwire import Quantize, Simulator
 from gradwire.jax_backend import average_gradients
-from gradwire.jax_backend.ops import kernels
+from gradwire.jax_backend.ops import storage
 from tests.jax.replicas import AXIS, Replicas
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def test_what_is_stored_for_an_accelerator_changes_nothing(platform, mode, monke
         return others.get(platform, default)(*arrays)
 
     monkeypatch.setattr(lax, "platform_dependent", platform_dependent)
-    monkeypatch.setattr(kernels, "WORTH_TILES", 1)
+    monkeypatch.setattr(storage, "WORTH_TILES", 1)
     jax.clear_caches()
     found, after = steps(mode, given)
     for name in SHAPES:

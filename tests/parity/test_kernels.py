@@ -21,6 +21,7 @@ from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.kernels.gram_schmidt import gram_schmidt, refresh
 from gradwire.core.kernels.payloads import Coded, Dense, LowRank, Residual
 from gradwire.core.kernels.rows import RowNumbers
+from gradwire.core.kernels.storage import Storage
 from gradwire.core.ops import Ops
 from gradwire.core.simulate import NumpyOps, PoisonOps
 from gradwire.jax_backend.ops.kernels import JaxOps
@@ -355,8 +356,8 @@ KERNELS = {
     "scatter_sum": lambda ops, batch, **_: ops.scatter_sum(6, lambda index, values: (index, values[:4, :2]), ops.asarray(np.arange(24).reshape(3, 4, 2) % 5, "int32"), batch),
     "scatter_sum, tiles": lambda ops, batch, **_: ops.scatter_sum(6, lambda index, values: (index, values[:4, :2]), ops.asarray(np.arange(24).reshape(3, 4, 2) % 5, "int32"), batch, tiles=(3, 2), after=batch),
     "add_part": lambda ops, batch, x, **_: ops.add_part(batch.reshape((-1, batch.shape[2])), batch[2] * 3.0, 3, 1, ()),
-    "laid_out": lambda ops, batch, **_: ops.laid_out(batch[0], batch[0][:, :1], (4, batch.shape[2]))[1],
-    "read_again": lambda ops, batch, **_: ops.read_again(batch[1:2], batch, lambda sent: sent[1:2]),
+    "laid_out": lambda ops, batch, **_: ops.storage.laid_out(batch[0], batch[0][:, :1], (4, batch.shape[2]))[1],
+    "read_again": lambda ops, batch, **_: ops.storage.read_again(batch[1:2], batch, lambda sent: sent[1:2]),
     "scatter_sum_each": lambda ops, batch, **_: ops.rows(ops.scatter_sum_each([(1, 8, None), (3, 9, None)], positions_in(ops, batch), batch, order=[1, 0]), 1),
     "scatter_sum_each, tiles": lambda ops, batch, **_: ops.rows(ops.scatter_sum_each([(2, 8, (4, 2)), (2, 8, None)], positions_in(ops, batch), batch), 1),
     "scatter_sum_each, of one": lambda ops, batch, **_: ops.rows(ops.scatter_sum_each([(3, 9, None), (1, 8, None)], positions_in(ops, batch), batch[1:2]), 1),
@@ -414,7 +415,7 @@ KERNELS = {
     "add_each, first": lambda ops, x, y, p, q, **_: ops.add_each([x, p], [y, p * 2.0])[0],
     "add_each, last": lambda ops, x, y, p, q, **_: ops.add_each([x, p], [y, p * 2.0])[1],
     "add_each, of nothing": lambda ops, x, **_: ops.stack([x, *ops.add_each([], [])]),
-    "computed_once": lambda ops, x, batch, **_: ops.computed_once([batch, x])[0],
+    "computed_once": lambda ops, x, batch, **_: ops.storage.computed_once([batch, x])[0],
     "where_each, true": lambda ops, x, y, p, **_: ops.where_each(true(ops, x), [p, x], [p * 2.0, y])[1],
     "where_each, false": lambda ops, x, y, p, **_: ops.where_each(false(ops, x), [p, x], [p * 2.0, y])[1],
     "where_each, neighbours": lambda ops, batch, x, **_: ops.stack(
@@ -487,8 +488,8 @@ KERNELS = {
     )[0],
     "orthonormalize_each, epsilon": lambda ops, batch, p, **_: ops.orthonormalize_each([batch[0], p], [], 0.5)[1],
     "orthonormalize, epsilon": lambda ops, batch, **_: ops.orthonormalize(batch, 0.5),
-    "to_bytes": lambda ops, batch, **_: ops.from_bytes(ops.to_bytes(ops.cast(batch[0], "float32")), "float32"),
-    "to_blocks": lambda ops, x, **_: ops.from_blocks(ops.to_blocks(x, 5, 8), tuple(x.shape)),
+    "to_bytes": lambda ops, batch, **_: ops.storage.from_bytes(ops, ops.storage.to_bytes(ops, ops.cast(batch[0], "float32")), "float32"),
+    "to_blocks": lambda ops, x, **_: ops.storage.from_blocks(ops.storage.to_blocks(ops, x, 5, 8), tuple(x.shape)),
     "sum_of_each": lambda ops, batch, **_: ops.sum_of_each(lambda x: ops.multiply(x, 2.0), batch),
     "quantize, codes": lambda ops, x, **_: ops.quantize(x, 127.0)[0],
     "quantize, scales": lambda ops, x, **_: ops.quantize(x, 127.0)[1],
@@ -508,7 +509,18 @@ KERNELS = {
     **{f"dense_or_nan, {kind}, not finite": received(kind, false) for kind in PAYLOADS},
 }  # fmt: skip
 #: Composites that have nothing to compute where a row could see it: what to join, and where.
-PLANS = {"truth", "kind_of", "joined", "joining", "bundled", "unbundled", "late_width", "late_residuals"}
+PLANS = {
+    "truth",
+    "kind_of",
+    "storage",
+    "joined",
+    "joining",
+    "bundles",
+    "bundled",
+    "unbundled",
+    "late_width",
+    "late_residuals",
+}
 
 
 def compare(result, expected, which):
@@ -553,19 +565,21 @@ def test_without_out_nothing_is_overwritten(kernel):
 def test_every_composite_has_a_row_in_which_its_body_runs():
     """So a body that is broken fails: it is the toy backend's, beside all overrides."""
     composites = {name for name in dir(Ops) if not name.startswith("_")} - {*PRIMITIVES} - PLANS
+    stored = {name for name in dir(Storage) if not name.startswith("_")} - PLANS
     ran = set()
 
-    def noted(name):
+    def noted(of, name):
         def method(self, *args, **kwargs):
             ran.add(name)
-            return getattr(Ops, name)(self, *args, **kwargs)
+            return getattr(of, name)(self, *args, **kwargs)
 
         return method
 
-    ops = toy(**{name: noted(name) for name in composites})()
+    storage = type("NotedStorage", (Storage,), {name: noted(Storage, name) for name in stored})()
+    ops = toy(**{name: noted(Ops, name) for name in composites}, storage=storage)()
     for kernel in KERNELS.values():
         kernel(ops, **arrays("float32"))
-    assert ran == composites
+    assert ran == composites | stored
 
 
 def test_a_backend_without_a_primitive_is_refused_when_it_is_made():

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.algorithms.two_level import TwoLevel
+from gradwire.core.kernels.arrays import group_by, message_key
 from gradwire.core.protocol.collective_requests import AllGather, AllToAll, Gather, Reduce, ReduceScatter, SumScalar
 from gradwire.core.protocol.control_requests import Branch, OptimizerStep, StepIsFinite, Watch
 from gradwire.core.protocol.groups import Groups
@@ -117,17 +118,15 @@ class Reducing(Pending):
         self._divides = request.op == "mean" and not divided
         self._shapes = [x.shape for x in request.arrays]
         sizes = [shape.numel() for shape in self._shapes]
-        dtypes = [x.dtype for x in request.arrays]
+        dtypes = {x.dtype for x in request.arrays}
         self.messages = []
-        kinds = dict.fromkeys(dtypes)
-        if len(kinds) == 1 and all(sizes):  # as a rule, and then there is nothing to sort
+        if len(dtypes) == 1 and all(sizes):  # as a rule, and then there is nothing to sort
             donated = all(request.donated)
             everything = range(len(sizes))
             self.messages.append(self._launch(everything, request.arrays, donated, self._shapes, sizes, group, buffers))
         else:
-            for dtype in kinds:
-                indices = [i for i, size in enumerate(sizes) if size and dtypes[i] == dtype]
-                if indices:
+            for members in group_by(range(len(sizes)), map(message_key, request.arrays)):
+                if indices := [i for i in members if sizes[i]]:
                     arrays, shapes = [request.arrays[i] for i in indices], [self._shapes[i] for i in indices]
                     donated = all(request.donated[i] for i in indices)
                     own = [sizes[i] for i in indices]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from gradwire.core.kernels.arrays import group_by, message_key
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 
 #: What one rank sends directly to another and has so many bytes travels by itself.
@@ -20,8 +21,8 @@ def rows_by_dtype(
 ) -> Iterator[tuple[list[int], list[Tensor]]]:
     """The numbers of those arrays that have any elements, and the arrays as so many rows. Together what travels together: those of one dtype, but
     for large ones, which joining would cost a copy."""
-    for dtype in dict.fromkeys([x.dtype for x in arrays]):
-        indices = [i for i, x in enumerate(arrays) if x.dtype == dtype and x.numel()]
+    for members in group_by(range(len(arrays)), map(message_key, arrays)):
+        indices = [i for i in members if arrays[i].numel()]
         large = [i for i in indices if exchange.direct and arrays[i].nbytes >= parts * WORTH_A_MESSAGE]
         small = [i for i in indices if i not in large]
         for together in [*([i] for i in large), *([small] if small else [])]:

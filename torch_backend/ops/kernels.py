@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.core.kernels import payloads
 from gradwire.core.kernels.bits import bytes_of_rows
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.payloads import Coded, Dense, Payload, Residual, decay_error, largest_error
@@ -236,7 +237,7 @@ class TorchOps(Ops[Tensor]):
         """On a device, where both sides exist in any case, of all dense tensors at a time; and with Triton by a kernel
         for each that is not, where it has one."""
         if self._host_knows and self.fused is None:
-            return super().errors_after(ok, x, sent, errors, decay=decay)
+            return payloads.errors_after(self, ok, x, sent, errors, decay)
         after = list(errors)
         left = list(range(len(x)))
         if not self._host_knows:
@@ -249,8 +250,8 @@ class TorchOps(Ops[Tensor]):
             self.where_each(ok, rests, [errors[i] for i in dense], limits=limits)
         if self.fused is not None and decay == 1:
             left = [i for i in left if x[i].computed or not self.fused.error_after(ok, x[i].x, sent[i], errors[i])]
-        rest = super().errors_after(
-            ok, [x[i] for i in left], [sent[i] for i in left], [errors[i] for i in left], decay=decay
+        rest = payloads.errors_after(
+            self, ok, [x[i] for i in left], [sent[i] for i in left], [errors[i] for i in left], decay
         )
         for i, error in zip(left, rest, strict=True):
             after[i] = error
@@ -260,7 +261,7 @@ class TorchOps(Ops[Tensor]):
         self, ok: Tensor, received: Sequence[Payload[Tensor]], places: Sequence[Tensor | None]
     ) -> list[Tensor]:
         if self.fused is None:
-            return super().dense_or_nan(ok, received, places)
+            return payloads.dense_or_nan(self, ok, received, places)
         answers: list[Any] = list(places)
         triples = [
             (each.codes, each.scales, place)
@@ -270,7 +271,7 @@ class TorchOps(Ops[Tensor]):
         if triples:
             self.fused.decoded_each(ok, *zip(*triples, strict=True))
         left = [i for i, each in enumerate(received) if not isinstance(each, Coded)]
-        rest = super().dense_or_nan(ok, [received[i] for i in left], [places[i] for i in left])
+        rest = payloads.dense_or_nan(self, ok, [received[i] for i in left], [places[i] for i in left])
         for i, dense in zip(left, rest, strict=True):
             answers[i] = dense
         return answers

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradwire.core.kernels.arrays import call_key, group_by
 from gradwire.core.kernels.gram_schmidt import DEPENDENT, NEGLIGIBLE, each_shape
 from gradwire.core.ops import Ops
 
@@ -47,20 +48,14 @@ def orthonormalized_unseen(ops: Workspace, arrays: Sequence[Tensor], fresh: Sequ
     """`gradwire.core.kernels.gram_schmidt.each_shape` without epsilon, up to rounding: new matrices, in which dependent rows are zero, and so are rows
     with inf or NaN. Matrices are on one device. float64 is left to Gram-Schmidt, since its squares overflow."""
     answers = list(arrays)
-    equal: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
-    for i, x in enumerate(arrays):
-        kind = x.shape, x.dtype
-        if kind in equal:
-            equal[kind].append(i)
-        else:
-            equal[kind] = [i]
     doubles: list[int] = []
     by_rank: dict[int, list[list[int]]] = {}
-    for (shape, dtype), members in equal.items():
-        if dtype == torch.float64:
+    for members in group_by(range(len(arrays)), map(call_key, arrays)):
+        first = arrays[members[0]]
+        if first.dtype == torch.float64:
             doubles += members
-        elif shape.numel():
-            by_rank.setdefault(shape[-2], []).append(members)
+        elif first.numel():
+            by_rank.setdefault(first.shape[-2], []).append(members)
     for groups in by_rank.values():
         narrow = [_room(ops, [arrays[i] for i in members]) for members in groups]
         with ops.briefly():  # what is in float64 is large, and P's and Q's memory may be the same

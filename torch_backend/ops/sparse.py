@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.core.kernels.tiles import of_tiles
+from gradwire.core.kernels.rows import of_tiles
 from gradwire.torch_backend.ops.workspace import Workspace
 
 #: Elements that are searched at a time, on the CPU and on a device: each needs 16 bytes beside it.

@@ -272,7 +272,10 @@ def _selection() -> Iterator[tuple[str, Check]]:
     )
     yield (
         "bytes there and back",
-        Check({"x": hostile((64, 1))}, lambda ops, a: [ops.from_bytes(ops.to_bytes(a["x"]), "float32")]),
+        Check(
+            {"x": hostile((64, 1))},
+            lambda ops, a: [ops.storage.from_bytes(ops, ops.storage.to_bytes(ops, a["x"]), "float32")],
+        ),
     )
 
 
