@@ -14,7 +14,7 @@ from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.coder import Coder
 from gradwire.core.codecs.options import Quantizer
 from gradwire.core.ops import A, Ops
-from gradwire.core.protocol import watch
+from gradwire.core.protocol import branch, watch
 from gradwire.core.protocol.programs import Collective, Program, Request, ask, relayed
 from gradwire.core.text.wording import configured
 
@@ -70,9 +70,11 @@ class WireDtype(Quantizer, Wrapper):
         """A step of the inner algorithm, with quantized payloads. Arguments and results are those of `Algorithm.step`."""
         program = self.algorithm.step(self._kernels(ops), gradients, state, step)
         averages, after = await self.carried(ops, program, next(iter(gradients), ""), step)
-        if levels_of(self.algorithm) is not None and not state.tensors:
-            # Codes of a part of the replicas differ between parts, and were not looked at.
-            await watch(*averages.values())
+        if levels_of(self.algorithm) is not None and (not state.tensors or self.start_step):
+            # Codes of a part of the replicas differ between parts, and a plain average has nobody look at them.
+            plain = True if not state.tensors else step < self.start_step
+            known = plain if isinstance(plain, bool) else ops.truth(plain)
+            await branch(plain if known is None else known, partial(_looked_at, tuple(averages.values())), _nothing)
         return averages, after
 
     def _kernels(self, ops: Ops[A]) -> Ops[A]:
@@ -102,3 +104,12 @@ class WireDtype(Quantizer, Wrapper):
             return await ask(request.wrapped(partial(self._coded, coder, in_branch=True)))
 
         return await relayed(program, answer)
+
+
+async def _looked_at(averages: tuple[A, ...]) -> tuple[()]:
+    await watch(*averages)
+    return ()
+
+
+async def _nothing() -> tuple[()]:
+    return ()

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from gradwire import AllReduce, PowerSGD, TwoLevel, WireDtype
+from gradwire.core.algorithm import nested
 from gradwire.jax_backend import average_gradients, diloco, power_sgd, replicate, stats, to_portable, unreplicate
 from gradwire.jax_backend.state.skipped_steps import _run_of
 from tests.jax.replicas import AXIS, Replicas, gradients, power
@@ -38,6 +39,8 @@ def bits(state):
         pytest.param(WireDtype(PowerSGD(2, start_step=9), "float16"), "vmap", marks=pytest.mark.slow),
         pytest.param(TwoLevel(WireDtype(AllReduce(), "int8"), 2), "shard_map", marks=pytest.mark.slow),
         (WireDtype(TwoLevel(AllReduce(), 2), "int8"), "shard_map"),
+        (WireDtype(TwoLevel(PowerSGD(2, start_step=9), 2), "int8"), "shard_map"),
+        pytest.param(TwoLevel(WireDtype(PowerSGD(2, start_step=9), "int8"), 2), "pmap", marks=pytest.mark.slow),
     ],
     ids=repr,
 )
@@ -54,7 +57,7 @@ def test_memory_stays_as_it_was_and_training_goes_on(algorithm, mode):
         assert not np.isfinite(updates[name]).all()
     after = run.update(gradients(SHAPES, 3))
     # Plain averages of steps before the start are not looked at, but where they are coded.
-    plain = algorithm.start_step and not isinstance(algorithm, WireDtype)
+    plain = algorithm.start_step and not any(isinstance(each, WireDtype) for each in nested(algorithm))
     assert int(stats(run.global_state()).skipped_steps) == (0 if plain else 2)
     assert all(np.isfinite(x).all() for x in after.values())
 

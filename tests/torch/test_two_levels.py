@@ -319,3 +319,15 @@ def test_parameters_that_no_rank_used_keep_their_memory(world):
     before, after = memories
     for name in before:
         assert same_bits(before[name], after[name]) == name.startswith("right")
+
+
+@cases.case
+def test_a_coded_plain_step_with_a_nan_is_counted(world):
+    """Before the start as where nothing is ever remembered: codes of a part of the ranks differ between parts."""
+    algorithm = WireDtype(TwoLevel(PowerSGD(2, start_step=2), world.size // 2), "int8")
+    ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
+    for poisoned in (False, True, False):  # the last is compressed
+        ddp.zero_grad()
+        loss = LOSS(ddp, world.rank, 0)
+        (loss * float("nan") if poisoned and world.rank == 2 else loss).backward()
+    assert (handle.stats().steps, handle.stats().skipped_steps) == (3, 1)
