@@ -1,9 +1,5 @@
 """What an error message of the core tells its reader to write, written: a message without a row fails, and so does advice that does not work."""
 
-import ast
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -13,31 +9,9 @@ from gradwire.core.local_sgd.fragments import fragments_of
 from gradwire.core.plan.expressions import parse_algorithm
 from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.simulate import LocalSimulator
+from tests.told import advice, require_done
 
-ROOT = Path(__file__).parents[2]
-TOLD = re.compile(r"\b(use|give|pass|take|write|call|set)\b", re.IGNORECASE)
-CODE = re.compile(r"[A-Za-z_][\w.]*\(|\w+=[^=\s]")
 SHAPES = {"w": (24, 16), "b": (7,)}
-
-
-def texts(node):
-    """Every text in a raised exception, what is filled in as {}."""
-    for x in ast.walk(node):
-        if isinstance(x, ast.JoinedStr):
-            yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in x.values)
-        elif isinstance(x, ast.Constant) and isinstance(x.value, str):
-            yield x.value
-
-
-def advice():
-    """The part of each message of the core, from the word that tells, that names code."""
-    for path in sorted((ROOT / "core").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Raise) and node.exc is not None:
-                for part in re.split(r"[.;:]\s", max(texts(node.exc), key=len, default="")):
-                    told = TOLD.search(part)
-                    if told and CODE.search(part[told.start() :]):
-                        yield part[told.start() :]
 
 
 def step(algorithm, replicas=4):
@@ -68,14 +42,17 @@ def in_fragments(count, **options):
     assert len(fragments_of(specs, count, options.get("layout", "strided"))) == count
 
 
-#: What a message tells → the same, done; or the test that does it, where that takes a framework.
+TURNS = "tests/jax/test_local_sgd.py::test_a_turn_of_another_step_is_counted_and_refused"
+CHECKPOINTS = "tests/torch/test_ddp_features.py::test_gradients_are_averages_whatever_passes_there_are"
+SEEDS = "tests/cli/test_compare.py::test_a_comparison_that_was_stopped_goes_on"
+#: What a message tells → the same, done, or the test that does it where that takes a framework.
 ROWS = {
     "give an instance, such as PowerSGD(rank=4), AllReduce() or WireDtype(AllReduce(), 'bfloat16')": lambda: [
         step(algorithm) for algorithm in (PowerSGD(rank=4), AllReduce(), WireDtype(AllReduce(), "bfloat16"))
     ],
-    "Give it an argument `seed` to use, or seeds=1": "tests/cli/test_compare.py::test_a_comparison_that_was_stopped_goes_on",
+    "Give it an argument `seed` to use, or seeds=1": SEEDS,
     "call end() or abandon() first": lambda: [abandoned(how) for how in ("end", "abandon")],
-    "pass find_unused_parameters=True": "tests/torch/test_weights.py::test_unused_parameters_and_weights_share_a_message",
+    "pass does not use them in every step, or the loss does not depend on all outputs: pass find_unused_parameters=True": "tests/torch/test_weights.py::test_unused_parameters_and_weights_share_a_message",
     "set requires_grad=False before wrapping the module.": "tests/torch/test_ddp_features.py::"
     "test_parameters_that_ddp_leaves_alone_have_no_memory_and_are_not_sent",
     "give OuterSGD(…), or what makes one of torch or Optax": lambda: local_step(LocalSGD(1, outer=OuterSGD(0.5))),
@@ -88,24 +65,24 @@ ROWS = {
         in_fragments(4, layout="size"),
     ],
     "call `on_nodes_of(size)` first": lambda: LocalSGD(4, subgroup="node").on_nodes_of(2).subgroups(4),
-    "give that of the step, tx.turn(n), or one after the other of tx.turns(state)": "tests/jax/test_local_sgd.py::"
-    "test_a_turn_of_another_step_is_counted_and_refused",
+    "give that of the step, tx.turn(n), or one after the other of tx.turns(state)": TURNS,
+    "take it from the transformation that averages: tx.turn(n) or tx.turns(state)": TURNS,
     "write it as PowerSGD(rank=4)": lambda: step(parse_algorithm("PowerSGD(rank=4)")),
     "pass watched=False": lambda: Reduce((np.ones(2),), donated=(False,), watched=False, groups=((0, 1), (2, 3))),
+    "give square=True.": lambda: step(PowerSGD(1, square=True)),
+    "give the same losses: make() seeds its generators itself": SEEDS,
+    "give Training(..., evaluate=)": "tests/cli/test_compare.py::test_a_comparison_is_printed_kept_and_drawn",
+    "use OuterSGD(…) here, which is the same everywhere": lambda: local_step(diloco(1, outer=OuterSGD(0.5, 0.9))),
+    "use `checkpoint(..., use_reentrant=False)`": CHECKPOINTS,
+    "use `checkpoint(..., use_reentrant=False)`.": CHECKPOINTS,
     "give it weighted=True": lambda: local_step(LocalSGD(1, weighted=True), weights=[1, 3]),
 }
 
 
 def test_every_advice_has_a_row():
-    assert set(advice()) == set(ROWS)
+    assert advice("core") == set(ROWS)
 
 
 @pytest.mark.parametrize("told", ROWS)
 def test_advice_works(told):
-    row = ROWS[told]
-    if isinstance(row, str):
-        path, _, name = row.partition("::")
-        defined = ast.walk(ast.parse((ROOT / path).read_text()))
-        assert name in {node.name for node in defined if isinstance(node, ast.FunctionDef)}
-    else:
-        row()
+    require_done(ROWS[told])

@@ -415,6 +415,7 @@ def test_a_trainer_is_compared_as_it_trains(tmp_path):
     assert len(training.evaluate(training.model)) == 2  # of 8 texts each
     # Replicas that train by themselves have an optimizer each.
     trained_by(training_of_trainer(trainer_of(tmp_path)), LocalSGD(2), 2)
+    trained_by(training_of_trainer(trainer_of(tmp_path, bf16=True)), AllReduce(), 1)
     with pytest.raises(ValueError, match="max_steps"):
         training_of_trainer(trainer_of(tmp_path, max_steps=-1))
     halves.create_optimizer()

@@ -602,9 +602,13 @@ def test_weights_that_are_loaded_without_their_state_are_refused():
 def test_a_closure_is_refused_where_gradients_are_averaged_before_the_step():
     model, optimizer = small()
     with site(1) as here:
-        elastic(model, optimizer, AllReduce(), here.manager("replica"))
+        handle = elastic(model, optimizer, AllReduce(), here.manager("replica"))
         with pytest.raises(ValueError, match="closure"):
             optimizer.step(lambda: None)
+        for name, p in model.named_parameters():
+            p.grad = drawn(0, 0)[name]
+        optimizer.step()
+        assert handle.steps == 1
 
 
 class WithMasters(torch.optim.SGD):

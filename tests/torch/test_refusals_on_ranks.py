@@ -18,6 +18,7 @@ from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, WireDtype, diloco
 from gradwire.core.protocol import mean_each, sum_scalar
 from gradwire.torch_backend.fsdp.layout import Layout
 from gradwire.torch_backend.fsdp.replicas import _without_library
+from tests.torch.advised import ON_RANKS
 from tests.torch.compare import said
 from tests.torch.models import Layers, mlp
 from tests.torch.ranks import Cases
@@ -314,3 +315,8 @@ def test_offloaded_gradients_need_a_library_for_the_cpu(world):
         assert "CPUOffloadPolicy" in _without_library(layout, cpu)
     with mock.patch("torch.distributed.get_backend_config", return_value="cpu:gloo,cuda:nccl"):
         assert _without_library(layout, cpu) == ""
+
+
+@cases.each({work.__name__: work for work in ON_RANKS.values()})
+def test_advice_works(world, work):
+    work(world)
