@@ -31,7 +31,8 @@ from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
 from gradwire.core.local_sgd.outer import OuterSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import CompressionWarning
-from gradwire.core.plan.plan import Plan, plan
+from gradwire.core.plan.plan import plan
+from gradwire.core.plan.result import Plan
 from gradwire.core.plan.traffic import Traffic
 from gradwire.core.plan.utilization import link_for, utilization
 from gradwire.core.protocol.programs import ReplicaMismatch

@@ -16,14 +16,14 @@ weights of replicas and shorter dtypes are programs round a program, which ask f
 A request is known in one place, its class: with no framework it says the bytes of its messages, its answer on arrays
 without data, when two replicas ask for the same, and the answers for N replicas in one process. That is all that the
 simulator, a plan and a wire dtype want to know. A backend has one table, from the class of a request to the method
-that performs it. A new request is a class in one of the three files, and a line in each table. One that sends is a
+that performs it. A new request is a class in one of the files below, and a line in each table. One that sends is a
 subclass of `Collective`, which is refused when the class is made if it does not say how it is asked between nodes,
 with weights, with a shorter dtype, among some replicas, and how many bytes it sends.
 
 **The words.**
 
 - *program*: a coroutine on its way. *Request*: what it asks for by `await`. *Driver*: who answers.
-- *collective request*: one that takes all replicas of a group, and sends (`collective_requests.py`).
+- *collective request*: one that takes all replicas of a group, and sends: `reductions.py`, `exchanges.py`, `halves.py`.
   *Control request*: one about the step as a whole (`control_requests.py`). *Local request*: one that this replica
   answers by itself, at once (`local_requests.py`).
 - *message*: what goes over the wire at one time: arrays of one dtype, for one request.
@@ -39,21 +39,12 @@ that was made and not awaited does nothing. `step_is_finite` is answered when no
 comes last.
 """
 
-from gradwire.core.protocol.collective_requests import (
-    all_gather,
-    all_to_all,
-    all_to_all_parts,
-    gather,
-    mean,
-    mean_each,
-    reduce_max,
-    reduce_scatter,
-    reduce_sum,
-    sum_scalar,
-)
 from gradwire.core.protocol.control_requests import branch, branch_on_phase, optimizer_step, step_is_finite, watch
+from gradwire.core.protocol.exchanges import all_to_all, all_to_all_parts, gather
+from gradwire.core.protocol.halves import all_gather, reduce_scatter
 from gradwire.core.protocol.local_requests import local_norm, orthonormalize, replica_index, world_size
 from gradwire.core.protocol.programs import run, together
+from gradwire.core.protocol.reductions import mean, mean_each, reduce_max, reduce_sum, sum_scalar
 from gradwire.core.protocol.settings import setting
 from gradwire.core.protocol.weights import replica_weights
 

@@ -21,11 +21,13 @@ from jax import lax
 
 from gradwire.core.kernels.arrays import group_by, message_key
 from gradwire.core.protocol import run
-from gradwire.core.protocol.collective_requests import AllGather, AllToAll, Gather, Reduce, ReduceScatter, SumScalar
 from gradwire.core.protocol.control_requests import Branch, OptimizerStep, StepIsFinite, Watch
+from gradwire.core.protocol.exchanges import AllToAll, Gather
 from gradwire.core.protocol.groups import Groups
+from gradwire.core.protocol.halves import AllGather, ReduceScatter
 from gradwire.core.protocol.local_requests import LocalNorm, ReplicaIndex, WorldSize
 from gradwire.core.protocol.programs import Program, Request, UnknownRequest
+from gradwire.core.protocol.reductions import Reduce, SumScalar
 from gradwire.jax_backend.axes.auto_axes import Exchange, compiler_axes, parted, slice_size, wide_on_cpu
 from gradwire.jax_backend.axes.cpu_hosts import between_cpu_hosts, in_short_pieces
 from gradwire.jax_backend.axes.mapped_axis import (

@@ -23,7 +23,8 @@ from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.kernels.storage import Storage
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.plan.gathers import outgrown_at
-from gradwire.core.protocol.collective_requests import AllGather, Gather
+from gradwire.core.protocol.exchanges import Gather
+from gradwire.core.protocol.halves import AllGather
 from gradwire.core.simulate import NumpyOps, lock_step
 from gradwire.core.simulate.lock_step import _LockStep
 from tests.bounds import relative

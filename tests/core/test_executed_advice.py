@@ -7,7 +7,7 @@ from gradwire import AllReduce, LocalSGD, OuterSGD, PowerSGD, Simulator, Spec, W
 from gradwire.core.buckets.reducer import Reducer
 from gradwire.core.local_sgd.fragments import fragments_of
 from gradwire.core.plan.expressions import parse_algorithm
-from gradwire.core.protocol.collective_requests import Reduce
+from gradwire.core.protocol.reductions import Reduce
 from gradwire.core.simulate import LocalSimulator
 from tests.told import advice, require_done
 

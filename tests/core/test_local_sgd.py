@@ -18,7 +18,7 @@ from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, Sp
 from gradwire.core.local_sgd.fragments import fragments_of, layers
 from gradwire.core.local_sgd.turns import all_turns, is_of_another_step
 from gradwire.core.plan.advice import warn_of_few_rounds
-from gradwire.core.protocol.collective_requests import Reduce
+from gradwire.core.protocol.reductions import Reduce
 from gradwire.core.simulate import PoisonOps
 from tests.core import golden
 from tests.core.authors import muloco

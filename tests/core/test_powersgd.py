@@ -12,8 +12,8 @@ from benchmarks.epfml import HalfSteps
 from gradwire import AllReduce, PowerSGD, Quantize, Sign, Simulator, TopK, TwoLevel, WireDtype, plan
 from gradwire.core.kernels import random
 from gradwire.core.kernels.gram_schmidt import gram_schmidt, refresh
-from gradwire.core.protocol.collective_requests import Reduce
 from gradwire.core.protocol.local_requests import Orthonormalize
+from gradwire.core.protocol.reductions import Reduce
 from gradwire.core.simulate import NumpyOps
 
 STEPS = 6

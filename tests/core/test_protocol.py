@@ -18,10 +18,11 @@ from gradwire.core.ops import WIRE_ITEMSIZE
 from gradwire.core.plan.dry_run import rehearsed
 from gradwire.core.plan.traffic import traffic_of as counted
 from gradwire.core.protocol import together
-from gradwire.core.protocol.collective_requests import Gather, Reduce, SumScalar
 from gradwire.core.protocol.control_requests import Branch, OptimizerStep, StepIsFinite
+from gradwire.core.protocol.exchanges import Gather
 from gradwire.core.protocol.local_requests import Orthonormalize
 from gradwire.core.protocol.programs import STATED, Collective, Fusable, Request, ask
+from gradwire.core.protocol.reductions import Reduce, SumScalar
 from gradwire.core.simulate import NumpyOps, lock_step
 
 OPS = NumpyOps()

@@ -21,7 +21,7 @@ from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.plan.dry_run import rehearsed
-from gradwire.core.protocol.collective_requests import Reduce
+from gradwire.core.protocol.reductions import Reduce
 from gradwire.core.simulate import lock_step
 from gradwire.core.state import checkpoint
 from gradwire.core.text.options import at_least

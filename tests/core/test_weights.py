@@ -16,8 +16,9 @@ from gradwire import AllReduce, LocalSGD, LocalSimulator, PowerSGD, Quantize, Si
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.kernels.numpy import PoisonOps, dtype_named
 from gradwire.core.protocol import gather, together
-from gradwire.core.protocol.collective_requests import AllGather, Reduce
+from gradwire.core.protocol.halves import AllGather
 from gradwire.core.protocol.programs import UnknownRequest
+from gradwire.core.protocol.reductions import Reduce
 from gradwire.core.protocol.weights import LARGEST, SMALLEST, require_weight
 from tests.methods import METHODS
 

@@ -21,8 +21,9 @@ from gradwire.core.kernels.abstract import AbstractArray
 from gradwire.core.plan.dry_run import ATTRIBUTE, REMEMBERED, DryRun, dry_run, rehearsed, summary
 from gradwire.core.plan.links import Links, consecutive
 from gradwire.core.protocol import all_gather, branch, branch_on_phase, mean, optimizer_step
-from gradwire.core.protocol.collective_requests import AllToAll, Gather, Reduce
+from gradwire.core.protocol.exchanges import AllToAll, Gather
 from gradwire.core.protocol.groups import UnknownWorldSize
+from gradwire.core.protocol.reductions import Reduce
 from gradwire.core.simulate import PoisonOps
 from tests.executed import executed
 

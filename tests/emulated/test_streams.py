@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradwire import AllReduce, PowerSGD, diloco
 from gradwire.core.ops import Spec
-from gradwire.core.protocol.collective_requests import ReduceScatter
+from gradwire.core.protocol.halves import ReduceScatter
 from gradwire.torch_backend import DataParallel, ZeroOptimizer, local_sgd, register_comm_hook
 from gradwire.torch_backend.advise.compare.opaque import OpaqueReplicas
 from gradwire.torch_backend.engine.collectives import Collectives

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradwire import Spec, plan
+from gradwire.cli.shape_files import specs_in
 from gradwire.core.plan.expressions import NotAnAlgorithm, parse_algorithm
-from gradwire.core.plan.shape_files import specs_in
 from tests.fuzz.engine import LATE, LONG, SLOW, WRONG_CLASS, Found, shown
 
 GOOD = (

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.core.protocol.collective_requests import AllGather, AllToAll, Gather, Reduce, ReduceScatter
+from gradwire.core.protocol.exchanges import AllToAll, Gather
+from gradwire.core.protocol.halves import AllGather, ReduceScatter
 from gradwire.core.protocol.local_requests import ReplicaIndex, WorldSize
+from gradwire.core.protocol.reductions import Reduce
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.ops.kernels import TorchOps

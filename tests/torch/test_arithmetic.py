@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.dry import on_a_device
 from gradwire import AllReduce, PowerSGD, Quantize, WireDtype
-from gradwire.core.protocol.collective_requests import Reduce
+from gradwire.core.protocol.reductions import Reduce
 from gradwire.torch_backend import ZeroOptimizer
 from gradwire.torch_backend.advise.compare.opaque import OpaqueReplicas
 from gradwire.torch_backend.engine.collectives import Reducing

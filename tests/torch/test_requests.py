@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire import LocalSGD, TopK
-from gradwire.core.protocol.collective_requests import AllGather, ReduceScatter
+from gradwire.core.protocol.halves import AllGather, ReduceScatter
 from gradwire.torch_backend import Averager, HierarchicalModelAverager, local_sgd
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups import point_to_point, process_groups

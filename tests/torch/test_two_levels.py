@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from gradwire import AllReduce, PowerSGD, Quantize, Sign, TopK, TwoLevel, WireDtype, diloco, plan
 from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.protocol.collective_requests import Reduce
+from gradwire.core.protocol.reductions import Reduce
 from gradwire.torch_backend import local_sgd
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.nodes import nodes_of

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 from zlib import crc32
 
@@ -20,17 +19,20 @@ from torch import Tensor
 
 from gradwire.core.algorithms.two_level import TwoLevel
 from gradwire.core.kernels.arrays import group_by, message_key
-from gradwire.core.protocol.collective_requests import AllGather, AllToAll, Gather, Reduce, ReduceScatter, SumScalar
 from gradwire.core.protocol.control_requests import Branch, OptimizerStep, StepIsFinite, Watch
+from gradwire.core.protocol.exchanges import AllToAll, Gather
 from gradwire.core.protocol.groups import Groups
+from gradwire.core.protocol.halves import AllGather, ReduceScatter
 from gradwire.core.protocol.local_requests import LocalNorm, ReplicaIndex, WorldSize
 from gradwire.core.protocol.programs import Program, Request, cannot_answer
+from gradwire.core.protocol.reductions import Reduce, SumScalar
 from gradwire.torch_backend.engine.groups.gloo_exit import last_messages
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
 from gradwire.torch_backend.engine.host_scalars import Foreseen
 from gradwire.torch_backend.engine.joined_rows import averaged, columns, rows_by_dtype
+from gradwire.torch_backend.engine.questions import Arrived, Asked, Question
 from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.monitor.timers import Moment
 from gradwire.torch_backend.monitor.watcher import StepTimes
@@ -173,30 +175,6 @@ class Reducing(Pending):
                 for i, piece in zip(message.indices, shaped, strict=True):
                     answers[i] = piece
         return tuple(answers)
-
-
-@dataclass(slots=True)
-class Arrived:
-    """The answers, which are to be watched."""
-
-    watched: tuple[Tensor, ...]
-
-
-class Asked(IntEnum):
-    """What concerns all programs of a step, in the order in which they are answered when nothing is on its way any more."""
-
-    NORM = 0
-    SUM = 1
-    UPDATE = 2
-    FINITE = 3
-
-
-@dataclass(slots=True)
-class Question:
-    """What a program adds to it: the norm of its gradients, its addend, or its gradients and whether the step counts."""
-
-    asked: Asked
-    value: Any = None
 
 
 class Collectives:

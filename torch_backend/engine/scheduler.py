@@ -19,7 +19,8 @@ from torch import Tensor
 
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.programs import Program, cannot_answer
-from gradwire.torch_backend.engine.collectives import Arrived, Asked, Collectives, Pending, Question
+from gradwire.torch_backend.engine.collectives import Collectives, Pending
+from gradwire.torch_backend.engine.questions import Arrived, Asked, Question
 from gradwire.torch_backend.ops.workspace import Scratch
 
 T = TypeVar("T")

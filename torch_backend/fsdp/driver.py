@@ -17,10 +17,11 @@ from torch import Tensor
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
-from gradwire.torch_backend.engine.collectives import Asked, Collectives, asked_in
+from gradwire.torch_backend.engine.collectives import Collectives, asked_in
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.questions import Asked
 from gradwire.torch_backend.engine.scheduler import Step
 from gradwire.torch_backend.fsdp.checkpoint import Sharded
 from gradwire.torch_backend.fsdp.layout import Layout

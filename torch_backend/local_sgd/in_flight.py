@@ -15,8 +15,9 @@ from gradwire.core.algorithm import State, Stepped
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
-from gradwire.torch_backend.engine.collectives import Asked, Collectives
+from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.questions import Asked
 from gradwire.torch_backend.engine.scheduler import Running, Step
 from gradwire.torch_backend.ops.kernels import TorchOps
 

@@ -21,10 +21,11 @@ from typing import Any, Generic, TypeVar
 from gradwire.core.codecs.cast import Cast
 from gradwire.core.codecs.coder import Coder
 from gradwire.core.ops import A, Ops
-from gradwire.core.protocol.collective_requests import gather, reduce_sum
 from gradwire.core.protocol.control_requests import watch
+from gradwire.core.protocol.exchanges import gather
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.programs import Program, Request, UnknownRequest, ask, relayed
+from gradwire.core.protocol.reductions import reduce_sum
 from gradwire.core.protocol.weights import NobodyCounts, Weights, in_order, weight_of
 
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradwire.cli.shape_files import specs_in
 from gradwire.core.ops import Spec
 from gradwire.core.plan.parameters import specs_of
-from gradwire.core.plan.shape_files import specs_in
 
 FILES = (".safetensors", ".json")
 FORMS = "give module:callable, a .safetensors file, or a .json of shapes"

@@ -20,8 +20,8 @@ from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.advice import CompressionWarning, advice
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.plan.links import Library, Way
-from gradwire.core.plan.plan import Plan
 from gradwire.core.plan.plan import plan as make_plan
+from gradwire.core.plan.result import Plan
 from gradwire.core.plan.utilization import link_for, utilization
 from gradwire.core.text.units import rate_of, time_of
 
