@@ -37,9 +37,9 @@ from gradwire.torch_backend.ddp.bucket_hook import (
 )
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.driver import Driver, specs_of
-from gradwire.torch_backend.engine.dynamo import uncompiled
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups, given_or_default
 from gradwire.torch_backend.engine.scheduler import Step
+from gradwire.torch_backend.engine.torch_modes import uncompiled
 from gradwire.torch_backend.ops.kernels import TorchOps, dtype_name
 from gradwire.torch_backend.setup.self_check import wrong_here
 

@@ -33,9 +33,9 @@ from gradwire.torch_backend.compat.hooks import one_message
 from gradwire.torch_backend.ddp.bucket_hook import BackwardPass, as_it_is
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import refuse_capture
-from gradwire.torch_backend.engine.dynamo import uncompiled
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups, given_or_default, node_size
 from gradwire.torch_backend.engine.scheduler import run_alone
+from gradwire.torch_backend.engine.torch_modes import uncompiled
 from gradwire.torch_backend.local_sgd.optimizer_hooks import scaled_gradients
 from gradwire.torch_backend.local_sgd.wrapped_optimizer import is_wrapped
 from gradwire.torch_backend.ops.kernels import TorchOps

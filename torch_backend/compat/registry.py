@@ -22,7 +22,7 @@ from gradwire.torch_backend.compat.hooks import (
     powerSGD_hook,
 )
 from gradwire.torch_backend.ddp.bucket_hook import as_it_is
-from gradwire.torch_backend.engine.dynamo import uncompiled
+from gradwire.torch_backend.engine.torch_modes import uncompiled
 
 
 @uncompiled

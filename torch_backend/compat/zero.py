@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradwire.core.zero.sharding import WholeShards
 from gradwire.torch_backend.engine.driver import specs_of
-from gradwire.torch_backend.engine.dynamo import uncompiled
+from gradwire.torch_backend.engine.torch_modes import uncompiled
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank, describe, require_same_on_all_ranks
 from gradwire.torch_backend.zero.arguments import buckets_of, named_groups
 from gradwire.torch_backend.zero.optimizer import ZeroOptimizer

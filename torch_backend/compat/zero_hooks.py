@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.core.text.wording import some
 from gradwire.torch_backend.compat.hooks import allreduce_hook, single
 from gradwire.torch_backend.ddp.bucket_hook import Bucket
-from gradwire.torch_backend.engine.dynamo import uncompiled
+from gradwire.torch_backend.engine.torch_modes import uncompiled
 from gradwire.torch_backend.zero.optimizer import ZeroOptimizer
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]

@@ -21,10 +21,9 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.text.options import checked
 from gradwire.core.text.wording import some
 from gradwire.torch_backend.engine.driver import Driver, specs_of
-from gradwire.torch_backend.engine.dynamo import uncompiled
 from gradwire.torch_backend.engine.groups.nodes import on_nodes
 from gradwire.torch_backend.engine.groups.process_groups import given_or_default
-from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
+from gradwire.torch_backend.engine.torch_modes import outside_inference_mode, uncompiled
 from gradwire.torch_backend.ops.kernels import dtype_name
 from gradwire.torch_backend.setup.consistency import algorithm_obstacle, require_initialized
 from gradwire.torch_backend.setup.handle import Handle

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import GradBucket
 
 from gradwire.torch_backend.engine.driver import Driver
-from gradwire.torch_backend.engine.dynamo import uncompiled
+from gradwire.torch_backend.engine.torch_modes import uncompiled
 from gradwire.torch_backend.torch_internals import in_backward, in_node, queue_callback
 
 

@@ -23,7 +23,7 @@ from gradwire.torch_backend.ddp.reducer import BackwardReducer
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.nodes import on_nodes
 from gradwire.torch_backend.engine.groups.process_groups import given_or_default
-from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
+from gradwire.torch_backend.engine.torch_modes import outside_inference_mode
 from gradwire.torch_backend.monitor.watcher import UnknownParameters
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank, describe, obstacle, require_initialized
 from gradwire.torch_backend.setup.handle import Handle

@@ -19,7 +19,7 @@ from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
 from gradwire.torch_backend.ddp.bucket_hook import BucketHook, LeftBehind, Slot
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.nodes import on_nodes
-from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
+from gradwire.torch_backend.engine.torch_modes import outside_inference_mode
 from gradwire.torch_backend.monitor.watcher import UnknownParameters
 from gradwire.torch_backend.setup.consistency import meet_to_change, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.setup.handle import Handle

@@ -18,8 +18,8 @@ from gradwire.core.ops import Spec
 from gradwire.torch_backend.ddp.autograd_graph import reached, tensors_in
 from gradwire.torch_backend.engine.collectives import share
 from gradwire.torch_backend.engine.driver import Driver
-from gradwire.torch_backend.engine.dynamo import refuse_compiled_autograd, uncompiled
 from gradwire.torch_backend.engine.scheduler import Running
+from gradwire.torch_backend.engine.torch_modes import refuse_compiled_autograd, uncompiled
 from gradwire.torch_backend.torch_internals import in_backward, queue_callback
 
 

@@ -24,8 +24,8 @@ from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.text.wording import some
 from gradwire.torch_backend.ddp.autograd_graph import tensors_in
 from gradwire.torch_backend.engine.driver import Driver, specs_of
-from gradwire.torch_backend.engine.dynamo import refuse_compiled_autograd, uncompiled
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
+from gradwire.torch_backend.engine.torch_modes import refuse_compiled_autograd, uncompiled
 from gradwire.torch_backend.fsdp.layout import Layout, local_part
 from gradwire.torch_backend.fsdp.units import accumulating
 from gradwire.torch_backend.torch_internals import in_backward, queue_callback

@@ -23,8 +23,8 @@ from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
-from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
 from gradwire.torch_backend.engine.questions import Asked
+from gradwire.torch_backend.engine.torch_modes import outside_inference_mode
 from gradwire.torch_backend.fsdp.backward import ShardedBackward, hook_obstacle
 from gradwire.torch_backend.fsdp.driver import ShardDriver, asked
 from gradwire.torch_backend.fsdp.layout import Layout, obstacle_of_shards, replica_group

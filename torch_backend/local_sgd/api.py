@@ -21,7 +21,7 @@ from gradwire.torch_backend.ddp.data_parallel import DataParallel
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.groups.same_state import digest_of
-from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
+from gradwire.torch_backend.engine.torch_modes import outside_inference_mode
 from gradwire.torch_backend.fsdp.layout import local_part
 from gradwire.torch_backend.local_sgd.buffers import AveragedBuffers
 from gradwire.torch_backend.local_sgd.checks import fitted, obstacle_of

@@ -26,15 +26,14 @@ from gradwire.core.state.skipped_steps import SAID_AFTER, SKIPPED_AVERAGES, RunO
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import refuse_capture
 from gradwire.torch_backend.engine.driver import Driver, specs_of
-from gradwire.torch_backend.engine.dynamo import uncompiled
 from gradwire.torch_backend.engine.groups.barrier import LONGEST
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.groups.same_state import digest_of
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
 from gradwire.torch_backend.engine.host_scalars import Foreseen
-from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
 from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.engine.step import keep
+from gradwire.torch_backend.engine.torch_modes import outside_inference_mode, uncompiled
 from gradwire.torch_backend.local_sgd.checks import averages_gradients, fitted, radial_obstacle
 from gradwire.torch_backend.local_sgd.host_memory import HostMemory
 from gradwire.torch_backend.local_sgd.in_flight import InFlight

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.torch_backend.engine.dynamo import uncompiled
+from gradwire.torch_backend.engine.torch_modes import uncompiled
 from gradwire.torch_backend.torch_internals import SKIPS_BY_ITSELF
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.core.text.wording import some
-from gradwire.torch_backend.engine.dynamo import uncompiled
+from gradwire.torch_backend.engine.torch_modes import uncompiled
 from gradwire.torch_backend.monitor.watcher import UnknownParameters
 from gradwire.torch_backend.ops.kernels import dtype_name
 from gradwire.torch_backend.setup.optimizer_state import has_two_modes

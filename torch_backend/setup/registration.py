@@ -30,7 +30,7 @@ from gradwire.torch_backend.engine.collectives import answerable
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.nodes import on_nodes
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
-from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
+from gradwire.torch_backend.engine.torch_modes import outside_inference_mode
 from gradwire.torch_backend.setup.consistency import (
     algorithm_obstacle,
     describe,

@@ -22,12 +22,11 @@ from gradwire.core.text.options import OWN_CHECK, Positive, checked
 from gradwire.core.zero.sharded_step import Zero
 from gradwire.core.zero.sharding import Shards, shard_by_bucket
 from gradwire.torch_backend.engine.driver import specs_of
-from gradwire.torch_backend.engine.dynamo import uncompiled
 from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by
 from gradwire.torch_backend.engine.groups.process_groups import given_or_default
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
-from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
+from gradwire.torch_backend.engine.torch_modes import outside_inference_mode, uncompiled
 from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.setup.assumptions import Assumptions
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank

@@ -26,7 +26,7 @@ from gradwire.core.plan.advice import warn
 from gradwire.core.text.options import OWN_CHECK, checked
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.groups.same_state import digest_of
-from gradwire.torch_backend.engine.inference_mode import outside_inference_mode
+from gradwire.torch_backend.engine.torch_modes import outside_inference_mode
 from gradwire.torch_backend.local_sgd.buffers import AveragedBuffers
 from gradwire.torch_backend.local_sgd.elastic.gradients import ElasticGradients
 from gradwire.torch_backend.local_sgd.elastic.handle import KEY, rest_of
