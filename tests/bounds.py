@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,11 @@ TESTS = Path(__file__).parent
 #: What puts something in place of an attribute: (owner, its name, what).
 Put = Callable[[Any, str, Any], None]
 APPROX = sys.modules[type(pytest.approx(1.0)).__module__].__file__
+
+
+def threads() -> int:
+    """How many threads torch has in tests."""
+    return int(os.environ.get(THREADS, "1"))
 
 
 def relative(x: Any, y: Any) -> float:
@@ -93,10 +98,11 @@ def note_comparisons(put: Put) -> None:
 
         def comparing(x: Any, y: Any, rtol: Any = None, atol: Any = None, *rest: Any, **options: Any) -> Any:
             chosen = {key: value for key, value in (("rtol", rtol), ("atol", atol)) if value is not None}
-            default = defaults or torch.testing._comparison.default_tolerances(
-                *(a for a in (x, y) if isinstance(a, torch.Tensor))
-            )
-            _note_arrays(x, y, *(default[i] if each is None else each for i, each in enumerate((rtol, atol))))
+            for a, b in _leaves(x, y):
+                default = defaults or torch.testing._comparison.default_tolerances(
+                    *(each if isinstance(each, torch.Tensor) else torch.float64 for each in (a, b))
+                )
+                _note_arrays(a, b, *(default[i] if each is None else each for i, each in enumerate((rtol, atol))))
             return compare(x, y, **chosen, **options)
 
         put(owner, name, comparing)
@@ -119,13 +125,25 @@ def note_comparisons(put: Put) -> None:
     put(scalar, "__eq__", equal_noting)
 
 
+def _leaves(x: Any, y: Any) -> Iterator[tuple[Any, Any]]:
+    """The arrays of two trees, which are compared with each other; what has no partner is the comparison's to say."""
+    if isinstance(x, Mapping) and isinstance(y, Mapping):
+        for key in x.keys() & y.keys():
+            yield from _leaves(x[key], y[key])
+    elif isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)):
+        for a, b in zip(x, y, strict=False):
+            yield from _leaves(a, b)
+    else:
+        yield x, y
+
+
 def _note_arrays(x: Any, y: Any, rtol: float, atol: float, relative_to: float = 0.0) -> None:
     """How much of what two tolerances allow is used, in the units of the larger one."""
     try:
         x, y = (np.asarray(a.detach().double() if hasattr(a, "detach") else a, np.float64) for a in (x, y))
-        with np.errstate(invalid="ignore"):  # of two infinities there is no difference to note
+        with np.errstate(invalid="ignore"):  # of infinities there is nothing to note
             difference = np.abs(x - y)
-        allowed = np.broadcast_to(atol + rtol * np.abs(y), difference.shape)
+            allowed = np.broadcast_to(atol + rtol * np.abs(y), difference.shape)
     except (TypeError, ValueError):  # structures, and what is refused
         return
     used = np.nanmax(np.divide(difference, allowed, out=np.zeros_like(difference), where=allowed > 0), initial=0.0)

@@ -1,6 +1,5 @@
 """A world of one rank in the test process itself, for what needs no other rank; and both branches of the kernels."""
 
-import os
 from collections.abc import Generator
 from contextlib import nullcontext
 
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.dry import on_a_device
-from tests.bounds import THREADS
+from tests.bounds import threads
 from tests.torch.ranks import REFUSED, Refused, refusal_in
 
 
@@ -29,12 +28,12 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 @pytest.fixture
 def alone():
     """The default process group, of this process only."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(int(os.environ.get(THREADS, "1")))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["seen by the host", "unseen"])

@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 from gradwire.torch_backend.engine.groups import barrier
 from gradwire.torch_backend.torch_internals import NeedsTorch
-from tests.bounds import THREADS, watch_this_process
+from tests.bounds import threads, watch_this_process
 from tests.launch import run_ranks
 from tests.torch.compare import same_bits
 
@@ -202,7 +202,7 @@ class Cases:
         """Run the cases on this rank."""
         watch_this_process()
         barrier.BY_DEFAULT = (*barrier.BY_DEFAULT, PATIENCE)  # no user has said it
-        torch.set_num_threads(int(os.environ.get(THREADS, "1")))
+        torch.set_num_threads(threads())
         dist.init_process_group("gloo", timeout=timedelta(seconds=self.timeout))
         skipped = self.slow if "quick" in options else ()
         only = re.compile(os.environ.get("GRADWIRE_TEST_CASES", ""))

@@ -22,6 +22,7 @@ from gradwire.torch_backend.advise.compare.replicas import parameters_of, replic
 from gradwire.torch_backend.advise.compare.run import run
 from gradwire.torch_backend.advise.compare.training import Training
 from gradwire.torch_backend.integrations import training_of_lightning, training_of_trainer
+from tests.bounds import threads
 from tests.compared import require_no_mixture
 from tests.torch.compare import relative, same_bits, weights
 from tests.torch.ranks import Cases
@@ -147,7 +148,7 @@ def trained(world, method):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_replicas_in_one_process_have_the_bits_of_processes(results, name):
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads())
     accumulate = 1 if name in OPAQUE else ACCUMULATE
     replicas = replicas_of(whole(accumulate=accumulate), METHODS[name], RANKS, SEED)
     losses, rates = zip(*[(replicas.step(), replicas.rate) for _ in range(STEPS)], strict=True)
@@ -155,17 +156,17 @@ def test_replicas_in_one_process_have_the_bits_of_processes(results, name):
     found = results(f"trained[{name}]")
     for rank, (_, parameters, buffers) in enumerate(found):
         if "start_step" in name:  # DDP averages gradients there, and cuts its messages otherwise
-            assert relative(parameters, parameters_of(replicas, rank)) < 1e-5
+            assert relative(parameters, parameters_of(replicas, rank)) < 1e-4
         else:
             assert same_bits(parameters, parameters_of(replicas, rank)), rank
             assert same_bits(buffers, replicas._buffers[rank]), rank
     theirs = np.mean([losses for losses, *_ in found], axis=0).reshape(STEPS, accumulate).mean(1)
-    assert losses == pytest.approx(theirs.tolist(), rel=1e-6)
+    assert losses == pytest.approx(theirs.tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", OPAQUE)
 def test_a_step_of_the_users_own_has_the_bits_of_processes(results, name):
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads())
     replicas = OpaqueReplicas(parts, METHODS[name], RANKS, SEED)
     for _ in range(STEPS):
         replicas.step()

@@ -186,7 +186,7 @@ def test_another_world_size(world, variant):
         saved = turn(size, range(5 * i, 5 * i + 5), saved)
     assert ("master" in saved[1]["state"][0]) == bool(master)
     # bfloat16 has 8 bits: a weight may fall on the other side of a rounding boundary
-    assert relative(saved[0], reference) < (1e-3 if master else 1e-6)
+    assert relative(saved[0], reference) < (1e-3 if master else 5e-6)
 
 
 class CountsSteps(torch.optim.Optimizer):
