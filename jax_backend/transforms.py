@@ -291,9 +291,7 @@ class _Averaging:
             program = in_pieces(algorithm, self.axis_name).step(OPS, arrays, memory, step)
         else:
             program = weighted(algorithm).step(OPS, arrays, memory, step, weight)
-        if settings:
-            program = told(program, settings)
-        (averages, after), finite = drive_watched(program, self.axis_name, given=arrays)
+        (averages, after), finite = drive_watched(told(program, settings), self.axis_name, given=arrays)
         return lying_alike(averages, arrays), after.shared, whole_memory(after.tensors, arrays), finite
 
     def _own(self, state: DataParallelState) -> DataParallelState:

@@ -3,8 +3,8 @@
     async def compress(self, ops, name, x, memory, context):
         threshold = await setting(ops, "threshold", 0.1)
 
-The method asks; torch's `handle.set(threshold=0.05)`, `settings=` of `update` in JAX and of `Simulator.step` say. What
-nobody has said has its default. A new setting is a line in the method, and in no driver.
+The method asks; torch's `handle.set(threshold=0.05)`, and `settings=` of JAX's `update` and `average_params` and of the
+simulators' `step`, say. What nobody has said has its default. A new setting is a line in the method, and in no driver.
 """
 
 from __future__ import annotations
@@ -54,8 +54,12 @@ async def setting(ops: Ops[A], name: str, default: float) -> A:
     return weight_of(ops, await ask_one(Setting(name, float(default))))
 
 
-async def told(program: Program[T], settings: Mapping[str, Any]) -> T:
-    """Run a program with these values of settings, and return what it returns."""
+def told(program: Program[T], settings: Mapping[str, Any]) -> Program[T]:
+    """A program with these values of settings; it returns what the program returns."""
+    return _told(program, settings) if settings else program
+
+
+async def _told(program: Program[T], settings: Mapping[str, Any]) -> T:
 
     async def answer(request: Request) -> tuple[Any, ...]:
         if isinstance(request, Setting) and request.name in settings:

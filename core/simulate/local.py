@@ -23,6 +23,7 @@ from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import FloatDtype
 from gradwire.core.plan.traffic import Traffic, traffic_of
 from gradwire.core.protocol.programs import Request
+from gradwire.core.protocol.settings import told
 from gradwire.core.simulate.lock_step import NDArray, lock_step, require_equal, require_same_memory
 from gradwire.core.text.options import Replicas, checked, short
 
@@ -97,6 +98,7 @@ class LocalSimulator:
         update: Callable[[int, Tensors, Tensors], Mapping[str, npt.ArrayLike]],
         *,
         weights: Sequence[float] | None = None,
+        settings: Mapping[str, float] | None = None,
     ) -> list[Tensors]:
         """One step of training.
 
@@ -104,6 +106,7 @@ class LocalSimulator:
             gradients: of each replica, parameter name → array. Not modified.
             update: the optimizer: (replica, its parameters, its gradients) → its parameters.
             weights: what each replica counts for in what leaves after this step, 0 if it is absent; of a `weighted` schedule. None: 1 each.
+            settings: name → what the compressor is told in this step where it awaits `setting`.
 
         Returns:
             The gradients that each replica's optimizer was given.
@@ -131,16 +134,25 @@ class LocalSimulator:
         for replica, (p, g) in enumerate(zip(self.parameters, used, strict=True)):
             new = update(replica, _copied(p), _copied(g))
             updated.append({n: np.array(new[n], x.dtype) for n, x in p.items()})
-        self._average(updated, each)
+        self._average(updated, each, settings or {})
         self.steps += 1
         return used
 
-    def _average(self, updated: Sequence[Tensors], weights: Sequence[float]) -> None:
+    def _average(self, updated: Sequence[Tensors], weights: Sequence[float], settings: Mapping[str, float]) -> None:
         replicas = len(updated)
         after = lock_step(
             [
-                own.average(
-                    self.ops, p, s.map(np.array), self.steps, replicas, {o: _copied(x) for o, x in e.items()}, weight=w
+                told(
+                    own.average(
+                        self.ops,
+                        p,
+                        s.map(np.array),
+                        self.steps,
+                        replicas,
+                        {o: _copied(x) for o, x in e.items()},
+                        weight=w,
+                    ),
+                    settings,
                 )
                 for own, p, s, e, w in zip(self.local, updated, self.states, self.extras, weights, strict=True)
             ],

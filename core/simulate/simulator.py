@@ -116,7 +116,7 @@ class Simulator:
         each = [()] * len(states) if weights is None else [(w,) for w in checked_weights(weights, len(states))]
         programs = [algorithm.step(self.ops, g, s, self.steps, *w) for g, s, w in zip(local, states, each, strict=True)]
         results = lock_step(
-            [told(program, settings) for program in programs] if settings else programs,
+            [told(program, settings or {}) for program in programs],
             self.ops,
             self.requests,
             self.optimizer,

@@ -37,8 +37,11 @@ from gradwire.core.local_sgd.schedule import Turn
 from gradwire.core.local_sgd.turns import acts, all_turns, is_of_another_step
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import warn, warn_of_few_rounds
+from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.plan.local_sgd import local_stages, stage_starts
 from gradwire.core.plan.traffic import LevelBytes
+from gradwire.core.protocol.settings import require_settings, settings_of, told
+from gradwire.core.protocol.weights import weight_of
 from gradwire.core.text.options import OWN_CHECK, AtLeast1, checked
 from gradwire.core.text.wording import some
 from gradwire.jax_backend.axes.auto_axes import left_to_the_compiler, whole_memory
@@ -107,7 +110,13 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
         )
 
     def average_params(
-        self, params: Any, state: Any, *extras: Any, turn: Turn | None = None, weight: Any = None
+        self,
+        params: Any,
+        state: Any,
+        *extras: Any,
+        turn: Turn | None = None,
+        weight: Any = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> tuple[Any, ...]:
         """Count a step, and average if it is time to: to be called in every training step, after the update, inside the map.
 
@@ -131,6 +140,7 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
             weight: what this replica counts for in what leaves now, of a `weighted` schedule: a number or a scalar array, its tokens since the last average, 0
                 if it is absent. None: 1. Where all are 0, parameters that are averaged as they are stay so, and of differences all replicas return to the outer
                 parameters.
+            settings: name → what the compressor is told in this step where it awaits `setting`: numbers or scalar arrays, the same on every replica.
 
         Returns:
             The arguments after the step. Parameters that were averaged together have the same bits on all replicas that did so.
@@ -142,10 +152,18 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
                 parameters; parameters or state are not per replica; or `turn` is of another schedule.
             NotImplementedError: groups that JAX cannot sum in, see `local_sgd`.
         """
-        after: tuple[Any, ...] = self._halves.average_params(params, state, extras, turn, weight)
+        after: tuple[Any, ...] = self._halves.average_params(params, state, extras, turn, weight, settings or {})
         return after
 
-    def step(self, gradients: Any, training: Any, *extras: Any, turn: Turn | None = None, weight: Any = None) -> Any:
+    def step(
+        self,
+        gradients: Any,
+        training: Any,
+        *extras: Any,
+        turn: Turn | None = None,
+        weight: Any = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Both halves of a training step, so that none is forgotten: the optimizer's update, then `average_params`. Inside the map.
 
             params, opt_state = tx.step(gradients, (params, opt_state))
@@ -160,6 +178,7 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
             *extras: see `average_params`.
             turn: see `average_params`.
             weight: see `average_params`; of a schedule that averages gradients, theirs too.
+            settings: see `average_params`.
 
         Returns:
             `training` after the step, and the extras if there are any.
@@ -187,7 +206,9 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
             params, opt_state = training
             updates, opt_state = self.update(gradients, opt_state, params, **told)
             training = optax.apply_updates(params, updates), opt_state
-        params, opt_state, *others = self.average_params(*parts(training), *extras, turn=turn, weight=weight)
+        params, opt_state, *others = self.average_params(
+            *parts(training), *extras, turn=turn, weight=weight, settings=settings
+        )
         after = with_parts(training, params, opt_state)
         return (after, *others) if extras else after
 
@@ -402,6 +423,10 @@ class _Halves:
         check_local(gradients.leaves, self.axis_name)
         program = self._fitted().gradients(lax.axis_size(self.axis_name))
         weight = self._weight(extra.pop("weight", None))
+        if said := extra.pop("settings", None):
+            raise ValueError(
+                f"settings={said} are for the compressor of averages; give them to average_params, or to step"
+            )
         arrays = {name: jnp.asarray(g) for name, g in gradients.leaves.items()}
         step = agreed(state.averages.step, self.axis_name)
 
@@ -424,7 +449,13 @@ class _Halves:
         return scalar_weight(1.0 if weight is None else weight)
 
     def average_params(
-        self, params: Any, state: Any, extras: tuple[Any, ...], turn: Turn | None, weight: Any
+        self,
+        params: Any,
+        state: Any,
+        extras: tuple[Any, ...],
+        turn: Turn | None,
+        weight: Any,
+        settings: Mapping[str, Any],
     ) -> tuple[Any, ...]:
         require_axis(self.axis_name, "average_params")
         warn_of_gathers(self.axis_name)
@@ -444,7 +475,7 @@ class _Halves:
         if self.local.has_outer and named.leaves.keys() != known:
             different = sorted(named.leaves.keys() ^ known)
             raise ValueError(f"the parameters are not those given to init: {some(different)} in one of them only")
-        after, averages, inner = self._averaged(named, mine, before, step, others, turn, self._weight(weight))
+        after, averages, inner = self._averaged(named, mine, before, step, others, turn, self._weight(weight), settings)
         arrived, refused = (averages.shared.pop(key) for key in COUNTS)
         kept = self._accounted(repack(mine.averages, averages), named)
         kept = kept._replace(account=kept.account._replace(skipped=refused))
@@ -460,12 +491,14 @@ class _Halves:
         others: list[Extra],
         turn: Turn | None,
         weight: jax.Array,
+        settings: Mapping[str, Any],
     ) -> tuple[Mapping[str, jax.Array], State[jax.Array], Any]:
         """Parameters, memory, and the state of the inner optimizer."""
         if not named.leaves:
             return {}, before, state.inner
         local, replicas = self._fitted(), lax.axis_size(self.axis_name)
         local = with_numbers(local, self.axis_name)
+        values = self._said(local, settings, named, replicas)
         if local.compressor is not None and not local.weighted:
             local = replace(local, compressor=in_pieces(local.compressor, self.axis_name))
         arrays = {name: jnp.asarray(x) for name, x in named.leaves.items()}
@@ -474,14 +507,14 @@ class _Halves:
         extras = owned | {key: x for extra in others for key, x in extra.arrays.items()}
         happens = acts(local, turn, step)
 
-        def exchange(arrays: Any, shared: Any, tensors: Any, extras: Any, step: Any, weight: Any) -> Any:
+        def exchange(arrays: Any, shared: Any, tensors: Any, extras: Any, step: Any, weight: Any, values: Any) -> Any:
             memory = State(shared, whole_memory(tensors, arrays))
             program = local.average(OPS, arrays, memory, step, replicas, extras, turn=turn, weight=weight)
-            after, averages, averaged = drive(program, self.axis_name, given=arrays)
+            after, averages, averaged = drive(told(program, values), self.axis_name, given=arrays)
             return after, averages.shared, whole_memory(averages.tensors, arrays), averaged
 
         given = arrays, before.shared, before.tensors, non_finite.sent(extras, happens, self.axis_name)
-        after, shared, tensors, averages = left_to_the_compiler(exchange, *given, step, weight, like=given)
+        after, shared, tensors, averages = left_to_the_compiler(exchange, *given, step, weight, values, like=given)
         inner = state.inner
         if self.moments == "reset":
             due = [local.due(step, level.period) for level in local.levels(replicas)]  # the same, where `turn` says it
@@ -503,6 +536,17 @@ class _Halves:
         for extra in others:
             extra.arrays = {key: extras[key] for key in extra.arrays}
         return after, State(shared, tensors), inner
+
+    def _said(
+        self, local: LocalSGD, settings: Mapping[str, Any], named: NamedTree, replicas: int
+    ) -> dict[str, jax.Array]:
+        """Settings as scalar arrays. Raises ValueError for what the compressor does not ask for."""
+        if settings:
+            asked: Mapping[str, float] = {}
+            if local.compressor is not None:
+                asked = settings_of(dry_run(local.compressor, local.kept(specs_of(named.leaves)), replicas).requests)
+            require_settings(self.local, settings, asked)
+        return {name: weight_of(OPS, value) for name, value in settings.items()}
 
     def _accounted(self, averages: DataParallelState, params: NamedTree) -> DataParallelState:
         """With what a step sends, if `init` did not know among how many replicas."""

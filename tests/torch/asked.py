@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire import State
+from gradwire.core.protocol import branch, mean, setting
 from gradwire.core.protocol.exchanges import AllToAll, Gather
 from gradwire.core.protocol.halves import AllGather, ReduceScatter
 from gradwire.core.protocol.local_requests import ReplicaIndex, WorldSize
@@ -191,3 +193,23 @@ def require_right(name: str, seen: list[Answered]) -> None:
                 np.testing.assert_array_equal(to_numpy(x), y)
             else:
                 np.testing.assert_allclose(x, y, rtol=3e-5, atol=3e-5)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The mean times what is said of the step; in a branch too."""
+
+    name: str = "scale"
+    default: float = 1.0
+    per_replica = frozenset()
+    start_step = 0
+    cycle = 1
+
+    def init(self, ops, specs):
+        return State()
+
+    async def step(self, ops, gradients, state, step):
+        async def scaled(x):
+            return x * ops.cast(await setting(ops, self.name, self.default), ops.dtype_of(x))
+
+        return {n: await branch(step < 100, scaled, mean, await mean(g)) for n, g in gradients.items()}, state

@@ -69,9 +69,9 @@ def local(world, model, which) -> Form:
     return ddp, optimizer, gw.local_sgd(ddp, optimizer, which)
 
 
-def averager(world, model) -> Form:
+def averager(world, model, which) -> Form:
     """Without DDP: called before each step."""
-    average, optimizer = gw.Averager(PowerSGD(2), dict(model.named_parameters()), world.group), sgd(model)
+    average, optimizer = gw.Averager(which, dict(model.named_parameters()), world.group), sgd(model)
 
     def before(*_: Any) -> None:
         average({name: p.grad for name, p in model.named_parameters()})
@@ -97,7 +97,7 @@ FORMS: dict[str, Callable[..., Form]] = {
     "ZeroOptimizer, averaging": partial(zero_optimizer, average=True),
     "DataParallel": partial(data_parallel, which=AllReduce()),
     "DataParallel, PowerSGD": partial(data_parallel, which=PowerSGD(2)),
-    "Averager": averager,
+    "Averager": partial(averager, which=PowerSGD(2)),
     "local_sgd": partial(local, which=LocalSGD(2, start_step=1)),
     "diloco": partial(local, which=diloco(2, compressor=PowerSGD(2))),
 }

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, TopK, TwoLevel, Weighted, diloco
 from gradwire.torch_backend import elastic
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
+from tests.torch.asked import Scaling
 from tests.torch.defaults import other_defaults
 from tests.torch.optimizers import ScheduleFree
 
@@ -597,6 +598,21 @@ def test_weights_that_are_loaded_without_their_state_are_refused():
             next(model.parameters()).zero_()
         with pytest.warns(UserWarning, match="were written to between two steps"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("what", [Scaling(), diloco(1, lr=1.0, momentum=0, compressor=Scaling())], ids=repr)
+def test_a_setting_is_heard(what):
+    model, optimizer = small()
+    with site(1) as here:
+        handle = elastic(model, optimizer, what, here.manager("replica"))
+        with pytest.raises(ValueError, match="does not ask for rate; it asks for scale"):
+            handle.set(rate=1.0)
+        handle.set(scale=0.5)
+        before, gradients = numbers(model.state_dict()), drawn(0, 0)
+        for name, p in model.named_parameters():
+            p.grad = gradients[name].clone()
+        optimizer.step()
+        torch.testing.assert_close(before - numbers(model.state_dict()), 0.05 * numbers(gradients), rtol=0, atol=1e-5)
 
 
 def test_a_closure_is_refused_where_gradients_are_averaged_before_the_step():

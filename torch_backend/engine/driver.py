@@ -17,7 +17,6 @@ from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol import reduce_max
-from gradwire.core.protocol.settings import settings_of
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.text.name_patterns import chosen
 from gradwire.torch_backend.engine.collectives import Collectives
@@ -32,6 +31,7 @@ from gradwire.torch_backend.monitor.watcher import SkippedSteps, Watcher, norm_o
 from gradwire.torch_backend.ops.kernels import TorchOps, dtype_name
 from gradwire.torch_backend.state.loss_scale import require_all_ranks
 from gradwire.torch_backend.state.memory import Memory, Replicated, factors_side_by_side
+from gradwire.torch_backend.state.settings import Settings, asked_by
 
 
 def specs_of(parameters: Mapping[str, Tensor]) -> dict[str, Spec]:
@@ -79,8 +79,7 @@ class Driver(GradientStep):
         self._capturable = capturable(device)
         replicas = self.process_group.size()
         self._dry = dry_run(algorithm, self.specs, replicas)
-        asked = settings_of(self._dry.requests)
-        self.settings = {name: torch.tensor(x, dtype=torch.float32, device=device) for name, x in asked.items()}
+        self.settings = Settings(asked_by(algorithm, self.specs, replicas), device)
         self._remembered = frozenset(self._dry.memory.tensors)
         state = factors_side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
         self.memory = Memory(algorithm, state, self._placement(), grad_scaler)
@@ -146,8 +145,7 @@ class Driver(GradientStep):
         self._foresee()
         self.skipped.continue_from(other.skipped)
         self.weight.copy_(other.weight)
-        for name in self.settings.keys() & other.settings.keys():
-            self.settings[name].copy_(other.settings[name])
+        self.settings.continue_from(other.settings)
         self.dense_elements = other.dense_elements
         self.watch.continue_from(other.watch)
         return difference

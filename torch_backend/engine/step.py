@@ -44,6 +44,7 @@ from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
 from gradwire.torch_backend.state.memory import Memory
+from gradwire.torch_backend.state.settings import Settings
 from gradwire.torch_backend.torch_internals import foreach_copy_, profiler_runs
 
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
@@ -78,6 +79,7 @@ class GradientStep:
         skipped: steps in which some rank's gradient held inf or NaN.
         weighted: replicas count by their weights.
         weight: what this one counts for, a scalar on the device.
+        settings: what the algorithm asks for by name.
         measurement: while it is there, it compares each step with a full average. There on all ranks, or on none.
         discarding: while it is true, steps leave no trace in the memory and are not counted. Equal on all ranks.
         obstacle: why this rank cannot take the first step, where no registration has told the others; "" if it can.
@@ -95,8 +97,7 @@ class GradientStep:
     skipped: SkippedSteps
     weighted: bool
     weight: Tensor
-    #: What the algorithm asks for by name, scalars on the device: a captured graph goes by what is there when it is replayed.
-    settings: dict[str, Tensor]
+    settings: Settings
     measurement: Measurement | None = None
     discarding = False
     obstacle = ""

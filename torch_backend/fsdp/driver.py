@@ -25,6 +25,7 @@ from gradwire.torch_backend.engine.questions import Asked
 from gradwire.torch_backend.engine.scheduler import Step
 from gradwire.torch_backend.fsdp.checkpoint import Sharded
 from gradwire.torch_backend.fsdp.layout import Layout
+from gradwire.torch_backend.state.settings import Settings, asked_by
 
 
 class ShardStep(Step):
@@ -100,6 +101,12 @@ def asked_by_some_shard(algorithm: Algorithm, specs: Mapping[str, Spec], layout:
     return frozenset.union(*gathered_by_all(asked(algorithm, specs, layout), layout.shards, layout.device))
 
 
+def settings_of_all_shards(settings: Mapping[str, float], layout: Layout) -> dict[str, float]:
+    """What some shard asks for by name, with defaults: a loop says the same on all of them."""
+    each = gathered_by_all(dict(settings), layout.shards, layout.device)
+    return {name: default for asked in each for name, default in asked.items()}
+
+
 class ShardDriver(Driver):
     """A driver of the blocks that a rank holds of a sharded model. To be made on all ranks of the shards, which it asks what they need.
 
@@ -122,6 +129,8 @@ class ShardDriver(Driver):
     ) -> None:
         self.layout = layout
         super().__init__(algorithm, specs, layout.device, groups, message_bytes, grad_scaler=grad_scaler)
+        asked_here = asked_by(algorithm, self.specs, self.process_group.size())
+        self.settings = Settings(settings_of_all_shards(asked_here, layout), layout.device)
         found = asked_by_some_shard(algorithm, self.specs, layout)
         self._programs = ShardStep(
             self.collectives, layout.shards, found, unscaled=lambda norm: self.memory.scale.unscaled(norm)

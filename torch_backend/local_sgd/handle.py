@@ -20,6 +20,7 @@ from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.protocol import mean_each
 from gradwire.core.protocol.programs import Program
+from gradwire.core.protocol.settings import told
 from gradwire.core.protocol.weights import counted_weight
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.state.skipped_steps import SAID_AFTER, SKIPPED_AVERAGES, RunOfSkips
@@ -49,6 +50,7 @@ from gradwire.torch_backend.setup.assumptions import Assumptions
 from gradwire.torch_backend.setup.consistency import meet_to_change, require_same_on_all_ranks
 from gradwire.torch_backend.state.memory import Memory
 from gradwire.torch_backend.state.rank_memory import ShardedState
+from gradwire.torch_backend.state.settings import Settings
 from gradwire.torch_backend.torch_internals import profiler_runs
 
 T = TypeVar("T")
@@ -85,6 +87,7 @@ class LocalSGDHandle:
         self._leave_optimizer: Callable[[], None] = lambda: None
         self._registered = True
         self._weight = 1.0
+        self._settings = Settings({}, self._ops.device)
         self._has_begun = False
         self._has_loaded = False
         self._equal_at = 0
@@ -99,7 +102,9 @@ class LocalSGDHandle:
 
     def _adopt(self, local: LocalSGD, groups: ProcessGroups) -> None:
         """Do this from the next step on, with a memory that begins with the parameters as they are."""
-        self.local, self._groups = local, groups
+        settings = Settings(self._target.settings_of(local), self._ops.device)
+        settings.continue_from(self._settings)
+        self.local, self._groups, self._settings = local, groups, settings
         self._assumed.remembers_weights = local.has_outer
         self._collectives = Collectives(groups, self._ops)
         self._collectives.levels = levels_of(local)
@@ -154,6 +159,17 @@ class LocalSGDHandle:
         self._weight = counted_weight(weight, self.local, weighted=self.local.weighted, instead="give it weighted=True")
         if self._gradients is not None:
             self._gradients.weight.fill_(self._weight)
+
+    def set(self, **settings: float) -> None:
+        """Tell the compressor something of the averages that leave from now on, until it is told otherwise: what it asks for with
+        `await setting(ops, name, default)`.
+        The same on every rank. It survives `reconfigure` where the other compressor asks for it too.
+
+        Raises:
+            TypeError: a value is no number.
+            ValueError: the compressor does not ask for it. Nothing has been changed then.
+        """
+        self._settings.say(settings, self.local)
 
     @property
     def steps(self) -> int:
@@ -264,6 +280,7 @@ class LocalSGDHandle:
         program = self.local.average(
             self._ops, params, state, step, self._replicas, extras, arrived, turn, self._weight, taken
         )
+        program = told(program, self._settings)
         after, state, others = self._or_forget(
             lambda program: run_alone(self._collectives, program, self._make_step), program, turn.arrives | turn.later
         )
@@ -277,7 +294,7 @@ class LocalSGDHandle:
         if self._in_flight is not None and self._memory.left is not None:
             for fragment in turn.arrives:
                 del self._memory.left[fragment]
-            self._in_flight.leave(step, state)
+            self._in_flight.leave(step, state, self._settings)
             self._memory.left |= dict.fromkeys(self.local.leaving(step, self._replicas), step)
         self._moments.put({n: others[n] for n in others if n in self._parameters}, due)
         if self.local.has_outer:
@@ -330,7 +347,7 @@ class LocalSGDHandle:
             self._skipped_averages += not self._foreseen.value(ok)
             self._run_of_skips.seen(self._averages, self._skipped_averages)
 
-    def _fetched(self, turn: Turn) -> tuple[State[Tensor], set[str]]:
+    def _fetched(self, turn: Turn) -> tuple[State[Tensor], Collection[str]]:
         """The memory for the averages of this turn, where the parameters are; and whose is used in them."""
         memory, parts = self._memory.state, self.local.parts(specs_of(self._parameters))
         if self._host is None:
@@ -340,7 +357,7 @@ class LocalSGDHandle:
         used = {name for f in (range(len(parts)) if turn.begins else leave | turn.arrives) for name in parts[f]}
         return self._host.fetched(memory, used, outer=self._parameters if leave and len(parts) > 1 else ()), used
 
-    def _kept(self, state: State[Tensor], used: set[str]) -> State[Tensor]:
+    def _kept(self, state: State[Tensor], used: Collection[str]) -> State[Tensor]:
         """Take over the memory after an average. Returned is where a message finds its own, to which it may write."""
         if self._host is None:
             keep(state, self._memory.state)
@@ -350,7 +367,7 @@ class LocalSGDHandle:
         tensors = {name: {k: x.clone() for k, x in state.tensors[name].items()} for name in used if self.local.delayed}
         return State(memory.shared, tensors)
 
-    def _due(self, step: int) -> set[str]:
+    def _due(self, step: int) -> Collection[str]:
         """Names of the parameters that are averaged after this step."""
         periods = [level.period for level in self.local.levels(self._replicas)]
         parts = self.local.parts(specs_of(self._parameters))

@@ -15,6 +15,7 @@ from gradwire.core.algorithm import State, Stepped
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
+from gradwire.core.protocol.settings import told
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.questions import Asked
@@ -76,15 +77,16 @@ class InFlight:
         """How many are on their way."""
         return len(self._on_their_way)
 
-    def leave(self, step: int, state: State[Tensor]) -> None:
-        """Send what leaves after this step. `state` is the memory after it."""
+    def leave(self, step: int, state: State[Tensor], settings: Mapping[str, Tensor]) -> None:
+        """Send what leaves after this step. `state` is the memory after it; `settings` are those of now, whatever is said while it is on its way."""
+        settings = {name: x.clone() for name, x in settings.items()}
         for fragment in self._local.leaving(step, self._replicas):
             collectives = Collectives(self._groups, self._ops)
             collectives.sent, collectives.times = self._beside.sent, self._beside.times
             collectives.whereabouts, collectives.levels = self._beside.whereabouts, self._beside.levels
             collectives.beside = self._beside
             index = self._local.round(step, self._period, fragment)
-            program = self._local.message(self._ops, self._specs, state, fragment, index)
+            program = told(self._local.message(self._ops, self._specs, state, fragment, index), settings)
             own = self._make_step(collectives)
             self._on_their_way[fragment] = _Message(step, own, own.start(program))
 

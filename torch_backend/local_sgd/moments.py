@@ -73,7 +73,7 @@ class Moments:
         if has_two_modes(self._optimizer):
             self._keys, self._weights = {STEPPED: None}, frozenset({STEPPED})
 
-    def taken(self, due: set[str], *, followed: bool = False) -> dict[str, dict[str, Tensor]]:
+    def taken(self, due: Collection[str], *, followed: bool = False) -> dict[str, dict[str, Tensor]]:
         """To be averaged, of the parameters that are: parameter → name of the moment → tensor. The same names and shapes on all ranks.
 
         A rank that has none yet (its optimizer skipped every step, or the parameter has received no gradient there) counts as zeros; of weights, as what its parameter is.
@@ -137,7 +137,7 @@ class Moments:
                 moved = x + (new.to(x.dtype) - before.to(x.dtype))
                 x.copy_(torch.where(moved.isfinite(), moved, new.to(x.dtype)))
 
-    def put(self, averages: Mapping[str, Mapping[str, Tensor]], averaged: set[str]) -> None:
+    def put(self, averages: Mapping[str, Mapping[str, Tensor]], averaged: Collection[str]) -> None:
         """Take the averages over, where there is something to replace, and they are finite; or drop the moments of the parameters that were `averaged`. A parameter whose
         master was averaged is what that is, rounded once."""
         for name, moments in averages.items():

@@ -21,12 +21,13 @@ from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups, g
 from gradwire.torch_backend.engine.scheduler import Step
 from gradwire.torch_backend.fsdp.backward import ATTRIBUTE, ShardedBackward
 from gradwire.torch_backend.fsdp.checkpoint import Sharded
-from gradwire.torch_backend.fsdp.driver import ShardStep, asked_by_some_shard, on_all_shards
+from gradwire.torch_backend.fsdp.driver import ShardStep, asked_by_some_shard, on_all_shards, settings_of_all_shards
 from gradwire.torch_backend.fsdp.layout import Layout, obstacle_of_shards
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.setup.consistency import require_initialized
 from gradwire.torch_backend.setup.sharded_models import is_fsdp
 from gradwire.torch_backend.state.memory import Replicated
+from gradwire.torch_backend.state.settings import asked_by
 from gradwire.torch_backend.torch_internals import joins
 
 
@@ -73,6 +74,10 @@ class Target:
     def placement(self, groups: ProcessGroups, device: torch.device) -> Replicated:
         """Of the memory."""
         return Replicated(groups, device)
+
+    def settings_of(self, local: LocalSGD) -> dict[str, float]:
+        """What the compressor asks for by name, with defaults."""
+        return asked_by(local.compressor, local.kept(specs_of(self.parameters)), dist.get_world_size(self.group))
 
     def step_of(self, local: LocalSGD) -> Callable[[Collectives], Step]:
         """What makes a step in which parameters are averaged. To be called on all ranks."""
@@ -156,6 +161,10 @@ class ShardedTarget(Target):
 
     def placement(self, groups: ProcessGroups, device: torch.device) -> Replicated:
         return Sharded(self.layout, groups)
+
+    def settings_of(self, local: LocalSGD) -> dict[str, float]:
+        asked = super().settings_of(local)
+        return asked if local.compressor is None else settings_of_all_shards(asked, self.layout)
 
     def step_of(self, local: LocalSGD) -> Callable[[Collectives], Step]:
         compressor, specs = local.compressor, specs_of(self.parameters)

@@ -9,7 +9,6 @@ from typing import Any
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.protocol.settings import require_settings
 from gradwire.core.protocol.weights import counted_weight
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.torch_backend.engine.driver import Driver
@@ -101,10 +100,7 @@ class Handle:
             TypeError: a value is no number.
             ValueError: the algorithm does not ask for it. Nothing has been changed then.
         """
-        require_settings(self.algorithm, settings, self._driver.settings)
-        numbers = {name: float(value) for name, value in settings.items()}
-        for name, number in numbers.items():
-            self._driver.settings[name].fill_(number)
+        self._driver.settings.say(settings, self.algorithm)
 
     def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
         """Go on with another algorithm, another rank for instance, from the next step on. To be called on all ranks, between steps.

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.protocol.weights import counted_weight
+from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.groups.same_state import digest_of
 from gradwire.torch_backend.local_sgd.elastic.quorum import Quorum, on_host
 from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.setup.assumptions import Assumptions
 from gradwire.torch_backend.state.memory import Memory, Replicated
+from gradwire.torch_backend.state.settings import Settings, asked_by
 
 #: Under which a `Manager` keeps what belongs to a handle.
 KEY = "gradwire"
@@ -57,6 +59,7 @@ class ElasticHandle:
         quorum.sent = self._memory.sent
         self._joining = True
         self._weight = 1.0
+        self._settings = Settings({}, quorum.device)
         quorum.manager.register_state_dict_fn(KEY, self._receive, self._give)
 
     def _require(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -108,6 +111,22 @@ class ElasticHandle:
         what = self._memory.algorithm
         instead = "give Weighted(…) or weighted=True to all of them"
         self._weight = counted_weight(weight, what, weighted=getattr(what, "weighted", False), instead=instead)
+
+    def set(self, **settings: float) -> None:
+        """Tell the algorithm, or a schedule's compressor, something of the averages that leave from now on, until it is told otherwise: what it asks for with
+        `await setting(ops, name, default)`.
+        Each replica's own loop says it, a newcomer's too, the same on all of them.
+
+        Raises:
+            TypeError: a value is no number.
+            ValueError: it does not ask for it. Nothing has been changed then.
+        """
+        what, specs = self._memory.algorithm, specs_of(self._parameters)
+        if not self._settings:
+            asks, given = (what.compressor, what.kept(specs)) if isinstance(what, LocalSGD) else (what, specs)
+            asked = asked_by(asks, given, self.quorum.groups.whole.size())
+            self._settings = Settings(asked, self._ops.device)
+        self._settings.say(settings, what)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._memory.algorithm!r}: {self.steps} steps, {self.rounds} rounds)"

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradwire.core.algorithm import State, Stepped
 from gradwire.core.local_sgd.algorithm import DIFFERENCE, WEIGHT, LocalSGD
 from gradwire.core.local_sgd.schedule import Turn
+from gradwire.core.protocol.settings import told
 from gradwire.core.state.skipped_steps import SAID_AFTER, SKIPPED_AVERAGES, RunOfSkips
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.scheduler import Step, run_alone
@@ -200,7 +201,7 @@ class ElasticLocalSGD(ElasticHandle):
             program = local.average(
                 self._ops, parameters, state, step, replicas, extras, arrived, turn, weight, self._finite
             )
-            after, memory, others = run_alone(collectives, program)
+            after, memory, others = run_alone(collectives, told(program, self._settings))
         for name, b in buffers.items():
             b.copy_(others[name][""])
         return _After(after, memory, {name: others[name] for name in weights})
@@ -228,7 +229,7 @@ class ElasticLocalSGD(ElasticHandle):
                     kept[WEIGHT] = torch.tensor(weight, dtype=torch.float32, device=self._ops.device)
         self._in_flight = InFlight(local, self._specs, quorum.groups, self._ops, Step, quorum.collectives)
         with torch.no_grad(), plain_arithmetic(self._ops.device):
-            self._in_flight.leave(step, state)
+            self._in_flight.leave(step, state, self._settings)
         return _Left(step, present, state)
 
     def _receive_rounds(self, step: int) -> None:
