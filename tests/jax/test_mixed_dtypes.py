@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from gradwire import CompressionWarning, Compressor, PowerSGD, Quantize, Sign, TopK, TwoLevel
-from gradwire.jax_backend import average_gradients
-from tests.jax.replicas import AXIS
+from gradwire.jax_backend import abstract_state, average_gradients, partition_specs
+from tests.jax.replicas import AXIS, mesh_of
 from tests.methods import METHODS
 
 SHAPES = {"w": (64, 32), "b": (32,)}
@@ -126,3 +126,33 @@ def test_memory_as_wide_as_its_gradient_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lost(PowerSGD(2), "bfloat16", "bfloat16", steps=1)
+
+
+LAYER = [(512, 2048), (2048, 512), (512, 512), (1024, 512), (512, 1536), (4096, 512)]
+
+
+def temporary(algorithm):
+    """Bytes that a step takes besides state, gradients and averages, for each element."""
+    tx, mesh = average_gradients(algorithm, axis_name=AXIS), mesh_of(2)
+    params = {str(i): jax.ShapeDtypeStruct(shape, jnp.bfloat16) for i, shape in enumerate(LAYER)}
+    state, rows = abstract_state(jax.eval_shape(tx.init, params), 2, mesh, AXIS), jax.NamedSharding(mesh, jax.P(AXIS))
+    given = {name: jax.ShapeDtypeStruct((2, *x.shape), x.dtype, sharding=rows) for name, x in params.items()}
+    specs = partition_specs(state, AXIS)
+
+    def step(state, gradients):
+        return tx.update(jax.tree.map(lambda x: x[0], gradients), state)
+
+    shards = {"in_specs": (specs, jax.P(AXIS)), "out_specs": (jax.P(), specs), "check_vma": False}
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh, **shards), donate_argnums=(0, 1))
+    nbytes = mapped.lower(state, given).compile().memory_analysis().temp_size_in_bytes
+    return nbytes / sum(n * m for n, m in LAYER)
+
+
+@pytest.mark.filterwarnings("ignore::gradwire.CompressionWarning")
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.slow
+def test_temporary_memory_is_what_the_page_says(name):
+    """How far XLA fuses may differ where it divides loops otherwise."""
+    wide = dataclasses.replace(WIDE[name], state_dtype="float32")
+    for row, algorithm in {"memory in bfloat16": WIDE[name], "memory in float32": wide}.items():
+        assert temporary(algorithm) == pytest.approx(of_page(row, name), abs=1.0)
