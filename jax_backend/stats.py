@@ -212,10 +212,11 @@ def stats(state: Any) -> Stats:
         first = np.minimum(one.record.stages, LAST).astype(np.int32)
         after = np.append(first[1:], np.int32(LAST))
         taken = jnp.clip(step, first, after) - first
-        sent += jnp.where(taken[:, None] > 0, taken[:, None] * account.sent, 0).sum(0)  # which may be `UNSAID` before
+        counted = taken[:, None].astype(jnp.float32)
+        sent += jnp.where(counted > 0, counted * account.sent, 0).sum(0)  # which may be `UNSAID` before
         coming = account.sent[(step >= first).sum() - 1, 0]
         next_step += jnp.where(coming < 0, jnp.nan, coming)
-        dense += step * account.dense_bytes
+        dense += jnp.asarray(step, jnp.float32) * account.dense_bytes
         skipped += account.skipped
         memory = one.memory if of_local else one.local.per_replica
         for error in jax.tree.leaves(memory.get(ERROR) if isinstance(memory, Mapping) else None):

@@ -16,7 +16,7 @@ from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.state import checkpoint
 from gradwire.core.text.options import OWN_CHECK, Replicas, checked
-from gradwire.jax_backend.axes.outside_meshes import outside_meshes
+from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes, with_axes_like
 from gradwire.jax_backend.axes.two_levels import nodes_of
 from gradwire.jax_backend.engine.barrier import await_processes
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
@@ -264,13 +264,14 @@ def _mean(rows: Any) -> Any:
     """One row, sharded as the rows are in themselves."""
     if not isinstance(rows, jax.Array):
         return checkpoint.mean_of_rows(OPS, rows) if jnp.issubdtype(rows.dtype, jnp.floating) else rows[:1]
+    given, rows = rows, automatic(rows)
     sharding: Any = rows.sharding
     kind = memory_kind(rows)
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, spec(None, *sharding.spec[1:]))
     rows = on_devices(rows)
     mean = jax.jit(_mean_of_rows, out_shardings=sharding.with_memory_kind(memory_kind(rows)))(rows)
-    return jax.device_put(mean, sharding.with_memory_kind(kind))
+    return with_axes_like(jax.device_put(mean, sharding.with_memory_kind(kind)), given)
 
 
 def _split(keys: jax.Array, replicas: int) -> jax.Array:

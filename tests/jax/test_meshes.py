@@ -63,6 +63,9 @@ def helpers(mesh, params, context):
     placed = yield from made(local, gw.stack_replicas)
     yield local.outer_params(placed)
     yield gw.stats(placed)
+    for number in (1, replicas, 8):
+        yield gw.set_replicas(placed, number)
+    next(local.turns(placed))
     for options in ({"elementwise": True}, {"shard": "parameter"}):
         zero = gw.zero1(ADAM, axis_name="dcn", replicas=replicas, **options)
         placed = yield from made(zero)

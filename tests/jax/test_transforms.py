@@ -26,6 +26,11 @@ from gradwire.jax_backend import (
     partition_specs,
     power_sgd,
     replicate,
+    reshard,
+    set_replicas,
+    stack_replicas,
+    stats,
+    to_portable,
     unreplicate,
     zero1,
 )
@@ -262,6 +267,18 @@ def test_nor_by_whole_optimizers(name):
 
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         jax.make_jaxpr(step, axis_env=[(AXIS, 4)])(PARAMS)
+
+
+def test_nor_by_what_the_host_asks_of_a_state():
+    tx, local = OF_OTHER_KINDS["zero1"], OF_OTHER_KINDS["diloco"]
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        for state in (power_sgd(2, axis_name=AXIS).init(PARAMS), stack_replicas((PARAMS, local.init(PARAMS)))):
+            stats(state)
+            jax.eval_shape(stats, state)
+            whole = unreplicate(replicate(state, jax.devices()[:4]))
+            set_replicas(whole, 2)
+        assert to_portable(power_sgd(2, axis_name=AXIS).init(PARAMS), PowerSGD(2))["step"] == 0
+        reshard(reshard(tx.init(PARAMS), MOMENTUM.init(PARAMS)), tx.init(PARAMS))
 
 
 # Set-ups that look wrong and come out right, and what is said of those that may be wrong. What is refused stands in `test_refusals.py`.
