@@ -21,6 +21,7 @@ from gradwire.core.protocol.groups import Groups
 from gradwire.core.state.files import whole_file
 from gradwire.core.text.options import AtLeast1, Names, Positive, Replicas, at_least, check_options, share
 from gradwire.core.text.units import rate_of, time_of
+from gradwire.core.text.wording import many
 
 #: Bytes and seconds of messages.
 Samples = tuple[tuple[AtLeast1, Positive], ...]
@@ -130,8 +131,7 @@ class Probe:
     @property
     def network(self) -> str:
         """Who was measured, in a line."""
-        on = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
-        return f"{self.replicas} replicas on {on} ({self.framework}, {self.device})"
+        return f"{many(self.replicas, 'replica')} on {many(self.nodes, 'node')} ({self.framework}, {self.device})"
 
     def save(self, path: str | Path) -> None:
         """Write it to a file as JSON, which `load` and `gradwire advise --probe` read; what was there before stays until it is done. Raises OSError."""

@@ -65,7 +65,7 @@ def advise(
     except ValueError as error:
         raise ValueError(f"loss={error}") from error
     if comparison is not None:
-        found, losses = compared_losses(comparison, specs, known)
+        found, losses = compared_losses(comparison, specs, known, algorithms or ())
         algorithms = found if algorithms is None else algorithms
     if costs is None:
         costs = method_costs(specs, known, algorithms)
@@ -73,10 +73,10 @@ def advise(
 
 
 def compared_losses(
-    comparison: Comparison | str | Path, specs: Mapping[str, Spec], probe: Probe
+    comparison: Comparison | str | Path, specs: Mapping[str, Spec], probe: Probe, own: Sequence[Any] = ()
 ) -> tuple[Sequence[Any], Losses]:
-    """The methods of a comparison, and what it says of them. Raises as `advise`."""
-    found = comparison if isinstance(comparison, Comparison) else Comparison.load(comparison)
+    """The methods of a comparison, and what it says of them. `own`: methods of one's own, of which a file has the names alone. Raises as `advise`."""
+    found = comparison if isinstance(comparison, Comparison) else Comparison.load(comparison, own)
     where = "comparison" if isinstance(comparison, Comparison) else f"comparison {comparison}"
     try:
         return found.algorithms, found.losses(specs, probe.replicas)

@@ -2,8 +2,11 @@
 
     parse_algorithm("PowerSGD(rank=4)")
     parse_algorithm("WireDtype(PowerSGD(rank={'*embed*': 0, '*': 4}), 'bfloat16')")
+    parse_algorithm("int8")                                        # WireDtype(AllReduce(), 'int8')
+    parse_algorithm("my_methods:IntSGD(bits=8)", own=load)         # a class of one's own, which `load` finds
 
-The text is read as a tree of syntax and never run. It may hold the names of this table, and literals.
+The text is read as a tree of syntax and never run. It may hold the names of this table, literals, and, where somebody says how to find them, names of
+modules.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradwire.core.algorithm import Algorithm, require_algorithm
@@ -23,6 +27,7 @@ from gradwire.core.algorithms.top_k import TopK
 from gradwire.core.algorithms.two_level import TwoLevel
 from gradwire.core.algorithms.weighted import Weighted
 from gradwire.core.algorithms.wire_dtype import WireDtype
+from gradwire.core.codecs import CODECS
 from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
 from gradwire.core.local_sgd.outer import OuterSGD
 
@@ -40,6 +45,8 @@ NAMES: dict[str, Callable[..., Any]] = {
     "WireDtype": WireDtype,
     "diloco": diloco,
 }
+#: A string, which is left as it is; or `module:Class`, that is called.
+OWN = re.compile(r"""'[^']*'|"[^"]*"|(?P<name>[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)(?=\s*\()""")
 #: No configuration is longer; deeper trees than fit into it are refused before they are built.
 LONGEST = 1000
 
@@ -48,16 +55,33 @@ class NotAnAlgorithm(ValueError):
     """A text that is no algorithm. The message names the text, what is wrong in it, and the fix."""
 
 
-def parse_algorithm(text: str) -> Algorithm | LocalSGD:
-    """The algorithm that a text writes down, as Python would read it: `PowerSGD(rank=4)`.
+def parse_algorithm(text: str, own: Callable[[str], Callable[..., Any]] | None = None) -> Algorithm | LocalSGD:
+    """The algorithm that a text writes down, as Python would read it: `PowerSGD(rank=4)`. The name of a codec alone, `int8`, is a plain average in it.
+
+    Args:
+        text: what is read.
+        own: finds what `module:Class` in it names. None: such names are refused.
 
     Raises:
         NotAnAlgorithm: the text holds something else than known names and literals; or an option does not exist or has no such value.
     """
     if len(text) > LONGEST:
         raise NotAnAlgorithm(f"an algorithm of {len(text)} characters: write it in at most {LONGEST}")
+    if text.strip() in CODECS:
+        return WireDtype(AllReduce(), text.strip())
+    names = dict(NAMES)
+
+    def found(each: re.Match[str]) -> str:
+        """A name that Python can read, for one of somebody's own."""
+        if each["name"] is None or own is None:
+            return each[0]
+        name = f"own_{len(names)}"
+        names[name] = own(each["name"])
+        return name
+
+    readable = OWN.sub(found, text.strip())
     try:
-        made = _value(ast.parse(text.strip(), mode="eval").body)
+        made = _value(ast.parse(readable, mode="eval").body, names)
         if not isinstance(made, LocalSGD):
             require_algorithm(made)
     except SyntaxError as error:
@@ -70,14 +94,17 @@ def parse_algorithm(text: str) -> Algorithm | LocalSGD:
     return algorithm
 
 
-def _value(node: ast.expr) -> Any:
+def _value(node: ast.expr, names: Mapping[str, Callable[..., Any]]) -> Any:
     match node:
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in NAMES:
-            _once([keyword.arg for keyword in keywords], f"{name} is given option")
-            options = {keyword.arg or _refused(keyword.value): _value(keyword.value) for keyword in keywords}
-            return _called(name, [_value(arg) for arg in args], options)
-        case ast.Name(id=name) if name in NAMES:
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in names:
+            called = names[name]
+            _once([keyword.arg for keyword in keywords], f"{called.__name__} is given option")
+            options = {keyword.arg or _refused(keyword.value): _value(keyword.value, names) for keyword in keywords}
+            return _called(called, [_value(arg, names) for arg in args], options)
+        case ast.Name(id=name) if name in names:
             raise NotAnAlgorithm(f"{name} needs its options: write {name}(…)")
+        case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)) if name in CODECS:
+            raise NotAnAlgorithm(f"{name} is a codec: write WireDtype(AllReduce(), {name!r}), or {name} alone")
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
             raise NotAnAlgorithm(f"{name} is unknown; {_near(name, NAMES, 'give one of')}")
     for part in ast.walk(node):
@@ -95,13 +122,13 @@ def _once(names: Sequence[str | None], what: str) -> None:
         raise NotAnAlgorithm(f"{what} {twice} twice; leave one out")
 
 
-def _called(name: str, args: list[Any], options: dict[str, Any]) -> Any:
-    parameters = inspect.signature(NAMES[name]).parameters
+def _called(call: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
+    name, parameters = call.__name__, inspect.signature(call).parameters
     for option in options:
         if option not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             raise NotAnAlgorithm(f"{name} has no option {option}; {_near(option, parameters, 'it has')}")
     try:
-        return NAMES[name](*args, **options)
+        return call(*args, **options)
     except TypeError as error:
         raise NotAnAlgorithm(f"{name}: {error}; it has {', '.join(parameters)}") from error
 

@@ -15,9 +15,9 @@ TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def rate(text: str) -> float:
-    """Bytes per second of "10Gbit", "100 Mbit/s", "10Gbps" (bits) or "1.25GB/s". Raises ValueError for anything else, and for nothing at all."""
+    """Bytes per second of "10Gbit", "100 Mbit/s", "10Gbps" and "25Gb/s" (bits) or "1.25GB/s". Raises ValueError for anything else, and for nothing at all."""
     number, unit = _split(text)
-    unit = re.sub(r"/s$", "", re.sub(r"(?<=[kMGT])bps$|^bps$", "bit", unit))
+    unit = re.sub(r"/s$", "", re.sub(r"(?<=[kMGT])b(ps|/s)$|^bps$", "bit", unit))
     known = {name.lower() if name.endswith("bit") else name: worth for name, worth in RATES.items()}
     worth = known.get(unit.lower() if unit.lower().endswith("bit") else unit)
     if worth is None or not number > 0:

@@ -17,6 +17,11 @@ def configured(config: Any) -> str:
     return f"{type(config).__name__}({', '.join(f'{f.name}={getattr(config, f.name)!r}' for f in options)})"
 
 
+def many(n: int, what: str) -> str:
+    """How many of them: "1 node", "2 nodes"."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
 def some(items: Iterable[Any], shown: int = 5, written: Callable[[Any], str] = repr) -> str:
     """The first of these, at most as many as are `shown`, and how many there are besides; "none" if there are none."""
     items = list(items)

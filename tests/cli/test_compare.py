@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from gradwire import Probe
+from gradwire import CompressionWarning, Probe
 from gradwire.cli import app
 from gradwire.core.advise.probe import ALL, Level
 from tests.cli.called import refused, run
@@ -87,7 +87,13 @@ def command(*options, training="make"):
 
 def test_a_comparison_is_printed_kept_and_drawn(folder, capsys):
     options = ("-a", "LocalSGD(4)", "-a", "PowerSGD(rank=1)", "--seeds", "2")
-    printed = run(capsys, *command(*options))
+    printed = run(capsys, *command(*options, "--csv", "losses.csv"))
+    header, *rows = (line.split(",") for line in (folder / "losses.csv").read_text().replace("\r", "").splitlines())
+    assert header == ["method", "rate", "seed", "step", "loss"]
+    assert {(row[0], row[2]) for row in rows} == {
+        (name, seed) for seed in "01" for name in ("plain", "LocalSGD(period=4)", "PowerSGD(rank=1)")
+    }
+    assert {row[3] for row in rows if row[0] == "LocalSGD(period=4)"} == {"4", "8", "12"}
     assert "at step 12" in printed
     assert max(map(len, printed.splitlines())) <= 80
     picture = (folder / "comparison.svg").read_text()
@@ -97,7 +103,11 @@ def test_a_comparison_is_printed_kept_and_drawn(folder, capsys):
     assert [(r["method"], r["seed"]) for r in kept["runs"]] == [
         (name, seed) for seed in range(2) for name in ("plain", "LocalSGD(period=4)", "PowerSGD(rank=1)")
     ]
-    found = json.loads(run(capsys, *command(*options, "--json")))
+    found = json.loads(run(capsys, *command(*options, "--json", "--picture", "losses.png")))
+    assert (folder / "losses.png").read_bytes()[:4] == b"\x89PNG"
+    assert "--picture losses.bmp: give a name that ends with .svg, .png, .pdf" in refused(
+        capsys, *command(*options, "--picture", "losses.bmp")
+    )
     assert found["LocalSGD(period=4)"]["seeds"] == 2
     run(capsys, *command(*options, "--link", "1Gbit", "--latency", "1ms", "--step-ms", "10"))
     picture = (folder / "comparison.svg").read_text()
@@ -136,6 +146,23 @@ def test_rates_are_searched_with_the_first_seed_and_gone_on_with(folder, capsys,
     assert "×0.01" in run(capsys, *command("-a", "Sign()", "--seeds", "1", "--rates", "0.01"))
     assert json.loads((folder / "comparison.json").read_text())["factors"] == [0.01]
     assert len(taken) == len(search) + 4
+
+
+def test_an_advice_of_a_method_of_ones_own(folder, capsys):
+    """A file has its name alone."""
+    (folder / "some_methods.py").write_text("from gradwire import Sign\nclass Own(Sign):\n    pass\n")
+    run(capsys, *command("-a", "Sign()", "-a", "some_methods:Own()", "--seeds", "2"))
+    samples = ((256, 1.0), (1 << 20, 1.0))
+    Probe("torch", "cpu", 2, 1, (Level(ALL, 2, samples, samples, 0.0),)).save(folder / "probe.json")
+    (folder / "shapes.json").write_text('{"weight": [4, 4], "bias": [4]}')
+    words = ("advise", "shapes.json", "--step-ms", "1", "--compare", "comparison.json", "--json")
+    with pytest.warns(CompressionWarning, match=r"Own\(\) is left out"):
+        found = json.loads(run(capsys, *words))
+    assert [each["algorithm"] for each in found["methods"]] == ["plain", "Sign()"]
+    found = json.loads(run(capsys, *words, "-a", "some_methods:Own()"))
+    assert [each["algorithm"] for each in found["methods"]] == ["plain", "Own()"]
+    assert "some_training:make" in found["losses"]
+    sys.modules.pop("some_methods")
 
 
 def test_an_advice_weighs_what_was_compared(folder, capsys):

@@ -15,6 +15,7 @@ import torch
 import gradwire
 from gradwire import cli
 from gradwire.cli import app, models
+from gradwire.core.plan import expressions
 from gradwire.core.state.files import whole_file
 from tests.cli.called import refused, run
 
@@ -41,6 +42,15 @@ def mlp():
 def tree():
     import jax.numpy as jnp
     return {"a": {"kernel": jnp.zeros((1 << 20, 1 << 20), jnp.bfloat16)}}
+"""
+METHOD = """
+from dataclasses import dataclass
+from gradwire import AllReduce
+@dataclass(frozen=True)
+class Halves(AllReduce):
+    every: int = 1
+    def __repr__(self):
+        return f"Halves(every={self.every})"
 """
 
 
@@ -162,6 +172,32 @@ def test_files_of_weights(folder, capsys):
     safetensors.torch.save_file(weights | short, "w.safetensors")
     with pytest.warns(gradwire.CompressionWarning, match=r"4 tensors of floats of 8 bits.*'layers.0'.*and 1 more"):
         assert models.load_model("w.safetensors").specs.keys() == {"w"}
+
+
+def test_help_is_not_cut_and_names_what_can_be_given(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    said = run(capsys, "--help")
+    assert max(map(len, said.splitlines())) <= 80
+    assert "..." not in said.replace("[ARGS]...", "")
+    for name in expressions.NAMES:
+        assert name in said
+
+
+def test_a_codec_alone_and_a_method_of_ones_own(folder, capsys):
+    (folder / "some_methods.py").write_text(textwrap.dedent(METHOD))
+    methods = ("int8", "some_methods:Halves(every=2)", "WireDtype(some_methods:Halves(every=2), 'int8')")
+    said = run(capsys, "plan", "shapes.json", *(word for each in methods for word in ("-a", each)), "--json")
+    names = [each["algorithm"] for each in json.loads(said)["plans"]]
+    coded = [f"WireDtype(algorithm={each}, dtype='int8')" for each in ("AllReduce()", "Halves(every=2)")]
+    assert names == [coded[0], "Halves(every=2)", coded[1]]
+    sys.modules.pop("some_methods")
+
+
+def test_a_script_that_reads_its_arguments_is_not_given_those_of_the_command(folder, capsys):
+    reads = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--steps')\nparser.parse_args()\n"
+    (folder / "some_models.py").write_text(reads + textwrap.dedent(MODELS))
+    said = json.loads(run(capsys, "plan", "some_models:trained", "-a", "AllReduce()", "--json"))
+    assert said["plans"][0]["dense_bytes"] == 2 * 64 * 64
 
 
 def test_the_version_is_told(capsys):

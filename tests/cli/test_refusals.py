@@ -15,6 +15,9 @@ MODULE = """
 import torch
 def linear():
     return torch.nn.Linear(4, 4)
+class Method:
+    def __init__(self, k):
+        pass
 def without_inputs():
     import flax.linen as nn
     return nn.Dense(4)
@@ -44,6 +47,10 @@ FILES = {
     "negative.safetensors": safetensors('{"w": {"dtype": "F32", "shape": [-3]}}'),
     "text.safetensors": safetensors('{"w": {"dtype": "F32", "shape": "abc"}}'),
     "some_wrong_models.py": textwrap.dedent(MODULE),
+    "some_script.py": "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--steps')\n"
+    "parser.add_argument('data')\nparser.parse_args()\n",
+    "some_broken_script.py": "import some_script_that_needs_this\n",
+    "some_failing_script.py": "\n1 / 0\n",
 }
 PLAN, ADVISE, WRONG = ["plan", "shapes.json"], ["advise", "shapes.json"], "some_wrong_models"
 ADVISE_3 = [*ADVISE, "--step-ms", "3"]
@@ -75,7 +82,17 @@ JAX_OF_TWO = ["probe", "--coordinator", "localhost:1", "--processes", "2"]
         (["plan", "dtype.json"], "dtype 'int8'"),
         (["plan", "no_map.json"], "weight_map"),
         (["plan", "map.json"], "lost.safetensors"),
-        (["plan", f"{WRONG}:absent"], "'absent'"),
+        (["plan", f"{WRONG}:absent"], f"{WRONG} has no absent"),
+        (["plan", f"{WRONG}:liner"], "did you mean linear?"),
+        (["plan", "some_script:model"], "some_script ended with status 2 (at "),
+        (["plan", "some_script:model"], "under `if __name__ == '__main__':`"),
+        (["plan", "some_broken_script:model"], "ModuleNotFoundError: No module named 'some_script_that_needs_this'"),
+        (["plan", "some_failing_script:model"], "some_failing_script.py:2)"),
+        ([*PLAN, "-a", "int8()"], "write WireDtype(AllReduce(), 'int8'), or int8 alone"),
+        ([*PLAN, "-a", "PowerSGD(start_iter=3)"], "did you mean start_step?"),
+        ([*PLAN, "-a", "absent:Method(3)"], "--algorithm 'absent:Method': No module named 'absent'"),
+        ([*PLAN, "-a", f"{WRONG}:Method(j=3)"], "Method has no option j"),
+        ([*PLAN, "-a", f"{WRONG}:Method(3)"], f"--algorithm '{WRONG}:Method(3)': "),
         (["plan", f"{WRONG}:number"], "type int"),
         (["plan", f"{WRONG}:without_inputs"], "Dense"),
         ([*PLAN, "-a", "PowerSGD(rnk=4)"], "--algorithm 'PowerSGD(rnk=4)'"),

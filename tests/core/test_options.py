@@ -178,7 +178,7 @@ def test_what_is_wrong_is_named(text, said):
         parse_algorithm(text)
 
 
-RATES = dict.fromkeys(["10Gbit", "10 Gbit/s", "10gbit", "1.25GB/s"], 1.25e9)
+RATES = dict.fromkeys(["10Gbit", "10 Gbit/s", "10gbit", "1.25GB/s", "10Gb/s", "10 Gb/s"], 1.25e9)
 RATES |= {"100Mbps": 12.5e6, "8bit": 1, ".5MB": 5e5}
 TIMES = {"50us": 5e-5, "0.2 ms": 2e-4, "1s": 1, "0s": 0, "7µs": 7e-6}
 

@@ -20,9 +20,10 @@ from gradwire.core.advise.losses import LossDifference, Losses
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import CompressionWarning
 from gradwire.core.plan.dry_run import size_of
-from gradwire.core.plan.expressions import parse_algorithm
+from gradwire.core.plan.expressions import NotAnAlgorithm, parse_algorithm
 from gradwire.core.plan.links import Library
 from gradwire.core.plan.utilization import utilization
+from gradwire.core.text.wording import many
 
 #: Characters of a name that stands beside its figures, and of these.
 NAME, SENT, RATE, LOSS = 18, 9, 6, 8
@@ -43,16 +44,31 @@ class Comparison:
     algorithms: Sequence[Any]
 
     @classmethod
-    def load(cls, path: str | Path) -> Comparison:
+    def load(cls, path: str | Path, own: Sequence[Any] = ()) -> Comparison:
         """That of which `gradwire.compare` has written the runs.
+
+        Args:
+            path: the file.
+            own: methods of one's own: a file has their names alone. Runs of one that is not among them are left out.
+
+        Warns:
+            CompressionWarning: runs are left out.
 
         Raises:
             OSError: there is no such file.
-            ValueError: it is something else; or has runs of a method of one's own, of which only a name is known.
+            ValueError: it is something else.
         """
-        runs = Runs.load(path)
-        names = dict.fromkeys(run.method for run in runs.done.values() if run.method != name_of(PLAIN))
-        return cls(runs, [parse_algorithm(name) for name in names])
+        runs, found = Runs.load(path), []
+        known = {name_of(each): each for each in own}
+        for name in dict.fromkeys(run.method for run in runs.done.values() if run.method != name_of(PLAIN)):
+            try:
+                found.append(known[name] if name in known else parse_algorithm(name))
+            except NotAnAlgorithm:
+                fix = "give the method itself, on the command line by --algorithm module:Class(…)"
+                warnings.warn(
+                    f"{path}: {name} is left out, a method of your own; {fix}", CompressionWarning, stacklevel=2
+                )
+        return cls(runs, found)
 
     @property
     def searched(self) -> bool:
@@ -186,11 +202,18 @@ class Comparison:
 
     def curves(self) -> dict[str, tuple[list[int], list[float]]]:
         """Of each method the steps after which it was evaluated, and the held-out loss there, the mean over windows and seeds."""
+        return {
+            name: (steps, [float(np.mean(each)) for each in losses])
+            for name, (steps, losses) in self.seed_curves().items()
+        }
+
+    def seed_curves(self) -> dict[str, tuple[list[int], list[list[float]]]]:
+        """Of each method the steps after which it was evaluated, and there the held-out loss of each seed, the mean over windows."""
         found = {}
         for algorithm in (PLAIN, *self.algorithms):
-            runs = [run.held_out for run in self._chosen(algorithm).values()]
+            runs = [run.held_out for _, run in sorted(self._chosen(algorithm).items())]
             steps = sorted(set.intersection(*(set(run) for run in runs))) if runs else []
-            found[name_of(algorithm)] = steps, [float(np.mean([run[step] for run in runs])) for step in steps]
+            found[name_of(algorithm)] = steps, [[float(np.mean(run[step])) for run in runs] for step in steps]
         return found
 
     def seconds(
@@ -227,7 +250,7 @@ class Comparison:
 
     def __str__(self) -> str:
         runs, seeds = self.runs, len(self.seeds)
-        above = f"{runs.training}: {runs.replicas} replicas, {runs.steps} steps, {seeds} seed{'s' * (seeds != 1)}"
+        above = f"{runs.training}: {many(runs.replicas, 'replica')}, {many(runs.steps, 'step')}, {many(seeds, 'seed')}"
         rate = f"{'rate':>{RATE}}" if self._tells_rates else ""
         lines = [
             textwrap.fill(above, WIDTH),

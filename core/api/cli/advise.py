@@ -63,7 +63,7 @@ def print_advice(
     losses = None
     if comparison is not None:
         try:
-            compared, losses = compared_losses(comparison, model.specs, probe)
+            compared, losses = compared_losses(comparison, model.specs, probe, algorithms)
         except OSError as error:
             raise BadArgument(f"--compare {comparison}: {error.strerror}; make it with `gradwire compare`") from error
         except ValueError as error:

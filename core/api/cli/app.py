@@ -23,11 +23,11 @@ from typer.core import TyperCommand
 from gradwire.cli.advise import load_probe, print_advice
 from gradwire.cli.compare import Network, each_after, print_comparison
 from gradwire.cli.doctor import run_doctor
-from gradwire.cli.models import BadArgument, load_model
+from gradwire.cli.models import BadArgument, load_callable, load_model
 from gradwire.cli.plan import Link, print_plans
 from gradwire.cli.probe import run_probe
 from gradwire.core.advise.losses import limits_of
-from gradwire.core.plan.expressions import NotAnAlgorithm, parse_algorithm
+from gradwire.core.plan.expressions import NAMES, NotAnAlgorithm, parse_algorithm
 from gradwire.core.plan.links import RINGS
 from gradwire.core.text import units
 
@@ -43,6 +43,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    epilog=f"An --algorithm is written as in Python, of {', '.join(NAMES)}: \"WireDtype(PowerSGD(16), 'int8')\". int8 alone is a plain average in 8 bits; "
+    'a class of your own is "module:Class(option=3)".',
 )
 
 Model = Annotated[
@@ -53,7 +55,10 @@ Model = Annotated[
     ),
 ]
 Algorithms = Annotated[
-    list[str], typer.Option("--algorithm", "-a", help='As in Python: "PowerSGD(rank=4)". May be given several times.')
+    list[str],
+    typer.Option(
+        "--algorithm", "-a", help='As in Python: "PowerSGD(rank=4)"; or int8; or module:Class(…). Several times.'
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -73,7 +78,7 @@ def gradwire(
     """What compression sends, what your network takes, and whether it will help."""
 
 
-@app.command()
+@app.command(short_help="What a step sends, and how long a link takes for it.")
 def plan(
     model: Model,
     algorithm: Algorithms = ["PowerSGD(rank=4)"],  # noqa: B006  (typer reads it)
@@ -96,7 +101,7 @@ def plan(
 ) -> None:
     """What a step sends, tensor by tensor, for one algorithm or several side by side, and how long the link takes for it."""
     loaded = load_model(model)
-    algorithms = [argument(f"--algorithm {text}", parse_algorithm, text) for text in algorithm]
+    algorithms = algorithms_of(algorithm)
     if library not in RINGS:
         raise BadArgument(f"--library {library!r} is none: give {' or '.join(RINGS)}")
     shape = Link(
@@ -114,7 +119,7 @@ def plan(
     print_plans(loaded, algorithms, shape, step, summary=summary, as_json=json)
 
 
-@app.command()
+@app.command(short_help="Measure the network between processes.")
 def probe(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the first process writes it.")] = Path(
         "probe.json"
@@ -134,7 +139,7 @@ def probe(
     run_probe(framework, output, nodes, backend, coordinator, processes, process)
 
 
-@app.command()
+@app.command(short_help="Whether compression helps here, and which method.")
 def advise(
     model: Model,
     probe: Annotated[str, typer.Option(help="What `gradwire probe` has written.")] = "probe.json",
@@ -161,7 +166,7 @@ def advise(
     json: Json = False,
 ) -> None:
     """Whether compression helps, and which: predicted steps of all methods, from what they cost on this device, and one recommendation."""
-    algorithms = [argument("--algorithm", parse_algorithm, text) for text in algorithm or []]
+    algorithms = algorithms_of(algorithm)
     limits = argument("--loss", limits_of, loss) if loss is not None else limits_of(None)
     network = argument("--probe", load_probe, probe)
     print_advice(load_model(model), network, step_ms, measure, algorithms, limits, compare, as_json=json)
@@ -174,7 +179,7 @@ class _Compare(TyperCommand):
         return super().parse_args(ctx, list(each_after("--rates", args)))
 
 
-@app.command(cls=_Compare)
+@app.command(cls=_Compare, short_help="Train your model under several methods, and compare losses.")
 def compare(
     training: Annotated[
         str,
@@ -205,10 +210,15 @@ def compare(
     step_ms: Annotated[
         float | None, typer.Option(help="With either: a step of one replica alone, in milliseconds.")
     ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="The losses drawn, with all seeds: .svg, .png or .pdf. None: an SVG beside the output."),
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="All losses as a table, a row for each evaluation.")] = None,
     json: Json = False,
 ) -> None:
     """Train your own model under several methods, on this device, and say how their held-out losses differ."""
-    algorithms = [argument(f"--algorithm {text}", parse_algorithm, text) for text in algorithm]
+    algorithms = algorithms_of(algorithm)
     network = Network.of(
         step_ms,
         None if link is None else argument("--link", units.rate, link),
@@ -216,12 +226,14 @@ def compare(
         None if probe is None else argument("--probe", load_probe, probe),
         replicas,
     )
-    status = print_comparison(training, algorithms, replicas, steps, seeds, rates, output, network, as_json=json)
+    status = print_comparison(
+        training, algorithms, replicas, steps, seeds, rates, output, network, picture, csv, as_json=json
+    )
     if status:
         raise typer.Exit(status)
 
 
-@app.command()
+@app.command(short_help="Check that gradwire is right on this hardware.")
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="One algorithm of each kind, within a minute.")] = False,
     algorithm: Annotated[
@@ -233,7 +245,7 @@ def doctor(
     json: Json = False,
 ) -> None:
     """Check that gradwire is right here: kernels, messages and algorithms beside known answers, on this machine or under torchrun."""
-    algorithms = [argument(f"--algorithm {text}", parse_algorithm, text) for text in algorithm or []]
+    algorithms = algorithms_of(algorithm)
     status = run_doctor(algorithms or None, output, quick=quick, as_json=json)
     if status:
         raise typer.Exit(status)
@@ -243,10 +255,21 @@ def argument(name: str, read: Callable[[str], T], text: str) -> T:
     """What an argument says. Raises BadArgument, with its name."""
     try:
         return read(text)
+    except BadArgument:
+        raise
     except NotAnAlgorithm as error:
         raise BadArgument(f"--algorithm {error}") from error
     except ValueError as error:
         raise BadArgument(f"{name} {error}") from error
+
+
+def algorithms_of(texts: list[str] | None) -> list[Any]:
+    """What each `--algorithm` says, with classes of the user's own. Raises BadArgument."""
+
+    def own(name: str) -> Callable[..., Any]:
+        return load_callable(name, "--algorithm")
+
+    return [argument("--algorithm", lambda each: parse_algorithm(each, own), text) for text in texts or []]
 
 
 def main(args: list[str] | None = None) -> None:

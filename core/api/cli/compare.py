@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import importlib.util
+import io
 import json
 import math
 import sys
@@ -23,6 +25,8 @@ from gradwire.core.advise.probe import ALL, Probe
 from gradwire.core.state.files import whole_file
 from gradwire.core.text.units import rate_of, time_of
 
+#: Of pictures, by the end of the name.
+FORMATS = (".svg", ".png", ".pdf")
 #: Of a command that Ctrl-C has ended.
 INTERRUPTED = 130
 
@@ -93,10 +97,17 @@ def print_comparison(
     rates: Sequence[float],
     output: Path,
     network: Network | None,
+    picture: Path | None,
+    table: Path | None,
     *,
     as_json: bool,
 ) -> int:
-    """Train, print, and draw if somebody can, with a `network` the losses against time too; returns the exit status. Raises BadArgument."""
+    """Train, print, and draw if somebody can, with a `network` the losses against time too; returns the exit status. Raises BadArgument.
+
+    `picture` is where, in the format of its suffix; None: beside the output, as SVG. To `table` all losses are written as CSV.
+    """
+    if picture is not None:
+        _require_drawable(picture)
     make = load_callable(training, "TRAINING")
     status = 0
     with Progress(
@@ -134,8 +145,12 @@ def print_comparison(
             found, status = Comparison(Runs.load(output), algorithms), INTERRUPTED
     print(json.dumps(found.as_dict(), indent=1) if as_json else found)
     if not as_json:
-        drawn = _drawn(found, output.with_suffix(".svg"), network)
+        drawn = _drawn(found, picture or output.with_suffix(".svg"), network)
         print(f"\nwritten to {output}{drawn}")
+    elif picture is not None:
+        _drawn(found, picture, network)
+    if table is not None:
+        _write_csv(found, table)
     return status
 
 
@@ -160,6 +175,27 @@ def _is_number(text: str) -> bool:
     return True
 
 
+def _require_drawable(path: Path) -> None:
+    """Raise BadArgument before anything is trained for a picture that nobody can draw."""
+    if path.suffix not in FORMATS:
+        raise BadArgument(f"--picture {path}: give a name that ends with {', '.join(FORMATS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BadArgument(f"--picture {path} is drawn by matplotlib; pip install matplotlib")
+
+
+def _write_csv(comparison: Comparison, path: Path) -> None:
+    """A row for each evaluation of each run: the mean over held-out windows."""
+    with whole_file(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        rows = csv.writer(text)
+        rows.writerow(["method", "rate", "seed", "step", "loss"])
+        for run in comparison.runs.done.values():
+            for step, windows in sorted(run.held_out.items()):
+                rows.writerow([run.method, run.factor, run.seed, step, sum(windows) / len(windows)])
+        text.flush()
+        text.detach()
+
+
 def _drawn(comparison: Comparison, path: Path, network: Network | None) -> str:
     """The curves as a picture, where matplotlib is installed. Returns what to say of it."""
     if importlib.util.find_spec("matplotlib") is None:
@@ -167,14 +203,18 @@ def _drawn(comparison: Comparison, path: Path, network: Network | None) -> str:
     figures: Any = importlib.import_module("matplotlib.figure")
     figure = figures.Figure(figsize=(7 if network is None else 12, 4.5), layout="constrained")
     axes = figure.subplots(1, 1 if network is None else 2, sharey=True, squeeze=False)[0]
-    for name, (steps, losses) in comparison.curves().items():
-        axes[0].plot(steps, losses, marker=".", label=name)
+    for name, (steps, losses) in comparison.seed_curves().items():
+        (line,) = axes[0].plot(steps, [sum(each) / len(each) for each in losses], marker=".", label=name)
+        if losses and len(losses[0]) > 1:  # between the seeds
+            axes[0].fill_between(
+                steps, list(map(min, losses)), list(map(max, losses)), color=line.get_color(), alpha=0.2, linewidth=0
+            )
     axes[0].set(xlabel="step", ylabel="held-out loss", title=comparison.runs.training)
     axes[0].legend(fontsize="small")
     if network is not None:
-        for name, (seconds, losses) in network.curves(comparison).items():
-            axes[1].plot(seconds, losses, marker=".", label=name)
+        for name, (seconds, means) in network.curves(comparison).items():
+            axes[1].plot(seconds, means, marker=".", label=name)
         axes[1].set(xlabel="seconds, without what compressing takes", title=str(network))
     with whole_file(path) as file:
-        figure.savefig(file, format="svg")
+        figure.savefig(file, format=path.suffix[1:])
     return f" and {path}"

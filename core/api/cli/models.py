@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -57,20 +59,45 @@ def load_callable(text: str, argument: str) -> Callable[[], Any]:
     module, colon, name = text.partition(":")
     if not colon or not module or not name or module.startswith("."):
         raise BadArgument(f"{argument} {text!r}: {FORMS if argument == 'MODEL' else 'give module:callable'}")
-    sys.path.insert(0, "")  # `gradwire` as a script does not look where it was started; `python -m` does
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except ImportError as error:
-        raise BadArgument(f"{argument} {text!r}: {error}") from error
-    except AttributeError as error:
-        raise BadArgument(f"{argument} {text!r}: {error}; name something that {module} has") from error
-    finally:
-        sys.path.remove("")
+    found = _imported(module, f"{argument} {text!r}")
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [each for each in dir(found) if not each.startswith("_")]
+            near = difflib.get_close_matches(part, known, 1)
+            raise BadArgument(
+                f"{argument} {text!r}: {module} has no {part}; "
+                + (f"did you mean {near[0]}?" if near else f"name something that {module} has")
+            )
+        found = getattr(found, part)
     if not callable(found):
         raise BadArgument(f"{argument} {text!r} is of type {type(found).__name__}; name a function without arguments")
     return found  # type: ignore[no-any-return]
+
+
+def _imported(module: str, said: str) -> Any:
+    """A module here or installed. A script that reads its arguments when it is imported is not given this command's. Raises BadArgument."""
+    arguments, sys.argv = sys.argv, [module]
+    sys.path.insert(0, "")  # `gradwire` as a script does not look where it was started; `python -m` does
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if module == error.name or module.startswith(f"{error.name}."):
+            raise BadArgument(f"{said}: {error}") from error
+        raise BadArgument(f"{said}: {_whose(error, module)}") from error
+    except (Exception, SystemExit) as error:
+        raise BadArgument(f"{said}: {_whose(error, module)}") from error
+    finally:
+        sys.argv = arguments
+        sys.path.remove("")
+
+
+def _whose(error: BaseException, module: str) -> str:
+    """That a module of the user's failed when it was imported, where, and what to do if it is a script."""
+    where = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+    own = [each for each in where if "importlib" not in each and not each.startswith(__file__)]
+    kind = "ended with status" if isinstance(error, SystemExit) else f"raised {type(error).__name__}:"
+    fix = "what trains, or reads arguments, belongs under `if __name__ == '__main__':`"
+    return f"to import {module} {kind} {error} (at {own[-1] if own else where[-1]}); {fix}"
 
 
 def _built(text: str, build: Callable[[], Any]) -> Model:

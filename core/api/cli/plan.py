@@ -24,6 +24,7 @@ from gradwire.core.plan.plan import plan as make_plan
 from gradwire.core.plan.result import Plan
 from gradwire.core.plan.utilization import link_for, utilization
 from gradwire.core.text.units import rate_of, time_of
+from gradwire.core.text.wording import many
 
 #: The share of the time that computes, for which a link is named.
 ENOUGH = 0.9
@@ -102,7 +103,9 @@ def print_plans(
         show(_tensors(plans))
     dense = [] if any(plan.algorithm == DENSE for plan in plans) else [_planned(model, DENSE, link)]
     rate, latency = rate_of(link.bandwidth), time_of(link.latency)
-    say(f"{'' if summary else chr(10)}A step of {link.replicas} replicas on {link.nodes} nodes, {rate}, {latency}:\n")
+    say(
+        f"{'' if summary else chr(10)}A step of {many(link.replicas, 'replica')} on {many(link.nodes, 'node')}, {rate}, {latency}:\n"
+    )
     if link.shared:
         say(f"{SHARED[link.library]}\n")
     show(_totals([*dense, *plans], link))
