@@ -30,7 +30,7 @@ target = pathlib.Path(sys.argv[1])
 sys.path.insert(0, str(target))
 for file in sorted(target.glob("gradwire/**/*.py")):
     name = ".".join(file.relative_to(target).with_suffix("").parts).removesuffix(".__init__")
-    if name.endswith("triton_kernels") and importlib.util.find_spec("triton") is None:
+    if name.rpartition(".")[2].startswith("triton_") and importlib.util.find_spec("triton") is None:
         continue
     module = importlib.import_module(name)
     assert module.__file__ == str(file), (module.__file__, file)

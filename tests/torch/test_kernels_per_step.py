@@ -42,15 +42,15 @@ def counted(step: Step) -> tuple[int, int, int]:
 STEPS = {
     "rank 1": (PowerSGD(1), False, 550, 2, 46),
     "rank 4": (PowerSGD(4), False, 660, 2, 4 * 11.3),
-    "rank 4, Triton": (PowerSGD(4), True, 605, 2, 4 * 8.3),
+    "rank 4, Triton": (PowerSGD(4), True, 173, 2, 4 * 8.3),
     "rank 32": (PowerSGD(32), False, 1220, 8, 53),
     "int8": (WireDtype(AllReduce(), "int8"), False, 430, 0, 52),
     "int8, Triton": (WireDtype(AllReduce(), "int8"), True, 155, 0, 18),
     "quantize": (Quantize("int8"), False, 600, 0, 106),
-    "quantize, Triton": (Quantize("int8"), True, 300, 0, 41),
+    "quantize, Triton": (Quantize("int8"), True, 164, 0, 41),
     "top k": (TopK(64), False, 650, 0, 175),
-    "top k, Triton": (TopK(64), True, 490, 0, 165),
-    "sign, Triton": (Sign(), True, 240, 0, 72),
+    "top k, Triton": (TopK(64), True, 420, 0, 165),
+    "sign, Triton": (Sign(), True, 165, 0, 72),
 }
 
 

@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.dry import Kernels
 from gradwire.torch_backend.ops import fused
@@ -21,14 +23,14 @@ needs_triton = pytest.mark.skipif(
 )
 
 FLAG, BYTES, INT, FLOAT = "*i1", "*u8", "i32", "fp32"
+TABLE = {"ok": FLAG, "table": "*i64", "count": INT}
 CODES = {"width": 128, "padded": 128, "some": 16}
 #: Kernel → arguments in the types that Triton gives them, and constants. X is the dtype of gradients. Numbers whose type is in capitals are multiples of 16.
 LAUNCHES = {
-    "copy_if": ({"ok": FLAG, "x": "X", "out": "X", "n": "N"}, {"block": fused.VECTOR}),
-    "subtract_product_if": (
-        {"ok": FLAG, "x": "X", "p": "X", "q": "X", "out": "X", "n": "N", "m": "N", "r": INT}
-        | {"p_batch": "N", "p_row": "N", "q_batch": "N", "q_row": "N"},
-        {"p_column": 1, "q_column": 1, "double": False, "some": fused.TILE[0], "columns": fused.TILE[1]},
+    "copy_if": (TABLE | {"like": "X"}, {"aligned": True, "block": fused.VECTOR}),
+    "product_if": (
+        TABLE | {"like": "X", "like_factor": "X"},
+        {"subtracts": True, "double": False, "aligned": True, "some": fused.TILE[0], "columns": fused.TILE[1]},
     ),
     "quantize": ({"x": "*fp32", "codes": BYTES, "scales": "*fp32", "rows": "N", "inverse": FLOAT}, CODES),
     "quantize_mean": (
@@ -36,11 +38,7 @@ LAUNCHES = {
         | {"replicas": INT, "codes_batch": "N", "scales_batch": "N", "share": FLOAT, "factor": FLOAT, "inverse": FLOAT},
         CODES | {"keeps": True},
     ),
-    "subtract_decoded_if": (
-        {"ok": FLAG, "x": "X", "codes": BYTES, "scales": "*fp32", "lost": "*fp32", "out": "X"}
-        | {"n": "N", "first": "N", "last": "N"},
-        {"width": 128, "block": fused.VECTOR},
-    ),
+    "subtract_decoded_if": (TABLE | {"like": "X"}, {"aligned": True, "width": 128, "block": fused.VECTOR}),
     "decode_or_nan": (
         {"ok": FLAG, "codes": BYTES, "scales": "*fp32", "out": "X", "n": "N"},
         {"width": 128, "block": fused.VECTOR},
@@ -69,6 +67,7 @@ def compiled(name: str, dtype: str, *, aligned: bool) -> tuple[str, int, int]:
 
     kernel = getattr(triton_kernels, name)
     types, constants = LAUNCHES[name]
+    constants = constants | ({"aligned": aligned} if "aligned" in constants else {})
     multiples = {argument for argument, kind in types.items() if kind == "N" or kind == "X" or "*" in kind}
     names = {"X": f"*{dtype}", "N": INT}
     signature = {each: names.get(types.get(each), types.get(each, "constexpr")) for each in kernel.arg_names}
@@ -104,6 +103,30 @@ def test_it_compiles_for_an_h100(name: str, dtype: str) -> None:
 
 
 @needs_triton
+def test_orthonormalizing_compiles_for_an_h100() -> None:
+    """At rank 32: kernels that are many programs, or one for each matrix."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from gradwire.torch_backend.ops import triton_orthonormalize
+
+    types = {"like": "*fp32", "table": "*i64", "count": INT, "found": "*i32", "gram_of": "*fp64"}
+    types |= {"small": "*fp64", "usable": "*i32", "once": "*fp64"}
+    constants = {"size": 32, "chunk": 1024, "columns": 128, "refreshes": True}
+    for name in "largest", "grams", "first_factors", "first_products", "second_factors", "second_products":
+        kernel = getattr(triton_orthonormalize, name)
+        signature = {each: types.get(each, "constexpr") for each in kernel.arg_names}
+        own = {each: value for each, value in constants.items() if each in kernel.arg_names}
+        source = ASTSource(kernel, signature=signature, constexprs=own)
+        options = fused.EXACT | {"num_warps": 8}
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        assert said_by_ptxas(ptx)[1] <= 32, name
+        for shortcut in ("atom.", "fma.rn", "div.full", "div.approx", "rcp.", ".ftz"):
+            assert shortcut not in ptx, name
+
+
+@needs_triton
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_what_is_not_aligned_spills_no_registers(name: str) -> None:
     assert compiled(name, "fp32", aligned=False)[2] == 0
@@ -121,36 +144,38 @@ def test_what_they_compute(request: pytest.FixtureRequest) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def arguments() -> dict[str, tuple[list[torch.Tensor | float | int], dict[str, torch.Tensor]]]:
+def arguments() -> dict[str, tuple[list[Any], dict[str, Any]]]:
     """Of each operator, for rows of 256 elements."""
     ok, x = torch.ones((), dtype=torch.bool), torch.empty(4, 256)
     factors = torch.empty(1, 2, 4), torch.empty(1, 2, 256)
     codes, scales = torch.empty(4, 256, dtype=torch.uint8), torch.empty(4, 1)
     of_all = torch.empty(3, 4, 256, dtype=torch.uint8), torch.empty(3, 4, 1)
-    out, numbers = {"out": torch.empty_like(x)}, torch.zeros(4, dtype=torch.int32)
+    out, outs = {"out": torch.empty_like(x)}, {"out": [torch.empty_like(x)]}
+    numbers = torch.zeros(4, dtype=torch.int32)
     return {
-        "copy_if": ([ok, x], out),
-        "subtract_product_if": ([ok, x, *factors], out),
+        "copy_if": ([ok, [x]], outs),
+        "subtract_product_if": ([ok, [x], *([factor] for factor in factors)], outs),
+        "product_or_nan": ([ok, *([factor] for factor in factors)], outs),
         "quantize": ([x, 127.0], {"codes": codes, "scales": scales}),
         "quantize_mean": ([*of_all, 127.0], {"mean_codes": codes, "mean_scales": scales, "lost": torch.empty_like(x)}),
-        "subtract_decoded_if": ([ok, x, codes, scales, x[:2], 1], out),
+        "subtract_decoded_if": ([ok, [x], [codes], [scales], [x[:2]], [1]], outs),
         "decode_or_nan": ([ok, codes, scales], out),
         "sum_of_signs": ([codes[:3, :128], *[torch.empty(3, 2)] * 2, numbers, 256, 512], out),
         "add_at": ([torch.zeros(3, 4, 8, dtype=torch.int32), numbers[:, None].long(), torch.empty(3, 4, 8)], out),
     }
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", arguments())
 def test_each_is_one_operation_that_reads_and_writes_what_its_schema_says(name: str) -> None:
     given, written = arguments()[name]
     with Kernels() as seen:
         getattr(torch.ops.gradwire, name)(*given, **written)
     assert seen.by_name == {name: 1}
-    assert seen.nbytes == sum(x.nbytes for x in [*given, *written.values()] if isinstance(x, torch.Tensor))
+    assert seen.nbytes == sum(x.nbytes for x in tree_leaves([given, written]) if isinstance(x, torch.Tensor))
     assert seen.waits == 0
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", arguments())
 def test_compilers_see_what_it_is_without_running_it(name: str) -> None:
     with FakeTensorMode():
         given, written = arguments()[name]
@@ -174,10 +199,10 @@ def test_without_a_compiler_for_them_the_plain_operations_are_taken(monkeypatch)
     monkeypatch.setattr(torch, "ones", lambda *shape, device, **options: ones(*shape, **options))
     monkeypatch.setattr(torch, "zeros", lambda *shape, device, **options: ones(*shape, **options))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: sys)
-    monkeypatch.setattr(fused, "_launch", refuse)
+    monkeypatch.setattr(fused, "launch", refuse)
     with pytest.warns(UserWarning, match=r"without its kernels in Triton on cuda:7.*Failed to find C compiler"):
         assert not fused.available(torch.device("cuda:7"))
-    monkeypatch.setattr(fused, "_launch", lambda *args, **options: None)
+    monkeypatch.setattr(fused, "launch", lambda *args, **options: None)
     assert fused.available(torch.device("cuda:6"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert not fused.available(torch.device("cuda:5"))

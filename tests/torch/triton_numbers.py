@@ -17,8 +17,11 @@ from benchmarks.dry import on_a_device
 from gradwire import AllReduce, PowerSGD, Quantize, Sign, WireDtype
 from gradwire.core.codecs.integers import Integers
 from gradwire.core.kernels.numpy import NumpyOps
+from gradwire.core.kernels.payloads import Coded, LowRank
+from gradwire.torch_backend.ops import fused_orthonormalize
 from gradwire.torch_backend.ops.fused import TorchFused
 from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.ops.orthonormalize import orthonormalized_unseen
 from tests.torch.compare import relative, same_bits, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
@@ -118,12 +121,12 @@ def test_what_was_sent_is_subtracted_if_the_step_is_finite(shape, data):
     lost = rows((data.draw(st.integers(0, count - first)), width), 1)
     n = count * width - data.draw(st.integers(0, width - 1))  # the last row may be filled up
     x, before = rows((1, n), 2)[0], rows((1, n), 3)[0]
-    sent = CODEC.decode(NUMPY, codes, scales)
-    sent[first : first + len(lost)] += lost
-    for ok, expected in ((NO, before), (YES, x - sent.ravel()[:n])):
+    taken = CODEC.decode(NUMPY, codes, scales)
+    taken[first : first + len(lost)] += lost
+    for ok, expected in ((NO, before), (YES, x - taken.ravel()[:n])):
         y = on_device(before)
-        arguments = (on_device(each) for each in (x, codes, scales, lost))
-        assert FUSED.subtract_decoded_if(ok, *arguments, first, y) is y
+        sent = Coded(on_device(codes), on_device(scales), on_device(lost), first)
+        FUSED.subtract_decoded_if(ok, [on_device(x)], [sent], [y])
         np.testing.assert_array_equal(y.cpu().numpy(), expected)
 
 
@@ -147,30 +150,54 @@ def test_averages_are_decoded_where_they_belong_or_nan(dtype):
     assert not bucket[-3:].any()
 
 
-SHAPES_OF_PRODUCTS = [((33, 130), 1), ((64, 128), 4), ((3, 17, 29), 2), ((5, 1), 1), ((1, 7), 1), ((40, 200), 33)]
+#: Of several matrices at a time: a tile and less, more, a stack, rows and columns, one that is not aligned between two that are.
+SHAPES_OF_PRODUCTS = [((33, 130), 1), ((64, 128), 4), ((3, 17, 29), 2), ((5, 1), 1), ((1, 7), 1), ((40, 208), 33)]
 #: Parts of a rounding of the result, or of the sum. The interpreter cuts bfloat16 off where a device rounds.
 CLOSE = {torch.float32: 4e-6, torch.float64: 1e-14, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize(("shape", "rank"), SHAPES_OF_PRODUCTS, ids=str)
-def test_a_product_is_subtracted_if_the_step_is_finite(shape, rank, dtype):
+def test_products_are_subtracted_and_multiplied_out_if_the_step_is_finite(dtype):
     generator = torch.Generator().manual_seed(0)
-    *stack, n, m = shape
 
     def random(*shape):
-        return torch.randn(*stack, *shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
 
-    # Factors are slices of messages: rows apart, or columns.
-    x, p, q, before = random(n, m), random(n, rank + 1)[..., :rank].mT, random(rank, m + 3)[..., :m], random(n, m)
-    y = before.clone()
-    assert same_bits(FUSED.subtract_product_if(NO, x, p, q, y), before)
-    FUSED.subtract_product_if(YES, x, p, q, y)
-    expected = x.double() - p.double().mT @ q.double()
-    size = x.double().abs() + p.double().abs().mT @ q.double().abs()
-    assert ((y.double() - expected).abs() / size).max() < CLOSE[dtype]
-    assert same_bits(FUSED.copy_if(NO, x, y.clone()), y)
-    assert same_bits(FUSED.copy_if(YES, x, y), x)
+    xs, sent, before = [], [], []
+    for (*stack, n, m), rank in SHAPES_OF_PRODUCTS:
+        # Factors are slices of messages: rows apart, or columns.
+        p, q = random(*stack, n, rank + 1)[..., :rank].mT, random(*stack, rank, m + 3)[..., :m]
+        xs.append(random(*stack, n, m))
+        sent.append(LowRank(p, q))
+        before.append(random(*stack, n, m))
+    rests, dense = ([x.clone() for x in before] for _ in range(2))
+    FUSED.subtract_products_if(NO, xs, sent, rests)
+    assert all(map(same_bits, rests, before))
+    FUSED.subtract_products_if(YES, xs, sent, rests)
+    FUSED.products_or_nan(YES, sent, dense)
+    for x, (p, q), rest, whole in zip(xs, sent, rests, dense, strict=True):
+        product, size = p.double().mT @ q.double(), p.double().abs().mT @ q.double().abs()
+        assert ((rest.double() - (x.double() - product)).abs() / (x.double().abs() + size)).max() < CLOSE[dtype]
+        assert ((whole.double() - product).abs() / size).max() < CLOSE[dtype]
+    FUSED.products_or_nan(NO, sent, dense)
+    assert all(x.isnan().all() for x in dense)
+    FUSED.copy_if(NO, xs, before)
+    FUSED.copy_if(YES, rests, before)
+    assert all(map(same_bits, rests, before))
+
+
+def test_what_is_computed_of_one_does_not_depend_on_what_is_beside_it():
+    """Nor on their order: buckets decide that, which are rebuilt."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(48, 160), (16, 32), (7, 5)]
+    xs = [torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes]
+    sent = [LowRank(*(torch.randn(3, n, generator=generator).to(DEVICE) for n in shape)) for shape in shapes]
+    alone = [torch.zeros_like(x) for x in xs]
+    for own in zip(xs, sent, alone, strict=True):
+        FUSED.subtract_products_if(YES, *([each] for each in own))
+    backwards = [torch.zeros_like(x) for x in xs]
+    FUSED.subtract_products_if(YES, xs[::-1], sent[::-1], backwards[::-1])
+    assert all(map(same_bits, alone, backwards))
 
 
 def test_what_is_too_large_becomes_inf_or_nan_where_numpy_makes_it_so():
@@ -179,7 +206,8 @@ def test_what_is_too_large_becomes_inf_or_nan_where_numpy_makes_it_so():
     total = np.zeros_like(x)
     for column, row in zip(p, q, strict=True):
         total = total + column[:, None] * row
-    y = FUSED.subtract_product_if(YES, *map(on_device, (x, p, q)), on_device(np.zeros_like(x)))
+    y = on_device(np.zeros_like(x))
+    FUSED.subtract_products_if(YES, [on_device(x)], [LowRank(on_device(p), on_device(q))], [y])
     np.testing.assert_array_equal(y.cpu().numpy(), x - total)
     assert {"inf", "-inf", "nan"} == {str(each) for each in np.unique(x - total)}
 
@@ -187,15 +215,48 @@ def test_what_is_too_large_becomes_inf_or_nan_where_numpy_makes_it_so():
 def test_an_error_that_does_not_lie_side_by_side_is_written_as_well():
     x, q = torch.ones(6, 4, device=DEVICE), torch.ones(1, 4, device=DEVICE)
     y = torch.zeros(4, 6, device=DEVICE).mT
-    FUSED.subtract_product_if(YES, x, torch.ones(1, 6, device=DEVICE), 3 * q, y)
+    FUSED.subtract_products_if(YES, [x], [LowRank(torch.ones(1, 6, device=DEVICE), 3 * q)], [y])
     assert torch.equal(y, x - 3)
-    FUSED.copy_if(YES, x, y)
+    FUSED.copy_if(YES, [x], [y])
     assert torch.equal(y, x)
+
+
+def factors(dtype):
+    """Of several ranks, lengths and strides, in stacks; of all magnitudes; with rows that depend on others, clearly or nearly, rows that are zero or not finite."""
+    generator = torch.Generator().manual_seed(2)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator)
+
+    dependent, near, broken = random(4, 130), random(4, 90), random(4, 60)
+    dependent[2] = dependent[0] + 1e-7 * random(130)
+    dependent[3] = 0
+    near[3] = near[0] + 1e-4 * random(90)
+    broken[1, 3], broken[2, 5] = math.nan, math.inf
+    found = [random(4, 1100), random(2, 4, 77), random(5, 3, 50)[:, :, ::2], random(1, 40), random(6, 5) * 1e-20]
+    return [x.to(dtype) for x in (*found, random(9, 33), dependent, near, broken)]
+
+
+@pytest.mark.parametrize(("dtype", "refreshes"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
+def test_rows_are_orthonormal_as_without_the_kernels(dtype, refreshes):
+    """And what comes out of one does not depend on what is beside it."""
+    ops = TorchOps(DEVICE)
+    ops._host_knows = False
+    given = factors(dtype)
+    fresh = [torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(dtype) for x in given]
+    on = [[x.to(DEVICE) for x in xs] for xs in (given, fresh if refreshes else [])]
+    found = fused_orthonormalize.orthonormalized(ops, *on)
+    for x, wanted in zip(found, orthonormalized_unseen(ops, *on), strict=True):
+        assert x.dtype == dtype
+        torch.testing.assert_close(x, wanted, rtol=0, atol=1e-6 if dtype == torch.float32 else 8e-3)
+    assert all(x.isfinite().all() for x in found)
+    backwards = fused_orthonormalize.orthonormalized(ops, on[0][:3:-1], on[1][:3:-1])
+    assert all(map(same_bits, backwards[::-1], found[4:]))
 
 
 def test_a_compiled_program_may_hold_them():
     def program(ok, x, y):
-        torch.ops.gradwire.copy_if(ok, x * 2, out=y)
+        torch.ops.gradwire.copy_if(ok, [x * 2], out=[y])
         return y + 1
 
     x = torch.arange(5.0, device=DEVICE)

@@ -10,23 +10,27 @@ What follows `*` is only written to, but what `add_at` adds to. Triton itself is
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
+from gradwire.core.kernels.arrays import group_by
 from gradwire.core.kernels.payloads import Coded, LowRank, Payload
 from gradwire.torch_backend.ops.adjacent import side_by_side
+from gradwire.torch_backend.ops.tables import are_aligned, table_of, with_programs
 
 #: Elements of a program that goes over a vector, and of one that goes over rows.
 VECTOR, ROWS_OF = 1024, 2048
 #: Rows and columns of a tile of a product.
-TILE = 32, 128
+TILE = 32, 64
 #: The first GPUs for which Triton compiles: Ampere.
 OLDEST = (8, 0)
 #: Of all: each product is rounded before it is added, as by NumPy, torch and JAX. Codes come out bit for bit, and sums
@@ -36,14 +40,14 @@ EXACT = {"enable_fp_fusion": False}
 _LIBRARY: Any = torch.library.Library("gradwire", "DEF")  # type: ignore[no-untyped-call]
 
 
-def _operator(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def operator(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes an operator that returns nothing of a function that launches a kernel: on CUDA, and under Triton's interpreter on the CPU."""
 
-    def define(launch: Callable[..., None]) -> Callable[..., None]:
-        name = launch.__name__
+    def define(start: Callable[..., None]) -> Callable[..., None]:
+        name = start.__name__
         _LIBRARY.define(f"{name}({schema}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CUDA", "CPU"):
-            _LIBRARY.impl(name, launch, key)
+            _LIBRARY.impl(name, start, key)
         _LIBRARY.impl(name, lambda *args, **kwargs: None, "Meta")
         operator: Callable[..., None] = getattr(torch.ops.gradwire, name).default
         return operator
@@ -51,31 +55,68 @@ def _operator(schema: str) -> Callable[[Callable[..., None]], Callable[..., None
     return define
 
 
-def _launch(name: str, programs: int, device: torch.device, *args: Any, **options: Any) -> None:
-    """Run so many programs of a kernel on the device's current stream."""
+def launch(name: str, programs: int, device: torch.device, *args: Any, **options: Any) -> None:
+    """Run so many programs of a kernel of `triton_kernels`, or of the file that is named before it, on the device's current stream."""
     if not programs:
         return
-    from gradwire.torch_backend.ops import triton_kernels
-
-    kernel = getattr(triton_kernels, name)[programs,]
+    file, _, function = name.rpartition(".")
+    module = importlib.import_module(f"gradwire.torch_backend.ops.{file or 'triton_kernels'}")
+    kernel = getattr(module, function)[programs,]
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # which users need not have set
         kernel(*args, **options, **EXACT)
 
 
-@_operator("Tensor ok, Tensor x, *, Tensor(a!) out")
-def copy_if(ok: Tensor, x: Tensor, *, out: Tensor) -> None:
-    n = out.numel()
-    _launch("copy_if", -(-n // VECTOR), out.device, ok, x, out, n, block=VECTOR)
+def _launch_on_all(
+    name: str, rows: Sequence[tuple[int, ...]], out: Tensor, ok: Tensor, *likes: Tensor, **options: Any
+) -> None:
+    """One launch of a kernel that is told of many tensors, of which each row says first how many programs it takes."""
+    programs, told = with_programs(rows)
+    if programs:
+        launch(name, programs, out.device, ok, *likes, table_of(told, out.device), len(told), **options)
 
 
-@_operator("Tensor ok, Tensor x, Tensor p, Tensor q, *, Tensor(a!) out")
-def subtract_product_if(ok: Tensor, x: Tensor, p: Tensor, q: Tensor, *, out: Tensor) -> None:
-    r, n, m = *p.shape[-2:], q.shape[-1]
-    batch, strides = (p.shape[0], (*p.stride(), *q.stride())) if p.ndim == 3 else (1, (0, *p.stride(), 0, *q.stride()))
-    rows, columns = TILE
-    programs = batch * -(-n // rows) * -(-m // columns)
-    tile = {"double": out.dtype == torch.float64, "some": rows, "columns": columns}
-    _launch("subtract_product_if", programs, out.device, ok, x, p, q, out, n, m, r, *strides, **tile)
+@operator("Tensor ok, Tensor[] x, *, Tensor(a!)[] out")
+def copy_if(ok: Tensor, x: Sequence[Tensor], *, out: Sequence[Tensor]) -> None:
+    rows = [(-(-y.numel() // VECTOR), y.numel(), a.data_ptr(), y.data_ptr()) for a, y in zip(x, out, strict=True)]
+    aligned = are_aligned([*x, *out], [y.numel() for y in out])
+    _launch_on_all("copy_if", rows, out[0], ok, out[0], aligned=aligned, block=VECTOR)
+
+
+@operator("Tensor ok, Tensor[] x, Tensor[] p, Tensor[] q, *, Tensor(a!)[] out")
+def subtract_product_if(
+    ok: Tensor, x: Sequence[Tensor], p: Sequence[Tensor], q: Sequence[Tensor], *, out: Sequence[Tensor]
+) -> None:
+    _products(ok, x, p, q, out, subtracts=True)
+
+
+@operator("Tensor ok, Tensor[] p, Tensor[] q, *, Tensor(a!)[] out")
+def product_or_nan(ok: Tensor, p: Sequence[Tensor], q: Sequence[Tensor], *, out: Sequence[Tensor]) -> None:
+    _products(ok, out, p, q, out, subtracts=False)
+
+
+def _products(
+    ok: Tensor,
+    x: Sequence[Tensor],
+    p: Sequence[Tensor],
+    q: Sequence[Tensor],
+    out: Sequence[Tensor],
+    *,
+    subtracts: bool,
+) -> None:
+    rows, (some, columns) = [], TILE
+    for a, b, c, y in zip(x, p, q, out, strict=True):
+        r, n, m = *b.shape[-2:], c.shape[-1]
+        batch, *strides = b.shape[0] if b.ndim == 3 else 1, *_between(b), *_between(c)
+        programs = batch * -(-n // some) * -(-m // columns)
+        rows.append((programs, n, m, r, *strides, a.data_ptr(), b.data_ptr(), c.data_ptr(), y.data_ptr()))
+    aligned = are_aligned([*x, *out], [row[2] for row in rows])
+    options = {"subtracts": subtracts, "double": out[0].dtype == torch.float64, "aligned": aligned}
+    _launch_on_all("product_if", rows, out[0], ok, out[0], p[0], some=some, columns=columns, **options)
+
+
+def _between(factor: Tensor) -> tuple[int, int]:
+    """Elements from a matrix of a factor to the next, and from a row."""
+    return (0, factor.stride(0)) if factor.ndim == 2 else (factor.stride(0), factor.stride(1))
 
 
 def _blocks(rows: int, width: int) -> tuple[int, dict[str, int]]:
@@ -85,14 +126,14 @@ def _blocks(rows: int, width: int) -> tuple[int, dict[str, int]]:
     return -(-rows // some), {"width": width, "padded": padded, "some": some}
 
 
-@_operator("Tensor x, float largest, *, Tensor(a!) codes, Tensor(b!) scales")
+@operator("Tensor x, float largest, *, Tensor(a!) codes, Tensor(b!) scales")
 def quantize(x: Tensor, largest: float, *, codes: Tensor, scales: Tensor) -> None:
     rows, width = x.shape
     programs, blocks = _blocks(rows, width)
-    _launch("quantize", programs, x.device, x, codes, scales, rows, 1.0 / largest, **blocks)
+    launch("quantize", programs, x.device, x, codes, scales, rows, 1.0 / largest, **blocks)
 
 
-@_operator(
+@operator(
     "Tensor codes, Tensor scales, float largest, *, Tensor(a!) mean_codes, Tensor(b!) mean_scales, Tensor(c!)? lost"
 )
 def quantize_mean(
@@ -103,27 +144,36 @@ def quantize_mean(
     numbers = rows, replicas, codes.stride(0), scales.stride(0), 1.0 / replicas, -float(replicas), 1.0 / largest
     place = mean_scales if lost is None else lost  # which is not written to
     tensors = codes, scales, place, mean_codes, mean_scales
-    _launch("quantize_mean", programs, codes.device, *tensors, *numbers, keeps=lost is not None, **blocks)
+    launch("quantize_mean", programs, codes.device, *tensors, *numbers, keeps=lost is not None, **blocks)
 
 
-@_operator("Tensor ok, Tensor x, Tensor codes, Tensor scales, Tensor lost, int first, *, Tensor(a!) out")
+@operator("Tensor ok, Tensor[] x, Tensor[] codes, Tensor[] scales, Tensor[] lost, int[] first, *, Tensor(a!)[] out")
 def subtract_decoded_if(
-    ok: Tensor, x: Tensor, codes: Tensor, scales: Tensor, lost: Tensor, first: int, *, out: Tensor
+    ok: Tensor,
+    x: Sequence[Tensor],
+    codes: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    lost: Sequence[Tensor],
+    first: Sequence[int],
+    *,
+    out: Sequence[Tensor],
 ) -> None:
-    n, width = out.numel(), codes.shape[-1]
-    programs, begin = -(-n // VECTOR), first * width
-    numbers = n, begin, begin + lost.numel()
-    tensors = ok, x, codes, scales, lost, out
-    _launch("subtract_decoded_if", programs, out.device, *tensors, *numbers, width=width, block=VECTOR)
+    rows, width = [], codes[0].shape[-1]
+    for begin, y, *tensors in zip(first, out, x, codes, scales, lost, out, strict=True):
+        n, start = y.numel(), begin * width
+        sizes = -(-n // VECTOR), n, start, start + tensors[3].numel()
+        rows.append((*sizes, *(each.data_ptr() for each in tensors)))
+    aligned = are_aligned([*x, *codes, *lost, *out], [n for row in rows for n in row[1:4]])
+    _launch_on_all("subtract_decoded_if", rows, out[0], ok, out[0], aligned=aligned, width=width, block=VECTOR)
 
 
-@_operator("Tensor ok, Tensor codes, Tensor scales, *, Tensor(a!) out")
+@operator("Tensor ok, Tensor codes, Tensor scales, *, Tensor(a!) out")
 def decode_or_nan(ok: Tensor, codes: Tensor, scales: Tensor, *, out: Tensor) -> None:
     n, width = out.numel(), codes.shape[-1]
-    _launch("decode_or_nan", -(-n // VECTOR), out.device, ok, codes, scales, out, n, width=width, block=VECTOR)
+    launch("decode_or_nan", -(-n // VECTOR), out.device, ok, codes, scales, out, n, width=width, block=VECTOR)
 
 
-@_operator("Tensor bits, Tensor above, Tensor below, Tensor of_run, int run, int block, *, Tensor(a!) out")
+@operator("Tensor bits, Tensor above, Tensor below, Tensor of_run, int run, int block, *, Tensor(a!) out")
 def sum_of_signs(
     bits: Tensor, above: Tensor, below: Tensor, of_run: Tensor, run: int, block: int, *, out: Tensor
 ) -> None:
@@ -131,14 +181,14 @@ def sum_of_signs(
     whole = n // block * block
     sizes = n, whole, max(1, (n - whole) // 8), replicas, bits.stride(0), numbers
     cut = {"run": run, "bits_of": block, "block": VECTOR}
-    _launch("sum_of_signs", -(-n // VECTOR), out.device, bits, above, below, of_run, out, *sizes, **cut)
+    launch("sum_of_signs", -(-n // VECTOR), out.device, bits, above, below, of_run, out, *sizes, **cut)
 
 
-@_operator("Tensor index, Tensor rows, Tensor values, *, Tensor(a!) out")
+@operator("Tensor index, Tensor rows, Tensor values, *, Tensor(a!) out")
 def add_at(index: Tensor, rows: Tensor, values: Tensor, *, out: Tensor) -> None:
     replicas, count, k = index.shape
     padded = 1 << (k - 1).bit_length()
-    _launch("add_at", count, out.device, index, rows, values, out, replicas, count, k, padded=padded)
+    launch("add_at", count, out.device, index, rows, values, out, replicas, count, k, padded=padded)
 
 
 class Memory(Protocol):
@@ -160,28 +210,58 @@ class TorchFused:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
-    def copy_if(self, ok: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """`y`, which becomes `x`, of its shape, if `ok` holds."""
-        if y.is_contiguous() and x.dtype == y.dtype:
-            copy_if(ok, x.contiguous(), out=y)
-            return y
-        return torch.where(ok, x, y, out=y)
+    def copy_if(self, ok: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+        """Each of `ys` becomes that of `xs`, of its shape, if `ok` holds."""
+        pairs = [(x.contiguous(), y) for x, y in zip(xs, ys, strict=True)]
+        for some in group_by(pairs, [(x.dtype, y.dtype, are_aligned([x, y], [y.numel()])) for x, y in pairs]):
+            if some[0][0].dtype == some[0][1].dtype:
+                _into([y for _, y in some], partial(copy_if, ok, [x for x, _ in some]))
+            else:
+                for x, y in some:
+                    torch.where(ok, x, y, out=y)
 
-    def subtract_product_if(self, ok: Tensor, x: Tensor, p: Tensor, q: Tensor, y: Tensor) -> Tensor:
-        """`y`, which becomes `x - p.mT @ q` if `ok` holds. `x` may have any shape of so many elements."""
-        out = y.contiguous()
-        subtract_product_if(ok, x.contiguous(), p, q, out=out)
-        return _returned(out, y)
+    def subtract_products_if(
+        self, ok: Tensor, xs: Sequence[Tensor], sent: Sequence[LowRank[Tensor]], ys: Sequence[Tensor]
+    ) -> None:
+        """Each of `ys` becomes `x - p.mT @ q` if `ok` holds; an `x` has any shape of so many elements. Of `x` and `y`, and of both factors, dtypes are equal."""
+        own = [(x.contiguous(), _by_rows(p), _by_rows(q), y) for x, (p, q), y in zip(xs, sent, ys, strict=True)]
+        for some in group_by(own, [(p.dtype, y.dtype, are_aligned([x, y], [q.shape[-1]])) for x, p, q, y in own]):
+            x, p, q, y = zip(*some, strict=True)
+            _into(y, partial(subtract_product_if, ok, x, p, q))
 
-    def error_after(self, ok: Tensor, x: Tensor, sent: Payload[Tensor], error: Tensor) -> bool:
-        """`error` becomes `x - sent` if `ok` holds; False, and nothing is done, where no kernel does that."""
-        if isinstance(sent, LowRank) and math.prod(sent.matrix_shape) == x.numel():
-            self.subtract_product_if(ok, x, *sent, error)
-            return True
-        if isinstance(sent, Coded) and sent.lost is not None:
-            self.subtract_decoded_if(ok, x, sent.codes, sent.scales, sent.lost, sent.first, error)
-            return True
-        return False
+    def products_or_nan(self, ok: Tensor, factors: Sequence[LowRank[Tensor]], ys: Sequence[Tensor]) -> None:
+        """Each of `ys` becomes `p.mT @ q`, in any shape of so many elements, if `ok` holds, else NaN throughout. Of both factors dtypes are equal."""
+        own = [(_by_rows(p), _by_rows(q), y) for (p, q), y in zip(factors, ys, strict=True)]
+        for some in group_by(own, [(p.dtype, y.dtype, are_aligned([y], [q.shape[-1]])) for p, q, y in own]):
+            p, q, y = zip(*some, strict=True)
+            _into(y, partial(product_or_nan, ok, p, q))
+
+    def errors_after(
+        self, ok: Tensor, xs: Sequence[Tensor], sent: Sequence[Payload[Tensor]], errors: Sequence[Tensor]
+    ) -> list[int]:
+        """Each error becomes `x - sent` if `ok` holds. Returns the numbers of those to which no kernel does that, and nothing is done."""
+        thin: dict[int, LowRank[Tensor]] = {}
+        coded: dict[int, Coded[Tensor]] = {}
+        for i, (x, own, y) in enumerate(zip(xs, sent, errors, strict=True)):
+            if x.dtype == y.dtype and is_product(own, x):
+                thin[i] = own
+            elif x.dtype == y.dtype and isinstance(own, Coded) and own.lost is not None:
+                coded[i] = own
+        self.subtract_products_if(ok, [xs[i] for i in thin], list(thin.values()), [errors[i] for i in thin])
+        self.subtract_decoded_if(ok, [xs[i] for i in coded], list(coded.values()), [errors[i] for i in coded])
+        return [i for i in range(len(xs)) if i not in thin and i not in coded]
+
+    def subtract_decoded_if(
+        self, ok: Tensor, xs: Sequence[Tensor], sent: Sequence[Coded[Tensor]], ys: Sequence[Tensor]
+    ) -> None:
+        """Each of `ys` becomes, if `ok` holds, `x` less what codes (R, B) and scales (R, 1) stand for and, from row `first` on, less the rows `lost`, float32
+        (some, B). It has no more elements than the codes."""
+        own = [(x.contiguous(), coded, y) for x, coded, y in zip(xs, sent, ys, strict=True)]
+        keys = [(y.dtype, each.codes.shape[-1], are_aligned([x, each.codes, y], [y.numel()])) for x, each, y in own]
+        for some in group_by(own, keys):
+            x, coded, y = zip(*some, strict=True)
+            codes, scales, lost, first = zip(*coded, strict=True)
+            _into(list(y), partial(subtract_decoded_if, ok, x, codes, scales, lost, first))
 
     def quantized(self, x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
         """`Ops.quantize`."""
@@ -220,15 +300,6 @@ class TorchFused:
         add_at(index.contiguous(), rows, values.contiguous(), out=out)
         return out
 
-    def subtract_decoded_if(
-        self, ok: Tensor, x: Tensor, codes: Tensor, scales: Tensor, lost: Tensor, first: int, y: Tensor
-    ) -> Tensor:
-        """`y`, which becomes, if `ok` holds, `x` less what codes (R, B) and scales (R, 1) stand for and, from row `first` on,
-        less the rows `lost`, float32 (some, B). `y` has no more elements than the codes."""
-        out = y.contiguous()
-        subtract_decoded_if(ok, x.contiguous(), codes, scales, lost, first, out=out)
-        return _returned(out, y)
-
     def decoded_each(
         self, ok: Tensor, codes: Sequence[Tensor], scales: Sequence[Tensor], out: Sequence[Tensor]
     ) -> list[Tensor]:
@@ -239,6 +310,24 @@ class TorchFused:
             decode_or_nan(ok, own_codes, own_scales, out=dense)
             _returned(dense, place)
         return list(out)
+
+
+def is_product(sent: Payload[Tensor], x: Tensor) -> TypeGuard[LowRank[Tensor]]:
+    """Whether these are factors of a matrix of as many elements as `x`."""
+    return isinstance(sent, LowRank) and math.prod(sent.matrix_shape) == x.numel() and sent.p.dtype == sent.q.dtype
+
+
+def _by_rows(factor: Tensor) -> Tensor:
+    """Its rows may be apart, elements of one are side by side."""
+    return factor if factor.stride(-1) == 1 else factor.contiguous()
+
+
+def _into(ys: Sequence[Tensor], start: Callable[..., None]) -> None:
+    """Start what writes to memory that is side by side, as that of `ys` is as a rule."""
+    places = [y.contiguous() for y in ys]
+    start(out=places)
+    for place, y in zip(places, ys, strict=True):
+        _returned(place, y)
 
 
 def _returned(dense: Tensor, y: Tensor) -> Tensor:
@@ -281,7 +370,7 @@ def available(device: torch.device) -> bool:
         return False
     try:
         ok, x = torch.ones((), dtype=torch.bool, device=device), torch.zeros(1, dtype=torch.float32, device=device)
-        copy_if(ok, x, out=x)
+        copy_if(ok, [x], out=[x])
     except Exception as error:
         warnings.warn(
             f"gradwire runs without its kernels in Triton on {device}, with more passes over memory: {error!r}",

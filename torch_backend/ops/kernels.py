@@ -15,13 +15,13 @@ from torch import Tensor
 from gradwire.core.kernels import payloads
 from gradwire.core.kernels.bits import bytes_of_rows
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
-from gradwire.core.kernels.payloads import Coded, Dense, Payload, Residual, decay_error, largest_error
+from gradwire.core.kernels.payloads import Coded, Dense, LowRank, Payload, Residual, decay_error, largest_error
 from gradwire.core.kernels.rounding import TINY, scales
 from gradwire.core.kernels.rows import RowNumbers
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16, Ops
-from gradwire.torch_backend.ops import signs, sparse
+from gradwire.torch_backend.ops import fused_orthonormalize, signs, sparse
 from gradwire.torch_backend.ops.adjacent import side_by_side
-from gradwire.torch_backend.ops.fused import TorchFused, available
+from gradwire.torch_backend.ops.fused import TorchFused, available, is_product
 from gradwire.torch_backend.ops.orthonormalize import CLEAR, orthonormalized_unseen
 from gradwire.torch_backend.ops.workspace import Scratch, Stack
 from gradwire.torch_backend.torch_internals import (
@@ -207,7 +207,9 @@ class TorchOps(Ops[Tensor]):
     def where_each(
         self, ok: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], *, limits: Sequence[float] = ()
     ) -> list[Tensor]:
-        if not self._host_knows:
+        if self.fused is not None:
+            self.fused.copy_if(ok, xs, ys)
+        elif not self._host_knows:
             pairs = list(_neighbours_joined(xs, ys)) if xs else []
             small = [pair for pair in pairs if pair[1].numel() <= LARGE]
             if len(small) > 4:  # to join them takes four kernels
@@ -216,7 +218,7 @@ class TorchOps(Ops[Tensor]):
                     parts = torch.split(torch.where(ok, _flat(new), _flat(old)), [y.numel() for y in old])
                     foreach_copy_(old, [x.view(y.shape) for x, y in zip(parts, old, strict=True)])
             for x, y in pairs:
-                self._commit(ok, x, y)
+                torch.where(ok, x, y, out=y)
         elif ok:
             for chosen, donated in _by_dtype(xs, ys):
                 foreach_copy_(donated, chosen)
@@ -234,8 +236,8 @@ class TorchOps(Ops[Tensor]):
         *,
         decay: float = 1.0,
     ) -> list[Tensor]:
-        """On a device, where both sides exist in any case, of all dense tensors at a time; and with Triton by a kernel
-        for each that is not, where it has one."""
+        """On a device, where both sides exist in any case, of all dense tensors at a time; and with Triton of all others
+        of one kind, where it has a kernel for that."""
         if self._host_knows and self.fused is None:
             return payloads.errors_after(self, ok, x, sent, errors, decay)
         after = list(errors)
@@ -249,7 +251,10 @@ class TorchOps(Ops[Tensor]):
             rests = [x[i].x if decay == 1 else decay_error(self, x[i].x, decay) for i in dense]
             self.where_each(ok, rests, [errors[i] for i in dense], limits=limits)
         if self.fused is not None and decay == 1:
-            left = [i for i in left if x[i].computed or not self.fused.error_after(ok, x[i].x, sent[i], errors[i])]
+            late = [i for i in left if not x[i].computed]
+            own = [x[i].x for i in late], [sent[i] for i in late], [errors[i] for i in late]
+            undone = {late[i] for i in self.fused.errors_after(ok, *own)}
+            left = [i for i in left if x[i].computed or i in undone]
         rest = payloads.errors_after(
             self, ok, [x[i] for i in left], [sent[i] for i in left], [errors[i] for i in left], decay
         )
@@ -270,7 +275,12 @@ class TorchOps(Ops[Tensor]):
         ]
         if triples:
             self.fused.decoded_each(ok, *zip(*triples, strict=True))
-        left = [i for i, each in enumerate(received) if not isinstance(each, Coded)]
+        factors: dict[int, LowRank[Tensor]] = {}
+        for i, (each, place) in enumerate(zip(received, places, strict=True)):
+            if place is not None and is_product(each, place):
+                factors[i] = each
+        self.fused.products_or_nan(ok, list(factors.values()), [answers[i] for i in factors])
+        left = [i for i, each in enumerate(received) if not isinstance(each, Coded) and i not in factors]
         rest = payloads.dense_or_nan(self, ok, [received[i] for i in left], [places[i] for i in left])
         for i, dense in zip(left, rest, strict=True):
             answers[i] = dense
@@ -312,7 +322,10 @@ class TorchOps(Ops[Tensor]):
 
     def _commit(self, ok: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """`y`, on a device, which becomes `x` if `ok` holds."""
-        return torch.where(ok, x, y, out=y) if self.fused is None else self.fused.copy_if(ok, x, y)
+        if self.fused is None:
+            return torch.where(ok, x, y, out=y)
+        self.fused.copy_if(ok, [x], [y])
+        return y
 
     def truth(self, ok: Tensor) -> bool | None:
         return bool(ok) if ok.device.type == "cpu" else None
@@ -341,7 +354,9 @@ class TorchOps(Ops[Tensor]):
     def orthonormalize_each(self, arrays: Sequence[Tensor], fresh: Sequence[Tensor], epsilon: float) -> list[Tensor]:
         if self._host_knows or epsilon:
             return each_shape(self, arrays, fresh, epsilon, Tensor.unbind)
-        return orthonormalized_unseen(self, arrays, fresh)
+        if self.fused is None or not all(map(fused_orthonormalize.takes, arrays)):
+            return orthonormalized_unseen(self, arrays, fresh)
+        return fused_orthonormalize.orthonormalized(self, arrays, fresh)
 
     def _doubles(self, n: int, shape: torch.Size) -> Iterator[Tensor]:
         """`n` arrays of float64, in memory that is kept and used again by the next call."""

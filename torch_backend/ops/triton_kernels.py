@@ -2,6 +2,9 @@
 
 They are compiled without contracted multiply-adds: each product is rounded, as by NumPy, torch and JAX. Loops over replicas and over a factor's rows go in order, so
 results do not depend on how the device is loaded. Offsets into what is large are int64.
+
+What works on many tensors in one launch is given a `table` (`tables.py`): a row of each of `count`, of the first program that works on it, sizes and addresses.
+`aligned` promises that all of these are multiples of 16.
 """
 
 from __future__ import annotations
@@ -19,54 +22,94 @@ INFINITE = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def copy_if(ok, x, out, n, block: tl.constexpr):
-    """out = x, or nothing at all: n elements, if the boolean at `ok` holds."""
-    if tl.load(ok):
-        i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-        tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+def _row_of(table, count, columns: tl.constexpr):
+    """The row that this program works on, the last that begins with it or before it; its number among those that do; and that of the row."""
+    program = tl.program_id(0)
+    low = program * 0
+    high = low + count
+    while low + 1 < high:
+        middle = (low + high) // 2
+        before = tl.load(table + middle * columns) <= program
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    row = table + low * columns
+    return row, program - tl.load(row), low
 
 
 @triton.jit
-def subtract_product_if(
+def _size(place, aligned: tl.constexpr):
+    n = tl.load(place)
+    return tl.multiple_of(n, 16) if aligned else n
+
+
+@triton.jit
+def _side(place, aligned: tl.constexpr):
+    """Of a matrix: whose elements may be more than an int32 counts."""
+    n = tl.load(place).to(tl.int32)
+    return tl.multiple_of(n, 16) if aligned else n
+
+
+@triton.jit
+def _address(place, dtype: tl.constexpr, aligned: tl.constexpr):
+    pointer = tl.load(place).to(tl.pointer_type(dtype))
+    return tl.multiple_of(pointer, 16) if aligned else pointer
+
+
+@triton.jit
+def copy_if(ok, like, table, count, aligned: tl.constexpr, block: tl.constexpr):
+    """out = x, or nothing at all, if the boolean at `ok` holds. A row: first program, n elements, x, out, all of `like`'s dtype."""
+    if tl.load(ok):
+        row, part, _ = _row_of(table, count, 4)
+        dtype: tl.constexpr = like.dtype.element_ty
+        n = _size(row + 1, aligned)
+        i = part * block + tl.arange(0, block)
+        x = tl.load(_address(row + 2, dtype, aligned) + i, mask=i < n)
+        tl.store(_address(row + 3, dtype, aligned) + i, x, mask=i < n)
+
+
+@triton.jit
+def product_if(
     ok,
-    x,
-    p,
-    q,
-    out,
-    n,
-    m,
-    r,
-    p_batch,
-    p_row,
-    p_column,
-    q_batch,
-    q_row,
-    q_column,
+    like,
+    like_factor,
+    table,
+    count,
+    subtracts: tl.constexpr,
     double: tl.constexpr,
+    aligned: tl.constexpr,
     some: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """out = x - pᵀ q, or nothing at all: x (b, n, m), p (b, r, n) and q (b, r, m), of which a program makes a tile. Summed in float32, or `double`."""
-    if tl.load(ok):
+    """`subtracts`: out = x - pᵀ q, or nothing at all: x (b, n, m), p (b, r, n) and q (b, r, m), of which a program makes a tile. Otherwise out = pᵀ q, or NaN.
+    Summed in float32, or `double`. A row: first program, n, m, r, how far it is from a matrix of p to the next, and from a row; likewise of q; x, p, q, out."""
+    holds = tl.load(ok)
+    if holds or not subtracts:
+        row, tile, _ = _row_of(table, count, 12)
+        n, m, r = _side(row + 1, False), _side(row + 2, aligned), _side(row + 3, False)
+        p_row, q_row = _side(row + 5, False), _side(row + 7, False)
         across, down = tl.cdiv(m, columns), tl.cdiv(n, some)
-        tile = tl.program_id(0)
         batch = (tile // (across * down)).to(tl.int64)
         i = (tile // across) % down * some + tl.arange(0, some)
         j = tile % across * columns + tl.arange(0, columns)
         wide: tl.constexpr = tl.float64 if double else tl.float32
         product = tl.zeros((some, columns), wide)
-        p += batch * p_batch
-        q += batch * q_batch
+        factor: tl.constexpr = like_factor.dtype.element_ty
+        p = _address(row + 9, factor, False) + batch * tl.load(row + 4)
+        q = _address(row + 10, factor, False) + batch * tl.load(row + 6)
         for _ in range(r):
-            column = tl.load(p + i.to(tl.int64) * p_column, mask=i < n, other=0).to(wide)
-            row = tl.load(q + j.to(tl.int64) * q_column, mask=j < m, other=0).to(wide)
-            product += column[:, None] * row[None, :]
+            column = tl.load(p + i, mask=i < n, other=0).to(wide)
+            line = tl.load(q + j, mask=j < m, other=0).to(wide)
+            product += column[:, None] * line[None, :]
             p += p_row
             q += q_row
+        dtype: tl.constexpr = like.dtype.element_ty
         inside = (i < n)[:, None] & (j < m)[None, :]
         at = (batch * n + i)[:, None] * m + j[None, :]
-        rest = tl.load(x + at, mask=inside, other=0).to(wide) - product
-        tl.store(out + at, rest.to(out.dtype.element_ty), mask=inside)
+        if subtracts:
+            result = tl.load(_address(row + 8, dtype, aligned) + at, mask=inside, other=0).to(wide) - product
+        else:
+            result = tl.where(holds, product, float("nan"))
+        tl.store(_address(row + 11, dtype, aligned) + at, result.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -145,15 +188,20 @@ def _decoded(codes, scales, i, inside, width: tl.constexpr):
 
 
 @triton.jit
-def subtract_decoded_if(ok, x, codes, scales, lost, out, n, first, last, width: tl.constexpr, block: tl.constexpr):
-    """out = x - (what codes stand for), or nothing at all: n elements, for which `lost` counts as well from element `first` to before `last`."""
+def subtract_decoded_if(ok, like, table, count, aligned: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
+    """out = x - (what codes stand for), or nothing at all. A row: first program, n elements, for which `lost` counts as well from element `begin` to before
+    `end`; x, codes, scales, lost, out."""
     if tl.load(ok):
-        i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+        row, part, _ = _row_of(table, count, 9)
+        dtype: tl.constexpr = like.dtype.element_ty
+        n, begin, end = _size(row + 1, aligned), _size(row + 2, aligned), _size(row + 3, aligned)
+        i = part * block + tl.arange(0, block)
         inside = i < n
-        sent = _decoded(codes, scales, i, inside, width)
-        sent += tl.load(lost + (i - first), mask=inside & (i >= first) & (i < last), other=0)
-        rest = tl.load(x + i, mask=inside).to(tl.float32) - sent
-        tl.store(out + i, rest.to(out.dtype.element_ty), mask=inside)
+        sent = _decoded(_address(row + 5, tl.uint8, aligned), _address(row + 6, tl.float32, False), i, inside, width)
+        lost = _address(row + 7, tl.float32, aligned)
+        sent += tl.load(lost + (i - begin), mask=inside & (i >= begin) & (i < end), other=0)
+        rest = tl.load(_address(row + 4, dtype, aligned) + i, mask=inside).to(tl.float32) - sent
+        tl.store(_address(row + 8, dtype, aligned) + i, rest.to(dtype), mask=inside)
 
 
 @triton.jit

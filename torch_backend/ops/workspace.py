@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -104,6 +105,9 @@ class Workspace(Ops[Tensor], Protocol):
 
     def temporary(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialized memory that a step may write to, and the next one too."""
+
+    def briefly(self) -> AbstractContextManager[None]:
+        """Within, temporary memory is what the next such call takes too, whatever its shapes."""
 
     def numbers(self, n: int, dtype: torch.dtype, sign: int = 1) -> Tensor:
         """0, 1, … n-1, or from the last to the first, not to be written to."""

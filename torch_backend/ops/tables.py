@@ -1,0 +1,57 @@
+"""What a kernel in Triton is told of many tensors: a table of addresses and sizes on the device, so that one launch works on all of them.
+
+Tensors lie where they lay in the step before, as a rule: a table is made once for such addresses. It is written by kernels that carry its numbers
+as arguments, and not from memory of the host, which a CUDA graph would read again at each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from gradwire.torch_backend.torch_internals import foreach_add_
+
+#: So many tables are kept: of some hundred bytes a tensor.
+KEPT = 256
+#: Addresses and sizes that are multiples of this, bytes and elements, are read 16 bytes at a time.
+ALIGNED = 16
+
+
+def table_of(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """int64 (R, C), to be read by what is launched on the current stream, and not to be written to."""
+    numbers, width = tuple(chain.from_iterable(rows)), len(rows[0])
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, width)
+    if torch.cuda.is_current_stream_capturing():
+        return _written(numbers, device).view(-1, width)  # in the graph's own memory, at each replay
+    stream: int = torch.cuda.current_stream(device).cuda_stream
+    return _kept(numbers, device, stream).view(-1, width)
+
+
+@lru_cache(KEPT)
+def _kept(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    return _written(numbers, device)
+
+
+def _written(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    table = torch.zeros(len(numbers), dtype=torch.int64, device=device)
+    foreach_add_(list(table.unbind()), numbers)
+    return table
+
+
+def with_programs(rows: Iterable[tuple[int, ...]]) -> tuple[int, list[tuple[int, ...]]]:
+    """How many programs work on these, and rows that begin with the first of each. Of each row the first number says how many it takes."""
+    first, told = 0, []
+    for programs, *numbers in rows:
+        told.append((first, *numbers))
+        first += programs
+    return first, told
+
+
+def are_aligned(tensors: Iterable[Tensor], sizes: Iterable[int] = ()) -> bool:
+    """Whether all addresses and sizes are multiples of `ALIGNED`."""
+    return not any(x.data_ptr() % ALIGNED for x in tensors) and not any(n % ALIGNED for n in sizes)
