@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 import gradwire
 from gradwire import AllReduce, PowerSGD, Quantize, Sign, Simulator, Spec, TopK, WireDtype, diloco, plan
 from gradwire.core.algorithms.shared.sparse_blocks import bits_of, blocks_of
-from gradwire.core.codecs import CODECS, BlockCodec
+from gradwire.core.codecs import CODECS, BlockCodec, Scaled
 from gradwire.core.codecs.coder import Coder, Noise
 from gradwire.core.codecs.shares import Shares, is_even
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
@@ -31,10 +31,20 @@ from tests.bounds import relative
 
 OPS = NumpyOps()
 BLOCKS = [name for name, codec in CODECS.items() if isinstance(codec, BlockCodec)]
+#: Of codecs with a scale, how many scales the largest element of a block is; as a rule codes are the whole numbers up to there.
+LARGEST = {name: codec.largest for name, codec in CODECS.items() if isinstance(codec, Scaled)}
 #: Largest error of an element, of the largest of its block: half of what lies between two neighbours. In 4 bits 8/8 with the other sign becomes 7/8.
 #: Two bits keep the mean size of each kind.
-ERROR = {"float8_e4m3fn": 1 / 28, "int8": 1 / 254, "int4": 1 / 8, "e3m0": 1 / 4, "int2": 1}
-ERROR |= {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11}
+ERROR = {name: 1 / (2 * largest) for name, largest in LARGEST.items()}
+ERROR |= {
+    "float8_e4m3fn": 1 / 28,
+    "int4": 1 / 8,
+    "e3m0": 1 / 4,
+    "int2": 1,
+    "float32": 0,
+    "bfloat16": 2**-8,
+    "float16": 2**-11,
+}
 
 
 def through(name, rows, dither=None):
@@ -45,12 +55,14 @@ def through(name, rows, dither=None):
 
 #: Numbers that each codec has, with 1 the largest of them.
 EXACT = {name: [0.0, 0.5, 1.0, 0.75] for name in CODECS} | {
+    **{name: np.arange(largest + 1) / largest for name, largest in LARGEST.items()},
     "e3m0": [0.0, *(2.0**-i for i in range(7))],
     "int2": [0.25, 1.0],
     "float8_e4m3fn": np.arange(127, dtype=np.uint8).view("float8_e4m3fn").astype(np.float32) / 448,
     "int4": np.arange(8) / 8,  # 1 with the sign of the largest alone
-    "int8": np.arange(128) / 127,
 }
+#: By which they are whole numbers.
+WHOLE = LARGEST | {"int4": 1, "e3m0": 1}
 
 
 @given(st.sampled_from(sorted(CODECS)), st.integers(1, 4), st.integers(0, 2**31))
@@ -58,7 +70,7 @@ def test_what_is_exactly_representable_survives(name, rows, seed):
     rng = np.random.default_rng(seed)
     x = rng.choice(EXACT[name], (rows, 128)) * rng.choice([-1, 1], (rows, 128))
     x[:, 0] = rng.choice([-1, 1], rows)
-    scales = {"int8": 127, "float8_e4m3fn": 448}.get(name, 1) * 2.0 ** rng.integers(-20, 8, (rows, 1))
+    scales = WHOLE.get(name, 1) * 2.0 ** rng.integers(-20, 8, (rows, 1))
     x = (x * scales).astype(np.float16 if name == "float16" else np.float32).astype(np.float32)
     np.testing.assert_array_equal(through(name, x)[0], x)
 
@@ -156,7 +168,7 @@ def test_rounding_by_chance_is_right_on_average_with_chances_of_each_replica_and
     x[:, 0] = 1
     coder = [Coder(OPS, CODECS[name], Noise(key=7, step=step)) for step in range(1000)]
     mean = sum(c._decoded(c._encoded(x, 1)).astype(np.float64) for c in coder) / 1000
-    bound = 5 * 0.5 / math.sqrt(1000) / (127 if name == "int8" else 7)
+    bound = 5 * 0.5 / math.sqrt(1000) / LARGEST[name]
     assert np.abs(mean - x).max() < bound
     # And by chance: to the nearest, the mean error would be that of one rounding.
     assert np.abs(through(name, x)[0] - x).max() > bound

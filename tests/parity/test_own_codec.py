@@ -33,13 +33,13 @@ class ThreeBits(Scaled):
 
 @pytest.fixture
 def registered():
-    register_codec("int3")(ThreeBits)
+    register_codec("own3")(ThreeBits)
     yield
-    del CODECS["int3"]
+    del CODECS["own3"]
 
 
 def methods():
-    return {"quantize": Quantize("int3"), "wire": WireDtype(AllReduce(), "int3", block=16)}
+    return {"quantize": Quantize("own3"), "wire": WireDtype(AllReduce(), "own3", block=16)}
 
 
 def gradients(step):
@@ -64,7 +64,7 @@ def averaged(world, name):
 
     from gradwire.torch_backend import Averager
 
-    register_codec("int3")(ThreeBits)
+    register_codec("own3")(ThreeBits)
     averager = Averager(methods()[name], {n: torch.zeros(s) for n, s in SHAPES.items()}, world.group)
     own = [gradients(step)[world.rank] for step in range(3)]
     return [{n: x.clone() for n, x in averager({n: torch.from_numpy(x) for n, x in g.items()}).items()} for g in own]
@@ -95,10 +95,10 @@ def test_jax_sends_it_as_the_simulator_does(name, registered):
 
 
 def test_it_keeps_every_promise_and_plans_count_three_bits_and_a_scale(registered):
-    check(Quantize("int3"))
-    planned = plan({"w": (512, 512)}, Quantize("int3"))
+    check(Quantize("own3"))
+    planned = plan({"w": (512, 512)}, Quantize("own3"))
     assert planned.wire_bytes / planned.dense_bytes == (3 + 32 / 128) / 32
-    Quantize("int3", stochastic=True)
+    Quantize("own3", stochastic=True)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8])
@@ -123,4 +123,4 @@ def test_what_is_no_codec_and_a_name_that_is_taken_are_refused(registered):
     assert "int5" not in CODECS
     with pytest.raises(ValueError, match="'int5'"):
         Quantize("int5")
-    assert register_codec("int3")(ThreeBits) is ThreeBits  # a cell that runs again
+    assert register_codec("own3")(ThreeBits) is ThreeBits  # a cell that runs again
