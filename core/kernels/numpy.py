@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradwire.core.kernels import strict
 from gradwire.core.kernels.bits import bytes_of_rows
 from gradwire.core.kernels.rows import RowNumbers
 from gradwire.core.ops import FLOATS, INTEGERS, LONGEST_FLOAT16, Ops
@@ -283,30 +284,45 @@ def poison(donated: NDArray) -> None:
     donated[...] = np.nan if name_of(donated.dtype) in FLOATS else 85  # which no integer of a test happens to be
 
 
-def _poisoning(kernel: Any) -> Any:
-    """A kernel that poisons its `out`."""
+def _poisoning(kernel: Any, alike: bool = True) -> Any:
+    """A kernel that poisons its `out`. Its arrays are `alike`: of one dtype, and numbers."""
 
     def poisoning(ops: NumpyOps, *args: Any, out: NDArray | None = None) -> NDArray:
+        if alike:
+            strict.require_alike(kernel.__name__, *args)
         return _poisoned(out, kernel(ops, *args))
 
     return poisoning
 
 
 class PoisonOps(NumpyOps):
-    """NumPy kernels that never write where they were allowed to, and fill the donated array with NaN instead.
+    """NumPy kernels that never write where they were allowed to, and fill the donated array with NaN instead; and that refuse what NumPy alone forgives.
 
-    A program that uses an array after donating it is right in torch and wrong in JAX, or the reverse. Here it fails.
+    A program that uses an array after donating it, or positions that do not exist, is right in one framework and wrong in another. Here it fails.
     """
 
     add = _poisoning(NumpyOps.add)
     multiply = _poisoning(NumpyOps.multiply)
     round = _poisoning(NumpyOps.round)
-    cast = _poisoning(NumpyOps.cast)
+    cast = _poisoning(NumpyOps.cast, alike=False)
     divide = _poisoning(NumpyOps.divide)
     matmul = _poisoning(NumpyOps.matmul)
     subtract_product = _poisoning(NumpyOps.subtract_product)
-    where = _poisoning(NumpyOps.where)
-    by_rows = _poisoning(NumpyOps.by_rows)
+    by_rows = _poisoning(NumpyOps.by_rows, alike=False)
+
+    def where(self, ok: NDArray, x: NDArray, y: NDArray | float, *, out: NDArray | None = None) -> NDArray:
+        strict.require_truths("where", ok)
+        if not isinstance(x, strict.ARRAY) or x.dtype != np.bool_:
+            strict.require_alike("where", x, y)
+        return _poisoned(out, super().where(ok, x, y))
+
+    def take(self, x: NDArray, index: NDArray) -> NDArray:
+        strict.require_positions("take", index, x.shape[-1])
+        return super().take(x, index)
+
+    def row(self, x: NDArray, i: Any) -> NDArray:
+        strict.require_row("row", i, x.shape[-2])
+        return super().row(x, i)
 
     def rows(self, arrays: Sequence[NDArray], n: int, *, out: NDArray | None = None, donated: bool = False) -> NDArray:
         matrix = _poisoned(out, super().rows(arrays, n))
@@ -325,9 +341,13 @@ class PoisonOps(NumpyOps):
         return [_poisoned(x, super(PoisonOps, self).scale_each([x.copy()], factor)[0]) for x in xs]
 
     def set_row(self, x: NDArray, i: Any, row: NDArray) -> NDArray:
+        strict.require_row("set_row", i, x.shape[-2])
+        strict.require_alike("set_row", x, row)
         return _poisoned(x, super().set_row(x.copy(), i, row))
 
     def scatter_add(self, x: NDArray, index: NDArray, values: NDArray) -> NDArray:
+        strict.require_positions("scatter_add", index, x.shape[-1])
+        strict.require_alike("scatter_add", x, values)
         return _poisoned(x, super().scatter_add(x.copy(), index, values))
 
     def add_rows(self, x: NDArray, which: RowNumbers, rows: NDArray) -> NDArray:

@@ -134,7 +134,7 @@ def _donation(trial: _Trial, rng: np.random.Generator) -> bool:
     usual, poisoned = trial.simulator(), trial.simulator(PoisonOps())
     for step in trial.steps:
         gradients = trial.gradients(rng)
-        averages, others = trial.step(usual, gradients), trial.step(poisoned, gradients)
+        others, averages = trial.step(poisoned, gradients), trial.step(usual, gradients)
         for name in trial.shapes:
             what = f"is something used after `out=`? With poisoned donations, step {step}'s average of {name!r}"
             trial.require_equal("donation", what, others[name], averages[name])

@@ -8,7 +8,7 @@ from gradwire.core.buckets.reducer import Reducer
 from gradwire.core.local_sgd.fragments import fragments_of
 from gradwire.core.plan.expressions import parse_algorithm
 from gradwire.core.protocol.reductions import Reduce
-from gradwire.core.simulate import LocalSimulator
+from gradwire.core.simulate import LocalSimulator, PoisonOps
 from tests.told import advice, require_done
 
 SHAPES = {"w": (24, 16), "b": (7,)}
@@ -68,6 +68,12 @@ ROWS = {
     "give that of the step, tx.turn(n), or one after the other of tx.turns(state)": TURNS,
     "take it from the transformation that averages: tx.turn(n) or tx.turns(state)": TURNS,
     "write it as PowerSGD(rank=4)": lambda: step(parse_algorithm("PowerSGD(rank=4)")),
+    "write WireDtype(AllReduce(), {}), or {} alone": lambda: [
+        step(parse_algorithm(text)) for text in ("WireDtype(AllReduce(), 'int8')", "int8")
+    ],
+    "give the method itself, on the command line by --algorithm module:Class(…)": "tests/cli/test_compare.py::"
+    "test_an_advice_of_a_method_of_ones_own",
+    "give an array, ops.asarray({}, 'float32')": lambda: PoisonOps().abs(PoisonOps().asarray(1.0, "float32")),
     "pass watched=False": lambda: Reduce((np.ones(2),), donated=(False,), watched=False, groups=((0, 1), (2, 3))),
     "give square=True.": lambda: step(PowerSGD(1, square=True)),
     "give the same losses: make() seeds its generators itself": SEEDS,

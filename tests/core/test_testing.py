@@ -104,6 +104,46 @@ def test_a_broken_promise_is_named(broken, message):
         check(Halves(broken=broken), world_sizes=(2,))
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Forgiven(Compressor):
+    """Does something to a vector that NumPy forgives."""
+
+    what: str
+
+    def memory(self, ops, name, spec):
+        return {}
+
+    async def compress(self, ops, name, x, memory, at):
+        FORGIVEN[self.what][0](ops, x.reshape((-1,)))
+        return x, await mean(x), memory
+
+
+def positions(ops, *numbers, dtype="int32"):
+    return ops.asarray(numbers, dtype)
+
+
+FORGIVEN = {
+    "from the end": (lambda ops, x: ops.take(x, positions(ops, 0, -1)), r"ops.take: position -1 is none of"),
+    "beyond": (lambda ops, x: ops.scatter_add(x * 1, positions(ops, len(x)), x[:1]), r"ops.scatter_add: position \d"),
+    "wide": (lambda ops, x: ops.take(x, positions(ops, 0, dtype="int64")), "positions are int64; make them int32"),
+    "counted": (lambda ops, x: ops.multiply(x > 0, 2.0), "ops.multiply: bool is no number"),
+    "a number": (lambda ops, x: ops.abs(ops.add(1.0, 2.0)), r"ops.add: 1.0 is a float; give an array"),
+    "numbers alone": (lambda ops, x: ops.where(x > 0, 1.0, -1.0), r"ops.where: 1.0 is a float; give an array"),
+    "no truths": (lambda ops, x: ops.where(x, x, 0.0), "ops.where: the condition is float64; compare"),
+    "two dtypes": (
+        lambda ops, x: ops.matmul(x.reshape((1, -1)), ops.cast(x, "float32").reshape((-1, 1))),
+        "ops.matmul: float64 and float32; cast one of them",
+    ),
+    "no row": (lambda ops, x: ops.row(x.reshape((1, -1)), 1), "ops.row: row 1 is none of 1"),
+}
+
+
+@pytest.mark.parametrize("what", FORGIVEN)
+def test_what_numpy_alone_forgives_is_refused(what):
+    with pytest.raises((TypeError, ValueError), match=FORGIVEN[what][1]):
+        check(Forgiven(what=what, error_feedback=False), {"w": (8, 8)}, world_sizes=(2,))
+
+
 def test_a_decay_of_which_more_is_lost_is_a_broken_promise():
     assert not PowerSGD(2).biased
     assert PowerSGD(2, error_feedback=0.95).biased
