@@ -22,7 +22,7 @@ from gradwire.jax_backend.axes.outside_meshes import automatic, outside_meshes
 from gradwire.jax_backend.state.names import flatten, pure
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import survey
-from gradwire.jax_backend.state.types import DataParallelState, LocalSGDState
+from gradwire.jax_backend.state.types import DataParallelState, LocalSGDState, on_devices
 
 #: Steps are counted so far.
 LAST = np.iinfo(np.int32).max
@@ -157,7 +157,7 @@ def _mean_square(error: Any, *, rows: bool) -> Any:
     """The sum of the squares, of several rows on average: of those that this process has. Nothing is sent."""
     shards = _shards_of_this_process(error)
     if not shards:
-        return jnp.square(error.astype(jnp.float32)).sum() / (error.shape[0] if rows else 1)
+        return jnp.square(on_devices(error).astype(jnp.float32)).sum() / (error.shape[0] if rows else 1)
     here = {i for shard in shards for i in range(*shard.index[0].indices(error.shape[0]))} if rows else {0}
     return sum(float(jnp.square(shard.data.astype(jnp.float32)).sum()) for shard in shards) / len(here)
 
@@ -205,7 +205,7 @@ def stats(state: Any) -> Stats:
                 f"stats: the state is in pmap form, its count of steps has the shape {one.step.shape}. Give it unreplicate(state), or call it in the training step"
             )
         stacked = of_local and one.step.ndim > 0  # all of it has a row for each replica, and these are equal
-        step, account = jax.tree.map(_of_this_process, (one.step, one.account))
+        step, account = jax.tree.map(lambda x: on_devices(_of_this_process(x)), (one.step, one.account))
         if stacked:
             step, account = jax.tree.map(lambda x: x.max(0), (step, account))
         steps = step if steps is None else steps

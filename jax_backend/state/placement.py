@@ -32,7 +32,7 @@ from gradwire.jax_backend.state.names import flatten
 from gradwire.jax_backend.state.same_state import require_same
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import Leaf, Survey, survey
-from gradwire.jax_backend.state.types import PIECES, is_placed, memory_kind, place_mark, spec
+from gradwire.jax_backend.state.types import PIECES, is_placed, memory_kind, on_devices, place_mark, spec
 
 T = TypeVar("T")
 NDArray = np.ndarray[Any, Any]
@@ -188,11 +188,11 @@ def replicate(state: T, devices: Sequence[jax.Device] | None = None, *, axis_nam
         x = leaf.value
         if leaf.marks:
             _check_rows(leaf, replicas)
-            x = _as_placed(leaf)
+            x = on_devices(_as_placed(leaf))
             return _through_data(x, lambda data: joined(own_rows(data)))
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             x = _whole_everywhere(x).addressable_data(0)
-        row = automatic(jnp.asarray(x))[None]
+        row = automatic(on_devices(jnp.asarray(x)))[None]
         return joined([jax.device_put(row, device) for device in devices])
 
     def own_rows(x: Any) -> list[jax.Array]:

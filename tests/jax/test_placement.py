@@ -70,6 +70,11 @@ def test_what_lies_in_the_memory_of_the_host_stays_there():
     }
     for name, tree in found.items():
         assert kinds(tree, name) == {(name, "pinned_host")}
+    # What computes, and what pmap takes, lies on the devices.
+    whole = gw.stack_replicas((params, LOCAL.init(params)))
+    for state in (placed, gw.distribute(whole, mesh, AXIS)):
+        assert gw.stats(state).local_error_norm == 0
+        assert kinds(gw.replicate(state, jax.devices()[:4], axis_name=AXIS), "") == {("", "device")}
 
 
 class Block(linen.Module):
