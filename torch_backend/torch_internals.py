@@ -251,6 +251,14 @@ def tensor_of_scale(scaler: torch.amp.GradScaler) -> Tensor | None:
 #: Whether torch's profiler runs in this thread; torch's own function, which each step asks. Said to do so never where torch does not tell.
 profiler_runs: Callable[[], bool] = getattr(torch._C._autograd, "_profiler_enabled", bool)
 
+#: How many modes look at each operation of this thread (`torch.utils._python_dispatch`). None where torch does not tell.
+_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", int)
+
+
+def operations_are_watched() -> bool:
+    """Whether somebody looks at each operation of this thread, as a debugger does."""
+    return _dispatch_modes() > 0 or torch.is_anomaly_enabled()
+
 
 # ---- FSDP2. `_get_fsdp_state`, `_state_ctx`, `all_reduce_grads`, `mp_policy`: 2.6 to 2.15.
 

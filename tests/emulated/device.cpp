@@ -13,6 +13,7 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/is_set_to_native.h>
 #include <ATen/ops/view_native.h>
@@ -33,6 +34,7 @@ using emulated::Stream;
 using emulated::Touch;
 
 constexpr auto KIND = c10::DeviceType::PrivateUse1;
+constexpr auto KEY = c10::DispatchKey::PrivateUse1;
 // There are two devices. All tensors are on the second; the first, on which nothing is, is the current one of threads that have not chosen.
 constexpr c10::DeviceIndex DEVICES = 2, HOME = 1;
 constexpr Stream FIRST_NEW_STREAM = 100, FIRST_POOL_STREAM = 1000, ELSEWHERE = 5000;
@@ -43,6 +45,13 @@ Device& device() {
 }
 thread_local Stream current_stream = 0;
 thread_local c10::DeviceIndex current_device = 0;
+
+// What is launched by this thread goes into a graph.
+struct Graph;
+thread_local std::shared_ptr<Graph> capture;
+thread_local bool replays = false;
+void forbidden_in_a_capture(const std::string& what);
+void require_the_captured_stream(Stream stream);
 
 bool on_device(const at::Tensor& t) { return t.defined() && t.device().type() == KIND; }
 
@@ -56,10 +65,12 @@ Region region_of(const at::Tensor& t) {
 
 // --- memory -------------------------------------------------------------------------------------------------------------------
 
+char* allocate_here(size_t bytes);
+
 struct Memory final : c10::Allocator {
   static void release(void* memory) { device().release(static_cast<char*>(memory)); }
   c10::DataPtr allocate(size_t bytes) override {
-    char* memory = device().allocate(bytes, current_stream);
+    char* memory = allocate_here(bytes);
     return {memory, memory, &release, c10::Device(KIND, HOME)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -88,6 +99,7 @@ struct PinnedMemory final : c10::Allocator {
     return all().count(memory) > 0;
   }
   c10::DataPtr allocate(size_t bytes) override {
+    forbidden_in_a_capture("memory of the host is pinned");
     std::lock_guard<std::mutex> lock(mutex());
     void* memory = std::aligned_alloc(512, (bytes / 512 + 1) * 512);
     all().insert(memory);
@@ -128,14 +140,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag flag) const override {
     if (stream.device_index() != HOME) device().problem("an event is recorded on another device than that of the tensors");
+    if (flag == c10::EventFlag::BACKEND_DEFAULT) forbidden_in_a_capture("an event with a time is recorded");
     if (!*event) *event = new Event;
     *static_cast<Event*>(*event) = device().record(stream.id(), flag == c10::EventFlag::BACKEND_DEFAULT);
   }
   void block(void* event, const c10::Stream& stream) const override {
+    forbidden_in_a_capture("a stream waits for what is outside of it");
     if (event) device().wait(stream.id(), *static_cast<Event*>(event), stream.id() >= FIRST_POOL_STREAM);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  bool queryEvent(void* event) const override { return !event || device().happened(*static_cast<Event*>(event)); }
+  bool queryEvent(void* event) const override {
+    forbidden_in_a_capture("the host asks for an event");
+    return !event || device().happened(*static_cast<Event*>(event));
+  }
   // Every operation takes a millisecond.
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
     auto &a = *static_cast<Event*>(first), &b = *static_cast<Event*>(second);
@@ -143,11 +160,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return static_cast<double>(b.operations - a.operations);
   }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream& stream) const override { device().host_waits(stream.id(), "synchronizeStream"); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    forbidden_in_a_capture("the host waits: synchronizeStream");
+    device().host_waits(stream.id(), "synchronizeStream");
+  }
   void synchronizeEvent(void* event) const override {
+    forbidden_in_a_capture("the host waits: synchronizeEvent");
     if (event) device().host_waits_for(*static_cast<Event*>(event), "synchronizeEvent");
   }
-  void synchronizeDevice(const c10::DeviceIndex) const override { device().host_waits_for_all("synchronizeDevice"); }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    forbidden_in_a_capture("the host waits: synchronizeDevice");
+    device().host_waits_for_all("synchronizeDevice");
+  }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     device().record_stream(static_cast<char*>(data.get()), stream.id());
   }
@@ -181,6 +205,124 @@ at::Tensor as_cpu(const at::Tensor& t) {
   if (!on_device(t)) return t;
   auto options = t.options().device(at::kCPU).requires_grad(false);
   return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), [t](void*) {}, options);
+}
+
+// --- graphs -------------------------------------------------------------------------------------------------------------------
+
+// A tensor on the same memory that does not keep it.
+at::Tensor without_keeping(const at::Tensor& t) {
+  if (!on_device(t)) return t.defined() ? t.clone() : t;
+  const auto& storage = t.storage();
+  c10::DataPtr place(const_cast<void*>(storage.data()), t.device());
+  auto weak = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage.nbytes(), std::move(place), nullptr, false);
+  auto alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(weak)), c10::DispatchKeySet(KEY), t.dtype());
+  alias.unsafeGetTensorImpl()->set_storage_offset(t.storage_offset());
+  alias.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides());
+  return alias;
+}
+
+c10::IValue without_keeping(const c10::IValue& value) {
+  if (value.isTensor()) return without_keeping(value.toTensor());
+  if (value.isTensorList()) {
+    std::vector<at::Tensor> all;
+    for (const at::Tensor& t : value.toTensorVector()) all.push_back(without_keeping(t));
+    return c10::IValue(all);
+  }
+  if (value.isList() && !value.toListRef().empty() && (value.toListRef()[0].isTensor() || value.toListRef()[0].isNone())) {
+    c10::List<std::optional<at::Tensor>> all;
+    for (auto& each : value.toListRef())
+      all.push_back(each.isNone() ? std::nullopt : std::optional<at::Tensor>(without_keeping(each.toTensor())));
+    return c10::IValue(all);
+  }
+  return value;
+}
+
+std::vector<at::Tensor> tensors_in(const c10::IValue& value) {
+  if (value.isTensor()) return {value.toTensor()};
+  if (value.isTensorList()) return value.toTensorVector();
+  std::vector<at::Tensor> all;
+  if (value.isList())
+    for (auto& each : value.toListRef())
+      if (each.isTensor()) all.push_back(each.toTensor());
+  return all;
+}
+
+// An operator that is called again with the same memory, and the memory of what it returned.
+struct Recorded {
+  c10::OperatorHandle op;
+  std::vector<c10::IValue> given, results;
+};
+
+// Operations that were captured and not run, as in a CUDA graph: what it works on it neither keeps nor makes.
+struct Graph {
+  emulated::Pool pool = 0;
+  Stream stream = 0;
+  std::string broken;
+  std::vector<Recorded> recorded;
+  std::map<char*, int64_t> blocks;  // in which memory lay when it was captured
+
+  void record(const c10::OperatorHandle& op, const std::vector<c10::IValue>& given, const std::vector<c10::IValue>& results) {
+    require_the_captured_stream(current_stream);
+    Recorded each{op, {}, {}};
+    for (auto& value : given) each.given.push_back(kept(value));
+    for (auto& value : results) each.results.push_back(kept(value));
+    recorded.push_back(std::move(each));
+  }
+
+  void replay() const {
+    for (auto& [place, number] : blocks)
+      TORCH_CHECK(device().block_number(place) == number, "a graph is replayed on memory that was given back");
+    forbidden_in_a_capture("another graph is replayed");
+    at::AutoDispatchBelowADInplaceOrView below;
+    struct Within {
+      Within() { replays = true; }
+      ~Within() { replays = false; }
+    } within;
+    for (auto& each : recorded) {
+      torch::jit::Stack stack(each.given.begin(), each.given.end());
+      each.op.callBoxed(&stack);
+      for (size_t i = 0; i < each.results.size(); ++i) {
+        auto places = tensors_in(each.results[i]), made = tensors_in(stack[i]);
+        for (size_t k = 0; k < places.size(); ++k)
+          if (places[k].defined() && places[k].numel() && places[k].data_ptr() != made[k].data_ptr()) as_cpu(places[k]).copy_(as_cpu(made[k]));
+      }
+    }
+  }
+
+ private:
+  c10::IValue kept(const c10::IValue& value) {
+    for (auto& t : tensors_in(value))
+      if (on_device(t) && t.numel()) {
+        char* place = static_cast<char*>(t.data_ptr());
+        if (const int64_t number = device().block_number(place)) blocks[place] = number;
+      }
+    return without_keeping(value);
+  }
+};
+
+void forbidden_in_a_capture(const std::string& what) {
+  if (!capture) return;
+  capture->broken = what;
+  TORCH_CHECK(false, "forbidden in a capture: ", what);
+}
+void require_the_captured_stream(Stream stream) {
+  if (capture && stream != capture->stream) forbidden_in_a_capture("something is launched on another stream");
+}
+char* allocate_here(size_t bytes) {
+  return capture ? device().allocate_in(capture->pool, bytes, current_stream) : device().allocate(bytes, current_stream, !replays);
+}
+
+void begin_capture(emulated::Pool pool) {
+  forbidden_in_a_capture("another one begins");
+  capture = std::make_shared<Graph>();
+  capture->pool = pool;
+  capture->stream = current_stream;
+}
+std::shared_ptr<Graph> end_capture() {
+  auto graph = std::exchange(capture, nullptr);
+  TORCH_CHECK(graph, "no capture has begun");
+  TORCH_CHECK(graph->broken.empty(), "the capture was broken: ", graph->broken);
+  return graph;
 }
 
 void require_not_pinned(std::optional<bool> pin) { TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned"); }
@@ -227,8 +369,14 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
   std::vector<Touch> touches;
   if (on_device(self)) touches.push_back({region_of(self), false});
   if (on_device(to)) touches.push_back({region_of(to), true});
-  device().operation("copy_", current_stream, touches);
   const at::Tensor& of_host = on_device(self) ? to : self;
+  if (capture) {
+    if (!on_device(of_host)) forbidden_in_a_capture("something is copied between host and device");
+    static const auto copy = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_copy_from", "");
+    capture->record(copy, {self, to, non_blocking}, {});
+    return to;
+  }
+  device().operation("copy_", current_stream, touches);
   if (!on_device(of_host)) device().before_copy(current_stream, static_cast<char*>(of_host.data_ptr()));
   as_cpu(to).copy_(as_cpu(self));
   if (on_device(of_host)) return to;
@@ -244,6 +392,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
 }
 
 at::Scalar value_of(const at::Tensor& self) {
+  forbidden_in_a_capture("a value was read (item, bool, float)");
   device().operation("item", current_stream, {{region_of(self), false}});
   device().host_waits(current_stream, "a value was read (item, bool, float)");
   return as_cpu(self).item();
@@ -273,8 +422,9 @@ class Call {
   }
 
   void run(const c10::OperatorHandle& op) {
+    if (copies_a_scalar_ || READ_BY_THE_HOST.count(name_)) forbidden_in_a_capture(name_ + " makes the host wait");
     if (copies_a_scalar_) device().host_waits(current_stream, name_ + ": a scalar in host memory is copied to the device");
-    device().operation(name_, current_stream, touches_);
+    if (!capture) device().operation(name_, current_stream, touches_);
     {
       at::AutoDispatchBelowADInplaceOrView below;
       op.callBoxed(&stack_);
@@ -289,6 +439,7 @@ class Call {
     const auto& returns = schema_.returns();
     const size_t begin = stack_.size() - returns.size();
     for (size_t i = 0; i < returns.size(); ++i) stack_[begin + i] = returned(stack_[begin + i], returns[i]);
+    if (capture) capture->record(op, given_, {stack_.begin() + begin, stack_.end()});
   }
 
  private:
@@ -315,7 +466,7 @@ class Call {
       if (is_scalar(given_[i])) stack_[begin + i] = stack_[begin + i].toTensor().to(common);
   }
 
-  void wrote(const at::Tensor& t) { device().operation(name_ + " (result)", current_stream, {{region_of(t), true}}); }
+  void wrote(const at::Tensor& t) { if (!capture) device().operation(name_ + " (result)", current_stream, {{region_of(t), true}}); }
 
   c10::IValue converted(const c10::IValue& value, const c10::Argument& argument) {
     const bool write = argument.alias_info() && argument.alias_info()->isWrite();
@@ -339,6 +490,7 @@ class Call {
     if (!t.defined()) return t;
     if (on_device(t)) {
       touches_.push_back({region_of(t), write});
+      if (write && t.numel() && capture) return copy_of(as_cpu(t));  // it is not run
       if (!write || t.numel()) return as_cpu(t);
       outputs_.emplace_back(t, at::empty({0}, t.options().device(at::kCPU)));  // the kernel may give it a size
       return outputs_.back().second;
@@ -348,6 +500,10 @@ class Call {
       TORCH_CHECK(t.dim() == 0 && TAKES_HOST_SCALARS.count(name_), "Expected all tensors to be on the same device: ", name_,
                   " was given a CPU tensor, argument ", argument);
     return t;
+  }
+
+  static at::Tensor copy_of(const at::Tensor& t) {
+    return at::empty_strided(t.sizes(), t.strides(), t.options()).copy_(t);
   }
 
   c10::IValue returned(const c10::IValue& value, const c10::Argument& result) {
@@ -448,6 +604,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("current_device", [] { return static_cast<int>(current_device); });
   m.def("set_device", [](int device) { current_device = static_cast<c10::DeviceIndex>(device); });
   m.def("capture", [](bool on) { device().capture(on); }, unlocked());
+  py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph")
+      .def("replay", &Graph::replay, unlocked())
+      .def_property_readonly("operations", [](const Graph& graph) { return graph.recorded.size(); });
+  m.def("forbidden_in_a_capture", &forbidden_in_a_capture);
+  m.def("begin_capture", &begin_capture);
+  m.def("end_capture", &end_capture);
+  m.def("drop", [](emulated::Pool pool) { device().drop(pool); }, unlocked());
+  m.def("bytes_of", [](emulated::Pool pool) { return device().bytes_of(pool); }, unlocked());
   m.def("current_stream", [] { return current_stream; });
   m.def("use_stream", [](Stream stream) { return std::exchange(current_stream, stream); });
   m.def("wait_for", [](Stream stream, Stream other) { device().wait(stream, device().record(other)); }, unlocked());

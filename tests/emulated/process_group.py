@@ -159,6 +159,7 @@ class EmulatedNCCL(dist.ProcessGroup):
                 raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
             if not tensor.is_contiguous():
                 raise ValueError("Tensors must be contiguous")
+        core.forbidden_in_a_capture("a message is sent")  # by us: NCCL would take it
         uneven = name == "alltoall"
         self.launched.append(Launched(name, 0 if uneven else sum(x.numel() for x in inputs), inputs[0].dtype))
         self._require_the_same(self.launched[-1])

@@ -24,6 +24,7 @@
 namespace emulated {
 
 using Stream = int64_t;
+using Pool = int64_t;  // the memory of some graphs; 0: no graph's
 using Tick = int64_t;  // the number of an operation on its stream, from 1
 
 constexpr unsigned char UNINITIALIZED = 0xFE;
@@ -97,14 +98,54 @@ class Device {
     captures_ = on;
   }
 
-  char* allocate(size_t bytes, Stream stream) {
+  // `counted`: in what `memory` says.
+  char* allocate(size_t bytes, Stream stream, bool counted = true) {
     Locked lock(*this);
-    char* memory = static_cast<char*>(std::aligned_alloc(512, (bytes / 512 + 1) * 512));
-    std::memset(memory, UNINITIALIZED, bytes);
-    blocks_[memory] = Block{bytes, stream, ++serial_, {}, {}};
-    used_ += bytes;
-    peak_ = std::max(peak_, used_);
+    char* memory = new_memory(bytes, UNINITIALIZED);
+    blocks_[memory] = Block{bytes, stream, ++serial_, {}, {}, counted};
+    count(counted ? bytes : 0);
     return memory;
+  }
+
+  // Memory of graphs, which stays theirs: what is released serves what is captured later. Zeros: a graph is captured without being run, and kernels
+  // that look at positions must find some.
+  char* allocate_in(Pool pool, size_t bytes, Stream stream) {
+    Locked lock(*this);
+    OfGraphs& own = pools_[pool];
+    own.used += bytes;
+    count(std::max<int64_t>(own.used - own.peak, 0));
+    own.peak = std::max(own.peak, own.used);
+    auto found = own.idle.lower_bound(bytes);
+    if (found != own.idle.end()) {
+      char* memory = found->second;
+      own.idle.erase(found);
+      blocks_[memory].bytes = bytes;
+      std::memset(memory, 0, bytes);
+      return memory;
+    }
+    char* memory = new_memory(bytes, 0);
+    blocks_[memory] = Block{bytes, stream, ++serial_, {}, {}, false, pool, bytes};
+    return memory;
+  }
+  // Nobody replays its graphs any more.
+  void drop(Pool pool) {
+    Locked lock(*this);
+    for (auto& [room, memory] : pools_[pool].idle) give_back(memory);
+    count(-pools_[pool].peak);
+    pools_.erase(pool);
+    for (auto& [memory, block] : blocks_)
+      if (block.pool == pool) block.pool = 0;
+  }
+  // The most that was in use at a time, as if parts of any size could be cut from what was released.
+  int64_t bytes_of(Pool pool) {
+    Locked lock(*this);
+    return pools_[pool].peak;
+  }
+  // The number of the block in which this lies; 0: in none.
+  int64_t block_number(char* memory) {
+    Locked lock(*this);
+    Block* block = block_of(memory);
+    return block ? block->number : 0;
   }
 
   // The memory may be given to whatever its stream allocates next: what other streams do with it has to be known to who uses that, or to the
@@ -112,6 +153,12 @@ class Device {
   void release(char* memory) {
     Locked lock(*this);
     auto found = blocks_.find(memory);
+    if (found != blocks_.end() && found->second.pool) {
+      OfGraphs& own = pools_[found->second.pool];
+      own.used -= found->second.bytes;
+      own.idle.emplace(found->second.room, memory);
+      return;
+    }
     if (found != blocks_.end()) {
       Block& block = found->second;
       auto over = [&](const Access& access) {
@@ -120,10 +167,8 @@ class Device {
       auto& accesses = block.accesses;
       accesses.erase(std::remove_if(accesses.begin(), accesses.end(), over), accesses.end());
       if (!accesses.empty()) freed_.push_back({block.stream, ++serial_, std::move(accesses)});
-      used_ -= block.bytes;
-      blocks_.erase(found);
     }
-    std::free(memory);
+    give_back(memory);
   }
 
   void record_stream(char* memory, Stream stream) {
@@ -235,6 +280,13 @@ class Device {
     int64_t number;
     std::set<Stream> recorded;
     std::vector<Access> accesses;
+    bool counted = true;
+    Pool pool = 0;
+    size_t room = 0;
+  };
+  struct OfGraphs {
+    std::multimap<size_t, char*> idle;
+    int64_t used = 0, peak = 0;
   };
   // Memory that went back to the allocator of its stream, and what other streams may still do with it.
   struct Freed {
@@ -280,6 +332,24 @@ class Device {
     std::vector<Kept> garbage_;
   };
 
+  static char* new_memory(size_t bytes, unsigned char filled_with) {
+    char* memory = static_cast<char*>(std::aligned_alloc(512, (bytes / 512 + 1) * 512));
+    std::memset(memory, filled_with, bytes);
+    return memory;
+  }
+  void count(int64_t bytes) {
+    used_ += bytes;
+    peak_ = std::max(peak_, used_);
+  }
+  void give_back(char* memory) {
+    auto found = blocks_.find(memory);
+    if (found != blocks_.end()) {
+      if (found->second.counted) used_ -= found->second.bytes;
+      blocks_.erase(found);
+    }
+    std::free(memory);
+  }
+
   void host_has_waited(Locked& lock, const std::string& why, int64_t since) {
     if (captures_) lock.problem("the host waits in a capture: " + why);
     lock.wait(why, since);
@@ -294,7 +364,7 @@ class Device {
     auto after = blocks_.upper_bound(memory);
     if (after == blocks_.begin()) return nullptr;
     auto& [begin, block] = *--after;
-    return memory < begin + std::max<size_t>(block.bytes, 1) ? &block : nullptr;
+    return memory < begin + std::max<size_t>({block.bytes, block.room, 1}) ? &block : nullptr;
   }
 
   void access(Locked& lock, Access now) {
@@ -391,6 +461,7 @@ class Device {
   std::map<Stream, Clock> clocks_;
   Clock host_;  // what the host has waited for
   std::map<char*, Block> blocks_;
+  std::map<Pool, OfGraphs> pools_;
   std::vector<Freed> freed_;
   std::vector<Message> messages_;
   std::vector<Copy> copies_;

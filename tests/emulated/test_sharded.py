@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 
 if "RANK" in os.environ:
     from tests.emulated.device import DEVICE, core, stream, watched
+    from tests.emulated.graphs import with_graphs
     from tests.emulated.process_group import BACKEND, EmulatedNCCL
 
 WIDTHS = (40, 37, 36, 20)
@@ -81,7 +82,9 @@ def fsdp_on_emulated_streams():
         core.set_device(0)
 
 
-def trained(replicas, shards, device, after_step=lambda step: None, defaults=nullcontext, **options):
+def trained(
+    replicas, shards, device, after_step=lambda step: None, defaults=nullcontext, *, steps=4, replay=False, **options
+):
     replicas_on = "cpu" if "offload_policy" in options else device.type
     meshes = [
         DeviceMesh.from_group(group, on, mesh_dim_names=(name,))
@@ -92,10 +95,11 @@ def trained(replicas, shards, device, after_step=lambda step: None, defaults=nul
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=meshes[1], **options)
     fully_shard(model, mesh=meshes[1], **options)
-    generators = [torch.Generator().manual_seed(10 * step + dist.get_rank()) for step in range(4)]
+    generators = [torch.Generator().manual_seed(10 * step + dist.get_rank()) for step in range(steps)]
     batches = [torch.randn(8, 40, generator=generator).to(device) for generator in generators]
     with defaults():
         handle = compress_replicas(model, PowerSGD(rank=2), meshes[0], message_bytes=0)
+        handle.replay = replay
         for step, x in enumerate(batches):
             model.zero_grad()
             model(x).square().mean().backward()
@@ -111,6 +115,24 @@ POLICIES = {
     "mixed precision": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
     "offloaded": {"offload_policy": CPUOffloadPolicy()},
 }
+
+
+@cases.case
+def test_replays_have_the_bits_of_eager_steps(world):
+    """Gradients may lie elsewhere in each step: then it is eager."""
+
+    def weights(replay):
+        replicas = [dist.new_group([r, r + SHARDS], backend=BACKEND) for r in range(SHARDS)]
+        shards = [dist.new_group([SHARDS * r, SHARDS * r + 1], backend=BACKEND) for r in range(world.size // SHARDS)]
+        own = replicas[world.rank % SHARDS], shards[world.rank // SHARDS]
+        model, handle = trained(*own, DEVICE, steps=12, replay=replay)
+        return [p.detach().to_local().cpu() for p in model.parameters()], handle.stats()
+
+    with fsdp_on_emulated_streams():
+        with_graphs()
+        (eager, sent), (replayed, also) = weights(False), weights(True)
+    assert same_bits(eager, replayed)
+    assert sent == also
 
 
 @cases.each(POLICIES)

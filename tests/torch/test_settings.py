@@ -120,13 +120,13 @@ def test_what_has_left_goes_by_what_was_said_then(alone):
 def test_it_survives_reconfigure_as_everything_that_a_loop_sets_does():
     ddp, handle = hooked(mlp(40, 36, 32), Weighted(Scaling()))
     handle.set(scale=0.5)
-    handle.weight = 2.0
+    handle.weight, handle.replay = 2.0, True
     handle.reconfigure(replace(Weighted(Scaling()), algorithm=Scaling(default=2.0)))
     trace = train(ddp, LOSS, 1)
     assert same_bits(trace.given[0], {n: g * 0.5 for n, g in trace.local[0].items()})
-    assert handle.weight == 2.0
+    assert (handle.weight, handle.replay) == (2.0, True)
     # What is new here has to be looked at above.
-    assert [name for name, x in vars(Handle).items() if getattr(x, "fset", None)] == ["weight"]
+    assert [name for name, x in vars(Handle).items() if getattr(x, "fset", None)] == ["weight", "replay"]
     handle.reconfigure(Weighted(AllReduce()))
     with pytest.raises(ValueError, match="does not ask for scale; it asks for no setting"):
         handle.set(scale=0.5)

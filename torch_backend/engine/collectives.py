@@ -27,11 +27,11 @@ from gradwire.core.protocol.local_requests import LocalNorm, ReplicaIndex, World
 from gradwire.core.protocol.programs import Program, Request, cannot_answer
 from gradwire.core.protocol.reductions import Reduce, SumScalar
 from gradwire.torch_backend.engine.groups.gloo_exit import last_messages
+from gradwire.torch_backend.engine.groups.joined_rows import averaged, columns, rows_by_dtype
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
 from gradwire.torch_backend.engine.host_scalars import Foreseen
-from gradwire.torch_backend.engine.joined_rows import averaged, columns, rows_by_dtype
 from gradwire.torch_backend.engine.questions import Arrived, Asked, Question
 from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.monitor.timers import Moment
@@ -63,17 +63,26 @@ class Pending:
     nbytes: int = 0
     launched: Moment = None
     groups: Groups | None = None
-    #: What to ask where the others are.
+    #: What to ask where the others are; and what they are told of it, in words.
     whereabouts: Whereabouts | None = None
+    said: str = ""
+    #: Of `Sent`, what it counts each time that it is sent, where that is noted.
+    counts: tuple[int, ...] = ()
+    #: There is work for the time of waiting.
+    busy = False
 
     def wait(self, times: StepTimes | None = None) -> tuple[Tensor, ...]:
         """The answers. On the CPU this blocks until they are there; on CUDA only the current stream waits. Notes how long."""
         self.meanwhile()
+        self.arrive(times)
+        return self.unpacked()
+
+    def arrive(self, times: StepTimes | None) -> None:
+        """Wait for all messages."""
         start = None if times is None else times.now()
         self.settle()
         if times is not None:
             times.waited(self.nbytes, self.launched, start)
-        return self.unpacked()
 
     def meanwhile(self) -> None:
         """The work that was meant for the time of waiting."""
@@ -98,6 +107,16 @@ class Pending:
         return self._unpacked()
 
 
+def at_once(launch: Callable[..., list[Any]], *args: Any) -> list[Any]:
+    """Launch messages: what to wait for."""
+    return launch(*args)
+
+
+def all_reduce(flat: Tensor, op: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Begin to reduce a vector over the ranks of a group."""
+    return [dist.all_reduce(flat, op, group=group, async_op=True)]
+
+
 @dataclass(slots=True)
 class Message:
     """Some arrays of one dtype on their way."""
@@ -114,9 +133,17 @@ class Reducing(Pending):
     in memory and are donated travel from where they are. `divided`: they have been multiplied by `share` already."""
 
     def __init__(
-        self, request: Reduce[Tensor], group: dist.ProcessGroup, buffers: Scratch, *, divided: bool = False
+        self,
+        request: Reduce[Tensor],
+        group: dist.ProcessGroup,
+        buffers: Scratch,
+        send: Callable[..., list[Any]] | None = None,
+        *,
+        divided: bool = False,
     ) -> None:
         self.request = request
+        self.busy = bool(request.overlap)
+        self._send = send or at_once
         self._divides = request.op == "mean" and not divided
         self._shapes = [x.shape for x in request.arrays]
         sizes = [shape.numel() for shape in self._shapes]
@@ -153,7 +180,7 @@ class Reducing(Pending):
             torch.cat([x if len(s) == 1 else x.reshape(-1) for x, s in zip(arrays, shapes, strict=True)], out=flat)
         if self._divides:
             flat.mul_(share(group, flat.dtype))
-        work = dist.all_reduce(flat, ALL_REDUCES[self.request.op], group=group, async_op=True)
+        (work,) = self._send(all_reduce, flat, ALL_REDUCES[self.request.op], group)
         if flat.is_cpu:
             last_messages.append(work)
         return Message(indices, sizes, flat, in_place, work)
@@ -190,6 +217,7 @@ class Collectives:
         beside: who knows both of the messages of these, too; None: these do.
         whereabouts: of the ranks; None where nobody keeps them.
         levels: of the algorithm, for what leaves a node; None: it has one.
+        send: launches messages: a function of these arguments that gives what to wait for.
     """
 
     def __init__(self, groups: ProcessGroups, ops: TorchOps, *, divided: bool = False) -> None:
@@ -203,6 +231,7 @@ class Collectives:
         self.beside: Collectives | None = None
         self.whereabouts: Whereabouts | None = None
         self.levels: TwoLevel | None = None
+        self.send: Callable[..., list[Any]] = at_once
         self._divided = divided
         self._exchanges: dict[Groups | None, Exchange] = {}
 
@@ -218,13 +247,18 @@ class Collectives:
             if isinstance(answer, Pending):
                 answer.launched, answer.nbytes = launched, self.sent.nbytes - before
                 answer.groups, answer.whereabouts = request.groups, self.whereabouts
-                known = self.beside or self
-                known.last = f"{type(request).__name__} of {answer.nbytes} bytes"
-                known.asked = crc32(known.last.encode(), known.asked)
+                answer.said = f"{type(request).__name__} of {answer.nbytes} bytes"
+                self.note(answer.said)
             return answer
         if isinstance(request, Request) and request.local:
             return request.answer()
         raise cannot_answer("the torch driver", request)
+
+    def note(self, said: str) -> None:
+        """That this has been asked for."""
+        known = self.beside or self
+        known.last = said
+        known.asked = crc32(said.encode(), known.asked)
 
     def sum_of(self, scalars: Sequence[Tensor]) -> Tensor:
         """The sum of these, over all replicas: one message."""
@@ -235,7 +269,7 @@ class Collectives:
 
     def _reduce(self, request: Reduce[Tensor]) -> Pending:
         group = self.groups.whole if request.groups is None else self.groups[request.groups]
-        pending = Reducing(request, group, self.scratch, divided=self._divided)
+        pending = Reducing(request, group, self.scratch, self.send, divided=self._divided)
         for message in pending.messages:
             elements = message.flat.numel()
             self._count(elements, elements * message.flat.element_size())
@@ -248,7 +282,7 @@ class Collectives:
             widths = [row.shape[1] for row in rows]
             whole = self.scratch.take((exchange.size, sum(widths)), rows[0])
             torch.cat(rows, dim=1, out=whole[exchange.rank : exchange.rank + 1])
-            works += exchange.gather(whole.view(-1), [sum(widths)] * exchange.size)
+            works += self.send(exchange.gather, whole.view(-1), [sum(widths)] * exchange.size)
             received.append((indices, widths, whole))
         self._count_halves([whole for *_, whole in received])
         shapes = [(exchange.size, *x.shape) for x in request.arrays]
@@ -269,9 +303,8 @@ class Collectives:
                 given = self.scratch.take((sum(row.numel() for row in rows),), given)
                 torch.cat([piece[r] for r in range(size) for piece in pieces], out=given)
             arrives = self.scratch.take((size, sum(widths)), given)
-            works += exchange.swap(
-                given, [sum(own) for own in zip(*counts, strict=True)], arrives.view(-1), [sum(widths)] * size
-            )
+            leaves = [sum(own) for own in zip(*counts, strict=True)]
+            works += self.send(exchange.swap, given, leaves, arrives.view(-1), [sum(widths)] * size)
             sent.append(given)
             received.append((indices, widths, arrives))
         self._count_halves(sent)
@@ -295,14 +328,14 @@ class Collectives:
                 counts = tuple(0 if owner in chained else n for owner, n in enumerate(counts))
                 x = torch.cat([part for owner, part in enumerate(split) if owner not in chained])
             if exchange.native:
-                works += exchange.sum_for_owners(x.mul_(share(exchange.group, x.dtype)), counts)
+                works += self.send(exchange.sum_for_owners, x.mul_(share(exchange.group, x.dtype)), counts)
             elif x.numel():
                 n = [counts[exchange.rank]] * exchange.size
                 if exchange.direct:
                     n[exchange.rank] = 0
                 # In nodes all are on their way at once, and memory is used again. A sharded optimizer has a few at a time, and gives them back.
                 received = x.new_empty(sum(n)) if request.groups is None else self.scratch.take((sum(n),), x)
-                works += exchange.swap(x, counts, received, n)
+                works += self.send(exchange.swap, x, counts, received, n)
                 others = torch.split(received, n)
                 addends = [part for r, part in enumerate(others) if r != exchange.rank and part.numel()]
             parts.append((own, addends))
@@ -316,7 +349,7 @@ class Collectives:
             own = torch.split(whole, list(counts))[exchange.rank]
             if x.numel() and own.data_ptr() != x.data_ptr():
                 own.copy_(x)
-            works += exchange.gather(whole, counts)
+            works += self.send(exchange.gather, whole, counts)
             self._count_half(whole)
             gathered.append(whole)
         return Pending(works, request.arrays[0], lambda: tuple(gathered))

@@ -1,13 +1,23 @@
-"""CUDA graphs: what may be captured (`torch.cuda.graph`), and what is refused because a graph repeats kernels and not Python.
+"""CUDA graphs: what a user may capture (`torch.cuda.graph`), and what is refused because a graph repeats kernels and not Python; and graphs of our own.
 
 A captured step is replayed with the memory it was captured with: gradients, error and factors, all updated in place. What the host knows stands
 still: the number of the step, a schedule, the loss scale, which parameters took part. A step that rests on any of it would go on with what was
 true at capture, unnoticed; so it is refused in the first captured backward pass.
+
+What lies between two messages of a step is captured and replayed by the engine itself (`gradwire.torch_backend.engine.replays`), which knows when the host
+would decide something else:
+
+    graphs = graphs_for(device)              # None: the device has none, as the CPU
+    with graphs.capture() as graph:
+        ...                                  # launched, and not run
+    graph.replay()
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, Protocol
 
 import torch
 
@@ -70,3 +80,65 @@ def require_capturable(
             f"{algorithm!r} does something else in each step, by the step's number (warm_start=False draws a matrix anew), and a CUDA graph "
             "repeats one. Use warm_start=True, or do not capture the backward pass"
         )
+
+
+class Graph(Protocol):
+    """Work that has been captured."""
+
+    def replay(self) -> None:
+        """Launch it on the current stream, on the memory it was captured with."""
+
+
+class Graphs(Protocol):
+    """The graphs of one owner on one device, which share one pool of memory and are never at work at the same time."""
+
+    def capture(self) -> AbstractContextManager[Graph]:
+        """What is launched within is captured and not run. Raises RuntimeError where that cannot be."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the pool."""
+
+
+class CudaGraphs:
+    """`Graphs` on CUDA. A capture may begin in autograd's thread while a watchdog asks for events in another, so it minds its own thread alone; and it is not
+    `torch.cuda.graph`, which waits for the device, collects garbage and empties caches.
+
+    Args:
+        device: where the work is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        # The default stream cannot be captured.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                yield graph
+            except BaseException:
+                with suppress(RuntimeError):  # the stream is let go, and the first error is the one to tell
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+
+    @property
+    def nbytes(self) -> int:
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(
+            each["total_size"] for each in segments if tuple(each.get("segment_pool_id", ())) == tuple(self._pool)
+        )
+
+
+#: What makes the graphs of a device, by its type.
+MAKERS: dict[str, Callable[[torch.device], Graphs]] = {"cuda": CudaGraphs}
+
+
+def graphs_for(device: torch.device) -> Graphs | None:
+    """Graphs for one owner; None where there are none."""
+    make = MAKERS.get(device.type)
+    return None if make is None else make(device)

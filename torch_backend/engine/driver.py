@@ -6,6 +6,7 @@ What happens in a step is in `gradwire.torch_backend.engine.step`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import capturable
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
+from gradwire.torch_backend.engine.replays import Replays
 from gradwire.torch_backend.engine.scheduler import Running, Step
 from gradwire.torch_backend.engine.step import GradientStep
 from gradwire.torch_backend.monitor.fidelity import Measurement
@@ -95,6 +97,7 @@ class Driver(GradientStep):
         self.skipped = SkippedSteps(repr(algorithm), device, rank, seen_by_host=knows)
         times = self.collectives.times
         self.watch = Watcher(repr(algorithm), algorithm.start_step, times, self.process_group, skipped=self.skipped)
+        self.replays = Replays(self, near)
 
     def _placement(self) -> Replicated:
         """Of the memory."""
@@ -112,7 +115,8 @@ class Driver(GradientStep):
     def stats(self) -> Stats:
         """Totals so far. On CUDA this waits for the device."""
         skipped = int(self.skipped.count)  # first: the times are of what the device has finished
-        return self.watch.stats(self.memory.steps, skipped, self.memory.sent)
+        found = self.watch.stats(self.memory.steps, skipped, self.memory.sent)
+        return replace(found, replayed_steps=self.replays.replayed, graph_bytes=self.replays.nbytes)
 
     def measure(self) -> Measurement:
         """Compare steps with a full average, from the next one on until `measurement` is None again. Every rank calls this."""
@@ -147,6 +151,7 @@ class Driver(GradientStep):
         self.weight.copy_(other.weight)
         self.settings.continue_from(other.settings)
         self.dense_elements = other.dense_elements
+        self.replays.wanted = other.replays.wanted
         self.watch.continue_from(other.watch)
         return difference
 

@@ -139,7 +139,10 @@ class Step:
 
     def start(self, program: Program[T]) -> Running[T]:
         """Run a program until it waits for others."""
-        running = Running(self, program)
+        return self.run(Running(self, program))
+
+    def run(self, running: Running[T]) -> Running[T]:
+        """The same, of a program of this step that has not begun."""
         self.programs.append(running)
         running.advance(None)
         self._receive_earlier(self.programs)
@@ -168,6 +171,10 @@ class Step:
     def watch(self, x: Tensor) -> None:
         """Note whether what has arrived is finite."""
         self._watched.append(self.collectives.ops.all_finite(x if x.itemsize > 1 else x.half()))
+
+    def note(self, flags: Sequence[Tensor]) -> None:
+        """That all these are to be true, as what is watched is to be finite."""
+        self._watched += flags
 
     def finite(self) -> Tensor | None:
         """Whether all was, that was watched: a boolean scalar; None if nothing was."""

@@ -10,7 +10,8 @@
     report      whoever watches is told, by one event
 
 `GradientStep.add` is that list. What a training may do without is a step that is there or not, and costs nothing where it is not: a loss scale to follow, weights of
-replicas, unused parameters, a step that is discarded, a comparison with the full average, a capture by a CUDA graph, a profiler that looks on.
+replicas, unused parameters, a step that is discarded, a comparison with the full average, a capture by a CUDA graph, a profiler that looks on; and a group whose
+program is replayed (`gradwire.torch_backend.engine.replays`).
 
 Nothing here is launched from a callback. A group's first message goes out when the group is complete; everything after it happens when the last gradients have
 arrived, group by group, round by round; but with two levels a group goes on between nodes when the next one is complete. So the order of collectives is a function of
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +31,13 @@ from torch import Tensor
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import DryRun
+from gradwire.core.protocol.programs import Program
 from gradwire.core.protocol.settings import told
 from gradwire.torch_backend.engine.collectives import Collectives
-from gradwire.torch_backend.engine.cuda_graphs import capturing, refuse_capture, require_capturable
+from gradwire.torch_backend.engine.cuda_graphs import Graph, capturing, refuse_capture, require_capturable
 from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.engine.groups.same_state import require_same_state
+from gradwire.torch_backend.engine.replays import Replays, addresses
 from gradwire.torch_backend.engine.scheduler import Running, Step
 from gradwire.torch_backend.engine.unused_parameters import Usage
 from gradwire.torch_backend.monitor.fidelity import Measurement
@@ -45,7 +49,7 @@ from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
 from gradwire.torch_backend.state.memory import Memory
 from gradwire.torch_backend.state.settings import Settings
-from gradwire.torch_backend.torch_internals import foreach_copy_, profiler_runs
+from gradwire.torch_backend.torch_internals import foreach_copy_, operations_are_watched, profiler_runs
 
 #: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
 MESSAGE_BYTES = 1 << 20
@@ -60,11 +64,12 @@ UNWATCHED: AbstractContextManager[object] = nullcontext()
 
 @dataclass(slots=True)
 class Group:
-    """Some gradients of a step, and the program that averages them."""
+    """Some gradients of a step, and the program that averages them. `ending`: what is replayed for its end."""
 
     gradients: dict[str, Tensor]
     running: Running[tuple[dict[str, Tensor], State[Tensor]]]
     usage: Usage | None
+    ending: Graph | None = None
 
 
 class GradientStep:
@@ -83,6 +88,7 @@ class GradientStep:
         measurement: while it is there, it compares each step with a full average. There on all ranks, or on none.
         discarding: while it is true, steps leave no trace in the memory and are not counted. Equal on all ranks.
         obstacle: why this rank cannot take the first step, where no registration has told the others; "" if it can.
+        replays: steps of it that are replayed.
         dense_elements: of all gradients that came to this driver, and to those it has continued from.
     """
 
@@ -103,6 +109,7 @@ class GradientStep:
     obstacle = ""
     dense_elements = 0
 
+    replays: Replays
     _dry: DryRun
     _programs: Step
     _meeting: Meeting
@@ -149,6 +156,8 @@ class GradientStep:
             self.watch.times.worked(start)
         if last:
             self._report()
+            if self.replays.wanted:
+                self.replays.end()
 
     # --- begin
 
@@ -170,6 +179,14 @@ class GradientStep:
             self.watch.begin()
         if self.memory.scale.scaler is not None and not self.discarding:
             self._follow_scale()
+        if self.replays.wanted:
+            self.replays.begin(self._may_be_replayed(usage))
+
+    def _may_be_replayed(self, usage: bool) -> bool:
+        """Whether the host decides nothing in this step but what is in a key of `Replays`, and nobody looks at single operations."""
+        decides = usage or self.discarding or self.measurement is not None or self.memory.scale.scaler is not None
+        dense = self.divided or self.memory.steps < self.algorithm.start_step
+        return not (self._captured or decides or dense or operations_are_watched())
 
     def _clear(self) -> None:
         self._programs.begin()
@@ -197,7 +214,13 @@ class GradientStep:
         if self.divided:  # nothing is computed, so nothing has to be kept from the user's settings
             yield
             return
-        with torch.no_grad(), plain_arithmetic(self.ops.device), self.ops.scratch(self.collectives.scratch):
+        with self.arithmetic(self.collectives.scratch):
+            yield
+
+    @contextmanager
+    def arithmetic(self, scratch: Scratch) -> Iterator[None]:
+        """Within, what is computed is the algorithm's, and not the user's; with this memory to work in."""
+        with torch.no_grad(), plain_arithmetic(self.ops.device), self.ops.scratch(scratch):
             yield
 
     # --- take, group
@@ -238,11 +261,10 @@ class GradientStep:
             return
         gradients, self._open, self._open_payload = self._open, {}, 0
         with self._span("send"):
-            # A gradient in channels_last strides is taken in its logical order, so that memory means the same on every backend.
-            # In the order of the model where there is memory, not of arrival: then a model that is one group sums in the same order before and
-            # after buckets are rebuilt, and a run that is resumed has the same bits on any number of ranks.
-            order = [name for name in self.specs if name in gradients] if self._remembered else gradients
-            donated = {name: gradients[name].contiguous() for name in order}
+            if self.replays.wanted and (replayed := self.replays.start(self._programs, gradients)) is not None:
+                self._groups.append(Group(gradients, *replayed))
+                return
+            donated = self._donated(gradients)
             state = self.memory.state.of(donated)
             if self.discarding:
                 state = self._to_be_dropped(state)
@@ -251,12 +273,39 @@ class GradientStep:
                 self.measurement.take(donated, state.tensors)
             if self.skipped.examines and not self.discarding and not self._captured:
                 self.skipped.examine(donated)
-            weight = (self.weight,) if self.weighted else ()
-            program = self.algorithm.step(self.ops, donated, state, self.memory.steps, *weight)
-            if self.settings:
-                program = told(program, self.settings)
+            program = self._program(donated, state, self.memory.steps)
             running = self._programs.start(program if usage is None else usage.sent_with(program))
             self._groups.append(Group(gradients, running, usage))
+
+    def _donated(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # A gradient in channels_last strides is taken in its logical order, so that memory means the same on every backend.
+        # In the order of the model where there is memory, not of arrival: then a model that is one group sums in the same order before and
+        # after buckets are rebuilt, and a run that is resumed has the same bits on any number of ranks.
+        order = [name for name in self.specs if name in gradients] if self._remembered else gradients
+        return {name: gradients[name].contiguous() for name in order}
+
+    def _program(
+        self, donated: dict[str, Tensor], state: State[Tensor], number: Any
+    ) -> Program[tuple[dict[str, Tensor], State[Tensor]]]:
+        weight = (self.weight,) if self.weighted else ()
+        program = self.algorithm.step(self.ops, donated, state, number, *weight)
+        return told(program, self.settings) if self.settings else program
+
+    def program_of(
+        self, gradients: Mapping[str, Tensor], number: Any
+    ) -> Program[tuple[dict[str, Tensor], State[Tensor]]]:
+        """The program of a group, in a step that leaves its traces and in which all parameters take part."""
+        donated = self._donated(gradients)
+        return self._program(donated, self.memory.state.of(donated), number)
+
+    def end_of(self, gradients: Mapping[str, Tensor], result: tuple[dict[str, Tensor], State[Tensor]]) -> None:
+        """Launch what a group's end is: memory, and averages over its gradients. Raises RuntimeError if memory would lie elsewhere from now on."""
+        memory = self.memory.state
+        after = State(dict(memory.shared), {name: dict(own) for name, own in memory.tensors.items()}, memory.model)
+        keep(result[1], after)
+        if addresses(after) != addresses(memory):
+            raise RuntimeError(f"memory of {self.algorithm!r} lies elsewhere after a step")
+        write_over(gradients, result[0])
 
     def _usage_of(self, state: State[Tensor], order: Collection[str]) -> Usage | None:
         """What this rank did not use of a group, to be told with its first message."""
@@ -288,6 +337,9 @@ class GradientStep:
                 self.memory.state.shared[key].copy_(x)
             return
         for group in self._groups:
+            if group.ending is not None:
+                group.ending.replay()
+                continue
             state = group.running.result[1]
             if group.usage is not None:
                 group.usage.keep_unused(state, self.memory.state)
@@ -308,19 +360,9 @@ class GradientStep:
     def _hand_over(self) -> None:
         """Write averages over gradients; after the memory, which may be what is now written over."""
         for group in self._groups:
-            averages = group.running.result[0]
             self._count_dense(group.gradients)
-            given: list[Tensor] = []
-            averaged: list[Tensor] = []
-            for name, gradient in group.gradients.items():
-                average = averages[name]
-                if average is not gradient and (
-                    average.data_ptr() != gradient.data_ptr() or average.stride() != gradient.stride()
-                ):
-                    given.append(gradient)
-                    averaged.append(average)
-            if given:
-                foreach_copy_(given, averaged)
+            if group.ending is None:
+                write_over(group.gradients, group.running.result[0])
         if self.measurement is not None:
             gradients = {name: x for group in self._groups for name, x in group.gradients.items()}
             self.measurement.compare(gradients, self.memory.steps)
@@ -347,6 +389,21 @@ class GradientStep:
     def _span(self, part: str) -> AbstractContextManager[object]:
         """A range in torch's profiler, while one runs."""
         return span(self.algorithm, part) if profiler_runs() else UNWATCHED
+
+
+def write_over(gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> None:
+    """Write averages over gradients, where they do not lie there already."""
+    given: list[Tensor] = []
+    averaged: list[Tensor] = []
+    for name, gradient in gradients.items():
+        average = averages[name]
+        if average is not gradient and (
+            average.data_ptr() != gradient.data_ptr() or average.stride() != gradient.stride()
+        ):
+            given.append(gradient)
+            averaged.append(average)
+    if given:
+        foreach_copy_(given, averaged)
 
 
 def keep(after: State[Tensor], memory: State[Tensor]) -> None:

@@ -79,8 +79,10 @@ class Stats:
             In units of gradients, without the scale of a loss scaler.
         skipped_averages: of local SGD with outer parameters, averages in which some replica's difference held inf or NaN, so that all went back to the outer
             parameters of that fragment.
+        replayed_steps: of this algorithm on this rank, as CUDA graphs of what lies between two messages; see `Handle.replay`.
+        graph_bytes: memory of those graphs, in which eager steps would work as well.
 
-    Two of them are equal if all but the times is. Times are 0.0 where none has been noted: before there were two steps, and under a CUDA graph.
+    Two of them are equal if all but the times is, and how much was replayed. Times are 0.0 where none has been noted: before there were two steps, and under a CUDA graph.
     """
 
     steps: int
@@ -95,6 +97,8 @@ class Stats:
     within_bytes: int = 0
     between_bytes: int | None = None
     skipped_averages: int = 0
+    replayed_steps: int = field(default=0, compare=False)
+    graph_bytes: int = field(default=0, compare=False)
 
     @classmethod
     def of(

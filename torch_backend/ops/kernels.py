@@ -65,6 +65,7 @@ class TorchOps(Ops[Tensor]):
         self._host_knows = device.type == "cpu"
         self.fused = TorchFused(self) if available(device) else None
         self._constants: dict[Hashable, Tensor] = {}
+        self._captured = False
         self._scratch: Scratch | Stack | None = None
         self._stack = Stack()
         self._work = torch.empty(0, dtype=torch.float64, device=device)
@@ -82,6 +83,10 @@ class TorchOps(Ops[Tensor]):
         return self._on_device(torch.tensor(values, dtype=dtype, device="cpu"))
 
     def _on_device(self, numbers: Tensor) -> Tensor:
+        if self._captured:
+            raise RuntimeError(
+                "numbers of the host are put on the device, which a graph would read again where they no longer are"
+            )
         # From pinned memory, since for other memory the host waits until the device has it.
         return numbers if self.device.type == "cpu" else numbers.pin_memory().to(self.device, non_blocking=True)
 
@@ -714,6 +719,16 @@ class TorchOps(Ops[Tensor]):
             with self.scratch(None):  # it stays
                 self._constants[key] = make()
         return self._constants[key]
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Within, what is launched goes into graphs. Constants that are made are theirs: afterwards nobody else knows them. RuntimeError is raised where
+        numbers of the host would be put on the device."""
+        before, self._constants, self._captured = self._constants, dict(self._constants), True
+        try:
+            yield
+        finally:
+            self._constants, self._captured = before, False
 
     @contextmanager
     def scratch(self, memory: Scratch | Stack | None) -> Iterator[None]:

@@ -36,6 +36,12 @@ class Scratch:
         #: For what one call takes and gives back.
         self.brief = Stack(spare=0)
 
+    def another(self) -> Scratch:
+        """One of which nothing is taken, and whose brief memory is as large as this one's from the beginning."""
+        made = Scratch()
+        made.brief = Stack(spare=0, room=self.brief.room)
+        return made
+
     def rewind(self) -> None:
         """Begin a step: everything handed out before may be handed out again."""
         self._step += 1
@@ -62,13 +68,16 @@ class Stack:
 
     Args:
         spare: how much more memory is taken than is needed at first, in parts of that.
+        room: bytes that are taken at first, or more.
 
     Attributes:
         taken: bytes in use. Set back to what it was, it gives back what was taken since.
+        room: bytes that there are, or were asked for.
     """
 
-    def __init__(self, spare: float = 1) -> None:
+    def __init__(self, spare: float = 1, room: int = 0) -> None:
         self.taken = 0
+        self.room = room
         self._spare = 1 + spare
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._tensors: dict[tuple[int, tuple[int, ...], torch.dtype], tuple[int, Tensor]] = {}
@@ -85,7 +94,8 @@ class Stack:
         """Where the next tensor begins, and this one."""
         end = start + math.prod(shape) * dtype.itemsize
         if end > self._bytes.numel():  # what was taken before keeps the memory that it has
-            self._bytes = torch.empty(int(self._spare * end), dtype=torch.uint8, device=device)
+            self.room = max(self.room, int(self._spare * end))
+            self._bytes = torch.empty(self.room, dtype=torch.uint8, device=device)
             self._tensors.clear()
         return -(-end // 64) * 64, self._bytes[start:end].view(dtype).view(shape)
 

@@ -89,6 +89,21 @@ class Handle:
         number = counted_weight(weight, self.algorithm, weighted=self._driver.weighted, instead=instead)
         self._driver.weight.fill_(number)
 
+    @property
+    def replay(self) -> bool:
+        """Whether steps are replayed as CUDA graphs of what lies between two messages, where the host decides the same in each of them.
+
+            handle = register_comm_hook(ddp, PowerSGD(rank=4))
+            handle.replay = True
+
+        To be set between steps, on some ranks or on all: messages and bits are the same. On the CPU it changes nothing. See docs/performance.md.
+        """
+        return self._driver.replays.wanted
+
+    @replay.setter
+    def replay(self, wanted: bool) -> None:
+        self._driver.replays.wanted = bool(wanted)
+
     def set(self, **settings: float) -> None:
         """Tell the algorithm something of its next steps, until it is told otherwise: what it asks for with `await setting(ops, name, default)`.
 
