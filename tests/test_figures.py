@@ -107,6 +107,26 @@ def test_intervals_of_the_frontier_are_students(monkeypatch: pytest.MonkeyPatch)
         assert abs(reading.upper_bound(drawn[:n].tolist()) - right) < 1e-3 * error
 
 
+def test_no_page_recommends_a_row_that_another_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("examples", "benchmarks"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    reading = importlib.import_module("frontier.reading")
+
+    def row(name: str, sent: int, *losses: float) -> dict[str, Any]:
+        of = {"loss": sum(losses) / len(losses), "losses": {"torch": losses}}
+        return {"name": name, "bytes_per_step": sent, "lengths": {"9": of}}
+
+    rows = [row("a", 9, 1.0, 1.1), row("b", 5, 0.9, 0.99), row("c", 4, 0.9, 1.2), row("d, Muon", 1, 0.1, 0.1)]
+    names = [better and better["name"] for better in (reading.dominating(each, rows, 9) for each in rows)]
+    assert names == ["b", None, None, None]
+    steps, methods = reading.longest(reading.timed(results("frontier")["methods"]))
+    for link in reading.dense(methods)["wire_seconds"]:
+        for within in (reading.AS_GOOD, reading.NEARLY):
+            assert reading.dominating(reading.best(methods, link, steps, within), methods, steps) is None
+    headlined = ("int8", "PowerSGD 16, int8", "dense")
+    assert all(reading.dominating(m, methods, steps) is None for m in methods if m["name"] in headlined)
+
+
 def test_the_page_shows_what_a_gpu_took(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     pages, found = importlib.import_module("gpu.pages"), results("gpu")

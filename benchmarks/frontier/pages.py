@@ -24,6 +24,7 @@ from frontier.reading import (
     apart,
     best,
     dense,
+    dominating,
     excess,
     excesses,
     lengths,
@@ -106,7 +107,10 @@ def _table(methods: Sequence[Row]) -> str:
 
     def trained(m: Row) -> list[tuple[str, str]]:
         """Heads of columns, and what is below them."""
-        return [("", m["name"]), *(cell for steps in lengths(methods) for cell in at(m, steps).items())]
+        steps, of = longest(methods)
+        better = dominating(m, of, steps) if m in of else None
+        cells = [cell for steps in lengths(methods) for cell in at(m, steps).items()]
+        return [("", m["name"]), *cells, ("beaten by", better["name"] if better else "")]
 
     def sent(m: Row) -> list[tuple[str, str]]:
         return [

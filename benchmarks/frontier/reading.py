@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from frontier.subjects import MUON
+
 #: A loss that is so much higher than that of dense averages, as a part of it, passes for as good; and what somebody in a hurry may give for time.
 AS_GOOD, NEARLY = 0.005, 0.02
 #: A step that is not so many times faster than that of dense averages is no reason to change them.
@@ -52,6 +54,23 @@ def upper_bound(parts: Sequence[float]) -> float:
     """Below which the mean is with 90 % confidence (one-sided, Student's t), of the differences of two to eight seeds."""
     error = statistics.stdev(parts) / math.sqrt(len(parts))
     return statistics.mean(parts) + T_90[len(parts) - 2] * error
+
+
+def dominating(method: Row, methods: Sequence[Row], steps: int) -> Row | None:
+    """A method that sends less and ends lower, by the same optimizer and both beyond doubt: with 90 % confidence of differences that are paired by seed. Of several that
+    which ends lowest; None: there is none."""
+
+    def ends_lower(other: Row) -> bool:
+        theirs, mine = (m["lengths"][str(steps)]["losses"]["torch"] for m in (other, method))
+        parts = [a / b - 1 for a, b in zip(theirs, mine, strict=False)]
+        return len(parts) > 1 and upper_bound(parts) < 0
+
+    def like(other: Row) -> bool:
+        return bool(other["name"].endswith(MUON) == method["name"].endswith(MUON))
+
+    trained = [m for m in methods if str(steps) in m["lengths"] and like(m)]
+    better = [m for m in trained if m["bytes_per_step"] < method["bytes_per_step"] and ends_lower(m)]
+    return min(better, key=lambda m: float(m["lengths"][str(steps)]["loss"]), default=None)
 
 
 def apart(method: Row, steps: int) -> float | None:
