@@ -82,7 +82,7 @@ MUTATIONS = {
     "the_outside_does_not_wait": Mutation("_Stream.__exit__", "X.wait_stream(Y)", "pass", SHARDED),
     "not_recorded_on_the_stream": Mutation("on_unit", "X.record_stream(Y)", "pass", SHARDED),
     "read_early": Mutation(
-        "Pending.wait",
+        "Pending.arrive",
         *("self.settle()", "early = self.unpacked()\nself.settle()"),
         ways("top_k", "hook_with_zero_step by element, all-to-all"),
         also=("return self.unpacked()", "return early"),
@@ -103,7 +103,7 @@ MUTATIONS = {
         ways("PowerSGD, a message per bucket"),
     ),
     "goes_on_in_a_callback": Mutation(
-        "Step.start",
+        "Step.run",
         "X.advance(None)",
         "X.advance(None)\n"
         "if not self.collectives.ops.host_knows and X.pending is not None and len(X.pending.works) == 1:\n"
@@ -123,7 +123,7 @@ MUTATIONS = {
         ways("everything that can be asked"),
     ),
     "scratch_used_again_in_a_step": Mutation(
-        "Step.start",
+        "Step.run",
         "X.advance(None)",
         "self.collectives.scratch.rewind()\nX.advance(None)",
         ways("rank_2", "half_step"),
