@@ -82,8 +82,8 @@ MUTATIONS = {
     "the_outside_does_not_wait": Mutation("_Stream.__exit__", "X.wait_stream(Y)", "pass", SHARDED),
     "not_recorded_on_the_stream": Mutation("on_unit", "X.record_stream(Y)", "pass", SHARDED),
     "read_early": Mutation(
-        "Pending.arrive",
-        *("self.settle()", "early = self.unpacked()\nself.settle()"),
+        "Pending.wait",
+        *("self.arrive(times)", "early = self.unpacked()\nself.arrive(times)"),
         ways("top_k", "hook_with_zero_step by element, all-to-all"),
         also=("return self.unpacked()", "return early"),
     ),
