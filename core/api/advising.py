@@ -14,6 +14,8 @@ from gradwire.core.advise.cost import Cost
 from gradwire.core.advise.losses import Losses, limits_of
 from gradwire.core.advise.probe import Probe
 from gradwire.core.advise.timeline import Compute
+from gradwire.core.local_sgd.algorithm import LocalSGD
+from gradwire.core.local_sgd.fragments import fragments_of
 from gradwire.core.ops import Spec
 from gradwire.core.plan.advice import CompressionWarning
 from gradwire.core.plan.parameters import specs_of
@@ -93,22 +95,24 @@ def method_costs(
     """What plain averages and these algorithms cost on this device, for gradients of these shapes. `progress` goes through them, and shows how far it has
     come."""
     each = probe.replicas // probe.nodes
-    chosen = default_methods(each if probe.nodes > 1 else 1)
+    chosen = [a for a in default_methods(each if probe.nodes > 1 else 1) if _has_layers_for(a, specs)]
     if algorithms is not None:
         chosen = [PLAIN, *(a for a in algorithms if a != PLAIN)]
     chosen = [a.on_nodes_of(each) if hasattr(a, "on_nodes_of") else a for a in chosen]
     measure = _backend(probe.framework, "advise.method_cost").method_cost
-    costs = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CompressionWarning)
-        for algorithm in progress(chosen):
-            try:
-                costs.append((algorithm, measure(algorithm, specs, probe.replicas)))
-            except ValueError:
-                if algorithms is not None:
-                    raise
-                # Nobody has asked for it: a small model has no layers for its fragments.
-    return costs
+        return [(algorithm, measure(algorithm, specs, probe.replicas)) for algorithm in progress(chosen)]
+
+
+def _has_layers_for(algorithm: Any, specs: Mapping[str, Spec]) -> bool:
+    """Whether a small model has layers for the fragments of a method that nobody has asked for."""
+    if not isinstance(algorithm, LocalSGD):
+        return True
+    try:
+        return bool(fragments_of(specs, algorithm.fragments, algorithm.layout))
+    except ValueError:
+        return False
 
 
 def step_compute(step: float | Compute | Callable[[], Any], framework: str) -> Compute:
