@@ -225,7 +225,7 @@ class JaxOps(Ops[jax.Array]):
     def nearest_bytes(self, x: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
         # `rounding.nearest_bytes` with one operation less. With its two comparisons XLA for CUDA takes codes for expensive, and stores what they are made of:
         # the sum of gradient and error, as much memory again as gradients take.
-        code = lax.clamp(-128, rounding.nearest_integers(self, x), 127)
+        code = lax.clamp(np.int32(-128), rounding.nearest_integers(self, x), np.int32(127))
         return lax.bitcast_convert_type(code.astype(jnp.int8), jnp.uint8)
 
     def mean_abs(self, x: jax.Array) -> jax.Array:

@@ -238,6 +238,16 @@ def test_no_operand_is_given_more_axes_in_silence(name):
         trace(average_gradients((METHODS | TWO_LEVELS)[name].algorithm, axis_name=AXIS), PARAMS)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["quantize", "sign", "top_k", "wire_int8", "rank_2", "two_bits"])
+def test_numbers_of_64_bits_are_taken(name, dtype):
+    """Where JAX has them, numbers of Python have 64 bits as well."""
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.ones(x.shape, dtype), PARAMS)
+        found = trace(average_gradients(METHODS[name].algorithm, axis_name=AXIS), params)
+        assert {x.dtype for x in jax.tree.leaves(found[0])} == {jnp.dtype(dtype)}
+
+
 @pytest.mark.parametrize("name", ["quantize", "sign", "top_k", "wire_int8", "rank_2", "two_bits"])
 def test_nor_where_replicas_have_weights(name):
     tx = average_gradients(METHODS[name].algorithm, axis_name=AXIS)
