@@ -16,11 +16,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-OURS = tuple(f"{ROOT / package}{os.sep}" for package in ("core", "torch_backend", "jax_backend"))
+#: Where Python finds them, which need not be here.
+OURS = tuple(
+    f"{folder}{os.sep}"
+    for package in ("core", "torch_backend", "jax_backend")
+    for folder in find_spec(f"gradwire.{package}").submodule_search_locations or ()  # type: ignore[union-attr]
+)
 #: What is counted, and for how many matrices.
 SUBJECTS = {
     "ddp-registration": (1, 50),

@@ -11,8 +11,9 @@ Whoever groups arrays asks for one of these keys, and adds what else has to be e
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Annotated, Any, Protocol, Self, TypeVar
 
 from gradwire.core.text.options import AtLeast0, Names, check_options
@@ -97,14 +98,10 @@ def group_by(items: Iterable[T], keys: Iterable[Hashable]) -> list[list[T]]:
     return list(groups.values())
 
 
-def message_key(x: Any) -> Hashable:
-    """The same for arrays, or specs, that may travel in one message: their dtype."""
-    return x.dtype  # type: ignore[no-any-return]
-
-
-def call_key(x: Any) -> Hashable:
-    """The same for arrays that a kernel may compute with as one batch: shape and dtype."""
-    return x.shape, x.dtype
+#: The same for arrays, or specs, that may travel in one message. Not a function of Python: one asks it of each array of a step.
+message_key: Callable[[Any], Hashable] = attrgetter("dtype")
+#: The same for arrays that a kernel may compute with as one batch.
+call_key: Callable[[Any], Hashable] = attrgetter("shape", "dtype")
 
 
 def array_key(ops: Any, x: Any) -> Hashable:

@@ -18,6 +18,7 @@ from gradwire.core.algorithms.two_level import levels_of
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.protocol import reduce_max
+from gradwire.core.protocol.settings import settings_of
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.text.name_patterns import chosen
 from gradwire.torch_backend.engine.collectives import Collectives
@@ -33,7 +34,7 @@ from gradwire.torch_backend.monitor.watcher import SkippedSteps, Watcher, norm_o
 from gradwire.torch_backend.ops.kernels import TorchOps, dtype_name
 from gradwire.torch_backend.state.loss_scale import require_all_ranks
 from gradwire.torch_backend.state.memory import Memory, Replicated, factors_side_by_side
-from gradwire.torch_backend.state.settings import Settings, asked_by
+from gradwire.torch_backend.state.settings import Settings
 
 
 def specs_of(parameters: Mapping[str, Tensor]) -> dict[str, Spec]:
@@ -81,7 +82,7 @@ class Driver(GradientStep):
         self._capturable = capturable(device)
         replicas = self.process_group.size()
         self._dry = dry_run(algorithm, self.specs, replicas)
-        self.settings = Settings(asked_by(algorithm, self.specs, replicas), device)
+        self.settings = Settings(self._asks(settings_of(self._dry.requests)), device)
         self._remembered = frozenset(self._dry.memory.tensors)
         state = factors_side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
         self.memory = Memory(algorithm, state, self._placement(), grad_scaler)
@@ -98,6 +99,10 @@ class Driver(GradientStep):
         times = self.collectives.times
         self.watch = Watcher(repr(algorithm), algorithm.start_step, times, self.process_group, skipped=self.skipped)
         self.replays = Replays(self, near)
+
+    def _asks(self, settings: dict[str, float]) -> dict[str, float]:
+        """Settings with their defaults, where those of other ranks may be others."""
+        return settings
 
     def _placement(self) -> Replicated:
         """Of the memory."""

@@ -25,7 +25,6 @@ from gradwire.torch_backend.engine.questions import Asked
 from gradwire.torch_backend.engine.scheduler import Step
 from gradwire.torch_backend.fsdp.checkpoint import Sharded
 from gradwire.torch_backend.fsdp.layout import Layout
-from gradwire.torch_backend.state.settings import Settings, asked_by
 
 
 class ShardStep(Step):
@@ -96,15 +95,17 @@ def asked(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> fr
         return frozenset({Asked.NORM, Asked.FINITE})
 
 
-def asked_by_some_shard(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> frozenset[Asked]:
-    """Of blocks of other sizes it may ask other things."""
-    return frozenset.union(*gathered_by_all(asked(algorithm, specs, layout), layout.shards, layout.device))
-
-
-def settings_of_all_shards(settings: Mapping[str, float], layout: Layout) -> dict[str, float]:
-    """What some shard asks for by name, with defaults: a loop says the same on all of them."""
-    each = gathered_by_all(dict(settings), layout.shards, layout.device)
-    return {name: default for asked in each for name, default in asked.items()}
+def asked_by_some_shard(
+    algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout, settings: Mapping[str, float]
+) -> tuple[frozenset[Asked], dict[str, float]]:
+    """What an algorithm asks for on some shard, since of blocks of other sizes it may ask other things: of the whole model, and by name, with defaults.
+    `settings` are those of this shard."""
+    found: frozenset[Asked] = frozenset()
+    named: dict[str, float] = {}
+    for mine, own in gathered_by_all((asked(algorithm, specs, layout), dict(settings)), layout.shards, layout.device):
+        found |= mine
+        named |= own
+    return found, named
 
 
 class ShardDriver(Driver):
@@ -129,12 +130,13 @@ class ShardDriver(Driver):
     ) -> None:
         self.layout = layout
         super().__init__(algorithm, specs, layout.device, groups, message_bytes, grad_scaler=grad_scaler)
-        asked_here = asked_by(algorithm, self.specs, self.process_group.size())
-        self.settings = Settings(settings_of_all_shards(asked_here, layout), layout.device)
-        found = asked_by_some_shard(algorithm, self.specs, layout)
         self._programs = ShardStep(
-            self.collectives, layout.shards, found, unscaled=lambda norm: self.memory.scale.unscaled(norm)
+            self.collectives, layout.shards, self._asked, unscaled=lambda norm: self.memory.scale.unscaled(norm)
         )
+
+    def _asks(self, settings: dict[str, float]) -> dict[str, float]:
+        self._asked, found = asked_by_some_shard(self.algorithm, self.specs, self.layout, settings)
+        return found
 
     def _placement(self) -> Sharded:
         return Sharded(self.layout, self.groups)

@@ -21,7 +21,7 @@ from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups, g
 from gradwire.torch_backend.engine.scheduler import Step
 from gradwire.torch_backend.fsdp.backward import ATTRIBUTE, ShardedBackward
 from gradwire.torch_backend.fsdp.checkpoint import Sharded
-from gradwire.torch_backend.fsdp.driver import ShardStep, asked_by_some_shard, on_all_shards, settings_of_all_shards
+from gradwire.torch_backend.fsdp.driver import ShardStep, asked_by_some_shard, on_all_shards
 from gradwire.torch_backend.fsdp.layout import Layout, obstacle_of_shards
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.setup.consistency import require_initialized
@@ -164,11 +164,13 @@ class ShardedTarget(Target):
 
     def settings_of(self, local: LocalSGD) -> dict[str, float]:
         asked = super().settings_of(local)
-        return asked if local.compressor is None else settings_of_all_shards(asked, self.layout)
+        if local.compressor is None:
+            return asked
+        return asked_by_some_shard(local.compressor, local.kept(specs_of(self.parameters)), self.layout, asked)[1]
 
     def step_of(self, local: LocalSGD) -> Callable[[Collectives], Step]:
         compressor, specs = local.compressor, specs_of(self.parameters)
-        asked = frozenset() if compressor is None else asked_by_some_shard(compressor, specs, self.layout)
+        asked = frozenset() if compressor is None else asked_by_some_shard(compressor, specs, self.layout, {})[0]
         return partial(ShardStep, shards=self.layout.shards, asked=asked)
 
     def all_or_none(self, ops: TorchOps, parameters: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -23,7 +23,9 @@ class Settings(dict[str, Tensor]):
     """
 
     def __init__(self, asked: Mapping[str, float], device: torch.device) -> None:
-        super().__init__({name: torch.tensor(x, dtype=torch.float32, device=device) for name, x in asked.items()})
+        super().__init__()
+        for name, x in asked.items():
+            self[name] = torch.tensor(x, dtype=torch.float32, device=device)
 
     def say(self, given: Mapping[str, Any], algorithm: object) -> None:
         """Take over what the loop says. Raises ValueError for what the algorithm does not ask for, and TypeError or ValueError for no
