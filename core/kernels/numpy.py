@@ -1,4 +1,4 @@
-"""The kernels in NumPy, and a poisoned twin that catches programs which use an array they have given away."""
+"""The kernels in NumPy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.core.kernels import strict
 from gradwire.core.kernels.bits import bytes_of_rows
 from gradwire.core.kernels.rows import RowNumbers
 from gradwire.core.ops import FLOATS, INTEGERS, LONGEST_FLOAT16, Ops
@@ -116,7 +115,7 @@ class NumpyOps(Ops[NDArray]):
     def where_lazy(
         self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray, *, limit: float = math.inf
     ) -> NDArray:
-        return x(y) if ok else _limited(y, limit, y)
+        return x(y) if ok else limited(y, limit, y)
 
     def truth(self, ok: NDArray) -> bool | None:
         return bool(ok)
@@ -259,7 +258,7 @@ class NumpyOps(Ops[NDArray]):
         return self._constants[key]
 
 
-def _limited(x: NDArray, limit: float, out: NDArray | None = None) -> NDArray:
+def limited(x: NDArray, limit: float, out: NDArray | None = None) -> NDArray:
     if x.dtype == np.float16 and np.linalg.norm(x.astype(np.float32)) < LONGEST_FLOAT16:
         return x if out is x else x.copy()
     bound = np.asarray(limit, x.dtype)
@@ -269,94 +268,3 @@ def _limited(x: NDArray, limit: float, out: NDArray | None = None) -> NDArray:
 def _like(y: NDArray | float, x: NDArray) -> NDArray:
     """`y` in the dtype of `x`."""
     return y if isinstance(y, np.ndarray) and y.dtype is x.dtype else np.asarray(y, x.dtype)
-
-
-def _poisoned(donated: NDArray | None, result: NDArray) -> NDArray:
-    if donated is None:
-        return result
-    result = result.copy()
-    poison(donated)
-    return result
-
-
-def poison(donated: NDArray) -> None:
-    """Nobody may look at this array any more."""
-    donated[...] = np.nan if name_of(donated.dtype) in FLOATS else 85  # which no integer of a test happens to be
-
-
-def _poisoning(kernel: Any, alike: bool = True) -> Any:
-    """A kernel that poisons its `out`. Its arrays are `alike`: of one dtype, and numbers."""
-
-    def poisoning(ops: NumpyOps, *args: Any, out: NDArray | None = None) -> NDArray:
-        if alike:
-            strict.require_alike(kernel.__name__, *args)
-        return _poisoned(out, kernel(ops, *args))
-
-    return poisoning
-
-
-class PoisonOps(NumpyOps):
-    """NumPy kernels that never write where they were allowed to, and fill the donated array with NaN instead; and that refuse what NumPy alone forgives.
-
-    A program that uses an array after donating it, or positions that do not exist, is right in one framework and wrong in another. Here it fails.
-    """
-
-    add = _poisoning(NumpyOps.add)
-    multiply = _poisoning(NumpyOps.multiply)
-    round = _poisoning(NumpyOps.round)
-    cast = _poisoning(NumpyOps.cast, alike=False)
-    divide = _poisoning(NumpyOps.divide)
-    matmul = _poisoning(NumpyOps.matmul)
-    subtract_product = _poisoning(NumpyOps.subtract_product)
-    by_rows = _poisoning(NumpyOps.by_rows, alike=False)
-
-    def where(self, ok: NDArray, x: NDArray, y: NDArray | float, *, out: NDArray | None = None) -> NDArray:
-        strict.require_truths("where", ok)
-        if not isinstance(x, strict.ARRAY) or x.dtype != np.bool_:
-            strict.require_alike("where", x, y)
-        return _poisoned(out, super().where(ok, x, y))
-
-    def take(self, x: NDArray, index: NDArray) -> NDArray:
-        strict.require_positions("take", index, x.shape[-1])
-        return super().take(x, index)
-
-    def row(self, x: NDArray, i: Any) -> NDArray:
-        strict.require_row("row", i, x.shape[-2])
-        return super().row(x, i)
-
-    def rows(self, arrays: Sequence[NDArray], n: int, *, out: NDArray | None = None, donated: bool = False) -> NDArray:
-        matrix = _poisoned(out, super().rows(arrays, n))
-        if donated:
-            matrix = matrix.copy()
-            for x in arrays:
-                poison(x)
-        return matrix
-
-    def where_lazy(
-        self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray, *, limit: float = math.inf
-    ) -> NDArray:
-        return _poisoned(y, x(None) if ok else _limited(y, limit))
-
-    def scale_each(self, xs: Sequence[NDArray], factor: NDArray) -> list[NDArray]:
-        return [_poisoned(x, super(PoisonOps, self).scale_each([x.copy()], factor)[0]) for x in xs]
-
-    def set_row(self, x: NDArray, i: Any, row: NDArray) -> NDArray:
-        strict.require_row("set_row", i, x.shape[-2])
-        strict.require_alike("set_row", x, row)
-        return _poisoned(x, super().set_row(x.copy(), i, row))
-
-    def scatter_add(self, x: NDArray, index: NDArray, values: NDArray) -> NDArray:
-        strict.require_positions("scatter_add", index, x.shape[-1])
-        strict.require_alike("scatter_add", x, values)
-        return _poisoned(x, super().scatter_add(x.copy(), index, values))
-
-    def add_rows(self, x: NDArray, which: RowNumbers, rows: NDArray) -> NDArray:
-        return _poisoned(x, super().add_rows(x.copy(), which, rows))
-
-    def from_rows(
-        self, matrix: NDArray, shapes: Sequence[tuple[int, ...]], *, out: Sequence[NDArray] | None = None
-    ) -> list[NDArray]:
-        arrays = super().from_rows(matrix, shapes)
-        for donated in out or ():
-            poison(donated)
-        return arrays

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.core.algorithm import State
-from gradwire.core.kernels.numpy import NumpyOps, PoisonOps, name_of, poison
+from gradwire.core.kernels.numpy import NumpyOps, name_of
 from gradwire.core.ops import ITEMSIZE
 from gradwire.core.protocol.programs import Fusable, Program, ReplicaMismatch, Request, cannot_answer
+from gradwire.core.simulate.poison import PoisonOps, poison
 
 T = TypeVar("T")
 NDArray = npt.NDArray[Any]

@@ -28,10 +28,11 @@ import numpy as np
 
 from gradwire.core.algorithm import Algorithm, State, require_algorithm
 from gradwire.core.algorithms.compressor import ERROR, Compressor
-from gradwire.core.kernels.numpy import NumpyOps, PoisonOps
+from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.plan.plan import plan
 from gradwire.core.protocol.programs import ReplicaMismatch
 from gradwire.core.simulate.lock_step import NDArray
+from gradwire.core.simulate.poison import PoisonOps
 from gradwire.core.simulate.simulator import Simulator
 from gradwire.core.state.checkpoint import fit, head
 from gradwire.core.text.options import AtLeast0, Replicas, checked

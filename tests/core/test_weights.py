@@ -14,12 +14,13 @@ import gradwire as gw
 import gradwire.core.protocol as rq
 from gradwire import AllReduce, LocalSGD, LocalSimulator, PowerSGD, Quantize, Simulator, TopK, TwoLevel, WireDtype, plan
 from gradwire.core.algorithms.wrapper import Wrapper
-from gradwire.core.kernels.numpy import PoisonOps, dtype_named
+from gradwire.core.kernels.numpy import dtype_named
 from gradwire.core.protocol import gather, together
 from gradwire.core.protocol.halves import AllGather
 from gradwire.core.protocol.programs import UnknownRequest
 from gradwire.core.protocol.reductions import Reduce
 from gradwire.core.protocol.weights import LARGEST, SMALLEST, require_weight
+from gradwire.core.simulate import PoisonOps
 from tests.methods import METHODS
 
 SHAPES = {"w": (24, 16), "b": (7,), "x": (130,), "none": (0, 2), "s": ()}
