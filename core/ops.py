@@ -296,6 +296,21 @@ class Ops(Primitives[A], Protocol):
         which is donated. One that is dense already may have none."""
         return payloads.dense_or_nan(self, ok, received, places)
 
+    def settle(
+        self,
+        ok: A,
+        finite: A,
+        x: Sequence[Residual[A]],
+        sent: Sequence[Payload[A]],
+        errors: Sequence[A],
+        received: Sequence[Payload[A]],
+        *,
+        decay: float = 1.0,
+    ) -> tuple[list[A], list[A]]:
+        """The end of a step: `errors_after` if `ok` holds, and `dense_or_nan` of what was received, if the step is `finite`, in the places of `x`."""
+        after = self.errors_after(ok, x, sent, errors, decay=decay)
+        return after, self.dense_or_nan(finite, received, [left.x for left in x])
+
     def cast_each(
         self, xs: Sequence[A], dtypes: Sequence[str], errors: Sequence[A], *, decay: float = 1.0
     ) -> tuple[list[A], list[A]]:

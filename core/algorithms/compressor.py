@@ -292,7 +292,7 @@ class Compressor(abc.ABC):
         finite = await step_is_finite()
         ok = finite if started is True else finite & started
         after = self._memory_after(ops, ok, lot, exchanged)
-        averages = self._averages(ops, finite, lot, exchanged)
+        averages = self._settled(ops, ok, finite, lot, exchanged, after)
         if lot.bundled is not None:
             averages, after = lot.bundled.apart(averages, after)
         if self.state_dtype is not None:
@@ -363,7 +363,7 @@ class Compressor(abc.ABC):
         return _Exchanged(own, dict(zip(x, memory, strict=True)), received, averages)
 
     def _memory_after(self, ops: Ops[A], ok: A, lot: _Lot[A], exchanged: _Exchanged[A]) -> dict[str, dict[str, A]]:
-        """The memory after the step."""
+        """The memory after the step, but for errors."""
         after = {name: dict(lot.tensors[name]) for name in lot.x}
 
         def note(key: str, names: Iterable[str], values: Sequence[A]) -> None:
@@ -374,16 +374,22 @@ class Compressor(abc.ABC):
         for key in dict.fromkeys(chain.from_iterable(exchanged.memory.values())):
             new = {n: own[key] for n, own in exchanged.memory.items() if key in own and own[key] is not after[n][key]}
             note(key, new, ops.where_each(ok, list(new.values()), [after[n][key] for n in new]))
+        return after
+
+    def _settled(
+        self, ops: Ops[A], ok: A, finite: A, lot: _Lot[A], exchanged: _Exchanged[A], after: dict[str, dict[str, A]]
+    ) -> dict[str, A]:
+        """All averages, in the arrays of `x`; NaN throughout if the step was not finite, so that everyone skips it. Errors are noted in the memory `after` the step."""
+        left = list(lot.x.values())
+        received = payloads_of([exchanged.received.get(name, exchanged.averages.get(name)) for name in lot.x])
         if self.error_feedback:
             sent, errors = [exchanged.sent[n] for n in lot.x], [after[n][ERROR] for n in lot.x]
             decay = float(self.error_feedback)
-            note(ERROR, lot.x, ops.errors_after(ok, list(lot.x.values()), sent, errors, decay=decay))
-        return after
-
-    def _averages(self, ops: Ops[A], finite: A, lot: _Lot[A], exchanged: _Exchanged[A]) -> dict[str, A]:
-        """All averages, in the arrays of `x`; NaN throughout if the step was not finite, so that everyone skips it."""
-        received = payloads_of([exchanged.received.get(name, exchanged.averages.get(name)) for name in lot.x])
-        dense = ops.dense_or_nan(finite, received, [left.x for left in lot.x.values()])
+            rests, dense = ops.settle(ok, finite, left, sent, errors, received, decay=decay)
+            for name, rest in zip(lot.x, rests, strict=True):
+                after[name][ERROR] = rest
+        else:
+            dense = ops.dense_or_nan(finite, received, [each.x for each in left])
         return exchanged.averages | dict(zip(lot.x, dense, strict=True))
 
     def _cast_back(

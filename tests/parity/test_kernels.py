@@ -26,6 +26,9 @@ from gradwire.core.ops import Ops
 from gradwire.core.simulate import NumpyOps, PoisonOps
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.torch_backend.ops import kernels
+from gradwire.torch_backend.ops.cpu import thin
+from gradwire.torch_backend.ops.cpu.compiled import MATRICES as NAMES
+from gradwire.torch_backend.ops.cpu.compiled import prepare
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
 from tests.toy import PRIMITIVES, ToyOps, toy
@@ -81,6 +84,15 @@ def in_torch_by_few_rows(kernel, arrays):
         return in_torch_scratch(kernel, arrays)
 
 
+def in_torch_loops(kernel, arrays):
+    """With what numba compiles for processors."""
+    ops = TorchOps(torch.device("cpu"))
+    ops.loops = prepare(NAMES, [torch.float32])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(thin, "LARGE", 1)
+        return _from_tensor(kernel(ops, **{k: _tensor(v) for k, v in arrays.items()}))
+
+
 def in_torch_unseen(kernel, arrays):
     """As on an accelerator, where the host does not look at what is computed."""
     ops = TorchOps(torch.device("cpu"))
@@ -102,7 +114,7 @@ def in_jax(kernel, arrays):
     return np.asarray(kernel(JaxOps(), **{k: jnp.asarray(v) for k, v in arrays.items()}))
 
 
-EAGER = [in_toy, in_poison, in_torch, in_torch_scratch, in_torch_by_few_rows, in_torch_unseen]
+EAGER = [in_toy, in_poison, in_torch, in_torch_scratch, in_torch_by_few_rows, in_torch_loops, in_torch_unseen]
 #: Where half precision makes a difference.
 HALF = [in_toy, in_poison, in_torch, in_torch_unseen]
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -174,6 +186,8 @@ DONATE = (
     *(f"{name}, {kind}{how}" for name in ("errors_after", "dense_or_nan") for kind in PAYLOADS for how in ENDS),
     "errors_after, computed before",
     *("cast_each, arrays", "cast_each, errors"),
+    *(f"settle, {kind}" for kind in (*PAYLOADS, "not finite")),
+    "add_each, multiplied",
     "add_part",
     "elementwise_each",
     *("scatter_add", "scatter_add, several", "scatter_add, columns", "scatter_add, nothing"),
@@ -210,6 +224,23 @@ def received(kind, ok):
     def kernel(ops, x, y, p, q, batch, v, **rest):
         payloads = [Dense(v), PAYLOADS[kind](ops, y=ops.multiply(y, 0.5), p=p, q=q)]
         return ops.dense_or_nan(ok(ops, batch), payloads, [ops.add(v, 0.0), x])[1]
+
+    return kernel
+
+
+def settled(kind, ok):
+    """What is left of a tensor of which such a payload was sent, and one received; beside those of another tensor."""
+
+    def kernel(ops, x, y, p, q, batch, v, **rest):
+        sent, received = (
+            [Dense(ops.multiply(v, c)), PAYLOADS[kind](ops, y=ops.multiply(y, c), p=p, q=ops.multiply(q, c))]
+            for c in (0.5, 2.0)
+        )
+        finite = ok(ops, batch)
+        after, dense = ops.settle(
+            finite, finite, [Residual(ops, v), Residual(ops, x)], sent, [ops.add(v, 1.0), y], received
+        )
+        return ops.stack([after[1], dense[1]])
 
     return kernel
 
@@ -502,6 +533,9 @@ KERNELS = {
     **{f"errors_after, {kind}": left_of(kind, true) for kind in PAYLOADS},
     **{f"errors_after, {kind}, not finite": left_of(kind, false) for kind in ("dense", "low rank", "coded")},
     **{f"errors_after, {kind}, decay": left_of(kind, true, 0.5) for kind in PAYLOADS},
+    **{f"settle, {kind}": settled(kind, true) for kind in PAYLOADS},
+    "settle, not finite": settled("low rank", false),
+    "add_each, multiplied": lambda ops, x, y, q, **_: ops.matmul(q, ops.add_each([x], [y], multiplied=True)[0].mT),
     "errors_after, computed before": left_of("low rank", true, 0.5, early=True),
     "cast_each, arrays": lambda ops, **given: in_16_bits(ops, **given)[0][1],
     "cast_each, errors": lambda ops, **given: in_16_bits(ops, **given)[1][1],

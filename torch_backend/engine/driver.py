@@ -31,6 +31,7 @@ from gradwire.torch_backend.engine.step import GradientStep
 from gradwire.torch_backend.monitor.fidelity import Measurement
 from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.monitor.watcher import SkippedSteps, Watcher, norm_of
+from gradwire.torch_backend.ops.cpu.compiled import loops_for
 from gradwire.torch_backend.ops.kernels import TorchOps, dtype_name
 from gradwire.torch_backend.state.loss_scale import require_all_ranks
 from gradwire.torch_backend.state.memory import Memory, Replicated, factors_side_by_side
@@ -73,6 +74,7 @@ class Driver(GradientStep):
         self.algorithm = algorithm
         self.specs = dict(specs)
         self.ops = TorchOps(device)
+        self.ops.loops = loops_for(algorithm, specs, device)
         self.groups = process_group if isinstance(process_group, ProcessGroups) else ProcessGroups(process_group)
         self.process_group = self.groups.whole
         self.message_bytes = message_bytes

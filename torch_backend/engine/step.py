@@ -44,6 +44,7 @@ from gradwire.torch_backend.monitor.fidelity import Measurement
 from gradwire.torch_backend.monitor.profiler import span
 from gradwire.torch_backend.monitor.report import Progress
 from gradwire.torch_backend.monitor.watcher import SkippedSteps, StepEnded, Watcher
+from gradwire.torch_backend.ops.cpu.compiled import Loops
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
@@ -166,9 +167,11 @@ class GradientStep:
         if self._captured:
             self._prepare_capture(usage)
         if not self._compared:  # once: on the host, and with no message
-            require_same_state(
-                self._meeting, self.memory.steps, repr(self.algorithm), self.memory.loaded, self.obstacle
-            )
+            loops = self.ops.loops
+            if not require_same_state(
+                self._meeting, self.memory.steps, repr(self.algorithm), self.memory.loaded, self.obstacle, loops.card
+            ):
+                self.ops.loops = Loops()
             self._compared = True
         self._clear()
         if self.measurement is not None:

@@ -21,6 +21,9 @@ from gradwire.core.kernels.rows import RowNumbers
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16, Ops
 from gradwire.torch_backend.ops import fused_orthonormalize, signs, sparse
 from gradwire.torch_backend.ops.adjacent import side_by_side
+from gradwire.torch_backend.ops.cpu import thin
+from gradwire.torch_backend.ops.cpu.compiled import Loops
+from gradwire.torch_backend.ops.cpu.sums import Sum, value_of
 from gradwire.torch_backend.ops.fused import TorchFused, available, is_product
 from gradwire.torch_backend.ops.orthonormalize import CLEAR, orthonormalized_unseen
 from gradwire.torch_backend.ops.workspace import Scratch, Stack
@@ -58,7 +61,12 @@ class TorchOps(Ops[Tensor]):
 
     On the CPU a boolean tensor is as good as a Python bool, and `where` computes one side only. On CUDA reading it would make the host
     wait for the device, so both sides exist and the device selects.
+
+    Attributes:
+        loops: what is compiled for a processor, and may be used. All replicas have the same, or none.
     """
+
+    loops: Loops = Loops()
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -136,7 +144,12 @@ class TorchOps(Ops[Tensor]):
         """Whether the host may look at numbers without waiting for a device."""
         return self._host_knows
 
-    def matmul(self, x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def matmul(self, x: Tensor, y: Tensor | Sum, *, out: Tensor | None = None) -> Tensor:
+        if isinstance(y, Sum):
+            place = self.temporary((*x.shape[:-1], y.shape[-1]), x) if out is None else out
+            if thin.project(x, y, place):
+                return place
+            y = y.value
         if out is None:
             if not self._host_knows:  # whose allocator keeps memory, and is quicker than asking for it here
                 return torch.matmul(x, y)
@@ -186,7 +199,8 @@ class TorchOps(Ops[Tensor]):
             return None  # it may have another shape
         return self._stack.take(tuple(x.shape), x, dtype)
 
-    def subtract_product(self, x: Tensor, p: Tensor, q: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def subtract_product(self, x: Tensor | Sum, p: Tensor, q: Tensor, *, out: Tensor | None = None) -> Tensor:
+        x = value_of(x)
         return (torch.addmm if x.ndim == 2 else torch.baddbmm)(x, p.mT, q, alpha=-1, out=out)
 
     def where(self, ok: Tensor, x: Tensor, y: Tensor | float, *, out: Tensor | None = None) -> Tensor:
@@ -205,9 +219,11 @@ class TorchOps(Ops[Tensor]):
         return self.constant(("scalar", str(y), dtype), lambda: torch.full((), y, dtype=dtype, device=self.device))
 
     def add_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor], *, multiplied: bool = False) -> list[Tensor]:
-        for donated, added in _by_dtype(xs, ys):
+        later: Sequence[Any] = thin.sums(self.loops, xs, ys) if multiplied else [None] * len(xs)
+        now = [i for i, each in enumerate(later) if each is None]
+        for donated, added in _by_dtype([xs[i] for i in now], [ys[i] for i in now]):
             foreach_add_(donated, added)
-        return list(xs)
+        return [x if each is None else each for x, each in zip(xs, later, strict=True)]
 
     def where_each(
         self, ok: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], *, limits: Sequence[float] = ()
@@ -290,6 +306,30 @@ class TorchOps(Ops[Tensor]):
         for i, dense in zip(left, rest, strict=True):
             answers[i] = dense
         return answers
+
+    def settle(
+        self,
+        ok: Tensor,
+        finite: Tensor,
+        x: Sequence[Residual[Tensor]],
+        sent: Sequence[Payload[Tensor]],
+        errors: Sequence[Tensor],
+        received: Sequence[Payload[Tensor]],
+        *,
+        decay: float = 1.0,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """By a loop for each tensor, where there is one for what was sent of it and received."""
+        for each in x:
+            each.x = value_of(each.x)
+        if not self.loops or decay != 1 or not ok or not finite:
+            return super().settle(ok, finite, x, sent, errors, received, decay=decay)
+        dense: list[Any] = [thin.settle(self.loops, *own) for own in zip(x, sent, errors, received, strict=True)]
+        left = [i for i, each in enumerate(dense) if each is None]
+        after = list(errors)
+        some = [[each[i] for i in left] for each in (x, sent, errors, received)]
+        for i, rest, other in zip(left, *super().settle(ok, finite, *some), strict=True):  # type: ignore[arg-type]
+            after[i], dense[i] = rest, other
+        return after, dense
 
     def cast_each(
         self, xs: Sequence[Tensor], dtypes: Sequence[str], errors: Sequence[Tensor], *, decay: float = 1.0
@@ -401,7 +441,7 @@ class TorchOps(Ops[Tensor]):
 
     @property
     def late_residuals(self) -> bool:
-        return self.fused is not None
+        return self.fused is not None or bool(self.loops)
 
     def quantize(self, x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
         if self.fused is None or x.shape[1] > self.fused.widest:
@@ -672,7 +712,8 @@ class TorchOps(Ops[Tensor]):
         first = arrays[0]
         return torch.stack(list(arrays), out=self.temporary((len(arrays), *first.shape), first))
 
-    def pad(self, x: Tensor, n: int) -> Tensor:
+    def pad(self, x: Tensor | Sum, n: int) -> Tensor:
+        x = value_of(x)
         padded = self.temporary((n,), x)
         padded[: x.shape[0]].copy_(x)
         padded[x.shape[0] :].zero_()

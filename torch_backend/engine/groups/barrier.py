@@ -42,12 +42,13 @@ class Meeting:
         group: whose ranks meet. One rank alone need not wait; a group whose members come and go has no common store, and none of them waits.
 
     Attributes:
-        store: by which they meet, None if they need not; `rank`, `size` and `name` are of this rank, the group and this object in it.
+        store: by which they meet, None if they need not; `alone`: because there is only this rank; `rank`, `size` and `name` are of this rank, the group and this object in it.
         doing: what this rank waits for, or has waited for in vain; "" if nothing.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.store = _store_of(group)
+        self.alone = dist.get_world_size(group) == 1
         self.doing = ""
         self._held: dict[str, int] = {}
         self._left: dict[str, list[str]] = {}

@@ -1,0 +1,255 @@
+"""What numba compiles for processors: against NumPy in float64 on hostile input, in steps beside torch's operations, and where nothing can be compiled."""
+
+import importlib.util
+import itertools
+import logging
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from gradwire import PowerSGD
+from gradwire.core.kernels.payloads import LowRank, Residual
+from gradwire.torch_backend.engine.driver import Driver, specs_of
+from gradwire.torch_backend.ops.cpu import compiled, thin
+from gradwire.torch_backend.ops.cpu.sums import Sum
+from gradwire.torch_backend.ops.kernels import TorchOps
+from tests.torch.ranks import Cases
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
+CPU = torch.device("cpu")
+THIN = ("add_and_project", "settle")
+cases = Cases(__file__, ranks=2)
+
+
+@contextmanager
+def everything_compiled():
+    """Also for models and tensors that are too small to gain by it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "LEAST", 0)
+        patch.setattr(thin, "LARGE", 1)
+        yield patch
+
+
+@pytest.fixture
+def ops():
+    made = TorchOps(CPU)
+    made.loops = compiled.prepare(THIN, [torch.float32])
+    with everything_compiled():
+        yield made
+
+
+def numbers(kind, shape, seed=0):
+    x = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    if kind == "zeros":
+        return x * 0
+    if kind == "equal rows":
+        return np.broadcast_to(x[:1], shape).copy()
+    if kind in ("huge", "denormal"):
+        return x * np.float32(1e37 if kind == "huge" else 1e-41)
+    if kind in ("nan", "inf"):
+        x.reshape(-1)[x.size // 2] = float(kind)
+    return x
+
+
+@pytest.mark.parametrize("kind", ["usual", "zeros", "equal rows", "huge", "denormal", "nan", "inf"])
+@pytest.mark.parametrize(("n", "m", "r"), [(1, 1, 1), (3, 64, 1), (5, 65, 2), (7, 320, 3), (9, 257, 4), (4, 600, 4)])
+def test_sums_and_projections_are_those_of_numpy(ops, kind, n, m, r):
+    """Each sum to what float32 can hold, and what is not finite where it is not there."""
+    x, y, q = numbers(kind, (n, m)), numbers("usual", (n, m), 1), numbers("usual", (r, m), 2)
+    total, p = torch.from_numpy(x.copy()), np.zeros((r, n), np.float32)
+    found = ops.add_each([total], [torch.from_numpy(y)], multiplied=True)[0]
+    assert isinstance(found, Sum)
+    assert found.mT.shape == (m, n)
+    np.copyto(p, ops.matmul(torch.from_numpy(q), found.mT).numpy())
+    np.testing.assert_array_equal(total.numpy(), x + y)
+    assert found.value.data_ptr() == total.data_ptr()  # and is not added twice
+    np.testing.assert_array_equal(total.numpy(), x + y)
+    with np.errstate(invalid="ignore", over="ignore"):
+        wide = (x + y).astype(float)
+        expected, size = q.astype(float) @ wide.T, np.abs(q).astype(float) @ np.abs(wide).T
+    finite = np.isfinite(expected)
+    assert (np.isfinite(p) == finite).all() or kind == "huge"  # whose partial sums may overflow
+    some = finite & np.isfinite(p)
+    assert (np.abs(p[some] - expected[some]) <= 1e-5 * size[some] + 1e-44 * m).all()
+
+
+@pytest.mark.parametrize("kind", ["usual", "zeros", "equal rows", "huge", "denormal"])
+@pytest.mark.parametrize(("shape", "r"), [((1, 1), 1), ((5, 33), 2), ((4, 70), 4), ((6, 5), 5), ((3, 4, 130), 4)])
+def test_what_is_left_and_received_is_that_of_numpy(ops, kind, shape, r):
+    x, stack = numbers(kind, shape), shape[:-2]
+    p, q, s, t = (numbers("usual", (*stack, r, k), i) for i, k in enumerate([shape[-2], shape[-1]] * 2))
+    place, error = torch.from_numpy(x.copy()), torch.zeros(shape)
+    sent, received = LowRank(*map(torch.from_numpy, (p, q))), LowRank(*map(torch.from_numpy, (s, t)))
+    ok = torch.ones((), dtype=torch.bool)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LowRank, "dense", None)  # it is a loop that does it
+        (after,), (dense,) = ops.settle(ok, ok, [Residual(ops, place)], [sent], [error], [received])
+    assert (after.data_ptr(), dense.data_ptr()) == (error.data_ptr(), place.data_ptr())
+    wide = [each.astype(float) for each in (p, q, s, t)]
+    product, size = wide[0].mT @ wide[1], np.abs(wide[0].mT) @ np.abs(wide[1])
+    np.testing.assert_array_less(np.abs(error.numpy() - (x - product)), 1e-5 * (size + np.abs(x)) + 1e-30)
+    np.testing.assert_allclose(dense.numpy(), wide[2].mT @ wide[3], rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_that_is_not_finite_leaves_the_error_alone(ops):
+    x, p, q = torch.full((4, 8), torch.inf), torch.ones(2, 4), torch.ones(2, 8)
+    error, no = torch.arange(32.0).view(4, 8), torch.zeros((), dtype=torch.bool)
+    (after,), (dense,) = ops.settle(no, no, [Residual(ops, x)], [LowRank(p, q)], [error], [LowRank(p, q)])
+    assert dense.isnan().all()
+    assert torch.equal(after, torch.arange(32.0).view(4, 8))
+
+
+def test_any_number_of_threads_comes_to_the_same_bits(ops):
+    q, x, y = (torch.from_numpy(numbers("usual", shape, i)) for i, shape in enumerate([(4, 300), (37, 300), (37, 300)]))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            (total,) = ops.add_each([x.clone()], [y], multiplied=True)
+            found.append(ops.matmul(q, total.mT))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("how", ["strides", "float16", "vector", "integers of torch's"])
+def test_what_no_loop_takes_is_added_at_once(ops, how):
+    x = {"strides": torch.ones(8, 6).mT, "float16": torch.ones(6, 8).half(), "vector": torch.ones(9)}.get(
+        how, torch.ones(6, 8).double()
+    )
+    (found,) = ops.add_each([x], [torch.ones_like(x)], multiplied=True)
+    assert found is x
+    assert (x == 2).all()
+
+
+def test_views_of_a_sum_share_what_was_added():
+    x, y = torch.zeros(4, 6), torch.ones(4, 6)
+    whole = Sum(x, y)
+    cut, turned = whole.reshape((2, 12)), whole.mT
+    assert (cut.shape, turned.shape, turned.reshape((24,)).shape) == ((2, 12), (6, 4), (24,))
+    assert (cut.value == 1).all()
+    assert (whole.mT.mT.value == 1).all()
+
+
+def test_small_models_and_other_devices_compile_nothing():
+    specs = specs_of({"w": torch.empty(1 << 20, 1, device="meta")})
+    assert not compiled.loops_for(PowerSGD(2), specs, torch.device("meta"))
+    assert not compiled.loops_for(PowerSGD(2), specs_of({"w": torch.empty(64, 64)}), CPU)
+
+
+def test_where_nothing_may_be_written_it_compiles_all_the_same(monkeypatch):
+    from numba.core import caching
+
+    compiled.compiled.cache_clear()
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    try:
+        assert compiled.prepare(["settle"], [torch.float32])
+    finally:
+        compiled.compiled.cache_clear()
+
+
+def test_without_numba_there_is_nothing_and_no_word_of_it(monkeypatch, caplog):
+    compiled._numba.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    try:
+        assert not compiled.prepare(THIN, [torch.float32])
+    finally:
+        compiled._numba.cache_clear()
+    assert not caplog.records
+
+
+ELSEWHERE = """
+import multiprocessing, os, sys, threading
+import torch
+from gradwire.torch_backend.ops.cpu import compiled, pool, thin
+from gradwire.torch_backend.ops.cpu.sums import Sum
+assert "numba" not in sys.modules
+loops = compiled.prepare(["add_and_project", "settle"], [torch.float32])
+if os.environ.get("NUMBA_DISABLE_JIT") == "1":
+    assert not loops
+    sys.exit(0)
+thin.LARGE = 1
+def projected():
+    torch.set_num_threads(2)
+    out = torch.empty(4, 64)
+    assert thin.project(torch.ones(4, 256), Sum(torch.ones(64, 256), torch.ones(64, 256)).mT, out)
+    return float(out.sum())
+def in_thread(found):
+    found.append(projected())
+def in_process():
+    sys.exit(0 if projected() == 4 * 64 * 512 else 1)
+if __name__ == "__main__":
+    assert projected() == 4 * 64 * 512
+    found = []
+    threads = [threading.Thread(target=in_thread, args=(found,)) for _ in range(4)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    assert found == [4 * 64 * 512] * 4
+    child = multiprocessing.get_context("fork").Process(target=in_process)
+    child.start(), child.join(60)
+    assert child.exitcode == 0, child.exitcode
+"""
+
+
+@pytest.mark.parametrize("environment", [{}, {"NUMBA_DISABLE_JIT": "1"}], ids=["threads and forks", "told not to"])
+def test_in_a_process_of_its_own(environment):
+    """Whose home may not be written to, and which imports numba when something is compiled, not before."""
+    environment = {**os.environ, "HOME": "/nowhere", "XDG_CACHE_HOME": "/nowhere", **environment}
+    ran = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+# --- between ranks
+
+
+def trained(world, *, loops=True):
+    """What a driver makes of three steps, and what it is left with."""
+    shapes, group = {"w": (24, 40), "stack": (3, 16, 8), "b": (7,)}, world.group
+    with everything_compiled() as patch:
+        if not loops:
+            patch.setattr(compiled, "_numba", lambda: None)
+        parameters = {name: torch.empty(shape) for name, shape in shapes.items()}
+        driver = Driver(PowerSGD(2, stacked={"stack": 1}), specs_of(parameters), CPU, group)
+        averages = []
+        for step in range(3):
+            given = {n: torch.from_numpy(numbers("usual", s, 10 * step + world.rank)) for n, s in shapes.items()}
+            driver.add(given, first=True, last=True)
+            averages += [x.clone() for x in given.values()]
+    return driver, averages
+
+
+@cases.case
+def test_a_step_with_loops_is_that_without(world):
+    (plain, expected), (driver, found) = trained(world, loops=False), trained(world)
+    assert driver.ops.loops.names == set(THIN)
+    assert not plain.ops.loops
+    assert world.agree(found)
+    errors = zip(driver.memory.errors(), plain.memory.errors(), strict=True)
+    for mine, other in itertools.chain(zip(found, expected, strict=True), errors):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@cases.case
+def test_ranks_that_have_compiled_other_loops_all_use_none(world):
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("gradwire")
+    logger.addHandler(handler)
+    try:
+        driver, found = trained(world, loops=world.rank == 0)
+    finally:
+        logger.removeHandler(handler)
+    assert not driver.ops.loops
+    assert len(told) == (world.rank == 0)
+    assert all("rank 1: none" in each and "gradwire[cpu]" in each for each in told)
+    _, expected = trained(world, loops=False)
+    assert all(map(torch.equal, found, expected))
+    assert world.agree(found)
