@@ -105,6 +105,7 @@ check: lint types test ## lint, types and tests
 
 bench: $(READY) ## what compression costs in torch and in JAX, what buckets and sharded optimizers do, what overlaps
 	$(BIN)/python benchmarks/compress.py
+	$(BIN)/python benchmarks/loops.py
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/buckets.py
 	$(BIN)/python benchmarks/zero.py

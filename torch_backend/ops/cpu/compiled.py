@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import importlib.util
 import logging
 import threading
@@ -35,7 +36,7 @@ def _numba() -> Any:
     if importlib.util.find_spec("numba") is None:
         return None
     try:
-        import numba
+        numba: Any = importlib.import_module("numba")
     except Exception as error:  # made for another NumPy, say
         logger.warning("gradwire runs without its compiled loops, with more passes over memory: %r", error)
         return None

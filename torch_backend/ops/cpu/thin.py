@@ -65,7 +65,7 @@ def settle(
     each = [y.numpy().reshape((stack[0], -1, y.shape[-1])) for y in (own.view(stack), error.view(stack), *factors)]
     for i in range(stack[0]):
         matrices = [y[i] for y in each]
-        _by_rows(matrices[0], lambda begin, end, matrices=matrices: loop(*matrices, begin, end))  # type: ignore[misc]
+        _by_rows(matrices[0], lambda begin, end, matrices=matrices: loop(*matrices, begin, end))
     return own
 
 
