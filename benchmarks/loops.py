@@ -29,8 +29,8 @@ from shapes import elements, gpt
 from torch._C._distributed_c10d import HashStore
 
 from gradwire import PowerSGD
+from gradwire.torch_backend.cpu import compiled
 from gradwire.torch_backend.engine.driver import Driver, specs_of
-from gradwire.torch_backend.ops.cpu import compiled
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "performance.md"

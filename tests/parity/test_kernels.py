@@ -25,10 +25,10 @@ from gradwire.core.kernels.storage import Storage
 from gradwire.core.ops import Ops
 from gradwire.core.simulate import NumpyOps, PoisonOps
 from gradwire.jax_backend.ops.kernels import JaxOps
+from gradwire.torch_backend.cpu import thin
+from gradwire.torch_backend.cpu.compiled import MATRICES as NAMES
+from gradwire.torch_backend.cpu.compiled import prepare
 from gradwire.torch_backend.ops import kernels
-from gradwire.torch_backend.ops.cpu import thin
-from gradwire.torch_backend.ops.cpu.compiled import MATRICES as NAMES
-from gradwire.torch_backend.ops.cpu.compiled import prepare
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
 from tests.toy import PRIMITIVES, ToyOps, toy

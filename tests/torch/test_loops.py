@@ -14,9 +14,9 @@ import torch
 
 from gradwire import PowerSGD
 from gradwire.core.kernels.payloads import LowRank, Residual
+from gradwire.torch_backend.cpu import compiled, thin
+from gradwire.torch_backend.cpu.sums import Sum
 from gradwire.torch_backend.engine.driver import Driver, specs_of
-from gradwire.torch_backend.ops.cpu import compiled, thin
-from gradwire.torch_backend.ops.cpu.sums import Sum
 from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.ranks import Cases
 
@@ -167,8 +167,8 @@ def test_without_numba_there_is_nothing_and_no_word_of_it(monkeypatch, caplog):
 ELSEWHERE = """
 import multiprocessing, os, sys, threading
 import torch
-from gradwire.torch_backend.ops.cpu import compiled, pool, thin
-from gradwire.torch_backend.ops.cpu.sums import Sum
+from gradwire.torch_backend.cpu import compiled, pool, thin
+from gradwire.torch_backend.cpu.sums import Sum
 assert "numba" not in sys.modules
 loops = compiled.prepare(["add_and_project", "settle"], [torch.float32])
 if os.environ.get("NUMBA_DISABLE_JIT") == "1":

@@ -21,6 +21,7 @@ from gradwire.core.protocol import reduce_max
 from gradwire.core.protocol.settings import settings_of
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.text.name_patterns import chosen
+from gradwire.torch_backend.cpu.compiled import loops_for
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import capturable
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
@@ -31,7 +32,6 @@ from gradwire.torch_backend.engine.step import GradientStep
 from gradwire.torch_backend.monitor.fidelity import Measurement
 from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.monitor.watcher import SkippedSteps, Watcher, norm_of
-from gradwire.torch_backend.ops.cpu.compiled import loops_for
 from gradwire.torch_backend.ops.kernels import TorchOps, dtype_name
 from gradwire.torch_backend.state.loss_scale import require_all_ranks
 from gradwire.torch_backend.state.memory import Memory, Replicated, factors_side_by_side

@@ -33,6 +33,7 @@ from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import DryRun
 from gradwire.core.protocol.programs import Program
 from gradwire.core.protocol.settings import told
+from gradwire.torch_backend.cpu.compiled import Loops
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import Graph, capturing, refuse_capture, require_capturable
 from gradwire.torch_backend.engine.groups.barrier import Meeting
@@ -44,7 +45,6 @@ from gradwire.torch_backend.monitor.fidelity import Measurement
 from gradwire.torch_backend.monitor.profiler import span
 from gradwire.torch_backend.monitor.report import Progress
 from gradwire.torch_backend.monitor.watcher import SkippedSteps, StepEnded, Watcher
-from gradwire.torch_backend.ops.cpu.compiled import Loops
 from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch

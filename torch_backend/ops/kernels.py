@@ -19,11 +19,11 @@ from gradwire.core.kernels.payloads import Coded, Dense, LowRank, Payload, Resid
 from gradwire.core.kernels.rounding import TINY, scales
 from gradwire.core.kernels.rows import RowNumbers
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16, Ops
+from gradwire.torch_backend.cpu import thin
+from gradwire.torch_backend.cpu.compiled import Loops
+from gradwire.torch_backend.cpu.sums import Sum, value_of
 from gradwire.torch_backend.ops import fused_orthonormalize, signs, sparse
 from gradwire.torch_backend.ops.adjacent import side_by_side
-from gradwire.torch_backend.ops.cpu import thin
-from gradwire.torch_backend.ops.cpu.compiled import Loops
-from gradwire.torch_backend.ops.cpu.sums import Sum, value_of
 from gradwire.torch_backend.ops.fused import TorchFused, available, is_product
 from gradwire.torch_backend.ops.orthonormalize import CLEAR, orthonormalized_unseen
 from gradwire.torch_backend.ops.workspace import Scratch, Stack

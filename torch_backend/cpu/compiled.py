@@ -45,8 +45,8 @@ def _numba() -> Any:
 
 @functools.cache
 def compiled(name: str, dtype: torch.dtype) -> Callable[..., None]:
-    """A loop of `gradwire.torch_backend.ops.cpu.loops` for arrays of a dtype. There must be numba."""
-    from gradwire.torch_backend.ops.cpu import loops
+    """A loop of `gradwire.torch_backend.cpu.loops` for arrays of a dtype. There must be numba."""
+    from gradwire.torch_backend.cpu import loops
 
     numba = _numba()
     number = getattr(numba, DTYPES[dtype])

@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from gradwire.core.kernels.payloads import LowRank, Payload, Residual
-from gradwire.torch_backend.ops.cpu.compiled import Loops, compiled
-from gradwire.torch_backend.ops.cpu.pool import over_rows
-from gradwire.torch_backend.ops.cpu.sums import Sum
+from gradwire.torch_backend.cpu.compiled import Loops, compiled
+from gradwire.torch_backend.cpu.pool import over_rows
+from gradwire.torch_backend.cpu.sums import Sum
 
 #: Elements of a tensor from which a pass over memory costs more than a call, and those that a thread gets at least.
 LARGE = 1 << 14
