@@ -56,7 +56,9 @@ def compiled(name: str, dtype: torch.dtype) -> Callable[..., None]:
     with _compiling:
         try:
             made = numba.njit(signature, cache=True, **options)(loop)
-        except RuntimeError:  # neither beside the source nor in the user's folder may anything be written
+        except (
+            Exception
+        ):  # neither beside the source nor in the user's folder may anything be written, or what is there is of no use
             made = numba.njit(signature, **options)(loop)
     return made  # type: ignore[no-any-return]
 
