@@ -157,7 +157,7 @@ def test_arrays_of_other_libraries_are_taken(alone):
 COUNTING = {
     "hook": partial(doors.algorithm, which=PowerSGD(2, start_step=2)),
     "DataParallel": partial(doors.data_parallel, which=PowerSGD(2)),
-    "Averager": doors.averager,
+    "Averager": partial(doors.averager, which=PowerSGD(2)),
     "local SGD after its warm-up": partial(doors.local, which=LocalSGD(2, start_step=2)),
     "DiLoCo in flight": partial(doors.local, which=diloco(3, overlap=2)),
     "ZeroOptimizer": partial(doors.zero_optimizer, average=True),
