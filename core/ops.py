@@ -111,6 +111,10 @@ class Ops(Primitives[A], Protocol):
         """
         return [self.add(x, y, out=x) for x, y in zip(xs, ys, strict=True)]
 
+    def matmul_each(self, xs: Sequence[A], ys: Sequence[A]) -> list[A]:
+        """`x @ y` for each pair of a thin factor and a matrix, of any shapes: `matmul`."""
+        return [self.matmul(x, y) for x, y in zip(xs, ys, strict=True)]
+
     def orthonormalize(self, x: A, epsilon: float) -> A:
         """Orthonormal rows for a batch (k, r, n), which is donated: `gradwire.core.kernels.gram_schmidt.gram_schmidt`, or to rounding the same."""
         return gram_schmidt(self, x, epsilon, out=x)

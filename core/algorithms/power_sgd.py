@@ -23,7 +23,7 @@ from gradwire.core.algorithms.shared.views import StackedShape, View, reproducin
 from gradwire.core.kernels import random
 from gradwire.core.kernels.payloads import LowRank, Residual
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, shaped
-from gradwire.core.protocol import mean, orthonormalize, world_size
+from gradwire.core.protocol import mean, multiply, orthonormalize, world_size
 from gradwire.core.protocol.programs import Program
 from gradwire.core.text.name_patterns import Patterns, matches, require_matches
 from gradwire.core.text.options import AtLeast0, AtLeast1, at_least, more_than, share
@@ -312,9 +312,9 @@ class PowerSGD(Compressor):
                 q = await self._basis(ops, names, "q", memory)
             else:
                 q = await self._drawn(ops, names[0], view, matrix, context)
-            p = await average_of(ops.matmul(q, matrix.mT))
+            p = await average_of(await multiply(ops, q, matrix.mT))
             basis = await orthonormalize(ops, p, epsilon=self.orthogonalization_epsilon)
-        local = ops.matmul(basis, matrix.mT if on_q else matrix)
+        local = await multiply(ops, basis, matrix.mT if on_q else matrix)
         low_rank: Callable[[A, A], LowRank[A]] = LowRank if on_q == view.transposed else _transposed
         sent = low_rank(basis, local)
         # That of a padded matrix would need memory of its own: it can wait.

@@ -42,7 +42,7 @@ comes last.
 from gradwire.core.protocol.control_requests import branch, branch_on_phase, optimizer_step, step_is_finite, watch
 from gradwire.core.protocol.exchanges import all_to_all, all_to_all_parts, gather
 from gradwire.core.protocol.halves import all_gather, reduce_scatter
-from gradwire.core.protocol.local_requests import local_norm, orthonormalize, replica_index, world_size
+from gradwire.core.protocol.local_requests import local_norm, multiply, orthonormalize, replica_index, world_size
 from gradwire.core.protocol.programs import run, together
 from gradwire.core.protocol.reductions import mean, mean_each, reduce_max, reduce_sum, sum_scalar
 from gradwire.core.protocol.settings import setting
@@ -58,6 +58,7 @@ __all__ = [
     "local_norm",
     "mean",
     "mean_each",
+    "multiply",
     "optimizer_step",
     "orthonormalize",
     "reduce_max",

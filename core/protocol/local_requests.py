@@ -132,6 +132,38 @@ class Orthonormalize(Fusable[A]):
         return [rows[i * n : (i + 1) * n] for i in range(len(asked))]
 
 
+@dataclass(slots=True)
+class Multiply(Fusable[A]):
+    """The product of each array with its matrix in `others`. A request so that many share a kernel call."""
+
+    per_array = ("arrays", "others")
+    priority = 0
+    local = True
+
+    ops: Ops[A]
+    arrays: tuple[A, ...]
+    others: tuple[A, ...]
+
+    def key(self) -> object:
+        return type(self)
+
+    def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
+        return self.answer()
+
+    def answer(self) -> tuple[A, ...]:
+        """The products."""
+        return tuple(self.ops.matmul_each(self.arrays, self.others))
+
+    @staticmethod
+    def simulate(asked: Sequence[Multiply[Any]], world: LockStep) -> list[tuple[Any, ...]]:
+        return [each.answer() for each in asked]
+
+
+async def multiply(ops: Ops[A], x: A, y: A) -> A:
+    """`x @ y` of a thin factor `x` (r, k) and a matrix (k, m), or of stacks of both."""
+    return await ask_one(Multiply(ops, (x,), (y,)))
+
+
 async def orthonormalize(ops: Ops[A], x: A, *, fresh: A | None = None, epsilon: float = 0.0) -> A:
     """Orthonormal rows spanning the rows of `x` (r, n), or of each matrix of a stack, see `gradwire.core.kernels.gram_schmidt.gram_schmidt`.
 

@@ -16,7 +16,7 @@ import numpy as np
 from gradwire import AllReduce, Compressor, Simulator, assign_buckets
 from gradwire.core.buckets.reducer import Reducer
 from gradwire.core.protocol.control_requests import Branch, StepIsFinite
-from gradwire.core.protocol.local_requests import LocalNorm, Orthonormalize, WorldSize
+from gradwire.core.protocol.local_requests import LocalNorm, Multiply, Orthonormalize, WorldSize
 from gradwire.core.simulate import NumpyOps
 from tests.soak import draw
 from tests.soak.histories import close, same_bits
@@ -70,7 +70,7 @@ class Group:
                     return None
                 answers = (stop.value,)
                 continue
-            if isinstance(request, Orthonormalize):
+            if isinstance(request, Multiply | Orthonormalize):
                 answers = request.answer()
             elif isinstance(request, WorldSize):
                 answers = (self.replicas,)

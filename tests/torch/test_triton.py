@@ -102,28 +102,47 @@ def test_it_compiles_for_an_h100(name: str, dtype: str) -> None:
         assert shortcut not in ptx
 
 
-@needs_triton
-def test_orthonormalizing_compiles_for_an_h100() -> None:
-    """At rank 32: kernels that are many programs, or one for each matrix."""
+def ptx_of(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> str:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    signature = {each: types.get(each, "constexpr") for each in kernel.arg_names}
+    own = {each: value for each, value in constants.items() if each in kernel.arg_names}
+    source = ASTSource(kernel, signature=signature, constexprs=own)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=fused.EXACT | options)
+    ptx: str = made.asm["ptx"]
+    return ptx
+
+
+@needs_triton
+def test_orthonormalizing_compiles_for_an_h100() -> None:
+    """At rank 32: kernels that are many programs, or one for each matrix."""
     from gradwire.torch_backend.ops import triton_orthonormalize
 
     types = {"like": "*fp32", "table": "*i64", "count": INT, "found": "*i32", "gram_of": "*fp64"}
     types |= {"small": "*fp64", "usable": "*i32", "once": "*fp64"}
     constants = {"size": 32, "chunk": 1024, "columns": 128, "refreshes": True}
     for name in "largest", "grams", "first_factors", "first_products", "second_factors", "second_products":
-        kernel = getattr(triton_orthonormalize, name)
-        signature = {each: types.get(each, "constexpr") for each in kernel.arg_names}
-        own = {each: value for each, value in constants.items() if each in kernel.arg_names}
-        source = ASTSource(kernel, signature=signature, constexprs=own)
-        options = fused.EXACT | {"num_warps": 8}
-        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        ptx = ptx_of(getattr(triton_orthonormalize, name), types, constants, num_warps=8)
         assert said_by_ptxas(ptx)[1] <= 32, name
         for shortcut in ("atom.", "fma.rn", "div.full", "div.approx", "rcp.", ".ftz"):
             assert shortcut not in ptx, name
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [4, 32])
+def test_products_compile_for_an_h100(size: int) -> None:
+    """As float32 throughout: no tensor cores with fewer digits."""
+    from gradwire.torch_backend.ops import fused_products, triton_products
+
+    types = {"like": "*fp32", "table": "*i64", "count": INT, "parts": "*fp32"}
+    for along in (True, False):
+        constants = {"size": size, "part": fused_products.PART, "along": along, "aligned": True}
+        constants |= fused_products._tile(size, along=along)
+        ptx = ptx_of(triton_products.products, types, constants, enable_fp_fusion=True)
+        assert said_by_ptxas(ptx)[1] == 0
+        assert not any(word in ptx for word in ("atom.", "tf32", ".ftz"))
 
 
 @needs_triton

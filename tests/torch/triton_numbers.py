@@ -18,7 +18,8 @@ from gradwire import AllReduce, PowerSGD, Quantize, Sign, WireDtype
 from gradwire.core.codecs.integers import Integers
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.kernels.payloads import Coded, LowRank
-from gradwire.torch_backend.ops import fused_orthonormalize
+from gradwire.torch_backend.ops import fused_orthonormalize, fused_products
+from gradwire.torch_backend.ops.adjacent import side_by_side
 from gradwire.torch_backend.ops.fused import TorchFused
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.orthonormalize import orthonormalized_unseen
@@ -219,6 +220,42 @@ def test_an_error_that_does_not_lie_side_by_side_is_written_as_well():
     assert torch.equal(y, x - 3)
     FUSED.copy_if(YES, [x], [y])
     assert torch.equal(y, x)
+
+
+#: Factors and matrices, and whether these are stored column by column: a few rows, and as many as products of tiles are for; sums of more than one part; stacks.
+PRODUCTS = [
+    ((4, 96), 64, True),
+    ((4, 96), 64, False),
+    ((3, 2500), 17, True),
+    ((2, 3, 40), 24, False),
+    ((2, 3, 40), 24, True),
+]
+PRODUCTS += [((1, 5), 7, False), ((2, 3), 1, False), ((4, 1), 9, True), ((20, 70), 33, True), ((20, 2100), 16, False)]
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_all_factors_are_multiplied_with_their_matrices(dtype):
+    """And what comes out of one does not depend on what is beside it."""
+    ops, generator = TorchOps(DEVICE), torch.Generator().manual_seed(0)
+    ops._host_knows = False
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
+
+    xs, ys = [], []
+    for (*stack, r, k), m, along in PRODUCTS:
+        if r >= 16 and dtype == torch.bfloat16 and DEVICE.type == "cpu":
+            continue  # of which the interpreter multiplies the bits
+        xs.append(random(*stack, r, k + 1)[..., :k])
+        ys.append(random(*stack, m, k).mT if along else random(*stack, k, m))
+    found = fused_products.multiplied(ops, xs, ys)
+    for x, y, product in zip(xs, ys, found, strict=True):
+        size = x.double().abs() @ y.double().abs()
+        assert product.dtype == dtype
+        assert ((product.double() - x.double() @ y.double()).abs() / size).max() < CLOSE[dtype]
+    some = slice(2, None, 2)
+    assert all(map(same_bits, fused_products.multiplied(ops, xs[some], ys[some]), found[some]))
+    assert side_by_side(found) is not None  # to be sent as they are
 
 
 def factors(dtype):

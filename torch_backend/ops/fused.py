@@ -63,7 +63,7 @@ def launch(name: str, programs: int, device: torch.device, *args: Any, **options
     module = importlib.import_module(f"gradwire.torch_backend.ops.{file or 'triton_kernels'}")
     kernel = getattr(module, function)[programs,]
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # which users need not have set
-        kernel(*args, **options, **EXACT)
+        kernel(*args, **(EXACT | options))
 
 
 def _launch_on_all(
