@@ -118,13 +118,13 @@ def ptx_of(kernel: Any, types: dict[str, str], constants: dict[str, Any], **opti
 @needs_triton
 def test_orthonormalizing_compiles_for_an_h100() -> None:
     """At rank 32: kernels that are many programs, or one for each matrix."""
-    from gradwire.torch_backend.ops import triton_orthonormalize
+    from gradwire.torch_backend.ops import triton_factors
 
     types = {"like": "*fp32", "table": "*i64", "count": INT, "found": "*i32", "gram_of": "*fp64"}
     types |= {"small": "*fp64", "usable": "*i32", "once": "*fp64"}
     constants = {"size": 32, "chunk": 1024, "columns": 128, "refreshes": True}
     for name in "largest", "grams", "first_factors", "first_products", "second_factors", "second_products":
-        ptx = ptx_of(getattr(triton_orthonormalize, name), types, constants, num_warps=8)
+        ptx = ptx_of(getattr(triton_factors, name), types, constants, num_warps=8)
         assert said_by_ptxas(ptx)[1] <= 32, name
         for shortcut in ("atom.", "fma.rn", "div.full", "div.approx", "rcp.", ".ftz"):
             assert shortcut not in ptx, name
@@ -134,13 +134,13 @@ def test_orthonormalizing_compiles_for_an_h100() -> None:
 @pytest.mark.parametrize("size", [4, 32])
 def test_products_compile_for_an_h100(size: int) -> None:
     """As float32 throughout: no tensor cores with fewer digits."""
-    from gradwire.torch_backend.ops import fused_products, triton_products
+    from gradwire.torch_backend.ops import factors, triton_factors
 
     types = {"like": "*fp32", "table": "*i64", "count": INT, "parts": "*fp32"}
     for along in (True, False):
-        constants = {"size": size, "part": fused_products.PART, "along": along, "aligned": True}
-        constants |= fused_products._tile(size, along=along)
-        ptx = ptx_of(triton_products.products, types, constants, enable_fp_fusion=True)
+        constants = {"size": size, "part": factors.PART, "along": along, "aligned": True}
+        constants |= factors._tile(size, along=along)
+        ptx = ptx_of(triton_factors.products, types, constants, enable_fp_fusion=True)
         assert said_by_ptxas(ptx)[1] == 0
         assert not any(word in ptx for word in ("atom.", "tf32", ".ftz"))
 

@@ -18,7 +18,7 @@ from gradwire import AllReduce, PowerSGD, Quantize, Sign, WireDtype
 from gradwire.core.codecs.integers import Integers
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.kernels.payloads import Coded, LowRank
-from gradwire.torch_backend.ops import fused_orthonormalize, fused_products
+from gradwire.torch_backend.ops import factors
 from gradwire.torch_backend.ops.adjacent import side_by_side
 from gradwire.torch_backend.ops.fused import TorchFused
 from gradwire.torch_backend.ops.kernels import TorchOps
@@ -248,17 +248,17 @@ def test_all_factors_are_multiplied_with_their_matrices(dtype):
             continue  # of which the interpreter multiplies the bits
         xs.append(random(*stack, r, k + 1)[..., :k])
         ys.append(random(*stack, m, k).mT if along else random(*stack, k, m))
-    found = fused_products.multiplied(ops, xs, ys)
+    found = factors.multiplied(ops, xs, ys)
     for x, y, product in zip(xs, ys, found, strict=True):
         size = x.double().abs() @ y.double().abs()
         assert product.dtype == dtype
         assert ((product.double() - x.double() @ y.double()).abs() / size).max() < CLOSE[dtype]
     some = slice(2, None, 2)
-    assert all(map(same_bits, fused_products.multiplied(ops, xs[some], ys[some]), found[some]))
+    assert all(map(same_bits, factors.multiplied(ops, xs[some], ys[some]), found[some]))
     assert side_by_side(found) is not None  # to be sent as they are
 
 
-def factors(dtype):
+def hard_factors(dtype):
     """Of several ranks, lengths and strides, in stacks; of all magnitudes; with rows that depend on others, clearly or nearly, rows that are zero or not finite."""
     generator = torch.Generator().manual_seed(2)
 
@@ -279,15 +279,15 @@ def test_rows_are_orthonormal_as_without_the_kernels(dtype, refreshes):
     """And what comes out of one does not depend on what is beside it."""
     ops = TorchOps(DEVICE)
     ops._host_knows = False
-    given = factors(dtype)
+    given = hard_factors(dtype)
     fresh = [torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(dtype) for x in given]
     on = [[x.to(DEVICE) for x in xs] for xs in (given, fresh if refreshes else [])]
-    found = fused_orthonormalize.orthonormalized(ops, *on)
+    found = factors.orthonormalized(ops, *on)
     for x, wanted in zip(found, orthonormalized_unseen(ops, *on), strict=True):
         assert x.dtype == dtype
         torch.testing.assert_close(x, wanted, rtol=0, atol=1e-6 if dtype == torch.float32 else 8e-3)
     assert all(x.isfinite().all() for x in found)
-    backwards = fused_orthonormalize.orthonormalized(ops, on[0][:3:-1], on[1][:3:-1])
+    backwards = factors.orthonormalized(ops, on[0][:3:-1], on[1][:3:-1])
     assert all(map(same_bits, backwards[::-1], found[4:]))
 
 

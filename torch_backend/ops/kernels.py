@@ -22,7 +22,7 @@ from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16, Ops
 from gradwire.torch_backend.cpu import thin
 from gradwire.torch_backend.cpu.compiled import Loops
 from gradwire.torch_backend.cpu.sums import Sum, value_of
-from gradwire.torch_backend.ops import fused_orthonormalize, fused_products, signs, sparse
+from gradwire.torch_backend.ops import factors, signs, sparse
 from gradwire.torch_backend.ops.adjacent import side_by_side
 from gradwire.torch_backend.ops.fused import TorchFused, available, is_product
 from gradwire.torch_backend.ops.orthonormalize import CLEAR, orthonormalized_unseen
@@ -383,9 +383,9 @@ class TorchOps(Ops[Tensor]):
         return (largest[0] if len(largest) == 1 else torch.stack(largest).amax()) < math.inf  # both keep a NaN
 
     def matmul_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
-        if self.fused is None or not all(map(fused_products.takes, xs, ys)):
+        if self.fused is None or not all(map(factors.multiplies, xs, ys)):
             return super().matmul_each(xs, ys)
-        return fused_products.multiplied(self, xs, ys)
+        return factors.multiplied(self, xs, ys)
 
     def orthonormalize(self, x: Tensor, epsilon: float) -> Tensor:
         if epsilon or x.dtype == torch.float64 or not x.numel():
@@ -404,9 +404,9 @@ class TorchOps(Ops[Tensor]):
     def orthonormalize_each(self, arrays: Sequence[Tensor], fresh: Sequence[Tensor], epsilon: float) -> list[Tensor]:
         if self._host_knows or epsilon:
             return each_shape(self, arrays, fresh, epsilon, Tensor.unbind)
-        if self.fused is None or not all(map(fused_orthonormalize.takes, arrays)):
+        if self.fused is None or not all(map(factors.orthonormalizes, arrays)):
             return orthonormalized_unseen(self, arrays, fresh)
-        return fused_orthonormalize.orthonormalized(self, arrays, fresh)
+        return factors.orthonormalized(self, arrays, fresh)
 
     def _doubles(self, n: int, shape: torch.Size) -> Iterator[Tensor]:
         """`n` arrays of float64, in memory that is kept and used again by the next call."""
