@@ -43,6 +43,7 @@ STEPS = {
     "rank 1": (PowerSGD(1), False, 550, 2, 46),
     "rank 4": (PowerSGD(4), False, 660, 2, 4 * 11.3),
     "rank 4, Triton": (PowerSGD(4), True, 43, 2, 4 * 8.3),
+    "rank 32, Triton": (PowerSGD(32), True, 125, 8, 37),
     "rank 32": (PowerSGD(32), False, 1220, 8, 53),
     "int8": (WireDtype(AllReduce(), "int8"), False, 430, 0, 52),
     "int8, Triton": (WireDtype(AllReduce(), "int8"), True, 155, 0, 18),
