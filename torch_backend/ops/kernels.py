@@ -200,7 +200,7 @@ class TorchOps(Ops[Tensor]):
         return self._stack.take(tuple(x.shape), x, dtype)
 
     def subtract_product(self, x: Tensor | Sum, p: Tensor, q: Tensor, *, out: Tensor | None = None) -> Tensor:
-        x = value_of(x)
+        x = x.value if isinstance(x, Sum) else x
         return (torch.addmm if x.ndim == 2 else torch.baddbmm)(x, p.mT, q, alpha=-1, out=out)
 
     def where(self, ok: Tensor, x: Tensor, y: Tensor | float, *, out: Tensor | None = None) -> Tensor:
@@ -219,7 +219,7 @@ class TorchOps(Ops[Tensor]):
         return self.constant(("scalar", str(y), dtype), lambda: torch.full((), y, dtype=dtype, device=self.device))
 
     def add_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor], *, multiplied: bool = False) -> list[Tensor]:
-        later: Sequence[Any] = thin.sums(self.loops, xs, ys) if multiplied else [None] * len(xs)
+        later: Sequence[Any] = thin.sums(self.loops, xs, ys) if multiplied and self.loops.card else [None] * len(xs)
         now = [i for i, each in enumerate(later) if each is None]
         for donated, added in _by_dtype([xs[i] for i in now], [ys[i] for i in now]):
             foreach_add_(donated, added)
@@ -319,9 +319,12 @@ class TorchOps(Ops[Tensor]):
         decay: float = 1.0,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """By a loop for each tensor, where there is one for what was sent of it and received."""
+        if not self.loops.card:
+            after = self.errors_after(ok, x, sent, errors, decay=decay)
+            return after, self.dense_or_nan(finite, received, [left.x for left in x])
         for each in x:
             each.x = value_of(each.x)
-        if not self.loops or decay != 1 or not ok or not finite:
+        if decay != 1 or not ok or not finite:
             return super().settle(ok, finite, x, sent, errors, received, decay=decay)
         dense: list[Any] = [thin.settle(self.loops, *own) for own in zip(x, sent, errors, received, strict=True)]
         left = [i for i, each in enumerate(dense) if each is None]
@@ -384,7 +387,7 @@ class TorchOps(Ops[Tensor]):
 
     def matmul_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
         if self.fused is None or not all(map(factors.multiplies, xs, ys)):
-            return super().matmul_each(xs, ys)
+            return [self.matmul(x, y) for x, y in zip(xs, ys, strict=True)]
         return factors.multiplied(self, xs, ys)
 
     def orthonormalize(self, x: Tensor, epsilon: float) -> Tensor:
@@ -446,7 +449,7 @@ class TorchOps(Ops[Tensor]):
 
     @property
     def late_residuals(self) -> bool:
-        return self.fused is not None or bool(self.loops)
+        return self.fused is not None or bool(self.loops.card)
 
     def quantize(self, x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
         if self.fused is None or x.shape[1] > self.fused.widest:
