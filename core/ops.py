@@ -27,7 +27,7 @@ from gradwire.core.kernels.arrays import (
     FloatDtype,
     Spec,
     name_of_dtype,
-    shaped,
+    reshape_if_needed,
     wide_dtype,
 )
 from gradwire.core.kernels.bits import pack_integers, unpack_integers
@@ -53,13 +53,13 @@ __all__ = [
     "Primitives",
     "Spec",
     "name_of_dtype",
-    "shaped",
+    "reshape_if_needed",
     "wide_dtype",
 ]
 
 
 class Bundled(Protocol[A]):
-    """Tensors of a step, some of them in stacks: what `Ops.bundled` returns.
+    """Tensors of a step, some of them in stacks: what `Ops.bundle` returns.
 
     Attributes:
         names: of each stack, the name that stands for it → the names of its members, in order.
@@ -88,7 +88,7 @@ class Ops(Primitives[A], Protocol):
     #: How arrays lie on the device, and what its compiler wants to know.
     storage: Storage[Any] = Storage()
 
-    #: Whether `bundled` may join anything: whoever compiles nothing need not be asked.
+    #: Whether `bundle` may join anything: whoever compiles nothing need not be asked.
     bundles: bool = False
 
     @property
@@ -137,7 +137,7 @@ class Ops(Primitives[A], Protocol):
         return means[0].reshape((-1,)) if len(means) == 1 else self.rows(means, 1).reshape((-1,))
 
     def pack_signs(self, xs: Sequence[A], sharing: Sequence[tuple[int, ...]]) -> list[A]:
-        """Where elements of these arrays, of one dtype, are above 0: as bits, uint8, of each array in whole bytes, for what is sent. One array or several, in the kernel's
+        """The signs of these arrays, of one dtype: whether elements are above 0, as bits, uint8, of each array in whole bytes, for what is sent. One array or several, in the kernel's
         own order. `sharing`: in which shape each array has its numbers, see `gradwire.core.kernels.signs`."""
         return signs.pack_signs(self, xs)
 
@@ -149,7 +149,7 @@ class Ops(Primitives[A], Protocol):
         below: Sequence[A],
         sharing: Sequence[tuple[int, ...]],
     ) -> list[A]:
-        """Of each array, where an element is above 0, the number `above` that is its own, else `below`. `bits` are what `pack_signs` made of the arrays: a kernel may look
+        """Arrays of two numbers: where an element is above 0 the number `above` of its array, else `below`. `bits` are what `pack_signs` made of the arrays: a kernel may look
         at those instead. Numbers are an array for each, or one for all, (N,), of those of one after the other."""
         return signs.signed(self, xs, above, below, sharing)
 
@@ -166,7 +166,7 @@ class Ops(Primitives[A], Protocol):
         return signs.sum_of_signs(self, every, above, below, shapes, sharing)
 
     def largest_each(self, xs: Sequence[A], k: int) -> tuple[A, A]:
-        """Of each row of matrices (n, m), of one dtype, the `k` elements of largest magnitude: their positions, int32, and they themselves, (N, k) for all rows, those of one
+        """The `k` elements of largest magnitude of each row of matrices (n, m), of one dtype: their positions, int32, and they themselves, (N, k) for all rows, those of one
         matrix below those of another. In any order, but of equal magnitudes the first count as larger; NaN is as large as inf."""
         each = [self.top_k(self.abs(x), k) for x in xs]
         return self.rows(each, 1).reshape((-1, k)), self.take_each(xs, each)
@@ -270,11 +270,11 @@ class Ops(Primitives[A], Protocol):
             total = total + f(*[x[i] for x in arrays])
         return total
 
-    def joining(self, arrays: Sequence[A]) -> list[int] | None:
+    def join_order(self, arrays: Sequence[A]) -> list[int] | None:
         """In which order arrays are better joined (`rows`) than computed with one by one. None: they are not. Replicas may differ in it."""
         return None
 
-    def bundled(
+    def bundle(
         self, gradients: dict[str, A], tensors: Mapping[str, Mapping[str, A]], alike: Callable[[str], Hashable | None]
     ) -> Bundled[A] | None:
         """Tensors that are better computed with as stacks, where `alike` gives them the same, joined. None: there are none.
@@ -283,8 +283,8 @@ class Ops(Primitives[A], Protocol):
         """
         return None
 
-    def unbundled(self) -> Ops[A]:
-        """The same, but `bundled` joins nothing: for what is sent in blocks, which begin anew with each tensor."""
+    def unbundle(self) -> Ops[A]:
+        """The same, but `bundle` joins nothing: for what is sent in blocks, which begin anew with each tensor."""
         return self
 
     def errors_after(

@@ -23,7 +23,7 @@ from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import DryRun, dry_run
 from gradwire.core.plan.traffic import LevelBytes
 from gradwire.core.protocol.groups import UnknownWorldSize
-from gradwire.core.protocol.settings import require_settings, settings_of, told
+from gradwire.core.protocol.settings import require_settings, settings_of, with_settings
 from gradwire.core.protocol.weights import weight_of
 from gradwire.jax_backend.axes.auto_axes import left_to_the_compiler, lying_alike, whole_memory
 from gradwire.jax_backend.axes.mapped_axis import (
@@ -291,7 +291,7 @@ class _Averaging:
             program = in_pieces(algorithm, self.axis_name).step(OPS, arrays, memory, step)
         else:
             program = weighted(algorithm).step(OPS, arrays, memory, step, weight)
-        (averages, after), finite = drive_watched(told(program, settings), self.axis_name, given=arrays)
+        (averages, after), finite = drive_watched(with_settings(program, settings), self.axis_name, given=arrays)
         return lying_alike(averages, arrays), after.shared, whole_memory(after.tensors, arrays), finite
 
     def _own(self, state: DataParallelState) -> DataParallelState:

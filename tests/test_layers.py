@@ -256,3 +256,26 @@ def test_the_way_of_a_gradient_is_told_with_names_that_exist():
         for part in name.split("."):
             found = next((each for each in ast.iter_child_nodes(found) if getattr(each, "name", "") == part), None)
             assert found is not None, f"{file} has no {name}"
+
+
+# ---- docstrings
+
+
+def test_public_docstrings_begin_with_their_subject():
+    """A line in a list of functions is read by itself: it does not go on with a sentence that began elsewhere."""
+    seen = 0
+
+    def require_subject(tree: ast.AST, where: str) -> None:
+        nonlocal seen
+        for node in ast.iter_child_nodes(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.name.startswith(
+                "_"
+            ):
+                text, seen = ast.get_docstring(node) or "", seen + 1
+                assert not re.match(r"(Of|Where|As|With|And|Likewise)\b", text), f"{where}::{node.name}: {text[:60]}"
+                if isinstance(node, ast.ClassDef):
+                    require_subject(node, f"{where}::{node.name}")
+
+    for file, tree in modules().values():
+        require_subject(tree, str(file))
+    assert seen > 1000

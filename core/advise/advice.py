@@ -181,7 +181,7 @@ def name_of(algorithm: Any) -> str:
 
 
 def written(algorithm: Any) -> str:
-    """As one writes it, which `gradwire.core.plan.expressions.parse_algorithm` reads."""
+    """The expression of a method, which `gradwire.core.plan.expressions.parse_algorithm` reads."""
     if isinstance(algorithm, WireDtype) and algorithm == WireDtype(algorithm.algorithm, algorithm.dtype):
         return f"WireDtype({algorithm.algorithm!r}, {algorithm.dtype!r})"
     if isinstance(algorithm, LocalSGD) and isinstance(algorithm.period, int) and algorithm == diloco(algorithm.period):

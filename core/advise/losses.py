@@ -49,7 +49,7 @@ def _percent(share: float, sign: str = "") -> str:
 
 @dataclass(frozen=True)
 class Losses:
-    """Where losses are from, and what is known of methods.
+    """The sources of losses, and what is known of methods.
 
     Attributes:
         source: what was trained, for how long, in words.

@@ -82,7 +82,7 @@ class Level:
         return 2 * (self.replicas - 1) / self.replicas * nbytes / seconds
 
     def seconds(self, nbytes: float, *, exchange: bool) -> float:
-        """Of one message: between what was measured on both sides of it. A larger one never takes less. Beyond the largest sample time grows in proportion;
+        """Seconds of one message: between what was measured on both sides of it. A larger one never takes less. Beyond the largest sample time grows in proportion;
         nothing takes no time."""
         if nbytes <= 0:
             return 0.0
@@ -199,7 +199,7 @@ def partition(replicas: int, nodes: int) -> tuple[Groups, Groups]:
 
 
 def message_shape(nbytes: int, replicas: int, *, exchange: bool) -> tuple[int, ...]:
-    """Of the array that so many replicas sum, in a message of so many bytes; or of which they exchange rows, in an all-to-all of twice so many."""
+    """The shape of the array that so many replicas sum, in a message of so many bytes; or of which they exchange rows, in an all-to-all of twice so many."""
     return (replicas, max(1, 2 * nbytes // ITEM // replicas)) if exchange else (max(1, nbytes // ITEM),)
 
 

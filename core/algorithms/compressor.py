@@ -42,7 +42,7 @@ class Hints(NamedTuple):
             memory there, where `pmean` takes 1.00, and at rank 1 less time (docs/performance.md).
         recompute: gradient and error are better added a second time, for the new error, than kept in memory while messages
             travel: on a TPU that spares `TopK` a gradient of memory for a pass over it.
-        elementwise: devices of a slice may each compress any piece of a tensor: see `Compressor.by_pieces`. What they would
+        elementwise: devices of a slice may each compress any piece of a tensor: see `Compressor.splittable`. What they would
             gather first are whole gradients, and with pieces nothing.
     """
 
@@ -229,11 +229,11 @@ class Compressor(abc.ABC):
     ) -> tuple[A | LowRank[A], A | LowRank[A], dict[str, A]]:
         """`compress` for k tensors that are `alike`, of one shape: with arrays of a leading axis k, those in `memory` too.
 
-        A backend asks for it where one large operation costs less than many small ones (`gradwire.core.ops.Ops.bundled`).
+        A backend asks for it where one large operation costs less than many small ones (`gradwire.core.ops.Ops.bundle`).
         """
         raise NotImplementedError(f"{type(self).__name__} calls tensors alike, and has no compress_stack")
 
-    def by_pieces(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
+    def splittable(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
         """Whether the devices of a slice may each compress one of as many equal pieces of a tensor, as if all was compressed as one. Its memory has arrays
         of the tensor's shape alone, which are cut likewise.
 
@@ -311,7 +311,7 @@ class Compressor(abc.ABC):
         tensors: Mapping[str, Mapping[str, A]] = state.tensors
         bundled = None
         if linear and ops.bundles and self.state_dtype is None:
-            bundled = ops.bundled(g, tensors, partial(self._alike, g, tensors))
+            bundled = ops.bundle(g, tensors, partial(self._alike, g, tensors))
         if bundled is not None:
             g, tensors = bundled.gradients, bundled.tensors
         names = [name for name in g if name in tensors]

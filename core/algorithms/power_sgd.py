@@ -22,7 +22,7 @@ from gradwire.core.algorithms.compressor import ERROR, Compressor, Hints, StepCo
 from gradwire.core.algorithms.shared.views import StackedShape, View, reproducing, square_view, view_of
 from gradwire.core.kernels import random
 from gradwire.core.kernels.payloads import LowRank, Residual
-from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, shaped
+from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, reshape_if_needed
 from gradwire.core.protocol import mean, multiply, orthonormalize, world_size
 from gradwire.core.protocol.programs import Program
 from gradwire.core.text.name_patterns import Patterns, matches, require_matches
@@ -274,9 +274,11 @@ class PowerSGD(Compressor):
         """`compress` for k parameters of one shape as one stack: every array has a leading axis k."""
         own = self._view_in(names[0], tuple(x.shape[1:]), {key: factor[0] for key, factor in memory.items()})
         view = dataclasses.replace(own, batch=(len(names), *own.batch))
-        factors = {key: shaped(factor, (*view.stack, *factor.shape[-2:])) for key, factor in memory.items()}
+        factors = {key: reshape_if_needed(factor, (*view.stack, *factor.shape[-2:])) for key, factor in memory.items()}
         sent, received, new = await self._compress(ops, names, x, factors, context, view)
-        changed = {key: shaped(x, tuple(memory[key].shape)) for key, x in new.items() if x is not factors[key]}
+        changed = {
+            key: reshape_if_needed(x, tuple(memory[key].shape)) for key, x in new.items() if x is not factors[key]
+        }
         return sent, received, memory | changed
 
     def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> View | None:
@@ -295,7 +297,7 @@ class PowerSGD(Compressor):
         context: StepContext,
         view: View | None = None,
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
-        """Of one tensor, or of several that `view` sees as one stack.
+        """The factors of one tensor, or of several that `view` sees as one stack.
 
         A half-step projects the matrix on one factor of the step before and averages the other; a full step makes P first, and ends as the
         half-step that projects on P.

@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, NamedTuple
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.shared.views import view_of
 from gradwire.core.kernels.arrays import array_key
-from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, shaped, wide_dtype
+from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, reshape_if_needed, wide_dtype
 from gradwire.core.protocol import gather, replica_weights, together, watch, world_size
 from gradwire.core.protocol.programs import Program
 
@@ -97,8 +97,8 @@ class Sign(Compressor):
         compile."""
         return self._all(ops, x, memory) if len(x) > 1 else None
 
-    def by_pieces(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
-        """Where a tensor has one scale, and no piece is filled up."""
+    def splittable(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
+        """True where a tensor has one scale, and no piece is filled up."""
         return self.per == "tensor" and axis is not None
 
     async def _all(
@@ -107,12 +107,12 @@ class Sign(Compressor):
         kinds: dict[Hashable, dict[Hashable, list[str]]] = {}
         for name, each in x.items():
             lies = self._lies(name, tuple(each.shape))
-            key = lies if ops.storage.joined and math.prod(lies) <= SHORT else name
+            key = lies if ops.storage.max_joined and math.prod(lies) <= SHORT else name
             kinds.setdefault(array_key(ops, each), {}).setdefault(key, []).append(name)
         lots = [
             [self._lot(ops, {name: x[name] for name in names}) for names in kind.values()] for kind in kinds.values()
         ]
-        answers = await together([self._gathered(ops, own) for own in lots])
+        answers = await together([self._gather_means(ops, own) for own in lots])
         found: dict[str, tuple[A, A]] = {}
         for lot, both in zip(chain(*lots), chain(*answers), strict=True):
             shapes = [tuple(x[name].shape) for name in lot.names]
@@ -125,12 +125,12 @@ class Sign(Compressor):
         lies = self._lies(name, tuple(first.shape))
         shared = {"tensor": (1,) * len(lies), "row": (*lies[:-1], 1), "column": (*lies[:-2], 1, lies[-1])}[self.per]
         if not others:
-            return _Lot([name], shaped(first, lies), shared)
+            return _Lot([name], reshape_if_needed(first, lies), shared)
         # As rows, which a TPU does not move.
         some = ops.stack([each.reshape(lies if lies[0] > 1 else (lies[-1],)) for each in x.values()])
         return _Lot(list(x), some, (len(x), *(shared if lies[0] > 1 else shared[1:])))
 
-    async def _gathered(self, ops: Ops[A], lots: Sequence[_Lot[A]]) -> list[tuple[A, A]]:
+    async def _gather_means(self, ops: Ops[A], lots: Sequence[_Lot[A]]) -> list[tuple[A, A]]:
         """Of each of these, of one kind: this replica's signs times its scales, and the mean of those of all replicas, both of its shape."""
         arrays, shapes, sharing = (
             [lot.array for lot in lots],
@@ -150,20 +150,20 @@ class Sign(Compressor):
         theirs = [ops.cast(part, wide) for part in every_scale]
         if weights is not None:
             theirs = [weights.times_each(ops, part) for part in theirs]
-        above, below = zip(*(self._both(part) for part in theirs), strict=True)
+        above, below = zip(*(self._sizes_of_both_signs(part) for part in theirs), strict=True)
         totals = ops.sum_of_signs(every[: len(bits)], above, below, shapes, sharing)
 
         def mean(total: A) -> A:
             return ops.cast(total / replicas if weights is None else weights.share(ops, total), dtype)
 
         # Of one replica, as they are of all.
-        mine = [self._both(ops.cast(part, wide).reshape((1, *part.shape))) for part in scales]
+        mine = [self._sizes_of_both_signs(ops.cast(part, wide).reshape((1, *part.shape))) for part in scales]
         high, low = ([x.reshape((-1,)) for x in each] for each in zip(*mine, strict=True))
         own = ops.signed(arrays, bits, high, low, sharing)
         sent = ops.elementwise_each(lambda x: ops.cast(x, dtype), own)
         return list(zip(sent, ops.elementwise_each(mean, totals), strict=True))
 
-    def _both(self, scales: A) -> tuple[A, A]:
+    def _sizes_of_both_signs(self, scales: A) -> tuple[A, A]:
         """Of scales (W, magnitudes, N) the numbers (W, N) that stand for positive elements, and for others."""
         return scales[:, 0], scales[:, 1] if self.magnitudes == 2 else scales[:, 0] * -1.0
 
@@ -207,5 +207,5 @@ class Sign(Compressor):
 def _apart(ops: Ops[A], whole: A, shapes: Sequence[tuple[int, ...]]) -> list[A]:
     """The tensors of a lot; torch would copy the only one."""
     if len(shapes) == 1:
-        return [shaped(whole, shapes[0])]
+        return [reshape_if_needed(whole, shapes[0])]
     return ops.from_rows(whole.reshape((1, -1)), shapes)

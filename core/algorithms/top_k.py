@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from gradwire.core.algorithms.compressor import Compressor, Hints, StepContext
 from gradwire.core.algorithms.shared.sparse_blocks import LARGEST_BLOCK, Blocks, bits_of, blocks_of
 from gradwire.core.codecs import CODECS, Codec
-from gradwire.core.codecs.codec import received, sendable
+from gradwire.core.codecs.codec import as_sent, from_sent
 from gradwire.core.kernels.arrays import array_key
-from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, shaped, wide_dtype
+from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, reshape_if_needed, wide_dtype
 from gradwire.core.protocol import gather, replica_weights, together, watch, world_size
 from gradwire.core.protocol.programs import Program
 from gradwire.core.text.options import AtLeast1, share
@@ -96,10 +96,10 @@ class TopK(Compressor):
         Returns:
             This replica's elements at their places, the mean of those of all replicas, zeros elsewhere; and `memory` as it was.
         """
-        return *(await self._sent(ops, {name: x}))[name], memory
+        return *(await self._exchange_blocks(ops, {name: x}))[name], memory
 
-    def by_pieces(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
-        """Where the blocks of the pieces are those of the tensor."""
+    def splittable(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
+        """True where the blocks of the pieces are those of the tensor."""
         if axis is None:
             return False
         piece = (*shape[:axis], shape[axis] // pieces, *shape[axis + 1 :])
@@ -109,17 +109,17 @@ class TopK(Compressor):
         self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], context: StepContext
     ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:
         """The blocks of several tensors are searched, packed and added up as those of one."""
-        messages = self._messages(ops, x)
+        messages = self._group_by_message(ops, x)
         return None if len(messages) == len(x) else self._all(ops, x, memory, messages)
 
     async def _all(
         self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], messages: list[list[str]]
     ) -> list[tuple[Any, Any, dict[str, A]]]:
-        answers = await together([self._sent(ops, {name: x[name] for name in names}) for names in messages])
+        answers = await together([self._exchange_blocks(ops, {name: x[name] for name in names}) for names in messages])
         found = dict(chain.from_iterable(answer.items() for answer in answers))
         return [(*found[name], memory[name]) for name in x]
 
-    def _messages(self, ops: Ops[A], x: Mapping[str, A]) -> list[list[str]]:
+    def _group_by_message(self, ops: Ops[A], x: Mapping[str, A]) -> list[list[str]]:
         """Which tensors are sent as one: those of as many elements of each block, whose positions fill whole bytes, so that no more is sent. Blocks of one length
         come after each other."""
         alike: dict[Hashable, list[tuple[int, str]]] = {}
@@ -130,34 +130,34 @@ class TopK(Compressor):
             alike.setdefault((array_key(ops, each), kept) if whole else name, []).append((blocks.length, name))
         return [[name for _, name in sorted(names, key=itemgetter(0))] for names in alike.values()]
 
-    def _parts(self, ops: Ops[A], x: Mapping[str, A]) -> list[tuple[list[str], Blocks]]:
-        """Which of these tensors are cut as one matrix: those of one width and one length of blocks, up to `Storage.joined` elements."""
+    def _group_by_matrix(self, ops: Ops[A], x: Mapping[str, A]) -> list[tuple[list[str], Blocks]]:
+        """Which of these tensors are cut as one matrix: those of one width and one length of blocks, up to `Storage.max_joined` elements."""
         parts: list[tuple[list[str], Blocks]] = []
         open_: dict[tuple[int, int], int] = {}
         for name, each in x.items():
             blocks = self._blocks(name, tuple(each.shape))
             i = open_.setdefault((blocks.width, blocks.length), len(parts))
-            both = parts[i][1].and_below(blocks) if i < len(parts) and ops.storage.joined else None
-            if both is None or both.count * both.length > ops.storage.joined:
+            both = parts[i][1].and_below(blocks) if i < len(parts) and ops.storage.max_joined else None
+            if both is None or both.count * both.length > ops.storage.max_joined:
                 open_[blocks.width, blocks.length] = len(parts)
                 parts.append(([name], blocks))
             else:
                 parts[i] = [*parts[i][0], name], both
         return parts
 
-    async def _sent(self, ops: Ops[A], x: Mapping[str, A]) -> dict[str, tuple[A, A]]:
+    async def _exchange_blocks(self, ops: Ops[A], x: Mapping[str, A]) -> dict[str, tuple[A, A]]:
         """Of each of these tensors what this replica sent and the mean; their blocks are sent as those of one."""
-        parts = self._parts(ops, x)
-        arrays = [_below(ops, [x[name] for name in names], blocks.width) for names, blocks in parts]
+        parts = self._group_by_matrix(ops, x)
+        arrays = [_stack_rows(ops, [x[name] for name in names], blocks.width) for names, blocks in parts]
         cut = [blocks.cut(ops, each) for (_, blocks), each in zip(parts, arrays, strict=True)]
-        found = await self._gathered(ops, [blocks for _, blocks in parts], cut, ops.joining(arrays))
+        found = await self._gathered(ops, [blocks for _, blocks in parts], cut, ops.join_order(arrays))
         answers: dict[str, tuple[A, A]] = {}
         for (names, blocks), dense in zip(parts, found, strict=True):
             end = 0
             for name in names:
                 shape = tuple(x[name].shape)
                 start, end = end, end + math.prod(shape) // blocks.width
-                sent, mean = (y if len(names) == 1 else shaped(y[start:end], shape) for y in dense)
+                sent, mean = (y if len(names) == 1 else reshape_if_needed(y[start:end], shape) for y in dense)
                 answers[name] = sent, mean
         return answers
 
@@ -165,7 +165,7 @@ class TopK(Compressor):
         self, ops: Ops[A], blocks: list[Blocks], cut: list[A], order: Sequence[int] | None
     ) -> list[tuple[A, A]]:
         kept, dtype, codec = self._kept(blocks[0]), ops.dtype_of(cut[0]), self._codec
-        cut = ops.storage.computed_once(cut)
+        cut = ops.storage.materialize(cut)
         # What is not finite counts as largest, so it is among what is sent, and everyone hears of it.
         index, values = ops.largest_each(cut, kept)
         rows, positions = tuple(index.shape), _Positions.of(blocks, kept)
@@ -176,10 +176,10 @@ class TopK(Compressor):
             every_value, *every_index = await gather(values.reshape((-1, lanes)), *packed, watched=False)
         else:
             fields = codec.encode(ops, values)
-            given = sendable(ops, fields)
+            given = as_sent(ops, fields)
             every = await gather(*given, *packed, watched=False)
             every_index = list(every[len(given) :])
-            found = received(ops, codec, kept, every[: len(given)])
+            found = from_sent(ops, codec, kept, every[: len(given)])
             values = ops.cast(codec.decode(ops, *fields), dtype)
             every_value = ops.cast(codec.decode(ops, *found), dtype)
         replicas, weights, wide = await world_size(), await replica_weights(), wide_dtype(dtype)
@@ -273,7 +273,7 @@ class _Positions(NamedTuple):
         return ops.rows(each, math.prod(lead)).reshape((*lead, -1, self.kept))
 
 
-def _below(ops: Ops[A], arrays: Sequence[A], width: int) -> A:
+def _stack_rows(ops: Ops[A], arrays: Sequence[A], width: int) -> A:
     if len(arrays) == 1:
         return arrays[0]
     return ops.rows([x.reshape((-1, width)) for x in arrays], 1).reshape((-1, width))

@@ -23,7 +23,7 @@ from gradwire.core.kernels.arrays import array_key, group_by
 from gradwire.core.ops import FLOATS, A, Ops
 from gradwire.core.protocol import all_gather, mean_each, replica_index, watch, world_size
 from gradwire.core.protocol.groups import Groups, NoPartition
-from gradwire.core.protocol.programs import Fusable, Program, Request, ask, relayed
+from gradwire.core.protocol.programs import Fusable, Program, Request, ask, relay
 from gradwire.core.protocol.weights import count_as
 from gradwire.core.text.options import AtLeast1, check_options
 from gradwire.core.text.wording import configured
@@ -136,7 +136,7 @@ class Between:
 
     async def run(self, program: Program[T]) -> T:
         """What the program returns."""
-        return await relayed(program, lambda request: request.between(self))
+        return await relay(program, lambda request: request.between(self))
 
     async def whole(self, request: Request) -> tuple[Any, ...]:
         """The answers, where each replica exchanges all of it in its inter-node group: in a single node nothing is sent, and parts of several sizes are those of

@@ -15,7 +15,7 @@ from gradwire.core.codecs.coder import Coder
 from gradwire.core.codecs.options import Quantizer
 from gradwire.core.ops import A, Ops
 from gradwire.core.protocol import branch, watch
-from gradwire.core.protocol.programs import Collective, Program, Request, ask, relayed
+from gradwire.core.protocol.programs import Collective, Program, Request, ask, relay
 from gradwire.core.text.wording import configured
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class WireDtype(Quantizer, Wrapper):
         return averages, after
 
     def _kernels(self, ops: Ops[A]) -> Ops[A]:
-        return ops if isinstance(self._codec, Cast) else ops.unbundled()
+        return ops if isinstance(self._codec, Cast) else ops.unbundle()
 
     async def carried(self, ops: Ops[A], program: Program[T], name: str, step: Any) -> T:
         """Run a program of the algorithm's with quantized payloads, and return what it returns. `name`, of its first tensor, and `step` decide
@@ -103,7 +103,7 @@ class WireDtype(Quantizer, Wrapper):
                 return await request.coded(coder)
             return await ask(request.wrapped(partial(self._coded, coder, in_branch=True)))
 
-        return await relayed(program, answer)
+        return await relay(program, answer)
 
 
 async def _looked_at(averages: tuple[A, ...]) -> tuple[()]:

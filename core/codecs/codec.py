@@ -33,7 +33,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def fields(self, n: int) -> tuple[tuple[int, str], ...]:
-        """Of each array that a matrix of rows of n elements becomes: m, the length of its rows, and its dtype."""
+        """(m, dtype) of each array that a matrix of rows of n elements becomes: the length of its rows, and its dtype."""
 
     def width(self, n: int) -> int:
         """Bytes of the code of a row of n elements."""
@@ -101,7 +101,7 @@ class BlockCodec(Codec):
 
     def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> tuple[A, ...]:
         codes, scales = self.coded(ops, ops.cast(x, "float32"), dither)
-        return _packed(ops, codes, self.bits), scales
+        return _pack(ops, codes, self.bits), scales
 
     def decode(self, ops: Ops[A], *fields: A, out: A | None = None) -> A:
         codes, scales = fields
@@ -109,7 +109,7 @@ class BlockCodec(Codec):
             return self.decoded(ops, codes, scales, out)
         lead = tuple(codes.shape[:-1])
         codes, scales = (y.reshape((math.prod(lead), y.shape[-1])) for y in fields)
-        x = self.decoded(ops, _unpacked(ops, codes, self.bits), scales, out)
+        x = self.decoded(ops, _unpack(ops, codes, self.bits), scales, out)
         return x.reshape((*lead, x.shape[1]))
 
     def witness(self, *fields: A) -> A:
@@ -141,16 +141,16 @@ class Scaled(BlockCodec):
         return ops.multiply(values, scales, out=values if out is None else out)
 
 
-def _packed(ops: Ops[A], codes: A, bits: int) -> A:
+def _pack(ops: Ops[A], codes: A, bits: int) -> A:
     """Codes (R, B) of so many bits → bytes (R, B · bits / 8). The first part of the codes is in the lowest bits. What fills
     no byte evenly goes in slices of 4, 2 and 1 bits, one after the other, the lowest bits first."""
     if 8 % bits == 0:
-        return _packed_evenly(codes, bits)
-    slices = [_packed_evenly((codes >> low) & (2**width - 1), width) for low, width in _slices(bits)]
+        return _pack_evenly(codes, bits)
+    slices = [_pack_evenly((codes >> low) & (2**width - 1), width) for low, width in _slices(bits)]
     return ops.rows(slices, codes.shape[0])
 
 
-def _packed_evenly(codes: A, bits: int) -> A:
+def _pack_evenly(codes: A, bits: int) -> A:
     parts = 8 // bits
     n = codes.shape[1] // parts
     packed = codes[:, :n]
@@ -159,31 +159,31 @@ def _packed_evenly(codes: A, bits: int) -> A:
     return packed
 
 
-def _unpacked(ops: Ops[A], packed: A, bits: int) -> A:
+def _unpack(ops: Ops[A], packed: A, bits: int) -> A:
     if 8 % bits == 0:
         return ops.rows([(packed >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], packed.shape[0])
     n = packed.shape[1] // bits
     codes: A | None = None
     for low, width in _slices(bits):
-        part = _unpacked(ops, packed[:, low * n : (low + width) * n], width) * 2**low
+        part = _unpack(ops, packed[:, low * n : (low + width) * n], width) * 2**low
         codes = part if codes is None else codes + part
     assert codes is not None
     return codes
 
 
 def _slices(bits: int) -> list[tuple[int, int]]:
-    """Of codes of so many bits, the slices that fill bytes evenly: the lowest bit, and how many bits."""
+    """The slices of codes of so many bits that fill bytes evenly: the lowest bit of each, and how many bits."""
     widths = [width for width in (4, 2, 1) if bits & width]
     return list(zip(accumulate([0, *widths]), widths, strict=False))
 
 
-def sendable(ops: Ops[A], fields: Sequence[A]) -> list[A]:
+def as_sent(ops: Ops[A], fields: Sequence[A]) -> list[A]:
     """Codes and scales as bytes, so that both travel in one message; what has no scales as it is."""
     return list(fields) if len(fields) == 1 else [fields[0], ops.storage.to_bytes(ops, fields[1].reshape((1, -1)))]
 
 
-def received(ops: Ops[A], codec: Codec, n: int, sent: Sequence[A]) -> list[A]:
-    """The fields (W, R, m) of rows of n elements, of which `sendable` has made what has arrived of W replicas, (W, …)."""
+def from_sent(ops: Ops[A], codec: Codec, n: int, sent: Sequence[A]) -> list[A]:
+    """The fields (W, R, m) of rows of n elements, of which `as_sent` has made what has arrived of W replicas, (W, …)."""
     answers, replicas = [], sent[0].shape[0]
     for y, (m, dtype) in zip(sent, codec.fields(n), strict=True):
         y = y.reshape((replicas, -1))

@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple
 import numpy as np
 
 from gradwire.core.codecs.cast import Cast
-from gradwire.core.codecs.codec import Codec, received, sendable
+from gradwire.core.codecs.codec import Codec, as_sent, from_sent
 from gradwire.core.codecs.packs import Joined, Pack, Packer, members_of, size_of
 from gradwire.core.kernels import random
 from gradwire.core.kernels.arrays import array_key, group_by
@@ -107,7 +107,7 @@ class Coder(Generic[A]):
     async def mean_and_sent(
         self, arrays: Sequence[A], firsts: Sequence[int], *, late: bool = False
     ) -> tuple[list[Any], list[Any]]:
-        """And what was sent of this replica's arrays, with mean `mean`: the error of the second rounding is subtracted from the part of the replica that
+        """The means, and what counts as sent of this replica's arrays, whose mean they are: the error of the second rounding is subtracted from the part of the replica that
         has rounded it. `firsts`: of `gradwire.core.codecs.shares.deal`. `late`: some of either may be left `Coded`."""
         return await self._mean(arrays, firsts, late=late)
 
@@ -127,21 +127,21 @@ class Coder(Generic[A]):
         packs = packer.packs(arrays, size, firsts)
         if size == 2:
             return await self._mean_of_two(arrays, packs, place, donated, watched, groups, keeps=keeps)
-        coded = [self._all_encoded(pack, place + 1) for pack in packs]
-        together = self._together(packs)
-        mine = [self._sent_together([coded[i] for i in some], [packs[i] for i in some], size) for some in together]
+        coded = [self._encode_pack(pack, place + 1) for pack in packs]
+        together = self._group_packs(packs)
+        mine = [self._join_codes([coded[i] for i in some], [packs[i] for i in some], size) for some in together]
         arrived = iter(await all_to_all(*chain.from_iterable(mine), groups=groups))
         self._weights = await replica_weights(groups)
         likes = [packs[some[0]].matrix for some in together]
         of_each = [self._fields(list(islice(arrived, len(own))), like) for own, like in zip(mine, likes, strict=True)]
-        drawn = [self._drawn_by_share([packs[i] for i in some], size, place) for some in together]
+        drawn = [self._draw_for_share([packs[i] for i in some], size, place) for some in together]
         parts = [
-            self._share_encoded(y, like, place, own, keeps=keeps)
+            self._encode_mean(y, like, place, own, keeps=keeps)
             for y, like, own in zip(of_each, likes, drawn, strict=True)
         ]
-        sent_again = [sendable(self.ops, part.codes) for part in parts]
+        sent_again = [as_sent(self.ops, part.codes) for part in parts]
         gathered = iter(await gather(*chain.from_iterable(sent_again), watched=False, groups=groups, assumed=1))
-        means, sent = self._unsent(arrays), self._unsent(arrays)
+        means, sent = self._initial_answers(arrays), self._initial_answers(arrays)
         shown = []
         for some, like, given, own, part in zip(together, likes, mine, sent_again, parts, strict=True):
             everything = self._fields(list(islice(gathered, len(own))), like)
@@ -157,10 +157,10 @@ class Coder(Generic[A]):
                         codes, scales = rows
                         means[array] = Coded(codes[first : first + count], scales[first : first + count])
                 else:
-                    self._decode(pack, self._laid_out(rows, pack.parts[0]), arrays, means, donated=donated)
+                    self._decode(pack, self._with_layout(rows, pack.parts[0]), arrays, means, donated=donated)
                 if part.lost is not None:
-                    cut = partial(self._cut_again, pack, start, end, size)
-                    mine_again = [self.ops.storage.read_again(coded[i][0], given[0], cut), *coded[i][1:]]
+                    cut = partial(self._cut_codes, pack, start, end, size)
+                    mine_again = [self.ops.storage.reuse_sent(coded[i][0], given[0], cut), *coded[i][1:]]
                     self._note_sent(pack, mine_again, part.lost(start, end), arrays, sent, place, size, late=stays)
                 start = end
         await watch(*shown)
@@ -178,24 +178,24 @@ class Coder(Generic[A]):
         keeps: bool,
     ) -> tuple[list[A], list[A]]:
         ops = self.ops
-        coded = [self._all_encoded(pack, place + 1) for pack in packs]
-        given = [sendable(ops, own) for own in coded]
+        coded = [self._encode_pack(pack, place + 1) for pack in packs]
+        given = [as_sent(ops, own) for own in coded]
         arrived = iter(await gather(*chain.from_iterable(given), watched=False, groups=groups))
         self._weights = await replica_weights(groups)
-        means, sent, shown = self._unsent(arrays), self._unsent(arrays), []
+        means, sent, shown = self._initial_answers(arrays), self._initial_answers(arrays), []
         for pack, mine, own in zip(packs, coded, given, strict=True):
             of_both = self._fields(list(islice(arrived, len(own))), pack.matrix)
             if keeps:
                 self._decode(pack, mine, arrays, sent)
             for part, rows in self._rows_of(pack, of_both):
-                x = self._share(rows, part.matrix, self._room(part) if donated else None)
+                x = self._share(rows, part.matrix, self._place_to_decode(part) if donated else None)
                 if watched and groups is None:  # the mean, since a sum of finite numbers may overflow
                     shown.append(ops.by_rows(lambda x, out=None: ops.max_abs(x), x))
                 self._packer.divide(x, part, arrays, means)
         await watch(*shown)
         return means, sent
 
-    def _unsent(self, arrays: Sequence[A]) -> list[Any]:
+    def _initial_answers(self, arrays: Sequence[A]) -> list[Any]:
         """What arrays begin with: those of no elements, of which nothing is sent, are made here, the same on all replicas, as every mean is."""
         ops = self.ops
         return [x if size_of(x) else ops.zeros(tuple(x.shape), ops.dtype_of(x)) for x in arrays]
@@ -213,7 +213,7 @@ class Coder(Generic[A]):
             if not parts:
                 answers.append(x)
                 continue
-            coded = [sendable(ops, self._encoded(self._packer.matrix(part), place + 1)) for part in parts]
+            coded = [as_sent(ops, self._encode_rows(self._packer.matrix(part), place + 1)) for part in parts]
             elements = iter([sum(map(size_of, fields)) for fields in coded])
             sizes = tuple(next(elements) if k else 0 for k in own)
             flat = ops.rows(list(chain.from_iterable(coded)), 1).reshape((-1,))
@@ -221,30 +221,33 @@ class Coder(Generic[A]):
             self._weights = await replica_weights(groups)
             dtype = ops.dtype_of(x)
             if n:
-                of_each = self._apart(arrived.reshape((len(own), -1)), self.codec.layout(n))
+                of_each = self._split_bytes(arrived.reshape((len(own), -1)), self.codec.layout(n))
                 answers.append(ops.cast(self._share(of_each, x).reshape((-1,))[:n], dtype))
             else:
                 answers.append(x[:0])
         return answers
 
-    def _all_encoded(self, pack: Pack[A], who: Any) -> list[A]:
-        """Of all its rows."""
-        each = [self._laid_out(self._encoded(part.matrix, who, self._drawn_by(part, "1")), part) for part in pack.parts]
+    def _encode_pack(self, pack: Pack[A], who: Any) -> list[A]:
+        """The codes of all rows of a pack."""
+        each = [
+            self._with_layout(self._encode_rows(part.matrix, who, self._draw_for(part, "1")), part)
+            for part in pack.parts
+        ]
         if len(each) == 1:
             return list(each[0])
-        return [self._below(own) for own in zip(*each, strict=True)]
+        return [self._stack_rows(own) for own in zip(*each, strict=True)]
 
-    def _laid_out(self, fields: Sequence[A], part: Joined[A]) -> list[A]:
+    def _with_layout(self, fields: Sequence[A], part: Joined[A]) -> list[A]:
         if len(fields) == 1 or not part.shape:
             return list(fields)
         codes, scales = fields
-        return list(self.ops.storage.laid_out(codes, scales, part.shape))
+        return list(self.ops.storage.with_layout(codes, scales, part.shape))
 
-    def _encoded(self, x: A, who: Any, drawn: Drawn[A] | None = None) -> tuple[A, ...]:
+    def _encode_rows(self, x: A, who: Any, drawn: Drawn[A] | None = None) -> tuple[A, ...]:
         """The codes (R, m) of rows (R, B). `who` rounds them: a replica, counted from 1, or all alike, 0."""
-        return self._codes_of([x], lambda x: x, tuple(x.shape), who, drawn)
+        return self._encode_numbers([x], lambda x: x, tuple(x.shape), who, drawn)
 
-    def _codes_of(
+    def _encode_numbers(
         self,
         arrays: Sequence[A],
         numbers: Callable[..., A],
@@ -280,7 +283,7 @@ class Coder(Generic[A]):
         codes = ops.by_rows(rows, *arrays, *beside)
         return tuple(codes)
 
-    def _drawn_by(self, part: Joined[A], rounding: str) -> Drawn[A] | None:
+    def _draw_for(self, part: Joined[A], rounding: str) -> Drawn[A] | None:
         """What a rounding draws for the rows of a matrix; None: nothing, or what depends on all of them."""
         if not self.keys or not self._draws:
             return None
@@ -299,31 +302,31 @@ class Coder(Generic[A]):
             ops.constant(("keys", keys, rows), lambda: beside(keys)), ops.constant(("firsts", width, rows), firsts)
         )
 
-    def _drawn_by_share(self, packs: Sequence[Pack[A]], size: int, place: Any) -> Drawn[A] | None:
-        """Of a replica's parts of several packs."""
+    def _draw_for_share(self, packs: Sequence[Pack[A]], size: int, place: Any) -> Drawn[A] | None:
+        """What is drawn for a replica's parts of several packs."""
         each = []
         for pack in packs:
-            of_parts = [drawn for part in pack.parts if (drawn := self._drawn_by(part, "2")) is not None]
+            of_parts = [drawn for part in pack.parts if (drawn := self._draw_for(part, "2")) is not None]
             if not of_parts:
                 return None
-            wholes = [self._below(own) for own in zip(*of_parts, strict=True)]
+            wholes = [self._stack_rows(own) for own in zip(*of_parts, strict=True)]
             each.append([self._packer.cut(whole, pack, size)[place] for whole in wholes])
-        return Drawn(*(self._below(own) for own in zip(*each, strict=True)))
+        return Drawn(*(self._stack_rows(own) for own in zip(*each, strict=True)))
 
-    def _below(self, matrices: Sequence[A]) -> A:
+    def _stack_rows(self, matrices: Sequence[A]) -> A:
         """Matrices of one width as one."""
         first = matrices[0]
         return first if len(matrices) == 1 else self.ops.rows(matrices, 1).reshape((-1, first.shape[1]))
 
-    def _together(self, packs: Sequence[Pack[A]]) -> list[list[int]]:
-        """Of which packs the means are formed as one, since rows of one length are computed with alike; of a cast, which has no rows, each by itself: to join
+    def _group_packs(self, packs: Sequence[Pack[A]]) -> list[list[int]]:
+        """The packs whose means are formed as one, since rows of one length are computed with alike; of a cast, which has no rows, each by itself: to join
         them would be a copy."""
         if self.casts:
             return [[i] for i in range(len(packs))]
         keys = [(array_key(self.ops, pack.matrix), pack.matrix.shape[1]) for pack in packs]
         return group_by(range(len(packs)), keys)
 
-    def _sent_together(self, coded: Sequence[Sequence[A]], packs: Sequence[Pack[A]], size: int) -> list[A]:
+    def _join_codes(self, coded: Sequence[Sequence[A]], packs: Sequence[Pack[A]], size: int) -> list[A]:
         """Codes, as they are sent, as a row for each replica, all with as many rows of the codes."""
         ops, fields = self.ops, []
         for own in zip(*coded, strict=True):
@@ -333,37 +336,37 @@ class Coder(Generic[A]):
             ops.storage.to_bytes(ops, y.reshape((size, -1))) for y in fields[1:]
         ]
 
-    def _cut_again(self, pack: Pack[A], start: int, end: int, size: int, sent: A) -> A:
+    def _cut_codes(self, pack: Pack[A], start: int, end: int, size: int, sent: A) -> A:
         """The codes of a pack, of which each replica was sent so many rows."""
         (m, _), *_ = self.codec.fields(pack.matrix.shape[1])
         return self._packer.put_together(sent.reshape((size, -1, m))[:, start:end], pack)
 
     def _fields(self, arrived: Sequence[A], like: A) -> list[A]:
         """What has arrived of each replica, (W, …), as fields (W, R, m)."""
-        return received(self.ops, self.codec, like.shape[1], arrived)
+        return from_sent(self.ops, self.codec, like.shape[1], arrived)
 
-    def _apart(self, of_each: A, layout: tuple[int, int]) -> list[A]:
-        """Likewise of (W, …), in which the fields of so many rows stand one after the other."""
+    def _split_bytes(self, of_each: A, layout: tuple[int, int]) -> list[A]:
+        """Split the bytes of each replica, (W, …), into codes and scales, which stand one after the other."""
         (rows, n), start, fields = layout, 0, []
         for m, dtype in self.codec.fields(n):
             length = rows * m * (1 if self.casts else WIRE_ITEMSIZE[dtype])
             own = of_each[:, start : start + length]
             fields.append(own)
             start += length
-        return received(self.ops, self.codec, n, fields)
+        return from_sent(self.ops, self.codec, n, fields)
 
-    def _decoded(self, fields: Sequence[A], out: A | None = None) -> A:
+    def _decode_rows(self, fields: Sequence[A], out: A | None = None) -> A:
         return self.ops.by_rows(partial(self.codec.decode, self.ops), *fields, out=out)
 
     def _share(self, of_each: Sequence[A], like: A, out: A | None = None) -> A:
         """The mean of the rows of all replicas (W, R, m), decoded (R, B)."""
         dtype = self.ops.dtype_of(like)
-        return self.ops.by_rows(lambda *y, out=None: self._mean_of(y, dtype, out), *of_each, out=out)
+        return self.ops.by_rows(lambda *y, out=None: self._average_decoded(y, dtype, out), *of_each, out=out)
 
-    def _share_encoded(
+    def _encode_mean(
         self, of_each: Sequence[A], like: A, place: Any, drawn: Drawn[A] | None, *, keeps: bool
     ) -> Rounded[A]:
-        """And encoded again; and, if it `keeps` that, what rounding takes from it."""
+        """The mean of the rows of all replicas, encoded; and, if it `keeps` that, what rounding takes from it."""
         ops, codec = self.ops, self.codec
         dtype, size = ops.dtype_of(like), of_each[0].shape[0]
         if self._stays(like) and self.noise is None and self._weights is None:
@@ -371,9 +374,11 @@ class Coder(Generic[A]):
             return Rounded(fields, None if lost is None else lambda start, end: lost[start:end])
         if not keeps:
             shape = (of_each[0].shape[1], like.shape[1])
-            return Rounded(self._codes_of(of_each, lambda *y: self._mean_of(y, dtype), shape, 0, drawn), None)
+            return Rounded(
+                self._encode_numbers(of_each, lambda *y: self._average_decoded(y, dtype), shape, 0, drawn), None
+            )
         share = self._share(of_each, like)
-        coded, factor = self._encoded(share, 0, drawn), self._factor(size, place, dtype)
+        coded, factor = self._encode_rows(share, 0, drawn), self._factor(size, place, dtype)
 
         def rounding_error(share: A, *part: A, out: A | None = None) -> A:
             rest: A = (share - ops.cast(codec.decode(ops, *part), dtype)) * factor
@@ -386,7 +391,7 @@ class Coder(Generic[A]):
         """Whether codes of such rows (R, B) stay codes."""
         return self.codec.stays(self.ops, rows.shape[1]) and wide_dtype(self.ops.dtype_of(rows)) == "float32"
 
-    def _mean_of(self, of_each: Sequence[A], dtype: str, out: A | None = None) -> A:
+    def _average_decoded(self, of_each: Sequence[A], dtype: str, out: A | None = None) -> A:
         """Summed in float32, of float64 in float64."""
         ops, size, weights, summed = self.ops, of_each[0].shape[0], self._weights, wide_dtype(dtype)
 
@@ -431,12 +436,12 @@ class Coder(Generic[A]):
                 there = slice(first, first + count)
                 sent[i] = Coded(codes[there], scales[there], off[mine.start : mine.start + mine.rows], mine.begin)
             return
-        decoded = ops.cast(self._decoded(own), dtype)
+        decoded = ops.cast(self._decode_rows(own), dtype)
         if shares is None:
             (n, width), each = decoded.shape, off.shape[0]
             if n < size * each:
                 decoded = ops.pad(decoded.reshape((-1,)), size * each * width).reshape((size * each, width))
-            decoded = ops.add_part(decoded, off, size, place, rows.shape)[:n]
+            decoded = ops.add_to_slice(decoded, off, size, place, rows.shape)[:n]
         elif isinstance(place, int):
             which = shares.own(place)
             decoded = ops.add_rows(decoded, which, off[: which.n])
@@ -455,9 +460,9 @@ class Coder(Generic[A]):
         inverse = ops.divide(self._weights.total, ops.where(counts, own, 1.0))
         return ops.cast(ops.where(counts, inverse * -1.0, 0.0), dtype)
 
-    def _room(self, part: Joined[A]) -> A | None:
+    def _place_to_decode(self, part: Joined[A]) -> A | None:
         """The arrays themselves, if what is decoded has their dtype."""
-        alone = len(part.members) == 1 or self.ops.joining([part.matrix]) is not None
+        alone = len(part.members) == 1 or self.ops.join_order([part.matrix]) is not None
         return part.matrix if alone and self.ops.dtype_of(part.matrix) == "float32" else None
 
     def _rows_of(self, pack: Pack[A], fields: Sequence[A]) -> Iterator[tuple[Joined[A], list[A]]]:
@@ -474,5 +479,5 @@ class Coder(Generic[A]):
     ) -> None:
         """All of a pack."""
         for part, rows in self._rows_of(pack, fields):
-            decoded = self._decoded(rows, out=self._room(part) if donated else None)
+            decoded = self._decode_rows(rows, out=self._place_to_decode(part) if donated else None)
             self._packer.divide(decoded, part, arrays, answers)

@@ -45,7 +45,7 @@ class Pack(NamedTuple, Generic[A]):
 
     @property
     def rows(self) -> int:
-        """Of all parts."""
+        """The number of rows of all parts."""
         return sum(part.matrix.shape[0] for part in self.parts)
 
     def each(self, replicas: int) -> int:
@@ -77,7 +77,7 @@ class Packer(Generic[A]):
             large = [i for i in members if size_of(arrays[i]) >= LARGE]
             # Rows of a cast are single elements, which are not moved one by one.
             moved = not (self.in_place or (apart and isinstance(self.codec, Cast)))
-            order = ops.joining([arrays[i] for i in members]) if moved else None
+            order = ops.join_order([arrays[i] for i in members]) if moved else None
             if order is not None:
                 # Two send rows as they are joined, and replicas may differ in where arrays lie. In DDP's buckets the last parameter is the first.
                 reordered = members[::-1] if replicas == 2 else [members[k] for k in order]
@@ -112,7 +112,7 @@ class Packer(Generic[A]):
         one, width = matrices[0], matrices[0].shape[1]
         if len(members) > 1:
             # As if they were donated: where they lie side by side they are only read there, unless they really are.
-            one = ops.rows(matrices, 1, donated=ops.joining(matrices) is not None).reshape((-1, width))
+            one = ops.rows(matrices, 1, donated=ops.join_order(matrices) is not None).reshape((-1, width))
         shape = tuple(arrays[members[0]].shape) if len(members) == 1 else ()
         return Joined(members, one, [x.shape[0] for x in matrices], shape)
 

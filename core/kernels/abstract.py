@@ -249,7 +249,9 @@ class AbstractOps(Ops[AbstractArray]):
             raise ValueError(f"view_as: rows of {nbytes} bytes are no {dtype}")
         return AbstractArray((*x.shape[:-1], nbytes // WIRE_ITEMSIZE[dtype]), dtype)
 
-    def add_part(self, x: AbstractArray, part: AbstractArray, n: int, i: Any, shape: tuple[int, ...]) -> AbstractArray:
+    def add_to_slice(
+        self, x: AbstractArray, part: AbstractArray, n: int, i: Any, shape: tuple[int, ...]
+    ) -> AbstractArray:
         return x
 
     def loop(

@@ -85,7 +85,7 @@ class Spec:
         return self.size * WIRE_ITEMSIZE[self.dtype]
 
 
-def shaped(x: A, shape: tuple[int, ...]) -> A:
+def reshape_if_needed(x: A, shape: tuple[int, ...]) -> A:
     """`x.reshape(shape)`; `x` itself if it has that shape, which is quicker to see than it is to make a view."""
     return x if tuple(x.shape) == shape else x.reshape(shape)
 

@@ -200,7 +200,7 @@ class NumpyOps(Ops[NDArray]):
     def view_as(self, x: NDArray, dtype: str) -> NDArray:
         return np.ascontiguousarray(x).view(dtype_named(dtype))
 
-    def add_part(self, x: NDArray, part: NDArray, n: int, i: Any, shape: tuple[int, ...]) -> NDArray:
+    def add_to_slice(self, x: NDArray, part: NDArray, n: int, i: Any, shape: tuple[int, ...]) -> NDArray:
         k, total = part.shape[0], x.copy()
         total[i * k : (i + 1) * k] += part
         return total

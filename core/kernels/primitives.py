@@ -142,7 +142,7 @@ class Primitives(Protocol[A]):
         """The same bits as elements of another dtype: (…, n) → (…, n · size of the old / size of the new), the lowest byte first."""
 
     @abc.abstractmethod
-    def add_part(self, x: A, part: A, n: int, i: Any, shape: tuple[int, ...]) -> A:
+    def add_to_slice(self, x: A, part: A, n: int, i: Any, shape: tuple[int, ...]) -> A:
         """Rows (n·k, B), donated, with a `part` (k, B) added to the i-th of n equal parts of them. `i` may be traced; `shape` is that of the array whose rows
         they are, or ()."""
 

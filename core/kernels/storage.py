@@ -19,13 +19,13 @@ class Storage(Generic[A]):
     """Elements in order, and no compiler. `ops` are the kernels whose storage it is."""
 
     @property
-    def joined(self) -> int:
-        """The largest total size, in elements, at which arrays are joined before they are computed with alike, because a
-        compiler takes its time for each of them. 0: never."""
+    def max_joined(self) -> int:
+        """The largest total size, in elements, at which to concatenate arrays before computing, because a compiler takes
+        its time for each of them. 0: never."""
         return 0
 
-    def computed_once(self, arrays: Sequence[A]) -> list[A]:
-        """These arrays, computed now: a compiler does not compute them again where they are used."""
+    def materialize(self, arrays: Sequence[A]) -> list[A]:
+        """Compute these arrays now: a compiler does not compute them again where they are used."""
         return list(arrays)
 
     def to_blocks(self, ops: Primitives[A], x: A, rows: int, width: int) -> A:
@@ -46,10 +46,10 @@ class Storage(Generic[A]):
         """The numbers of which `to_bytes` made bytes."""
         return ops.view_as(x, dtype)
 
-    def laid_out(self, codes: A, scales: A, shape: tuple[int, ...]) -> tuple[A, A]:
+    def with_layout(self, codes: A, scales: A, shape: tuple[int, ...]) -> tuple[A, A]:
         """Codes (R, m) and scales (R, 1) of the rows of an array of this shape, stored as the device decodes them best."""
         return codes, scales
 
-    def read_again(self, codes: A, sent: A, cut: Callable[[A], A]) -> A:
-        """`codes`, which are `cut(sent)` as well: a compiler may read them there again, and keep no second copy."""
+    def reuse_sent(self, codes: A, sent: A, cut: Callable[[A], A]) -> A:
+        """`codes`, read back from the message, which is `cut(sent)`, to save memory: no second copy is kept."""
         return codes

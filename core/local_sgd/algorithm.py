@@ -27,7 +27,7 @@ from gradwire.core.algorithms.weighted import weighed
 from gradwire.core.algorithms.wrapper import require_inner
 from gradwire.core.kernels.abstract import AbstractOps
 from gradwire.core.local_sgd.outer import OuterFactory, OuterOptimizer, OuterSGD, is_optimizers, times
-from gradwire.core.local_sgd.radial import Step, averaged_by_direction, taken_apart
+from gradwire.core.local_sgd.radial import Step, averaged_by_direction, split_by_direction
 from gradwire.core.local_sgd.schedule import Level, Schedule, Turn
 from gradwire.core.ops import FLOATS, A, FloatDtype, Ops, Spec, wide_dtype
 from gradwire.core.protocol import branch, mean_each, together
@@ -259,7 +259,7 @@ class LocalSGD(Schedule):
         parts = self.parts(specs)
         if not self.has_outer:
             return State()
-        taken_apart(self.radial, specs)
+        split_by_direction(self.radial, specs)
         algorithm = self._algorithm
         memory = algorithm.init(ops, specs)
         state: State[A] = State()
@@ -431,7 +431,7 @@ class LocalSGD(Schedule):
         return {}
 
     def _compressed(self, specs: Mapping[str, Spec]) -> frozenset[str]:
-        """Of which parameters the compressor has a memory, be it empty. Found once for a model: it takes as long as a small step."""
+        """Names of compressed parameters, including those with empty memory. Found once for a model: it takes as long as a small step."""
         key = tuple(specs.items())
         if key not in self._compressed_of:
             self._compressed_of[key] = frozenset(self._algorithm.init(AbstractOps(), specs).tensors)
@@ -731,7 +731,7 @@ async def _exchange(
         {n: _compressors(m) for n, m in tensors.items() if n in compressed},
     )
     program: Step = local._algorithm.step
-    if apart := taken_apart(local.radial, {n: specs[n] for n in differences}):
+    if apart := split_by_direction(local.radial, {n: specs[n] for n in differences}):
         program = averaged_by_direction(program, apart)
     averaged: Program[Stepped[Any]] = program(ops, differences, memory, index)
     if not local.weighted:

@@ -67,7 +67,7 @@ class OuterFactory(OuterOptimizer):
 
     @property
     def name(self) -> str:
-        """Of what is called, with the arguments that it is given, if it is a `functools.partial`."""
+        """The name of what is called, with the arguments that it is given, if it is a `functools.partial`."""
         if not isinstance(self.make, functools.partial):
             return self.called
         given = [*map(repr, self.make.args), *(f"{key}={value!r}" for key, value in self.make.keywords.items())]

@@ -25,7 +25,7 @@ ZERO = 1e-30
 Step = Callable[[Ops[Any], Mapping[str, Any], State[Any], Any], Program[Stepped[Any]]]
 
 
-def taken_apart(radial: bool | tuple[str, ...], specs: Mapping[str, Spec]) -> list[str]:
+def split_by_direction(radial: bool | tuple[str, ...], specs: Mapping[str, Spec]) -> list[str]:
     """Which of these tensors are averaged by direction and length. Raises `UnmatchedPattern`."""
     if isinstance(radial, tuple):
         names = chosen("radial", radial, specs)

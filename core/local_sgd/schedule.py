@@ -107,7 +107,7 @@ class Schedule:
 
     @property
     def periods(self) -> tuple[int, ...]:
-        """Of all levels, the longest first."""
+        """The periods of all levels, the longest first."""
         return tuple(sorted(set(self._hierarchy().values()), reverse=True))
 
     @property

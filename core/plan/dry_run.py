@@ -147,7 +147,7 @@ class DryRun:
 
     @property
     def requests(self) -> list[Request]:
-        """Of all kinds of step."""
+        """The requests of all kinds of step."""
         return [request for step in self.steps for request in step.requests]
 
     @property

@@ -238,7 +238,7 @@ def kinds_of(steps: Sequence[Traffic]) -> tuple[tuple[Traffic, int], ...]:
 
 
 def average(counted: Iterable[tuple[float, int]]) -> float:
-    """Of numbers, each so many times."""
+    """The average of numbers, each so many times."""
     kinds = list(counted)
     average = sum(number * times for number, times in kinds) / sum(times for _, times in kinds)
     return int(average) if math.isfinite(average) and average == int(average) else float(average)

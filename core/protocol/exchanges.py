@@ -130,7 +130,7 @@ class AllToAll(Fusable[A], Collective):
         return (*Fusable.signature(self), self.counts)  # type: ignore[misc]
 
     def parts(self, size: int) -> list[tuple[int, ...]]:
-        """Of each array, how many elements each of so many replicas receives. Raises ValueError for an array that has not a row for each."""
+        """The elements of each array that each of so many replicas receives. Raises ValueError for an array that has not a row for each."""
         if self.counts:
             return list(self.counts)
         self.require_rows(size)

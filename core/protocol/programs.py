@@ -179,7 +179,7 @@ class Fusable(Request, Generic[A]):
         return f"{type(self).__name__} of {arrays}{'' if self.groups is None else f' in groups {self.groups}'}"
 
     def bytes_by_dtype(self, ops: Ops[A]) -> list[int]:
-        """Of the arrays: what is sent together has one dtype."""
+        """The bytes to send of each dtype: one message each."""
         sizes: dict[str, int] = {}
         for x in self.arrays:
             dtype = ops.dtype_of(x)
@@ -264,7 +264,7 @@ def run(program: Program[T], answer: Callable[[Request], tuple[Any, ...]]) -> T:
         program.close()
 
 
-async def relayed(program: Program[T], answer: Callable[[Request], Awaitable[tuple[Any, ...]]]) -> T:
+async def relay(program: Program[T], answer: Callable[[Request], Awaitable[tuple[Any, ...]]]) -> T:
     """Run a program inside another one, which answers its requests by asking in turn. Returns what it returns."""
     answers: Any = None
     try:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from gradwire.core.ops import A, Ops
-from gradwire.core.protocol.programs import AbstractReplica, LockStep, Program, Request, ask, ask_one, relayed
+from gradwire.core.protocol.programs import AbstractReplica, LockStep, Program, Request, ask, ask_one, relay
 from gradwire.core.protocol.weights import weight_of
 
 T = TypeVar("T")
@@ -54,19 +54,19 @@ async def setting(ops: Ops[A], name: str, default: float) -> A:
     return weight_of(ops, await ask_one(Setting(name, float(default))))
 
 
-def told(program: Program[T], settings: Mapping[str, Any]) -> Program[T]:
+def with_settings(program: Program[T], settings: Mapping[str, Any]) -> Program[T]:
     """A program with these values of settings; it returns what the program returns."""
-    return _told(program, settings) if settings else program
+    return _with_settings(program, settings) if settings else program
 
 
-async def _told(program: Program[T], settings: Mapping[str, Any]) -> T:
+async def _with_settings(program: Program[T], settings: Mapping[str, Any]) -> T:
 
     async def answer(request: Request) -> tuple[Any, ...]:
         if isinstance(request, Setting) and request.name in settings:
             return (settings[request.name],)
-        return await ask(request.wrapped(partial(told, settings=settings)))
+        return await ask(request.wrapped(partial(with_settings, settings=settings)))
 
-    return await relayed(program, answer)
+    return await relay(program, answer)
 
 
 def settings_of(requests: Iterable[Request]) -> dict[str, float]:

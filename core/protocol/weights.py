@@ -39,7 +39,7 @@ class Weights(NamedTuple, Generic[A]):
 
     @classmethod
     def of(cls, ops: Ops[A], every: A) -> Weights[A]:
-        """Of weights as they are, (W,)."""
+        """The weights of all replicas, of an array (W,)."""
         largest = ops.max_abs(every)
         power: A = ops.view_as(ops.view_as(largest, "int32") & _EXPONENT, "float32")
         scaled = ops.divide(every, ops.where(largest > 0, power, 1.0))
@@ -53,7 +53,7 @@ class Weights(NamedTuple, Generic[A]):
         return ops.where(weight > 0, ops.multiply(x, ops.cast(weight, ops.dtype_of(x))), 0.0)
 
     def present(self, ops: Ops[A], every: A) -> A:
-        """Of what all replicas have sent (W, …), zeros for those that are absent."""
+        """What all replicas have sent, (W, …), with zeros for those that are absent."""
         return ops.where(self._beside(every) > 0, every, 0.0)
 
     def times_each(self, ops: Ops[A], every: A) -> A:

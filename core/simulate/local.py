@@ -23,7 +23,7 @@ from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import FloatDtype
 from gradwire.core.plan.traffic import Traffic, traffic_of
 from gradwire.core.protocol.programs import Request
-from gradwire.core.protocol.settings import told
+from gradwire.core.protocol.settings import with_settings
 from gradwire.core.simulate.lock_step import NDArray, lock_step, require_equal, require_same_memory
 from gradwire.core.text.options import Replicas, checked, short
 
@@ -142,7 +142,7 @@ class LocalSimulator:
         replicas = len(updated)
         after = lock_step(
             [
-                told(
+                with_settings(
                     own.average(
                         self.ops,
                         p,

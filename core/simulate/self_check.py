@@ -45,7 +45,7 @@ class Steps(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Where an algorithm is to run.
+    """The place where an algorithm is to run.
 
     Attributes:
         kind: of the device, in words: those of one kind compute alike.

@@ -21,7 +21,7 @@ from gradwire.core.kernels.numpy import NumpyOps, dtype_named
 from gradwire.core.ops import FloatDtype, Spec
 from gradwire.core.plan.traffic import Traffic, traffic_of
 from gradwire.core.protocol.programs import ReplicaMismatch, Request
-from gradwire.core.protocol.settings import told
+from gradwire.core.protocol.settings import with_settings
 from gradwire.core.simulate.lock_step import NDArray, Optimizer, lock_step, require_equal, require_same_memory
 from gradwire.core.text.options import AtLeast0, Replicas, checked
 
@@ -116,7 +116,7 @@ class Simulator:
         each = [()] * len(states) if weights is None else [(w,) for w in checked_weights(weights, len(states))]
         programs = [algorithm.step(self.ops, g, s, self.steps, *w) for g, s, w in zip(local, states, each, strict=True)]
         results = lock_step(
-            [told(program, settings or {}) for program in programs],
+            [with_settings(program, settings or {}) for program in programs],
             self.ops,
             self.requests,
             self.optimizer,

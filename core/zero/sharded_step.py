@@ -95,10 +95,10 @@ class Zero:
     async def step(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any, out: Mapping[str, A] | None = None
     ) -> tuple[dict[str, A], State[A]]:
-        """As `Algorithm.step`. `out`, donated, is where the results may be written: the old parameters."""
+        """A step, see `Algorithm.step`. `out`, donated, is where the results may be written: the old parameters."""
         buckets = self.buckets({name: self.shards.specs[name] for name in gradients})
         own = await replica_index()
-        pieces, state = await self._averaged(ops, gradients, state, step, buckets, own)
+        pieces, state = await self._average_gradients(ops, gradients, state, step, buckets, own)
         if self.unscale is not None:
             factor = self.unscale()
             pieces = {name: piece * factor for name, piece in pieces.items()}
@@ -112,10 +112,10 @@ class Zero:
         results = await self._gathered(ops, new, buckets, own, out)
         return {name: results[name] for name in gradients}, state
 
-    def _scattered(self, name: str) -> bool:
+    def _scatter(self, name: str) -> bool:
         return not (self.shards.is_kept(name) or self.shards.is_sparse(name))
 
-    async def _averaged(
+    async def _average_gradients(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any, buckets: list[list[str]], own: Any
     ) -> tuple[dict[str, A], State[A]]:
         """This replica's pieces of the averages, and the state of `algorithm` after them."""
@@ -124,10 +124,10 @@ class Zero:
                 gradients, state = await self.algorithm.step(ops, gradients, state, step)
             return self.shards.own(ops, gradients, own), state
         pieces: dict[str, A] = {}
-        if whole := {name: g for name, g in gradients.items() if not self._scattered(name)}:
+        if whole := {name: g for name, g in gradients.items() if not self._scatter(name)}:
             averages, _ = await ALL_REDUCE.step(ops, whole, State(), 0)
             pieces = self.shards.own(ops, averages, own)
-        buckets = [names for names in buckets if self._scattered(names[0])]
+        buckets = [names for names in buckets if self._scatter(names[0])]
         messages = [self.shards.message(ops, {name: gradients[name] for name in names}) for names in buckets]
         received = await reduce_scatter(messages, [self.shards.counts(names) for names in buckets])
         for names, shard in zip(buckets, received, strict=True):
@@ -144,7 +144,7 @@ class Zero:
             vector = ops.rows(list(alone.values()), 1)
             summed = await reduce_sum(vector, out=vector, watched=False)
             whole |= dict(zip(alone, ops.from_rows(summed, [self.shards.specs[n].shape for n in alone]), strict=True))
-        buckets = [names for names in buckets if self._scattered(names[0])]
+        buckets = [names for names in buckets if self._scatter(names[0])]
         shards = [self.shards.shard(ops, pieces, names, own) for names in buckets]
         into = [None if out is None else {name: out[name] for name in names} for names in buckets]
         places = [None if each is None else self.shards.place(each) for each in into]

@@ -77,7 +77,7 @@ class Shards(abc.ABC):
         """Elements of each replica's shard of these parameters, padding included."""
 
     def elements(self, names: Sequence[str]) -> int:
-        """Of a message about these parameters, padding included."""
+        """The elements of a message about these parameters, padding included."""
         return sum(self.counts(names))
 
     @abc.abstractmethod
@@ -108,9 +108,7 @@ class Shards(abc.ABC):
         layout = self.layout(names, replica)
         if not layout:
             return ops.zeros((0,), self.specs[names[0]].dtype)
-        return ops.rows([_padded(ops, pieces[name], math.prod(shape)) for name, shape in layout.items()], 1).reshape(
-            (-1,)
-        )
+        return ops.rows([_pad(ops, pieces[name], math.prod(shape)) for name, shape in layout.items()], 1).reshape((-1,))
 
     def alone(self, ops: Ops[A], pieces: Mapping[str, A], names: Sequence[str], replica: Any) -> dict[str, A]:
         """Whole arrays of what is sparse, with zeros where other replicas have a piece: the sum over all replicas is the arrays."""
@@ -180,8 +178,8 @@ class WholeShards(Shards):
     def in_pieces(self, name: str) -> bool:
         return False
 
-    def extended(self, specs: Mapping[str, Spec], work: Mapping[str, int] | None = None) -> WholeShards:
-        """With further parameters, which go to the replicas that have the least work; the others keep their owners."""
+    def extend(self, specs: Mapping[str, Spec], work: Mapping[str, int] | None = None) -> WholeShards:
+        """These shards with further parameters, which go to the replicas that have the least work; the others keep their owners."""
         costs = {**self.work, **(work or {})}
         return _greedy({**self.specs, **specs}, self.world_size, [[name] for name in specs], costs, self.owners)
 
@@ -371,7 +369,7 @@ def _greedy(
     return WholeShards(specs, world_size, owners, work)
 
 
-def _padded(ops: Ops[A], piece: A, size: int) -> A:
+def _pad(ops: Ops[A], piece: A, size: int) -> A:
     flat = piece.reshape((-1,))
     return flat if flat.shape[0] == size else ops.pad(flat, size)
 

@@ -29,7 +29,7 @@ MESSAGE = "gradwire_message"
 
 @dataclass(frozen=True)
 class Peers:
-    """With whom a replica exchanges: all along `axes`, or only its group. No axes: nobody.
+    """The replicas that one exchanges with: all along `axes`, or only its group. No axes: nobody.
 
     Attributes:
         axes: mapped axes.
@@ -97,7 +97,7 @@ def one_message(collectives: Callable[[T], T], arrays: T) -> T:
 
 
 def peers_of(groups: Groups | None, axis_name: AxisName, *, ranked: bool = True) -> Peers:
-    """With whom a replica exchanges, in a partition of the replicas, which are numbered as `lax.axis_index(axis_name)` does. None: with all.
+    """The replicas that one exchanges with, in a partition of the replicas, which are numbered as `lax.axis_index(axis_name)` does. None: with all.
 
     `ranked`: it matters who comes first in a group, and that all groups have one size. For a sum neither does. Raises ValueError for groups that
     are no partition, or of several sizes.

@@ -122,7 +122,7 @@ class _Driver:
 
     def _reduce(self, request: Reduce[jax.Array]) -> tuple[jax.Array, ...]:
         def combined(arrays: list[jax.Array]) -> list[jax.Array]:
-            return self._combined(arrays, request.op, request.groups)
+            return self._reduce_arrays(arrays, request.op, request.groups)
 
         # What is not watched, an average that an algorithm makes nothing of, is not packed either: that would be its only copy.
         arrays, packs = request.arrays, request.watched
@@ -164,7 +164,7 @@ class _Driver:
                     answers[i] = answer
         return tuple(answers)
 
-    def _combined(self, arrays: list[jax.Array], op: str, groups: Groups | None) -> list[jax.Array]:
+    def _reduce_arrays(self, arrays: list[jax.Array], op: str, groups: Groups | None) -> list[jax.Array]:
         peers = peers_of(groups, self.axis_name, ranked=False)
         own = vary_if_tracked(arrays, self.axis_name)
         if not peers.axes:
@@ -190,19 +190,19 @@ class _Driver:
         return request.arrays
 
     def _sum_scalar(self, request: SumScalar[jax.Array]) -> tuple[jax.Array, ...]:
-        return tuple(self._combined([request.array], "sum", None))
+        return tuple(self._reduce_arrays([request.array], "sum", None))
 
     def _gather(self, request: Gather[jax.Array]) -> tuple[jax.Array, ...]:
         peers = peers_of(request.groups, self.axis_name)
-        send = self._parted(lambda arrays: self._gathered(arrays, peers), 0, 1)
+        send = self._on_each_device(lambda arrays: self._gather_arrays(arrays, peers), 0, 1)
         pieces = partial(_pieces, request.arrays, FLAT_TO_ROWS)
         return self._message(request.arrays, pieces, send, rows=(peers.size,), watched=request.watched)
 
-    def _parted(self, send: Exchange, kept: int, added: int) -> Exchange:
+    def _on_each_device(self, send: Exchange, kept: int, added: int) -> Exchange:
         """`send`; if there are slices, of a part on each of their devices."""
         return parted(send, kept, added, check_vma=tracked(self.axis_name)) if self.in_slices else send
 
-    def _gathered(self, arrays: list[jax.Array], peers: Peers) -> list[jax.Array]:
+    def _gather_arrays(self, arrays: list[jax.Array], peers: Peers) -> list[jax.Array]:
         if not peers.axes:
             return [x[None] for x in arrays]
         told: dict[str, Any] = {}
@@ -228,7 +228,7 @@ class _Driver:
                 return own
             return peers.exchange(lax.all_to_all, own, 0, 0, tiled=True)
 
-        answers = self._message(rows, partial(_pieces, rows, ROWS), self._parted(exchanged, 1, 0))
+        answers = self._message(rows, partial(_pieces, rows, ROWS), self._on_each_device(exchanged, 1, 0))
         return tuple(x.reshape((-1,)) for x in answers) if request.counts else answers
 
     def _reduce_scatter(self, request: ReduceScatter[jax.Array]) -> tuple[jax.Array, ...]:
@@ -246,14 +246,14 @@ class _Driver:
             if not x.size:
                 return jnp.zeros_like(x)
             own = [vary_if_tracked(x.reshape((peers.size, -1, *_behind(x))), self.axis_name)]
-            means = mean_by_sum(self._parted(scattered, 1, 0), own, peers.size) if peers.axes else own
+            means = mean_by_sum(self._on_each_device(scattered, 1, 0), own, peers.size) if peers.axes else own
             return means[0].reshape((-1, *x.shape[1:]))
 
         return tuple(part(x) for x in request.arrays)
 
     def _all_gather(self, request: AllGather[jax.Array]) -> tuple[jax.Array, ...]:
         peers = peers_of(request.groups, self.axis_name)
-        send = self._parted(lambda arrays: self._gathered(arrays, peers), 0, 1)
+        send = self._on_each_device(lambda arrays: self._gather_arrays(arrays, peers), 0, 1)
         # Nothing is the same on all replicas, and x is not known to be.
         return tuple(
             send([x.reshape((-1, *_behind(x)))])[0].reshape((-1, *x.shape[1:]))

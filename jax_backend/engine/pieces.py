@@ -1,5 +1,5 @@
 """Algorithms on replicas that are divided among devices: each device averages a piece of every array by itself, where the pieces of an array can be
-compressed so (`gradwire.core.algorithms.compressor.Compressor.by_pieces`).
+compressed so (`gradwire.core.algorithms.compressor.Compressor.splittable`).
 
 Codes, signs and the largest elements of blocks are exchanged and gathered. What is exchanged or gathered XLA would gather first where axes are left to
 it, and with it the gradients of the whole model. In a map that is manual over those axes too it has nothing to choose.
@@ -31,7 +31,7 @@ from gradwire.jax_backend.ops.kernels import JaxOps
 def in_pieces(algorithm: Algorithm, axis_name: AxisName) -> Algorithm:
     """The algorithm by pieces, if it can be done so and replicas are divided among devices; else itself. To be asked inside the map."""
     if isinstance(algorithm, Compressor):
-        divides = algorithm.hints.elementwise or type(algorithm).by_pieces is not Compressor.by_pieces
+        divides = algorithm.hints.elementwise or type(algorithm).splittable is not Compressor.splittable
     else:
         divides = isinstance(algorithm, WireDtype) and isinstance(algorithm.algorithm, AllReduce)
     return _InPieces(algorithm, axis_name) if divides and compiler_axes() and is_manual(axis_name) else algorithm
@@ -85,7 +85,7 @@ class _InPieces(Wrapper):
         if not isinstance(algorithm, Compressor):
             return set()
         shapes = {name: tuple(gradients[name].shape) for name in state.tensors}
-        whole = {name for name, s in shapes.items() if not algorithm.by_pieces(name, s, _cut_axis(s, n), n)}
+        whole = {name for name, s in shapes.items() if not algorithm.splittable(name, s, _cut_axis(s, n), n)}
         # The norm of a gradient is that of all its tensors.
         return set(gradients) if whole and (whole == set(shapes) or algorithm.max_norm is not None) else whole
 

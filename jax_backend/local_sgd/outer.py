@@ -83,5 +83,5 @@ def _by_parameter(state: Any, names: Mapping[str, Any]) -> dict[str, dict[str, A
 
 
 def in_jax(local: LocalSGD) -> LocalSGD:
-    """With its outer optimizer, if it is of Optax. Raises TypeError as `OptaxOuter`."""
+    """The schedule with its outer optimizer, if that is of Optax. Raises TypeError as `OptaxOuter`."""
     return replace(local, outer=OptaxOuter(local.outer)) if isinstance(local.outer, OuterFactory) else local

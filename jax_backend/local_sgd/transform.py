@@ -40,7 +40,7 @@ from gradwire.core.plan.advice import warn, warn_of_few_rounds
 from gradwire.core.plan.dry_run import dry_run
 from gradwire.core.plan.local_sgd import local_stages, stage_starts
 from gradwire.core.plan.traffic import LevelBytes
-from gradwire.core.protocol.settings import require_settings, settings_of, told
+from gradwire.core.protocol.settings import require_settings, settings_of, with_settings
 from gradwire.core.protocol.weights import weight_of
 from gradwire.core.text.options import OWN_CHECK, AtLeast1, checked
 from gradwire.core.text.wording import some
@@ -510,7 +510,7 @@ class _Halves:
         def exchange(arrays: Any, shared: Any, tensors: Any, extras: Any, step: Any, weight: Any, values: Any) -> Any:
             memory = State(shared, whole_memory(tensors, arrays))
             program = local.average(OPS, arrays, memory, step, replicas, extras, turn=turn, weight=weight)
-            after, averages, averaged = drive(told(program, values), self.axis_name, given=arrays)
+            after, averages, averaged = drive(with_settings(program, values), self.axis_name, given=arrays)
             return after, averages.shared, whole_memory(averages.tensors, arrays), averaged
 
         given = arrays, before.shared, before.tensors, non_finite.sent(extras, happens, self.axis_name)

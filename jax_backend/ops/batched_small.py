@@ -123,7 +123,7 @@ class StackedSum(Sum):
         return left
 
     def added(self, ok: jax.Array, limit: float) -> Any:
-        """As `Sum.added`, for each member."""
+        """The sum of `Sum.added` for each member."""
         if self._sent is None:
             raise TypeError("nothing was subtracted from a stack of gradients and errors that is to be stored")
         step: Step = self.gradient.step
@@ -188,7 +188,7 @@ def bundles_of(
     alike: Callable[[str], Hashable | None],
     large: int,
 ) -> Bundles | None:
-    """See `gradwire.core.ops.Ops.bundled`. `large`: elements from which on a matrix is computed with by itself."""
+    """See `gradwire.core.ops.Ops.bundle`. `large`: elements from which on a matrix is computed with by itself."""
     mesh = jax.sharding.get_abstract_mesh()
     left = [n for n, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if kind != AxisType.Manual]
     if math.prod(left) > 1:

@@ -172,7 +172,7 @@ class JaxOps(Ops[jax.Array]):
         *,
         decay: float = 1.0,
     ) -> list[jax.Array]:
-        """Of terms that are better added twice, a TPU adds them again: the sum would lie in memory all the time."""
+        """The errors after a step. Of terms that are better added twice, a TPU adds them again: the sum would lie in memory all the time."""
 
         def again(sums: list[jax.Array], terms: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
             return [g + jnp.where(ok, error, 0) for g, error in terms]
@@ -408,8 +408,8 @@ class JaxOps(Ops[jax.Array]):
         viewed = lax.bitcast_convert_type(x, jnp.dtype(dtype))
         return viewed if wanted >= size else viewed.reshape((*x.shape[:-1], -1))
 
-    def add_part(self, x: jax.Array, part: jax.Array, n: int, i: Any, shape: tuple[int, ...]) -> jax.Array:
-        return self.storage.add_part(self, x, part, n, i, shape)
+    def add_to_slice(self, x: jax.Array, part: jax.Array, n: int, i: Any, shape: tuple[int, ...]) -> jax.Array:
+        return self.storage.add_to_slice(self, x, part, n, i, shape)
 
     def sum_of_each(self, f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
         # All at once: in a loop over the replicas the sum would be stored and read again for each of them.
@@ -478,7 +478,7 @@ class JaxOps(Ops[jax.Array]):
         k = -(-x.size // n)
         return lax.dynamic_slice_in_dim(self.pad(x.reshape(-1), n * k), i * k, k)
 
-    def bundled(
+    def bundle(
         self,
         gradients: dict[str, jax.Array],
         tensors: Mapping[str, Mapping[str, jax.Array]],
@@ -486,7 +486,7 @@ class JaxOps(Ops[jax.Array]):
     ) -> Bundles | None:
         return bundles_of(gradients, tensors, alike, LARGE) if self.bundles else None
 
-    def unbundled(self) -> JaxOps:
+    def unbundle(self) -> JaxOps:
         return JaxOps(bundles=False, across=self._across)
 
 

@@ -29,10 +29,10 @@ class XlaStorage(Storage[jax.Array]):
     """Rows of codes along the tiles of a TPU, and what XLA computes once, stores or reads again."""
 
     @property
-    def joined(self) -> int:
+    def max_joined(self) -> int:
         return 0 if compiler_axes() else MOST_JOINED  # which lie as they are divided
 
-    def computed_once(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    def materialize(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         kept: list[jax.Array] = apart_on_tpu(arrays)
         return kept
 
@@ -60,7 +60,7 @@ class XlaStorage(Storage[jax.Array]):
             return blocks.reshape(-1, shape[-1] // x.shape[1], TILE, x.shape[1]).swapaxes(1, 2).reshape(shape)
         return x.reshape(-1)[: math.prod(shape)].reshape(shape)
 
-    def read_again(self, codes: jax.Array, sent: jax.Array, cut: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    def reuse_sent(self, codes: jax.Array, sent: jax.Array, cut: Callable[[jax.Array], jax.Array]) -> jax.Array:
         def given(codes: jax.Array, sent: jax.Array) -> jax.Array:
             return codes
 
@@ -70,7 +70,7 @@ class XlaStorage(Storage[jax.Array]):
         result: jax.Array = lax.platform_dependent(codes, sent, cpu=given, tpu=given, default=again)
         return result
 
-    def laid_out(self, codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    def with_layout(self, codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         if not in_tiles(shape, codes.shape[1]) or codes.size < WORTH_TILES or len(codes) % LANES:
             return codes, scales
 
@@ -87,10 +87,10 @@ class XlaStorage(Storage[jax.Array]):
         fields: tuple[jax.Array, jax.Array] = lax.platform_dependent(codes, scales, tpu=on_tpu, default=given)
         return fields
 
-    def add_part(
+    def add_to_slice(
         self, ops: Primitives[jax.Array], x: jax.Array, part: jax.Array, n: int, i: Any, shape: tuple[int, ...]
     ) -> jax.Array:
-        """See `Ops.add_part`."""
+        """See `Ops.add_to_slice`."""
 
         # Chosen element by element: to cut out rows that only the device knows would move everything.
         def added(x: jax.Array, part: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from gradwire.jax_backend.ops.packing import LANES, TILE
 
 
 def product_of_tiles(index: jax.Array, values: jax.Array, n: int, rows: int, across: int) -> jax.Array | None:
-    """Of `values` (W, R, k) the sum over W, at positions `index` in R tiles of n elements, as `gradwire.core.kernels.rows.of_tiles` joins them.
+    """The sum over W of `values` (W, R, k), at positions `index` in R tiles of n elements, as `gradwire.core.kernels.rows.of_tiles` joins them.
 
     Row and column of a position are two vectors with a single one in them: the tile is the sum of their outer products, times the values. XLA makes
     them where the product reads them, and the matrix comes out as it lies: other ways have to move it, rows of 64 in registers of 128.

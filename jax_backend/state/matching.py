@@ -20,7 +20,7 @@ from gradwire.jax_backend.state.names import BARE, contents_by_name
 
 @dataclass(frozen=True)
 class Place:
-    """Of an array that belongs to a parameter.
+    """The place of an array that belongs to a parameter.
 
     Attributes:
         name: of the parameter.

@@ -209,7 +209,7 @@ class Survey:
                 )
 
     def counts_of_local_sgd(self) -> list[LocalCounts]:
-        """Of each state of `local_sgd`, with its types or without."""
+        """The counts of each state of `local_sgd`, with its types or without."""
         values = {leaf.keys: leaf.value for leaf in self.leaves}
         found = []
         for keys, updates in values.items():

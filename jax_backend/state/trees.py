@@ -124,7 +124,7 @@ def check_gradients(gradients: NamedTree, state: DataParallelState) -> None:
 
 
 def shardings_like(params: Any, make: Callable[[], DataParallelState]) -> Any:
-    """Where the memory in the state that `make` makes belongs: what has the shape of a parameter lies as the parameter does, everything else
+    """The shardings of the state that `make` makes: what has the shape of a parameter lies as the parameter does, everything else
     whole on each of its devices. A tree like the state; None if no parameter is laid out on a mesh."""
     placed = {
         name: (jnp.shape(x), x.sharding)

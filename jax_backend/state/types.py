@@ -40,7 +40,7 @@ class PerReplica(NamedTuple):
 )
 @dataclass(frozen=True)
 class Record:
-    """Where a state belongs. `axis_name` and `stages` are part of its structure, and of no checkpoint.
+    """The place of a state. `axis_name` and `stages` are part of its structure, and of no checkpoint.
 
     Attributes:
         per_replica: one row on each replica, a `place_mark`: so a state is noticed that has not come to its

@@ -85,7 +85,7 @@ def keys_of_slots(
 
 
 def owners_key(before: str, names: Sequence[str], after: str) -> str:
-    """Of each replica the dotted name of its own parameter, or ""."""
+    """The dotted name of each replica's own parameter, or ""."""
     return f"{before}{OPEN}{OWNERS.join(names)}{CLOSE}{after}"
 
 
@@ -104,5 +104,5 @@ def paths_in(key: str) -> tuple[str, ...] | None:
 
 
 def path_at(key: str) -> str:
-    """Where an array with this key lies in the inner state."""
+    """The path of an array with this key in the inner state."""
     return next(filter(None, paths_in(key) or (key,)))

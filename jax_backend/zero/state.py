@@ -218,7 +218,7 @@ def joined_state(state: ZeroState, pieces: Mapping[str, Any]) -> Any:
 
 
 def keys_of(state: ZeroState) -> list[str | None]:
-    """Of each leaf of the inner state the key of its piece; None: it is common."""
+    """The key of the piece of each leaf of the inner state; None: it is common."""
     pieces = state.pieces.per_replica if jax.tree.leaves(state.pieces) else {}
     keys = {path_at(key): key for key in pieces}
     joined = joined_state(state, {path: pieces[key] for path, key in keys.items()})

@@ -155,8 +155,8 @@ COMPRESSING = (
 FIVE_COLUMNS = [(2, 3), (), (3, 0), (2, 1, 2), (11,)]
 #: May be views, or an argument itself.
 VIEWS = (
-    "read_again",
-    "computed_once",
+    "reuse_sent",
+    "materialize",
     "where, true",
     "where, false",
     "nan_unless, true",
@@ -188,7 +188,7 @@ DONATE = (
     *("cast_each, arrays", "cast_each, errors"),
     *(f"settle, {kind}" for kind in (*PAYLOADS, "not finite")),
     "add_each, multiplied",
-    "add_part",
+    "add_to_slice",
     "elementwise_each",
     *("scatter_add", "scatter_add, several", "scatter_add, columns", "scatter_add, nothing"),
 )
@@ -386,9 +386,9 @@ KERNELS = {
     "scatter_add, integers": lambda ops, **_: ops.scatter_add(ops.iota(5), ops.asarray([2, 2], "int32"), ops.asarray([10, 20], "int32")),
     "scatter_sum": lambda ops, batch, **_: ops.scatter_sum(6, lambda index, values: (index, values[:4, :2]), ops.asarray(np.arange(24).reshape(3, 4, 2) % 5, "int32"), batch),
     "scatter_sum, tiles": lambda ops, batch, **_: ops.scatter_sum(6, lambda index, values: (index, values[:4, :2]), ops.asarray(np.arange(24).reshape(3, 4, 2) % 5, "int32"), batch, tiles=(3, 2), after=batch),
-    "add_part": lambda ops, batch, x, **_: ops.add_part(batch.reshape((-1, batch.shape[2])), batch[2] * 3.0, 3, 1, ()),
-    "laid_out": lambda ops, batch, **_: ops.storage.laid_out(batch[0], batch[0][:, :1], (4, batch.shape[2]))[1],
-    "read_again": lambda ops, batch, **_: ops.storage.read_again(batch[1:2], batch, lambda sent: sent[1:2]),
+    "add_to_slice": lambda ops, batch, x, **_: ops.add_to_slice(batch.reshape((-1, batch.shape[2])), batch[2] * 3.0, 3, 1, ()),
+    "with_layout": lambda ops, batch, **_: ops.storage.with_layout(batch[0], batch[0][:, :1], (4, batch.shape[2]))[1],
+    "reuse_sent": lambda ops, batch, **_: ops.storage.reuse_sent(batch[1:2], batch, lambda sent: sent[1:2]),
     "scatter_sum_each": lambda ops, batch, **_: ops.rows(ops.scatter_sum_each([(1, 8, None), (3, 9, None)], positions_in(ops, batch), batch, order=[1, 0]), 1),
     "scatter_sum_each, tiles": lambda ops, batch, **_: ops.rows(ops.scatter_sum_each([(2, 8, (4, 2)), (2, 8, None)], positions_in(ops, batch), batch), 1),
     "scatter_sum_each, of one": lambda ops, batch, **_: ops.rows(ops.scatter_sum_each([(3, 9, None), (1, 8, None)], positions_in(ops, batch), batch[1:2]), 1),
@@ -446,7 +446,7 @@ KERNELS = {
     "add_each, first": lambda ops, x, y, p, q, **_: ops.add_each([x, p], [y, p * 2.0])[0],
     "add_each, last": lambda ops, x, y, p, q, **_: ops.add_each([x, p], [y, p * 2.0])[1],
     "add_each, of nothing": lambda ops, x, **_: ops.stack([x, *ops.add_each([], [])]),
-    "computed_once": lambda ops, x, batch, **_: ops.storage.computed_once([batch, x])[0],
+    "materialize": lambda ops, x, batch, **_: ops.storage.materialize([batch, x])[0],
     "where_each, true": lambda ops, x, y, p, **_: ops.where_each(true(ops, x), [p, x], [p * 2.0, y])[1],
     "where_each, false": lambda ops, x, y, p, **_: ops.where_each(false(ops, x), [p, x], [p * 2.0, y])[1],
     "where_each, neighbours": lambda ops, batch, x, **_: ops.stack(
@@ -550,11 +550,11 @@ PLANS = {
     "truth",
     "kind_of",
     "storage",
-    "joined",
-    "joining",
+    "max_joined",
+    "join_order",
     "bundles",
-    "bundled",
-    "unbundled",
+    "bundle",
+    "unbundle",
     "late_width",
     "late_residuals",
 }

@@ -505,13 +505,13 @@ class _InDtype(AllReduce):
 
 @uncompiled
 def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """As `allreduce_hook`, in float16, half the bytes of float32. Sums above 65,504 become inf."""
+    """An all-reduce, see `allreduce_hook`, in float16, half the bytes of float32. Sums above 65,504 become inf."""
     return one_message(process_group, bucket, _InDtype(dtype="float16"))
 
 
 @uncompiled
 def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """As `allreduce_hook`, in bfloat16, half the bytes of float32, on Gloo too."""
+    """An all-reduce, see `allreduce_hook`, in bfloat16, half the bytes of float32, on Gloo too."""
     return one_message(process_group, bucket, _InDtype(dtype="bfloat16"))
 
 
@@ -528,7 +528,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """As `fp16_compress_wrapper`, in bfloat16."""
+    """The same as `fp16_compress_wrapper`, in bfloat16."""
     return _wrapper(hook, "bfloat16")
 
 

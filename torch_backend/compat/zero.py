@@ -87,7 +87,7 @@ class ZeroRedundancyOptimizer(ZeroOptimizer):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """As `ZeroOptimizer.step`.
+        """A step, see `ZeroOptimizer.step`.
 
         Args:
             closure: called first, with gradients enabled.
@@ -155,7 +155,7 @@ class ZeroRedundancyOptimizer(ZeroOptimizer):
         assert isinstance(self.shards, WholeShards)
         specs = specs_of(new)
         work = {name: self._own.rules[-1].work(spec) for name, spec in specs.items()}
-        return self.shards.extended(specs, work)
+        return self.shards.extend(specs, work)
 
     def join_hook(self, **kwargs: Any) -> NoReturn:
         """Uneven inputs (`Join([ddp, optimizer])`) are refused: raises NotImplementedError."""

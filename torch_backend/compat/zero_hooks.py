@@ -76,7 +76,7 @@ def hook_with_zero_step(
 def hook_with_zero_step_interleaved(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroOptimizer, shard_buckets: bool = False
 ) -> Hook:
-    """As `hook_with_zero_step`, but each bucket's parameters are updated and gathered while the backward pass goes on.
+    """The hook `hook_with_zero_step`, but each bucket's parameters are updated and gathered while the backward pass goes on.
 
     With hooks that end only when the last bucket has arrived, `powerSGD_hook` and other than `allreduce_hook`, updates begin then. The
     optimizer's `step` runs once per bucket, which is refused for optimizers that count steps for all parameters together. `max_grad_norm`

@@ -27,7 +27,7 @@ from gradwire.core.protocol.local_requests import LocalNorm, ReplicaIndex, World
 from gradwire.core.protocol.programs import Program, Request, cannot_answer
 from gradwire.core.protocol.reductions import Reduce, SumScalar
 from gradwire.torch_backend.engine.groups.gloo_exit import last_messages
-from gradwire.torch_backend.engine.groups.joined_rows import averaged, columns, rows_by_dtype
+from gradwire.torch_backend.engine.groups.joined_rows import average_parts, cut_columns, rows_by_dtype
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
@@ -73,7 +73,7 @@ class Pending:
 
     def wait(self, times: StepTimes | None = None) -> tuple[Tensor, ...]:
         """The answers. On the CPU this blocks until they are there; on CUDA only the current stream waits. Notes how long."""
-        self.meanwhile()
+        self.compute_overlap()
         self.arrive(times)
         return self.unpacked()
 
@@ -84,7 +84,7 @@ class Pending:
         if times is not None:
             times.waited(self.nbytes, self.launched, start)
 
-    def meanwhile(self) -> None:
+    def compute_overlap(self) -> None:
         """The work that was meant for the time of waiting."""
 
     def settle(self) -> None:
@@ -185,7 +185,7 @@ class Reducing(Pending):
             last_messages.append(work)
         return Message(indices, sizes, flat, in_place, work)
 
-    def meanwhile(self) -> None:
+    def compute_overlap(self) -> None:
         for residual in self.request.overlap:
             residual.compute()
 
@@ -287,7 +287,7 @@ class Collectives:
         self._count_halves([whole for *_, whole in received])
         shapes = [(exchange.size, *x.shape) for x in request.arrays]
         watched = [whole for *_, whole in received if whole.dtype.is_floating_point] if request.watched else ()
-        return Pending(works, request.arrays[0], lambda: columns(request.arrays, shapes, received), watched)
+        return Pending(works, request.arrays[0], lambda: cut_columns(request.arrays, shapes, received), watched)
 
     def _all_to_all(self, request: AllToAll[Tensor]) -> Pending:
         exchange = self._exchange(request.groups)
@@ -312,7 +312,7 @@ class Collectives:
             (size * own[exchange.rank],) if request.counts else tuple(x.shape)
             for x, own in zip(request.arrays, parts, strict=True)
         ]
-        return Pending(works, request.arrays[0], lambda: columns(request.arrays, shapes, received))
+        return Pending(works, request.arrays[0], lambda: cut_columns(request.arrays, shapes, received))
 
     def _reduce_scatter(self, request: ReduceScatter[Tensor]) -> Pending:
         exchange = self._exchange(request.groups)
@@ -321,7 +321,7 @@ class Collectives:
         parts: list[tuple[Tensor, list[Tensor]]] = []
         for x, counts in zip(request.arrays, request.counts, strict=True):
             split, addends = torch.split(x, list(counts)), []
-            own, chained = split[exchange.rank], exchange.chained(counts)
+            own, chained = split[exchange.rank], exchange.find_chained(counts)
             self._count_half(x)
             if chained:
                 works += [exchange.mean_for_owner(split[owner], owner) for owner in chained]
@@ -339,7 +339,7 @@ class Collectives:
                 others = torch.split(received, n)
                 addends = [part for r, part in enumerate(others) if r != exchange.rank and part.numel()]
             parts.append((own, addends))
-        return Pending(works, request.arrays[0], lambda: averaged(parts, 1.0 / exchange.size))
+        return Pending(works, request.arrays[0], lambda: average_parts(parts, 1.0 / exchange.size))
 
     def _all_gather(self, request: AllGather[Tensor]) -> Pending:
         exchange = self._exchange(request.groups)

@@ -97,7 +97,7 @@ class Graphs(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of the pool."""
+        """The bytes of the pool."""
 
 
 class CudaGraphs:

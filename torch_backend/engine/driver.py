@@ -107,7 +107,7 @@ class Driver(GradientStep):
         return settings
 
     def _placement(self) -> Replicated:
-        """Of the memory."""
+        """The placement of the memory."""
         return Replicated(self.groups, self.ops.device)
 
     def abandon(self) -> None:

@@ -54,7 +54,7 @@ GroupKey = tuple[Any, ...]
 
 
 def addresses(state: State[Tensor]) -> tuple[int, ...]:
-    """Where memory lies."""
+    """The addresses of memory."""
     own = [x.data_ptr() for memory in state.tensors.values() for x in memory.values()]
     return (*own, *[x.data_ptr() for x in state.shared.values()])
 
@@ -103,7 +103,7 @@ class Set:
 
     @property
     def keys(self) -> tuple[GroupKey, ...]:
-        """Of its groups, in their order."""
+        """The keys of its groups, in their order."""
         return tuple(tape.key for tape in self.tapes)
 
 
@@ -127,8 +127,8 @@ class Replaying(Running[Averaged]):
     def receive(self) -> None:
         assert self.pending is not None
         stretch = next(self._stretches)
-        if stretch.meanwhile is not None:
-            stretch.meanwhile.replay()
+        if stretch.compute_overlap is not None:
+            stretch.compute_overlap.replay()
         self.pending.arrive(self._step.collectives.times)
         self._launch(stretch)
 
@@ -186,7 +186,7 @@ class Replays:
 
     @property
     def nbytes(self) -> int:
-        """Of the graphs' memory."""
+        """The bytes of the graphs' memory."""
         return self._graphs.nbytes if self._graphs is not None and self._sets else 0
 
     def begin(self, eligible: bool) -> None:

@@ -32,7 +32,7 @@ from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import DryRun
 from gradwire.core.protocol.programs import Program
-from gradwire.core.protocol.settings import told
+from gradwire.core.protocol.settings import with_settings
 from gradwire.torch_backend.cpu.compiled import Loops
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import Graph, capturing, refuse_capture, require_capturable
@@ -292,7 +292,7 @@ class GradientStep:
     ) -> Program[tuple[dict[str, Tensor], State[Tensor]]]:
         weight = (self.weight,) if self.weighted else ()
         program = self.algorithm.step(self.ops, donated, state, number, *weight)
-        return told(program, self.settings) if self.settings else program
+        return with_settings(program, self.settings) if self.settings else program
 
     def program_of(
         self, gradients: Mapping[str, Tensor], number: Any

@@ -144,7 +144,7 @@ class Stretch:
     """
 
     graph: Graph
-    meanwhile: Graph | None
+    compute_overlap: Graph | None
     flags: list[Tensor]
     pending: Pending | None
     question: Question | None
@@ -173,24 +173,24 @@ class Recording(Running[Averaged]):
 
     def receive(self) -> None:
         assert self.pending is not None
-        meanwhile = None
+        compute_overlap = None
         if self.pending.busy:
-            with self._recording.graphs.capture() as meanwhile:
-                self.pending.meanwhile()
-        with self._stretch(meanwhile):
+            with self._recording.graphs.capture() as compute_overlap:
+                self.pending.compute_overlap()
+        with self._stretch(compute_overlap):
             answers = self.pending.unpacked()
             for x in self.pending.watched:
                 self._recording.watch(x)
             super().advance(answers)
 
     @contextmanager
-    def _stretch(self, meanwhile: Graph | None = None, slot: Tensor | None = None) -> Iterator[None]:
+    def _stretch(self, compute_overlap: Graph | None = None, slot: Tensor | None = None) -> Iterator[None]:
         known = len(self._recording.flags)
         with self._recording.graphs.capture() as graph:
             yield
         flags = self._recording.flags[known:]
         pending = None if self.pending is None else message_of(self.pending)
-        self.stretches.append(Stretch(graph, meanwhile, flags, pending, self.question, self.ended, slot))
+        self.stretches.append(Stretch(graph, compute_overlap, flags, pending, self.question, self.ended, slot))
 
 
 class RecordingStep(Step):

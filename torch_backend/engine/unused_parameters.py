@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.core.algorithm import State
 from gradwire.core.protocol import mean, reduce_sum
-from gradwire.core.protocol.programs import Fusable, Program, Request, ask, relayed
+from gradwire.core.protocol.programs import Fusable, Program, Request, ask, relay
 from gradwire.torch_backend.ops.kernels import TorchOps
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Usage:
 
     async def sent_with(self, program: Program[T]) -> T:
         """The program, which sends this as well: in its first message if that is an average of all replicas, else before it."""
-        return await relayed(program, self._answer)
+        return await relay(program, self._answer)
 
     async def _answer(self, request: Request) -> tuple[Any, ...]:
         mine = self._request

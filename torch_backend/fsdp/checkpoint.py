@@ -149,6 +149,6 @@ class Sharded(Replicated):
 
 
 def whole_specs(layout: Layout) -> dict[str, Spec]:
-    """Of the parameters, with all their blocks."""
+    """The specs of the parameters, with all their blocks."""
     parameters = {name: held.parameter for name, held in layout.held.items()}
     return {name: Spec(tuple(p.shape), dtype_name(p.dtype)) for name, p in parameters.items()}

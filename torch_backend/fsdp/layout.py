@@ -99,7 +99,7 @@ class Layout:
 
     @property
     def device(self) -> torch.device:
-        """Where the blocks are."""
+        """The device of the blocks."""
         return next(iter(self.held.values())).local.device
 
     @property
@@ -113,7 +113,7 @@ class Layout:
         return Blocks(self.held)
 
     def thawed(self) -> Layout:
-        """With the parameters that have begun to require a gradient since. Raises ValueError for one that cannot be served, by name."""
+        """This layout with the parameters that have begun to require a gradient since. Raises ValueError for one that cannot be served, by name."""
         peers, mesh = _peers(self.replicas), next(iter(self.held.values())).parameter.device_mesh
         found = {name: p for name, p in self.frozen.items() if p.requires_grad}
         held = self.held | {name: _held(self.model, name, p, peers, mesh) for name, p in found.items()}

@@ -55,7 +55,7 @@ class LightningCompression(*_callbacks()):  # type: ignore[misc]
 
     @property
     def handle(self) -> CommHook | None:
-        """Of the hook, see docs/handles.md; None before training, and in a run of one process."""
+        """The handle of the hook, see docs/handles.md; None before training, and in a run of one process."""
         return self._compression.handle
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -55,7 +55,7 @@ class TrainerCompression(_Callback):  # type: ignore[misc]
 
     @property
     def handle(self) -> CommHook | None:
-        """Of the hook, see docs/handles.md; None before training, and in a run of one process."""
+        """The handle of the hook, see docs/handles.md; None before training, and in a run of one process."""
         return self._compression.handle
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -20,7 +20,7 @@ from gradwire.core.plan.advice import warn
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.protocol import mean_each
 from gradwire.core.protocol.programs import Program
-from gradwire.core.protocol.settings import told
+from gradwire.core.protocol.settings import with_settings
 from gradwire.core.protocol.weights import counted_weight
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.state.skipped_steps import SAID_AFTER, SKIPPED_AVERAGES, RunOfSkips
@@ -111,8 +111,8 @@ class LocalSGDHandle:
         self._make_step = self._target.step_of(local)
         times = self._collectives.times = StepTimes(self._ops.device, local.cycle)
         self._watch = Watcher(repr(local), local.start_step, times, groups.whole, cycle=local.cycle, work="averaging")
-        state = self._fresh()
-        state = state if self._host is None else self._host.placed(state)
+        state = self._initial_state()
+        state = state if self._host is None else self._host.place(state)
         self._memory = Memory(local, state, self._target.placement(groups, self._ops.device))
         self._collectives.sent = self._memory.sent
         if self._host is not None:
@@ -186,14 +186,14 @@ class LocalSGDHandle:
         what = what if self._registered else f"unregistered; {what}"
         return f"{type(self).__name__}({what}; {stats.steps} steps, {saved}{spent})"
 
-    def _fresh(self) -> State[Tensor]:
+    def _initial_state(self) -> State[Tensor]:
         with torch.no_grad():
             parameters = {n: p.detach() for n, p in self._parameters.items()}
             return self.local.init(self._ops, parameters, self._replicas)
 
     def _begin(self) -> None:
         """Before each step of the optimizer. Raises RuntimeError for what is not as it was registered."""
-        self._look()
+        self._note_found()
         self._assumed.require(self.steps)
         if not self._has_begun and self.local.has_outer:
             # Weights may have been loaded since registration: replicas part from what is there now.
@@ -207,9 +207,9 @@ class LocalSGDHandle:
     def _begin_anew(self) -> None:
         """With a memory of the parameters as they are."""
         if self._host is None:
-            self._memory.state = self._fresh()
+            self._memory.state = self._initial_state()
         else:
-            self._host.store(self._fresh(), self._memory.state, self._memory.state.tensors)
+            self._host.store(self._initial_state(), self._memory.state, self._memory.state.tensors)
 
     def _follow_loaded(self, before: str) -> None:
         """Weights were loaded in the middle of training. If they are others than those `before`, so is what is remembered: replicas part from what is there now, on all
@@ -234,7 +234,7 @@ class LocalSGDHandle:
         """
         if not self._registered:
             raise RuntimeError(self._why_not())
-        self._look()
+        self._note_found()
         self._assumed.require(self.steps)
         self._end()
 
@@ -266,7 +266,7 @@ class LocalSGDHandle:
     def _average(self) -> None:
         step = self._memory.steps
         turn = self._turn(step)
-        state, used = self._fetched(turn)
+        state, used = self._fetch(turn)
         due = self._due(step)
         # In their logical order, so that memory means the same on every backend.
         params = {n: p.detach().contiguous() for n, p in self._parameters.items()}
@@ -280,7 +280,7 @@ class LocalSGDHandle:
         program = self.local.average(
             self._ops, params, state, step, self._replicas, extras, arrived, turn, self._weight, taken
         )
-        program = told(program, self._settings)
+        program = with_settings(program, self._settings)
         after, state, others = self._or_forget(
             lambda program: run_alone(self._collectives, program, self._make_step), program, turn.arrives | turn.later
         )
@@ -290,7 +290,7 @@ class LocalSGDHandle:
             _put(self._parameters[name], x)
         for name, buffer in self._buffers.items():
             _put(buffer, others[name][""])
-        state = self._kept(state, used)
+        state = self._keep(state, used)
         if self._in_flight is not None and self._memory.left is not None:
             for fragment in turn.arrives:
                 del self._memory.left[fragment]
@@ -302,7 +302,7 @@ class LocalSGDHandle:
             flags = taken if broken is None else [broken.finite, *taken]
             self._foreseen.note({str(i): flag for i, flag in enumerate(flags)})
             if self._ops.device.type == "cpu":
-                self._look()
+                self._note_found()
 
     def _turn(self, step: int) -> Turn:
         """What happens after this step. Of what would arrive only what has left: nothing has, since this schedule began or since its message was lost."""
@@ -335,7 +335,7 @@ class LocalSGDHandle:
                 if (kept := self._memory.state.tensors.get(name)) is not None:
                     kept[DIFFERENCE].zero_()
 
-    def _look(self) -> None:
+    def _note_found(self) -> None:
         """At what the last averages have found: what is broken begins anew, and what was skipped is counted. On a device before the next step of the optimizer, when it
         has long come."""
         broken, taken = self._unseen
@@ -347,7 +347,7 @@ class LocalSGDHandle:
             self._skipped_averages += not self._foreseen.value(ok)
             self._run_of_skips.seen(self._averages, self._skipped_averages)
 
-    def _fetched(self, turn: Turn) -> tuple[State[Tensor], Collection[str]]:
+    def _fetch(self, turn: Turn) -> tuple[State[Tensor], Collection[str]]:
         """The memory for the averages of this turn, where the parameters are; and whose is used in them."""
         memory, parts = self._memory.state, self.local.parts(specs_of(self._parameters))
         if self._host is None:
@@ -355,9 +355,9 @@ class LocalSGDHandle:
         longest = self.local.longest
         leave = {f for period, f in turn.due if period == longest}
         used = {name for f in (range(len(parts)) if turn.begins else leave | turn.arrives) for name in parts[f]}
-        return self._host.fetched(memory, used, outer=self._parameters if leave and len(parts) > 1 else ()), used
+        return self._host.fetch(memory, used, outer=self._parameters if leave and len(parts) > 1 else ()), used
 
-    def _kept(self, state: State[Tensor], used: Collection[str]) -> State[Tensor]:
+    def _keep(self, state: State[Tensor], used: Collection[str]) -> State[Tensor]:
         """Take over the memory after an average. Returned is where a message finds its own, to which it may write."""
         if self._host is None:
             keep(state, self._memory.state)
@@ -546,7 +546,7 @@ class LocalSGDHandle:
         each step would have sent. Steps that a rank skips are not counted, since each rank has its own; `skipped_averages` are. Times are of the last 50 steps, or of a whole cycle of the
         schedule: a step reaches from one of the optimizer to the next."""
         stats = self._watch.stats(self.steps, 0, self._memory.sent)
-        self._look()
+        self._note_found()
         return replace(stats, skipped_averages=self._skipped_averages)
 
     def _progress(self) -> Progress:
@@ -586,7 +586,7 @@ class LocalSGDHandle:
         """
         memory = self._memory.state
         return self.local.outer_parameters(
-            memory if self._host is None else self._host.fetched(memory, (), self._parameters)
+            memory if self._host is None else self._host.fetch(memory, (), self._parameters)
         )
 
     @property

@@ -32,7 +32,7 @@ class HostMemory:
         self._stream: Any = None if on_cpu else torch.Stream(device)
         self._copied: Any = None if on_cpu else torch.Event(device)
 
-    def placed(self, state: State[Tensor]) -> State[Tensor]:
+    def place(self, state: State[Tensor]) -> State[Tensor]:
         """A memory on the host with what is in this one, which is on the device. What a program shares stays there."""
         sizes = {(name, key): x.nbytes for name, memory in state.tensors.items() for key, x in memory.items()}
         tensors: dict[str, dict[str, Tensor]] = {name: {} for name in state.tensors}
@@ -48,7 +48,7 @@ class HostMemory:
         self.store(state, host, host.tensors)
         return host
 
-    def fetched(self, host: State[Tensor], names: Collection[str], outer: Collection[str] = ()) -> State[Tensor]:
+    def fetch(self, host: State[Tensor], names: Collection[str], outer: Collection[str] = ()) -> State[Tensor]:
         """The memory with copies on the device of what is remembered of `names`, and of the parameters in `outer` the outer ones."""
         tensors: dict[str, dict[str, Tensor]] = dict(host.tensors)
         with self._on_stream():

@@ -15,7 +15,7 @@ from gradwire.core.algorithm import State, Stepped
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import dry_run
-from gradwire.core.protocol.settings import told
+from gradwire.core.protocol.settings import with_settings
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.questions import Asked
@@ -86,7 +86,7 @@ class InFlight:
             collectives.whereabouts, collectives.levels = self._beside.whereabouts, self._beside.levels
             collectives.beside = self._beside
             index = self._local.round(step, self._period, fragment)
-            program = told(self._local.message(self._ops, self._specs, state, fragment, index), settings)
+            program = with_settings(self._local.message(self._ops, self._specs, state, fragment, index), settings)
             own = self._make_step(collectives)
             self._on_their_way[fragment] = _Message(step, own, own.start(program))
 

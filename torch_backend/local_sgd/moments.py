@@ -68,7 +68,7 @@ class Moments:
         self._ahead: MayBeWeights | None = None
 
     def expect_weights(self) -> None:
-        """Of an optimizer that has two modes: the weights that it steps, as those of all replicas, which have nobody to ask. One that has not stepped yet counts as what its
+        """Expect weights of an optimizer that has two modes: those that it steps, as those of all replicas, which have nobody to ask. One that has not stepped yet counts as what its
         parameters are."""
         if has_two_modes(self._optimizer):
             self._keys, self._weights = {STEPPED: None}, frozenset({STEPPED})
@@ -85,7 +85,7 @@ class Moments:
         return self._taken(due, self._keys.keys() - self._weights | weights if self._what == "average" else weights)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
-        """As `taken`: the weights of all parameters."""
+        """The weights of all parameters, see `taken`."""
         if not self._keys and self._optimizer is not None and self._what != "reset":
             self._agree()
         return self._taken(self._parameters.keys(), self._weights)
@@ -155,7 +155,7 @@ class Moments:
                 self._optimizer.state.pop(self._parameters[name], None)
 
     def broken(self) -> Broken | None:
-        """Of which parameters the optimizer remembers inf or NaN, from which no step of its own leads back; None if it remembers nothing."""
+        """The parameters of which the optimizer remembers inf or NaN, from which no step of its own leads back; None if it remembers nothing."""
         return None if self._optimizer is None else broken_of(self._optimizer, self._parameters.values())
 
     def make_equal(self, collectives: Collectives) -> None:
@@ -241,7 +241,7 @@ class Moments:
 
 
 class Broken:
-    """Of which parameters an optimizer remembers inf or NaN: found where that is, and looked at later, so that nobody waits for a device."""
+    """The parameters of which an optimizer remembers inf or NaN: found where that is, and looked at later, so that nobody waits for a device."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], finite: Tensor) -> None:
         self._optimizer, self._parameters, self.finite = optimizer, parameters, finite

@@ -75,7 +75,7 @@ class TorchOuter(OuterFactory):
     def step(
         self, ops: Ops[A], outer: Mapping[str, A], averages: Mapping[str, A], memory: Mapping[str, Mapping[str, A]]
     ) -> tuple[dict[str, A], dict[str, dict[str, A]]]:
-        """Where parameters are on an accelerator, the host waits for it: optimizers count their steps on the host."""
+        """An outer step. The host waits for an accelerator, if parameters are there: optimizers count their steps on the host."""
         parameters: Any = {name: torch.nn.Parameter(x.clone()) for name, x in outer.items()}  # type: ignore[attr-defined]
         optimizer = self._made(list(parameters.values()))
         for name, p in parameters.items():
@@ -156,7 +156,7 @@ def _of_groups(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def in_torch(local: LocalSGD, specs: Mapping[str, Spec], device: torch.device) -> LocalSGD:
-    """With its outer optimizer, if it is of torch. Raises ValueError as `TorchOuter`."""
+    """The schedule with its outer optimizer, if that is of torch. Raises ValueError as `TorchOuter`."""
     if not isinstance(local.outer, OuterFactory):
         return local
     return replace(local, outer=TorchOuter(local.outer, local.kept(specs), device))

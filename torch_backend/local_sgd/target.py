@@ -60,7 +60,7 @@ class Target:
 
     @property
     def device(self) -> torch.device | None:
-        """Where parameters are; None if there are none."""
+        """The device of the parameters; None if there are none."""
         return next((p.device for p in self.parameters.values()), None)
 
     def obstacle(self) -> str:
@@ -72,7 +72,7 @@ class Target:
         return why_not
 
     def placement(self, groups: ProcessGroups, device: torch.device) -> Replicated:
-        """Of the memory."""
+        """The placement of the memory."""
         return Replicated(groups, device)
 
     def settings_of(self, local: LocalSGD) -> dict[str, float]:

@@ -81,7 +81,7 @@ class Measurement:
                 self._given[name] = x
 
     def compare(self, averages: Mapping[str, Tensor], step: int) -> None:
-        """With what has come out of it, on all ranks."""
+        """Compare gradients with what has become of them, on all ranks."""
         fails = torch.tensor(self._fails, dtype=torch.int32, device=next(iter(averages.values())).device)
         dist.all_reduce(fails, dist.ReduceOp.MAX, group=self._group)
         if fails.item():

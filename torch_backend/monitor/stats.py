@@ -109,7 +109,7 @@ class Stats:
         sent: Sent,
         local_error_norms: tuple[tuple[int, float], ...] = (),
     ) -> Stats:
-        """Of what has been noted."""
+        """The statistics of what has been noted."""
         spent = times.step_seconds, times.compress_seconds, times.wait_seconds
         levels = (sent.within, sent.between) if sent.within or sent.beside else ()
         return cls(

@@ -269,7 +269,7 @@ class TorchFused:
         quantize(x.contiguous(), largest, codes=codes, scales=scales)
         return codes, scales
 
-    def mean_quantized(
+    def quantize_mean_of_codes(
         self, codes: Tensor, scales: Tensor, largest: float, *, keeps: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`Ops.quantize_mean`."""

@@ -461,7 +461,7 @@ class TorchOps(Ops[Tensor]):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.fused is None or codes.shape[2] > self.fused.widest:
             return super().quantize_mean(codes, scales, largest, keeps=keeps)
-        return self.fused.mean_quantized(codes, scales, largest, keeps=keeps)
+        return self.fused.quantize_mean_of_codes(codes, scales, largest, keeps=keeps)
 
     def nearest_bytes(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         place = self.temporary(tuple(x.shape), x, torch.uint8) if out is None else out
@@ -589,7 +589,7 @@ class TorchOps(Ops[Tensor]):
         return sparse.scatter_sum_each(self, parts, of, every, order)
 
     def elementwise_each(self, f: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
-        order = self.joining(lists[0])
+        order = self.join_order(lists[0])
         wholes = [side_by_side([xs[i] for i in order]) for xs in lists] if len(order) > 1 else [None]
         if any(x is None for x in wholes):
             return super().elementwise_each(f, *lists)
@@ -660,7 +660,7 @@ class TorchOps(Ops[Tensor]):
             flat = flat.clone()
         return flat.view(wanted).view(*x.shape[:-1], last)
 
-    def add_part(self, x: Tensor, part: Tensor, n: int, i: Any, shape: tuple[int, ...]) -> Tensor:
+    def add_to_slice(self, x: Tensor, part: Tensor, n: int, i: Any, shape: tuple[int, ...]) -> Tensor:
         k = part.shape[0]
         x[i * k : (i + 1) * k] += part
         return x
@@ -703,7 +703,7 @@ class TorchOps(Ops[Tensor]):
             self._stack.taken = taken
         return total
 
-    def joining(self, arrays: Sequence[Tensor]) -> list[int]:
+    def join_order(self, arrays: Sequence[Tensor]) -> list[int]:
         return sorted(range(len(arrays)), key=lambda i: arrays[i].data_ptr())
 
     def rows_before(self, x: Tensor, i: Any) -> Tensor:

@@ -171,7 +171,7 @@ def pack_integers(ops: Workspace, x: Tensor, bits: int) -> Tensor | None:
 
 
 def unpack_integers(ops: Workspace, data: Tensor, bits: int, n: int) -> Tensor | None:
-    """Of bytes (…, b) integers (…, n), int32; None where `pack_integers` has none."""
+    """Integers (…, n), int32, of bytes (…, b); None where `pack_integers` has none."""
     whole, rest = divmod(bits, 8)
     pieces, rows, _, unpacked = _shared(rest)
     if whole > 1 or n % pieces or not bits:

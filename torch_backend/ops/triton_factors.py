@@ -198,7 +198,7 @@ def grams(
     chunk: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """Of each chunk, (chunks, size, size). A row with inf or NaN makes its own products NaN, and no others."""
+    """The products of rows of each chunk, (chunks, size, size). A row with inf or NaN makes its own products NaN, and no others."""
     row, part, _ = _row_of(table, count, COLUMNS)
     r, n, first = _sides(row)
     x, apart = _matrix(row, 4, like.dtype.element_ty)

@@ -78,7 +78,7 @@ def weights_in(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -
 
 
 def names_in(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> tuple[str, ...]:
-    """As `may_be_weights(…).names`, where nothing is asked of the device."""
+    """The names that `may_be_weights` finds, where nothing is asked of the device."""
     return tuple(_in_their_shapes(optimizer, parameters))
 
 

@@ -34,7 +34,7 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Of so many indices."""
+        """The number of indices."""
         return self.stop - self.start
 
     @property

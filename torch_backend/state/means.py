@@ -77,7 +77,7 @@ def mean_slices(
         return x.narrow(axes[i], start, min(each[i], n - start))
 
     def addend(i: int, rank: int, start: int, stop: int) -> Tensor:
-        """Of a rank's slice, filled up to the length of all."""
+        """The addend of a rank's slice, filled up to the length of all."""
         own = counts.addend(i, slice_of(i, rank).reshape(-1)[start:stop])
         return torch.nn.functional.pad(own, (0, stop - start - own.numel()))
 

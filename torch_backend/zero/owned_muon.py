@@ -29,7 +29,7 @@ from gradwire.torch_backend.zero.rules import Mixture, Rule
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank is in the mesh of a sharded model.
+    """The place of this rank in the mesh of a sharded model.
 
     Attributes:
         mesh: the ranks, replicas × shards.
@@ -278,7 +278,7 @@ class OnShards(Mixture):
         return {**state_dict, "state": state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Of these parameters, or of whole ones, in which case all ranks call it. Raises ValueError for what does not fit; nothing is changed then."""
+        """Load the state of these parameters, or of whole ones, in which case all ranks call it. Raises ValueError for what does not fit; nothing is changed then."""
         from torch.distributed.tensor import distribute_tensor
 
         theirs, ours = (

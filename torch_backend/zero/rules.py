@@ -193,14 +193,14 @@ class Mixture(torch.optim.Optimizer):
         """Set by `torch.optim.Optimizer`, for optimizers that keep it themselves."""
 
     def step(self, closure: Any = None) -> Any:
-        """Of every part. `closure` is called first."""
+        """Step every part. `closure` is called first."""
         loss = None if closure is None else closure()
         for part in self.parts:
             part.step()
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As of any optimizer; the groups are those of the parts, in their order."""
+        """Load a state as any optimizer does; the groups are those of the parts, in their order."""
         for part, group in zip(self.parts, state_dict["param_groups"], strict=True):
             own = {number: x for number, x in state_dict["state"].items() if number in group["params"]}
             part.load_state_dict({"state": own, "param_groups": [group]})

@@ -106,7 +106,7 @@ class Shard:
         )
 
     def rule_of(self, name: str) -> Rule:
-        """Of the group that the parameter is in."""
+        """The rule of the group that the parameter is in."""
         return next(rule for rule, names in zip(self.rules, self.group_names, strict=True) if name in names)
 
     def first_state(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:

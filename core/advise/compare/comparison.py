@@ -201,14 +201,14 @@ class Comparison:
         }
 
     def curves(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Of each method the steps after which it was evaluated, and the held-out loss there, the mean over windows and seeds."""
+        """Method → the steps after which it was evaluated, and the held-out loss there, the mean over windows and seeds."""
         return {
             name: (steps, [float(np.mean(each)) for each in losses])
             for name, (steps, losses) in self.seed_curves().items()
         }
 
     def seed_curves(self) -> dict[str, tuple[list[int], list[list[float]]]]:
-        """Of each method the steps after which it was evaluated, and there the held-out loss of each seed, the mean over windows."""
+        """Method → the steps after which it was evaluated, and the held-out loss of each seed there, the mean over windows."""
         found = {}
         for algorithm in (PLAIN, *self.algorithms):
             runs = [run.held_out for _, run in sorted(self._chosen(algorithm).items())]

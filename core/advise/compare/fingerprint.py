@@ -22,7 +22,7 @@ NEAR = 1e-4
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of a training.
+    """The fingerprint of a training.
 
     Attributes:
         source: digest of how it is written, without comments: the module that builds it, those in the same folder that it uses, and what it is called with.
@@ -37,7 +37,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, make: Callable[..., Any], first: Any) -> Fingerprint:
-        """Of what `make` builds, and the `Run` of its first steps."""
+        """The fingerprint of what `make` builds, and the `Run` of its first steps."""
         held_out = [loss for losses in first.held_out.values() for loss in losses]
         return cls(source_of(make), list(first.losses), list(first.rates), held_out)
 
@@ -48,7 +48,7 @@ class Fingerprint:
         return cls(str(written["source"]), **numbers)
 
     def written(self) -> dict[str, Any]:
-        """As plain data."""
+        """The fingerprint as plain data."""
         return asdict(self)
 
     def difference(self, other: Fingerprint) -> str:

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from gradwire.core.algorithms.shared.views import view_of
-from gradwire.core.ops import A, Ops, shaped
+from gradwire.core.ops import A, Ops, reshape_if_needed
 
 #: Positions are put together from their bits in float32, which has every integer up to here.
 LARGEST_BLOCK = 1 << 24
@@ -74,14 +74,14 @@ class Blocks:
 
     def whole(self, found: A) -> A:
         """The tensor of which `cut` makes the blocks that are `found`, as `Ops.scatter_sum` returns them with these `tiles`."""
-        return self.joined(found) if self.tiles is None else shaped(found, self.shape)
+        return self.joined(found) if self.tiles is None else reshape_if_needed(found, self.shape)
 
     def joined(self, blocks: A) -> A:
         """The tensor of which `cut` made these blocks."""
         flat = _first(blocks.reshape((-1,)), self.strips * self.rows * self.columns)
         if self.rows > 1:
             flat = flat.reshape((self.strips, self.columns, self.rows)).mT.reshape((-1,))
-        return shaped(_first(flat, math.prod(self.shape)), self.shape)
+        return reshape_if_needed(_first(flat, math.prod(self.shape)), self.shape)
 
     def are_those_of(self, piece: Blocks, axis: int) -> bool:
         """Whether these are the blocks of equal pieces of the tensor, cut along an axis, of which `piece` are those of one."""

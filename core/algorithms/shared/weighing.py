@@ -24,7 +24,7 @@ from gradwire.core.ops import A, Ops
 from gradwire.core.protocol.control_requests import watch
 from gradwire.core.protocol.exchanges import gather
 from gradwire.core.protocol.groups import Groups
-from gradwire.core.protocol.programs import Program, Request, UnknownRequest, ask, relayed
+from gradwire.core.protocol.programs import Program, Request, UnknownRequest, ask, relay
 from gradwire.core.protocol.reductions import reduce_sum
 from gradwire.core.protocol.weights import NobodyCounts, Weights, in_order, weight_of
 
@@ -59,7 +59,7 @@ class Weighing(Generic[A]):
     async def run(self, program: Program[T]) -> T:
         """What the program returns. Raises UnknownRequest for one that sends what no weight can be given to, and `NobodyCounts`, if the host knows that
         all replicas weigh 0."""
-        result = await self._relayed(program)
+        result = await self._relay(program)
         if "gathered" in self._noted and "asked" not in self._noted:
             raise UnknownRequest(
                 f"{self.name} gathers what replicas have sent without asking what they weigh; let it multiply by `await replica_weights()`, "
@@ -67,15 +67,15 @@ class Weighing(Generic[A]):
             )
         return result
 
-    async def _relayed(self, program: Program[T]) -> T:
-        return await relayed(program, lambda request: request.weighed(self))
+    async def _relay(self, program: Program[T]) -> T:
+        return await relay(program, lambda request: request.weighed(self))
 
     async def inside(self, program: Program[T]) -> T:
         """A program in a branch, of which nothing that is traced may leave."""
         inner = Weighing(self.ops, self.weight, keeps=self.keeps, name=self.name)
         inner._whole, inner._noted = self._whole, self._noted
         inner._totals, inner._of_all = dict(self._totals), dict(self._of_all)
-        return await inner._relayed(program)
+        return await inner._relay(program)
 
     def refuse(self, request: Request, why: str) -> UnknownRequest:
         """What is raised for a request that cannot be weighed."""
@@ -150,7 +150,7 @@ class Weighing(Generic[A]):
             arrays = [request.arrays[i] for i in chosen]
             watched = request.watched or self._watches(groups)
             averages = Coder(ops, Cast(dtype)).mean(arrays, watched=watched, groups=groups)
-            for i, mean in zip(chosen, await self._relayed(averages), strict=True):
+            for i, mean in zip(chosen, await self._relay(averages), strict=True):
                 means[i] = mean
         self._noted.clear()  # it was not the method that has gathered
         self._noted.update(noted)

@@ -76,7 +76,7 @@ class Network:
         return cls(step_ms / 1e3, level.bandwidth, level.latency, probe.network)
 
     def curves(self, comparison: Comparison) -> dict[str, tuple[list[float], list[float]]]:
-        """Of each method when it was evaluated, in seconds, and the held-out loss there."""
+        """Method → when it was evaluated, in seconds, and the held-out loss there."""
         seconds = comparison.seconds(step=self.step, link=8 * self.bandwidth, latency=self.latency)
         return {
             name: ([n * seconds[name] for n in steps], losses)

@@ -26,7 +26,7 @@ def screen_width() -> int | None:
 
 
 def console() -> Console:
-    """Where tables are printed: without any codes where NO_COLOR is set (https://no-color.org)."""
+    """The console that tables are printed on: without any codes where NO_COLOR is set (https://no-color.org)."""
     plain = bool(os.environ.get("NO_COLOR"))
     return Console(width=screen_width() or WIDE, highlight=False, color_system=None if plain else "auto")
 

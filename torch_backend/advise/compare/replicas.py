@@ -335,12 +335,12 @@ def replicas_of(training: Training, algorithm: Any, replicas: int, seed: int) ->
 
 
 def largest_rate(optimizer: torch.optim.Optimizer) -> float:
-    """Of its groups; 0.0 of one that has no learning rate."""
+    """The largest learning rate of its groups; 0.0 without any."""
     return max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=0.0)
 
 
 def size_in_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Of all of them."""
+    """The bytes of all of them."""
     return sum(x.numel() * x.element_size() for x in tensors.values())
 
 
@@ -354,7 +354,7 @@ def require_memory(needed: int, replicas: int, device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Of memory; None where nobody says."""
+    """The bytes of free memory; None where nobody says."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

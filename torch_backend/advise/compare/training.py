@@ -89,7 +89,7 @@ class Training:
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters."""
+        """The device of the parameters."""
         return next(iter(self.parameters.values())).device
 
     def made_optimizer(self) -> tuple[torch.optim.Optimizer, Any]:

@@ -29,7 +29,7 @@ def rows_by_dtype(
             yield together, [arrays[i].reshape(rows, -1) for i in together]
 
 
-def columns(
+def cut_columns(
     arrays: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], received: Sequence[tuple[list[int], list[int], Tensor]]
 ) -> tuple[Tensor, ...]:
     """Answers of these shapes, out of matrices of which each has some columns."""
@@ -40,7 +40,7 @@ def columns(
     return tuple(answers[i] if i in answers else x.new_empty(shapes[i]) for i, x in enumerate(arrays))
 
 
-def averaged(parts: Sequence[tuple[Tensor, list[Tensor]]], factor: float) -> tuple[Tensor, ...]:
+def average_parts(parts: Sequence[tuple[Tensor, list[Tensor]]], factor: float) -> tuple[Tensor, ...]:
     """The sums of this rank's parts and of what others have sent for each of them, times a factor; where this rank's parts are."""
     for whole, received in parts:
         if not received:

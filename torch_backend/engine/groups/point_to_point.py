@@ -66,7 +66,7 @@ class Exchange:
         parts = torch.split(whole, list(counts))
         own = parts[self.rank]
         if self.direct:
-            chained = self.chained(counts)
+            chained = self.find_chained(counts)
             received = {r: part for r, part in self._others(parts).items() if r not in chained}
             others = {} if self.rank in chained else self._others(parts)
             works = self._messages(dict.fromkeys(others, own), received)
@@ -113,7 +113,7 @@ class Exchange:
             if part.numel()
         ]
 
-    def chained(self, counts: Sequence[int]) -> list[int]:
+    def find_chained(self, counts: Sequence[int]) -> list[int]:
         """The owners of parts, of so many elements, that go along a chain: those of more than twice
         the mean."""
         return [r for r, n in enumerate(counts) if self.direct and n * self.size > 2 * sum(counts)]

@@ -80,7 +80,7 @@ def _by_rank(values: Sequence[Any]) -> str:
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Of all bits, for a comparison between ranks. On CUDA the host waits."""
+    """A digest of all bits, for a comparison between ranks. On CUDA the host waits."""
     found = hashlib.sha256()
     for x in tensors.values():
         found.update(x.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())

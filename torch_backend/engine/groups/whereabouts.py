@@ -118,7 +118,7 @@ class Whereabouts:
         return json.dumps([time.time(), self.report()])
 
     def report(self) -> str:
-        """Where all ranks are, as far as they have said."""
+        """The whereabouts of all ranks, as far as they have said."""
         try:
             notes = self._notes()
         except Exception as error:

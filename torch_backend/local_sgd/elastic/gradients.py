@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.weighted import Weighted, weighted
-from gradwire.core.protocol.settings import told
+from gradwire.core.protocol.settings import with_settings
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.engine.step import keep
@@ -81,4 +81,4 @@ class ElasticGradients(ElasticHandle):
         }
         with plain_arithmetic(self._ops.device):
             program = algorithm.step(self._ops, gradients, self._copied(), self.steps, *weight)
-            return run_alone(self.quorum.collectives, told(program, self._settings))
+            return run_alone(self.quorum.collectives, with_settings(program, self._settings))

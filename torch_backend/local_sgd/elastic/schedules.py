@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire.core.algorithm import State, Stepped
 from gradwire.core.local_sgd.algorithm import DIFFERENCE, WEIGHT, LocalSGD
 from gradwire.core.local_sgd.schedule import Turn
-from gradwire.core.protocol.settings import told
+from gradwire.core.protocol.settings import with_settings
 from gradwire.core.state.skipped_steps import SAID_AFTER, SKIPPED_AVERAGES, RunOfSkips
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.scheduler import Step, run_alone
@@ -61,7 +61,7 @@ class ElasticLocalSGD(ElasticHandle):
         self._averages = self._skipped_averages = 0
         self._run_of_skips = RunOfSkips(repr(local), 0, SAID_AFTER, SKIPPED_AVERAGES)
         self._host = HostMemory(quorum.device) if on_host else None
-        state = state if self._host is None else self._host.placed(state)
+        state = state if self._host is None else self._host.place(state)
         super().__init__(local, state, parameters, buffers, optimizer, quorum, rest, assumed)
         if self._host is not None:
             self._memory.wait = self._host.wait
@@ -79,14 +79,14 @@ class ElasticLocalSGD(ElasticHandle):
         """
         state = self._memory.state
         return self.local.outer_parameters(
-            state if self._host is None else self._host.fetched(state, (), self._parameters)
+            state if self._host is None else self._host.fetch(state, (), self._parameters)
         )
 
     def _copied(self, names: Collection[str] | None = None) -> State[Tensor]:
         if self._host is None or names is None:
             return super()._copied(names)
         state = self._memory.state
-        fetched = self._host.fetched(state, names, outer=self._parameters if len(self._parts) > 1 else ())
+        fetched = self._host.fetch(state, names, outer=self._parameters if len(self._parts) > 1 else ())
         return State(
             {key: x.clone() for key, x in state.shared.items()}, {n: dict(m) for n, m in fetched.tensors.items()}
         )
@@ -201,7 +201,7 @@ class ElasticLocalSGD(ElasticHandle):
             program = local.average(
                 self._ops, parameters, state, step, replicas, extras, arrived, turn, weight, self._finite
             )
-            after, memory, others = run_alone(collectives, told(program, self._settings))
+            after, memory, others = run_alone(collectives, with_settings(program, self._settings))
         for name, b in buffers.items():
             b.copy_(others[name][""])
         return _After(after, memory, {name: others[name] for name in weights})
