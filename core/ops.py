@@ -124,7 +124,11 @@ class Ops(Primitives[A], Protocol):
 
         `fresh` holds, for each matrix, the rows that replace its negligible ones (`gradwire.core.kernels.gram_schmidt.refresh`), or is empty.
         """
-        return each_shape(self, arrays, fresh, epsilon, _rows_of)
+        return each_shape(self, arrays, fresh, epsilon)
+
+    def unstack(self, batch: A) -> Sequence[A]:
+        """The members of a batch (k, …), in order: views, or copies."""
+        return [batch[i] for i in range(batch.shape[0])]
 
     def elementwise_each(self, f: Callable[..., A], *lists: Sequence[A]) -> list[A]:
         """`f(x, y, …)` for each x, y, … of these lists, for an `f` that computes each element by itself, of arrays of one shape. Where they lie side by side a
@@ -321,8 +325,3 @@ class Ops(Primitives[A], Protocol):
         """Each array in another dtype, one with fewer bits; and, of the dtype of the array, `error + decay * (x - that)`, where it is finite: else the
         error as it is. Arrays and errors are donated."""
         return payloads.cast_each(self, xs, dtypes, errors, decay)
-
-
-def _rows_of(batch: A) -> list[A]:
-    """The matrices of a batch."""
-    return [batch[i] for i in range(batch.shape[0])]

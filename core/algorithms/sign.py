@@ -208,4 +208,7 @@ def _apart(ops: Ops[A], whole: A, shapes: Sequence[tuple[int, ...]]) -> list[A]:
     """The tensors of a lot; torch would copy the only one."""
     if len(shapes) == 1:
         return [reshape_if_needed(whole, shapes[0])]
-    return ops.from_rows(whole.reshape((1, -1)), shapes)
+    if len(whole.shape) == 2:
+        return ops.from_rows(whole.reshape((1, -1)), shapes)
+    # Matrices, of which a TPU would move every element to have them in one row.
+    return [reshape_if_needed(x, shape) for x, shape in zip(ops.unstack(whole), shapes, strict=True)]

@@ -9,7 +9,7 @@ with the square of the conditioning and reconstructs a rank-deficient gradient 1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gradwire.core.kernels.arrays import A, call_key, group_by
@@ -65,10 +65,8 @@ def refresh(ops: Primitives[A], x: A, fresh: A) -> A:
     return ops.where(largest > ops.max_abs(largest.mT) * NEGLIGIBLE, x, fresh, out=x)
 
 
-def each_shape(
-    ops: Any, arrays: Sequence[A], fresh: Sequence[A], epsilon: float, unstack: Callable[[A], Sequence[A]]
-) -> list[A]:
-    """`Ops.orthonormalize_each` by `Ops.orthonormalize`, once for each distinct shape and dtype. `unstack` takes a batch (k, …) apart."""
+def each_shape(ops: Any, arrays: Sequence[A], fresh: Sequence[A], epsilon: float) -> list[A]:
+    """`Ops.orthonormalize_each` by `Ops.orthonormalize`, once for each distinct shape and dtype."""
     answers = list(arrays)
     for members in group_by(range(len(arrays)), [call_key(x) for x in arrays]):
         shape = tuple(arrays[members[0]].shape)
@@ -82,6 +80,6 @@ def each_shape(
         orthonormal = ops.orthonormalize(matrices, epsilon)
         if len(shape) > 2:
             orthonormal = orthonormal.reshape((len(members), *shape))
-        for i, rows in zip(members, unstack(orthonormal), strict=True):
+        for i, rows in zip(members, ops.unstack(orthonormal), strict=True):
             answers[i] = rows
     return answers

@@ -202,7 +202,7 @@ class JaxOps(Ops[jax.Array]):
         # What varies along a mapped axis, and what does not, stay apart: in one batch all of it would.
         for members in group_by(range(len(arrays)), map(varying_axes, arrays)):
             own = [fresh[i] for i in members] if fresh else []
-            rows = each_shape(self, [arrays[i] for i in members], own, epsilon, unstack)
+            rows = each_shape(self, [arrays[i] for i in members], own, epsilon)
             # What replaces rows is last step's factor, which is only multiplied by; others are used element by element too.
             rows = apart_on_tpu(whole(rows))
             for i, x in zip(members, rows if fresh else stored(rows), strict=True):
@@ -445,6 +445,9 @@ class JaxOps(Ops[jax.Array]):
             return jnp.stack(arrays)
         # With no operation of its own for each of them.
         return jnp.concatenate(arrays).reshape((len(arrays), *first.shape))
+
+    def unstack(self, batch: jax.Array) -> list[jax.Array]:
+        return unstack(batch)
 
     def pad(self, x: jax.Array, n: int) -> jax.Array:
         return jnp.pad(x, ((0, n - x.shape[0]),))

@@ -13,12 +13,12 @@ from gradwire.jax_backend.ops.kernels import JaxOps
 from tests.bounds import relative
 from tests.jax.replicas import AXIS, Replicas, gradients
 
-#: Vectors of one length, of another, and of one whose bits fill no whole bytes; matrices, which are compressed by themselves.
+#: Vectors of one length, of another, and of one whose bits fill no whole bytes; matrices, small ones of one shape in stacks.
 SHAPES = {
     **{f"v{i}": (24,) for i in range(9)},
     **{f"long{i}": (1024,) for i in range(2)},
     **{f"odd{i}": (27,) for i in range(2)},
-    "matrix": (16, 12),
+    **{f"matrix{i}": (16, 12) for i in range(9)},
     "stack": (2, 9, 5),
 }
 

@@ -145,6 +145,7 @@ COMPRESSING = (
     "scatter_sum_each",
     "elementwise_each",
     "mean_abs_each",
+    "unstack",
     "pack_signs",
     "signed",
     "sum_of_signs",
@@ -157,6 +158,7 @@ FIVE_COLUMNS = [(2, 3), (), (3, 0), (2, 1, 2), (11,)]
 VIEWS = (
     "reuse_sent",
     "materialize",
+    "unstack",
     "where, true",
     "where, false",
     "nan_unless, true",
@@ -396,6 +398,7 @@ KERNELS = {
     "largest_each, ties": lambda ops, x, **_: placed(ops, [ops.asarray([[1, -0.0, 0.0, -0.0, NAN, 2, INF, -NAN, 2, -INF, -2]], ops.dtype_of(x)), x], 5),
     "elementwise_each": lambda ops, x, y, batch, **_: ops.elementwise_each(lambda x, y: ops.multiply(x, y, out=x), [batch[0], x], [batch[2], y])[1],
     "elementwise_each, neighbours": lambda ops, x, batch, **_: ops.rows(ops.elementwise_each(lambda x: ops.cast(x * 2.0, "float32"), [batch[1], batch[0], batch[2]]), 1),
+    "unstack": lambda ops, batch, **_: ops.unstack(batch)[1],
     "mean_abs_each": lambda ops, x, batch, **_: ops.mean_abs_each([batch[0], x]),
     "mean_abs_each, of rows": lambda ops, x, v, **_: ops.mean_abs_each([v.reshape((1, 9)), x.reshape((1, 30))]),
     **{f"pack_signs, {per}": lambda ops, per=per, **given: signs_there_and_back(ops, per, **given)[0] for per in ("tensor", "row", "column")},

@@ -406,7 +406,7 @@ class TorchOps(Ops[Tensor]):
 
     def orthonormalize_each(self, arrays: Sequence[Tensor], fresh: Sequence[Tensor], epsilon: float) -> list[Tensor]:
         if self._host_knows or epsilon:
-            return each_shape(self, arrays, fresh, epsilon, Tensor.unbind)
+            return each_shape(self, arrays, fresh, epsilon)
         if self.fused is None or not all(map(factors.orthonormalizes, arrays)):
             return orthonormalized_unseen(self, arrays, fresh)
         return factors.orthonormalized(self, arrays, fresh)
@@ -715,6 +715,8 @@ class TorchOps(Ops[Tensor]):
     def set_row(self, x: Tensor, i: Any, row: Tensor) -> Tensor:
         x.narrow(-2, i, 1).copy_(row)
         return x
+
+    unstack = staticmethod(Tensor.unbind)  # type: ignore[assignment]  # as it is, with no function round it
 
     def stack(self, arrays: Sequence[Tensor]) -> Tensor:
         first = arrays[0]

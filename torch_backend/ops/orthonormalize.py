@@ -69,7 +69,7 @@ def orthonormalized_unseen(ops: Workspace, arrays: Sequence[Tensor], fresh: Sequ
                 answers[i] = matrices
     if doubles:
         some = [fresh[i] for i in doubles] if fresh else []
-        for i, x in zip(doubles, each_shape(ops, [arrays[i] for i in doubles], some, 0.0, Tensor.unbind), strict=True):
+        for i, x in zip(doubles, each_shape(ops, [arrays[i] for i in doubles], some, 0.0), strict=True):
             answers[i] = x
     return answers
 
