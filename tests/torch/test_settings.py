@@ -93,11 +93,15 @@ def test_each_door_hears_it_and_keeps_it_when_it_is_reconfigured(alone, door):
         after = [full(p) for p in model.parameters()]
         return np.concatenate([(b - a).flatten() for b, a in zip(before, after, strict=True)]) / 0.1
 
+    def reconfigure(other):
+        handle.reconfigure(replace(handle.local, compressor=other) if door == "local_sgd" else other)
+
     assert step() == pytest.approx(1.0, rel=1e-4)
+    reconfigure(Scaling(default=0.25))  # of which nothing was said
+    assert step() == pytest.approx(0.25, rel=1e-4)
     handle.set(scale=0.5)
     assert step() == pytest.approx(0.5, rel=1e-4)
-    other = Scaling(default=2.0)
-    handle.reconfigure(replace(handle.local, compressor=other) if door == "local_sgd" else other)
+    reconfigure(Scaling(default=2.0))
     assert step() == pytest.approx(0.5, rel=1e-4)
     with pytest.raises(ValueError, match="does not ask for rate; it asks for scale"):
         handle.set(scale=0.25, rate=1.0)

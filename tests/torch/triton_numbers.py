@@ -105,7 +105,7 @@ def test_the_mean_of_all_replicas_is_coded_as_by_numpy(shape, replicas, keeps):
     for i in range(1, replicas):
         total = total + CODEC.decode(NUMPY, codes[i], scales[i])
     mean = total * np.float32(1 / replicas)
-    *found, lost = FUSED.mean_quantized(on_device(codes), on_device(scales), LARGEST, keeps=keeps)
+    *found, lost = FUSED.quantize_mean_of_codes(on_device(codes), on_device(scales), LARGEST, keeps=keeps)
     assert_codes(found, mean)
     assert (lost is not None) == keeps
     if lost is not None:

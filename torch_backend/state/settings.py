@@ -24,6 +24,8 @@ class Settings(dict[str, Tensor]):
 
     def __init__(self, asked: Mapping[str, float], device: torch.device) -> None:
         super().__init__()
+        #: Of which the loop has said something: the others are as the algorithm has them by default.
+        self.said: set[str] = set()
         for name, x in asked.items():
             self[name] = torch.tensor(x, dtype=torch.float32, device=device)
 
@@ -34,11 +36,13 @@ class Settings(dict[str, Tensor]):
         numbers = {name: float(value) for name, value in given.items()}
         for name, number in numbers.items():
             self[name].fill_(number)
+        self.said.update(numbers)
 
-    def continue_from(self, other: Mapping[str, Tensor]) -> None:
+    def continue_from(self, other: Settings) -> None:
         """Take over what was said to another algorithm, where this one asks for it too."""
-        for name in self.keys() & other.keys():
+        for name in self.keys() & other.said:
             self[name].copy_(other[name])
+            self.said.add(name)
 
 
 def asked_by(algorithm: Algorithm | None, specs: Mapping[str, Spec], replicas: int) -> dict[str, float]:
