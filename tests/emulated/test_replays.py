@@ -5,6 +5,7 @@ what was sent.
 """
 
 import gc
+import itertools
 import logging
 import os
 import sys
@@ -246,10 +247,10 @@ MORE = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TABLE = {f"{name}, {dtype}": (algorithm, DTYPES[dtype]) for name, algorithm in QUICK.items() for dtype in DTYPES}
 TABLE |= {name: (algorithm, torch.float32) for name, algorithm in MORE.items()}
+#: The dtypes by turns: each costs a process as much as the method itself.
 ALL = {
     f"{name} of the list, {dtype}": (method.algorithm, DTYPES[dtype], True)
-    for name, method in METHODS.items()
-    for dtype in DTYPES
+    for (name, method), dtype in zip(METHODS.items(), itertools.cycle(DTYPES))
 }
 ALL |= {f"{name}, bfloat16": (algorithm, torch.bfloat16) for name, algorithm in MORE.items()}
 
