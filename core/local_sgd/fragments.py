@@ -24,16 +24,20 @@ def layers(names: Sequence[str]) -> list[list[str]]:
         >>> layers(["Block_10/w", "Block_2/w", "Block_2/b", "embed"])
         [['Block_2/b', 'Block_2/w'], ['Block_10/w'], ['embed']]
     """
-    found: dict[tuple[str, int], list[str]] = {}
+    found: dict[tuple[str, int, str], list[str]] = {}
     for name in sorted(names):
         found.setdefault(layer_of(name), []).append(name)
     return [found[key] for key in sorted(found)]
 
 
-def layer_of(name: str) -> tuple[str, int]:
-    """What the names of a layer have in common: all before their first number, and this number; -1 where there is none."""
+def layer_of(name: str) -> tuple[str, int, str]:
+    """What the names of a layer have in common: all before their first number; how many digits this has, -1 where there is none; and which. Its order is that
+    of the numbers, of which Python makes no `int` where they are very long."""
     number = _NUMBER.search(_BLOCK.sub("", name))
-    return (name, -1) if number is None else (name[: number.start()], int(number.group()))
+    if number is None:
+        return name, -1, ""
+    digits = number.group().lstrip("0")
+    return name[: number.start()], len(digits), digits
 
 
 def fragments_of(specs: Mapping[str, Spec], count: int, layout: Layout) -> list[list[str]]:

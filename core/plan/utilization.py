@@ -191,7 +191,7 @@ class _Shape:
         specs = specs_of(model, dtype, "model")
         if not specs:
             raise ValueError("model has no parameters, so nothing is sent")
-        found: dict[tuple[str, int], int] = {}
+        found: dict[tuple[str, int, str], int] = {}
         number = {name: found.setdefault(layer_of(name), len(found)) for name in specs}
         sizes = [0] * len(found)
         for name, spec in specs.items():

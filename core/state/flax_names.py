@@ -28,6 +28,8 @@ Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 #: What Flax calls a `weight` of torch: of linear maps and convolutions, of embeddings, of norms.
 WEIGHTS = ("kernel", "embedding", "scale")
+#: Digits that the number of a layer may have: of thousands Python makes no `int`.
+MOST_DIGITS = 9
 #: The kinds of states whose memory is by parameter.
 KINDS = ("compressor", "local_sgd")
 
@@ -255,7 +257,7 @@ def _candidates(name: str) -> Iterator[tuple[str, Shape]]:
     paths: list[tuple[tuple[str, ...], Shape]] = [((), ())]
     for part in modules:
         longer = [((*path, part), layer) for path, layer in paths]
-        if part.isdecimal():
+        if part.isdecimal() and len(part) <= MOST_DIGITS:
             longer += [(path, (*layer, int(part))) for path, layer in paths]
             longer += [((*path[:-1], f"{path[-1]}_{part}"), layer) for path, layer in paths if path]
         paths = longer

@@ -44,7 +44,8 @@ class NamedTree:
         if not self.holes:
             return False
         parts = name.split("/")
-        return any("/".join(parts[:n]) in self.holes for n in range(len(parts) + 1))
+        first = 1 if self.leaves else 0  # else the whole tree may be one
+        return any("/".join(parts[:n]) in self.holes for n in range(first, len(parts) + 1))
 
 
 def flatten(tree: Any) -> NamedTree:
@@ -60,11 +61,12 @@ def flatten(tree: Any) -> NamedTree:
 
 def contents_by_name(tree: Any) -> tuple[list[tuple[str, Any]], set[str]]:
     """The leaves of a tree with their names, in the order of the tree, and the paths of its holes, see `NamedTree`."""
-    leaves, holes = [], set()
+    leaves: list[tuple[str, Any]] = []
+    holes: set[str] = set()
     for path, leaf in _contents(pure(tree)):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if is_absent(leaf):
-            holes.add(name)
+            holes |= {name, BARE} if path and not name else {name}  # as a parameter's, and above others
         else:
             leaves.append((name or BARE, leaf))
     return leaves, holes

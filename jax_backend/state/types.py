@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gradwire.jax_backend.axes.mapped_axis import AxisName
 from gradwire.jax_backend.axes.outside_meshes import outside_meshes
+from gradwire.jax_backend.state.names import BARE
 
 
 class PerReplica(NamedTuple):
@@ -214,13 +215,13 @@ def known_number(x: Any) -> int | None:
 
 
 def dotted(name: str) -> str:
-    """A parameter's name as in the path of a state."""
-    return name.replace("/", ".")
+    """A parameter's name as in the path of a state. An empty key is called as in the name of a parameter that has no other."""
+    return ".".join(part or BARE for part in name.replace("/", ".").split("."))
 
 
 def path_of(path: Any) -> str:
     """The path of a leaf, joined by ".", which stands for a "/" in a name too: {"a/b": x} has the names of {"a": {"b": x}}."""
-    return dotted(str(jax.tree_util.keystr(path, simple=True, separator=".")))
+    return dotted(str(jax.tree_util.keystr(path, simple=True, separator="."))) if path else ""
 
 
 def by_path(tree: Any) -> list[tuple[str, Any]]:

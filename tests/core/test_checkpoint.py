@@ -412,6 +412,7 @@ def torch_arrays(without=()):
         (lambda: FlaxNames({n: s for n, s in TORCH.items() if n != "a.1.up.weight"}, FLAX), "'a/up/kernel'"),
         (lambda: FlaxNames(TORCH | {"a.2.up.weight": (8, 12)}, FLAX), "'a/up/kernel'"),
         (lambda: FlaxNames({"m.weight": (3,)}, {"m": {"scale": (3,), "embedding": (3,)}}), "'m.weight'"),
+        (lambda: FlaxNames(TORCH | {f"a.{'1' * 5000}.up.weight": (8, 12)}, FLAX), "'a.1111"),
         (lambda: NAMES.to_flax({"nobody": 1.0}), "'nobody'"),
         (lambda: NAMES.to_flax(torch_arrays() | {"conv.bias": np.zeros(5)}), "'conv.bias'"),
         (lambda: NAMES.to_flax(torch_arrays(without=["a.0.up.weight"])), "'a.0.up.weight'"),

@@ -504,6 +504,8 @@ def test_a_layer_is_what_shares_a_name_up_to_its_first_number():
         ["h.0"], ["h.1"], ["h.2"], ["h.10"], ["h.11"],
     ]  # fmt: skip
     assert layers(names)[5:] == [["ln_f"], ["wte"]]
+    longer = [f"h{'0' * zeros}{digit}{'1' * 5000}" for zeros, digit in ((0, "9"), (1, "2"), (0, "10"), (0, "2"))]
+    assert layers(longer) == [sorted(longer[1::2]), longer[:1], longer[2:3]]
     specs = {n: Spec((2,)) for n in names}
     strided, contiguous = (fragments_of(specs, 2, layout) for layout in ("strided", "contiguous"))
     assert {n.split(".")[1] for n in strided[0] if n[0] == "h"} == {"0", "2", "11"}

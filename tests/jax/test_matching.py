@@ -47,6 +47,8 @@ TREES = {
     "words of a state": keyed("count", "mu", "nu"),
     "more words": keyed("inner_state", "trace", "v_row"),
     "digits": keyed("0", "1", "2"),
+    "an empty name": keyed("", "a", "b"),
+    "empty parts": keyed("a/", "a//", "b"),
     "integers": keyed(0, 1, 2),
     "list": lambda: list(ARRAYS),
     "tuple": lambda: tuple(ARRAYS),
