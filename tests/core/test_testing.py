@@ -149,11 +149,11 @@ def test_a_decay_of_which_more_is_lost_is_a_broken_promise():
     assert PowerSGD(2, error_feedback=0.95).biased
 
     class Forgetful(PowerSGD):
-        def _memory_after(self, ops, ok, *step):
-            after = super()._memory_after(ops, ok, *step)
+        def _settled(self, ops, ok, finite, lot, exchanged, after):
+            averages = super()._settled(ops, ok, finite, lot, exchanged, after)
             for memory in after.values() if ok else ():
                 memory["error"] = ops.multiply(memory["error"], 0.5)
-            return after
+            return averages
 
     with pytest.raises(ConformanceError, match="its promise of conservation"):
         check(Forgetful(2, error_feedback=0.95), world_sizes=(2,))

@@ -103,14 +103,14 @@ def test_it_keeps_every_promise_and_plans_count_three_bits_and_a_scale(registere
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_codes_of_any_number_of_bits_fill_their_bytes(bits):
-    from gradwire.core.codecs.codec import _packed, _unpacked
+    from gradwire.core.codecs.codec import _pack, _unpack
     from gradwire.core.simulate import NumpyOps
 
     codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 24)).astype(np.uint8)
-    packed = _packed(NumpyOps(), codes, bits)
+    packed = _pack(NumpyOps(), codes, bits)
     assert packed.shape == (3, 3 * bits)
     assert packed.dtype == np.uint8
-    np.testing.assert_array_equal(_unpacked(NumpyOps(), packed, bits), codes)
+    np.testing.assert_array_equal(_unpack(NumpyOps(), packed, bits), codes)
 
 
 def test_what_is_no_codec_and_a_name_that_is_taken_are_refused(registered):

@@ -85,8 +85,8 @@ def swallowed(patch):
 
 def swapped(patch):
     """Rows of a gather in another order than that of the ranks."""
-    right = collectives.columns
-    patch.setattr(collectives, "columns", lambda *given: tuple(x.flip(0) for x in right(*given)))
+    right = collectives.cut_columns
+    patch.setattr(collectives, "cut_columns", lambda *given: tuple(x.flip(0) for x in right(*given)))
 
 
 PLANTED = {

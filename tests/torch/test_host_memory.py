@@ -39,7 +39,7 @@ def test_what_is_placed_is_what_was_there_in_one_buffer() -> None:
     dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float64, "d": torch.uint8}
     tensors = {n: {"x": torch.arange(7).to(dtype), "y": torch.ones((), dtype=dtype)} for n, dtype in dtypes.items()}
     tensors["none"] = {}
-    host = HostMemory(torch.device("cpu")).placed(State({}, tensors))
+    host = HostMemory(torch.device("cpu")).place(State({}, tensors))
     assert same_bits(host.tensors, tensors)
     assert [list(memory) for memory in host.tensors.values()] == [list(memory) for memory in tensors.values()]
     assert len({x.untyped_storage().data_ptr() for memory in host.tensors.values() for x in memory.values()}) == 1
