@@ -216,9 +216,15 @@ WRAPPERS = {
 }
 
 
-#: The Trainer has a training step of its own.
-REFUSED = {("DataParallel", "static_graph"), ("Trainer", "compiled step")}
-CELLS = {f"{w}, {how}" if how else w: (w, how) for how in ("", *BESIDES) for w in WRAPPERS if (w, how) not in REFUSED}
+#: Who trains so. The Trainer has a training step of its own; each wrapper is compiled once at least, which takes seconds.
+USED = {
+    "": tuple(WRAPPERS),
+    "static_graph": ("DDP", "accelerate"),
+    "compiled model": ("DDP", "DataParallel", "Lightning", "Trainer"),
+    "compiled step": ("DDP", "DataParallel", "accelerate"),
+}
+assert set(USED) == {"", *BESIDES}
+CELLS = {f"{w}, {how}" if how else w: (w, how) for how, wrappers in USED.items() for w in wrappers}
 
 
 @cases.each(CELLS)
