@@ -12,7 +12,6 @@ modules.
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.codecs import CODECS
 from gradwire.core.local_sgd.algorithm import LocalSGD, diloco
 from gradwire.core.local_sgd.outer import OuterSGD
+from gradwire.core.text.wording import meant
 
 #: What a text may call.
 NAMES: dict[str, Callable[..., Any]] = {
@@ -106,7 +106,7 @@ def _value(node: ast.expr, names: Mapping[str, Callable[..., Any]]) -> Any:
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)) if name in CODECS:
             raise NotAnAlgorithm(f"{name} is a codec: write WireDtype(AllReduce(), {name!r}), or {name} alone")
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
-            raise NotAnAlgorithm(f"{name} is unknown; {_near(name, NAMES, 'give one of')}")
+            raise NotAnAlgorithm(f"{name} is unknown; {meant(name, NAMES, 'give one of ' + ', '.join(NAMES))}")
     for part in ast.walk(node):
         if isinstance(part, ast.Dict):
             _once([ast.unparse(key) for key in part.keys if key], f"{ast.unparse(part)} has key")
@@ -126,16 +126,13 @@ def _called(call: Callable[..., Any], args: list[Any], options: dict[str, Any]) 
     name, parameters = call.__name__, inspect.signature(call).parameters
     for option in options:
         if option not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            raise NotAnAlgorithm(f"{name} has no option {option}; {_near(option, parameters, 'it has')}")
+            raise NotAnAlgorithm(
+                f"{name} has no option {option}; {meant(option, parameters, 'it has ' + ', '.join(parameters))}"
+            )
     try:
         return call(*args, **options)
     except TypeError as error:
         raise NotAnAlgorithm(f"{name}: {error}; it has {', '.join(parameters)}") from error
-
-
-def _near(name: str, known: Any, otherwise: str) -> str:
-    near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"{otherwise} {', '.join(known)}"
 
 
 def _refused(node: ast.expr) -> Any:

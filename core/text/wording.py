@@ -5,6 +5,7 @@ some(["a", "b", "c", "d"], 2)  # "'a', 'b' and 2 more"
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from typing import Any
@@ -20,6 +21,12 @@ def configured(config: Any) -> str:
 def many(n: int, what: str) -> str:
     """How many of them: "1 node", "2 nodes"."""
     return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+def meant(name: str, known: Iterable[str], otherwise: str) -> str:
+    """What to write in place of a name that there is not: the one that is most like it, or what `otherwise` says."""
+    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def some(items: Iterable[Any], shown: int = 5, written: Callable[[Any], str] = repr) -> str:

@@ -8,10 +8,8 @@ import gc
 import itertools
 import logging
 import os
-import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,8 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import gradwire.core
-import gradwire.torch_backend
+from benchmarks.calls import calls_of
 from gradwire import AllReduce, PowerSGD, Quantize, Sign, TopK, TwoLevel, Weighted, WireDtype
 from gradwire.core.ops import Spec
 from gradwire.torch_backend import Averager, DataParallel, register_comm_hook
@@ -47,8 +44,6 @@ if "RANK" in os.environ:
 
 cases = Cases(__file__, ranks=2)
 KB = 1 / 1024
-#: Where gradwire's code is.
-OURS = tuple(f"{Path(str(room.__file__)).parent}/" for room in (gradwire.core, gradwire.torch_backend))
 SHAPES = {"a": (48, 24), "b": (24, 48), "bias": (48,), "c": (48, 24), "scalar": (), "conv": (8, 4, 3, 3)}
 GROUPS = (("a", "b"), ("bias", "c"), ("scalar", "conv"))
 #: Of the list of methods, whose patterns of names ask for its tensors.
@@ -670,23 +665,6 @@ LAYERS = {
 }
 BUCKETS = [list(LAYERS)[i : i + 10] for i in range(0, len(LAYERS), 10)]
 COSTS = {**QUICK, "both": WireDtype(PowerSGD(16), "int8")}
-
-
-def calls_of(work):
-    """Python calls of functions in gradwire's files while `work` runs; those of the emulated graph are none of them."""
-    count = 0
-
-    def note(frame, what, argument):
-        nonlocal count
-        count += what == "call" and frame.f_code.co_filename.startswith(OURS)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 @cases.each(COSTS)

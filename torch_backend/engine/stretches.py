@@ -137,7 +137,7 @@ class Stretch:
 
     Attributes:
         graph: the work.
-        meanwhile: what is launched before the messages that it waits for have arrived, if anything is.
+        compute_overlap: what is launched before the messages that it waits for have arrived, if anything is.
         flags: whether what arrived before it is finite.
         pending, question, ended: where the program is then.
         slot: where the answer is that it goes on with; None: messages.

@@ -203,8 +203,9 @@ def _drawn(comparison: Comparison, path: Path, network: Network | None) -> str:
     figures: Any = importlib.import_module("matplotlib.figure")
     figure = figures.Figure(figsize=(7 if network is None else 12, 4.5), layout="constrained")
     axes = figure.subplots(1, 1 if network is None else 2, sharey=True, squeeze=False)[0]
+    means = comparison.curves()
     for name, (steps, losses) in comparison.seed_curves().items():
-        (line,) = axes[0].plot(steps, [sum(each) / len(each) for each in losses], marker=".", label=name)
+        (line,) = axes[0].plot(*means[name], marker=".", label=name)
         if losses and len(losses[0]) > 1:  # between the seeds
             axes[0].fill_between(
                 steps, list(map(min, losses)), list(map(max, losses)), color=line.get_color(), alpha=0.2, linewidth=0
@@ -212,8 +213,8 @@ def _drawn(comparison: Comparison, path: Path, network: Network | None) -> str:
     axes[0].set(xlabel="step", ylabel="held-out loss", title=comparison.runs.training)
     axes[0].legend(fontsize="small")
     if network is not None:
-        for name, (seconds, means) in network.curves(comparison).items():
-            axes[1].plot(seconds, means, marker=".", label=name)
+        for name, (seconds, losses_then) in network.curves(comparison).items():
+            axes[1].plot(seconds, losses_then, marker=".", label=name)
         axes[1].set(xlabel="seconds, without what compressing takes", title=str(network))
     with whole_file(path) as file:
         figure.savefig(file, format=path.suffix[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 from gradwire.cli.shape_files import specs_in
 from gradwire.core.ops import Spec
 from gradwire.core.plan.parameters import specs_of
+from gradwire.core.text.wording import meant
 
 FILES = (".safetensors", ".json")
 FORMS = "give module:callable, a .safetensors file, or a .json of shapes"
@@ -63,11 +63,8 @@ def load_callable(text: str, argument: str) -> Callable[[], Any]:
     for part in name.split("."):
         if not hasattr(found, part):
             known = [each for each in dir(found) if not each.startswith("_")]
-            near = difflib.get_close_matches(part, known, 1)
-            raise BadArgument(
-                f"{argument} {text!r}: {module} has no {part}; "
-                + (f"did you mean {near[0]}?" if near else f"name something that {module} has")
-            )
+            fix = meant(part, known, f"name something that {module} has")
+            raise BadArgument(f"{argument} {text!r}: {module} has no {part}; {fix}")
         found = getattr(found, part)
     if not callable(found):
         raise BadArgument(f"{argument} {text!r} is of type {type(found).__name__}; name a function without arguments")
