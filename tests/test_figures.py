@@ -45,7 +45,8 @@ NETWORK = {("torch", "2"): "network", ("JAX", "2"): "network-jax", ("torch", "4"
 def test_pages_show_the_steps_that_were_measured() -> None:
     """The tables of steps between hosts, and the README's part of them."""
     table = r"^\| {}.*\n\|[-|]+\n((?:\|.*\n)+)"
-    tables = re.findall(table.format(r"(torch|JAX), (\d) hosts"), (DOCS / "performance.md").read_text(), re.MULTILINE)
+    pages = "".join((DOCS / f"{name}.md").read_text() for name in ("performance", "evidence"))
+    tables = re.findall(table.format(r"(torch|JAX), (\d) hosts"), pages, re.MULTILINE)
     assert len(tables) == 3
     (rows,) = re.findall(table.format("ms per step"), (ROOT / "README.md").read_text(), re.MULTILINE)
     for backend, hosts, its in [*tables, ("torch", "2", rows)]:
@@ -130,11 +131,11 @@ def test_no_page_recommends_a_row_that_another_beats(monkeypatch: pytest.MonkeyP
 def test_the_page_shows_what_a_gpu_took(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     pages, found = importlib.import_module("gpu.pages"), results("gpu")
-    page, text = tmp_path / "performance.md", pages.PAGE.read_text()
+    page, text = tmp_path / "evidence.md", pages.PAGE.read_text()
     page.write_text(text)
     pages.fill(page, found)
     assert page.read_text() == text, (
-        "docs/performance.md is not what `python benchmarks/gpu/pages.py` makes of gpu.json"
+        "docs/evidence.md is not what `python benchmarks/gpu/pages.py` makes of gpu.json"
     )
 
 

@@ -5,7 +5,7 @@
     python benchmarks/advice --hosts 2 --rates 1gbit --models "MLP, long steps" --output /tmp/a.json --page ""
 
 Linux, as root: hosts are network namespaces of this machine. Links with a latency need a C compiler and /dev/net/tun too; without them those
-cells are left out, and named. Writes benchmarks/results/advice.json after each launch, and the tables of docs/performance.md at the end.
+cells are left out, and named. Writes benchmarks/results/advice.json after each launch, and the tables of docs/evidence.md at the end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--fresh", action="store_true", help="measure again what the output has already")
     p.add_argument("--output", type=Path, default=HERE.parent / "results" / "advice.json")
     p.add_argument(
-        "--page", default=str(ROOT / "docs" / "performance.md"), help="whose tables are written; '' for none"
+        "--page", default=str(ROOT / "docs" / "evidence.md"), help="whose tables are written; '' for none"
     )
     return p.parse_args()
 

@@ -1,4 +1,4 @@
-"""Figures of a GPU in docs/performance.md, and the picture of a step: tables stand between marks, and nobody writes them by hand.
+"""Figures of a GPU in docs/evidence.md, and the picture of a step: tables stand between marks, and nobody writes them by hand.
 
 python benchmarks/gpu/pages.py          # after `make bench-gpu` has written benchmarks/results/gpu.json
 """
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from measuring import write_part  # noqa: E402
 
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "evidence.md"
 PICTURE = ROOT / "docs" / "h100-step.svg"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 Row = dict[str, Any]

@@ -2,7 +2,7 @@
 
     make bench-scale                                          # a quarter of an hour on two cores; writes benchmarks/results/scale.json
     python benchmarks/scale --only leaves --leaves 100 400    # one part; the others stay as they are in the file
-    python benchmarks/scale --only pages                      # docs/performance.md, from what is in the file
+    python benchmarks/scale --only pages                      # docs/evidence.md, from what is in the file
 
 Counts (operations, bytes, requests, equations) are exact. Seconds are processor time, of the rank that needs most. Each curve has the exponent of the power of the size
 that fits it, and is held to its peer's: no more than 0.1 above. Parts:
@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--leaves", nargs="+", type=int, default=[100, 400, 1_000], help="of which equations are counted")
     p.add_argument("--compiled", nargs="*", type=int, default=[100, 400], help="leaves that are compiled too")
     p.add_argument("--output", type=Path, default=HERE.parent / "results" / "scale.json")
-    p.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md", help="with a table between marks")
+    p.add_argument("--page", type=Path, default=ROOT / "docs" / "evidence.md", help="with a table between marks")
     return p.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/performance.md."""
+"""The table of docs/evidence.md."""
 
 from __future__ import annotations
 

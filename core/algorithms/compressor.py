@@ -39,7 +39,7 @@ class Hints(NamedTuple):
     Attributes:
         linear: `compress` only multiplies `x` by thin matrices and sends `LowRank`s. JAX hands it gradient and error unadded
             (`gradwire.core.ops.Ops.add_each`), since (G + E) Q = G Q + E Q: `PowerSGD` takes 0.01 gradients of temporary
-            memory there, where `pmean` takes 1.00, and at rank 1 less time (docs/performance.md).
+            memory there, where `pmean` takes 1.00, and at rank 1 less time (docs/evidence.md).
         recompute: gradient and error are better added a second time, for the new error, than kept in memory while messages
             travel: on a TPU that spares `TopK` a gradient of memory for a pass over it.
         elementwise: devices of a slice may each compress any piece of a tensor: see `Compressor.splittable`. What they would

@@ -1,6 +1,6 @@
 """What compilers make of each method, beside `pmean` in the same process: passes over the gradients, memory, launches, time, and what crosses which link.
 
-`make test-compiled` compiles all of it, and prints the table of docs/performance.md; `make test-all` a part for H100, where the packages are installed.
+`make test-compiled` compiles all of it, and prints the table of docs/evidence.md; `make test-all` a part for H100, where the packages are installed.
 """
 
 import functools
