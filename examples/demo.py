@@ -229,7 +229,7 @@ def run_all(runs: list[Run], steps: int, flags: list[str], console: Console) -> 
 
 #: The last lines.
 NEXT = """What to do next:
-  your network   torchrun --nnodes=2 … --no-python {gradwire} probe      on each of two machines (docs/choosing.md)
+  your network   torchrun --nnodes=2 … --no-python {gradwire} probe      on each of two machines (docs/advise.md)
   your model     {gradwire} advise my_model:build --probe probe.json --step-ms 180
   your training  two lines in torch (docs/tutorials/torch.md), one link of a chain in JAX (docs/tutorials/jax.md)"""
 

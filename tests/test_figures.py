@@ -73,7 +73,7 @@ def test_the_picture_of_a_gpus_step_shows_what_was_measured(monkeypatch: pytest.
 def test_the_advice_is_the_one_that_was_measured() -> None:
     """And sends what its methods send today."""
     advice = read_advice(results("advice-readme")["advice"])
-    assert f"```\n{advice}\n```" in re.sub(r"```text .*", "```", (DOCS / "choosing.md").read_text())
+    assert f"```\n{advice}\n```" in re.sub(r"```text .*", "```", (DOCS / "advise.md").read_text())
     for method in results("advice-readme")["advice"]["methods"]:
         name = method["algorithm"]
         planned = gradwire.plan(
@@ -134,9 +134,7 @@ def test_the_page_shows_what_a_gpu_took(monkeypatch: pytest.MonkeyPatch, tmp_pat
     page, text = tmp_path / "evidence.md", pages.PAGE.read_text()
     page.write_text(text)
     pages.fill(page, found)
-    assert page.read_text() == text, (
-        "docs/evidence.md is not what `python benchmarks/gpu/pages.py` makes of gpu.json"
-    )
+    assert page.read_text() == text, "docs/evidence.md is not what `python benchmarks/gpu/pages.py` makes of gpu.json"
 
 
 def test_the_published_chaos_found_nothing() -> None:
@@ -166,7 +164,7 @@ def unfounded(page: str) -> list[str]:
 
 def test_a_ratio_says_where_it_is_from() -> None:
     assert unfounded("a\n\nIt is 3.4× faster.") == ["It is 3.4× faster."]
-    for page in ("README.md", "docs/index.md", "docs/choosing.md", "docs/methods.md"):
+    for page in ("README.md", "docs/index.md", "docs/choosing.md", "docs/advise.md", "docs/methods.md"):
         text = (ROOT / page).read_text()
         assert not unfounded(text), page
         for file, name in MARK.findall(text):

@@ -55,9 +55,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     p.add_argument("--fresh", action="store_true", help="measure again what the output has already")
     p.add_argument("--output", type=Path, default=HERE.parent / "results" / "advice.json")
-    p.add_argument(
-        "--page", default=str(ROOT / "docs" / "evidence.md"), help="whose tables are written; '' for none"
-    )
+    p.add_argument("--page", default=str(ROOT / "docs" / "evidence.md"), help="whose tables are written; '' for none")
     return p.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""The example of docs/choosing.md: a GPT of 25 million parameters, two hosts, 1 Gbit/s. Writes its figures to benchmarks/results/advice-readme.json, and the page.
+"""The example of docs/advise.md: a GPT of 25 million parameters, two hosts, 1 Gbit/s. Writes its figures to benchmarks/results/advice-readme.json, and the page.
 
     python benchmarks/advice/readme.py        # Linux, as root; in a minute or two
 
@@ -78,7 +78,7 @@ def main() -> None:
         }
     save(result, RESULT)
     shown = str(read(result["advice"]))
-    page = ROOT / "docs" / "choosing.md"
+    page = ROOT / "docs" / "advise.md"
     page.write_text(BLOCK.sub(lambda found: found[1] + shown, page.read_text()))
     print(shown)
 

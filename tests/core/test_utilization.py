@@ -1,4 +1,4 @@
-"""The share of the time that computes, against what others have measured. Beside published tables it stands in docs/choosing.md, where it is compared."""
+"""The share of the time that computes, against what others have measured. Beside published tables it stands in docs/evidence.md, where it is compared."""
 
 import json
 import statistics

@@ -54,7 +54,7 @@ def test_it_ends_with_a_table_and_a_picture(demo, tmp_path):
     for said in advice.split("Between two machines at 100 Mbit/s:"):
         assert re.search(r"^(Take .*|Leave it|Within 0.5 % of the loss .*): ", said, re.MULTILINE), output
     last = trainings.rstrip().splitlines()[-3:]  # pages, or commands, to go on with
-    for what, line in zip(("docs/choosing.md", "gradwire advise", "docs/tutorials/torch.md"), last, strict=True):
+    for what, line in zip(("docs/advise.md", "gradwire advise", "docs/tutorials/torch.md"), last, strict=True):
         assert what in line
         assert what.startswith("gradwire") or (ROOT / what).exists()
     for framework in ("torch", "JAX"):
