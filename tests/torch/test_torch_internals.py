@@ -85,7 +85,7 @@ def test_versions_are_those_that_have_it():
 
 
 def test_the_page_says_what_which_version_has():
-    page = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "questions.md").read_text()
     rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| ")]
     said_of = {since.strip().removeprefix("torch "): what for what, since in rows if since.strip().startswith("torch ")}
     features = [each for each in vars(torch_internals).values() if isinstance(each, Feature)]
