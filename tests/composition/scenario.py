@@ -1,4 +1,4 @@
-"""Every method at every front door, through the same seven steps: each cell of the first table of docs/integrations.md is a check of what came of them.
+"""Every method at every front door, through the same seven steps: each cell of the first table of docs/works-together.md is a check of what came of them.
 
 Steps 0 and 1 are dense, where a method can begin so. Steps 2 and 3 compress. In step 4 the second replica's gradient holds an inf. After it a
 checkpoint is taken, and steps 5 and 6 follow: in the run itself, in a fresh one that has loaded the checkpoint, and (step 5) on another number of

@@ -1,4 +1,4 @@
-"""The first table of docs/integrations.md: which cells there are, what comes of each, and the page's text of it.
+"""The first table of docs/works-together.md: which cells there are, what comes of each, and the page's text of it.
 
 python -m tests.composition.table      # writes it into the page
 """
@@ -14,7 +14,7 @@ from _pytest.mark import ParameterSet
 from tests.composition.scenario import FEATURES, begins_dense
 from tests.methods import EVERY, Int8
 
-PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "works-together.md"
 BEGIN, END = "<!-- made by tests/composition/table.py: begin -->", "<!-- end -->"
 
 #: Where a method is given → how the table calls it.

@@ -1,6 +1,6 @@
 """Every way to use gradwire in a training loop, as `Way`s that run on any device: on the emulated accelerator, and with Gloo to compare.
 
-Each algorithm, wrapper, hook and optimizer form; and what docs/integrations.md says goes with them.
+Each algorithm, wrapper, hook and optimizer form; and what docs/works-together.md says goes with them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/integrations.md: what trains with PowerSGD under DDP, `DataParallel`, accelerate, Lightning or the Trainer trains as the simulator says; compiled too.
+"""docs/works-together.md: what trains with PowerSGD under DDP, `DataParallel`, accelerate, Lightning or the Trainer trains as the simulator says; compiled too.
 
 Each wrapper runs the loop that its users write, with all features at once that do not exclude each other: a GradScaler, clipping, gradient accumulation and
 unused parameters. What comes out is compared with a reference that knows none of them: replicas of the model in this process, their gradients averaged by

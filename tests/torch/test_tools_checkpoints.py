@@ -1,5 +1,5 @@
 """What tools save and restore: Hugging Face's Trainer, accelerate, `torch.distributed.checkpoint` and Lightning, each with a compressor's memory, by what
-`gradwire.torch_backend.integrations` has for it, and with a `ZeroOptimizer`, as docs/integrations.md tells users to write it.
+`gradwire.torch_backend.integrations` has for it, and with a `ZeroOptimizer`, as docs/works-together.md tells users to write it.
 
 Two ranks train, save on the way, and go on; two, three and one restore. Steps are of the same examples, however many ranks share them, so all
 of them have to arrive where the run arrived that was not interrupted. The Trainer and Lightning, which take seconds to load on each rank, restore on two
@@ -348,7 +348,7 @@ CONSOLIDATE = "consolidate_state_dict(to=0) on every rank"
 
 
 def consolidate_callback(careless):
-    """What docs/integrations.md tells users of the Trainer to write; and what the Trainer does if they do not."""
+    """What docs/works-together.md tells users of the Trainer to write; and what the Trainer does if they do not."""
     from transformers import Trainer, TrainerCallback
 
     class Consolidate(TrainerCallback):
