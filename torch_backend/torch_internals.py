@@ -260,6 +260,16 @@ def operations_are_watched() -> bool:
     return _dispatch_modes() > 0 or torch.is_anomaly_enabled()
 
 
+# ---- CUDA graphs. 2.6 to 2.15.
+
+
+def end_allocation(device: torch.device, pool: Any) -> None:
+    """Let a capture that CUDA has ended allocate from its pool no longer. Nothing, if it does not."""
+    with suppress(RuntimeError):  # it does not
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
+
+
 # ---- FSDP2. `_get_fsdp_state`, `_state_ctx`, `all_reduce_grads`, `mp_policy`: 2.6 to 2.15.
 
 

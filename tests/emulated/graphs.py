@@ -25,11 +25,11 @@ class EmulatedGraphs:
 
     Attributes:
         fails_at: the capture of this number, from 0, fails when it ends. None: none does.
-        captured: so many have been.
+        captured, replayed: so many have been.
     """
 
     fails_at: int | None = None
-    captured = 0
+    captured = replayed = 0
 
     def __init__(self, device: Any = DEVICE) -> None:
         self._pool = next(_pools)
@@ -62,6 +62,7 @@ class Deferred:
     captured: Any = None
 
     def replay(self) -> None:
+        EmulatedGraphs.replayed += 1
         self.captured.replay()
 
 

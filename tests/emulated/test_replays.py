@@ -394,6 +394,47 @@ def test_gradients_that_move_once(world):
     assert twins.replayed > 4
 
 
+def move_all(training):
+    training.gradients = {name: x.clone() for name, x in training.gradients.items()}
+
+
+@cases.case
+def test_a_fifth_set_waits_for_its_place(world):
+    """Gradients that lie in five places by turns: four are replayed, which make place when they come no more."""
+    twins, places = twins_of(AllReduce(), message_bytes=0), []
+    for _ in range(replays.SETS + 1):
+        twins.do(move_all)
+        places.append(twins.do(lambda each: each.gradients))
+
+    def take_turns(step, twins):
+        for each, gradients in zip(twins.both, places[step % len(places)], strict=True):
+            each.gradients = gradients
+
+    rounds = FIRST + 2
+    assert twins.run(range(rounds * len(places)), take_turns) == []
+    assert twins.replayed == (rounds - FIRST) * replays.SETS
+    nbytes = twins.both[1].driver.replays.nbytes
+    last = range(rounds * len(places), rounds * len(places) + replays.MISSES)
+    assert twins.run(last, lambda step, twins: take_turns(len(places) - 1, twins)) == []
+    # The first of the others has been missed by so many steps before.
+    assert twins.replayed == (rounds - FIRST + 1) * replays.SETS
+    assert 0 < twins.both[1].driver.replays.nbytes <= nbytes
+
+
+@cases.case
+def test_kinds_that_never_come_again_make_place(world):
+    twins = twins_of(PowerSGD(2))
+    steps = iter(range(1000))
+    for _ in range(replays.SETS + 1):
+        before = twins.replayed
+        assert twins.run(next(steps) for _ in range(FIRST + replays.MISSES)) == []
+        assert twins.replayed == before + replays.MISSES
+        for each in twins.both:  # memory moves
+            state = each.driver.memory.state
+            for name, own in state.tensors.items():
+                state.tensors[name] = {key: x.clone() for key, x in own.items()}
+
+
 @cases.case
 def test_gradients_that_always_move_are_given_up(world):
     twins, said = twins_of(AllReduce(), message_bytes=0), []
@@ -403,7 +444,7 @@ def test_gradients_that_always_move_are_given_up(world):
 
     def move(step, twins):
         kept.append(twins.do(lambda each: dict(each.gradients)))
-        twins.do(lambda each: each.gradients.update({name: x.clone() for name, x in each.gradients.items()}))
+        twins.do(move_all)
 
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -682,7 +723,13 @@ def cost(world, algorithm):
         kept = [*training.gradients.values(), *[x for memory in state.values() for x in memory.values()]]
         gc.collect()
         before, sent = core.memory()[1], training.driver.memory.sent.collectives
+        graphs = EmulatedGraphs.replayed
         calls = calls_of(lambda training=training: training.step(FIRST + 2))
+        if replay:  # those of each group, and the end of all
+            (whole,) = training.driver.replays._sets
+            stretches = [each for tape in whole.tapes for each in tape.stretches]
+            overlapping = [each for each in stretches if each.compute_overlap is not None]
+            assert EmulatedGraphs.replayed - graphs == len(stretches) + len(overlapping) + 1
         peak = core.memory()[0]
         scratch = sum(x.nbytes for x in _tensors_in(training.driver.collectives.scratch))
         graphs = training.driver.replays.nbytes

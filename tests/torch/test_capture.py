@@ -1,7 +1,8 @@
 """CUDA graphs without a GPU: a step's operations are recorded and made again on the same memory, as a graph does, while the host stands still."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -211,3 +212,101 @@ def test_schedules_and_sharded_optimizers_are_refused(capturing: Any) -> None:
     ):
         with pytest.raises(RuntimeError, match=named):
             call()
+
+
+class Cuda:
+    """What torch does with pools of memory when captures begin and end, and what CUDA does when one has been broken (`aten/src/ATen/cuda/CUDAGraph.cpp`,
+    `c10/cuda/CUDACachingAllocator.cpp`)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.underway: list[tuple[int, Any]] = []
+        self.users: dict[Any, int] = {}
+        self.device, self.broken, self.pools = 0, False, iter(range(1, 100))
+        cuda = self
+
+        class Captures:
+            ended = False
+
+            def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+                if cuda.users.get(pool) == 0:
+                    raise RuntimeError("INTERNAL ASSERT FAILED: use_count > 0")
+                assert capture_error_mode == "thread_local"
+                self.place = cuda.device, pool
+                cuda.underway.append(self.place)
+                cuda.users[pool] = cuda.users.get(pool, 0) + 1
+
+            def capture_end(self) -> None:
+                if cuda.broken:
+                    cuda.broken = False
+                    raise RuntimeError("operation failed due to a previous error during capture")
+                cuda.underway.remove(self.place)
+                self.ended = True
+
+            def __del__(self) -> None:
+                if self.ended:
+                    cuda.users[self.place[1]] -= 1
+
+        def end(device: int, pool: Any) -> None:
+            if (device, pool) not in self.underway:
+                raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+            self.underway.remove((device, pool))
+
+        def release(device: int, pool: Any) -> None:
+            self.users[pool] -= 1
+
+        @contextmanager
+        def on(stream: int) -> Iterator[None]:
+            before, self.device = self.device, stream
+            try:
+                yield
+            finally:
+                self.device = before
+
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Captures)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: device.index)
+        monkeypatch.setattr(torch.cuda, "stream", on)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(self.pools)))
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: self.segments)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", release, raising=False)
+
+    @property
+    def segments(self) -> list[dict[str, Any]]:
+        return [{"segment_pool_id": pool, "total_size": 1000 * n} for pool, n in self.users.items()]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_captures_leave_the_allocator_of_their_device_as_it_was(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that waits for the device, one that fails on the host, and one of a pool whose graphs are all gone."""
+    cuda = Cuda(monkeypatch)
+    graphs = cuda_graphs.CudaGraphs(torch.device("cuda", index))
+
+    def failing(*, broken: bool) -> None:
+        with graphs.capture():
+            assert cuda.underway[0][0] == index
+            cuda.broken = broken
+            raise ValueError("told")
+
+    def fails(*, broken: bool) -> None:
+        with pytest.raises(ValueError, match="told"):
+            failing(broken=broken)
+        gc.collect()
+
+    assert graphs.nbytes == 0
+    for broken in (True, False):
+        fails(broken=broken)
+        assert (cuda.underway, sum(cuda.users.values())) == ([], 0)
+    kept = []
+    for _ in range(2):
+        with graphs.capture() as graph:
+            kept.append(graph)
+    fails(broken=True)
+    assert (cuda.underway, sum(cuda.users.values()), graphs.nbytes) == ([], 2, 2000)
+    with pytest.raises(RuntimeError, match="previous error"), graphs.capture():
+        cuda.broken = True
+    del graph
+    kept.clear()
+    gc.collect()
+    with graphs.capture():
+        pass
+    assert (cuda.underway, cuda.device) == ([], 0)

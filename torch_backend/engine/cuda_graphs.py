@@ -15,13 +15,16 @@ would decide something else:
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from gradwire.core.plan.dry_run import DryRun
+from gradwire.torch_backend.torch_internals import end_allocation
 
 OUTSIDE = "Leave it out of the graph: capture the forward pass alone (torch.cuda.make_graphed_callables before DDP wraps the model)"
 
@@ -108,30 +111,49 @@ class CudaGraphs:
         device: where the work is.
     """
 
+    #: CUDA has ended these, and torch has not: allocators may go on asking them whether they capture.
+    _broken: ClassVar[list[Any]] = []
+
     def __init__(self, device: torch.device) -> None:
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._device = device
+        self._pool: Any = None
+        #: Those of the pool. torch gives up a pool with its last graph, and refuses it from then on.
+        self._alive: weakref.WeakSet[Any] = weakref.WeakSet()
         # The default stream cannot be captured.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        if not self._alive:
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(self._stream), warnings.catch_warnings():
+            # A stretch may launch nothing.
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             try:
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 yield graph
             except BaseException:
                 with suppress(RuntimeError):  # the stream is let go, and the first error is the one to tell
-                    graph.capture_end()
+                    self._end(graph)
                 raise
+            self._end(graph)
+        self._alive.add(graph)
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture. What waits for the device breaks it; then torch raises before it has told its allocator, which from then on would give nothing back
+        that another stream has used."""
+        try:
             graph.capture_end()
+        except RuntimeError:
+            self._broken.append(graph)
+            end_allocation(self._device, self._pool)
+            raise
 
     @property
     def nbytes(self) -> int:
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return sum(
-            each["total_size"] for each in segments if tuple(each.get("segment_pool_id", ())) == tuple(self._pool)
-        )
+        return sum(each["total_size"] for each in segments if each["segment_pool_id"] == self._pool)
 
 
 #: What makes the graphs of a device, by its type.

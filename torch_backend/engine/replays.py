@@ -5,6 +5,8 @@
                             becomes a graph, each message is noted
     replay, replay, …       a graph, a message, a graph, … while the key is the same
 
+A stretch is of one group, since no message is to wait for another group's. The ends of all groups, between which there is no message, are one graph.
+
 A key is all that the host decides: which gradients, in which groups, where they lie, where memory lies, the phase of the algorithm. What the device
 decides (whether a step is finite, a weight, a setting) is in its memory, which graphs read. Where an algorithm computes with the number of the step,
 that is a scalar of the device too. So a replayed step comes to the bits of an eager one, and sends the same messages: each rank replays or not by itself.
@@ -47,7 +49,7 @@ SETS = 4
 TRIES = 20
 #: Keys that are remembered.
 KNOWN = 8
-#: So many steps of its kind have not found a set before it makes place for another.
+#: So many steps have gone by a set before it makes place for another: not fewer than `KNOWN`, or kinds that take turns would be captured in turns.
 MISSES = 8
 
 GroupKey = tuple[Any, ...]
@@ -78,13 +80,13 @@ class Captured(Protocol):
     def program_of(self, gradients: Mapping[str, Tensor], number: Any) -> Program[Averaged]:
         """See `GradientStep`."""
 
-    def end_of(self, gradients: Mapping[str, Tensor], result: Averaged) -> None:
+    def end_of(self, groups: Sequence[tuple[Mapping[str, Tensor], Averaged]]) -> None:
         """See `GradientStep`."""
 
 
 @dataclass(slots=True)
 class Tape:
-    """A group's program, stretch by stretch, and its end."""
+    """A group's program, stretch by stretch, and its end, for steps in which other groups are not replayed."""
 
     key: GroupKey
     stretches: list[Stretch]
@@ -93,10 +95,11 @@ class Tape:
 
 @dataclass(slots=True)
 class Set:
-    """The groups of one kind of step. `filled`: which answers are in slots. `missed`: steps of its kind since it was replayed last."""
+    """The groups of one kind of step, and the end of all of them. `filled`: which answers are in slots. `missed`: steps since it was replayed last."""
 
     kind: Any
     tapes: list[Tape]
+    ending: Graph
     number: Number
     missed: int = 0
     filled: dict[int, Tensor] = field(default_factory=dict)
@@ -203,8 +206,8 @@ class Replays:
         whole = collectives.groups.whole
         return phase, addresses(memory.state), id(whole), whole.size(), torch.are_deterministic_algorithms_enabled()
 
-    def start(self, step: Step, gradients: Mapping[str, Tensor]) -> tuple[Running[Averaged], None, Graph] | None:
-        """Start the program of the next group by a replay: the program, nothing, and what is replayed for its end. None: it is not replayed."""
+    def start(self, step: Step, gradients: Mapping[str, Tensor]) -> tuple[Running[Averaged], Tape] | None:
+        """Start the program of the next group by a replay: the program, and where it is from. None: it is not replayed."""
         if self._kind is None:
             return None
         key, place = key_of(gradients), len(self._keys)
@@ -217,16 +220,22 @@ class Replays:
             self._set = None  # the groups so far go on as they have begun
             return None
         tape = of.tapes[place]
-        return step.run(Replaying(step, of, tape)), None, tape.ending
+        return step.run(Replaying(step, of, tape)), tape
+
+    def finish(self, tapes: Sequence[Tape]) -> None:
+        """All programs of a step have ended, these among them: launch what their end is."""
+        of = self._set
+        for each in tapes if of is None or len(of.tapes) > len(tapes) else [of]:
+            each.ending.replay()
 
     def _found(self, key: GroupKey) -> Set | None:
         """The set that a step of this kind begins, whose first group has this key."""
         steps, found = self._owner.memory.steps, None
         for each in self._sets:
-            if each.kind == self._kind:
-                if found is None and each.tapes[0].key == key and each.number.compares_like(steps):
-                    found = each
-                each.missed += 1
+            same = found is None and each.kind == self._kind and each.tapes[0].key == key
+            if same and each.number.compares_like(steps):
+                found = each
+            each.missed += 1
         if found is not None:
             found.filled.clear()
             if found.number.computed:
@@ -288,7 +297,7 @@ class Replays:
                 return
             step = RecordingStep(recorder, self._graphs, self._near)
             with owner.arithmetic(recorder.scratch), owner.ops.captured():
-                tapes = self._tapes(step, number, keys, groups)
+                captured = self._captured(step, keys, groups, number)
         except Exception as error:  # nothing was run and nothing was sent: the next step is eager, as this one was
             self._failed.add((kind, keys))
             logger.info("%r: steps of one kind stay eager, since a capture failed: %s", owner.algorithm, error)
@@ -296,21 +305,28 @@ class Replays:
                 step.abandon()
             return
         del self._known[kind, keys]
-        self._sets.append(Set(kind, tapes, number))
+        self._sets.append(Set(kind, *captured, number))
         owner.collectives.scratch = Scratch()  # replays do not ask for it
 
-    def _tapes(
-        self, step: RecordingStep, number: Number, keys: Sequence[GroupKey], groups: Sequence[Mapping[str, Tensor]]
-    ) -> list[Tape]:
+    def _captured(
+        self, step: RecordingStep, keys: Sequence[GroupKey], groups: Sequence[Mapping[str, Tensor]], number: Number
+    ) -> tuple[list[Tape], Graph]:
         programs = []
         for gradients in groups:
             make = lambda own=gradients: self._owner.program_of(own, number)  # noqa: E731
             programs.append(step.run(Recording(step, make)))
         step.finish()
-        tapes = []
-        for key, gradients, program in zip(keys, groups, programs, strict=True):
+        ends = []
+        for gradients, program in zip(groups, programs, strict=True):
             assert isinstance(program, Recording)
-            with step.graphs.capture() as ending:
-                self._owner.end_of(gradients, program.result)
-            tapes.append(Tape(key, program.stretches, ending))
-        return tapes
+            ends.append((gradients, program.result))
+        each = [self._ending(step, [end]) for end in ends]
+        tapes = [
+            Tape(key, program.stretches, ending) for key, program, ending in zip(keys, programs, each, strict=True)
+        ]
+        return tapes, each[0] if len(each) == 1 else self._ending(step, ends)
+
+    def _ending(self, step: RecordingStep, ends: Sequence[tuple[Mapping[str, Tensor], Averaged]]) -> Graph:
+        with step.graphs.capture() as ending:
+            self._owner.end_of(ends)
+        return ending

@@ -20,7 +20,7 @@ the order of the groups alone: it cannot depend on which message happened to com
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +35,10 @@ from gradwire.core.protocol.programs import Program
 from gradwire.core.protocol.settings import with_settings
 from gradwire.torch_backend.cpu.compiled import Loops
 from gradwire.torch_backend.engine.collectives import Collectives
-from gradwire.torch_backend.engine.cuda_graphs import Graph, capturing, refuse_capture, require_capturable
+from gradwire.torch_backend.engine.cuda_graphs import capturing, refuse_capture, require_capturable
 from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.engine.groups.same_state import require_same_state
-from gradwire.torch_backend.engine.replays import Replays, addresses
+from gradwire.torch_backend.engine.replays import Replays, Tape, addresses
 from gradwire.torch_backend.engine.scheduler import Running, Step
 from gradwire.torch_backend.engine.unused_parameters import Usage
 from gradwire.torch_backend.monitor.fidelity import Measurement
@@ -65,12 +65,12 @@ UNWATCHED: AbstractContextManager[object] = nullcontext()
 
 @dataclass(slots=True)
 class Group:
-    """Some gradients of a step, and the program that averages them. `ending`: what is replayed for its end."""
+    """Some gradients of a step, and the program that averages them. `tape`: what it is replayed from."""
 
     gradients: dict[str, Tensor]
     running: Running[tuple[dict[str, Tensor], State[Tensor]]]
-    usage: Usage | None
-    ending: Graph | None = None
+    tape: Tape | None = None
+    usage: Usage | None = None
 
 
 class GradientStep:
@@ -278,7 +278,7 @@ class GradientStep:
                 self.skipped.examine(donated)
             program = self._program(donated, state, self.memory.steps)
             running = self._programs.start(program if usage is None else usage.sent_with(program))
-            self._groups.append(Group(gradients, running, usage))
+            self._groups.append(Group(gradients, running, usage=usage))
 
     def _donated(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # A gradient in channels_last strides is taken in its logical order, so that memory means the same on every backend.
@@ -301,14 +301,17 @@ class GradientStep:
         donated = self._donated(gradients)
         return self._program(donated, self.memory.state.of(donated), number)
 
-    def end_of(self, gradients: Mapping[str, Tensor], result: tuple[dict[str, Tensor], State[Tensor]]) -> None:
-        """Launch what a group's end is: memory, and averages over its gradients. Raises RuntimeError if memory would lie elsewhere from now on."""
+    def end_of(self, groups: Sequence[tuple[Mapping[str, Tensor], tuple[dict[str, Tensor], State[Tensor]]]]) -> None:
+        """Launch what the end of groups is, of each its gradients and the result: memory, and averages over gradients. Raises RuntimeError if memory would lie
+        elsewhere from now on."""
         memory = self.memory.state
         after = State(dict(memory.shared), {name: dict(own) for name, own in memory.tensors.items()}, memory.model)
-        keep(result[1], after)
+        for _, (_, state) in groups:
+            keep(state, after)
         if addresses(after) != addresses(memory):
             raise RuntimeError(f"memory of {self.algorithm!r} lies elsewhere after a step")
-        write_over(gradients, result[0])
+        gradients = {name: x for each, _ in groups for name, x in each.items()}
+        write_over(gradients, {name: x for _, (averages, _) in groups for name, x in averages.items()})
 
     def _usage_of(self, state: State[Tensor], order: Collection[str]) -> Usage | None:
         """What this rank did not use of a group, to be told with its first message."""
@@ -339,9 +342,10 @@ class GradientStep:
             for key, x in self._shared_before.items():  # in place: the host foresees these very scalars
                 self.memory.state.shared[key].copy_(x)
             return
+        if tapes := [group.tape for group in self._groups if group.tape is not None]:
+            self.replays.finish(tapes)
         for group in self._groups:
-            if group.ending is not None:
-                group.ending.replay()
+            if group.tape is not None:
                 continue
             state = group.running.result[1]
             if group.usage is not None:
@@ -364,7 +368,7 @@ class GradientStep:
         """Write averages over gradients; after the memory, which may be what is now written over."""
         for group in self._groups:
             self._count_dense(group.gradients)
-            if group.ending is None:
+            if group.tape is None:
                 write_over(group.gradients, group.running.result[0])
         if self.measurement is not None:
             gradients = {name: x for group in self._groups for name, x in group.gradients.items()}
