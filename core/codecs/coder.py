@@ -4,7 +4,7 @@
 
 Each replica forms its part of the mean. Nothing is rounded more than twice, whatever the number of replicas, and as many bytes travel as in an
 all-reduce of the codes. Two replicas send each other everything at once: these are the same bytes, and nothing is rounded twice.
-What is joined for that, and how it is cut, is in `packs`; who forms which part in `shares`.
+How rows become codes is in `row_coder`; what is joined, and how it is cut, in `packs`; who forms which part in `shares`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from typing import Any, Generic, NamedTuple
 
-import numpy as np
-
-from gradwire.core.codecs.cast import Cast
-from gradwire.core.codecs.codec import Codec, as_sent, from_sent
+from gradwire.core.codecs.codec import as_sent
 from gradwire.core.codecs.packs import Joined, Pack, Packer, members_of, size_of
-from gradwire.core.kernels import random
+from gradwire.core.codecs.row_coder import Drawn, RowCoder
 from gradwire.core.kernels.arrays import array_key, group_by
 from gradwire.core.kernels.payloads import Coded
-from gradwire.core.kernels.rows import RowNumbers
-from gradwire.core.ops import ITEMSIZE, WIRE_ITEMSIZE, A, Ops, wide_dtype
+from gradwire.core.ops import ITEMSIZE, A, wide_dtype
 from gradwire.core.protocol import (
     all_to_all,
     all_to_all_parts,
@@ -38,20 +34,6 @@ from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.weights import Weights
 
 
-class Noise(NamedTuple):
-    """What stochastic rounding draws from: a `key`, and the `step`, an int or a traced int32 scalar."""
-
-    key: int
-    step: Any
-
-
-class Drawn(NamedTuple, Generic[A]):
-    """Beside each row, int32 (R, 1): the key of what is drawn for its tensor, and the number of its first element there."""
-
-    keys: A
-    firsts: A
-
-
 class Rounded(NamedTuple, Generic[A]):
     """A part of a mean as codes, and what rounding has taken from its rows, times what one replica adds to what it has sent to add that to the mean: from a first
     row to the last. None: nobody asks."""
@@ -61,35 +43,14 @@ class Rounded(NamedTuple, Generic[A]):
 
 
 @dataclass
-class Coder(Generic[A]):
-    """Quantized averages. One for a step of a program.
+class Coder(RowCoder[A]):
+    """Quantized averages. One for a step of a program."""
 
-    Args:
-        ops: kernels.
-        codec: how rows are coded.
-        noise: of stochastic rounding. None: to the nearest.
-        keys: of each array whose mean is asked for, so that what is drawn for it does not depend on the others. None: it does.
-    """
-
-    ops: Ops[A]
-    codec: Codec
-    noise: Noise | None = None
-    keys: Sequence[int] | None = None
-    _drawn: int = field(default=0, init=False)
     _weights: Weights[A] | None = field(default=None, init=False)
 
     @property
-    def casts(self) -> bool:
-        """Whether an array can be coded element by element, and so also be handed over."""
-        return isinstance(self.codec, Cast)
-
-    @property
-    def _draws(self) -> bool:
-        return self.noise is not None and self.codec.dithers
-
-    @property
     def _packer(self) -> Packer[A]:
-        return Packer(self.ops, self.codec, in_place=self._draws)
+        return Packer(self.ops, self.codec, in_place=self.draws)
 
     def shrinks(self, x: A) -> bool:
         """Whether an array is of floats that are longer than their codes."""
@@ -133,7 +94,7 @@ class Coder(Generic[A]):
         arrived = iter(await all_to_all(*chain.from_iterable(mine), groups=groups))
         self._weights = await replica_weights(groups)
         likes = [packs[some[0]].matrix for some in together]
-        of_each = [self._fields(list(islice(arrived, len(own))), like) for own, like in zip(mine, likes, strict=True)]
+        of_each = [self.fields_of(list(islice(arrived, len(own))), like) for own, like in zip(mine, likes, strict=True)]
         drawn = [self._draw_for_share([packs[i] for i in some], size, place) for some in together]
         parts = [
             self._encode_mean(y, like, place, own, keeps=keeps)
@@ -144,7 +105,7 @@ class Coder(Generic[A]):
         means, sent = self._initial_answers(arrays), self._initial_answers(arrays)
         shown = []
         for some, like, given, own, part in zip(together, likes, mine, sent_again, parts, strict=True):
-            everything = self._fields(list(islice(gathered, len(own))), like)
+            everything = self.fields_of(list(islice(gathered, len(own))), like)
             if watched and groups is None:
                 shown.append(self.codec.witness(*everything))
             start = 0
@@ -184,7 +145,7 @@ class Coder(Generic[A]):
         self._weights = await replica_weights(groups)
         means, sent, shown = self._initial_answers(arrays), self._initial_answers(arrays), []
         for pack, mine, own in zip(packs, coded, given, strict=True):
-            of_both = self._fields(list(islice(arrived, len(own))), pack.matrix)
+            of_both = self.fields_of(list(islice(arrived, len(own))), pack.matrix)
             if keeps:
                 self._decode(pack, mine, arrays, sent)
             for part, rows in self._rows_of(pack, of_both):
@@ -213,7 +174,7 @@ class Coder(Generic[A]):
             if not parts:
                 answers.append(x)
                 continue
-            coded = [as_sent(ops, self._encode_rows(self._packer.matrix(part), place + 1)) for part in parts]
+            coded = [as_sent(ops, self.encode_rows(self._packer.matrix(part), place + 1)) for part in parts]
             elements = iter([sum(map(size_of, fields)) for fields in coded])
             sizes = tuple(next(elements) if k else 0 for k in own)
             flat = ops.rows(list(chain.from_iterable(coded)), 1).reshape((-1,))
@@ -221,7 +182,7 @@ class Coder(Generic[A]):
             self._weights = await replica_weights(groups)
             dtype = ops.dtype_of(x)
             if n:
-                of_each = self._split_bytes(arrived.reshape((len(own), -1)), self.codec.layout(n))
+                of_each = self.split_bytes(arrived.reshape((len(own), -1)), self.codec.layout(n))
                 answers.append(ops.cast(self._share(of_each, x).reshape((-1,))[:n], dtype))
             else:
                 answers.append(x[:0])
@@ -230,8 +191,7 @@ class Coder(Generic[A]):
     def _encode_pack(self, pack: Pack[A], who: Any) -> list[A]:
         """The codes of all rows of a pack."""
         each = [
-            self._with_layout(self._encode_rows(part.matrix, who, self._draw_for(part, "1")), part)
-            for part in pack.parts
+            self._with_layout(self.encode_rows(part.matrix, who, self.draw_for(part, "1")), part) for part in pack.parts
         ]
         if len(each) == 1:
             return list(each[0])
@@ -243,70 +203,11 @@ class Coder(Generic[A]):
         codes, scales = fields
         return list(self.ops.storage.with_layout(codes, scales, part.shape))
 
-    def _encode_rows(self, x: A, who: Any, drawn: Drawn[A] | None = None) -> tuple[A, ...]:
-        """The codes (R, m) of rows (R, B). `who` rounds them: a replica, counted from 1, or all alike, 0."""
-        return self._encode_numbers([x], lambda x: x, tuple(x.shape), who, drawn)
-
-    def _encode_numbers(
-        self,
-        arrays: Sequence[A],
-        numbers: Callable[..., A],
-        shape: tuple[int, ...],
-        who: Any,
-        drawn: Drawn[A] | None = None,
-    ) -> tuple[A, ...]:
-        """The codes (R, m) of the rows, of this shape (R, B), that `numbers` makes of the rows of arrays (…, R, …): in one go, so that they are never
-        stored."""
-        ops, codec, noise = self.ops, self.codec, self.noise
-        codes: Any  # several matrices
-        if noise is None or not codec.dithers:
-
-            def nearest(*y: A, out: A | None = None) -> Any:
-                return codec.encode(ops, numbers(*y))
-
-            codes = ops.by_rows(nearest, *arrays)
-            return tuple(codes)
-        step, columns = random.of_replica(noise.step, who), ops.iota(shape[1]).reshape((1, -1))
-        beside: list[A]
-        if drawn is None:
-            self._drawn += 1
-            key: Any = random.key(noise.key, str(self._drawn))
-            beside = [(ops.iota(shape[0]) * shape[1]).reshape((-1, 1))]
-        else:
-            beside = [drawn.firsts, drawn.keys]
-
-        def rows(*given: A, out: A | None = None) -> Any:
-            y, firsts, keys = given[: len(arrays)], given[len(arrays)], given[len(arrays) + 1 :]
-            dither = random.dither(ops, keys[0] if keys else key, firsts + columns, step)
-            return codec.encode(ops, numbers(*y), dither)
-
-        codes = ops.by_rows(rows, *arrays, *beside)
-        return tuple(codes)
-
-    def _draw_for(self, part: Joined[A], rounding: str) -> Drawn[A] | None:
-        """What a rounding draws for the rows of a matrix; None: nothing, or what depends on all of them."""
-        if not self.keys or not self._draws:
-            return None
-        ops, rows, width = self.ops, tuple(part.rows), part.matrix.shape[1]
-        keys = tuple(random.key(self.keys[i], rounding) for i in part.members)
-        member = RowNumbers(("member", rows), sum(rows), lambda: np.repeat(np.arange(len(rows), dtype=np.int32), rows))
-
-        def beside(numbers: Sequence[int]) -> A:
-            return ops.take_rows(ops.asarray(np.array(numbers).reshape(-1, 1), "int32"), member)
-
-        def firsts() -> A:
-            begin = list(accumulate(rows, initial=0))[:-1]
-            return (ops.iota(sum(rows)).reshape((-1, 1)) - beside(begin)) * width
-
-        return Drawn(
-            ops.constant(("keys", keys, rows), lambda: beside(keys)), ops.constant(("firsts", width, rows), firsts)
-        )
-
     def _draw_for_share(self, packs: Sequence[Pack[A]], size: int, place: Any) -> Drawn[A] | None:
         """What is drawn for a replica's parts of several packs."""
         each = []
         for pack in packs:
-            of_parts = [drawn for part in pack.parts if (drawn := self._draw_for(part, "2")) is not None]
+            of_parts = [drawn for part in pack.parts if (drawn := self.draw_for(part, "2")) is not None]
             if not of_parts:
                 return None
             wholes = [self._stack_rows(own) for own in zip(*of_parts, strict=True)]
@@ -341,23 +242,6 @@ class Coder(Generic[A]):
         (m, _), *_ = self.codec.fields(pack.matrix.shape[1])
         return self._packer.put_together(sent.reshape((size, -1, m))[:, start:end], pack)
 
-    def _fields(self, arrived: Sequence[A], like: A) -> list[A]:
-        """What has arrived of each replica, (W, …), as fields (W, R, m)."""
-        return from_sent(self.ops, self.codec, like.shape[1], arrived)
-
-    def _split_bytes(self, of_each: A, layout: tuple[int, int]) -> list[A]:
-        """Split the bytes of each replica, (W, …), into codes and scales, which stand one after the other."""
-        (rows, n), start, fields = layout, 0, []
-        for m, dtype in self.codec.fields(n):
-            length = rows * m * (1 if self.casts else WIRE_ITEMSIZE[dtype])
-            own = of_each[:, start : start + length]
-            fields.append(own)
-            start += length
-        return from_sent(self.ops, self.codec, n, fields)
-
-    def _decode_rows(self, fields: Sequence[A], out: A | None = None) -> A:
-        return self.ops.by_rows(partial(self.codec.decode, self.ops), *fields, out=out)
-
     def _share(self, of_each: Sequence[A], like: A, out: A | None = None) -> A:
         """The mean of the rows of all replicas (W, R, m), decoded (R, B)."""
         dtype = self.ops.dtype_of(like)
@@ -375,10 +259,10 @@ class Coder(Generic[A]):
         if not keeps:
             shape = (of_each[0].shape[1], like.shape[1])
             return Rounded(
-                self._encode_numbers(of_each, lambda *y: self._average_decoded(y, dtype), shape, 0, drawn), None
+                self.encode_numbers(of_each, lambda *y: self._average_decoded(y, dtype), shape, 0, drawn), None
             )
         share = self._share(of_each, like)
-        coded, factor = self._encode_rows(share, 0, drawn), self._factor(size, place, dtype)
+        coded, factor = self.encode_rows(share, 0, drawn), self._factor(size, place, dtype)
 
         def rounding_error(share: A, *part: A, out: A | None = None) -> A:
             rest: A = (share - ops.cast(codec.decode(ops, *part), dtype)) * factor
@@ -436,7 +320,7 @@ class Coder(Generic[A]):
                 there = slice(first, first + count)
                 sent[i] = Coded(codes[there], scales[there], off[mine.start : mine.start + mine.rows], mine.begin)
             return
-        decoded = ops.cast(self._decode_rows(own), dtype)
+        decoded = ops.cast(self.decode_rows(own), dtype)
         if shares is None:
             (n, width), each = decoded.shape, off.shape[0]
             if n < size * each:
@@ -479,5 +363,5 @@ class Coder(Generic[A]):
     ) -> None:
         """All of a pack."""
         for part, rows in self._rows_of(pack, fields):
-            decoded = self._decode_rows(rows, out=self._place_to_decode(part) if donated else None)
+            decoded = self.decode_rows(rows, out=self._place_to_decode(part) if donated else None)
             self._packer.divide(decoded, part, arrays, answers)

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Annotated, Any
 
 from gradwire.core.codecs import CODECS, BlockCodec, Codec
-from gradwire.core.codecs.coder import Coder, Noise
+from gradwire.core.codecs.coder import Coder
+from gradwire.core.codecs.row_coder import Noise
 from gradwire.core.kernels import random
 from gradwire.core.ops import A, Ops, name_of_dtype
 from gradwire.core.text.options import Names, at_least, check_options

@@ -17,7 +17,8 @@ import gradwire
 from gradwire import AllReduce, PowerSGD, Quantize, Sign, Simulator, Spec, TopK, WireDtype, diloco, plan
 from gradwire.core.algorithms.shared.sparse_blocks import bits_of, blocks_of
 from gradwire.core.codecs import CODECS, BlockCodec, Scaled
-from gradwire.core.codecs.coder import Coder, Noise
+from gradwire.core.codecs.coder import Coder
+from gradwire.core.codecs.row_coder import Noise
 from gradwire.core.codecs.shares import Shares, is_even
 from gradwire.core.kernels.abstract import AbstractArray, AbstractOps
 from gradwire.core.kernels.storage import Storage
@@ -167,15 +168,15 @@ def test_rounding_by_chance_is_right_on_average_with_chances_of_each_replica_and
     x = np.random.default_rng(0).uniform(-1, 1, (5, 80)).astype(np.float32)
     x[:, 0] = 1
     coder = [Coder(OPS, CODECS[name], Noise(key=7, step=step)) for step in range(1000)]
-    mean = sum(c._decode_rows(c._encode_rows(x, 1)).astype(np.float64) for c in coder) / 1000
+    mean = sum(c.decode_rows(c.encode_rows(x, 1)).astype(np.float64) for c in coder) / 1000
     bound = 5 * 0.5 / math.sqrt(1000) / LARGEST[name]
     assert np.abs(mean - x).max() < bound
     # And by chance: to the nearest, the mean error would be that of one rounding.
     assert np.abs(through(name, x)[0] - x).max() > bound
     coders = [Coder(OPS, CODECS[name], Noise(key=7, step=step)) for step in range(4)]
-    codes = [c._encode_rows(x, who)[0].tobytes() for c in coders for who in range(4)]
+    codes = [c.encode_rows(x, who)[0].tobytes() for c in coders for who in range(4)]
     assert len(set(codes)) == 16
-    assert Coder(OPS, CODECS[name], Noise(key=7, step=2))._encode_rows(x, 0)[0].tobytes() == codes[8]
+    assert Coder(OPS, CODECS[name], Noise(key=7, step=2)).encode_rows(x, 0)[0].tobytes() == codes[8]
 
 
 shapes = st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(0, 40), max_size=2).map(tuple), min_size=1)
