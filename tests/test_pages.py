@@ -197,5 +197,5 @@ def test_the_reference_is_written_out_and_found_and_nothing_is_shown_that_only_t
     found = {entry["location"] for entry in entries}
     assert "reference/gradwire.html#gradwire.PowerSGD" in found
     assert not any(place.startswith("source/") for place in found)
-    assert not re.search(r"tests\.jax\.reader|continues", (site / "local-sgd.html").read_text())
+    assert not re.search(r"tests\.jax\.reader|continues", (site / "local-sgd-jax.html").read_text())
     assert '<span class="filename">train.py</span>' in (site / "tutorials" / "torch.html").read_text()

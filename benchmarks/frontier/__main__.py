@@ -11,7 +11,7 @@ Stages:
   (torch, the first seed); an outer one in the same way where there is an outer optimizer; then all seeds in torch with it, and the first in JAX. Every finished run is in benchmarks/results/frontier.json, and is not done again unless its
   configuration has changed.
 - times: steps of all methods in turn, on two processes or devices of this machine.
-- pictures: docs/frontier-bytes.png, docs/frontier-time.png, the figures between marks in README.md, docs/frontier.md and docs/methods.md, and core/advise/evidence.py, by
+- pictures: docs/frontier-bytes.png, docs/frontier-time.png, the figures between marks in README.md, docs/choosing.md and docs/frontier.md, and core/advise/evidence.py, by
   which `gradwire advise` weighs losses.
 """
 

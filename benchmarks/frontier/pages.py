@@ -1,7 +1,6 @@
-"""Figures in README.md, docs/choosing.md, docs/frontier.md and docs/methods.md: they stand between marks, and nobody writes them by hand.
+"""Figures in README.md, docs/choosing.md, docs/evidence.md and docs/frontier.md: they stand between marks, and nobody writes them by hand.
 
 <!-- frontier: * -->                 two tables of all methods: losses, and bytes and times
-<!-- frontier: int8; 4 bits -->      these methods in a line
 <!-- frontier: loss: int8; 4 bits -->  a table of their losses at all lengths
 <!-- frontier: first -->             the methods of the first screen by both optimizers, as far as they were trained
 <!-- frontier: which -->             which method to take on which link
@@ -25,7 +24,6 @@ from frontier.reading import (
     best,
     dense,
     dominating,
-    excess,
     excesses,
     lengths,
     longest,
@@ -35,7 +33,7 @@ from frontier.reading import (
 )
 from frontier.subjects import FIRST, MUON
 
-PAGES = ("README.md", "docs/choosing.md", "docs/frontier.md", "docs/methods.md")
+PAGES = ("README.md", "docs/choosing.md", "docs/evidence.md", "docs/frontier.md")
 LOSSES = "loss: "
 MARKS = re.compile(r"(<!-- frontier: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -67,20 +65,9 @@ def filled(page: str, results: Mapping[str, Any]) -> str:
         if what == "*":
             return _table(methods)
         rows = [by_name[name] for name in what.removeprefix(LOSSES).split("; ") if name in by_name]
-        return _losses(rows, methods) if what.startswith(LOSSES) else _line(rows, methods)
+        return _losses(rows, methods)
 
     return MARKS.sub(lambda found: f"{found[1]}\n{content(found[2])}\n{found[3]}", page)
-
-
-def _line(rows: Sequence[Row], methods: Sequence[Row]) -> str:
-    def said(m: Row) -> str:
-        torch, jax = (_ms(m["step_seconds"][backend]) for backend in ("torch", "jax"))
-        steps = sorted(map(int, m["lengths"]))
-        losses = ", ".join(f"{_percent(excess(m, methods, n))} after {n:,} steps" for n in steps)
-        fewer = f"{m['dense_bytes_per_step'] / m['bytes_per_step']:,.0f}× fewer bytes"
-        return f"{m['name']} (loss {losses}; {fewer}; steps of {torch}, in JAX {jax})"
-
-    return f"Measured: {'; '.join(map(said, rows))}.\n" if rows else ""
 
 
 def _losses(rows: Sequence[Row], methods: Sequence[Row]) -> str:

@@ -299,7 +299,7 @@ def test_outer_parameters_are_kept_in_the_dtype_asked_for():
 
 
 def test_the_table_on_the_page_is_what_the_plan_says():
-    page = (Path(__file__).parents[2] / "docs" / "local-sgd.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
     rows = re.findall(r"^\| `(.+?)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|$", page, re.MULTILINE)
     assert len(rows) == 9
     for code, *figures in rows:
