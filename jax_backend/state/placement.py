@@ -281,7 +281,8 @@ def abstract_state(
         mesh: on which it is wanted. None: shapes without shardings, for `replicate`.
         axis_name: of the replicas in that mesh.
         params: the parameters, arrays or shapes with shardings. Trees like them in the state are found by
-            their structure; what has the shape of its parameter there, moments and errors and outer parameters, is wanted as that lies. None: every array as it lies in `state`; shapes from `jax.eval_shape` lie nowhere.
+            their structure; what has the shape of its parameter there, moments and errors and outer parameters, is wanted as that lies. The pieces of a sharded optimizer are wanted in their memory, if all lie in
+            one ("pinned_host"). None: every array as it lies in `state`; shapes from `jax.eval_shape` lie nowhere.
 
     Returns:
         A tree of `jax.ShapeDtypeStruct`s. On a mesh of `replicas` replicas they are those that `distribute` would make, arrays that are
@@ -304,6 +305,8 @@ def abstract_state(
         axes = _axes_in(mesh, axis_name)
 
     lies_like = _parameters_of(found, params)
+    kinds = set(map(memory_kind, jax.tree.leaves(params)))
+    of_all = kinds.pop() if len(kinds) == 1 else None
 
     def struct(leaf: Leaf) -> Any:
         x, shape = leaf.value, tuple(np.shape(leaf.value))
@@ -323,7 +326,8 @@ def abstract_state(
         given = x if like is None else like
         rest = _kept_spec(given, mesh, axes)[row:]
         wanted = _spec_of_rows(shape, rest, mesh, axes) if leaf.marks else spec(*rest)
-        return kind(shape, dtype, sharding=NamedSharding(mesh, wanted, memory_kind=memory_kind(given)))
+        memory = of_all if leaf.of == PIECES and of_all else memory_kind(given)
+        return kind(shape, dtype, sharding=NamedSharding(mesh, wanted, memory_kind=memory))
 
     return found.map(struct)
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gradwire.jax_backend.axes.mapped_axis import AxisName
 from gradwire.jax_backend.axes.outside_meshes import outside_meshes
@@ -170,26 +170,40 @@ def memory_kind(x: Any) -> str | None:
     return None if sharding is None else sharding.memory_kind
 
 
-def on_devices(x: Any) -> Any:
-    """An array in the memory that its devices compute with. What lies in that of the host is copied."""
-    sharding = None if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) else x.sharding
-    if sharding is None:
+def host_memory(x: Any) -> str | None:
+    """The memory in which an array lies, if its devices do not compute with that; None for any other."""
+    kind = memory_kind(x) if isinstance(x, jax.Array) else None
+    return None if kind is None or kind == _usual_memory(x) else kind
+
+
+def _usual_memory(x: jax.Array) -> str:
+    device: Any = next(iter(x.sharding.device_set))
+    usual: str = device.default_memory().kind
+    return usual
+
+
+def in_memory(kind: str | None, x: Any) -> Any:
+    """An array in this memory of the devices on which it lies, one of NumPy in that of the first of this process. None: as it is."""
+    if kind is None:
         return x
-    device: Any = next(iter(sharding.device_set))
-    usual = device.default_memory().kind
-    return x if sharding.memory_kind == usual else jax.device_put(x, sharding.with_memory_kind(usual))
+    sharding: Any = x.sharding if isinstance(x, jax.Array) else SingleDeviceSharding(jax.local_devices()[0])
+    return jax.device_put(x, sharding.with_memory_kind(kind))
+
+
+def on_devices(x: Any) -> Any:
+    """An array in the memory that its devices compute with. What lies in that of the host is copied, in a trace too."""
+    if isinstance(x, jax.core.Tracer):
+        return jax.device_put(x, jax.memory.Space.Device) if x.aval.memory_space == jax.memory.Space.Host else x
+    return x if host_memory(x) is None else in_memory(_usual_memory(x), x)
 
 
 def in_memory_of(given: Any, made: Any) -> Any:
     """An array that stands for the rows of another, in the memory of the host where that lies there; else as it is. It lies on the devices of that, each of its
     rows on all of them."""
-    kind = memory_kind(given)
-    if not isinstance(given, jax.Array) or kind is None or isinstance(made, jax.core.Tracer):
+    kind = host_memory(given)
+    if kind is None or isinstance(made, jax.core.Tracer):
         return made
     sharding: Any = given.sharding
-    device: Any = next(iter(sharding.device_set))
-    if kind == device.default_memory().kind:
-        return made
     if isinstance(sharding, NamedSharding) and jnp.shape(made) != given.shape:
         sharding = NamedSharding(sharding.mesh, spec(None, *sharding.spec[1:]), memory_kind=kind)
     if jnp.issubdtype(jnp.result_type(made), jax.dtypes.prng_key):
@@ -202,7 +216,7 @@ def in_memory_of(given: Any, made: Any) -> Any:
 def on_host(x: Any) -> np.ndarray[Any, Any]:
     """An array as NumPy has it. One of several processes is gathered, for which all of them must call this."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        x = outside_meshes(multihost_utils.process_allgather)(x, tiled=True)
+        x = outside_meshes(multihost_utils.process_allgather)(on_devices(x), tiled=True)
     return np.asarray(x)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,8 +12,9 @@ import numpy as np
 import optax  # type: ignore[import-untyped]
 
 from gradwire.jax_backend.engine.barrier import await_processes
+from gradwire.jax_backend.state.matching import places
 from gradwire.jax_backend.state.names import pure
-from gradwire.jax_backend.state.types import MARK, PerReplica, by_path, on_host, path_of
+from gradwire.jax_backend.state.types import MARK, PerReplica, by_path, host_memory, in_memory, on_host, path_of
 from gradwire.jax_backend.zero.stacked_names import has_owners, path_at, paths_in
 
 T = TypeVar("T")
@@ -60,7 +61,8 @@ def reshard(state: Any, like: T) -> T:
             `TrainState`: one that was made with the other transformation. Of an `nnx.Optimizer`: its `opt_state`; the result holds arrays.
 
     Returns:
-        The values of `state` in the form of `like`; converted arrays are NumPy's. Error memory is as it was.
+        The values of `state` in the form of `like`. Converted arrays are NumPy's; those that lay in a device's memory on the host ("pinned_host")
+            lie in it again. Error memory is as it was.
 
     Raises:
         ValueError: the trees do not fit each other.
@@ -75,7 +77,13 @@ def reshard(state: Any, like: T) -> T:
             f"the state does not have the structure of `like`: {different[0]} is only in one of them. Both must come from transformations "
             "that differ in `zero1` alone; restore a checkpoint into a state of its own form first."
         )
-    converted = [_like(path_of(path), found, target) for path, target in wanted[0]]
+    kinds = {p: host_memory(_array(x)) for path, x in opened[0] for p in _paths(path_of(path), x) if p}
+
+    def convert(path: str, target: Any) -> Any:
+        x = _like(path, found, target)
+        return in_memory(_kind_of(kinds, _paths(path, target)), x) if isinstance(x, np.ndarray) else x
+
+    converted = [convert(path_of(path), target) for path, target in wanted[0]]
     places = jax.tree.leaves(like, is_leaf=_is_zero)
     structure: Any = jax.tree.structure(like, is_leaf=_is_zero)
     inner: Any = wanted[1]
@@ -154,10 +162,40 @@ def _like(path: str, found: Mapping[str, Any], target: Any) -> Any:
     return rows
 
 
-def _paths(path: str, stack: _Stack) -> list[str]:
-    """In the whole tree, from the path at which the stack lies there."""
-    before = path.removesuffix(next(filter(None, stack.paths)))
-    return [each and before + each for each in stack.paths]
+def _paths(path: str, x: Any) -> list[str]:
+    """In the whole tree, of what is opened, from the path at which it lies there."""
+    if not isinstance(x, _Stack):
+        return [path]
+    before = path.removesuffix(next(filter(None, x.paths)))
+    return [each and before + each for each in x.paths]
+
+
+def _array(x: Any) -> Any:
+    return x.array if isinstance(x, _Rows | _Stack) else x
+
+
+def _kind_of(kinds: Mapping[str, str | None], paths: Iterable[str]) -> str | None:
+    """The memory of the host in which all of these lie."""
+    found = {kinds.get(path) for path in paths if path}
+    return found.pop() if len(found) == 1 else None
+
+
+def in_memory_of_parameters(made: ZeroState, plain: Any, params: Mapping[str, Any]) -> ZeroState:
+    """A new state, each array in the memory of the host where its parameters lie there.
+
+    Args:
+        made: in global form.
+        plain: the inner state of whole parameters, of shapes.
+        params: by name.
+    """
+    of = {name: host_memory(x) for name, x in params.items()}
+    if not any(of.values()):
+        return made
+    found = places(plain, {name: jnp.shape(x) for name, x in params.items()})
+    kinds = {path: of[place.name] for (path, _), place in zip(by_path(plain), found, strict=True) if place}
+    common = jax.tree_util.tree_map_with_path(lambda path, x: in_memory(kinds.get(path_of(path)), x), made.common)
+    pieces = {key: in_memory(_kind_of(kinds, paths_in(key) or (key,)), x) for key, x in made.pieces.per_replica.items()}
+    return ZeroState(common, PerReplica(pieces))
 
 
 def _row_of(stack: _Stack) -> Any:

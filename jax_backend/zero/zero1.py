@@ -49,12 +49,12 @@ from gradwire.jax_backend.engine.self_check import check_here
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.ops.packing import columns
 from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of
-from gradwire.jax_backend.state.types import PerReplica, by_path, path_of, require_own_row, spec
+from gradwire.jax_backend.state.types import PerReplica, by_path, on_devices, path_of, require_own_row, spec
 from gradwire.jax_backend.zero.elementwise import divided_leaves, require_elementwise, rows_of
 from gradwire.jax_backend.zero.independent import require_independent
 from gradwire.jax_backend.zero.owners import Owners
 from gradwire.jax_backend.zero.stacked_names import has_owners, keys_of_slots, path_at, require_plain
-from gradwire.jax_backend.zero.state import ZeroState, joined_state, keys_of, split_state
+from gradwire.jax_backend.zero.state import ZeroState, in_memory_of_parameters, joined_state, keys_of, split_state
 
 OPS = JaxOps()
 
@@ -252,7 +252,8 @@ class _Sharded:
             return _with(state, {key: x[:count] for key, x in owners.init(every).items()} if owners else {})
         await_processes("init of zero1", named.leaves)
         mesh = explicit_mesh(named.leaves)
-        arrays = jax.tree.map(automatic, _arrays(named)) if mesh is None else _arrays(named)
+        arrays = {name: on_devices(x) for name, x in _arrays(named).items()}
+        arrays = jax.tree.map(automatic, arrays) if mesh is None else arrays
         if inside:
             place = lax.axis_index(self.axis_name)
             own = _without_owners(shards, shards.own(OPS, arrays, place))
@@ -278,16 +279,17 @@ class _Sharded:
             return _with(split_state(state, keys, lambda x: x), owners.init(arrays) if owners else {})
 
         made: ZeroState
+        plain = jax.eval_shape(self.inner.init, tree({name: struct(s.shape, s.dtype) for name, s in specs.items()}))
         if mesh is None:
-            made = jax.jit(of_all_replicas)(arrays)
-            return with_axes_like(made, named.leaves)
+            made = with_axes_like(jax.jit(of_all_replicas)(arrays), named.leaves)
+            return in_memory_of_parameters(made, plain, named.leaves)
         whole = {name: struct(x.shape, x.dtype) for name, x in arrays.items()}
         lying = jax.tree.map(lambda _: NamedSharding(mesh, spec()), jax.eval_shape(of_all_replicas, whole))
         along = tuple(a for a in axes_of(self.axis_name) if a in mesh.explicit_axes)
         if shards.world_size % math.prod(mesh.shape[a] for a in along) == 0:
             lying = lying._replace(pieces=jax.tree.map(lambda _: NamedSharding(mesh, spec(along)), lying.pieces))
         made = jax.sharding.auto_axes(of_all_replicas, axes=mesh.explicit_axes, out_sharding=lying)(arrays)
-        return made
+        return in_memory_of_parameters(made, plain, named.leaves)
 
     def _keys(
         self, shards: _Shards | StackShards, pieces: Any, tree: Callable[[Mapping[str, Any]], Any]

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
@@ -75,6 +76,46 @@ def test_what_lies_in_the_memory_of_the_host_stays_there():
     for state in (placed, gw.distribute(whole, mesh, AXIS)):
         assert gw.stats(state).local_error_norm == 0
         assert kinds(gw.replicate(state, jax.devices()[:4], axis_name=AXIS), "") == {("", "device")}
+
+
+@pytest.mark.parametrize(
+    ("shard", "axis_type"), [("element", jax.sharding.AxisType.Explicit), ("parameter", jax.sharding.AxisType.Auto)]
+)
+def test_what_a_divided_optimizer_keeps_stays_in_the_memory_of_the_host(shard, axis_type):
+    """Stacks, what has owners, what all replicas keep; moments, and what is made of the parameters."""
+    mesh = jax.make_mesh((4,), (AXIS,), axis_types=(axis_type,), devices=jax.devices()[:4])
+    shapes = {**{f"w{i}": (8, 4) for i in range(5)}, "up": (4, 6), "down": (6, 4), "bias": (8,)}
+    lies = NamedSharding(mesh, jax.P(), memory_kind="pinned_host")
+    numbers = {name: np.arange(np.prod(s), dtype=np.float32).reshape(s) for name, s in shapes.items()}
+    params = jax.device_put(numbers, lies)
+    inner = optax.contrib.schedule_free(optax.trace(0.9), 0.1)
+
+    def zero(replicas):
+        return gw.zero1(inner, axis_name=AXIS, replicas=replicas, shard=shard)
+
+    begun = zero(4).init(params)
+    like = {2: jax.eval_shape(zero(2).init, params), 4: jax.eval_shape(zero(4).init, params), 1: inner.init(params)}
+    placed = gw.distribute(begun, mesh, AXIS)
+    whole, fewer = gw.reshard(placed, like[1]), gw.reshard(placed, like[2])
+    found = {
+        "init": begun,
+        "placed": placed,
+        "shapes": gw.abstract_state(placed, 4, mesh, AXIS).pieces,
+        "like parameters": gw.abstract_state(like[4], 4, mesh, AXIS, params=params).pieces,
+        "whole": whole,
+        "fewer": fewer,
+        "more": gw.reshard(fewer, like[4]),
+        "again": gw.distribute(gw.reshard(whole, like[4]), mesh, AXIS),
+    }
+    for name, tree in found.items():
+        assert kinds(tree, name) == {(name, "pinned_host")}
+    for name, x in whole.z.items():
+        assert np.array_equal(x, params[name])
+    # One that lies on the devices stays there, and draws none along but its stack.
+    mixed = params | {"w0": jax.device_put(params["w0"], lies.with_memory_kind("device"))}
+    z = gw.reshard(zero(4).init(mixed), inner.init(mixed)).z
+    assert isinstance(z["w0"], np.ndarray)
+    assert kinds(z["bias"], "mixed") == {("mixed", "pinned_host")}
 
 
 class Block(linen.Module):
