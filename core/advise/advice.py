@@ -156,7 +156,7 @@ class Advice:
         table = []
         for name, *cells in rows:
             if len(name) > SHORT_NAME:
-                table.append(name)
+                table += textwrap.wrap(name, WIDTH, subsequent_indent=" " * 4, break_on_hyphens=False)
             numbers = " ".join(map(str.rjust, cells, widths))
             table.append(f"{name if len(name) <= SHORT_NAME else '':<{SHORT_NAME}} {numbers} {cells[-1]}".rstrip())
         return "\n".join([textwrap.fill(above, WIDTH), *table, "", *self._said()])
