@@ -1,0 +1,293 @@
+"""Which method averages the next step of a training, by the times of the steps before: pure decisions, without a clock, a message or a framework.
+
+    chooser = Chooser(candidates=3)
+    method = chooser.advance()           # of the next step, 0 is plain averages
+    ...                                  # the step: if chooser.timed, its time counts
+    if chooser.shared:                   # the median of what has been timed since the last time is to be told to all replicas
+        chooser.observe(seconds)         # that of the slowest one, when it is known: any number of steps later, in order
+
+Whoever gives equal times receives equal methods, so replicas that observe the same choose the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Generator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from gradwire.core.advise.paired_test import PairedTest
+
+#: Of two methods the one whose steps take so many times as long is put aside after two of them.
+FAR = 1.5
+#: Timed steps of the first look at a method, and of either one in each round of a trial. The first
+#: after a change of the method is not timed, nor are so many at the very beginning.
+SCREENED, PAIRS, SETTLING = 2, 4, 2
+#: Rounds of a trial at most, of a method that looks faster; of any other it is one.
+MOST_ROUNDS = 6
+#: What trials may cost in all: so many steps of the chosen method, and this share of all time.
+STEPS_FOR_TRIALS, SHARE_FOR_TRIALS = 10, 0.006
+#: Steps between trials at first, which double; and the seconds between them at most.
+FIRST_GAP, LONGEST_GAP = 32, 3600.0
+#: Steps of the chosen method for which one time is told, and so many times are remembered.
+WINDOW, WINDOWS = 4, 12
+#: The network has become another one if the chosen method takes so many times as long, or as little,
+#: in windows that follow each other.
+OTHER = 1.15
+#: Windows in a row at first, and so many times as many after each time in the same direction.
+PATIENCE, MORE_PATIENCE = 2, 4
+
+
+class Change(NamedTuple):
+    """From this step on another method is chosen. `seconds` and `before`: of a step of it, and of the one before."""
+
+    step: int
+    method: int
+    seconds: float
+    before: float
+
+
+class _Round(NamedTuple):
+    """The methods of some steps, which of the steps are timed, and after which ones the median of the times is shared."""
+
+    methods: Sequence[int]
+    timed: Sequence[bool]
+    shared: Sequence[bool]
+
+
+#: What was observed of a round: seconds, or None where there was a pause.
+Seconds = list[float | None]
+
+
+class Chooser:
+    """Finds the fastest of some methods while a training goes on.
+
+    First plain averages are timed. Each other method then has a *trial* against the chosen one: two
+    timed steps, after which the slower one is put aside if it takes 1.5 times as long; four more of
+    either, and it is chosen if a sequential test finds it faster (`paired_test`: an error rate of
+    5 % for each trial). Two steps are no test: where they err, a later trial finds out. The fastest
+    of the rest and plain averages have trials in turn, after 32 steps, 64, 128, …, up to an hour.
+    Where nobody can tell, evidence is kept for the next one. If steps of the chosen method begin to
+    take another time by themselves, everything may have changed, and all have trials again.
+
+    Trials cost what their slower steps take longer. One is put off while all of them would cost
+    more than ten steps of the chosen method and 0.6 % of the training so far.
+
+    Args:
+        candidates: so many methods, in the order of their trials. The first are plain averages.
+        chosen, step: where a training goes on: its method, and the number of the next step.
+
+    Attributes:
+        chosen: the method that is chosen, whatever trials go on.
+        changes: of that.
+        timed, shared: of the step that `advance` was called for last: whether its time counts;
+            whether times are to be told after it, and observed.
+    """
+
+    def __init__(self, candidates: int, chosen: int = 0, step: int = 0) -> None:
+        self.chosen = chosen
+        self.changes: list[Change] = []
+        self.timed = self.shared = False
+        self._step = step
+        self._seconds: dict[int, float] = {}  # of a step of each, by its last trial
+        self._untried = [method for method in range(candidates) if method != chosen]
+        self._aside: set[int] = set()
+        self._tests: dict[int, PairedTest] = {}  # against the chosen one
+        self._windows: deque[float] = deque(maxlen=WINDOWS)
+        self._departed, self._patience = 0, {1: PATIENCE, -1: PATIENCE}
+        self._since, self._gap, self._turn = 0, FIRST_GAP, 0
+        self._elapsed = self._spent = 0.0
+        self._program = self._decisions()
+        self._upcoming: deque[tuple[int, bool, bool]] = deque()
+        self._awaited = 0
+        self._observed: Seconds = []
+        self._begin(next(self._program))
+
+    def advance(self) -> int:
+        """The method of the next step."""
+        self._step += 1
+        self._since += 1
+        idle = self.chosen, False, False  # what decides what follows is on its way
+        method, self.timed, self.shared = self._upcoming.popleft() if self._upcoming else idle
+        return method
+
+    def observe(self, seconds: float | None) -> None:
+        """Take what was told after the first shared step that was not observed yet.
+
+        Args:
+            seconds: of a step on the slowest replica; None: it does not count.
+        """
+        self._observed.append(seconds)
+        self._awaited -= 1
+        if self._awaited == 0 and not self._upcoming:
+            observed, self._observed = self._observed, []
+            self._begin(self._program.send(observed))
+
+    def _begin(self, following: _Round) -> None:
+        self._upcoming.extend(zip(*following, strict=True))
+        self._awaited = sum(following.shared)
+
+    # --- what is decided
+
+    def _decisions(self) -> Generator[_Round, Seconds, None]:
+        first = yield _steps(self.chosen, SETTLING, SCREENED)
+        self._note(self.chosen, first)
+        while True:
+            rival = self._rival()
+            if rival is not None and self._affordable(rival):
+                yield from self._trial(rival)
+            else:
+                yield from self._watch()
+
+    def _rival(self) -> int | None:
+        """The next to have a trial; None: not yet."""
+        if self._untried:
+            return self._untried[0]
+        if self._since < self._gap:
+            return None
+        known = {method: s for method, s in self._seconds.items() if method != self.chosen}
+        rest = {method: s for method, s in known.items() if method not in self._aside}
+        rivals = [min(each, key=lambda method: (each[method], method)) for each in (rest, known) if each][:1]
+        if self.chosen != 0 and 0 in known and 0 not in rivals:
+            rivals.append(0)
+        return rivals[self._turn % len(rivals)] if rivals else None
+
+    def _affordable(self, rival: int) -> bool:
+        own = self._seconds.get(self.chosen)
+        if own is None:  # nothing was timed yet
+            return True
+        longer = max(0.0, self._seconds[rival] - own) if rival in self._seconds else (FAR - 1) * own
+        steps = SCREENED + 1 if longer >= (FAR - 1) * own else SCREENED + PAIRS + 2
+        return self._spent + steps * longer <= STEPS_FOR_TRIALS * own + SHARE_FOR_TRIALS * self._elapsed
+
+    def _trial(self, rival: int) -> Generator[_Round, Seconds, None]:
+        own = self.chosen
+        if rival in self._untried:
+            self._untried.remove(rival)
+        theirs = yield _steps(rival, 1, SCREENED)
+        self._account(rival, theirs, own, [])
+        winner = self._far_ahead(rival, theirs)
+        if winner is None:
+            ours = yield _steps(own, 1, SCREENED)
+            rounds = 0
+            while (winner := self._compared(rival, theirs, own, ours)) is None and rounds < self._rounds(rival):
+                seconds = yield _both(rival, own, PAIRS)
+                theirs, ours, rounds = seconds[:PAIRS], seconds[PAIRS:], rounds + 1
+        self._end_trial(rival, winner)
+
+    def _far_ahead(self, rival: int, seconds: Seconds) -> int | None:
+        """Whoever takes so much less time that two steps suffice; the other is put aside."""
+        own, usual = self.chosen, self._usual
+        known = [s for s in seconds if s is not None]
+        if usual is None or len(known) < SCREENED:
+            return None
+        if all(s >= FAR * usual for s in known):
+            self._aside.add(rival)
+            return own
+        if all(FAR * s <= usual for s in known):
+            self._aside.add(own)
+            return rival
+        return None
+
+    @property
+    def _usual(self) -> float | None:
+        """Seconds of a step of the chosen method, which a burst does not change."""
+        return median(self._windows) if len(self._windows) >= 2 else self._seconds.get(self.chosen)
+
+    def _compared(self, rival: int, theirs: Seconds, own: int, ours: Seconds) -> int | None:
+        """What the test says with these steps too."""
+        self._account(rival, theirs, own, ours)
+        test = self._tests.setdefault(rival, PairedTest())
+        for pair in zip(theirs, ours, strict=True):
+            if None not in pair:
+                test.add(*pair)
+        return None if test.faster == 0 else rival if test.faster > 0 else own
+
+    def _rounds(self, rival: int) -> int:
+        """How many a trial may have: more where they cost nothing, since the rival looks faster."""
+        found = self._seconds
+        looks_faster = rival in found and self.chosen in found and found[rival] < found[self.chosen]
+        return MOST_ROUNDS if looks_faster else 1
+
+    def _end_trial(self, rival: int, winner: int | None) -> None:
+        self._since, self._turn = 0, self._turn + 1
+        self._gap = min(2 * self._gap, max(FIRST_GAP, int(LONGEST_GAP / self._seconds.get(self.chosen, 1.0))))
+        if winner is not None:
+            self._tests.pop(rival, None)  # what has been decided is no evidence for the next time
+        if winner == rival:
+            self._choose(rival)
+
+    def _choose(self, method: int) -> None:
+        before = self._seconds[self.chosen] = self._usual or self._seconds[self.chosen]
+        self.changes.append(Change(self._step, method, self._seconds[method], before))
+        self.chosen, self._gap = method, FIRST_GAP * len(self.changes)
+        self._patience[1] = PATIENCE  # a method that is new may be the wrong one
+        self._aside.discard(method)
+        self._tests.clear()
+        self._windows.clear()
+        self._departed = 0
+
+    def _watch(self) -> Generator[_Round, Seconds, None]:
+        """Some steps of the chosen method, of which one time is told."""
+        (seconds,) = yield _Round([self.chosen] * WINDOW, [True] * WINDOW, [False] * (WINDOW - 1) + [True])
+        if seconds is None:
+            return
+        self._elapsed += WINDOW * seconds
+        usual = self._usual
+        way = 0 if usual is None else _departs(seconds, usual)
+        self._departed = self._departed + way if way * self._departed >= 0 else way
+        if way == 0 or usual is None:
+            self._departed = 0
+            self._windows.append(seconds)
+            self._seconds[self.chosen] = median(self._windows)
+        elif abs(self._departed) >= self._patience[way]:
+            self._departed = 0
+            fresh = [s for s in (yield _steps(self.chosen, 0, SCREENED)) if s is not None]
+            if fresh and _departs(median(fresh), usual) == way:  # else it was a burst
+                self._patience[way] *= MORE_PATIENCE
+                self._begin_anew(median(fresh))
+
+    def _begin_anew(self, seconds: float) -> None:
+        """All methods have trials again, the fastest so far first: what is known of them is of another network."""
+        known = {method: s for method, s in self._seconds.items() if method != self.chosen}
+        rest = [method for method in self._untried if method not in known]
+        self._untried = [*sorted(known, key=lambda method: (known[method], method)), *rest]
+        self._seconds = {self.chosen: seconds}
+        self._gap = FIRST_GAP
+        self._windows.clear()
+        self._tests.clear()
+        self._aside.clear()
+
+    # --- times
+
+    def _note(self, method: int, seconds: Seconds) -> None:
+        known = [s for s in seconds if s is not None]
+        if known:
+            self._seconds[method] = median(known)
+            self._elapsed += sum(known)
+
+    def _account(self, rival: int, theirs: Seconds, own: int, ours: Seconds) -> None:
+        """Note times, and what they have cost; a step that is not timed comes before them."""
+        self._note(rival, theirs)
+        self._note(own, ours)
+        if rival in self._seconds and own in self._seconds:
+            longer = self._seconds[rival] - self._seconds[own]
+            self._spent += max(longer * (len(theirs) + 1), -longer * (len(ours) + 1) if ours else 0.0)
+
+
+def _departs(seconds: float, usual: float) -> int:
+    """1: it takes longer than usual; -1: less; 0: about as long."""
+    difference = math.log(seconds / usual)
+    return 0 if abs(difference) <= math.log(OTHER) else 1 if difference > 0 else -1
+
+
+def _steps(method: int, settling: int, timed: int) -> _Round:
+    counts = [False] * settling + [True] * timed
+    return _Round([method] * len(counts), counts, counts)
+
+
+def _both(rival: int, own: int, timed: int) -> _Round:
+    """Steps of either method, of which the first is not timed."""
+    first, second = _steps(rival, 1, timed), _steps(own, 1, timed)
+    return _Round(*([*a, *b] for a, b in zip(first, second, strict=True)))

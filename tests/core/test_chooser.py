@@ -1,0 +1,140 @@
+"""Which method a chooser finds while it runs, and what that costs, by a clock that is simulated."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwire.core.advise.chooser import Chooser
+from gradwire.core.advise.paired_test import ERROR, PairedTest
+from gradwire.core.simulate.step_clock import clocked
+
+#: Seconds of a step of plain averages, and of others in the order of advice: on links of about
+#: 100 Mbit/s and 1 Gbit/s, and where nothing waits for messages.
+SLOW, MIDDLE, FAST = (1.1, 0.3, 0.42, 0.6), (0.5, 0.34, 0.36, 0.42), (0.3, 0.38, 0.36, 0.54)
+STEPS = 10_000
+
+
+def constant(seconds: tuple[float, ...]) -> np.ndarray:
+    return np.tile(seconds, (STEPS, 1))
+
+
+def changes() -> np.ndarray:
+    """A link that is slow by day and fast by night."""
+    trace = constant(SLOW)
+    for begin in range(400, STEPS, 1000):
+        trace[begin : begin + 400] = FAST
+    return trace
+
+
+def becomes(before: tuple[float, ...], after: tuple[float, ...], when: int) -> np.ndarray:
+    trace = constant(before)
+    trace[when:] = after
+    return trace
+
+
+def bursts() -> np.ndarray:
+    """A neighbour takes the link for some steps now and then."""
+    trace = constant(FAST)
+    for begin in np.random.default_rng(1).integers(0, STEPS, STEPS // 250):
+        trace[begin : begin + 5] = SLOW
+    return trace
+
+
+def slow_rank() -> np.ndarray:
+    """One rank of four computes longer, in some steps; all wait for it."""
+    late = np.random.default_rng(2).random((STEPS, 4)) * [0, 0, 0, 0.2]
+    return (constant(MIDDLE)[:, None, :] + late[:, :, None]).max(axis=1)
+
+
+TRACES = {
+    "100 Mbit/s": constant(SLOW),
+    "1 Gbit/s": constant(MIDDLE),
+    "unlimited": constant(FAST),
+    "equal": constant((0.3, 0.3, 0.3)),
+    "fast for 400 of 1,000 steps": changes(),
+    "becomes slow": becomes(FAST, SLOW, 200),
+    "becomes fast": becomes(SLOW, FAST, 900),
+    "bursts": bursts(),
+    "one slow rank": slow_rank(),
+    "2 x 2": constant((0.9, 0.52, 0.3, 0.34, 0.7)),
+    "alone": constant((0.3,)),
+}
+
+
+@pytest.mark.parametrize(("name", "late"), [*((name, 1) for name in TRACES), ("100 Mbit/s", 2), ("becomes slow", 2)])
+def test_choosing_costs_little(name: str, late: int) -> None:
+    noise = np.random.default_rng(len(name)).normal(0, 0.03, TRACES[name].shape)
+    trace = (TRACES[name] * np.exp(noise)).tolist()
+    methods = len(trace[0])
+    for steps in (1000, STEPS):
+        best = min(sum(row[m] for row in trace[:steps]) for m in range(methods))
+        plain = sum(row[0] for row in trace[:steps]) / steps
+        chooser = Chooser(methods)
+        total, _ = clocked(chooser, lambda step, method, now: trace[step][method], steps, late)
+        assert total <= 1.02 * best + 20 * plain, steps
+        if name == "unlimited":
+            assert chooser.chosen == 0, chooser.changes
+    assert total <= 1.02 * best
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    ratios=st.lists(st.floats(0.2, 3.0), min_size=1, max_size=3),
+    noise=st.sampled_from([0.0, 0.02, 0.1]),
+    seed=st.integers(0, 2**20),
+)
+def test_any_constant_link(ratios: list[float], noise: float, seed: int) -> None:
+    """What is best by far is found, whatever the order, and all of it costs a few steps."""
+    seconds = np.array([1.0, *ratios])
+    factors = np.exp(np.random.default_rng(seed).normal(0, noise, (1000, len(seconds)))).tolist()
+    chooser = Chooser(len(seconds))
+    total, methods = clocked(chooser, lambda step, method, now: seconds[method] * factors[step][method], 1000)
+    ordered = np.sort(seconds)
+    if noise < 0.1 and ordered[0] * 1.3 < ordered[1]:
+        assert chooser.chosen == int(np.argmin(seconds))
+        assert total <= 1.02 * 1000 * ordered[0] + 45  # in the worst order: the prior is there to spare this
+    assert methods[:5] == [0] * 5
+
+
+def test_equal_times_give_equal_choices_and_a_pause_does_not_count() -> None:
+    """As replicas that observe the same do; a step in which somebody paused is left out, and nothing rests on it."""
+    rng = np.random.default_rng(0)
+    one, other = Chooser(3), Chooser(3)
+    for step in range(400):
+        method = one.advance()
+        assert method == other.advance()
+        assert (one.timed, one.shared) == (other.timed, other.shared)
+        if one.shared:
+            seconds = None if step % 7 == 0 else (1.0, 0.5, 0.8)[method] * float(np.exp(rng.normal(0, 0.03)))
+            one.observe(seconds)
+            other.observe(seconds)
+    assert one.chosen == 1
+    assert one.changes == other.changes
+    assert all(change.seconds < change.before for change in one.changes)
+
+
+def test_a_slow_method_has_two_timed_steps() -> None:
+    chooser = Chooser(2)
+    _, methods = clocked(chooser, lambda step, method, now: (1.0, 1.6)[method], 40)
+    assert methods.count(1) == 3
+    assert chooser.chosen == 0
+
+
+def test_a_test_errs_as_seldom_as_it_says() -> None:
+    """Of equal methods, with any symmetric noise, in each direction; and six clear pairs decide."""
+    rng = np.random.default_rng(0)
+    runs = 150
+    for noise in (lambda: rng.standard_t(2), lambda: rng.choice([-1, 1]) * 0.3, lambda: rng.normal() * 0.01):
+        found = []
+        for _ in range(runs):
+            test = PairedTest()
+            for _ in range(30):
+                test.add(1.0, float(np.exp(0.1 * noise())))
+            found.append(test.faster)
+        for way in (1, -1):
+            assert found.count(way) <= runs * ERROR + 4 * (runs * ERROR) ** 0.5
+    test = PairedTest()
+    for _ in range(6):
+        test.add(1.2, 1.0)
+    assert test.faster == -1
