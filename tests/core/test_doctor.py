@@ -167,10 +167,11 @@ def test_wrong_arguments_are_refused(arguments, said, tmp_path, capsys, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [False, True])
 def test_the_command(fault, tmp_path, capsys, monkeypatch):
-    """In torch and in JAX, all processes that it starts; a fault planted in all of them."""
+    """In torch and in JAX, all processes that it starts; a fault planted in all of torch's, where there is nothing else."""
     monkeypatch.chdir(tmp_path)
     if fault:
         (tmp_path / "sitecustomize.py").write_text(PLANTED)
+        monkeypatch.setattr("gradwire.doctoring.FRAMEWORKS", ("torch",))
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *sys.path]))
     monkeypatch.setattr("gradwire.doctoring.SECONDS", {True: 200.0, False: 200.0})
     with pytest.raises(SystemExit) as ended:
@@ -178,13 +179,8 @@ def test_the_command(fault, tmp_path, capsys, monkeypatch):
     said, report = capsys.readouterr().out, json.loads((tmp_path / "doctor.json").read_text())
     assert ended.value.code == int(fault), said
     parts = {row["part"] for row in report["rows"]}
-    assert parts >= {
-        "torch, 2 ranks, gloo, cpu",
-        "torch, kernels, cpu",
-        "jax, 4 × pmap",
-        "jax, kernels",
-        "jax, 2 processes",
-    }
+    of_torch = {"torch, 2 ranks, gloo, cpu", "torch, kernels, cpu"}
+    assert parts >= of_torch | (set() if fault else {"jax, 4 × pmap", "jax, kernels", "jax, 2 processes"})
     wrong = {row["check"] for row in report["rows"] if row["verdict"] == FAULT}
     planted = {
         "bits there and back [256, 512]",
