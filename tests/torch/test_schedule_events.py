@@ -22,6 +22,8 @@ from tests.parity.outer_steps import by_hand, drift, schedules
 from tests.torch.models import Layers
 
 PERIODS = range(1, 13)
+#: By drivers, which take longer; a longer period has many more schedules, of the same kinds.
+DRIVEN = [pytest.param(p, marks=() if p in (3, 5, 7) else pytest.mark.slow) for p in range(1, 10)]
 
 
 def model_of(fragments: int) -> nn.Module:
@@ -75,7 +77,7 @@ def test_elastic_takes_each_outer_step_once(alone: Any, period: int) -> None:
         np.testing.assert_allclose(parameters, expected, rtol=1e-9, err_msg=repr(local))
 
 
-@pytest.mark.parametrize("period", [pytest.param(p, marks=() if p in (3, 5, 7) else pytest.mark.slow) for p in PERIODS])
+@pytest.mark.parametrize("period", DRIVEN)
 def test_local_sgd_takes_each_outer_step_once(alone: Any, period: int) -> None:
     for local in schedules(period):
         model = model_of(local.fragments)
@@ -88,7 +90,7 @@ def test_local_sgd_takes_each_outer_step_once(alone: Any, period: int) -> None:
         np.testing.assert_allclose(parameters, expected, rtol=1e-9, err_msg=repr(local))
 
 
-@pytest.mark.parametrize("period", [pytest.param(p, marks=() if p in (3, 5, 7) else pytest.mark.slow) for p in PERIODS])
+@pytest.mark.parametrize("period", DRIVEN)
 def test_the_simulator_takes_each_outer_step_once(period: int) -> None:
     for local in schedules(period):
         names, steps = [f"layer{f:02}" for f in range(local.fragments)], 2 * period + local.overlap + 1
