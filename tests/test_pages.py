@@ -1,6 +1,7 @@
 """Pages run as they are printed, and print what stands under their blocks; what they, and the Makefile, name is there; the site that is built of them holds
 together."""
 
+import html
 import importlib
 import itertools
 import json
@@ -187,12 +188,16 @@ def test_the_site_fetches_nothing_from_elsewhere(site: Path) -> None:
 
 @pytest.mark.slow
 def test_the_reference_is_written_out_and_found_and_nothing_is_shown_that_only_tests_read(site: Path) -> None:
-    for module, its in MODULES.items():
-        places = re.findall(r'\bid="([^"]*)"', (site / "reference" / f"{its}.html").read_text())
-        names = {f"{module}.{name}" for name in importlib.import_module(module).__all__}
-        assert not names - set(places), "have no place in the reference"
-    text = re.sub(r"<[^>]*>", "", (site / "reference" / "gradwire.html").read_text())
-    assert re.search(r"^PowerSGD\(\s+rank: [^*]+\s\*,", text, re.MULTILINE)  # in the order in which Python takes them
+    pages = {path.stem: path.read_text() for path in (site / "reference").glob("*.html")}
+    places = {place for page in pages.values() for place in re.findall(r'\bid="([^"]*)"', page)}
+    names = {f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__}
+    assert not names - places, "have no place in the reference"
+    assert "gradwire.PowerSGD.alike" not in places, "is for who writes methods"
+    shown = {its: html.unescape(re.sub(r"<[^>]*>", "", page)) for its, page in pages.items()}
+    assert not [its for its, text in shown.items() if re.search(r"Annotated\[|<object object|OWN_CHECK", text)]
+    assert re.search(
+        r"^PowerSGD\(\s+rank: [^*]+\s\*,", shown["gradwire"], re.MULTILINE
+    )  # in the order in which Python takes them
     entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     found = {entry["location"] for entry in entries}
     assert "reference/gradwire.html#gradwire.PowerSGD" in found

@@ -84,7 +84,7 @@ def _bytes(methods: Methods, settings: dict[str, Any], path: Path) -> Path:
 def _time(methods: Methods, path: Path) -> Path:
     links = list(dense(methods)["wire_seconds"])
     steps, methods = longest(timed(methods))
-    figure, panels = plt.subplots(1, len(links), figsize=(15, 5.6), dpi=130, layout="constrained", sharey=True)
+    figure, panels = plt.subplots(len(links), 1, figsize=(9, 15), dpi=130, layout="constrained")
     for axes, link in zip(panels, links, strict=True):
         chosen = [best(methods, link, steps, within) for within in (AS_GOOD, NEARLY)]
         for m in methods:
@@ -107,14 +107,14 @@ def _time(methods: Methods, path: Path) -> Path:
         axes.margins(x=0.15)
         axes.set_xlabel(f"time of {steps} steps:  |  computing,  ●  and the wire")
         axes.set_title(f"{link}: {_advice(methods, link, chosen)}", loc="left", fontsize=11, weight="bold")
-    panels[0].set_ylabel("final loss, above that of dense averages")
+    panels[1].set_ylabel("final loss, above that of dense averages")
     figure.canvas.draw()
     figure.set_layout_engine("none")
     for axes, link in zip(panels, links, strict=True):
         points = []
         for m in methods:
             weight = "bold" if m in [best(methods, link, steps, within) for within in (AS_GOOD, NEARLY)] else "normal"
-            look = {"color": COLOURS[m["kind"]], "fontsize": 8.5, "weight": weight}
+            look = {"color": COLOURS[m["kind"]], "fontsize": 9, "weight": weight}
             points.append((steps * seconds(m, link), 100 * excess(m, methods, steps), m["name"], look))
         lines = [(steps * computing(m), steps * seconds(m, link), 100 * excess(m, methods, steps)) for m in methods]
         label(axes, points, lines)

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 #: Beside a type: what takes the option says by itself what it takes, and how to come by that.
-OWN_CHECK = object()
+OWN_CHECK = "it is looked at where it is used"
 
 
 @dataclass(frozen=True)
