@@ -44,8 +44,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+#: Pages that are looked up come last in a search.
+LAST = ("evidence.md", "project/changelog.md")
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links to files of the repository into links to their pages, and leave out what only the tests read."""
+    if page.file.src_uri in LAST:
+        page.meta["search"] = {"boost": 0.2}
     own = repository_path(page.file.src_uri)
     if own is None:
         return markdown

@@ -201,6 +201,9 @@ def test_the_reference_is_written_out_and_found_and_nothing_is_shown_that_only_t
     entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     found = {entry["location"] for entry in entries}
     assert "reference/gradwire.html#gradwire.PowerSGD" in found
+    titles = [re.sub(r"<[^>]*>", "", entry["title"]).lower() for entry in entries]
+    for searched in ("PowerSGD rank", "int8", "FSDP", "slow network", "hang"):
+        assert any(all(word in title for word in searched.lower().split()) for title in titles), searched
     assert not any(place.startswith("source/") for place in found)
     assert not re.search(r"tests\.jax\.reader|continues", (site / "local-sgd-jax.html").read_text())
     assert '<span class="filename">train.py</span>' in (site / "tutorials" / "torch.html").read_text()
