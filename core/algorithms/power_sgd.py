@@ -336,7 +336,7 @@ class PowerSGD(Compressor):
             return ops.cast(drawn[0] if len(names) == 1 else ops.stack(drawn).reshape(shape), dtype)
 
         fresh = ops.constant((self.seed, names, kind, shape, dtype), draw)
-        return orthonormalize(ops, factor, fresh=fresh, epsilon=self.orthogonalization_epsilon)
+        return orthonormalize(ops, factor, fresh=fresh, epsilon=self.orthogonalization_epsilon, lasting=True)
 
     def _drawn(self, ops: Ops[A], name: str, view: View, matrix: A, context: StepContext) -> Program[A]:
         """Orthonormal rows of this step alone."""

@@ -36,7 +36,8 @@ class Storage(Generic[A]):
 
     def from_blocks(self, x: A, shape: tuple[int, ...]) -> A:
         """The array of this shape of which `to_blocks` made the rows."""
-        return x.reshape((-1,))[: math.prod(shape)].reshape(shape)
+        n = math.prod(shape)
+        return (x if math.prod(x.shape) == n else x.reshape((-1,))[:n]).reshape(shape)
 
     def to_bytes(self, ops: Primitives[A], x: A) -> A:
         """Scales as bytes to send: float32 (n, k) → uint8 (n, 4k), in an order that `from_bytes` knows."""

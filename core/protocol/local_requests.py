@@ -101,6 +101,7 @@ class Orthonormalize(Fusable[A]):
     """Orthonormal rows for each (r, n) matrix, or stack of them. A request so that equal shapes share one kernel call.
 
     `fresh` holds, for each matrix, the rows that replace its negligible ones, or is empty: then those come out as zero.
+    `lasting`: see `Fusable`.
     """
 
     per_array = ("arrays", "fresh")
@@ -111,9 +112,10 @@ class Orthonormalize(Fusable[A]):
     arrays: tuple[A, ...]
     fresh: tuple[A, ...]
     epsilon: float
+    lasting: bool = False
 
     def key(self) -> object:
-        return type(self), bool(self.fresh), self.epsilon
+        return type(self), bool(self.fresh), self.epsilon, self.lasting
 
     def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
         return self.arrays
@@ -164,9 +166,12 @@ async def multiply(ops: Ops[A], x: A, y: A) -> A:
     return await ask_one(Multiply(ops, (x,), (y,)))
 
 
-async def orthonormalize(ops: Ops[A], x: A, *, fresh: A | None = None, epsilon: float = 0.0) -> A:
+async def orthonormalize(
+    ops: Ops[A], x: A, *, fresh: A | None = None, epsilon: float = 0.0, lasting: bool = False
+) -> A:
     """Orthonormal rows spanning the rows of `x` (r, n), or of each matrix of a stack, see `gradwire.core.kernels.gram_schmidt.gram_schmidt`.
 
     Rows of `x` that are zero, or negligible beside the longest, are first replaced by those of `fresh` (r, n) if it is given.
+    `lasting`: `x` is memory, see `gradwire.core.protocol.programs.Fusable`.
     """
-    return await ask_one(Orthonormalize(ops, (x,), () if fresh is None else (fresh,), epsilon))
+    return await ask_one(Orthonormalize(ops, (x,), () if fresh is None else (fresh,), epsilon, lasting))

@@ -148,6 +148,9 @@ class Fusable(Request, Generic[A]):
     priority = 1
     #: The fields that hold something for each array.
     per_array: ClassVar[tuple[str, ...]] = ("arrays",)
+    #: What is asked is local and about arrays of the memory, which stay as they are until the step is known to be finite; and it is asked in every step, or in every
+    #: few. So a driver may answer all programs of a step when the first of them asks.
+    lasting = False
     arrays: tuple[A, ...]
 
     def __len__(self) -> int:
@@ -340,7 +343,12 @@ async def _ask_alike(whose: list[int], requests: list[Any]) -> list[tuple[int, A
     if len(requests) == 1 or not isinstance(requests[0], Fusable):
         return [(i, await ask(request)) for i, request in zip(whose, requests, strict=True)]
     answers = await ask(type(requests[0]).fuse(requests))
+    return list(zip(whose, parted(requests, answers), strict=True))
+
+
+def parted(requests: Sequence[Fusable[Any]], answers: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The answers to each of these requests, which were asked as one."""
     if len(answers) == len(requests):  # each has asked about one array, since none asks about nothing
-        return list(zip(whose, zip(answers, strict=True), strict=True))
+        return list(zip(answers, strict=True))
     ends = list(accumulate([len(request) for request in requests]))
-    return [(i, answers[begin:end]) for i, begin, end in zip(whose, [0, *ends], ends, strict=False)]
+    return [answers[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]

@@ -98,8 +98,8 @@ MUTATIONS = {
     ),
     "another_order_on_one_rank": Mutation(
         "Step.advance",
-        "for X in sent:\n    X.receive()",
-        "for X in (sent[::-1] if self.collectives.groups.whole.rank() == 1 else sent):\n    X.receive()",
+        "sent = X",
+        "sent = (X)[:: 1 - 2 * (self.collectives.groups.whole.rank() == 1)]",
         ways("PowerSGD, a message per bucket"),
     ),
     "goes_on_in_a_callback": Mutation(
@@ -209,7 +209,7 @@ MUTATIONS = {
     ),
     "divided_on_its_way": Mutation(
         "Reducing._launch",
-        *("if self._divides:\n    X", "pass"),
+        *("if divides:\n    X", "pass"),
         ways("all_reduce"),
         also=("if Y.is_cpu:\n    last_messages.append(work)", "if self._divides:\n    Y.mul_(share(group, Y.dtype))"),
     ),
@@ -236,11 +236,10 @@ MUTATIONS = {
         ways("diloco, overlap", "diloco, overlap, fragments", "diloco, eager", "diloco, two on their way"),
     ),
     "looked_at_before_it_has_come": Mutation(
-        "Running.receive",
-        "answers = self.pending.wait(X)",
-        "for each in self.pending.watched:\n    self._step.watch(each)\nanswers = self.pending.wait(X)",
+        "Step.receive",
+        *("self.watch(X)", "pass"),
         ways("PowerSGD, a message per bucket", "DataParallel(PowerSGD)"),
-        also=("for x in self.pending.watched:\n    self._step.watch(x)", "pass"),
+        also=("arrived = X", "self.watch([x for pending in messages for x in pending.watched])\narrived = X"),
     ),
     "memories_of_a_skipped_step": Mutation(
         "TorchOps.where_each",

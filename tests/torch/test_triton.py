@@ -28,6 +28,15 @@ CODES = {"width": 128, "padded": 128, "some": 16}
 #: Kernel → arguments in the types that Triton gives them, and constants. X is the dtype of gradients. Numbers whose type is in capitals are multiples of 16.
 LAUNCHES = {
     "copy_if": (TABLE | {"like": "X"}, {"aligned": True, "block": fused.VECTOR}),
+    "add_to": ({"like": "X", "table": "*i64", "count": INT}, {"aligned": True, "block": fused.VECTOR}),
+    "multiplied_copy": (
+        {"like": "X", "table": "*i64", "count": INT, "factor": FLOAT},
+        {"aligned": True, "block": fused.VECTOR},
+    ),
+    "finite": (
+        {"like": "X", "table": "*i64", "count": INT, "found": FLAG},
+        {"aligned": True, "block": fused.VECTOR, "blocks": fused.SEEN // fused.VECTOR},
+    ),
     "product_if": (
         TABLE | {"like": "X", "like_factor": "X"},
         {"subtracts": True, "double": False, "aligned": True, "some": fused.TILE[0], "columns": fused.TILE[1]},
@@ -47,6 +56,14 @@ LAUNCHES = {
         {"bits": BYTES, "above": "*fp32", "below": "*fp32", "of_run": "*i32", "out": "*fp32", "n": "N", "whole": "N"}
         | {"rest": INT, "replicas": INT, "bits_batch": "N", "numbers": INT},
         {"run": 256, "bits_of": 512, "block": fused.VECTOR},
+    ),
+    "pack_integers": (
+        {"x": "*i32", "out": BYTES, "n": "N", "whole": "N", "left": "N"},
+        {"bits": 13, "block": fused.PACKED},
+    ),
+    "unpack_integers": (
+        {"data": BYTES, "out": "*i32", "n": "N", "whole": "N", "left": "N", "apart": "N", "across": INT},
+        {"bits": 13, "block": fused.VECTOR},
     ),
     "add_at": (
         {"index": "*i32", "rows": "*i64", "values": "*fp32", "out": "*fp32", "replicas": INT, "count": "N", "k": "N"},
@@ -95,7 +112,8 @@ def test_it_compiles_for_an_h100(name: str, dtype: str) -> None:
     assert registers <= REGISTERS
     assert spilled == 0
     # 16 bytes at a time.
-    assert name == "add_at" or "st.global.v4.b32" in ptx  # which adds here and there
+    # But what adds here and there, only looks, or stores bytes.
+    assert name in ("add_at", "finite", "pack_integers") or "st.global.v4.b32" in ptx
     # Nothing that depends on which program comes first, and no result that depends on contracted products.
     assert "atom." not in ptx
     for shortcut in ("fma.rn", "div.full", "div.approx", "rcp.", ".ftz"):
@@ -174,12 +192,17 @@ def arguments() -> dict[str, tuple[list[Any], dict[str, Any]]]:
     return {
         "copy_if": ([ok, [x]], outs),
         "subtract_product_if": ([ok, [x], *([factor] for factor in factors)], outs),
+        "add_to": ([[x], [x]], {}),
+        "multiplied_copy": ([[x], 0.5], outs),
+        "finite": ([[x, x]], {"found": torch.empty(2, dtype=torch.bool)}),
         "product_or_nan": ([ok, *([factor] for factor in factors)], outs),
         "quantize": ([x, 127.0], {"codes": codes, "scales": scales}),
         "quantize_mean": ([*of_all, 127.0], {"mean_codes": codes, "mean_scales": scales, "lost": torch.empty_like(x)}),
         "subtract_decoded_if": ([ok, [x], [codes], [scales], [x[:2]], [1]], outs),
         "decode_or_nan": ([ok, codes, scales], out),
         "sum_of_signs": ([codes[:3, :128], *[torch.empty(3, 2)] * 2, numbers, 256, 512], out),
+        "pack_integers": ([torch.zeros(64, dtype=torch.int32), 12], {"out": codes.view(-1)[:96]}),
+        "unpack_integers": ([codes[:2, :96], 12], {"out": torch.zeros(2, 64, dtype=torch.int32)}),
         "add_at": ([torch.zeros(3, 4, 8, dtype=torch.int32), numbers[:, None].long(), torch.empty(3, 4, 8)], out),
     }
 
@@ -190,7 +213,8 @@ def test_each_is_one_operation_that_reads_and_writes_what_its_schema_says(name: 
     with Kernels() as seen:
         getattr(torch.ops.gradwire, name)(*given, **written)
     assert seen.by_name == {name: 1}
-    assert seen.nbytes == sum(x.nbytes for x in tree_leaves([given, written]) if isinstance(x, torch.Tensor))
+    twice = given[0] if name == "add_to" else []  # which is read and written
+    assert seen.nbytes == sum(x.nbytes for x in tree_leaves([given, written, twice]) if isinstance(x, torch.Tensor))
     assert seen.waits == 0
 
 

@@ -224,6 +224,54 @@ def test_an_error_that_does_not_lie_side_by_side_is_written_as_well():
     assert torch.equal(y, x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_vectors_are_added_multiplied_and_looked_at_all_at_once(dtype):
+    generator = torch.Generator().manual_seed(0)
+
+    def whole(*shape):  # numbers that every dtype here has, and so has their sum
+        return torch.randint(-64, 64, shape, generator=generator).to(dtype).to(DEVICE)
+
+    shapes = [(1,), (5, 7), (2048,), (3, 1000), (48,)]
+    xs, ys = ([whole(*shape) for shape in shapes] for _ in range(2))
+    sums = [x + y for x, y in zip(xs, ys, strict=True)]
+    FUSED.add_each(xs, ys)
+    assert all(map(same_bits, xs, sums))
+    if dtype != torch.float64:
+        flat = torch.empty(sum(x.numel() for x in xs), dtype=dtype, device=DEVICE)
+        FUSED.multiplied_copies(flat.split([x.numel() for x in xs]), [x.reshape(-1) for x in xs], 0.25)
+        assert same_bits(flat, torch.cat([x.reshape(-1) for x in xs]) * 0.25)
+    large = torch.finfo(dtype).max
+    for broken, i, place in (
+        (math.nan, 0, 0),
+        (math.inf, 2, 2047),
+        (-math.inf, 3, 2500),
+        (large, 4, 3),
+        (-large, 3, 0),
+    ):
+        seen = [*xs, torch.ones(0, device=DEVICE)]
+        seen[i] = seen[i].clone()
+        seen[i].view(-1)[place] = broken
+        assert all(x.all() for x in FUSED.are_finite(seen)) == math.isfinite(broken)
+    rows = torch.full((3, 17_001), math.nan, dtype=dtype, device=DEVICE)
+    rows[:, 1:] = 0
+    assert all(x.all() for x in FUSED.are_finite([rows[:, 1:]]))
+    for place in ((0, 1), (2, 17_000)):
+        rows[place] = math.inf
+        assert not all(x.all() for x in FUSED.are_finite([rows[:, 1:], *xs]))
+        rows[place] = 1
+
+
+@pytest.mark.parametrize(("n", "bits"), [(1, 1), (5, 3), (1100, 12), (2049, 13), (640, 8), (77, 15)])
+def test_integers_are_packed_as_by_numpy(n, bits):
+    numbers = np.random.default_rng(bits).integers(0, 1 << bits, (3, n)).astype(np.int32)
+    packed = np.stack([NUMPY.pack_integers(x, bits) for x in numbers])
+    for x, data in zip(numbers, packed, strict=True):
+        np.testing.assert_array_equal(FUSED.pack_integers(on_device(x), bits).cpu().numpy(), data)
+    wide = torch.zeros(3, packed.shape[1] + 5, dtype=torch.uint8, device=DEVICE)
+    wide[:, 2:-3] = on_device(packed)
+    np.testing.assert_array_equal(FUSED.unpack_integers(wide[:, 2:-3], bits, n).cpu().numpy(), numbers)
+
+
 #: Factors and matrices, and whether these are stored column by column: a few rows, and as many as products of tiles are for; sums of more than one part; stacks.
 PRODUCTS = [
     ((4, 96), 64, True),

@@ -37,6 +37,7 @@ from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.monitor.timers import Moment
 from gradwire.torch_backend.monitor.watcher import StepTimes
 from gradwire.torch_backend.ops.adjacent import side_by_side
+from gradwire.torch_backend.ops.fused import TorchFused
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
 
@@ -130,7 +131,7 @@ class Message:
 
 class Reducing(Pending):
     """A `Reduce` request whose all-reduces have been launched: one flat buffer per dtype, packed in these buffers. Arrays that lie side by side
-    in memory and are donated travel from where they are. `divided`: they have been multiplied by `share` already."""
+    in memory and are donated travel from where they are. `divided`: they have been multiplied by `share` already. `fused`: kernels that multiply as they pack."""
 
     def __init__(
         self,
@@ -140,8 +141,10 @@ class Reducing(Pending):
         send: Callable[..., list[Any]] | None = None,
         *,
         divided: bool = False,
+        fused: TorchFused | None = None,
     ) -> None:
         self.request = request
+        self._fused = fused
         self.busy = bool(request.overlap)
         self._send = send or at_once
         self._divides = request.op == "mean" and not divided
@@ -174,11 +177,15 @@ class Reducing(Pending):
         buffers: Scratch,
     ) -> Message:
         flat = side_by_side(arrays) if donated else None
-        in_place = flat is not None
+        in_place, divides = flat is not None, self._divides
         if flat is None:
             flat = buffers.take((sum(sizes),), arrays[0])
-            torch.cat([x if len(s) == 1 else x.reshape(-1) for x, s in zip(arrays, shapes, strict=True)], out=flat)
-        if self._divides:
+            if self._divides and self._fused is not None and flat.dtype != torch.float64:
+                self._fused.multiplied_copies(flat.split_with_sizes(sizes), arrays, 1.0 / dist.get_world_size(group))
+                divides = False
+            else:
+                torch.cat([x if len(s) == 1 else x.reshape(-1) for x, s in zip(arrays, shapes, strict=True)], out=flat)
+        if divides:
             flat.mul_(share(group, flat.dtype))
         (work,) = self._send(all_reduce, flat, ALL_REDUCES[self.request.op], group)
         if flat.is_cpu:
@@ -269,7 +276,8 @@ class Collectives:
 
     def _reduce(self, request: Reduce[Tensor]) -> Pending:
         group = self.groups.whole if request.groups is None else self.groups[request.groups]
-        pending = Reducing(request, group, self.scratch, self.send, divided=self._divided)
+        fused = self.ops.fused
+        pending = Reducing(request, group, self.scratch, self.send, divided=self._divided, fused=fused)
         for message in pending.messages:
             elements = message.flat.numel()
             self._count(elements, elements * message.flat.element_size())

@@ -11,14 +11,15 @@ order, is a function of the order of the programs alone: nothing is launched bec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from gradwire.core.kernels.arrays import group_by
 from gradwire.core.protocol.groups import Groups
-from gradwire.core.protocol.programs import Program, cannot_answer
+from gradwire.core.protocol.programs import Collective, Fusable, Program, Request, cannot_answer, parted
 from gradwire.torch_backend.engine.collectives import Collectives, Pending
 from gradwire.torch_backend.engine.questions import Arrived, Asked, Question
 from gradwire.torch_backend.ops.workspace import Scratch
@@ -29,26 +30,41 @@ T = TypeVar("T")
 Optimize = Callable[[Sequence[tuple[dict[str, Tensor], Tensor | None]]], list[dict[str, Tensor]]]
 
 
-class Running(Generic[T]):
-    """A program, as far as it has come: what it has sent is `pending`, and a `question` waits until all programs of the step have come so far."""
+#: On a device programs go on from what has arrived in so many batches: launches are what they cost, and what a batch sends travels while the next one computes.
+BATCHES = 3
 
-    __slots__ = ("_stack", "_step", "ended", "pending", "question", "result")
+
+class Running(Generic[T]):
+    """A program, as far as it has come: what it has sent is `pending`, a `question` waits until all programs of the step have come so far, and a request is `held`
+    until those of its batch have."""
+
+    __slots__ = ("_stack", "_step", "ended", "held", "pending", "question", "result")
 
     def __init__(self, step: Step, program: Program[T]) -> None:
         self._step = step
         self._stack: list[Program[Any]] = [program]  # a branch runs on top of the program that asked for it
         self.pending: Pending | None = None
         self.question: Question | None = None
+        self.held: Request | None = None
         self.ended = False
         self.result: T
 
     def advance(self, answers: Any) -> None:
-        """Run until the program waits for others, or has ended."""
+        """Run until the program waits for others, or has ended. A request that is held is performed first."""
+        self._run(answers, holds=False)
+
+    def advance_to_request(self, answers: Any) -> None:
+        """Run until the program waits for others, has ended, or asks for what is computed without others or sent: that is held, and not performed."""
+        self._run(answers, holds=True)
+
+    def _run(self, answers: Any, *, holds: bool) -> None:
         self.pending = self.question = None
-        perform, stack = self._step.collectives.perform, self._stack
+        request, self.held = self.held, None
+        step, stack = self._step, self._stack
+        perform = step.perform if step.fuses else step.collectives.perform
         while True:
             try:
-                request = stack[-1].send(answers)
+                request = request or stack[-1].send(answers)
             except StopIteration as stop:
                 del stack[-1]
                 if not stack:
@@ -56,7 +72,10 @@ class Running(Generic[T]):
                     return
                 answers = (stop.value,)
                 continue
-            answer = perform(request)
+            if holds and isinstance(request, Request) and (request.local or isinstance(request, Collective)):
+                self.held = request
+                return
+            answer, asked, request = perform(request), request, None
             if isinstance(answer, tuple):
                 answers = answer
             elif isinstance(answer, Pending):
@@ -64,26 +83,21 @@ class Running(Generic[T]):
                 return
             elif isinstance(answer, Question):
                 if answer.asked is Asked.UPDATE and self._step.optimize is None:
-                    raise cannot_answer("the torch driver, which has no optimizer,", request)
+                    raise cannot_answer("the torch driver, which has no optimizer,", asked)
                 if answer.asked is not Asked.UPDATE or not self._step.update_at_once:
                     self.question = answer
                     return
                 answers = self._step.answers(Asked.UPDATE, [answer.value])[0]
             elif isinstance(answer, Arrived):
                 answers = answer.watched
-                for x in answers:
-                    self._step.watch(x)
+                self._step.watch(answers)
             else:
                 stack.append(answer)
                 answers = None
 
     def receive(self) -> None:
         """Wait for the messages, and go on."""
-        assert self.pending is not None
-        answers = self.pending.wait(self._step.collectives.times)
-        for x in self.pending.watched:
-            self._step.watch(x)
-        self.advance(answers)
+        self._step.receive([self])
 
     def close(self) -> None:
         """Give it up. What it has sent is still on its way, in memory that is used again."""
@@ -124,12 +138,24 @@ class Step:
         self._in_flight = in_flight
         self._near = near
         self._watched: list[Tensor] = []
+        #: Whether launches cost more than what they compute, and programs of one step do it together.
+        self.fuses = in_flight is None and not collectives.ops.host_knows
+        #: Requests about memory in this step, and answers to them and to those to come; and such requests of steps before, by the first of them.
+        self._about_memory: list[Fusable[Tensor]] = []
+        self._answered: dict[Hashable, Any] = {}
+        self._foreseen: dict[Hashable, list[Fusable[Tensor]]] = {}
 
     def begin(self) -> None:
         """Begin anew. A step that never came to its end is given up."""
         self.abandon()
         self.programs = []
         self._watched = []
+        self._answered = {}
+        if self._about_memory:
+            first = _keys_of(self._about_memory[0])
+            others = [each for each in self._foreseen.items() if each[0] != first]
+            # Half-steps alternate between two. What is held for longer may be memory that somebody has replaced.
+            self._foreseen, self._about_memory = dict([*others[-1:], (first, self._about_memory)]), []
         self.collectives.scratch.rewind()
 
     def abandon(self) -> None:
@@ -162,15 +188,65 @@ class Step:
         ended."""
         waiting = [running for running in self.programs if not running.ended]
         sent = [running for running in waiting if running.pending is not None]
-        for running in sent:
-            running.receive()
+        fuses = self.fuses and len(sent) > BATCHES and all(type(running) is Running for running in sent)
+        some = -(-len(sent) // BATCHES) if fuses else 1
+        for start in range(0, len(sent), some):
+            if fuses:
+                self.receive(sent[start : start + some])
+            else:
+                sent[start].receive()
         if waiting and not sent:
             self._answer(waiting)
         return bool(waiting)
 
-    def watch(self, x: Tensor) -> None:
+    def receive(self, batch: Sequence[Running[Any]]) -> None:
+        """Wait for the messages of some programs, and go on with these: what they compute alike is computed at once."""
+        messages = [running.pending for running in batch if running.pending is not None]
+        arrived = [pending.wait(self.collectives.times) for pending in messages]
+        self.watch([x for pending in messages for x in pending.watched])
+        if len(batch) == 1:
+            batch[0].advance(arrived[0])
+            return
+        for running, answers in zip(batch, arrived, strict=True):
+            running.advance_to_request(answers)
+        while local := [running for running in batch if running.held is not None and running.held.local]:
+            requests: list[Any] = [running.held for running in local]
+            for members in group_by(range(len(local)), [each.key() for each in requests]):
+                own = [requests[i] for i in members]
+                for i, answers in zip(members, self._answers_to(own), strict=True):
+                    local[i].held = None
+                    local[i].advance_to_request(answers)
+        for running in batch:
+            if running.held is not None:
+                running.advance(None)
+
+    def _answers_to(self, requests: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """The answers to local requests of one key."""
+        if isinstance(requests[0], Fusable):
+            return parted(requests, type(requests[0]).fuse(requests).answer())
+        return [each.answer() for each in requests]
+
+    def perform(self, request: Any) -> Any:
+        """What `Collectives` answer. A local request about memory is answered for all programs of the step when the first of them asks: for those that have asked in a
+        step that began so."""
+        if not (isinstance(request, Fusable) and request.lasting):
+            return self.collectives.perform(request)
+        keys = _keys_of(request)
+        if not self._about_memory:
+            self._compute_ahead([each for each in self._foreseen.get(keys, ()) if each.key() == request.key()])
+        self._about_memory.append(request)
+        known = [self._answered.get(key) for key in keys]
+        return request.answer() if any(each is None for each in known) else tuple(known)
+
+    def _compute_ahead(self, requests: Sequence[Fusable[Tensor]]) -> None:
+        if len(requests) > 1:
+            keys = [key for each in requests for key in _keys_of(each)]
+            self._answered = dict(zip(keys, type(requests[0]).fuse(requests).answer(), strict=True))
+
+    def watch(self, arrays: Sequence[Tensor]) -> None:
         """Note whether what has arrived is finite."""
-        self._watched.append(self.collectives.ops.all_finite(x if x.itemsize > 1 else x.half()))
+        if arrays:
+            self._watched += self.collectives.ops.are_finite([x if x.itemsize > 1 else x.half() for x in arrays])
 
     def note(self, flags: Sequence[Tensor]) -> None:
         """That all these are to be true, as what is watched is to be finite."""
@@ -179,7 +255,9 @@ class Step:
     def finite(self) -> Tensor | None:
         """Whether all was, that was watched: a boolean scalar; None if nothing was."""
         if len(self._watched) > 1:
-            self._watched = [torch.stack(self._watched).all()]
+            self._watched = [torch.cat([flags.view(-1) for flags in self._watched]).all()]
+        elif self._watched and self._watched[0].ndim:
+            self._watched = [self._watched[0].all()]
         return self._watched[0] if self._watched else None
 
     def _answer(self, waiting: Sequence[Running[Any]]) -> None:
@@ -233,3 +311,9 @@ def run_alone(
         step.abandon()
         collectives.scratch = Scratch()
     return running.result
+
+
+def _keys_of(request: Fusable[Tensor]) -> tuple[Hashable, ...]:
+    """What is asked about each array: by tensors that are alive."""
+    fields = [each for name in request.per_array if (each := getattr(request, name))]
+    return tuple((request.key(), *map(id, own)) for own in zip(*fields, strict=True))

@@ -179,8 +179,7 @@ class Recording(Running[Averaged]):
                 self.pending.compute_overlap()
         with self._stretch(compute_overlap):
             answers = self.pending.unpacked()
-            for x in self.pending.watched:
-                self._recording.watch(x)
+            self._recording.watch(self.pending.watched)
             super().advance(answers)
 
     @contextmanager
@@ -198,6 +197,7 @@ class RecordingStep(Step):
 
     def __init__(self, collectives: Recorder, graphs: Graphs, near: Groups | None) -> None:
         super().__init__(collectives, near=near)
+        self.fuses = False  # the graphs of each program are replayed by themselves
         self.graphs = graphs
 
     @property

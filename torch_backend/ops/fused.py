@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -29,6 +30,10 @@ from gradwire.torch_backend.ops.tables import are_aligned, table_of, with_progra
 
 #: Elements of a program that goes over a vector, and of one that goes over rows.
 VECTOR, ROWS_OF = 1024, 2048
+#: Of one that only looks at a vector.
+SEEN = 16 * VECTOR
+#: Bytes of one that packs integers, each of which takes a bit of eight of them.
+PACKED = 256
 #: Rows and columns of a tile of a product.
 TILE = 32, 64
 #: The first GPUs for which Triton compiles: Ampere.
@@ -67,19 +72,63 @@ def launch(name: str, programs: int, device: torch.device, *args: Any, **options
 
 
 def _launch_on_all(
-    name: str, rows: Sequence[tuple[int, ...]], out: Tensor, ok: Tensor, *likes: Tensor, **options: Any
+    name: str, rows: Sequence[tuple[int, ...]], out: Tensor, *likes: Tensor, after: Sequence[Any] = (), **options: Any
 ) -> None:
-    """One launch of a kernel that is told of many tensors, of which each row says first how many programs it takes."""
+    """One launch of a kernel that is told of many tensors, of which each row says first how many programs it takes. `likes` come before the table, `after` after it."""
     programs, told = with_programs(rows)
     if programs:
-        launch(name, programs, out.device, ok, *likes, table_of(told, out.device), len(told), **options)
+        launch(name, programs, out.device, *likes, table_of(told, out.device), len(told), *after, **options)
+
+
+def _rows_of(*lists: Sequence[Tensor]) -> tuple[list[tuple[int, ...]], bool]:
+    """Of vectors that are as long in each list, how many programs they take, how long they are and where; and whether all of that is aligned."""
+    rows = [
+        (-(-own[0].numel() // VECTOR), own[0].numel(), *(x.data_ptr() for x in own)) for own in zip(*lists, strict=True)
+    ]
+    return rows, are_aligned(chain(*lists), [row[1] for row in rows])
 
 
 @operator("Tensor ok, Tensor[] x, *, Tensor(a!)[] out")
 def copy_if(ok: Tensor, x: Sequence[Tensor], *, out: Sequence[Tensor]) -> None:
-    rows = [(-(-y.numel() // VECTOR), y.numel(), a.data_ptr(), y.data_ptr()) for a, y in zip(x, out, strict=True)]
-    aligned = are_aligned([*x, *out], [y.numel() for y in out])
+    rows, aligned = _rows_of(x, out)
     _launch_on_all("copy_if", rows, out[0], ok, out[0], aligned=aligned, block=VECTOR)
+
+
+@operator("Tensor(a!)[] x, Tensor[] y")
+def add_to(x: Sequence[Tensor], y: Sequence[Tensor]) -> None:
+    rows, aligned = _rows_of(x, y)
+    _launch_on_all("add_to", rows, x[0], x[0], aligned=aligned, block=VECTOR)
+
+
+@operator("Tensor[] x, float factor, *, Tensor(a!)[] out")
+def multiplied_copy(x: Sequence[Tensor], factor: float, *, out: Sequence[Tensor]) -> None:
+    rows, aligned = _rows_of(x, out)
+    _launch_on_all("multiplied_copy", rows, out[0], out[0], after=[factor], aligned=aligned, block=VECTOR)
+
+
+@operator("Tensor[] x, *, Tensor(a!) found")
+def finite(x: Sequence[Tensor], *, found: Tensor) -> None:
+    rows = []
+    for each in x:
+        number, n, apart = _vectors(each)
+        across = -(-n // SEEN)
+        rows.append((number * across, across, n, apart, each.data_ptr()))
+    aligned = are_aligned(x, [n for row in rows for n in row[2:4]])
+    cut: dict[str, Any] = {"block": VECTOR, "blocks": SEEN // VECTOR}
+    _launch_on_all("finite", rows, found, x[0], after=[found], aligned=aligned, **cut)
+
+
+def _vectors(x: Tensor) -> tuple[int, int, int]:
+    """How many vectors a tensor is that are equally far apart, how long they are, and how far it is from one to the next: all of it, or what its first axis counts;
+    no element in a vector, if it is neither."""
+    if x.is_contiguous():
+        return 1, x.numel(), x.numel()
+    n = 1
+    for size, stride in zip(x.shape[:0:-1], x.stride()[:0:-1], strict=True):
+        if stride != n:
+            return 1, 0, 0
+        n *= size
+    return x.shape[0], n, x.stride(0)
 
 
 @operator("Tensor ok, Tensor[] x, Tensor[] p, Tensor[] q, *, Tensor(a!)[] out")
@@ -110,7 +159,7 @@ def _products(
         programs = batch * -(-n // some) * -(-m // columns)
         rows.append((programs, n, m, r, *strides, a.data_ptr(), b.data_ptr(), c.data_ptr(), y.data_ptr()))
     aligned = are_aligned([*x, *out], [row[2] for row in rows])
-    options = {"subtracts": subtracts, "double": out[0].dtype == torch.float64, "aligned": aligned}
+    options: dict[str, Any] = {"subtracts": subtracts, "double": out[0].dtype == torch.float64, "aligned": aligned}
     _launch_on_all("product_if", rows, out[0], ok, out[0], p[0], some=some, columns=columns, **options)
 
 
@@ -191,6 +240,25 @@ def add_at(index: Tensor, rows: Tensor, values: Tensor, *, out: Tensor) -> None:
     launch("add_at", count, out.device, index, rows, values, out, replicas, count, k, padded=padded)
 
 
+def _bytes_of(n: int, bits: int) -> tuple[int, int]:
+    """Of so many integers, of less than 16 bits, the bytes that hold eight bits of one, and those that hold the bits that remain."""
+    return bits // 8 * n, -(-(bits % 8 * n) // 8)
+
+
+@operator("Tensor x, int bits, *, Tensor(a!) out")
+def pack_integers(x: Tensor, bits: int, *, out: Tensor) -> None:
+    sizes, programs = _bytes_of(x.numel(), bits), -(-out.numel() // PACKED)
+    launch("pack_integers", programs, x.device, x, out, x.numel(), *sizes, bits=bits, block=PACKED)
+
+
+@operator("Tensor data, int bits, *, Tensor(a!) out")
+def unpack_integers(data: Tensor, bits: int, *, out: Tensor) -> None:
+    rows, n = out.shape
+    across = -(-n // VECTOR)
+    numbers = n, *_bytes_of(n, bits), data.stride(0), across
+    launch("unpack_integers", rows * across, out.device, data, out, *numbers, bits=bits, block=VECTOR)
+
+
 class Memory(Protocol):
     """Who hands out memory: `gradwire.torch_backend.ops.kernels.TorchOps`."""
 
@@ -219,6 +287,25 @@ class TorchFused:
             else:
                 for x, y in some:
                     torch.where(ok, x, y, out=y)
+
+    def add_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+        """Add to each of `xs`, whose elements lie side by side, that of `ys`, of its shape and dtype."""
+        for some in group_by(zip(xs, ys, strict=True), [x.dtype for x in xs]):
+            add_to([x for x, _ in some], [y.contiguous() for _, y in some])
+
+    def multiplied_copies(self, places: Sequence[Tensor], xs: Sequence[Tensor], factor: float) -> None:
+        """Each of `xs`, of one dtype that is no float64, times a factor in float32, in its place."""
+        multiplied_copy([x.contiguous() for x in xs], factor, out=places)
+
+    def are_finite(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Whether all elements of these are finite: vectors of booleans, all of which are true then."""
+        answers = []
+        own = [x if _vectors(x)[1] else x.contiguous() for x in xs if x.numel()]
+        for some in group_by(own, [x.dtype for x in own]):
+            programs = sum(number * -(-n // SEEN) for number, n, _ in map(_vectors, some))
+            answers.append(self._memory.temporary((programs,), some[0], torch.bool))
+            finite(some, found=answers[-1])
+        return answers
 
     def subtract_products_if(
         self, ok: Tensor, xs: Sequence[Tensor], sent: Sequence[LowRank[Tensor]], ys: Sequence[Tensor]
@@ -299,6 +386,19 @@ class TorchFused:
         begin at `rows` (R, 1)."""
         add_at(index.contiguous(), rows, values.contiguous(), out=out)
         return out
+
+    def pack_integers(self, x: Tensor, bits: int) -> Tensor:
+        """`Ops.pack_integers`, of less than 16 bits."""
+        out = self._memory.temporary((sum(_bytes_of(x.numel(), bits)),), x, torch.uint8)
+        pack_integers(x.contiguous(), bits, out=out)
+        return out
+
+    def unpack_integers(self, data: Tensor, bits: int, n: int) -> Tensor:
+        """`Ops.unpack_integers`, of bytes (…, b) integers (…, n)."""
+        rows = data if data.ndim == 2 and data.stride(1) == 1 else data.reshape(-1, data.shape[-1]).contiguous()
+        out = self._memory.temporary((len(rows), n), data, torch.int32)
+        unpack_integers(rows, bits, out=out)
+        return out.view(*data.shape[:-1], n)
 
     def decoded_each(
         self, ok: Tensor, codes: Sequence[Tensor], scales: Sequence[Tensor], out: Sequence[Tensor]

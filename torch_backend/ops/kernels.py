@@ -219,6 +219,9 @@ class TorchOps(Ops[Tensor]):
         return self.constant(("scalar", str(y), dtype), lambda: torch.full((), y, dtype=dtype, device=self.device))
 
     def add_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor], *, multiplied: bool = False) -> list[Tensor]:
+        if self.fused is not None and all(x.is_contiguous() for x in xs):
+            self.fused.add_each(xs, ys)
+            return list(xs)
         later: Sequence[Any] = thin.sums(self.loops, xs, ys) if multiplied and self.loops.card else [None] * len(xs)
         now = [i for i, each in enumerate(later) if each is None]
         for donated, added in _by_dtype([xs[i] for i in now], [ys[i] for i in now]):
@@ -257,20 +260,19 @@ class TorchOps(Ops[Tensor]):
         *,
         decay: float = 1.0,
     ) -> list[Tensor]:
-        """On a device, where both sides exist in any case, of all dense tensors at a time; and with Triton of all others
-        of one kind, where it has a kernel for that."""
-        if self._host_knows and self.fused is None:
-            return payloads.errors_after(self, ok, x, sent, errors, decay)
+        """The same, of all dense tensors at a time, but for large ones on the CPU; and with Triton of all others of one kind, where it has a kernel for that."""
         after = list(errors)
-        left = list(range(len(x)))
-        if not self._host_knows:
-            dense = [i for i in left if isinstance(sent[i], Dense) and not x[i].computed]
-            left = [i for i in left if x[i].computed or not isinstance(sent[i], Dense)]
-            for members, taken in _by_dtype([x[i].x for i in dense], [sent[i].witness for i in dense]):
-                foreach_sub_(members, taken)
-            limits = [largest_error(self, errors[i]) for i in dense]
-            rests = [x[i].x if decay == 1 else decay_error(self, x[i].x, decay) for i in dense]
-            self.where_each(ok, rests, [errors[i] for i in dense], limits=limits)
+        dense: list[int] = []
+        left: list[int] = []
+        for i, (each, payload) in enumerate(zip(x, sent, strict=True)):
+            whole = isinstance(payload, Dense) and not each.computed
+            # What is large takes fewer passes over memory by itself.
+            (dense if whole and not (self._host_knows and each.x.numel() > LARGE) else left).append(i)
+        for members, taken in _by_dtype([x[i].x for i in dense], [sent[i].witness for i in dense]):
+            foreach_sub_(members, taken)
+        limits = [largest_error(self, errors[i]) for i in dense]
+        rests = [x[i].x if decay == 1 else decay_error(self, x[i].x, decay) for i in dense]
+        self.where_each(ok, rests, [errors[i] for i in dense], limits=limits)
         if self.fused is not None and decay == 1:
             late = [i for i in left if not x[i].computed]
             own = [x[i].x for i in late], [sent[i] for i in late], [errors[i] for i in late]
@@ -384,6 +386,10 @@ class TorchOps(Ops[Tensor]):
         if not largest:
             return self.iota(1)[0] == 0
         return (largest[0] if len(largest) == 1 else torch.stack(largest).amax()) < math.inf  # both keep a NaN
+
+    def are_finite(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Flags, in arrays of any shape, all of which are true if all elements of these are finite."""
+        return [self.all_finite(x) for x in xs] if self.fused is None else self.fused.are_finite(xs)
 
     def matmul_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
         if self.fused is None or not all(map(factors.multiplies, xs, ys)):
@@ -569,11 +575,16 @@ class TorchOps(Ops[Tensor]):
         return bits[: math.prod(shape)].view(shape).view(torch.bool)
 
     def pack_integers(self, x: Tensor, bits: int) -> Tensor:
+        if self.fused is not None and x.numel() and 0 < bits < 16:
+            return self.fused.pack_integers(x, bits)
         data = sparse.pack_integers(self, x, bits)
         return super().pack_integers(x, bits) if data is None else data
 
     def unpack_integers(self, data: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
-        found = sparse.unpack_integers(self, data, bits, math.prod(shape))
+        n = math.prod(shape)
+        if self.fused is not None and n and 0 < bits < 16:
+            return self.fused.unpack_integers(data, bits, n).view(*data.shape[:-1], *shape)
+        found = sparse.unpack_integers(self, data, bits, n)
         return super().unpack_integers(data, bits, shape) if found is None else found.view(*data.shape[:-1], *shape)
 
     def largest_each(self, xs: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor]:
@@ -696,12 +707,26 @@ class TorchOps(Ops[Tensor]):
     def sum_of_each(self, f: Callable[..., Tensor], *arrays: Tensor) -> Tensor:
         if not self._host_knows:  # two kernels, whatever the number of replicas
             return f(*arrays).sum(0)
-        total = f(*[x[0] for x in arrays])
-        for i in range(1, len(arrays[0])):
+        replicas, total = len(arrays[0]), None
+        some = max(1, IN_CACHE // max(1, arrays[0][0].numel()))
+        for i in range(0, replicas, some):
             taken = self._stack.taken
-            total.add_(f(*[x[i] for x in arrays]))
-            self._stack.taken = taken
+            each = f(*[x[i : i + some] for x in arrays])
+            if total is None:
+                total, each = each[0], each[1:]
+            else:
+                self._stack.taken = taken
+            if len(each) == 1:
+                total.add_(each[0])
+            elif len(each):
+                self.add_in_order(total, each)
+        assert total is not None
         return total
+
+    def add_in_order(self, out: Tensor, every: Tensor) -> None:
+        """Add to an array on the CPU each of several (W, …), one after the other: an absent replica, of zeros, changes no bit, and no processor has an order of its own."""
+        row = self.constant(("into one row", len(every)), lambda: self.zeros((len(every),), "int64"))
+        out.unsqueeze(0).index_add_(0, row, every)
 
     def join_order(self, arrays: Sequence[Tensor]) -> list[int]:
         return sorted(range(len(arrays)), key=lambda i: arrays[i].data_ptr())

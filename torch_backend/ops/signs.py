@@ -177,12 +177,11 @@ def _added(ops: Workspace, bits: Tensor, above: Tensor, below: Tensor, lot: Lot,
 
 
 def _sum_in_order(ops: Workspace, every: Tensor, out: Tensor) -> None:
-    """The sum of rows, one after the other: an absent replica, of zeros, changes no bit, and no processor has an order of its own."""
+    """The sum of rows, one after the other."""
     if len(every) == 1:
         out.copy_(every[0])
     elif ops.host_knows:
-        row = ops.constant(("into one row", len(every)), lambda: ops.zeros((len(every),), "int64"))
-        out.zero_().unsqueeze(0).index_add_(0, row, every)
+        ops.add_in_order(out.zero_(), every)
     else:
         # A device without Triton, on which `index_add_` and `cumsum` add in any order.
         out.copy_(every[0])

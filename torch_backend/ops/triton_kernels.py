@@ -68,6 +68,50 @@ def copy_if(ok, like, table, count, aligned: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
+def _wide(x):
+    """What is computed with: float32, or float64."""
+    return x if x.dtype == tl.float64 else x.to(tl.float32)
+
+
+@triton.jit
+def add_to(like, table, count, aligned: tl.constexpr, block: tl.constexpr):
+    """x += y. A row: first program, n elements, x, y, all of `like`'s dtype."""
+    row, part, _ = _row_of(table, count, 4)
+    dtype: tl.constexpr = like.dtype.element_ty
+    n, x = _size(row + 1, aligned), _address(row + 2, dtype, aligned)
+    i = part * block + tl.arange(0, block)
+    added = _wide(tl.load(_address(row + 3, dtype, aligned) + i, mask=i < n))
+    tl.store(x + i, (_wide(tl.load(x + i, mask=i < n)) + added).to(dtype), mask=i < n)
+
+
+@triton.jit
+def multiplied_copy(like, table, count, factor, aligned: tl.constexpr, block: tl.constexpr):
+    """out = x times a float32. A row: first program, n elements, x, out, all of `like`'s dtype, which is no float64."""
+    row, part, _ = _row_of(table, count, 4)
+    dtype: tl.constexpr = like.dtype.element_ty
+    n = _size(row + 1, aligned)
+    i = part * block + tl.arange(0, block)
+    x = tl.load(_address(row + 2, dtype, aligned) + i, mask=i < n).to(tl.float32) * factor
+    tl.store(_address(row + 3, dtype, aligned) + i, x.to(dtype), mask=i < n)
+
+
+@triton.jit
+def finite(like, table, count, found, aligned: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr):
+    """found (programs,): whether all elements of so many blocks of a vector are finite. A row: first program, how many programs look at a vector, n elements, how
+    far it is from a vector to the next, the first one."""
+    row, part, _ = _row_of(table, count, 5)
+    dtype: tl.constexpr = like.dtype.element_ty
+    across, n = tl.load(row + 1), _size(row + 2, aligned)
+    x = _address(row + 4, dtype, aligned) + part // across * _size(row + 3, aligned)
+    broken = tl.zeros((block,), tl.int32)
+    for k in range(blocks):
+        i = (part % across * blocks + k) * block + tl.arange(0, block)
+        own = _wide(tl.load(x + i, mask=i < n, other=0))
+        broken += (~(tl.abs(own) < float("inf"))).to(tl.int32)
+    tl.store(found + tl.program_id(0), tl.sum(broken, axis=0) == 0)
+
+
+@triton.jit
 def product_if(
     ok,
     like,
@@ -268,3 +312,34 @@ def add_at(index, rows, values, out, replicas, count, k, padded: tl.constexpr):
         tl.debug_barrier()
         index += count.to(tl.int64) * k
         values += count.to(tl.int64) * k
+
+
+@triton.jit
+def pack_integers(x, out, n, whole, left, bits: tl.constexpr, block: tl.constexpr):
+    """out = n integers of so many bits, less than 16, int32, as bytes: if these are more than 8, the lowest eight of each in `whole` bytes; then `left` bytes, of which
+    bit i of byte l is bit i * left + l of the bits that remain, those of all integers side by side (`gradwire.core.kernels.bits`)."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    byte = tl.load(x + at, mask=at < whole, other=0) & 255
+    for i in tl.static_range(8):
+        bit = i * left + at - whole
+        has = (at >= whole) & (at < whole + left) & (bit < n * (bits % 8))
+        shift = tl.where(has, bit // n, 0).to(tl.int32) + bits // 8 * 8
+        byte += ((tl.load(x + bit % n, mask=has, other=0) >> shift) & 1) << i
+    tl.store(out + at, byte.to(tl.uint8), mask=at < whole + left)
+
+
+@triton.jit
+def unpack_integers(data, out, n, whole, left, apart, across, bits: tl.constexpr, block: tl.constexpr):
+    """out (…, n), int32, of what `pack_integers` made of each row; `apart` bytes are from a row to the next."""
+    row = (tl.program_id(0) // across).to(tl.int64)
+    at = (tl.program_id(0) % across).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < n
+    data += row * apart
+    total = tl.zeros((block,), tl.int32)
+    if bits >= 8:
+        total += tl.load(data + at, mask=inside, other=0).to(tl.int32)
+    for k in tl.static_range(bits % 8):
+        bit = k * n.to(tl.int64) + at
+        byte = tl.load(data + whole + bit % left, mask=inside, other=0).to(tl.int32)
+        total += ((byte >> (bit // left).to(tl.int32)) & 1) << (bits // 8 * 8 + k)
+    tl.store(out + row * n + at, total, mask=inside)

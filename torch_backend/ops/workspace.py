@@ -122,5 +122,8 @@ class Workspace(Ops[Tensor], Protocol):
     def numbers(self, n: int, dtype: torch.dtype, sign: int = 1) -> Tensor:
         """0, 1, … n-1, or from the last to the first, not to be written to."""
 
+    def add_in_order(self, out: Tensor, every: Tensor) -> None:
+        """Add to an array on the CPU each of several (W, …), one after the other."""
+
     def copy_each(self, places: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
         """Copy each array to its place, of its shape and dtype."""
