@@ -218,24 +218,34 @@ class Ops(Primitives[A], Protocol):
     def scatter_sum_each(
         self,
         parts: Sequence[tuple[int, int, tuple[int, int] | None]],
-        of: Callable[..., tuple[A, A]],
+        of: Callable[..., tuple[A, A]] | None,
         *every: A,
         order: Sequence[int] | None = None,
+        finish: Callable[[A], A] | None = None,
     ) -> list[A]:
         """`scatter_sum` for several parts, each of (rows, n, tiles): `of` returns the positions and values of the rows of all, one part below the other.
 
-        `of` may be called for one replica, or with a leading axis in arguments and results for several of them. `order`: in which parts better lie
-        side by side."""
+        `of` may be called for one replica, or with a leading axis in arguments and results for several of them; None: `every` are positions and
+        values of one replica, without such an axis. `order`: in which parts better lie side by side. `finish`: what becomes of each sum, element by
+        element, as in `elementwise_each`."""
         answers: list[A] = []
         start = 0
         for count, n, tiles in parts:
+            rows = slice(start, start + count)
 
-            def of_part(*own: A, rows: slice = slice(start, start + count)) -> tuple[A, A]:
+            def of_part(*own: A, rows: slice = rows) -> tuple[A, A]:
+                assert of is not None
                 index, values = of(*own)
                 return (index, values) if len(parts) == 1 else (index[rows], values[rows])
 
             after = answers[-1] if answers else None
-            answers.append(self.scatter_sum(n, of_part, *every, tiles=tiles, after=after))
+            if of is None:
+                own = [x[rows].reshape((1, count, -1)) for x in every]
+                total = self.scatter_sum(n, lambda *own: own, *own, tiles=tiles, after=after)
+            else:
+                total = self.scatter_sum(n, of_part, *every, tiles=tiles, after=after)
+            # Finished before the next begins, which waits for it: a sum that others wait for is stored by itself.
+            answers.append(total if finish is None else finish(total))
             start += count
         return answers
 

@@ -187,7 +187,8 @@ class TopK(Compressor):
         if weights is not None:
             every_value = weights.times_each(ops, every_value)
         # What is not finite is in it, and of finite numbers a sum may overflow: none is larger than this one.
-        largest = ops.max_abs(ops.max_abs(every_value.reshape((replicas, *rows))).reshape((replicas, -1)))
+        sent_rows = every_value.reshape((replicas, -1, every_value.shape[-1]))  # as they came, which moves none
+        largest = ops.max_abs(ops.max_abs(sent_rows).reshape((replicas, -1)))
         await watch(ops.matmul(ops.zeros((1, replicas), wide) + 1.0, largest))
 
         def of_replica(values: A, *packed: A) -> tuple[A, A]:
@@ -199,14 +200,14 @@ class TopK(Compressor):
             return index, ops.multiply(ones, weight.reshape((*packed[0].shape[:-1], 1, 1)))
 
         parts = [(part.count, part.length, part.tiles) for part in blocks]
-        totals = ops.scatter_sum_each(parts, of_replica, every_value, *every_index, order=order)
+
+        def mean(total: A) -> A:
+            return ops.cast(total / replicas if weights is None else weights.share(ops, total), dtype)
+
         if self.mean == "replicas":
-
-            def mean(total: A) -> A:
-                return ops.cast(total / replicas if weights is None else weights.share(ops, total), dtype)
-
-            means = ops.elementwise_each(mean, totals)
+            means = ops.scatter_sum_each(parts, of_replica, every_value, *every_index, order=order, finish=mean)
         else:
+            totals = ops.scatter_sum_each(parts, of_replica, every_value, *every_index, order=order)
             ones = ops.zeros((replicas,), wide) + 1.0 if weights is None else ops.cast(weights.of_each, wide)
             counts = ops.scatter_sum_each(parts, counted, ones, *every_index, order=order)
 
@@ -216,8 +217,7 @@ class TopK(Compressor):
             means = ops.elementwise_each(among_senders, totals, counts)
         # These do not wait for the means, nor those for them: what is the same on all replicas may not wait for what is not. Nor for the message: they are made
         # while it travels.
-        own = [each.reshape((1, *rows)) for each in (index, values)]
-        sent = ops.scatter_sum_each(parts, lambda *own: own, *own, order=order)
+        sent = ops.scatter_sum_each(parts, None, index, values, order=order)
         return [(part.whole(own), part.whole(mean)) for part, own, mean in zip(blocks, sent, means, strict=True)]
 
     def _blocks(self, name: str, shape: tuple[int, ...]) -> Blocks:

@@ -593,11 +593,15 @@ class TorchOps(Ops[Tensor]):
     def scatter_sum_each(
         self,
         parts: Sequence[tuple[int, int, tuple[int, int] | None]],
-        of: Callable[..., tuple[Tensor, Tensor]],
+        of: Callable[..., tuple[Tensor, Tensor]] | None,
         *every: Tensor,
         order: Sequence[int] | None = None,
+        finish: Callable[[Tensor], Tensor] | None = None,
     ) -> list[Tensor]:
-        return sparse.scatter_sum_each(self, parts, of, every, order)
+        if of is None:
+            of, every = lambda *own: own, tuple(x.unsqueeze(0) for x in every)
+        found = sparse.scatter_sum_each(self, parts, of, every, order)
+        return found if finish is None else self.elementwise_each(finish, found)
 
     def elementwise_each(self, f: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
         order = self.join_order(lists[0])
