@@ -3,7 +3,8 @@ torch's `powerSGD_hook` is beside PowerSGD.
 
 One process, so nothing travels. Timed from an idle device to an idle device, so where kernels are short it is launching
 that takes the time: `host_ms` is when the last call of the hook returned, `busy_ms` what the kernels took, `graph_ms`
-what a replay takes. Whole steps, where launching overlaps with the backward pass, are in `steps.py`.
+what a replay of all of it takes, messages included, `replayed` what a step takes with `handle.replay = True`. Whole
+steps, where launching overlaps with the backward pass, are in `steps.py`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from shapes import elements, gpt
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
 from gpu.launches import launches
-from gpu.target import GIB, Target, error_of
+from gpu.target import GIB, WARM_UP, Target, error_of
 from gradwire import Algorithm, AllReduce, PowerSGD, Quantize, Sign, TopK, WireDtype
 from gradwire.torch_backend.ddp.hook import CommHook
 from gradwire.torch_backend.engine.driver import Driver, specs_of
+from gradwire.torch_backend.engine.replays import EQUAL
 from gradwire.torch_backend.ops.fused import available as fused_on
 
 #: MiB of a bucket: DDP's default.
@@ -37,6 +39,8 @@ PASSES = 8
 PASSES_APART = 11
 #: Calls of everything before a capture.
 BEFORE_CAPTURE = 12
+#: Replayed steps that are timed, each beside an eager one.
+PAIRS = 30
 Row = dict[str, Any]
 Hook = Callable[[Any], Any]
 SMALL, LARGE = "125M", "1.3B"
@@ -73,6 +77,8 @@ def _row(target: Target, size: str, algorithm: Algorithm, dtype: torch.dtype, ba
     row |= {"gradient_gib": nbytes / GIB, "copy_ms": 2 * nbytes / bandwidth * 1e3}
     row["gradwire"] = _measured(target, partial(_ours, algorithm), shapes, dtype, captured=True)
     gc.collect()
+    row["replayed"] = _replayed(target, algorithm, shapes, dtype)
+    gc.collect()
     if isinstance(algorithm, PowerSGD):
         rank = algorithm.rank
         assert isinstance(rank, int)
@@ -95,11 +101,7 @@ def _measured(
     *,
     captured: bool,
 ) -> Row:
-    # Only gradients are there; parameters are asked for their names and shapes.
-    parameters = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    buckets = buckets_of(parameters, CAP, target.device)
-    for bucket in buckets:
-        bucket.buffer().normal_()
+    parameters, buckets = _given(target, shapes, dtype)
     before = target.allocated()
     hook = make(target, parameters)
     host: list[float] = []
@@ -123,6 +125,49 @@ def _measured(
     if captured:
         row |= _captured(target, hook, buckets)
     return row
+
+
+def _given(
+    target: Target, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], list[PretendedBucket]]:
+    """Parameters, which are asked for their names and shapes alone, and buckets of gradients."""
+    parameters = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    buckets = buckets_of(parameters, CAP, target.device)
+    for bucket in buckets:
+        bucket.buffer().normal_()
+    return parameters, buckets
+
+
+def _replayed(target: Target, algorithm: Algorithm, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Row:
+    """Eager steps and replayed ones, which take turns. On the CPU all are eager."""
+    parameters, buckets = _given(target, shapes, dtype)
+    handles = {replay: _handle(algorithm, target, parameters) for replay in (False, True)}
+    handles[True].replay = True
+    taken: dict[bool, list[float]] = {replay: [] for replay in handles}
+    host: list[float] = []
+    for step in range(1 + EQUAL if target.tiny else PAIRS + WARM_UP + EQUAL):
+        for replay, handle in handles.items():
+            target.settle()
+            began = time.perf_counter()
+            futures = [handle.hook(None, bucket) for bucket in buckets]
+            called = time.perf_counter()
+            for future in futures:
+                future.wait()
+            target.settle()
+            if step >= (EQUAL if target.tiny else WARM_UP + EQUAL):
+                taken[replay].append(time.perf_counter() - began)
+                host += [called - began] if replay else []
+    stats = handles[True].stats()
+    return {
+        "ms": statistics.median(taken[True]) * 1e3,
+        "eager_ms": statistics.median(taken[False]) * 1e3,
+        "host_ms": statistics.median(host) * 1e3,
+        "pairs": len(host),
+        "messages": stats.collectives // stats.steps,
+        "replayed_steps": stats.replayed_steps,
+        "graph_gib": stats.graph_bytes / GIB,
+        "obstacle": handles[True]._driver.replays.obstacle,
+    }
 
 
 def _captured(target: Target, hook: Hook, buckets: list[PretendedBucket]) -> Row:
@@ -149,10 +194,13 @@ def _captured(target: Target, hook: Hook, buckets: list[PretendedBucket]) -> Row
 
 
 def _ours(algorithm: Algorithm, target: Target, parameters: dict[str, torch.Tensor]) -> Hook:
+    return partial(_handle(algorithm, target, parameters).hook, None)
+
+
+def _handle(algorithm: Algorithm, target: Target, parameters: dict[str, torch.Tensor]) -> CommHook:
     group = dist.group.WORLD
     assert group is not None
-    handle = CommHook(Driver(algorithm, specs_of(parameters), target.device, group), parameters, None)
-    return lambda bucket: handle.hook(None, bucket)
+    return CommHook(Driver(algorithm, specs_of(parameters), target.device, group), parameters, None)
 
 
 def _torchs(rank: int, target: Target, parameters: dict[str, torch.Tensor]) -> Hook:

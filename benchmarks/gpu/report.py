@@ -7,11 +7,15 @@ from typing import Any
 
 from gpu.hooks import LARGE
 from gpu.screen import table
+from gpu.steps import CODED, FEW, REPLAYED
 
 #: Time of the hook beside torch's, at every rank.
 RATIO = 0.4
 #: Of the bandwidth of a copy, at rank 4 on the large model.
 OF_BANDWIDTH = 0.6
+#: Of replayed steps: the hook alone, above what its kernels take, in ms, and more for each message; a whole step, above one that sends the same and
+#: computes nothing; the hook beside torch's, on the large model at rank 32.
+ABOVE_BUSY, A_MESSAGE, ABOVE_MESSAGES, RATIO_REPLAYED = 0.5, 0.05, 3.0, 0.35
 Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 
@@ -62,6 +66,11 @@ def _hook(rows: list[Row]) -> Table:
             first = row["row"] if name == "gradwire" else ""
             memory = [_ms(r["kept_gib"]), _ms(r["peak_gib"])]
             lines.append([first, name, *times, graph, _share(r.get("of_bandwidth")), *counts, *memory])
+        if "replayed" in row:
+            r = row["replayed"]
+            said = r["obstacle"] or f"{r['replayed_steps']} steps, {r['messages']} messages in each"
+            times = [_ms(r["ms"]), _ms(r["host_ms"]), "", "", said]
+            lines.append(["", "replayed", *times, "", "", "", _ms(r["graph_gib"]), ""])
     return heads, lines
 
 
@@ -116,7 +125,7 @@ _TABLES: dict[str, Callable[[list[Row]], Table]] = {
 
 
 def goals(parts: dict[str, Row]) -> list[dict[str, Any]]:
-    """Each goal that the rows of the hook speak of: what, the figure, whether it is reached."""
+    """Each goal that the rows of the hook and of whole steps speak of: what, the figure, whether it is reached."""
     rows = [r for r in parts.get("hook", {"rows": []})["rows"] if "error" not in r]
     found: list[dict[str, Any]] = []
     for r in rows:
@@ -127,7 +136,29 @@ def goals(parts: dict[str, Row]) -> list[dict[str, Any]]:
                 share = r["gradwire"]["of_bandwidth"]
                 what = f"{r['size']}, rank 4: of the bandwidth of a copy, at least {OF_BANDWIDTH}"
                 found.append({"goal": what, "figure": share, "reached": share >= OF_BANDWIDTH})
+    found += _goals_of_replays(rows, parts.get("steps", {"rows": []})["rows"])
     waits = [r["gradwire"][key] for r in rows for key in ("host_waits", "host_waits_warned")]
     if waits and None not in waits:
         found.append({"goal": "host waits in a step, any row: 0", "figure": max(waits), "reached": max(waits) == 0})
+    return found
+
+
+def _goals_of_replays(rows: list[Row], steps: list[Row]) -> list[dict[str, Any]]:
+    """Where steps were replayed."""
+    found = []
+    for r in rows:
+        replayed, busy = r.get("replayed", {}), r["gradwire"]["busy_ms"]
+        if not replayed.get("replayed_steps") or busy is None:
+            continue
+        name, most = f"{r['row']}, replayed", ABOVE_BUSY + A_MESSAGE * replayed["messages"]
+        what, above = f"{name}: ms above its kernels, at most {most:.2f}", replayed["ms"] - busy
+        found.append({"goal": what, "figure": above, "reached": above <= most})
+        if r["size"] == LARGE and "rank=32" in r["algorithm"]:
+            what, ratio = f"{name}: time of torch's hook, at most {RATIO_REPLAYED}", replayed["ms"] / r["torch"]["ms"]
+            found.append({"goal": what, "figure": ratio, "reached": ratio <= RATIO_REPLAYED})
+    for r in steps:
+        if r["row"] in [f"{each!r}{REPLAYED}" for each in (FEW, CODED)] and r.get("replayed_steps"):
+            what = f"{r['row']}: ms of a step above one of its messages alone, at most {ABOVE_MESSAGES}"
+            above = r["above_messages_ms"]
+            found.append({"goal": what, "figure": above, "reached": above <= ABOVE_MESSAGES})
     return found

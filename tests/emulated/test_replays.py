@@ -6,11 +6,9 @@ what was sent.
 
 import gc
 import itertools
-import logging
 import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.calls import calls_of
-from gradwire import AllReduce, PowerSGD, Quantize, Sign, TopK, TwoLevel, Weighted, WireDtype
+from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, TopK, TwoLevel, Weighted, WireDtype
 from gradwire.core.ops import Spec
-from gradwire.torch_backend import Averager, DataParallel, register_comm_hook
+from gradwire.torch_backend import Averager, DataParallel, LocalSGDHandle, local_sgd, register_comm_hook
 from gradwire.torch_backend.engine import replays, stretches
 from gradwire.torch_backend.engine.collectives import Pending
 from gradwire.torch_backend.engine.driver import Driver
@@ -32,8 +30,9 @@ from tests.methods import METHODS
 from tests.parity.cases import SHAPES as OF_THE_LIST
 from tests.torch.compare import same_bits
 from tests.torch.everything import Everything
+from tests.torch.logs import logged
 from tests.torch.models import Half, mlp
-from tests.torch.ranks import Cases
+from tests.torch.ranks import Cases, variants
 
 if "RANK" in os.environ:
     from tests.emulated.device import DEVICE, core, event, stream, watched
@@ -50,9 +49,9 @@ GROUPS = (("a", "b"), ("bias", "c"), ("scalar", "conv"))
 THIRDS = [list(OF_THE_LIST)[i::3] for i in range(3)]
 #: Steps until one is replayed.
 FIRST = replays.EQUAL
-STEPS = 10
+STEPS = 8
 #: In which a gradient of the last rank holds inf.
-OVERFLOW = 7
+OVERFLOW = 5
 
 
 # --- graphs ----------------------------------------------------------------------------------------------------------------------
@@ -250,10 +249,12 @@ ALL = {
 ALL |= {f"{name}, bfloat16": (algorithm, torch.bfloat16) for name, algorithm in MORE.items()}
 
 
-@cases.each(TABLE | ALL, slow=ALL)
+@cases.each(TABLE | ALL, slow=[*ALL, *(f"{name}, bfloat16" for name in QUICK)])
 def test_replayed_steps_have_the_bits_of_eager_ones(world, row):
     algorithm, dtype, *of_the_list = row
     options = {"shapes": OF_THE_LIST, "parts": THIRDS} if of_the_list else {}
+    if algorithm in (QUICK["PowerSGD"], MORE["half steps"]):  # several groups, with memory of their own and in common
+        options["message_bytes"] = 0
     twins = twins_of(algorithm, dtype, **options)
     base = FIRST + 3 if of_the_list else STEPS  # others meet an inf as well
     steps = base + 2 * algorithm.start_step + (2 if algorithm.cycle > 1 else 0)
@@ -264,7 +265,7 @@ def test_replayed_steps_have_the_bits_of_eager_ones(world, row):
 
 @cases.case
 def test_a_rank_alone(world):
-    for algorithm in QUICK.values():
+    for algorithm in (PowerSGD(2), Quantize("int8")):
         alone = [dist.new_group([rank], backend=BACKEND) for _ in range(2) for rank in range(2)]
         assert twins_of(algorithm, groups=alone[world.rank :: 2]).run(range(STEPS)) == []
 
@@ -282,9 +283,9 @@ def test_what_reads_on_the_host_stays_eager(world):
     """It branches on an average, which the host has to know: the capture is broken, once and for all."""
     twins = twins_of(Everything())
     before = EmulatedGraphs.captured
-    assert twins.run(range(FIRST + 1)) == []
+    assert twins.run(range(FIRST)) == []
     tried = EmulatedGraphs.captured
-    assert twins.run(range(FIRST + 1, STEPS)) == []
+    assert twins.run(range(FIRST, FIRST + 2)) == []
     assert twins.replayed == 0
     assert tried > before
     assert EmulatedGraphs.captured == tried
@@ -348,7 +349,7 @@ def test_planted_faults_are_noticed(world, fault):
     algorithm, plant = fault
 
     def move(step, twins):
-        if step == FIRST + 1:
+        if step == FIRST + 1 and plant is forgets_addresses:
             twins.do(lambda each: each.gradients.update(c=torch.zeros_like(each.gradients["c"])))
 
     # Of messages with faults in them ranks may ask for different things.
@@ -370,7 +371,7 @@ def test_a_capture_that_fails_leaves_steps_eager(world):
         twins = twins_of(PowerSGD(2))
         EmulatedGraphs.fails_at = EmulatedGraphs.captured + fails_after
         try:
-            assert twins.run(range(STEPS)) == []
+            assert twins.run(range(FIRST + 2)) == []
         finally:
             EmulatedGraphs.fails_at = None
         assert twins.replayed == 0
@@ -381,17 +382,25 @@ def test_a_capture_that_fails_leaves_steps_eager(world):
 
 @cases.case
 def test_gradients_that_move_once(world):
-    """In the middle of a step: those before are replayed, those after are not; and later all are again."""
-    twins = twins_of(PowerSGD(2))
+    """In the middle of a step: those before are replayed, those after are not; and later all are again. The ends of all groups are one graph, if all are replayed."""
+    twins = twins_of(PowerSGD(2), message_bytes=0)
 
     def move(step, twins):
         if step == FIRST + 2:
             twins.do(lambda each: each.gradients.update(conv=torch.zeros_like(each.gradients["conv"])))
 
-    assert twins.run(range(FIRST + 3), move) == []
+    before = EmulatedGraphs.replayed
+    assert twins.run(range(FIRST + 2)) == []
     assert twins.replayed == 2
-    assert twins.run(range(FIRST + 3, STEPS + FIRST), move) == []
-    assert twins.replayed > 4
+    (whole,) = twins.both[1].driver.replays._sets
+    counts = [sum(1 + bool(each.compute_overlap) for each in tape.stretches) for tape in whole.tapes]
+    assert len(counts) == len(GROUPS)
+    assert EmulatedGraphs.replayed - before == 2 * (sum(counts) + 1)
+    assert twins.run([FIRST + 2], move) == []
+    assert EmulatedGraphs.replayed - before == 2 * (sum(counts) + 1) + sum(n + 1 for n in counts[:-1])
+    assert twins.replayed == 2
+    assert twins.run(range(FIRST + 3, STEPS + FIRST)) == []
+    assert twins.replayed == 2 + STEPS + FIRST - (2 * FIRST + 2)
 
 
 def move_all(training):
@@ -424,38 +433,32 @@ def test_a_fifth_set_waits_for_its_place(world):
 @cases.case
 def test_kinds_that_never_come_again_make_place(world):
     twins = twins_of(PowerSGD(2))
-    steps = iter(range(1000))
-    for _ in range(replays.SETS + 1):
-        before = twins.replayed
-        assert twins.run(next(steps) for _ in range(FIRST + replays.MISSES)) == []
-        assert twins.replayed == before + replays.MISSES
-        for each in twins.both:  # memory moves
-            state = each.driver.memory.state
-            for name, own in state.tensors.items():
-                state.tensors[name] = {key: x.clone() for key, x in own.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replays, "SETS", 1)
+        patch.setattr(replays, "MISSES", 2)
+        for first in (0, FIRST + 2):
+            before = twins.replayed
+            assert twins.run(range(first, first + FIRST + 2)) == []
+            assert twins.replayed == before + 2
+            for each in twins.both:  # memory moves
+                state = each.driver.memory.state
+                for name, own in state.tensors.items():
+                    state.tensors[name] = {key: x.clone() for key, x in own.items()}
 
 
 @cases.case
 def test_gradients_that_always_move_are_given_up(world):
-    twins, said = twins_of(AllReduce(), message_bytes=0), []
-    handler = SimpleNamespace(level=0, handle=lambda record: said.append(record.getMessage()))
-    logger, level = logging.getLogger("gradwire"), logging.getLogger("gradwire").level
-    kept = []
+    twins, kept = twins_of(AllReduce(), message_bytes=0), []
 
     def move(step, twins):
         kept.append(twins.do(lambda each: dict(each.gradients)))
         twins.do(move_all)
 
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with logged() as said:
         assert twins.run(range(replays.TRIES + 5), move) == []
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     assert twins.replayed == 0
-    assert [line for line in said if "are not replayed" in line] == said
-    assert len(said) == 1
+    (line,) = said
+    assert "are not replayed" in line
     assert not twins.both[1].driver.replays.wanted
 
 
@@ -468,7 +471,7 @@ def test_memory_that_is_saved_loaded_and_forgotten_in_between(world):
             saved.extend(twins.do(lambda each: each.driver.memory.own()))
         if step == FIRST + 3:
             twins.do(lambda each: each.driver.forget())
-        if step == FIRST + 5:
+        if step == FIRST + 4:
             for each, state in zip(twins.both, saved, strict=True):
                 each.driver.load_state_dict(state)
 
@@ -489,18 +492,48 @@ def test_weights_are_those_of_the_step(world):
 
 
 @cases.case
-def test_steps_on_other_streams(world):
+def test_a_users_streams_and_graphs(world):
+    """Steps on one stream and another, and a graph of the user's own between them."""
     twins = twins_of(WireDtype(PowerSGD(2), "int8"))
-    wrong = []
+    wrong, x = [], torch.zeros(4, device=DEVICE)
+    own, _ = captured(lambda: x.add_(1))
     for step in range(STEPS):
         core.wait_for(20 + step % 2, 0)
         with stream(20 + step % 2):
             twins.step(step)
+            own.replay()
         core.wait_for(0, 20 + step % 2)
         wrong += twins.differ()
     assert wrong == []
+    assert x.tolist() == [STEPS] * 4
     assert twins.replayed == STEPS - FIRST
     assert watched.problems == []
+
+
+@cases.case
+def test_ranges_and_times_are_those_of_eager_steps(world):
+    """The profiler sees the same parts of a step, and each message is noted with its bytes, from its launch to its arrival."""
+    twins, seen = twins_of(PowerSGD(2), message_bytes=0), []
+    assert twins.run(range(FIRST + 1)) == []
+    for each in twins.both:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            each.step(FIRST + 1)
+        torch.accelerator.synchronize(DEVICE)
+        ranges = [event.name for event in profiler.events() if event.name.startswith("gradwire: ")]
+        noted = each.driver.watch.times._steps[-1]
+        assert all(
+            launched.elapsed_time(arrived) >= start.elapsed_time(arrived) >= 0
+            for _, launched, start, arrived in noted.messages
+        )
+        found = each.driver.stats()
+        times = [found.step_seconds > 0, found.compress_seconds > 0, found.wait_seconds >= 0]
+        seen.append((sorted(ranges), [nbytes for nbytes, *_ in noted.messages], len(noted.work), times, found.steps))
+    assert twins.replayed == 2
+    eager, replayed = seen
+    assert eager == replayed
+    assert eager[0].count("gradwire: PowerSGD send") == len(GROUPS)
+    assert len(eager[1]) > 0
+    assert all(eager[3])
 
 
 class Looks(TorchDispatchMode):
@@ -574,7 +607,7 @@ class Loop:
 
     @property
     def driver(self):
-        return self.handle._driver
+        return self.handle._gradients if isinstance(self.handle, LocalSGDHandle) else self.handle._driver
 
     def step(self, number):
         draw = torch.Generator().manual_seed(100 * number + dist.get_rank())
@@ -590,6 +623,8 @@ class Loop:
         self.now = {name: p.grad.cpu() for name, p in self.model.named_parameters()}
         for p in self.model.parameters():
             p.data.add_(p.grad.nan_to_num(0.0, 0.0, 0.0), alpha=-0.1)
+        if isinstance(self.handle, LocalSGDHandle):
+            self.handle.step()
         if self.set_to_none:
             self.model.zero_grad()
         else:
@@ -634,6 +669,15 @@ def averager(algorithm, set_to_none):
     return make
 
 
+def by_local_sgd(group, replay):
+    torch.manual_seed(0)
+    model = mlp(64, 48, 48, 32).to(DEVICE)
+    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=10 * KB)
+    handle = local_sgd(wrapped, None, LocalSGD(4, subgroup=2), message_bytes=2048)
+    handle.replay = replay
+    return Loop(model, wrapped, handle)
+
+
 #: How many of the steps are replayed: buckets of DDP are rebuilt after the first, those of `DataParallel` too.
 DOORS = {
     "DDP": (ddp(PowerSGD(2)), STEPS - FIRST - 1),
@@ -642,6 +686,8 @@ DOORS = {
     "DDP, unused parameters": (ddp(PowerSGD(2), find_unused_parameters=True), 0),
     "DataParallel": (data_parallel(PowerSGD(2)), STEPS - FIRST - 1),
     "Averager, gradients that stay": (averager(PowerSGD(2), False), STEPS - FIRST),
+    "Averager, gradients that move": (averager(PowerSGD(2), True), 0),
+    "local_sgd, in subgroups": (by_local_sgd, STEPS - FIRST - 1),
 }
 
 
@@ -651,6 +697,21 @@ def test_doors(world, row):
     twins = Twins(make)
     assert twins.run(range(STEPS)) == []
     assert twins.replayed == expected, twins.replayed
+    assert [each.handle.stats().replayed_steps for each in twins.both] == [0, expected]
+
+
+@cases.case
+def test_parameters_that_are_loaded_in_between(world):
+    twins = Twins(ddp(PowerSGD(2)))
+    saved = twins.do(lambda each: {name: x.clone() for name, x in each.model.state_dict().items()})
+
+    def load(step, twins):
+        if step == FIRST + 3:
+            for each, state in zip(twins.both, saved, strict=True):
+                each.model.load_state_dict(state)
+
+    assert twins.run(range(STEPS), load) == []
+    assert twins.replayed == STEPS - FIRST - 1
 
 
 @cases.case
@@ -708,7 +769,11 @@ BUCKETS = [list(LAYERS)[i : i + 10] for i in range(0, len(LAYERS), 10)]
 COSTS = {**QUICK, "both": WireDtype(PowerSGD(16), "int8")}
 
 
-@cases.each(COSTS)
+#: The others differ from these in what they launch.
+SLOW = [name for name in COSTS if name not in ("PowerSGD", "Quantize")]
+
+
+@cases.each(COSTS, slow=SLOW)
 def cost(world, algorithm):
     """Calls, messages, the most memory beside what is kept, and that of graphs; eager and replayed."""
     found = []
@@ -723,13 +788,7 @@ def cost(world, algorithm):
         kept = [*training.gradients.values(), *[x for memory in state.values() for x in memory.values()]]
         gc.collect()
         before, sent = core.memory()[1], training.driver.memory.sent.collectives
-        graphs = EmulatedGraphs.replayed
         calls = calls_of(lambda training=training: training.step(FIRST + 2))
-        if replay:  # those of each group, and the end of all
-            (whole,) = training.driver.replays._sets
-            stretches = [each for tape in whole.tapes for each in tape.stretches]
-            overlapping = [each for each in stretches if each.compute_overlap is not None]
-            assert EmulatedGraphs.replayed - graphs == len(stretches) + len(overlapping) + 1
         peak = core.memory()[0]
         scratch = sum(x.nbytes for x in _tensors_in(training.driver.collectives.scratch))
         graphs = training.driver.replays.nbytes
@@ -744,7 +803,7 @@ def _tensors_in(scratch):
     return [x for pool in scratch._pools.values() for x in pool.tensors] + [scratch.brief._bytes]
 
 
-@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("name", variants(COSTS, SLOW))
 def test_calls_and_memory_of_a_replayed_step(results, name):
     """The host does a replay and a collective for each message; and memory is what an eager step works in."""
     for (eager_calls, messages, eager_bytes), (calls, same_messages, nbytes) in results(f"cost[{name}]"):

@@ -18,8 +18,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from gradwire import PowerSGD
 from gradwire.torch_backend import compress_replicas
+from gradwire.torch_backend.engine import replays
 from tests.torch.compare import relative, same_bits
 from tests.torch.defaults import other_defaults
+from tests.torch.logs import logged
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
 
@@ -83,7 +85,16 @@ def fsdp_on_emulated_streams():
 
 
 def trained(
-    replicas, shards, device, after_step=lambda step: None, defaults=nullcontext, *, steps=4, replay=False, **options
+    replicas,
+    shards,
+    device,
+    after_step=lambda step: None,
+    defaults=nullcontext,
+    *,
+    steps=4,
+    replay=False,
+    set_to_none=True,
+    **options,
 ):
     replicas_on = "cpu" if "offload_policy" in options else device.type
     meshes = [
@@ -101,7 +112,7 @@ def trained(
         handle = compress_replicas(model, PowerSGD(rank=2), meshes[0], message_bytes=0)
         handle.replay = replay
         for step, x in enumerate(batches):
-            model.zero_grad()
+            model.zero_grad(set_to_none=set_to_none)
             model(x).square().mean().backward()
             with torch.no_grad():
                 for p in model.parameters():
@@ -119,20 +130,30 @@ POLICIES = {
 
 @cases.case
 def test_replays_have_the_bits_of_eager_steps(world):
-    """Gradients may lie elsewhere in each step: then it is eager."""
+    """Gradients that stay are replayed. Here FSDP never finds the memory again that it has given back: then steps stay eager, and the logger says so once."""
+    group = {"backend": BACKEND}
+    replicas = [dist.new_group([r, r + SHARDS], **group) for r in range(SHARDS)]
+    shards = [dist.new_group([SHARDS * r, SHARDS * r + 1], **group) for r in range(world.size // SHARDS)]
+    own = replicas[world.rank % SHARDS], shards[world.rank // SHARDS]
 
-    def weights(replay):
-        replicas = [dist.new_group([r, r + SHARDS], backend=BACKEND) for r in range(SHARDS)]
-        shards = [dist.new_group([SHARDS * r, SHARDS * r + 1], backend=BACKEND) for r in range(world.size // SHARDS)]
-        own = replicas[world.rank % SHARDS], shards[world.rank // SHARDS]
-        model, handle = trained(*own, DEVICE, steps=12, replay=replay)
-        return [p.detach().to_local().cpu() for p in model.parameters()], handle.stats()
+    def weights(replay, set_to_none=False):
+        model, handle = trained(*own, DEVICE, steps=8, replay=replay, set_to_none=set_to_none)
+        return [p.detach().to_local().cpu() for p in model.parameters()], handle.stats(), handle.replay
 
-    with fsdp_on_emulated_streams():
+    with fsdp_on_emulated_streams(), pytest.MonkeyPatch.context() as patch, logged() as said:
+        patch.setattr(replays, "TRIES", 4)
         with_graphs()
-        (eager, sent), (replayed, also) = weights(False), weights(True)
+        eager, sent, _ = weights(False)
+        replayed, also, _ = weights(True)
+        given_up, same, wanted = weights(True, set_to_none=True)
     assert same_bits(eager, replayed)
-    assert sent == also
+    assert same_bits(eager, given_up)
+    assert sent == also == same
+    # The first step learns the order of units.
+    assert (sent.replayed_steps, also.replayed_steps, same.replayed_steps) == (0, 8 - 1 - replays.EQUAL, 0)
+    assert not wanted
+    (line,) = [line for line in said if "not replayed" in line]
+    assert "zero_grad(set_to_none=False)" in line
 
 
 @cases.each(POLICIES)

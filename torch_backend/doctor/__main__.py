@@ -23,6 +23,7 @@ from gradwire.torch_backend.doctor.checks import (
     of_first,
 )
 from gradwire.torch_backend.doctor.machine import facts
+from gradwire.torch_backend.doctor.replayed_steps import check_replays
 
 
 def main(arguments: dict[str, Any]) -> None:
@@ -42,6 +43,7 @@ def main(arguments: dict[str, Any]) -> None:
     algorithms: Any = [parse_algorithm(text) for text in arguments["algorithms"]]
     check_messages(section, group, device)
     check_methods(section, group, device, algorithms)
+    check_replays(section, group, device, algorithms)
     if not section.broken:  # else others may wait for a message that does not come
         dist.destroy_process_group()
 

@@ -21,6 +21,7 @@ from gradwire.torch_backend.doctor.checks import (
     of_first,
 )
 from gradwire.torch_backend.doctor.machine import ALIKE, facts, first_device
+from gradwire.torch_backend.doctor.replayed_steps import check_replays
 
 #: Ranks that average together: each computes what all of them ought to come to. Ranks that stand far from each other are in one group, so that messages
 #: cross the network between nodes.
@@ -59,6 +60,7 @@ def examine(algorithms: Sequence[Algorithm], report: Report, *, seconds: float, 
     )
     for algorithm in algorithms:
         check_methods(several, own, device, [algorithm])
+        check_replays(several, own, device, [algorithm])
         merged()
 
 

@@ -109,6 +109,10 @@ class Set:
         """The keys of its groups, in their order."""
         return tuple(tape.key for tape in self.tapes)
 
+    def serves(self, kind: Any, steps: int) -> bool:
+        """Whether it is of this kind, after so many steps."""
+        return bool(self.kind == kind) and self.number.compares_like(steps)
+
 
 class Replaying(Running[Averaged]):
     """A program that is replayed."""
@@ -167,11 +171,13 @@ class Replays:
     Attributes:
         wanted: steps may be replayed.
         replayed: so many have been, as a whole.
+        obstacle: why the last capture that failed did; "" if none has.
     """
 
     def __init__(self, owner: Captured, near: Groups | None) -> None:
         self.wanted = False
         self.replayed = 0
+        self.obstacle = ""
         self._owner, self._near = owner, near
         self._graphs: Graphs | None = None
         self._sets: list[Set] = []
@@ -229,12 +235,11 @@ class Replays:
             each.ending.replay()
 
     def _found(self, key: GroupKey) -> Set | None:
-        """The set that a step of this kind begins, whose first group has this key."""
-        steps, found = self._owner.memory.steps, None
+        """The set that a step of this kind begins, whose first group has this key. Of several that which was replayed last: later groups may lie elsewhere now."""
+        steps = self._owner.memory.steps
+        begun = [each for each in self._sets if each.serves(self._kind, steps) and each.tapes[0].key == key]
+        found = min(begun, key=lambda each: each.missed, default=None)
         for each in self._sets:
-            same = found is None and each.kind == self._kind and each.tapes[0].key == key
-            if same and each.number.compares_like(steps):
-                found = each
             each.missed += 1
         if found is not None:
             found.filled.clear()
@@ -255,10 +260,10 @@ class Replays:
         elif not self._note((kind, keys)):
             return
         if any(n >= EQUAL and known[1] == keys and known not in self._failed for known, n in self._known.items()):
-            following = (
-                self._kind_of_next()
-            )  # which need not be this one: its turn has come for the gradients that are here
-            if self._known[following, keys] >= EQUAL and (following, keys) not in self._failed and self._has_place():
+            # Which need not be this one: its turn has come for the gradients that are here.
+            following = self._kind_of_next()
+            enough = self._known[following, keys] >= EQUAL and (following, keys) not in self._failed
+            if enough and not self._has(following, keys) and self._has_place():
                 self._capture(following, keys, groups)
 
     def _note(self, key: Any) -> bool:
@@ -271,12 +276,16 @@ class Replays:
                 "zero_grad(set_to_none=False), or in DDP's buckets",
                 self._owner.algorithm,
             )
-            self.wanted = False
+            self.wanted, self._unknown = False, 0
             self._known.clear()
             return False
         for old in list(self._known)[:-KNOWN]:
             del self._known[old]
         return True
+
+    def _has(self, kind: Any, keys: tuple[GroupKey, ...]) -> bool:
+        """Whether there is a set of these: another with the same first group has been taken for it."""
+        return any(each.serves(kind, self._owner.memory.steps) and each.keys == keys for each in self._sets)
 
     def _has_place(self) -> bool:
         self._sets = [each for each in self._sets if each.missed < MISSES]
@@ -300,6 +309,7 @@ class Replays:
                 captured = self._captured(step, keys, groups, number)
         except Exception as error:  # nothing was run and nothing was sent: the next step is eager, as this one was
             self._failed.add((kind, keys))
+            self.obstacle = str(error)
             logger.info("%r: steps of one kind stay eager, since a capture failed: %s", owner.algorithm, error)
             if step is not None:
                 step.abandon()
@@ -314,17 +324,15 @@ class Replays:
         programs = []
         for gradients in groups:
             make = lambda own=gradients: self._owner.program_of(own, number)  # noqa: E731
-            programs.append(step.run(Recording(step, make)))
+            programs.append(Recording(step, make))
+            step.run(programs[-1])
         step.finish()
-        ends = []
-        for gradients, program in zip(groups, programs, strict=True):
-            assert isinstance(program, Recording)
-            ends.append((gradients, program.result))
-        each = [self._ending(step, [end]) for end in ends]
+        ends = [(gradients, program.result) for gradients, program in zip(groups, programs, strict=True)]
         tapes = [
-            Tape(key, program.stretches, ending) for key, program, ending in zip(keys, programs, each, strict=True)
+            Tape(key, program.stretches, self._ending(step, [end]))
+            for key, program, end in zip(keys, programs, ends, strict=True)
         ]
-        return tapes, each[0] if len(each) == 1 else self._ending(step, ends)
+        return tapes, tapes[0].ending if len(tapes) == 1 else self._ending(step, ends)
 
     def _ending(self, step: RecordingStep, ends: Sequence[tuple[Mapping[str, Tensor], Averaged]]) -> Graph:
         with step.graphs.capture() as ending:

@@ -87,6 +87,7 @@ class LocalSGDHandle:
         self._leave_optimizer: Callable[[], None] = lambda: None
         self._registered = True
         self._weight = 1.0
+        self._replay = False
         self._settings = Settings({}, self._ops.device)
         self._has_begun = False
         self._has_loaded = False
@@ -138,6 +139,7 @@ class LocalSGDHandle:
             return
         self._gradients = new = _Gradients(self, self._message_bytes)
         new.weight.fill_(self._weight)
+        new.replays.wanted = self._replay
         self._target.average_by(new)
 
     @property
@@ -159,6 +161,18 @@ class LocalSGDHandle:
         self._weight = counted_weight(weight, self.local, weighted=self.local.weighted, instead="give it weighted=True")
         if self._gradients is not None:
             self._gradients.weight.fill_(self._weight)
+
+    @property
+    def replay(self) -> bool:
+        """Whether averages of gradients are replayed as CUDA graphs, where somebody averages them: within a `subgroup`. See `Handle.replay`. Those of parameters, which come
+        now and then, are not."""
+        return self._replay if self._gradients is None else self._gradients.replays.wanted
+
+    @replay.setter
+    def replay(self, wanted: bool) -> None:
+        self._replay = bool(wanted)
+        if self._gradients is not None:
+            self._gradients.replays.wanted = self._replay
 
     def set(self, **settings: float) -> None:
         """Tell the compressor something of the averages that leave from now on, until it is told otherwise: what it asks for with
@@ -547,6 +561,8 @@ class LocalSGDHandle:
         schedule: a step reaches from one of the optimizer to the next."""
         stats = self._watch.stats(self.steps, 0, self._memory.sent)
         self._note_found()
+        if (gradients := self._gradients) is not None:
+            stats = replace(stats, replayed_steps=gradients.replays.replayed, graph_bytes=gradients.replays.nbytes)
         return replace(stats, skipped_averages=self._skipped_averages)
 
     def _progress(self) -> Progress:
