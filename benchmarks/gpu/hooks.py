@@ -143,13 +143,14 @@ def _replayed(target: Target, algorithm: Algorithm, shapes: dict[str, tuple[int,
     parameters, buckets = _given(target, shapes, dtype)
     handles = {replay: _handle(algorithm, target, parameters) for replay in (False, True)}
     handles[True].replay = True
+    hooks: dict[bool, Hook] = {replay: partial(handle.hook, None) for replay, handle in handles.items()}
     taken: dict[bool, list[float]] = {replay: [] for replay in handles}
     host: list[float] = []
     for step in range(1 + EQUAL if target.tiny else PAIRS + WARM_UP + EQUAL):
-        for replay, handle in handles.items():
+        for replay, hook in hooks.items():
             target.settle()
             began = time.perf_counter()
-            futures = [handle.hook(None, bucket) for bucket in buckets]
+            futures = [hook(bucket) for bucket in buckets]
             called = time.perf_counter()
             for future in futures:
                 future.wait()
