@@ -75,7 +75,8 @@ class Running(Generic[T]):
             if holds and isinstance(request, Request) and (request.local or isinstance(request, Collective)):
                 self.held = request
                 return
-            answer, asked, request = perform(request), request, None
+            asked, request = request, None
+            answer = perform(asked)
             if isinstance(answer, tuple):
                 answers = answer
             elif isinstance(answer, Pending):

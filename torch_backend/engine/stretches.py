@@ -200,6 +200,10 @@ class RecordingStep(Step):
         self.fuses = False  # the graphs of each program are replayed by themselves
         self.graphs = graphs
 
+    def finish(self) -> None:
+        super().finish()
+        self.programs = []  # which have this step: together they would keep the memory of graphs until Python looks for such cycles
+
     @property
     def flags(self) -> list[Tensor]:
         """Whether what has arrived so far is finite."""
