@@ -80,6 +80,35 @@ def planned(capsys, *options):
     return given
 
 
+@pytest.mark.slow
+def test_a_model_of_transformers_is_known_by_its_configuration(folder, capsys):
+    """By a file of its own, which nothing but it is read of, and by its class, with what that has by default."""
+    import transformers
+
+    tiny = {
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "vocab_size": 32,
+        "n_positions": 8,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    given = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **tiny}
+    (folder / "config.json").write_text(json.dumps(given))
+    with torch.device("meta"):
+        built = [transformers.GPT2LMHeadModel(transformers.GPT2Config(**options)) for options in (tiny, {})]
+    for name, model in zip(("config.json", "transformers:GPT2LMHeadModel"), built, strict=True):
+        found = models.load_model(name)
+        assert found.framework == "torch"
+        shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+        assert {key: spec.shape for key, spec in found.specs.items()} == shapes
+    (folder / "config.json").write_text(json.dumps(given | {"architectures": ["NobodysModel"]}))
+    assert "wte.weight" in models.load_model("config.json").specs  # the model without a head
+    (folder / "config.json").write_text(json.dumps({"model_type": "nobodys"}))
+    assert "does not read it" in refused(capsys, "plan", "config.json")
+
+
 def test_two_levels_tell_what_leaves_a_node_and_its_own_ratio(folder, capsys):
     """Each column is of one level, and the ratio that of the bytes beside it. The replicas of a node share its link."""
     options = ("-a", "TwoLevel(PowerSGD(rank=4), within=2)", "--replicas", "8", "--nodes", "4")

@@ -50,7 +50,8 @@ app = typer.Typer(
 Model = Annotated[
     str,
     typer.Argument(
-        help="module:callable that returns a torch, Flax or Equinox model or a tree of arrays; a safetensors file; a JSON of shapes.",
+        help="module:callable that returns a torch, Flax or Equinox model or a tree of arrays; a class or a config.json of transformers; "
+        "a safetensors file; a JSON of shapes.",
         metavar="MODEL",
     ),
 ]

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradwire.cli.pretrained import built_by_default, built_from_config, is_configuration
 from gradwire.cli.shape_files import specs_in
 from gradwire.core.ops import Spec
 from gradwire.core.plan.parameters import specs_of
 from gradwire.core.text.wording import meant
 
 FILES = (".safetensors", ".json")
-FORMS = "give module:callable, a .safetensors file, or a .json of shapes"
+FORMS = "give module:callable, a .safetensors file, a config.json of transformers, or a .json of shapes"
 
 
 class BadArgument(ValueError):
@@ -38,6 +39,8 @@ def load_model(text: str) -> Model:
     path = Path(text)
     if path.suffix in FILES and ":" not in text:
         try:
+            if is_configuration(path):
+                return _built(text, built_from_config(path))
             return Model(specs_in(path), "")
         except FileNotFoundError as error:
             lacks = "" if error.filename in (None, text) else f" as {error.filename}, which it names"
@@ -46,7 +49,7 @@ def load_model(text: str) -> Model:
             raise BadArgument(f"MODEL {text}: {error.strerror}") from error
         except ValueError as error:
             raise BadArgument(f"MODEL {error}") from error
-    built = _built(text, load_callable(text, "MODEL"))
+    built = _built(text, built_by_default(load_callable(text, "MODEL")))
     if not built.specs:
         raise BadArgument(
             f"MODEL {text!r} returns nothing that is trained; return the model, with parameters that require gradients"
