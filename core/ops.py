@@ -11,6 +11,7 @@ the two. A new composite is a body, its row in `tests/parity/test_kernels.py`, a
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from gradwire.core.kernels import payloads, rounding, signs
@@ -91,11 +92,10 @@ class Ops(Primitives[A], Protocol):
     #: Whether `bundle` may join anything: whoever compiles nothing need not be asked.
     bundles: bool = False
 
-    @property
-    def late_width(self) -> int:
-        """Up to how many elements rows of codes of 8 bits stay codes until `errors_after` and `dense_or_nan`, where those
-        take fewer passes over memory than it takes to decode what arrives; 0: never."""
-        return 0
+    def codes_stay(self, codec: Any, x: A) -> bool:
+        """Whether codes of rows like `x` (R, B) stay codes (`gradwire.core.kernels.payloads.Coded`) until `settle`, and means are formed of them by
+        `encode_mean`: where that takes fewer passes over memory than to decode what arrives."""
+        return False
 
     @property
     def late_residuals(self) -> bool:
@@ -267,10 +267,31 @@ class Ops(Primitives[A], Protocol):
         multiples of the scale, the same bits in all backends."""
         return rounding.quantize(self, x, largest)
 
-    def quantize_mean(self, codes: A, scales: A, largest: float, *, keeps: bool) -> tuple[A, A, A | None]:
-        """`quantize` of the mean of what codes (W, R, B) and scales (W, R, 1) stand for, the same bits in all backends;
-        and, if it `keeps` that, what rounding takes from the mean, times -W, float32 (R, B); else None."""
-        return rounding.quantize_mean(self, codes, scales, largest, keeps=keeps)
+    def encode_rows(self, codec: Any, x: A) -> tuple[A, ...]:
+        """The fields (R, m) of rows of floats (R, B), by `gradwire.core.codecs.codec.Codec.encode`."""
+        fields: Any = self.by_rows(lambda x, out=None: codec.encode(self, x), x)
+        return tuple(fields)
+
+    def decode_rows(self, codec: Any, *fields: A, out: A | None = None) -> A:
+        """Rows, float32 (R, B), that fields (R, m) stand for, by `gradwire.core.codecs.codec.Codec.decode`."""
+        return self.by_rows(partial(codec.decode, self), *fields, out=out)
+
+    def decode_mean(self, codec: Any, *of_each: A, dtype: str = "float32", out: A | None = None) -> A:
+        """`gradwire.core.kernels.rounding.mean_decoded`, the same bits in all backends: (W, R, m), … → (R, B)."""
+        return self.by_rows(lambda *y, out=None: rounding.mean_decoded(self, codec, y, dtype, out), *of_each, out=out)
+
+    def encode_mean(
+        self, codec: Any, *of_each: A, dtype: str = "float32", keeps: bool
+    ) -> tuple[tuple[A, ...], A | None]:
+        """The fields of that mean; and, if it `keeps` that, what rounding takes from it, times -W, float32 (R, B); else None."""
+        if not keeps:
+            fields: Any = self.by_rows(
+                lambda *y, out=None: codec.encode(self, rounding.mean_decoded(self, codec, y, dtype)), *of_each
+            )
+            return tuple(fields), None
+        mean = self.decode_mean(codec, *of_each, dtype=dtype)
+        own = self.encode_rows(codec, mean)
+        return own, (mean - self.decode_rows(codec, *own)) * -float(of_each[0].shape[0])
 
     def nearest_bytes(self, x: A, *, out: A | None = None) -> A:
         """`gradwire.core.kernels.rounding.nearest_bytes`, bit for bit, of `x`, which is donated. Of what is no number between -128 and 127: any byte."""

@@ -55,16 +55,6 @@ class Codec(abc.ABC):
     def witness(self, *fields: A) -> A:
         """What is finite if and only if everything decoded is."""
 
-    def stays(self, ops: Ops[A], width: int) -> bool:
-        """Whether codes of rows of so many elements stay codes (`gradwire.core.kernels.payloads.Coded`) until the tensor
-        is written, and means are formed of them by `encode_mean`."""
-        return False
-
-    def encode_mean(self, ops: Ops[A], *of_each: A, keeps: bool) -> tuple[tuple[A, ...], A | None]:
-        """The codes of the mean of what fields (W, R, m) of W replicas stand for; and, if it `keeps` that, what rounding
-        takes from it, times -W, float32 (R, B)."""
-        raise NotImplementedError(f"{type(self).__name__} has codes that stay codes, and no encode_mean")
-
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, cast
 
-from gradwire.core.codecs.codec import as_sent
+from gradwire.core.codecs.codec import Scaled, as_sent
 from gradwire.core.codecs.packs import Joined, Pack, Packer, members_of, size_of
 from gradwire.core.codecs.row_coder import Drawn, RowCoder
 from gradwire.core.kernels.arrays import array_key, group_by
 from gradwire.core.kernels.payloads import Coded
+from gradwire.core.kernels.rounding import mean_decoded
 from gradwire.core.ops import ITEMSIZE, A, wide_dtype
 from gradwire.core.protocol import (
     all_to_all,
@@ -87,7 +88,7 @@ class Coder(RowCoder[A]):
         place = await replica_index(groups) if keeps or self.noise else 0
         packs = packer.packs(arrays, size, firsts)
         if size == 2:
-            return await self._mean_of_two(arrays, packs, place, donated, watched, groups, keeps=keeps)
+            return await self._mean_of_two(arrays, packs, place, donated, watched, groups, keeps=keeps, late=late)
         coded = [self._encode_pack(pack, place + 1) for pack in packs]
         together = self._group_packs(packs)
         mine = [self._join_codes([coded[i] for i in some], [packs[i] for i in some], size) for some in together]
@@ -116,7 +117,7 @@ class Coder(RowCoder[A]):
                 if stays:
                     for array, first, count in members_of(pack):
                         codes, scales = rows
-                        means[array] = Coded(codes[first : first + count], scales[first : first + count])
+                        means[array] = Coded(self.codec, codes[first : first + count], scales[first : first + count])
                 else:
                     self._decode(pack, self._with_layout(rows, pack.parts[0]), arrays, means, donated=donated)
                 if part.lost is not None:
@@ -137,7 +138,8 @@ class Coder(RowCoder[A]):
         groups: Groups | None,
         *,
         keeps: bool,
-    ) -> tuple[list[A], list[A]]:
+        late: bool,
+    ) -> tuple[list[Any], list[Any]]:
         ops = self.ops
         coded = [self._encode_pack(pack, place + 1) for pack in packs]
         given = [as_sent(ops, own) for own in coded]
@@ -146,6 +148,10 @@ class Coder(RowCoder[A]):
         means, sent, shown = self._initial_answers(arrays), self._initial_answers(arrays), []
         for pack, mine, own in zip(packs, coded, given, strict=True):
             of_both = self.fields_of(list(islice(arrived, len(own))), pack.matrix)
+            if late and self._stays(pack.matrix) and self._weights is None and self._cannot_overflow(of_both):
+                self._leave_coded(pack, mine, sent)
+                self._leave_coded(pack, of_both, means)
+                continue
             if keeps:
                 self._decode(pack, mine, arrays, sent)
             for part, rows in self._rows_of(pack, of_both):
@@ -155,6 +161,23 @@ class Coder(RowCoder[A]):
                 self._packer.divide(x, part, arrays, means)
         await watch(*shown)
         return means, sent
+
+    def _cannot_overflow(self, fields: Sequence[A]) -> bool:
+        """Whether the host knows that all codes (W, R, m) stand for finite numbers, and so do their sums."""
+        ops, codec, (_, scales) = self.ops, cast("Scaled", self.codec), fields
+        most = ops.abs(scales[0])
+        for i in range(1, scales.shape[0]):
+            most = most + ops.abs(scales[i])
+        return bool(ops.truth(ops.all_finite(most * (codec.largest + 1.0))))
+
+    def _leave_coded(self, pack: Pack[A], fields: Sequence[A], answers: list[Any]) -> None:
+        """Codes of a pack, (R, m) or of all replicas (W, R, m), as they are."""
+        for part, own in self._rows_of(pack, fields):
+            start = 0
+            for i, rows in zip(part.members, part.rows, strict=True):
+                codes, scales = (y[..., start : start + rows, :] for y in own)
+                answers[i] = Coded(self.codec, codes, scales)
+                start += rows
 
     def _initial_answers(self, arrays: Sequence[A]) -> list[Any]:
         """What arrays begin with: those of no elements, of which nothing is sent, are made here, the same on all replicas, as every mean is."""
@@ -244,8 +267,10 @@ class Coder(RowCoder[A]):
 
     def _share(self, of_each: Sequence[A], like: A, out: A | None = None) -> A:
         """The mean of the rows of all replicas (W, R, m), decoded (R, B)."""
-        dtype = self.ops.dtype_of(like)
-        return self.ops.by_rows(lambda *y, out=None: self._average_decoded(y, dtype, out), *of_each, out=out)
+        ops, dtype = self.ops, self.ops.dtype_of(like)
+        if self._weights is None:
+            return ops.decode_mean(self.codec, *of_each, dtype=wide_dtype(dtype), out=out)
+        return ops.by_rows(lambda *y, out=None: self._average_decoded(y, dtype, out), *of_each, out=out)
 
     def _encode_mean(
         self, of_each: Sequence[A], like: A, place: Any, drawn: Drawn[A] | None, *, keeps: bool
@@ -253,8 +278,8 @@ class Coder(RowCoder[A]):
         """The mean of the rows of all replicas, encoded; and, if it `keeps` that, what rounding takes from it."""
         ops, codec = self.ops, self.codec
         dtype, size = ops.dtype_of(like), of_each[0].shape[0]
-        if self._stays(like) and self.noise is None and self._weights is None:
-            fields, lost = codec.encode_mean(ops, *of_each, keeps=keeps)
+        if not self.draws and self._weights is None and (self._stays(like) or not keeps):
+            fields, lost = ops.encode_mean(codec, *of_each, dtype=wide_dtype(dtype), keeps=keeps)
             return Rounded(fields, None if lost is None else lambda start, end: lost[start:end])
         if not keeps:
             shape = (of_each[0].shape[1], like.shape[1])
@@ -273,7 +298,7 @@ class Coder(RowCoder[A]):
 
     def _stays(self, rows: A) -> bool:
         """Whether codes of such rows (R, B) stay codes."""
-        return self.codec.stays(self.ops, rows.shape[1]) and wide_dtype(self.ops.dtype_of(rows)) == "float32"
+        return self.ops.codes_stay(self.codec, rows)
 
     def _average_decoded(self, of_each: Sequence[A], dtype: str, out: A | None = None) -> A:
         """Summed in float32, of float64 in float64."""
@@ -283,8 +308,7 @@ class Coder(RowCoder[A]):
             return ops.cast(self.codec.decode(ops, *y), summed)
 
         if weights is None:
-            total = ops.sum_of_each(decoded, *of_each)
-            return ops.multiply(total, 1.0 / size, out=total if out is None else out)
+            return mean_decoded(ops, self.codec, of_each, summed, out)
         counted = weights
 
         def of_replica(i: Any) -> A:
@@ -318,7 +342,8 @@ class Coder(RowCoder[A]):
             codes, scales = own
             for (i, first, count), mine in zip(members_of(pack), shares.of(place), strict=True):
                 there = slice(first, first + count)
-                sent[i] = Coded(codes[there], scales[there], off[mine.start : mine.start + mine.rows], mine.begin)
+                lost = off[mine.start : mine.start + mine.rows]
+                sent[i] = Coded(self.codec, codes[there], scales[there], lost, mine.begin)
             return
         decoded = ops.cast(self.decode_rows(own), dtype)
         if shares is None:

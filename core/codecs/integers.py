@@ -23,19 +23,10 @@ class Integers(Scaled):
     def largest(self) -> float:
         return float(2 ** (self.bits - 1) - 1)
 
-    def stays(self, ops: Ops[A], width: int) -> bool:
-        """Those of 8 bits."""
-        return self.bits == 8 and width <= ops.late_width
-
     def encode(self, ops: Ops[A], x: A, dither: A | None = None) -> tuple[A, ...]:
         if self.bits == 8 and dither is None:
             return ops.quantize(x, self.largest)
         return super().encode(ops, x, dither)
-
-    def encode_mean(self, ops: Ops[A], *of_each: A, keeps: bool) -> tuple[tuple[A, ...], A | None]:
-        codes, scales = of_each
-        *coded, lost = ops.quantize_mean(codes, scales, self.largest, keeps=keeps)
-        return tuple(coded), lost
 
     def coded(self, ops: Ops[A], x: A, dither: A | None) -> tuple[A, A]:
         if self.bits == 8 or dither is not None:

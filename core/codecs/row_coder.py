@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple
 
@@ -62,6 +61,8 @@ class RowCoder(Generic[A]):
 
     def encode_rows(self, x: A, who: Any, drawn: Drawn[A] | None = None) -> tuple[A, ...]:
         """The codes (R, m) of rows (R, B). `who` rounds them: a replica, counted from 1, or all alike, 0."""
+        if not self.draws:
+            return self.ops.encode_rows(self.codec, x)
         return self.encode_numbers([x], lambda x: x, tuple(x.shape), who, drawn)
 
     def encode_numbers(
@@ -135,4 +136,4 @@ class RowCoder(Generic[A]):
 
     def decode_rows(self, fields: Sequence[A], out: A | None = None) -> A:
         """The numbers (R, B) of codes, in `out` if that is given."""
-        return self.ops.by_rows(partial(self.codec.decode, self.ops), *fields, out=out)
+        return self.ops.decode_rows(self.codec, *fields, out=out)

@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol
 
 from gradwire.core.kernels.arrays import LARGEST, A, wide_dtype
 from gradwire.core.kernels.primitives import Primitives
+from gradwire.core.kernels.rounding import mean_decoded
 
 
 class Payload(Protocol[A]):
@@ -108,11 +109,12 @@ class LowRank(NamedTuple, Generic[A]):
 
 
 class Coded(NamedTuple, Generic[A]):
-    """A tensor as codes of 8 bits, uint8 (R, B), and scales float32 (R, 1).
+    """A tensor as codes, uint8 (R, m), and scales, float32 (R, n), of a `gradwire.core.codecs.codec.BlockCodec`; or, of W replicas (W, R, m) and (W, R, n), their mean.
 
     Of what a replica has sent, the rows from `first` on count `lost` as well, float32 (some, B): see `gradwire.core.codecs.coder`.
     """
 
+    codec: Any
     codes: A
     scales: A
     lost: A | None = None
@@ -124,7 +126,10 @@ class Coded(NamedTuple, Generic[A]):
 
     def dense(self, ops: Primitives[A], out: A, witness: A | None = None) -> A:
         scales = self.scales if witness is None else witness
-        values = ops.multiply(scales, ops.view_as(self.codes, "int8")).reshape((-1,))
+        if len(self.codes.shape) == 3:
+            values = mean_decoded(ops, self.codec, (self.codes, scales)).reshape((-1,))
+        else:
+            values = self.codec.decode(ops, self.codes, scales).reshape((-1,))
         return ops.cast(values[: math.prod(out.shape)].reshape(tuple(out.shape)), ops.dtype_of(out), out=out)
 
     def taken_from(self, ops: Primitives[A], x: A, *, out: A | None = None) -> A:
@@ -132,7 +137,7 @@ class Coded(NamedTuple, Generic[A]):
         rest = x - self.dense(ops, ops.zeros(shape, dtype))
         if self.lost is None:
             return rest
-        width, flat = self.codes.shape[1], rest.reshape((-1,))
+        width, flat = self.lost.shape[1], rest.reshape((-1,))
         begin = self.first * width
         end = min(begin + math.prod(self.lost.shape), flat.shape[0])
         lost = ops.cast(self.lost.reshape((-1,))[: end - begin], dtype)

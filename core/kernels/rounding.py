@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from gradwire.core.kernels.arrays import A
@@ -70,15 +71,8 @@ def quantize(ops: Any, x: A, largest: float) -> tuple[A, A]:
     return ops.nearest_bytes(ops.multiply(x, reciprocal)), scale
 
 
-def quantize_mean(ops: Any, codes: A, scales: A, largest: float, *, keeps: bool) -> tuple[A, A, A | None]:
-    """`Ops.quantize_mean`: decoded and added in order of replicas, divided, and rounded anew."""
-
-    def decoded(codes: A, scales: A) -> A:
-        values: A = ops.multiply(scales, ops.view_as(codes, "int8"))
-        return values
-
-    size = codes.shape[0]
-    mean = ops.multiply(ops.sum_of_each(decoded, codes, scales), 1.0 / size)
-    kept = ops.add(mean, 0.0) if keeps else mean  # for `mean` is donated
-    own, scale = quantize(ops, mean, largest)
-    return own, scale, (kept - decoded(own, scale)) * -float(size) if keeps else None
+def mean_decoded(ops: Any, codec: Any, of_each: Sequence[A], dtype: str = "float32", out: A | None = None) -> A:
+    """The mean (R, B) of what fields (W, R, m) of W replicas stand for, decoded and added one replica after the other, in this dtype."""
+    total = ops.sum_of_each(lambda *fields: ops.cast(codec.decode(ops, *fields), dtype), *of_each)
+    mean: A = ops.multiply(total, 1.0 / of_each[0].shape[0], out=total if out is None else out)
+    return mean

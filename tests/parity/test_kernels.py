@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -26,8 +26,7 @@ from gradwire.core.ops import Ops
 from gradwire.core.simulate import NumpyOps, PoisonOps
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.torch_backend.cpu import thin
-from gradwire.torch_backend.cpu.compiled import MATRICES as NAMES
-from gradwire.torch_backend.cpu.compiled import prepare
+from gradwire.torch_backend.cpu.compiled import ARGUMENTS, prepare
 from gradwire.torch_backend.ops import kernels
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
@@ -87,7 +86,7 @@ def in_torch_by_few_rows(kernel, arrays):
 def in_torch_loops(kernel, arrays):
     """With what numba compiles for processors."""
     ops = TorchOps(torch.device("cpu"))
-    ops.loops = prepare(NAMES, [torch.float32])
+    ops.loops = prepare((name, torch.float32) for name in ARGUMENTS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(thin, "LARGE", 1)
         return _from_tensor(kernel(ops, **{k: _tensor(v) for k, v in arrays.items()}))
@@ -175,9 +174,11 @@ PAYLOADS = {
     "dense": lambda ops, y, p, q, **_: Dense(y),
     "low rank": lambda ops, y, p, q, **_: LowRank(p, q),
     "low rank, padded": lambda ops, y, p, q, **_: LowRank(p, ops.rows([q, q[:, :1]], 2)),
-    "coded": lambda ops, y, **_: Coded(*ops.quantize(y.reshape((2, 15)), 127.0)),
-    "coded, with what is lost": lambda ops, y, q, **_: Coded(*ops.quantize(y.reshape((6, 5)), 127.0), ops.cast(q, "float32"), 3),
+    "coded": lambda ops, y, **_: Coded(CODECS["int8"], *ops.quantize(y.reshape((2, 15)), 127.0)),
+    "coded, with what is lost": lambda ops, y, q, **_: Coded(CODECS["int8"], *ops.quantize(y.reshape((6, 5)), 127.0), ops.cast(q, "float32"), 3),
 }  # fmt: skip
+#: What becomes of rows of codes, of two replicas.
+CODED = ("encode_rows", "decode_rows", "decode_mean", "encode_mean", "encode_mean, lost")
 #: How a step ends.
 ENDS = ("", ", not finite", ", decay")
 #: By contract; the others donate what they are given as `out`.
@@ -205,6 +206,22 @@ def arrays(dtype):
 def batch_of_pairs(x, y):
     """(3, 4, 2), of those two (6, 5)."""
     return (x + y).reshape((30,))[:24].reshape((3, 4, 2))
+
+
+def of_codes(name, codec, ops, batch, **_):
+    """Codes, scales and numbers of rows of eight, in one row each."""
+    codec, name, *kept = CODECS[codec], *name.split(", ")
+    x = ops.rows([batch[0], batch[1][:, :1]], 4)
+    fields = ops.encode_rows(codec, x)
+    both = [ops.stack([y, y]) for y in fields]
+    if name == "decode_rows":
+        return ops.decode_rows(codec, *fields)
+    if name == "decode_mean":
+        return ops.decode_mean(codec, *both)
+    lost = None
+    if name == "encode_mean":
+        fields, lost = ops.encode_mean(codec, *both, keeps=bool(kept))
+    return lost if kept else ops.rows([ops.cast(y, "float32") for y in fields], 4)
 
 
 def left_of(kind, ok, decay=1.0, *, early=False):
@@ -530,12 +547,7 @@ KERNELS = {
     "sum_of_each": lambda ops, batch, **_: ops.sum_of_each(lambda x: ops.multiply(x, 2.0), batch),
     "quantize, codes": lambda ops, x, **_: ops.quantize(x, 127.0)[0],
     "quantize, scales": lambda ops, x, **_: ops.quantize(x, 127.0)[1],
-    **{
-        f"quantize_mean, {i}": lambda ops, batch, i=i, **_: ops.quantize_mean(
-            *(ops.stack([field, field]) for field in ops.quantize(batch[0], 127.0)), 127.0, keeps=i == 2
-        )[i]
-        for i in range(3)
-    },
+    **{f"{name}, {codec}": partial(of_codes, name, codec) for name in CODED for codec in ("int8", "int4")},
     **{f"errors_after, {kind}": left_of(kind, true) for kind in PAYLOADS},
     **{f"errors_after, {kind}, not finite": left_of(kind, false) for kind in ("dense", "low rank", "coded")},
     **{f"errors_after, {kind}, decay": left_of(kind, true, 0.5) for kind in PAYLOADS},
@@ -558,7 +570,7 @@ PLANS = {
     "bundles",
     "bundle",
     "unbundle",
-    "late_width",
+    "codes_stay",
     "late_residuals",
 }
 

@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from gradwire import PowerSGD
+from gradwire import AllReduce, PowerSGD, Quantize, WireDtype
+from gradwire.core.codecs import CODECS
 from gradwire.core.kernels.payloads import LowRank, Residual
+from gradwire.core.simulate import NumpyOps
 from gradwire.torch_backend.cpu import compiled, thin
 from gradwire.torch_backend.cpu.sums import Sum
 from gradwire.torch_backend.engine.driver import Driver, specs_of
@@ -22,7 +25,9 @@ from tests.torch.ranks import Cases
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 CPU = torch.device("cpu")
-THIN = ("add_and_project", "settle")
+THINNED = PowerSGD(2, stacked={"stack": 1})
+THIN = [(name, torch.float32) for name in compiled.THIN]
+CODES = [(name, torch.float32) for name in compiled.CODES]
 cases = Cases(__file__, ranks=2)
 
 
@@ -38,7 +43,7 @@ def everything_compiled():
 @pytest.fixture
 def ops():
     made = TorchOps(CPU)
-    made.loops = compiled.prepare(THIN, [torch.float32])
+    made.loops = compiled.prepare(THIN + CODES)
     with everything_compiled():
         yield made
 
@@ -49,9 +54,13 @@ def numbers(kind, shape, seed=0):
         return x * 0
     if kind == "equal rows":
         return np.broadcast_to(x[:1], shape).copy()
+    if kind == "overflow":  # of their sum: then some means are
+        return np.sign(x) * np.float32(2e38)
     if kind in ("huge", "denormal"):
         return x * np.float32(1e37 if kind == "huge" else 1e-41)
-    if kind in ("nan", "inf"):
+    if kind == "halves":
+        return np.round(4 * x).clip(-16, 16) / 2
+    if kind in ("nan", "inf") and x.size:
         x.reshape(-1)[x.size // 2] = float(kind)
     return x
 
@@ -104,6 +113,41 @@ def test_a_step_that_is_not_finite_leaves_the_error_alone(ops):
     assert torch.equal(after, torch.arange(32.0).view(4, 8))
 
 
+@pytest.mark.parametrize("kind", ["usual", "zeros", "equal rows", "huge", "denormal", "nan", "inf", "halves"])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize(("rows", "block"), [(1, 8), (5, 24), (3, 128), (2, 264)])
+def test_codes_and_their_means_are_those_of_numpy_bit_for_bit(ops, name, kind, rows, block):
+    """Of three replicas. What a code is in a row of NaN is not said, nor which NaN its scale is."""
+    reference, codec = NumpyOps(), replace(CODECS[name], block=block)
+    each = [numbers(kind if i == 1 else "usual", (rows, block), i) for i in range(3)]
+    with np.errstate(invalid="ignore", over="ignore"):
+        fields = [codec.encode(reference, x) for x in each]
+        expected_alone = codec.decode(reference, *fields[0])
+        both = [np.stack(own) for own in zip(*fields, strict=True)]
+        mean = reference.decode_mean(codec, *both)
+        again, lost = reference.encode_mean(codec, *both, keeps=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(codec), "encode", None)  # it is loops that do it
+        patch.setattr(type(codec), "decode", None)
+        found = [ops.encode_rows(codec, torch.from_numpy(x)) for x in each]
+        given = list(map(torch.from_numpy, both))
+        means, alone = ops.decode_mean(codec, *given), ops.decode_rows(codec, *(x[0] for x in given))
+        (codes, scales), left = ops.encode_mean(codec, *given, keeps=True)
+        (unkept, _), nothing = ops.encode_mean(codec, *given, keeps=False)
+    assert nothing is None
+    sure = np.isfinite(again[1])[:, 0]
+    np.testing.assert_array_equal(means.numpy(), mean)
+    np.testing.assert_array_equal(alone.numpy(), expected_alone)
+    np.testing.assert_array_equal(scales.numpy(), again[1])
+    np.testing.assert_array_equal(codes.numpy()[sure], again[0][sure])
+    np.testing.assert_array_equal(unkept.numpy()[sure], again[0][sure])
+    np.testing.assert_array_equal(left.numpy()[sure], lost[sure])
+    for (own, own_scales), (expected, expected_scales) in zip(found, fields, strict=True):
+        np.testing.assert_array_equal(own_scales.numpy(), expected_scales)
+        sure = np.isfinite(expected_scales)[:, 0]
+        np.testing.assert_array_equal(own.numpy()[sure], expected[sure])
+
+
 def test_any_number_of_threads_comes_to_the_same_bits(ops):
     q, x, y = (torch.from_numpy(numbers("usual", shape, i)) for i, shape in enumerate([(4, 300), (37, 300), (37, 300)]))
     before, found = torch.get_num_threads(), []
@@ -149,7 +193,7 @@ def test_where_nothing_may_be_written_it_compiles_all_the_same(monkeypatch):
     compiled.compiled.cache_clear()
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
     try:
-        assert compiled.prepare(["settle"], [torch.float32])
+        assert compiled.prepare(THIN[1:])
     finally:
         compiled.compiled.cache_clear()
 
@@ -158,7 +202,7 @@ def test_without_numba_there_is_nothing_and_no_word_of_it(monkeypatch, caplog):
     compiled._numba.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     try:
-        assert not compiled.prepare(THIN, [torch.float32])
+        assert not compiled.prepare(THIN)
     finally:
         compiled._numba.cache_clear()
     assert not caplog.records
@@ -170,7 +214,7 @@ import torch
 from gradwire.torch_backend.cpu import compiled, pool, thin
 from gradwire.torch_backend.cpu.sums import Sum
 assert "numba" not in sys.modules
-loops = compiled.prepare(["add_and_project", "settle"], [torch.float32])
+loops = compiled.prepare((name, torch.float32) for name in compiled.THIN + compiled.CODES)
 if os.environ.get("NUMBA_DISABLE_JIT") == "1":
     assert not loops
     sys.exit(0)
@@ -209,17 +253,20 @@ def test_in_a_process_of_its_own(environment):
 # --- between ranks
 
 
-def trained(world, *, loops=True):
+def trained(group, rank, algorithm=THINNED, *, loops=True, kind="usual"):
     """What a driver makes of three steps, and what it is left with."""
-    shapes, group = {"w": (24, 40), "stack": (3, 16, 8), "b": (7,)}, world.group
+    shapes = {"w": (24, 40), "stack": (3, 16, 8), "odd": (13, 21), "b": (7,)}
     with everything_compiled() as patch:
         if not loops:
             patch.setattr(compiled, "_numba", lambda: None)
         parameters = {name: torch.empty(shape) for name, shape in shapes.items()}
-        driver = Driver(PowerSGD(2, stacked={"stack": 1}), specs_of(parameters), CPU, group)
+        driver = Driver(algorithm, specs_of(parameters), CPU, group)
         averages = []
         for step in range(3):
-            given = {n: torch.from_numpy(numbers("usual", s, 10 * step + world.rank)) for n, s in shapes.items()}
+            given = {
+                n: torch.from_numpy(numbers(kind if step == 1 else "usual", s, 10 * step + rank))
+                for n, s in shapes.items()
+            }
             driver.add(given, first=True, last=True)
             averages += [x.clone() for x in given.values()]
     return driver, averages
@@ -227,13 +274,45 @@ def trained(world, *, loops=True):
 
 @cases.case
 def test_a_step_with_loops_is_that_without(world):
-    (plain, expected), (driver, found) = trained(world, loops=False), trained(world)
-    assert driver.ops.loops.names == set(THIN)
+    given = world.group, world.rank
+    (plain, expected), (driver, found) = trained(*given, loops=False), trained(*given)
+    assert driver.ops.loops.made == set(THIN)
     assert not plain.ops.loops
     assert world.agree(found)
     errors = zip(driver.memory.errors(), plain.memory.errors(), strict=True)
     for mine, other in itertools.chain(zip(found, expected, strict=True), errors):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+CODED = [
+    Quantize("int8"),
+    Quantize("int4"),
+    Quantize("int8", block=24),
+    Quantize("int4", stochastic=True),
+    WireDtype(AllReduce(), "int8"),
+]
+
+
+def same_codes(group, rank, kind="usual"):
+    """Steps with loops, and those without, come to the same bits, of averages and of errors; but for what NaN they are."""
+    for algorithm in CODED:
+        (plain, expected), (driver, found) = (
+            trained(group, rank, algorithm, loops=loops, kind=kind) for loops in (False, True)
+        )
+        assert driver.ops.loops.made == set(CODES)
+        for mine, other in zip([*found, *driver.memory.errors()], [*expected, *plain.memory.errors()], strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["usual", "huge", "nan"])
+def test_a_replica_alone_sends_the_same_codes_with_loops(alone, kind):
+    same_codes(alone, 0, kind)
+
+
+@cases.case
+def test_two_send_the_same_codes_with_loops(world):
+    for kind in ("usual", "nan", "overflow"):
+        same_codes(world.group, world.rank, kind)
 
 
 @cases.case
@@ -244,12 +323,12 @@ def test_ranks_that_have_compiled_other_loops_all_use_none(world):
     logger = logging.getLogger("gradwire")
     logger.addHandler(handler)
     try:
-        driver, found = trained(world, loops=world.rank == 0)
+        driver, found = trained(world.group, world.rank, loops=world.rank == 0)
     finally:
         logger.removeHandler(handler)
     assert not driver.ops.loops
     assert len(told) == (world.rank == 0)
     assert all("rank 1: none" in each and "gradwire[cpu]" in each for each in told)
-    _, expected = trained(world, loops=False)
+    _, expected = trained(world.group, world.rank, loops=False)
     assert all(map(torch.equal, found, expected))
     assert world.agree(found)

@@ -126,7 +126,7 @@ def test_what_was_sent_is_subtracted_if_the_step_is_finite(shape, data):
     taken[first : first + len(lost)] += lost
     for ok, expected in ((NO, before), (YES, x - taken.ravel()[:n])):
         y = on_device(before)
-        sent = Coded(on_device(codes), on_device(scales), on_device(lost), first)
+        sent = Coded(CODEC, on_device(codes), on_device(scales), on_device(lost), first)
         FUSED.subtract_decoded_if(ok, [on_device(x)], [sent], [y])
         np.testing.assert_array_equal(y.cpu().numpy(), expected)
 

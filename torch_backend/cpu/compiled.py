@@ -15,15 +15,29 @@ from typing import Any
 
 import torch
 
-from gradwire.core.algorithm import Algorithm, innermost
+from gradwire.core.algorithm import Algorithm, nested
+from gradwire.core.codecs import CODECS, Codec
+from gradwire.core.codecs.integers import Integers
+from gradwire.core.codecs.options import Quantizer
 from gradwire.core.ops import Spec
 
 logger = logging.getLogger("gradwire")
 
 #: Dtypes that loops compute in.
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
-#: Loops, and how many matrices each takes.
-MATRICES = {"add_and_project": 4, "settle": 6}
+#: Loops, and what each takes before the range of its rows: matrices of its dtype "x", of codes "c", and integers "i".
+ARGUMENTS = {
+    "add_and_project": "xxxx",
+    "settle": "xxxxxx",
+    "encode": "xcxi",
+    "decode_mean": "cxxi",
+    "encode_mean": "cxcxxi",
+    "settle_codes": "xxcxxicxcxi",
+}
+#: Loops of PowerSGD, and of all that sends codes; these compute in float32 alone.
+THIN, CODES = ("add_and_project", "settle"), ("encode", "decode_mean", "encode_mean", "settle_codes")
+#: How loops know integers of so many bits, see `gradwire.torch_backend.cpu.loops`.
+KINDS = {8: 0, 4: 1}
 #: Numbers of a model with fewer than so many parameters are in a processor's cache, and what is compiled pays for nothing.
 LEAST = 1 << 20
 
@@ -49,8 +63,8 @@ def compiled(name: str, dtype: torch.dtype) -> Callable[..., None]:
     from gradwire.torch_backend.cpu import loops
 
     numba = _numba()
-    number = getattr(numba, DTYPES[dtype])
-    signature = numba.void(*(number[:, ::1] for _ in range(MATRICES[name])), numba.intp, numba.intp)
+    kinds = {"x": getattr(numba, DTYPES[dtype])[:, ::1], "c": numba.uint8[:, ::1], "i": numba.intp}
+    signature = numba.void(*(kinds[each] for each in ARGUMENTS[name] + "ii"))
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     loop = getattr(loops, name)
     with _compiling:
@@ -65,10 +79,9 @@ def compiled(name: str, dtype: torch.dtype) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class Loops:
-    """What is compiled: loops of these names, for these dtypes. `card` says it to other ranks; "" if there is nothing."""
+    """What is compiled: names of loops, each with a dtype. `card` says it to other ranks; "" if there is nothing."""
 
-    names: frozenset[str] = frozenset()
-    dtypes: frozenset[torch.dtype] = frozenset()
+    made: frozenset[tuple[str, torch.dtype]] = frozenset()
     card: str = ""
 
     def __bool__(self) -> bool:
@@ -76,32 +89,41 @@ class Loops:
 
     def have(self, name: str, dtype: torch.dtype) -> bool:
         """Whether there is a loop for a dtype."""
-        return dtype in self.dtypes and name in self.names
+        return (name, dtype) in self.made
 
 
-def prepare(names: Iterable[str], dtypes: Iterable[torch.dtype]) -> Loops:
-    """Compile loops, for those of these dtypes that they know. It takes seconds where nothing is kept on disk, in which nobody should wait for a message."""
-    wanted, known = sorted(names), sorted((x for x in set(dtypes) if x in DTYPES), key=str)
-    numba = _numba() if wanted and known else None
+def prepare(wanted: Iterable[tuple[str, torch.dtype]]) -> Loops:
+    """Compile loops, each for a dtype. It takes seconds where nothing is kept on disk, in which nobody should wait for a message."""
+    made = sorted(set(wanted), key=str)
+    numba = _numba() if made else None
     if numba is None:
         return Loops()
     try:
-        for name in wanted:
-            for dtype in known:
-                compiled(name, dtype)
+        for name, dtype in made:
+            compiled(name, dtype)
     except Exception as error:  # of numba itself, or of what it compiles with
         logger.warning("gradwire runs without its compiled loops, with more passes over memory: %r", error)
         return Loops()
     source = Path(__file__).with_name("loops.py").read_bytes()
-    kinds = ", ".join(DTYPES[dtype] for dtype in known)
-    card = f"numba {numba.__version__}, loops {hashlib.sha256(source).hexdigest()[:8]}: {', '.join(wanted)} of {kinds}"
-    return Loops(frozenset(wanted), frozenset(known), card)
+    names = ", ".join(f"{name} of {DTYPES[dtype]}" for name, dtype in made)
+    card = f"numba {numba.__version__}, loops {hashlib.sha256(source).hexdigest()[:8]}: {names}"
+    return Loops(frozenset(made), card)
 
 
 def loops_for(algorithm: Algorithm, specs: Mapping[str, Spec], device: torch.device) -> Loops:
     """What an algorithm can use on a device: nothing but on a processor, for a model that fills more than its cache."""
     if device.type != "cpu" or sum(spec.size for spec in specs.values()) < LEAST:
         return Loops()
-    hints = getattr(innermost(algorithm), "hints", None)
-    names = ("add_and_project", "settle") if hints is not None and hints.linear else ()
-    return prepare(names, [getattr(torch, spec.dtype) for spec in specs.values()])
+    dtypes = {getattr(torch, spec.dtype) for spec in specs.values()}
+    wanted: list[tuple[str, torch.dtype]] = []
+    for each in nested(algorithm):
+        if (hints := getattr(each, "hints", None)) is not None and hints.linear:
+            wanted += [(name, dtype) for name in THIN for dtype in dtypes & DTYPES.keys()]
+        if isinstance(each, Quantizer) and kind_of(CODECS[each.dtype]) is not None:
+            wanted += [(name, dtype) for name in CODES for dtype in dtypes & {torch.float32}]
+    return prepare(wanted)
+
+
+def kind_of(codec: Codec) -> int | None:
+    """How loops know a codec; None: they do not."""
+    return KINDS.get(codec.bits) if type(codec) is Integers else None

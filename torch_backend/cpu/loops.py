@@ -111,3 +111,164 @@ def settle(x, e, p, q, s, t, begin, end):
         _combined(lost, p, q, i)
         _combined(new, s, t, i)
         _taken_and_replaced(xs, es, lost, new)
+
+
+# --- blocks of codes: rows (R, B) of float32, of each of which codes (R, m) and a scale (R, 1) are made, bit for bit as in `gradwire.core.codecs`
+
+# Of an unsigned index nobody asks whether it is negative. Rows are said by their number: a view of each would be counted as it comes and goes, which takes
+# longer than a row of 128; and bits are those of a number, not of memory that it would be written to first.
+
+#: Kinds of codes.
+INT8, INT4 = range(2)
+#: So many codes in a loop of one length, without what is left over.
+TILE = 64
+#: The reciprocal of what the largest element of a block becomes.
+_RECIPROCALS = np.array([1 / 127, 1 / 8], np.float32)
+#: See `gradwire.core.kernels.rounding`.
+_MAGIC, _TINY = np.float32(1.5 * 2**23), np.float32(2.0**-100)
+_MAGNITUDE, _INFINITE, _ROUNDED = np.int32(0x7FFFFFFF), np.int32(0x7F800000), np.int32(-256)
+_SEVEN, _EIGHT = np.float32(7), np.float32(8)
+
+
+@_inner
+def _bits(x):
+    return np.float32(x).view(np.int32)
+
+
+@_inner
+def _number(bits):
+    return np.int32(bits).view(np.float32)
+
+
+@_inner
+def _scale(x, i, kind):
+    """The scale of a row."""
+    most, highest = np.int32(0), np.int32(0)
+    for k in range(x.shape[1]):  # as integers, of which that of NaN is the largest
+        size = np.int32(_bits(x[i, k]) & _MAGNITUDE)
+        most = size if size > most else most
+    scale = _number(most) * _RECIPROCALS[kind]
+    if most < _INFINITE:
+        scale = _number((_bits(scale if scale > _TINY else _TINY) + 255) & _ROUNDED)
+    if kind != INT4:
+        return scale
+    for k in range(x.shape[1]):
+        bits = _bits(x[i, k])
+        highest = bits if bits > highest else highest
+    return -scale if highest >= most else scale
+
+
+@_inner
+def _nearest(x, reciprocal):
+    """Bits, of which the lowest eight are the nearest integer, in two's complement."""
+    return _bits(x * reciprocal + _MAGIC)
+
+
+@_inner
+def _nibble(x, reciprocal):
+    """The same, of which the lowest four are; what is nearer to 8 becomes 7."""
+    times = x * reciprocal
+    return _bits((times if times < _SEVEN else _SEVEN) + _MAGIC) & 15
+
+
+@_inner
+def _encode_row(x, i, codes, scales, j, kind):
+    """Rows j of codes (…, m) and scales (…, 1) become those of row i of x (…, B)."""
+    scale, m = _scale(x, i, kind), codes.shape[1]
+    reciprocal = np.float32(1) / scale
+    scales[j, 0] = scale
+    if kind == INT8:
+        for k in range(m):
+            codes[j, k] = _nearest(x[i, k], reciprocal)
+        return
+    for k in range(m):
+        codes[j, k] = _nibble(x[i, k], reciprocal) | (_nibble(x[i, np.uintp(m + k)], reciprocal) << 4)
+
+
+@_inner
+def _lower(code, scale):
+    return scale * (np.float32(np.int32((code & 15) ^ 8)) - _EIGHT)
+
+
+@_inner
+def _upper(code, scale):
+    return scale * (np.float32(np.int32((code >> 4) ^ 8)) - _EIGHT)
+
+
+@_inner
+def _decode_row(codes, scales, i, kind, out, j):
+    """Row j of out (…, B) becomes what rows i of codes (…, m) and scales (…, 1) stand for."""
+    scale, m = scales[i, 0], codes.shape[1]
+    if kind == INT8:
+        for k in range(m):
+            out[j, k] = scale * np.float32(np.int8(codes[i, k]))
+        return
+    whole = m // TILE * TILE
+    for c in range(0, whole, TILE):
+        for k in range(TILE):
+            out[j, c + k] = _lower(codes[i, c + k], scale)
+        for k in range(TILE):
+            out[j, np.uintp(m + c + k)] = _upper(codes[i, c + k], scale)
+    for k in range(whole, m):
+        out[j, k] = _lower(codes[i, k], scale)
+        out[j, np.uintp(m + k)] = _upper(codes[i, k], scale)
+
+
+@_inner
+def _mean_of_rows(codes, scales, each, replicas, i, kind, out, j, one):
+    """Row j of out becomes the mean of rows i of all replicas, of which each has so many rows of codes and scales, added one after the other. `one` (1, B) is worked in."""
+    share = np.float32(1 / replicas)
+    _decode_row(codes, scales, i, kind, out, j)
+    for w in range(1, replicas):
+        _decode_row(codes, scales, w * each + i, kind, one, 0)
+        for k in range(out.shape[1]):
+            out[j, k] += one[0, k]
+    if replicas > 1:
+        for k in range(out.shape[1]):
+            out[j, k] *= share
+
+
+def encode(x, codes, scales, kind, begin, end):
+    """Rows of codes (R, m) and scales (R, 1) become those of x (R, B)."""
+    for i in range(begin, end):
+        _encode_row(x, i, codes, scales, i, kind)
+
+
+def decode_mean(codes, scales, out, kind, begin, end):
+    """Rows of out (R, B) become the mean of what those of codes (W·R, m) and scales (W·R, 1) stand for, one replica below the other."""
+    each, one = len(out), np.empty((1, out.shape[1]), np.float32)
+    for i in range(begin, end):
+        _mean_of_rows(codes, scales, each, len(codes) // each, i, kind, out, i, one)
+
+
+def encode_mean(codes, scales, mean_codes, mean_scales, lost, kind, begin, end):
+    """The same, encoded; and what that takes from the mean, times -W, in lost (R, B), if that has rows."""
+    each, b = len(mean_codes), codes.shape[1] * (1 if kind == INT8 else 2)
+    replicas = len(codes) // max(1, each)
+    mean, one, factor = np.empty((1, b), np.float32), np.empty((1, b), np.float32), np.float32(-replicas)
+    for i in range(begin, end):
+        _mean_of_rows(codes, scales, each, replicas, i, kind, mean, 0, one)
+        _encode_row(mean, 0, mean_codes, mean_scales, i, kind)
+        if len(lost):
+            _decode_row(mean_codes, mean_scales, i, kind, one, 0)
+            for k in range(b):
+                lost[i, k] = (mean[0, k] - one[0, k]) * factor
+
+
+def settle_codes(x, error, sent, sent_scales, lost, first, codes, scales, other, other_scales, kind, begin, end):
+    """Rows of error (R, B) become those of x less what was sent, codes (R, m) and scales (R, 1) and, from row `first` on, the rows lost (some, B); and those of x what codes
+    and scales stand for that were received, or the mean of these and of others, if there are such."""
+    b, both, half = x.shape[1], len(other) > 0, np.float32(0.5)
+    one = np.empty((1, b), np.float32)
+    for i in range(begin, end):
+        _decode_row(sent, sent_scales, i, kind, one, 0)
+        if first <= i < first + len(lost):
+            for k in range(b):
+                one[0, k] += lost[i - first, k]
+        for k in range(b):
+            error[i, k] = x[i, k] - one[0, k]
+        _decode_row(codes, scales, i, kind, x, i)
+        if both:
+            _decode_row(other, other_scales, i, kind, one, 0)
+            for k in range(b):
+                x[i, k] = (x[i, k] + one[0, k]) * half

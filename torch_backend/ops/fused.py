@@ -347,7 +347,7 @@ class TorchFused:
         keys = [(y.dtype, each.codes.shape[-1], are_aligned([x, each.codes, y], [y.numel()])) for x, each, y in own]
         for some in group_by(own, keys):
             x, coded, y = zip(*some, strict=True)
-            codes, scales, lost, first = zip(*coded, strict=True)
+            _, codes, scales, lost, first = zip(*coded, strict=True)
             _into(list(y), partial(subtract_decoded_if, ok, x, codes, scales, lost, first))
 
     def quantized(self, x: Tensor, largest: float) -> tuple[Tensor, Tensor]:

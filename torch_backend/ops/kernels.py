@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.core.codecs.integers import Integers
 from gradwire.core.kernels import payloads
 from gradwire.core.kernels.bits import bytes_of_rows
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
@@ -19,7 +20,7 @@ from gradwire.core.kernels.payloads import Coded, Dense, LowRank, Payload, Resid
 from gradwire.core.kernels.rounding import TINY, scales
 from gradwire.core.kernels.rows import RowNumbers
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16, Ops
-from gradwire.torch_backend.cpu import thin
+from gradwire.torch_backend.cpu import codes, thin
 from gradwire.torch_backend.cpu.compiled import Loops
 from gradwire.torch_backend.cpu.sums import Sum, value_of
 from gradwire.torch_backend.ops import factors, signs, sparse
@@ -328,7 +329,10 @@ class TorchOps(Ops[Tensor]):
             each.x = value_of(each.x)
         if decay != 1 or not ok or not finite:
             return super().settle(ok, finite, x, sent, errors, received, decay=decay)
-        dense: list[Any] = [thin.settle(self.loops, *own) for own in zip(x, sent, errors, received, strict=True)]
+        dense: list[Any] = [
+            codes.settle(self, *own) if isinstance(own[1], Coded) else thin.settle(self.loops, *own)
+            for own in zip(x, sent, errors, received, strict=True)
+        ]
         left = [i for i, each in enumerate(dense) if each is None]
         after = list(errors)
         some = [[each[i] for i in left] for each in (x, sent, errors, received)]
@@ -449,9 +453,11 @@ class TorchOps(Ops[Tensor]):
             scale = torch.where(x.amax(-1, keepdim=True) >= size, -scale, scale)
         return scale, scale.reciprocal()
 
-    @property
-    def late_width(self) -> int:
-        return 0 if self.fused is None else self.fused.widest
+    def codes_stay(self, codec: Any, x: Tensor) -> bool:
+        if self.fused is not None:
+            of_bytes = type(codec) is Integers and codec.bits == 8
+            return of_bytes and x.shape[1] <= self.fused.widest and x.dtype != torch.float64
+        return x.dtype == torch.float32 and codes.has(self, codec)
 
     @property
     def late_residuals(self) -> bool:
@@ -462,12 +468,30 @@ class TorchOps(Ops[Tensor]):
             return super().quantize(x, largest)
         return self.fused.quantized(x, largest)
 
-    def quantize_mean(
-        self, codes: Tensor, scales: Tensor, largest: float, *, keeps: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self.fused is None or codes.shape[2] > self.fused.widest:
-            return super().quantize_mean(codes, scales, largest, keeps=keeps)
-        return self.fused.quantize_mean_of_codes(codes, scales, largest, keeps=keeps)
+    def encode_rows(self, codec: Any, x: Tensor) -> tuple[Tensor, ...]:
+        if x.dtype == torch.float32 and codes.has(self, codec, x):
+            return codes.encode(self, codec, x)
+        return super().encode_rows(codec, x)
+
+    def decode_rows(self, codec: Any, *fields: Tensor, out: Tensor | None = None) -> Tensor:
+        if codes.has(self, codec, *fields):
+            return codes.decode_mean(self, codec, [x.unsqueeze(0) for x in fields], out)
+        return super().decode_rows(codec, *fields, out=out)
+
+    def decode_mean(self, codec: Any, *of_each: Tensor, dtype: str = "float32", out: Tensor | None = None) -> Tensor:
+        if dtype == "float32" and codes.has(self, codec, *of_each):
+            return codes.decode_mean(self, codec, of_each, out)
+        return super().decode_mean(codec, *of_each, dtype=dtype, out=out)
+
+    def encode_mean(
+        self, codec: Any, *of_each: Tensor, dtype: str = "float32", keeps: bool
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        if dtype == "float32" and codes.has(self, codec, *of_each):
+            return codes.encode_mean(self, codec, of_each, keeps=keeps)
+        if self.fused is None or not self.codes_stay(codec, of_each[0][0]):
+            return super().encode_mean(codec, *of_each, dtype=dtype, keeps=keeps)
+        *fields, lost = self.fused.quantize_mean_of_codes(*of_each, codec.largest, keeps=keeps)
+        return tuple(fields), lost
 
     def nearest_bytes(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         place = self.temporary(tuple(x.shape), x, torch.uint8) if out is None else out

@@ -332,5 +332,5 @@ def _mean_of_codes(ops: Ops[Any], a: Arrays) -> list[Any]:
     codec, replicas = CODECS["int8"], a["x"].shape[0]
     coded = [codec.encode(ops, ops.add(a["x"][i], 0.0)) for i in range(replicas)]
     codes, scales = (ops.stack([own[j] for own in coded]) for j in range(2))
-    fields, _ = codec.encode_mean(ops, codes, scales, keeps=True)
+    fields, _ = ops.encode_mean(codec, codes, scales, keeps=True)
     return [codec.decode(ops, *fields)]
