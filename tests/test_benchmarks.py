@@ -22,7 +22,12 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
         "backend subject messages step_ms memory_mib",
     ),
     "compress.py": ([*TINY, "--models=gpt", "--ranks=2"], "rows", 1, "rank gradwire torch time_ratio"),
-    "loops.py": ([*TINY, "--ranks=2", "--threads=1"], "rows", 1, "rank threads wall processor copy_ms"),
+    "loops.py": (
+        [*TINY, "--methods", "PowerSGD(4)", "int4", "--threads=1"],
+        "rows",
+        2,
+        "method threads wall processor copy_ms",
+    ),
     "error_feedback.py": (["--steps=2"], "norm_of_a_zero_loss", 4, ""),
     "frontier": (
         [*TRAINED.split(), "--steps=30", "--evaluate-every=30", "--pages={folder}", "--work={folder}/work"],

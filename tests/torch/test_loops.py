@@ -114,7 +114,7 @@ def test_a_step_that_is_not_finite_leaves_the_error_alone(ops):
 
 
 @pytest.mark.parametrize("kind", ["usual", "zeros", "equal rows", "huge", "denormal", "nan", "inf", "halves"])
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "float8_e4m3fn", "e3m0"])
 @pytest.mark.parametrize(("rows", "block"), [(1, 8), (5, 24), (3, 128), (2, 264)])
 def test_codes_and_their_means_are_those_of_numpy_bit_for_bit(ops, name, kind, rows, block):
     """Of three replicas. What a code is in a row of NaN is not said, nor which NaN its scale is."""
@@ -290,6 +290,8 @@ CODED = [
     Quantize("int8", block=24),
     Quantize("int4", stochastic=True),
     WireDtype(AllReduce(), "int8"),
+    Quantize("float8_e4m3fn"),
+    Quantize("e3m0"),
 ]
 
 

@@ -17,6 +17,8 @@ import torch
 
 from gradwire.core.algorithm import Algorithm, nested
 from gradwire.core.codecs import CODECS, Codec
+from gradwire.core.codecs.e3m0 import E3M0
+from gradwire.core.codecs.float8 import Float8
 from gradwire.core.codecs.integers import Integers
 from gradwire.core.codecs.options import Quantizer
 from gradwire.core.ops import Spec
@@ -36,8 +38,8 @@ ARGUMENTS = {
 }
 #: Loops of PowerSGD, and of all that sends codes; these compute in float32 alone.
 THIN, CODES = ("add_and_project", "settle"), ("encode", "decode_mean", "encode_mean", "settle_codes")
-#: How loops know integers of so many bits, see `gradwire.torch_backend.cpu.loops`.
-KINDS = {8: 0, 4: 1}
+#: How loops know codecs, see `gradwire.torch_backend.cpu.loops`.
+KINDS = {(Integers, 8): 0, (Integers, 4): 1, (Float8, 8): 2, (E3M0, 4): 3}
 #: Numbers of a model with fewer than so many parameters are in a processor's cache, and what is compiled pays for nothing.
 LEAST = 1 << 20
 
@@ -126,4 +128,4 @@ def loops_for(algorithm: Algorithm, specs: Mapping[str, Spec], device: torch.dev
 
 def kind_of(codec: Codec) -> int | None:
     """How loops know a codec; None: they do not."""
-    return KINDS.get(codec.bits) if type(codec) is Integers else None
+    return KINDS.get((type(codec), getattr(codec, "bits", 0)))

@@ -118,16 +118,22 @@ def settle(x, e, p, q, s, t, begin, end):
 # Of an unsigned index nobody asks whether it is negative. Rows are said by their number: a view of each would be counted as it comes and goes, which takes
 # longer than a row of 128; and bits are those of a number, not of memory that it would be written to first.
 
-#: Kinds of codes.
-INT8, INT4 = range(2)
+#: Kinds of codes: odd ones are two in a byte.
+INT8, INT4, E4M3, E3M0 = range(4)
 #: So many codes in a loop of one length, without what is left over.
 TILE = 64
 #: The reciprocal of what the largest element of a block becomes.
-_RECIPROCALS = np.array([1 / 127, 1 / 8], np.float32)
+_RECIPROCALS = np.array([1 / 127, 1 / 8, 1 / 448, 1 / 64], np.float32)
 #: See `gradwire.core.kernels.rounding`.
 _MAGIC, _TINY = np.float32(1.5 * 2**23), np.float32(2.0**-100)
 _MAGNITUDE, _INFINITE, _ROUNDED = np.int32(0x7FFFFFFF), np.int32(0x7F800000), np.int32(-256)
 _SEVEN, _EIGHT = np.float32(7), np.float32(8)
+#: Of float8_e4m3fn: what is above its largest number, its least number with a full mantissa, and a float32 whose last place is its least number.
+_BEYOND, _NORMAL, _LAST_PLACE = np.float32(464), np.float32(2.0**-6), np.float32(2.0**14)
+_LEAST, _OF_LAST_PLACE = np.float32(2.0**-9), 0x46800000
+#: Times this what is halfway between two powers of two is the larger.
+_THIRDS, _HALF, _ZERO = np.float32(4 / 3), np.float32(0.5), np.float32(0)
+_THREE_QUARTERS, _NAN = np.float32(0.75), np.float32(np.nan)
 
 
 @_inner
@@ -172,6 +178,27 @@ def _nibble(x, reciprocal):
 
 
 @_inner
+def _float8(x, reciprocal):
+    """The bits of the nearest float8_e4m3fn; halves to the even one."""
+    times = x * reciprocal
+    bits, size = _bits(times), np.float32(abs(times))
+    of_size = bits & _MAGNITUDE
+    full = ((of_size + 0x7FFFF + ((of_size >> 20) & 1)) >> 20) - (120 << 3)
+    code = full if size >= _NORMAL else _bits(size + _LAST_PLACE) - _OF_LAST_PLACE
+    return (code if size <= _BEYOND else 127) | ((bits >> 24) & 128)
+
+
+@_inner
+def _power(x, reciprocal):
+    """The sign, and the number of the nearest power of two, from 1; or of zero."""
+    times = x * reciprocal
+    size = np.float32(abs(times))
+    small = 1 if size > _HALF else 0
+    code = (_bits(size * _THIRDS) >> 23) - 126 if size > _THREE_QUARTERS else small
+    return (code & 7) | (8 if times < _ZERO else 0)
+
+
+@_inner
 def _encode_row(x, i, codes, scales, j, kind):
     """Rows j of codes (…, m) and scales (…, 1) become those of row i of x (…, B)."""
     scale, m = _scale(x, i, kind), codes.shape[1]
@@ -180,19 +207,35 @@ def _encode_row(x, i, codes, scales, j, kind):
     if kind == INT8:
         for k in range(m):
             codes[j, k] = _nearest(x[i, k], reciprocal)
-        return
-    for k in range(m):
-        codes[j, k] = _nibble(x[i, k], reciprocal) | (_nibble(x[i, np.uintp(m + k)], reciprocal) << 4)
+    elif kind == INT4:
+        for k in range(m):
+            codes[j, k] = _nibble(x[i, k], reciprocal) | (_nibble(x[i, np.uintp(m + k)], reciprocal) << 4)
+    elif kind == E4M3:
+        for k in range(m):
+            codes[j, k] = _float8(x[i, k], reciprocal)
+    else:
+        for k in range(m):
+            codes[j, k] = _power(x[i, k], reciprocal) | (_power(x[i, np.uintp(m + k)], reciprocal) << 4)
 
 
 @_inner
-def _lower(code, scale):
-    return scale * (np.float32(np.int32((code & 15) ^ 8)) - _EIGHT)
+def _of_nibble(code, scale):
+    return scale * (np.float32(np.int32(code ^ 8)) - _EIGHT)
 
 
 @_inner
-def _upper(code, scale):
-    return scale * (np.float32(np.int32((code >> 4) ^ 8)) - _EIGHT)
+def _of_float8(code, scale):
+    size = code & 127
+    full, small = _number((size << 20) + (120 << 23)), np.float32(np.int32(size)) * _LEAST
+    value = _NAN if size == 127 else full if size >= 8 else small
+    return scale * (-value if code & 128 else value)
+
+
+@_inner
+def _of_power(code, scale):
+    size = code & 7
+    value = _number((size + 126) << 23) if size else _ZERO
+    return scale * (-value if code & 8 else value)
 
 
 @_inner
@@ -202,16 +245,24 @@ def _decode_row(codes, scales, i, kind, out, j):
     if kind == INT8:
         for k in range(m):
             out[j, k] = scale * np.float32(np.int8(codes[i, k]))
-        return
-    whole = m // TILE * TILE
-    for c in range(0, whole, TILE):
-        for k in range(TILE):
-            out[j, c + k] = _lower(codes[i, c + k], scale)
-        for k in range(TILE):
-            out[j, np.uintp(m + c + k)] = _upper(codes[i, c + k], scale)
-    for k in range(whole, m):
-        out[j, k] = _lower(codes[i, k], scale)
-        out[j, np.uintp(m + k)] = _upper(codes[i, k], scale)
+    elif kind == INT4:
+        whole = m // TILE * TILE
+        for c in range(0, whole, TILE):
+            for k in range(TILE):
+                out[j, c + k] = _of_nibble(codes[i, c + k] & 15, scale)
+            for k in range(TILE):
+                out[j, np.uintp(m + c + k)] = _of_nibble(codes[i, c + k] >> 4, scale)
+        for k in range(whole, m):
+            out[j, k] = _of_nibble(codes[i, k] & 15, scale)
+            out[j, np.uintp(m + k)] = _of_nibble(codes[i, k] >> 4, scale)
+    elif kind == E4M3:
+        for k in range(m):
+            out[j, k] = _of_float8(codes[i, k], scale)
+    else:
+        for k in range(m):
+            out[j, k] = _of_power(codes[i, k] & 15, scale)
+        for k in range(m):
+            out[j, np.uintp(m + k)] = _of_power(codes[i, k] >> 4, scale)
 
 
 @_inner
@@ -243,7 +294,7 @@ def decode_mean(codes, scales, out, kind, begin, end):
 
 def encode_mean(codes, scales, mean_codes, mean_scales, lost, kind, begin, end):
     """The same, encoded; and what that takes from the mean, times -W, in lost (R, B), if that has rows."""
-    each, b = len(mean_codes), codes.shape[1] * (1 if kind == INT8 else 2)
+    each, b = len(mean_codes), codes.shape[1] * (1 + kind % 2)
     replicas = len(codes) // max(1, each)
     mean, one, factor = np.empty((1, b), np.float32), np.empty((1, b), np.float32), np.float32(-replicas)
     for i in range(begin, end):

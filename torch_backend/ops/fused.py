@@ -359,7 +359,7 @@ class TorchFused:
     def quantize_mean_of_codes(
         self, codes: Tensor, scales: Tensor, largest: float, *, keeps: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`Ops.quantize_mean`."""
+        """`Ops.encode_mean`, of `gradwire.core.codecs.integers.Integers` of 8 bits."""
         shape = tuple(codes.shape[1:])
         mean_codes, mean_scales = self._coded(shape, scales)
         lost = self._memory.temporary(shape, mean_scales) if keeps else None
