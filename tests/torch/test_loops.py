@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire import AllReduce, PowerSGD, Quantize, WireDtype
+from gradwire import AllReduce, PowerSGD, Quantize, WireDtype, diloco
+from gradwire import torch_backend as gw
 from gradwire.core.codecs import CODECS
 from gradwire.core.kernels.payloads import LowRank, Residual
 from gradwire.core.simulate import NumpyOps
@@ -21,6 +22,7 @@ from gradwire.torch_backend.cpu import compiled, thin
 from gradwire.torch_backend.cpu.sums import Sum
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.ops.kernels import TorchOps
+from tests.torch.models import mlp
 from tests.torch.ranks import Cases
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
@@ -214,10 +216,6 @@ import torch
 from gradwire.torch_backend.cpu import compiled, pool, thin
 from gradwire.torch_backend.cpu.sums import Sum
 assert "numba" not in sys.modules
-loops = compiled.prepare((name, torch.float32) for name in compiled.THIN + compiled.CODES)
-if os.environ.get("NUMBA_DISABLE_JIT") == "1":
-    assert not loops
-    sys.exit(0)
 thin.LARGE = 1
 def projected():
     torch.set_num_threads(2)
@@ -227,26 +225,52 @@ def projected():
 def in_thread(found):
     found.append(projected())
 def in_process():
+    assert compiled.prepare([("add_and_project", torch.float32)])
     sys.exit(0 if projected() == 4 * 64 * 512 else 1)
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, i):
+        return projected()
 if __name__ == "__main__":
+    if os.environ.get("NUMBA_DISABLE_JIT") == "1":
+        assert not compiled.prepare([("add_and_project", torch.float32)])
+        sys.exit(0)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    # Several compile at once, and keep it in one folder, in which nothing is yet.
+    os.environ["NUMBA_CACHE_DIR"] = sys.argv[1]
+    spawned = [multiprocessing.get_context("spawn").Process(target=in_process) for _ in range(2)]
+    [child.start() for child in spawned]
+    in_time = [child.join(200) for child in spawned]
+    assert [child.exitcode for child in spawned] == [0, 0]
+    assert os.listdir(sys.argv[1])
+    assert compiled.prepare([("add_and_project", torch.float32)])
     assert projected() == 4 * 64 * 512
     found = []
     threads = [threading.Thread(target=in_thread, args=(found,)) for _ in range(4)]
     [t.start() for t in threads], [t.join() for t in threads]
-    assert found == [4 * 64 * 512] * 4
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: found.append(projected()))
+    x.sum().backward()
+    assert found == [4 * 64 * 512] * 5
     child = multiprocessing.get_context("fork").Process(target=in_process)
     child.start(), child.join(60)
     assert child.exitcode == 0, child.exitcode
+    loaded = list(torch.utils.data.DataLoader(Rows(), num_workers=1, batch_size=None))
+    assert loaded == [4 * 64 * 512] * 2 and projected() == 4 * 64 * 512
 """
 
 
 @pytest.mark.parametrize("environment", [{}, {"NUMBA_DISABLE_JIT": "1"}], ids=["threads and forks", "told not to"])
-def test_in_a_process_of_its_own(environment):
-    """Whose home may not be written to, and which imports numba when something is compiled, not before."""
+def test_in_a_process_of_its_own(environment, tmp_path):
+    """On one CPU, whose home may not be written to, and which imports numba when something is compiled, not before: spawned processes that compile at once, threads,
+    autograd's hooks, forks, and workers of a `DataLoader`."""
+    (script := tmp_path / "elsewhere.py").write_text(ELSEWHERE)
+    (cache := tmp_path / "cache").mkdir()
     environment = {**os.environ, "HOME": "/nowhere", "XDG_CACHE_HOME": "/nowhere", **environment}
-    ran = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE], env=environment, capture_output=True, text=True, timeout=240
-    )
+    command = [sys.executable, str(script), str(cache)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
@@ -315,6 +339,40 @@ def test_a_replica_alone_sends_the_same_codes_with_loops(alone, kind):
 def test_two_send_the_same_codes_with_loops(world):
     for kind in ("usual", "nan", "overflow"):
         same_codes(world.group, world.rank, kind)
+
+
+def weights_after(world, kind, *, loops):
+    """Those of a small model after four steps of what has no card to compare: it uses the loops that come to torch's bits."""
+    model = mlp(40, 24, 5, seed=3)
+    with everything_compiled() as patch:
+        if not loops:
+            patch.setattr(compiled, "_numba", lambda: None)
+        if kind == "ZeroOptimizer":
+            optimizer = gw.ZeroOptimizer(
+                model.named_parameters(),
+                torch.optim.SGD,
+                lr=0.1,
+                wire_dtype="int8",
+                average_gradients=True,
+                process_group=world.group,
+            )
+            made = optimizer._step.collectives.ops.loops
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            handle = gw.local_sgd(model, optimizer, diloco(2, compressor=Quantize("int4")), process_group=world.group)
+            made = handle._ops.loops
+        assert made.made == (set(CODES) if loops else set())
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.from_numpy(numbers("usual", (6, 40), 10 * step + world.rank))).square().sum().backward()
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@cases.case
+def test_zero_and_local_sgd_send_the_same_codes_with_loops(world):
+    for kind in ("ZeroOptimizer", "local_sgd"):
+        assert all(map(torch.equal, *(weights_after(world, kind, loops=loops) for loops in (False, True))))
 
 
 @cases.case

@@ -31,7 +31,7 @@ def has(ops: TorchOps, codec: Codec, *fields: Tensor) -> bool:
 
 def encode(ops: TorchOps, codec: Codec, x: Tensor) -> tuple[Tensor, Tensor]:
     """`Ops.encode_rows`, of float32."""
-    fields = _places(ops, codec, *x.shape, x)
+    fields = _places(ops, codec, x.shape[0], x.shape[1], x)
     _run("encode", codec, x.shape, x, *fields)
     return fields
 

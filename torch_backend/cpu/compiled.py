@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from gradwire.core.codecs.e3m0 import E3M0
 from gradwire.core.codecs.float8 import Float8
 from gradwire.core.codecs.integers import Integers
 from gradwire.core.codecs.options import Quantizer
+from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 
 logger = logging.getLogger("gradwire")
@@ -36,7 +37,8 @@ ARGUMENTS = {
     "encode_mean": "cxcxxi",
     "settle_codes": "xxcxxicxcxi",
 }
-#: Loops of PowerSGD, and of all that sends codes; these compute in float32 alone.
+#: Loops of PowerSGD, and of all that sends codes: these compute in float32 alone, the bits that torch's operations come to, so that no rank need know whether
+#: another has them.
 THIN, CODES = ("add_and_project", "settle"), ("encode", "decode_mean", "encode_mean", "settle_codes")
 #: How loops know codecs, see `gradwire.torch_backend.cpu.loops`.
 KINDS = {(Integers, 8): 0, (Integers, 4): 1, (Float8, 8): 2, (E3M0, 4): 3}
@@ -112,17 +114,22 @@ def prepare(wanted: Iterable[tuple[str, torch.dtype]]) -> Loops:
     return Loops(frozenset(made), card)
 
 
-def loops_for(algorithm: Algorithm, specs: Mapping[str, Spec], device: torch.device) -> Loops:
-    """What an algorithm can use on a device: nothing but on a processor, for a model that fills more than its cache."""
+def loops_for(
+    algorithm: Algorithm | LocalSGD | None,
+    specs: Mapping[str, Spec],
+    device: torch.device,
+    names: Collection[str] = THIN + CODES,
+) -> Loops:
+    """What of these loops an algorithm can use on a device: nothing but on a processor, for a model that fills more than its cache."""
     if device.type != "cpu" or sum(spec.size for spec in specs.values()) < LEAST:
         return Loops()
     dtypes = {getattr(torch, spec.dtype) for spec in specs.values()}
     wanted: list[tuple[str, torch.dtype]] = []
     for each in nested(algorithm):
         if (hints := getattr(each, "hints", None)) is not None and hints.linear:
-            wanted += [(name, dtype) for name in THIN for dtype in dtypes & DTYPES.keys()]
+            wanted += [(name, dtype) for name in THIN if name in names for dtype in dtypes & DTYPES.keys()]
         if isinstance(each, Quantizer) and kind_of(CODECS[each.dtype]) is not None:
-            wanted += [(name, dtype) for name in CODES for dtype in dtypes & {torch.float32}]
+            wanted += [(name, dtype) for name in CODES if name in names for dtype in dtypes & {torch.float32}]
     return prepare(wanted)
 
 

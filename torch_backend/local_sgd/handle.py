@@ -24,6 +24,7 @@ from gradwire.core.protocol.settings import with_settings
 from gradwire.core.protocol.weights import counted_weight
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.state.skipped_steps import SAID_AFTER, SKIPPED_AVERAGES, RunOfSkips
+from gradwire.torch_backend.cpu.compiled import CODES, loops_for
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import refuse_capture
 from gradwire.torch_backend.engine.driver import Driver, specs_of
@@ -107,6 +108,7 @@ class LocalSGDHandle:
         settings.continue_from(self._settings)
         self.local, self._groups, self._settings = local, groups, settings
         self._assumed.remembers_weights = local.has_outer
+        self._ops.loops = loops_for(local, specs_of(self._parameters), self._ops.device, CODES)
         self._collectives = Collectives(groups, self._ops)
         self._collectives.levels = levels_of(local)
         self._make_step = self._target.step_of(local)

@@ -490,8 +490,9 @@ class TorchOps(Ops[Tensor]):
             return codes.encode_mean(self, codec, of_each, keeps=keeps)
         if self.fused is None or not self.codes_stay(codec, of_each[0][0]):
             return super().encode_mean(codec, *of_each, dtype=dtype, keeps=keeps)
-        *fields, lost = self.fused.quantize_mean_of_codes(*of_each, codec.largest, keeps=keeps)
-        return tuple(fields), lost
+        stored, scales = of_each
+        mean_codes, mean_scales, lost = self.fused.quantize_mean_of_codes(stored, scales, codec.largest, keeps=keeps)
+        return (mean_codes, mean_scales), lost
 
     def nearest_bytes(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         place = self.temporary(tuple(x.shape), x, torch.uint8) if out is None else out

@@ -16,8 +16,10 @@ from torch import Tensor
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.wire_dtype import WireDtype
 from gradwire.core.zero.sharded_step import Zero
+from gradwire.torch_backend.cpu.compiled import CODES, loops_for
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import refuse_capture
+from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.scheduler import Step
 from gradwire.torch_backend.monitor.timers import Moment
@@ -58,6 +60,7 @@ class ShardedStep:
         self._started: Moment = None
         self.steps = 0
         ops = TorchOps(next(iter(parameters.values())).device)
+        ops.loops = loops_for(wire, specs_of(parameters), ops.device, CODES)
         self.collectives = Collectives(ProcessGroups(process_group), ops)
         self._buckets = Step(self.collectives, optimize=self._update, in_flight=IN_FLIGHT, update_at_once=interleaved)
 

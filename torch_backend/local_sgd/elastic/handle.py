@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.protocol.weights import counted_weight
+from gradwire.torch_backend.cpu.compiled import CODES, loops_for
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.engine.groups.same_state import digest_of
 from gradwire.torch_backend.local_sgd.elastic.quorum import Quorum, on_host
@@ -55,6 +56,7 @@ class ElasticHandle:
         optimizer.register_step_post_hook(self._note)
         self._parameters, self._buffers, self._optimizer = parameters, buffers, optimizer
         self._ops = TorchOps(quorum.device)
+        self._ops.loops = loops_for(what, specs_of(parameters), quorum.device, CODES)
         self._memory = Memory(what, state, _OneReplica(quorum.device))
         quorum.sent = self._memory.sent
         self._joining = True
