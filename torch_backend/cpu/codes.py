@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gradwire.core.codecs.codec import Codec
 from gradwire.core.kernels.payloads import Coded, Payload, Residual
-from gradwire.torch_backend.cpu.compiled import compiled, kind_of
+from gradwire.torch_backend.cpu.compiled import Loops, compiled, kind_of
 from gradwire.torch_backend.cpu.pool import over_rows
-
-if TYPE_CHECKING:
-    from gradwire.torch_backend.ops.kernels import TorchOps
 
 #: Elements that a thread gets at least.
 LARGE = 1 << 14
 
 
-def has(ops: TorchOps, codec: Codec, *fields: Tensor) -> bool:
+class Memory(Protocol):
+    """The kernels that these are a part of: they know which loops there are, and where results lie."""
+
+    loops: Loops
+
+    def temporary(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor: ...
+
+
+def has(ops: Memory, codec: Codec, *fields: Tensor) -> bool:
     """Whether loops know a codec and what has been made with it, or is to be: rows without gaps, of float32 or codes."""
     return (
         ops.loops.have("encode", torch.float32)
@@ -29,14 +34,14 @@ def has(ops: TorchOps, codec: Codec, *fields: Tensor) -> bool:
     )
 
 
-def encode(ops: TorchOps, codec: Codec, x: Tensor) -> tuple[Tensor, Tensor]:
+def encode(ops: Memory, codec: Codec, x: Tensor) -> tuple[Tensor, Tensor]:
     """`Ops.encode_rows`, of float32."""
     fields = _places(ops, codec, x.shape[0], x.shape[1], x)
     _run("encode", codec, x.shape, x, *fields)
     return fields
 
 
-def decode_mean(ops: TorchOps, codec: Codec, of_each: Sequence[Tensor], out: Tensor | None) -> Tensor:
+def decode_mean(ops: Memory, codec: Codec, of_each: Sequence[Tensor], out: Tensor | None) -> Tensor:
     """`Ops.decode_mean`, in float32."""
     codes, scales = of_each
     shape = codes.shape[1], _width(codec, codes)
@@ -47,7 +52,7 @@ def decode_mean(ops: TorchOps, codec: Codec, of_each: Sequence[Tensor], out: Ten
 
 
 def encode_mean(
-    ops: TorchOps, codec: Codec, of_each: Sequence[Tensor], *, keeps: bool
+    ops: Memory, codec: Codec, of_each: Sequence[Tensor], *, keeps: bool
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
     """`Ops.encode_mean`, in float32."""
     codes, scales = of_each
@@ -58,7 +63,7 @@ def encode_mean(
 
 
 def settle(
-    ops: TorchOps, x: Residual[Tensor], sent: Payload[Tensor], error: Tensor, received: Payload[Tensor]
+    ops: Memory, x: Residual[Tensor], sent: Payload[Tensor], error: Tensor, received: Payload[Tensor]
 ) -> Tensor | None:
     """`error` becomes `x - sent`, and `x`, which is returned, what was received. None, and nothing is done, where no loop does that."""
     own = x.x
@@ -106,7 +111,7 @@ def _run(name: str, codec: Codec, shape: Sequence[int], *arrays: Tensor) -> None
     over_rows(shape[0], _rows_at_least(shape[1]), lambda begin, end: loop(*given, kind, begin, end))
 
 
-def _places(ops: TorchOps, codec: Codec, rows: int, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _places(ops: Memory, codec: Codec, rows: int, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Where codes and scales of so many rows of n numbers are to lie."""
     codes, scales = (ops.temporary((rows, m), like, getattr(torch, dtype)) for m, dtype in codec.fields(n))
     return codes, scales
