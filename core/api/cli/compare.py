@@ -215,7 +215,7 @@ def _drawn(comparison: Comparison, path: Path, network: Network | None) -> str:
     if network is not None:
         for name, (seconds, losses_then) in network.curves(comparison).items():
             axes[1].plot(seconds, losses_then, marker=".", label=name)
-        axes[1].set(xlabel="seconds, without what compressing takes", title=str(network))
+        axes[1].set(xlabel="estimated seconds (compute and network, compression excluded)", title=str(network))
     with whole_file(path) as file:
         figure.savefig(file, format=path.suffix[1:])
     return f" and {path}"
