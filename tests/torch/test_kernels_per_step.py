@@ -40,11 +40,10 @@ def counted(step: Step) -> tuple[int, int, int]:
 #: Of GPT-125M, whose buckets of 25 MiB are 13: with the kernels in Triton, or without; kernels, all-reduces, and bytes
 #: that are read and written for each element. An H100 launched 575 kernels at rank 4 and 1,132 at rank 32, with Triton.
 STEPS = {
-    "rank 1": (PowerSGD(1), False, 550, 2, 46),
     "rank 4": (PowerSGD(4), False, 660, 2, 4 * 11.3),
     "rank 4, Triton": (PowerSGD(4), True, 33, 2, 4 * 8.3),
     "rank 32, Triton": (PowerSGD(32), True, 68, 8, 37),
-    "rank 32": (PowerSGD(32), False, 1220, 8, 53),
+    "rank 32": (PowerSGD(32), False, 800, 8, 53),
     "int8": (WireDtype(AllReduce(), "int8"), False, 430, 0, 52),
     "int8, Triton": (WireDtype(AllReduce(), "int8"), True, 134, 0, 18),
     "quantize": (Quantize("int8"), False, 600, 0, 106),
