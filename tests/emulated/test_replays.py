@@ -8,7 +8,7 @@ import gc
 import itertools
 import os
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from gradwire.torch_backend import Averager, DataParallel, LocalSGDHandle, local
 from gradwire.torch_backend.engine import replays, stretches
 from gradwire.torch_backend.engine.collectives import Pending
 from gradwire.torch_backend.engine.driver import Driver
-from gradwire.torch_backend.engine.scheduler import Step
+from gradwire.torch_backend.engine.scheduler import BATCHES, Step
 from gradwire.torch_backend.ops.workspace import Scratch
 from tests.methods import METHODS
 from tests.parity.cases import SHAPES as OF_THE_LIST
@@ -261,6 +261,18 @@ def test_replayed_steps_have_the_bits_of_eager_ones(world, row):
 
 
 @cases.case
+def test_more_groups_than_go_on_at_a_time(world):
+    """Programs of a device's step compute together what they compute alike, and replayed ones do not: nor do eager ones of a driver that replays, since a device may
+    round otherwise what many compute together."""
+    each = [(name,) for name in SHAPES]
+    twins = twins_of(PowerSGD(2), parts=each, message_bytes=0)
+    assert len(each) > BATCHES
+    assert twins.run(range(FIRST + 2)) == []
+    assert twins.replayed == 2
+    assert twins.do(lambda each: each.driver._programs.fuses) == [True, False]
+
+
+@cases.case
 def test_a_rank_alone(world):
     for algorithm in (PowerSGD(2), Quantize("int8")):
         alone = [dist.new_group([rank], backend=BACKEND) for _ in range(2) for rank in range(2)]
@@ -456,6 +468,7 @@ def test_gradients_that_always_move_are_given_up(world):
     assert twins.replayed == 0
     (line,) = said
     assert "are not replayed" in line
+    assert not twins.both[1].driver._programs.fuses
     assert not twins.both[1].driver.replays.wanted
 
 
@@ -601,6 +614,7 @@ class Loop:
     scaler: object = None
     set_to_none: bool = True
     average: bool = False
+    kept: list = field(default_factory=list)
 
     @property
     def driver(self):
@@ -623,6 +637,7 @@ class Loop:
         if isinstance(self.handle, LocalSGDHandle):
             self.handle.step()
         if self.set_to_none:
+            self.kept.append([p.grad for p in self.model.parameters()])  # so that none lies where another has lain
             self.model.zero_grad()
         else:
             self.model.zero_grad(set_to_none=False)

@@ -170,12 +170,13 @@ class Replays:
 
     Attributes:
         wanted: steps may be replayed.
+        given_up: they were wanted, and none was like another.
         replayed: so many have been, as a whole.
         obstacle: why the last capture that failed did; "" if none has.
     """
 
     def __init__(self, owner: Captured, near: Groups | None) -> None:
-        self.wanted = False
+        self.wanted = self.given_up = False
         self.replayed = 0
         self.obstacle = ""
         self._owner, self._near = owner, near
@@ -276,7 +277,7 @@ class Replays:
                 "zero_grad(set_to_none=False), or in DDP's buckets",
                 self._owner.algorithm,
             )
-            self.wanted, self._unknown = False, 0
+            self.wanted, self.given_up, self._unknown = False, True, 0
             self._known.clear()
             return False
         for old in list(self._known)[:-KNOWN]:

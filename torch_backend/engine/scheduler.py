@@ -139,12 +139,18 @@ class Step:
         self._in_flight = in_flight
         self._near = near
         self._watched: list[Tensor] = []
-        #: Whether launches cost more than what they compute, and programs of one step do it together.
-        self.fuses = in_flight is None and not collectives.ops.host_knows
+        #: Whether each program computes by itself whatever it costs, as one that is replayed: what many compute together a device may round otherwise.
+        self.apart = False
+        self._launches_cost = in_flight is None and not collectives.ops.host_knows
         #: Requests about memory in this step, and answers to them and to those to come; and such requests of steps before, by the first of them.
         self._about_memory: list[Fusable[Tensor]] = []
         self._answered: dict[Hashable, Any] = {}
         self._foreseen: dict[Hashable, list[Fusable[Tensor]]] = {}
+
+    @property
+    def fuses(self) -> bool:
+        """Whether launches cost more than what they compute, and programs of one step do it together."""
+        return self._launches_cost and not self.apart
 
     def begin(self) -> None:
         """Begin anew. A step that never came to its end is given up."""

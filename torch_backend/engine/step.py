@@ -193,6 +193,7 @@ class GradientStep:
 
     def _clear(self) -> None:
         self._programs.begin()
+        self._programs.apart = self.replays.wanted or self.replays.given_up
         self._groups, self._open, self._unused = [], {}, None
         self._open_payload = 0
 
