@@ -193,7 +193,8 @@ def in_memory(kind: str | None, x: Any) -> Any:
 def on_devices(x: Any) -> Any:
     """An array in the memory that its devices compute with. What lies in that of the host is copied, in a trace too."""
     if isinstance(x, jax.core.Tracer):
-        return jax.device_put(x, jax.memory.Space.Device) if x.aval.memory_space == jax.memory.Space.Host else x
+        aval: Any = x.aval
+        return jax.device_put(x, jax.memory.Space.Device) if aval.memory_space == jax.memory.Space.Host else x
     return x if host_memory(x) is None else in_memory(_usual_memory(x), x)
 
 

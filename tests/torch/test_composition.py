@@ -236,7 +236,7 @@ def test_all_features_at_once_train_as_the_simulator_says(world, cell):
         stats = wrapper(world, model, how).stats()
     assert (counters["frames"]["ok"] > 0) is ("compiled" in how)
     assert world.agree(weights(model))
-    assert relative(weights(model), reference(prefix, how)) < 1e-5
+    assert world.rank or relative(weights(model), reference(prefix, how)) < 1e-5  # all have the same bits
     assert stats.steps == STEPS  # one for each step, however many micro-batches it has
     assert stats.bytes_sent < stats.dense_bytes / 2
     assert stats.skipped_steps == 1
