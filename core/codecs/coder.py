@@ -111,7 +111,8 @@ class Coder(RowCoder[A]):
                 shown.append(self.codec.witness(*everything))
             start = 0
             for i in some:
-                pack, stays = packs[i], late and self._stays(like)
+                pack = packs[i]
+                stays = late and pack.shares is not None and self._stays(like)
                 end = start + pack.each(size)
                 rows = [packer.put_together(y[:, start:end], pack) for y in everything]
                 if stays:
