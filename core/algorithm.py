@@ -163,6 +163,8 @@ def require_algorithm(algorithm: object, what: str = "algorithm") -> None:
     """Raise TypeError for an argument, called `what`, that is no algorithm: a class, a name, None."""
     shown = algorithm.__name__ if isinstance(algorithm, type) else short(algorithm)
     kind = "a class" if isinstance(algorithm, type) else f"a {type(algorithm).__name__}"
+    if instead := getattr(algorithm, "instead", "") if not isinstance(algorithm, type) else "":
+        raise TypeError(f"{what}={shown} {instead}")
     lacking = [name for name in ("init", "step", "per_replica", "start_step", "cycle") if not hasattr(algorithm, name)]
     if isinstance(algorithm, type) or {"init", "step"} & {*lacking}:
         raise TypeError(

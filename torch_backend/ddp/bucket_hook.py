@@ -141,7 +141,10 @@ class BucketHook:
         if first:
             self._waiting, self._failed = [], None  # whatever a failed backward pass has left
             if self.at_start is not None:
-                self.at_start(self.driver.memory.steps)
+                try:
+                    self.at_start(self.driver.memory.steps)
+                except Exception as error:
+                    self._failed = error
         self._waiting.append(bucket)
         gradients = {self._names[id(p)]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
         self._add(gradients, first=first, last=bucket.is_last)
@@ -168,7 +171,10 @@ class BucketHook:
             each.future.set_result(each.buffer)
         failed, self._failed = self._failed, None  # whose traceback holds what the step has worked on
         if self.at_end is not None:
-            self.at_end()
+            try:
+                self.at_end()
+            except Exception as error:
+                failed = failed or error
         if failed is not None:
             raise_after_backward(failed)
 

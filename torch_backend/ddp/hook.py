@@ -5,6 +5,8 @@ handle = gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank=4))
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -13,13 +15,17 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from gradwire.core.advise.auto import Auto
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
+from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.text.options import OWN_CHECK, AtLeast0, checked
+from gradwire.torch_backend.ddp.auto import Choice, Choosing, choice_for
 from gradwire.torch_backend.ddp.bucket_hook import BucketHook, LeftBehind, Slot
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.nodes import on_nodes
 from gradwire.torch_backend.engine.torch_modes import outside_inference_mode
+from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.monitor.watcher import UnknownParameters
 from gradwire.torch_backend.setup.consistency import meet_to_change, obstacle, require_same_on_all_ranks
 from gradwire.torch_backend.setup.handle import Handle
@@ -37,7 +43,7 @@ from gradwire.torch_backend.torch_internals import (
 @checked
 def register_comm_hook(
     ddp: Annotated[DistributedDataParallel, OWN_CHECK],
-    algorithm: Algorithm,
+    algorithm: Algorithm | Auto,
     *,
     message_bytes: AtLeast0 | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
@@ -58,7 +64,8 @@ def register_comm_hook(
 
     Args:
         ddp: the wrapped model, or what `torch.compile` has made of it. Gradients of float dtypes, dense, on one device.
-        algorithm: what to run, the same on every rank: `PowerSGD(rank=4)`, `AllReduce()`, `WireDtype(...)`, your own.
+        algorithm: what to run, the same on every rank: `PowerSGD(rank=4)`, `AllReduce()`, `WireDtype(...)`, your own; or `gradwire.Auto()`, which finds the fastest
+            while the training runs.
         message_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: 1 MiB; 4 MiB for
             compressed gradients on an accelerator, where messages are quick and kernels count. With two levels, what travels inside a node
             counts a 32nd.
@@ -84,17 +91,23 @@ def register_comm_hook(
         raise TypeError(f"ddp is a {type(ddp).__name__}, sharded by FSDP, which averages by itself. {INSTEAD}")
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"ddp is a {type(ddp).__name__}; wrap the model first: DistributedDataParallel(model)")
+    auto = algorithm if isinstance(algorithm, Auto) else None
+    if isinstance(algorithm, Auto):
+        algorithm = AllReduce()
     require_gradient_algorithm(algorithm)
     algorithm = on_nodes(algorithm, ddp.process_group, next(ddp.parameters()).device)
     parameters = _trained_parameters(ddp)
-    settings = {"message_bytes": str(message_bytes), "grad_scaler": str(grad_scaler is not None)}
+    settings = {"auto": str(auto), "message_bytes": str(message_bytes), "grad_scaler": str(grad_scaler is not None)}
     frozen = [name for name, p in ddp.module.named_parameters() if not p.requires_grad]
     obstacle = _obstacle(ddp, algorithm, parameters)
     groups, trial = prepared(algorithm, parameters, ddp.process_group, settings, obstacle, frozen=frozen)
     device = next(iter(parameters.values())).device
+    choice = None if auto is None else choice_for(auto, parameters, groups, device)
     driver = Driver(algorithm, specs_of(parameters), device, groups, message_bytes, grad_scaler=grad_scaler)
     announce(driver, trial)
     handle = hooked(ddp, driver, parameters)
+    if choice is not None:
+        handle._choose(choice)
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     then = "DistributedDataParallel wrapped the model. Wrap it anew"
     unknown = UnknownParameters(ddp.module, parameters.values(), ignored, then=then)
@@ -163,6 +176,7 @@ class CommHook(Handle):
         else:
             slot.take(self._on_bucket)
         self._slot = slot
+        self._choosing: Choosing | None = None
 
     @property
     def hook(self) -> Callable[[object, GradBucket], torch.futures.Future[Tensor]]:
@@ -200,9 +214,39 @@ class CommHook(Handle):
         self._on_bucket.driver.abandon()
         self._on_bucket.driver = driver
 
+    def _choose(self, choice: Choice) -> None:
+        """Let each step be averaged by the method that is chosen for it."""
+        self._choosing = Choosing(choice, lambda: self._driver, self._use)
+        self._on_bucket.at_end = self._choosing.after_step
+
+    def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
+        difference = super().reconfigure(algorithm)
+        self._choosing = self._on_bucket.at_end = None  # the user has chosen
+        return difference
+
+    reconfigure.__doc__ = Handle.reconfigure.__doc__
+
+    def stats(self) -> Stats:
+        found = super().stats()
+        return found if self._choosing is None else replace(found, choices=tuple(self._choosing.changes))
+
+    stats.__doc__ = Handle.stats.__doc__
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
+        if self._choosing is None:
+            return super().load_state_dict(state, strict)
+        return self._choosing.loaded(state, strict)
+
+    load_state_dict.__doc__ = Handle.load_state_dict.__doc__
+
+    def _begin(self, look: Callable[[int], None], step: int) -> None:
+        look(step)
+        if self._choosing is not None:
+            self._choosing.before_step(step)
+
     def _notice(self, used: set[str] | None, hooks: list[RemovableHandle], look: Callable[[int], None]) -> None:
         """Keep count of used parameters, by these hooks, and look for new ones."""
-        self._on_bucket.used, self._note_hooks, self._on_bucket.at_start = used, hooks, look
+        self._on_bucket.used, self._note_hooks, self._on_bucket.at_start = used, hooks, partial(self._begin, look)
 
 
 def _trained_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:

@@ -162,7 +162,15 @@ class Driver(GradientStep):
         self.watch.continue_from(other.watch)
         return difference
 
+    def take_as_compared(self) -> None:
+        """Ranks know already that they go on from the same."""
+        self._compared = True
+
     def forget(self, names: str | Iterable[str] | None = None) -> None:
         """Set error memory to zero; see `gradwire.torch_backend.setup.handle.Handle.forget`."""
-        for x in self.memory.errors(chosen("names", names, self.specs)):
+        wanted = chosen("names", names, self.specs)
+        for x in (
+            *self.memory.errors(wanted),
+            *(x for name, x in self.owed.items() if wanted is None or name in wanted),
+        ):
             x.zero_()

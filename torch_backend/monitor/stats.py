@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from gradwire.core.advise.auto import Chosen
 from gradwire.torch_backend.monitor.timers import Times
 
 
@@ -82,6 +83,8 @@ class Stats:
         replayed_steps: of this algorithm on this rank, as CUDA graphs of what lies between two messages; see `Handle.replay`.
         graph_bytes: memory of those graphs, in which eager steps would work as well.
 
+        choices: of `gradwire.Auto`, which method was chosen from which step on.
+
     Two of them are equal if all but the times is, and how much was replayed. Times are 0.0 where none has been noted: before there were two steps, and under a CUDA graph.
     """
 
@@ -99,6 +102,7 @@ class Stats:
     skipped_averages: int = 0
     replayed_steps: int = field(default=0, compare=False)
     graph_bytes: int = field(default=0, compare=False)
+    choices: tuple[Chosen, ...] = ()
 
     @classmethod
     def of(
@@ -144,4 +148,6 @@ class Stats:
             }
         if self.local_error_norms:
             found["local_error_norm"] = self.local_error_norms[-1][1]
+        if self.choices:
+            found["chosen_method"] = float(self.choices[-1].number)
         return found

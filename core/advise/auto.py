@@ -1,0 +1,163 @@
+"""`Auto`: among which methods a training chooses while it runs, and the log by which a run is repeated."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from gradwire.core.advise.advice import PLAIN, default_methods, name_of
+from gradwire.core.advise.compare.comparison import Comparison
+from gradwire.core.advise.losses import known_losses, limits_of
+from gradwire.core.algorithms.two_level import TwoLevel
+from gradwire.core.local_sgd.schedule import Schedule
+from gradwire.core.ops import Spec
+from gradwire.core.plan.dry_run import dry_run
+from gradwire.core.protocol.groups import Groups
+from gradwire.core.text.options import OWN_CHECK, check_options
+
+
+class Chosen(NamedTuple):
+    """From this step on a method is chosen: its number, 0 for plain averages, and how it is written."""
+
+    step: int
+    number: int
+    method: str
+
+
+@dataclass(frozen=True)
+class Auto:
+    """In place of an algorithm: the fastest of several, found while the training runs.
+
+        handle = register_comm_hook(ddp, gradwire.Auto())
+        handle = register_comm_hook(ddp, gradwire.Auto(loss="2%"))
+
+    Each method averages some real steps, whose time on the slowest rank is compared with that of
+    others; see `gradwire.core.advise.chooser.Chooser`. All ranks change in the same step. Where nothing
+    is faster than plain averages, plain averages stay.
+
+    Examples:
+        >>> import gradwire
+        >>> from gradwire.core.advise.auto import methods_of
+        >>> specs = {"w": gradwire.Spec((512, 512), "float32")}
+        >>> methods_of(gradwire.Auto(), specs, replicas=2)
+        [AllReduce(), WireDtype(algorithm=AllReduce(), dtype='int8'), WireDtype(algorithm=AllReduce(), dtype='bfloat16')]
+
+    Args:
+        loss: by how much a method's held-out loss may be higher than that of plain averages, as
+            `gradwire.advise` has it: "2%", or 0.02. None: methods that only round, to 8 bits or more,
+            whose loss cannot be told from that of plain averages.
+        comparison: what `gradwire.compare` has found on this model with as many replicas, or its file;
+            its methods are chosen among. None: those whose loss this project has measured on one small
+            model (docs/frontier.md).
+        decisions: a file. If it is not there, rank 0 writes to it which method averages from which step
+            on. If it is there, methods are those in it, whatever they cost: the run is repeated bit for
+            bit. Where it ends its last method stays.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: no limit of a loss; a comparison without a limit.
+    """
+
+    loss: Annotated[float | str | None, OWN_CHECK] = None
+    comparison: Annotated[Comparison | str | Path | None, OWN_CHECK] = None
+    decisions: Annotated[str | Path | None, OWN_CHECK] = None
+
+    instead: ClassVar[str] = (
+        "chooses the method of a DDP while it trains: give it to gradwire.torch_backend.register_comm_hook, "
+        "and here one method, such as the one that it has chosen (handle.stats().choices)"
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        try:
+            limits_of(self.loss)
+        except ValueError as error:
+            raise ValueError(f"loss={error}") from error
+        if self.comparison is not None and self.loss is None:
+            raise ValueError("comparison= says what methods do to the loss; say how much it may be higher, loss='2%'")
+        for name, kinds in (("comparison", (Comparison, str, Path)), ("decisions", (str, Path))):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a path")
+
+
+def methods_of(
+    auto: Auto, specs: Mapping[str, Spec], replicas: int, near: int | Groups = 1, own: Sequence[Any] = ()
+) -> list[Any]:
+    """The methods among which it chooses, plain averages first and then by what they send between nodes, least first.
+
+    Args:
+        specs: of the gradients.
+        near: how many replicas there are on each node, or which.
+
+    Raises:
+        OSError, ValueError: of the comparison, which is not there, or of another model.
+    """
+    if auto.comparison is None:
+        each = near if isinstance(near, int) else len(near[0])
+        methods = default_methods(each if each < replicas else 1)
+        methods = [replace(m, within=near) if isinstance(m, TwoLevel) else m for m in methods]
+        losses = known_losses({name_of(method): method for method in methods}).methods
+    else:
+        found = auto.comparison
+        found = found if isinstance(found, Comparison) else Comparison.load(found, own)
+        methods, losses = [PLAIN, *found.algorithms], found.losses(specs, replicas).methods
+    (limit, *_) = limits_of(auto.loss)
+    fitting = [
+        method
+        for method in dict.fromkeys(methods)
+        if method != PLAIN
+        and not isinstance(method, Schedule)
+        and (loss := losses.get(name_of(method))) is not None
+        and (loss.by_kind or (auto.loss is not None and loss.bound <= limit))
+    ]
+    return [PLAIN, *sorted(fitting, key=lambda method: _sent(method, specs, replicas))]
+
+
+def _sent(method: Any, specs: Mapping[str, Spec], replicas: int) -> float:
+    """Bytes between nodes in a step, on average; of what cannot be tried, more than anything."""
+    try:
+        dry = dry_run(method, specs, replicas)
+    except Exception:  # who registers it says why
+        return float("inf")
+    return sum(step.traffic.far_bytes(method) for step in dry.cycle) / len(dry.cycle)
+
+
+class Decisions:
+    """Which method averages from which step on.
+
+    Args:
+        methods: among which it was chosen.
+        text: what `line` has written, line by line.
+
+    Raises:
+        ValueError: it is something else, or names another method.
+    """
+
+    def __init__(self, methods: Sequence[Any], text: str) -> None:
+        self._steps: list[int] = []
+        self._numbers: list[int] = []
+        names = [repr(method) for method in methods]
+        for line in text.splitlines():
+            try:
+                step, method = (json.loads(line)[key] for key in ("step", "method"))
+            except (ValueError, LookupError, TypeError) as error:
+                raise ValueError(f"{line[:80]!r} is no decision: {error}") from error
+            if method not in names or type(step) is not int or (self._steps and step <= self._steps[-1]):
+                raise ValueError(f"from step {step} on {method}: methods here are {', '.join(names)}, and steps rise")
+            self._steps.append(step)
+            self._numbers.append(names.index(method))
+
+    @staticmethod
+    def line(step: int, method: Any) -> str:
+        """That from this step on it averages."""
+        return json.dumps({"step": step, "method": repr(method)}) + "\n"
+
+    def at(self, step: int) -> int:
+        """The number of the method that averages this step."""
+        place = bisect_right(self._steps, step)
+        return self._numbers[place - 1] if place else 0

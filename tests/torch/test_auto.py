@@ -1,0 +1,201 @@
+"""A DDP that chooses its method while it trains, by a clock that says what each method takes."""
+
+import json
+import logging
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import AllReduce, Auto, PowerSGD, WireDtype
+from gradwire.torch_backend import register_comm_hook
+from gradwire.torch_backend.ddp import auto
+from tests.torch.compare import relative, said, same_bits, weights
+from tests.torch.models import loss_on, mlp
+from tests.torch.ranks import Cases
+from tests.torch.training import train
+
+WIDTHS = (40, 64, 64, 28)
+LOSS = loss_on(40)
+
+cases = Cases(__file__, ranks=2)
+
+
+def wrapped(world, algorithm, **options):
+    ddp = DistributedDataParallel(mlp(*WIDTHS), process_group=options.pop("group", world.group))
+    return ddp, register_comm_hook(ddp, algorithm, **options)
+
+
+class Clock:
+    """In place of the time of day: a step takes what its method takes on this rank."""
+
+    def __init__(self, seconds):
+        self.seconds, self.now, self.pauses, self.choosing, self._calls = seconds, 0.0, [], None, 0
+
+    def __call__(self):
+        began, self._calls = self._calls % 2 == 0, self._calls + 1
+        self.now += 0.01 if began else self.seconds[min(self.choosing._number, len(self.seconds) - 1)]
+        if began and self._calls // 2 in self.pauses:
+            self.now += 100
+        return self.now
+
+
+def clocked(world, algorithm, seconds, steps, **options):
+    """Trains with that clock."""
+    training = {key: options.pop(key) for key in ("micro_batches", "local") if key in options}
+    ddp, handle = wrapped(world, algorithm, **options)
+    clock = Clock(seconds)
+    clock.choosing = handle._choosing
+    with mock.patch.object(auto, "perf_counter", clock):
+        trace = train(ddp, LOSS, steps, **{"local": False, **training})
+    return ddp, handle, trace
+
+
+#: Of plain averages, int8 and bfloat16; the first is fastest on rank 1 alone, and the slowest rank counts.
+SECONDS = ((1.0, 1.4, 0.5), (1.0, 0.3, 0.6))
+
+
+@cases.case
+def test_all_ranks_go_by_the_slowest_and_a_log_repeats_the_run(world):
+    path = world.folder / "decisions.jsonl"
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("gradwire")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        _, handle, trace = clocked(world, Auto(decisions=path), SECONDS[world.rank], 60, micro_batches=2)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert [c.number for c in handle.stats().choices] == [0, 2]
+    assert handle.stats().scalars()["chosen_method"] == 2
+    assert handle.algorithm == WireDtype(AllReduce(), "bfloat16")
+    assert len([text for text in records if "Auto: from step" in text]) == (world.rank == 0)
+    assert world.agree(trace.weights)
+    assert world.agree(handle.stats().choices)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({line["method"] for line in lines}) == 3
+    again, repeated = wrapped(world, Auto(decisions=path))
+    assert same_bits(train(again, LOSS, 60, micro_batches=2, local=False).weights, trace.weights)
+    assert repr(repeated.algorithm) == repr(handle.algorithm)
+    assert len(path.read_text().splitlines()) == len(lines)
+
+
+@cases.case
+def test_plain_averages_stay_where_nothing_is_faster(world):
+    _, handle, _ = clocked(world, Auto(), (1.0, 1.2, 1.6), 60)
+    assert [c.number for c in handle.stats().choices] == [0]
+    assert handle.algorithm == AllReduce()
+
+
+@cases.case
+def test_what_was_not_sent_is_added_once_also_after_a_step_that_is_not_finite(world):
+    """In sum the optimizer is given the sum of all gradients, but for what the method at work still remembers."""
+    ddp, handle = wrapped(world, Auto(loss="5%"))
+    choosing, total, expected = handle._choosing, 0.0, 0.0
+    number = next(i for i, m in enumerate(choosing._methods) if "Quantize" in repr(m))
+    choosing._chooser.advance = lambda: number if choosing._driver().memory.steps in (1, 2, 3, 7) else 0
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = LOSS(ddp, world.rank, step)
+        if step == 4:  # the first one that is plain again
+            loss = loss * float("inf")
+        loss.backward()
+        given = {n: p.grad.clone() for n, p in ddp.module.named_parameters()}
+        if step == 4:
+            assert all(torch.isfinite(x).logical_not().any() for x in given.values())
+            assert choosing._driver().owed
+            continue
+        alone = mlp(*WIDTHS)
+        alone.load_state_dict(ddp.module.state_dict())
+        LOSS(alone, world.rank, step).backward()
+        local = torch.cat([p.grad.double().flatten() for p in alone.parameters()])
+        mean = sum(world.everyones(local)) / world.size
+        total = total + torch.cat([x.double().flatten() for x in given.values()])
+        expected = expected + mean
+        if step == 5:
+            assert not choosing._driver().owed
+            assert relative(total, expected) < 3e-5
+    assert relative(total, expected) > 1e-3  # the last step's error is remembered
+
+
+@cases.case
+def test_a_state_is_continued_with_its_method_by_any_number_of_ranks(world):
+    ddp, handle = wrapped(world, Auto(loss="5%"))
+    choosing = handle._choosing
+    number = next(i for i, m in enumerate(choosing._methods) if "Quantize" in repr(m))
+    choosing._chooser.advance = lambda: number
+    train(ddp, LOSS, 3, local=False)
+    whole = handle.gathered_state_dict(to=None)
+    alone = [torch.distributed.new_group([rank]) for rank in range(world.size)][world.rank]
+    for group in (world.group, alone):
+        other, fresh = wrapped(world, Auto(loss="5%"), group=group)
+        fresh.load_state_dict(whole)
+        assert fresh.algorithm == handle.algorithm
+        assert [c[:2] for c in fresh.stats().choices] == [(0, 0), (3, number)]
+        train(other, LOSS, range(3, 5), local=False)
+        assert fresh.stats().steps == 5
+    before = fresh.algorithm
+    assert "ValueError" in said(fresh.load_state_dict, {**whole, "algorithm": "Sign()"})
+    assert fresh.algorithm == before
+
+
+@cases.case
+def test_with_a_loss_scaler_and_pauses(world):
+    """Skipped steps, a scale that grows, and evaluations on one rank: what is not counted is not counted on any."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    ddp, handle = wrapped(world, Auto(loss="5%"), grad_scaler=scaler)
+    clock = Clock((1.0, 0.4, 0.6, 0.7))
+    clock.choosing = handle._choosing
+    clock.pauses = [9, 12, 20] if world.rank else []
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with mock.patch.object(auto, "perf_counter", clock):
+        for step in range(60):
+            optimizer.zero_grad()
+            loss = scaler.scale(LOSS(ddp, world.rank, step))
+            (loss * float("inf") if step == 11 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert handle.stats().choices[-1].number == 1
+    assert world.agree(weights(ddp.module))
+    assert all(torch.isfinite(x).all() for x in weights(ddp.module).values())
+
+
+@cases.case
+def test_what_cannot_be_is_refused_by_name(world):
+    ddp, handle = wrapped(world, Auto())
+    assert "chooses the method of a DDP while it trains" in said(handle.reconfigure, Auto())
+    with mock.patch.object(auto, "capturing", return_value=True):
+        assert "fix the method that it has chosen, plain" in said(train, ddp, LOSS, 1, local=False)
+    handle.reconfigure(PowerSGD(rank=2))
+    train(ddp, LOSS, 2, local=False)
+    assert handle.algorithm == PowerSGD(rank=2)
+    assert not handle.stats().choices
+    plain = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
+    missing = world.folder / "none.json"
+    assert "none.json" in said(register_comm_hook, plain, Auto(loss="1%", comparison=missing))
+    assert "ranks differ in auto" in said(register_comm_hook, plain, Auto(loss=0.01 if world.rank else 0.02))
+    wrong = world.folder / "wrong.jsonl"
+    if world.rank == 0:
+        wrong.write_text("{}\n")
+    assert "is no decision" in said(register_comm_hook, plain, Auto(decisions=wrong))
+    with mock.patch.object(auto, "store_of", return_value=None):
+        assert "come and go" in said(register_comm_hook, plain, Auto())
+    register_comm_hook(plain, Auto())  # nothing has been changed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"loss": "much"}, "loss='much' must be a share"),
+        ({"comparison": "found.json"}, "say how much it may be higher"),
+        ({"decisions": 3}, "decisions=3 is a int; give a path"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, words):
+    assert words in said(Auto, **arguments)
