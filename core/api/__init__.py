@@ -13,7 +13,7 @@ from typing import Any
 from gradwire.advising import advise
 from gradwire.comparing import compare
 from gradwire.core.advise.advice import Advice
-from gradwire.core.advise.auto import Auto
+from gradwire.core.advise.choosing.methods import Auto
 from gradwire.core.advise.compare.comparison import Comparison
 from gradwire.core.advise.probe import Probe
 from gradwire.core.algorithm import Algorithm, State

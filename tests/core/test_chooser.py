@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.core.advise.chooser import Chooser
-from gradwire.core.advise.paired_test import ERROR, PairedTest
-from gradwire.core.simulate.step_clock import clocked
+from gradwire.core.advise.choosing.chooser import Chooser
+from gradwire.core.advise.choosing.paired_test import ERROR, PairedTest
+from gradwire.core.advise.choosing.step_clock import clocked
 
 #: Seconds of a step of plain averages, and of others in the order of advice: on links of about
 #: 100 Mbit/s and 1 Gbit/s, and where nothing waits for messages.

@@ -1,6 +1,6 @@
 """`Auto` under DDP: times of steps, one small message for them, and another driver in the same step on all ranks.
 
-What is chosen is decided by `gradwire.core.advise.chooser.Chooser`, or was by the run whose decisions are repeated.
+What is chosen is decided by `gradwire.core.advise.choosing.chooser.Chooser`, or was by the run whose decisions are repeated.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.core.advise.advice import name_of
-from gradwire.core.advise.auto import Auto, Chosen, Decisions, methods_of
-from gradwire.core.advise.chooser import Chooser
+from gradwire.core.advise.choosing.chooser import Chooser
+from gradwire.core.advise.choosing.methods import Auto, Chosen, Decisions, methods_of
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.two_level import without_levels
+from gradwire.core.protocol.groups import Groups
+from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.text.units import time_of
 from gradwire.torch_backend.engine.cuda_graphs import capturing
 from gradwire.torch_backend.engine.driver import Driver, specs_of
@@ -64,7 +66,9 @@ def choice_for(auto: Auto, parameters: Mapping[str, Tensor], groups: ProcessGrou
         ValueError: on all ranks, if they find different methods, a comparison or decisions cannot be read, or ranks come and go.
     """
     group, specs = groups.whole, specs_of(parameters)
-    obstacle, methods, partitions = "", [], []
+    obstacle = ""
+    methods: list[Algorithm] = []
+    partitions: list[Groups] = []
     if store_of(group) is None:
         obstacle = (
             "Auto() compares times of ranks that stay, and those of this process group come and go; give one method"
@@ -216,7 +220,7 @@ class Choosing:
         """Tell all ranks what a step takes here: they go by the slowest, and by none if it has no time."""
         recent, self._recent = self._recent, []
         mine = [median(recent), 0.0] if recent else [0.0, 1.0]
-        message = torch.tensor(mine, dtype=torch.float64).to(self._device)
+        message = torch.tensor(mine, dtype=torch.float64, device=self._device)
         work = dist.all_reduce(message, dist.ReduceOp.MAX, group=self._driver().process_group, async_op=True)
         self._message = work, message
 
@@ -281,7 +285,7 @@ class Choosing:
             with self._choice.log.open("a") as file:
                 file.write(Decisions.line(step, self._methods[number]))
 
-    def loaded(self, state: Mapping[str, Any], strict: bool) -> Any:
+    def loaded(self, state: Mapping[str, Any], strict: bool) -> StateMismatch:
         """Go on from a saved state with the method that it is of; times are measured anew. Returns what did not fit, and raises as `load_state_dict` does."""
         name = state.get("algorithm")
         numbers = [i for i, m in enumerate(self._methods) if name in (repr(m), repr(without_levels(m)))]

@@ -15,7 +15,7 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.core.advise.auto import Auto
+from gradwire.core.advise.choosing.methods import Auto
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.all_reduce import AllReduce
 from gradwire.core.state.checkpoint import StateMismatch

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from gradwire.core.advise.auto import Chosen
+from gradwire.core.advise.choosing.methods import Chosen
 from gradwire.torch_backend.monitor.timers import Times
 
 

@@ -36,12 +36,12 @@ class Auto:
         handle = register_comm_hook(ddp, gradwire.Auto(loss="2%"))
 
     Each method averages some real steps, whose time on the slowest rank is compared with that of
-    others; see `gradwire.core.advise.chooser.Chooser`. All ranks change in the same step. Where nothing
+    others; see `gradwire.core.advise.choosing.chooser.Chooser`. All ranks change in the same step. Where nothing
     is faster than plain averages, plain averages stay.
 
     Examples:
         >>> import gradwire
-        >>> from gradwire.core.advise.auto import methods_of
+        >>> from gradwire.core.advise.choosing.methods import methods_of
         >>> specs = {"w": gradwire.Spec((512, 512), "float32")}
         >>> methods_of(gradwire.Auto(), specs, replicas=2)
         [AllReduce(), WireDtype(algorithm=AllReduce(), dtype='int8'), WireDtype(algorithm=AllReduce(), dtype='bfloat16')]

@@ -17,7 +17,7 @@ from collections.abc import Generator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from gradwire.core.advise.paired_test import PairedTest
+from gradwire.core.advise.choosing.paired_test import PairedTest
 
 #: Of two methods the one whose steps take so many times as long is put aside after two of them.
 FAR = 1.5
@@ -199,9 +199,9 @@ class Chooser:
         """What the test says with these steps too."""
         self._account(rival, theirs, own, ours)
         test = self._tests.setdefault(rival, PairedTest())
-        for pair in zip(theirs, ours, strict=True):
-            if None not in pair:
-                test.add(*pair)
+        for a, b in zip(theirs, ours, strict=True):
+            if a is not None and b is not None:
+                test.add(a, b)
         return None if test.faster == 0 else rival if test.faster > 0 else own
 
     def _rounds(self, rival: int) -> int:
@@ -289,5 +289,5 @@ def _steps(method: int, settling: int, timed: int) -> _Round:
 
 def _both(rival: int, own: int, timed: int) -> _Round:
     """Steps of either method, of which the first is not timed."""
-    first, second = _steps(rival, 1, timed), _steps(own, 1, timed)
-    return _Round(*([*a, *b] for a, b in zip(first, second, strict=True)))
+    a, b = _steps(rival, 1, timed), _steps(own, 1, timed)
+    return _Round([*a.methods, *b.methods], [*a.timed, *b.timed], [*a.shared, *b.shared])

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from gradwire.core.advise.chooser import Chooser
+from gradwire.core.advise.choosing.chooser import Chooser
 
 #: The time of a step, from its number, its method and the time since the beginning, all in seconds: of the slowest replica.
 StepSeconds = Callable[[int, int, float], float]

@@ -25,7 +25,7 @@ class PairedTest:
     anytime-valid sequential inference must rely on nonnegative martingales", on bets on symmetry.
 
     Examples:
-        >>> from gradwire.core.advise.paired_test import PairedTest
+        >>> from gradwire.core.advise.choosing.paired_test import PairedTest
         >>> test = PairedTest()
         >>> for _ in range(6):
         ...     test.add(0.2, 0.3)

@@ -1,0 +1,1 @@
+"""Which of several methods averages a training, found while it runs."""
