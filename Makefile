@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo examples test test-all test-compiled test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-gpu bench-network bench-scale chaos frontier mutate mutate-emulated fuzz soak soak-torch soak-long clean
+.PHONY: help demo examples test test-all test-compiled test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-auto bench-gpu bench-network bench-scale chaos frontier mutate mutate-emulated fuzz soak soak-torch soak-long clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests wait for processes of their own, so a third has something to do on two cores.
@@ -141,6 +141,9 @@ bench-scale: $(READY) ## how what a step needs grows with ranks, tensors and lea
 bench-advice: $(READY) ## what is recommended on shaped links, and what is fastest there, in 20 minutes (Linux, as root); goes on where it ended
 	$(BIN)/python benchmarks/advice/readme.py
 	$(BIN)/python benchmarks/advice $(ARGS)
+
+bench-auto: $(READY) ## what it costs that Auto finds the method while it trains, by a simulated clock and measured steps
+	$(BIN)/python benchmarks/auto.py $(ARGS)
 
 SEED ?= 1
 mutate: $(READY) ## 120 mutations of the product, drawn by SEED (1), each against the tests of its line; goes on where it was stopped
