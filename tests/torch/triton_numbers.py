@@ -380,7 +380,7 @@ def nan_at(at):
 def trained(algorithm, world):
     """What the optimizer is given in four steps, of which the third is not finite; what is remembered before that, after it and in the end. The kernels are
     given what lies on the device, or, if they are interpreted, on the host."""
-    ddp, handle = hooked(mlp(40, 36, 32, 28).to(DEVICE), algorithm, world.group, message_bytes=0)
+    ddp, handle = hooked(mlp(40, 36, 28).to(DEVICE), algorithm, world.group, message_bytes=0)
     given, memories = [], []
     for steps in ([0, 1], [2], [3]):
         before = weights(ddp.module)
