@@ -96,7 +96,8 @@ class Handle:
             handle = register_comm_hook(ddp, PowerSGD(rank=4))
             handle.replay = True
 
-        To be set between steps, on some ranks or on all: messages and bits are the same. On the CPU it changes nothing. See docs/performance.md.
+        To be set between steps, on all ranks: one that eager steps compute on alone joins what others do not, which a device may round otherwise. Whether a
+        rank then replays a step is its own affair. On the CPU it changes nothing. See docs/performance.md.
         """
         return self._driver.replays.wanted
 
