@@ -231,6 +231,7 @@ def on_a_device(*, fused: bool = False) -> Iterator[None]:
         original(self, device)
         self._host_knows = False
         self.fused = TorchFused(self) if fused else None
+        self.multiplies_together = fused
 
     with mock.patch.object(TorchOps, "__init__", init):
         yield

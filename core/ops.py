@@ -92,6 +92,9 @@ class Ops(Primitives[A], Protocol):
     #: Whether `bundle` may join anything: whoever compiles nothing need not be asked.
     bundles: bool = False
 
+    #: Whether `matmul_each` of many may take less than `matmul` of each, so that products wait for others.
+    multiplies_together: bool = True
+
     def codes_stay(self, codec: Any, x: A) -> bool:
         """Whether codes of rows like `x` (R, B) stay codes (`gradwire.core.kernels.payloads.Coded`) until `settle`, and means are formed of them by
         `encode_mean`: where that takes fewer passes over memory than to decode what arrives."""

@@ -163,6 +163,8 @@ class Multiply(Fusable[A]):
 
 async def multiply(ops: Ops[A], x: A, y: A) -> A:
     """`x @ y` of a thin factor `x` (r, k) and a matrix (k, m), or of stacks of both."""
+    if not ops.multiplies_together:
+        return ops.matmul(x, y)
     return await ask_one(Multiply(ops, (x,), (y,)))
 
 

@@ -6,7 +6,6 @@ handle = gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank=4))
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -106,12 +105,12 @@ def register_comm_hook(
     driver = Driver(algorithm, specs_of(parameters), device, groups, message_bytes, grad_scaler=grad_scaler)
     announce(driver, trial)
     handle = hooked(ddp, driver, parameters)
-    if choice is not None:
-        handle._choose(choice)
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     then = "DistributedDataParallel wrapped the model. Wrap it anew"
     unknown = UnknownParameters(ddp.module, parameters.values(), ignored, then=then)
     handle._notice(*_note_used(ddp, parameters), unknown.look)
+    if choice is not None:
+        handle._choose(choice)
     return handle
 
 
@@ -176,6 +175,7 @@ class CommHook(Handle):
         else:
             slot.take(self._on_bucket)
         self._slot = slot
+        self._look: Callable[[int], None] | None = None
         self._choosing: Choosing | None = None
 
     @property
@@ -216,12 +216,20 @@ class CommHook(Handle):
 
     def _choose(self, choice: Choice) -> None:
         """Let each step be averaged by the method that is chosen for it."""
-        self._choosing = Choosing(choice, lambda: self._driver, self._use)
-        self._on_bucket.at_end = self._choosing.after_step
+        chosen = self._choosing = Choosing(choice, lambda: self._driver, self._use)
+        look = self._look
+
+        def before_step(step: int) -> None:
+            if look is not None:
+                look(step)
+            chosen.before_step(step)
+
+        self._on_bucket.at_start, self._on_bucket.at_end = before_step, chosen.after_step
 
     def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
         difference = super().reconfigure(algorithm)
         self._choosing = self._on_bucket.at_end = None  # the user has chosen
+        self._on_bucket.at_start = self._look
         return difference
 
     reconfigure.__doc__ = Handle.reconfigure.__doc__
@@ -239,14 +247,10 @@ class CommHook(Handle):
 
     load_state_dict.__doc__ = Handle.load_state_dict.__doc__
 
-    def _begin(self, look: Callable[[int], None], step: int) -> None:
-        look(step)
-        if self._choosing is not None:
-            self._choosing.before_step(step)
-
     def _notice(self, used: set[str] | None, hooks: list[RemovableHandle], look: Callable[[int], None]) -> None:
         """Keep count of used parameters, by these hooks, and look for new ones."""
-        self._on_bucket.used, self._note_hooks, self._on_bucket.at_start = used, hooks, partial(self._begin, look)
+        self._on_bucket.used, self._note_hooks = used, hooks
+        self._look = self._on_bucket.at_start = look
 
 
 def _trained_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:

@@ -73,6 +73,7 @@ class TorchOps(Ops[Tensor]):
         self.device = device
         self._host_knows = device.type == "cpu"
         self.fused = TorchFused(self) if available(device) else None
+        self.multiplies_together = self.fused is not None
         self._constants: dict[Hashable, Tensor] = {}
         self._captured = False
         self._scratch: Scratch | Stack | None = None
