@@ -69,7 +69,7 @@ def measured(name: str, threads: int, shapes: dict[str, tuple[int, ...]], repeat
     gradients, algorithm = drawn(shapes), METHODS[name]
     made = {how: subject(algorithm, gradients, loops=how == "with") for how in ("without", "with")}
     steps: dict[str, Callable[[], None]] = {how: step for how, (step, _) in made.items()}
-    if isinstance(algorithm, PowerSGD):
+    if isinstance(algorithm, PowerSGD) and isinstance(algorithm.rank, int):
         hook = theirs(shapes, algorithm.rank)
         steps["torch's hook"] = lambda: hooked.append(hook.step(gradients))
     hooked: list[float] = []
