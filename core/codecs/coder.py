@@ -158,7 +158,7 @@ class Coder(RowCoder[A]):
             for part, rows in self._rows_of(pack, of_both):
                 x = self._share(rows, part.matrix, self._place_to_decode(part) if donated else None)
                 if watched and groups is None:  # the mean, since a sum of finite numbers may overflow
-                    shown.append(ops.by_rows(lambda x, out=None: ops.max_abs(x), x))
+                    shown.append(x if self.casts else ops.by_rows(lambda x, out=None: ops.max_abs(x), x))
                 self._packer.divide(x, part, arrays, means)
         await watch(*shown)
         return means, sent

@@ -568,6 +568,7 @@ PLANS = {
     "max_joined",
     "join_order",
     "bundles",
+    "multiplies_together",
     "bundle",
     "unbundle",
     "codes_stay",
