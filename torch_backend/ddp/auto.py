@@ -31,7 +31,8 @@ from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
 from gradwire.torch_backend.engine.groups.nodes import nodes_of
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
-from gradwire.torch_backend.monitor.timers import Moment
+from gradwire.torch_backend.monitor.timers import Moment, seconds_between
+from gradwire.torch_backend.monitor.watcher import moment_on
 from gradwire.torch_backend.setup.consistency import require_same_on_all_ranks
 from gradwire.torch_backend.setup.registration import tried
 from gradwire.torch_backend.torch_internals import store_of
@@ -246,17 +247,12 @@ class Choosing:
         self.changes.append(Chosen(step, number, method))
 
     def _now(self) -> Moment:
-        if self._on_host:
-            return perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
+        return perf_counter() if self._on_host else moment_on(self._device)
 
     def _seconds(self, begin: Moment, end: Moment) -> float:
-        if self._on_host:
-            return float(end - begin)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
+        if not self._on_host:
+            end.synchronize()
+        return seconds_between(begin, end)
 
     # --- another method
 

@@ -250,7 +250,7 @@ class GradientStep:
     def _settle_what_is_owed(self) -> None:
         """Forget what has been added, unless the step is not finite, and no optimizer takes it. Once for each change of the algorithm, the host waits."""
         paid = [group.gradients[name] for group in self._groups for name in group.gradients if name in self._paid]
-        if all(torch.stack([x.isfinite().all() for x in paid]).tolist()):
+        if bool(self.ops.all_finite(*paid)):
             for name in self._paid:
                 del self.owed[name]
 

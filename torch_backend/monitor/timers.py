@@ -62,14 +62,14 @@ def times_of(noted: Sequence[Notes], after: Notes | None) -> Times:
     steps = [each for each in noted if _reached(each.work[-1][1] if each.work else each.begin)]
     if not steps:
         return Times()
-    works = [sum(_seconds(*pair) for pair in each.work) for each in steps]
+    works = [sum(seconds_between(*pair) for pair in each.work) for each in steps]
     messages = [message for each in steps for message in each.messages]
-    wait = sum(_seconds(start, arrived) for _, _, start, arrived in messages)
-    rates = [nbytes / max(_seconds(launched, arrived), 1e-9) for nbytes, launched, _, arrived in messages]
+    wait = sum(seconds_between(start, arrived) for _, _, start, arrived in messages)
+    rates = [nbytes / max(seconds_between(launched, arrived), 1e-9) for nbytes, launched, _, arrived in messages]
     # In full, and what training itself takes of it: a step that averages parameters now and then may take many times as long.
     following = [*steps[1:], after if len(steps) == len(noted) else None]
     whole = [
-        (_seconds(a.begin, b.begin), worked)
+        (seconds_between(a.begin, b.begin), worked)
         for a, b, worked in zip(steps, following, works, strict=True)
         if b is not None and b.follows and _reached(b.begin)
     ]
@@ -84,7 +84,8 @@ def times_of(noted: Sequence[Notes], after: Notes | None) -> Times:
     )
 
 
-def _seconds(start: Moment, end: Moment) -> float:
+def seconds_between(start: Moment, end: Moment) -> float:
+    """From one moment to a later one; both have been reached."""
     return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1000
 
 

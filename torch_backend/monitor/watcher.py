@@ -59,6 +59,14 @@ class StepEnded(NamedTuple):
     scale: float | Tensor = 1.0
 
 
+def moment_on(device: torch.device) -> Moment:
+    """This moment on a device with streams: when its current stream comes here."""
+    event = torch.Event(device, enable_timing=True)
+    # Of the tensors' device, which need not be the current one.
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
 class StepTimes:
     """Notes of the last steps of one rank, as many at any time of a run. Nothing is launched for them.
 
@@ -90,10 +98,7 @@ class StepTimes:
             return perf_counter()
         if self._open is None:
             return None
-        event = torch.Event(self._device, enable_timing=True)
-        # Of the tensors' device, which need not be the current one.
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
+        return moment_on(self._device)
 
     def worked(self, start: Moment) -> None:
         """From `start` until now averaging has taken the stream, or this thread."""
