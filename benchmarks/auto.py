@@ -21,7 +21,7 @@ from gradwire.core.advise.choosing.chooser import Chooser
 from gradwire.core.advise.choosing.step_clock import clocked
 
 RESULTS = Path(__file__).parent / "results"
-#: By what they send, least first, as `Auto` tries them; after plain averages.
+#: By what they send, least first, as `Auto` tries them; after uncompressed averages.
 ROUNDING = ("WireDtype(AllReduce(), 'int8')", "WireDtype(AllReduce(), 'bfloat16')")
 SETS = {"Auto()": ROUNDING, 'Auto(loss="2%")': ("Quantize(dtype='int4')", "PowerSGD(rank=16)", *ROUNDING)}
 TWO_LEVELS = ("DDP", "two levels, dense")
@@ -31,7 +31,7 @@ Link = dict[str, list[float]]
 
 
 def measured(methods: tuple[str, ...]) -> dict[str, Link]:
-    """Seconds of a step of plain averages and of these, by model and hosts, and by link."""
+    """Seconds of a step of uncompressed averages and of these, by model and hosts, and by link."""
     found: dict[str, Link] = {}
     for row in json.loads((RESULTS / "advice.json").read_text())["rows"]:
         by_name = {m["algorithm"]: m["measured_ms"] / 1000 for m in row["methods"]}
@@ -41,7 +41,7 @@ def measured(methods: tuple[str, ...]) -> dict[str, Link]:
 
 
 def two_by_two() -> Link:
-    """The same of plain averages of two hosts with two ranks each, and of averages by nodes."""
+    """The same of uncompressed averages of two hosts with two ranks each, and of averages by nodes."""
     rows = json.loads((RESULTS / "network-two-levels.json").read_text())["rows"]
     return {
         rate: [r["step_ms"] / 1000 for name in TWO_LEVELS for r in rows if (r["rate"], r["subject"]) == (rate, name)]

@@ -86,7 +86,7 @@ class Algorithm(Protocol):
         cycle: after how many steps from there they repeat (2 for an algorithm that alternates); a plan averages over a cycle.
 
     What computes with more than `ops` and the operators that all arrays have (`x.sum()`, `torch.linalg`) is refused where it is
-    registered, unless its class says `portable = False`: then it runs in its own framework alone, and a plan counts it as a plain average.
+    registered, unless its class says `portable = False`: then it runs in its own framework alone, and a plan counts it as an uncompressed average.
     """
 
     @property

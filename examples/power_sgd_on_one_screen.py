@@ -19,7 +19,7 @@ Arrays = dict[str, Array]
 
 
 def power_sgd(gradients: Arrays, errors: Arrays, qs: Arrays, all_reduce_mean: Callable[[Array], Array]) -> Arrays:
-    """One step of one replica. `qs[name]` (m, r) and `errors[name]` (n, m) are its memory of a matrix (n, m), and change; what has no q is a plain average."""
+    """One step of one replica. `qs[name]` (m, r) and `errors[name]` (n, m) are its memory of a matrix (n, m), and change; what has no q is an uncompressed average."""
     averages = {}
     for name, gradient in gradients.items():
         if name not in qs:

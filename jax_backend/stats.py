@@ -33,7 +33,7 @@ class Stats(NamedTuple):
 
     Attributes:
         steps: int32, updates so far.
-        skipped_steps: int32, those that changed no memory, since a replica's gradient held an inf or NaN. Plain averages of floats as they are, also those before the
+        skipped_steps: int32, those that changed no memory, since a replica's gradient held an inf or NaN. Uncompressed averages of floats as they are, also those before the
             algorithm's start, are looked at for their weights alone. Of local SGD, where each replica has its own, the averages
             of differences that were refused, of each fragment by itself, since they were not finite.
         bytes_sent: float32, what a replica has handed to the network in all of them, as `wire_bytes` counts: the state holds the number of steps, and of those before it was

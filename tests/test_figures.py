@@ -121,10 +121,10 @@ def test_no_page_recommends_a_row_that_another_beats(monkeypatch: pytest.MonkeyP
     names = [better and better["name"] for better in (reading.dominating(each, rows, 9) for each in rows)]
     assert names == ["b", None, None, None]
     steps, methods = reading.longest(reading.timed(results("frontier")["methods"]))
-    for link in reading.dense(methods)["wire_seconds"]:
+    for link in reading.uncompressed(methods)["wire_seconds"]:
         for within in (reading.AS_GOOD, reading.NEARLY):
             assert reading.dominating(reading.best(methods, link, steps, within), methods, steps) is None
-    headlined = ("int8", "PowerSGD 16, int8", "dense")
+    headlined = ("int8", "PowerSGD 16, int8", "uncompressed")
     assert all(reading.dominating(m, methods, steps) is None for m in methods if m["name"] in headlined)
 
 

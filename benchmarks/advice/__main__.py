@@ -148,7 +148,7 @@ def page(result: dict[str, Any]) -> str:
         "",
         "How much longer a step takes than with the fastest method, on average and in the worst cell:",
         "",
-        "| cells | advice | best constant answer, known afterwards | plain averages |",
+        "| cells | advice | best constant answer, known afterwards | uncompressed averages |",
         "|---|---|---|---|",
         *(
             f"| {each['cells']}: {which} | {percent(each['advice'])} | {short(each['constant']['answer'])}: {percent(each['constant'])} "

@@ -48,8 +48,8 @@ def make(seed: int) -> Training:
 
 
 def page(found: Comparison) -> str:
-    """The table: what each method sends in a step, its learning rate, and its held-out loss beside that of plain averages."""
-    lines = ["|  | sent in a step | rate | loss | to plain averages |", "|---|---|---|---|---|"]
+    """The table: what each method sends in a step, its learning rate, and its held-out loss beside that of uncompressed averages."""
+    lines = ["|  | sent in a step | rate | loss | to uncompressed |", "|---|---|---|---|---|"]
     sent = {run.method: run.sent for run in found.runs.done.values()}
     for name, row in found.as_dict().items():
         said = "" if name == "plain" else row["verdict"].partition(" at step")[0]

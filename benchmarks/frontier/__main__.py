@@ -83,8 +83,8 @@ def parse() -> argparse.Namespace:
         help="folder for what JAX writes: errors and compiled programs",
     )
     args = p.parse_args()
-    if "dense" not in args.subjects:
-        p.error(f"--subjects {' '.join(args.subjects)}: name dense too, with which the others are compared")
+    if "uncompressed" not in args.subjects:
+        p.error(f"--subjects {' '.join(args.subjects)}: name uncompressed too, with which the others are compared")
     if any(n % PERIOD for n in [*args.steps, args.evaluate_every]):
         p.error(f"--steps {args.steps} and --evaluate-every {args.evaluate_every} must be multiples of {PERIOD}")
     return args

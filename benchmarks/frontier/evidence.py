@@ -9,19 +9,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from frontier.reading import Row, dense, excesses, longest, upper_bound
+from frontier.reading import Row, excesses, longest, uncompressed, upper_bound
 from frontier.subjects import MUON
 
 FILE = Path("core/advise/evidence.py")
 
 
 def differences(methods: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """Algorithm → how much higher its loss was, in parts of that of dense averages, and the bound of that; of methods with two seeds or more."""
+    """Algorithm → how much higher its loss was, in parts of that of uncompressed averages, and the bound of that; of methods with two seeds or more."""
     steps, trained = longest(methods)
     found = {}
     for method in trained:
         parts = excesses(method, methods, steps)
-        if method is dense(methods) or method["name"].endswith(MUON) or len(parts) < 2:
+        if method is uncompressed(methods) or method["name"].endswith(MUON) or len(parts) < 2:
             continue
         found[method["algorithm"]] = round(statistics.mean(parts), 4), round(upper_bound(parts), 4)
     return found
@@ -39,7 +39,7 @@ def text(results: Mapping[str, Any]) -> str:
     return (
         '"""What methods did to the loss of one small model (docs/frontier.md). `python benchmarks/frontier` writes this file."""\n\n'
         f"SOURCE = {source(results)!r}\n\n"
-        "#: An algorithm as it is written: how much higher its loss was, in parts of that of plain averages, and the bound below which that is with 90 % confidence.\n"
+        "#: An algorithm as it is written: how much higher its loss was, in parts of that of uncompressed averages, and the bound below which that is with 90 % confidence.\n"
         f"MEASURED: dict[str, tuple[float, float]] = {{\n{rows}}}\n"
     )
 

@@ -22,13 +22,13 @@ from frontier.reading import (
     Row,
     apart,
     best,
-    dense,
     dominating,
     excesses,
     lengths,
     longest,
     timed,
     times_faster,
+    uncompressed,
     upper_bound,
 )
 from frontier.subjects import FIRST, MUON
@@ -74,7 +74,7 @@ def _losses(rows: Sequence[Row], methods: Sequence[Row]) -> str:
     def cell(m: Row, steps: int) -> str:
         return _uncertain(excesses(m, methods, steps)) if str(steps) in m["lengths"] else "-"
 
-    heads = ["loss above dense averages", *(f"after {n:,} steps" for n in lengths(methods)), "fewer bytes"]
+    heads = ["loss above uncompressed averages", *(f"after {n:,} steps" for n in lengths(methods)), "fewer bytes"]
     fewer = [f"{m['dense_bytes_per_step'] / m['bytes_per_step']:,.0f}×" for m in rows]
     body = [[m["name"], *(cell(m, n) for n in lengths(methods)), times] for m, times in zip(rows, fewer, strict=True)]
     return _lines([heads, ["---"] * len(heads), *body])
@@ -83,11 +83,11 @@ def _losses(rows: Sequence[Row], methods: Sequence[Row]) -> str:
 def _table(methods: Sequence[Row]) -> str:
     def at(m: Row, steps: int) -> dict[str, str]:
         if str(steps) not in m["lengths"]:
-            return dict.fromkeys((f"loss, {steps:,} steps", "above dense", "JAX", "rate"), "-")
+            return dict.fromkeys((f"loss, {steps:,} steps", "above uncompressed", "JAX", "rate"), "-")
         of, jax = m["lengths"][str(steps)], apart(m, steps)
         return {
             f"loss, {steps:,} steps": f"{of['loss']:.4f}",
-            "above dense": "" if m is dense(methods) else _uncertain(excesses(m, methods, steps)),
+            "above uncompressed": "" if m is uncompressed(methods) else _uncertain(excesses(m, methods, steps)),
             "JAX": "-" if jax is None else _percent(jax, 2),
             "rate": of["rates"],
         }
@@ -110,14 +110,14 @@ def _table(methods: Sequence[Row]) -> str:
         ]
 
     def table(cells: Callable[[Row], list[tuple[str, str]]]) -> str:
-        heads = [head for head, _ in cells(dense(methods))]
+        heads = [head for head, _ in cells(uncompressed(methods))]
         return _lines([heads, ["---"] * len(heads), *([cell for _, cell in cells(m)] for m in methods)])
 
     return f"{table(trained)}\n{table(sent)}"
 
 
 def _first(methods: Sequence[Row]) -> str:
-    """A line for each method, a column for each optimizer that was tried; all beside dense averages and AdamW, after the longest training."""
+    """A line for each method, a column for each optimizer that was tried; all beside uncompressed averages and AdamW, after the longest training."""
     steps, trained = longest(methods)
     by_name = {m["name"]: m for m in trained}
 
@@ -125,7 +125,7 @@ def _first(methods: Sequence[Row]) -> str:
         if name not in by_name:
             return "-"
         apart = excesses(by_name[name], trained, steps)
-        if name == "dense":
+        if name == "uncompressed":
             return f"{by_name[name]['lengths'][str(steps)]['loss']:.3f}"
         if len(apart) == 1:
             return f"{_percent(apart[0])} (1 seed)"
@@ -135,7 +135,7 @@ def _first(methods: Sequence[Row]) -> str:
     rows = []
     for s in FIRST:
         if not s.muon and s.name in by_name:
-            fewer = dense(trained)["bytes_per_step"] / by_name[s.name]["bytes_per_step"]
+            fewer = uncompressed(trained)["bytes_per_step"] / by_name[s.name]["bytes_per_step"]
             rows.append([s.name, f"{fewer:,.0f}×", *(cell(s.name + after) for after in optimizers.values())])
     heads = [f"loss after {steps:,} steps", "fewer bytes", *optimizers]
     return _lines([heads, ["---"] * len(heads), *rows])
@@ -145,11 +145,15 @@ def _which(methods: Sequence[Row]) -> str:
     steps, methods = longest(timed(methods))
 
     def told(m: Row, link: str) -> str:
-        return "dense averages" if m is dense(methods) else f"{m['name']}, {times_faster(m, methods, link):.1f}× faster"
+        return (
+            "uncompressed averages"
+            if m is uncompressed(methods)
+            else f"{m['name']}, {times_faster(m, methods, link):.1f}× faster"
+        )
 
     limits = (AS_GOOD, NEARLY)
-    heads = ["a link of", *(f"loss within {within:.1%} of dense after {steps:,} steps" for within in limits)]
-    links = dense(methods)["wire_seconds"]
+    heads = ["a link of", *(f"loss within {within:.1%} of uncompressed after {steps:,} steps" for within in limits)]
+    links = uncompressed(methods)["wire_seconds"]
     rows = [[link, *(told(best(methods, link, steps, within), link) for within in limits)] for link in links]
     return _lines([heads, ["---"] * len(heads), *rows])
 
@@ -182,6 +186,6 @@ def _set_up(results: Mapping[str, Any]) -> str:
     return (
         f"A byte-level Transformer of {s['parameters']:,} parameters, trained on the source of Python's standard library for {steps} steps of AdamW, by "
         f"{s['replicas']} replicas with {tokens} bytes each. Torch and JAX begin with the same weights, and see the same text. Losses are means of "
-        f"{s['seeds']} seeds in torch, in nats per byte of held-out text, with the standard error of the difference to dense averages; JAX trains the first seed. Learning rates of {rates} were tried for each method and length, in torch, with the first seed, and up to two more where the best was the highest or the lowest; then outer learning rates of {outer} in the same way.\n"
+        f"{s['seeds']} seeds in torch, in nats per byte of held-out text, with the standard error of the difference to uncompressed averages; JAX trains the first seed. Learning rates of {rates} were tried for each method and length, in torch, with the first seed, and up to two more where the best was the highest or the lowest; then outer learning rates of {outer} in the same way.\n"
         f"{where}\n"
     )

@@ -17,17 +17,17 @@ from frontier.reading import (
     Row,
     best,
     computing,
-    dense,
     excess,
     lengths,
     longest,
     seconds,
     timed,
     times_faster,
+    uncompressed,
 )
 
 INK, MUTED, GRID, GOOD = "#1b1f24", "#6b7480", "#e6e9ed", "#e9f7ec"
-COLOURS = {"dense": INK, "codes": "#1971c2", "low rank": "#d9480f", "sparse": "#9c36b5", "local": "#2f9e44"}
+COLOURS = {"uncompressed": INK, "codes": "#1971c2", "low rank": "#d9480f", "sparse": "#9c36b5", "local": "#2f9e44"}
 STYLE: Any = {"font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": INK}
 Methods = Sequence[Row]
 
@@ -65,7 +65,7 @@ def _bytes(methods: Methods, settings: dict[str, Any], path: Path) -> Path:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.margins(x=0.12)
     axes.set_xlabel("sent by each of 2 replicas, per step")
-    axes.set_ylabel("final loss, above that of dense averages")
+    axes.set_ylabel("final loss, above that of uncompressed averages")
     marks = ", ".join(f"{'●' if n == last else '○'} {n:,}" for n in shown)
     axes.set_title(
         f"The same model and text, trained for {marks} steps; {settings['seeds']} seeds",
@@ -82,7 +82,7 @@ def _bytes(methods: Methods, settings: dict[str, Any], path: Path) -> Path:
 
 
 def _time(methods: Methods, path: Path) -> Path:
-    links = list(dense(methods)["wire_seconds"])
+    links = list(uncompressed(methods)["wire_seconds"])
     steps, methods = longest(timed(methods))
     figure, panels = plt.subplots(len(links), 1, figsize=(9, 15), dpi=130, layout="constrained")
     for axes, link in zip(panels, links, strict=True):
@@ -107,7 +107,7 @@ def _time(methods: Methods, path: Path) -> Path:
         axes.margins(x=0.15)
         axes.set_xlabel(f"time of {steps} steps:  |  computing,  ●  and the wire")
         axes.set_title(f"{link}: {_advice(methods, link, chosen)}", loc="left", fontsize=11, weight="bold")
-    panels[1].set_ylabel("final loss, above that of dense averages")
+    panels[1].set_ylabel("final loss, above that of uncompressed averages")
     figure.canvas.draw()
     figure.set_layout_engine("none")
     for axes, link in zip(panels, links, strict=True):
@@ -125,7 +125,7 @@ def _time(methods: Methods, path: Path) -> Path:
 
 def _advice(methods: Methods, link: str, chosen: Sequence[Any]) -> str:
     names = [
-        m["name"] if m is dense(methods) else f"{m['name']} ({times_faster(m, methods, link):.1f}× faster)"
+        m["name"] if m is uncompressed(methods) else f"{m['name']} ({times_faster(m, methods, link):.1f}× faster)"
         for m in chosen
     ]
     if chosen[0] is chosen[1]:
@@ -142,7 +142,7 @@ def _losses(axes: Any, methods: Methods, steps: Sequence[int]) -> None:
     axes.set_ylim(lowest, 1.5 * max(worst, 2))
     axes.set_yticks([0, 0.5, *(t for t in (1, 2, 5, 10, 20, 50, 100) if t < 1.5 * max(worst, 2))])
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g} %" if y else "dense"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+g} %" if y else "uncompressed"))
     axes.axhspan(lowest, 100 * AS_GOOD, color=GOOD, zorder=0)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""What the results say: how much worse a method ends than dense averages, how long it takes on a link, and which to take there."""
+"""What the results say: how much worse a method ends than uncompressed averages, how long it takes on a link, and which to take there."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from frontier.subjects import MUON
 
-#: A loss that is so much higher than that of dense averages, as a part of it, passes for as good; and what somebody in a hurry may give for time.
+#: A loss that is so much higher than that of uncompressed averages, as a part of it, passes for as good; and what somebody in a hurry may give for time.
 AS_GOOD, NEARLY = 0.005, 0.02
-#: A step that is not so many times faster than that of dense averages is no reason to change them.
+#: A step that is not so many times faster than that of uncompressed averages is no reason to change them.
 WORTH = 1.05
 #: The 90 % quantiles of Student's t with one degree of freedom, two, and so on.
 T_90 = (3.078, 1.886, 1.638, 1.533, 1.476, 1.440, 1.415)
 Row = Mapping[str, Any]
 
 
-def dense(methods: Sequence[Row]) -> Row:
-    return next(m for m in methods if m["name"] == "dense")
+def uncompressed(methods: Sequence[Row]) -> Row:
+    return next(m for m in methods if m["name"] == "uncompressed")
 
 
 def timed(methods: Sequence[Row]) -> list[Row]:
@@ -29,24 +29,24 @@ def timed(methods: Sequence[Row]) -> list[Row]:
 
 def lengths(methods: Sequence[Row]) -> list[int]:
     """Steps of the trainings, the shortest first."""
-    return sorted(map(int, dense(methods)["lengths"]))
+    return sorted(map(int, uncompressed(methods)["lengths"]))
 
 
 def longest(methods: Sequence[Row]) -> tuple[int, list[Row]]:
-    """The greatest length at which more than dense averages were trained, and the methods that were."""
+    """The greatest length at which more than uncompressed averages were trained, and the methods that were."""
     found = {steps: [m for m in methods if str(steps) in m["lengths"]] for steps in lengths(methods)}
     steps = max((steps for steps, of in found.items() if len(of) > 1), default=lengths(methods)[0])
     return steps, found[steps]
 
 
 def excess(method: Row, methods: Sequence[Row], steps: int) -> float:
-    """How much higher the final loss is than that of dense averages, as a part of it. Both are means over the same seeds."""
+    """How much higher the final loss is than that of uncompressed averages, as a part of it. Both are means over the same seeds."""
     return statistics.mean(excesses(method, methods, steps))
 
 
 def excesses(method: Row, methods: Sequence[Row], steps: int) -> list[float]:
     """The same for each seed that was trained with both."""
-    mine, plain = (m["lengths"][str(steps)]["losses"]["torch"] for m in (method, dense(methods)))
+    mine, plain = (m["lengths"][str(steps)]["losses"]["torch"] for m in (method, uncompressed(methods)))
     return [a / b - 1 for a, b in zip(mine, plain, strict=False)]
 
 
@@ -90,12 +90,12 @@ def seconds(method: Row, link: str, backend: str = "torch") -> float:
 
 
 def best(methods: Sequence[Row], link: str, steps: int, within: float = AS_GOOD) -> Row:
-    """The fastest of those whose loss after so many steps is so near to that of dense averages; these, if none is clearly faster."""
+    """The fastest of those whose loss after so many steps is so near to that of uncompressed averages; these, if none is clearly faster."""
     good = [m for m in methods if str(steps) in m["lengths"] and excess(m, methods, steps) <= within]
     fastest = min(good, key=lambda m: seconds(m, link))
-    return fastest if times_faster(fastest, methods, link) > WORTH else dense(methods)
+    return fastest if times_faster(fastest, methods, link) > WORTH else uncompressed(methods)
 
 
 def times_faster(method: Row, methods: Sequence[Row], link: str) -> float:
-    """Than dense averages."""
-    return seconds(dense(methods), link) / seconds(method, link)
+    """Than uncompressed averages."""
+    return seconds(uncompressed(methods), link) / seconds(method, link)

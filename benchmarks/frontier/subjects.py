@@ -43,7 +43,7 @@ TILES = (64, 64)
 MUON = ", Muon"
 
 SUBJECTS: tuple[Subject, ...] = (
-    Subject("dense", "dense", AllReduce()),
+    Subject("uncompressed", "uncompressed", AllReduce()),
     Subject("bf16", "codes", WireDtype(AllReduce(), "bfloat16")),
     Subject("int8", "codes", WireDtype(AllReduce(), "int8")),
     Subject("4 bits", "codes", Quantize("int4")),
@@ -76,7 +76,7 @@ SUBJECTS: tuple[Subject, ...] = (
     Subject("PowerSGD 4, int8", "low rank", WireDtype(PowerSGD(4), "int8")),
 )
 
-_NAMED = ("dense", "int8", "4 bits", "PowerSGD 16, int8", "PowerSGD 16, int4", "PowerSGD 4, int8")
+_NAMED = ("uncompressed", "int8", "4 bits", "PowerSGD 16, int8", "PowerSGD 16, int4", "PowerSGD 4, int8")
 _BY_ADAMW = tuple(subject for subject in SUBJECTS if subject.name in _NAMED)
 _BY_MUON = tuple(replace(subject, name=subject.name + MUON, muon=True) for subject in _BY_ADAMW)
 #: What the first screen is about, by either optimizer. They are trained with more seeds: some differ by less than two seeds do.

@@ -58,7 +58,7 @@ class MethodAdvice:
     """What is expected of a method; times in seconds per step.
 
     Attributes:
-        algorithm: how it is written; of plain averages "plain".
+        algorithm: how it is written; of uncompressed averages "plain".
         step: compute + compression + exposed.
         compute: the step of one replica alone.
         compression: what the method computes, measured on this device.
@@ -66,7 +66,7 @@ class MethodAdvice:
         hidden: communication that overlaps with computing.
         wire_bytes: what is sent, in the unit of a plan.
         memory_bytes: what the method keeps from step to step.
-        loss: how its held-out loss differs from that of plain averages, where that is known.
+        loss: how its held-out loss differs from that of uncompressed averages, where that is known.
     """
 
     algorithm: str
@@ -85,7 +85,7 @@ class Choice:
     """What to take if the loss may be higher by so much.
 
     Attributes:
-        loss: in parts of that of plain averages.
+        loss: in parts of that of uncompressed averages.
         recommended: the algorithm of a method.
         reason: why, in a sentence or two.
     """
@@ -110,7 +110,7 @@ class Advice:
     Attributes:
         model_bytes: of all gradients of a replica.
         network: the first line of the probe.
-        methods: in the order in which they were asked for, plain averages first.
+        methods: in the order in which they were asked for, uncompressed averages first.
         choices: what to take, for each limit of the loss, the least first.
         losses: where the losses come from by which methods were weighed.
     """
@@ -145,7 +145,7 @@ class Advice:
     def __str__(self) -> str:
         """The table, and the recommendation below. The step alone is the same for all methods, and stands above. Long names have lines of their own."""
         above = f"{size_of(self.model_bytes)} of gradients, {self.network}; a step alone takes {time_of(self.methods[0].compute)}"
-        above += f". Loss to plain averages: {self.losses}"
+        above += f". Loss to uncompressed averages: {self.losses}"
         rows = [["", "step", "compress", "wait", "overlap", "sent", "memory", "loss"]]
         for m in self.methods:
             times = map(time_of, (m.step, m.compression, m.exposed, m.hidden))
@@ -225,19 +225,19 @@ def weigh(
 ) -> Advice:
     """Predict a step of each method, and recommend one for each limit.
 
-    Of the methods whose loss is surely within the limit it is the one of least loss within 5 % of the fastest. So plain averages stay where they are as fast as
+    Of the methods whose loss is surely within the limit it is the one of least loss within 5 % of the fastest. So uncompressed averages stay where they are as fast as
     anything.
 
     Args:
-        costs: algorithms and what they cost, plain averages among them.
+        costs: algorithms and what they cost, uncompressed averages among them.
         specs: of the gradients.
         probe: the network.
         compute: a step of one replica alone.
-        limits: by how much the loss may be higher than that of plain averages, in parts of it, the least first.
+        limits: by how much the loss may be higher than that of uncompressed averages, in parts of it, the least first.
         losses: of methods. None: those that are known, see `gradwire.core.advise.losses.known_losses`.
 
     Raises:
-        ValueError: no cost of plain averages.
+        ValueError: no cost of uncompressed averages.
     """
     total = sum(spec.nbytes for spec in specs.values())
     if losses is None:
@@ -263,12 +263,12 @@ def _recommend(methods: Sequence[MethodAdvice], limit: float, losses: Losses) ->
         which = f"whose loss is surely within {100 * limit:g} % of theirs"
         return Choice(limit, "plain", _leave_it(plain, fastest, which))
     reason = (
-        f"a step takes {time_of(chosen.step)}, and {time_of(plain.step)} with plain averages, {plain.step / chosen.step:.1f} times as long. They wait "
+        f"a step takes {time_of(chosen.step)}, and {time_of(plain.step)} with uncompressed averages, {plain.step / chosen.step:.1f} times as long. They wait "
         f"{time_of(plain.exposed)} for {size_of(plain.wire_bytes)}; this waits {time_of(chosen.exposed)} for {size_of(chosen.wire_bytes)} and "
         f"computes {time_of(chosen.compression)}."
     )
     if fastest is not chosen:
-        reason += f" {fastest.algorithm} is as fast, and further from plain averages."
+        reason += f" {fastest.algorithm} is as fast, and further from uncompressed averages."
     loss = chosen.loss
     assert loss is not None  # or it would not be eligible
     if loss.by_kind:
@@ -285,7 +285,7 @@ def _said_of(loss: LossDifference) -> str:
 
 
 def _rank(method: MethodAdvice) -> float:
-    """What does least to the loss comes first. Plain averages stay before a loss that is no worse than theirs."""
+    """What does least to the loss comes first. Uncompressed averages stay before a loss that is no worse than theirs."""
     return -1.0 if method.loss is None else max(0.0, method.loss.difference)
 
 
@@ -294,7 +294,7 @@ def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, which: str) -> str:
         return f"communication costs {time_of(plain.exposed)} of a step of {time_of(plain.step)}; there is nothing to gain."
     if fastest is plain:
         return (
-            f"no method {which} is faster. Plain averages wait {time_of(plain.exposed)} of {time_of(plain.step)}; the "
+            f"no method {which} is faster. Uncompressed averages wait {time_of(plain.exposed)} of {time_of(plain.step)}; the "
             "others save less than they take to compute and to send more messages."
         )
-    return f"plain averages are within 5 % of the fastest, {fastest.algorithm} ({time_of(fastest.step)} and {time_of(plain.step)})."
+    return f"uncompressed averages are within 5 % of the fastest, {fastest.algorithm} ({time_of(fastest.step)} and {time_of(plain.step)})."

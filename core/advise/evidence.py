@@ -2,7 +2,7 @@
 
 SOURCE = "a byte-level transformer of 470,784 parameters, 1,440 steps of AdamW"
 
-#: An algorithm as it is written: how much higher its loss was, in parts of that of plain averages, and the bound below which that is with 90 % confidence.
+#: An algorithm as it is written: how much higher its loss was, in parts of that of uncompressed averages, and the bound below which that is with 90 % confidence.
 MEASURED: dict[str, tuple[float, float]] = {
     "LocalSGD(period=30)": (0.0692, 0.0758),
     "LocalSGD(period=30, fragments=3, outer=OuterSGD(lr=0.7, momentum=0.9, nesterov=True))": (0.0961, 0.1095),

@@ -17,16 +17,16 @@ from gradwire.core.text.options import short
 
 #: Codes of so many bits are as good as a rule; those of fewer lose what matters.
 ROUNDED = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
-#: What is shown to somebody who has named no limit, in parts of the loss of plain averages.
+#: What is shown to somebody who has named no limit, in parts of the loss of uncompressed averages.
 LIMITS = (0.005, 0.02, 0.05)
 
 
 @dataclass(frozen=True)
 class LossDifference:
-    """How much higher the held-out loss of a method is than that of plain averages.
+    """How much higher the held-out loss of a method is than that of uncompressed averages.
 
     Attributes:
-        difference: in parts of that of plain averages.
+        difference: in parts of that of uncompressed averages.
         bound: below which the mean over seeds is with 90 % confidence, one-sided.
         rate: the factor on the learning rate that the method had.
         by_kind: nothing was measured: the method only rounds, to 8 bits or more.
@@ -108,5 +108,5 @@ def limits_of(loss: float | str | None) -> Sequence[float]:
     except ValueError:
         value = math.nan
     if isinstance(loss, bool) or not 0 <= value < (math.inf if text.endswith("%") else 1):
-        raise ValueError(f"{short(loss)} must be a share of the loss of plain averages, such as '1%' or 0.01")
+        raise ValueError(f"{short(loss)} must be a share of the loss of uncompressed averages, such as '1%' or 0.01")
     return (value,)

@@ -40,7 +40,7 @@ class TwoLevel(Wrapper):
 
     With `AllReduce()` it is the hierarchical all-reduce: each byte crosses the slow network once for each node, and not once for each replica. With any
     other algorithm it gives what that gives on the averages of the nodes. Inside a node gradients are averaged, and each message is gathered once. Where there is
-    one node it is the plain average: nothing is compressed, and no memory changes.
+    one node it is the uncompressed average: nothing is compressed, and no memory changes.
 
     Memory is whole on each replica, and equal on those of a node. A checkpoint is that of `algorithm` between as many replicas as there are nodes: it can
     go on with other nodes, other replicas in a node, and without levels.

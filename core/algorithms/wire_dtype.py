@@ -71,7 +71,7 @@ class WireDtype(Quantizer, Wrapper):
         program = self.algorithm.step(self._kernels(ops), gradients, state, step)
         averages, after = await self.carried(ops, program, next(iter(gradients), ""), step)
         if levels_of(self.algorithm) is not None and (not state.tensors or self.start_step):
-            # Codes of a part of the replicas differ between parts, and a plain average has nobody look at them.
+            # Codes of a part of the replicas differ between parts, and an average without them has nobody look at them.
             plain = True if not state.tensors else step < self.start_step
             known = plain if isinstance(plain, bool) else ops.truth(plain)
             await branch(plain if known is None else known, partial(_looked_at, tuple(averages.values())), _nothing)

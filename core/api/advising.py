@@ -45,8 +45,8 @@ def advise(
         model: whatever `gradwire.plan` takes, or a tree of JAX.
         probe: of `gradwire.torch_backend.probe`, `gradwire.jax_backend.probe` or `gradwire probe`; or the file.
         step: seconds of a step of one replica alone, forward, backward and optimizer, on this device; or a function that does one.
-        algorithms: what to compare with plain averages. None: those of the `comparison`, or `gradwire.core.advise.advice.default_methods()`.
-        loss: by how much a method's held-out loss may be higher than that of plain averages, in parts of it: "1%", or 0.01. What counts is the bound below which it is
+        algorithms: what to compare with uncompressed averages. None: those of the `comparison`, or `gradwire.core.advise.advice.default_methods()`.
+        loss: by how much a method's held-out loss may be higher than that of uncompressed averages, in parts of it: "1%", or 0.01. What counts is the bound below which it is
             with 90 % confidence: by the `comparison`; without one by kind, of methods that only round, or on one small model (docs/frontier.md), which the
             advice names. None: one method for each of 0.5, 2 and 5 %.
         costs: as measured before, by `method_costs`. None: they are measured now.
@@ -92,7 +92,7 @@ def method_costs(
     algorithms: Sequence[Any] | None = None,
     progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
 ) -> list[tuple[Any, Cost]]:
-    """What plain averages and these algorithms cost on this device, for gradients of these shapes. `progress` goes through them, and shows how far it has
+    """What uncompressed averages and these algorithms cost on this device, for gradients of these shapes. `progress` goes through them, and shows how far it has
     come."""
     each = probe.replicas // probe.nodes
     chosen = [a for a in default_methods(each if probe.nodes > 1 else 1) if _has_layers_for(a, specs)]

@@ -36,7 +36,7 @@ def compare(
     training: str | None = None,
     progress: Progress = lambda method, seed, step: None,
 ) -> Comparison:
-    """Train under plain averages and under each method, with the same weights, shards and seeds, and compare held-out losses.
+    """Train under uncompressed averages and under each method, with the same weights, shards and seeds, and compare held-out losses.
 
         comparison = gradwire.compare(make, [gradwire.PowerSGD(rank=4), gradwire.diloco(30)], steps=300)
         print(comparison)
@@ -46,7 +46,7 @@ def compare(
     Args:
         make: builds the training; it is called anew for each run. In torch it returns a `gradwire.torch_backend.Training`. In JAX it has an argument `wrap`, to be
             called on the optimizer, and returns a `gradwire.jax_backend.Training`. If it has an argument `seed`, it is given that.
-        algorithms: what to compare with plain averages.
+        algorithms: what to compare with uncompressed averages.
         replicas: how many train.
         steps: of each run. A learning-rate schedule is followed so far, and not compressed in time.
         seeds: 0 to this number, less one. One seed gives no intervals.

@@ -66,7 +66,7 @@ class DryRun:
         UnknownRequest: it asks for something that no driver knows.
         NotPortable: it is written for the arrays of one framework, and does not say so.
 
-    What says so, by `portable = False`, is counted as the plain average that it may be at most: nobody can look into it.
+    What says so, by `portable = False`, is counted as the uncompressed average that it may be at most: nobody can look into it.
 
     Attributes:
         algorithm: as the first replica runs it.
@@ -128,7 +128,7 @@ class DryRun:
         except (AttributeError, TypeError) as error:
             raise NotPortable(
                 f"{self.algorithm!r} is not portable: {error}. Write it with ops, or say portable = False in its class: "
-                "then it runs in its own framework alone, and counts as a plain average"
+                "then it runs in its own framework alone, and counts as an uncompressed average"
             ) from error
 
     @property
@@ -185,7 +185,7 @@ class DryRun:
 
 
 def _portable_form(algorithm: Any) -> Any:
-    """The algorithm, with a plain average in place of what says that it is not portable; itself, if nothing says so."""
+    """The algorithm, with an uncompressed average in place of what says that it is not portable; itself, if nothing says so."""
     return AllReduce() if not getattr(algorithm, "portable", True) else with_inner(algorithm, _portable_form)
 
 

@@ -56,7 +56,7 @@ class NotAnAlgorithm(ValueError):
 
 
 def parse_algorithm(text: str, own: Callable[[str], Callable[..., Any]] | None = None) -> Algorithm | LocalSGD:
-    """The algorithm that a text writes down, as Python would read it: `PowerSGD(rank=4)`. The name of a codec alone, `int8`, is a plain average in it.
+    """The algorithm that a text writes down, as Python would read it: `PowerSGD(rank=4)`. The name of a codec alone, `int8`, is an average in it.
 
     Args:
         text: what is read.

@@ -89,7 +89,9 @@ def plan(
     dry = dry_run(algorithm, specs, world_size)
     inner, places = innermost(algorithm), _places(algorithm, world_size)
     near = None if two is None or world_size is None else two.near(world_size)
-    one_node = near is not None and len(near) == 1  # between no nodes: a plain average, which compresses nothing
+    one_node = (
+        near is not None and len(near) == 1
+    )  # between no nodes: an uncompressed average, which compresses nothing
     tensors = []
     for name, spec in specs.items():
         steps = dry.alone(name).traffic

@@ -8,7 +8,7 @@
     plan: a step sends what the plan says
     non-finite step: an inf or a NaN on one replica reaches all, and leaves no trace
     conservation: what is not sent now is remembered
-    warm-up: plain averages before `start_step`
+    warm-up: uncompressed averages before `start_step`
     half precision: float16 in, float16 out
     resumed state: a run goes on as if it had not been interrupted
 
@@ -255,7 +255,7 @@ def _in_a_node(algorithm: Algorithm) -> int:
 
 
 def _dense_start(trial: _Trial, rng: np.random.Generator) -> bool:
-    """Where there is a `start_step`: plain averages before it, and no memory."""
+    """Where there is a `start_step`: uncompressed averages before it, and no memory."""
     options: Any = trial.algorithm
     if "start_step" not in {option.name for option in (fields(options) if is_dataclass(options) else ())}:
         return False
@@ -268,7 +268,7 @@ def _dense_start(trial: _Trial, rng: np.random.Generator) -> bool:
         for name in delayed.shapes:
             mean = np.mean([g[name] for g in gradients], axis=0)
             if not np.allclose(averages[name], mean, rtol=1e-12, atol=1e-12):
-                raise delayed.broken("a warm-up", f"step {step}: {name!r} is not the plain average")
+                raise delayed.broken("a warm-up", f"step {step}: {name!r} is not the uncompressed average")
         _same_states(delayed, "a warm-up", f"in step {step}, the", simulator.states, before)
     delayed.step(simulator, delayed.gradients(rng))
     return True
@@ -316,7 +316,7 @@ PROMISES: dict[str, Promise] = {
     "plan: a step sends what the plan says": _plan,
     "non-finite step: an inf or a NaN on one replica reaches all, and leaves no trace": _non_finite,
     "conservation: what is not sent now is remembered": _conservation,
-    "warm-up: plain averages before `start_step`": _dense_start,
+    "warm-up: uncompressed averages before `start_step`": _dense_start,
     "half precision: float16 in, float16 out": _half_precision,
     "resumed state: a run goes on as if it had not been interrupted": _resumed,
 }

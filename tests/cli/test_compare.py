@@ -128,7 +128,7 @@ def test_a_comparison_that_was_stopped_goes_on(folder, capsys, taken):
     assert [name for name, *_ in taken] == ["AllReduce()", "Sign()", "AllReduce()", "AllReduce()", "Sign()"]
     run(capsys, *options)
     assert len(taken) == 5
-    # Plain averages are run again where a method is looked at after other steps.
+    # Uncompressed averages are run again where a method is looked at after other steps.
     run(capsys, *command("-a", "LocalSGD(7)", "--seeds", "1", training="by_argument"))
     assert [name for name, *_ in taken[5:]] == ["AllReduce()", "LocalSGD(period=7)"]
 

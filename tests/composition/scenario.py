@@ -145,7 +145,7 @@ def check_moved(case: str, door: str, played: list[Played]) -> None:
 
 
 def check_dense(case: str, door: str, played: list[Played]) -> None:
-    """Plain averages, and a memory that stays as it was; and no longer."""
+    """Uncompressed averages, and a memory that stays as it was; and no longer."""
     coded = isinstance(algorithm_of(case), WireDtype)
     for step in range(DENSE + 1):
         for name in shapes_of(case):

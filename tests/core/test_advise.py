@@ -289,7 +289,7 @@ def test_the_fastest_is_recommended_with_its_reason_on_one_screen():
         ({DENSE: (0, 0.2), PowerSGD(4): (0.3, 0.1)}, "plain", "no method whose loss is surely within 10 %"),
         ({DENSE: (0, 0.16), PowerSGD(4): (0.1, 0.02)}, "plain", "within 5 %"),
         ({DENSE: (0, 5.0), TWO_LEVELS: (0, 0.5)}, name_of(TWO_LEVELS), "only rounds"),
-        # Of equals the one that is closest to plain averages.
+        # Of equals the one that is closest to uncompressed averages.
         ({DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.0), INT8: (0.2, 0.03)}, name_of(INT8), "PowerSGD(rank=4) is as fast"),
     ],
 )
@@ -380,7 +380,7 @@ def test_losses_of_ones_own_are_weighed(worse, chosen):
 def test_of_equals_the_one_of_least_loss_is_recommended():
     equal = METHODS_BY_LOSS | {PowerSGD(4): (0.1, 0.48)}
     assert weighed(0.02, methods=equal).recommended == "Sign()"
-    # A loss below that of plain averages is no better than theirs.
+    # A loss below that of uncompressed averages is no better than theirs.
     better = ([2.0, 2.0], [1.9, 1.9], [1.8, 1.8], [2.2, 2.2])
     assert weighed(0.02, better, equal).recommended == "PowerSGD(rank=4)"
     near = METHODS_BY_LOSS | {DENSE: (0, 0.16), diloco(10): (0.1, 0.02), PowerSGD(4): (0.1, 0.02)}

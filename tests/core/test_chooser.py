@@ -9,7 +9,7 @@ from gradwire.core.advise.choosing.chooser import Chooser
 from gradwire.core.advise.choosing.paired_test import ERROR, PairedTest
 from gradwire.core.advise.choosing.step_clock import clocked
 
-#: Seconds of a step of plain averages, and of others in the order of advice: on links of about
+#: Seconds of a step of uncompressed averages, and of others in the order of advice: on links of about
 #: 100 Mbit/s and 1 Gbit/s, and where nothing waits for messages.
 SLOW, MIDDLE, FAST = (1.1, 0.3, 0.42, 0.6), (0.5, 0.34, 0.36, 0.42), (0.3, 0.38, 0.36, 0.54)
 STEPS = 10_000

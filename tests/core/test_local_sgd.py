@@ -345,7 +345,7 @@ def test_the_authors_of_muloco_come_to_the_same_numbers(replicas):
 
 
 def by_hand(period, fragments, overlap, merge, nesterov, start_step, steps, *, replicas=3, lr=0.7, momentum=0.9):
-    """Algorithm 2 of Streaming DiLoCo, for plain averages; of one fragment and no overlap it is DiLoCo, Algorithm 1 of Douillard et al. 2023."""
+    """Algorithm 2 of Streaming DiLoCo, for uncompressed averages; of one fragment and no overlap it is DiLoCo, Algorithm 1 of Douillard et al. 2023."""
     parts = fragments_of(SPECS, fragments, "strided")
     ps, outer, velocity = [START] * replicas, START, {n: np.zeros(shape) for n, shape in SHAPES.items()}
     sent = {}

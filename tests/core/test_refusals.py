@@ -86,7 +86,7 @@ OPTIONS = [
     *wrong(ValueError, AllReduce, bucket_bytes=[0, -1], first_bucket_bytes=[8]),
     *wrong(ValueError, partial(AllReduce, 8), first_bucket_bytes=[0, -1]),
     (TypeError, "bucket_bytes='8'", lambda: AllReduce("8")),
-    (TypeError, "max_norm", lambda: AllReduce(max_norm=1.0)),  # plain averages have no such option
+    (TypeError, "max_norm", lambda: AllReduce(max_norm=1.0)),  # uncompressed averages have no such option
     *wrong(ValueError, gw.TopK, keep=[0, 1.5, 4096]),
     *wrong(ValueError, partial(gw.TopK, 4), per=[0, (8, 8, 8), 2**25], bits=[3], mean=["sender"]),
     *wrong(TypeError, partial(gw.TopK, 4), max_norm=["x", True, 1j]),
@@ -159,7 +159,7 @@ SCHEDULES = [
     (ValueError, "groups of 2", lambda: Schedule({2: 4, 4: 4}).levels(4)),
     (ValueError, "groups of 2 of 4 replicas twice", lambda: Schedule({2: 2, PAIRS: 3, 4: 8}).levels(4)),
     (ValueError, "groups of 2, the size of a node", lambda: Schedule({2: 2, "node": 3, "all": 8}).on_nodes_of(2)),
-    # Plain averages have no differences, and no outer parameters.
+    # Uncompressed averages have no differences, and no outer parameters.
     *wrong(
         ValueError, partial(LocalSGD, 4), state_dtype=["float32"], overlap=[1], merge=[0.5], eager=[True], radial=[True]
     ),

@@ -96,7 +96,7 @@ class Halves(Compressor):
         ("forgets", "conservation: .*neither averaged nor remembered.*biased = True"),
         ("widens", "half precision: .* comes out as float32"),
         ("grows", "a resumed state"),
-        ("ignores the start", "a warm-up: .* is not the plain average"),
+        ("ignores the start", "a warm-up: .* is not the uncompressed average"),
     ],
 )
 def test_a_broken_promise_is_named(broken, message):

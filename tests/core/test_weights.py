@@ -553,7 +553,7 @@ def test_plan_shows_both_levels_and_what_two_links_take():
         p.seconds(4, 0.0, 1e6)
     with pytest.raises(ValueError, match="has one level"):
         flat.seconds(6, 0.0, 1e6, within=(0.0, 1e9))
-    # On one node nothing is between, and a step is a plain average.
+    # On one node nothing is between, and a step is an uncompressed average.
     alone, dense = plan(OF_NODES, TwoLevel(PowerSGD(2), 6), world_size=6), plan(OF_NODES, AllReduce(), world_size=6)
     assert [t.wire_bytes for t in alone.tensors] == [t.wire_bytes for t in dense.tensors]
     assert not any(t.compressed for t in alone.tensors)

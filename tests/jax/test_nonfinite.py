@@ -56,7 +56,7 @@ def test_memory_stays_as_it_was_and_training_goes_on(algorithm, mode):
         assert np.isnan(updates["w"]).all() or algorithm.start_step or not run.state.memory
         assert not np.isfinite(updates[name]).all()
     after = run.update(gradients(SHAPES, 3))
-    # Plain averages of steps before the start are not looked at, but where they are coded.
+    # Uncompressed averages of steps before the start are not looked at, but where they are coded.
     plain = algorithm.start_step and not any(isinstance(each, WireDtype) for each in nested(algorithm))
     assert int(stats(run.global_state()).skipped_steps) == (0 if plain else 2)
     assert all(np.isfinite(x).all() for x in after.values())

@@ -66,7 +66,7 @@ def test_an_absent_replica_changes_nothing(name, mode):
     ids=str,
 )
 def test_weights_that_sum_to_no_number_above_0_are_counted(algorithm, dtype, replicas, weights):
-    """Also of a plain average, all of which is NaN."""
+    """Also of an uncompressed average, all of which is NaN."""
     tx, given = gw.average_gradients(algorithm, axis_name=AXIS), {"w": jnp.ones((replicas, 24, 16), dtype)}
     states = jax.vmap(lambda g: tx.init(g), axis_name=AXIS)(given)
     step = jax.jit(jax.vmap(lambda g, s, weight: tx.update(g, s, weight=weight), axis_name=AXIS))

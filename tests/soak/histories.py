@@ -120,7 +120,7 @@ def compression(seed):
 
 
 def require_skipped(simulator, before, given, local, step):
-    # What its memory does not hold, a plain average hands on as it is.
+    # What its memory does not hold, an uncompressed average hands on as it is.
     compressed = isinstance(simulator.algorithm, Compressor) and step >= simulator.algorithm.start_step
     for name, average in given.items():
         remembered = compressed and name in simulator.states[0].tensors and average.size

@@ -52,7 +52,7 @@ def clocked(world, algorithm, seconds, steps, **options):
     return ddp, handle, trace
 
 
-#: Of plain averages, int8 and bfloat16; the first is fastest on rank 1 alone, and the slowest rank counts.
+#: Of uncompressed averages, int8 and bfloat16; the first is fastest on rank 1 alone, and the slowest rank counts.
 SECONDS = ((1.0, 1.4, 0.5), (1.0, 0.3, 0.6))
 
 

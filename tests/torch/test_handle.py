@@ -239,7 +239,7 @@ def test_memory_is_kept_where_it_fits(world):
 
 @cases.case
 def test_data_parallel_is_reconfigured_too(world):
-    """To plain averages, in buckets that are divided on their way, and back."""
+    """To uncompressed averages, in buckets that are divided on their way, and back."""
     model = DataParallel(mlp(*WIDTHS), PowerSGD(rank=2), process_group=world.group, bucket_cap_mb=0.006)
     twin, _ = wrapped(world)
     given(model, 2)

@@ -41,7 +41,7 @@ def two_nodes(world, algorithm):
 ALGORITHMS = {
     "a dense start, and half-steps": PowerSGD(2, start_step=2, half_step=True),
     "the norm of the whole model": PowerSGD(2, max_norm=0.5),
-    "plain averages": AllReduce(),
+    "uncompressed averages": AllReduce(),
     "codes": WireDtype(AllReduce(), "int8"),
     "positions": TopK(8, per=64, mean="senders"),
     "codes with memory": Quantize("int8"),

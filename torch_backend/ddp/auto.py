@@ -48,7 +48,7 @@ class Choice:
     """Among what a DDP may choose.
 
     Attributes:
-        methods: plain averages first.
+        methods: uncompressed averages first.
         groups: in which they average.
         decisions: of the run that is repeated; None: there is none.
         log: where decisions are written, on this rank.

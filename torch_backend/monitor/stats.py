@@ -63,7 +63,7 @@ class Stats:
 
     Attributes:
         steps: finished steps, without those that were discarded.
-        skipped_steps: those in which some rank's gradient held inf or NaN, so that no memory was changed. Plain averages of floats
+        skipped_steps: those in which some rank's gradient held inf or NaN, so that no memory was changed. Uncompressed averages of floats
             as they are, also those before the algorithm's start, are not looked at, and count none.
         collectives: messages: all-reduces, and whatever else an algorithm asks for.
         bytes_sent: payload bytes.

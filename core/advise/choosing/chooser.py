@@ -1,7 +1,7 @@
 """Which method averages the next step of a training, by the times of the steps before: pure decisions, without a clock, a message or a framework.
 
     chooser = Chooser(candidates=3)
-    method = chooser.advance()           # of the next step, 0 is plain averages
+    method = chooser.advance()           # of the next step, 0 is uncompressed averages
     ...                                  # the step: if chooser.timed, its time counts
     if chooser.shared:                   # the median of what has been timed since the last time is to be told to all replicas
         chooser.observe(seconds)         # that of the slowest one, when it is known: any number of steps later, in order
@@ -63,11 +63,11 @@ Seconds = list[float | None]
 class Chooser:
     """Finds the fastest of some methods while a training goes on.
 
-    First plain averages are timed. Each other method then has a *trial* against the chosen one: two
+    First uncompressed averages are timed. Each other method then has a *trial* against the chosen one: two
     timed steps, after which the slower one is put aside if it takes 1.5 times as long; four more of
     either, and it is chosen if a sequential test finds it faster (`paired_test`: an error rate of
     5 % for each trial). Two steps are no test: where they err, a later trial finds out. The fastest
-    of the rest and plain averages have trials in turn, after 32 steps, 64, 128, …, up to an hour.
+    of the rest and uncompressed averages have trials in turn, after 32 steps, 64, 128, …, up to an hour.
     Where nobody can tell, evidence is kept for the next one. If steps of the chosen method begin to
     take another time by themselves, everything may have changed, and all have trials again.
 
@@ -75,7 +75,7 @@ class Chooser:
     more than ten steps of the chosen method and 0.6 % of the training so far.
 
     Args:
-        candidates: so many methods, in the order of their trials. The first are plain averages.
+        candidates: so many methods, in the order of their trials. The first are uncompressed averages.
         chosen, step: where a training goes on: its method, and the number of the next step.
 
     Attributes:

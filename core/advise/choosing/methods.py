@@ -21,7 +21,7 @@ from gradwire.core.text.options import OWN_CHECK, check_options
 
 
 class Chosen(NamedTuple):
-    """From this step on a method is chosen: its number, 0 for plain averages, and how it is written."""
+    """From this step on a method is chosen: its number, 0 for uncompressed averages, and how it is written."""
 
     step: int
     number: int
@@ -37,7 +37,7 @@ class Auto:
 
     Each method averages some real steps, whose time on the slowest rank is compared with that of
     others; see `gradwire.core.advise.choosing.chooser.Chooser`. All ranks change in the same step. Where nothing
-    is faster than plain averages, plain averages stay.
+    is faster than uncompressed averages, uncompressed averages stay.
 
     Examples:
         >>> import gradwire
@@ -47,9 +47,9 @@ class Auto:
         [AllReduce(), WireDtype(algorithm=AllReduce(), dtype='int8'), WireDtype(algorithm=AllReduce(), dtype='bfloat16')]
 
     Args:
-        loss: by how much a method's held-out loss may be higher than that of plain averages, as
+        loss: by how much a method's held-out loss may be higher than that of uncompressed averages, as
             `gradwire.advise` has it: "2%", or 0.02. None: methods that only round, to 8 bits or more,
-            whose loss cannot be told from that of plain averages.
+            whose loss cannot be told from that of uncompressed averages.
         comparison: what `gradwire.compare` has found on this model with as many replicas, or its file;
             its methods are chosen among. None: those whose loss this project has measured on one small
             model (docs/frontier.md).
@@ -88,7 +88,7 @@ class Auto:
 def methods_of(
     auto: Auto, specs: Mapping[str, Spec], replicas: int, near: int | Groups = 1, own: Sequence[Any] = ()
 ) -> list[Any]:
-    """The methods among which it chooses, plain averages first and then by what they send between nodes, least first.
+    """The methods among which it chooses, uncompressed averages first and then by what they send between nodes, least first.
 
     Args:
         specs: of the gradients.

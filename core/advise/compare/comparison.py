@@ -37,7 +37,7 @@ class Comparison:
 
     Attributes:
         runs: what was trained, and how it went.
-        algorithms: what is compared with plain averages, in order.
+        algorithms: what is compared with uncompressed averages, in order.
     """
 
     runs: Runs
@@ -81,7 +81,7 @@ class Comparison:
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds with which plain averages were run."""
+        """The seeds with which uncompressed averages were run."""
         return sorted(self._chosen(PLAIN))
 
     def tried(self, algorithm: Any) -> dict[float, float]:
@@ -103,7 +103,7 @@ class Comparison:
         return min(losses, key=lambda factor: losses[factor]) if len(losses) == len(self.runs.factors) else None
 
     def verdict(self, algorithm: Any) -> Verdict:
-        """How a method's held-out loss differs from that of plain averages, at the last step after which both were evaluated; with the seeds that both were run
+        """How a method's held-out loss differs from that of uncompressed averages, at the last step after which both were evaluated; with the seeds that both were run
         with. Nothing is said of a local method before three averages of all parameters."""
         plain, own = self._chosen(PLAIN), self._chosen(algorithm)
         seeds = [seed for seed in sorted(plain) if seed in own]
@@ -255,7 +255,7 @@ class Comparison:
         lines = [
             textwrap.fill(above, WIDTH),
             "",
-            f"{'':<{NAME}}{'sent':>{SENT}}{rate}{'loss':>{LOSS}}  to plain averages",
+            f"{'':<{NAME}}{'sent':>{SENT}}{rate}{'loss':>{LOSS}}  to uncompressed",
         ]
         for algorithm in (PLAIN, *self.algorithms):
             lines += self._row(algorithm)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: So many steps are taken anew, under plain averages and with the first seed.
+#: So many steps are taken anew, under uncompressed averages and with the first seed.
 STEPS = 3
 #: Losses of a device that adds in another order are as near as this.
 NEAR = 1e-4

@@ -24,7 +24,7 @@ class Run:
     """One training under one method, with one seed and one learning rate.
 
     Attributes:
-        method: as it is written; of plain averages "plain".
+        method: as it is written; of uncompressed averages "plain".
         seed: of weights, data and whatever draws.
         losses: of each step, the mean over replicas.
         held_out: number of steps done → the loss of each held-out window.

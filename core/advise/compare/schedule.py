@@ -30,7 +30,7 @@ def evaluated_at(algorithm: Any, replicas: int, steps: int) -> list[int]:
 
 
 def ready_at(algorithm: Any, replicas: int) -> int:
-    """From how many steps on a difference from plain averages says something: after the first compressed ones; of a local method after three averages of all
+    """From how many steps on a difference from uncompressed averages says something: after the first compressed ones; of a local method after three averages of all
     parameters."""
     if isinstance(algorithm, LocalSGD):
         period, first = _averages(algorithm, replicas)
@@ -56,13 +56,13 @@ def doubts(algorithm: Any, replicas: int, steps: int, *, searched: bool = False)
         found.append(f"averages in full until step {algorithm.start_step}: {steps} steps say little of the rest")
     if _rate_matters(algorithm) and not searched:
         found.append(
-            "its best learning rate is often not that of plain averages, which it was given: search it with --rates 0.5 1 2"
+            "its best learning rate is often not that of uncompressed averages, which it was given: search it with --rates 0.5 1 2"
         )
     return found
 
 
 def _rate_matters(algorithm: Any) -> bool:
-    """Families of which a rate that suits plain averages says too little: most of a gradient is left out, or differences have 2 bits."""
+    """Families of which a rate that suits uncompressed averages says too little: most of a gradient is left out, or differences have 2 bits."""
     inner = [*nested(algorithm)]
     two_bits = any(getattr(each, "dtype", None) == "int2" for each in inner)
     return any(isinstance(each, TopK) for each in inner) or (isinstance(algorithm, LocalSGD) and two_bits)

@@ -1,4 +1,4 @@
-"""Whether a method trains worse than plain averages: an interval for the difference of held-out losses, from pairs with the same seed and the same window.
+"""Whether a method trains worse than uncompressed averages: an interval for the difference of held-out losses, from pairs with the same seed and the same window.
 
 Losses of held-out windows differ much more from each other than methods do on one window, so windows are paired, and so are seeds. Both are a sample: other
 seeds and other windows would have given another mean difference. The variance of that is estimated from the spread over seeds and the spread over windows, which
@@ -20,12 +20,12 @@ CONFIDENCE, ONE_SIDED = 0.95, 0.9
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the held-out loss of a method differs from that of plain averages.
+    """How the held-out loss of a method differs from that of uncompressed averages.
 
     Attributes:
         step: after so many steps; None if nothing can be said.
         loss: of the method, the mean over seeds and windows.
-        difference: of the mean losses, in parts of that of plain averages: 0.01 is 1 % worse.
+        difference: of the mean losses, in parts of that of uncompressed averages: 0.01 is 1 % worse.
         margin: half the interval that holds the difference with 95 % confidence; None from one seed, which says nothing of others.
         seeds: how many there were of both.
         bound: below which the difference is with 90 % confidence, one-sided; None as `margin`.
@@ -59,7 +59,7 @@ class Verdict:
 
 
 def verdict(step: int, plain: Sequence[Sequence[float]], method: Sequence[Sequence[float]]) -> Verdict:
-    """The verdict about the losses of the same windows after so many steps, (seeds, windows) of plain averages and of a method.
+    """The verdict about the losses of the same windows after so many steps, (seeds, windows) of uncompressed averages and of a method.
 
     Raises:
         ValueError: they have not the same seeds and windows.

@@ -124,7 +124,7 @@ class Weighing(Generic[A]):
         return self._kept(request, means, total)
 
     def _watches(self, groups: Groups | None) -> bool:
-        """Whether weights are looked at also of a plain average, which watches nothing else: by them all of it may be NaN."""
+        """Whether weights are looked at also of an uncompressed average, which watches nothing else: by them all of it may be NaN."""
         return groups == self._whole and not self.keeps
 
     def _times(self, x: A, donated: bool) -> A:

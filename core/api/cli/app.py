@@ -43,7 +43,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    epilog=f"An --algorithm is written as in Python, of {', '.join(NAMES)}: \"WireDtype(PowerSGD(16), 'int8')\". int8 alone is a plain average in 8 bits; "
+    epilog=f"An --algorithm is written as in Python, of {', '.join(NAMES)}: \"WireDtype(PowerSGD(16), 'int8')\". int8 alone is an average in 8 bits; "
     'a class of your own is "module:Class(option=3)".',
 )
 
@@ -150,12 +150,12 @@ def advise(
     ] = None,
     algorithm: Annotated[
         list[str] | None,
-        typer.Option("--algorithm", "-a", help="What to compare with plain averages. None: one of each kind."),
+        typer.Option("--algorithm", "-a", help="What to compare with uncompressed averages. None: one of each kind."),
     ] = None,
     loss: Annotated[
         str | None,
         typer.Option(
-            help="By how much the loss may be higher than that of plain averages: 1%. None: the best at 0.5, 2 and 5 %."
+            help="By how much the loss may be higher than that of uncompressed averages: 1%. None: the best at 0.5, 2 and 5 %."
         ),
     ] = None,
     compare: Annotated[
@@ -189,7 +189,7 @@ def compare(
         ),
     ],
     algorithm: Annotated[
-        list[str], typer.Option("--algorithm", "-a", help="What to compare with plain averages. Several times.")
+        list[str], typer.Option("--algorithm", "-a", help="What to compare with uncompressed averages. Several times.")
     ],
     replicas: Annotated[int, typer.Option(min=1, help="How many replicas train, on this device.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 300,
