@@ -53,6 +53,7 @@ gradients always. Memory that differs between replicas (the error) needs a spec 
 from gradwire.jax_backend.advise.compare import Training
 from gradwire.jax_backend.advise.probe import probe
 from gradwire.jax_backend.axes.mapped_axis import AxisName, mark_varying
+from gradwire.jax_backend.choosing.auto_step import AutoStep
 from gradwire.jax_backend.export import register_for_export
 from gradwire.jax_backend.local_sgd.transform import LocalOptimizer, diloco, local_sgd
 from gradwire.jax_backend.ops.kernels import JaxOps
@@ -70,6 +71,7 @@ from gradwire.jax_backend.zero.zero1 import clip_by_global_norm, zero1
 
 __all__ = [
     "Account",
+    "AutoStep",
     "AxisName",
     "Collective",
     "DataParallelState",

@@ -53,6 +53,7 @@ def main(port, process, count, folder, flags):
     # The second half again, under shard_map.
     mesh = jax.make_mesh((count,), (AXIS,))
     refuses_what_differs(process, mesh)
+    chooses(process, mesh, Path(folder))
     specs = partition_specs(whole, AXIS)
     state = distribute(whole, mesh, AXIS)
     if process == 0:  # as one logs; nothing waits for the others
@@ -115,6 +116,62 @@ def refuses_what_differs(process, mesh):
     # What replicas may have of their own, and what is the same.
     place(stack_replicas((params, optax.adam(0.1).init(params))))
     place((same, tx.init(params)))
+
+
+def chooses(process, mesh, folder):
+    """Both go by the slower one, in the same step, and the log of the first repeats the run on both."""
+    from gradwire import Auto
+    from gradwire.jax_backend import AutoStep, mark_varying, partition_specs, stats
+    from gradwire.jax_backend.choosing import auto_step
+    from tests.jax.replicas import AXIS, refused
+
+    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+
+    def build(average):
+        tx = optax.chain(average, optax.sgd(0.1))
+        state = params, tx.init(params)
+        specs = partition_specs(state, AXIS)
+
+        def train_step(state, x):
+            gradients = jax.grad(lambda p: jnp.square(x @ p["w"] + p["b"] - 1).mean())(mark_varying(state[0], AXIS))
+            updates, opt_state = tx.update(gradients, state[1], state[0])
+            return optax.apply_updates(state[0], updates), opt_state
+
+        mapped = jax.shard_map(train_step, mesh=mesh, in_specs=(specs, jax.P(AXIS)), out_specs=specs)
+        return state, jax.jit(mapped, donate_argnums=0)
+
+    def run(auto, steps):
+        state, rows, now = auto.init(), jax.NamedSharding(mesh, jax.P(AXIS)), [0.0]
+
+        def after(array):  # plain averages, int8 and bfloat16: the first is slowest on process 0 alone
+            now[0] += ((1.0, 1.4, 0.5), (1.0, 0.3, 0.6))[process][auto._number]
+            return lambda end=now[0]: end
+
+        auto._ends.after = after
+        ready = 0
+        while auto._at < steps if steps else (auto._chooser is None or auto._at < ready + 60):
+            ready = auto._at if auto._chooser is None else ready
+            x = np.random.default_rng([auto._at, process]).standard_normal((1, 32)).astype(np.float32)
+            state = auto.step(state, jax.make_array_from_process_local_data(rows, x))
+        return state, auto._at
+
+    with refused("among different methods"):
+        AutoStep(Auto(loss="5%" if process else None), build, axis_name=AXIS, mesh=mesh)
+    path, clock = folder / f"{'decisions' if process == 0 else 'none'}.jsonl", auto_step.perf_counter
+    auto_step.perf_counter = lambda: 0.0
+    auto = AutoStep(Auto(decisions=path), build, axis_name=AXIS, mesh=mesh)
+    state, steps = run(auto, 0)
+    assert [c.number for c in auto.choices] in ([0, 2], [0, 1, 2]), auto.choices
+    assert [c.number for c in auto.choices][-1] == 2
+    same = multihost_utils.process_allgather(np.asarray([c[:2] for c in auto.choices]))
+    assert (same == same[0]).all()
+    repeated, _ = run(AutoStep(Auto(decisions=path), build, axis_name=AXIS, mesh=mesh), steps)
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(*map(jax.tree.leaves, (jax.device_get(state[0]), jax.device_get(repeated[0]))), strict=True)
+    )
+    assert stats(state).scalars()["steps"] == steps
+    auto_step.perf_counter = clock
 
 
 def says_who_is_missing(process, mesh, state, sharded):

@@ -6,11 +6,9 @@ What is chosen is decided by `gradwire.core.advise.choosing.chooser.Chooser`, or
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -20,7 +18,8 @@ from torch import Tensor
 
 from gradwire.core.advise.advice import name_of
 from gradwire.core.advise.choosing.chooser import Chooser
-from gradwire.core.advise.choosing.methods import Auto, Chosen, Decisions, methods_of
+from gradwire.core.advise.choosing.methods import Auto, Chosen, Decisions, change_in_words, methods_of
+from gradwire.core.advise.choosing.step_times import StepTimes
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.protocol.groups import Groups
@@ -38,9 +37,6 @@ from gradwire.torch_backend.setup.registration import tried
 from gradwire.torch_backend.torch_internals import store_of
 
 logger = logging.getLogger("gradwire")
-
-#: A step before which so many times as long passed as usual, since the last average: an evaluation, a checkpoint.
-PAUSE, USUAL = 3.0, 20
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,6 @@ class Choosing:
         self._on_host = device.type in ("cpu", "meta")
         self._number = 0
         self._loops: dict[int, Any] = {}
-        self._outside: deque[float] = deque(maxlen=USUAL)
         self.changes: list[Chosen] = []
         self._restart(0, driver().memory.steps)
 
@@ -155,7 +150,7 @@ class Choosing:
         self._step: _Step | None = None
         self._ended: _Step | None = None
         self._last: Moment = None
-        self._recent: list[float] = []
+        self._times = StepTimes()
         self._message: tuple[Any, Tensor] | None = None
         self._note_change(step, number)
 
@@ -208,19 +203,15 @@ class Choosing:
 
     def _measure(self, step: _Step) -> None:
         if step.before is not None:
-            outside = self._seconds(step.before, step.begin)
-            pause = len(self._outside) >= 3 and outside > PAUSE * median(self._outside)
-            if not pause:
-                self._outside.append(outside)
-                if step.timed:
-                    self._recent.append(self._seconds(step.before, step.end))
+            outside, whole = (self._seconds(step.before, moment) for moment in (step.begin, step.end))
+            self._times.add(outside, whole, step.timed)
         if step.shared:
             self._send()
 
     def _send(self) -> None:
         """Tell all ranks what a step takes here: they go by the slowest, and by none if it has no time."""
-        recent, self._recent = self._recent, []
-        mine = [median(recent), 0.0] if recent else [0.0, 1.0]
+        own = self._times.take()
+        mine = [0.0, 1.0] if own is None else [own, 0.0]
         message = torch.tensor(mine, dtype=torch.float64, device=self._device)
         work = dist.all_reduce(message, dist.ReduceOp.MAX, group=self._driver().process_group, async_op=True)
         self._message = work, message
@@ -242,8 +233,7 @@ class Choosing:
     def _note_change(self, step: int, number: int, times: str = "") -> None:
         method = name_of(self._methods[number])
         if self.changes and self._driver().process_group.rank() == 0:
-            said = f", whose steps take {times}" if times else ""
-            logger.info("Auto: from step %d on %s averages, after %s%s", step, method, self.changes[-1].method, said)
+            logger.info(change_in_words(step, method, self.changes[-1].method, times))
         self.changes.append(Chosen(step, number, method))
 
     def _now(self) -> Moment:

@@ -34,6 +34,7 @@ class Auto:
 
         handle = register_comm_hook(ddp, gradwire.Auto())
         handle = register_comm_hook(ddp, gradwire.Auto(loss="2%"))
+        auto = gradwire.jax_backend.AutoStep(gradwire.Auto(), build, axis_name="data")
 
     Each method averages some real steps, whose time on the slowest rank is compared with that of
     others; see `gradwire.core.advise.choosing.chooser.Chooser`. All ranks change in the same step. Where nothing
@@ -67,7 +68,7 @@ class Auto:
     decisions: Annotated[str | Path | None, OWN_CHECK] = None
 
     instead: ClassVar[str] = (
-        "chooses the method of a DDP while it trains: give it to gradwire.torch_backend.register_comm_hook, "
+        "chooses the method of a DDP while it trains: give it to gradwire.torch_backend.register_comm_hook, in JAX to gradwire.jax_backend.AutoStep, "
         "and here one method, such as the one that it has chosen (handle.stats().choices)"
     )
 
@@ -125,6 +126,12 @@ def _sent(method: Any, specs: Mapping[str, Spec], replicas: int) -> float:
     except Exception:  # who registers it says why
         return float("inf")
     return sum(step.traffic.far_bytes(method) for step in dry.cycle) / len(dry.cycle)
+
+
+def change_in_words(step: int, method: str, before: str, times: str = "") -> str:
+    """The line for the log: from this step on another method is chosen. `times`: of a step of both, where they are known."""
+    said = f", whose steps take {times}" if times else ""
+    return f"Auto: from step {step} on {method} averages, after {before}{said}"
 
 
 class Decisions:

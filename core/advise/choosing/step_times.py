@@ -1,0 +1,42 @@
+"""What steps take here, without those before which somebody paused: an evaluation, a checkpoint."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+#: A step before which so many times as long passed as usual, and more than this part of a usual step, is left out; what is usual is known of so many.
+PAUSE, SHORT, REMEMBERED = 3.0, 0.05, 20
+
+
+class StepTimes:
+    """The steps of one replica, or process, since the last time that all were told.
+
+    Examples:
+        >>> from gradwire.core.advise.choosing.step_times import StepTimes
+        >>> times = StepTimes()
+        >>> for seconds in (1.0, 1.2, 1.1):
+        ...     times.add(0.1, seconds)
+        >>> times.add(60.0, 61.0)                            # an evaluation
+        >>> times.take(), times.take()
+        (1.1, None)
+    """
+
+    def __init__(self) -> None:
+        self._outside: deque[float] = deque(maxlen=REMEMBERED)
+        self._whole: deque[float] = deque(maxlen=REMEMBERED)
+        self._recent: list[float] = []
+
+    def add(self, outside: float, whole: float, counts: bool = True) -> None:
+        """Take a step: the seconds in which nothing of it ran, since the one before, and all of them. Not `counts`: it only says what is usual."""
+        if len(self._outside) >= 3 and outside > PAUSE * median(self._outside) + SHORT * median(self._whole):
+            return
+        self._outside.append(outside)
+        self._whole.append(whole)
+        if counts:
+            self._recent.append(whole)
+
+    def take(self) -> float | None:
+        """The median since the last time; None: no step counted."""
+        recent, self._recent = self._recent, []
+        return median(recent) if recent else None

@@ -1,0 +1,1 @@
+"""A training that chooses among compiled steps while it runs."""

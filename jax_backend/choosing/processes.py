@@ -1,0 +1,53 @@
+"""What processes tell each other about times of steps, and what they begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+
+from gradwire.jax_backend.state.types import spec
+
+
+class Messages:
+    """Numbers of which all processes learn the largest, some steps later, so that none waits."""
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        self.alone = len({device.process_index for device in devices}) == 1
+        mesh = Mesh(np.array(devices), ("all",))
+        self._rows = NamedSharding(mesh, spec("all"))
+        self._largest = jax.jit(lambda x: x.max(axis=0), out_shardings=NamedSharding(mesh, spec()))
+        self._own = sum(device.process_index == jax.process_index() for device in devices)
+
+    def send(self, numbers: Sequence[float]) -> Callable[[], Sequence[float]]:
+        """Send this process's own; what is returned gives the largest of all."""
+        if self.alone:
+            return lambda own=list(numbers): own  # type: ignore[misc]
+        rows = np.tile(np.asarray(numbers, np.float32), (self._own, 1))
+        array = jax.make_array_from_process_local_data(self._rows, rows)  # type: ignore[no-untyped-call]
+        found = self._largest(array)
+        return lambda: [float(x) for x in np.asarray(found)]
+
+
+def same_process(devices: Sequence[jax.Device]) -> int:
+    """How many devices that follow each other are of one process; 1 if not each process has so many, or if it has all."""
+    processes = [device.process_index for device in devices]
+    near = len(processes) // len(set(processes))
+    runs = [set(processes[i : i + near]) for i in range(0, len(processes), near)]
+    return near if 1 < len(runs) == len(set(processes)) and all(len(run) == 1 for run in runs) else 1
+
+
+def told_by_the_first(text: str, same: str) -> tuple[str, bool]:
+    """The text of the first process, on all of them; and whether all have the same of the other one."""
+    if jax.process_count() == 1:
+        return text, True
+    given, own = text.encode(), np.frombuffer(same.encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.asarray(len(given), np.int32)))
+    padded = np.zeros(length, np.uint8)
+    padded[: len(given)] = np.frombuffer(given, np.uint8)[:length]
+    told = np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes() if length else b""
+    sums = multihost_utils.process_allgather(np.asarray([own.size, int(own.astype(np.int64).cumsum().sum() % 2**31)]))
+    return told.decode(), bool((sums == sums[:1]).all())

@@ -1,0 +1,251 @@
+"""A training in JAX that chooses its method while it runs, by a clock that says what each method takes."""
+
+import json
+import logging
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gradwire import AllReduce, Auto, PowerSGD, Quantize
+from gradwire.jax_backend import (
+    AutoStep,
+    average_gradients,
+    distribute,
+    mark_varying,
+    partition_specs,
+    set_replicas,
+    unreplicate,
+)
+from gradwire.jax_backend.choosing import auto_step
+from tests.jax.replicas import AXIS, mesh_of, refused
+
+#: Two with an error, one of them with factors too.
+METHODS = (AllReduce(), Quantize("int4"), PowerSGD(16))
+
+PARAMS = {"w": jnp.asarray(np.random.default_rng(0).normal(0, 0.1, (256, 64)), jnp.float32), "b": jnp.zeros(64)}
+
+
+def batch(step, replicas=4):
+    x = np.random.default_rng([1, step]).standard_normal((replicas * 4, 256)).astype(np.float32)
+    return x, np.sin(x[:, :64])
+
+
+def loss_of(params, x, y):
+    return jnp.square(x @ params["w"] + params["b"][None] - y).mean()
+
+
+def on_a_mesh(mesh):
+    """The training of the page, on a mesh, with plain optax."""
+
+    def build(average):
+        tx = optax.chain(average, optax.sgd(0.1))
+        state = PARAMS, tx.init(PARAMS)
+        specs = partition_specs(state, AXIS)
+
+        def train_step(state, x, y):
+            params, opt_state = state
+            loss, gradients = jax.value_and_grad(loss_of)(mark_varying(params, AXIS), x, y)
+            updates, opt_state = tx.update(gradients, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), jax.lax.pmean(loss, AXIS)
+
+        maps = {"mesh": mesh, "in_specs": (specs, P(AXIS), P(AXIS)), "out_specs": (specs, P())}
+        return state, jax.jit(jax.shard_map(train_step, **maps), donate_argnums=0)
+
+    return build
+
+
+class Clock:
+    """In place of the time of day: a step takes what its method takes."""
+
+    def __init__(self, seconds, monkeypatch):
+        self.seconds, self.now, self.auto, self.pauses = seconds, 0.0, None, ()
+        monkeypatch.setattr(auto_step, "perf_counter", lambda: self.now + 0.01)
+        monkeypatch.setattr(auto_step.StepEnds, "after", lambda _, array: self.after())
+
+    def after(self):
+        self.now += self.seconds[self.auto._number] + (100 if self.auto._at in self.pauses else 0)
+        return lambda now=self.now: now
+
+
+def trained(auto, state, steps, mesh):
+    """From its step on, so many; then the state and the losses. With a chooser: so many after all methods have been compiled, however long that took."""
+    losses, number, counted = [], steps_of(state), 0
+    while counted < steps:
+        data = jax.device_put(batch(number, mesh.size), NamedSharding(mesh, P(AXIS)))
+        state, loss = auto.step(state, *data)
+        losses.append(float(loss))
+        number, counted = number + 1, counted + (auto._decisions is not None or auto._chooser is not None)
+    return state, losses
+
+
+def steps_of(state):
+    return int(state[1][0].inner.step)
+
+
+def decided(path, *changes):
+    """A log by which a training takes some of `METHODS`: (step, number)."""
+    path.write_text(
+        "".join(json.dumps({"step": step, "method": repr(METHODS[number])}) + "\n" for step, number in changes)
+    )
+    return path
+
+
+def test_it_ends_at_the_fastest_and_a_log_repeats_the_run(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="gradwire")
+    mesh, path = mesh_of(4), tmp_path / "decisions.jsonl"
+    auto = AutoStep(Auto(decisions=path), on_a_mesh(mesh), axis_name=AXIS, mesh=mesh)
+    clock = Clock((1.0, 0.6, 0.3), monkeypatch)
+    clock.auto, clock.pauses = auto, (11, 14, 30)
+    state, losses = trained(auto, auto.init(), 60, mesh)
+    assert [c.number for c in auto.choices] in ([0, 2], [0, 1, 2])
+    assert auto.method == "WireDtype(AllReduce(), 'bfloat16')"
+    assert len([r for r in caplog.records if "Auto: from step" in r.message]) == len(auto.choices) - 1
+    assert auto.compile_seconds.keys() == {"plain", "WireDtype(AllReduce(), 'int8')", auto.method}
+    assert losses[-1] < 0.8 * losses[0]
+    assert len({json.loads(line)["method"] for line in path.read_text().splitlines()}) == 3
+    again = AutoStep(Auto(decisions=path), on_a_mesh(mesh), axis_name=AXIS, mesh=mesh)
+    repeated, also = trained(again, again.init(), len(losses), mesh)
+    assert also == losses
+    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (state, repeated)), strict=True))
+
+
+@pytest.mark.parametrize("mapped", ["pmap", "shard_map"])
+def test_what_was_not_sent_is_added_once_also_after_a_step_that_is_not_finite(tmp_path, monkeypatch, mapped):
+    """In sum the optimizer is given the sum of all gradients, but for what the method at work still remembers."""
+    monkeypatch.setattr(auto_step, "methods_of", lambda *given: METHODS)
+    mesh, replicas = mesh_of(4), 4
+    log = decided(tmp_path / "decisions.jsonl", (1, 1), (3, 2), (4, 0), (7, 1))
+    x = np.random.default_rng(0).standard_normal((8, replicas, 256, 64)).astype(np.float32)
+
+    def build(average):
+        tx, sums = optax.chain(average, optax.identity()), {"w": jnp.zeros((256, 64))}
+        state = {"sums": sums, "opt": tx.init(sums)}
+        specs = partition_specs(state, AXIS)
+
+        def add(state, gradient):
+            given, opt = tx.update({"w": gradient[0]}, state["opt"])
+            finite = jnp.isfinite(given["w"]).all()
+            return {"sums": {"w": state["sums"]["w"] + jnp.where(finite, given["w"], 0)}, "opt": opt}
+
+        if mapped == "pmap":
+            return state, jax.pmap(add, axis_name=AXIS, donate_argnums=0)
+        maps = {"mesh": mesh, "in_specs": (specs, P(AXIS)), "out_specs": specs}
+        return state, jax.jit(jax.shard_map(add, **maps), donate_argnums=0)
+
+    auto = AutoStep(Auto(loss="5%", decisions=log), build, axis_name=AXIS, mesh=mesh if mapped == "shard_map" else None)
+    state, expected = auto.init(), 0.0
+    for step, gradient in enumerate(x):
+        given = gradient * (np.inf if step == 4 else 1)  # the first that is plain again
+        given = given[:, None] if mapped == "pmap" else jax.device_put(given, NamedSharding(mesh, P(AXIS)))
+        state = auto.step(state, given)
+        expected += 0 if step == 4 else gradient.mean(0, dtype=np.float64)
+        total = np.asarray(state["sums"]["w"], np.float64).reshape(-1, 256, 64)[0]
+        off = np.abs(total - expected).max() / np.abs(expected).max()
+        owed = state["opt"][0].owed.per_replica
+        assert bool(np.any([np.asarray(x).any() for x in jax.tree.leaves(owed)])) == (step == 4)
+        assert off < 3e-5 if step in (0, 5, 6) else off > 1e-3, step
+
+
+def test_a_state_is_continued_with_its_method_by_any_number_of_replicas(tmp_path, monkeypatch):
+    """From a checkpoint in global form; and a state that somebody has copied is not taken for another one."""
+    monkeypatch.setattr(auto_step, "methods_of", lambda *given: METHODS)
+    log = decided(tmp_path / "decisions.jsonl", (1, 1))
+    mesh = mesh_of(4)
+    auto = AutoStep(Auto(decisions=log), on_a_mesh(mesh), axis_name=AXIS, mesh=mesh)
+    state, _ = trained(auto, auto.init(), 3, mesh)
+    saved, method = jax.device_get(state), auto.method
+    copied = jax.tree.map(jnp.copy, state)
+    assert trained(auto, copied, 1, mesh)[1] == trained(auto, state, 1, mesh)[1]
+    for replicas in (4, 2):
+        mesh = mesh_of(replicas)
+        resumed = AutoStep(Auto(), on_a_mesh(mesh), axis_name=AXIS, mesh=mesh)
+        fresh = resumed.init(method)
+        restored = jax.tree.unflatten(jax.tree.structure(fresh), jax.tree.leaves(saved))
+        placed = distribute(set_replicas(restored, replicas), mesh, AXIS)
+        after, more = trained(resumed, placed, 1, mesh)
+        assert [c[:2] for c in resumed.choices] == [(3, 1)]
+        assert steps_of(after) >= 4
+        assert np.isfinite(more).all()
+
+
+def test_a_method_that_cannot_be_compiled_is_left_out(monkeypatch, caplog):
+    mesh = mesh_of(2)
+    auto = AutoStep(Auto(), on_a_mesh(mesh), axis_name=AXIS, mesh=mesh)
+    Clock((1.0, 0.2, 0.5), monkeypatch).auto = auto
+    lowered = auto._lowered
+    broken = SimpleNamespace(compile=lambda: 1 / 0)
+    monkeypatch.setattr(auto, "_lowered", lambda number, *given: broken if number == 1 else lowered(number, *given))
+    trained(auto, auto.init(), 40, mesh)
+    assert [c.number for c in auto.choices] == [0, 2]
+    assert "whose step was not compiled: division by zero" in caplog.text
+
+
+def test_a_train_state_under_pmap(monkeypatch):
+    """Whose optimizer is part of its structure. And another number of rows in the last batch: a step that is compiled is not timed."""
+    model = nn.Dense(64)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 256)))["params"]
+
+    def train_step(state, x, y):
+        loss, gradients = jax.value_and_grad(
+            lambda params: jnp.square(state.apply_fn({"params": params}, x) - y).mean()
+        )(state.params)
+        return state.apply_gradients(grads=gradients), jax.lax.pmean(loss, AXIS)
+
+    def build(average):
+        tx = optax.chain(average, optax.sgd(0.1))
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx), jax.pmap(train_step, axis_name=AXIS)
+
+    auto = AutoStep(Auto(), build, axis_name=AXIS)
+    Clock((1.0, 1.6, 0.2), monkeypatch).auto = auto
+    state, losses, ready = auto.init(), [], 0
+    while auto._chooser is None or auto._at < ready + 40:
+        rows = 8 if auto._at % 10 == 9 else 16
+        state, loss = auto.step(state, *(x[:rows].reshape(4, -1, *x.shape[1:]) for x in batch(auto._at)))
+        losses.append(float(loss[0]))
+        ready = auto._at if auto._chooser is None else ready
+    assert auto.choices[-1].number == 2
+    assert losses[-1] < losses[0]
+    assert int(unreplicate(state).step) == steps_of((0, unreplicate(state).opt_state))
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path):
+    mesh = mesh_of(2)
+    build = on_a_mesh(mesh)
+
+    def auto(given=None, build=build, **options):
+        return AutoStep(given or Auto(**options), build, axis_name=AXIS, mesh=mesh)
+
+    with refused("One method needs no choice", error=TypeError):
+        auto(AllReduce())
+    with refused("gradwire.jax_backend.AutoStep", error=TypeError):
+        average_gradients(Auto(), axis_name=AXIS)
+    with refused("return (state, step)", error=TypeError):
+        auto(build=lambda average: (average.init(PARAMS), lambda state: state))
+    with refused("holds 0 states of the averages", "nnx.split", "split the model alone"):
+        auto(build=lambda average: (average.init(PARAMS)[0], build(average)[1]))
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text("{}\n")
+    with refused("is no decision", "Remove it"):
+        auto(decisions=wrong)
+    good = auto()
+    state, data = good.init(), batch(0, 2)
+    with refused("cannot be part of a compiled one", "lax.scan", error=RuntimeError):
+        jax.jit(good.step)(state, *data)
+    with refused("method='Sign()' is none of those"):
+        good.init("Sign()")
+    with refused("without the averages of this training"):
+        good.step(PARAMS, *data)
+    with refused("contracting dimensions", error=TypeError):
+        good.step(state, data[0][:, :3], data[1])
+    good.step(state, *data)  # nothing has been changed
+    strange = auto(build=lambda average: (build(average)[0], jax.jit(lambda state, x, y: 1)))
+    with refused("a tuple with the state first"):
+        strange.step(strange.init(), *data)
