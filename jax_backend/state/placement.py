@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gradwire.core.text.options import Replicas, checked
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
@@ -32,7 +32,7 @@ from gradwire.jax_backend.state.names import flatten
 from gradwire.jax_backend.state.same_state import require_same
 from gradwire.jax_backend.state.skipped_steps import note_skipped_steps
 from gradwire.jax_backend.state.survey import Leaf, Survey, survey
-from gradwire.jax_backend.state.types import PIECES, is_placed, memory_kind, on_devices, place_mark, spec
+from gradwire.jax_backend.state.types import PIECES, host_memory, is_placed, memory_kind, on_devices, place_mark, spec
 
 T = TypeVar("T")
 NDArray = np.ndarray[Any, Any]
@@ -469,7 +469,9 @@ def _move(x: Any, sharding: NamedSharding) -> jax.Array:
     """A copy of an array on other devices: the caller's must outlive the donation of this one."""
     if isinstance(x, jax.core.Tracer):
         return _placed(x, sharding)
-    if not isinstance(x, jax.Array):
+    # An array of this process alone that lies on the host goes to others as one of NumPy does: JAX cuts it on the devices.
+    kept = isinstance(x, jax.Array) and x.is_fully_addressable and host_memory(x) is not None
+    if not isinstance(x, jax.Array) or (kept and not sharding.is_fully_addressable):
         host = np.asarray(x, jnp.result_type(x))
         # Made piece by piece: no device ever holds more than its own.
         return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], order="C"))
@@ -479,7 +481,10 @@ def _move(x: Any, sharding: NamedSharding) -> jax.Array:
         return moved
     # Between processes JAX moves nothing that is committed to a device; each process has it all, and its devices take their part.
     places = sharding.addressable_devices_indices_map(x.shape)
-    pieces = [jax.device_put(copied[index], device) for device, index in places.items()]
+    pieces = [
+        jax.device_put(copied[index], SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+        for device, index in places.items()
+    ]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
 
 

@@ -13,7 +13,15 @@ from jax.sharding import NamedSharding
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.compressor import ERROR
 from gradwire.jax_backend.state.names import BARE, NamedTree, filled, flatten, pure
-from gradwire.jax_backend.state.types import Account, DataParallelState, PerReplica, Record, require_own_row, spec
+from gradwire.jax_backend.state.types import (
+    Account,
+    DataParallelState,
+    PerReplica,
+    Record,
+    host_memory,
+    require_own_row,
+    spec,
+)
 
 #: Stands in for the memory of a tensor that is compressed but remembers nothing: the state must tell it from one that is not.
 NOTHING = "nothing"
@@ -125,24 +133,28 @@ def check_gradients(gradients: NamedTree, state: DataParallelState) -> None:
 
 def shardings_like(params: Any, make: Callable[[], DataParallelState]) -> Any:
     """The shardings of the state that `make` makes: what has the shape of a parameter lies as the parameter does, everything else
-    whole on each of its devices. A tree like the state; None if no parameter is laid out on a mesh."""
-    placed = {
-        name: (jnp.shape(x), x.sharding)
-        for name, x in flatten(params).leaves.items()
-        if not isinstance(x, jax.core.Tracer) and isinstance(getattr(x, "sharding", None), NamedSharding)
-    }
-    if not placed:
+    whole on each of its devices. A tree like the state; None if no parameter is laid out on a mesh, or lies in the memory of the host."""
+    named = {name: x for name, x in flatten(params).leaves.items() if not isinstance(x, jax.core.Tracer)}
+    on_meshes = {n: x for n, x in named.items() if isinstance(getattr(x, "sharding", None), NamedSharding)}
+    lying = on_meshes or {n: x for n, x in named.items() if host_memory(x) is not None}
+    if not lying:
         return None
     shapes = jax.eval_shape(make)
-    first = next(iter(placed.values()))[1]
-    everywhere = NamedSharding(first.mesh, spec(), memory_kind=first.memory_kind)
+
+    def alike(sharding: Any, axes: Sequence[Any] = ()) -> Any:
+        """In the same memory of the same devices, of a mesh divided along these axes."""
+        if not isinstance(sharding, NamedSharding):
+            return sharding
+        return NamedSharding(sharding.mesh, spec(*axes), memory_kind=sharding.memory_kind)
+
+    everywhere = alike(next(iter(lying.values())).sharding)
 
     def like(trees: Any, rows: int) -> Any:
-        def lies(name: str, key: str, x: Any) -> NamedSharding:
-            shape, sharding = placed.get(name, (None, everywhere))
-            if x.shape[rows:] != shape:
+        def lies(name: str, key: str, x: Any) -> Any:
+            if name not in lying or x.shape[rows:] != jnp.shape(lying[name]):
                 return everywhere
-            return NamedSharding(sharding.mesh, spec(*[None] * rows, *sharding.spec), memory_kind=sharding.memory_kind)
+            sharding = lying[name].sharding
+            return alike(sharding, [*[None] * rows, *getattr(sharding, "spec", ())])
 
         return rebuilt(trees, lies) if isinstance(trees, Mapping) else jax.tree.map(lambda _: everywhere, trees)
 

@@ -53,6 +53,8 @@ def test_what_lies_in_the_memory_of_the_host_stays_there():
     params = jax.device_put(PARAMS, NamedSharding(mesh, jax.P(), memory_kind="pinned_host"))
     tx = optax.chain(TX, optax.adam(1e-2))
     begun = params, tx.init(params)
+    on_no_mesh = jax.sharding.SingleDeviceSharding(jax.devices()[1], memory_kind="pinned_host")
+    alone = jax.device_put(PARAMS, on_no_mesh)
     keys = jax.device_put(
         jax.random.split(jax.random.key(0), 4), NamedSharding(mesh, jax.P(), memory_kind="pinned_host")
     )
@@ -62,6 +64,7 @@ def test_what_lies_in_the_memory_of_the_host_stays_there():
     found = {
         "init": (begun[0], begun[1][0].local, begun[1][1]),
         "outer": LOCAL.init(params).averages.memory,
+        "alone": (TX.init(alone).memory, TX.init(alone).local, LOCAL.init(alone).averages.memory),
         "local": gw.distribute(local, mesh, AXIS),
         "placed": (placed[0], placed[1][0].local),
         "again": gw.distribute(placed, mesh, AXIS)[1][0].local,

@@ -91,6 +91,7 @@ def main(port, process, count, folder, flags):
     placed = distribute(unreplicate(state), mesh, AXIS)
     mine["zero/moment"] = reshard(placed, jax.eval_shape(ADAM.init, params))[0].mu["w"]
 
+    stays_in_the_memory_of_the_host(mesh, again, placed)
     says_who_is_missing(process, mesh, again, placed)
     np.savez(Path(folder) / f"{process}.npz", **mine)
 
@@ -172,6 +173,39 @@ def chooses(process, mesh, folder):
     )
     assert stats(state).scalars()["steps"] == steps
     auto_step.perf_counter = clock
+
+
+def stays_in_the_memory_of_the_host(mesh, state, sharded):
+    """What begins on the host of each process, and what lies there in rows of several, comes to the same as on the devices."""
+    from gradwire.jax_backend import distribute, power_sgd, replicate, reshard, set_replicas, to_portable, zero1
+    from tests.jax.replicas import AXIS, power
+
+    def moved(tree, kind):
+        return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(kind)), tree)
+
+    def lying(tree, kind="pinned_host"):
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(tree)} == {kind}
+        return tree
+
+    def same(found, expected):
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+    count, algorithm = mesh.size, power(half_step=True)
+    hosted, zeros = moved(state, "pinned_host"), {n: jnp.zeros(s) for n, s in SHAPES.items()}
+    local = {name: jax.device_put(x + 2, x.sharding.with_memory_kind("pinned_host")) for name, x in zeros.items()}
+    same(*(to_portable(x, algorithm, errors="all") for x in (hosted, state)))
+    for found, of_devices in (
+        (distribute(hosted, mesh, AXIS), state),
+        (set_replicas(hosted, count + 1), set_replicas(state, count + 1)),
+    ):
+        same(*(to_portable(x, algorithm, errors="all") for x in (lying(found), of_devices)))
+    lying(replicate(hosted, axis_name=AXIS), "device")
+    w = lying(distribute((local, power_sgd(2, axis_name=AXIS).init(local).local), mesh, AXIS))[0]["w"]
+    assert [np.asarray(shard.data).tolist() for shard in w.addressable_shards] == [np.full(SHAPES["w"], 2.0).tolist()]
+    for shard in ("element", "parameter"):
+        zero = zero1(ADAM, axis_name=AXIS, replicas=count, shard=shard)
+        same(*(reshard(distribute(zero.init(x), mesh, AXIS), ADAM.init(zeros)) for x in (local, zeros)))
+    same(*(reshard(x, ADAM.init(zeros)) for x in (moved(sharded, "pinned_host"), sharded)))
 
 
 def says_who_is_missing(process, mesh, state, sharded):
