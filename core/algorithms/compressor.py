@@ -315,6 +315,7 @@ class Compressor(abc.ABC):
         if bundled is not None:
             g, tensors = bundled.gradients, bundled.tensors
         names = [name for name in g if name in tensors]
+        rest = {name: each for name, each in g.items() if name not in tensors} if len(names) < len(g) else {}
         x = [g[name] if self.state_dtype is None else ops.cast(g[name], self.state_dtype) for name in names]
         terms: list[Any] = [None] * len(x)
         if self.error_feedback:
@@ -323,7 +324,6 @@ class Compressor(abc.ABC):
                 terms = list(zip(x, errors, strict=True))
             x = ops.add_each(x, errors, multiplied=linear)
         sums = [Residual(ops, each, terms=own) for each, own in zip(x, terms, strict=True)]
-        rest = {name: each for name, each in g.items() if name not in tensors}
         return _Lot(dict(zip(names, sums, strict=True)), rest, tensors, bundled, step, state)
 
     def _alike(self, gradients: Mapping[str, A], tensors: Mapping[str, Mapping[str, A]], name: str) -> Hashable | None:

@@ -204,16 +204,21 @@ def errors_after(
 ) -> list[A]:
     """`Ops.errors_after`, in primitives."""
     after = list(errors)
-    early = [i for i, each in enumerate(x) if each.computed]
+    early: list[int] = []
+    rests: list[A] = []
+    limits: list[float] = []
+    for i, (left, own, error) in enumerate(zip(x, sent, errors, strict=True)):
+        limit = largest_error(ops, error)
+        if left.computed:
+            early.append(i)
+            rests.append(left.x if decay == 1 else decay_error(ops, left.x, decay))
+            limits.append(limit)
+        else:
+            rest = partial(_error_after, ops, left.x, own, decay)
+            after[i] = ops.where_lazy(ok, rest, error, limit=limit)
     if early:
-        rests = [x[i].x if decay == 1 else decay_error(ops, x[i].x, decay) for i in early]
-        limits = [largest_error(ops, errors[i]) for i in early]
         for i, error in zip(early, ops.where_each(ok, rests, [errors[i] for i in early], limits=limits), strict=True):
             after[i] = error
-    for i, (left, own) in enumerate(zip(x, sent, strict=True)):
-        if not left.computed:
-            rest = partial(_error_after, ops, left.x, own, decay)
-            after[i] = ops.where_lazy(ok, rest, errors[i], limit=largest_error(ops, errors[i]))
     return after
 
 
@@ -225,14 +230,25 @@ def _error_after(ops: Primitives[A], x: A, sent: Payload[A], decay: float, out: 
 def dense_or_nan(ops: Primitives[A], ok: A, received: Sequence[Payload[A]], places: Sequence[A | None]) -> list[A]:
     """`Ops.dense_or_nan`, in primitives."""
     answers: list[Any] = list(received)
-    thin = [i for i, each in enumerate(received) if not isinstance(each, Dense)]
-    for i, small in zip(thin, ops.nan_unless(ok, [received[i].witness for i in thin]), strict=True):
-        answers[i] = received[i].dense(ops, places[i], small)  # type: ignore[arg-type]  # which has a place
-    whole = [i for i, each in enumerate(received) if isinstance(each, Dense)]
-    out = [place for i in whole if (place := places[i]) is not None]
-    own = ops.nan_unless(ok, [received[i].witness for i in whole], out=out if len(out) == len(whole) else None)
-    for i, x in zip(whole, own, strict=True):
-        answers[i] = x
+    thin: list[int] = []
+    whole: list[int] = []
+    small: list[A] = []
+    own: list[A] = []
+    out: list[A] = []
+    for i, each in enumerate(received):
+        if isinstance(each, Dense):
+            whole.append(i)
+            own.append(each.x)
+            if (place := places[i]) is not None:
+                out.append(place)
+        else:
+            thin.append(i)
+            small.append(each.witness)
+    for i, witness in zip(thin, ops.nan_unless(ok, small), strict=True):
+        answers[i] = received[i].dense(ops, places[i], witness)  # type: ignore[arg-type]  # which has a place
+    if whole:
+        for i, x in zip(whole, ops.nan_unless(ok, own, out=out if len(out) == len(whole) else None), strict=True):
+            answers[i] = x
     return answers
 
 

@@ -19,14 +19,16 @@ LARGE = 1 << 14
 PROJECTED, SETTLED = 4, 8
 
 
-def sums(loops: Loops, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Sum | None]:
-    """`x + y` for each pair, to be added later; None for one that is small, or does not lie in one piece."""
-    return [
-        Sum(x, y)
-        if x.numel() >= LARGE and x.ndim > 1 and loops.have("add_and_project", x.dtype) and _fit(x, y)
-        else None
-        for x, y in zip(xs, ys, strict=True)
-    ]
+def sums(loops: Loops, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> tuple[list[Tensor | Sum], list[int]]:
+    """`x + y` for each pair, to be added later; of those that are small, or do not lie in one piece, `x` and its number."""
+    answers: list[Tensor | Sum] = list(xs)
+    now: list[int] = []
+    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        if x.numel() >= LARGE and x.ndim > 1 and loops.have("add_and_project", x.dtype) and _fit(x, y):
+            answers[i] = Sum(x, y)
+        else:
+            now.append(i)
+    return answers, now
 
 
 def project(q: Tensor, y: Sum, out: Tensor) -> bool:

@@ -36,9 +36,9 @@ BATCHES = 3
 
 class Running(Generic[T]):
     """A program, as far as it has come: what it has sent is `pending`, a `question` waits until all programs of the step have come so far, and a request is `held`
-    until those of its batch have."""
+    until those of its batch have. `holds`: it stops at a request that is answered here or sent, and does not perform it yet."""
 
-    __slots__ = ("_stack", "_step", "ended", "held", "pending", "question", "result")
+    __slots__ = ("_stack", "_step", "ended", "held", "holds", "pending", "question", "result")
 
     def __init__(self, step: Step, program: Program[T]) -> None:
         self._step = step
@@ -46,18 +46,12 @@ class Running(Generic[T]):
         self.pending: Pending | None = None
         self.question: Question | None = None
         self.held: Request | None = None
+        self.holds = False
         self.ended = False
         self.result: T
 
     def advance(self, answers: Any) -> None:
-        """Run until the program waits for others, or has ended. A request that is held is performed first."""
-        self._run(answers, holds=False)
-
-    def advance_to_request(self, answers: Any) -> None:
-        """Run until the program waits for others, has ended, or asks for what is computed without others or sent: that is held, and not performed."""
-        self._run(answers, holds=True)
-
-    def _run(self, answers: Any, *, holds: bool) -> None:
+        """Run until the program waits for others, has ended, or holds a request. One that was held is performed first."""
         self.pending = self.question = None
         request, self.held = self.held, None
         step, stack = self._step, self._stack
@@ -72,7 +66,7 @@ class Running(Generic[T]):
                     return
                 answers = (stop.value,)
                 continue
-            if holds and isinstance(request, Request) and (request.local or isinstance(request, Collective)):
+            if self.holds and isinstance(request, Request) and (request.local or isinstance(request, Collective)):
                 self.held = request
                 return
             asked, request = request, None
@@ -139,22 +133,23 @@ class Step:
         self._in_flight = in_flight
         self._near = near
         self._watched: list[Tensor] = []
-        #: Whether each program computes by itself whatever it costs, as one that is replayed: what many compute together a device may round otherwise.
-        self.apart = False
         self._launches_cost = in_flight is None and not collectives.ops.host_knows
+        #: Whether launches cost more than what they compute, and programs of one step do it together.
+        self.fuses = self._launches_cost
         #: Requests about memory in this step, and answers to them and to those to come; and such requests of steps before, by the first of them.
         self._about_memory: list[Fusable[Tensor]] = []
         self._answered: dict[Hashable, Any] = {}
         self._foreseen: dict[Hashable, list[Fusable[Tensor]]] = {}
 
-    @property
-    def fuses(self) -> bool:
-        """Whether launches cost more than what they compute, and programs of one step do it together."""
-        return self._launches_cost and not self.apart
+    def begin(self, *, apart: bool = False) -> None:
+        """Begin anew. A step that never came to its end is given up.
 
-    def begin(self) -> None:
-        """Begin anew. A step that never came to its end is given up."""
+        Args:
+            apart: each program computes by itself whatever it costs, as one that is replayed: what many compute
+                together a device may round otherwise.
+        """
         self.abandon()
+        self.fuses = self._launches_cost and not apart
         self.programs = []
         self._watched = []
         self._answered = {}
@@ -208,22 +203,28 @@ class Step:
 
     def receive(self, batch: Sequence[Running[Any]]) -> None:
         """Wait for the messages of some programs, and go on with these: what they compute alike is computed at once."""
-        messages = [running.pending for running in batch if running.pending is not None]
-        arrived = [pending.wait(self.collectives.times) for pending in messages]
-        self.watch([x for pending in messages for x in pending.watched])
+        arrived: list[tuple[Any, ...]] = []
+        watched: list[Tensor] = []
+        for running in batch:
+            if running.pending is not None:
+                arrived.append(running.pending.wait(self.collectives.times))
+                watched += running.pending.watched
+        self.watch(watched)
         if len(batch) == 1:
             batch[0].advance(arrived[0])
             return
         for running, answers in zip(batch, arrived, strict=True):
-            running.advance_to_request(answers)
+            running.holds = True
+            running.advance(answers)
         while local := [running for running in batch if running.held is not None and running.held.local]:
             requests: list[Any] = [running.held for running in local]
             for members in group_by(range(len(local)), [each.key() for each in requests]):
                 own = [requests[i] for i in members]
                 for i, answers in zip(members, self._answers_to(own), strict=True):
                     local[i].held = None
-                    local[i].advance_to_request(answers)
+                    local[i].advance(answers)
         for running in batch:
+            running.holds = False
             if running.held is not None:
                 running.advance(None)
 

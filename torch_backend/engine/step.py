@@ -195,8 +195,7 @@ class GradientStep:
         return not (self._captured or decides or dense or self.owed or operations_are_watched())
 
     def _clear(self) -> None:
-        self._programs.begin()
-        self._programs.apart = self.replays.wanted or self.replays.given_up
+        self._programs.begin(apart=self.replays.wanted or self.replays.given_up)
         self._groups, self._open, self._unused, self._paid = [], {}, None, []
         self._open_payload = 0
 

@@ -197,7 +197,7 @@ class RecordingStep(Step):
 
     def __init__(self, collectives: Recorder, graphs: Graphs, near: Groups | None) -> None:
         super().__init__(collectives, near=near)
-        self.apart = True  # the graphs of each program are replayed by themselves
+        self.fuses = False  # the graphs of each program are replayed by themselves
         self.graphs = graphs
 
     def finish(self) -> None:

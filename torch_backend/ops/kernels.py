@@ -224,11 +224,13 @@ class TorchOps(Ops[Tensor]):
         if self.fused is not None and all(x.is_contiguous() for x in xs):
             self.fused.add_each(xs, ys)
             return list(xs)
-        later: Sequence[Any] = thin.sums(self.loops, xs, ys) if multiplied and self.loops.card else [None] * len(xs)
-        now = [i for i, each in enumerate(later) if each is None]
-        for donated, added in _by_dtype([xs[i] for i in now], [ys[i] for i in now]):
+        answers: list[Any] = list(xs)
+        if multiplied and self.loops.card:
+            answers, now = thin.sums(self.loops, xs, ys)
+            xs, ys = [xs[i] for i in now], [ys[i] for i in now]
+        for donated, added in _by_dtype(xs, ys):
             foreach_add_(donated, added)
-        return [x if each is None else each for x, each in zip(xs, later, strict=True)]
+        return answers
 
     def where_each(
         self, ok: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], *, limits: Sequence[float] = ()
@@ -270,11 +272,14 @@ class TorchOps(Ops[Tensor]):
             whole = isinstance(payload, Dense) and not each.computed
             # What is large takes fewer passes over memory by itself.
             (dense if whole and not (self._host_knows and each.x.numel() > LARGE) else left).append(i)
-        for members, taken in _by_dtype([x[i].x for i in dense], [sent[i].witness for i in dense]):
-            foreach_sub_(members, taken)
-        limits = [largest_error(self, errors[i]) for i in dense]
-        rests = [x[i].x if decay == 1 else decay_error(self, x[i].x, decay) for i in dense]
-        self.where_each(ok, rests, [errors[i] for i in dense], limits=limits)
+        if dense:
+            for members, taken in _by_dtype([x[i].x for i in dense], [sent[i].witness for i in dense]):
+                foreach_sub_(members, taken)
+            limits = [largest_error(self, errors[i]) for i in dense]
+            rests = [x[i].x if decay == 1 else decay_error(self, x[i].x, decay) for i in dense]
+            self.where_each(ok, rests, [errors[i] for i in dense], limits=limits)
+        elif self.fused is None:
+            return payloads.errors_after(self, ok, x, sent, errors, decay)
         if self.fused is not None and decay == 1:
             late = [i for i in left if not x[i].computed]
             own = [x[i].x for i in late], [sent[i] for i in late], [errors[i] for i in late]
