@@ -229,7 +229,7 @@ def on_a_device(*, fused: bool = False) -> Iterator[None]:
 
     def init(self: TorchOps, device: torch.device) -> None:
         original(self, device)
-        self._host_knows = False
+        self.host_knows = False
         self.fused = TorchFused(self) if fused else None
         self.multiplies_together = fused
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def view_base(x: Tensor) -> Tensor | None:
 
 def times_written(tensors: Iterable[Tensor]) -> list[int]:
     """How often each of these tensors has been written to in place. 2.6 to 2.15."""
-    return [x._version for x in tensors]
+    return list(map(attrgetter("_version"), tensors))
 
 
 # ---- autograd. 2.6 to 2.15.

@@ -316,7 +316,9 @@ class Compressor(abc.ABC):
             g, tensors = bundled.gradients, bundled.tensors
         names = [name for name in g if name in tensors]
         rest = {name: each for name, each in g.items() if name not in tensors} if len(names) < len(g) else {}
-        x = [g[name] if self.state_dtype is None else ops.cast(g[name], self.state_dtype) for name in names]
+        x = list(map(g.__getitem__, names))
+        if self.state_dtype is not None:
+            x = [ops.cast(each, self.state_dtype) for each in x]
         terms: list[Any] = [None] * len(x)
         if self.error_feedback:
             errors = [tensors[name][ERROR] for name in names]
@@ -380,12 +382,18 @@ class Compressor(abc.ABC):
         self, ops: Ops[A], ok: A, finite: A, lot: _Lot[A], exchanged: _Exchanged[A], after: dict[str, dict[str, A]]
     ) -> dict[str, A]:
         """All averages, in the arrays of `x`; NaN throughout if the step was not finite, so that everyone skips it. Errors are noted in the memory `after` the step."""
-        left = list(lot.x.values())
-        received = payloads_of([exchanged.received.get(name, exchanged.averages.get(name)) for name in lot.x])
+        left: list[Residual[A]] = []
+        received: list[Any] = []
+        sent: list[Any] = []
+        errors: list[A] = []
+        for name, each in lot.x.items():
+            left.append(each)
+            received.append(exchanged.received.get(name) or Dense(exchanged.averages[name]))
+            if self.error_feedback:
+                sent.append(exchanged.sent[name])
+                errors.append(after[name][ERROR])
         if self.error_feedback:
-            sent, errors = [exchanged.sent[n] for n in lot.x], [after[n][ERROR] for n in lot.x]
-            decay = float(self.error_feedback)
-            rests, dense = ops.settle(ok, finite, left, sent, errors, received, decay=decay)
+            rests, dense = ops.settle(ok, finite, left, sent, errors, received, decay=float(self.error_feedback))
             for name, rest in zip(lot.x, rests, strict=True):
                 after[name][ERROR] = rest
         else:

@@ -68,7 +68,7 @@ def refresh(ops: Primitives[A], x: A, fresh: A) -> A:
 def each_shape(ops: Any, arrays: Sequence[A], fresh: Sequence[A], epsilon: float) -> list[A]:
     """`Ops.orthonormalize_each` by `Ops.orthonormalize`, once for each distinct shape and dtype."""
     answers = list(arrays)
-    for members in group_by(range(len(arrays)), [call_key(x) for x in arrays]):
+    for members in group_by(range(len(arrays)), map(call_key, arrays)):
         shape = tuple(arrays[members[0]].shape)
         matrices = ops.stack([arrays[i] for i in members])
         new = ops.stack([fresh[i] for i in members]) if fresh else None

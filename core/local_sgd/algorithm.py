@@ -288,11 +288,14 @@ class LocalSGD(Schedule):
         """Whether `average` does anything at this step, for drivers that know the number and can save themselves the call."""
         if self.has_outer and step == self.start_step - 1:
             return True
-        periods = [level.period for level in self.levels(replicas)]
-        fragments = range(self.fragments)
-        return any(self.due(step, period, fragment) for period in periods for fragment in fragments) or (
-            self.overlap > 0 and any(self.due(step - self.overlap, periods[0], fragment) for fragment in fragments)
-        )
+        levels = self.levels(replicas)
+        for fragment in range(self.fragments):
+            for level in levels:
+                if self.due(step, level.period, fragment):
+                    return True
+            if self.overlap and self.due(step - self.overlap, levels[0].period, fragment):
+                return True
+        return False
 
     def turn(self, step: int) -> Turn:
         """What happens after the update of this step, for `average`. There are few different ones, whatever the number of steps."""

@@ -138,7 +138,7 @@ MUTATIONS = {
     ),
     "pinned_memory_read_early": Mutation("Foreseen.value", "X.synchronize()", "pass", ways("half_step")),
     "pinned_memory_written_early": Mutation(
-        "TorchOps._on_device",
+        "TorchOps.on_device",
         "return X if Y else Z",
         "if Y:\n"
         "    return X\n"
@@ -182,7 +182,7 @@ MUTATIONS = {
         in_file("test_streams.py", "test_a_newcomer_is_given_copies_that_take_no_room_on_the_device"),
     ),
     "added_in_any_order": Mutation(
-        "TorchOps.scatter_add", "if self._host_knows:\n    return X", "return X", ways("top_k")
+        "CodingOps.scatter_add", "if self.host_knows:\n    return X", "return X", ways("top_k")
     ),
     "finite_for_one_rank": Mutation(
         "Step.finite",
@@ -197,7 +197,7 @@ MUTATIONS = {
     "memory_grows": Mutation("Step.begin", "X.scratch.rewind()", "pass", ways("PowerSGD, forty steps")),
     "numbers_from_pageable_memory": Mutation(
         "TorchOps.from_host",
-        "self._on_device(torch.tensor(X, dtype=Y, device='cpu'))",
+        "self.on_device(torch.tensor(X, dtype=Y, device='cpu'))",
         "torch.tensor(X, dtype=Y, device=self.device)",
         ways("DDP, unused parameters"),
     ),
@@ -220,7 +220,7 @@ MUTATIONS = {
         in_file("test_streams.py", "test_shards_travel_during_the_backward_pass[hook_with_zero_step by element]"),
     ),
     "the_host_chooses": Mutation(
-        "TorchOps.where", "self._host_knows and ok.ndim == 0", "ok.ndim == 0", ways("int8", "DDP, unused parameters")
+        "TorchOps.where", "self.host_knows and ok.ndim == 0", "ok.ndim == 0", ways("int8", "DDP, unused parameters")
     ),
     "copied_before_it_is_there": Mutation("HostMemory.store", "self._stream.wait_stream(X)", "pass", ON_THE_HOST),
     "event_on_another_stream": Mutation(
@@ -239,7 +239,7 @@ MUTATIONS = {
         "Step.receive",
         *("self.watch(X)", "pass"),
         ways("PowerSGD, a message per bucket", "DataParallel(PowerSGD)"),
-        also=("arrived = X", "self.watch([x for pending in messages for x in pending.watched])\narrived = X"),
+        also=("arrived.append(X.wait(Y))", "self.watch(X.watched)\narrived.append(X.wait(Y))"),
     ),
     "memories_of_a_skipped_step": Mutation(
         "TorchOps.where_each",
@@ -248,7 +248,7 @@ MUTATIONS = {
         ways("DDP, GradScaler", "many memories, GradScaler"),
     ),
     "not_divided": Mutation(
-        "Collectives._reduce_scatter",
+        "launch_reduce_scatter",
         "X.mul_(share(Y, Z))",
         "X",
         ways("hook_with_zero_step by element", "ZeroOptimizer by element, averaging"),

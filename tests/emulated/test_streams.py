@@ -560,7 +560,7 @@ def test_a_rank_that_owns_much_needs_no_room_for_everybodys_addends(world):
     """All of a vector, or nearly all; besides the vector."""
     with native_collectives(BACKEND):
         collectives = Collectives(ProcessGroups(on_emulated_nccl()), TorchOps(DEVICE))
-        collectives._exchange(None)
+        collectives.exchange(None)
     for counts in ((1000, 0), (600, 400), (0, 1000)):
         x = torch.full((1000,), float(world.rank + 1), device=DEVICE)
         core.memory()

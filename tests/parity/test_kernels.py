@@ -95,7 +95,7 @@ def in_torch_loops(kernel, arrays):
 def in_torch_unseen(kernel, arrays):
     """As on an accelerator, where the host does not look at what is computed."""
     ops = TorchOps(torch.device("cpu"))
-    ops._host_knows = False
+    ops.host_knows = False
     return _from_tensor(kernel(ops, **{k: _tensor(v) for k, v in arrays.items()}))
 
 

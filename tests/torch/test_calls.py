@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 CEILINGS = {
     ("ddp-registration", 1): 780,
     ("ddp-registration", 50): 10_600,
-    ("ddp-step", 50): 3_250,
+    ("ddp-step", 50): 3_150,
     ("fsdp-registration", 1): 980,
     ("fsdp-registration", 50): 13_800,
 }

@@ -10,7 +10,7 @@ from gradwire import AllReduce, PowerSGD, Quantize, Sign, WireDtype
 from gradwire.core.simulate.doctor.report import FAULT, NOTE, OK, Report, Row, Section, differing
 from gradwire.torch_backend.doctor import launched, machine
 from gradwire.torch_backend.doctor.checks import check_kernels, check_messages, check_methods
-from gradwire.torch_backend.engine import collectives
+from gradwire.torch_backend.engine.groups import halves
 from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.ranks import Cases, variants
 
@@ -85,8 +85,8 @@ def swallowed(patch):
 
 def swapped(patch):
     """Rows of a gather in another order than that of the ranks."""
-    right = collectives.cut_columns
-    patch.setattr(collectives, "cut_columns", lambda *given: tuple(x.flip(0) for x in right(*given)))
+    right = halves.cut_columns
+    patch.setattr(halves, "cut_columns", lambda *given: tuple(x.flip(0) for x in right(*given)))
 
 
 PLANTED = {

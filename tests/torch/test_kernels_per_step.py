@@ -107,7 +107,7 @@ def test_what_the_host_dispatches_does_not_grow_with_replicas(algorithm) -> None
 
 def test_what_is_in_float64_lies_in_memory_that_p_and_q_share() -> None:
     ops, scratch = TorchOps(torch.device("cpu")), Scratch()
-    ops._host_knows = False
+    ops.host_knows = False
     generator = torch.Generator().manual_seed(0)
     factors, taken = [], set()
     with ops.scratch(scratch):
@@ -218,7 +218,7 @@ def test_an_operation_counts_as_the_kernels_that_a_gpu_launches_for_it(call, ker
 def test_numbers_are_made_once_unless_they_take_much_memory() -> None:
     """By the branch for a device. Constants of whole steps: tests/emulated/test_ways.py."""
     ops = TorchOps(torch.device("cpu"))
-    ops._host_knows = False
+    ops.host_knows = False
     assert ops.numbers(8, torch.int64) is ops.numbers(8, torch.int64)
     assert len(ops.numbers(1 << 20, torch.int64)) == 1 << 20
     assert not any(kept.numel() > 1 << 16 for kept in ops._constants.values())

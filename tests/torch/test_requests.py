@@ -72,7 +72,7 @@ def test_a_part_that_is_much_larger_than_the_others_is_sent_once_by_each_rank(wo
     counts = [7 if rank == (owner + 1) % RANKS else 0 for rank in range(RANKS)]
     counts[owner] = 3000
     collectives = Collectives(ProcessGroups(world.group), TorchOps(torch.device("cpu")))
-    exchange = collectives._exchange(None)
+    exchange = collectives.exchange(None)
     exchange.group = sends = Sends(exchange.group)
     draw = torch.Generator().manual_seed(world.rank)
     x = torch.randn(3007, generator=draw, dtype=torch.float64).to(getattr(torch, dtype))

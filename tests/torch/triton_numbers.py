@@ -19,7 +19,7 @@ from gradwire.core.codecs.integers import Integers
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.kernels.payloads import Coded, LowRank
 from gradwire.torch_backend.ops import factors
-from gradwire.torch_backend.ops.adjacent import side_by_side
+from gradwire.torch_backend.ops.addresses import side_by_side
 from gradwire.torch_backend.ops.fused import TorchFused
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.orthonormalize import orthonormalized_unseen
@@ -287,7 +287,7 @@ PRODUCTS += [((1, 5), 7, False), ((2, 3), 1, False), ((4, 1), 9, True), ((20, 70
 def test_all_factors_are_multiplied_with_their_matrices(dtype):
     """And what comes out of one does not depend on what is beside it."""
     ops, generator = TorchOps(DEVICE), torch.Generator().manual_seed(0)
-    ops._host_knows = False
+    ops.host_knows = False
 
     def random(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
@@ -332,7 +332,7 @@ ROWS = [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)]
 def test_rows_are_orthonormal_as_without_the_kernels(dtype, refreshes):
     """And what comes out of one does not depend on what is beside it."""
     ops = TorchOps(DEVICE)
-    ops._host_knows = False
+    ops.host_knows = False
     given = hard_factors(dtype)
     fresh = [torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(dtype) for x in given]
     on = [[x.to(DEVICE) for x in xs] for xs in (given, fresh if refreshes else [])]

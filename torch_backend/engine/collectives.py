@@ -24,10 +24,16 @@ from gradwire.core.protocol.exchanges import AllToAll, Gather
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.halves import AllGather, ReduceScatter
 from gradwire.core.protocol.local_requests import LocalNorm, ReplicaIndex, WorldSize
-from gradwire.core.protocol.programs import Program, Request, cannot_answer
+from gradwire.core.protocol.programs import Fusable, Program, Request, cannot_answer
 from gradwire.core.protocol.reductions import Reduce, SumScalar
 from gradwire.torch_backend.engine.groups.gloo_exit import last_messages
-from gradwire.torch_backend.engine.groups.joined_rows import average_parts, cut_columns, rows_by_dtype
+from gradwire.torch_backend.engine.groups.halves import (
+    Launched,
+    launch_all_gather,
+    launch_all_to_all,
+    launch_gather,
+    launch_reduce_scatter,
+)
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.engine.groups.whereabouts import Whereabouts
@@ -36,7 +42,7 @@ from gradwire.torch_backend.engine.questions import Arrived, Asked, Question
 from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.monitor.timers import Moment
 from gradwire.torch_backend.monitor.watcher import StepTimes
-from gradwire.torch_backend.ops.adjacent import side_by_side
+from gradwire.torch_backend.ops.addresses import side_by_side
 from gradwire.torch_backend.ops.fused import TorchFused
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
@@ -149,8 +155,8 @@ class Reducing(Pending):
         self._send = send or at_once
         self._divides = request.op == "mean" and not divided
         self._shapes = [x.shape for x in request.arrays]
-        sizes = [shape.numel() for shape in self._shapes]
-        dtypes = {x.dtype for x in request.arrays}
+        sizes = list(map(torch.Size.numel, self._shapes))
+        dtypes = set(map(message_key, request.arrays))
         self.messages = []
         if len(dtypes) == 1 and all(sizes):  # as a rule, and then there is nothing to sort
             donated = all(request.donated)
@@ -284,83 +290,35 @@ class Collectives:
         return pending
 
     def _gather(self, request: Gather[Tensor]) -> Pending:
-        exchange = self._exchange(request.groups)
-        works, received = [], []
-        for indices, rows in rows_by_dtype(request.arrays, 1, exchange, 1):
-            widths = [row.shape[1] for row in rows]
-            whole = self.scratch.take((exchange.size, sum(widths)), rows[0])
-            torch.cat(rows, dim=1, out=whole[exchange.rank : exchange.rank + 1])
-            works += self.send(exchange.gather, whole.view(-1), [sum(widths)] * exchange.size)
-            received.append((indices, widths, whole))
-        self._count_halves([whole for *_, whole in received])
-        shapes = [(exchange.size, *x.shape) for x in request.arrays]
-        watched = [whole for *_, whole in received if whole.dtype.is_floating_point] if request.watched else ()
-        return Pending(works, request.arrays[0], lambda: cut_columns(request.arrays, shapes, received), watched)
+        exchange = self.exchange(request.groups)
+        launched = launch_gather(self.send, exchange, self.scratch, request.arrays)
+        self._count_halves(launched.sent)
+        return _half(request, launched, launched.watched if request.watched else ())
 
     def _all_to_all(self, request: AllToAll[Tensor]) -> Pending:
-        exchange = self._exchange(request.groups)
+        exchange = self.exchange(request.groups)
         size, parts = exchange.size, request.parts(exchange.size)
-        works, sent, received = [], [], []
-        for indices, rows in rows_by_dtype(request.arrays, 1, exchange, size):
-            counts = [parts[i] for i in indices]
-            widths = [own[exchange.rank] for own in counts]
-            given = rows[0].view(-1)
-            # From memory that lasts: what was made for this message might be used anew while a stream still sends it.
-            if len(indices) > 1 or not given.is_cpu:
-                pieces = [row.view(-1).split_with_sizes(list(own)) for row, own in zip(rows, counts, strict=True)]
-                given = self.scratch.take((sum(row.numel() for row in rows),), given)
-                torch.cat([piece[r] for r in range(size) for piece in pieces], out=given)
-            arrives = self.scratch.take((size, sum(widths)), given)
-            leaves = [sum(own) for own in zip(*counts, strict=True)]
-            works += self.send(exchange.swap, given, leaves, arrives.view(-1), [sum(widths)] * size)
-            sent.append(given)
-            received.append((indices, widths, arrives))
-        self._count_halves(sent)
         shapes = [
             (size * own[exchange.rank],) if request.counts else tuple(x.shape)
             for x, own in zip(request.arrays, parts, strict=True)
         ]
-        return Pending(works, request.arrays[0], lambda: cut_columns(request.arrays, shapes, received))
+        launched = launch_all_to_all(self.send, exchange, self.scratch, request.arrays, parts, shapes)
+        self._count_halves(launched.sent)
+        return _half(request, launched)
 
     def _reduce_scatter(self, request: ReduceScatter[Tensor]) -> Pending:
-        exchange = self._exchange(request.groups)
-        works: list[Any] = []
-        # This rank's, where they lie in the arrays, and those of the others.
-        parts: list[tuple[Tensor, list[Tensor]]] = []
-        for x, counts in zip(request.arrays, request.counts, strict=True):
-            split, addends = torch.split(x, list(counts)), []
-            own, chained = split[exchange.rank], exchange.find_chained(counts)
-            self._count_half(x)
-            if chained:
-                works += [exchange.mean_for_owner(split[owner], owner) for owner in chained]
-                counts = tuple(0 if owner in chained else n for owner, n in enumerate(counts))
-                x = torch.cat([part for owner, part in enumerate(split) if owner not in chained])
-            if exchange.native:
-                works += self.send(exchange.sum_for_owners, x.mul_(share(exchange.group, x.dtype)), counts)
-            elif x.numel():
-                n = [counts[exchange.rank]] * exchange.size
-                if exchange.direct:
-                    n[exchange.rank] = 0
-                # In nodes all are on their way at once, and memory is used again. A sharded optimizer has a few at a time, and gives them back.
-                received = x.new_empty(sum(n)) if request.groups is None else self.scratch.take((sum(n),), x)
-                works += self.send(exchange.swap, x, counts, received, n)
-                others = torch.split(received, n)
-                addends = [part for r, part in enumerate(others) if r != exchange.rank and part.numel()]
-            parts.append((own, addends))
-        return Pending(works, request.arrays[0], lambda: average_parts(parts, 1.0 / exchange.size))
+        # In nodes all are on their way at once, and memory is used again. A sharded optimizer has a few at a time, and gives them back.
+        scratch = None if request.groups is None else self.scratch
+        exchange = self.exchange(request.groups)
+        launched = launch_reduce_scatter(self.send, exchange, scratch, request.arrays, request.counts, share)
+        self._count_each_half(launched.sent)
+        return _half(request, launched)
 
     def _all_gather(self, request: AllGather[Tensor]) -> Pending:
-        exchange = self._exchange(request.groups)
-        works, gathered = [], []
-        for x, counts, out in zip(request.arrays, request.counts, request.out, strict=True):
-            whole = x.new_empty(sum(counts)) if out is None else out
-            own = torch.split(whole, list(counts))[exchange.rank]
-            if x.numel() and own.data_ptr() != x.data_ptr():
-                own.copy_(x)
-            works += self.send(exchange.gather, whole, counts)
-            self._count_half(whole)
-            gathered.append(whole)
-        return Pending(works, request.arrays[0], lambda: tuple(gathered))
+        exchange = self.exchange(request.groups)
+        launched = launch_all_gather(self.send, exchange, request.arrays, request.counts, request.out)
+        self._count_each_half(launched.sent)
+        return _half(request, launched)
 
     def _branch(self, request: Branch[Any]) -> Program[Any]:
         if request.phase is None:
@@ -373,7 +331,7 @@ class Collectives:
         return (dist.get_world_size(self.groups[request.groups]),)
 
     def _index(self, request: ReplicaIndex) -> tuple[int]:
-        return (self._exchange(request.groups).rank,)
+        return (self.exchange(request.groups).rank,)
 
     def _norm(self, request: LocalNorm[Tensor]) -> Question:
         return Question(Asked.NORM, self.ops.norm_of_all(request.arrays))
@@ -390,7 +348,8 @@ class Collectives:
     def _watch(self, request: Watch[Tensor]) -> Arrived:
         return Arrived(request.arrays)
 
-    def _exchange(self, groups: Groups | None) -> Exchange:
+    def exchange(self, groups: Groups | None) -> Exchange:
+        """How the ranks of these groups send each other parts."""
         if groups not in self._exchanges:
             self._exchanges[groups] = self.groups.exchange(groups, self.ops.device)
         return self._exchanges[groups]
@@ -408,15 +367,20 @@ class Collectives:
         self.sent.nbytes += nbytes
         self.sent.elements += elements
 
-    def _count_half(self, x: Tensor) -> None:
-        """What sends as much as half an all-reduce of `x`."""
-        self._count_halves([x])
+    def _count_each_half(self, xs: Sequence[Tensor]) -> None:
+        """Count messages, each of which sends as much as half an all-reduce of such an array."""
+        for x in xs:
+            self._count_halves([x])
 
     def _count_halves(self, xs: Sequence[Tensor]) -> None:
-        """And of several, of which those of one dtype are one message."""
+        """Count what sends as much as half an all-reduce of these, of which those of one dtype are one message."""
         for dtype in dict.fromkeys([x.dtype for x in xs]):
             if elements := sum(x.numel() for x in xs if x.dtype == dtype):
                 self._count(-(-elements // 2), -(-elements * dtype.itemsize // 2))
+
+
+def _half(request: Fusable[Tensor], launched: Launched, watched: Sequence[Tensor] = ()) -> Pending:
+    return Pending(launched.works, request.arrays[0], launched.unpacked, watched)
 
 
 #: What a program may ask for.

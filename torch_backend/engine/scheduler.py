@@ -254,7 +254,11 @@ class Step:
     def watch(self, arrays: Sequence[Tensor]) -> None:
         """Note whether what has arrived is finite."""
         if arrays:
-            self._watched += self.collectives.ops.are_finite([x if x.itemsize > 1 else x.half() for x in arrays])
+            looked_at = list(arrays)
+            for i, x in enumerate(arrays):
+                if x.itemsize == 1:
+                    looked_at[i] = x.half()
+            self._watched += self.collectives.ops.are_finite(looked_at)
 
     def note(self, flags: Sequence[Tensor]) -> None:
         """That all these are to be true, as what is watched is to be finite."""

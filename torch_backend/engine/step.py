@@ -60,7 +60,7 @@ MESSAGE_BYTES_ON_DEVICE = 4 << 20
 #: So many bytes inside a node count like one between nodes: about as much faster is the network there. Without them a model
 #: whose factors are few would begin to average inside its nodes when the backward pass is over.
 INSIDE = 32
-UNWATCHED: AbstractContextManager[object] = nullcontext()
+NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 @dataclass(slots=True)
@@ -215,13 +215,10 @@ class GradientStep:
             self.memory.scale.follow([*self.memory.errors(), *self.owed.values()])
             self.watch.times.worked(start)
 
-    @contextmanager
-    def _own_arithmetic(self) -> Iterator[None]:
+    def _own_arithmetic(self) -> AbstractContextManager[object]:
         if self.divided:  # nothing is computed, so nothing has to be kept from the user's settings
-            yield
-            return
-        with self.arithmetic(self.collectives.scratch):
-            yield
+            return NOTHING
+        return self.arithmetic(self.collectives.scratch)
 
     @contextmanager
     def arithmetic(self, scratch: Scratch) -> Iterator[None]:
@@ -417,7 +414,7 @@ class GradientStep:
 
     def _span(self, part: str) -> AbstractContextManager[object]:
         """A range in torch's profiler, while one runs."""
-        return span(self.algorithm, part) if profiler_runs() else UNWATCHED
+        return span(self.algorithm, part) if profiler_runs() else NOTHING
 
 
 def write_over(gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> None:

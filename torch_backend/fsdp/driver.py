@@ -51,8 +51,8 @@ class ShardStep(Step):
         self._norm: Tensor | None = None
         self._all_finite: Tensor | None = None
 
-    def begin(self) -> None:
-        super().begin()
+    def begin(self, *, apart: bool = False) -> None:
+        super().begin(apart=apart)
         self._norm = self._all_finite = None
 
     def finish(self) -> None:

@@ -213,8 +213,7 @@ class UnknownParameters:
         """To be called at the beginning of each step, with its number. A large module is not walked through in each of them."""
         if step % self._every or self._said or (module := self._module()) is None:
             return
-        own = (p for part in module.modules() for p in part._parameters.values() if p is not None)
-        if all(id(p) in self._ids or not p.requires_grad for p in own):
+        if not self._any_unknown(module):
             return
         names = [
             name
@@ -227,6 +226,13 @@ class UnknownParameters:
                 f"nobody averages {some(names)}, so replicas drift apart: they were frozen, or not there, when {self._then}",
                 stacklevel=2,
             )
+
+    def _any_unknown(self, module: nn.Module) -> bool:
+        for part in module.modules():
+            for p in part._parameters.values():
+                if p is not None and p.requires_grad and id(p) not in self._ids:
+                    return True
+        return False
 
 
 class Watcher:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gradwire.core.kernels.arrays import group_by
+from gradwire.torch_backend.ops.addresses import are_aligned, table_of, with_programs
 from gradwire.torch_backend.ops.fused import VECTOR, launch, operator
-from gradwire.torch_backend.ops.tables import are_aligned, table_of, with_programs
 from gradwire.torch_backend.ops.workspace import Workspace
 
 #: Numbers that a program of a product adds up.

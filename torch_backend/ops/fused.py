@@ -25,8 +25,7 @@ from torch import Tensor
 
 from gradwire.core.kernels.arrays import group_by
 from gradwire.core.kernels.payloads import Coded, LowRank, Payload
-from gradwire.torch_backend.ops.adjacent import side_by_side
-from gradwire.torch_backend.ops.tables import are_aligned, table_of, with_programs
+from gradwire.torch_backend.ops.addresses import are_aligned, side_by_side, table_of, with_programs
 
 #: Elements of a program that goes over a vector, and of one that goes over rows.
 VECTOR, ROWS_OF = 1024, 2048

@@ -12,22 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.core.codecs.integers import Integers
 from gradwire.core.kernels import payloads
-from gradwire.core.kernels.bits import bytes_of_rows
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.payloads import Coded, Dense, LowRank, Payload, Residual, decay_error, largest_error
-from gradwire.core.kernels.rounding import TINY, scales
-from gradwire.core.kernels.rows import RowNumbers
-from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16, Ops
+from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16
 from gradwire.torch_backend.cpu import codes, thin
 from gradwire.torch_backend.cpu.compiled import Loops
 from gradwire.torch_backend.cpu.sums import Sum, value_of
-from gradwire.torch_backend.ops import factors, signs, sparse
-from gradwire.torch_backend.ops.adjacent import side_by_side
+from gradwire.torch_backend.ops import factors
+from gradwire.torch_backend.ops.addresses import side_by_side
+from gradwire.torch_backend.ops.coding import CodingOps
 from gradwire.torch_backend.ops.fused import TorchFused, available, is_product
 from gradwire.torch_backend.ops.orthonormalize import CLEAR, orthonormalized_unseen
-from gradwire.torch_backend.ops.workspace import Scratch, Stack
+from gradwire.torch_backend.ops.workspace import IN_CACHE, Scratch, Stack
 from gradwire.torch_backend.torch_internals import (
     foreach_add_,
     foreach_copy_,
@@ -47,8 +44,6 @@ THIN = 2
 WIDE = 8
 #: So many numbers may be kept for the next step.
 KEPT = 1 << 16
-#: Elements whose intermediate results stay in a processor's cache.
-IN_CACHE = 1 << 18
 
 
 @functools.cache
@@ -57,7 +52,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class TorchOps(Ops[Tensor]):
+class TorchOps(CodingOps):
     """`Ops` for tensors on one device.
 
     On the CPU a boolean tensor is as good as a Python bool, and `where` computes one side only. On CUDA reading it would make the host
@@ -71,13 +66,13 @@ class TorchOps(Ops[Tensor]):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._host_knows = device.type == "cpu"
+        self.host_knows = device.type == "cpu"
         self.fused = TorchFused(self) if available(device) else None
         self.multiplies_together = self.fused is not None
         self._constants: dict[Hashable, Tensor] = {}
         self._captured = False
         self._scratch: Scratch | Stack | None = None
-        self._stack = Stack()
+        self.short_lived = Stack()
         self._work = torch.empty(0, dtype=torch.float64, device=device)
 
     def dtype_of(self, x: Tensor) -> str:
@@ -90,9 +85,10 @@ class TorchOps(Ops[Tensor]):
 
     def from_host(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """Numbers of the host on the device."""
-        return self._on_device(torch.tensor(values, dtype=dtype, device="cpu"))
+        return self.on_device(torch.tensor(values, dtype=dtype, device="cpu"))
 
-    def _on_device(self, numbers: Tensor) -> Tensor:
+    def on_device(self, numbers: Tensor) -> Tensor:
+        """An array of the host's memory on the device. Raises RuntimeError in a capture."""
         if self._captured:
             raise RuntimeError(
                 "numbers of the host are put on the device, which a graph would read again where they no longer are"
@@ -130,7 +126,7 @@ class TorchOps(Ops[Tensor]):
         given = np.array(numbers)
         if given.dtype.kind not in "biuf":  # a float that ml_dtypes teaches to NumPy, and not to torch
             given = given.astype(np.float32)
-        return self._on_device(self.cast(torch.from_numpy(given), dtype))
+        return self.on_device(self.cast(torch.from_numpy(given), dtype))
 
     def add(self, x: Tensor, y: Tensor | float, *, out: Tensor | None = None) -> Tensor:
         return torch.add(x, y, out=self._place(x, out, y))
@@ -141,11 +137,6 @@ class TorchOps(Ops[Tensor]):
     def divide(self, x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
         return torch.div(x, y, out=self._place(x, out, y))
 
-    @property
-    def host_knows(self) -> bool:
-        """Whether the host may look at numbers without waiting for a device."""
-        return self._host_knows
-
     def matmul(self, x: Tensor, y: Tensor | Sum, *, out: Tensor | None = None) -> Tensor:
         if isinstance(y, Sum):
             place = self.temporary((*x.shape[:-1], y.shape[-1]), x) if out is None else out
@@ -153,10 +144,10 @@ class TorchOps(Ops[Tensor]):
                 return place
             y = y.value
         if out is None:
-            if not self._host_knows:  # whose allocator keeps memory, and is quicker than asking for it here
+            if not self.host_knows:  # whose allocator keeps memory, and is quicker than asking for it here
                 return torch.matmul(x, y)
             out = self.temporary((*x.shape[:-1], y.shape[-1]), x)
-        large = self._host_knows and y.ndim == 2 and y.numel() > LARGE
+        large = self.host_knows and y.ndim == 2 and y.numel() > LARGE
         if large and THIN < x.shape[0] <= y.shape[0] and y.mT.is_contiguous():
             return self._times_transposed(x, y.mT, out)
         return torch.matmul(x, y, out=out)
@@ -193,20 +184,20 @@ class TorchOps(Ops[Tensor]):
         self, x: Tensor, out: Tensor | None, y: object = None, dtype: torch.dtype | None = None
     ) -> Tensor | None:
         """Where a result of the shape and, unless another is given, of the dtype of `x` is to lie. None: in new memory."""
-        if out is not None or self._scratch is not self._stack:
+        if out is not None or self._scratch is not self.short_lived:
             return out
         if isinstance(y, Tensor) and x.is_floating_point() and y.dtype == torch.int8 and x.shape == (*y.shape[:-1], 1):
-            return self._stack.take(tuple(y.shape), x, dtype)
+            return self.short_lived.take(tuple(y.shape), x, dtype)
         if isinstance(y, Tensor) and (y.dtype != x.dtype or y.shape[:-1] != x.shape[:-1] or y.shape[-1] > x.shape[-1]):
             return None  # it may have another shape
-        return self._stack.take(tuple(x.shape), x, dtype)
+        return self.short_lived.take(tuple(x.shape), x, dtype)
 
     def subtract_product(self, x: Tensor | Sum, p: Tensor, q: Tensor, *, out: Tensor | None = None) -> Tensor:
         x = x.value if isinstance(x, Sum) else x
         return (torch.addmm if x.ndim == 2 else torch.baddbmm)(x, p.mT, q, alpha=-1, out=out)
 
     def where(self, ok: Tensor, x: Tensor, y: Tensor | float, *, out: Tensor | None = None) -> Tensor:
-        if self._host_knows and ok.ndim == 0:
+        if self.host_knows and ok.ndim == 0:
             if ok:
                 return x if out is None else out.copy_(x)
             if out is None:
@@ -237,7 +228,7 @@ class TorchOps(Ops[Tensor]):
     ) -> list[Tensor]:
         if self.fused is not None:
             self.fused.copy_if(ok, xs, ys)
-        elif not self._host_knows:
+        elif not self.host_knows:
             pairs = list(_neighbours_joined(xs, ys)) if xs else []
             small = [pair for pair in pairs if pair[1].numel() <= LARGE]
             if len(small) > 4:  # to join them takes four kernels
@@ -271,7 +262,7 @@ class TorchOps(Ops[Tensor]):
         for i, (each, payload) in enumerate(zip(x, sent, strict=True)):
             whole = isinstance(payload, Dense) and not each.computed
             # What is large takes fewer passes over memory by itself.
-            (dense if whole and not (self._host_knows and each.x.numel() > LARGE) else left).append(i)
+            (dense if whole and not (self.host_knows and each.x.numel() > LARGE) else left).append(i)
         if dense:
             for members, taken in _by_dtype([x[i].x for i in dense], [sent[i].witness for i in dense]):
                 foreach_sub_(members, taken)
@@ -357,13 +348,13 @@ class TorchOps(Ops[Tensor]):
 
     def nan_unless(self, ok: Tensor, xs: Sequence[Tensor], *, out: Sequence[Tensor] | None = None) -> list[Tensor]:
         if out is not None:
-            if self._host_knows:
+            if self.host_knows:
                 return [self.where(ok, x, math.nan, out=y) for x, y in zip(xs, out, strict=True)]
             pairs = sorted(zip(xs, out, strict=True), key=lambda pair: pair[1].data_ptr())
             for x, y in _neighbours_joined(*zip(*pairs, strict=True)) if pairs else ():
                 torch.where(ok, x, self.scalar(math.nan, x.dtype), out=y)
             return list(out)
-        if self._host_knows:
+        if self.host_knows:
             return list(xs) if ok else [torch.full_like(x, math.nan) for x in xs]
         answers = list(xs)
         for members, positions in _by_dtype(xs, range(len(xs))):
@@ -376,7 +367,7 @@ class TorchOps(Ops[Tensor]):
     def where_lazy(
         self, ok: Tensor, x: Callable[[Tensor | None], Tensor], y: Tensor, *, limit: float = math.inf
     ) -> Tensor:
-        if self._host_knows:
+        if self.host_knows:
             return x(y) if ok else _limit(y, limit)
         return self._commit(ok, x(None), y)
 
@@ -392,7 +383,7 @@ class TorchOps(Ops[Tensor]):
 
     def all_finite(self, *arrays: Tensor) -> Tensor:
         # Not `torch.isfinite(x).all()`, whose temporaries are larger than `x`.
-        if self._host_knows:  # a fifteenth of what torch takes for that norm on the CPU
+        if self.host_knows:  # a fifteenth of what torch takes for that norm on the CPU
             ends = [end for x in arrays if x.numel() for end in torch.aminmax(x)]
             return torch.stack(ends).isfinite().all() if ends else self.iota(1)[0] == 0
         largest = [torch.linalg.vector_norm(x, ord=math.inf) for x in arrays if x.numel()]
@@ -412,7 +403,7 @@ class TorchOps(Ops[Tensor]):
     def orthonormalize(self, x: Tensor, epsilon: float) -> Tensor:
         if epsilon or x.dtype == torch.float64 or not x.numel():
             return gram_schmidt(self, x, epsilon, out=x)
-        if self._host_knows:
+        if self.host_knows:
             # One pass where all rows are clearly independent, a fraction of the cost of Gram-Schmidt or QR.
             wide, rows = self._doubles(2, x.shape)
             gram = wide.copy_(x) @ wide.mT
@@ -424,7 +415,7 @@ class TorchOps(Ops[Tensor]):
         return x.copy_(orthonormalized_unseen(self, [x], [])[0])
 
     def orthonormalize_each(self, arrays: Sequence[Tensor], fresh: Sequence[Tensor], epsilon: float) -> list[Tensor]:
-        if self._host_knows or epsilon:
+        if self.host_knows or epsilon:
             return each_shape(self, arrays, fresh, epsilon)
         if self.fused is None or not all(map(factors.orthonormalizes, arrays)):
             return orthonormalized_unseen(self, arrays, fresh)
@@ -440,78 +431,18 @@ class TorchOps(Ops[Tensor]):
     def max_abs(self, x: Tensor) -> Tensor:
         if not x.shape[-1]:
             return x.new_zeros((*x.shape[:-1], 1))
-        if not self._host_knows:  # one kernel
+        if not self.host_knows:  # one kernel
             norms: Tensor = torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True)
             return norms
-        before = self._stack.taken
+        before = self.short_lived.taken
         # A fraction of what torch takes for that norm of a row on the CPU.
         largest = torch.abs(x, out=self._place(x, None)).amax(-1, keepdim=True)
-        self._stack.taken = before
+        self.short_lived.taken = before
         return largest
-
-    def scales(self, x: Tensor, largest: float, *, signed: bool = False) -> tuple[Tensor, Tensor]:
-        if not x.shape[-1]:
-            return scales(self, x, largest, signed=signed)
-        # What `scales` does, call by call in one place: rows are few, and what a call costs counts.
-        size = self.max_abs(x)
-        exact = torch.mul(size, 1.0 / largest).clamp_min_(TINY)
-        bits = exact.view(torch.int32).add(255).bitwise_and_(-256)
-        # Rounding up makes a number of some NaNs, which the larger of the two is not.
-        scale = torch.maximum(bits.view(torch.float32), exact)
-        if signed:
-            scale = torch.where(x.amax(-1, keepdim=True) >= size, -scale, scale)
-        return scale, scale.reciprocal()
-
-    def codes_stay(self, codec: Any, x: Tensor) -> bool:
-        if self.fused is not None:
-            of_bytes = type(codec) is Integers and codec.bits == 8
-            return of_bytes and x.shape[1] <= self.fused.widest and x.dtype != torch.float64
-        return x.dtype == torch.float32 and codes.has(self, codec)
 
     @property
     def late_residuals(self) -> bool:
         return self.fused is not None or bool(self.loops.card)
-
-    def quantize(self, x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-        if self.fused is None or x.shape[1] > self.fused.widest:
-            return super().quantize(x, largest)
-        return self.fused.quantized(x, largest)
-
-    def encode_rows(self, codec: Any, x: Tensor) -> tuple[Tensor, ...]:
-        if x.dtype == torch.float32 and codes.has(self, codec, x):
-            return codes.encode(self, codec, x)
-        return super().encode_rows(codec, x)
-
-    def decode_rows(self, codec: Any, *fields: Tensor, out: Tensor | None = None) -> Tensor:
-        if codes.has(self, codec, *fields):
-            return codes.decode_mean(self, codec, [x.unsqueeze(0) for x in fields], out)
-        return super().decode_rows(codec, *fields, out=out)
-
-    def decode_mean(self, codec: Any, *of_each: Tensor, dtype: str = "float32", out: Tensor | None = None) -> Tensor:
-        if dtype == "float32" and codes.has(self, codec, *of_each):
-            return codes.decode_mean(self, codec, of_each, out)
-        return super().decode_mean(codec, *of_each, dtype=dtype, out=out)
-
-    def encode_mean(
-        self, codec: Any, *of_each: Tensor, dtype: str = "float32", keeps: bool
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        if dtype == "float32" and codes.has(self, codec, *of_each):
-            return codes.encode_mean(self, codec, of_each, keeps=keeps)
-        if self.fused is None or not self.codes_stay(codec, of_each[0][0]):
-            return super().encode_mean(codec, *of_each, dtype=dtype, keeps=keeps)
-        stored, scales = of_each
-        mean_codes, mean_scales, lost = self.fused.quantize_mean_of_codes(stored, scales, codec.largest, keeps=keeps)
-        return (mean_codes, mean_scales), lost
-
-    def nearest_bytes(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        place = self.temporary(tuple(x.shape), x, torch.uint8) if out is None else out
-        place.view(torch.int8).copy_(x.round_())
-        return place
-
-    def mean_abs(self, x: Tensor) -> Tensor:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        # Not a 1-norm, which is added up in one go, and has lost four digits at a million.
-        return x.abs().mean(-1, keepdim=True, dtype=wide)
 
     def norm(self, x: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -543,100 +474,6 @@ class TorchOps(Ops[Tensor]):
     def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         return torch.round(x, out=self._place(x, out))
 
-    def sign(self, x: Tensor) -> Tensor:
-        signs = torch.sign(x)  # 0 for NaN
-        return signs.masked_fill_(x.isnan(), math.nan) if x.is_floating_point() else signs
-
-    def top_k(self, x: Tensor, k: int) -> Tensor:
-        n = x.shape[-1]
-        if x.is_floating_point():
-            x = x.masked_fill(x.isnan(), math.inf)
-        if x.dtype == torch.float64:
-            return x.sort(dim=-1, descending=True, stable=True).indices[..., :k].to(torch.int32)
-        # `topk` promises nothing about equal elements, and is many times quicker than a sort. So no two are equal: one integer holds the number,
-        # as one that has the same order, and below it the position.
-        if x.is_floating_point():
-            bits = (x.to(torch.float32) + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
-            x = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        backwards = self.numbers(n, torch.int64, -1)
-        return ((x.to(torch.int64) << 32) | backwards).topk(k, dim=-1).indices.to(torch.int32)
-
-    def take(self, x: Tensor, index: Tensor) -> Tensor:
-        return x.gather(-1, index.long())
-
-    def scatter_add(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
-        if self._host_knows:
-            return x.scatter_add_(-1, index.long(), values)
-        # On CUDA `scatter_add_` adds in any order, so that ranks may differ in the last bit; this sorts the positions.
-        rows = [self.numbers(m, torch.int64).view(-1, *[1] * (x.ndim - 1 - i)) for i, m in enumerate(x.shape[:-1])]
-        return x.index_put_((*rows, index.long()), values, accumulate=True)
-
-    def take_rows(self, x: Tensor, which: RowNumbers) -> Tensor:
-        dtype = x.dtype
-        if not x.shape[-1] * x.itemsize % 8 and _can_be_viewed(x, 8):  # a device moves words sooner than bytes
-            x = x.view(torch.int64)
-        if x.ndim == 3 and not x.is_contiguous():  # parts of messages
-            n = x.shape[1]
-            return x[
-                self._row_numbers_of(RowNumbers((which.key, n, 0), which.n, lambda: which.make() // np.int32(n))),
-                self._row_numbers_of(RowNumbers((which.key, n, 1), which.n, lambda: which.make() % np.int32(n))),
-            ].view(dtype)
-        place = self.temporary((which.n, x.shape[-1]), x)
-        rows = x.view(-1, x.shape[-1])
-        return torch.index_select(rows, 0, self._row_numbers_of(which), out=place).view(dtype)
-
-    def add_rows(self, x: Tensor, which: RowNumbers, rows: Tensor) -> Tensor:
-        return x.index_add_(0, self._row_numbers_of(which), rows)
-
-    def _row_numbers_of(self, which: RowNumbers) -> Tensor:
-        return self.constant(which.key, lambda: self._on_device(torch.from_numpy(which.make())))
-
-    def pack_bits(self, x: Tensor, *, of: Tensor | None = None) -> Tensor:
-        whole, left = bytes_of_rows(tuple(x.shape))
-        bits = x.contiguous().view(torch.uint8).view(-1)
-        parts = [bits[: 8 * whole]] * (whole > 0)
-        if left:
-            parts.append(torch.nn.functional.pad(bits[8 * whole :], (0, 8 * (whole + left) - len(bits))))
-        shifts = self.numbers(8, torch.uint8).unsqueeze(-1)
-        packed = [(part.view(8, -1) << shifts).sum(0, dtype=torch.uint8) for part in parts]
-        return packed[0] if len(packed) == 1 else torch.cat([bits[:0], *packed])
-
-    def unpack_bits(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        whole, _ = bytes_of_rows(shape)
-        shifts = self.numbers(8, torch.uint8).unsqueeze(-1)
-        parts = [((part >> shifts) & 1).view(-1) for part in (x[:whole], x[whole:]) if len(part)]
-        bits = parts[0] if len(parts) == 1 else torch.cat([x[:0], *parts])
-        return bits[: math.prod(shape)].view(shape).view(torch.bool)
-
-    def pack_integers(self, x: Tensor, bits: int) -> Tensor:
-        if self.fused is not None and x.numel() and 0 < bits < 16:
-            return self.fused.pack_integers(x, bits)
-        data = sparse.pack_integers(self, x, bits)
-        return super().pack_integers(x, bits) if data is None else data
-
-    def unpack_integers(self, data: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
-        n = math.prod(shape)
-        if self.fused is not None and n and 0 < bits < 16:
-            return self.fused.unpack_integers(data, bits, n).view(*data.shape[:-1], *shape)
-        found = sparse.unpack_integers(self, data, bits, n)
-        return super().unpack_integers(data, bits, shape) if found is None else found.view(*data.shape[:-1], *shape)
-
-    def largest_each(self, xs: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor]:
-        return sparse.largest_each(self, xs, k)
-
-    def scatter_sum_each(
-        self,
-        parts: Sequence[tuple[int, int, tuple[int, int] | None]],
-        of: Callable[..., tuple[Tensor, Tensor]] | None,
-        *every: Tensor,
-        order: Sequence[int] | None = None,
-        finish: Callable[[Tensor], Tensor] | None = None,
-    ) -> list[Tensor]:
-        if of is None:
-            of, every = lambda *own: own, tuple(x.unsqueeze(0) for x in every)
-        found = sparse.scatter_sum_each(self, parts, of, every, order)
-        return found if finish is None else self.elementwise_each(finish, found)
-
     def elementwise_each(self, f: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
         order = self.join_order(lists[0])
         wholes = [side_by_side([xs[i] for i in order]) for xs in lists] if len(order) > 1 else [None]
@@ -655,60 +492,6 @@ class TorchOps(Ops[Tensor]):
         ]
         foreach_copy_([place for place, _ in pairs], [x for _, x in pairs])
 
-    def mean_abs_each(self, xs: Sequence[Tensor]) -> Tensor:
-        if self._host_knows or any(len(x) > 1 for x in xs):
-            return super().mean_abs_each(xs)
-        # A device adds up parts of a 1-norm, so that it keeps its digits.
-        wide = torch.float64 if xs[0].dtype == torch.float64 else torch.float32
-        sizes = [x.shape[1] for x in xs]
-        counts = self.constant(("sizes", wide, *sizes), lambda: self.from_host(sizes, wide))
-        return torch.stack(foreach_norm(list(xs), 1, wide)).div_(counts)
-
-    def pack_signs(self, xs: Sequence[Tensor], sharing: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        if not self._along_rows([tuple(x.shape) for x in xs], sharing):
-            return super().pack_signs(xs, sharing)
-        return signs.pack_signs(self, xs, sharing)
-
-    def signed(
-        self,
-        xs: Sequence[Tensor],
-        bits: Sequence[Tensor],
-        above: Sequence[Tensor],
-        below: Sequence[Tensor],
-        sharing: Sequence[tuple[int, ...]],
-    ) -> list[Tensor]:
-        shapes = [tuple(x.shape) for x in xs]
-        if not self._along_rows(shapes, sharing):
-            return super().signed(xs, bits, above, below, sharing)
-        every, high, low = ([x.unsqueeze(0) for x in each] for each in (bits, above, below))
-        return self.sum_of_signs(every, high, low, shapes, sharing)
-
-    def sum_of_signs(
-        self,
-        every: Sequence[Tensor],
-        above: Sequence[Tensor],
-        below: Sequence[Tensor],
-        shapes: Sequence[tuple[int, ...]],
-        sharing: Sequence[tuple[int, ...]],
-    ) -> list[Tensor]:
-        if not self._along_rows(shapes, sharing):
-            return super().sum_of_signs(every, above, below, shapes, sharing)
-        high, low = (x[0] if len(x) == 1 else torch.cat(list(x), 1) for x in (above, below))
-        return signs.sum_of_signs(self, every, high, low, shapes, sharing)
-
-    def _along_rows(self, shapes: Sequence[tuple[int, ...]], sharing: Sequence[tuple[int, ...]]) -> bool:
-        return all(map(signs.shares_along_rows, shapes, sharing))
-
-    def view_as(self, x: Tensor, dtype: str) -> Tensor:
-        wanted: torch.dtype = getattr(torch, dtype)
-        if _can_be_viewed(x, wanted.itemsize):
-            return x.view(wanted)
-        last = x.shape[-1] * x.itemsize // wanted.itemsize
-        flat = x.reshape(-1)
-        if flat.storage_offset() * flat.itemsize % wanted.itemsize:
-            flat = flat.clone()
-        return flat.view(wanted).view(*x.shape[:-1], last)
-
     def add_to_slice(self, x: Tensor, part: Tensor, n: int, i: Any, shape: tuple[int, ...]) -> Tensor:
         k = part.shape[0]
         x[i * k : (i + 1) * k] += part
@@ -716,10 +499,10 @@ class TorchOps(Ops[Tensor]):
 
     def by_rows(self, f: Callable[..., Tensor], *arrays: Tensor, out: Tensor | None = None) -> Tensor:
         n, width = arrays[0].shape[-2:]
-        some = max(1, IN_CACHE // max(1, width)) if self._host_knows else n
+        some = max(1, IN_CACHE // max(1, width)) if self.host_knows else n
         # Of a single row a view may have other strides, and then torch takes it for other memory that overlaps.
         rows = None if out is None or not n else out if out.ndim == 2 else out.view(n, -1)
-        if n <= some and self._scratch is not self._stack:
+        if n <= some and self._scratch is not self.short_lived:
             return _within(rows, f(*arrays, out=rows))
         several, wholes = False, [] if rows is None else [rows]
         for i in range(0, n, some):
@@ -737,34 +520,10 @@ class TorchOps(Ops[Tensor]):
     @contextmanager
     def _stacked(self) -> Iterator[None]:
         """Within, results lie in memory that is given back at the end."""
-        taken = self._stack.taken
-        with self.scratch(self._stack):
+        taken = self.short_lived.taken
+        with self.scratch(self.short_lived):
             yield
-        self._stack.taken = taken
-
-    def sum_of_each(self, f: Callable[..., Tensor], *arrays: Tensor) -> Tensor:
-        if not self._host_knows:  # two kernels, whatever the number of replicas
-            return f(*arrays).sum(0)
-        replicas, total = len(arrays[0]), None
-        some = max(1, IN_CACHE // max(1, arrays[0][0].numel()))
-        for i in range(0, replicas, some):
-            taken = self._stack.taken
-            each = f(*[x[i : i + some] for x in arrays])
-            if total is None:
-                total, each = each[0], each[1:]
-            else:
-                self._stack.taken = taken
-            if len(each) == 1:
-                total.add_(each[0])
-            elif len(each):
-                self.add_in_order(total, each)
-        assert total is not None
-        return total
-
-    def add_in_order(self, out: Tensor, every: Tensor) -> None:
-        """Add to an array on the CPU each of several (W, …), one after the other: an absent replica, of zeros, changes no bit, and no processor has an order of its own."""
-        row = self.constant(("into one row", len(every)), lambda: self.zeros((len(every),), "int64"))
-        out.unsqueeze(0).index_add_(0, row, every)
+        self.short_lived.taken = taken
 
     def join_order(self, arrays: Sequence[Tensor]) -> list[int]:
         return sorted(range(len(arrays)), key=lambda i: arrays[i].data_ptr())
@@ -905,14 +664,6 @@ def _joined(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Iterable[tuple[Tensor
         return zip(xs, ys, strict=True)
     x, y = side_by_side(xs), side_by_side(ys)
     return zip(xs, ys, strict=True) if x is None or y is None else [(x, y)]
-
-
-def _can_be_viewed(x: Tensor, itemsize: int) -> bool:
-    """Whether torch views it, as it lies, as elements of another size: not if one would begin between two of a larger size."""
-    if itemsize == x.itemsize or (itemsize < x.itemsize and x.is_contiguous()):
-        return True
-    offsets = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
-    return x.numel() > 0 and x.stride(-1) == 1 and not any(n * x.itemsize % itemsize for n in offsets)
 
 
 @functools.cache

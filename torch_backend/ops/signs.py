@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.torch_backend.ops.adjacent import side_by_side
+from gradwire.torch_backend.ops.addresses import side_by_side
 from gradwire.torch_backend.ops.workspace import Workspace
 
 #: Elements of a block, and bytes.

@@ -6,16 +6,19 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gradwire.core.ops import Ops
+from gradwire.torch_backend.cpu.compiled import Loops
 from gradwire.torch_backend.ops.fused import TorchFused
 
 #: Buffers that so many steps have not asked for are given up: steps may alternate, and DDP rebuilds its buckets once.
 FORGET_AFTER = 4
+#: Elements whose intermediate results stay in a processor's cache.
+IN_CACHE = 1 << 18
 
 
 @dataclass(slots=True)
@@ -104,14 +107,18 @@ class Workspace(Ops[Tensor], Protocol):
     """Kernels for one device, and memory to work in: `gradwire.torch_backend.ops.kernels.TorchOps`.
 
     Attributes:
-        fused: those in Triton, if there are any.
+        device: where all arrays are.
+        host_knows: the host may look at numbers without waiting for a device.
+        fused: kernels in Triton, if there are any.
+        loops: what is compiled for a processor, and may be used. All replicas have the same, or none.
+        short_lived: memory for a short time, given back by whoever takes it.
     """
 
+    device: torch.device
+    host_knows: bool
     fused: TorchFused | None
-
-    @property
-    def host_knows(self) -> bool:
-        """Whether the host may look at numbers without waiting for a device."""
+    loops: Loops
+    short_lived: Stack
 
     def temporary(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialized memory that a step may write to, and the next one too."""
@@ -121,6 +128,12 @@ class Workspace(Ops[Tensor], Protocol):
 
     def numbers(self, n: int, dtype: torch.dtype, sign: int = 1) -> Tensor:
         """0, 1, … n-1, or from the last to the first, not to be written to."""
+
+    def from_host(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        """Numbers of the host on the device."""
+
+    def on_device(self, numbers: Tensor) -> Tensor:
+        """An array of the host's memory on the device."""
 
     def add_in_order(self, out: Tensor, every: Tensor) -> None:
         """Add to an array on the CPU each of several (W, …), one after the other."""

@@ -45,7 +45,7 @@ def uncopied(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str,
 
 def has_two_modes(optimizer: object) -> bool:
     """Whether it, or such a class, puts other weights into the parameters for an evaluation, as schedule-free ones do."""
-    return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""What a kernel in Triton is told of many tensors: a table of addresses and sizes on the device, so that one launch works on all of them.
+"""Where tensors lie, so that what is done to many takes one kernel: side by side in one vector, or anywhere, by a table of addresses.
 
-Tensors lie where they lay in the step before, as a rule: a table is made once for such addresses. It is written by kernels that carry its numbers
-as arguments, and not from memory of the host, which a CUDA graph would read again at each replay.
+A kernel in Triton is told of many tensors by a table of addresses and sizes on the device. Tensors lie where they lay in
+the step before, as a rule: a table is made once for such addresses. It is written by kernels that carry its numbers as
+arguments, and not from memory of the host, which a CUDA graph would read again at each replay.
 """
 
 from __future__ import annotations
@@ -13,12 +14,30 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from gradwire.torch_backend.torch_internals import foreach_add_
+from gradwire.torch_backend.torch_internals import foreach_add_, view_base
 
 #: So many tables are kept: of some hundred bytes a tensor.
 KEPT = 256
 #: Addresses and sizes that are multiples of this, bytes and elements, are read 16 bytes at a time.
 ALIGNED = 16
+
+
+def side_by_side(arrays: Sequence[Tensor]) -> Tensor | None:
+    """The one vector that these arrays, of one dtype, fill without gaps, in order; None if they do not."""
+    first = arrays[0]
+    begin = end = first.data_ptr()
+    for x in arrays:
+        if x.data_ptr() != end or not x.is_contiguous():
+            return None
+        end += x.nbytes
+    size = ((end - begin) // first.element_size(),)
+    bucket = view_base(first)  # often they are views of just that vector, which spares making it
+    if bucket is not None and bucket.shape == size and bucket.dtype == first.dtype and bucket.data_ptr() == begin:
+        return bucket
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
+        return None
+    return first.as_strided(size, (1,), first.storage_offset())
 
 
 def table_of(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
