@@ -68,19 +68,19 @@ class AutoStep:
         for batch in batches:
             state, loss = auto.step(state, batch)
 
-    It begins with plain averages, and compiles the steps of the other methods meanwhile, in a thread. Then each averages some real steps; see
+    It begins with uncompressed averages, and compiles the steps of the other methods meanwhile, in a thread. Then each averages some real steps; see
     `gradwire.core.advise.choosing.chooser.Chooser`. The slowest process counts, and all of them change in the same step. The state is moved between methods on its
     devices: the memory that both have stays, and a compression error that has no place any more is added to the next gradients once.
 
     Args:
-        auto: among which methods, of which the first three count, plain averages included, in their order; and the log of decisions.
+        auto: among which methods, of which the first three count, uncompressed averages included, in their order; and the log of decisions.
         build: called once for each method. Everything but the averages must be the same in all calls.
         axis_name: of the replicas.
         mesh: of `jax.shard_map`; None for `jax.pmap`.
 
     Attributes:
         choices: (step, number, method), which one was chosen from which step on.
-        compile_seconds: by method, what it took to compile its step; of plain averages with the first step.
+        compile_seconds: by method, what it took to compile its step; of uncompressed averages with the first step.
 
     Raises:
         TypeError: `auto` is no `gradwire.Auto`; `build` returns something else.
@@ -147,7 +147,7 @@ class AutoStep:
         """The training state before the first step, on its devices; in several processes all must call this.
 
         Args:
-            method: whose state it is, and with which the training goes on, as `method` says it; restore a saved state into this one. None: plain averages.
+            method: whose state it is, and with which the training goes on, as `method` says it; restore a saved state into this one. None: uncompressed averages.
 
         Raises:
             ValueError: it is none of the methods.

@@ -206,7 +206,7 @@ def test_a_train_state_under_pmap(monkeypatch):
     auto = AutoStep(Auto(), build, axis_name=AXIS)
     Clock((1.0, 1.6, 0.2), monkeypatch).auto = auto
     state, losses, ready = auto.init(), [], 0
-    while auto._chooser is None or auto._at < ready + 40:
+    while auto._chooser is None or auto._at < ready + 120:
         rows = 8 if auto._at % 10 == 9 else 16
         state, loss = auto.step(state, *(x[:rows].reshape(4, -1, *x.shape[1:]) for x in batch(auto._at)))
         losses.append(float(loss[0]))

@@ -144,7 +144,7 @@ def chooses(process, mesh, folder):
     def run(auto, steps):
         state, rows, now = auto.init(), jax.NamedSharding(mesh, jax.P(AXIS)), [0.0]
 
-        def after(array):  # plain averages, int8 and bfloat16: the first is slowest on process 0 alone
+        def after(array):  # uncompressed averages, int8 and bfloat16: the first is slowest on process 0 alone
             now[0] += ((1.0, 1.4, 0.5), (1.0, 0.3, 0.6))[process][auto._number]
             return lambda end=now[0]: end
 

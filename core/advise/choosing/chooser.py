@@ -3,7 +3,7 @@
     chooser = Chooser(candidates=3)
     method = chooser.advance()           # of the next step, 0 is uncompressed averages
     ...                                  # the step: if chooser.timed, its time counts
-    if chooser.shared:                   # the median of what has been timed since the last time is to be told to all replicas
+    if chooser.shared:                   # the mean of what has been timed since the last time is to be told to all replicas
         chooser.observe(seconds)         # that of the slowest one, when it is known: any number of steps later, in order
 
 Whoever gives equal times receives equal methods, so replicas that observe the same choose the same.
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator, Sequence
-from statistics import median
+from collections.abc import Generator, Iterator, Sequence
+from statistics import median, median_low
 from typing import NamedTuple
 
+from gradwire.core.advise.choosing.bursts import Bursts
 from gradwire.core.advise.choosing.paired_test import PairedTest
 
 #: Of two methods the one whose steps take so many times as long is put aside after two of them.
@@ -32,9 +33,11 @@ STEPS_FOR_TRIALS, SHARE_FOR_TRIALS = 10, 0.006
 FIRST_GAP, LONGEST_GAP = 32, 3600.0
 #: Steps of the chosen method for which one time is told, and so many times are remembered.
 WINDOW, WINDOWS = 4, 12
-#: The network has become another one if the chosen method takes so many times as long, or as little,
-#: in windows that follow each other.
-OTHER = 1.15
+#: The network has become another one if windows that follow each other differ from the others, in the logarithm, by so many of their usual differences; by
+#: one of these at least, and at most.
+FEW, LEAST, OTHER = 7.0, 0.05, 0.14
+#: Networks that are remembered.
+NETWORKS = 4
 #: Windows in a row at first, and so many times as many after each time in the same direction.
 PATIENCE, MORE_PATIENCE = 2, 4
 
@@ -56,6 +59,13 @@ class _Round(NamedTuple):
     shared: Sequence[bool]
 
 
+class _Network(NamedTuple):
+    """The fastest method in a network, and the seconds of a step of all that were tried there."""
+
+    fastest: int
+    seconds: dict[int, float]
+
+
 #: What was observed of a round: seconds, or None where there was a pause.
 Seconds = list[float | None]
 
@@ -69,7 +79,11 @@ class Chooser:
     5 % for each trial). Two steps are no test: where they err, a later trial finds out. The fastest
     of the rest and uncompressed averages have trials in turn, after 32 steps, 64, 128, …, up to an hour.
     Where nobody can tell, evidence is kept for the next one. If steps of the chosen method begin to
-    take another time by themselves, everything may have changed, and all have trials again.
+    take another time by themselves, everything may have changed, and all have trials again; unless
+    they take what they took in a network that was there before: then its fastest method is chosen.
+
+    Bursts, in which steps take longer for a while, count by what they add to a step in the long run
+    (`Bursts`). After one, whoever would be faster with that has a trial.
 
     Trials cost what their slower steps take longer. One is put off while all of them would cost
     more than ten steps of the chosen method and 0.6 % of the training so far.
@@ -96,6 +110,8 @@ class Chooser:
         self._tests: dict[int, PairedTest] = {}  # against the chosen one
         self._windows: deque[float] = deque(maxlen=WINDOWS)
         self._departed, self._patience = 0, {1: PATIENCE, -1: PATIENCE}
+        self._bursts, self._burst, self._hit = Bursts(), 0.0, False
+        self._networks: deque[_Network] = deque(maxlen=NETWORKS)
         self._since, self._gap, self._turn = 0, FIRST_GAP, 0
         self._elapsed = self._spent = 0.0
         self._program = self._decisions()
@@ -134,24 +150,39 @@ class Chooser:
         first = yield _steps(self.chosen, SETTLING, SCREENED)
         self._note(self.chosen, first)
         while True:
-            rival = self._rival()
-            if rival is not None and self._affordable(rival):
+            rival = self._less_hit()
+            rival = rival if rival is not None else next(filter(self._affordable, self._rivals()), None)
+            if rival is not None:
                 yield from self._trial(rival)
             else:
                 yield from self._watch()
 
-    def _rival(self) -> int | None:
-        """The next to have a trial; None: not yet."""
-        if self._untried:
-            return self._untried[0]
+    def _rivals(self) -> Iterator[int]:
+        """Those that may have a trial now, the first of them first."""
+        if self._departed:  # a burst, or another network: what is measured now is of neither
+            return
+        known = {method: self._mean(method) for method in self._seconds if method != self.chosen}
+        yield from self._untried
         if self._since < self._gap:
-            return None
-        known = {method: s for method, s in self._seconds.items() if method != self.chosen}
+            return
         rest = {method: s for method, s in known.items() if method not in self._aside}
         rivals = [min(each, key=lambda method: (each[method], method)) for each in (rest, known) if each][:1]
         if self.chosen != 0 and 0 in known and 0 not in rivals:
             rivals.append(0)
-        return rivals[self._turn % len(rivals)] if rivals else None
+        if rivals:
+            yield rivals[self._turn % len(rivals)]
+
+    def _less_hit(self) -> int | None:
+        """After a burst: who would be faster, in the long run, by what is known of bursts. That pays for a trial."""
+        if not self._hit or self._departed:
+            return None
+        self._hit = False
+        best = min(self._seconds, key=lambda method: (self._mean(method), method))
+        return best if best != self.chosen else None
+
+    def _mean(self, method: int) -> float:
+        """Seconds of a step of a method, with what bursts add to it."""
+        return self._seconds[method] + self._bursts.per_step(method)
 
     def _affordable(self, rival: int) -> bool:
         own = self._seconds.get(self.chosen)
@@ -166,9 +197,16 @@ class Chooser:
         if rival in self._untried:
             self._untried.remove(rival)
         theirs = yield _steps(rival, 1, SCREENED)
+        spent = self._spent
         self._account(rival, theirs, own, [])
         winner = self._far_ahead(rival, theirs)
-        if winner is None:
+        if winner == own and self._usual is not None:
+            after = [s for s in (yield _steps(own, 0, SCREENED)) if s is not None]
+            if any(s >= FAR * self._usual for s in after):  # a burst has hit both
+                self._spent = spent
+                self._forget(rival)
+                winner = None
+        elif winner is None:
             ours = yield _steps(own, 1, SCREENED)
             rounds = 0
             while (winner := self._compared(rival, theirs, own, ours)) is None and rounds < self._rounds(rival):
@@ -179,9 +217,10 @@ class Chooser:
     def _far_ahead(self, rival: int, seconds: Seconds) -> int | None:
         """Whoever takes so much less time that two steps suffice; the other is put aside."""
         own, usual = self.chosen, self._usual
-        known = [s for s in seconds if s is not None]
+        known = [s + self._bursts.per_step(rival) for s in seconds if s is not None]
         if usual is None or len(known) < SCREENED:
             return None
+        usual += self._bursts.per_step(own)
         if all(s >= FAR * usual for s in known):
             self._aside.add(rival)
             return own
@@ -201,13 +240,13 @@ class Chooser:
         test = self._tests.setdefault(rival, PairedTest())
         for a, b in zip(theirs, ours, strict=True):
             if a is not None and b is not None:
-                test.add(a, b)
+                test.add(a + self._bursts.per_step(rival), b + self._bursts.per_step(own))
         return None if test.faster == 0 else rival if test.faster > 0 else own
 
     def _rounds(self, rival: int) -> int:
         """How many a trial may have: more where they cost nothing, since the rival looks faster."""
         found = self._seconds
-        looks_faster = rival in found and self.chosen in found and found[rival] < found[self.chosen]
+        looks_faster = rival in found and self.chosen in found and self._mean(rival) < self._mean(self.chosen)
         return MOST_ROUNDS if looks_faster else 1
 
     def _end_trial(self, rival: int, winner: int | None) -> None:
@@ -234,9 +273,14 @@ class Chooser:
         if seconds is None:
             return
         self._elapsed += WINDOW * seconds
+        self._bursts.watched(WINDOW)
         usual = self._usual
-        way = 0 if usual is None else _departs(seconds, usual)
+        way = 0 if usual is None else self._departs(seconds, usual)
         self._departed = self._departed + way if way * self._departed >= 0 else way
+        if way > 0 and usual is not None:
+            self._burst += WINDOW * (seconds - usual)
+        elif way == 0:
+            self._burst_ended()
         if way == 0 or usual is None:
             self._departed = 0
             self._windows.append(seconds)
@@ -244,9 +288,52 @@ class Chooser:
         elif abs(self._departed) >= self._patience[way]:
             self._departed = 0
             fresh = [s for s in (yield _steps(self.chosen, 0, SCREENED)) if s is not None]
-            if fresh and _departs(median(fresh), usual) == way:  # else it was a burst
-                self._patience[way] *= MORE_PATIENCE
-                self._begin_anew(median(fresh))
+            if fresh and self._departs(median(fresh), usual) == way:  # else it was a burst
+                self._another_network(median(fresh), way)
+            elif way > 0:
+                self._burst_ended()
+
+    def _departs(self, seconds: float, usual: float) -> int:
+        """1: it takes longer than usual, beyond the noise that was seen; -1: less; 0: about as long."""
+        noise = median(abs(math.log(each / usual)) for each in self._windows) if self._windows else math.inf
+        difference = math.log(seconds / usual)
+        return 0 if abs(difference) <= min(max(FEW * noise, LEAST), OTHER) else 1 if difference > 0 else -1
+
+    def _burst_ended(self) -> None:
+        if self._burst > 0:
+            self._bursts.ended(self.chosen, self._burst)
+            self._burst, self._hit = 0.0, True
+            if self._bursts.count.bit_count() == 1:
+                self._doubt()
+
+    def _doubt(self) -> None:
+        """Bursts are seldom seen while a method has a trial: whatever looked slow has another one."""
+        own = self._seconds[self.chosen]
+        for method in [m for m, s in self._seconds.items() if m != self.chosen and s >= FAR * own]:
+            self._forget(method)
+
+    def _forget(self, method: int) -> None:
+        self._aside.discard(method)
+        del self._seconds[method]
+        if method not in self._untried:
+            self._untried.append(method)
+
+    def _another_network(self, seconds: float, way: int) -> None:
+        """The chosen method takes so long now: go on as in a network that was there before, or measure all anew."""
+        own = self.chosen
+        alike = (
+            n for n in reversed(self._networks) if own in n.seconds and abs(math.log(seconds / n.seconds[own])) <= LEAST
+        )
+        known = next(alike, None)
+        self._networks.append(_Network(own, dict(self._seconds)))
+        self._begin_anew(seconds)
+        if known is None:
+            self._patience[way] *= MORE_PATIENCE
+            return
+        self._seconds = {**known.seconds, own: seconds}
+        self._untried = [method for method in self._untried if method not in known.seconds]
+        if known.fastest != own:
+            self._choose(known.fastest)
 
     def _begin_anew(self, seconds: float) -> None:
         """All methods have trials again, the fastest so far first: what is known of them is of another network."""
@@ -258,13 +345,14 @@ class Chooser:
         self._windows.clear()
         self._tests.clear()
         self._aside.clear()
+        self._burst = 0.0
 
     # --- times
 
     def _note(self, method: int, seconds: Seconds) -> None:
         known = [s for s in seconds if s is not None]
         if known:
-            self._seconds[method] = median(known)
+            self._seconds[method] = median_low(known)  # a burst makes steps longer, and nothing makes them shorter
             self._elapsed += sum(known)
 
     def _account(self, rival: int, theirs: Seconds, own: int, ours: Seconds) -> None:
@@ -273,13 +361,8 @@ class Chooser:
         self._note(own, ours)
         if rival in self._seconds and own in self._seconds:
             longer = self._seconds[rival] - self._seconds[own]
-            self._spent += max(longer * (len(theirs) + 1), -longer * (len(ours) + 1) if ours else 0.0)
-
-
-def _departs(seconds: float, usual: float) -> int:
-    """1: it takes longer than usual; -1: less; 0: about as long."""
-    difference = math.log(seconds / usual)
-    return 0 if abs(difference) <= math.log(OTHER) else 1 if difference > 0 else -1
+            longest = STEPS_FOR_TRIALS * self._seconds[own]  # a burst would be more
+            self._spent += min(longest, max(longer * (len(theirs) + 1), -longer * (len(ours) + 1) if ours else 0.0))
 
 
 def _steps(method: int, settling: int, timed: int) -> _Round:

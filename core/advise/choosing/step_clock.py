@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from statistics import median
+from statistics import fmean
 
 from gradwire.core.advise.choosing.chooser import Chooser
 
@@ -35,7 +35,7 @@ def clocked(chooser: Chooser | int, seconds: StepSeconds, steps: int, late: int 
         if chooser.timed:
             recent.append(took)
         if chooser.shared:
-            on_their_way.append((step, median(recent)))
+            on_their_way.append((step, fmean(recent)))
             recent.clear()
         while on_their_way and on_their_way[0][0] + late <= step:
             chooser.observe(on_their_way.popleft()[1])

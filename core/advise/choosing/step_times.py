@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
+from statistics import fmean, median
 
 #: A step before which so many times as long passed as usual, and more than this part of a usual step, is left out; what is usual is known of so many.
 PAUSE, SHORT, REMEMBERED = 3.0, 0.05, 20
@@ -15,11 +15,11 @@ class StepTimes:
     Examples:
         >>> from gradwire.core.advise.choosing.step_times import StepTimes
         >>> times = StepTimes()
-        >>> for seconds in (1.0, 1.2, 1.1):
+        >>> for seconds in (1.0, 1.5, 1.25):
         ...     times.add(0.1, seconds)
         >>> times.add(60.0, 61.0)                            # an evaluation
         >>> times.take(), times.take()
-        (1.1, None)
+        (1.25, None)
     """
 
     def __init__(self) -> None:
@@ -37,6 +37,6 @@ class StepTimes:
             self._recent.append(whole)
 
     def take(self) -> float | None:
-        """The median since the last time; None: no step counted."""
+        """The mean since the last time; None: no step counted."""
         recent, self._recent = self._recent, []
-        return median(recent) if recent else None
+        return fmean(recent) if recent else None
