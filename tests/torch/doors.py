@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
-from gradwire import AllReduce, LocalSGD, PowerSGD, WireDtype, diloco
+from gradwire import AllReduce, Auto, LocalSGD, PowerSGD, WireDtype, diloco
 from tests.torch.training import sgd
 
 #: What is stepped: the module that is called, its optimizer, and whatever has to stay alive.
@@ -83,6 +83,7 @@ def averager(world, model, which) -> Form:
 #: Of each kind one: what differs in numbers alone is left out.
 FORMS: dict[str, Callable[..., Form]] = {
     "PowerSGD": partial(algorithm, which=PowerSGD(2)),
+    "Auto": partial(algorithm, which=Auto(loss="5%")),
     "WireDtype, half-step, late": partial(
         algorithm, which=WireDtype(PowerSGD(2, half_step=True, start_step=1), "bfloat16")
     ),

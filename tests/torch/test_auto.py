@@ -1,5 +1,6 @@
 """A DDP that chooses its method while it trains, by a clock that says what each method takes."""
 
+import copy
 import json
 import logging
 from unittest import mock
@@ -19,7 +20,7 @@ from tests.torch.training import train
 WIDTHS = (40, 64, 64, 28)
 LOSS = loss_on(40)
 
-cases = Cases(__file__, ranks=2)
+cases = Cases(__file__, ranks=3)
 
 
 def wrapped(world, algorithm, **options):
@@ -53,7 +54,7 @@ def clocked(world, algorithm, seconds, steps, **options):
 
 
 #: Of uncompressed averages, int8 and bfloat16; the first is fastest on rank 1 alone, and the slowest rank counts.
-SECONDS = ((1.0, 1.4, 0.5), (1.0, 0.3, 0.6))
+SECONDS = ((1.0, 1.4, 0.5), (1.0, 0.3, 0.6), (0.9, 0.2, 0.4))
 
 
 @cases.case
@@ -92,9 +93,14 @@ def test_plain_averages_stay_where_nothing_is_faster(world):
     assert handle.algorithm == AllReduce()
 
 
+def errors(handle):
+    """Those of this rank."""
+    return copy.deepcopy(handle._choosing._driver().memory.state.tensors)
+
+
 @cases.case
 def test_what_was_not_sent_is_added_once_also_after_a_step_that_is_not_finite(world):
-    """In sum the optimizer is given the sum of all gradients, but for what the method at work still remembers."""
+    """In sum the optimizer is given the sum of all gradients, but for what the method at work still remembers. Also after one in its own turn."""
     ddp, handle = wrapped(world, Auto(loss="5%"))
     choosing, total, expected = handle._choosing, 0.0, 0.0
     number = next(i for i, m in enumerate(choosing._methods) if "Quantize" in repr(m))
@@ -103,13 +109,14 @@ def test_what_was_not_sent_is_added_once_also_after_a_step_that_is_not_finite(wo
     for step in range(8):
         optimizer.zero_grad()
         loss = LOSS(ddp, world.rank, step)
-        if step == 4:  # the first one that is plain again
-            loss = loss * float("inf")
+        before = errors(handle)
+        if step in (2, 4):  # in its turn, and the first one after it
+            loss = loss * float("inf" if world.rank == 1 else 1)
         loss.backward()
         given = {n: p.grad.clone() for n, p in ddp.module.named_parameters()}
-        if step == 4:
+        if step in (2, 4):
             assert all(torch.isfinite(x).logical_not().any() for x in given.values())
-            assert choosing._driver().owed
+            assert same_bits(errors(handle), before) if step == 2 else choosing._driver().owed
             continue
         alone = mlp(*WIDTHS)
         alone.load_state_dict(ddp.module.state_dict())
@@ -126,20 +133,33 @@ def test_what_was_not_sent_is_added_once_also_after_a_step_that_is_not_finite(wo
 
 @cases.case
 def test_a_state_is_continued_with_its_method_by_any_number_of_ranks(world):
-    ddp, handle = wrapped(world, Auto(loss="5%"))
-    choosing = handle._choosing
-    number = next(i for i, m in enumerate(choosing._methods) if "Quantize" in repr(m))
-    choosing._chooser.advance = lambda: number
-    train(ddp, LOSS, 3, local=False)
-    whole = handle.gathered_state_dict(to=None)
-    alone = [torch.distributed.new_group([rank]) for rank in range(world.size)][world.rank]
+    """Right after a change: by as many bit for bit; by three, and by one, which has nothing to choose, from the mean. All of them choose alike."""
+    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [0], [1], [2])]
+    pair, alone = groups[0], groups[1 + world.rank]
+    whole = None
+    if world.rank < 2:
+        ddp, handle = wrapped(world, Auto(loss="5%"), group=pair)
+        choosing = handle._choosing
+        number = next(i for i, m in enumerate(choosing._methods) if "Quantize" in repr(m))
+        choosing._chooser.advance = lambda: number if choosing._driver().memory.steps >= 2 else 0
+        train(ddp, LOSS, 3, local=False)
+        whole = handle.gathered_state_dict("all", to=None)
+        own, weight = handle.rank_state_dict(), ddp.module.state_dict()
+        other, fresh = wrapped(world, Auto(loss="5%"), group=pair)
+        other.module.load_state_dict(weight)
+        fresh.load_state_dict(own)
+        fresh._choosing._chooser.advance = lambda: number
+        assert same_bits(*(train(each, LOSS, range(3, 5), local=False).weights for each in (ddp, other)))
+        assert fresh.algorithm == handle.algorithm
+    whole, *_ = world.everyones(whole)
     for group in (world.group, alone):
         other, fresh = wrapped(world, Auto(loss="5%"), group=group)
         fresh.load_state_dict(whole)
-        assert fresh.algorithm == handle.algorithm
-        assert [c[:2] for c in fresh.stats().choices] == [(0, 0), (3, number)]
+        assert repr(fresh.algorithm) == "Quantize(dtype='int4')"
+        assert fresh.stats().choices[-1].step == 3
         train(other, LOSS, range(3, 5), local=False)
         assert fresh.stats().steps == 5
+        assert group is alone or world.agree((weights(other.module), fresh.stats().choices))
     before = fresh.algorithm
     assert "ValueError" in said(fresh.load_state_dict, {**whole, "algorithm": "Sign()"})
     assert fresh.algorithm == before
@@ -147,7 +167,7 @@ def test_a_state_is_continued_with_its_method_by_any_number_of_ranks(world):
 
 @cases.case
 def test_with_a_loss_scaler_and_pauses(world):
-    """Skipped steps, a scale that grows, and evaluations on one rank: what is not counted is not counted on any."""
+    """Skipped steps, a scale that grows, two micro-batches, and evaluations on one rank: what is not counted is not counted on any."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
     ddp, handle = wrapped(world, Auto(loss="5%"), grad_scaler=scaler)
     clock = Clock((1.0, 0.4, 0.6, 0.7))
@@ -157,6 +177,8 @@ def test_with_a_loss_scaler_and_pauses(world):
     with mock.patch.object(auto, "perf_counter", clock):
         for step in range(60):
             optimizer.zero_grad()
+            with ddp.no_sync():
+                scaler.scale(LOSS(ddp, world.rank, 100 + step)).backward()
             loss = scaler.scale(LOSS(ddp, world.rank, step))
             (loss * float("inf") if step == 11 else loss).backward()
             scaler.step(optimizer)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, TopK, TwoLevel, Weighted, diloco
+from gradwire import AllReduce, Auto, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, TopK, TwoLevel, Weighted, diloco
 from gradwire.torch_backend import elastic
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from tests.torch.asked import Scaling
@@ -536,6 +536,7 @@ def test_what_cannot_be_served_is_refused_by_name(monkeypatch):
             (ValueError, (model, small()[1], diloco(3), manager), "optimizer"),
             (TypeError, (model, optimizer, diloco(3), "manager"), "manager"),
             (TypeError, (model, optimizer, "diloco", manager), "algorithm"),
+            (TypeError, (model, optimizer, Auto(), manager), "Auto.* here one method"),
             (TypeError, (model, None, diloco(3), manager), "optimizer"),
             (TypeError, ("model", optimizer, diloco(3), manager), "module"),
             (TypeError, (ddp, optimizer, diloco(3), manager), "module"),

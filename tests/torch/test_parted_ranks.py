@@ -36,6 +36,7 @@ METHOD = PowerSGD(rank=2)
 #: Doors that others know as well.
 KNOWN = {
     "DDP": "PowerSGD",
+    "DDP with Auto": "Auto",
     "DataParallel": "DataParallel, PowerSGD",
     "Averager": "Averager",
     "ZeroOptimizer": "ZeroOptimizer, averaging",
@@ -84,6 +85,7 @@ ROWS = [("DDP", fault) for fault in FAULTS]
 ROWS += [("DataParallel", "skips a backward pass"), ("Averager", "leaves"), ("compress_replicas", STOPPED)]
 ROWS += [("ZeroOptimizer", "skips a backward pass")]
 ROWS += [("local_sgd", "skips a backward pass"), ("local_sgd", "reconfigures alone"), ("DDP", KILLED)]
+ROWS += [("DDP with Auto", "skips a backward pass"), ("DDP with Auto", KILLED)]
 QUICK = [("DDP", KILLED)]
 
 
