@@ -49,7 +49,7 @@ def method_cost(algorithm: Algorithm | LocalSGD, specs: Mapping[str, Spec], repl
 
 def _seconds(algorithm: Algorithm, device: Any, specs: Mapping[str, Spec]) -> list[float]:
     """Of each step in a cycle. Where in a step messages are sent is XLA's affair; that they wait for each other is not."""
-    tx = average_gradients(algorithm, axis_name=AXIS)
+    tx = average_gradients(without_levels(algorithm), axis_name=AXIS)  # which one replica has not
     given = jax.device_put(_drawn(specs), device)
     state = tx.init(given)
     state = state._replace(step=jnp.asarray(algorithm.start_step, state.step.dtype))

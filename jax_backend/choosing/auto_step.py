@@ -6,6 +6,7 @@ run whose decisions are repeated.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import threading
@@ -25,17 +26,18 @@ from jax.sharding import Mesh
 
 from gradwire.core.advise.advice import name_of
 from gradwire.core.advise.choosing.chooser import Chooser
-from gradwire.core.advise.choosing.methods import Auto, Chosen, Decisions, change_in_words, methods_of
+from gradwire.core.advise.choosing.methods import Auto, Chosen, Decisions, change_in_words, expected_order, methods_of
 from gradwire.core.advise.choosing.step_times import StepTimes
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.compressor import ERROR
 from gradwire.core.plan.advice import CompressionWarning
 from gradwire.core.text.options import short
 from gradwire.core.text.units import time_of
+from gradwire.jax_backend.advise.method_cost import method_cost
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
 from gradwire.jax_backend.checks import configuration_of
 from gradwire.jax_backend.choosing.owed import OwedState, continued, with_owed
-from gradwire.jax_backend.choosing.processes import Messages, same_process, told_by_the_first
+from gradwire.jax_backend.choosing.processes import Messages, said_by_the_first, same_on_all, same_process
 from gradwire.jax_backend.choosing.step_ends import StepEnds
 from gradwire.jax_backend.state.names import flatten, specs_of, stacks_of
 from gradwire.jax_backend.state.placement import distribute, replicate
@@ -248,20 +250,26 @@ class AutoStep:
         if self._methods:
             return
         self._params = jax.tree.map(lambda x: _shape_of(x if isinstance(x, jax.Array) else jnp.asarray(x)), params)
-        methods = methods_of(
-            self._auto, specs_of(flatten(params).leaves, stacks_of(params)), self._replicas, self._near
-        )
-        for method in methods:
+        specs = specs_of(flatten(params).leaves, stacks_of(params))
+        served: list[tuple[Algorithm, frozenset[str]]] = []
+        for method in methods_of(self._auto, specs, self._replicas, self._near):
             try:
                 made = jax.eval_shape(_quiet(average_gradients(method, axis_name=self._axis).init), self._params)
             except ValueError as error:
                 logger.info("Auto leaves %s out: %s", name_of(method), error)
                 continue
             own = by_parameter(made.local.per_replica)
-            self._methods.append(method)
-            self._errors.append(frozenset(name for name, memory in own.items() if ERROR in memory))
-            if len(self._methods) == (MOST if self._replicas > 1 else 1):
-                break
+            served.append((method, frozenset(name for name, memory in own.items() if ERROR in memory)))
+
+        def order() -> str:
+            methods = [method for method, _ in served]
+            return json.dumps(
+                expected_order(self._auto, methods, lambda method: method_cost(method, specs, self._replicas))
+            )
+
+        for number in json.loads(said_by_the_first("probe", order))[: MOST if self._replicas > 1 else 1]:
+            self._methods.append(served[number][0])
+            self._errors.append(served[number][1])
 
     def _placed(self, state: Any) -> Any:
         if self._mesh is None:
@@ -399,12 +407,11 @@ class AutoStep:
     def _read_decisions(self) -> tuple[Decisions | None, Path | None]:
         """Those that are repeated, and where new ones are written."""
         path = None if self._auto.decisions is None else Path(self._auto.decisions)
-        text = path.read_text() if path is not None and path.exists() and jax.process_index() == 0 else ""
-        text, same = told_by_the_first(text, str(self._methods))
-        if not same:
+        if not same_on_all(str(self._methods)):
             raise ValueError(
                 f"processes choose among different methods: here {', '.join(map(name_of, self._methods))}. Give all the same Auto(…), and the same files"
             )
+        text = said_by_the_first("decisions", lambda: path.read_text() if path is not None and path.exists() else "")
         if not text:
             return None, path if jax.process_index() == 0 else None
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 import jax
@@ -40,14 +41,29 @@ def same_process(devices: Sequence[jax.Device]) -> int:
     return near if 1 < len(runs) == len(set(processes)) and all(len(run) == 1 for run in runs) else 1
 
 
-def told_by_the_first(text: str, same: str) -> tuple[str, bool]:
-    """The text of the first process, on all of them; and whether all have the same of the other one."""
+def said_by_the_first(what: str, make: Callable[[], str]) -> str:
+    """A text that the first process makes, on all of them. Raises ValueError on all if it cannot be made there."""
+    text = ""
+    if jax.process_index() == 0:
+        try:
+            text = "+" + make()
+        except (OSError, ValueError) as error:
+            text = f"-{what}: {error}"
+    if jax.process_count() > 1:
+        given = np.frombuffer(text.encode(), np.uint8)
+        length = int(multihost_utils.broadcast_one_to_all(np.asarray(given.size, np.int32)))
+        padded = np.zeros(length, np.uint8)
+        padded[: given.size] = given[:length]
+        text = np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes().decode()
+    if text[0] == "-":
+        raise ValueError(text[1:])
+    return text[1:]
+
+
+def same_on_all(text: str) -> bool:
+    """Whether all processes give the same text."""
     if jax.process_count() == 1:
-        return text, True
-    given, own = text.encode(), np.frombuffer(same.encode(), np.uint8)
-    length = int(multihost_utils.broadcast_one_to_all(np.asarray(len(given), np.int32)))
-    padded = np.zeros(length, np.uint8)
-    padded[: len(given)] = np.frombuffer(given, np.uint8)[:length]
-    told = np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes() if length else b""
-    sums = multihost_utils.process_allgather(np.asarray([own.size, int(own.astype(np.int64).cumsum().sum() % 2**31)]))
-    return told.decode(), bool((sums == sums[:1]).all())
+        return True
+    own = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), np.uint8)
+    every = np.asarray(multihost_utils.process_allgather(own))
+    return bool((every == every[:1]).all())

@@ -1,13 +1,19 @@
 """Which method a chooser finds while it runs, and what that costs, by a clock that is simulated."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradwire import Auto, Probe, Spec
 from gradwire.core.advise.choosing.chooser import Chooser
+from gradwire.core.advise.choosing.methods import expected_order, methods_of
 from gradwire.core.advise.choosing.paired_test import ERROR, PairedTest
 from gradwire.core.advise.choosing.step_clock import clocked
+from gradwire.core.advise.cost import Cost, cost_of
+from gradwire.core.advise.probe import Level
 
 #: Seconds of a step of uncompressed averages, and of others in the order of advice: on links of about
 #: 100 Mbit/s and 1 Gbit/s, and where nothing waits for messages.
@@ -158,3 +164,20 @@ def test_what_bursts_cost_counts_as_often_as_they_come() -> None:
         _, methods = clocked(chooser, seconds, 5000)
         assert chooser.chosen == chosen, chooser.changes
         assert methods[-1000:].count(chosen) > 950
+
+
+def test_a_probe_says_in_which_order_methods_have_their_trials() -> None:
+    """By what they compute where messages are quick, and by what they send where these are slow."""
+    specs = {"w": Spec((512, 512), "float32")}
+    auto = Auto(loss="2%")
+    methods = methods_of(auto, specs, 4)
+    computes = {method: 0.01 * (len(methods) - i) for i, method in enumerate(methods)}  # less where more is sent
+
+    def cost(method: Any) -> Cost:
+        return cost_of(method, specs, 4, lambda own: [computes[method]])
+
+    assert expected_order(auto, methods, cost) == list(range(len(methods)))
+    for seconds, expected in ((1e-9, [0, *range(len(methods) - 1, 0, -1)]), (10.0, list(range(len(methods))))):
+        samples = ((1, 1e-6 * seconds), (1 << 20, seconds))
+        probe = Probe("torch", "cpu", 4, 4, (Level("all", 4, samples, samples, 0.0),))
+        assert expected_order(Auto(loss="2%", probe=probe), methods, cost) == expected

@@ -14,7 +14,10 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradwire import AllReduce, Auto, PowerSGD, Quantize
+from gradwire import AllReduce, Auto, PowerSGD, Probe, Quantize
+from gradwire.core.advise.cost import Cost
+from gradwire.core.advise.probe import Level
+from gradwire.core.advise.timeline import Group
 from gradwire.jax_backend import (
     AutoStep,
     average_gradients,
@@ -216,7 +219,7 @@ def test_a_train_state_under_pmap(monkeypatch):
     assert int(unreplicate(state).step) == steps_of((0, unreplicate(state).opt_state))
 
 
-def test_what_cannot_be_is_refused_by_name(tmp_path):
+def test_what_cannot_be_is_refused_by_name_and_a_probe_orders_methods(tmp_path, monkeypatch):
     mesh = mesh_of(2)
     build = on_a_mesh(mesh)
 
@@ -235,6 +238,14 @@ def test_what_cannot_be_is_refused_by_name(tmp_path):
     wrong.write_text("{}\n")
     with refused("is no decision", "Remove it"):
         auto(decisions=wrong)
+    with refused("none.json"):
+        auto(probe=tmp_path / "none.json")
+    samples = ((1 << 20, 1e-9),)
+    monkeypatch.setattr(
+        auto_step, "method_cost", lambda method, *given: Cost(((Group(4, 1.0 + (method.dtype == "int8"), ()),),))
+    )
+    ordered = auto(probe=Probe("jax", "cpu", 2, 2, (Level("all", 2, samples, samples, 0.0),)))
+    assert [getattr(m, "dtype", "") for m in ordered._methods] == ["", "bfloat16", "int8"]
     good = auto()
     state, data = good.init(), batch(0, 2)
     with refused("cannot be part of a compiled one", "lax.scan", error=RuntimeError):

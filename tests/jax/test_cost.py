@@ -16,6 +16,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import gradwire.jax_backend as gw
+from gradwire import AllReduce, Spec, TwoLevel
+from gradwire.jax_backend.advise.method_cost import method_cost
 from tests.jax.replicas import AXIS, mesh_of, one_step
 
 pytestmark = pytest.mark.slow
@@ -111,3 +113,9 @@ def test_a_step_takes_one_more_gradient_and_reuses_what_is_donated(mode, half_st
 
 def instructions(name):
     return len(re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", compiled(name, many=True).as_text(), re.MULTILINE))
+
+
+def test_what_a_method_with_two_levels_computes_is_measured_on_one_replica():
+    cost = method_cost(TwoLevel(AllReduce(), 2), {"w": Spec((32, 32), "float32")}, 4)
+    assert cost.compute > 0
+    assert len(cost.messages) > 1

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import AllReduce, Auto, PowerSGD, WireDtype
+from gradwire import AllReduce, Auto, PowerSGD, Probe, WireDtype
+from gradwire.core.advise.cost import Cost
+from gradwire.core.advise.probe import Level
+from gradwire.core.advise.timeline import Group
 from gradwire.torch_backend import register_comm_hook
 from gradwire.torch_backend.ddp import auto
 from tests.torch.compare import relative, said, same_bits, weights
@@ -206,6 +209,14 @@ def test_what_cannot_be_is_refused_by_name(world):
     if world.rank == 0:
         wrong.write_text("{}\n")
     assert "is no decision" in said(register_comm_hook, plain, Auto(decisions=wrong))
+    assert "none.json" in said(register_comm_hook, plain, Auto(probe=missing))
+    samples = ((1 << 20, 1e-9),)
+    probe = Probe("torch", "cpu", 3, 3, (Level("all", 3, samples, samples, 0.0),))
+    costs = {"int8": Cost(((Group(4, 2.0, ()),),)), "bfloat16": Cost(((Group(4, 1.0 + world.rank, ()),),))}
+    with mock.patch.object(auto, "method_cost", lambda method, *given: costs[method.dtype]):
+        ordered = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
+        methods = register_comm_hook(ordered, Auto(probe=probe))._choosing._methods
+    assert [getattr(m, "dtype", "") for m in methods] == ["", "bfloat16", "int8"]  # as the first rank has it, on all
     with mock.patch.object(auto, "store_of", return_value=None):
         assert "come and go" in said(register_comm_hook, plain, Auto())
     register_comm_hook(plain, Auto())  # nothing has been changed

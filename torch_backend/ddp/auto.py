@@ -18,13 +18,14 @@ from torch import Tensor
 
 from gradwire.core.advise.advice import name_of
 from gradwire.core.advise.choosing.chooser import Chooser
-from gradwire.core.advise.choosing.methods import Auto, Chosen, Decisions, change_in_words, methods_of
+from gradwire.core.advise.choosing.methods import Auto, Chosen, Decisions, change_in_words, expected_order, methods_of
 from gradwire.core.advise.choosing.step_times import StepTimes
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.text.units import time_of
+from gradwire.torch_backend.advise.method_cost import method_cost
 from gradwire.torch_backend.engine.cuda_graphs import capturing
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
@@ -85,7 +86,14 @@ def choice_for(auto: Auto, parameters: Mapping[str, Tensor], groups: ProcessGrou
             partitions += trial.groups
     except (OSError, ValueError) as error:
         obstacle = str(error)
-    text, unreadable = gathered_by_all(_read(auto, group.rank()), group, device)[0]
+    order: list[int] = []
+    if group.rank() == 0 and not obstacle:
+        try:
+            order = expected_order(auto, methods, lambda method: method_cost(method, specs, group.size(), device))
+        except (OSError, ValueError) as error:
+            obstacle = f"probe={str(auto.probe)!r}: {error}"
+    order, (text, unreadable) = gathered_by_all((order, _read(auto, group.rank())), group, device)[0]
+    methods = [methods[number] for number in order] if len(order) == len(methods) else methods
     decisions = None
     try:
         decisions = None if text is None else Decisions(methods, text)

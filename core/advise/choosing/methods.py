@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from gradwire.core.advise.advice import PLAIN, default_methods, name_of
 from gradwire.core.advise.compare.comparison import Comparison
+from gradwire.core.advise.cost import Cost
 from gradwire.core.advise.losses import known_losses, limits_of
+from gradwire.core.advise.probe import Probe
+from gradwire.core.advise.timeline import seconds_of
 from gradwire.core.algorithms.two_level import TwoLevel
 from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.ops import Spec
@@ -57,6 +60,9 @@ class Auto:
         decisions: a file. If it is not there, rank 0 writes to it which method averages from which step
             on. If it is there, methods are those in it, whatever they cost: the run is repeated bit for
             bit. Where it ends its last method stays.
+        probe: what `gradwire probe` has measured of this network, or its file. Then each method computes
+            for about a second where this is registered, and has its trial in the order of what
+            `gradwire.advise` expects of it. None: in the order of what they send, least first.
 
     Raises:
         TypeError: an argument is of another type.
@@ -66,6 +72,7 @@ class Auto:
     loss: Annotated[float | str | None, OWN_CHECK] = None
     comparison: Annotated[Comparison | str | Path | None, OWN_CHECK] = None
     decisions: Annotated[str | Path | None, OWN_CHECK] = None
+    probe: Annotated[Probe | str | Path | None, OWN_CHECK] = None
 
     instead: ClassVar[str] = (
         "chooses the method of a DDP while it trains: give it to gradwire.torch_backend.register_comm_hook, in JAX to gradwire.jax_backend.AutoStep, "
@@ -80,7 +87,8 @@ class Auto:
             raise ValueError(f"loss={error}") from error
         if self.comparison is not None and self.loss is None:
             raise ValueError("comparison= says what methods do to the loss; say how much it may be higher, loss='2%'")
-        for name, kinds in (("comparison", (Comparison, str, Path)), ("decisions", (str, Path))):
+        given = {"comparison": (Comparison, str, Path), "decisions": (str, Path), "probe": (Probe, str, Path)}
+        for name, kinds in given.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
                 raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a path")
@@ -117,6 +125,26 @@ def methods_of(
         and (loss.by_kind or (auto.loss is not None and loss.bound <= limit))
     ]
     return [PLAIN, *sorted(fitting, key=lambda method: _sent(method, specs, replicas))]
+
+
+def expected_order(auto: Auto, methods: Sequence[Any], cost: Callable[[Any], Cost]) -> list[int]:
+    """The numbers of the methods in the order of their trials: as they are, or by what a probe lets expect of a step in which nothing overlaps.
+
+    Args:
+        cost: of a method on this device.
+
+    Raises:
+        OSError, ValueError: of the probe.
+    """
+    if auto.probe is None:
+        return list(range(len(methods)))
+    probe = auto.probe if isinstance(auto.probe, Probe) else Probe.load(auto.probe)
+
+    def seconds(number: int) -> float:
+        found = cost(methods[number])
+        return found.compute + found.per_step(sum(seconds_of(message, probe) for message in found.messages))
+
+    return [0, *sorted(range(1, len(methods)), key=seconds)]
 
 
 def _sent(method: Any, specs: Mapping[str, Spec], replicas: int) -> float:
