@@ -183,7 +183,7 @@ def stats(state: Any) -> Stats:
             In local or global form; after `jax.pmap`: `unreplicate` first, or call it in the training step.
 
     Raises:
-        ValueError: there is no such state in it; or it is in pmap form; or it is one of local SGD that has lost averages, see `distribute`.
+        ValueError: there is no such state in it; or it is in pmap form, or of an ensemble; or it is one of local SGD that has lost averages, see `distribute`.
     """
     found = _states(jax.tree.map(automatic, state))
     if not found:
@@ -191,7 +191,8 @@ def stats(state: Any) -> Stats:
             "stats: there is no state of power_sgd, all_reduce_mean, average_gradients or local_sgd in what it was given. Give it the optimizer's state; of what "
             "nnx.split returned, in which types are gone, the optimizer itself: nnx.merge(graphdef, state)[1]"
         )
-    survey(found).refuse_missed_averages()
+    surveyed = survey(found)
+    surveyed.refuse_missed_averages()
     note_skipped_steps(found)
     next_step, dense, squares = (jnp.zeros((), jnp.float32) for _ in range(3))
     sent = jnp.zeros((3,), jnp.float32)
@@ -201,6 +202,7 @@ def stats(state: Any) -> Stats:
         of_local = isinstance(each, LocalSGDState)
         one: DataParallelState = each.averages if of_local else each
         if one.step.ndim > of_local:
+            surveyed.refuse_ensemble()
             raise ValueError(
                 f"stats: the state is in pmap form, its count of steps has the shape {one.step.shape}. Give it unreplicate(state), or call it in the training step"
             )

@@ -226,7 +226,7 @@ def unreplicate(state: T) -> T:
 
     Raises:
         ValueError: the state is not in pmap form; or it holds half-accumulated gradients of `optax.MultiSteps`, which differ between
-            replicas; or `average_params` of local SGD was not called as often as `update`, or was told a wrong turn.
+            replicas; or it is an ensemble; or `average_params` of local SGD was not called as often as `update`, or was told a wrong turn.
         RuntimeError: see `distribute`.
     """
     found = survey(state)
@@ -234,6 +234,9 @@ def unreplicate(state: T) -> T:
     found.refuse_missed_averages()
     note_skipped_steps(state)
     await_processes("unreplicate", state)
+    # Replicas that `jax.vmap` maps may all begin with what `init` returned, members of an ensemble differ.
+    if found.ensemble is not None and not all(_is_repeated(x.value) for x in found.leaves if x.equal_everywhere):
+        found.refuse_ensemble()
     device_of: list[list[jax.Device]] = []  # by process; found once, and only if anything is per replica
 
     def take(leaf: Leaf) -> Any:
@@ -486,6 +489,14 @@ def _move(x: Any, sharding: NamedSharding) -> jax.Array:
         for device, index in places.items()
     ]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+
+
+def _is_repeated(x: Any) -> bool:
+    """Whether all rows hold the same, but for what a compiler may round otherwise in one of them."""
+    keys = jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+    rows = np.asarray(jax.random.key_data(x) if keys else x)
+    wide = rows.astype(np.float64) if jnp.issubdtype(rows.dtype, jnp.floating) else rows
+    return bool(np.allclose(wide, wide[:1], rtol=1e-2, atol=1e-2 * np.abs(wide).max(initial=0), equal_nan=True))
 
 
 def _whole_everywhere(x: jax.Array) -> jax.Array:

@@ -169,18 +169,27 @@ class Survey:
                 "take it apart in the training step: mine = this_replica(state)"
             )
 
+    @property
+    def ensemble(self) -> Leaf | None:
+        """The mark of a state of which `jax.vmap` has made several, one for each member; None of any other."""
+        return next((x for x in self.leaves if x.placement and np.ndim(x.value) == 2 and not is_placed(x.value)), None)
+
+    def refuse_ensemble(self) -> None:
+        """Raise ValueError for a state of several members."""
+        if (mark := self.ensemble) is not None:
+            shape = np.shape(mark.value)
+            raise ValueError(
+                f"{mark.name} has shape {shape}: the state is that of {shape[0]} members of an ensemble, made by jax.vmap, whose axis comes before that of the "
+                "replicas. Make and place the state of each member by itself: [distribute(tx.init(params), mesh, axis_name) for params in members]"
+            )
+
     def refuse_pmap_form(self) -> None:
-        """Raise ValueError for a state with a device axis."""
+        """Raise ValueError for a state with a device axis, or one of members."""
+        self.refuse_ensemble()
         for leaf in self.leaves:
             if leaf.placement and np.ndim(leaf.value) == 2:
-                shape = np.shape(leaf.value)
-                if not is_placed(leaf.value):
-                    raise ValueError(
-                        f"{leaf.name} has shape {shape}: the state is that of {shape[0]} members of an ensemble, made by jax.vmap, whose axis comes before that of the "
-                        "replicas. Make and place the state of each member by itself: [distribute(tx.init(params), mesh, axis_name) for params in members]"
-                    )
                 raise ValueError(
-                    f"{leaf.name} has shape {shape}: the state is in the form of jax.pmap, with a device axis on every array. Bring it "
+                    f"{leaf.name} has shape {np.shape(leaf.value)}: the state is in the form of jax.pmap, with a device axis on every array. Bring it "
                     "back first: gradwire.jax_backend.unreplicate(state)"
                 )
 

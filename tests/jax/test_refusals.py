@@ -291,6 +291,9 @@ def in_pmap(state, tx=TX, **axes):
 
 
 ENSEMBLE = jax.vmap(TX.init)(STACKED)
+OUTER = gw.diloco(ADAM, 4, axis_name=AXIS)
+#: Parameters that differ, as those of an ensemble do.
+MEMBERS = jax.tree.map(lambda x: jnp.stack([n * x[0] for n in range(1, 5)]), STACKED)
 
 
 def of_nnx():
@@ -331,7 +334,10 @@ def told(turn):
 
 
 IN_A_STEP = [
-    (lambda: gw.distribute(ENSEMBLE, mesh_of(4), AXIS), ValueError, "(4, 1)", "ensemble", "for params in members"),
+    *((at, ValueError, "(4, 1)", "ensemble", "for params in members") for at in (
+        lambda: gw.distribute(ENSEMBLE, mesh_of(4), AXIS), lambda: gw.stats(ENSEMBLE),
+        lambda: gw.unreplicate((MEMBERS, ENSEMBLE)),
+        lambda: gw.unreplicate(jax.vmap(lambda p: gw.stack_replicas((p, OUTER.init(p))))(MEMBERS)))),
     (lambda: gw.stats(of_nnx()[1]), ValueError, "stats", "nnx.merge(graphdef, state)[1]"),
     (lambda: gw.to_portable(of_nnx()[1], PowerSGD(2)), ValueError, "nnx.merge(graphdef, state)[1].opt_state"),
     (told(3), TypeError, "turn=3", "tx.turns(state)"),
