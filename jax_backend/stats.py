@@ -34,8 +34,7 @@ class Stats(NamedTuple):
     Attributes:
         steps: int32, updates so far.
         skipped_steps: int32, those that changed no memory, since a replica's gradient held an inf or NaN. Uncompressed averages of floats as they are, also those before the
-            algorithm's start, are looked at for their weights alone. Of local SGD, where each replica has its own, the averages
-            of differences that were refused, of each fragment by itself, since they were not finite.
+            algorithm's start, are looked at for their weights alone. 0 of local SGD, where each replica has its own.
         bytes_sent: float32, what a replica has handed to the network in all of them, as `wire_bytes` counts: the state holds the number of steps, and of those before it was
             moved to another algorithm, or to another number of replicas, they are taken to be like these.
         dense_bytes: float32, what it would have been uncompressed; of local SGD, with gradients averaged in each step.
@@ -48,6 +47,7 @@ class Stats(NamedTuple):
             the mean square over the replicas of this process; inside the training step this replica's own, over which `jax.lax.pmean` averages.
         within_bytes: float32, with two levels those of `bytes_sent` that stay inside the node; else 0.
         between_bytes: float32, with two levels what all replicas of a node have sent to other nodes together, whose link they share; else `bytes_sent`.
+        skipped_averages: int32, of local SGD with outer parameters, averages of differences that were refused, of each fragment by itself, since they were not finite.
     """
 
     steps: jax.Array
@@ -59,6 +59,7 @@ class Stats(NamedTuple):
     local_error_norm: jax.Array
     within_bytes: jax.Array
     between_bytes: jax.Array
+    skipped_averages: jax.Array
 
     @property
     def within_ratio(self) -> jax.Array:
@@ -196,7 +197,7 @@ def stats(state: Any) -> Stats:
     note_skipped_steps(found)
     next_step, dense, squares = (jnp.zeros((), jnp.float32) for _ in range(3))
     sent = jnp.zeros((3,), jnp.float32)
-    skipped = jnp.zeros((), jnp.int32)
+    skipped, refused = (jnp.zeros((), jnp.int32) for _ in range(2))
     steps: Any = None
     for each in found:
         of_local = isinstance(each, LocalSGDState)
@@ -219,7 +220,8 @@ def stats(state: Any) -> Stats:
         coming = account.sent[(step >= first).sum() - 1, 0]
         next_step += jnp.where(coming < 0, jnp.nan, coming)
         dense += jnp.asarray(step, jnp.float32) * account.dense_bytes
-        skipped += account.skipped
+        skipped += 0 if of_local else account.skipped
+        refused += account.skipped if of_local else 0
         memory = one.memory if of_local else one.local.per_replica
         for error in jax.tree.leaves(memory.get(ERROR) if isinstance(memory, Mapping) else None):
             squares += _mean_square(error, rows=stacked or not of_local)
@@ -233,4 +235,5 @@ def stats(state: Any) -> Stats:
         local_error_norm=jnp.sqrt(squares),
         within_bytes=sent[1],
         between_bytes=sent[2],
+        skipped_averages=refused,
     )

@@ -251,12 +251,13 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
         a row for each, which are equal but for `eager` ones. In `state_dtype`.
 
         Raises:
-            ValueError: plain averaging has none; or there is no state of one `local_sgd` in the tree.
+            ValueError: plain averaging has none; there is no state of one `local_sgd` in the tree; or it has lost an average or was told a wrong turn.
         """
         if not self._halves.local.has_outer:
             raise ValueError(
                 f"state is of {self._halves.local!r}, which averages parameters themselves: evaluate their mean"
             )
+        survey(state).refuse_missed_averages()
         return _only_state(state)[2].averages.memory[OUTER]
 
 

@@ -435,6 +435,7 @@ def test_a_turn_of_another_step_is_counted_and_refused():
     doors = [
         lambda: gw.stats(training),
         lambda: tx.turns(training),
+        lambda: tx.outer_params(training),
         lambda: gw.distribute(whole, mesh, AXIS),
         lambda: gw.replicate(whole, jax.devices()[:2], axis_name=AXIS),
         lambda: gw.unreplicate(mapped),
