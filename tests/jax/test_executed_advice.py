@@ -187,6 +187,7 @@ TWO = "tests/jax/test_processes.py::test_two_processes_are_two_devices"
 ROWS = {
     "Call it inside jax.pmap(step, axis_name={}), or inside jax.shard_map over a mesh with that axis": inside_a_map,
     "Call params, opt_state = tx.average_params(params, opt_state) in every training step, once, after optax.apply_updates": average_params,
+    "Give all the same Auto(…), and the same files": TWO,
     "Give axis_name={} here, or make the state anew for another axis": along_its_axis,
     "Give it unreplicate(state), or call it in the training step": in_pmap_form,
     "Give jax.shard_map the same mesh with that axis left to the compiler: mesh=mesh.update(axis_types=…), of AxisType.Auto there": with_that_axis_left_to_the_compiler,
