@@ -47,7 +47,7 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
     "muon.py": ([*TINY, "--width=32"], "rows", 2, "backend plain_ms divided_ms message_ms share"),
     "network": (
         [*TINY, "--backends=torch", "--hosts=2", "--rates=1gbit", "--training-steps=0", "--picture="],
-        *("rows", 12, "subject step_ms wire_ms wire_bytes planned_wire_bytes"),
+        *("rows", 13, "subject step_ms wire_ms wire_bytes planned_wire_bytes"),
     ),
     "overlap.py": (
         ["--alone", "--layers=3", "--width=64", "--batch=8", "--repeats=1", "--trace="],

@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
     p.add_argument(
         "--rates",
         nargs="+",
-        default=["100mbit", "1gbit", "unlimited"],
+        default=["100mbit", "1gbit", "10gbit", "unlimited"],
         help="of the links, as tc has it; or 'unlimited'",
     )
     p.add_argument("--hosts", type=int, nargs="+", default=[2, 4], help="numbers of hosts")
@@ -155,13 +155,15 @@ def goals(rows: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
         full = of[f"{name}, {SMALL_GROUPS}"] if rate == "100mbit" else whole
         floor = max(of[f"{name}, {ALONE}"]["step_ms"], full["wire_ms"])
         measured = [
-            ("step, to torch's hook", full["step_ms"] / theirs["step_ms"], {"1gbit": 0.6}.get(rate, 0.55)),
-            ("step, to DDP", full["ratio_to_plain"], {"100mbit": 1 / 25, "unlimited": 0.8}.get(rate)),
+            ("step, to torch's hook", full["step_ms"] / theirs["step_ms"], {"1gbit": 0.35}.get(rate, 0.55)),
+            ("step, to DDP", full["ratio_to_plain"], {"100mbit": 1 / 25, "unlimited": 0.9}.get(rate)),
             ("step, to the larger of computing and wire", full["step_ms"] / floor, 1.15 if rate == "100mbit" else None),
             ("bytes, to the plan", full["wire_bytes"] / full["planned_wire_bytes"], 1.03),
             ("half-step: bytes, to the full step", half["wire_bytes"] / whole["wire_bytes"], 0.65),
             ("half-step: collectives, to the full step", half["collectives"] / whole["collectives"], 0.5),
-            ("int8: step, to DDP", of["int8"]["ratio_to_plain"], {"1gbit": 0.35}.get(rate)),
+            ("int8: step, to DDP", of["int8"]["ratio_to_plain"], {"1gbit": 0.35, "unlimited": 1.2}.get(rate)),
+            ("int4: step, to DDP", of["int4"]["ratio_to_plain"], {"unlimited": 1.2}.get(rate)),
+            ("int4: step, to int8", of["int4"]["step_ms"] / of["int8"]["step_ms"], {"1gbit": 1.0}.get(rate)),
             (
                 "int8: step, to the bf16 hook",
                 of["int8"]["step_ms"] / of["bf16_compress_hook"]["step_ms"],

@@ -13,6 +13,8 @@ from typing import Any
 ALONE = "each host alone"
 #: What a slow link wants: more messages, which travel while the next group is computed.
 SMALL_GROUPS = "groups of 128 KiB"
+#: The name of `WireDtype(PowerSGD(16), "int8")`, which pages recommend.
+RECOMMENDED = "PowerSGD, rank 16, int8"
 
 
 @dataclass

@@ -18,12 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, PowerSGD, WireDtype, diloco, plan
+from gradwire.core.algorithm import Algorithm
 from gradwire.torch_backend.engine.step import MESSAGE_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from given import HandedOver, drawn
 from shapes import gpt
-from subjects import ALONE, SMALL_GROUPS, Subject, parser, rows, sent_bytes
+from subjects import ALONE, RECOMMENDED, SMALL_GROUPS, Subject, parser, rows, sent_bytes
 
 PERIOD = 10  # of DiLoCo
 ONE_BUCKET = 1000.0  # MiB
@@ -64,10 +65,10 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
         expected = plan(shapes, PowerSGD(rank))
         return Subject(f"torch's powerSGD_hook, rank {rank}", backward(model), expected.wire_bytes, 3)
 
-    def ours(name: str, algorithm: PowerSGD, message_bytes: int = MESSAGE_BYTES) -> Subject:
+    def ours(name: str, algorithm: Algorithm, message_bytes: int = MESSAGE_BYTES) -> Subject:
         model = ddp()
         gw.register_comm_hook(model, algorithm, message_bytes=message_bytes)
-        expected = plan(shapes, algorithm)
+        expected = plan(shapes, algorithm, world_size=dist.get_world_size())
         return Subject(name, backward(model), expected.wire_bytes, expected.collectives)
 
     def alone() -> Subject:
@@ -103,6 +104,7 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
         ours(f"PowerSGD, rank {rank}", PowerSGD(rank)),
         ours(f"PowerSGD, rank {rank}, {SMALL_GROUPS}", PowerSGD(rank), message_bytes=1 << 17),
         ours(f"PowerSGD, rank {rank}, half-step", PowerSGD(rank, half_step=True)),
+        ours(RECOMMENDED, WireDtype(PowerSGD(16), "int8")),
         alone(),
         zero(),
         local(),

@@ -116,8 +116,10 @@ def written() -> int:
     return int(lines["wchar"])
 
 
-def steps_of(name: str, given: Mapping[str, tuple[int, ...]], store: CountingStore | None) -> dict[str, float]:
-    """What registration and steps of a subject need of this rank."""
+def steps_of(
+    name: str, given: Mapping[str, tuple[int, ...]], store: CountingStore | None, began: int
+) -> dict[str, float]:
+    """What registration and steps of a subject need of this rank. `began`: what its process group has asked of the store."""
     gradients, whole = drawn(dict(given), seed=dist.get_rank()), HandedOver(dict(given))
     cpu = time.process_time()
     model = DistributedDataParallel(whole)
@@ -138,17 +140,16 @@ def steps_of(name: str, given: Mapping[str, tuple[int, ...]], store: CountingSto
     sent = (handle.stats().bytes_sent - counted) / STEPS if handle else 4 * elements(given)
     found["bytes of a step"] = sent
     if store:
-        found["requests to the store"] = store.requests[True] - asked
+        found["requests to the store, with its process group"] = began + store.requests[True] - asked
     return found
 
 
 def work(tell: Callable[[Any], None], names: Sequence[str], given: Mapping[str, tuple[int, ...]], counts: bool) -> None:
     """Every subject in turn. Every rank calls this; what it needs most on any rank is told."""
     store = counting_group() if counts else None
-    if store:
-        tell({"subject": "init_process_group", "requests to the store": store.requests[False]})
+    began = store.requests[False] if store else 0
     for name in names:
-        found = steps_of(name, given, store)
+        found = steps_of(name, given, store, began)
         most = torch.tensor(list(found.values()), dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         tell({"subject": name, **dict(zip(found, most.tolist(), strict=True))})
@@ -179,7 +180,7 @@ def of_ranks(ranks: Sequence[int], tensors: int, said: Callable[[str], None]) ->
     names = [PEER, *methods(max(ranks))]
 
     def run(size: int) -> Any:
-        return told_by_ranks(work, names, shapes(tensors), True, replicas=size)
+        return told_by_ranks(work, names, shapes(tensors, width=256), True, replicas=size)
 
     return measured("ranks", ranks, names, run, said)
 

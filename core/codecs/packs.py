@@ -127,14 +127,16 @@ class Packer(Generic[A]):
 
     def divide(self, joined: A, part: Joined[A], arrays: Sequence[A], answers: list[Any]) -> None:
         """Answers of the shapes and dtypes of these arrays, of rows that were made of theirs."""
-        start = 0
+        ops, start = self.ops, 0
+        dtype = ops.dtype_of(arrays[part.members[0]])  # of all that share rows
+        longer = ops.dtype_of(joined) != dtype
         for i, rows in zip(part.members, part.rows, strict=True):
             own, shape = joined[start : start + rows] if len(part.rows) > 1 else joined, tuple(arrays[i].shape)
             if self.in_place:
                 x = own.reshape((-1,))[: math.prod(shape)].reshape(shape)
             else:
-                x = self.ops.storage.from_blocks(own, shape)
-            answers[i] = self.ops.cast(x, self.ops.dtype_of(arrays[i]))
+                x = ops.storage.from_blocks(own, shape)
+            answers[i] = ops.cast(x, dtype) if longer else x
             start += rows
 
     # ---- among replicas
