@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]
+from jax.sharding import NamedSharding
 
 from gradwire.core.advise.advice import name_of
 from gradwire.core.advise.compare.batches import endless
@@ -19,10 +20,11 @@ from gradwire.core.advise.compare.runs import Run
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.plan.plan import plan
 from gradwire.jax_backend.advise.model_shapes import specs_of_parameters
+from gradwire.jax_backend.axes.outside_meshes import outside_meshes
 from gradwire.jax_backend.engine.self_check import check_noted
 from gradwire.jax_backend.local_sgd.forms import is_nnx, is_train_state, parts, with_parts
 from gradwire.jax_backend.local_sgd.transform import LocalOptimizer, local_sgd
-from gradwire.jax_backend.state.types import PerReplica, Record, place_mark, warn_of_legacy_keys
+from gradwire.jax_backend.state.types import PerReplica, Record, on_host, place_mark, warn_of_legacy_keys
 from gradwire.jax_backend.transforms import average_gradients
 
 #: Of the replicas.
@@ -31,7 +33,8 @@ AXIS = "replicas"
 
 @dataclass(frozen=True)
 class Training:
-    """A training in pieces, of which `gradwire.compare` runs R replicas: on R devices, if this process has so many, and else on one, by `jax.vmap`.
+    """A training in pieces, of which `gradwire.compare` runs R replicas: on R devices, if this process has so many, and else on one, by `jax.vmap`. Arrays of a
+    state that is divided on a mesh come to each replica whole; on devices of their own replicas run with no mesh in context.
 
         def make(wrap, seed):
             params = model.init(jax.random.key(seed), jnp.zeros((1, 64)))["params"]
@@ -89,8 +92,25 @@ def run(
             f"make() called wrap {len(made)} times: call it once, on the optimizer that trains the parameters"
         )
     check_noted(jax.local_devices()[0])
+    # Replicas lie whole on a device each, which is no mesh of the user's: `jax.pmap` runs in no other.
+    train = outside_meshes(_train) if _devices(replicas) else _train
+    return train(training, algorithm, made[0], replicas, steps, seed, looks, on_step, factor)
+
+
+def _train(
+    training: Training,
+    algorithm: Any,
+    optimizer: Any,
+    replicas: int,
+    steps: int,
+    seed: int,
+    looks: Collection[int],
+    on_step: Callable[[], object],
+    factor: float,
+) -> Run:
+    """What `run` returns, of a training that was made."""
     form = _Form(training.state)
-    tx = made[0] if isinstance(algorithm, LocalSGD) else None
+    tx = optimizer if isinstance(algorithm, LocalSGD) else None
     step = _mapped(partial(_step, training, form, tx), replicas)
     params, _ = parts(training.state)
     specs = specs_of_parameters(params)
@@ -122,7 +142,7 @@ def _stacked(n: int, *own: Any) -> Any:
         raise ValueError(
             f"batches: arrays of batch {n} have shapes {', '.join(str(np.shape(x)) for x in own)} on the replicas; give all batches of a training one shape"
         )
-    return jnp.stack(own) if _is_key(own[0]) else np.stack(own)
+    return jnp.stack([_on_no_mesh(x) for x in own]) if _is_key(own[0]) else np.stack(own)
 
 
 def _is_key(x: Any) -> bool:
@@ -227,7 +247,7 @@ def _rows(form: _Form, replicas: int, leaf: Any) -> Any:
         leaf = one(jnp.asarray(leaf))
 
     def rows(x: Any) -> Any:
-        x = jnp.asarray(x)
+        x = _on_no_mesh(x)
         if not _is_key(x):
             warn_of_legacy_keys("an array of the state", x)
             return jnp.repeat(x[None], replicas, axis=0)
@@ -236,6 +256,15 @@ def _rows(form: _Form, replicas: int, leaf: Any) -> Any:
         return jnp.stack(own)
 
     return jax.tree.map(rows, leaf)
+
+
+def _on_no_mesh(x: Any) -> Any:
+    """A whole array, of one that may be divided on a mesh."""
+    if not isinstance(getattr(x, "sharding", None), NamedSharding):
+        return jnp.asarray(x)
+    if _is_key(x):
+        return jax.random.wrap_key_data(jnp.asarray(on_host(jax.random.key_data(x))), impl=jax.random.key_impl(x))
+    return jnp.asarray(on_host(x))
 
 
 def _same(x: Any, y: Any) -> bool:

@@ -20,6 +20,7 @@ from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.ops import Spec
 from gradwire.jax_backend.advise.step_time import ready, seconds_of
+from gradwire.jax_backend.axes.outside_meshes import outside_meshes
 from gradwire.jax_backend.engine.driver import drive
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.state.placement import replicate
@@ -28,6 +29,7 @@ from gradwire.jax_backend.transforms import average_gradients
 AXIS = "replicas"
 
 
+@outside_meshes
 def method_cost(algorithm: Algorithm | LocalSGD, specs: Mapping[str, Spec], replicas: int, device: Any = None) -> Cost:
     """Compile a method and run it on this device, on all gradients at once. One replica alone exchanges with itself, so decoding what many have sent is
     not in it; nothing is predicted to travel while backward goes on.

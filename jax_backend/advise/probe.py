@@ -30,11 +30,13 @@ from gradwire.core.protocol.groups import Groups
 from gradwire.core.text.options import AtLeast1, checked
 from gradwire.jax_backend.advise.step_time import ready
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
+from gradwire.jax_backend.axes.outside_meshes import outside_meshes
 from gradwire.jax_backend.engine.barrier import meet
 from gradwire.jax_backend.engine.driver import drive
 
 
 @checked
+@outside_meshes
 def probe(mesh: Mesh, axis_name: AxisName, *, nodes: AtLeast1 | None = None) -> Probe:
     """Measure latency and bandwidth along an axis, in some seconds. Each process calls it; all of them are told the same.
 
