@@ -157,19 +157,34 @@ class Coder(RowCoder[A]):
                 self._decode(pack, mine, arrays, sent)
             for part, rows in self._rows_of(pack, of_both):
                 x = self._share(rows, part.matrix, self._place_to_decode(part) if donated else None)
-                if watched and groups is None:  # the mean, since a sum of finite numbers may overflow
-                    shown.append(x if self.casts else ops.by_rows(lambda x, out=None: ops.max_abs(x), x))
+                if watched and groups is None:
+                    shown.append(self._shown(rows, x))
                 self._packer.divide(x, part, arrays, means)
         await watch(*shown)
         return means, sent
 
-    def _cannot_overflow(self, fields: Sequence[A]) -> bool:
-        """Whether the host knows that all codes (W, R, m) stand for finite numbers, and so do their sums."""
+    def _shown(self, fields: Sequence[A], mean: A) -> A:
+        """An array that is finite if the mean of these codes (W, R, m) is: their sum may overflow where each is finite."""
+        ops = self.ops
+        if self.casts:
+            return mean
+        if self._weights is None and isinstance(self.codec, Scaled):
+            return self._most(fields)
+        largest: A = ops.by_rows(lambda x, out=None: ops.max_abs(x), mean)
+        return largest
+
+    def _most(self, fields: Sequence[A]) -> A:
+        """At least what the sums of all replicas' codes (W, R, m) are in magnitude, for each row."""
         ops, codec, (_, scales) = self.ops, cast("Scaled", self.codec), fields
         most = ops.abs(scales[0])
         for i in range(1, scales.shape[0]):
             most = most + ops.abs(scales[i])
-        return bool(ops.truth(ops.all_finite(most * (codec.largest + 1.0))))
+        bound: A = most * (codec.largest + 1.0)
+        return bound
+
+    def _cannot_overflow(self, fields: Sequence[A]) -> bool:
+        """Whether the host knows that all codes (W, R, m) stand for finite numbers, and so do their sums."""
+        return bool(self.ops.truth(self.ops.all_finite(self._most(fields))))
 
     def _leave_coded(self, pack: Pack[A], fields: Sequence[A], answers: list[Any]) -> None:
         """Codes of a pack, (R, m) or of all replicas (W, R, m), as they are."""
