@@ -1,6 +1,7 @@
 """What it costs that `Auto` finds the method while a training runs, by a simulated clock that is fed with measured steps.
 
     python benchmarks/auto.py                    # writes benchmarks/results/auto.json
+    python benchmarks/auto.py --links            # trains on links that are shaped, Auto and each of its methods (Linux, as root; an hour, on a quiet machine)
 
 Steps are those of benchmarks/results/advice.json and network-two-levels.json, between hosts on shaped
 links, with noise. Beside each link as it is: one that changes, bursts, and a rank that is late.
@@ -14,7 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+import sys
+import tempfile
+import threading
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from gradwire.core.advise.choosing.chooser import Chooser
 from gradwire.core.advise.choosing.step_clock import clocked
 
 RESULTS = Path(__file__).parent / "results"
+WORKER = Path(__file__).parent / "network" / "worker_auto.py"
 #: By what they send, least first, as `Auto` tries them; after uncompressed averages.
 ROUNDING = ("WireDtype(AllReduce(), 'int8')", "WireDtype(AllReduce(), 'bfloat16')")
 SETS = {"Auto()": ROUNDING, 'Auto(loss="2%")': ("Quantize(dtype='int4')", "PowerSGD(rank=16)", *ROUNDING)}
@@ -93,11 +98,86 @@ def row_of(trace: np.ndarray, steps: int, bursts: float = 0.0) -> dict[str, Any]
     }
 
 
+def on_links(steps: int, layers: int, vocabulary: int, traces: Collection[str]) -> list[dict[str, Any]]:
+    """Real trainings of two hosts on links whose rate changes with the step: Auto, and each of its methods."""
+    sys.path.insert(0, str(WORKER.parent))
+    from lab import PORT, Lab, obstacle
+
+    if why := obstacle():
+        raise SystemExit(why)
+    half = steps // 2
+    bursts = {begin + i: rate for begin in range(half, steps, 250) for i, rate in ((0, "100mbit"), (BURST, None))}
+    rates: dict[str, tuple[dict[int, str | None], float]] = {
+        **{name: ({0: name}, 0.0) for name in ("100mbit", "1gbit")},
+        "unlimited": ({0: None}, 0.0),
+        "becomes slow": ({0: None, half: "100mbit"}, 0.0),
+        "becomes fast": ({0: "100mbit", half: None}, 0.0),
+        "bursts": ({0: None, **bursts}, 0.0),
+        "a late rank": ({0: "1gbit"}, 0.1),
+    }
+    rows = []
+    for name, (changes, late) in rates.items():
+        if traces and name not in traces:
+            continue
+        row: dict[str, Any] = {"trace": name, "steps": steps}
+        for method in ("Auto", "plain", "int8", "bfloat16"):
+            with Lab(2, changes[0]) as lab, tempfile.TemporaryDirectory() as folder:
+                progress = Path(folder) / "step"
+
+                options = [f"--method={method}", f"--steps={steps}", f"--late={late}", f"--progress={progress}"]
+                options += [f"--layers={layers}", f"--vocabulary={vocabulary}"]
+
+                def command(host: int, lab: Lab = lab, options: list[str] = options) -> list[str]:
+                    return [
+                        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={host}"),
+                        *("--nproc-per-node=1", f"--master-addr={lab.address(0)}", f"--master-port={PORT}"),
+                        *(f"--local-addr={lab.address(host)}", str(WORKER), *options),
+                    ]
+
+                ended = threading.Event()
+                follower = threading.Thread(target=_follow, args=(lab, progress, dict(changes), ended))
+                follower.start()
+                try:
+                    found = json.loads(lab.run(command, timeout=7200)[0].strip().splitlines()[-1])
+                finally:
+                    ended.set()
+                    follower.join()
+            row |= {method: found["seconds"]} | ({"choices": found["choices"]} if method == "Auto" else {})
+        row["to_best"] = row["Auto"] / min(row[method] for method in ("plain", "int8", "bfloat16"))
+        print(f"{name:<14} {row['to_best']:.3f} of the best", flush=True)
+        rows.append(row)
+    return rows
+
+
+def _follow(lab: Any, progress: Path, changes: dict[int, str | None], ended: threading.Event) -> None:
+    """Change the links when a step has come."""
+    while not ended.wait(0.02):
+        now = int(progress.read_text() or 0) if progress.exists() else 0
+        for step in sorted(step for step in changes if 0 < step <= now):
+            lab.shape(changes.pop(step))
+
+
 def main() -> None:
     p = argparse.ArgumentParser(prog="python benchmarks/auto.py", description=(__doc__ or "").split("\n")[0])
     p.add_argument("--steps", type=int, nargs="+", default=[1000, 10_000], help="of the trainings")
-    p.add_argument("--output", type=Path, default=RESULTS / "auto.json")
+    p.add_argument("--links", action="store_true", help="trainings on shaped links in place of the simulated clock")
+    p.add_argument(
+        "--traces", nargs="*", default=[], help="with --links: some of them, such as 'becomes slow'; none: all"
+    )
+    p.add_argument("--layers", type=int, default=6, help="with --links: of the GPT; 6 make 25 million parameters")
+    p.add_argument("--vocabulary", type=int, default=12_000, help="with --links: of the GPT")
+    p.add_argument("--output", type=Path, help="benchmarks/results/auto.json, or auto-links.json")
     args = p.parse_args()
+    args.output = args.output or RESULTS / ("auto-links.json" if args.links else "auto.json")
+    if args.links:
+        save(
+            {
+                "command": "python benchmarks/auto.py --links",
+                "rows": on_links(args.steps[0], args.layers, args.vocabulary, args.traces),
+            },
+            args.output,
+        )
+        return
     subjects = [(name, model, links) for name, methods in SETS.items() for model, links in measured(methods).items()]
     subjects.append(("by nodes", "GPT, 25 million, 2 x 2", two_by_two()))
     rng, rows = np.random.default_rng(0), []

@@ -104,11 +104,27 @@ class Lab:
             do("ip", "-n", space, "link", "set", "lo", "up")
             do("ip", "netns", "exec", space, "sh", "-c", f"echo {CONGESTION_CONTROL} > {TCP}/tcp_congestion_control")
             do("ip", "-n", switch, "link", "set", far, "master", bridge, "up")
-            for where, interface in ((space, INTERFACE), (switch, far)):
-                if self.rate is not None:
-                    burst = BURST[self.rate[-4:]]
-                    shape = ["root", "tbf", "rate", self.rate, "burst", burst, "latency", "100ms"]
-                    do("ip", "netns", "exec", where, "tc", "qdisc", "add", "dev", interface, *shape)
+        self.shape(self.rate)
+
+    def shape(self, rate: str | None) -> None:
+        """Give all links another rate, from now on."""
+        for host in range(self.hosts):
+            for where, interface in ((self._namespace(host), INTERFACE), (f"{self._id}s", f"{self._id}f{host}")):
+                tc = ["ip", "netns", "exec", where, "tc", "qdisc"]
+                if rate is not None:
+                    burst = BURST[rate[-4:]]
+                    do(
+                        *tc,
+                        "replace",
+                        "dev",
+                        interface,
+                        *("root", "tbf", "rate", rate, "burst", burst),
+                        "latency",
+                        "100ms",
+                    )
+                elif self.rate is not None:
+                    do(*tc, "del", "dev", interface, "root")
+        self.rate = rate
 
     def _tear_down(self) -> None:
         for process in self._processes:
