@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from given import HandedOver, drawn
 from shapes import gpt
 
-METHODS = {"Auto": Auto(), "plain": AllReduce(), **{d: WireDtype(AllReduce(), d) for d in ("int8", "bfloat16")}}
+METHODS: dict[str, Any] = {
+    "Auto": Auto(),
+    "plain": AllReduce(),
+    **{d: WireDtype(AllReduce(), d) for d in ("int8", "bfloat16")},
+}
 
 
 def main() -> None:
