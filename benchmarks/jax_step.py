@@ -1,7 +1,7 @@
 """What averaging costs in JAX: time and temporary memory of a step beside plain `pmean`, and what XLA needs to compile it.
 
     python benchmarks/jax_step.py                 # writes benchmarks/results/jax_step.json and prints a table
-    python benchmarks/jax_step.py --layers 1 --vocabulary 200 --repeats 1 --compile-matrices 0 --output /tmp/jax_step.json
+    python benchmarks/jax_step.py --layers 1 --vocabulary 200 --repeats 1 --compile-matrices 0 --compile-leaves --output /tmp/jax_step.json
 
 A step takes given gradients of a GPT, averages them and updates the parameters, under `jax.shard_map`, everything donated; on one device and on
 two, each in a process of its own. Subjects take turns; ratios are medians over the rounds. Processor time is that of all threads: on a busy
@@ -29,6 +29,8 @@ from shapes import elements, gpt
 
 AXIS = "data"
 PMEAN = "pmean"
+#: Of leaves that are only compiled, in turn.
+TEN = ((64, 64), (64, 128), (128, 64), (64, 192), (96, 96), (192, 64), (64, 256), (256, 64), (128, 96), (96, 128))
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -56,6 +58,23 @@ def transformations(ranks: list[int]) -> dict[str, Any]:
         subjects[f"PowerSGD, rank {rank}"] = power_sgd(rank, axis_name=AXIS)
         subjects[f"half-step, rank {rank}"] = power_sgd(rank, axis_name=AXIS, half_step=True)
     return subjects
+
+
+def methods() -> dict[str, Any]:
+    """Name → what averages many leaves: a method of each kind."""
+    from gradwire import AllReduce, PowerSGD, Quantize, Sign, TopK, WireDtype
+    from gradwire.jax_backend import average_gradients
+
+    int8 = WireDtype(AllReduce(), "int8")
+    kinds = {
+        "PowerSGD, rank 4": PowerSGD(4),
+        "int8": int8,
+        "Quantize": Quantize("int8"),
+        "TopK": TopK(64),
+        "Sign": Sign(),
+    }
+    plain = {PMEAN: transformations([])[PMEAN]}
+    return plain | {name: average_gradients(each, axis_name=AXIS) for name, each in kinds.items()}
 
 
 def compiled(tx: Any, shapes: Shapes, mesh: Any, optimizer: str) -> Subject:
@@ -156,7 +175,12 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
         }
         tried = transformations([4])
         many = [common | {"subject": n} | compiled(tx, two, mesh, "adam").facts for n, tx in tried.items()]
-    return {"device": devices[0].device_kind, "jax": jax.__version__, "rows": rows, "compile": many}
+    leaves = []
+    for n in args.compile_leaves:
+        of_ten = {f"{i:04}": TEN[i % len(TEN)] for i in range(n)}
+        about = common | {"leaves": n}
+        leaves += [about | {"subject": k} | compiled(tx, of_ten, mesh, "sgd").facts for k, tx in methods().items()]
+    return {"device": devices[0].device_kind, "jax": jax.__version__, "rows": rows, "compile": many, "leaves": leaves}
 
 
 def launch(args: argparse.Namespace, devices: int) -> dict[str, Any]:
@@ -180,6 +204,9 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=15, help="timed steps of each")
     p.add_argument("--platform", default="cpu", help="of the devices, as JAX calls it: cpu, cuda")
     p.add_argument("--compile-matrices", type=int, default=300, help="of two shapes, which are only compiled; 0: none")
+    p.add_argument(
+        "--compile-leaves", type=int, nargs="*", default=[100, 400, 1000], help="of ten shapes, which are only compiled"
+    )
     p.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "jax_step.json")
     p.add_argument("--worker", type=int, default=0, help=argparse.SUPPRESS)
     args = p.parse_args()
@@ -200,6 +227,11 @@ def main() -> None:
             f"{r['devices']} devices  {args.compile_matrices} matrices, adam, {r['subject']:<24} {r['cpu_s']:5.1f} s of processor time,"
             f" {r['instructions']} instructions"
         )
+    for r in (row for result in results for row in result["leaves"]):
+        print(
+            f"{r['devices']} devices  {r['leaves']:5} leaves of ten shapes, {r['subject']:<24} {r['cpu_s']:5.1f} s of processor time,"
+            f" {r['instructions']} instructions, temporary {r['temporary_gradients']:5.2f} gradients"
+        )
     result = {
         "command": " ".join(["python benchmarks/jax_step.py", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {results[0]['device']}, jax {results[0]['jax']}",
@@ -208,6 +240,7 @@ def main() -> None:
         "repeats": args.repeats,
         "rows": [row for r in results for row in r["rows"]],
         "compile": [row for r in results for row in r["compile"]],
+        "leaves": [row for r in results for row in r["leaves"]],
     }
     save(result, args.output)
 

@@ -313,16 +313,21 @@ class Ops(Primitives[A], Protocol):
         return None
 
     def bundle(
-        self, gradients: dict[str, A], tensors: Mapping[str, Mapping[str, A]], alike: Callable[[str], Hashable | None]
+        self,
+        gradients: dict[str, A],
+        tensors: Mapping[str, Mapping[str, A]],
+        alike: Callable[[str], Hashable | None],
+        *,
+        multiplied: bool,
     ) -> Bundled[A] | None:
-        """Tensors that are better computed with as stacks, where `alike` gives them the same, joined. None: there are none.
+        """Tensors of one shape that are better computed with as stacks, where `alike` gives them the same, joined. None: there are none.
 
-        For programs that do to gradients and errors what `add_each` calls multiplied.
+        `multiplied` promises of gradients and errors what it promises in `add_each`: they may be left apart until they are multiplied.
         """
         return None
 
     def unbundle(self) -> Ops[A]:
-        """The same, but `bundle` joins nothing: for what is sent in blocks, which begin anew with each tensor."""
+        """The same, but `bundle` joins nothing: for what another program sends in blocks, which begin anew with each tensor."""
         return self
 
     def errors_after(

@@ -37,7 +37,10 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
     "gpu": (["--tiny"], "parts", 8, "rows left_out seconds"),
     "half_step.py": (["--rates", "0.1", "--seeds=1", "--epochs=1"], "accuracy_percent", 12, "0.1"),
     "jax_step.py": (
-        [*TINY, "--layers=0", "--width=64", "--context=64", "--ranks=2", "--devices", "1", "--compile-matrices=2"],
+        [
+            *[*TINY, "--layers=0", "--width=64", "--context=64", "--ranks=2", "--devices", "1", "--compile-matrices=2"],
+            "--compile-leaves=2",
+        ],
         *("rows", 5, "subject devices step_ms cpu_s step_to_pmean cpu_to_pmean all_reduces"),
     ),
     "kernels.py": (

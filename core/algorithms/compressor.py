@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from gradwire.core.algorithm import State, Stepped, check_specs
@@ -53,6 +54,7 @@ class Hints(NamedTuple):
 
 class StepContext(NamedTuple):
     """When a step happens: `step` (an int or a traced int32 scalar) and `phase`, an int below the compressor's `phases`. And with which memory: `state`.
+    `stacks`: of what `compress_together` is given, the name of each stack → the names of the tensors in it, along a leading axis.
 
     `q = await mean(local, overlap=context.residual(LowRank(p, local)))` lets a driver compute the residual while the last
     message is on its way. That is written over `x`, of which no more use may be made.
@@ -69,6 +71,7 @@ class StepContext(NamedTuple):
     phase: int = 0
     left: Residual[Any] | None = None
     state: State[Any] = State()
+    stacks: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     def residual(self, sent: Any) -> Residual[Any] | None:
         """The residual of the tensor, for the `overlap` of a `mean`.
@@ -216,12 +219,13 @@ class Compressor(abc.ABC):
         self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], context: StepContext
     ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:
         """A program that does for all these tensors what `compress` does for each, in their order; None where that is no better. What comes back of a
-        tensor must not depend on what is sent beside it. Arrays may be `gradwire.core.kernels.payloads.Coded`."""
+        tensor must not depend on what is sent beside it. Arrays may be `gradwire.core.kernels.payloads.Coded`. Tensors that are `alike` may come as one
+        array, see `StepContext.stacks`, and are answered as one."""
         return None
 
     def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> Hashable | None:
-        """What a tensor, with this shape of its gradient and this memory of its own, has in common with those that `compress_stack` can compress
-        as one stack with it; None: nothing."""
+        """What a tensor, with this shape of its gradient and this memory of its own, has in common with those that `compress_stack`, or
+        `compress_together`, can compress as one stack with it; None: nothing."""
         return None
 
     async def compress_stack(
@@ -310,8 +314,8 @@ class Compressor(abc.ABC):
         linear = self.hints.linear and self.error_feedback is True
         tensors: Mapping[str, Mapping[str, A]] = state.tensors
         bundled = None
-        if linear and ops.bundles and self.state_dtype is None:
-            bundled = ops.bundle(g, tensors, partial(self._alike, g, tensors))
+        if ops.bundles and self.state_dtype is None:
+            bundled = ops.bundle(g, tensors, partial(self._alike, g, tensors), multiplied=linear)
         if bundled is not None:
             g, tensors = bundled.gradients, bundled.tensors
         names = [name for name in g if name in tensors]
@@ -323,7 +327,8 @@ class Compressor(abc.ABC):
         if self.error_feedback:
             errors = [tensors[name][ERROR] for name in names]
             if self.hints.recompute and self.state_dtype is None:
-                terms = list(zip(x, errors, strict=True))
+                stacks = {} if bundled is None else bundled.names
+                terms = [None if n in stacks else both for n, *both in zip(names, x, errors, strict=True)]
             x = ops.add_each(x, errors, multiplied=linear)
         sums = [Residual(ops, each, terms=own) for each, own in zip(x, terms, strict=True)]
         return _Lot(dict(zip(names, sums, strict=True)), rest, tensors, bundled, step, state)
@@ -336,12 +341,12 @@ class Compressor(abc.ABC):
         """All messages of a step in this phase. XLA copies what a branch returns, so nothing as large as a gradient is made here."""
         x = lot.x
         memories = {name: {key: m for key, m in lot.tensors[name].items() if key != ERROR} for name in x}
-        context = StepContext(lot.step, phase, state=lot.state)
+        stacks = {} if lot.bundled is None else lot.bundled.names
+        context = StepContext(lot.step, phase, state=lot.state, stacks=stacks)
         joint = self.compress_together(ops, {name: left.x for name, left in x.items()}, memories, context)
         programs: list[Program[Any]] = [] if joint is None else [joint]
         # A kernel that computes the residual as it commits it takes no longer than one that commits what was computed before.
         early = self.error_feedback and not (self.error_feedback is True and ops.late_residuals)
-        stacks = {} if lot.bundled is None else lot.bundled.names
         for name, left in x.items() if joint is None else ():
             context = StepContext(lot.step, phase, left if early else None, lot.state)
             if name in stacks:
@@ -357,10 +362,10 @@ class Compressor(abc.ABC):
         for name, mean in zip(x, means, strict=True):
             if isinstance(mean, PAYLOADS):
                 received[name] = mean
-            elif self.state_dtype is None:
+            elif self.state_dtype is None and name not in stacks:
                 averages[name] = mean
-            else:
-                received[name] = Dense(mean)  # of another dtype than the average that a warm-up step has of it
+            else:  # of another dtype, or shape, than the average that a warm-up step has of it
+                received[name] = Dense(mean)
         own = dict(zip(x, payloads_of(sent), strict=True))
         return _Exchanged(own, dict(zip(x, memory, strict=True)), received, averages)
 

@@ -10,6 +10,7 @@ from typing import Any
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.compressor import ERROR, Compressor, Hints, StepContext
 from gradwire.core.codecs.options import Quantizer
+from gradwire.core.codecs.packs import LARGE
 from gradwire.core.codecs.shares import Extent, deal
 from gradwire.core.ops import A, Ops, Spec
 from gradwire.core.protocol import mean_each, together, world_size
@@ -78,6 +79,13 @@ class Quantize(Quantizer, Compressor):
         """All tensors in a few kernels."""
         return self._all(ops, x, memory, context, late=self.error_feedback is True) if x else None
 
+    def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> int | None:
+        """The length of the tensor's rows, where it fills them and draws nothing by its name: then rows of several are those of one."""
+        n, codec = math.prod(shape), self._codec
+        rows, width = codec.layout(n)
+        filled = rows * width == n < LARGE and codec.layout(2 * n) == (2 * rows, width)
+        return width if filled and self.error_feedback and not self.stochastic else None
+
     async def _all(
         self,
         ops: Ops[A],
@@ -97,7 +105,8 @@ class Quantize(Quantizer, Compressor):
         dense = {name: x[name] for name in names if name in dealt.dense}
 
         async def of_codes() -> tuple[dict[str, Any], dict[str, Any]]:
-            arrays, firsts = [x[name] for name in coded], [dealt.first.get(name, 0) for name in coded]
+            arrays, members = [x[name] for name in coded], [context.stacks.get(name, (name,)) for name in coded]
+            firsts = [tuple(dealt.first.get(name, 0) for name in own) for own in members]
             coder = self._coder_of(ops, coded, context.step)
             means, sent = await coder.mean_and_sent(arrays, firsts, late=late)
             return dict(zip(coded, means, strict=True)), dict(zip(coded, sent, strict=True))

@@ -10,29 +10,26 @@ two things: each column of a matrix has values of its own, and there are two, th
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, Literal, NamedTuple
 
 from gradwire.core.algorithms.compressor import Compressor, StepContext
 from gradwire.core.algorithms.shared.views import view_of
-from gradwire.core.kernels.arrays import array_key
+from gradwire.core.kernels.arrays import array_key, group_by
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, reshape_if_needed, wide_dtype
 from gradwire.core.protocol import gather, replica_weights, together, watch, world_size
 from gradwire.core.protocol.programs import Program
 
-#: Elements of the largest tensor that is copied to be computed with together with others.
-SHORT = 1 << 16
-
 
 class _Lot(NamedTuple, Generic[A]):
-    """What is computed with as one: the tensors of these names, in `array`, which has a leading axis for them if they are several.
+    """What is computed with as one: a tensor, or as many `tensors` in an array with a leading axis for them.
 
     `sharing`: the shape of its numbers, of length 1 along axes whose elements share one.
     """
 
-    names: list[str]
+    tensors: int
     array: A
     sharing: tuple[int, ...]
 
@@ -87,48 +84,45 @@ class Sign(Compressor):
         Returns:
             This replica's signs times its scales, the mean of those of all replicas, both of the shape of `x`; and `memory` as it was.
         """
-        ((sent, mean, after),) = await self._all(ops, {name: x}, {name: memory})
+        ((sent, mean, after),) = await self._all(ops, {name: x}, {name: memory}, context)
         return sent, mean, after
 
     def compress_together(
         self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], context: StepContext
     ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:
-        """The bits of several tensors are packed and averaged as those of one; and small ones of one shape are a stack, where that takes less time to
-        compile."""
-        return self._all(ops, x, memory) if len(x) > 1 else None
+        """The bits of several tensors are packed and averaged as those of one."""
+        return self._all(ops, x, memory, context) if len(x) > 1 or context.stacks else None
+
+    def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> tuple[int, ...]:
+        """How the tensor lies: those that lie alike are signed as one."""
+        return self._lies(name, shape)
 
     def splittable(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
         """True where a tensor has one scale, and no piece is filled up."""
         return self.per == "tensor" and axis is not None
 
     async def _all(
-        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]]
+        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], context: StepContext
     ) -> list[tuple[Any, Any, dict[str, A]]]:
-        kinds: dict[Hashable, dict[Hashable, list[str]]] = {}
-        for name, each in x.items():
-            lies = self._lies(name, tuple(each.shape))
-            key = lies if ops.storage.max_joined and math.prod(lies) <= SHORT else name
-            kinds.setdefault(array_key(ops, each), {}).setdefault(key, []).append(name)
-        lots = [
-            [self._lot(ops, {name: x[name] for name in names}) for names in kind.values()] for kind in kinds.values()
-        ]
+        kinds = group_by(x, [array_key(ops, each) for each in x.values()])
+        lots = [[self._lot(name, x[name], context.stacks.get(name, ())) for name in names] for names in kinds]
         answers = await together([self._gather_means(ops, own) for own in lots])
-        found: dict[str, tuple[A, A]] = {}
-        for lot, both in zip(chain(*lots), chain(*answers), strict=True):
-            shapes = [tuple(x[name].shape) for name in lot.names]
-            own, average = (_apart(ops, whole, shapes) for whole in both)
-            found |= zip(lot.names, zip(own, average, strict=True), strict=True)
-        return [(*found[name], memory[name]) for name in x]
+        found = dict(zip(chain(*kinds), chain(*answers), strict=True))
 
-    def _lot(self, ops: Ops[A], x: dict[str, A]) -> _Lot[A]:
-        (name, first), *others = x.items()
-        lies = self._lies(name, tuple(first.shape))
+        def as_it_was(name: str) -> tuple[Any, ...]:
+            return tuple(reshape_if_needed(each, tuple(x[name].shape)) for each in found[name])
+
+        return [(*as_it_was(name), memory[name]) for name in x]
+
+    def _lot(self, name: str, x: A, members: Sequence[str]) -> _Lot[A]:
+        lies = self._lies(name, tuple(x.shape[1:] if members else x.shape))
         shared = {"tensor": (1,) * len(lies), "row": (*lies[:-1], 1), "column": (*lies[:-2], 1, lies[-1])}[self.per]
-        if not others:
-            return _Lot([name], reshape_if_needed(first, lies), shared)
-        # As rows, which a TPU does not move.
-        some = ops.stack([each.reshape(lies if lies[0] > 1 else (lies[-1],)) for each in x.values()])
-        return _Lot(list(x), some, (len(x), *(shared if lies[0] > 1 else shared[1:])))
+        if not members:
+            return _Lot(1, reshape_if_needed(x, lies), shared)
+        # Rows as rows, which a TPU does not move.
+        first = 1 if lies[0] == 1 else 0
+        shape = (len(members), *lies[first:])
+        return _Lot(len(members), reshape_if_needed(x, shape), (len(members), *shared[first:]))
 
     async def _gather_means(self, ops: Ops[A], lots: Sequence[_Lot[A]]) -> list[tuple[A, A]]:
         """Of each of these, of one kind: this replica's signs times its scales, and the mean of those of all replicas, both of its shape."""
@@ -170,7 +164,7 @@ class Sign(Compressor):
     def _scales(self, ops: Ops[A], lots: Sequence[_Lot[A]], wide: str) -> list[A]:
         """(magnitudes, N) of all lots, one after the other, or of each by itself. An inf or NaN shows in them."""
         if self.per == "tensor" and self.magnitudes == 1:
-            stacks = [lot.array.reshape((len(lot.names), -1)) for lot in lots]
+            stacks = [lot.array.reshape((lot.tensors, -1)) for lot in lots]
             return [ops.mean_abs_each(stacks).reshape((1, -1))]
         each = [self._scales_of(ops, lot, wide).reshape((self.magnitudes, -1)) for lot in lots]
         # Those of rows are many: a TPU's compiler takes longer to join them than it saves.
@@ -182,7 +176,7 @@ class Sign(Compressor):
 
         def mean_abs(x: A) -> A:
             if self.per == "tensor":
-                return ops.mean_abs(x.reshape((len(lot.names), -1)))
+                return ops.mean_abs(x.reshape((lot.tensors, -1)))
             return ops.mean_abs(x.mT if self.per == "column" else x)
 
         if self.magnitudes == 1:
@@ -202,13 +196,3 @@ class Sign(Compressor):
         if view is None:
             return (math.prod(shape), 1) if self.per == "column" else (1, math.prod(shape))
         return view.shape
-
-
-def _apart(ops: Ops[A], whole: A, shapes: Sequence[tuple[int, ...]]) -> list[A]:
-    """The tensors of a lot; torch would copy the only one."""
-    if len(shapes) == 1:
-        return [reshape_if_needed(whole, shapes[0])]
-    if len(whole.shape) == 2:
-        return ops.from_rows(whole.reshape((1, -1)), shapes)
-    # Matrices, of which a TPU would move every element to have them in one row.
-    return [reshape_if_needed(x, shape) for x, shape in zip(ops.unstack(whole), shapes, strict=True)]

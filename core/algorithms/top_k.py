@@ -96,7 +96,12 @@ class TopK(Compressor):
         Returns:
             This replica's elements at their places, the mean of those of all replicas, zeros elsewhere; and `memory` as it was.
         """
-        return *(await self._exchange_blocks(ops, {name: x}))[name], memory
+        return *(await self._exchange_blocks(ops, {name: x}, context))[name], memory
+
+    def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> Blocks | None:
+        """The tensor's blocks: those that are cut alike are cut as one. None where something would be filled up between two of them."""
+        blocks = self._blocks(name, shape)
+        return blocks if self._fills_bytes(blocks) and blocks.and_below(blocks) is not None else None
 
     def splittable(self, name: str, shape: tuple[int, ...], axis: int | None, pieces: int) -> bool:
         """True where the blocks of the pieces are those of the tensor."""
@@ -109,33 +114,43 @@ class TopK(Compressor):
         self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], context: StepContext
     ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:
         """The blocks of several tensors are searched, packed and added up as those of one."""
-        messages = self._group_by_message(ops, x)
-        return None if len(messages) == len(x) else self._all(ops, x, memory, messages)
+        messages = self._group_by_message(ops, x, context)
+        together = len(messages) < len(x) or context.stacks
+        return self._all(ops, x, memory, messages, context) if together else None
 
     async def _all(
-        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], messages: list[list[str]]
+        self,
+        ops: Ops[A],
+        x: Mapping[str, A],
+        memory: Mapping[str, dict[str, A]],
+        messages: list[list[str]],
+        context: StepContext,
     ) -> list[tuple[Any, Any, dict[str, A]]]:
-        answers = await together([self._exchange_blocks(ops, {name: x[name] for name in names}) for names in messages])
+        own = [{name: x[name] for name in names} for names in messages]
+        answers = await together([self._exchange_blocks(ops, each, context) for each in own])
         found = dict(chain.from_iterable(answer.items() for answer in answers))
         return [(*found[name], memory[name]) for name in x]
 
-    def _group_by_message(self, ops: Ops[A], x: Mapping[str, A]) -> list[list[str]]:
+    def _group_by_message(self, ops: Ops[A], x: Mapping[str, A], context: StepContext) -> list[list[str]]:
         """Which tensors are sent as one: those of as many elements of each block, whose positions fill whole bytes, so that no more is sent. Blocks of one length
         come after each other."""
         alike: dict[Hashable, list[tuple[int, str]]] = {}
         for name, each in x.items():
-            blocks = self._blocks(name, tuple(each.shape))
-            kept = self._kept(blocks)
-            whole = blocks.count * kept * bits_of(blocks.length) % 8 == 0
-            alike.setdefault((array_key(ops, each), kept) if whole else name, []).append((blocks.length, name))
+            blocks = self._blocks_in(name, each, context)
+            key = (array_key(ops, each), self._kept(blocks)) if self._fills_bytes(blocks) else name
+            alike.setdefault(key, []).append((blocks.length, name))
         return [[name for _, name in sorted(names, key=itemgetter(0))] for names in alike.values()]
 
-    def _group_by_matrix(self, ops: Ops[A], x: Mapping[str, A]) -> list[tuple[list[str], Blocks]]:
+    def _fills_bytes(self, blocks: Blocks) -> bool:
+        """Whether the positions of all that is kept fill whole bytes."""
+        return blocks.count * self._kept(blocks) * bits_of(blocks.length) % 8 == 0
+
+    def _group_by_matrix(self, ops: Ops[A], x: Mapping[str, A], context: StepContext) -> list[tuple[list[str], Blocks]]:
         """Which of these tensors are cut as one matrix: those of one width and one length of blocks, up to `Storage.max_joined` elements."""
         parts: list[tuple[list[str], Blocks]] = []
         open_: dict[tuple[int, int], int] = {}
         for name, each in x.items():
-            blocks = self._blocks(name, tuple(each.shape))
+            blocks = self._blocks_in(name, each, context)
             i = open_.setdefault((blocks.width, blocks.length), len(parts))
             both = parts[i][1].and_below(blocks) if i < len(parts) and ops.storage.max_joined else None
             if both is None or both.count * both.length > ops.storage.max_joined:
@@ -145,9 +160,9 @@ class TopK(Compressor):
                 parts[i] = [*parts[i][0], name], both
         return parts
 
-    async def _exchange_blocks(self, ops: Ops[A], x: Mapping[str, A]) -> dict[str, tuple[A, A]]:
+    async def _exchange_blocks(self, ops: Ops[A], x: Mapping[str, A], context: StepContext) -> dict[str, tuple[A, A]]:
         """Of each of these tensors what this replica sent and the mean; their blocks are sent as those of one."""
-        parts = self._group_by_matrix(ops, x)
+        parts = self._group_by_matrix(ops, x, context)
         arrays = [_stack_rows(ops, [x[name] for name in names], blocks.width) for names, blocks in parts]
         cut = [blocks.cut(ops, each) for (_, blocks), each in zip(parts, arrays, strict=True)]
         found = await self._gathered(ops, [blocks for _, blocks in parts], cut, ops.join_order(arrays))
@@ -157,7 +172,7 @@ class TopK(Compressor):
             for name in names:
                 shape = tuple(x[name].shape)
                 start, end = end, end + math.prod(shape) // blocks.width
-                sent, mean = (y if len(names) == 1 else reshape_if_needed(y[start:end], shape) for y in dense)
+                sent, mean = (reshape_if_needed(y if len(names) == 1 else y[start:end], shape) for y in dense)
                 answers[name] = sent, mean
         return answers
 
@@ -222,6 +237,13 @@ class TopK(Compressor):
 
     def _blocks(self, name: str, shape: tuple[int, ...]) -> Blocks:
         return blocks_of(name, shape, self.per or 4096)
+
+    def _blocks_in(self, name: str, x: A, context: StepContext) -> Blocks:
+        """Those of a tensor, or of a stack of them."""
+        members = context.stacks.get(name)
+        if members is None:
+            return self._blocks(name, tuple(x.shape))
+        return self._blocks(members[0], tuple(x.shape[1:])).times(len(members))
 
     def _kept(self, blocks: Blocks) -> int:
         length = blocks.length

@@ -67,16 +67,16 @@ class Coder(RowCoder[A]):
         return (await self._mean(arrays, None, donated=donated, watched=watched, groups=groups))[0]
 
     async def mean_and_sent(
-        self, arrays: Sequence[A], firsts: Sequence[int], *, late: bool = False
+        self, arrays: Sequence[A], firsts: Sequence[tuple[int, ...]], *, late: bool = False
     ) -> tuple[list[Any], list[Any]]:
         """The means, and what counts as sent of this replica's arrays, whose mean they are: the error of the second rounding is subtracted from the part of the replica that
-        has rounded it. `firsts`: of `gradwire.core.codecs.shares.deal`. `late`: some of either may be left `Coded`."""
+        has rounded it. `firsts`: of `gradwire.core.codecs.shares.deal`, of each tensor that an array holds. `late`: some of either may be left `Coded`."""
         return await self._mean(arrays, firsts, late=late)
 
     async def _mean(
         self,
         arrays: Sequence[A],
-        firsts: Sequence[int] | None,
+        firsts: Sequence[tuple[int, ...]] | None,
         *,
         donated: bool = False,
         watched: bool = True,

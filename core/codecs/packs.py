@@ -67,14 +67,16 @@ class Packer(Generic[A]):
     codec: Codec
     in_place: bool = False
 
-    def packs(self, arrays: Sequence[A], replicas: int, firsts: Sequence[int] | None = None) -> list[Pack[A]]:
+    def packs(
+        self, arrays: Sequence[A], replicas: int, firsts: Sequence[tuple[int, ...]] | None = None
+    ) -> list[Pack[A]]:
         """All arrays that have elements. `firsts`: each is divided among the replicas by itself, as `gradwire.core.codecs.shares` says of the replica that
-        is dealt its first row."""
+        is dealt its first row; of an array that holds several tensors of one length, each of these."""
         ops, sent = self.ops, [i for i, x in enumerate(arrays) if size_of(x)]
         keys = [(array_key(ops, arrays[i]), self.codec.layout(size_of(arrays[i]))[1]) for i in sent]
         apart, packs = firsts is not None and replicas != 2, list[Pack[A]]()
         for members in group_by(sent, keys):
-            large = [i for i in members if size_of(arrays[i]) >= LARGE]
+            large = [i for i in members if size_of(arrays[i]) >= LARGE and (firsts is None or len(firsts[i]) == 1)]
             # Rows of a cast are single elements, which are not moved one by one.
             moved = not (self.in_place or (apart and isinstance(self.codec, Cast)))
             order = ops.join_order([arrays[i] for i in members]) if moved else None
@@ -99,13 +101,16 @@ class Packer(Generic[A]):
                 packs.append(Pack([self._joined(arrays, some) for some in shared]))
         return packs
 
-    def _shares(self, joined: Joined[A], members: Sequence[int], replicas: int, firsts: Sequence[int] | None) -> Shares:
+    def _shares(
+        self, joined: Joined[A], members: Sequence[int], replicas: int, firsts: Sequence[tuple[int, ...]] | None
+    ) -> Shares:
         """In the order of `members`, which is that of all replicas."""
         assert firsts is not None
         begin = dict(zip(joined.members, accumulate(joined.rows, initial=0), strict=False))
-        count = dict(zip(joined.members, joined.rows, strict=True))
-        divided = tuple((count[i], firsts[i]) for i in members)
-        return shares_of(replicas, divided, tuple(begin[i] for i in members))
+        count = {i: rows // len(firsts[i]) for i, rows in zip(joined.members, joined.rows, strict=True)}
+        divided = tuple((count[i], first) for i in members for first in firsts[i])
+        starts = tuple(begin[i] + k * count[i] for i in members for k in range(len(firsts[i])))
+        return shares_of(replicas, divided, starts)
 
     def _joined(self, arrays: Sequence[A], members: list[int]) -> Joined[A]:
         ops, matrices = self.ops, [self.matrix(arrays[i]) for i in members]

@@ -1,8 +1,9 @@
-"""Small matrices of one shape, computed with as one stack.
+"""Small tensors of one shape, computed with as one stack.
 
 XLA takes time for every operation of a program, whatever it computes: four products for each of 300 matrices are most of what a step of PowerSGD
-takes to compile. Here 60 of them share one. A stack is joined where it is multiplied, in a branch (`gradwire.jax_backend.ops.packing.within_a_branch`),
-and never stored beyond it; and the products that are as large as gradients wait for each other.
+takes to compile. Here 60 of them share one. What is only multiplied, and stored nowhere, is joined where it is multiplied, in a branch
+(`gradwire.jax_backend.ops.packing.within_a_branch`), and never stored beyond it; and the products that are as large as gradients wait for each other.
+What is coded is joined as it is added to its error, once, and what is left of it is cut apart where errors are stored.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import AxisType
 
 from gradwire.core.algorithms.compressor import ERROR
 from gradwire.jax_backend.axes.mapped_axis import varying_axes
-from gradwire.jax_backend.ops.lazy_sum import Sum
+from gradwire.jax_backend.ops.lazy_sum import Sum, limited
 from gradwire.jax_backend.ops.packing import Starts, always, taken, unstack
 from gradwire.jax_backend.ops.products import product
 from gradwire.jax_backend.ops.short_floats import converted
 
+#: Elements from which on a matrix is computed with by itself.
+LARGE = 1 << 16
 #: A stack has at most this part of the gradients of a model's small matrices, so that what is stored of it is little beside a gradient,
-PART = 8
+PART = 12
 #: or so many bytes, below which it is little anyway.
-STACK_BYTES = 1 << 18
+STACK_BYTES = 1 << 17
 
 
 class Turns:
@@ -33,17 +37,24 @@ class Turns:
 
     def __init__(self) -> None:
         self._decisions: dict[frozenset[str], jax.Array] = {}
-        self.starts: Starts = {}
+        self._starts: Starts = {}
 
     def take(self, operand: jax.Array, make: Callable[[], jax.Array]) -> jax.Array:
         """`make()`, after what was made before it."""
-        axes = varying_axes(operand)
-        decision = self._decisions.get(axes)
-        if decision is None:
-            decision = always(operand)
+        decision = self._decision(operand)
         # What the branch decides comes out of it again: there is no other sign of its end that costs nothing to read.
-        made, self._decisions[axes] = taken(decision, lambda: (make(), decision))
+        made, self._decisions[varying_axes(operand)] = taken(decision, lambda: (make(), decision))
         return made
+
+    def unstack(self, batch: jax.Array) -> list[jax.Array]:
+        """The members of a batch."""
+        return unstack(batch, self._starts, self._decision)
+
+    def _decision(self, operand: jax.Array) -> jax.Array:
+        axes = varying_axes(operand)
+        if axes not in self._decisions:
+            self._decisions[axes] = always(operand)
+        return self._decisions[axes]
 
 
 class Step:
@@ -78,6 +89,17 @@ class Members:
     def joined(self) -> jax.Array:
         joined: jax.Array = jnp.concatenate(self.arrays).reshape(self.shape)
         return joined
+
+    def plus(self, others: Members, ok: jax.Array | None = None) -> jax.Array:
+        """The sums, or where `ok` is false the others, joined: added up as they are joined, in one loop, since a stack of each would be as much memory again."""
+        pairs = zip(self.arrays, others.arrays, strict=True)
+        sums = [g + e if ok is None else lax.select(ok, g + e, e) for g, e in pairs]
+        return Members(sums, self.step).joined()
+
+    def replaced(self, ok: jax.Array, stack: jax.Array, limit: float) -> Members:
+        """The members of a stack where `ok` holds, else these, `limited`."""
+        pairs = zip(self.step.own.unstack(stack), self.arrays, strict=True)
+        return Members([lax.select(ok, jnp.asarray(x, y.dtype), limited(y, limit)) for x, y in pairs], self.step)
 
 
 class StackedSum(Sum):
@@ -127,27 +149,28 @@ class StackedSum(Sum):
         if self._sent is None:
             raise TypeError("nothing was subtracted from a stack of gradients and errors that is to be stored")
         step: Step = self.gradient.step
-        product = self._product(step.own, self._sent[0].mT, self._sent[1]).reshape(self.gradient.shape)
-        parts = zip(self.gradient.arrays, unstack(product, step.own.starts), self.error.arrays, strict=True)
-        return Members([Sum(g - part, error).added(ok, limit) for g, part, error in parts], step)
+        p, q = self._sent
+
+        def in_turn() -> jax.Array:
+            sums = self.gradient.plus(self.error, ok)
+            product = self._product(p.mT, q).reshape(sums.shape)
+            return lax.select(ok, sums - product, limited(sums, limit, stacked=1))
+
+        return Members(step.own.unstack(step.own.take(q, in_turn)), step)
 
     def replaced_by(self, thick: jax.Array, q: jax.Array) -> jax.Array:
         """`thick @ q`, which is equal on all replicas."""
-        return self._product(self.gradient.step.common, thick, q)
+        step: Step = self.gradient.step
+        return step.common.take(q, lambda: self._product(thick, q))
 
-    def _product(self, turns: Turns, thick: jax.Array, q: jax.Array) -> jax.Array:
-        """As large as this, in its turn."""
-
-        def in_turn() -> jax.Array:
-            batch = tuple(range(q.ndim - 2))
-            numbers = (((thick.ndim - 1,), (q.ndim - 2,)), (batch, batch))
-            return converted(product(thick, q, numbers), self.dtype)
-
-        return turns.take(q, in_turn)
+    def _product(self, thick: jax.Array, q: jax.Array) -> jax.Array:
+        batch = tuple(range(q.ndim - 2))
+        numbers = (((thick.ndim - 1,), (q.ndim - 2,)), (batch, batch))
+        return converted(product(thick, q, numbers), self.dtype)
 
 
 class Bundles:
-    """`gradwire.core.ops.Bundled`."""
+    """`gradwire.core.ops.Bundled`. Gradients and errors are `Members` of their stacks, which are joined where they are added."""
 
     def __init__(
         self,
@@ -162,8 +185,9 @@ class Bundles:
         self.gradients: dict[str, Any] = {name: g for name, g in gradients.items() if name not in members}
         self.tensors: dict[str, dict[str, Any]] = {n: dict(own) for n, own in tensors.items() if n not in members}
         for first, names in self.names.items():
-            self.gradients[first] = Members([gradients[name] for name in names], self._step)
+            g = Members([gradients[name] for name in names], self._step)
             together = {key: Members([tensors[name][key] for name in names], self._step) for key in tensors[first]}
+            self.gradients[first] = g if ERROR in together else g.joined()
             self.tensors[first] = {key: own if key == ERROR else own.joined() for key, own in together.items()}
 
     def apart(
@@ -179,16 +203,17 @@ class Bundles:
         return {name: single[name] for name in self._order}, memory
 
     def _members(self, stack: Any) -> Sequence[jax.Array]:
-        return stack.arrays if isinstance(stack, Members) else unstack(stack, self._step.common.starts)
+        return stack.arrays if isinstance(stack, Members) else self._step.common.unstack(stack)
 
 
 def bundles_of(
     gradients: dict[str, jax.Array],
     tensors: Mapping[str, Mapping[str, jax.Array]],
     alike: Callable[[str], Hashable | None],
-    large: int,
+    *,
+    multiplied: bool,
 ) -> Bundles | None:
-    """See `gradwire.core.ops.Ops.bundle`. `large`: elements from which on a matrix is computed with by itself."""
+    """See `gradwire.core.ops.Ops.bundle`."""
     mesh = jax.sharding.get_abstract_mesh()
     left = [n for n, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if kind != AxisType.Manual]
     if math.prod(left) > 1:
@@ -196,17 +221,28 @@ def bundles_of(
     groups: dict[Hashable, list[str]] = {}
     for name, own in tensors.items():
         g = gradients.get(name)
-        if g is None or g.ndim < 2 or not 0 < g.size < large or own[ERROR].dtype != g.dtype:
+        if g is None or not _is_small(g, own.get(ERROR, g), multiplied):
             continue
         kind = alike(name)
         if kind is not None:
             arrays = {"": g, **own}
             axes = tuple((key, x.shape, x.dtype.name, varying_axes(x)) for key, x in arrays.items())
             groups.setdefault((kind, axes), []).append(name)
-    limit = max(STACK_BYTES, sum(gradients[n].nbytes for names in groups.values() for n in names) // PART)
+    total = sum(gradients[n].nbytes for names in groups.values() for n in names)
+    limit = max(STACK_BYTES, total // PART) if multiplied else total
     stacks = [tuple(stack) for names in groups.values() for stack in _divided(names, gradients[names[0]].nbytes, limit)]
     stacks = [stack for stack in stacks if len(stack) > 1]
     return Bundles(gradients, tensors, stacks) if stacks else None
+
+
+def _is_small(g: jax.Array, error: jax.Array, multiplied: bool) -> bool:
+    """Whether a gradient may be part of a stack."""
+    if error.dtype != g.dtype:
+        return False
+    if multiplied:
+        return g.ndim > 1 and 0 < g.size < LARGE
+    # How large an error of float16 may be its norm decides, of each tensor by itself.
+    return 0 < g.size <= LARGE and error.dtype != jnp.float16
 
 
 def _divided(names: list[str], nbytes: int, limit: int) -> list[list[str]]:

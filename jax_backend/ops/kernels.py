@@ -16,28 +16,25 @@ from jax import lax
 from gradwire.core.kernels import rounding
 from gradwire.core.kernels.arrays import group_by
 from gradwire.core.kernels.bits import bytes_of_rows, pack_integers, unpack_integers
-from gradwire.core.kernels.gram_schmidt import each_shape
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.kernels.payloads import Payload, Residual
-from gradwire.core.kernels.rows import RowNumbers, of_tiles
+from gradwire.core.kernels.rows import RowNumbers
 from gradwire.core.ops import INTEGERS, Ops
 from gradwire.jax_backend.axes.auto_axes import free, whole
 from gradwire.jax_backend.axes.mapped_axis import vary, varying_axes
-from gradwire.jax_backend.ops import integers
-from gradwire.jax_backend.ops.batched_small import Bundles, Members, StackedSum, bundles_of
+from gradwire.jax_backend.ops import integers, signs
+from gradwire.jax_backend.ops.batched_small import LARGE, Bundles, Members, StackedSum, bundles_of
+from gradwire.jax_backend.ops.factors import orthonormal_each
 from gradwire.jax_backend.ops.lazy_sum import Sum, limited
 from gradwire.jax_backend.ops.packing import LANES, TILE, apart_on_tpu, chosen_each, columns, or_each, stored, unstack
 from gradwire.jax_backend.ops.products import product
 from gradwire.jax_backend.ops.short_floats import converted
+from gradwire.jax_backend.ops.sparse import Part, chosen, compared_on_tpu, parts_of, scatter_sums
 from gradwire.jax_backend.ops.storage import XlaStorage, in_tiles
-from gradwire.jax_backend.ops.tiles import product_of_tiles
 
-#: Up to this inner dimension a large product is computed element by element where it is used: XLA would store the result of a `dot` first.
+#: Up to this inner dimension a large product is computed element by element where it is used: XLA would store the result of a `dot` first. Of less than
+#: `LARGE` elements that saves less time than it takes to compile, since the program grows with the inner dimension.
 THIN = 16
-#: From so many elements on it saves more time than it takes to compile: the program grows with the inner dimension.
-LARGE = 1 << 16
-#: Up to so many positions in a row a TPU compares all of them with each place.
-FEW = 128
 #: Turns of a loop that are fused into one: each is compiled.
 AT_ONCE = 8
 #: Elements of the largest array that is made while the program is traced, and becomes part of it.
@@ -139,7 +136,7 @@ class JaxOps(Ops[jax.Array]):
 
     def _sum(self, x: jax.Array, y: jax.Array, multiplied: bool) -> jax.Array:
         if isinstance(x, Members) and isinstance(y, Members):
-            return StackedSum(x, y)  # type: ignore[return-value]  # the same
+            return StackedSum(x, y) if multiplied else x.plus(y)  # type: ignore[return-value]  # the same
         lazy = multiplied and x.ndim > 1 and x.size >= LARGE and x.dtype == y.dtype
         return Sum(x, y) if lazy else self.add(x, y, out=x)  # type: ignore[return-value]  # to programs it is an array
 
@@ -160,6 +157,8 @@ class JaxOps(Ops[jax.Array]):
         value: jax.Array | Sum = x(None)
         if isinstance(value, Sum) and value.error is y:
             return value.added(ok, limit)
+        if isinstance(y, Members):
+            return y.replaced(ok, value, limit)  # type: ignore[return-value, arg-type]  # no sum: what is multiplied is one
         # In the shape of the state, as `Sum.added`: so an accelerator writes over the argument.
         return lax.select(ok, jnp.asarray(value, y.dtype)[None], limited(y[None], limit))[0]
 
@@ -175,13 +174,13 @@ class JaxOps(Ops[jax.Array]):
         """The errors after a step. Of terms that are better added twice, a TPU adds them again: the sum would lie in memory all the time."""
 
         def again(sums: list[jax.Array], terms: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-            return [g + jnp.where(ok, error, 0) for g, error in terms]
+            return [g + lax.select(ok, error, jnp.zeros_like(error)) for g, error in terms]
 
-        if terms := [each.terms for each in x if each.terms is not None]:
+        if apart := [i for i, each in enumerate(x) if each.terms is not None]:
             # With a condition, since XLA finds the same sum.
-            sums = [each.x for each in x]
-            found = lax.platform_dependent(sums, terms, tpu=again, default=lambda sums, terms: sums)
-            x = [Residual(self, each) for each in found]
+            sums, terms = [x[i].x for i in apart], [x[i].terms for i in apart]
+            found = iter(lax.platform_dependent(sums, terms, tpu=again, default=lambda sums, terms: sums))
+            x = [each if each.terms is None else Residual(self, next(found)) for each in x]
         return super().errors_after(ok, x, sent, errors, decay=decay)
 
     def truth(self, ok: jax.Array) -> bool | None:
@@ -202,7 +201,7 @@ class JaxOps(Ops[jax.Array]):
         # What varies along a mapped axis, and what does not, stay apart: in one batch all of it would.
         for members in group_by(range(len(arrays)), map(varying_axes, arrays)):
             own = [fresh[i] for i in members] if fresh else []
-            rows = each_shape(self, [arrays[i] for i in members], own, epsilon)
+            rows = orthonormal_each(self, [arrays[i] for i in members], own, epsilon)
             # What replaces rows is last step's factor, which is only multiplied by; others are used element by element too.
             rows = apart_on_tpu(whole(rows))
             for i, x in zip(members, rows if fresh else stored(rows), strict=True):
@@ -263,9 +262,10 @@ class JaxOps(Ops[jax.Array]):
 
     def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
         def compared() -> jax.Array:
-            return _chosen(index[..., None], x.shape[-1], x[..., None, :], -1)
+            return chosen(index[..., None], x.shape[-1], x[..., None, :], -1)
 
-        return _compared_on_tpu(index.shape[-1], lambda: jnp.take_along_axis(x, index, axis=-1), compared)
+        values: jax.Array = compared_on_tpu(index.shape[-1], lambda: jnp.take_along_axis(x, index, axis=-1), compared)
+        return values
 
     def take_each(self, xs: Sequence[jax.Array], indices: Sequence[jax.Array]) -> jax.Array:
         runs = [
@@ -298,44 +298,19 @@ class JaxOps(Ops[jax.Array]):
         tiles: tuple[int, int] | None = None,
         after: jax.Array | None = None,
     ) -> jax.Array:
-        def of_replica(i: Any) -> tuple[jax.Array, jax.Array]:
-            return of(*(x[i] for x in every))
+        return scatter_sums([Part(None, n, tiles)], of, every, lambda x: x, after)[0]
 
-        kept = jax.eval_shape(of_replica, jnp.int32(0))[1]
-        axes = varying_axes(kept)
-
-        def compared() -> jax.Array:  # all replicas at once: each of them runs this program
-            index, values = jax.vmap(of)(*every)
-            if after is not None:
-                values = values + _zeros_after(after, values.shape[:1], values.dtype)[:, None, None]
-            if tiles is not None and (matrix := product_of_tiles(index, values, n, *tiles)) is not None:
-                return matrix
-            rows = _chosen(index[..., None], n, values[..., None], (0, -2))
-            return rows if tiles is None else of_tiles(rows, *tiles)
-
-        def scattered() -> jax.Array:
-            count = math.prod(kept.shape[:-1])
-            shape = (*kept.shape[:-1], n) if tiles is None else (count // tiles[1] * tiles[0], tiles[1] * n // tiles[0])
-
-            def add(i: Any, total: jax.Array) -> jax.Array:
-                index, values = of_replica(i)
-                if tiles is None:
-                    return self.scatter_add(total, index, values)
-                rows, across = tiles
-                block = jnp.arange(count, dtype=jnp.int32)[:, None]
-                row, column = block // across * rows + index % rows, block % across * (n // rows) + index // rows
-                return total.at[row, column].add(values)
-
-            # Not before there is something to add, and the last such array is there: a GPU would make these zeros first of all, and copies of them.
-            last = of_replica(0)[1] if after is None else after
-            start = lax.platform_dependent(
-                last,
-                cuda=lambda x: vary(_zeros_after(x, shape, kept.dtype), axes),
-                default=lambda x: vary(jnp.zeros(shape, kept.dtype), axes),
-            )
-            return self.loop(len(every[0]), add, start)
-
-        return _compared_on_tpu(kept.shape[-1], scattered, compared)
+    def scatter_sum_each(
+        self,
+        parts: Sequence[tuple[int, int, tuple[int, int] | None]],
+        of: Callable[..., tuple[jax.Array, jax.Array]] | None,
+        *every: jax.Array,
+        order: Sequence[int] | None = None,
+        finish: Callable[[jax.Array], jax.Array] | None = None,
+    ) -> list[jax.Array]:
+        arrays = every if of is not None else [x[None] for x in every]
+        own = of or (lambda *own: own)
+        return scatter_sums(parts_of(parts), own, arrays, finish or (lambda x: x))
 
     def pack_bits(self, x: jax.Array, *, of: jax.Array | None = None) -> jax.Array:
         if not x.size:
@@ -389,6 +364,19 @@ class JaxOps(Ops[jax.Array]):
         if left:
             parts.append(bits(x[whole:]).reshape(-1)[: math.prod(shape) - 8 * whole].reshape(-1, *row))
         return jnp.concatenate(parts).reshape(shape)
+
+    def pack_signs(self, xs: Sequence[jax.Array], sharing: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+        return signs.pack_signs(self, xs, sharing)
+
+    def sum_of_signs(
+        self,
+        every: Sequence[jax.Array],
+        above: Sequence[jax.Array],
+        below: Sequence[jax.Array],
+        shapes: Sequence[tuple[int, ...]],
+        sharing: Sequence[tuple[int, ...]],
+    ) -> list[jax.Array]:
+        return signs.sum_of_signs(self, every, above, below, shapes, sharing)
 
     def pack_integers(self, x: jax.Array, bits: int) -> jax.Array:
         data = integers.pack_integers(x, bits)
@@ -486,8 +474,10 @@ class JaxOps(Ops[jax.Array]):
         gradients: dict[str, jax.Array],
         tensors: Mapping[str, Mapping[str, jax.Array]],
         alike: Callable[[str], Hashable | None],
+        *,
+        multiplied: bool,
     ) -> Bundles | None:
-        return bundles_of(gradients, tensors, alike, LARGE) if self.bundles else None
+        return bundles_of(gradients, tensors, alike, multiplied=multiplied) if self.bundles else None
 
     def unbundle(self) -> JaxOps:
         return JaxOps(bundles=False, across=self._across)
@@ -510,29 +500,6 @@ def _sum_of_outer_products(p: jax.Array, q: jax.Array) -> jax.Array:
 
     products = (of(columns, i) * of(rows, i) for i in range(p.shape[axis]))
     return lax.squeeze(functools.reduce(jnp.add, products), [axis]).astype(p.dtype)
-
-
-def _compared_on_tpu(k: int, default: Callable[[], jax.Array], compared: Callable[[], jax.Array]) -> jax.Array:
-    """A TPU takes one element after the other by its position: to compare all `k` positions with each place is quicker for few, and is fused with what is
-    around it."""
-    if not 0 < k <= FEW:
-        return default()
-    axes = varying_axes(jax.eval_shape(default))
-    result: jax.Array = lax.platform_dependent(tpu=lambda: vary(compared(), axes), default=default)
-    return result
-
-
-def _chosen(index: jax.Array, n: int, values: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
-    """Of values (…, k, n) those whose position in the row is `index` (…, k, 1), summed along an axis."""
-    places = lax.broadcasted_iota(jnp.int32, (*index.shape[:-1], n), index.ndim - 1)
-    return jnp.where(index == places, values, jnp.zeros((), values.dtype)).sum(axis, dtype=values.dtype)
-
-
-def _zeros_after(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros, or NaN, made of an element of `x`: what is added to them waits for `x`. Compilers drop a barrier for less."""
-    # The first of `x`, in a form that XLA does not know: a GPU computes what is broadcast in a kernel of its own.
-    first = lax.broadcasted_iota(jnp.uint32, shape, 0) >> 31
-    return (jnp.abs(x.reshape(-1).at[first].get(mode="promise_in_bounds")) * 0).astype(dtype)
 
 
 def _in_order(x: jax.Array) -> jax.Array:

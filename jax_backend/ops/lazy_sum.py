@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gradwire.core.ops import LONGEST_FLOAT16
@@ -100,18 +101,19 @@ def _multiplied(x: jax.Array, y: jax.Array, thin: jax.Array, *, transposed: bool
         return result.mT if transposed else result
 
     # The large factor first, and the transposition last: XLA on CPU is up to three times as slow on `thin @ x.mT`. A GPU launches a kernel to transpose.
-    cpu = functools.partial(apart, swapped=transposed)
-    result: jax.Array = lax.platform_dependent(x, y, thin, cpu=cpu, tpu=added, default=apart)
+    cpu = {"cpu": functools.partial(apart, swapped=True)} if transposed else {}
+    result: jax.Array = lax.platform_dependent(x, y, thin, **cpu, tpu=added, default=apart)
     return converted(result, x.dtype)
 
 
-def limited(x: jax.Array, limit: float) -> jax.Array:
-    """`x` with its elements brought into [-limit, limit]; NaN stays."""
-    bound = jnp.asarray(limit, x.dtype)
-    if x.dtype == jnp.float16:
-        norm = jnp.linalg.norm(x.astype(jnp.float32).reshape((-1,)))
-        bound = jnp.where(norm < LONGEST_FLOAT16, jnp.inf, bound).astype(x.dtype)
-    return lax.clamp(-bound, x, bound)
+def limited(x: jax.Array, limit: float, *, stacked: int = 0) -> jax.Array:
+    """`x` with its elements brought into [-limit, limit]; NaN stays. `stacked`: along so many leading axes are arrays each by itself."""
+    if x.dtype != jnp.float16:
+        bound = np.asarray(limit, x.dtype)  # of NumPy, which is no operation
+        return lax.clamp(-bound, x, bound)
+    norm = jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(tuple(range(stacked, x.ndim)), keepdims=True))
+    most = jnp.where(norm < LONGEST_FLOAT16, jnp.inf, limit).astype(x.dtype)
+    return jnp.clip(x, -most, most)
 
 
 def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -130,15 +130,17 @@ def divided_rows(devices: int) -> Layout:
     )
 
 
-def unstack(batch: jax.Array, known: Starts | None = None) -> list[jax.Array]:
-    """The members of a batch, along its first axis. `known` keeps what batches of other arrays can use too."""
+def unstack(
+    batch: jax.Array, known: Starts | None = None, decision: Callable[[jax.Array], jax.Array] | None = None
+) -> list[jax.Array]:
+    """The members of a batch, along its first axis. `known` keeps what batches of other arrays can use too; `decision`: see `taken`."""
     k, *shape = batch.shape
     if k == 1 or not shape:
         return [batch[i] for i in range(k)]
     known = {} if known is None else known
     key = k, shape[0], varying_axes(batch)
     if key not in known:
-        known[key] = _starts([i * shape[0] for i in range(k)], batch)
+        known[key] = _starts([i * shape[0] for i in range(k)], batch, decision)
     starts = known[key]
     zero = starts[0]
     rows = batch.reshape(k * shape[0], *shape[1:])
@@ -227,10 +229,13 @@ def taken(decision: jax.Array, make: Callable[[], T]) -> T:
 
 def or_each(ok: jax.Array, arrays: Sequence[jax.Array], otherwise: float) -> list[jax.Array]:
     """Each array if the boolean scalar `ok` holds, else an array filled with this number; see `chosen_each`."""
-    filled = {
-        (x.shape, x.dtype): jnp.full(x.shape, otherwise, x.dtype) for x in arrays
-    }  # each of them once in the program
-    return chosen_each(ok, arrays, [filled[x.shape, x.dtype] for x in arrays])
+    axes = [varying_axes(x) | varying_axes(ok) for x in arrays]
+
+    def filled() -> list[jax.Array]:  # where it is chosen, which takes no memory beside the arrays
+        made = {(x.shape, x.dtype): jnp.full(x.shape, otherwise, x.dtype) for x in arrays}
+        return [vary(made[x.shape, x.dtype], own) for x, own in zip(arrays, axes, strict=True)]
+
+    return _either(ok, [vary(x, own) for x, own in zip(arrays, axes, strict=True)], [], lambda ys: filled())
 
 
 def chosen_each(ok: jax.Array, xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
@@ -240,20 +245,33 @@ def chosen_each(ok: jax.Array, xs: Sequence[jax.Array], ys: Sequence[jax.Array])
     def marked(values: Sequence[jax.Array]) -> list[jax.Array]:
         return [vary(v, a) for v, a in zip(values, axes, strict=True)]
 
-    def branch(ok: jax.Array, xs: list[jax.Array], ys: list[jax.Array]) -> list[jax.Array]:
-        sides: list[jax.Array] = lax.cond(ok, lambda: xs, lambda: ys)
+    return _either(ok, marked(xs), marked(ys), lambda ys: ys)
+
+
+def _either(
+    ok: jax.Array,
+    xs: list[jax.Array],
+    given: list[jax.Array],
+    others: Callable[[list[jax.Array]], list[jax.Array]],
+) -> list[jax.Array]:
+    """`xs` or `others(given)`, which vary alike."""
+
+    def branch(ok: jax.Array, xs: list[jax.Array], given: list[jax.Array]) -> list[jax.Array]:
+        sides: list[jax.Array] = lax.cond(ok, lambda: xs, lambda: others(given))
         return sides
 
-    def select(ok: jax.Array, xs: list[jax.Array], ys: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.where(ok, x, y) for x, y in zip(xs, ys, strict=True)]
+    def select(ok: jax.Array, xs: list[jax.Array], given: list[jax.Array]) -> list[jax.Array]:
+        return [lax.select(ok, x, y) for x, y in zip(xs, others(given), strict=True)]
 
     # Elsewhere the host would have to learn which side it is.
     cpu = select if compiler_axes() else branch
-    results: list[jax.Array] = lax.platform_dependent(ok, marked(xs), marked(ys), cpu=cpu, default=select)
+    results: list[jax.Array] = lax.platform_dependent(ok, xs, given, cpu=cpu, default=select)
     return results
 
 
-def _starts(values: list[int], of: jax.Array) -> Sequence[np.uint32 | jax.Array]:
+def _starts(
+    values: list[int], of: jax.Array, decision: Callable[[jax.Array], jax.Array] | None = None
+) -> Sequence[np.uint32 | jax.Array]:
     """These integers, in a form in which XLA on CPU does not know them.
 
     It compiles a kernel for every slice with a start of its own, about 20 ms each and several for every parameter, but only one for
@@ -265,7 +283,7 @@ def _starts(values: list[int], of: jax.Array) -> Sequence[np.uint32 | jax.Array]
         return known
 
     axes = varying_axes(of)
-    return within_a_branch(of, lambda: vary([jnp.asarray(v) for v in known], axes))
+    return taken((decision or always)(of), lambda: vary([jnp.asarray(v) for v in known], axes))
 
 
 def always(x: jax.Array) -> jax.Array:

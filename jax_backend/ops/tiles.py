@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gradwire.jax_backend.ops.packing import LANES, TILE
@@ -26,10 +27,11 @@ def product_of_tiles(index: jax.Array, values: jax.Array, n: int, rows: int, acr
     def of_lot(x: jax.Array) -> jax.Array:
         return x.reshape(replicas, strips, lots, beside * k).transpose(1, 2, 0, 3).reshape(strips, lots, -1)
 
-    first = (jnp.arange(replicas * beside * k, dtype=jnp.uint32) // k % beside) * width
+    places = lax.iota(jnp.uint32, replicas * beside * k)
+    first = remainder(quotient(places, k), beside) * width
     index, values = of_lot(index).astype(jnp.uint32), of_lot(values)
-    row = (index % rows)[..., None] == jnp.arange(rows, dtype=index.dtype)
-    column = (index // rows + first)[..., None] == jnp.arange(LANES, dtype=index.dtype)
+    row = remainder(index, rows)[..., None] == jnp.arange(rows, dtype=index.dtype)
+    column = (quotient(index, rows) + first)[..., None] == jnp.arange(LANES, dtype=index.dtype)
     placed = jnp.where(column, values[..., None], 0)
     # Exact at the highest precision: a one times each of the three parts of a value.
     dims = (((2,), (2,)), ((0, 1), (0, 1)))
@@ -37,3 +39,13 @@ def product_of_tiles(index: jax.Array, values: jax.Array, n: int, rows: int, acr
     # Whole tiles of a TPU change their places, and no element in them.
     lies = found.reshape(strips, lots, rows // TILE, TILE, LANES).swapaxes(1, 2).reshape(-1, lots, TILE, LANES)
     return lies.swapaxes(1, 2).reshape(strips * rows, across * width)
+
+
+def quotient(x: jax.Array, n: int) -> jax.Array:
+    """`x // n` of numbers without a sign, which is one operation."""
+    return lax.div(x, np.uint32(n))
+
+
+def remainder(x: jax.Array, n: int) -> jax.Array:
+    """`x % n` of them."""
+    return lax.rem(x, np.uint32(n))

@@ -221,7 +221,7 @@ def test_a_mean_does_not_depend_on_where_arrays_lie(sizes, replicas, seed):
         coders = [Coder(each, CODECS["int8"]) for each in ops]
         means = lock_step([c.mean(x) for c, x in zip(coders, own, strict=True)])
         both = lock_step(
-            [c.mean_and_sent(x, [i % replicas for i in range(len(x))]) for c, x in zip(coders, own, strict=True)]
+            [c.mean_and_sent(x, [(i % replicas,) for i in range(len(x))]) for c, x in zip(coders, own, strict=True)]
         )
         return [[*mean, *again, *sent] for mean, (again, sent) in zip(means, both, strict=True)]
 

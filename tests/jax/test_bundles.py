@@ -1,17 +1,18 @@
-"""Small matrices of one shape, computed with as stacks: each comes out as it does in the simulator, which knows of no stacks."""
+"""Small tensors of one shape, computed with as stacks: each comes out as it does in the simulator, which knows of no stacks, and takes few operations."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import gradwire
-from gradwire import PowerSGD
+from gradwire import AllReduce, PowerSGD, Quantize, Sign, TopK, WireDtype
 from gradwire.core.kernels.numpy import NumpyOps
-from gradwire.jax_backend import average_gradients
+from gradwire.jax_backend import abstract_state, average_gradients, partition_specs
 from gradwire.jax_backend.ops.batched_small import PART, STACK_BYTES, bundles_of
 from tests.bounds import relative
-from tests.jax.replicas import AXIS, Replicas, gradients
+from tests.jax.replicas import AXIS, Replicas, gradients, mesh_of
 
 #: Nine of one shape, so many that they are unstacked in the way of many; tensors that are stacks themselves, and of several axes.
 SHAPES = {
@@ -43,7 +44,7 @@ def joined(algorithm):
             n: algorithm.alike(n, SHAPES[n], {k: x for k, x in own.items() if k != "error"})
             for n, own in tensors.items()
         }
-        found.append(bundles_of(g, tensors, alike.get, 1 << 16))
+        found.append(bundles_of(g, tensors, alike.get, multiplied=True))
         return g
 
     specs = {name: gradwire.Spec(shape) for name, shape in SHAPES.items()}
@@ -102,7 +103,7 @@ def test_stacks_are_of_bounded_size_and_of_equal_length():
     found = []
 
     def traced(g):
-        found.append(bundles_of(g, {n: {"error": x} for n, x in g.items()}, lambda name: "", 1 << 16))
+        found.append(bundles_of(g, {n: {"error": x} for n, x in g.items()}, lambda name: "", multiplied=True))
         return g
 
     jax.eval_shape(traced, arrays)
@@ -110,3 +111,83 @@ def test_stacks_are_of_bounded_size_and_of_equal_length():
     assert sum(lengths) == 24
     assert len(set(lengths)) == 1
     assert max(lengths) * 256 * 255 * 4 <= max(STACK_BYTES, 24 * 256 * 255 * 4 // PART)
+
+
+#: Of one shape, of another by itself, and vectors.
+CODED = {**{f"m{i}": (16, 16) for i in range(9)}, **{f"v{i}": (128,) for i in range(3)}, "alone": (8, 32), "odd": (5,)}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "replicas", "mode"),
+    [
+        (Quantize("int8"), 3, "shard_map_vma"),
+        pytest.param(Quantize("int8"), 2, "pmap", marks=pytest.mark.slow),
+        pytest.param(Quantize("int4", error_feedback=0.5, start_step=1), 3, "vmap", marks=pytest.mark.slow),
+        (Sign(start_step=1), 2, "shard_map_vma"),
+        pytest.param(Sign(per="row", magnitudes=2), 3, "pmap", marks=pytest.mark.slow),
+        (TopK(4, per=64), 3, "shard_map_vma"),
+        pytest.param(TopK(4, per=(8, 8), mean="senders", error_feedback=False), 2, "pmap", marks=pytest.mark.slow),
+        pytest.param(TopK(4, per=64, start_step=1, max_norm=1.0), 2, "vmap", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_is_coded_follows_the_simulator(algorithm, replicas, mode):
+    oracle = gradwire.Simulator(algorithm, CODED, replicas, dtype="float32")
+    params = {name: jnp.zeros(shape) for name, shape in CODED.items()}
+    run = Replicas(average_gradients(algorithm, axis_name=AXIS), params, replicas, mode)
+    rng = np.random.default_rng(0)
+    for step in range(4):
+        given = [{n: rng.standard_normal(s).astype(np.float32) for n, s in CODED.items()} for _ in range(replicas)]
+        if step == 2:
+            given[1]["m4"][3, 3] = np.nan
+        expected, got = oracle.step(given), run.update(given)
+        for name in oracle.states[0].tensors:
+            if step == 2:
+                assert not np.isfinite(got[name]).any()
+            else:
+                assert relative(got[name], expected[name]) <= 1e-4, (step, name)
+    for replica, state in enumerate(oracle.states):
+        for name, memory in state.tensors.items():
+            for key, kept in memory.items():
+                assert relative(run.global_state().local.per_replica[key][name][replica], kept) <= 3e-4, name
+
+
+def equations(jaxpr):
+    """All of a program, those inside of others counted where they stand."""
+    inner = [x for e in jaxpr.eqns for x in jax.tree.leaves(list(e.params.values()), is_leaf=_is_program)]
+    return len(jaxpr.eqns) + sum(equations(getattr(x, "jaxpr", x)) for x in inner if _is_program(x))
+
+
+def _is_program(x):
+    return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
+
+
+def traced(algorithm, shapes, leaves):
+    """Equations of an update of so many leaves, of so many shapes in turn."""
+    kinds = [(16, 16), (16, 32), (32, 16), (16, 48), (48, 16)][:shapes]
+    gradients = {f"{i:03}": jax.ShapeDtypeStruct(kinds[i % shapes], jnp.float32) for i in range(leaves)}
+    mesh, tx = mesh_of(2), average_gradients(algorithm, axis_name=AXIS)
+    state = abstract_state(jax.eval_shape(tx.init, gradients), 2, mesh, AXIS)
+    specs = P(), partition_specs(state, AXIS)
+    update = jax.shard_map(tx.update, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    return equations(jax.make_jaxpr(update)(gradients, state).jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "a_leaf", "a_shape"),
+    [
+        (WireDtype(AllReduce(), "int8"), 8, 90),
+        (Quantize("int8"), 8, 90),
+        (Quantize("int4"), 8, 90),
+        (Sign(), 8, 90),
+        (TopK(4, per=64), 8, 90),
+        (TopK(4, per=(8, 8)), 8, 120),
+        (PowerSGD(2, min_compression_rate=1.5), 8, 90),
+        (PowerSGD(2, min_compression_rate=1.5, half_step=True), 8, 100),
+    ],
+    ids=str,
+)
+def test_a_leaf_more_takes_few_operations(algorithm, a_leaf, a_shape):
+    one, more, of_five = traced(algorithm, 1, 40), traced(algorithm, 1, 80), traced(algorithm, 5, 80)
+    assert (more - one) / 40 <= a_leaf
+    assert (of_five - more) / 4 <= a_shape

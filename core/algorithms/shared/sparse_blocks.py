@@ -53,6 +53,13 @@ class Blocks:
             strips, columns = 1, self.columns + other.columns
         return Blocks(shape, strips, self.rows, columns, self.count + other.count, self.length)
 
+    def times(self, n: int) -> Blocks:
+        """The blocks of n such matrices, one below the other, where `and_below` has them."""
+        below = self
+        for _ in range(n - 1):
+            below = self.and_below(below) or self
+        return below
+
     @property
     def exact(self) -> bool:
         """Whether nothing is filled up."""
