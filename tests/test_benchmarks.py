@@ -12,7 +12,7 @@ from tests.launch import MARK, ROOT, end_all, run_ranks, start
 pytestmark = pytest.mark.slow
 
 TINY = ["--layers=1", "--vocabulary=200", "--repeats=1"]
-TRAINED = "--only train --subjects dense --seeds=1 --rates=2e-3 --width=32 --layers=1 --context=16 --batch=2 --windows=8 --timed-steps=2"
+TRAINED = "--only train --subjects uncompressed --seeds=1 --rates=2e-3 --width=32 --layers=1 --context=16 --batch=2 --windows=8 --timed-steps=2"
 #: What is run → its options, where its rows are, how many there are, and the fields of each.
 BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
     "auto.py": (["--steps=20"], "rows", 157, "methods model trace steps to_best to_plain holds"),
@@ -73,7 +73,7 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
             "10",
             "20",
         ],
-        *("rows", 61, "subject what values exponent peer holds"),
+        *("rows", 60, "subject what values exponent peer holds"),
     ),
     "stacks.py": (["--stacks", "3", "--width=16", "--rank=1", "--repeats=1"], "rows", 2, "subject cpu_s to_one_layer"),
     "watching.py": (["--repeats=3"], "rows", 1, "device notes_us step_us"),
