@@ -37,24 +37,27 @@ class Turns:
 
     def __init__(self) -> None:
         self._decisions: dict[frozenset[str], jax.Array] = {}
+        self._firsts: dict[frozenset[str], jax.Array] = {}
         self._starts: Starts = {}
 
     def take(self, operand: jax.Array, make: Callable[[], jax.Array]) -> jax.Array:
         """`make()`, after what was made before it."""
-        decision = self._decision(operand)
+        axes = varying_axes(operand)
+        decision = self._decisions[axes] if axes in self._decisions else self._first(operand)
         # What the branch decides comes out of it again: there is no other sign of its end that costs nothing to read.
-        made, self._decisions[varying_axes(operand)] = taken(decision, lambda: (make(), decision))
+        made, self._decisions[axes] = taken(decision, lambda: (make(), decision))
         return made
 
     def unstack(self, batch: jax.Array) -> list[jax.Array]:
-        """The members of a batch."""
-        return unstack(batch, self._starts, self._decision)
+        """The members of a batch, cut out as soon as it is there: by where they begin, which waits for no turn."""
+        return unstack(batch, self._starts, self._first)
 
-    def _decision(self, operand: jax.Array) -> jax.Array:
+    def _first(self, operand: jax.Array) -> jax.Array:
+        """The decision before all turns."""
         axes = varying_axes(operand)
-        if axes not in self._decisions:
-            self._decisions[axes] = always(operand)
-        return self._decisions[axes]
+        if axes not in self._firsts:
+            self._firsts[axes] = always(operand)
+        return self._firsts[axes]
 
 
 class Step:

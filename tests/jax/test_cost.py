@@ -92,7 +92,7 @@ def test_many_matrices_make_a_program_of_bounded_size(name, most):
     assert instructions(name) <= most * instructions("pmean")
 
 
-@pytest.mark.parametrize(("name", "most"), [("mean", 1.01), ("power_sgd", 0.9), ("half-step", 1.0)])
+@pytest.mark.parametrize(("name", "most"), [("mean", 1.01), ("power_sgd", 0.65), ("half-step", 0.85)])
 def test_many_small_matrices_take_less_than_a_gradient(name, most):
     gradient = 4 * sum(int(np.prod(s)) for s in MANY.values())
     assert compiled(name, many=True).memory_analysis().temp_size_in_bytes < most * gradient
