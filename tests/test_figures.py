@@ -70,6 +70,12 @@ def test_the_picture_of_a_gpus_step_shows_what_was_measured(monkeypatch: pytest.
         assert re.findall(r"(\d+) ms", told) == [of[row] for row, *_ in pages.BARS]
 
 
+def test_the_first_page_shows_what_links_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/network"))
+    shown = importlib.import_module("first").table(results("network")["rows"])
+    assert f"<!-- network: begin -->\n{shown}\n<!-- network: end -->" in (ROOT / "README.md").read_text()
+
+
 def test_the_advice_is_the_one_that_was_measured() -> None:
     """And sends what its methods send today."""
     advice = read_advice(results("advice-readme")["advice"])
