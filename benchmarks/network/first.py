@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from measuring import write_part  # noqa: E402
 from subjects import RECOMMENDED  # noqa: E402
 
-RESULT = Path(__file__).parents[1] / "results" / "network.json"
+RESULT = Path(__file__).parents[1] / "results" / "network-first.json"
 PAGE = Path(__file__).parents[2] / "README.md"
 LINKS = {"1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "unlimited": "no limit"}
 #: What is shown of a subject, as the table of losses calls it.
