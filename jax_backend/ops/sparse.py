@@ -42,8 +42,7 @@ class Part(NamedTuple):
         return count // across * tall, across * self.n // tall
 
     def add(self, total: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
-        """Positions have no sign: of those JAX does not ask whether they count from the end."""
-        index = index.astype(jnp.uint32)
+        """The total with these values at these positions, uint32: of those JAX does not ask whether they count from the end."""
         before = [lax.broadcasted_iota(jnp.uint32, index.shape, axis) for axis in range(index.ndim - 1)]
         if self.tiles is None:
             return total.at[(*before, index)].add(values)
@@ -72,7 +71,7 @@ def scatter_sums(
 ) -> list[jax.Array]:
     """The sum of each part, finished. Small parts are summed in one loop. Others wait for what came before them, the first for `after`: so they need not all lie
     in memory at a time."""
-    kept = jax.eval_shape(of, *(jax.eval_shape(lambda x: x[0], x) for x in every))[1]
+    kept = jax.eval_shape(lambda: of(*(x[0] for x in every)))[1]
 
     def compared() -> list[jax.Array]:  # all replicas at once: each of them runs this program
         index, values = jax.vmap(of)(*every)
@@ -116,8 +115,12 @@ def _rows_of(part: Part, kept: Any) -> tuple[int, ...]:
 
 
 def _scattered(parts: Sequence[Part], of: Of, every: Sequence[jax.Array], after: jax.Array | None) -> list[jax.Array]:
+    # What positions are below is said of all: they become int32 again where JAX adds.
+    below = jnp.uint32((1 << (max(part.n for part in parts) - 1).bit_length()) - 1)
+
     def of_replica(i: Any) -> tuple[jax.Array, jax.Array]:
-        return of(*(x[i] for x in every))
+        index, values = of(*(x[i] for x in every))
+        return index.astype(jnp.uint32) & below, values
 
     def add(i: Any, totals: list[jax.Array]) -> list[jax.Array]:
         index, values = of_replica(i)

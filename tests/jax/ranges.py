@@ -190,6 +190,8 @@ class _Walk:
             case "add" | "subtract" | "multiply" | "negate" | "abs" if integers:
                 found = _computed(name, given)
                 return found if found.within(whole) else whole
+            case "divide" if integers and given[0].low >= 0 and given[1].low > 0:
+                return Range(given[0].low // given[1].high, given[0].high // given[1].low)
             case "remainder" if integers and given[1].low > 0:
                 most = given[1].high - 1
                 return Range(0 if given[0].low >= 0 else -most, most)
