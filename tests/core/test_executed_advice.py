@@ -81,7 +81,7 @@ ROWS = {
     "use OuterSGD(…) here, which is the same everywhere": lambda: local_step(diloco(1, outer=OuterSGD(0.5, 0.9))),
     "use `checkpoint(..., use_reentrant=False)`": CHECKPOINTS,
     "use `checkpoint(..., use_reentrant=False)`.": CHECKPOINTS,
-    "give it to gradwire.torch_backend.register_comm_hook, and here one method, such as the one that it has chosen (handle.stats().choices)": "tests/torch/"
+    "give it to gradwire.torch_backend.register_comm_hook, in JAX to gradwire.jax_backend.AutoStep, and here one method, such as the one that it has chosen (handle.stats().choices)": "tests/torch/"
     "test_auto.py::test_what_cannot_be_is_refused_by_name",
     "give it weighted=True": lambda: local_step(LocalSGD(1, weighted=True), weights=[1, 3]),
 }
