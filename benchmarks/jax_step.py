@@ -63,12 +63,12 @@ def transformations(ranks: list[int]) -> dict[str, Any]:
 def methods() -> dict[str, Any]:
     """Name → what averages many leaves: a method of each kind."""
     from gradwire import AllReduce, PowerSGD, Quantize, Sign, TopK, WireDtype
+    from gradwire.core.algorithm import Algorithm
     from gradwire.jax_backend import average_gradients
 
-    int8 = WireDtype(AllReduce(), "int8")
-    kinds = {
+    kinds: dict[str, Algorithm] = {
         "PowerSGD, rank 4": PowerSGD(4),
-        "int8": int8,
+        "int8": WireDtype(AllReduce(), "int8"),
         "Quantize": Quantize("int8"),
         "TopK": TopK(64),
         "Sign": Sign(),
@@ -177,7 +177,7 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
         many = [common | {"subject": n} | compiled(tx, two, mesh, "adam").facts for n, tx in tried.items()]
     leaves = []
     for n in args.compile_leaves:
-        of_ten = {f"{i:04}": TEN[i % len(TEN)] for i in range(n)}
+        of_ten: dict[str, tuple[int, ...]] = {f"{i:04}": TEN[i % len(TEN)] for i in range(n)}
         about = common | {"leaves": n}
         leaves += [about | {"subject": k} | compiled(tx, of_ten, mesh, "sgd").facts for k, tx in methods().items()]
     return {"device": devices[0].device_kind, "jax": jax.__version__, "rows": rows, "compile": many, "leaves": leaves}
