@@ -33,19 +33,19 @@ def require_same(found: Survey, caller: str) -> None:
     own = [x for x in found.leaves if x.equal_everywhere and getattr(x.value, "is_fully_addressable", True)]
     digests = np.stack([np.zeros(DIGEST, np.uint8), *map(_digest, own)])
     whole = np.frombuffer(hashlib.blake2b(digests.tobytes(), digest_size=DIGEST).digest(), np.uint8)
-    if _same(whole).all():
+    if same_everywhere(whole).all():
         return
     name = "the number of arrays"
-    if _same(np.asarray(len(digests))).all():
-        name = own[int(np.argmin(_same(digests).all(axis=-1))) - 1].name
+    if same_everywhere(np.asarray(len(digests))).all():
+        name = own[int(np.argmin(same_everywhere(digests).all(axis=-1))) - 1].name
     raise ValueError(
         f"{caller}: {name} differs between processes, and everything but the memory of each replica must be the same on all of them. Make parameters "
         "from the same key everywhere, jax.random.key(0) and not jax.random.key(jax.process_index()), or restore the same checkpoint"
     )
 
 
-def _same(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Where all processes have the same numbers."""
+def same_everywhere(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Find where all processes have the same numbers: booleans, of the shape of `x`."""
     every = np.asarray(multihost_utils.process_allgather(x))
     return np.asarray((every == every[:1]).all(axis=0))
 
