@@ -39,6 +39,7 @@ from gradwire.jax_backend.checks import configuration_of
 from gradwire.jax_backend.choosing.owed import OwedState, continued, with_owed
 from gradwire.jax_backend.choosing.processes import Messages, said_by_the_first, same_on_all, same_process
 from gradwire.jax_backend.choosing.step_ends import StepEnds
+from gradwire.jax_backend.engine.barrier import meet
 from gradwire.jax_backend.state.names import flatten, specs_of, stacks_of
 from gradwire.jax_backend.state.placement import distribute, replicate
 from gradwire.jax_backend.state.trees import by_parameter
@@ -87,6 +88,7 @@ class AutoStep:
     Raises:
         TypeError: `auto` is no `gradwire.Auto`; `build` returns something else.
         ValueError: the state has no averages, or several; on all processes, if a comparison or decisions cannot be read.
+        RuntimeError: some processes do not make one, see `distribute`.
     """
 
     def __init__(self, auto: Auto, build: Build, *, axis_name: AxisName, mesh: Mesh | None = None) -> None:
@@ -153,6 +155,7 @@ class AutoStep:
 
         Raises:
             ValueError: it is none of the methods.
+            RuntimeError: some processes do not call it, see `distribute`.
         """
         names = [name_of(m) for m in self._methods]
         if method is not None and method not in names:
@@ -161,7 +164,7 @@ class AutoStep:
         if state is None:
             state, _ = self._built(0)
         self._restart(0 if method is None else names.index(method), 0)
-        return self._moved(self._placed(state), 0, self._number)
+        return self._moved(self._placed(state, "AutoStep.init"), 0, self._number)
 
     def step(self, state: Any, *args: Any) -> Any:
         """Call the step of the method whose turn it is. Arguments and results are those of the steps that `build` returns, the state first.
@@ -271,7 +274,8 @@ class AutoStep:
             self._methods.append(served[number][0])
             self._errors.append(served[number][1])
 
-    def _placed(self, state: Any) -> Any:
+    def _placed(self, state: Any, caller: str) -> Any:
+        meet(caller, range(jax.process_count()))
         if self._mesh is None:
             return replicate(state, axis_name=axes_of(self._axis)[0])
         return distribute(state, self._mesh, self._axis)
@@ -291,7 +295,7 @@ class AutoStep:
         """The part of the state that belongs to the averages, before the first step. Rows of replicas are zeros: only their shapes are kept."""
         if number not in self._parts:
             made = with_owed(self._average(number), lambda: self._owed_to(number)).init(self._params)
-            placed: OwedState = self._placed(made)
+            placed: OwedState = self._placed(made, "AutoStep.step")
             rows = jax.tree.map(_shape_of, (placed.inner.local, placed.owed))
             self._parts[number] = OwedState(placed.inner._replace(local=rows[0]), rows[1])
         return self._parts[number]

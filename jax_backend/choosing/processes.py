@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from gradwire.jax_backend.engine.barrier import meet
 from gradwire.jax_backend.state.same_state import DIGEST, same_everywhere
 from gradwire.jax_backend.state.types import spec
 
@@ -43,7 +44,8 @@ def same_process(devices: Sequence[jax.Device]) -> int:
 
 
 def said_by_the_first(what: str, make: Callable[[], str]) -> str:
-    """A text that the first process makes, on all of them. Raises ValueError on all if it cannot be made there."""
+    """A text that the first process makes, on all of them. Raises ValueError on all if it cannot be made there, and RuntimeError where processes are missing, see `meet`."""
+    meet("AutoStep", range(jax.process_count()))
     text = ""
     if jax.process_index() == 0:
         try:
@@ -62,8 +64,9 @@ def said_by_the_first(what: str, make: Callable[[], str]) -> str:
 
 
 def same_on_all(text: str) -> bool:
-    """Whether all processes give the same text."""
+    """Whether all processes give the same text. Raises RuntimeError where processes are missing, see `meet`."""
     if jax.process_count() == 1:
         return True
+    meet("AutoStep", range(jax.process_count()))
     own = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=DIGEST).digest(), np.uint8)
     return bool(same_everywhere(own).all())

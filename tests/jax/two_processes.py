@@ -119,12 +119,10 @@ def refuses_what_differs(process, mesh):
     place((same, tx.init(params)))
 
 
-def chooses(process, mesh, folder):
-    """Both go by the slower one, in the same step, and the log of the first repeats the run on both."""
-    from gradwire import Auto
-    from gradwire.jax_backend import AutoStep, mark_varying, partition_specs, stats
-    from gradwire.jax_backend.choosing import auto_step
-    from tests.jax.replicas import AXIS, refused
+def training(mesh):
+    """What makes a training of an average, for `AutoStep`."""
+    from gradwire.jax_backend import mark_varying, partition_specs
+    from tests.jax.replicas import AXIS
 
     params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
@@ -140,6 +138,18 @@ def chooses(process, mesh, folder):
 
         mapped = jax.shard_map(train_step, mesh=mesh, in_specs=(specs, jax.P(AXIS)), out_specs=specs)
         return state, jax.jit(mapped, donate_argnums=0)
+
+    return build
+
+
+def chooses(process, mesh, folder):
+    """Both go by the slower one, in the same step, and the log of the first repeats the run on both."""
+    from gradwire import Auto
+    from gradwire.jax_backend import AutoStep, stats
+    from gradwire.jax_backend.choosing import auto_step
+    from tests.jax.replicas import AXIS, refused
+
+    build = training(mesh)
 
     def run(auto, steps):
         state, rows, now = auto.init(), jax.NamedSharding(mesh, jax.P(AXIS)), [0.0]
@@ -210,8 +220,8 @@ def stays_in_the_memory_of_the_host(mesh, state, sharded):
 
 def says_who_is_missing(process, mesh, state, sharded):
     """A call that all must make, by a process that is late for it: the other says so, and goes on when it comes."""
-    from gradwire import PowerSGD
-    from gradwire.jax_backend import distribute, replicate, reshard, set_replicas, to_portable, unreplicate
+    from gradwire import Auto, PowerSGD
+    from gradwire.jax_backend import AutoStep, distribute, replicate, reshard, set_replicas, to_portable, unreplicate
     from gradwire.jax_backend.engine import barrier
     from gradwire.jax_backend.jax_internals import coordination_client
     from tests.jax.replicas import AXIS, refused
@@ -240,14 +250,34 @@ def says_who_is_missing(process, mesh, state, sharded):
     # Each another one: both are told, and go on.
     with refused("process 0 set_replicas, process 1 to_portable", error=RuntimeError):
         calls["to_portable" if process else "set_replicas"]()
-    barrier.LONGEST = 0.2 if process == 0 else barrier.LONGEST
-    if process == 0:
-        with refused("set_replicas: process 0 has waited in vain for processes [1]", error=RuntimeError):
-            calls["set_replicas"]()
-        service.key_value_set("given up", "-")
-        barrier.LONGEST = 100
-    service.blocking_key_value_get("given up", 100_000)
+    alone(process, "set_replicas", calls["set_replicas"])
     calls["to_portable"]()
+
+    # Of `AutoStep` each call in which processes wait for each other: it is made, has its state placed, and meets another method.
+    def made():
+        return AutoStep(Auto(), training(mesh), axis_name=AXIS, mesh=mesh)
+
+    alone(process, "AutoStep", made)
+    auto = made()
+    alone(process, "AutoStep.init", auto.init)
+    auto.init()
+    alone(process, "AutoStep.step", lambda: auto._part(1))
+    auto._part(1)
+
+
+def alone(process, name, call):
+    """Process 0 gives up a call that the other does not make. Whoever comes later finds nobody waiting."""
+    from gradwire.jax_backend.engine import barrier
+    from gradwire.jax_backend.jax_internals import coordination_client
+    from tests.jax.replicas import refused
+
+    if process == 0:
+        barrier.LONGEST = 0.2
+        with refused(f"{name}: process 0 has waited in vain for processes [1]", error=RuntimeError):
+            call()
+        coordination_client().key_value_set(f"given up/{name}", "-")
+        barrier.LONGEST = 100
+    coordination_client().blocking_key_value_get(f"given up/{name}", 100_000)
 
 
 def gathered(state):
