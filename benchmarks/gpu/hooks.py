@@ -3,8 +3,7 @@ torch's `powerSGD_hook` is beside PowerSGD.
 
 One process, so nothing travels. Timed from an idle device to an idle device, so where kernels are short it is launching
 that takes the time: `host_ms` is when the last call of the hook returned, `busy_ms` what the kernels took, `graph_ms`
-what a replay of all of it takes, messages included, `replayed` what a step takes with `handle.replay = True`. Whole
-steps, where launching overlaps with the backward pass, are in `steps.py`.
+what a replay of all of it takes, messages included, `replayed` what a step takes that gradwire replays. Whole steps, where launching overlaps with the backward pass, are in `steps.py`.
 """
 
 from __future__ import annotations
@@ -142,7 +141,8 @@ def _replayed(target: Target, algorithm: Algorithm, shapes: dict[str, tuple[int,
     """Eager steps and replayed ones, which take turns. On the CPU all are eager."""
     parameters, buckets = _given(target, shapes, dtype)
     handles = {replay: _handle(algorithm, target, parameters) for replay in (False, True)}
-    handles[True].replay = True
+    for replay, handle in handles.items():
+        handle.replay = replay
     hooks: dict[bool, Hook] = {replay: partial(handle.hook, None) for replay, handle in handles.items()}
     taken: dict[bool, list[float]] = {replay: [] for replay in handles}
     host: list[float] = []
@@ -195,7 +195,9 @@ def _captured(target: Target, hook: Hook, buckets: list[PretendedBucket]) -> Row
 
 
 def _ours(algorithm: Algorithm, target: Target, parameters: dict[str, torch.Tensor]) -> Hook:
-    return partial(_handle(algorithm, target, parameters).hook, None)
+    handle = _handle(algorithm, target, parameters)
+    handle.replay = False
+    return partial(handle.hook, None)
 
 
 def _handle(algorithm: Algorithm, target: Target, parameters: dict[str, torch.Tensor]) -> CommHook:

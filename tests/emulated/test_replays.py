@@ -386,6 +386,38 @@ def test_a_capture_that_fails_leaves_steps_eager(world):
         assert twins.replayed == 0
 
 
+class Waits:
+    """What somebody has dropped that waits for the device when it goes."""
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        torch.accelerator.synchronize(DEVICE)
+
+
+@cases.case
+def test_what_others_have_dropped_does_not_go_in_a_capture(world):
+    capture, before = EmulatedGraphs.capture, gc.get_threshold()
+
+    @contextmanager
+    def littered(graphs):
+        with capture(graphs) as graph:
+            Waits()
+            yield graph
+
+    twins = twins_of(PowerSGD(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmulatedGraphs, "capture", littered)
+        gc.set_threshold(1, 1, 1)
+        try:
+            assert twins.run(range(FIRST + 2)) == []
+        finally:
+            gc.set_threshold(*before)
+    assert twins.replayed == 2
+    assert gc.isenabled()
+
+
 # --- what happens beside it ---------------------------------------------------------------------------------------------------------
 
 
@@ -652,7 +684,8 @@ def ddp(algorithm, *, loops=None, **options):
         model = mlp(64, 48, 48, 32).to(DEVICE)
         wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=10 * KB, **options)
         handle = register_comm_hook(wrapped, algorithm, message_bytes=2048)
-        handle.replay = replay
+        if not replay:  # by itself, they are
+            handle.replay = False
         return Loop(model, wrapped, handle, **loops or {})
 
     return make
@@ -664,7 +697,8 @@ def data_parallel(algorithm):
         model = mlp(64, 48, 48, 32).to(DEVICE)
         buckets = {"bucket_cap_mb": 10 * KB, "first_bucket_mb": KB, "message_bytes": 2048}
         wrapped = DataParallel(model, algorithm, process_group=group, **buckets)
-        wrapped.handle.replay = replay
+        if not replay:
+            wrapped.handle.replay = False
         return Loop(model, wrapped, wrapped.handle)
 
     return make
@@ -675,7 +709,8 @@ def averager(algorithm, set_to_none):
         torch.manual_seed(0)
         model = mlp(64, 48, 48, 32).to(DEVICE)
         handle = Averager(algorithm, dict(model.named_parameters()), group)
-        handle.replay = replay
+        if not replay:  # by itself, they are
+            handle.replay = False
         return Loop(model, model, handle, set_to_none=set_to_none, average=True)
 
     return make
@@ -686,7 +721,8 @@ def by_local_sgd(group, replay):
     model = mlp(64, 48, 48, 32).to(DEVICE)
     wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=10 * KB)
     handle = local_sgd(wrapped, None, LocalSGD(4, subgroup=2), message_bytes=2048)
-    handle.replay = replay
+    if not replay:  # by itself, they are
+        handle.replay = False
     return Loop(model, wrapped, handle)
 
 

@@ -37,10 +37,6 @@ LAUNCHES = {
         {"like": "X", "table": "*i64", "count": INT, "found": FLAG},
         {"aligned": True, "block": fused.VECTOR, "blocks": fused.SEEN // fused.VECTOR},
     ),
-    "product_if": (
-        TABLE | {"like": "X", "like_factor": "X"},
-        {"subtracts": True, "double": False, "aligned": True, "some": fused.TILE[0], "columns": fused.TILE[1]},
-    ),
     "quantize": ({"x": "*fp32", "codes": BYTES, "scales": "*fp32", "rows": "N", "inverse": FLOAT}, CODES),
     "quantize_mean": (
         {"codes": BYTES, "scales": "*fp32", "lost": "*fp32", "mean_codes": BYTES, "mean_scales": "*fp32", "rows": "N"}
@@ -134,18 +130,35 @@ def ptx_of(kernel: Any, types: dict[str, str], constants: dict[str, Any], **opti
 
 
 @needs_triton
-def test_orthonormalizing_compiles_for_an_h100() -> None:
-    """At rank 32: kernels that are many programs, or one for each matrix."""
-    from gradwire.torch_backend.ops import triton_factors
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("bf16", 8), ("fp32", 32), pytest.param("fp32", 64, marks=pytest.mark.slow)]
+)
+def test_orthonormalizing_compiles_for_an_h100(dtype: str, size: int) -> None:
+    """Kernels that are many programs, or one for each matrix. Many rows are multiplied in tensor cores, in float64."""
+    from gradwire.torch_backend.ops import factors, triton_factors
 
-    types = {"like": "*fp32", "table": "*i64", "count": INT, "found": "*i32", "gram_of": "*fp64"}
+    types = {"like": f"*{dtype}", "table": "*i64", "count": INT, "found": "*i32", "gram_of": "*fp64"}
     types |= {"small": "*fp64", "usable": "*i32", "once": "*fp64"}
-    constants = {"size": 32, "chunk": 1024, "columns": 128, "refreshes": True}
+    columns = min(factors.CHUNK, factors.ELEMENTS // size)
+    constants = {"size": size, "chunk": factors.CHUNK, "columns": columns, "refreshes": True}
     for name in "largest", "grams", "first_factors", "first_products", "second_factors", "second_products":
-        ptx = ptx_of(getattr(triton_factors, name), types, constants, num_warps=8)
-        assert said_by_ptxas(ptx)[1] <= 32, name
+        ptx = ptx_of(getattr(triton_factors, name), types, constants, **factors._options(name, size))
+        assert said_by_ptxas(ptx)[1] <= 256, name
+        assert ("mma.sync" in ptx) == (size >= factors.MANY and name in ("grams", "first_products", "second_products"))
         for shortcut in ("atom.", "fma.rn", "div.full", "div.approx", "rcp.", ".ftz"):
             assert shortcut not in ptx, name
+
+
+def test_what_this_triton_does_not_multiply_is_left_to_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of float64, before 3.6."""
+    from gradwire.torch_backend.ops import factors
+
+    few, many, matrix = (torch.empty(shape, dtype=torch.float64) for shape in ((8, 32), (9, 32), (32, 16)))
+    for doubles in (True, False):
+        monkeypatch.setattr(factors, "multiplies_doubles", lambda doubles=doubles: doubles)
+        found = [factors.multiplies(x, matrix) for x in (few, many)]
+        assert found == [True, doubles]
+    assert factors.multiplies(many.float(), matrix.float())
 
 
 @needs_triton
@@ -161,6 +174,40 @@ def test_products_compile_for_an_h100(size: int) -> None:
         ptx = ptx_of(triton_factors.products, types, constants, enable_fp_fusion=True)
         assert said_by_ptxas(ptx)[1] == 0
         assert not any(word in ptx for word in ("atom.", "tf32", ".ftz"))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("dtype", "depth", "aligned"),
+    [("fp32", fused.DEPTH[0], True), ("fp32", fused.DEPTH[1], False), ("bf16", fused.DEPTH[1], True)],
+)
+def test_factors_are_multiplied_out_by_instructions_that_multiply_tiles(dtype: str, depth: int, aligned: bool) -> None:
+    """Rows of factors are read into memory that a processor's threads share, once for all of them. Of float32, without tensor cores; of halves, with them."""
+    from gradwire.torch_backend.ops import triton_kernels
+
+    types = TABLE | {"like": f"*{dtype}", "like_factor": f"*{dtype}"}
+    constants = {"subtracts": True, "double": False, "halves": dtype == "bf16", "aligned": aligned, "depth": depth}
+    constants |= dict(zip(("some", "columns"), fused.TILE, strict=True))
+    ptx = ptx_of(triton_kernels.product_if, types, constants, num_stages=1)
+    assert said_by_ptxas(ptx)[1] <= (0 if aligned else 64)
+    threads = 128
+    of_each = fused.TILE[0] * fused.TILE[1] * depth // threads
+    assert dtype == "bf16" or ptx.count("fma.rn.f32") == of_each
+    assert ("mma" in ptx) == (dtype == "bf16")
+    assert not any(word in ptx for word in ("atom.", "tf32", ".ftz"))
+
+
+@needs_triton
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_it_compiles_where_all_numbers_are_one(name: str) -> None:
+    """Of which Triton makes constants."""
+    from gradwire.torch_backend.ops import triton_kernels
+
+    types, constants = LAUNCHES[name]
+    numbers = {each for each, kind in types.items() if kind in (INT, "N")}
+    names = {each: kind.replace("X", "*bf16") for each, kind in types.items() if each not in numbers}
+    own = constants | ({"aligned": False} if "aligned" in constants else {}) | dict.fromkeys(numbers, 1)
+    assert ptx_of(getattr(triton_kernels, name), names, own)
 
 
 @needs_triton

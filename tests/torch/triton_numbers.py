@@ -203,16 +203,22 @@ def test_what_is_computed_of_one_does_not_depend_on_what_is_beside_it():
     assert all(map(same_bits, alone, backwards))
 
 
-def test_what_is_too_large_becomes_inf_or_nan_where_numpy_makes_it_so():
+def test_what_is_too_large_is_not_finite_where_numpys_is_not():
+    """One operation for a product and its sum may make inf where two make NaN. In any order of the sum these are the same."""
     generator = np.random.default_rng(0)
-    x, p, q = (generator.choice(np.float32([-1e38, 1e38, 3.4e38]), shape) for shape in ((33, 130), (4, 33), (4, 130)))
+    x = generator.choice(np.float32([0, 1, -2, np.inf, np.nan]), (33, 130), p=[0.3, 0.3, 0.3, 0.05, 0.05])
+    p, q = (generator.choice(np.float32([-1, 0, 1]), (4, n)) for n in (33, 130))
+    p[2], q[2] = (generator.choice(np.float32([1, 1e30, -1e30]), n) for n in (33, 130))
     total = np.zeros_like(x)
     for column, row in zip(p, q, strict=True):
         total = total + column[:, None] * row
     y = on_device(np.zeros_like(x))
     FUSED.subtract_products_if(YES, [on_device(x)], [LowRank(on_device(p), on_device(q))], [y])
-    np.testing.assert_array_equal(y.cpu().numpy(), x - total)
-    assert {"inf", "-inf", "nan"} == {str(each) for each in np.unique(x - total)}
+    found, expected = y.cpu().numpy(), x - total
+    finite = np.isfinite(expected)
+    assert 0.3 < finite.mean() < 0.7
+    np.testing.assert_array_equal(np.isfinite(found), finite)
+    np.testing.assert_array_equal(found[finite], expected[finite])
 
 
 def test_an_error_that_does_not_lie_side_by_side_is_written_as_well():

@@ -216,6 +216,7 @@ class CommHook(Handle):
 
     def _choose(self, choice: Choice) -> None:
         """Let each step be averaged by the method that is chosen for it."""
+        self.replay = False
         chosen = self._choosing = Choosing(choice, lambda: self._driver, self._use)
         look = self._look
 

@@ -45,14 +45,14 @@ def _check(algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device)
         raise Fault(wrong)
     replays = replayed.driver.replays
     if not replays.replayed:
-        return f"no step is replayed, and handle.replay = True changes nothing here: {replays.obstacle or 'none is like another'}"
+        return f"no step is replayed here: {replays.obstacle or 'none is like another'}"
     return f"{replays.replayed} of {steps} steps replayed, with the bits of eager ones"
 
 
 def _difference(step: int, eager: dict[str, Tensor], replayed: dict[str, Tensor]) -> str:
     for name, x in eager.items():
         if differ := int((_bits(x) != _bits(replayed[name])).sum()):
-            return f"step {step} comes out otherwise with handle.replay = True than without it: {name} differs in {differ} of {x.numel()} elements. Leave it False here"
+            return f"step {step} comes out otherwise where it is replayed: {name} differs in {differ} of {x.numel()} elements. Set handle.replay = False here"
     return ""
 
 

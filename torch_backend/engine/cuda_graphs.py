@@ -160,6 +160,11 @@ class CudaGraphs:
 MAKERS: dict[str, Callable[[torch.device], Graphs]] = {"cuda": CudaGraphs}
 
 
+def has_graphs(device: torch.device) -> bool:
+    """Whether a device has graphs."""
+    return device.type in MAKERS
+
+
 def graphs_for(device: torch.device) -> Graphs | None:
     """Graphs for one owner; None where there are none."""
     make = MAKERS.get(device.type)

@@ -17,10 +17,11 @@ a step, the groups before it are replayed and the others are not: what concerns 
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -159,6 +160,19 @@ def send(pending: Pending, collectives: Collectives) -> None:
 
 
 SENT = [f.name for f in fields(Sent)]
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """What a collection gives back, graphs and communicators of somebody else, CUDA lets nobody give back while a stream is captured."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Replays:
@@ -306,7 +320,7 @@ class Replays:
                 self.wanted = False
                 return
             step = RecordingStep(recorder, self._graphs, self._near)
-            with owner.arithmetic(recorder.scratch), owner.ops.captured():
+            with owner.arithmetic(recorder.scratch), owner.ops.captured(), _no_garbage_collected():
                 captured = self._captured(step, keys, groups, number)
         except Exception as error:  # nothing was run and nothing was sent: the next step is eager, as this one was
             self._failed.add((kind, keys))

@@ -26,7 +26,7 @@ from gradwire.core.state.checkpoint import StateMismatch
 from gradwire.core.state.skipped_steps import SAID_AFTER, SKIPPED_AVERAGES, RunOfSkips
 from gradwire.torch_backend.cpu.compiled import CODES, loops_for
 from gradwire.torch_backend.engine.collectives import Collectives
-from gradwire.torch_backend.engine.cuda_graphs import refuse_capture
+from gradwire.torch_backend.engine.cuda_graphs import has_graphs, refuse_capture
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.barrier import LONGEST
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
@@ -88,7 +88,7 @@ class LocalSGDHandle:
         self._leave_optimizer: Callable[[], None] = lambda: None
         self._registered = True
         self._weight = 1.0
-        self._replay = False
+        self._replay = has_graphs(self._ops.device)
         self._settings = Settings({}, self._ops.device)
         self._has_begun = False
         self._has_loaded = False
@@ -166,8 +166,8 @@ class LocalSGDHandle:
 
     @property
     def replay(self) -> bool:
-        """Whether averages of gradients are replayed as CUDA graphs, where somebody averages them: within a `subgroup`. See `Handle.replay`. Those of parameters, which come
-        now and then, are not."""
+        """Whether averages of gradients are replayed as CUDA graphs, where somebody averages them: within a `subgroup`; on CUDA they are. See `Handle.replay`. Those of
+        parameters, which come now and then, are not."""
         return self._replay if self._gradients is None else self._gradients.replays.wanted
 
     @replay.setter

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,21 +17,24 @@ from gradwire.core.kernels.arrays import group_by
 from gradwire.torch_backend.ops.addresses import are_aligned, table_of, with_programs
 from gradwire.torch_backend.ops.fused import VECTOR, launch, operator
 from gradwire.torch_backend.ops.workspace import Workspace
+from gradwire.torch_backend.torch_internals import foreach_copy_
 
 #: Numbers that a program of a product adds up.
 PART = 2048
-#: Columns of a program that orthonormalizes, and elements of what it has in registers.
-CHUNK, ELEMENTS = 1024, 4096
+#: Columns of a program that orthonormalizes, and elements that it multiplies at a time: so few that a handful of matrices is work for all of a GPU.
+CHUNK, ELEMENTS = 128, 1024
 #: The most rows of a factor: its Gram matrix is in a processor's registers.
 ROWS = 64
-#: Of so many, more threads have what is in them.
+#: Factors of so many rows are multiplied in tiles.
 MANY = 16
+#: Of which so many numbers are summed at a time, in so many columns.
+TILES = {"summed": 32, "columns": 128}
 
 
 def _tile(size: int, *, along: bool) -> dict[str, int]:
     """Numbers that are summed, and columns of a tile: for factors of so many rows."""
-    if size >= 16:
-        return {"summed": 32, "columns": 64}
+    if size >= MANY:
+        return TILES
     return {"summed": 512 // size, "columns": 16} if along else {"summed": 16, "columns": 512 // size}
 
 
@@ -56,9 +61,18 @@ def sum_of_parts(parts: Tensor, table: Tensor, programs: int, *, out: Sequence[T
     launch("triton_factors.sum_of_parts", programs, parts.device, *arguments, block=VECTOR)
 
 
+@functools.cache
+def multiplies_doubles() -> bool:
+    """Whether this Triton multiplies tiles in float64."""
+    version: str = importlib.import_module("triton").__version__
+    return tuple(int(part) for part in version.split(".")[:2]) >= (3, 6)
+
+
 def multiplies(x: Tensor, y: Tensor) -> bool:
     """Whether the kernels multiply these."""
-    return bool(x.numel() and y.numel()) and x.dtype == y.dtype and 2 <= x.ndim == y.ndim <= 3 and x.shape[-2] <= ROWS
+    if not (x.numel() and y.numel() and x.dtype == y.dtype and 2 <= x.ndim == y.ndim <= 3):
+        return False
+    return x.shape[-2] <= (ROWS if x.dtype != torch.float64 or multiplies_doubles() else MANY // 2)
 
 
 def multiplied(ops: Workspace, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
@@ -129,12 +143,16 @@ def _by_rows(x: Tensor) -> Tensor:
 # ---- orthonormal rows
 
 
-def _launch(name: str, programs: int, like: Tensor, *arguments: Any, size: int, **options: Any) -> None:
-    """One of these kernels, for matrices of so many rows. What goes over columns is told how many it takes at a time."""
+def _options(name: str, size: int) -> dict[str, int]:
+    """Of one of these kernels, for matrices of so many rows: how many columns it takes at a time, if it goes over columns, and how many threads have what is in them."""
     if name not in ("first_factors", "second_factors"):
-        options["columns"] = min(CHUNK, ELEMENTS // size)
-    options["num_warps"] = 8 if size >= MANY else 4
-    launch(f"triton_factors.{name}", programs, like.device, *arguments, size=size, chunk=CHUNK, **options)
+        return {"columns": min(CHUNK, ELEMENTS // size), "num_stages": 1}
+    return {"num_warps": 8 if size == ROWS else 4}
+
+
+def _launch(name: str, programs: int, like: Tensor, *arguments: Any, size: int, **options: Any) -> None:
+    options |= _options(name, size) | {"size": size, "chunk": CHUNK}
+    launch(f"triton_factors.{name}", programs, like.device, *arguments, **options)
 
 
 @operator("Tensor[] x, Tensor table, int programs, int size, *, Tensor(a!) found")
@@ -205,16 +223,33 @@ def orthonormalized(ops: Workspace, arrays: Sequence[Tensor], fresh: Sequence[Te
     keys = [(x.dtype, max(2, 1 << (x.shape[-2] - 1).bit_length())) for x in arrays]
     answers = list(arrays)
     for members in group_by(range(len(arrays)), keys):
+        dtype, size = keys[members[0]]
         own = [_by_rows(arrays[i]) for i in members]
-        new = [_by_rows(fresh[i].to(own[0].dtype)) for i in members] if fresh else []
-        for i, rows in zip(members, _of_one_size(ops, own, new, keys[members[0]][1]), strict=True):
+        new = [_by_rows(fresh[i].to(dtype)) for i in members] if fresh else []
+        if (
+            dtype.itemsize < 4 and size >= MANY
+        ):  # of which Triton 3.6 and 3.7 cannot make the float64 that tiles are multiplied in
+            own, new = _in_float32(ops, own), _in_float32(ops, new)
+        for i, rows in zip(members, _of_one_size(ops, own, new, dtype, size), strict=True):
             answers[i] = rows
     return answers
 
 
-def _of_one_size(ops: Workspace, arrays: Sequence[Tensor], fresh: Sequence[Tensor], size: int) -> list[Tensor]:
+def _in_float32(ops: Workspace, arrays: list[Tensor]) -> list[Tensor]:
+    sizes = [x.numel() for x in arrays]
+    if not sizes:
+        return arrays
+    room = ops.temporary((sum(sizes),), arrays[0], torch.float32)
+    wide = [part.view(x.shape) for part, x in zip(torch.split(room, sizes), arrays, strict=True)]
+    foreach_copy_(wide, arrays)
+    return wide
+
+
+def _of_one_size(
+    ops: Workspace, arrays: Sequence[Tensor], fresh: Sequence[Tensor], dtype: torch.dtype, size: int
+) -> list[Tensor]:
     first, total = arrays[0], sum(x.numel() for x in arrays)
-    room = ops.temporary((total,), first)
+    room = ops.temporary((total,), first, dtype)
     out = [part.view(x.shape) for part, x in zip(torch.split(room, [x.numel() for x in arrays]), arrays, strict=True)]
     rows: list[tuple[int, ...]] = []
     chunks = elements = 0

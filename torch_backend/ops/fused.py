@@ -33,8 +33,8 @@ VECTOR, ROWS_OF = 1024, 2048
 SEEN = 16 * VECTOR
 #: Bytes of one that packs integers, each of which takes a bit of eight of them.
 PACKED = 256
-#: Rows and columns of a tile of a product.
-TILE = 32, 64
+#: Rows and columns of a tile of a product, and how many rows of its factors are multiplied at a time: few, or more.
+TILE, DEPTH = (64, 128), (16, 32)
 #: The first GPUs for which Triton compiles: Ampere.
 OLDEST = (8, 0)
 #: Of all: each product is rounded before it is added, as by NumPy, torch and JAX. Codes come out bit for bit, and sums
@@ -152,13 +152,18 @@ def _products(
     subtracts: bool,
 ) -> None:
     rows, (some, columns) = [], TILE
+    longest = max(b.shape[-2] for b in p)
+    depth = DEPTH[longest > DEPTH[0]]
     for a, b, c, y in zip(x, p, q, out, strict=True):
         r, n, m = *b.shape[-2:], c.shape[-1]
         batch, *strides = b.shape[0] if b.ndim == 3 else 1, *_between(b), *_between(c)
         programs = batch * -(-n // some) * -(-m // columns)
         rows.append((programs, n, m, r, *strides, a.data_ptr(), b.data_ptr(), c.data_ptr(), y.data_ptr()))
     aligned = are_aligned([*x, *out], [row[2] for row in rows])
+    # On the CPU Triton's interpreter would multiply the bits of bfloat16.
+    halves = out[0].is_cuda and out[0].dtype == p[0].dtype and out[0].dtype.itemsize == 2
     options: dict[str, Any] = {"subtracts": subtracts, "double": out[0].dtype == torch.float64, "aligned": aligned}
+    options |= {"halves": halves, "depth": depth, "num_stages": 1}
     _launch_on_all("product_if", rows, out[0], ok, out[0], p[0], some=some, columns=columns, **options)
 
 

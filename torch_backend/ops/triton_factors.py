@@ -26,6 +26,7 @@ import triton.language as tl
 
 from gradwire.core.kernels.gram_schmidt import DEPENDENT as _DEPENDENT
 from gradwire.core.kernels.gram_schmidt import NEGLIGIBLE as _NEGLIGIBLE
+from gradwire.torch_backend.ops.factors import multiplies_doubles as _multiplies_doubles
 from gradwire.torch_backend.ops.orthonormalize import CLEAR as _CLEAR
 from gradwire.torch_backend.ops.orthonormalize import LONGEST as _LONGEST
 from gradwire.torch_backend.ops.orthonormalize import SHIFT as _SHIFT
@@ -35,6 +36,10 @@ DEPENDENT, NEGLIGIBLE = tl.constexpr(_DEPENDENT), tl.constexpr(_NEGLIGIBLE)
 CLEAR, LONGEST, SHIFT = tl.constexpr(_CLEAR), tl.constexpr(_LONGEST), tl.constexpr(_SHIFT)
 #: Numbers in a row of the table.
 COLUMNS = tl.constexpr(10)
+#: On an A100 and later in its tensor cores, which round float64 as other units do.
+DOUBLES = tl.constexpr(_multiplies_doubles())
+#: Chunks that are read together before they are added up, one after the other.
+TOGETHER = tl.constexpr(4)
 #: A pivot below it is one of rounding.
 LEAST = tl.constexpr(1e-290)
 #: Numbers in a row of the tables.
@@ -154,8 +159,10 @@ def _reliable(found, first, chunks, size: tl.constexpr):
     """Of all rows whether they are more than negligible beside the longest."""
     i = tl.arange(0, size)
     most = tl.zeros((size,), tl.int32)
-    for part in range(chunks):
-        most = tl.maximum(most, tl.load(found + (first + part) * size + i))
+    for start in range(0, chunks, TOGETHER):
+        for part in tl.static_range(TOGETHER):
+            there = start + part < chunks
+            most = tl.maximum(most, tl.load(found + (first + start + part) * size + i, mask=there, other=0))
     limit = tl.max(most, axis=0).to(tl.float32, bitcast=True).to(tl.float64) * NEGLIGIBLE
     return most.to(tl.float32, bitcast=True).to(tl.float64) > limit
 
@@ -172,11 +179,14 @@ def _wide(x, x_apart, new, new_apart, reliable, i, j, inside, refreshes: tl.cons
 @triton.jit
 def _added_to_gram(gram, rows, size: tl.constexpr):
     """`gram` and the products of all rows (size, columns) with each other."""
-    i = tl.arange(0, size)
-    for k in range(size):
-        one = tl.sum(tl.where((i == k)[:, None], rows, 0.0), axis=0)
-        products = tl.sum(rows * one[None, :], axis=1)
-        gram += tl.where((i == k)[None, :], products[:, None], 0.0)
+    if size >= 16 and DOUBLES:
+        gram = tl.dot(rows, tl.trans(rows), gram, input_precision="ieee", out_dtype=tl.float64)
+    else:
+        i = tl.arange(0, size)
+        for k in range(size):
+            one = tl.sum(tl.where((i == k)[:, None], rows, 0.0), axis=0)
+            products = tl.sum(rows * one[None, :], axis=1)
+            gram += tl.where((i == k)[None, :], products[:, None], 0.0)
     return gram
 
 
@@ -218,8 +228,11 @@ def grams(
 def _sum_of_grams(gram_of, first, chunks, size: tl.constexpr):
     i = tl.arange(0, size)
     gram = tl.zeros((size, size), tl.float64)
-    for part in range(chunks):
-        gram += tl.load(gram_of + (first + part) * size * size + i[:, None] * size + i[None, :])
+    at = first * size * size + i[:, None] * size + i[None, :]
+    for start in range(0, chunks, TOGETHER):
+        for part in tl.static_range(TOGETHER):
+            there = start + part < chunks
+            gram += tl.load(gram_of + at + (start + part) * size * size, mask=there, other=0.0)
     return gram
 
 
@@ -333,13 +346,19 @@ def first_products(
     gram = tl.zeros((size, size), tl.float64)
     for start in range(0, chunk, columns):
         j = part * chunk + start + tl.arange(0, columns)
-        rows = tl.zeros((size, columns), tl.float64)
-        for k in range(r):
-            reliable = tl.sum(tl.where(i == k, keep.to(tl.int32), 0), axis=0) > 0 if refreshes else True
-            inside = j < tl.where(tl.load(usable + k) > 0, n, 0)
-            own = _wide(x, apart, new, new_apart, reliable, k, j, inside, refreshes)
-            rows += tl.load(small + i * size + k)[:, None] * own[None, :]
         inside = (i < r)[:, None] & (j < n)[None, :]
+        if size >= 16 and DOUBLES:
+            used = inside & (tl.load(usable + i) > 0)[:, None]
+            own = _wide(x, apart, new, new_apart, keep[:, None], i[:, None], j[None, :], used, refreshes)
+            factor = tl.load(small + i[:, None] * size + i[None, :])
+            rows = tl.dot(factor, own, input_precision="ieee", out_dtype=tl.float64)
+        else:
+            rows = tl.zeros((size, columns), tl.float64)
+            for k in range(r):
+                reliable = tl.sum(tl.where(i == k, keep.to(tl.int32), 0), axis=0) > 0 if refreshes else True
+                used = j < tl.where(tl.load(usable + k) > 0, n, 0)
+                one = _wide(x, apart, new, new_apart, reliable, k, j, used, refreshes)
+                rows += tl.load(small + i * size + k)[:, None] * one[None, :]
         rows = tl.where(inside, rows, 0.0)
         tl.store(once + i[:, None].to(tl.int64) * n + j[None, :], rows, mask=inside)
         gram = _added_to_gram(gram, rows, size)
@@ -357,13 +376,18 @@ def second_products(like, table, count, small, once, size: tl.constexpr, chunk: 
     i = tl.arange(0, size)
     for start in range(0, chunk, columns):
         j = part * chunk + start + tl.arange(0, columns)
-        rows = tl.zeros((size, columns), tl.float64)
-        line = once
-        for k in range(r):
-            own = tl.load(line + j, mask=j < n, other=0)
-            line += n
-            rows += tl.load(small + i * size + k)[:, None] * own[None, :]
         inside = (i < r)[:, None] & (j < n)[None, :]
+        if size >= 16 and DOUBLES:
+            own = tl.load(once + i[:, None].to(tl.int64) * n + j[None, :], mask=inside, other=0)
+            factor = tl.load(small + i[:, None] * size + i[None, :])
+            rows = tl.dot(factor, own, input_precision="ieee", out_dtype=tl.float64)
+        else:
+            rows = tl.zeros((size, columns), tl.float64)
+            line = once
+            for k in range(r):
+                one = tl.load(line + j, mask=j < n, other=0)
+                line += n
+                rows += tl.load(small + i * size + k)[:, None] * one[None, :]
         tl.store(
             out + i[:, None].to(tl.int64) * n + j[None, :], rows.to(tl.float32).to(like.dtype.element_ty), mask=inside
         )

@@ -1,7 +1,7 @@
 """Kernels in Triton (Tillet, Kung and Cox 2019), each of which reads and writes what is large once. `fused.py` launches them.
 
-They are compiled without contracted multiply-adds: each product is rounded, as by NumPy, torch and JAX. Loops over replicas and over a factor's rows go in order, so
-results do not depend on how the device is loaded. Offsets into what is large are int64.
+They are compiled without contracted multiply-adds: each product is rounded, as by NumPy, torch and JAX; but those of two factors, which are summed as by a library of
+matrix products. Loops over replicas and over a factor's rows go in order, so results do not depend on how the device is loaded. Offsets into what is large are int64.
 
 What works on many tensors in one launch is given a `table` (`tables.py`): a row of each of `count`, of the first program that works on it, sizes and addresses.
 `aligned` promises that all of these are multiples of 16.
@@ -40,6 +40,12 @@ def _row_of(table, count, columns: tl.constexpr):
 def _size(place, aligned: tl.constexpr):
     n = tl.load(place)
     return tl.multiple_of(n, 16) if aligned else n
+
+
+@triton.jit
+def _long(n, like):
+    """A number of the launch as an int64, as `like` is. Triton takes a 1 for a constant, which knows of no types."""
+    return like * 0 + n
 
 
 @triton.jit
@@ -120,15 +126,19 @@ def product_if(
     count,
     subtracts: tl.constexpr,
     double: tl.constexpr,
+    halves: tl.constexpr,
     aligned: tl.constexpr,
     some: tl.constexpr,
     columns: tl.constexpr,
+    depth: tl.constexpr,
 ):
     """`subtracts`: out = x - pᵀ q, or nothing at all: x (b, n, m), p (b, r, n) and q (b, r, m), of which a program makes a tile. Otherwise out = pᵀ q, or NaN.
-    Summed in float32, or `double`. A row: first program, n, m, r, how far it is from a matrix of p to the next, and from a row; likewise of q; x, p, q, out."""
+    Summed in float32, or `double`; products of factors that are `halves`, as x is, are exact in it. `depth` rows of the factors are multiplied at a time. A row:
+    first program, n, m, r, how far it is from a matrix of p to the next, and from a row; likewise of q; x, p, q, out."""
     holds = tl.load(ok)
     if holds or not subtracts:
         row, tile, _ = _row_of(table, count, 12)
+        tile = tile.to(tl.int32)
         n, m, r = _side(row + 1, False), _side(row + 2, aligned), _side(row + 3, False)
         p_row, q_row = _side(row + 5, False), _side(row + 7, False)
         across, down = tl.cdiv(m, columns), tl.cdiv(n, some)
@@ -140,12 +150,21 @@ def product_if(
         factor: tl.constexpr = like_factor.dtype.element_ty
         p = _address(row + 9, factor, False) + batch * tl.load(row + 4)
         q = _address(row + 10, factor, False) + batch * tl.load(row + 6)
-        for _ in range(r):
-            column = tl.load(p + i, mask=i < n, other=0).to(wide)
-            line = tl.load(q + j, mask=j < m, other=0).to(wide)
-            product += column[:, None] * line[None, :]
-            p += p_row
-            q += q_row
+        if double:
+            for _ in range(r):
+                column = tl.load(p + i, mask=i < n, other=0).to(wide)
+                line = tl.load(q + j, mask=j < m, other=0).to(wide)
+                product += column[:, None] * line[None, :]
+                p += p_row
+                q += q_row
+        else:
+            for start in range(0, r, depth):
+                k = start + tl.arange(0, depth)
+                own = tl.load(p + k[None, :] * p_row + i[:, None], mask=(k < r)[None, :] & (i < n)[:, None], other=0)
+                line = tl.load(q + k[:, None] * q_row + j[None, :], mask=(k < r)[:, None] & (j < m)[None, :], other=0)
+                if not halves:
+                    own, line = own.to(wide), line.to(wide)
+                product = tl.dot(own, line, product, input_precision="ieee", out_dtype=wide)
         dtype: tl.constexpr = like.dtype.element_ty
         inside = (i < n)[:, None] & (j < m)[None, :]
         at = (batch * n + i)[:, None] * m + j[None, :]
@@ -277,18 +296,27 @@ def sum_of_signs(
 ):
     """out = the sum over replicas of a number from `above` where the bit of an element is set, else from `below`. `bits_of` elements lie in a block of an eighth of as many
     bytes, and what is left after `whole` elements in `rest` bytes."""
-    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    start = tl.program_id(0).to(tl.int64) * block
+    i = start + tl.arange(0, block)
     inside = i < n
     eighth: tl.constexpr = bits_of // 8
-    # Where an element is in its block, and where that begins.
-    at = tl.where(i < whole, i % bits_of, i - whole)
-    width = tl.where(i < whole, eighth, rest)
-    first = tl.where(i < whole, i // bits_of * eighth, whole // 8)
-    byte, shift = first + at % width, at // width
-    number = tl.load(of_run + i // run, mask=inside, other=0)
+    # Where an element is from the beginning of the first block on; where its byte is, and which bit of it. Divisions of int64, and by what is not known before, are long.
+    here = (start % bits_of).to(tl.int32) + tl.arange(0, block)
+    if start + block <= whole:
+        byte = here // bits_of * eighth + here % eighth
+        shift = here % bits_of // eighth
+    else:
+        at = tl.where(i < whole, here % bits_of, (i - whole).to(tl.int32))
+        width = tl.where(i < whole, eighth, rest)
+        before = (whole // 8 - start // bits_of * eighth).to(tl.int32)
+        byte = tl.where(i < whole, here // bits_of * eighth, before) + at % width
+        shift = at // width
+    bits += start // bits_of * eighth
+    in_run = (start % run).to(tl.int32) + tl.arange(0, block)
+    number = tl.load(of_run + start // run + in_run // run, mask=inside, other=0)
     total = tl.zeros((block,), out.dtype.element_ty)
     for _ in range(replicas):
-        positive = (tl.load(bits + byte, mask=inside, other=0).to(tl.int32) >> shift.to(tl.int32)) & 1
+        positive = (tl.load(bits + byte, mask=inside, other=0).to(tl.int32) >> shift) & 1
         high = tl.load(above + number, mask=inside, other=0)
         low = tl.load(below + number, mask=inside, other=0)
         total += tl.where(positive != 0, high, low)
@@ -310,8 +338,8 @@ def add_at(index, rows, values, out, replicas, count, k, padded: tl.constexpr):
         tl.store(place, tl.load(place, mask=j < k, other=0) + value, mask=j < k)
         # Another replica's value for a place is added by another thread.
         tl.debug_barrier()
-        index += count.to(tl.int64) * k
-        values += count.to(tl.int64) * k
+        index += _long(count, row) * k
+        values += _long(count, row) * k
 
 
 @triton.jit
@@ -339,7 +367,7 @@ def unpack_integers(data, out, n, whole, left, apart, across, bits: tl.constexpr
     if bits >= 8:
         total += tl.load(data + at, mask=inside, other=0).to(tl.int32)
     for k in tl.static_range(bits % 8):
-        bit = k * n.to(tl.int64) + at
+        bit = k * _long(n, row) + at
         byte = tl.load(data + whole + bit % left, mask=inside, other=0).to(tl.int32)
         total += ((byte >> (bit // left).to(tl.int32)) & 1) << (bits // 8 * 8 + k)
     tl.store(out + row * n + at, total, mask=inside)

@@ -11,6 +11,7 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.plan.dry_run import size_of
 from gradwire.core.protocol.weights import counted_weight
 from gradwire.core.state.checkpoint import StateMismatch
+from gradwire.torch_backend.engine.cuda_graphs import has_graphs
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.monitor.fidelity import Approximation
 from gradwire.torch_backend.monitor.stats import Stats
@@ -49,6 +50,7 @@ class Handle:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
+        driver.replays.wanted = has_graphs(driver.ops.device)
 
     def __repr__(self) -> str:
         """What it does, and what it has saved."""
@@ -91,10 +93,11 @@ class Handle:
 
     @property
     def replay(self) -> bool:
-        """Whether steps are replayed as CUDA graphs of what lies between two messages, where the host decides the same in each of them.
+        """Whether steps are replayed as CUDA graphs of what lies between two messages, where the host decides the same in each of them. On CUDA they are; with `Auto`,
+        which looks at few steps of a method, they are not.
 
             handle = register_comm_hook(ddp, PowerSGD(rank=4))
-            handle.replay = True
+            handle.replay = False           # every step is eager
 
         To be set between steps, on all ranks: one that eager steps compute on alone joins what others do not, which a device may round otherwise. Whether a
         rank then replays a step is its own affair. On the CPU it changes nothing. See docs/performance.md.
