@@ -38,11 +38,11 @@ def doctor(
         assert not report.faults
 
     Alone it starts processes of its own: in torch over Gloo, and over NCCL on as many GPUs as there are, or two on one; in JAX on the devices of one process, by
-    `pmap` and `shard_map`, and between two processes. Under `torchrun` it takes the ranks that there are, and also compares what they run on.
+    `pmap` and `shard_map`, and between two processes. On a CPU torch runs with its compiled loops too. Under `torchrun` it takes the ranks that there are, and also compares what they run on.
 
     Args:
         algorithms: what to try. None: all that are shipped; if `quick`, one that sends codes, one that multiplies, one that sends signs.
-        quick: within a minute, instead of six.
+        quick: within a minute, instead of six; and nothing is compiled for torch.
         output: a JSON file, written after each check. None: none.
         show: is called with each row.
 
@@ -103,7 +103,14 @@ def _torch_jobs(algorithms: list[str], quick: bool) -> list[Callable[[float], Jo
         def job(seconds: float) -> Job:
             part, port = f"torch, {len(devices)} ranks, {library}, {kind}", str(free_port())
             arguments = [
-                {"part": part, "device": d, "seconds": seconds, "library": library, "algorithms": algorithms}
+                {
+                    "part": part,
+                    "device": d,
+                    "seconds": seconds,
+                    "quick": quick,
+                    "library": library,
+                    "algorithms": algorithms,
+                }
                 for d in devices
             ]
             environment = [_of_rank(r, len(devices), port) | _alone_on_gpu(r, shared) for r in range(len(devices))]

@@ -1,5 +1,6 @@
 """The doctor finds what is planted in torch, and nothing else: in kernels, messages and algorithms, between ranks, alone and under a launcher."""
 
+import importlib.util
 import time
 
 import pytest
@@ -8,13 +9,16 @@ import torch
 import gradwire
 from gradwire import AllReduce, PowerSGD, Quantize, Sign, WireDtype
 from gradwire.core.simulate.doctor.report import FAULT, NOTE, OK, Report, Row, Section, differing
+from gradwire.torch_backend.cpu import codes, compiled, thin
 from gradwire.torch_backend.doctor import launched, machine
 from gradwire.torch_backend.doctor.checks import check_kernels, check_messages, check_methods
+from gradwire.torch_backend.doctor.compiled_loops import check_loops
 from gradwire.torch_backend.engine.groups import halves
 from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.ranks import Cases, variants
 
 cases = Cases(__file__, ranks=2)
+needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 CPU = torch.device("cpu")
 FEW = (WireDtype(AllReduce(), "int8"), PowerSGD(2), Sign())
 #: All that is shipped takes a minute.
@@ -154,6 +158,87 @@ def test_under_a_launcher(world):
 
 def test_kernels_are_right_here():
     assert faults_of(rows_of(check_kernels, CPU, quick=False)) == {}
+
+
+# --- with what numba compiles
+
+
+def wrong_loop(patch, name):
+    """Its first array comes out a little larger than it ought to be; codes by one."""
+    right = compiled.compiled
+
+    def larger(which, dtype):
+        loop = right(which, dtype)
+
+        def called(*given):
+            loop(*given)
+            begin, end = given[-2:]
+            if which.startswith("encode"):
+                codes = given[1 if which == "encode" else 2]
+                codes[begin:end, -1] ^= 1
+            elif end > begin:
+                first = given[{"add_and_project": 3, "decode_mean": 2}.get(which, 0)]
+                first[..., -1] += 0.01 * abs(first).max()
+
+        return called if which == name else loop
+
+    for module in (codes, thin):
+        patch.setattr(module, "compiled", larger)
+
+
+@needs_numba
+@pytest.mark.parametrize("name", variants(["", *compiled.ARGUMENTS], slow=[*compiled.ARGUMENTS][1:]))
+def test_a_loop_that_is_wrong_is_a_fault(name, monkeypatch):
+    if name:
+        wrong_loop(monkeypatch, name)
+    (first, *rows) = rows_of(check_loops, CPU)
+    assert (first.check, first.verdict) == ("compiled loops", OK)
+    assert "numba" in first.detail
+    faults = faults_of(rows)
+    assert bool(faults) == bool(name)
+    assert len(faults) < len(rows)
+    assert all(each.endswith("NUMBA_DISABLE_JIT=1 trains without compiled loops") for each in faults.values())
+
+
+@needs_numba
+def test_codes_that_differ_from_torchs_by_a_bit_are_a_fault(monkeypatch):
+    """However near they are: with one that has no loops a rank would go on from other numbers."""
+    right = TorchOps.decode_mean
+
+    def almost(ops, codec, *of_each, dtype="float32", out=None):
+        mean = right(ops, codec, *of_each, dtype=dtype, out=out)
+        return mean.nextafter(torch.tensor(torch.inf)) if ops.loops else mean
+
+    monkeypatch.setattr(TorchOps, "decode_mean", almost)
+    faults = faults_of(rows_of(check_loops, CPU))
+    assert set(faults) == {check for check in faults if ", mean of 3" in check}
+    assert faults
+    assert all("differs from what torch's operations make of it" in each for each in faults.values())
+
+
+def test_loops_are_not_looked_for_elsewhere_and_need_not_be_there(monkeypatch):
+    assert rows_of(check_loops, torch.device("meta")) == []
+    monkeypatch.setattr(compiled, "_numba", lambda: None)
+    (row,) = rows_of(check_loops, CPU)
+    assert row.verdict == OK
+    assert "numba is not installed" in row.detail
+
+
+@needs_numba
+@cases.case
+def test_methods_run_with_compiled_loops_too(world):
+    """A loop that is wrong on one rank is a fault there; what uses none runs once."""
+    methods = [PowerSGD(2), Quantize("int8"), Sign()]
+    rows = rows_of(check_methods, world.group, CPU, methods, loops=True)
+    assert faults_of(rows) == {}
+    assert [row.detail for row in rows] == ["4 steps, and with compiled loops"] * 2 + ["4 steps"]
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank:
+            wrong_loop(patch, "settle_codes")
+        rows = rows_of(check_methods, world.group, CPU, [Quantize("int8"), PowerSGD(2)], loops=True)
+    faults = faults_of(rows)
+    assert list(faults) == [repr(Quantize("int8"))] * (world.rank or 0)
+    assert all(each.startswith("with compiled loops ") for each in faults.values())
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

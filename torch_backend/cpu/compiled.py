@@ -119,9 +119,11 @@ def loops_for(
     specs: Mapping[str, Spec],
     device: torch.device,
     names: Collection[str] = THIN + CODES,
+    *,
+    least: int | None = None,
 ) -> Loops:
-    """What of these loops an algorithm can use on a device: nothing but on a processor, for a model that fills more than its cache."""
-    if device.type != "cpu" or sum(spec.size for spec in specs.values()) < LEAST:
+    """What of these loops an algorithm can use on a device: nothing but on a processor, for a model of so many numbers. None: of `LEAST`."""
+    if device.type != "cpu" or sum(spec.size for spec in specs.values()) < (LEAST if least is None else least):
         return Loops()
     dtypes = {getattr(torch, spec.dtype) for spec in specs.values()}
     wanted: list[tuple[str, torch.dtype]] = []

@@ -22,6 +22,7 @@ from gradwire.torch_backend.doctor.checks import (
     note_unseen,
     of_first,
 )
+from gradwire.torch_backend.doctor.compiled_loops import check_loops
 from gradwire.torch_backend.doctor.machine import facts
 from gradwire.torch_backend.doctor.replayed_steps import check_replays
 
@@ -36,13 +37,15 @@ def main(arguments: dict[str, Any]) -> None:
         section = Section(part, say_row, until)
         note_unseen(section, device, say_row)
         check_kernels(section, device, quick=arguments["quick"])
+        if not arguments["quick"]:
+            check_loops(section, device)
         return
     torch.set_num_threads(1)
     group = join(arguments["library"], device, arguments["seconds"])
     section = Section(part, say_row, until, of_first(device, group))
     algorithms: Any = [parse_algorithm(text) for text in arguments["algorithms"]]
     check_messages(section, group, device)
-    check_methods(section, group, device, algorithms)
+    check_methods(section, group, device, algorithms, loops=not arguments["quick"])
     check_replays(section, group, device, algorithms)
     if not section.broken:  # else others may wait for a message that does not come
         dist.destroy_process_group()

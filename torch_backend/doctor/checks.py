@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.ops import Spec
 from gradwire.core.simulate.doctor import kernels
 from gradwire.core.simulate.doctor.messages import given, messages, require_right
 from gradwire.core.simulate.doctor.report import Fault, Section, unseen_row
 from gradwire.core.simulate.known_answers import KnownStep, known_specs, known_steps
 from gradwire.core.state.checkpoint import head
+from gradwire.torch_backend.cpu.compiled import Loops, loops_for
 from gradwire.torch_backend.ddp.hook import register_comm_hook
+from gradwire.torch_backend.doctor.compiled_loops import WITHOUT
 from gradwire.torch_backend.doctor.machine import unseen
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups, given_or_default
@@ -59,11 +62,16 @@ def check_messages(section: Section, group: dist.ProcessGroup, device: torch.dev
 
 
 def check_methods(
-    section: Section, group: dist.ProcessGroup, device: torch.device, algorithms: Sequence[Algorithm]
+    section: Section,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    algorithms: Sequence[Algorithm],
+    *,
+    loops: bool = False,
 ) -> None:
-    """Averages and memory of each algorithm, on this rank; and that all ranks have received the same bits."""
+    """Averages and memory of each algorithm, on this rank; and that all ranks have received the same bits. With `loops`: once more with what numba compiles for it."""
     for algorithm in algorithms:
-        section.check(repr(algorithm), functools.partial(_check_method, algorithm, group, device))
+        section.check(repr(algorithm), functools.partial(_check_method, algorithm, group, device, loops=loops))
 
 
 def note_unseen(section: Section, device: torch.device, say: Any) -> None:
@@ -72,14 +80,36 @@ def note_unseen(section: Section, device: torch.device, say: Any) -> None:
         say(unseen_row(section.part, name))
 
 
-def _check_method(algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device) -> str:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+def _check_method(algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device, *, loops: bool) -> str:
     specs = known_specs(algorithm, "float32")
+    steps = list(known_steps(algorithm, specs, dist.get_world_size(group)))
+    wrong = _wrong_steps(algorithm, specs, steps, group, device, Loops())
+    made = loops_for(algorithm, specs, device, least=0) if loops else Loops()
+    # All ranks take all steps, so that none waits for another.
+    compiled = loops and device.type == "cpu" and of_first(device, group)(bool(made))
+    if compiled:
+        slower, wrong = wrong, _wrong_steps(algorithm, specs, steps, group, device, made)
+        wrong = slower or (wrong and f"with compiled loops {wrong}. {WITHOUT}")
+    if wrong:
+        raise Fault(wrong)
+    return f"{len(steps)} steps{', and with compiled loops' if compiled else ''}"
+
+
+def _wrong_steps(
+    algorithm: Algorithm,
+    specs: Mapping[str, Spec],
+    steps: Sequence[KnownStep],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    loops: Loops,
+) -> str:
+    """What is wrong in known steps, in words; "" if nothing is."""
+    rank, wrong = dist.get_rank(group), ""
     module = _Given({name: torch.ones(spec.shape, dtype=torch.float32, device=device) for name, spec in specs.items()})
     ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=BUCKET_MB)
     handle = register_comm_hook(ddp, algorithm)
-    wrong, steps = "", 0
-    for step in known_steps(algorithm, specs, size):
+    handle._driver.ops.loops = loops
+    for step in steps:
         handle.load_state_dict(_saved(algorithm, step, rank))
         module.zero_grad()
         ddp({name: torch.from_numpy(x).to(device) for name, x in step.gradients[rank].items()}).backward()
@@ -87,13 +117,10 @@ def _check_method(algorithm: Algorithm, group: dist.ProcessGroup, device: torch.
         state = handle.rank_state_dict()
         tensors = {name: {k: _in_numpy(x) for k, x in each.items()} for name, each in state["tensors"].items()}
         after = State({k: _in_numpy(x) for k, x in state["shared"].items()}, tensors)
-        # All ranks take all steps, so that none waits for another.
-        wrong = wrong or step.wrong_on(rank, averages, after) or _other_bits(step, averages, group, device)
-        steps += 1
+        others = _other_bits(step, averages, group, device)  # which asks the first rank, whatever is wrong here
+        wrong = wrong or step.wrong_on(rank, averages, after) or others
     handle.unregister()
-    if wrong:
-        raise Fault(wrong)
-    return f"{steps} steps"
+    return wrong
 
 
 def _other_bits(

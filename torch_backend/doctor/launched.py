@@ -20,6 +20,7 @@ from gradwire.torch_backend.doctor.checks import (
     note_unseen,
     of_first,
 )
+from gradwire.torch_backend.doctor.compiled_loops import check_loops
 from gradwire.torch_backend.doctor.machine import ALIKE, facts, first_device
 from gradwire.torch_backend.doctor.replayed_steps import check_replays
 
@@ -46,6 +47,8 @@ def examine(algorithms: Sequence[Algorithm], report: Report, *, seconds: float, 
     section = Section(f"torch, kernels, {device.type}", rows.append, until)
     note_unseen(section, device, rows.append)
     check_kernels(section, device, quick=quick)
+    if not quick:
+        check_loops(section, device)
     merged()
     section = Section(f"torch, {size} ranks, {library}, {device.type}", rows.append, until, of_first(device, world))
     check_messages(section, world, device)
@@ -59,7 +62,7 @@ def examine(algorithms: Sequence[Algorithm], report: Report, *, seconds: float, 
         f"torch, {len(groups[rank % count])} ranks, {library}, {device.type}", rows.append, until, of_first(device, own)
     )
     for algorithm in algorithms:
-        check_methods(several, own, device, [algorithm])
+        check_methods(several, own, device, [algorithm], loops=not quick)
         check_replays(several, own, device, [algorithm])
         merged()
 

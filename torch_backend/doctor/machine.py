@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gradwire.core.simulate.doctor.report import versions_of
 
 DRIVER = Path("/proc/driver/nvidia/version")
-PACKAGES = ("gradwire", "numpy", "triton")
+PACKAGES = ("gradwire", "numpy", "numba", "triton")
 #: Facts in which ranks may not differ: between other versions of these, messages or numbers are others.
 ALIKE = ("torch", "cuda", "nccl", "gradwire")
 
