@@ -274,6 +274,47 @@ def test_in_a_process_of_its_own(environment, tmp_path):
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+TORCH_ALONE = """
+import sys
+import torch
+import torch.distributed as dist
+if sys.argv[1] == "not installed":
+    sys.modules["numba"] = sys.modules["llvmlite"] = None
+from gradwire import AllReduce, PowerSGD, Quantize, WireDtype
+from gradwire.torch_backend.engine.driver import Driver, specs_of  # what all doors lead to
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.manual_seed(0)
+weight = torch.nn.Parameter(torch.zeros(1024, 1024))  # as large as a model for which loops are compiled
+for algorithm in (PowerSGD(2), Quantize("int8"), WireDtype(AllReduce(), "int8")):
+    driver = Driver(algorithm, specs_of({"weight": weight}), torch.device("cpu"), dist.group.WORLD)
+    before = weight.detach().clone()
+    (weight * torch.randn(1024, 1).mm(torch.randn(1, 1024))).sum().backward()
+    gradient = weight.grad.clone()
+    driver.add({"weight": weight.grad}, first=True, last=True)
+    with torch.no_grad():
+        weight -= weight.grad
+    weight.grad = None
+    assert not driver.ops.loops
+    assert torch.dist(before - weight, gradient) < 0.02 * gradient.norm(), algorithm
+assert not [name for name, module in sys.modules.items() if name.startswith(("numba", "llvmlite")) and module]
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("numba", "lines"), [("not installed", 0), ("broken", 1)])
+def test_torch_alone_trains_without_numba(numba, lines, tmp_path):
+    """As `pip install 'gradwire[torch]'` leaves it: nothing is said. One that cannot be imported is named, once in a process."""
+    (script := tmp_path / "alone.py").write_text(TORCH_ALONE)
+    if numba == "broken":
+        (tmp_path / "numba").mkdir()
+        (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('made for another NumPy')")
+    ran = subprocess.run([sys.executable, str(script), numba], capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr
+    said = [line for line in ran.stderr.splitlines() if "loops" in line or "numba" in line]
+    assert len(said) == lines
+    assert all("without its compiled loops" in line and "made for another NumPy" in line for line in said)
+
+
 # --- between ranks
 
 
