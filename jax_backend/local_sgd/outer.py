@@ -25,7 +25,7 @@ class OptaxOuter(OuterFactory):
     """An Optax transformation, of a dictionary of parameters by name.
 
     Raises:
-        TypeError: `factory` does not make one.
+        TypeError: `factory` does not make one; or it keeps several arrays of a parameter in a list.
     """
 
     def __init__(self, factory: OuterFactory) -> None:
@@ -40,11 +40,18 @@ class OptaxOuter(OuterFactory):
             raise TypeError(
                 f"outer={self.name} makes a {type(self._tx).__name__}; in JAX give what makes an Optax transformation, or OuterSGD(…)"
             )
+        one = {"w": (2, 2)}
+        state = jax.eval_shape(lambda: self._tx.init({name: jnp.zeros(shape) for name, shape in one.items()}))
+        if lists := [path_of(place.before) for place in places(state, one) if place is not None and place.of_several]:
+            raise TypeError(
+                f"outer={self.name} keeps several arrays of each parameter in a list, under {lists[0]!r}, and an outer optimizer has one of each name. "
+                "Give what keeps whole arrays, such as optax.adamw, or OuterSGD(…)"
+            )
+        self._memories = frozenset(key for key, _ in _places(state, one))
 
     @property
     def memories(self) -> frozenset[str]:
-        state = jax.eval_shape(lambda: self._tx.init({"w": jnp.zeros((2, 2))}))
-        return frozenset(key for key, _ in _places(state, {"w": (2, 2)}))
+        return self._memories
 
     def init(self, ops: Ops[A], outer: Mapping[str, A]) -> dict[str, dict[str, A]]:
         return _by_parameter(self._tx.init(dict(outer)), outer)

@@ -4,18 +4,20 @@ the links of a chain are, or a word of the state, such as "mu" or "count".
 A state of optax holds trees like the parameters, with `optax.MaskedNode` where a mask leaves some out. So a node whose leaves have the names of parameters,
 of all of them but those in holes, holds one array for each. So does one that has all these names and shapes, and others beside them: a module of nnx with its
 parameters and its statistics.
+
+Some optimizers hold several arrays of a parameter in a list at its place, as SM3 does: one for each of its axes. All of them belong to the parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gradwire.jax_backend.state.names import BARE, contents_by_name
+from gradwire.jax_backend.state.names import BARE, contents_by_name, is_absent, pure
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,13 @@ class Place:
     Attributes:
         name: of the parameter.
         before, within: the path of the tree like the parameters, and the array's own in it, as JAX gives them.
+        of_several: the array is in a list of arrays of its parameter, see `within`.
     """
 
     name: str
     before: tuple[Any, ...]
     within: tuple[Any, ...]
+    of_several: bool = False
 
 
 def places(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Place | None]:
@@ -43,10 +47,15 @@ def places(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Place | No
     among: dict[tuple[Any, ...], Place] = {}
 
     def walk(node: Any, path: tuple[Any, ...]) -> None:
-        own = _names(node, shapes)
+        alone, several = _names(node, shapes), None
+        if alone is None:
+            several = _names_of_several(node, shapes)
+        own = several if alone is None else alone
         if own is not None:
             paths = jax.tree_util.tree_flatten_with_path(node)[0]
-            found.extend(Place(name, path, within) for name, (within, _) in zip(own, paths, strict=True))
+            found.extend(
+                Place(name, path, within, own is several) for name, (within, _) in zip(own, paths, strict=True)
+            )
             return
         among.update({(*path, *within): Place(name, path, within) for name, within in _among(node, shapes).items()})
         children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
@@ -67,10 +76,43 @@ def _names(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[str] | None
         return [BARE] if set(shapes) == {BARE} and jnp.shape(node) == shapes[BARE] and floats else None
     leaves, holes = contents_by_name(node)
     names = [name for name, _ in leaves]
-    if not names or len(set(names)) < len(names) or not shapes.keys() >= set(names):
+    return names if names and _are_all(names, holes, shapes) else None
+
+
+def _names_of_several(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[str] | None:
+    """Of a tree like the parameters, with the arrays of some of them in lists, the parameter of each leaf, in JAX's order; None for any other node."""
+    if _is_several(whole := pure(node)):
+        leaves = jax.tree.leaves(whole)
+        floats = all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves)
+        return [BARE] * len(leaves) if set(shapes) == {BARE} and leaves and floats else None
+    found, holes = contents_by_name(node, _is_several)
+    each: list[tuple[str, Any]] = []
+    for name, x in found:
+        if _is_several(x) and name not in shapes:  # a list of parameters
+            inside, more = contents_by_name(x)
+            each += [(f"{name}/{key}", leaf) for key, leaf in inside]
+            holes |= {f"{name}/{key}" for key in more}
+        else:
+            each.append((name, x))
+    several = [x for _, x in each if _is_several(x)]
+    if not several or not _are_all([name for name, _ in each], holes, shapes):
         return None
+    if all(_among(x, shapes) for x in several):  # links of a chain, which are numbers as parameters in a list are
+        return None
+    return [name for name, x in each for _ in jax.tree.leaves(x)]
+
+
+def _is_several(x: Any) -> bool:
+    """Whether this is a list of arrays and of nothing else."""
+    return type(x) is list and all(is_absent(child) or jax.tree_util.all_leaves([child]) for child in x)
+
+
+def _are_all(names: list[str], holes: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether these are the names of parameters, each once, of all but those in holes."""
+    if len(set(names)) < len(names) or not shapes.keys() >= set(names):
+        return False
     missing = shapes.keys() - set(names)
-    return names if all(any(f"{name}/".startswith(f"{hole}/") for hole in holes) for name in missing) else None
+    return all(any(f"{name}/".startswith(f"{hole}/") for hole in holes) for name in missing)
 
 
 def _among(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Any, ...]]:

@@ -59,11 +59,13 @@ def flatten(tree: Any) -> NamedTree:
     return NamedTree(leaves, frozenset(holes), jax.tree.structure(tree))
 
 
-def contents_by_name(tree: Any) -> tuple[list[tuple[str, Any]], set[str]]:
-    """The leaves of a tree with their names, in the order of the tree, and the paths of its holes, see `NamedTree`."""
+def contents_by_name(
+    tree: Any, is_leaf: Callable[[Any], bool] = lambda x: False
+) -> tuple[list[tuple[str, Any]], set[str]]:
+    """The leaves of a tree with their names, in the order of the tree, and the paths of its holes, see `NamedTree`. `is_leaf`: what is one besides arrays."""
     leaves: list[tuple[str, Any]] = []
     holes: set[str] = set()
-    for path, leaf in _contents(pure(tree)):
+    for path, leaf in _contents(pure(tree), is_leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if is_absent(leaf):
             holes |= {name, BARE} if path and not name else {name}  # as a parameter's, and above others
@@ -87,8 +89,10 @@ def pure(tree: Any) -> Any:
     def content(x: Any) -> Any:
         if not is_variable(x):
             return x
-        leaves = jax.tree.leaves(x)
-        return leaves[0] if len(leaves) == 1 else leaves or optax.MaskedNode()
+        held = jax.tree.leaves(x, is_leaf=lambda inside: inside is not x)
+        if not jax.tree.leaves(held):
+            return optax.MaskedNode()
+        return held[0] if len(held) == 1 else held
 
     return jax.tree.map(content, tree, is_leaf=is_variable)
 
@@ -108,18 +112,22 @@ def filled(tree: Any, values: Sequence[Any], keep: Callable[[Any, Any], bool]) -
     return jax.tree.map(put, pure(tree), is_leaf=lambda x: isinstance(x, boxes))
 
 
-def _contents(tree: Any) -> list[tuple[Any, Any]]:
+def _contents(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
     """(path, leaf) of every array and every hole. An array in a box of linen (`nn.Partitioned`) has the path of the box."""
+
+    def ends(x: Any) -> bool:
+        return is_absent(x) or is_leaf(x)
+
     boxes = _flax_type("flax.core.meta", "AxisMetadata")
     if not boxes:
-        return list(jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_absent)[0])
+        return list(jax.tree_util.tree_flatten_with_path(tree, is_leaf=ends)[0])
     found: list[tuple[Any, Any]] = []
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: is_absent(x) or isinstance(x, boxes))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: ends(x) or isinstance(x, boxes))
     for path, x in leaves:
         if not isinstance(x, boxes):
             found.append((path, x))
             continue
-        inside = jax.tree_util.tree_flatten_with_path(x, is_leaf=is_absent)[0] or [((), x)]
+        inside = jax.tree_util.tree_flatten_with_path(x, is_leaf=ends)[0] or [((), x)]
         found += [((*path, *rest) if len(inside) > 1 else path, leaf) for rest, leaf in inside]
     return found
 

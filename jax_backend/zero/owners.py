@@ -18,7 +18,7 @@ from jax import lax
 from gradwire.core.zero.stacks import StackShards
 from gradwire.jax_backend.axes.mapped_axis import AxisName, vary_if_tracked
 from gradwire.jax_backend.state.names import flatten
-from gradwire.jax_backend.state.types import by_path, dotted, path_of
+from gradwire.jax_backend.state.types import by_path, dotted
 from gradwire.jax_backend.zero.stacked_names import owners_key, parameters_in
 
 Vectors = dict[str, jax.Array]
@@ -72,7 +72,6 @@ class Owners:
             paths = tuple(path for _, path in each)
             length = max(self._leaves[path].size for path in paths if path)
             self.arrays[owners_key(before, [name for name, _ in each], after)] = _Array(paths, length, dtype)
-        self._owned = {path for array in self.arrays.values() for path in array.paths if path}
 
     def init(self, params: Mapping[str, Any]) -> Vectors:
         """The state of all replicas, each array (W, length), of all parameters."""
@@ -149,11 +148,12 @@ class Owners:
             if (path := array.paths[r])
         }
 
-        def at(path: Any, x: Any) -> Any:
-            place = path_of(path)
-            return own.get(place, optax.MaskedNode()) if place in self._owned else shared[place]
-
-        return jax.tree_util.tree_map_with_path(at, self._state)
+        # Of these parameters alone: where others stand, an optimizer has no list of arrays either.
+        structs = {n: STRUCT(self._shards.specs[n].shape, self._shards.specs[n].dtype) for n in self.names[r].values()}
+        state = jax.eval_shape(self._inner.init, self._build(structs))
+        return jax.tree.unflatten(
+            jax.tree.structure(state), [own[path] if path in own else shared[path] for path, _ in by_path(state)]
+        )
 
     def _packed(self, leaves: Mapping[str, Any], r: int) -> Vectors:
         return {key: _vector(leaves.get(a.paths[r]), a.length, a.dtype) for key, a in self.arrays.items()}

@@ -210,15 +210,14 @@ def _open(tree: Any) -> Any:
     """The tree with the inner state in place of each `ZeroState`."""
 
     def inner(x: Any) -> Any:
-        return (
-            joined_state(x, {path_at(n): _opened(n, a) for n, a in x.pieces.per_replica.items()}) if _is_zero(x) else x
-        )
+        return joined_state(x, {key: _opened(key, a) for key, a in x.pieces.per_replica.items()}) if _is_zero(x) else x
 
     return jax.tree.map(inner, tree, is_leaf=_is_zero)
 
 
 def _close(inner: Any, like: ZeroState) -> ZeroState:
-    return split_state(inner, keys_of(like), lambda x: x)
+    closed = split_state(inner, keys_of(like), lambda x: x)
+    return closed._replace(common=jax.tree.unflatten(jax.tree.structure(like.common), jax.tree.leaves(closed.common)))
 
 
 def _convert(name: str, x: Any, like: Any) -> Any:
@@ -247,10 +246,21 @@ def _misfit(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> str:
 
 
 def joined_state(state: ZeroState, pieces: Mapping[str, Any]) -> Any:
-    """The inner state, with these values where its arrays are divided."""
+    """The inner state, with these values where its arrays are divided, given by the keys of the pieces."""
+    at = {path_at(key): x for key, x in pieces.items()}
+    lists: dict[str, dict[int, Any]] = {}
+    for path in (
+        path_at(key) for key in pieces if has_owners(key)
+    ):  # the state of the other parameters has not even a list there
+        before, _, number = path.rpartition(".")
+        if number.isdecimal():
+            lists.setdefault(before, {})[int(number)] = at[path]
 
     def fill(path: Any, x: Any) -> Any:
-        return pieces.get(path_of(path), x) if isinstance(x, optax.MaskedNode) else x
+        place = path_of(path)
+        if not isinstance(x, optax.MaskedNode) or place in at or place not in lists:
+            return at.get(place, x) if isinstance(x, optax.MaskedNode) else x
+        return [lists[place].get(i, x) for i in range(max(lists[place]) + 1)]
 
     return jax.tree_util.tree_map_with_path(fill, state.common, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
 
@@ -259,8 +269,7 @@ def keys_of(state: ZeroState) -> list[str | None]:
     """The key of the piece of each leaf of the inner state; None: it is common."""
     pieces = state.pieces.per_replica if jax.tree.leaves(state.pieces) else {}
     keys = {path_at(key): key for key in pieces}
-    joined = joined_state(state, {path: pieces[key] for path, key in keys.items()})
-    return [keys.get(path) for path, _ in by_path(joined)]
+    return [keys.get(path) for path, _ in by_path(joined_state(state, pieces))]
 
 
 def split_state(state: Any, keys: Sequence[str | None], row: Callable[[jax.Array], jax.Array]) -> ZeroState:

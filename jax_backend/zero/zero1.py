@@ -53,7 +53,7 @@ from gradwire.jax_backend.state.types import PerReplica, by_path, on_devices, pa
 from gradwire.jax_backend.zero.elementwise import divided_leaves, require_elementwise, rows_of
 from gradwire.jax_backend.zero.independent import require_independent
 from gradwire.jax_backend.zero.owners import Owners
-from gradwire.jax_backend.zero.stacked_names import has_owners, keys_of_slots, path_at, require_plain
+from gradwire.jax_backend.zero.stacked_names import has_owners, keys_of_slots, require_plain
 from gradwire.jax_backend.zero.state import ZeroState, in_memory_of_parameters, joined_state, keys_of, split_state
 
 OPS = JaxOps()
@@ -492,7 +492,7 @@ def _other_stacks(axis_name: AxisName) -> str:
 def _join(state: ZeroState) -> Any:
     """The inner state of this replica."""
     pieces = state.pieces.per_replica if jax.tree.leaves(state.pieces) else {}
-    return joined_state(state, {path_at(name): x[0] for name, x in pieces.items()})
+    return joined_state(state, {key: x[0] for key, x in pieces.items()})
 
 
 def _check_pieces(

@@ -58,8 +58,10 @@ def train_two(txs, steps):
     return {name: (np.asarray(w), gw.unreplicate(state).per_replica) for name, (w, state) in after.items()}
 
 
-def test_moments_are_kept_averaged_or_begun_anew():
-    inner = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda step: -0.1 / (1 + step)))
+@pytest.mark.parametrize("optimizer", [optax.scale_by_adam, optax.scale_by_sm3])
+def test_moments_are_kept_averaged_or_begun_anew(optimizer):
+    """Also where they are a list of arrays for each parameter."""
+    inner = optax.chain(optimizer(), optax.scale_by_schedule(lambda step: -0.1 / (1 + step)))
     choices = ("keep", "average", "reset")
     after = train_two({what: gw.local_sgd(inner, LocalSGD(4), axis_name=AXIS, moments=what) for what in choices}, 6)
     trace = after["keep"][0]

@@ -76,6 +76,7 @@ OPTIMIZERS = {
     "two": optax.multi_transform({"one": optax.adam(1e-2), "two": optax.sgd(1e-2, momentum=0.9)}, halves),
     "hyperparameters": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
     "masked": optax.masked(optax.adam(1e-2), lambda p: jax.tree.map(lambda label: label == "one", halves(p))),
+    "sm3": optax.sm3(1e-2),
     "accumulated": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
 }
 
@@ -109,6 +110,35 @@ def test_whole_parameters_are_divided_whatever_they_are_called(tree):
         assert jnp.array_equal(x, y)
     whole = gw.reshard(state, tx.init(TREES[tree]()))
     assert jax.tree.structure(whole) == jax.tree.structure(tx.init(TREES[tree]()))
+
+
+def test_lists_of_arrays_belong_to_the_parameters_at_whose_place_they_are():
+    """Also where parameters are in lists, whose numbers are those of a list of arrays, and of the links of a chain."""
+    two = [jnp.ones((8, 4)), jnp.ones((6, 4))]
+    assert [owner for owner, _ in owners(optax.scale_by_sm3(), two)] == [0, 0, 1, 1, 0, 1]
+    bare = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), lambda g, s, p=None: (g, s)
+    )
+    assert [owner for owner, _ in owners(optax.chain(bare, bare), two)] == [0, 1, 0, 1]
+    assert [owner for owner, _ in owners(optax.scale_by_sm3(), two[0])] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("held", [dict, lambda p: nnx.State({n: nnx.Param(x) for n, x in p.items()})])
+@pytest.mark.slow
+def test_lists_of_arrays_go_to_their_owners_and_back(held):
+    """Of one owner they are as many as its parameter has axes."""
+    params = held(
+        {name: jnp.ones(shape) for name, shape in {"a": (6, 4), "b": (7,), "c": (3, 5, 2), "d": (2,)}.items()}
+    )
+    plain = optax.sm3(0.1).init(params)
+    state = jax.tree.map(lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), plain)
+    for replicas in (3, 2):
+        sharded = gw.zero1(optax.sm3(0.1), axis_name=AXIS, replicas=replicas, shard="parameter").init(params)
+        assert any(";" in key for key in sharded.pieces.per_replica)
+        state = gw.reshard(state, sharded)
+        assert jax.tree.structure(state) == jax.tree.structure(sharded)
+    for x in jax.tree.leaves(gw.reshard(state, plain)):
+        assert jnp.array_equal(x, jnp.arange(x.size).reshape(x.shape))
 
 
 def test_what_an_outer_optimizer_remembers_of_parameters_with_its_own_words():

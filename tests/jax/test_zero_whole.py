@@ -44,6 +44,8 @@ OF_LAYERS = optax.contrib.muon(
 )
 LAMB = optax.MultiSteps(optax.lamb(0.02), 3)
 ADAFACTOR = optax.adafactor(0.02, min_dim_size_to_factor=3)
+#: It has a list of arrays for each parameter, and scalars it refuses.
+SM3 = optax.masked(optax.sm3(0.02), lambda params: jax.tree.map(lambda p: p.ndim > 0, params))
 #: In `zero1` → without it.
 INNER = {
     "muon": lambda w: (sharded(HIDDEN, w), HIDDEN),
@@ -52,6 +54,7 @@ INNER = {
         ADAFACTOR,
     ),
     "lamb, accumulated": lambda w: (sharded(LAMB, w), LAMB),
+    "sm3": lambda w: (sharded(SM3, w), SM3),
     "layers": lambda w: (sharded(OF_LAYERS, w, stacked="layers*"), OF_LAYERS),
     "mixture": lambda w: (
         mixture(sharded(HIDDEN, w), gw.zero1(VECTORS, axis_name=AXIS, replicas=w)),
@@ -66,6 +69,7 @@ RUNS = [
         for run in (
             ("muon", 4, "vmap"),
             ("adafactor", 3, "vmap"),
+            ("sm3", 3, "vmap"),
             ("lamb, accumulated", 3, "shard_map"),
             ("layers", 3, "shard_map_vma"),
         )
