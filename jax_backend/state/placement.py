@@ -235,7 +235,10 @@ def unreplicate(state: T) -> T:
     note_skipped_steps(state)
     await_processes("unreplicate", state)
     # Replicas that `jax.vmap` maps may all begin with what `init` returned, members of an ensemble differ.
-    if found.ensemble is not None and not all(_is_repeated(x.value) for x in found.leaves if x.equal_everywhere):
+    mark = found.ensemble
+    if mark is not None and not (
+        mark.placement and all(_is_repeated(x.value) for x in found.leaves if x.equal_everywhere)
+    ):
         found.refuse_ensemble()
     device_of: list[list[jax.Device]] = []  # by process; found once, and only if anything is per replica
 

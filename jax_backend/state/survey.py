@@ -6,20 +6,24 @@ Types are gone from what a checkpoint gives that was restored into nothing, and 
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
 from gradwire.jax_backend.state.types import (
     ACCOUNT,
     AVERAGES,
+    COMMON,
     MARK,
     MEMORY,
+    PIECES,
     PLACED,
     RECORD,
     UPDATES,
@@ -171,8 +175,31 @@ class Survey:
 
     @property
     def ensemble(self) -> Leaf | None:
-        """The mark of a state of which `jax.vmap` has made several, one for each member; None of any other."""
-        return next((x for x in self.leaves if x.placement and np.ndim(x.value) == 2 and not is_placed(x.value)), None)
+        """The mark of a state of which `jax.vmap` has made several, one for each member, or a piece of such a sharded optimizer; None of any other."""
+        marks = (x for x in self.leaves if x.placement and np.ndim(x.value) == 2 and not is_placed(x.value))
+        return next(marks, None) or next(filter(None, map(self._piece_of_members, self._sharded())), None)
+
+    def _sharded(self) -> set[Keys]:
+        """Paths of the sharded optimizers' states. Under local SGD each replica has one of its own."""
+        return {leaf.keys[:-3] for leaf in self.leaves if leaf.of == PIECES and leaf.marks == 1}
+
+    def _piece_of_members(self, node: Keys) -> Leaf | None:
+        """A piece in which rows of replicas follow an axis that all arrays of this sharded optimizer have in front. No mark tells, but shapes: between the axis
+        of the replicas and the last one a piece of a parameter has axes of 1 alone, and a stack says of how many replicas it is."""
+        pieces = [leaf for leaf in self.leaves if leaf.keys[:-2] == (*node, PIECES)]
+        common = [leaf.value for leaf in self.leaves if leaf.keys[: len(node) + 1] == (*node, COMMON)]
+        first = {np.shape(x)[:1] for x in (*common, *(leaf.value for leaf in pieces))}
+        second = {np.shape(leaf.value)[1:2] for leaf in pieces}
+        if len(first) > 1 or len(second) > 1 or second <= {(), (1,)}:
+            return None
+        (members,), (replicas,) = *first, *second
+        counted = any(np.shape(x) == (members,) and jnp.issubdtype(x.dtype, np.integer) for x in common)
+        for leaf in pieces:
+            names = re.search(r"\{(.*)\}", leaf.keys[-1])
+            stack = names and len(re.split("[|;]", names[1])) == replicas and (members != replicas or counted)
+            if stack if names else np.ndim(leaf.value) > 2:
+                return leaf
+        return None
 
     def refuse_ensemble(self) -> None:
         """Raise ValueError for a state of several members."""

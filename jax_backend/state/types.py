@@ -126,8 +126,8 @@ class LocalSGDState(NamedTuple):
 
 
 MARK = PerReplica._fields[0]
-#: The field of `ZeroState` that holds a mark.
-PIECES = "pieces"
+#: The fields of `ZeroState`: what is equal on all replicas, and a mark.
+COMMON, PIECES = "common", "pieces"
 #: The fields of `DataParallelState` that hold marks.
 LOCAL, RECORD = "local", "record"
 #: Fields of `LocalSGDState` that count.

@@ -14,6 +14,7 @@ import optax  # type: ignore[import-untyped]
 from gradwire.jax_backend.engine.barrier import await_processes
 from gradwire.jax_backend.state.matching import places
 from gradwire.jax_backend.state.names import pure
+from gradwire.jax_backend.state.survey import survey
 from gradwire.jax_backend.state.types import MARK, PerReplica, by_path, host_memory, in_memory, on_host, path_of
 from gradwire.jax_backend.zero.stacked_names import has_owners, path_at, paths_in
 
@@ -65,10 +66,12 @@ def reshard(state: Any, like: T) -> T:
             lie in it again. Error memory is as it was.
 
     Raises:
-        ValueError: the trees do not fit each other.
+        ValueError: the trees do not fit each other; or one is of an ensemble, made by `jax.vmap`.
         RuntimeError: see `distribute`.
     """
     state, like = pure(state), pure(like)
+    for tree in (state, like):
+        survey(tree).refuse_ensemble()
     await_processes("reshard", state)
     opened, wanted = (jax.tree_util.tree_flatten_with_path(_open(tree)) for tree in (state, like))
     found, expected = (_by_path(leaves) for leaves, _ in (opened, wanted))

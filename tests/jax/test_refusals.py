@@ -297,6 +297,14 @@ OUTER = gw.diloco(ADAM, 4, axis_name=AXIS)
 MEMBERS = jax.tree.map(lambda x: jnp.stack([n * x[0] for n in range(1, 5)]), STACKED)
 
 
+def of_members(members, tx, params=PARAMS):
+    return jax.vmap(tx.init)(jax.tree.map(lambda x: jnp.stack([x] * members), params))
+
+
+#: Stacks of four, of as many rows.
+WHOLE, FOURS = {"shard": "parameter", "elementwise": False}, {n: jnp.ones((4, 2)) for n in "abcd"}
+
+
 def of_nnx():
     """The structure of a model and an optimizer of nnx, and their arrays, in which types are gone."""
     model = nnx.Linear(32, 24, rngs=nnx.Rngs(0))
@@ -327,6 +335,7 @@ ADVICE = [
     integers_left_out,
     lambda: init(TX, optax.tree.cast(typed(jnp.float8_e4m3fn), jnp.bfloat16))(),
     lambda: [gw.distribute(TX.init(jax.tree.map(lambda x, i=i: x[i], STACKED)), mesh_of(4), AXIS) for i in range(2)],
+    lambda: gw.distribute(sharded(optax.sgd(0.1, 0.9), **WHOLE).init(FOURS), mesh_of(4), AXIS),  # no ensemble
 ]
 
 
@@ -339,6 +348,12 @@ IN_A_STEP = [
         lambda: gw.distribute(ENSEMBLE, mesh_of(4), AXIS), lambda: gw.stats(ENSEMBLE),
         lambda: gw.unreplicate((MEMBERS, ENSEMBLE)),
         lambda: gw.unreplicate(jax.vmap(lambda p: gw.stack_replicas((p, OUTER.init(p))))(MEMBERS)))),
+    *((lambda given=given: gw.distribute(of_members(*given), mesh_of(4), AXIS), ValueError, f"({given[0]}, 4, ",
+       f"{given[0]} members", "ensemble") for given in (
+        (3, sharded(ADAM)), (4, sharded(ADAM)), (4, sharded(optax.sgd(0.1, 0.9))),
+        (3, sharded(optax.sgd(0.1, 0.9), **WHOLE), FOURS), (4, sharded(ADAM, **WHOLE), FOURS))),
+    (lambda: gw.unreplicate(of_members(4, sharded(ADAM))), ValueError, "4 members of an ensemble"),
+    (lambda: gw.reshard(of_members(3, sharded(ADAM)), of_members(3, ADAM)), ValueError, "3 members of an ensemble"),
     (lambda: gw.stats(of_nnx()[1]), ValueError, "stats", "nnx.merge(graphdef, state)[1]"),
     (lambda: gw.to_portable(of_nnx()[1], PowerSGD(2)), ValueError, "nnx.merge(graphdef, state)[1].opt_state"),
     (told(3), TypeError, "turn=3", "tx.turns(state)"),
