@@ -1,5 +1,5 @@
 """Ask whether compression helps on this machine. Then train one small language model six times and compare: in torch and in JAX with whole gradients
-and with PowerSGD, and in torch with local SGD and with DiLoCo.
+and with PowerSGD, and in torch with local SGD and with DiLoCo. A few steps of PowerSGD without compiled loops show what these save.
 
 python examples/demo.py
 
@@ -34,6 +34,8 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 #: Seconds without a sign of life after which a training counts as stuck. The first sign comes after XLA has compiled.
 STUCK = 240
+#: Environment without compiled loops.
+UNCOMPILED = {"NUMBA_DISABLE_JIT": "1"}
 #: Bits per second of a network on which compression matters.
 SLOW_NETWORK = 100e6
 
@@ -55,6 +57,7 @@ class Run:
     framework: str
     method: str
     folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -63,7 +66,7 @@ class Run:
 
     @property
     def file(self) -> Path:
-        return self.folder / f"{self.framework.lower()}-{self.method}.jsonl"
+        return self.folder / f"{self.framework.lower()}-{self.method}{'-uncompiled' if self.environment else ''}.jsonl"
 
     def command(self, flags: list[str]) -> list[str]:
         script = {
@@ -117,7 +120,7 @@ def torchrun(script: str) -> list[str]:
 def train(run: Run, flags: list[str]) -> Iterator[None]:
     """Run one training, and come back now and then until it is over."""
     run.file.unlink(missing_ok=True)
-    yield from watched(run.name, run.command(flags), run.file.with_suffix(".stderr"), run.read)
+    yield from watched(run.name, run.command(flags), run.file.with_suffix(".stderr"), run.read, run.environment)
 
 
 def ask(folder: Path, flags: list[str], console: Console) -> None:
@@ -137,9 +140,11 @@ def ask(folder: Path, flags: list[str], console: Console) -> None:
     console.print(answer.read_text(), markup=False, highlight=False, soft_wrap=True)
 
 
-def watched(name: str, command: list[str], errors: Path, moved: Callable[[], bool]) -> Iterator[None]:
+def watched(
+    name: str, command: list[str], errors: Path, moved: Callable[[], bool], environment: dict[str, str] | None = None
+) -> Iterator[None]:
     """Run a command whose output goes to a file, and come back now and then until it is over. `moved`: has it shown a sign of life since the last call?"""
-    with errors.open("w") as stderr, process(command, stderr) as child:
+    with errors.open("w") as stderr, process(command, stderr, environment or {}) as child:
         alive = time.monotonic()
         while child.poll() is None:
             time.sleep(0.2)
@@ -161,10 +166,10 @@ def watched(name: str, command: list[str], errors: Path, moved: Callable[[], boo
 
 
 @contextmanager
-def process(command: list[str], stderr: Any) -> Iterator[subprocess.Popen[bytes]]:
+def process(command: list[str], stderr: Any, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a session of its own, which is gone with all its children when the block is left, however it is left."""
     # One thread per torch process, on the CPU even where there are GPUs: the same demo everywhere.
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"} | environment
     child = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, env=env, start_new_session=True
     )
@@ -227,6 +232,18 @@ def run_all(runs: list[Run], steps: int, flags: list[str], console: Console) -> 
                 )
 
 
+def compiled_loops(run: Run, steps: int, flags: list[str], console: Console) -> str:
+    """What compiled loops save of a step of PowerSGD, in words: of a few steps more without them, where there were such loops."""
+    if not run.last["compiled_loops"]:
+        return "PowerSGD ran without compiled loops in torch: pip install '.[cpu]' brings numba, which compiles them."
+    without, few = Run(run.framework, run.method, run.folder, UNCOMPILED), max(1, steps // 8)
+    with console.status("PowerSGD without compiled loops") if console.is_terminal else nullcontext():
+        for _ in train(without, [*flags, f"--steps={few}", f"--eval-every={few}"]):
+            pass
+    fast, slow = (f"{each.last['compress_seconds'] * 1e3:.1f} ms" for each in (run, without))
+    return f"In torch, compressing takes {fast} of a step of PowerSGD with the loops that numba compiles, and {slow} without them, in {few} steps."
+
+
 #: The last lines.
 NEXT = """What to do next:
   your network   torchrun --nnodes=2 … --no-python {gradwire} probe      on each of two machines (docs/advise.md)
@@ -242,7 +259,7 @@ def command_line() -> str:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--steps", type=int, default=160, help="of each training (default: 160)")
+    p.add_argument("--steps", type=int, default=150, help="of each training (default: 150)")
     p.add_argument("--rank", type=int, default=4, help="of PowerSGD (default: 4)")
     p.add_argument("--out", type=Path, default=Path("runs"), metavar="FOLDER", help="where to write (default: runs)")
     p.add_argument(
@@ -264,6 +281,7 @@ def main() -> None:
         ask(folder, flags, console)
         console.print("Six trainings, in which nobody has to believe a prediction:\n")
         run_all(runs, args.steps, flags, console)
+        loops = compiled_loops(runs[1], args.steps, flags, console)
     except Stopped:
         console.print("stopped")
         raise SystemExit(128 + stop_signals[0]) from None
@@ -282,6 +300,7 @@ def main() -> None:
         f"Between two machines at {network} these gradients travel for {whole:,.0f} s, compressed for {compressed:,.1f} s.",
         soft_wrap=True,
     )
+    console.print(loops, soft_wrap=True, markup=False, highlight=False)
     picture = args.out / "demo.png"
     draw(runs, f"The same model and text for the same {args.steps} steps, on 2 replicas", picture)
     console.print(f"The picture is {picture}. All of it took {time.monotonic() - began:.0f} s.\n", soft_wrap=True)

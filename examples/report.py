@@ -54,13 +54,25 @@ class Report:
             self._file.close()
 
     def step(
-        self, step: int, loss: float, val_loss: float | None, *, bytes_sent: float, collectives: float, seconds: float
+        self,
+        step: int,
+        loss: float,
+        val_loss: float | None,
+        *,
+        bytes_sent: float,
+        collectives: float,
+        seconds: float,
+        compress_seconds: float | None = None,
+        compiled_loops: str = "",
     ) -> None:
-        """Tell about a step. `step` counts from 1; bytes (per replica), collectives and seconds are totals so far."""
-        line = {"step": step, "loss": loss}
+        """Tell about a step. `step` counts from 1; bytes (per replica), collectives and seconds are totals so far. `compress_seconds` are those of one step, and
+        `compiled_loops` says what numba has compiled for it."""
+        line: dict[str, float | str] = {"step": step, "loss": loss}
         if val_loss is not None:
             self._validation = line["val_loss"] = val_loss
         line |= {"bytes_sent": bytes_sent, "collectives": collectives, "seconds": round(seconds, 4)}
+        if compress_seconds is not None:
+            line |= {"compress_seconds": compress_seconds, "compiled_loops": compiled_loops}
         if self._file:
             self._file.write(json.dumps(line) + "\n")
         told = f"loss {loss:.3f}  validation {self._validation:.3f}  sent {bytes_sent / 1e6:,.1f} MB  {seconds:.0f} s"

@@ -80,10 +80,12 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
                 handle.synchronize()  # the replicas end as one model
             validation = evaluate(model, text, args, device) if done % args.eval_every == 0 or last else None
             sent = [handle.stats(), optimizer.stats()] if isinstance(optimizer, ZeroOptimizer) else [handle.stats()]
-            totals = {
+            totals: dict[str, Any] = {
                 "bytes_sent": sum(s.bytes_sent for s in sent),  # of the whole run: states hold it
                 "collectives": sum(s.collectives for s in sent),
                 "seconds": seconds,
+                "compress_seconds": sent[0].compress_seconds,
+                "compiled_loops": sent[0].compiled_loops,
             }
             report.step(done, trained, validation, **totals)
             if args.checkpoint and (done % args.checkpoint_every == 0 or last):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import EXAMPLES, TINY
+from tests.examples.conftest import EXAMPLES, TINY, examples_importable
 from tests.launch import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -70,9 +70,32 @@ def test_it_ends_with_a_table_and_a_picture(demo, tmp_path):
         ratio = dense["bytes_sent"] / small["bytes_sent"]
         assert ratio > 5
         assert float(compressed[3]) == pytest.approx(ratio, abs=0.06)
+    assert "PowerSGD ran without compiled loops in torch" in output  # whose model is too small for them
     for method in ("local SGD", "DiLoCo"):  # one average, at the end, in place of four
         assert re.search(rf"torch, {method} +{number} +{number} MB +4.0× +0.25 ", output), output
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_compiled_loops_save_is_measured_where_there_are_such(monkeypatch, tmp_path):
+    """By a few more steps, in processes that compile none."""
+    with examples_importable():
+        import demo
+
+    trained = []
+
+    def train(run, flags):
+        trained.append((run.environment, run.file.name, flags[-2:]))
+        run.lines.append({"compress_seconds": 0.0085, "compiled_loops": ""})
+        yield
+
+    monkeypatch.setattr(demo, "train", train)
+    run = demo.Run("torch", "powersgd", tmp_path)
+    run.lines.append({"compress_seconds": 0.0042, "compiled_loops": "numba"})
+    assert "takes 4.2 ms" in (said := demo.compiled_loops(run, 80, ["--steps=80"], demo.Console()))
+    assert "8.5 ms without them, in 10 steps" in said
+    assert trained == [
+        ({"NUMBA_DISABLE_JIT": "1"}, "torch-powersgd-uncompiled.jsonl", ["--steps=10", "--eval-every=10"])
+    ]
 
 
 def test_a_failed_training_is_shown(demo, tmp_path):

@@ -42,7 +42,7 @@ def curve(path):
     """All that the complete lines of a metrics file say so far, but for the time it took."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     read = (json.loads(line) for line in lines if line.endswith("\n"))
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in read]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "compress_seconds")} for line in read]
 
 
 def torch_state(path):

@@ -342,7 +342,9 @@ def test_a_step_with_loops_is_that_without(world):
     given = world.group, world.rank
     (plain, expected), (driver, found) = trained(*given, loops=False), trained(*given)
     assert driver.ops.loops.made == set(THIN)
+    assert driver.stats().compiled_loops == driver.ops.loops.card
     assert not plain.ops.loops
+    assert plain.stats().compiled_loops == ""
     assert world.agree(found)
     errors = zip(driver.memory.errors(), plain.memory.errors(), strict=True)
     for mine, other in itertools.chain(zip(found, expected, strict=True), errors):
@@ -397,12 +399,13 @@ def weights_after(world, kind, *, loops):
                 average_gradients=True,
                 process_group=world.group,
             )
-            made = optimizer._step.collectives.ops.loops
+            made, stats = optimizer._step.collectives.ops.loops, optimizer.stats
         else:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             handle = gw.local_sgd(model, optimizer, diloco(2, compressor=Quantize("int4")), process_group=world.group)
-            made = handle._ops.loops
+            made, stats = handle._ops.loops, handle.stats
         assert made.made == (set(CODES) if loops else set())
+        assert stats().compiled_loops == made.card
         for step in range(4):
             optimizer.zero_grad()
             model(torch.from_numpy(numbers("usual", (6, 40), 10 * step + world.rank))).square().sum().backward()

@@ -565,7 +565,7 @@ class LocalSGDHandle:
         self._note_found()
         if (gradients := self._gradients) is not None:
             stats = replace(stats, replayed_steps=gradients.replays.replayed, graph_bytes=gradients.replays.nbytes)
-        return replace(stats, skipped_averages=self._skipped_averages)
+        return replace(stats, skipped_averages=self._skipped_averages, compiled_loops=self._ops.loops.card)
 
     def _progress(self) -> Progress:
         sent = self._memory.sent

@@ -82,10 +82,10 @@ class Stats:
             parameters of that fragment.
         replayed_steps: of this algorithm on this rank, as CUDA graphs of what lies between two messages; see `Handle.replay`.
         graph_bytes: memory of those graphs, in which eager steps would work as well.
-
+        compiled_loops: which loops numba has compiled for this algorithm on this processor, and all ranks use; "" if there are none.
         choices: of `gradwire.Auto`, which method was chosen from which step on.
 
-    Two of them are equal if all but the times is, and how much was replayed. Times are 0.0 where none has been noted: before there were two steps, and under a CUDA graph.
+    Two of them are equal if all but the times is, and but for how much was replayed, and compiled. Times are 0.0 where none has been noted: before there were two steps, and under a CUDA graph.
     """
 
     steps: int
@@ -102,6 +102,7 @@ class Stats:
     skipped_averages: int = 0
     replayed_steps: int = field(default=0, compare=False)
     graph_bytes: int = field(default=0, compare=False)
+    compiled_loops: str = field(default="", compare=False)
     choices: tuple[Chosen, ...] = ()
 
     @classmethod

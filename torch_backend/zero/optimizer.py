@@ -6,6 +6,7 @@ optimizer = gradwire.torch_backend.ZeroOptimizer(model.named_parameters(), torch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -419,7 +420,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._sharded is not None:
             return self._sharded.stats()
         collectives = self._step.collectives
-        return Stats.of(collectives.times.read(), self._step.steps, self._skipped, collectives.sent)
+        found = Stats.of(collectives.times.read(), self._step.steps, self._skipped, collectives.sent)
+        return replace(found, compiled_loops=collectives.ops.loops.card)
 
     def __repr__(self) -> str:
         """What this rank keeps and how long sharding takes, and the parameter groups as every optimizer shows them."""
