@@ -278,6 +278,21 @@ def test_integers_are_packed_as_by_numpy(n, bits):
     np.testing.assert_array_equal(FUSED.unpack_integers(wide[:, 2:-3], bits, n).cpu().numpy(), numbers)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (3, 7), (40, 64), (2, 3000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_elements_are_searched_in_the_order_of_their_magnitudes(shape, dtype):
+    x = on_device(rows(shape)).to(dtype)
+    x.view(-1)[::3] = x.view(-1)[0]
+    x[0, -1], x[-1, 0] = math.nan, -math.inf
+    if shape[1] > 5:
+        x[0, 2], x[0, 4] = -0.0, 0.0
+    size = x.float().abs().nan_to_num(nan=math.inf, posinf=math.inf).cpu().numpy()
+    keys = FUSED.search_keys(x).cpu().numpy()
+    first = np.argsort(-size, axis=1, kind="stable")
+    np.testing.assert_array_equal(np.argsort(-keys, axis=1), first)
+    assert all(len(set(row)) == shape[1] for row in keys)
+
+
 #: Factors and matrices, and whether these are stored column by column: a few rows, and as many as products of tiles are for; sums of more than one part; stacks.
 PRODUCTS = [
     ((4, 96), 64, True),

@@ -55,6 +55,10 @@ class CodingOps(Workspace):
     def decode_rows(self, codec: Any, *fields: Tensor, out: Tensor | None = None) -> Tensor:
         if codes.has(self, codec, *fields):
             return codes.decode_mean(self, codec, [x.unsqueeze(0) for x in fields], out)
+        if self.fused is not None and self.codes_stay(codec, fields[0]) and (out is None or out.dtype == torch.float32):
+            shape = tuple(fields[0].shape)
+            place = self.temporary(shape, fields[1]) if out is None else out if out.ndim == 2 else out.view(shape)
+            return self.fused.decoded_each(self.scalar(True, torch.bool), *([x] for x in fields), [place])[0]
         return super().decode_rows(codec, *fields, out=out)
 
     def decode_mean(self, codec: Any, *of_each: Tensor, dtype: str = "float32", out: Tensor | None = None) -> Tensor:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from gradwire.core.kernels.arrays import group_by
-from gradwire.torch_backend.ops.addresses import are_aligned, table_of, with_programs
+from gradwire.torch_backend.ops.addresses import are_aligned, side_by_side, table_of, with_programs
 from gradwire.torch_backend.ops.fused import VECTOR, launch, operator
 from gradwire.torch_backend.ops.workspace import Workspace
-from gradwire.torch_backend.torch_internals import foreach_copy_
 
 #: Numbers that a program of a product adds up.
 PART = 2048
@@ -236,13 +235,14 @@ def orthonormalized(ops: Workspace, arrays: Sequence[Tensor], fresh: Sequence[Te
 
 
 def _in_float32(ops: Workspace, arrays: list[Tensor]) -> list[Tensor]:
+    if not arrays:
+        return []
     sizes = [x.numel() for x in arrays]
-    if not sizes:
-        return arrays
-    room = ops.temporary((sum(sizes),), arrays[0], torch.float32)
-    wide = [part.view(x.shape) for part, x in zip(torch.split(room, sizes), arrays, strict=True)]
-    foreach_copy_(wide, arrays)
-    return wide
+    flat = side_by_side(arrays)
+    if flat is None:
+        flat = torch.cat([x.reshape(-1) for x in arrays], out=ops.temporary((sum(sizes),), arrays[0]))
+    wide = ops.temporary(flat.shape, flat, torch.float32).copy_(flat)
+    return [part.view(x.shape) for part, x in zip(torch.split(wide, sizes), arrays, strict=True)]
 
 
 def _of_one_size(

@@ -237,6 +237,11 @@ def sum_of_signs(
     launch("sum_of_signs", -(-n // VECTOR), out.device, bits, above, below, of_run, out, *sizes, **cut)
 
 
+@operator("Tensor x, *, Tensor(a!) keys")
+def search_keys(x: Tensor, *, keys: Tensor) -> None:
+    launch("search_keys", -(-x.numel() // VECTOR), x.device, x, keys, x.numel(), x.shape[1], block=VECTOR)
+
+
 @operator("Tensor index, Tensor rows, Tensor values, *, Tensor(a!) out")
 def add_at(index: Tensor, rows: Tensor, values: Tensor, *, out: Tensor) -> None:
     replicas, count, k = index.shape
@@ -384,6 +389,12 @@ class TorchFused:
         bits = bits if bits.stride(1) == 1 else bits.contiguous()
         sum_of_signs(bits, above.contiguous(), below.contiguous(), of_run, run, block, out=out)
         return out
+
+    def search_keys(self, x: Tensor) -> Tensor:
+        """int64 (R, m): of each element of rows a number that says how large it is, and of equal ones which comes first; no two of a row are equal."""
+        keys = self._memory.temporary(tuple(x.shape), x, torch.int64)
+        search_keys(x.contiguous(), keys=keys)
+        return keys
 
     def add_at(self, out: Tensor, index: Tensor, rows: Tensor, values: Tensor) -> Tensor:
         """`out`, a vector, to which values (W, R, k) are added one replica after the other: at positions `index` (W, R, k), distinct of each replica, of rows that

@@ -75,8 +75,11 @@ def _searched(ops: Workspace, x: Tensor, k: int) -> Tensor:
         return size.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     # `topk` promises nothing about equal elements. So no two are equal: one integer holds the magnitude, whose bits have the order of integers, and below it the
     # position.
-    size = (x.to(torch.float32).view(torch.int32) & 0x7FFFFFFF).clamp_max_(INFINITE)
-    keys = size.to(torch.int64).mul_(1 << 32).bitwise_or_(ops.numbers(x.shape[1], torch.int64, -1))
+    if ops.fused is not None and x.numel():
+        keys = ops.fused.search_keys(x)
+    else:
+        size = (x.to(torch.float32).view(torch.int32) & 0x7FFFFFFF).clamp_max_(INFINITE)
+        keys = size.to(torch.int64).mul_(1 << 32).bitwise_or_(ops.numbers(x.shape[1], torch.int64, -1))
     return keys.topk(k, dim=-1, sorted=False).indices
 
 

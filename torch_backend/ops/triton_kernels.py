@@ -327,6 +327,18 @@ def sum_of_signs(
 
 
 @triton.jit
+def search_keys(x, keys, n, m, block: tl.constexpr):
+    """keys = of each of n elements of rows of m a number that is larger where its magnitude is, and of equal ones where it comes first: above, the bits of the
+    magnitude; below, how many of its row come after it. NaN counts as inf."""
+    start = tl.program_id(0).to(tl.int64) * block
+    i = start + tl.arange(0, block)
+    size = tl.load(x + i, mask=i < n, other=0).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    size = tl.minimum(size, INFINITE)
+    column = ((start % m).to(tl.int32) + tl.arange(0, block)) % m
+    tl.store(keys + i, (size.to(tl.int64) << 32) | (m - 1 - column).to(tl.int64), mask=i < n)
+
+
+@triton.jit
 def add_at(index, rows, values, out, replicas, count, k, padded: tl.constexpr):
     """out += values (replicas, count, k) at `index` in `count` rows that begin at `rows`: a program for each row, one replica after the other."""
     row = tl.program_id(0).to(tl.int64)
