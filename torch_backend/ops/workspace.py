@@ -126,6 +126,9 @@ class Workspace(Ops[Tensor], Protocol):
     def briefly(self) -> AbstractContextManager[None]:
         """Within, temporary memory is what the next such call takes too, whatever its shapes."""
 
+    def scalar(self, y: float, dtype: torch.dtype) -> Tensor:
+        """A number on the device, made once."""
+
     def numbers(self, n: int, dtype: torch.dtype, sign: int = 1) -> Tensor:
         """0, 1, … n-1, or from the last to the first, not to be written to."""
 
