@@ -25,7 +25,7 @@ class OptaxOuter(OuterFactory):
     """An Optax transformation, of a dictionary of parameters by name.
 
     Raises:
-        TypeError: `factory` does not make one; or it keeps several arrays of a parameter in a list.
+        TypeError: `factory` does not make one; or it keeps several arrays of a parameter, not in trees of their own.
     """
 
     def __init__(self, factory: OuterFactory) -> None:
@@ -42,9 +42,9 @@ class OptaxOuter(OuterFactory):
             )
         one = {"w": (2, 2)}
         state = jax.eval_shape(lambda: self._tx.init({name: jnp.zeros(shape) for name, shape in one.items()}))
-        if lists := [path_of(place.before) for place in places(state, one) if place is not None and place.of_several]:
+        if several := [path_of(place.before) for place in places(state, one) if place is not None and place.of_several]:
             raise TypeError(
-                f"outer={self.name} keeps several arrays of each parameter in a list, under {lists[0]!r}, and an outer optimizer has one of each name. "
+                f"outer={self.name} keeps several arrays of each parameter, under {several[0]!r}, and an outer optimizer has one of each name. "
                 "Give what keeps whole arrays, such as optax.adamw, or OuterSGD(…)"
             )
         self._memories = frozenset(key for key, _ in _places(state, one))

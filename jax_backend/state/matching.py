@@ -5,7 +5,8 @@ A state of optax holds trees like the parameters, with `optax.MaskedNode` where 
 of all of them but those in holes, holds one array for each. So does one that has all these names and shapes, and others beside them: a module of nnx with its
 parameters and its statistics.
 
-Some optimizers hold several arrays of a parameter in a list at its place, as SM3 does: one for each of its axes. All of them belong to the parameter.
+Some optimizers hold several arrays of a parameter at its place, as SM3 does in a list: one for each of its axes. In a list, a tuple or a dictionary with nothing
+else in it all of them belong to the parameter.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Place:
     Attributes:
         name: of the parameter.
         before, within: the path of the tree like the parameters, and the array's own in it, as JAX gives them.
-        of_several: the array is in a list of arrays of its parameter, see `within`.
+        of_several: the array is one of several that stand where its parameter does.
     """
 
     name: str
@@ -80,15 +81,17 @@ def _names(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[str] | None
 
 
 def _names_of_several(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[str] | None:
-    """Of a tree like the parameters, with the arrays of some of them in lists, the parameter of each leaf, in JAX's order; None for any other node."""
-    if _is_several(whole := pure(node)):
-        leaves = jax.tree.leaves(whole)
-        floats = all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves)
-        return [BARE] * len(leaves) if set(shapes) == {BARE} and leaves and floats else None
+    """Of a tree like the parameters, with several arrays in place of some of them, the parameter of each leaf, in JAX's order; None for any other node."""
+    whole = pure(node)
+    leaves = jax.tree.leaves(whole)
+    if not leaves or not all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves):
+        return None  # a state of optax, with its count, whose words may be names of parameters
+    if _is_several(whole):
+        return [BARE] * len(leaves) if set(shapes) == {BARE} and type(whole) is list else None
     found, holes = contents_by_name(node, _is_several)
     each: list[tuple[str, Any]] = []
     for name, x in found:
-        if _is_several(x) and name not in shapes:  # a list of parameters
+        if _is_several(x) and name not in shapes:  # a module
             inside, more = contents_by_name(x)
             each += [(f"{name}/{key}", leaf) for key, leaf in inside]
             holes |= {f"{name}/{key}" for key in more}
@@ -97,14 +100,16 @@ def _names_of_several(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[
     several = [x for _, x in each if _is_several(x)]
     if not several or not _are_all([name for name, _ in each], holes, shapes):
         return None
-    if all(_among(x, shapes) for x in several):  # links of a chain, which are numbers as parameters in a list are
+    # Parts of a state, whose words may be names of parameters, and links of a chain, which are numbers as parameters in a list are.
+    if any(_names(x, shapes) if type(x) is dict else _among(x, shapes) for x in several):
         return None
     return [name for name, x in each for _ in jax.tree.leaves(x)]
 
 
 def _is_several(x: Any) -> bool:
-    """Whether this is a list of arrays and of nothing else."""
-    return type(x) is list and all(is_absent(child) or jax.tree_util.all_leaves([child]) for child in x)
+    """Whether this holds arrays, in no class of its own, and nothing else."""
+    inside = x.values() if type(x) is dict else x if type(x) in (list, tuple) else None
+    return inside is not None and all(is_absent(child) or jax.tree_util.all_leaves([child]) for child in inside)
 
 
 def _are_all(names: list[str], holes: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> bool:

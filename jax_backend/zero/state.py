@@ -251,19 +251,17 @@ def _misfit(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> str:
 def joined_state(state: ZeroState, pieces: Mapping[str, Any]) -> Any:
     """The inner state, with these values where its arrays are divided, given by the keys of the pieces."""
     at = {path_at(key): x for key, x in pieces.items()}
-    lists: dict[str, dict[int, Any]] = {}
-    for path in (
-        path_at(key) for key in pieces if has_owners(key)
-    ):  # the state of the other parameters has not even a list there
-        before, _, number = path.rpartition(".")
-        if number.isdecimal():
-            lists.setdefault(before, {})[int(number)] = at[path]
+    several: dict[str, dict[str, Any]] = {}
+    for path in (path_at(key) for key in pieces if has_owners(key)):  # of several arrays of one parameter
+        before, _, last = path.rpartition(".")
+        several.setdefault(before, {})[last] = at[path]
 
     def fill(path: Any, x: Any) -> Any:
+        """The state of the other parameters has one `optax.MaskedNode` in their place."""
         place = path_of(path)
-        if not isinstance(x, optax.MaskedNode) or place in at or place not in lists:
-            return at.get(place, x) if isinstance(x, optax.MaskedNode) else x
-        return [lists[place].get(i, x) for i in range(max(lists[place]) + 1)]
+        if not isinstance(x, optax.MaskedNode):
+            return x
+        return at.get(place, several.get(place, x))
 
     return jax.tree_util.tree_map_with_path(fill, state.common, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
 

@@ -1,5 +1,7 @@
 """The arrays of an optimizer's state belong to the same parameters whatever these are called, and whatever holds them."""
 
+from typing import Any, NamedTuple
+
 import equinox
 import flax.struct
 import jax
@@ -61,6 +63,32 @@ TREES = {
 }
 
 
+class FactoredState(NamedTuple):
+    of: Any
+
+
+def factored(several):
+    """Second moments by rows and by columns, both at the place of the parameter: as many as `several` makes of them."""
+
+    def init(params):
+        return FactoredState(jax.tree.map(lambda p: several(jnp.zeros(p.shape[:1]), jnp.zeros(p.shape[-1:])), params))
+
+    def update(updates, state, params=None):
+        def after(g, old):
+            means = [jnp.square(g).reshape(*shape).mean(i) for shape, i in (((len(g), -1), 1), ((-1, g.shape[-1]), 0))]
+            return jax.tree.map(lambda x, new: 0.9 * x + 0.1 * new, old, several(*means))
+
+        new = jax.tree.map(after, updates, state.of)
+        scale = lambda g, both: g / (1 + sum(x.mean() for x in jax.tree.leaves(both)))  # noqa: E731
+        return jax.tree.map(scale, updates, new), FactoredState(new)
+
+    return optax.GradientTransformation(init, update)
+
+
+def in_a_dictionary(row, column):
+    return {"row": row, "column": column}
+
+
 def halves(params):
     """A label for each leaf; of the last, another."""
     labels = ["one", "one", "two"]
@@ -77,6 +105,8 @@ OPTIMIZERS = {
     "hyperparameters": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
     "masked": optax.masked(optax.adam(1e-2), lambda p: jax.tree.map(lambda label: label == "one", halves(p))),
     "sm3": optax.sm3(1e-2),
+    "tuples": factored(lambda *both: both),
+    "dictionaries": factored(in_a_dictionary),
     "accumulated": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
 }
 
@@ -123,17 +153,24 @@ def test_lists_of_arrays_belong_to_the_parameters_at_whose_place_they_are():
     assert [owner for owner, _ in owners(optax.scale_by_sm3(), two[0])] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("held", [dict, lambda p: nnx.State({n: nnx.Param(x) for n, x in p.items()})])
+@pytest.mark.parametrize(
+    ("tx", "held"),
+    [
+        (optax.sm3(0.1), dict),
+        (optax.sm3(0.1), lambda p: nnx.State({n: nnx.Param(x) for n, x in p.items()})),
+        (factored(in_a_dictionary), dict),
+    ],
+)
 @pytest.mark.slow
-def test_lists_of_arrays_go_to_their_owners_and_back(held):
-    """Of one owner they are as many as its parameter has axes."""
+def test_several_arrays_of_a_parameter_go_to_its_owner_and_back(tx, held):
+    """Of SM3 they are as many as it has axes."""
     params = held(
         {name: jnp.ones(shape) for name, shape in {"a": (6, 4), "b": (7,), "c": (3, 5, 2), "d": (2,)}.items()}
     )
-    plain = optax.sm3(0.1).init(params)
+    plain = tx.init(params)
     state = jax.tree.map(lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), plain)
     for replicas in (3, 2):
-        sharded = gw.zero1(optax.sm3(0.1), axis_name=AXIS, replicas=replicas, shard="parameter").init(params)
+        sharded = gw.zero1(tx, axis_name=AXIS, replicas=replicas, shard="parameter").init(params)
         assert any(";" in key for key in sharded.pieces.per_replica)
         state = gw.reshard(state, sharded)
         assert jax.tree.structure(state) == jax.tree.structure(sharded)

@@ -138,7 +138,7 @@ AT_ONCE = [
     (lambda: diloco(outer=3), TypeError, "outer="),
     (lambda: diloco(outer=ADAMW, lr=0.5), TypeError, "lr="),
     *((lambda outer=outer: diloco(outer=outer), TypeError, "outer=") for outer in NO_OUTER),
-    (lambda: diloco(outer=partial(optax.sm3, 0.1)), TypeError, "outer=optax", "sm3", "list", "0.mu"),
+    (lambda: diloco(outer=partial(optax.sm3, 0.1)), TypeError, "outer=optax", "sm3", "several arrays", "0.mu"),
     (lambda: LocalSimulator(LocalSGD(4, outer=ADAMW), {"w": [1.0]}, 2), TypeError, "outer=", "adamw"),
     (lambda: LOCAL.step({}, {"params": 1}), TypeError, "training"),
     *((lambda given=given, like=like: gw.reshard(given, like), ValueError, *words) for given, like, *words in UNLIKE),
