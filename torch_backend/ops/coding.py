@@ -57,8 +57,9 @@ class CodingOps(Workspace):
             return codes.decode_mean(self, codec, [x.unsqueeze(0) for x in fields], out)
         if self.fused is not None and self.codes_stay(codec, fields[0]) and (out is None or out.dtype == torch.float32):
             own, of_rows = fields
-            place = self.temporary(tuple(own.shape), of_rows) if out is None else out.view(own.shape)
-            return self.fused.decoded_each(self.scalar(True, torch.bool), [own], [of_rows], [place])[0]
+            if own.is_contiguous() and of_rows.is_contiguous():
+                place = self.temporary(tuple(own.shape), of_rows) if out is None else out.view(own.shape)
+                return self.fused.decoded_each(self.scalar(True, torch.bool), [own], [of_rows], [place])[0]
         return super().decode_rows(codec, *fields, out=out)
 
     def decode_mean(self, codec: Any, *of_each: Tensor, dtype: str = "float32", out: Tensor | None = None) -> Tensor:
