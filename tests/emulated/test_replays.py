@@ -505,6 +505,29 @@ def test_gradients_that_always_move_are_given_up(world):
 
 
 @cases.case
+def test_gradients_that_soon_move_are_given_up(world):
+    """After as many captures as are kept: each takes the host as long as a step."""
+    twins, before, kept = twins_of(AllReduce(), message_bytes=0), EmulatedGraphs.captured, []
+    stays = FIRST + replays.WORTH - 1
+
+    def move(step, twins):
+        if step % stays == 0:
+            kept.append(twins.do(lambda each: dict(each.gradients)))
+            twins.do(move_all)
+
+    steps = stays * (replays.SETS + 3) + replays.MISSES
+    with logged() as said:
+        assert twins.run(range(steps), move) == []
+    of_a_set = (EmulatedGraphs.captured - before) // replays.SETS
+    assert EmulatedGraphs.captured - before == of_a_set * replays.SETS > 0
+    assert twins.replayed == replays.SETS * (stays - FIRST)
+    (line,) = said
+    assert "or soon" in line
+    assert not twins.both[1].driver.replays.wanted
+    assert twins.both[1].driver.replays.nbytes == 0
+
+
+@cases.case
 def test_memory_that_is_saved_loaded_and_forgotten_in_between(world):
     twins, saved = twins_of(PowerSGD(2)), []
 

@@ -52,6 +52,8 @@ TRIES = 20
 KNOWN = 8
 #: So many steps have gone by a set before it makes place for another: not fewer than `KNOWN`, or kinds that take turns would be captured in turns.
 MISSES = 8
+#: Steps that are replayed for each capture, on average: a capture takes the host as long as a step.
+WORTH = 2
 
 GroupKey = tuple[Any, ...]
 
@@ -184,7 +186,7 @@ class Replays:
 
     Attributes:
         wanted: steps may be replayed.
-        given_up: they were wanted, and none was like another.
+        given_up: they were wanted, and too few were like another.
         replayed: so many have been, as a whole.
         obstacle: why the last capture that failed did; "" if none has.
     """
@@ -193,6 +195,7 @@ class Replays:
         self.wanted = self.given_up = False
         self.replayed = 0
         self.obstacle = ""
+        self._captures = 0
         self._owner, self._near = owner, near
         self._graphs: Graphs | None = None
         self._sets: list[Set] = []
@@ -279,24 +282,31 @@ class Replays:
             following = self._kind_of_next()
             enough = self._known[following, keys] >= EQUAL and (following, keys) not in self._failed
             if enough and not self._has(following, keys) and self._has_place():
-                self._capture(following, keys, groups)
+                if self._captures >= SETS and self.replayed < WORTH * self._captures:
+                    self._give_up()
+                else:
+                    self._capture(following, keys, groups)
 
     def _note(self, key: Any) -> bool:
         """That a step was eager. False, once and for all, if none is ever like another."""
         self._known[key] += 1
         self._unknown = self._unknown + 1 if self._known[key] == 1 else 0
         if self._unknown >= TRIES:
-            logger.info(
-                "%r: steps are not replayed, since gradients lie elsewhere in each of them. Gradients stay where they are with "
-                "zero_grad(set_to_none=False), or in DDP's buckets",
-                self._owner.algorithm,
-            )
-            self.wanted, self.given_up, self._unknown = False, True, 0
-            self._known.clear()
+            self._give_up()
             return False
         for old in list(self._known)[:-KNOWN]:
             del self._known[old]
         return True
+
+    def _give_up(self) -> None:
+        logger.info(
+            "%r: steps are not replayed, since gradients lie elsewhere in each of them, or soon. Gradients stay where they are with "
+            "zero_grad(set_to_none=False), or in DDP's buckets",
+            self._owner.algorithm,
+        )
+        self.wanted, self.given_up, self._unknown = False, True, 0
+        self._known.clear()
+        self._sets.clear()
 
     def _has(self, kind: Any, keys: tuple[GroupKey, ...]) -> bool:
         """Whether there is a set of these: another with the same first group has been taken for it."""
@@ -330,6 +340,7 @@ class Replays:
                 step.abandon()
             return
         del self._known[kind, keys]
+        self._captures += 1
         self._sets.append(Set(kind, *captured, number))
         owner.collectives.scratch = Scratch()  # replays do not ask for it
 
