@@ -205,7 +205,8 @@ def stats(state: Any) -> Stats:
         if one.step.ndim > of_local:
             surveyed.refuse_ensemble()
             raise ValueError(
-                f"stats: the state is in pmap form, its count of steps has the shape {one.step.shape}. Give it unreplicate(state), or call it in the training step"
+                f"stats: the count of steps has the shape {one.step.shape}: the state is in pmap form, or that of several members of an ensemble. Give it "
+                "unreplicate(state), or call it in the training step; of members that of each, jax.tree.map(lambda x: x[0], state)"
             )
         stacked = of_local and one.step.ndim > 0  # all of it has a row for each replica, and these are equal
         step, account = jax.tree.map(lambda x: on_devices(_of_this_process(x)), (one.step, one.account))

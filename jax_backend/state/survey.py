@@ -176,8 +176,9 @@ class Survey:
     @property
     def ensemble(self) -> Leaf | None:
         """The mark of a state of which `jax.vmap` has made several, one for each member, or a piece of such a sharded optimizer; None of any other."""
+        pieces = filter(None, map(self._piece_of_members, self._sharded()))
         marks = (x for x in self.leaves if x.placement and np.ndim(x.value) == 2 and not is_placed(x.value))
-        return next(marks, None) or next(filter(None, map(self._piece_of_members, self._sharded())), None)
+        return next(pieces, None) or next(marks, None)
 
     def _sharded(self) -> set[Keys]:
         """Paths of the sharded optimizers' states. Under local SGD each replica has one of its own."""

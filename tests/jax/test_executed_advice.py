@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 import gradwire.core.protocol as rq
 import gradwire.jax_backend as gw
-from gradwire import LocalSGD, OuterSGD, PowerSGD, TopK
+from gradwire import AllReduce, LocalSGD, OuterSGD, PowerSGD, TopK
 from gradwire.jax_backend.engine.driver import drive
 from tests.jax.replicas import AXIS, mesh_of, mesh_of_two, one_step, power, traced
 from tests.told import advice, require_done
@@ -133,6 +133,14 @@ def its_own_row():
         step(*given)
 
 
+def of_pmap_or_of_members():
+    tx = gw.all_reduce_mean(axis_name=AXIS)
+    members = jax.vmap(tx.init)(jax.tree.map(lambda x: jnp.stack([x] * 4), PARAMS))
+    for state in (gw.unreplicate(gw.replicate(tx.init(PARAMS))), jax.tree.map(lambda x: x[0], members)):
+        gw.to_portable(state, AllReduce())
+        gw.stats(state)
+
+
 def in_pmap_form():
     state = gw.replicate(TX.init(PARAMS), jax.devices()[:4], axis_name=AXIS)
     gw.stats(gw.unreplicate(state))
@@ -189,6 +197,7 @@ ROWS = {
     "Call params, opt_state = tx.average_params(params, opt_state) in every training step, once, after optax.apply_updates": average_params,
     "Give all the same Auto(…), and the same files": TWO,
     "Give axis_name={} here, or make the state anew for another axis": along_its_axis,
+    "Give it unreplicate(state)": of_pmap_or_of_members,
     "Give it unreplicate(state), or call it in the training step": in_pmap_form,
     "Give jax.shard_map the same mesh with that axis left to the compiler: mesh=mesh.update(axis_types=…), of AxisType.Auto there": with_that_axis_left_to_the_compiler,
     "Give the transformation arrays only: of an equinox model, tx.init(eqx.filter(model, eqx.is_inexact_array)), and gradients of the same": of_an_equinox_model,

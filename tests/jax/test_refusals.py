@@ -353,6 +353,10 @@ IN_A_STEP = [
         (3, sharded(ADAM)), (4, sharded(ADAM)), (4, sharded(optax.sgd(0.1, 0.9))),
         (3, sharded(optax.sgd(0.1, 0.9), **WHOLE), FOURS), (4, sharded(ADAM, **WHOLE), FOURS))),
     (lambda: gw.unreplicate(of_members(4, sharded(ADAM))), ValueError, "4 members of an ensemble"),
+    (lambda: gw.unreplicate(of_members(4, optax.chain(TX, sharded(ADAM, averaged=True)))), ValueError, "4 members"),
+    *((lambda form=form, at=at: at(form(MEAN)), ValueError, what, "(4,)", "pmap form, or that of several members")
+      for form in (partial(of_members, 4), lambda tx: gw.replicate(tx.init(PARAMS), jax.devices()[:4]))
+      for what, at in (("stats", gw.stats), ("to_portable", lambda x: gw.to_portable(x, AllReduce())))),
     (lambda: gw.reshard(of_members(3, sharded(ADAM)), of_members(3, ADAM)), ValueError, "3 members of an ensemble"),
     (lambda: gw.stats(of_nnx()[1]), ValueError, "stats", "nnx.merge(graphdef, state)[1]"),
     (lambda: gw.to_portable(of_nnx()[1], PowerSGD(2)), ValueError, "nnx.merge(graphdef, state)[1].opt_state"),
