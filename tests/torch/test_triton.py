@@ -61,6 +61,10 @@ LAUNCHES = {
         {"data": BYTES, "out": "*i32", "n": "N", "whole": "N", "left": "N", "apart": "N", "across": INT},
         {"bits": 13, "block": fused.VECTOR},
     ),
+    "take_rows": (
+        {"x": "*i64", "index": "*i32", "out": "*i64", "rows": "N", "n": "N", "batch": "N", "apart": "N"},
+        {"width": 16, "padded": 16, "some": 128},
+    ),
     "search_keys": ({"x": "X", "keys": "*i64", "n": "N", "m": "N"}, {"block": fused.VECTOR}),
     "add_at": (
         {"index": "*i32", "rows": "*i64", "values": "*fp32", "out": "*fp32", "replicas": INT, "count": "N", "k": "N"},
@@ -251,6 +255,7 @@ def arguments() -> dict[str, tuple[list[Any], dict[str, Any]]]:
         "sum_of_signs": ([codes[:3, :128], *[torch.empty(3, 2)] * 2, numbers, 256, 512], out),
         "pack_integers": ([torch.zeros(64, dtype=torch.int32), 12], {"out": codes.view(-1)[:96]}),
         "unpack_integers": ([codes[:2, :96], 12], {"out": torch.zeros(2, 64, dtype=torch.int32)}),
+        "take_rows": ([x, torch.zeros(6, dtype=torch.int32)], {"out": torch.empty(6, 256)}),
         "search_keys": ([x], {"keys": torch.empty(4, 256, dtype=torch.int64)}),
         "add_at": ([torch.zeros(3, 4, 8, dtype=torch.int32), numbers[:, None].long(), torch.empty(3, 4, 8)], out),
     }

@@ -278,6 +278,17 @@ def test_integers_are_packed_as_by_numpy(n, bits):
     np.testing.assert_array_equal(FUSED.unpack_integers(wide[:, 2:-3], bits, n).cpu().numpy(), numbers)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (5, 16), (300, 3), (3, 40, 17)])
+def test_rows_are_taken_where_they_lie(shape):
+    generator = np.random.default_rng(0)
+    whole = generator.integers(0, 256, (*shape[:-1], shape[-1] + 7)).astype(np.uint8)
+    x = on_device(whole)[..., 3 : shape[-1] + 3]  # as parts of messages do
+    rows = whole[..., 3 : shape[-1] + 3].reshape(-1, shape[-1])
+    index = generator.integers(0, len(rows), 2 * len(rows) + 1).astype(np.int32)
+    found = FUSED.take_rows(x, on_device(index))
+    np.testing.assert_array_equal(found.cpu().numpy(), rows[index])
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (5, 1), (3, 7), (40, 64), (2, 3000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_elements_are_searched_in_the_order_of_their_magnitudes(shape, dtype):

@@ -237,6 +237,13 @@ def sum_of_signs(
     launch("sum_of_signs", -(-n // VECTOR), out.device, bits, above, below, of_run, out, *sizes, **cut)
 
 
+@operator("Tensor x, Tensor index, *, Tensor(a!) out")
+def take_rows(x: Tensor, index: Tensor, *, out: Tensor) -> None:
+    programs, blocks = _blocks(*out.shape)
+    batch = x.stride(0) if x.ndim == 3 else 0
+    launch("take_rows", programs, x.device, x, index, out, len(out), x.shape[-2], batch, x.stride(-2), **blocks)
+
+
 @operator("Tensor x, *, Tensor(a!) keys")
 def search_keys(x: Tensor, *, keys: Tensor) -> None:
     launch("search_keys", -(-x.numel() // VECTOR), x.device, x, keys, x.numel(), x.shape[1], block=VECTOR)
@@ -388,6 +395,12 @@ class TorchFused:
         elements (`of_run`); added one replica after the other. See `gradwire.torch_backend.ops.signs`."""
         bits = bits if bits.stride(1) == 1 else bits.contiguous()
         sum_of_signs(bits, above.contiguous(), below.contiguous(), of_run, run, block, out=out)
+        return out
+
+    def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
+        """Rows (n, m) of a matrix, or of several (…, R, m), whose elements lie side by side."""
+        out = self._memory.temporary((len(index), x.shape[-1]), x)
+        take_rows(x, index, out=out)
         return out
 
     def search_keys(self, x: Tensor) -> Tensor:

@@ -327,6 +327,18 @@ def sum_of_signs(
 
 
 @triton.jit
+def take_rows(x, index, out, rows, n, batch, apart, width: tl.constexpr, padded: tl.constexpr, some: tl.constexpr):
+    """out (rows, width) = rows of x, whose numbers are at `index`: of matrices of n rows, which are `batch` elements from each other, and their rows `apart`."""
+    row = tl.program_id(0).to(tl.int64) * some + tl.arange(0, some)
+    column = tl.arange(0, padded)
+    which = tl.load(index + row, mask=row < rows, other=0).to(tl.int64)
+    begin = which // n * batch + which % n * apart
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    taken = tl.load(x + begin[:, None] + column[None, :], mask=inside)
+    tl.store(out + row[:, None] * width + column[None, :], taken, mask=inside)
+
+
+@triton.jit
 def search_keys(x, keys, n, m, block: tl.constexpr):
     """keys = of each of n elements of rows of m a number that is larger where its magnitude is, and of equal ones where it comes first: above, the bits of the
     magnitude; below, how many of its row come after it. NaN counts as inf."""
