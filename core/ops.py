@@ -106,11 +106,12 @@ class Ops(Primitives[A], Protocol):
         travels, would be one more."""
         return False
 
-    def add_each(self, xs: Sequence[A], ys: Sequence[A], *, multiplied: bool = False) -> list[A]:
+    def add_each(self, xs: Sequence[A], ys: Sequence[A], *, multiplied: bool = False, coded: bool = False) -> list[A]:
         """`x + y` for each pair of equal shapes and dtypes. `xs` are donated.
 
         `multiplied` promises that the sums are only seen in other shapes (`reshape`, `mT`, `pad`), multiplied from the left by thin factors
         (`matmul`), and subtracted from (`subtract_product`, inside `where_lazy` with `y`). A kernel may then leave them unadded.
+        `coded` promises that those of many elements are only seen in other shapes (`reshape`, `pad`, and joined, `rows`) until they are encoded (`encode_rows`).
         """
         return [self.add(x, y, out=x) for x, y in zip(xs, ys, strict=True)]
 

@@ -175,6 +175,11 @@ class Compressor(abc.ABC):
         return frozenset({ERROR})
 
     @property
+    def _only_codes(self) -> bool:
+        """Whether nothing is looked at of a large gradient, but the codes that are made of it: see `gradwire.core.ops.Ops.add_each`."""
+        return False
+
+    @property
     def cycle(self) -> int:
         """After how many steps what is sent repeats: `phases`."""
         return self.phases
@@ -329,7 +334,7 @@ class Compressor(abc.ABC):
             if self.hints.recompute and self.state_dtype is None:
                 stacks = {} if bundled is None else bundled.names
                 terms = [None if n in stacks else both for n, *both in zip(names, x, errors, strict=True)]
-            x = ops.add_each(x, errors, multiplied=linear)
+            x = ops.add_each(x, errors, multiplied=linear, coded=self._only_codes and self.error_feedback is True)
         sums = [Residual(ops, each, terms=own) for each, own in zip(x, terms, strict=True)]
         return _Lot(dict(zip(names, sums, strict=True)), rest, tensors, bundled, step, state)
 

@@ -55,6 +55,11 @@ class Quantize(Quantizer, Compressor):
         Compressor.__post_init__(self)
         Quantizer.__post_init__(self)
 
+    @property
+    def _only_codes(self) -> bool:
+        # What is drawn by chance is added to gradients as they are; and a method made of this one may look at them.
+        return type(self) is Quantize and not self.stochastic
+
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
         """{}, for every tensor: all are quantized, and nothing but the error is remembered.
 

@@ -130,7 +130,7 @@ class JaxOps(Ops[jax.Array]):
         return _like(out, jnp.where(ok, x, jnp.asarray(y, x.dtype)))
 
     def add_each(
-        self, xs: Sequence[jax.Array], ys: Sequence[jax.Array], *, multiplied: bool = False
+        self, xs: Sequence[jax.Array], ys: Sequence[jax.Array], *, multiplied: bool = False, coded: bool = False
     ) -> list[jax.Array]:
         return [self._sum(x, y, multiplied) for x, y in zip(xs, ys, strict=True)]
 

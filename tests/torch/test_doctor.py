@@ -174,7 +174,7 @@ def wrong_loop(patch, name):
             loop(*given)
             begin, end = given[-2:]
             if which.startswith("encode"):
-                codes = given[1 if which == "encode" else 2]
+                codes = given[1 if which == "encode" else 2]  # of x or of x and y, and of what each replica has sent
                 codes[begin:end, -1] ^= 1
             elif end > begin:
                 first = given[{"add_and_project": 3, "decode_mean": 2}.get(which, 0)]

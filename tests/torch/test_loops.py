@@ -18,8 +18,8 @@ from gradwire import torch_backend as gw
 from gradwire.core.codecs import CODECS
 from gradwire.core.kernels.payloads import LowRank, Residual
 from gradwire.core.simulate import NumpyOps
-from gradwire.torch_backend.cpu import compiled, thin
-from gradwire.torch_backend.cpu.sums import Sum
+from gradwire.torch_backend.cpu import codes, compiled, thin
+from gradwire.torch_backend.cpu.sums import Sum, value_of
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.models import mlp
@@ -174,6 +174,40 @@ def test_what_no_loop_takes_is_added_at_once(ops, how):
     assert (x == 2).all()
 
 
+def test_gradients_and_errors_are_added_as_they_are_coded(ops, monkeypatch):
+    """Each by itself, and joined where they lie side by side, small ones among them; and once."""
+    codec = CODECS["int4"]
+    monkeypatch.setattr(codes, "SUMMED", 512)
+    rng, sizes = np.random.default_rng(0), (128, 1024, 256, 512, 2048, 384)
+    for joins in (True, False):
+        x, *errors = (torch.from_numpy(rng.normal(size=n).astype(np.float32)) for n in (sum(sizes), *sizes))
+        parts = list(torch.split(x, sizes) if joins else map(torch.clone, torch.split(x, sizes)))
+        expected = x + torch.cat(errors)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "add_", None)  # it is the loop that adds
+            found = ops.add_each(parts, errors, coded=True)
+            rows = ops.rows([y.reshape((-1, 128)) for y in found], 1, donated=True) if joins else None
+            assert [isinstance(y, Sum) for y in found] == [n >= 512 for n in sizes]
+            each = [rows.reshape((-1, 128))] if joins else [y.reshape((-1, 128)) for y in found]
+            coded = [ops.encode_rows(codec, y) for y in each]
+        for field, right in zip(zip(*coded, strict=True), ops.encode_rows(codec, expected.view(-1, 128)), strict=True):
+            assert torch.equal(torch.cat(field), right)
+        assert torch.equal(torch.cat([value_of(y) for y in found]), expected)
+        assert torch.equal(torch.cat(parts), expected)
+
+
+def test_sums_that_no_loop_codes_are_added_first(ops, monkeypatch):
+    monkeypatch.setattr(codes, "SUMMED", 1)
+    for reads in (
+        lambda y: ops.encode_rows(CODECS["int2"], y.reshape((8, 128)))[0],
+        lambda y: ops.pad(y.reshape((-1,)), 1030),
+        lambda y: ops.rows([y.reshape((1, -1)), torch.ones(1, 128)], 1, donated=True),
+    ):
+        (found,) = ops.add_each([torch.ones(1024)], [torch.ones(1024)], coded=True)
+        assert isinstance(found, Sum)
+        assert torch.equal(reads(found), reads(torch.full((1024,), 2.0)))
+
+
 def test_views_of_a_sum_share_what_was_added():
     x, y = torch.zeros(4, 6), torch.ones(4, 6)
     whole = Sum(x, y)
@@ -318,9 +352,13 @@ def test_torch_alone_trains_without_numba(numba, lines, tmp_path):
 # --- between ranks
 
 
-def trained(group, rank, algorithm=THINNED, *, loops=True, kind="usual"):
-    """What a driver makes of three steps, and what it is left with."""
-    shapes = {"w": (24, 40), "stack": (3, 16, 8), "odd": (13, 21), "b": (7,)}
+SHAPES = {"w": (24, 40), "large": (130, 128), "stack": (3, 16, 8), "odd": (13, 21), "b": (7,)}
+#: Whose rows of codes lie side by side.
+EVEN = {"w": (24, 160), "large": (130, 128), "stack": (3, 16, 8), "last": (129, 128)}
+
+
+def trained(group, rank, algorithm=THINNED, *, loops=True, kind="usual", shapes=SHAPES):
+    """What a driver makes of three steps, and what it is left with. Gradients lie in one vector, as in DDP's buckets."""
     with everything_compiled() as patch:
         if not loops:
             patch.setattr(compiled, "_numba", lambda: None)
@@ -328,10 +366,10 @@ def trained(group, rank, algorithm=THINNED, *, loops=True, kind="usual"):
         driver = Driver(algorithm, specs_of(parameters), CPU, group)
         averages = []
         for step in range(3):
-            given = {
-                n: torch.from_numpy(numbers(kind if step == 1 else "usual", s, 10 * step + rank))
-                for n, s in shapes.items()
-            }
+            drawn = [numbers(kind if step == 1 else "usual", s, 10 * step + rank) for s in shapes.values()]
+            flat = torch.from_numpy(np.concatenate([x.reshape(-1) for x in drawn]))
+            parts = torch.split(flat, [x.size for x in drawn])
+            given = {n: part.view(s) for (n, s), part in zip(shapes.items(), parts, strict=True)}
             driver.add(given, first=True, last=True)
             averages += [x.clone() for x in given.values()]
     return driver, averages
@@ -364,13 +402,26 @@ CODED = [
 
 def same_codes(group, rank, kind="usual"):
     """Steps with loops, and those without, come to the same bits, of averages and of errors; but for what NaN they are."""
-    for algorithm in CODED:
+    for algorithm, shapes in itertools.product(CODED, (SHAPES, EVEN)):
         (plain, expected), (driver, found) = (
-            trained(group, rank, algorithm, loops=loops, kind=kind) for loops in (False, True)
+            trained(group, rank, algorithm, loops=loops, kind=kind, shapes=shapes) for loops in (False, True)
         )
         assert driver.ops.loops.made == set(CODES)
         for mine, other in zip([*found, *driver.memory.errors()], [*expected, *plain.memory.errors()], strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+
+
+class Looks(Quantize):
+    """It looks at what it averages."""
+
+    def compress_together(self, ops, x, memory, context):
+        assert not any(isinstance(each, Sum) for each in x.values())
+        return super().compress_together(ops, x, memory, context)
+
+
+def test_a_method_made_of_one_that_codes_is_given_tensors(alone):
+    driver, _ = trained(alone, 0, Looks("int8"), shapes=EVEN)
+    assert driver.ops.loops
 
 
 @pytest.mark.parametrize("kind", ["usual", "huge", "nan"])

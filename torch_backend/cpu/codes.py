@@ -1,4 +1,4 @@
-"""Blocks of codes: scaled and coded in one pass, decoded and averaged in another; and what was sent and received is settled in one."""
+"""Blocks of codes: added, scaled and coded in one pass, decoded and averaged in another; and what was sent and received is settled in one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from gradwire.core.codecs.codec import Codec
 from gradwire.core.kernels.payloads import Coded, Payload, Residual
 from gradwire.torch_backend.cpu.compiled import Loops, compiled, kind_of
 from gradwire.torch_backend.cpu.pool import over_rows
+from gradwire.torch_backend.cpu.sums import Sum
 
 #: Elements that a thread gets at least.
 LARGE = 1 << 14
+#: Elements of a tensor from which a pass over memory costs more than a call.
+SUMMED = 1 << 14
 
 
 class Memory(Protocol):
@@ -34,10 +37,38 @@ def has(ops: Memory, codec: Codec, *fields: Tensor) -> bool:
     )
 
 
-def encode(ops: Memory, codec: Codec, x: Tensor) -> tuple[Tensor, Tensor]:
-    """`Ops.encode_rows`, of float32."""
-    fields = _places(ops, codec, x.shape[0], x.shape[1], x)
-    _run("encode", codec, x.shape, x, *fields)
+def sums(ops: Memory, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> tuple[list[Tensor | Sum], list[int]]:
+    """`x + y` for each pair, to be added when they are coded; of those that are small, or do not lie in one piece, `x` and its number."""
+    answers: list[Tensor | Sum] = list(xs)
+    now: list[int] = []
+    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        fit = x.dtype == y.dtype == torch.float32 and x.is_contiguous() and y.is_contiguous()
+        if fit and SUMMED <= x.numel() == y.numel() and ops.loops.have("encode_sum", x.dtype):
+            answers[i] = Sum(x, y)
+        else:
+            now.append(i)
+    return answers, now
+
+
+def encode(ops: Memory, codec: Codec, x: Tensor | Sum) -> tuple[Tensor, Tensor] | None:
+    """`Ops.encode_rows`, of float32. None, and nothing is done, where no loop does that."""
+    own, parts = x.unadded if isinstance(x, Sum) else (x, [])
+    if own.dtype != torch.float32 or not has(ops, codec, own):
+        return None
+    rows, width = own.shape
+    fields = _places(ops, codec, rows, width, own)
+    done = end = 0  # of all rows, those that are coded, and those that lie before the next sum
+    for part in parts:
+        begin, end = end, end + part.x.numel() // width
+        if part.y is None:
+            continue
+        if done < begin:
+            _run("encode", codec, (begin - done, width), *(y[done:begin] for y in (own, *fields)))
+        error, there = part.y.view(-1, width), [y[begin:end] for y in (own, *fields)]
+        _run("encode_sum", codec, (end - begin, width), there[0], error, *there[1:])
+        part.y, done = None, end
+    if done < rows:
+        _run("encode", codec, (rows - done, width), *(y[done:] for y in (own, *fields)))
     return fields
 
 

@@ -33,13 +33,14 @@ ARGUMENTS = {
     "add_and_project": "xxxx",
     "settle": "xxxxxx",
     "encode": "xcxi",
+    "encode_sum": "xxcxi",
     "decode_mean": "cxxi",
     "encode_mean": "cxcxxi",
     "settle_codes": "xxcxxicxcxi",
 }
 #: Loops of PowerSGD, and of all that sends codes: these compute in float32 alone, the bits that torch's operations come to, so that no rank need know whether
 #: another has them.
-THIN, CODES = ("add_and_project", "settle"), ("encode", "decode_mean", "encode_mean", "settle_codes")
+THIN, CODES = ("add_and_project", "settle"), ("encode", "encode_sum", "decode_mean", "encode_mean", "settle_codes")
 #: How loops know codecs, see `gradwire.torch_backend.cpu.loops`.
 KINDS = {(Integers, 8): 0, (Integers, 4): 1, (Float8, 8): 2, (E3M0, 4): 3}
 #: Numbers of a model with fewer than so many parameters are in a processor's cache, and what is compiled pays for nothing.

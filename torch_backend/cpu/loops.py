@@ -285,6 +285,14 @@ def encode(x, codes, scales, kind, begin, end):
         _encode_row(x, i, codes, scales, i, kind)
 
 
+def encode_sum(x, y, codes, scales, kind, begin, end):
+    """The same, of x (R, B) to which those of y are added."""
+    for i in range(begin, end):
+        for k in range(x.shape[1]):
+            x[i, k] += y[i, k]
+        _encode_row(x, i, codes, scales, i, kind)
+
+
 def decode_mean(codes, scales, out, kind, begin, end):
     """Rows of out (R, B) become the mean of what those of codes (W·R, m) and scales (W·R, 1) stand for, one replica below the other."""
     each, one = len(out), np.empty((1, out.shape[1]), np.float32)

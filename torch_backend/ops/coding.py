@@ -15,6 +15,7 @@ from gradwire.core.kernels.bits import bytes_of_rows
 from gradwire.core.kernels.rounding import TINY, scales
 from gradwire.core.kernels.rows import RowNumbers
 from gradwire.torch_backend.cpu import codes
+from gradwire.torch_backend.cpu.sums import Sum, value_of
 from gradwire.torch_backend.ops import signs, sparse
 from gradwire.torch_backend.ops.workspace import IN_CACHE, Workspace
 from gradwire.torch_backend.torch_internals import foreach_norm
@@ -47,10 +48,10 @@ class CodingOps(Workspace):
             return super().quantize(x, largest)
         return self.fused.quantized(x, largest)
 
-    def encode_rows(self, codec: Any, x: Tensor) -> tuple[Tensor, ...]:
-        if x.dtype == torch.float32 and codes.has(self, codec, x):
-            return codes.encode(self, codec, x)
-        return super().encode_rows(codec, x)
+    def encode_rows(self, codec: Any, x: Tensor | Sum) -> tuple[Tensor, ...]:
+        if (fields := codes.encode(self, codec, x)) is not None:
+            return fields
+        return super().encode_rows(codec, value_of(x))
 
     def decode_rows(self, codec: Any, *fields: Tensor, out: Tensor | None = None) -> Tensor:
         if codes.has(self, codec, *fields):

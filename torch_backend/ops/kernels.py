@@ -18,7 +18,7 @@ from gradwire.core.kernels.payloads import Coded, Dense, LowRank, Payload, Resid
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16
 from gradwire.torch_backend.cpu import codes, thin
 from gradwire.torch_backend.cpu.compiled import Loops
-from gradwire.torch_backend.cpu.sums import Sum, value_of
+from gradwire.torch_backend.cpu.sums import Sum, joined_sums, place_of, value_of
 from gradwire.torch_backend.ops import factors
 from gradwire.torch_backend.ops.addresses import side_by_side
 from gradwire.torch_backend.ops.coding import CodingOps
@@ -211,13 +211,15 @@ class TorchOps(CodingOps):
         """A number on the device, made once: each time anew it is a kernel, and from host memory the host waits as well."""
         return self.constant(("scalar", str(y), dtype), lambda: torch.full((), y, dtype=dtype, device=self.device))
 
-    def add_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor], *, multiplied: bool = False) -> list[Tensor]:
+    def add_each(
+        self, xs: Sequence[Tensor], ys: Sequence[Tensor], *, multiplied: bool = False, coded: bool = False
+    ) -> list[Tensor]:
         if self.fused is not None and all(x.is_contiguous() for x in xs):
             self.fused.add_each(xs, ys)
             return list(xs)
         answers: list[Any] = list(xs)
-        if multiplied and self.loops.card:
-            answers, now = thin.sums(self.loops, xs, ys)
+        if (multiplied or coded) and self.loops.card:
+            answers, now = thin.sums(self.loops, xs, ys) if multiplied else codes.sums(self, xs, ys)
             xs, ys = [xs[i] for i in now], [ys[i] for i in now]
         for donated, added in _by_dtype(xs, ys):
             foreach_add_(donated, added)
@@ -552,6 +554,11 @@ class TorchOps(CodingOps):
         return padded
 
     def rows(self, arrays: Sequence[Tensor], n: int, *, out: Tensor | None = None, donated: bool = False) -> Tensor:
+        if any(isinstance(x, Sum) for x in arrays):
+            whole = side_by_side([place_of(x) for x in arrays]) if donated and out is None and n == 1 else None
+            if whole is not None:
+                return joined_sums(whole, arrays)  # type: ignore[return-value]  # to programs it is an array
+            arrays = [value_of(x) for x in arrays]
         if out is None and len(arrays) == 1 and arrays[0].is_contiguous() and arrays[0].numel() % n == 0:
             return arrays[0].view(n, -1)
         if donated and out is None and n == 1 and (joined := side_by_side(arrays)) is not None:

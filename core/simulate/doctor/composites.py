@@ -81,11 +81,14 @@ def _clear(shape: tuple[int, int]) -> Any:
 
 
 def _rows_of(name: str) -> Callable[[Any, Arrays], list[Any]]:
+    """Of an array, and of a sum that is added as it is coded."""
     codec = CODECS[name]
 
     def call(ops: Ops[Any], a: Arrays) -> list[Any]:
-        back = ops.decode_rows(codec, *ops.encode_rows(codec, a["x"]))
-        return [back, ops.add(a["x"], back * -1.0)]
+        x = a["x"]
+        back = ops.decode_rows(codec, *ops.encode_rows(codec, x))
+        (total,) = ops.add_each([ops.add(x, 0.0)], [x * 0.125], coded=True)
+        return [back, ops.add(x, back * -1.0), ops.decode_rows(codec, *ops.encode_rows(codec, total))]
 
     return call
 
