@@ -435,6 +435,56 @@ def test_two_send_the_same_codes_with_loops(world):
         same_codes(world.group, world.rank, kind)
 
 
+def strided(x):
+    """In an order that is not that of rows, as DDP's gradients have where parameters do."""
+    return x.to(memory_format=torch.channels_last) if x.ndim == 4 else x.mT.contiguous().mT
+
+
+#: Tensors beside one that loops take: of other dtypes, and in another order.
+MIXED = {
+    "float16": lambda x: x.half(),
+    "bfloat16": lambda x: x.bfloat16(),
+    "float64": lambda x: x.double(),
+    "strides": strided,
+    "strides of float16": lambda x: strided(x.half()),
+}
+
+
+def steps_beside(group, algorithm, made, *, loops):
+    """Averages and errors of three steps of mixed tensors, as floats, and the driver."""
+    shapes, found = {"matrix": (130, 128), "kernel": (16, 32, 8, 8), "thin": (2, 8200), "usual": (132, 128)}, []
+    with everything_compiled() as patch:
+        if not loops:
+            patch.setattr(compiled, "_numba", lambda: None)
+        for step in range(3):
+            given = {name: torch.from_numpy(numbers("usual", s, step)) for name, s in shapes.items()}
+            given = {name: x if name == "usual" else made(x) for name, x in given.items()}
+            if not step:
+                driver = Driver(algorithm, specs_of(given), CPU, group)
+            before = {name: (x.stride(), x.data_ptr()) for name, x in given.items()}
+            driver.add(given, first=True, last=True)
+            assert before == {name: (x.stride(), x.data_ptr()) for name, x in given.items()}
+            found += [x.double() for x in given.values()]
+    return [*found, *(x.double() for x in driver.memory.errors())], driver
+
+
+@pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.parametrize("algorithm", [PowerSGD(2), Quantize("int8"), Quantize("int4")], ids=repr)
+def test_tensors_of_16_bits_and_other_strides_come_out_as_without_loops(alone, algorithm, kind):
+    """Which loops take those that they have no form for is left to torch's operations; what lies beside them is taken."""
+    (expected, plain), (found, driver) = (
+        steps_beside(alone, algorithm, MIXED[kind], loops=loops) for loops in (False, True)
+    )
+    wide = {torch.float32} | ({torch.float64} if kind == "float64" and isinstance(algorithm, PowerSGD) else set())
+    names = compiled.THIN if isinstance(algorithm, PowerSGD) else compiled.CODES
+    assert driver.ops.loops.made == set(itertools.product(names, wide))
+    assert not plain.ops.loops
+    exact = isinstance(algorithm, Quantize)
+    for mine, other in zip(found, expected, strict=True):
+        near = {"rtol": 0, "atol": 0} if exact else {"rtol": 0, "atol": 0.02 if "16" in kind else 1e-4}
+        torch.testing.assert_close(mine, other, **near)
+
+
 def weights_after(world, kind, *, loops):
     """Those of a small model after four steps of what has no card to compare: it uses the loops that come to torch's bits."""
     model = mlp(40, 24, 5, seed=3)
