@@ -16,6 +16,7 @@ from gradwire.jax_backend.axes.mapped_axis import AxisName, vary_if_tracked
 from gradwire.jax_backend.local_sgd.non_finite import all_finite
 from gradwire.jax_backend.state.matching import places
 from gradwire.jax_backend.state.names import flatten
+from gradwire.jax_backend.state.types import path_of
 
 
 class Moments:
@@ -27,11 +28,21 @@ class Moments:
         self._paths = [path for path, _ in leaves]
         self._places = places(state, {name: jnp.shape(x) for name, x in params.items()})
 
+    def require_any(self, what: str) -> None:
+        """Raise ValueError if nothing belongs to a parameter, and there are arrays all the same: of `optax.flatten` one for all parameters. `what` is to be done
+        with moments."""
+        rest = [path for path, x in zip(self._paths, self._leaves, strict=True) if jnp.ndim(x) and _is_float(x)]
+        if rest and not any(self._places):
+            raise ValueError(
+                f"moments={what!r}: inner's state holds {path_of(rest[0])!r}, and nothing that belongs to a parameter alone. Take optax.flatten out of inner, or use "
+                "moments='keep'"
+            )
+
     def by_parameter(self) -> dict[str, dict[str, jax.Array]]:
         """Parameter → number of a leaf of the state → moment."""
         found: dict[str, dict[str, jax.Array]] = {}
         for i, (place, x) in enumerate(zip(self._places, self._leaves, strict=True)):
-            if place is not None and jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            if place is not None and _is_float(x):
                 found.setdefault(place.name, {})[str(i)] = x
         return found
 
@@ -61,8 +72,9 @@ class Moments:
         leaves = []
         for i, x in enumerate(self._leaves):
             anew = broken if i in chosen else broken & ~all_finite([x])
-            floats = jnp.issubdtype(jnp.result_type(x), jnp.floating)
-            leaves.append(jnp.where(anew, jnp.asarray(new[i], jnp.result_type(x)), x) if floats or i in chosen else x)
+            leaves.append(
+                jnp.where(anew, jnp.asarray(new[i], jnp.result_type(x)), x) if _is_float(x) or i in chosen else x
+            )
         return self._rebuilt(leaves)
 
     def _begin_anew(self) -> list[int]:
@@ -87,11 +99,7 @@ class Extra:
 
     def __init__(self, number: int, tree: Any) -> None:
         self._named = flatten(tree)
-        self._owners = {
-            name: f"extras[{number}]/{name}"
-            for name, x in self._named.leaves.items()
-            if jnp.issubdtype(jnp.result_type(x), jnp.floating)
-        }
+        self._owners = {name: f"extras[{number}]/{name}" for name, x in self._named.leaves.items() if _is_float(x)}
         self.arrays = {owner: {"": jnp.asarray(self._named.leaves[name])} for name, owner in self._owners.items()}
 
     def rebuilt(self) -> Any:
@@ -101,3 +109,7 @@ class Extra:
                 for name, x in self._named.leaves.items()
             }
         )
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))

@@ -307,7 +307,7 @@ def local_sgd(
         what that of `average_gradients` does, what `average_params` does, and ValueError for a state that is not per replica.
 
         `init` raises ValueError for parameters that cannot be averaged, for fewer of them than fragments, and for an `inner` that
-        averages gradients or is sharded by itself.
+        averages gradients or is sharded by itself; and for `moments` of an `inner` whose state holds arrays, none of them like a parameter.
 
     Raises:
         TypeError: for what is no transformation, no `LocalSGD`, or no name of an axis; or an outer optimizer that is not of Optax.
@@ -410,6 +410,8 @@ class _Halves:
             *(jnp.zeros((), jnp.int32) for _ in range(3)),
         )
         _refuse_data_parallel(state.inner)
+        if self.moments != "keep" and arrays:
+            Moments(state.inner, arrays).require_any(self.moments)
         varying: LocalSGDState = vary_if_tracked(state, self.axis_name)
         return varying
 

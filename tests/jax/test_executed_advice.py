@@ -133,6 +133,11 @@ def its_own_row():
         step(*given)
 
 
+def moments_of_all():
+    for inner, what in ((optax.adam(0.1), "average"), (optax.flatten(optax.adam(0.1)), "keep")):
+        gw.local_sgd(inner, LocalSGD(2), axis_name=AXIS, moments=what).init(PARAMS)
+
+
 def of_pmap_or_of_members():
     tx = gw.all_reduce_mean(axis_name=AXIS)
     members = jax.vmap(tx.init)(jax.tree.map(lambda x: jnp.stack([x] * 4), PARAMS))
@@ -197,6 +202,7 @@ ROWS = {
     "Call params, opt_state = tx.average_params(params, opt_state) in every training step, once, after optax.apply_updates": average_params,
     "Give all the same Auto(…), and the same files": TWO,
     "Give axis_name={} here, or make the state anew for another axis": along_its_axis,
+    "Take optax.flatten out of inner, or use moments='keep'": moments_of_all,
     "Give it unreplicate(state)": of_pmap_or_of_members,
     "Give it unreplicate(state), or call it in the training step": in_pmap_form,
     "Give jax.shard_map the same mesh with that axis left to the compiler: mesh=mesh.update(axis_types=…), of AxisType.Auto there": with_that_axis_left_to_the_compiler,

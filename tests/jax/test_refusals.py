@@ -354,6 +354,8 @@ IN_A_STEP = [
         (3, sharded(optax.sgd(0.1, 0.9), **WHOLE), FOURS), (4, sharded(ADAM, **WHOLE), FOURS))),
     (lambda: gw.unreplicate(of_members(4, sharded(ADAM))), ValueError, "4 members of an ensemble"),
     (lambda: gw.unreplicate(of_members(4, optax.chain(TX, sharded(ADAM, averaged=True)))), ValueError, "4 members"),
+    *((lambda what=what: local(optax.flatten(ADAM), moments=what).init(PARAMS), ValueError, f"moments='{what}'", "0.mu",
+       "optax.flatten") for what in ("average", "reset")),
     *((lambda form=form, at=at: at(form(MEAN)), ValueError, what, "(4,)", "pmap form, or that of several members")
       for form in (partial(of_members, 4), lambda tx: gw.replicate(tx.init(PARAMS), jax.devices()[:4]))
       for what, at in (("stats", gw.stats), ("to_portable", lambda x: gw.to_portable(x, AllReduce())))),
