@@ -468,6 +468,24 @@ def steps_beside(group, algorithm, made, *, loops):
     return [*found, *(x.double() for x in driver.memory.errors())], driver
 
 
+@pytest.mark.parametrize("algorithm", [PowerSGD(2), Quantize("int8")], ids=repr)
+def test_gradients_in_other_strides_are_taken_as_rows(alone, algorithm, monkeypatch):
+    sizes = {"settle": [], "settle_codes": []}
+
+    def noting(name, dtype):
+        def loop(*given):
+            sizes.get(name, []).append((given[-1] - given[-2]) * given[0].shape[1])
+            return right(*given)
+
+        right = compiled.compiled(name, dtype)
+        return loop
+
+    monkeypatch.setattr(thin, "compiled", noting)
+    monkeypatch.setattr(codes, "compiled", noting)
+    steps_beside(alone, algorithm, strided, loops=True)
+    assert sum(map(sum, sizes.values())) >= 3 * (130 * 128 + 16 * 32 * 64 + 132 * 128)
+
+
 @pytest.mark.parametrize("kind", MIXED)
 @pytest.mark.parametrize("algorithm", [PowerSGD(2), Quantize("int8"), Quantize("int4")], ids=repr)
 def test_tensors_of_16_bits_and_other_strides_come_out_as_without_loops(alone, algorithm, kind):
