@@ -1,6 +1,6 @@
 # Each target is, alone, all the set-up there is: it needs Python 3.11 and make, builds .venv if it is missing, and reuses it.
 .DELETE_ON_ERROR:
-.PHONY: help demo examples test test-all test-compiled test-device-branch test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-auto bench-gpu bench-network bench-scale chaos frontier mutate mutate-emulated fuzz soak soak-torch soak-long clean
+.PHONY: help demo examples test test-all test-compiled test-device-branch test-gpu test-peers test-portability test-versions docs docs-serve lint types types-package types-scripts build/typed check bench bench-advice bench-auto bench-gpu bench-network bench-scale chaos frontier mutate mutate-emulated fuzz soak soak-torch soak-long clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Test processes. Several tests wait for processes of their own, so a third has something to do on two cores.
@@ -66,6 +66,13 @@ test-versions: $(READY) ## the core, the parity tables and torch on the oldest a
 
 test-device-branch: $(READY) ## the torch tests once more, by the branch for tensors on a device
 	GRADWIRE_TEST_DEVICE_BRANCH=1 $(PYTEST) $(QUICK) tests/torch tests/parity/test_torch.py tests/parity/test_kernels.py $(ARGS)
+
+test-gpu: build/typed ## kernels and replays on a GPU of NVIDIA's, in some minutes; without one it says so
+	@for python in $(BIN)/python python3 python; do \
+	  if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then break; fi; python=; \
+	done; \
+	if [ -z "$$python" ]; then $(MAKE) -s --no-print-directory $(READY) && python=$(BIN)/python; fi && \
+	PYTHONPATH=build/typed:. $$python -m tests.gpu
 
 ROWS ?=
 test-peers: $(READY) ## torch's own tests of hooks, averagers and DDP, against gradwire, in some minutes; only ROWS="names hook"
