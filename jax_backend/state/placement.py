@@ -120,8 +120,11 @@ def distribute(state: T, mesh: Mesh, axis_name: AxisName) -> T:
     note_skipped_steps(state)
     check_noted(mesh.devices.flat[0])
     axes = _axes_in(mesh, axis_name)
-    if {device.process_index for device in mesh.devices.flat} == set(range(jax.process_count())):
+    processes = {device.process_index for device in mesh.devices.flat}
+    if processes == set(range(jax.process_count())):
         require_same(found, "distribute")
+    elif jax.process_index() in processes and not any(isinstance(x.value, jax.core.Tracer) for x in found.leaves):
+        meet("distribute", processes)  # what JAX compares itself, it compares among all of these
     replicas = math.prod(mesh.shape[a] for a in axes)
     rows = axes if len(axes) > 1 else axes[0]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gradwire.jax_backend import power_sgd, reshard, zero1
-from tests.jax import two_processes
+from tests.jax import mesh_of_some, two_processes
 from tests.jax.replicas import AXIS, Replicas, gradients
 from tests.launch import jax_processes
 
@@ -42,3 +42,8 @@ def test_two_processes_are_two_devices(tmp_path):
         assert x.shape == reference.shape
         # Compiled apart from each other, for one device and for two: each may contract and order its sums in its own way.
         assert np.allclose(x, reference, rtol=0, atol=1e-4 * np.abs(reference).max()), name
+
+
+@pytest.mark.timeout(120)
+def test_a_mesh_of_some_processes_names_who_of_them_is_missing():
+    jax_processes(Path(mesh_of_some.__file__), 3, timeout=100)
