@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import gradwire
-from gradwire import AllReduce, PowerSGD, Quantize, Sign, WireDtype
+from gradwire import AllReduce, PowerSGD, Quantize, Sign, TopK, WireDtype
 from gradwire.core.simulate.doctor.report import FAULT, NOTE, OK, Report, Row, Section, differing
-from gradwire.torch_backend.cpu import codes, compiled, thin
+from gradwire.torch_backend.cpu import codes, compiled, signs, thin
 from gradwire.torch_backend.doctor import launched, machine
 from gradwire.torch_backend.doctor.checks import check_kernels, check_messages, check_methods
 from gradwire.torch_backend.doctor.compiled_loops import check_loops
@@ -177,12 +177,12 @@ def wrong_loop(patch, name):
                 codes = given[1 if which == "encode" else 2]  # of x or of x and y, and of what each replica has sent
                 codes[begin:end, -1] ^= 1
             elif end > begin:
-                first = given[{"add_and_project": 3, "decode_mean": 2}.get(which, 0)]
+                first = given[{"add_and_project": 3, "decode_mean": 2, "sum_of_signs": 4}.get(which, 0)]
                 first[..., -1] += 0.01 * abs(first).max()
 
         return called if which == name else loop
 
-    for module in (codes, thin):
+    for module in (codes, signs, thin):
         patch.setattr(module, "compiled", larger)
 
 
@@ -228,7 +228,7 @@ def test_loops_are_not_looked_for_elsewhere_and_need_not_be_there(monkeypatch):
 @cases.case
 def test_methods_run_with_compiled_loops_too(world):
     """A loop that is wrong on one rank is a fault there; what uses none runs once."""
-    methods = [PowerSGD(2), Quantize("int8"), Sign()]
+    methods = [PowerSGD(2), Quantize("int8"), TopK(8, per=64)]
     rows = rows_of(check_methods, world.group, CPU, methods, loops=True)
     assert faults_of(rows) == {}
     assert [row.detail for row in rows] == ["4 steps, and with compiled loops"] * 2 + ["4 steps"]

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire import AllReduce, PowerSGD, Quantize, WireDtype, diloco
+from gradwire import AllReduce, PowerSGD, Quantize, Sign, WireDtype, diloco
 from gradwire import torch_backend as gw
 from gradwire.core.codecs import CODECS
 from gradwire.core.kernels.payloads import LowRank, Residual
 from gradwire.core.simulate import NumpyOps
-from gradwire.torch_backend.cpu import codes, compiled, thin
+from gradwire.torch_backend.cpu import codes, compiled, signs, thin
 from gradwire.torch_backend.cpu.sums import Sum, value_of
 from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.ops.kernels import TorchOps
@@ -30,6 +30,7 @@ CPU = torch.device("cpu")
 THINNED = PowerSGD(2, stacked={"stack": 1})
 THIN = [(name, torch.float32) for name in compiled.THIN]
 CODES = [(name, torch.float32) for name in compiled.CODES]
+SIGNS = [(name, torch.float32) for name in compiled.SIGNS]
 cases = Cases(__file__, ranks=2)
 
 
@@ -148,6 +149,28 @@ def test_codes_and_their_means_are_those_of_numpy_bit_for_bit(ops, name, kind, r
         np.testing.assert_array_equal(own_scales.numpy(), expected_scales)
         sure = np.isfinite(expected_scales)[:, 0]
         np.testing.assert_array_equal(own.numpy()[sure], expected[sure])
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 5])
+def test_signs_of_replicas_are_added_to_the_same_bits(ops, replicas, monkeypatch):
+    """On any number of threads; what fills no block, and numbers of short rows, are torch's."""
+    called: list[str] = []
+    monkeypatch.setattr(signs, "LEAST", 1)
+    monkeypatch.setattr(signs, "compiled", lambda *loop: called.append(loop[0]) or compiled.compiled(*loop))
+    rng, plain = np.random.default_rng(0), TorchOps(CPU)
+    ops.loops = compiled.prepare(SIGNS)
+    shapes = [(37, 192), (5, 64), (300,), (3, 67)]
+    for sharing in ([(1, 1), (1, 1), (1,), (1, 1)], [(37, 1), (5, 1), (1,), (3, 1)]):
+        count = sum(map(np.prod, sharing))
+        above, below = (torch.from_numpy(rng.normal(size=(replicas, count)).astype(np.float32)) for _ in range(2))
+        each = [
+            plain.pack_signs([torch.from_numpy(rng.normal(size=s).astype(np.float32)) for s in shapes], sharing)
+            for _ in range(replicas)
+        ]
+        every = [torch.stack(own) for own in zip(*each, strict=True)]
+        given = every, [above], [below * -1e30], shapes, sharing
+        assert all(map(torch.equal, ops.sum_of_signs(*given), plain.sum_of_signs(*given)))
+    assert len(called) == 2  # for each of these, all that fills blocks
 
 
 def test_any_number_of_threads_comes_to_the_same_bits(ops):
@@ -397,6 +420,8 @@ CODED = [
     WireDtype(AllReduce(), "int8"),
     Quantize("float8_e4m3fn"),
     Quantize("e3m0"),
+    Sign(),
+    Sign(per="row", magnitudes=2),
 ]
 
 
@@ -406,7 +431,7 @@ def same_codes(group, rank, kind="usual"):
         (plain, expected), (driver, found) = (
             trained(group, rank, algorithm, loops=loops, kind=kind, shapes=shapes) for loops in (False, True)
         )
-        assert driver.ops.loops.made == set(CODES)
+        assert driver.ops.loops.made == set(SIGNS if isinstance(algorithm, Sign) else CODES)
         for mine, other in zip([*found, *driver.memory.errors()], [*expected, *plain.memory.errors()], strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from gradwire.core.algorithm import Algorithm, nested
+from gradwire.core.algorithms.sign import Sign
 from gradwire.core.codecs import CODECS, Codec
 from gradwire.core.codecs.e3m0 import E3M0
 from gradwire.core.codecs.float8 import Float8
@@ -28,7 +29,7 @@ logger = logging.getLogger("gradwire")
 
 #: Dtypes that loops compute in.
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
-#: Loops, and what each takes before the range of its rows: matrices of its dtype "x", of codes "c", and integers "i".
+#: Loops, and what each takes before the range of its rows: matrices of its dtype "x", of codes "c", of numbers "n", and integers "i".
 ARGUMENTS = {
     "add_and_project": "xxxx",
     "settle": "xxxxxx",
@@ -37,10 +38,12 @@ ARGUMENTS = {
     "decode_mean": "cxxi",
     "encode_mean": "cxcxxi",
     "settle_codes": "xxcxxicxcxi",
+    "sum_of_signs": "cxxnxi",
 }
-#: Loops of PowerSGD, and of all that sends codes: these compute in float32 alone, the bits that torch's operations come to, so that no rank need know whether
+#: Loops of PowerSGD, of all that sends codes, and of signs: the latter two compute in float32 alone, the bits that torch's operations come to, so that no rank need know whether
 #: another has them.
 THIN, CODES = ("add_and_project", "settle"), ("encode", "encode_sum", "decode_mean", "encode_mean", "settle_codes")
+SIGNS = ("sum_of_signs",)
 #: How loops know codecs, see `gradwire.torch_backend.cpu.loops`.
 KINDS = {(Integers, 8): 0, (Integers, 4): 1, (Float8, 8): 2, (E3M0, 4): 3}
 #: Numbers of a model with fewer than so many parameters are in a processor's cache, and what is compiled pays for nothing.
@@ -68,7 +71,12 @@ def compiled(name: str, dtype: torch.dtype) -> Callable[..., None]:
     from gradwire.torch_backend.cpu import loops
 
     numba = _numba()
-    kinds = {"x": getattr(numba, DTYPES[dtype])[:, ::1], "c": numba.uint8[:, ::1], "i": numba.intp}
+    kinds = {
+        "x": getattr(numba, DTYPES[dtype])[:, ::1],
+        "c": numba.uint8[:, ::1],
+        "n": numba.int32[:, ::1],
+        "i": numba.intp,
+    }
     signature = numba.void(*(kinds[each] for each in ARGUMENTS[name] + "ii"))
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     loop = getattr(loops, name)
@@ -119,7 +127,7 @@ def loops_for(
     algorithm: Algorithm | LocalSGD | None,
     specs: Mapping[str, Spec],
     device: torch.device,
-    names: Collection[str] = THIN + CODES,
+    names: Collection[str] = THIN + CODES + SIGNS,
     *,
     least: int | None = None,
 ) -> Loops:
@@ -133,6 +141,8 @@ def loops_for(
             wanted += [(name, dtype) for name in THIN if name in names for dtype in dtypes & DTYPES.keys()]
         if isinstance(each, Quantizer) and kind_of(CODECS[each.dtype]) is not None:
             wanted += [(name, dtype) for name in CODES if name in names for dtype in dtypes & {torch.float32}]
+        if isinstance(each, Sign):
+            wanted += [(name, dtype) for name in SIGNS if name in names for dtype in dtypes & {torch.float32}]
     return prepare(wanted)
 
 

@@ -331,3 +331,28 @@ def settle_codes(x, error, sent, sent_scales, lost, first, codes, scales, other,
             _decode_row(other, other_scales, i, kind, one, 0)
             for k in range(b):
                 x[i, k] = (x[i, k] + one[0, k]) * half
+
+
+# --- signs: bytes (W, n / 8) in blocks of 512 elements, of which byte j has elements j, 64 + j, 128 + j, …
+
+#: Bytes of a block.
+BYTES = 64
+
+
+def sum_of_signs(bits, above, below, numbers, out, runs, begin, end):
+    """Blocks of out (blocks, 512) become the sum of the numbers that bits of all replicas stand for, one after the other: those above (W, N), or below, of which `numbers`
+    (1, n / runs) says which one each run of so many elements, a multiple of 64, has."""
+    replicas, zero = len(bits), np.float32(0)
+    for i in range(begin, end):
+        for w in range(replicas):
+            for j in range(8):
+                number = numbers[0, np.uintp((i * 8 + j) * BYTES // runs)]
+                high, low = above[w, number], below[w, number]
+                first = np.uintp(i * BYTES)
+                if w == 0:
+                    for k in range(BYTES):
+                        own = high if (bits[w, first + k] >> j) & 1 else low
+                        out[i, np.uintp(j * BYTES + k)] = own if replicas == 1 else zero + own
+                else:
+                    for k in range(BYTES):
+                        out[i, np.uintp(j * BYTES + k)] += high if (bits[w, first + k] >> j) & 1 else low

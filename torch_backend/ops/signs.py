@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.torch_backend.cpu import signs as blocks
 from gradwire.torch_backend.ops.addresses import side_by_side
 from gradwire.torch_backend.ops.workspace import Workspace
 
@@ -163,10 +164,11 @@ def sum_of_signs(
 def _added(ops: Workspace, bits: Tensor, above: Tensor, below: Tensor, lot: Lot, of_run: Tensor) -> Tensor:
     replicas, whole = len(bits), lot.size // BLOCK * BLOCK
     total = ops.temporary((lot.size,), above)
+    done = whole if blocks.sum_of_signs(ops.loops, bits, above, below, of_run, lot.runs, total[:whole]) else 0
     step = max(BLOCK, UNPACKED // replicas // BLOCK * BLOCK)
-    ends = [*range(step, whole, step), *([whole] * (whole > 0)), *([lot.size] * (whole < lot.size))]
+    ends = [*range(done + step, whole, step), *([whole] * (whole > done)), *([lot.size] * (whole < lot.size))]
     shifts = ops.numbers(8, torch.uint8).view(-1, 1)
-    for start, end in zip([0, *ends], ends, strict=False):
+    for start, end in zip([done, *ends], ends, strict=False):
         width = BYTES if end <= whole else (end - start) // 8
         own = bits[:, start // 8 : end // 8].reshape(replicas, -1, 1, width)
         flags = ((own >> shifts) & 1).view(torch.bool).view(replicas, -1, lot.runs)

@@ -15,7 +15,7 @@ import numpy as np
 from gradwire.core.codecs import CODECS
 from gradwire.core.kernels.payloads import Coded, LowRank, Payload, Residual
 from gradwire.core.ops import Ops
-from gradwire.core.simulate.doctor.kernels import NEAR, STRAYS, Arrays, Check, hostile
+from gradwire.core.simulate.doctor.kernels import NEAR, STRAYS, Arrays, Check, hostile, signs
 
 #: Codecs of which a backend may have loops.
 CODES = ("int8", "int4", "float8_e4m3fn", "e3m0")
@@ -27,7 +27,7 @@ MATRIX = (131, 261)
 
 def composites() -> dict[str, Check]:
     """All of them, by name. Those that have `strays` are the same bits by any loops of one backend."""
-    return dict([*_factors(), *_codes()])
+    return dict([*_factors(), *_codes(), ("signs of several tensors", _signed())])
 
 
 def _factors() -> Iterator[tuple[str, Check]]:
@@ -72,6 +72,13 @@ def _codes() -> Iterator[tuple[str, Check]]:
             yield end, Check(one, _settled_codes(name), NEAR, STRAYS, 4 * step)
             # In which order these are taken away is not said, so the last bit is not either.
             yield f"{end}, some rows rounded twice", Check(one, _settled_codes(name, twice=True), 64 * NEAR)
+
+
+def _signed() -> Check:
+    """There and back, to the same bits everywhere."""
+    rng = np.random.default_rng(4)
+    shapes = {"x": (128, 512), "y": (3, 67)}
+    return Check({name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}, signs)
 
 
 def _clear(shape: tuple[int, int]) -> Any:

@@ -263,7 +263,7 @@ def _selection() -> Iterator[tuple[str, Check]]:
         "x": rng.standard_normal((256, 512)).astype(np.float32),
         "y": rng.standard_normal((3, 67)).astype(np.float32),
     }
-    yield "signs of several tensors there and back", Check(given, _signs)
+    yield "signs of several tensors there and back", Check(given, signs)
     yield "the largest of several tensors, added up", Check(given, _sparse)
     integers = {"x": rng.integers(0, 1 << 12, (64, 128)).astype(np.int32)}
     yield (
@@ -279,8 +279,8 @@ def _selection() -> Iterator[tuple[str, Check]]:
     )
 
 
-def _signs(ops: Ops[Any], a: Arrays) -> list[Any]:
-    """Of three replicas, one number for all of a tensor, or for each row."""
+def signs(ops: Ops[Any], a: Arrays) -> list[Any]:
+    """Signs of several tensors of three replicas, with one number for all of a tensor, or for each row."""
     arrays = list(a.values())
     shapes = [tuple(x.shape) for x in arrays]
     found: list[Any] = []
