@@ -67,11 +67,13 @@ test-versions: $(READY) ## the core, the parity tables and torch on the oldest a
 test-device-branch: $(READY) ## the torch tests once more, by the branch for tensors on a device
 	GRADWIRE_TEST_DEVICE_BRANCH=1 $(PYTEST) $(QUICK) tests/torch tests/parity/test_torch.py tests/parity/test_kernels.py $(ARGS)
 
-test-gpu: build/typed ## kernels and replays on a GPU of NVIDIA's, in some minutes; without one it says so
-	@for python in $(BIN)/python python3 python; do \
+# In $$python: the first whose torch sees a GPU, or that of the tests.
+FIND_GPU = for python in $(BIN)/python python3 python; do \
 	  if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then break; fi; python=; \
 	done; \
-	if [ -z "$$python" ]; then $(MAKE) -s --no-print-directory $(READY) && python=$(BIN)/python; fi && \
+	if [ -z "$$python" ]; then $(MAKE) -s --no-print-directory $(READY) && python=$(BIN)/python; fi
+test-gpu: build/typed ## kernels and replays on a GPU of NVIDIA's, in some minutes; without one it says so
+	@$(FIND_GPU) && \
 	PYTHONPATH=build/typed:. $$python -m tests.gpu
 
 ROWS ?=
@@ -127,10 +129,7 @@ bench: $(READY) ## what compression costs in torch and in JAX, what buckets and 
 # With the first Python whose torch sees a GPU, as it is: the packages of .venv are for the CPU, and such a machine may have no network. It needs
 # torch and, for the part in JAX, jax, flax and optax.
 bench-gpu: build/typed ## what compression costs on a GPU, in eight minutes; without one, tiny sizes that only show that it runs
-	@for python in $(BIN)/python python3 python; do \
-	  if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then break; fi; python=; \
-	done; \
-	if [ -z "$$python" ]; then $(MAKE) -s --no-print-directory $(READY) && python=$(BIN)/python; fi && \
+	@$(FIND_GPU) && \
 	PYTHONPATH=build/typed $$python benchmarks/gpu $(ARGS)
 
 bench-network: $(READY) ## step time between hosts on shaped links (Linux, as root)

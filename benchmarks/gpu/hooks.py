@@ -3,7 +3,8 @@ torch's `powerSGD_hook` is beside PowerSGD.
 
 One process, so nothing travels. Timed from an idle device to an idle device, so where kernels are short it is launching
 that takes the time: `host_ms` is when the last call of the hook returned, `busy_ms` what the kernels took, `graph_ms`
-what a replay of all of it takes, messages included, `replayed` what a step takes that gradwire replays. Whole steps, where launching overlaps with the backward pass, are in `steps.py`.
+what a replay of all of it takes, messages included, `replayed` what a step takes that gradwire replays. Whole steps,
+where launching overlaps with the backward pass, are in `steps.py`.
 """
 
 from __future__ import annotations

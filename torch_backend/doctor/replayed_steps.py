@@ -13,7 +13,7 @@ from gradwire.core.algorithm import Algorithm
 from gradwire.core.ops import Spec
 from gradwire.core.simulate.doctor.report import Fault, Section
 from gradwire.core.simulate.known_answers import known_specs
-from gradwire.torch_backend.engine.cuda_graphs import graphs_for
+from gradwire.torch_backend.engine.cuda_graphs import has_graphs
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.engine.replays import EQUAL
 
@@ -25,7 +25,7 @@ def check_replays(
     section: Section, group: dist.ProcessGroup, device: torch.device, algorithms: Sequence[Algorithm]
 ) -> None:
     """Averages, memory and skipped steps of each algorithm on this rank, replayed and eager. Nothing where the device has no graphs."""
-    if graphs_for(device) is None:
+    if not has_graphs(device):
         return
     for algorithm in algorithms:
         section.check(f"replays of {algorithm!r}", functools.partial(_check, algorithm, group, device))

@@ -123,8 +123,8 @@ class Driver(GradientStep):
         """Totals so far. On CUDA this waits for the device."""
         skipped = int(self.skipped.count)  # first: the times are of what the device has finished
         found = self.watch.stats(self.memory.steps, skipped, self.memory.sent)
-        replayed = replace(found, replayed_steps=self.replays.replayed, graph_bytes=self.replays.nbytes)
-        return replace(replayed, compiled_loops=self.ops.loops.card)
+        replays, card = self.replays, self.ops.loops.card
+        return replace(found, replayed_steps=replays.replayed, graph_bytes=replays.nbytes, compiled_loops=card)
 
     def measure(self) -> Measurement:
         """Compare steps with a full average, from the next one on until `measurement` is None again. Every rank calls this."""

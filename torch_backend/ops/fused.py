@@ -37,7 +37,7 @@ PACKED = 256
 TILE, DEPTH = (64, 128), (16, 32)
 #: The first GPUs for which Triton compiles: Ampere.
 OLDEST = (8, 0)
-#: Of all: each product is rounded before it is added, as by NumPy, torch and JAX. Codes come out bit for bit, and sums
+#: Of all but tiles of products: each product is rounded before it is added, as by NumPy, torch and JAX. Codes come out bit for bit, and sums
 #: that overflow as inf or NaN where theirs do: in one operation -1e76 added to inf is inf, rounded before it is NaN.
 EXACT = {"enable_fp_fusion": False}
 
