@@ -32,7 +32,10 @@ def connections() -> dict[tuple[Any, Any], int]:
 
 
 def peers(world: World) -> dict[tuple[Any, Any], int]:
-    """Which rank is at the other end of each connection of this one."""
-    ends = world.everyones([own for own, _ in connections()])
-    where = {tuple(end): rank for rank, own in enumerate(ends) for end in own}
-    return {pair: where[pair[1]] for pair in connections() if pair[1] in where}
+    """Which rank is at the other end of each connection of this one.
+
+    By both ends: a port whose listener is gone may be given to another process while connections to it live on.
+    """
+    everyones = world.everyones(list(connections()))
+    where = {(far, near): rank for rank, pairs in enumerate(everyones) for near, far in pairs}
+    return {pair: where[pair] for pair in connections() if pair in where}
