@@ -27,7 +27,7 @@ from gradwire.core.simulate import NumpyOps, PoisonOps
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.torch_backend.cpu import thin
 from gradwire.torch_backend.cpu.compiled import ARGUMENTS, prepare
-from gradwire.torch_backend.ops import kernels
+from gradwire.torch_backend.ops import workspace
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
 from tests.toy import PRIMITIVES, ToyOps, toy
@@ -79,7 +79,7 @@ def in_torch_scratch(kernel, arrays):
 def in_torch_by_few_rows(kernel, arrays):
     """As large arrays are: in the memory of one processor's cache, which is used again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "IN_CACHE", 8)
+        patch.setattr(workspace, "IN_CACHE", 8)
         return in_torch_scratch(kernel, arrays)
 
 

@@ -40,7 +40,8 @@ from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups, given_or_default
 from gradwire.torch_backend.engine.scheduler import Step
 from gradwire.torch_backend.engine.torch_modes import uncompiled
-from gradwire.torch_backend.ops.kernels import TorchOps, dtype_name
+from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.ops.workspace import dtype_name
 from gradwire.torch_backend.setup.self_check import wrong_here
 
 logger = logging.getLogger(__name__)

@@ -258,7 +258,7 @@ class Choosing:
         """Another driver goes on from this one's memory. What of it has no place there is added to the next gradients."""
         old = self._driver()
         new = self._made(number)
-        new.owed = {**old.owed, **_left_over(old, new)}
+        new.owed.errors = {**old.owed.errors, **_left_over(old, new)}
         new.continue_from(old)
         if number in self._loops:  # else ranks compare what they go on from, once for each method
             new.ops.loops = self._loops[number]
@@ -287,10 +287,9 @@ class Choosing:
         driver = self._driver() if number == self._number else self._made(number)
         difference = driver.load_state_dict(state, strict)
         if number != self._number:
-            driver.owed = {}
             self._use(driver)
             self._write(driver.memory.steps, number)
-        driver.owed.clear()
+        driver.owed.errors.clear()
         if self._message is not None:
             self._message[0].wait()
         self._restart(number, driver.memory.steps)

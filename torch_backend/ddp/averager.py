@@ -24,7 +24,7 @@ from gradwire.torch_backend.engine.driver import Driver, specs_of
 from gradwire.torch_backend.engine.groups.nodes import on_nodes
 from gradwire.torch_backend.engine.groups.process_groups import given_or_default
 from gradwire.torch_backend.engine.torch_modes import outside_inference_mode, uncompiled
-from gradwire.torch_backend.ops.kernels import dtype_name
+from gradwire.torch_backend.ops.workspace import dtype_name
 from gradwire.torch_backend.setup.consistency import algorithm_obstacle, require_initialized
 from gradwire.torch_backend.setup.handle import Handle
 from gradwire.torch_backend.setup.registration import announce, prepared, require_gradient_algorithm

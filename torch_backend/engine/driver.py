@@ -32,7 +32,8 @@ from gradwire.torch_backend.engine.step import GradientStep
 from gradwire.torch_backend.monitor.fidelity import Measurement
 from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.monitor.watcher import SkippedSteps, Watcher, norm_of
-from gradwire.torch_backend.ops.kernels import TorchOps, dtype_name
+from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.ops.workspace import dtype_name
 from gradwire.torch_backend.state.loss_scale import require_all_ranks
 from gradwire.torch_backend.state.memory import Memory, Replicated, factors_side_by_side
 from gradwire.torch_backend.state.settings import Settings
@@ -172,6 +173,6 @@ class Driver(GradientStep):
         wanted = chosen("names", names, self.specs)
         for x in (
             *self.memory.errors(wanted),
-            *(x for name, x in self.owed.items() if wanted is None or name in wanted),
+            *(x for name, x in self.owed.errors.items() if wanted is None or name in wanted),
         ):
             x.zero_()

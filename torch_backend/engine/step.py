@@ -38,6 +38,7 @@ from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import capturing, refuse_capture, require_capturable
 from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.engine.groups.same_state import require_same_state
+from gradwire.torch_backend.engine.owed import Owed
 from gradwire.torch_backend.engine.replays import Replays, Tape, addresses
 from gradwire.torch_backend.engine.scheduler import Running, Step
 from gradwire.torch_backend.engine.unused_parameters import Usage
@@ -90,7 +91,7 @@ class GradientStep:
         discarding: while it is true, steps leave no trace in the memory and are not counted. Equal on all ranks.
         obstacle: why this rank cannot take the first step, where no registration has told the others; "" if it can.
         replays: steps of it that are replayed.
-        owed: compression errors of an algorithm before that this one has no place for, by parameter: they are added to the next gradients, once.
+        owed: compression errors of an algorithm before, to be added to the next gradients.
         dense_elements: of all gradients that came to this driver, and to those it has continued from.
     """
 
@@ -127,8 +128,7 @@ class GradientStep:
         self._open_payload = 0
         self._groups: list[Group] = []
         self._unused: set[str] | None = None
-        self.owed: dict[str, Tensor] = {}
-        self._paid: list[str] = []
+        self.owed = Owed()
         self._shared_before: dict[str, Tensor] = {}
         self._payloads: dict[tuple[bool, tuple[str, ...]], int] = {}
         self._dense_sizes: dict[tuple[str, ...], tuple[int, int]] = {}
@@ -192,12 +192,14 @@ class GradientStep:
         """Whether the host decides nothing in this step but what is in a key of `Replays`, and nobody looks at single operations."""
         decides = usage or self.discarding or self.measurement is not None or self.memory.scale.scaler is not None
         dense = self.divided or self.memory.steps < self.algorithm.start_step
-        return not (self._captured or decides or dense or self.owed or operations_are_watched())
+        return not (self._captured or decides or dense or self.owed.errors or operations_are_watched())
 
     def _clear(self) -> None:
         self._programs.begin(apart=self.replays.wanted or self.replays.given_up)
-        self._groups, self._open, self._unused, self._paid = [], {}, None, []
+        self._groups, self._open, self._unused = [], {}, None
         self._open_payload = 0
+        if self.owed.errors:
+            self.owed.begin()
 
     def _prepare_capture(self, usage: bool) -> None:
         """Raises RuntimeError for a step that a CUDA graph cannot repeat. Memory for the step is the graph's own from now on: it stays as long
@@ -212,7 +214,7 @@ class GradientStep:
         """Errors are in units of scaled gradients."""
         start = self.watch.times.now()
         with self._own_arithmetic():
-            self.memory.scale.follow([*self.memory.errors(), *self.owed.values()])
+            self.memory.scale.follow([*self.memory.errors(), *self.owed.errors.values()])
             self.watch.times.worked(start)
 
     def _own_arithmetic(self) -> AbstractContextManager[object]:
@@ -232,23 +234,8 @@ class GradientStep:
         self._open.update(gradients)
         if unused is not None:
             self._unused = (self._unused or set()) | set(unused)
-        if self.owed and not self.discarding:
-            self._pay(gradients)
-
-    @torch.no_grad()
-    def _pay(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add what is owed to the gradients that take part in this step."""
-        for name in self.owed.keys() & gradients.keys() - (self._unused or set()):
-            gradient = gradients[name]
-            gradient.add_(self.owed[name].reshape(gradient.shape))
-            self._paid.append(name)
-
-    def _settle_what_is_owed(self) -> None:
-        """Forget what has been added, unless the step is not finite, and no optimizer takes it. Once for each change of the algorithm, the host waits."""
-        paid = [group.gradients[name] for group in self._groups for name in group.gradients if name in self._paid]
-        if bool(self.ops.all_finite(*paid)):
-            for name in self._paid:
-                del self.owed[name]
+        if self.owed.errors and not self.discarding:
+            self.owed.pay(gradients, self._unused or ())
 
     def _is_a_group(self, gradients: Mapping[str, Tensor]) -> bool:
         """Whether what is there is worth a message, with these, which came last."""
@@ -387,8 +374,8 @@ class GradientStep:
             self._count_dense(group.gradients)
             if group.tape is None:
                 write_over(group.gradients, group.running.result[0])
-        if self._paid:
-            self._settle_what_is_owed()
+        if self.owed.errors:
+            self.owed.settle(self.ops, [group.gradients for group in self._groups])
         if self.measurement is not None:
             gradients = {name: x for group in self._groups for name, x in group.gradients.items()}
             self.measurement.compare(gradients, self.memory.steps)

@@ -30,7 +30,7 @@ from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by, gathered_by_all
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.fsdp.layout import Layout, local_part
-from gradwire.torch_backend.ops.kernels import dtype_name
+from gradwire.torch_backend.ops.workspace import dtype_name
 from gradwire.torch_backend.state.means import counted, means_over
 from gradwire.torch_backend.state.memory import Memory, Replicated
 from gradwire.torch_backend.state.rank_memory import packed

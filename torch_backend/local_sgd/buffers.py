@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gradwire.core.ops import ITEMSIZE
 from gradwire.core.text.name_patterns import matches
 from gradwire.core.text.wording import some
-from gradwire.torch_backend.ops.kernels import dtype_name
+from gradwire.torch_backend.ops.workspace import dtype_name
 
 
 class AveragedBuffers(Mapping[str, Tensor]):

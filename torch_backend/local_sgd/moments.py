@@ -18,7 +18,8 @@ from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_al
 from gradwire.torch_backend.engine.host_scalars import Foreseen
 from gradwire.torch_backend.engine.scheduler import run_alone
 from gradwire.torch_backend.fsdp.layout import local_part
-from gradwire.torch_backend.ops.kernels import TorchOps, dtype_name
+from gradwire.torch_backend.ops.kernels import TorchOps
+from gradwire.torch_backend.ops.workspace import dtype_name
 from gradwire.torch_backend.setup.consistency import copy_from_first_rank
 from gradwire.torch_backend.setup.optimizer_state import (
     STEPPED,

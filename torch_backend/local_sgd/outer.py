@@ -16,7 +16,7 @@ from torch import Tensor
 from gradwire.core.local_sgd.algorithm import LocalSGD
 from gradwire.core.local_sgd.outer import OUTERS, OuterFactory
 from gradwire.core.ops import A, Ops, Spec
-from gradwire.torch_backend.ops.kernels import dtype_name
+from gradwire.torch_backend.ops.workspace import dtype_name
 
 #: 0 until the first step that was taken: what an optimizer begins with is its own business.
 BEGUN = f"{OUTERS}begun"

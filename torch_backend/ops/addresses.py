@@ -7,7 +7,7 @@ arguments, and not from memory of the host, which a CUDA graph would read again 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 
@@ -38,6 +38,29 @@ def side_by_side(arrays: Sequence[Tensor]) -> Tensor | None:
     if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
         return None
     return first.as_strided(size, (1,), first.storage_offset())
+
+
+def neighbours_joined(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same pairs, small ones that lie side by side in memory on either side as one."""
+    x, y = side_by_side(xs), side_by_side(ys)
+    if x is not None and y is not None:
+        yield x, y
+        return
+    start, x_end, y_end = 0, 0, 0
+    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        x_begin, y_begin = x.data_ptr(), y.data_ptr()
+        if i and (x_begin != x_end or y_begin != y_end):
+            yield from _joined(xs[start:i], ys[start:i])
+            start = i
+        x_end, y_end = x_begin + x.nbytes, y_begin + y.nbytes
+    yield from _joined(xs[start:], ys[start:])
+
+
+def _joined(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
+    if len(xs) < 2:
+        return zip(xs, ys, strict=True)
+    x, y = side_by_side(xs), side_by_side(ys)
+    return zip(xs, ys, strict=True) if x is None or y is None else [(x, y)]
 
 
 def table_of(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:

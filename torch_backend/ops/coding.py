@@ -258,11 +258,6 @@ class CodingOps(Workspace):
         assert total is not None
         return total
 
-    def add_in_order(self, out: Tensor, every: Tensor) -> None:
-        """Add to an array on the CPU each of several (W, …), one after the other: an absent replica, of zeros, changes no bit, and no processor has an order of its own."""
-        row = self.constant(("into one row", len(every)), lambda: self.zeros((len(every),), "int64"))
-        out.unsqueeze(0).index_add_(0, row, every)
-
 
 def _can_be_viewed(x: Tensor, itemsize: int) -> bool:
     """Whether torch views it, as it lies, as elements of another size: not if one would begin between two of a larger size."""

@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from gradwire.core.text.wording import some
 from gradwire.torch_backend.engine.torch_modes import uncompiled
 from gradwire.torch_backend.monitor.watcher import UnknownParameters
-from gradwire.torch_backend.ops.kernels import dtype_name
+from gradwire.torch_backend.ops.workspace import dtype_name
 from gradwire.torch_backend.setup.optimizer_state import has_two_modes
 from gradwire.torch_backend.torch_internals import times_written
 

@@ -17,7 +17,7 @@ from gradwire.core.local_sgd.schedule import Schedule
 from gradwire.core.text.wording import some
 from gradwire.torch_backend.engine.groups.barrier import LONGEST, Meeting
 from gradwire.torch_backend.engine.groups.gathered_objects import gathered_by_all
-from gradwire.torch_backend.ops.kernels import dtype_name
+from gradwire.torch_backend.ops.workspace import dtype_name
 from gradwire.torch_backend.setup.sharded_models import INSTEAD, sharded_parameter
 from gradwire.torch_backend.torch_internals import steps_in_backward
 

@@ -13,7 +13,7 @@ from gradwire.core.buckets.assignment import assign_buckets
 from gradwire.core.ops import ITEMSIZE, Spec
 from gradwire.core.zero.sharding import MixedShards, Shards, shard_by_bucket, shard_by_element, shard_by_parameter
 from gradwire.torch_backend.engine.driver import specs_of
-from gradwire.torch_backend.ops.kernels import dtype_name
+from gradwire.torch_backend.ops.workspace import dtype_name
 from gradwire.torch_backend.setup.consistency import describe, require_initialized, require_same_on_all_ranks
 from gradwire.torch_backend.setup.optimizer_state import has_two_modes
 from gradwire.torch_backend.torch_internals import MUON, NeedsTorch
