@@ -99,7 +99,7 @@ class Algorithm(Protocol):
 
     @property
     def cycle(self) -> int:
-        """After how many steps the messages repeat, from `start_step` on: 1, or 2 where two kinds of step alternate."""
+        """The number of steps after which the messages repeat, from `start_step` on: 1, or 2 where two kinds of step alternate."""
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
         """The memory before the first step, equal on all replicas.

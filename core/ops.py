@@ -310,7 +310,7 @@ class Ops(Primitives[A], Protocol):
         return total
 
     def join_order(self, arrays: Sequence[A]) -> list[int] | None:
-        """In which order arrays are better joined (`rows`) than computed with one by one. None: they are not. Replicas may differ in it."""
+        """The order in which arrays are better joined (`rows`) than computed with one by one. None: they are not. Replicas may differ in it."""
         return None
 
     def bundle(

@@ -140,7 +140,7 @@ def _states(tree: Any) -> list[Any]:
 
 
 def _shards_of_this_process(x: Any) -> list[Any]:
-    """Of an array of several processes those shards, each once, that lie here; [] of any other."""
+    """Those shards of an array of several processes, each once, that lie here; [] of any other."""
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or x.is_fully_addressable:
         return []
     return list({str(shard.index): shard for shard in x.addressable_shards}.values())

@@ -166,7 +166,7 @@ def number_of_groups() -> int:
 
 @contextmanager
 def named_apart(what: str) -> Iterator[None]:
-    """Within, `new_group(use_local_synchronization=True)` makes a group that only its members know, which all of them call `what`.
+    """Let `new_group(use_local_synchronization=True)`, within, make a group that only its members know, which all of them call `what`.
 
     Its name has to be the same for them, and nobody else's. Since 2.14 torch takes a counter for that, and counts on: other ranks fall behind, and the next group of
     all ranks has several names, and is waited for in vain. So the counter is what `what` says, and then what it was. Before, it was not used here: see `number_of_groups`.

@@ -92,7 +92,7 @@ def only_rounds(algorithm: Any) -> bool:
 
 
 def limits_of(loss: float | str | None) -> Sequence[float]:
-    """By how much the loss may be higher, in parts of it: what was asked for, or several limits.
+    """The parts by which the loss may be higher: what was asked for, or several limits.
 
     Args:
         loss: "1%", or 0.01. None: `LIMITS`.

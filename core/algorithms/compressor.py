@@ -181,7 +181,7 @@ class Compressor(abc.ABC):
 
     @property
     def cycle(self) -> int:
-        """After how many steps what is sent repeats: `phases`."""
+        """The number of steps after which what is sent repeats: `phases`."""
         return self.phases
 
     @abc.abstractmethod

@@ -127,6 +127,6 @@ class Quantize(Quantizer, Compressor):
 
 
 def _extents(ops: Ops[A], state: State[A]) -> list[Extent]:
-    """Of what is compressed of a model."""
+    """The extents of what is compressed of a model."""
     errors = {name: memory[ERROR] for name, memory in state.tensors.items()}
     return [Extent(name, math.prod(x.shape), ops.dtype_of(x)) for name, x in errors.items()]

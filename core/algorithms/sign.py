@@ -125,7 +125,7 @@ class Sign(Compressor):
         return _Lot(len(members), reshape_if_needed(x, shape), (len(members), *shared[first:]))
 
     async def _gather_means(self, ops: Ops[A], lots: Sequence[_Lot[A]]) -> list[tuple[A, A]]:
-        """Of each of these, of one kind: this replica's signs times its scales, and the mean of those of all replicas, both of its shape."""
+        """This replica's signs times its scales of each of these, of one kind, and the mean of those of all replicas, both of its shape."""
         arrays, shapes, sharing = (
             [lot.array for lot in lots],
             [lot.shape for lot in lots],
@@ -158,7 +158,7 @@ class Sign(Compressor):
         return list(zip(sent, ops.elementwise_each(mean, totals), strict=True))
 
     def _sizes_of_both_signs(self, scales: A) -> tuple[A, A]:
-        """Of scales (W, magnitudes, N) the numbers (W, N) that stand for positive elements, and for others."""
+        """The numbers (W, N) of scales (W, magnitudes, N) that stand for positive elements, and for others."""
         return scales[:, 0], scales[:, 1] if self.magnitudes == 2 else scales[:, 0] * -1.0
 
     def _scales(self, ops: Ops[A], lots: Sequence[_Lot[A]], wide: str) -> list[A]:

@@ -161,7 +161,7 @@ class TopK(Compressor):
         return parts
 
     async def _exchange_blocks(self, ops: Ops[A], x: Mapping[str, A], context: StepContext) -> dict[str, tuple[A, A]]:
-        """Of each of these tensors what this replica sent and the mean; their blocks are sent as those of one."""
+        """What this replica sent of each of these tensors, and the mean; their blocks are sent as those of one."""
         parts = self._group_by_matrix(ops, x, context)
         arrays = [_stack_rows(ops, [x[name] for name in names], blocks.width) for names, blocks in parts]
         cut = [blocks.cut(ops, each) for (_, blocks), each in zip(parts, arrays, strict=True)]
@@ -264,7 +264,7 @@ class _Positions(NamedTuple):
 
     @classmethod
     def of(cls, blocks: Sequence[Blocks], kept: int) -> _Positions:
-        """Of blocks in this order."""
+        """The positions of blocks in this order."""
         parts: list[tuple[int, int]] = []
         for block in blocks:
             bits = bits_of(block.length)
@@ -275,7 +275,7 @@ class _Positions(NamedTuple):
         return cls(tuple(parts), kept)
 
     def packed(self, ops: Ops[A], index: A) -> list[A]:
-        """As bytes, an array for each part."""
+        """The bytes of each part, an array for each."""
         if len(self.parts) == 1:
             return [ops.pack_integers(index, self.parts[0][1])]
         ends = list(accumulate(rows for rows, _ in self.parts))
@@ -284,7 +284,7 @@ class _Positions(NamedTuple):
         ]
 
     def unpacked(self, ops: Ops[A], packed: Sequence[A]) -> A:
-        """Of bytes (…, b) of each part, (…, R, k)."""
+        """The integers (…, R, k) in bytes (…, b) of each part."""
         lead = tuple(packed[0].shape[:-1])
         each = [
             ops.unpack_integers(own, bits, (rows, self.kept))

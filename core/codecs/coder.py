@@ -174,7 +174,7 @@ class Coder(RowCoder[A]):
         return largest
 
     def _most(self, fields: Sequence[A]) -> A:
-        """At least what the sums of all replicas' codes (W, R, m) are in magnitude, for each row."""
+        """A bound on the magnitude of the sums of all replicas' codes (W, R, m), for each row."""
         ops, codec, (_, scales) = self.ops, cast("Scaled", self.codec), fields
         most = ops.abs(scales[0])
         for i in range(1, scales.shape[0]):

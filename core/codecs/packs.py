@@ -104,7 +104,7 @@ class Packer(Generic[A]):
     def _shares(
         self, joined: Joined[A], members: Sequence[int], replicas: int, firsts: Sequence[tuple[int, ...]] | None
     ) -> Shares:
-        """In the order of `members`, which is that of all replicas."""
+        """The shares in the order of `members`, which is that of all replicas."""
         assert firsts is not None
         begin = dict(zip(joined.members, accumulate(joined.rows, initial=0), strict=False))
         count = {i: rows // len(firsts[i]) for i, rows in zip(joined.members, joined.rows, strict=True)}

@@ -147,5 +147,5 @@ FloatDtype = Annotated[Any, Names(tuple(ITEMSIZE), name_of_dtype)]
 
 
 def wide_dtype(*dtypes: str) -> str:
-    """In which arrays of these dtypes are summed: "float64" if one of them is, else "float32"."""
+    """The dtype in which arrays of these dtypes are summed: "float64" if one of them is, else "float32"."""
     return "float64" if "float64" in dtypes else "float32"

@@ -1,4 +1,4 @@
-"""Where booleans lie in bytes: eight rows apart, so that no element changes its place in a row.
+"""The places of booleans in bytes: eight rows apart, so that no element changes its place in a row.
 
 Eight neighbours in a byte would be eight lanes of an accelerator's vector, or every eighth byte of a processor's: both move all of them to pack them.
 """

@@ -88,7 +88,7 @@ def of_replica(step: Any, replica: Any) -> Any:
 
 
 def _hashed(ops: Primitives[A], mixed: A, key: Any, step: Any) -> A:
-    """Of a step, from the elements mixed with the key."""
+    """The hash of a step, from the elements mixed with the key."""
     # Mixed once more than the elements: else element i of step s would equal element s of step i, and element s of step s be 0.
     # The step is a number on the host in torch and NumPy: mixing that takes no kernels.
     # JAX can be told to refuse operands of different numbers of axes.

@@ -19,7 +19,7 @@ TINY = 2.0**-100
 
 
 def scales(ops: Primitives[A], x: A, largest: float, *, signed: bool = False) -> tuple[A, A]:
-    """For each row of a float32 matrix (R, B) the scale by which the magnitude of its largest element is `largest`, rounded up to 16 bits, and the
+    """The scale of each row of a float32 matrix (R, B), by which the magnitude of its largest element is `largest`, rounded up to 16 bits, and the
     reciprocal of that, each float32 (R, 1). Of a row with inf or NaN the scale is inf or NaN.
 
     `signed`: the scale is negative where the largest element is positive, so that this element becomes `-largest`; also of a row in which the

@@ -409,7 +409,7 @@ class LocalSGD(Schedule):
     async def _whole_again(
         self, ops: Ops[A], params: dict[str, A], outer: dict[str, A], step: Any, period: int, turn: Turn | None
     ) -> dict[str, A]:
-        """Where a fragment has its turn among all, a replica that has broken goes back to its outer parameters with all of them: with those alone that
+        """Make a replica that has broken, where a fragment has its turn among all, go back to its outer parameters with all of them: with those alone that
         are averaged now the next gradient would break them again."""
 
         async def looked_at(v: dict[str, dict[str, A]]) -> dict[str, A]:
@@ -752,7 +752,7 @@ async def _unchanged(v: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compressors(memory: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what local SGD itself remembers."""
+    """The compressors' state, without what local SGD itself remembers."""
     return {key: x for key, x in memory.items() if not _is_own(key)}
 
 

@@ -102,7 +102,7 @@ class Schedule:
 
     @property
     def cycle(self) -> int:
-        """After how many steps averages repeat: the least common multiple of the periods."""
+        """The number of steps after which averages repeat: the least common multiple of the periods."""
         return math.lcm(*self.periods)
 
     @property

@@ -82,7 +82,7 @@ async def gather(
 
 @dataclass(slots=True)
 class AllToAll(Fusable[A], Collective):
-    """To each replica its part of each array, and from each replica a part: one all-to-all per dtype.
+    """Send to each replica its part of each array, and receive a part from each: one all-to-all per dtype.
 
     Attributes:
         arrays: with a row for each replica, (W, …) → (W, …); with `counts` vectors.

@@ -16,7 +16,7 @@ R = TypeVar("R", bound=Fusable[Any])
 def answer_by_group(
     asked: Sequence[R], answers_of: Callable[[Sequence[R], int], Sequence[Any]]
 ) -> list[tuple[Any, ...]]:
-    """For each replica an answer for each array: `answers_of(requests of the replicas of a group, array)`, in the order of the group."""
+    """The answers for each array, of each replica: `answers_of(requests of the replicas of a group, array)`, in the order of the group."""
     answers: list[tuple[Any, ...]] = [()] * len(asked)
     for members in members_of(asked[0].groups, len(asked), equal=True):
         for i in range(len(asked[0])):

@@ -234,7 +234,7 @@ def ask(request: Request) -> Generator[Request, tuple[Any, ...], tuple[Any, ...]
 
 @types.coroutine
 def ask_one(request: Request) -> Generator[Request, tuple[Any, ...], T]:
-    """For a request about one thing: the answer itself."""
+    """The answer itself, of a request about one thing."""
     answers = yield request
     if len(answers) != 1:
         raise _miscounted(request, answers, 1)

@@ -147,7 +147,7 @@ async def replica_weights(groups: Groups | None = None) -> Weights[Any] | None:
 
 @dataclass(frozen=True)
 class CountAs(ReplicaWeights):
-    """From now on each replica weighs as much as its group of `groups`, whose replicas go on alike."""
+    """Let each replica from now on weigh as much as its group of `groups`, whose replicas go on alike."""
 
     async def between(self, nodes: Any) -> tuple[Any, ...]:
         return await ask(self)

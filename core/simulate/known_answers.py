@@ -281,7 +281,7 @@ class _Reference:
 
 
 def _wide(dtype: str) -> str:
-    """In which the reference computes."""
+    """The dtype in which the reference computes."""
     return "float32" if dtype in SHORT else dtype
 
 

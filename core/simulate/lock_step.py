@@ -75,7 +75,7 @@ class _LockStep:
                 program.close()
 
     def answers(self, asked: Sequence[Any]) -> list[Any]:
-        """For each replica, what it is answered."""
+        """What each replica is answered."""
         return list(type(asked[0]).simulate(asked, self))
 
     def _advance(self, programs: Sequence[Program[T]], answers: Sequence[Any]) -> tuple[list[Request], list[T]]:

@@ -243,7 +243,7 @@ def _conservation(trial: _Trial, rng: np.random.Generator) -> bool:
 
 
 def _mean_error(simulator: Simulator, name: str) -> NDArray:
-    """Of what all replicas remember of a parameter."""
+    """The mean of what all replicas remember of a parameter."""
     errors: list[Any] = [s.tensors.get(name, {}).get(ERROR, 0.0) for s in simulator.states]
     return np.asarray(np.mean(errors, axis=0))
 
@@ -255,7 +255,7 @@ def _in_a_node(algorithm: Algorithm) -> int:
 
 
 def _dense_start(trial: _Trial, rng: np.random.Generator) -> bool:
-    """Where there is a `start_step`: uncompressed averages before it, and no memory."""
+    """Check uncompressed averages before `start_step`, where there is one, and no memory."""
     options: Any = trial.algorithm
     if "start_step" not in {option.name for option in (fields(options) if is_dataclass(options) else ())}:
         return False

@@ -173,7 +173,7 @@ def scale_in(state: Mapping[str, Any]) -> float:
 
 
 def step_in(state: Mapping[str, Any]) -> int:
-    """After how many steps a state is. Raises ValueError if it does not say so."""
+    """The number of steps after which a state is. Raises ValueError if it does not say so."""
     step = state["step"]
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST_STEPS:
         raise ValueError(f"step={_shown(step)} in the state must be a number of steps")
@@ -422,7 +422,7 @@ def _items(state: Mapping[str, Any], section: str) -> list[tuple[Any, Any]]:
 
 
 def _shown(x: Any) -> str:
-    """As messages have it, which do not print arrays."""
+    """The value as messages have it, which do not print arrays."""
     text = repr(x)
     return text if len(text) < 60 else f"a {type(x).__name__}"
 

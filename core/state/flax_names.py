@@ -36,7 +36,7 @@ KINDS = ("compressor", "local_sgd")
 
 @dataclass(frozen=True)
 class _Place:
-    """Where Flax has a parameter of torch: its name, and which layer of a stack. Shapes are that of torch, and that of one layer in Flax."""
+    """The place where Flax has a parameter of torch: its name, and which layer of a stack. Shapes are that of torch, and that of one layer in Flax."""
 
     name: str
     layer: Shape
@@ -233,12 +233,12 @@ class FlaxNames:
 
 
 def _array(x: Any) -> Any:
-    """As it is, if it is of NumPy or JAX; else as an array of NumPy."""
+    """The array as it is, if it is of NumPy or JAX; else as an array of NumPy."""
     return x if hasattr(x, "__array_namespace__") else np.asarray(x)
 
 
 def _own(x: Array) -> Array:
-    """As it lies in memory where an array has a memory: not all that saves one looks at its strides."""
+    """A copy as the array lies in memory, where it has a memory: not all that saves one looks at its strides."""
     return np.ascontiguousarray(x).reshape(x.shape) if isinstance(x, np.ndarray) else x
 
 

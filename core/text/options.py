@@ -67,7 +67,7 @@ class Names:
 
 
 def at_least(least: float, most: float = math.inf) -> Limits:
-    """For `Annotated[int, at_least(1)]`: `least` or more, and at most `most`."""
+    """A check for `Annotated[int, at_least(1)]`: `least` or more, and at most `most`."""
     return Limits(least, most)
 
 
@@ -77,7 +77,7 @@ def more_than(least: float, most: float = math.inf) -> Limits:
 
 
 def share(*, least_open: bool = False, most_open: bool = False) -> Limits:
-    """Between 0 and 1, these included unless said otherwise."""
+    """A check for numbers between 0 and 1, these included unless said otherwise."""
     return Limits(0, 1, least_open, most_open)
 
 

@@ -74,7 +74,7 @@ class Zero:
 
     @property
     def cycle(self) -> int:
-        """After how many steps the messages of `algorithm` repeat; 1 where gradients are averages already."""
+        """The number of steps after which the messages of `algorithm` repeat; 1 where gradients are averages already."""
         return self.algorithm.cycle if self.algorithm else 1
 
     def buckets(self, specs: Mapping[str, Spec]) -> list[list[str]]:

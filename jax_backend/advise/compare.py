@@ -187,7 +187,7 @@ class _Form:
             self._graph: Any = nnx.split(state)[0]
 
     def tree(self, state: Any) -> Any:
-        """As a tree of arrays."""
+        """The parameters as a tree of arrays."""
         if not self.objects:
             return state
         from flax import nnx
@@ -195,7 +195,7 @@ class _Form:
         return nnx.state(state)
 
     def state(self, tree: Any) -> Any:
-        """As the user has it."""
+        """The state as the user has it."""
         if not self.objects:
             return tree
         from flax import nnx

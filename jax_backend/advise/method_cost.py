@@ -50,7 +50,7 @@ def method_cost(algorithm: Algorithm | LocalSGD, specs: Mapping[str, Spec], repl
 
 
 def _seconds(algorithm: Algorithm, device: Any, specs: Mapping[str, Spec]) -> list[float]:
-    """Of each step in a cycle. Where in a step messages are sent is XLA's affair; that they wait for each other is not."""
+    """The seconds of each step in a cycle. Where in a step messages are sent is XLA's affair; that they wait for each other is not."""
     tx = average_gradients(without_levels(algorithm), axis_name=AXIS)  # which one replica has not
     given = jax.device_put(_drawn(specs), device)
     state = tx.init(given)
@@ -73,7 +73,7 @@ def _seconds(algorithm: Algorithm, device: Any, specs: Mapping[str, Spec]) -> li
 
 
 def _local_seconds(local: LocalSGD, replicas: int, device: Any, specs: Mapping[str, Spec]) -> Iterator[float]:
-    """Of each average in a cycle, decoding and the outer step included, which come later where it overlaps; 0.0 where a schedule names replicas, of which one
+    """The seconds of each average in a cycle, decoding and the outer step included, which come later where it overlaps; 0.0 where a schedule names replicas, of which one
     alone has no averages."""
     ops, alone = JaxOps(), without_levels(local.at_once())
     params = jax.device_put(_drawn(specs), device)

@@ -1,4 +1,4 @@
-"""Where the processes of `jax.distributed` meet on the host, before a program that all of them must run.
+"""A place where the processes of `jax.distributed` meet on the host, before a program that all of them must run.
 
 A program that some processes never start makes the others wait, without a word. The coordination service can be asked who is there. Nothing is put on a device.
 """

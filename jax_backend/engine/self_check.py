@@ -59,7 +59,7 @@ def _platform(device: Any) -> str:
 
 
 def _made_here() -> jax.Array:
-    """On the default device; traced, if a function is."""
+    """An array that is made on the default device; traced, if a function is."""
     with jax.transfer_guard("allow"):
         return jnp.zeros(())
 

@@ -70,7 +70,7 @@ class OptaxOuter(OuterFactory):
 
 
 def _places(state: Any, names: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str | None]]:
-    """Of each array: the name of the memory, and of which parameter it is; None: of all."""
+    """The places of arrays: the name of the memory, and of which parameter it is; None: of all."""
     found: list[tuple[str, str | None]] = []
     for place, (path, _) in zip(places(state, names), jax.tree_util.tree_flatten_with_path(state)[0], strict=True):
         found.append((OUTERS + path_of(path if place is None else place.before), None if place is None else place.name))

@@ -101,7 +101,7 @@ class LocalOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
 
     @property
     def _halves(self) -> _Halves:
-        """Of which these are methods: a copy, a pickle and `_replace` have both or one of them, and nothing else."""
+        """What these are methods of: a copy, a pickle and `_replace` have both or one of them, and nothing else."""
         for half in self:
             if isinstance(halves := getattr(half, "__self__", None), _Halves):
                 return halves
@@ -552,7 +552,7 @@ class _Halves:
         return {name: weight_of(OPS, value) for name, value in settings.items()}
 
     def _accounted(self, averages: DataParallelState, params: NamedTree) -> DataParallelState:
-        """With what a step sends, if `init` did not know among how many replicas."""
+        """The state with what a step sends, if `init` did not know among how many replicas."""
         if not averages.record.unsaid or not params.leaves:
             return averages
         sent = vary_if_tracked(jnp.asarray(self._sent(specs_of(params.leaves)), jnp.float32), self.axis_name)

@@ -249,7 +249,7 @@ def _is_small(g: jax.Array, error: jax.Array, multiplied: bool) -> bool:
 
 
 def _divided(names: list[str], nbytes: int, limit: int) -> list[list[str]]:
-    """Into stacks of at most `limit` bytes, as equal as can be: those of one size share what is compiled."""
+    """Stacks of at most `limit` bytes, as equal as can be: those of one size share what is compiled."""
     count = -(-len(names) * nbytes // limit)
     size = -(-len(names) // count)
     return [names[i : i + size] for i in range(0, len(names), size)]

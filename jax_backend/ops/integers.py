@@ -44,7 +44,7 @@ def unpack_integers(data: jax.Array, bits: int, n: int) -> jax.Array | None:
 
 @functools.cache
 def _bytes_of(bits: int) -> tuple[list[list[int]], list[list[tuple[int, int]]], int]:
-    """Of each byte of an integer, and of those that several share, which bits it has: their numbers, and there of which piece, of how many."""
+    """The bits that each byte of an integer has, and each of those that several share: their numbers, and there of which piece, of how many."""
     k, rest = divmod(bits, 8)
     pieces = 8 // math.gcd(rest, 8)
     shared = rest * pieces // 8
@@ -54,7 +54,7 @@ def _bytes_of(bits: int) -> tuple[list[list[int]], list[list[tuple[int, int]]], 
 
 
 def _in_lanes(x: jax.Array, part: int) -> jax.Array:
-    """As rows of a TPU's registers, which a message has too, if parts of so many elements are whole ones; else as a vector."""
+    """The array as rows of a TPU's registers, which a message has too, if parts of so many elements are whole ones; else as a vector."""
     return x.reshape(-1) if part % LANES else x.reshape(-1, LANES)
 
 

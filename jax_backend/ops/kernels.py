@@ -518,5 +518,5 @@ def _typed(y: jax.Array | float, x: jax.Array) -> jax.Array:
 
 
 def _like(out: jax.Array | None, x: jax.Array) -> jax.Array:
-    """Where torch and NumPy write into `out`, the result takes its dtype; so it does here."""
+    """The result in the dtype of `out`: torch and NumPy write into that."""
     return x if out is None else converted(x, out.dtype)

@@ -96,7 +96,7 @@ def scatter_sums(
 
 
 def _divided(parts: Sequence[Part], kept: Any) -> list[list[Part]]:
-    """Into runs of up to `SMALL` elements."""
+    """Runs of up to `SMALL` elements."""
     runs: list[list[Part]] = []
     room = 0
     for part in parts:

@@ -296,7 +296,7 @@ def _mean_of_rows(rows: jax.Array) -> jax.Array:
 
 
 def _to_numpy(state: Any) -> Any:
-    """With NumPy arrays in place of other libraries'."""
+    """The tree with NumPy arrays in place of other libraries'."""
     if isinstance(state, Mapping):
         return {key: _to_numpy(value) for key, value in state.items()}
     if not hasattr(state, "shape") or isinstance(state, np.ndarray):

@@ -38,7 +38,7 @@ class Place:
 
 
 def places(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Place | None]:
-    """For each leaf of a state, in JAX's order, to which of these parameters it belongs; None: to none.
+    """The one of these parameters to which each leaf of a state belongs, in JAX's order; None: to none.
 
     Args:
         state: any tree of arrays or shapes.
@@ -71,7 +71,7 @@ def places(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Place | No
 
 
 def _names(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[str] | None:
-    """Of a tree like the parameters the names of its leaves, in JAX's order; None for any other node."""
+    """The names of the leaves of a tree like the parameters, in JAX's order; None for any other node."""
     if jax.tree_util.all_leaves([node]):
         floats = jnp.issubdtype(jnp.result_type(node), jnp.floating)
         return [BARE] if set(shapes) == {BARE} and jnp.shape(node) == shapes[BARE] and floats else None
@@ -81,7 +81,7 @@ def _names(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[str] | None
 
 
 def _names_of_several(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[str] | None:
-    """Of a tree like the parameters, with several arrays in place of some of them, the parameter of each leaf, in JAX's order; None for any other node."""
+    """The parameter of each leaf, in JAX's order, of a tree like the parameters with several arrays in place of some of them; None for any other node."""
     whole = pure(node)
     leaves = jax.tree.leaves(whole)
     if not leaves or not all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves):

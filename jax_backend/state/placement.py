@@ -389,7 +389,7 @@ def _kept_spec(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def _spec_of_rows(shape: tuple[int, ...], rest: tuple[Any, ...], mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
-    """Where rows lie on a mesh, be they as many as its replicas or not."""
+    """The place of rows on a mesh, be they as many as its replicas or not."""
     name = axes if len(axes) > 1 else axes[0]
     devices = math.prod(mesh.shape[a] for a in axes)
     if shape[0] % devices == 0:

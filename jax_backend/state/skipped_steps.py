@@ -47,7 +47,7 @@ def _is_state(x: Any) -> bool:
 
 
 def _largest(x: Any) -> int | None:
-    """Of a count that each replica of this process has for itself, what `known_number` says of it."""
+    """What `known_number` says of a count that each replica of this process has for itself."""
     if known_number(x) is None or not isinstance(x, jax.Array):
         return known_number(x)
     return max(int(np.max(np.asarray(shard.data))) for shard in x.addressable_shards)

@@ -142,7 +142,7 @@ def shardings_like(params: Any, make: Callable[[], DataParallelState]) -> Any:
     shapes = jax.eval_shape(make)
 
     def alike(sharding: Any, axes: Sequence[Any] = ()) -> Any:
-        """In the same memory of the same devices, of a mesh divided along these axes."""
+        """The sharding in the same memory of the same devices, of a mesh divided along these axes."""
         if not isinstance(sharding, NamedSharding):
             return sharding
         return NamedSharding(sharding.mesh, spec(*axes), memory_kind=sharding.memory_kind)

@@ -165,7 +165,7 @@ def spec(*axes: Any) -> PartitionSpec:
 
 
 def memory_kind(x: Any) -> str | None:
-    """In which memory of its devices an array lies, such as "pinned_host"; None where that is not known."""
+    """The memory of its devices in which an array lies, such as "pinned_host"; None where that is not known."""
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     return None if sharding is None else sharding.memory_kind
 

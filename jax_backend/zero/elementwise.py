@@ -39,7 +39,7 @@ KINDS = ("plain", "sparse", "late", "not finite")
 
 
 def divided_leaves(inner: optax.GradientTransformationExtraArgs, pieces: Any) -> tuple[bool, ...]:
-    """For each leaf of the state of `inner`, whether it is in pieces, as parameters are; the others are equal on all replicas.
+    """Whether each leaf of the state of `inner` is in pieces, as parameters are; the others are equal on all replicas.
 
     Args:
         inner: an optimizer.

@@ -31,7 +31,7 @@ def require_plain(names: Iterable[str]) -> None:
 
 
 def parameters_in(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str, str]]:
-    """For each leaf of a state its path taken apart, in what is before a parameter's name, the name, and what is after it; empty if it belongs to none.
+    """The path of each leaf of a state, taken apart in what is before a parameter's name, the name, and what is after it; empty if it belongs to none.
 
     Args:
         state: of an optimizer.

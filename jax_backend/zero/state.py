@@ -166,7 +166,7 @@ def _like(path: str, found: Mapping[str, Any], target: Any) -> Any:
 
 
 def _paths(path: str, x: Any) -> list[str]:
-    """In the whole tree, of what is opened, from the path at which it lies there."""
+    """The paths in the whole tree of what is opened, from the path at which it lies there."""
     if not isinstance(x, _Stack):
         return [path]
     before = path.removesuffix(next(filter(None, x.paths)))

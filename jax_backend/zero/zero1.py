@@ -294,7 +294,7 @@ class _Sharded:
     def _keys(
         self, shards: _Shards | StackShards, pieces: Any, tree: Callable[[Mapping[str, Any]], Any]
     ) -> list[str | None]:
-        """Of each leaf of the inner state on these pieces its key in `ZeroState.pieces`; None for what is equal on all replicas."""
+        """The key in `ZeroState.pieces` of each leaf of the inner state on these pieces; None for what is equal on all replicas."""
         if isinstance(shards, StackShards):
             return keys_of_slots(self.inner.init, shards, tree, shards.specs)
         state = by_path(jax.eval_shape(self.inner.init, pieces))

@@ -82,7 +82,7 @@ def message_groups(
 
 
 def _seconds(driver: Driver, clock: _Clock, specs: Mapping[str, Spec]) -> list[float]:
-    """Of each step in a cycle, with these gradients."""
+    """The seconds of each step in a cycle, with these gradients."""
     given = _drawn(specs, driver.ops.device)
     gradients = {name: torch.empty_like(x) for name, x in given.items()}
 
@@ -96,7 +96,7 @@ def _seconds(driver: Driver, clock: _Clock, specs: Mapping[str, Spec]) -> list[f
 def _local_seconds(
     local: LocalSGD, collectives: Collectives, clock: _Clock, specs: Mapping[str, Spec]
 ) -> Iterator[float]:
-    """Of each average in a cycle, decoding and the outer step included, which come later where it overlaps."""
+    """The seconds of each average in a cycle, decoding and the outer step included, which come later where it overlaps."""
     ops, replicas, local = collectives.ops, collectives.groups.whole.size(), local.at_once()
     params = _drawn(specs, ops.device)
     state = local.init(ops, params, replicas)

@@ -327,7 +327,7 @@ class _Running:
         self._reconfigured = True
 
     def _go_on(self) -> None:
-        """With the options that the state has now."""
+        """Go on with the options that the state has now."""
         assert self.driver is not None
         assert self._hook is not None
         self._reconfigured = False
@@ -495,7 +495,7 @@ def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) 
 
 @dataclass(frozen=True)
 class _InDtype(AllReduce):
-    """As torch does: an all-reduce that sums in this dtype. `WireDtype` sums in float32."""
+    """An all-reduce that sums in this dtype, as torch's. `WireDtype` sums in float32."""
 
     dtype: str = "float32"
 

@@ -117,7 +117,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
 
 
 def _find_subgroup(state: PostLocalSGDState) -> None:
-    """In the first step already: what cannot work is said there, and not after a thousand. It may never come to it, so that is no error yet."""
+    """Find the subgroup in the first step already: what cannot work is said there, and not after a thousand. It may never come to it, so that is no error yet."""
     begins = state.iter >= state.start_localSGD_iter
     if not begins and state.iter > 0:
         return

@@ -143,7 +143,7 @@ def _run(name: str, codec: Codec, shape: Sequence[int], *arrays: Tensor) -> None
 
 
 def _places(ops: Memory, codec: Codec, rows: int, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Where codes and scales of so many rows of n numbers are to lie."""
+    """Memory for the codes and scales of so many rows of n numbers."""
     codes, scales = (ops.temporary((rows, m), like, getattr(torch, dtype)) for m, dtype in codec.fields(n))
     return codes, scales
 

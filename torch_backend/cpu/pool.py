@@ -1,4 +1,4 @@
-"""As many threads as torch has, for loops that are serial and leave the interpreter's lock.
+"""A pool of as many threads as torch has, for loops that are serial and leave the interpreter's lock.
 
 Not numba's own: of its layers one aborts when two threads call it at once, and another hangs in a process that was forked.
 """
@@ -45,7 +45,7 @@ def _threads(number: int) -> ThreadPoolExecutor:
 
 
 def _begin_anew() -> None:
-    """In a process that was forked: threads are not, and another one may have held the lock."""
+    """Make threads anew in a process that was forked: they are not, and another one may have held the lock."""
     global _lock, _pool, _size
     _lock, _pool, _size = threading.Lock(), None, 0
 

@@ -47,7 +47,7 @@ class Bucket:
 
 
 def _laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """In a bucket a gradient lies in memory as its parameter does (channels_last, transposed), but hooks are shown a contiguous view, with
+    """The view of a gradient as it lies: in a bucket that is as its parameter does (channels_last, transposed), but hooks are shown a contiguous view, with
     its elements in the wrong places."""
     if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return gradient
@@ -219,7 +219,7 @@ class Slot:
 
 
 class LeftBehind:
-    """In the place of a `Slot` that DDP had when it was pickled."""
+    """What stands in the place of a `Slot` that DDP had when it was pickled."""
 
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         raise RuntimeError(

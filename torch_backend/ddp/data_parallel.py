@@ -45,7 +45,7 @@ def _divided(algorithm: Algorithm) -> bool:
 
 
 def _bucket_by_bucket(driver: Driver, message_bytes: int | None) -> None:
-    """Where nothing is compressed each bucket is a message, unless the user has said otherwise."""
+    """Send each bucket as a message where nothing is compressed, unless the user has said otherwise."""
     if message_bytes is None and not driver.memory.state.tensors:
         driver.message_bytes = 0
 

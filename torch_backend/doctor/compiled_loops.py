@@ -53,7 +53,7 @@ def _made(check: Check, ops: TorchOps) -> list[NDArray]:
 
 
 def _require_bits(found: list[NDArray], plain: list[NDArray]) -> None:
-    """Of what is finite: which NaN or inf a code of a row with such is, nobody says."""
+    """Require equal bits of what is finite: which NaN or inf a code of a row with such is, nobody says."""
     for i, (mine, right) in enumerate(zip(found, plain, strict=True)):
         both = np.where(np.isfinite(mine), mine, np.nan), np.where(np.isfinite(right), right, np.nan)
         if not np.array_equal(*both, equal_nan=True):

@@ -57,7 +57,7 @@ def _difference(step: int, eager: dict[str, Tensor], replayed: dict[str, Tensor]
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Of each element, as a row of bytes."""
+    """The bits of each element, as a row of bytes."""
     return x.contiguous().cpu().view(-1, 1).view(torch.uint8)
 
 

@@ -70,7 +70,7 @@ def key_of(gradients: Mapping[str, Tensor]) -> GroupKey:
 
 
 class Captured(Protocol):
-    """Whose steps are captured: `gradwire.torch_backend.engine.step.GradientStep`."""
+    """The driver whose steps are captured: `gradwire.torch_backend.engine.step.GradientStep`."""
 
     algorithm: Algorithm
     memory: Memory

@@ -224,7 +224,7 @@ class GradientStep:
 
     @contextmanager
     def arithmetic(self, scratch: Scratch) -> Iterator[None]:
-        """Within, what is computed is the algorithm's, and not the user's; with this memory to work in."""
+        """Compute, within, by the algorithm's settings and not the user's; with this memory to work in."""
         with torch.no_grad(), plain_arithmetic(self.ops.device), self.ops.scratch(scratch):
             yield
 

@@ -194,7 +194,7 @@ class ShardedBackward:
                 self._hand_over(unit)
 
     def _hand_over(self, k: int) -> None:
-        """To the driver, of a unit whose turn it is and that is not the last."""
+        """Hand over to the driver the gradients of a unit whose turn it is and that is not the last."""
         self._handed.add(k)
         gradients, absent = self._gradients(self.layout.units[k].parameters)
         if gradients:
@@ -271,7 +271,7 @@ class ShardedBackward:
             )
 
     def _learn(self, came: list[int]) -> None:
-        """In which order units are handed over from now on. Those that came more than once in a pass wait for its end, as does the last one."""
+        """Learn in which order units are handed over from now on. Those that came more than once in a pass wait for its end, as does the last one."""
         self._known = True
         times = Counter(came)
         mine = [k for k in dict.fromkeys(came) if times[k] == 1][:-1]
@@ -284,12 +284,12 @@ class ShardedBackward:
         self._order = [k for k in order.tolist() if k >= 0]
 
     def _on_stream(self) -> AbstractContextManager[Any]:
-        """Where gradients were put in their places. Who comes after the pass waits for it."""
+        """Work on the stream where gradients were put in their places. Who comes after the pass waits for it."""
         return nullcontext() if self._stream is None else _Stream(self._stream)
 
 
 class _Stream:
-    """Within, work goes on a stream, after what is on the current one; the current one waits for it in the end."""
+    """A stream on which work goes, within, after what is on the current one; the current one waits for it in the end."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -30,7 +30,7 @@ class Unit:
     parameters: list[str]
 
     def hook(self, called: Callable[[Tensor], None], stream: Any = None) -> None:
-        """From now on FSDP calls this in each backward pass, when it has reduced the unit's gradients over the shards and before they are in
+        """Let FSDP call this from now on in each backward pass, when it has reduced the unit's gradients over the shards and before they are in
         `.grad`.
 
         Raises:

@@ -127,14 +127,14 @@ class LocalSGDHandle:
         self._run_of_skips = RunOfSkips(repr(local), groups.whole.rank(), SAID_AFTER, SKIPPED_AVERAGES)
 
     def _make_in_flight(self) -> InFlight | None:
-        """Of averages that are taken later. They have process groups of their own, so that nothing waits behind them."""
+        """Make what keeps averages that are taken later. They have process groups of their own, so that nothing waits behind them."""
         if not self.local.delayed:
             return None
         specs, groups = specs_of(self._parameters), self._groups.anew()
         return InFlight(self.local, specs, groups, self._ops, self._make_step, self._collectives)
 
     def _average_gradients(self) -> None:
-        """As the schedule says, from the next step on."""
+        """Average gradients as the schedule says, from the next step on."""
         old = self._gradients
         if old is None and not self._target.averages_always and not averages_gradients(self.local):
             self._target.average_none()
@@ -208,7 +208,7 @@ class LocalSGDHandle:
             return self.local.init(self._ops, parameters, self._replicas)
 
     def _begin(self) -> None:
-        """Before each step of the optimizer. Raises RuntimeError for what is not as it was registered."""
+        """Begin, before each step of the optimizer. Raises RuntimeError for what is not as it was registered."""
         self._note_found()
         self._assumed.require(self.steps)
         if not self._has_begun and self.local.has_outer:
@@ -221,7 +221,7 @@ class LocalSGDHandle:
         self._has_begun, self._has_loaded, self._assumed.unloaded = True, False, None
 
     def _begin_anew(self) -> None:
-        """With a memory of the parameters as they are."""
+        """Begin with a memory of the parameters as they are."""
         if self._host is None:
             self._memory.state = self._initial_state()
         else:
@@ -255,7 +255,7 @@ class LocalSGDHandle:
         self._end()
 
     def _end(self) -> None:
-        """After each step of the optimizer, which `_begin` has let pass."""
+        """End each step of the optimizer, which `_begin` has let pass."""
         refuse_capture(lambda: f"{self.local!r}, whose schedule the host counts,")
         self._target.require_steps()
         times = self._watch.times
@@ -352,7 +352,7 @@ class LocalSGDHandle:
                     kept[DIFFERENCE].zero_()
 
     def _note_found(self) -> None:
-        """At what the last averages have found: what is broken begins anew, and what was skipped is counted. On a device before the next step of the optimizer, when it
+        """Note what the last averages have found: what is broken begins anew, and what was skipped is counted. On a device before the next step of the optimizer, when it
         has long come."""
         broken, taken = self._unseen
         self._unseen = (None, ())
@@ -491,7 +491,7 @@ class LocalSGDHandle:
         return difference
 
     def _keep_on_their_way(self, before: LocalSGD, left: Mapping[int, int]) -> None:
-        """Of the differences that have left with the schedule before, those that this one would have sent too, and would not have taken yet. Nobody has lost
+        """Keep those of the differences that have left with the schedule before that this one would have sent too, and would not have taken yet. Nobody has lost
         the others: parameters hold them."""
         local, specs = self.local, specs_of(self._parameters)
         if self._memory.left is None:
@@ -609,7 +609,7 @@ class LocalSGDHandle:
 
     @property
     def sharded_state(self) -> ShardedState:
-        """For `torch.distributed.checkpoint`: what `state_dict` gives, and where it does; and each rank's own memory as an entry of its own. As many
+        """The state for `torch.distributed.checkpoint`: what `state_dict` gives, and where it does; and each rank's own memory as an entry of its own. As many
         ranks go on bit for bit, another number from the mean."""
         return ShardedState(self, self._memory)
 
@@ -650,7 +650,7 @@ class LocalSGDHandle:
         self._has_begun = self._has_loaded = True
 
     def _left_by(self, steps: int) -> dict[int, int]:
-        """After which steps differences left that are on their way after so many, if the schedule has been this one long enough."""
+        """The steps after which differences left that are on their way after so many, if the schedule has been this one long enough."""
         local = self.local
         since = max(0, steps - (local.longest if local.eager else local.overlap))
         return {f: step for step in range(since, steps) for f in local.leaving(step, self._replicas)}

@@ -25,7 +25,7 @@ from gradwire.torch_backend.ops.kernels import TorchOps
 
 @dataclass
 class _Message:
-    """Of a fragment, which has left after step `left`, and has come so many `rounds` far."""
+    """A fragment's message, which has left after step `left`, and has come so many `rounds` far."""
 
     left: int
     step: Step

@@ -75,7 +75,7 @@ class Moments:
             self._keys, self._weights = {STEPPED: None}, frozenset({STEPPED})
 
     def taken(self, due: Collection[str], *, followed: bool = False) -> dict[str, dict[str, Tensor]]:
-        """To be averaged, of the parameters that are: parameter → name of the moment → tensor. The same names and shapes on all ranks.
+        """The moments to be averaged, of the parameters that are: parameter → name of the moment → tensor. The same names and shapes on all ranks.
 
         A rank that has none yet (its optimizer skipped every step, or the parameter has received no gradient there) counts as zeros; of weights, as what its parameter is.
         `followed`: weights are not averaged, since `follow` moves them.
@@ -92,7 +92,7 @@ class Moments:
         return self._taken(self._parameters.keys(), self._weights)
 
     def look_ahead(self) -> None:
-        """After the step before an average: look for weights, so that the host does not wait for it then."""
+        """Look for weights after the step before an average, so that the host does not wait for it then."""
         wanted = (not self._keys and self._attempts) or (not self._weights and self._own_attempts)
         if wanted and self._optimizer is not None:
             self._ahead = may_be_weights(self._optimizer, self._parameters.values())
@@ -126,7 +126,7 @@ class Moments:
         }
 
     def follow(self, parameters: Mapping[str, Tensor]) -> None:
-        """Before these take the places of the parameters: move weights as far. So what rounding has kept from the parameters is not lost. It takes no message."""
+        """Move weights as far, before these take the places of the parameters. So what rounding has kept from the parameters is not lost. It takes no message."""
         if not self._weights and self._own_attempts and self._optimizer is not None:
             self._own_attempts -= 1
             self._found(*self._found_weights())
@@ -160,7 +160,7 @@ class Moments:
         return None if self._optimizer is None else broken_of(self._optimizer, self._parameters.values())
 
     def make_equal(self, collectives: Collectives) -> None:
-        """From now on ranks that are given equal gradients take equal steps: moments are averaged over all ranks, or dropped with "reset", and the rest
+        """Let ranks that are given equal gradients take equal steps from now on: moments are averaged over all ranks, or dropped with "reset", and the rest
         of the optimizer's memory becomes that of the first rank. To be called on all ranks."""
         if self._optimizer is None:
             return

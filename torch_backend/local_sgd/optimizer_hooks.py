@@ -21,7 +21,7 @@ from gradwire.torch_backend.torch_internals import SKIPS_BY_ITSELF
 
 @contextmanager
 def scaled_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within, gradients are what a step is to be made of: unscaled; or gone, if a scaler found inf, since a step without any gradient
+    """Gradients are, within, what a step is to be made of: unscaled; or gone, if a scaler found inf, since a step without any gradient
     does nothing. Without a scaler they are as they were."""
     held: list[tuple[Tensor, Tensor]] = []
     flags: Any = optimizer

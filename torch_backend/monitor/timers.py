@@ -85,7 +85,7 @@ def times_of(noted: Sequence[Notes], after: Notes | None) -> Times:
 
 
 def seconds_between(start: Moment, end: Moment) -> float:
-    """From one moment to a later one; both have been reached."""
+    """The seconds from one moment to a later one; both have been reached."""
     return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1000
 
 
@@ -94,5 +94,5 @@ def _reached(moment: Moment) -> bool:
 
 
 def whole_cycles(steps: int, cycle: int) -> int:
-    """So many steps or more, up to the end of a cycle."""
+    """The number of steps, raised to the end of a cycle."""
     return -(-steps // cycle) * cycle

@@ -101,12 +101,12 @@ class StepTimes:
         return moment_on(self._device)
 
     def worked(self, start: Moment) -> None:
-        """From `start` until now averaging has taken the stream, or this thread."""
+        """Note that from `start` until now averaging has taken the stream, or this thread."""
         if self._open is not None and start is not None:
             self._open.work.append((start, self.now()))
 
     def waited(self, nbytes: int, launched: Moment, start: Moment) -> None:
-        """From `start` until now a message was waited for, which was launched then."""
+        """Note that from `start` until now a message was waited for, which was launched then."""
         if self._open is not None and launched is not None and start is not None:
             self._open.messages.append((nbytes, launched, start, self.now()))
 
@@ -159,7 +159,7 @@ class SkippedSteps:
         self.count += ~finite
 
     def look(self, steps: int) -> None:
-        """To be called after a step that is not captured, with the number of all steps so far."""
+        """Look at a step that is not captured, after it, with the number of all steps so far."""
         if self._seen_by_host:
             self._note(steps, int(self.count))
             return
@@ -210,7 +210,7 @@ class UnknownParameters:
         self._said = False
 
     def look(self, step: int) -> None:
-        """To be called at the beginning of each step, with its number. A large module is not walked through in each of them."""
+        """Look at the beginning of each step, with its number. A large module is not walked through in each of them."""
         if step % self._every or self._said or (module := self._module()) is None:
             return
         if not self._any_unknown(module):

@@ -1,4 +1,4 @@
-"""Where tensors lie, so that what is done to many takes one kernel: side by side in one vector, or anywhere, by a table of addresses.
+"""Places of tensors in memory, so that what is done to many takes one kernel: side by side in one vector, or anywhere, by a table of addresses.
 
 A kernel in Triton is told of many tensors by a table of addresses and sizes on the device. Tensors lie where they lay in
 the step before, as a rule: a table is made once for such addresses. It is written by kernels that carry its numbers as

@@ -131,7 +131,7 @@ def _of_one_kind(
 
 
 def _address(x: Tensor, i: int) -> int:
-    """Of the matrix of this number in a stack."""
+    """The address of the matrix of this number in a stack."""
     return x.data_ptr() + (i * x.stride(0) * x.itemsize if x.ndim == 3 else 0)
 
 
@@ -143,7 +143,7 @@ def _by_rows(x: Tensor) -> Tensor:
 
 
 def _options(name: str, size: int) -> dict[str, int]:
-    """Of one of these kernels, for matrices of so many rows: how many columns it takes at a time, if it goes over columns, and how many threads have what is in them."""
+    """The options of one of these kernels, for matrices of so many rows: how many columns it takes at a time, if it goes over columns, and how many threads have what is in them."""
     if name not in ("first_factors", "second_factors"):
         return {"columns": min(CHUNK, ELEMENTS // size), "num_stages": 1}
     return {"num_warps": 8 if size == ROWS else 4}

@@ -15,7 +15,7 @@ HALVES = ("bf16", "fp16")
 
 
 def plain_arithmetic(device: torch.device) -> AbstractContextManager[None]:
-    """Without autocast, and without TF32 or bfloat16 passes in float32 products: a backward pass inherits both from the user. On CUDA partial sums of products
+    """Arithmetic without autocast, and without TF32 or bfloat16 passes in float32 products: a backward pass inherits both from the user. On CUDA partial sums of products
     in half precision are in float32 too, which torch leaves to cuBLAS unless told otherwise."""
     plain = _full_precision_already() and not torch.is_autocast_enabled(device.type)
     if device.type != "cuda":

@@ -80,7 +80,7 @@ def _launch_on_all(
 
 
 def _rows_of(*lists: Sequence[Tensor]) -> tuple[list[tuple[int, ...]], bool]:
-    """Of vectors that are as long in each list, how many programs they take, how long they are and where; and whether all of that is aligned."""
+    """The table rows of vectors that are as long in each list: how many programs they take, how long they are and where; and whether all of that is aligned."""
     rows = [
         (-(-own[0].numel() // VECTOR), own[0].numel(), *(x.data_ptr() for x in own)) for own in zip(*lists, strict=True)
     ]
@@ -257,7 +257,7 @@ def add_at(index: Tensor, rows: Tensor, values: Tensor, *, out: Tensor) -> None:
 
 
 def _bytes_of(n: int, bits: int) -> tuple[int, int]:
-    """Of so many integers, of less than 16 bits, the bytes that hold eight bits of one, and those that hold the bits that remain."""
+    """The bytes of so many integers, of less than 16 bits: those that hold eight bits of one, and those that hold the bits that remain."""
     return bits // 8 * n, -(-(bits % 8 * n) // 8)
 
 

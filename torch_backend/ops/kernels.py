@@ -241,7 +241,7 @@ class TorchOps(CodingOps):
         *,
         decay: float = 1.0,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """By a loop for each tensor, where there is one for what was sent of it and received."""
+        """Settle by a loop for each tensor, where there is one for what was sent of it and received."""
         if not self.loops.card:
             after = self.errors_after(ok, x, sent, errors, decay=decay)
             return after, self.dense_or_nan(finite, received, [left.x for left in x])
@@ -263,7 +263,7 @@ class TorchOps(CodingOps):
     def cast_each(
         self, xs: Sequence[Tensor], dtypes: Sequence[str], errors: Sequence[Tensor], *, decay: float = 1.0
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """In place, of two dtypes at a time: three passes over memory beside the cast, and nothing new but what that returns."""
+        """Cast in place, of two dtypes at a time: three passes over memory beside the cast, and nothing new but what that returns."""
         shorter = [self.cast(x, dtype) for x, dtype in zip(xs, dtypes, strict=True)]
         for x, y, error in zip(xs, shorter, errors, strict=True):
             error.add_(torch.nan_to_num_(x.sub_(y), 0.0, 0.0, 0.0), alpha=decay)
@@ -425,5 +425,5 @@ def _by_dtype(xs: Sequence[Tensor], others: Sequence[T]) -> Iterable[tuple[list[
 
 @functools.cache
 def _blocks(n: int) -> int:
-    """Into how many equal blocks, of 32 rows or more, `n` rows can be cut."""
+    """The number of equal blocks, of 32 rows or more, into which `n` rows can be cut."""
     return next(blocks for blocks in range(max(1, n // 32), 0, -1) if n % blocks == 0)

@@ -75,7 +75,7 @@ def orthonormalized_unseen(ops: Workspace, arrays: Sequence[Tensor], fresh: Sequ
 
 
 def _room(ops: Workspace, matrices: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """For all of these, one after the other along their first axis."""
+    """Memory for all of these, one after the other along their first axis."""
     first, *rest = matrices[0].shape
     return ops.temporary((len(matrices) * first, *rest), matrices[0], dtype)
 
@@ -87,7 +87,7 @@ def _stacked(ops: Workspace, matrices: Sequence[Tensor]) -> Tensor:
 
 
 def _clean(ops: Workspace, wide: list[Tensor], fresh: list[Tensor]) -> None:
-    """Of batches (k, rank, n), put rows of `fresh` in the place of negligible ones, or zeros in the place of those that are not finite."""
+    """Put rows of `fresh` in the place of negligible ones of batches (k, rank, n), or zeros in the place of those that are not finite."""
     largest = torch.cat([torch.linalg.vector_norm(x, ord=torch.inf, dim=-1) for x in wide]).unsqueeze(-1)
     if fresh:
         reliable = largest > largest.amax(dim=-2, keepdim=True) * NEGLIGIBLE
@@ -100,7 +100,7 @@ def _clean(ops: Workspace, wide: list[Tensor], fresh: list[Tensor]) -> None:
 
 
 def _orthonormal(ops: Workspace, wide: list[Tensor]) -> list[Tensor]:
-    """For finite batches (k, rank, n) with different n, which are overwritten."""
+    """Orthonormal rows of finite batches (k, rank, n) with different n, which are overwritten."""
     rank = wide[0].shape[-2]
     gram = _grams(wide)
     scale = _squares(gram).clamp_min(1e-290).rsqrt()  # of a row of zeros too it is finite
@@ -140,7 +140,7 @@ def _grams(wide: list[Tensor]) -> Tensor:
 
 
 def _squares(gram: Tensor) -> Tensor:
-    """Of the rows' norms: (k, rank, 1)."""
+    """The squares of the rows' norms: (k, rank, 1)."""
     return gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
 
 

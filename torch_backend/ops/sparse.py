@@ -135,7 +135,7 @@ def _add(ops: Workspace, total: Tensor, index: Tensor, rows: Tensor, values: Ten
 
 @cache
 def _shared(bits: int) -> tuple[int, int, np.ndarray, np.ndarray]:
-    """Of integers of so few bits, below 8: in how many equal pieces they are cut, how many rows of bytes one of each piece share, and two tables. Bit i of
+    """How integers of so few bits, below 8, share bytes: in how many equal pieces they are cut, how many rows of bytes one of each piece share, and two tables. Bit i of
     byte row j is bit (j + i · rows) // pieces of the integer of piece (j + i · rows) % pieces (`gradwire.core.kernels.bits`).
 
     Returns:

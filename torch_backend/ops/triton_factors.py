@@ -156,7 +156,7 @@ def largest(like, table, count, found, size: tl.constexpr, chunk: tl.constexpr, 
 
 @triton.jit
 def _reliable(found, first, chunks, size: tl.constexpr):
-    """Of all rows whether they are more than negligible beside the longest."""
+    """Whether rows are more than negligible beside the longest."""
     i = tl.arange(0, size)
     most = tl.zeros((size,), tl.int32)
     for start in range(0, chunks, TOGETHER):

@@ -50,7 +50,7 @@ def _long(n, like):
 
 @triton.jit
 def _side(place, aligned: tl.constexpr):
-    """Of a matrix: whose elements may be more than an int32 counts."""
+    """The side of a matrix, whose elements may be more than an int32 counts."""
     n = tl.load(place).to(tl.int32)
     return tl.multiple_of(n, 16) if aligned else n
 
@@ -177,7 +177,7 @@ def product_if(
 
 @triton.jit
 def _quantized(x, inverse):
-    """Of float32 (R, B) the codes and scales of `gradwire.core.kernels.rounding.quantized`, where 1 / `inverse` is the largest code."""
+    """The codes and scales of float32 (R, B) by `gradwire.core.kernels.rounding.quantized`, where 1 / `inverse` is the largest code."""
     # Magnitudes as integers have their order, and NaN is the largest.
     size = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     exact = size.to(tl.float32, bitcast=True) * inverse

@@ -1,4 +1,4 @@
-"""Where arrays lie. Memory is used again, by the next step or by the next rows of a matrix, so that a step allocates next to nothing."""
+"""The places where arrays lie. Memory is used again, by the next step or by the next rows of a matrix, so that a step allocates next to nothing."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Stack:
         return tensor
 
     def _made(self, start: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[int, Tensor]:
-        """Where the next tensor begins, and this one."""
+        """The place where the next tensor begins, and this one."""
         end = start + math.prod(shape) * dtype.itemsize
         if end > self._bytes.numel():  # what was taken before keeps the memory that it has
             self.room = max(self.room, int(self._spare * end))
@@ -190,7 +190,7 @@ class Workspace(Ops[Tensor]):
 
     @contextmanager
     def briefly(self) -> Iterator[None]:
-        """Within, temporary memory is what the next such call takes too, whatever its shapes."""
+        """Take temporary memory, within, that the next such call takes too, whatever its shapes."""
         if not isinstance(self._scratch, Scratch):
             yield
             return
@@ -202,7 +202,7 @@ class Workspace(Ops[Tensor]):
     def _place(
         self, x: Tensor, out: Tensor | None, y: object = None, dtype: torch.dtype | None = None
     ) -> Tensor | None:
-        """Where a result of the shape and, unless another is given, of the dtype of `x` is to lie. None: in new memory."""
+        """Memory for a result of the shape and, unless another is given, of the dtype of `x`. None: in new memory."""
         if out is not None or self._scratch is not self.short_lived:
             return out
         if isinstance(y, Tensor) and x.is_floating_point() and y.dtype == torch.int8 and x.shape == (*y.shape[:-1], 1):
@@ -213,7 +213,7 @@ class Workspace(Ops[Tensor]):
 
     @contextmanager
     def scratch(self, memory: Scratch | Stack | None) -> Iterator[None]:
-        """Within, results of the size of a factor lie in `memory`, which is used again in the next step. What is to last longer has to
+        """Put results of the size of a factor, within, into `memory`, which is used again in the next step. What is to last longer has to
         be copied, as the memory of an algorithm is when a step is committed."""
         before, self._scratch = self._scratch, memory
         try:
@@ -230,7 +230,7 @@ class Workspace(Ops[Tensor]):
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Within, what is launched goes into graphs. Constants that are made are theirs: afterwards nobody else knows them. RuntimeError is raised where
+        """Launch, within, what goes into graphs. Constants that are made are theirs: afterwards nobody else knows them. RuntimeError is raised where
         numbers of the host would be put on the device."""
         before, self._constants, self._captured = self._constants, dict(self._constants), True
         try:
@@ -303,7 +303,7 @@ class Workspace(Ops[Tensor]):
 
     @contextmanager
     def _stacked(self) -> Iterator[None]:
-        """Within, results lie in memory that is given back at the end."""
+        """Put results, within, into memory that is given back at the end."""
         taken = self.short_lived.taken
         with self.scratch(self.short_lived):
             yield

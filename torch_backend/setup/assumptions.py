@@ -125,7 +125,7 @@ class Assumptions:
             self._hooks.append(owner.register_load_state_dict_pre_hook(_BeforeLoading(self_ref)))  # type: ignore[no-untyped-call]
 
     def require(self, step: int) -> None:
-        """To be called before each step, with its number. Raises RuntimeError for what is not as it was, by name."""
+        """Require, before each step, that all is as it was. `step`: its number. Raises RuntimeError for what is not, by name."""
         refuse_thawed(self._frozen, self._call, self._remedy)
         if self._optimizer is not None and (now := self._of_optimizer()) != self._stepped_by_it:
             self._refuse_foreign()
@@ -157,12 +157,12 @@ class Assumptions:
             )
 
     def stepped(self) -> None:
-        """To be called after each step, and after all else that writes to the parameters for this handle."""
+        """Note that a step has ended, after it, and after all else that writes to the parameters for this handle."""
         self._versions, self._few_versions = times_written(self._trained), times_written(self._trained[:FEW])
         self._passes = self._foreign = 0
 
     def notice_written(self) -> None:
-        """To be called before each step, of those that remember weights and have neither begun nor loaded any since the last one. Whether it was the same weights that were
+        """Notice weights that somebody else has written: before each step, of those that remember weights and have neither begun nor loaded any since the last one. Whether it was the same weights that were
         put in again nobody knows, but of an optimizer that does so itself."""
         if not self.remembers_weights or self._said_written:
             return
@@ -217,7 +217,7 @@ class Assumptions:
 
 
 def _places(trained: Mapping[str, Tensor], module: nn.Module | None) -> Iterable[tuple[Any, ...]]:
-    """Of each parameter: name, where it lives, the attribute there, and what it is."""
+    """The places of each parameter: name, where it lives, the attribute there, and what it is."""
     for name, p in trained.items():
         owner, _, attribute = name.rpartition(".")
         attributes: Mapping[str, Any] = {} if module is None else module.get_submodule(owner)._parameters

@@ -1,4 +1,4 @@
-"""Before the first step: all ranks ask for the same thing and begin with the same numbers, or all of them raise and say what differs."""
+"""A check before the first step: all ranks ask for the same thing and begin with the same numbers, or all of them raise and say what differs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHOWN = 8
 
 
 def describe(tensors: Mapping[str, Tensor], kind: str = "parameter") -> dict[str, str]:
-    """By name, everything about a tensor that has to be equal on all ranks."""
+    """Everything about a tensor that has to be equal on all ranks, by name."""
     described = {}
     for name, tensor in tensors.items():
         strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"

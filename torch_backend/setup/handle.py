@@ -231,7 +231,7 @@ class Handle:
 
     @property
     def sharded_state(self) -> ShardedState:
-        """For `torch.distributed.checkpoint`: the memory of all ranks, the mean error in slices, of which each rank has one; and each rank's own as an entry of
+        """The memory of all ranks for `torch.distributed.checkpoint`, the mean error in slices, of which each rank has one; and each rank's own as an entry of
         its own, which nobody gathers. As many ranks go on bit for bit, another number from the mean.
 
             dcp.save({"model": model.state_dict(), "compressor": handle.sharded_state}, checkpoint_id=folder)

@@ -92,7 +92,7 @@ class _Steps:
 
 @contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """Without gradients, the user's autocast and precision of products, and with the device as the current one."""
+    """A context apart: without gradients, the user's autocast and precision of products, and with the device as the current one."""
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.no_grad(), plain_arithmetic(device), torch.device("cpu"), current:
         yield

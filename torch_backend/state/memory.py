@@ -214,7 +214,7 @@ class Memory:
         return mean_over(x.to(self.placement.device), self.placement.groups.whole)
 
     def _row(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Of a portable state what is this rank's."""
+        """This rank's row of a portable state."""
         row, rows = self.placement.row(self.algorithm)
         return checkpoint.of_replica(TorchOps(torch.device("cpu")), state, row, rows)
 
@@ -244,7 +244,7 @@ class Replicated:
 
     @property
     def identity(self) -> dict[str, int]:
-        """Whose a state is that this rank saves by itself."""
+        """The owner of a state that this rank saves by itself."""
         return {"rank": self.groups.whole.rank(), "replicas": self.groups.whole.size()}
 
     @property
@@ -351,7 +351,7 @@ def factors_side_by_side(state: State[Tensor], apart: Collection[str]) -> State[
 
 
 def _digest(loaded: State[Tensor], current: State[Tensor], per_replica: Collection[str]) -> str:
-    """Of what has to be the same on all ranks in a state that is about to be loaded: everything but per-replica memory, in the dtypes here."""
+    """The digest of what has to be the same on all ranks in a state that is about to be loaded: everything but per-replica memory, in the dtypes here."""
     found = hashlib.sha256()
 
     def note(name: str, x: Tensor, here: Tensor) -> None:

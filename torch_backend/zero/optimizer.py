@@ -322,7 +322,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Where a scaler must not go about it in its own way it calls `step` at once, which then says so."""
+        """A scaler that must not go about it in its own way calls `step` at once, which then says so."""
         return not self._serves_scaler or self._average_gradients
 
     @uncompiled
@@ -483,7 +483,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def sharded_state(self) -> ShardedState:
-        """For `torch.distributed.checkpoint`, which saves and loads each rank's part, also on another number of ranks:
+        """The state for `torch.distributed.checkpoint`, which saves and loads each rank's part, also on another number of ranks:
 
         dcp.save({"model": model.state_dict(), "optimizer": optimizer.sharded_state}, checkpoint_id=folder)
         """

@@ -35,7 +35,7 @@ class Counted:
     sent: Sent
 
     def state(self) -> dict[str, Any]:
-        """For a saved state."""
+        """The entry for a saved state."""
         return asdict(self)
 
     @classmethod
@@ -260,7 +260,7 @@ def _require_shard(saved: Mapping[str, Any]) -> None:
 
 
 def _steps(state: Mapping[str, Mapping[str, Any]]) -> int:
-    """As the optimizer counts them, for those that do."""
+    """The steps as the optimizer counts them, for those that do."""
     return max((int(own["step"]) for own in state.values() if "step" in own), default=0)
 
 
@@ -269,7 +269,7 @@ def _shapes(shards: Shards) -> dict[str, list[int]]:
 
 
 def _divided(shards: Shards) -> str | dict[str, str]:
-    """By "element", by "parameter", or of each parameter by what."""
+    """How it is divided: by "element", by "parameter", or of each parameter by what."""
     if isinstance(shards, ElementShards):
         return "element"
     if isinstance(shards, WholeShards):

@@ -243,7 +243,7 @@ class _Trial:
 
 @contextmanager
 def _own_random_numbers(device: torch.device, seed: int = 0) -> Iterator[None]:
-    """Within, the program's random numbers are left alone."""
+    """Leave the program's random numbers alone, within."""
     others = {} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
     with torch.random.fork_rng(**(others or {"devices": []})):
         torch.manual_seed(seed)

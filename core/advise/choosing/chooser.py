@@ -43,7 +43,7 @@ PATIENCE, MORE_PATIENCE = 2, 4
 
 
 class Change(NamedTuple):
-    """From this step on another method is chosen. `seconds` and `before`: of a step of it, and of the one before."""
+    """Another method is chosen from this step on. `seconds` and `before`: of a step of it, and of the one before."""
 
     step: int
     method: int
@@ -173,7 +173,7 @@ class Chooser:
             yield rivals[self._turn % len(rivals)]
 
     def _less_hit(self) -> int | None:
-        """After a burst: who would be faster, in the long run, by what is known of bursts. That pays for a trial."""
+        """Who would be faster in the long run after a burst, by what is known of bursts. That pays for a trial."""
         if not self._hit or self._departed:
             return None
         self._hit = False

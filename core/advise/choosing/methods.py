@@ -24,7 +24,7 @@ from gradwire.core.text.options import OWN_CHECK, check_options
 
 
 class Chosen(NamedTuple):
-    """From this step on a method is chosen: its number, 0 for uncompressed averages, and how it is written."""
+    """A method that is chosen from this step on: its number, 0 for uncompressed averages, and how it is written."""
 
     step: int
     number: int
@@ -33,7 +33,7 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class Auto:
-    """In place of an algorithm: the fastest of several, found while the training runs.
+    """The fastest of several algorithms, to be given in the place of one, found while the training runs.
 
         handle = register_comm_hook(ddp, gradwire.Auto())
         handle = register_comm_hook(ddp, gradwire.Auto(loss="2%"))

@@ -170,7 +170,7 @@ class Comparison:
         return found
 
     def _edges(self) -> list[str]:
-        """Whose best rate may lie outside the grid, at each end of it."""
+        """Methods whose best rate may lie outside the grid, at each end of it."""
         if not self.searched:
             return []
         grid, found = self.runs.factors, []

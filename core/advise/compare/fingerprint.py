@@ -1,4 +1,4 @@
-"""By what a training is known again: how it is written, and what its first steps come to."""
+"""The fingerprint by which a training is known again: how it is written, and what its first steps come to."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Fingerprint:
         return asdict(self)
 
     def difference(self, other: Fingerprint) -> str:
-        """In what another training is another one, in words; "" if it is the same."""
+        """The difference between two trainings, in words; "" if it is the same."""
         if self.rates and other.rates and not _near(self.rates, other.rates):
             return "its learning rates"
         if not _near(self.losses, other.losses):
@@ -90,7 +90,7 @@ def _plain(cell: Any) -> bool:
 
 
 def _files(first: ModuleType) -> Iterator[Path]:
-    """Of a module, and of those in its folder or below that its names lead to."""
+    """The files of a module, and of those in its folder or below that its names lead to."""
     todo, seen = [first], set()
     folder = None if getattr(first, "__file__", None) is None else Path(str(first.__file__)).resolve().parent
     while folder is not None and todo:

@@ -16,7 +16,7 @@ OUTER_STEPS = 3
 
 
 def evaluated_at(algorithm: Any, replicas: int, steps: int) -> list[int]:
-    """After how many steps a run of this method is evaluated: evenly, the end included. Replicas that train by themselves are evaluated right after an average, or
+    """The steps after which a run of this method is evaluated: evenly, the end included. Replicas that train by themselves are evaluated right after an average, or
     not at all."""
     evenly = [-(-steps * k // LOOKS) for k in range(1, LOOKS + 1)]
     if isinstance(algorithm, LocalSGD):
@@ -30,7 +30,7 @@ def evaluated_at(algorithm: Any, replicas: int, steps: int) -> list[int]:
 
 
 def ready_at(algorithm: Any, replicas: int) -> int:
-    """From how many steps on a difference from uncompressed averages says something: after the first compressed ones; of a local method after three averages of all
+    """The number of steps from which on a difference from uncompressed averages says something: after the first compressed ones; of a local method after three averages of all
     parameters."""
     if isinstance(algorithm, LocalSGD):
         period, first = _averages(algorithm, replicas)

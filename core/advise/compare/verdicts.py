@@ -42,7 +42,7 @@ class Verdict:
         return self.in_short() + ("" if self.step is None else f", {self.seeds} seed{'s' * (self.seeds != 1)}")
 
     def in_short(self) -> str:
-        """Without the number of seeds."""
+        """The same without the number of seeds."""
         if self.step is None:
             return "no verdict"
         where = f"at step {self.step}"

@@ -136,7 +136,7 @@ class Weighing(Generic[A]):
         return product if present else ops.where(self.weight > 0, product, 0.0)
 
     async def _short_means(self, request: Any) -> tuple[A, ...]:
-        """Of arrays of 16 bits: of each dtype by itself."""
+        """The means of arrays of 16 bits: of each dtype by itself."""
         ops, groups, means = self.ops, request.groups, list(request.arrays)
         if not any(math.prod(x.shape) for x in request.arrays):
             return tuple(request.arrays)
@@ -191,7 +191,7 @@ class Weighing(Generic[A]):
         return await self.total_of(self._whole)
 
     async def count_as(self, groups: Groups) -> None:
-        """From now on this replica weighs as much as its group does, and the others in it are the same."""
+        """Let this replica weigh as much as its group does from now on, and the others in it are the same."""
         self.weight = await self.total_of(groups)
         self._totals, self._of_all = {}, {}
         size = len(groups[0])

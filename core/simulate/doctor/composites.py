@@ -88,7 +88,7 @@ def _clear(shape: tuple[int, int]) -> Any:
 
 
 def _rows_of(name: str) -> Callable[[Any, Arrays], list[Any]]:
-    """Of an array, and of a sum that is added as it is coded."""
+    """The rows of an array, and of a sum that is added as it is coded."""
     codec = CODECS[name]
 
     def call(ops: Ops[Any], a: Arrays) -> list[Any]:

@@ -207,7 +207,7 @@ def _arithmetic() -> Iterator[tuple[str, Check]]:
 
 
 def _subtracted(ops: Ops[Any], a: Arrays) -> list[Any]:
-    """As the error of a step is made: if the step is finite, and if it is not."""
+    """Subtract as the error of a step is made: if the step is finite, and if it is not."""
     results: list[Any] = []
     for ok in (ops.all_finite(a["p"]), ops.all_finite(a["p"] * math.nan)):
         residual, error = Residual(ops, ops.add(a["x"], 0.0)), ops.add(a["x"], 0.0)
@@ -328,7 +328,7 @@ def _coded(codec: Codec) -> Callable[[Any, Arrays], list[Any]]:
 
 
 def _mean_of_codes(ops: Ops[Any], a: Arrays) -> list[Any]:
-    """As each replica averages its part: codes of several replicas, decoded, summed, and encoded."""
+    """Average as each replica does its part: codes of several replicas, decoded, summed, and encoded."""
     codec, replicas = CODECS["int8"], a["x"].shape[0]
     coded = [codec.encode(ops, ops.add(a["x"][i], 0.0)) for i in range(replicas)]
     codes, scales = (ops.stack([own[j] for own in coded]) for j in range(2))

@@ -35,7 +35,7 @@ class OtherReplicaFailed(RuntimeError):
 
 
 class World:
-    """So many replicas. `groups(rank)` is what a driver of this replica is given.
+    """A world of so many replicas. `groups(rank)` is what a driver of this replica is given.
 
     Args:
         size: how many.

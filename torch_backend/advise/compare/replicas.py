@@ -105,7 +105,7 @@ class Replicas:
         return found
 
     def _on_each(self, function: Any) -> list[Any]:
-        """Within one setting of arithmetic, which drivers would set and set back in turns."""
+        """Call it on each replica within one setting of arithmetic, which drivers would set and set back in turns."""
         with plain_arithmetic(self.device):
             return self.world.on_each(function)
 
@@ -165,7 +165,7 @@ class Replicas:
 
     @contextmanager
     def _as(self, rank: int) -> Iterator[None]:
-        """With the buffers and the random generators of a replica."""
+        """Set the buffers and the random generators of a replica, within."""
         before = drawn(self.device)
         put_back(self._generators[rank], self.device)
         own = self._buffers[rank]
@@ -180,7 +180,7 @@ class Replicas:
         put_back(before, self.device)
 
     def _named_buffers(self, rank: int) -> dict[str, Tensor]:
-        """Of the model. Raises ValueError if they are not those with which training began."""
+        """The buffers of the model by name. Raises ValueError if they are not those with which training began."""
         found, own = dict(self.training.model.named_buffers()), self._buffers[rank]
         for name in found.keys() | own.keys():
             mine, theirs = own.get(name), found.get(name)
@@ -256,7 +256,7 @@ class LocalReplicas(Replicas):
         return int(self._handles[0].stats().bytes_sent)
 
     def held_out(self) -> list[float]:
-        """Under the outer parameters, if there are any, or the mean of those of the replicas."""
+        """The held-out loss under the outer parameters, if there are any, or the mean of those of the replicas."""
         handle, sets = self._handles[0], self._sets
         if handle.synchronized:
             common: Mapping[str, Tensor] = sets[0]
@@ -325,7 +325,7 @@ def handle_of(
 
 
 def replicas_of(training: Training, algorithm: Any, replicas: int, seed: int) -> Replicas:
-    """So many replicas under a method. Raises as `Replicas`, and ValueError for nodes that are not given by numbers."""
+    """Replicas under a method. Raises as `Replicas`, and ValueError for nodes that are not given by numbers."""
     if getattr(algorithm, "mentions_nodes", False):
         raise ValueError(
             f'{algorithm!r}: replicas of one process are on no nodes; say who shares one by a number in place of "node"'

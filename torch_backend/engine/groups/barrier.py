@@ -1,4 +1,4 @@
-"""Where all ranks of a group meet on the host, without a message: in the store by which torch has made the group.
+"""A place where all ranks of a group meet on the host, without a message: the store by which torch has made the group.
 
 A collective that some ranks never call makes the others wait until the library gives up, half an hour with Gloo, and its message names nobody. A
 store can be asked who is there. It is as good for NCCL as for Gloo, and nothing is put on a device.

@@ -26,7 +26,7 @@ last_messages: deque[Any] = deque(maxlen=THREADS)
 
 @cache
 def leave_in_peace() -> None:
-    """From now on, leaving this process gives Gloo's threads the lock and the time to end what others sent: torch itself, tools."""
+    """Let leaving this process, from now on, give Gloo's threads the lock and the time to end what others sent: torch itself, tools."""
     atexit.register(_pause)
 
 

@@ -83,7 +83,7 @@ class Exchange:
         ]
 
     def swap(self, given: Tensor, sent: Sequence[int], received: Tensor, counts: Sequence[int]) -> list[Any]:
-        """To each rank its part of the vector `given`, of `sent` elements, and from each `counts` elements of the vector `received`. Where that is
+        """Send to each rank its part of the vector `given`, of `sent` elements, and receive from each `counts` elements of the vector `received`. Where that is
         `direct`, this rank may expect nothing of itself."""
         if self.direct:
             to, fro = torch.split(given, list(sent)), torch.split(received, list(counts))

@@ -32,7 +32,7 @@ def given_or_default(group: dist.ProcessGroup | None, argument: str = "process_g
 
 
 class ProcessGroups:
-    """For each partition of the ranks, the group that this rank belongs to; of `whole`, replica i is rank i.
+    """The group that this rank belongs to, of each partition of the ranks; of `whole`, replica i is rank i.
 
     To be made on all ranks of `whole`, with the same partitions in the same order: making a group communicates. New groups have the
     library and the timeout of `whole`, and the same partition twice is made once.

@@ -1,4 +1,4 @@
-"""Before a step: all ranks are in the same state. Else they would send what does not belong together, and their weights would part unnoticed."""
+"""A check before the first step that all ranks are in the same state. Else they would send what does not belong together, and their weights would part unnoticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each rank is: told to the store in the background, and read when a message does not come.
+"""The place at which each rank is: told to the store in the background, and read when a message does not come.
 
 A message that waits for a rank says nothing of it: Gloo gives up after half an hour, or hears that a connection was closed. So a thread of each process
 writes down once a second how far its drivers have come, of many ranks less often. Training neither
@@ -152,7 +152,7 @@ def _listed(ranks: list[int]) -> str:
 
 
 def _words(note: dict[str, Any] | None, longest: float) -> str:
-    """Of a note. A rank that has written none for longer than this is not heard of."""
+    """The words of a note. A rank that has written none for longer than this is not heard of."""
     if note is None:
         return " (never heard of)"
     sent, silent = note["messages"], time.time() - note["time"]
@@ -173,7 +173,7 @@ _stopped = threading.Event()
 
 
 def _watch(one: Whereabouts) -> None:
-    """From now on. The thread is one for all of a process, and a process that was forked from it has to start its own."""
+    """Watch from now on. The thread is one for all of a process, and a process that was forked from it has to start its own."""
     global _thread
     with _lock:
         _watched.add(one)

@@ -179,7 +179,7 @@ def _obstacle_of_algorithm(algorithm: Algorithm, specs: Mapping[str, Spec], opti
 def _asks(
     what: Algorithm | LocalSGD, trained: Mapping[str, Tensor], buffers: Mapping[str, Tensor], rest: Mapping[str, Tensor]
 ) -> str:
-    """In words what has to be the same for all replicas."""
+    """What has to be the same for all replicas, in words."""
     described = describe(trained) | describe(buffers, "buffer") | describe(rest, "rest")
     digest = hashlib.sha256(repr(described).encode()).hexdigest()[:8]
     elements = sum(p.numel() for p in trained.values())

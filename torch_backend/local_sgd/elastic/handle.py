@@ -65,7 +65,7 @@ class ElasticHandle:
         quorum.manager.register_state_dict_fn(KEY, self._receive, self._give)
 
     def _require(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Before each step: raise RuntimeError for what is not as it was when this replica came."""
+        """Raise RuntimeError before each step for what is not as it was when this replica came."""
         self._assumed.require(self.steps)
         self._assumed.remembers_weights = getattr(self._memory.algorithm, "has_outer", False)
         before, remembers = self._assumed.unloaded, self._trains_on and self._assumed.remembers_weights
@@ -79,7 +79,7 @@ class ElasticHandle:
         self._assumed.unloaded = None
 
     def _note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """After each step."""
+        """Note that a step has ended."""
         self._assumed.stepped()
         self._trains_on = not self._joining
 
@@ -222,7 +222,7 @@ def _copied_to_host(
 
 
 class _OneReplica(Replicated):
-    """Of a memory that is saved by one replica for itself: the others may be gone."""
+    """A group for a memory that is saved by one replica for itself: the others may be gone."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -147,7 +147,7 @@ class ElasticLocalSGD(ElasticHandle):
         return taken
 
     def _note_skipped(self) -> None:
-        """Of what an average has left as it was since it was not finite; and what an optimizer remembers of that goes."""
+        """Note what an average has left as it was since it was not finite; and what an optimizer remembers of that goes."""
         for ok in self._finite:
             self._averages += 1
             self._skipped_averages += not ok
@@ -233,7 +233,7 @@ class ElasticLocalSGD(ElasticHandle):
         return _Left(step, present, state)
 
     def _receive_rounds(self, step: int) -> None:
-        """Of the message that is on its way, those that have had their time."""
+        """Receive those rounds of the message on its way that have had their time."""
         assert self._in_flight is not None
         flight = self._in_flight
         if self.quorum.manager.errored() is None:
