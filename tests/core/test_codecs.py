@@ -234,7 +234,11 @@ def test_a_mean_does_not_depend_on_where_arrays_lie(sizes, replicas, seed):
 def test_the_table_on_the_page():
     page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
     rows = re.findall(r'^\| `"(\w+)"` \| .+ \| ([\d.]+) \| ([\d.]+) % \|$', page, re.MULTILINE)
-    assert {name for name, *_ in rows} == set(CODECS) - {"float32"}
+    named = {
+        name for name in CODECS if f'"{name}"' in (Quantize.__doc__ or "")
+    }  # to users; a codec may be tried before it is
+    assert {name for name, *_ in rows} == named - {"float32"}
+    assert len(rows) > 5
     rng = np.random.default_rng(0)
     own = [{"w": rng.normal(size=(512, 512)).astype(np.float32)} for _ in range(4)]
     right = np.mean([x["w"] for x in own], axis=0)

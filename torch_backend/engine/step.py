@@ -38,7 +38,6 @@ from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.cuda_graphs import capturing, refuse_capture, require_capturable
 from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.engine.groups.same_state import require_same_state
-from gradwire.torch_backend.engine.owed import Owed
 from gradwire.torch_backend.engine.replays import Replays, Tape, addresses
 from gradwire.torch_backend.engine.scheduler import Running, Step
 from gradwire.torch_backend.engine.unused_parameters import Usage
@@ -50,6 +49,7 @@ from gradwire.torch_backend.ops.full_precision import plain_arithmetic
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
 from gradwire.torch_backend.state.memory import Memory
+from gradwire.torch_backend.state.owed import Owed
 from gradwire.torch_backend.state.settings import Settings
 from gradwire.torch_backend.torch_internals import foreach_copy_, operations_are_watched, profiler_runs
 
