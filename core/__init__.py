@@ -21,6 +21,8 @@ feedback, warm-up steps, steps that are not finite. Each file beside it in `algo
   `state.tensors[parameter][memory]`. The compression error is one ("error"), a factor another ("q").
 - *residual*, *compression error*: what a replica has not sent of gradient plus earlier error. It is local.
 - *commit*: put the new memory in the place of the old. Only after `step_is_finite`, by `ops.where(ok, new, old)`.
+- *overlap*: compute while a message is on its way. A hook overlaps with the backward pass, a schedule with local steps.
+- *portable*: the same in every framework. A portable method runs in all of them, a portable state is loaded by all of them.
 - *phase*: which of several kinds of step an algorithm is in, by a counter in its state.
 - *spec*: shape and dtype of a parameter. *View*: the parameter as a batch of matrices.
 

@@ -23,7 +23,8 @@ between ranks before the first step is in `setup/`, what an algorithm remembers 
 
 **The words**, besides those of `gradwire.core`.
 
-- *bucket*: gradients that DDP hands over at one time. *Group of buckets*: those whose payload is worth a message.
+- *bucket*: gradients that DDP hands over at one time. *Group of buckets*: those whose payload is worth a message, the
+  groups of `engine/step.py`; a group of ranks is always a *process group*, or one of the `groups` of a request.
 - *driver*: an algorithm at work on this rank. *Handle*: what a user has of it.
 - *scratch*: memory that a step uses, and the next one uses again.
 - *captured*: launched into a CUDA graph. What the host decides then is decided for good.
