@@ -24,6 +24,8 @@ LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".yml": "yaml", 
 LINK = re.compile(r"(?ms)^(?P<fence> *(?:```|~~~).*?^ *(?:```|~~~) *$)|\]\((?P<target>[^()\s]+)\)")
 #: What only the tests read, see tests/pages.py: comments that are run, and how a fence runs. A title is shown.
 TESTED = re.compile(r"(?ms)^<!-- (?:python|bash)\b.*?^-->\n|(?P<fence>^ *```\w+)(?P<how> [^\n]*)$")
+#: On the site the home page begins as README.md does, up to its first heading; GitHub shows what stands between these marks.
+FIRST_SCREEN = ("<!-- first screen: begin -->", "<!-- first screen: end -->")
 #: Source files are not searched: a search for a name shall find its description.
 _HIDDEN = "---\ntitle: {}\nsearch:\n  exclude: true\n---\n\n"
 log = logging.getLogger("mkdocs.hooks.links")
@@ -55,6 +57,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     own = repository_path(page.file.src_uri)
     if own is None:
         return markdown
+    before, begin, rest = _rewritten(markdown, own, page.file.src_uri).partition(FIRST_SCREEN[0])
+    if begin:
+        readme = (ROOT / "README.md").read_text()
+        first = readme.partition("\n## ")[0].partition("\n")[2]
+        rest = _rewritten(first, "README.md", page.file.src_uri) + rest.partition(FIRST_SCREEN[1])[2]
+    return before + rest
+
+
+def _rewritten(markdown: str, own: str, page: str) -> str:
+    """A text of the repository as it stands on a page of the site."""
 
     def rewritten(found: re.Match[str]) -> str:
         path = _path(own, found["target"])
@@ -64,7 +76,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             log.warning(f"{own} links to {path}, which does not exist")
             return found[0]
         _, hash_, anchor = found["target"].partition("#")
-        to = posixpath.relpath(site_path(path), posixpath.dirname(page.file.src_uri) or ".")
+        to = posixpath.relpath(site_path(path), posixpath.dirname(page) or ".")
         return f"]({to}{hash_}{anchor})"
 
     return LINK.sub(rewritten, TESTED.sub(_for_readers, markdown))

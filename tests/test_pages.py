@@ -187,6 +187,18 @@ def test_the_site_fetches_nothing_from_elsewhere(site: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_home_page_begins_as_the_readme_does(site: Path) -> None:
+    """With all that is said before the first heading, whose links lead on from there."""
+    home, readme = ((site / f"{page}.html").read_text() for page in ("index", "project/readme"))
+    first, whole = (re.search(r"(?s)<h1 .*?</h1>(.*?)<h2 ", page)[1] for page in (home, readme))
+    text, whole_text = (" ".join(re.sub(r"<[^>]*>", "", part).split()) for part in (first, whole))
+    assert text.startswith(whole_text)
+    shown = re.findall(r'(?:href|src)="([^"#]*)', first)
+    assert any("h100-step.svg" in path for path in shown)
+    assert all((site / path).exists() for path in shown)
+
+
+@pytest.mark.slow
 def test_the_reference_is_written_out_and_found_and_nothing_is_shown_that_only_tests_read(site: Path) -> None:
     pages = {path.stem: path.read_text() for path in (site / "reference").glob("*.html")}
     places = {place for page in pages.values() for place in re.findall(r'\bid="([^"]*)"', page)}

@@ -70,7 +70,7 @@ def picture(rows: list[Row]) -> str:
     steps = {r["row"]: r["step_ms"] for r in rows}
     times = [(name, steps[row]) for row, name, _ in BARS]
     title = "One training step on an H100: " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in times)
-    height = 88 + 38 * len(BARS)
+    height = 84 + 34 * len(BARS)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {height}" width="640" height="{640 * height // 860}" role="img" '
         'font-family="system-ui, sans-serif" font-size="16" fill="#1b1f24">',
@@ -84,10 +84,10 @@ def picture(rows: list[Row]) -> str:
         ms = times[i][1]
         width, colour = 360 * ms / max(each for _, each in times), "#d9480f" if "gradwire" in name else "#8c959f"
         lines += [
-            f'<g transform="translate(30 {82 + 38 * i})">',
-            f'<text y="18" font-weight="600">{name}</text>',
-            f'<rect x="230" width="{width:.0f}" height="26" rx="3" fill="{colour}"/>',
-            f'<text x="{240 + width:.0f}" y="18"><tspan font-weight="600">{ms:.0f} ms</tspan>'
+            f'<g transform="translate(30 {80 + 34 * i})">',
+            f'<text y="17" font-weight="600">{name}</text>',
+            f'<rect x="230" width="{width:.0f}" height="24" rx="3" fill="{colour}"/>',
+            f'<text x="{240 + width:.0f}" y="17"><tspan font-weight="600">{ms:.0f} ms</tspan>'
             f'<tspan dx="10" font-size="14" fill="#57606a">{said}</tspan></text>',
             "</g>",
         ]
