@@ -1,10 +1,11 @@
-"""Ask whether compression helps on this machine. Then train one small language model six times and compare: in torch and in JAX with whole gradients
-and with PowerSGD, and in torch with local SGD and with DiLoCo. A few steps of PowerSGD without compiled loops show what these save.
+"""Train one small language model four times and compare: in torch and in JAX, with whole gradients and with PowerSGD.
 
-python examples/demo.py
+python examples/demo.py            # about a minute on two free cores
+python examples/demo.py --all      # four minutes
 
-Two replicas each, on the CPU: two torch processes (Gloo, torchrun) and two JAX devices (pmap). At most four minutes on two cores.
-Everything it writes is below runs/.
+Two replicas each, on the CPU: two torch processes (Gloo, torchrun) and two JAX devices (pmap). Everything it writes is below runs/.
+With --all it first asks whether compression helps on this machine, trains for longer, and in torch also with local SGD and with DiLoCo. A few steps of
+PowerSGD without compiled loops show what these save.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ METHODS = {
     "diloco": ("DiLoCo", ["--compress=none", "--diloco=8"]),
 }
 RUNS = [(framework, method) for framework in ("torch", "JAX") for method in ("none", "powersgd")]
-RUNS += [("torch", "local_sgd"), ("torch", "diloco")]
+#: What --all adds, and how many steps a training has with it and without.
+MORE = [("torch", "local_sgd"), ("torch", "diloco")]
+STEPS = {True: 150, False: 40}
 
 
 @dataclass
@@ -259,29 +262,35 @@ def command_line() -> str:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--steps", type=int, default=150, help="of each training (default: 150)")
+    p.add_argument(
+        "--all", action="store_true", help="advice for this machine, six trainings, and what compiled loops save"
+    )
+    p.add_argument("--steps", type=int, help=f"of each training (default: {STEPS[False]}, with --all {STEPS[True]})")
     p.add_argument("--rank", type=int, default=4, help="of PowerSGD (default: 4)")
     p.add_argument("--out", type=Path, default=Path("runs"), metavar="FOLDER", help="where to write (default: runs)")
     p.add_argument(
         "flags", nargs="*", metavar="FLAG", help="after --: more flags for the training scripts, see their --help"
     )
     args = p.parse_args()
+    if args.steps is None:
+        args.steps = STEPS[args.all]
     if args.steps < 1:
         p.error(f"--steps {args.steps} must be at least 1")
 
     console = Console()
     folder = args.out / "demo"
     folder.mkdir(parents=True, exist_ok=True)
-    runs = [Run(framework, method, folder) for framework, method in RUNS]
+    runs = [Run(framework, method, folder) for framework, method in RUNS + MORE * args.all]
     flags = [f"--steps={args.steps}", f"--rank={args.rank}", f"--eval-every={max(1, args.steps // 25)}", *args.flags]
-    console.print("Will it help on this machine? Two processes, the model that is trained below:\n")
     began = time.monotonic()
     before = [(s, signal.signal(s, lambda s, _: stop_signals.append(s))) for s in (signal.SIGINT, signal.SIGTERM)]
     try:
-        ask(folder, flags, console)
-        console.print("Six trainings, in which nobody has to believe a prediction:\n")
+        if args.all:
+            console.print("Will it help on this machine? Two processes, the model that is trained below:\n")
+            ask(folder, flags, console)
+        console.print(f"{'Six' if args.all else 'Four'} trainings, in which nobody has to believe a prediction:\n")
         run_all(runs, args.steps, flags, console)
-        loops = compiled_loops(runs[1], args.steps, flags, console)
+        loops = compiled_loops(runs[1], args.steps, flags, console) if args.all else ""
     except Stopped:
         console.print("stopped")
         raise SystemExit(128 + stop_signals[0]) from None
@@ -300,7 +309,8 @@ def main() -> None:
         f"Between two machines at {network} these gradients travel for {whole:,.0f} s, compressed for {compressed:,.1f} s.",
         soft_wrap=True,
     )
-    console.print(loops, soft_wrap=True, markup=False, highlight=False)
+    if loops:
+        console.print(loops, soft_wrap=True, markup=False, highlight=False)
     picture = args.out / "demo.png"
     draw(runs, f"The same model and text for the same {args.steps} steps, on 2 replicas", picture)
     console.print(f"The picture is {picture}. All of it took {time.monotonic() - began:.0f} s.\n", soft_wrap=True)

@@ -18,6 +18,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import textwrap
@@ -44,8 +45,10 @@ HOW |= {"bash": r'( nodes=\d+| continues| not-run="[^"]+")*', "text": r'( varies
 MEASURED = re.compile(r"too fast to see|\d[\d.,]*(?:e[-+]?\d+)?(?: ?(?:[kMGT]?i?B|bytes|[kMG]?bit/s|[nµm]?s)\b| ?%)?")
 #: What a cluster has, and this machine instead.
 INSTEAD = {"HOST|node0": "127.0.0.1", "1234|29400|29500": "$FREE_PORT", "nproc-per-node=8": "nproc-per-node=2"}
-#: Programs that bash finds first. Slurm's know what the pages use of them; `gradwire` sends few and small messages; the lighthouse is there at once.
+#: Programs that bash finds first. Slurm's know what the pages use of them; `gradwire` sends few and small messages, and checks one algorithm; the lighthouse is
+#: there at once; `make` sets nothing up, and the demo's model is tiny.
 PROGRAMS = {
+    "make": f'exec "$MAKE" -f {ROOT}/Makefile -o .venv/ready BIN=.programs "$@"',
     "python": 'exec $PYTHON "$@"',
     "torchft_lighthouse": f'exec {sys.executable} {ROOT}/tests/lighthouse.py "$@"',
     "torchrun": f'exec $PYTHON {ROOT}/tests/torchrun.py "$@"',
@@ -53,6 +56,7 @@ PROGRAMS = {
     "scontrol": '[ "$1 $2" = "show hostnames" ] && tr , "\\n" <<< "$3"',
     "srun": 'for i in 0 1; do SLURM_NODEID=$i "$@" & nodes+=($!); done; for i in ${nodes[@]}; do wait $i || exit 1; done',
 }
+TINY = "--steps=4 --rank=2 -- --width=32 --layers=1 --context=16 --batch-size=2 --eval-windows=4"
 SLURM = {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.1", "SLURM_NNODES": "2"}
 
 
@@ -211,6 +215,7 @@ def bash(code: str, folder: Path, nodes: int = 1, timeout: float = 200) -> str:
         code = re.sub(rf"\b({words})\b", others, code)
     env = {"PORT": str(launch.free_port())} | launch.environment(mark := uuid.uuid4().hex) | SLURM
     env |= {"PATH": f"{programs}:{env['PATH']}", "FREE_PORT": env["PORT"], "PYTHON": launch.interpreter()}
+    env |= {"MAKE": shutil.which("make") or "make", "ARGS": TINY}
     command = ["bash", "-euo", "pipefail", "-c", code]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as rest:
         to = [{"cwd": folder, "env": env | {"NODE": str(i)}, "stdout": rest if i else out} for i in range(nodes)]

@@ -214,35 +214,21 @@ def predict(args: argparse.Namespace, reason: str) -> None:
                 print(f"{hosts} hosts  {rate:>9}  {name:<28}  {seconds * 1e3:9.1f} ms")
 
 
-def draw(rows: list[dict[str, Any]], curves: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def draw(curves: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Loss against time; steps are in tables."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    rates = list(dict.fromkeys(r["rate"] for r in rows))
-    panels = [("torch", "torch, 2 hosts"), ("jax", "JAX, 2 hosts")]
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4))
-    for axis, (backend, title) in zip(axes, panels, strict=False):
-        mine = [r for r in rows if r["backend"] == backend and r["hosts"] == 2]
-        for subject in dict.fromkeys(r["subject"] for r in mine):
-            of = [r for r in mine if r["subject"] == subject]
-            axis.plot([rates.index(r["rate"]) for r in of], [r["step_ms"] for r in of], "o-", label=subject)
-        axis.set_xticks(range(len(rates)), rates)
-        axis.set_yscale("log")
-        axis.set_title(title)
-        axis.set_ylabel("step, ms")
-        axis.set_xlabel("rate of the links")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=6)
+    figure, axis = plt.subplots(figsize=(8, 3.6))
     for name, curve in curves.items():
-        axes[2].plot([c["seconds"] for c in curve], [c["val_loss"] for c in curve], "o-", markersize=3, label=name)
-    axes[2].set_title("training at 100 Mbit/s, torch, 2 hosts")
-    axes[2].set_xlabel("seconds")
-    axes[2].set_ylabel("validation loss")
-    axes[2].grid(alpha=0.3)
-    if curves:
-        axes[2].legend(fontsize=7)
+        axis.plot([c["seconds"] for c in curve], [c["val_loss"] for c in curve], "o-", markersize=4, label=name)
+    axis.set_title("training at 100 Mbit/s, torch, 2 hosts")
+    axis.set_xlabel("seconds")
+    axis.set_ylabel("validation loss")
+    axis.grid(alpha=0.3)
+    axis.legend()
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -280,8 +266,8 @@ def main() -> None:
         "trainings_at_100_mbit": curves,
     }
     save(result, args.output)
-    if args.picture and args.per_host == 1:
-        draw(rows, curves, Path(args.picture))
+    if args.picture and curves:
+        draw(curves, Path(args.picture))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,9 @@ def _value(node: ast.expr, names: Mapping[str, Callable[..., Any]]) -> Any:
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)) if name in CODECS:
             raise NotAnAlgorithm(f"{name} is a codec: write WireDtype(AllReduce(), {name!r}), or {name} alone")
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
-            raise NotAnAlgorithm(f"{name} is unknown; {meant(name, NAMES, 'give one of ' + ', '.join(NAMES))}")
+            raise NotAnAlgorithm(
+                f"{name} is unknown; {meant(name, [*NAMES, *CODECS], 'give one of ' + ', '.join(NAMES))}"
+            )
     for part in ast.walk(node):
         if isinstance(part, ast.Dict):
             _once([ast.unparse(key) for key in part.keys if key], f"{ast.unparse(part)} has key")

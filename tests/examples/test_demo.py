@@ -1,4 +1,5 @@
-"""The demo, in small: it asks whether compression helps, compares six trainings, says what went wrong, and leaves nothing running."""
+"""The demo, in small: with --all it asks whether compression helps and compares six trainings; it says what went wrong, and leaves nothing running.
+README.md runs it as it is printed there."""
 
 import json
 import os
@@ -45,8 +46,8 @@ def demo(start, tmp_path):
     return started
 
 
-def test_it_ends_with_a_table_and_a_picture(demo, tmp_path):
-    output = demo(QUICK, ["--steps=4", "--rank=2"], f"--text={ROOT / 'README.md'}").finish(560)
+def test_all_of_it_ends_with_a_table_and_a_picture(demo, tmp_path):
+    output = demo(QUICK, ["--all", "--steps=4", "--rank=2"], f"--text={ROOT / 'README.md'}").finish(560)
     number = r"([\d.,]+)"
     advice, trainings = output.split("Six trainings")
     assert re.search(r"^[→ ] plain +\S+ .*bytes$", advice, re.MULTILINE), output
@@ -99,7 +100,7 @@ def test_what_compiled_loops_save_is_measured_where_there_are_such(monkeypatch, 
 
 
 def test_a_failed_training_is_shown(demo, tmp_path):
-    failing = demo(ADVISED, ["--steps=4"], f"--text={tmp_path / 'absent.txt'}")
+    failing = demo(ADVISED, ["--all", "--steps=4"], f"--text={tmp_path / 'absent.txt'}")
     output = failing.output()
     assert failing.process.returncode == 1
     assert "Leave it: nothing was measured." in output

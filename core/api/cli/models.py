@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -93,8 +94,10 @@ def _imported(module: str, said: str) -> Any:
 
 def _whose(error: BaseException, module: str) -> str:
     """That a module of the user's failed when it was imported, where, and what to do if it is a script."""
-    where = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
-    own = [each for each in where if "importlib" not in each and not each.startswith(__file__)]
+    installed = (__file__, *(sysconfig.get_path(which) for which in ("stdlib", "platstdlib", "purelib", "platlib")))
+    frames = traceback.extract_tb(error.__traceback__)
+    where = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith("<frozen")]
+    own = [each for each in where if not each.startswith(installed)]
     kind = "ended with status" if isinstance(error, SystemExit) else f"raised {type(error).__name__}:"
     fix = "what trains, or reads arguments, belongs under `if __name__ == '__main__':`"
     return f"to import {module} {kind} {error} (at {own[-1] if own else where[-1]}); {fix}"
