@@ -157,8 +157,9 @@ class Advice:
         for name, *cells in rows:
             if len(name) > SHORT_NAME:
                 table += textwrap.wrap(name, WIDTH, subsequent_indent=" " * 4, break_on_hyphens=False)
+                name = ""
             numbers = " ".join(map(str.rjust, cells, widths))
-            table.append(f"{name if len(name) <= SHORT_NAME else '':<{SHORT_NAME}} {numbers} {cells[-1]}".rstrip())
+            table.append(f"{name:<{SHORT_NAME}} {numbers} {cells[-1]}".rstrip())
         return "\n".join([textwrap.fill(above, WIDTH), *table, "", *self._said()])
 
     def _said(self) -> list[str]:

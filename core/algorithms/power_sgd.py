@@ -361,9 +361,10 @@ class PowerSGD(Compressor):
                 view = self.view_of(name, StackedShape(shape, stacked))
             if view is None or (*factor[:-2], factor[-1]) != (*view.stack, view.sides[1]):
                 options = reproducing(name, shape, factor)
+                remedy = f"That memory is of {options}: give PowerSGD that" if options else "Make the state anew"
                 raise ValueError(
                     f"the memory of parameter {name!r} holds a factor of shape {factor}, and {self!r} views the parameter as "
-                    f"{view or 'a vector'}. {f'That memory is of {options}: give PowerSGD that' if options else 'Make the state anew'}"
+                    f"{view or 'a vector'}. {remedy}"
                 )
         assert view is not None  # else it would have no memory
         return view

@@ -113,9 +113,8 @@ def local_sgd(
     local = fit_here.local
     why_not = why_not or fit_here.obstacle or obstacle_of(inner, target, optimizer, local, moments)
     if outer_device is not None and not local.has_outer:
-        why_not = (
-            why_not or f"outer_device={outer_device!r} with {local!r}, which has no outer parameters; leave it out"
-        )
+        needless = f"outer_device={outer_device!r} with {local!r}, which has no outer parameters"
+        why_not = why_not or f"{needless}; leave it out"
     settings = {
         "local": repr(local),
         "optimizer": type(optimizer).__name__,

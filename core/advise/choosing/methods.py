@@ -47,8 +47,9 @@ class Auto:
         >>> import gradwire
         >>> from gradwire.core.advise.choosing.methods import methods_of
         >>> specs = {"w": gradwire.Spec((512, 512), "float32")}
-        >>> methods_of(gradwire.Auto(), specs, replicas=2)
-        [AllReduce(), WireDtype(algorithm=AllReduce(), dtype='int8'), WireDtype(algorithm=AllReduce(), dtype='bfloat16')]
+        >>> uncompressed, *others = methods_of(gradwire.Auto(), specs, replicas=2)
+        >>> uncompressed, [method.dtype for method in others]
+        (AllReduce(), ['int8', 'bfloat16'])
 
     Args:
         loss: by how much a method's held-out loss may be higher than that of uncompressed averages, as

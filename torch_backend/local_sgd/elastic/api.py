@@ -99,7 +99,8 @@ def elastic(
     kept, why_not = AveragedBuffers.of(module, buffers if averages_buffers else "keep")
     why_not = why_not or _obstacle(what, module, optimizer, manager)
     if outer_device is not None and not (isinstance(what, LocalSGD) and what.has_outer):
-        why_not = why_not or f"outer_device={outer_device!r} with {what!r}, which has no outer parameters; leave it out"
+        needless = f"outer_device={outer_device!r} with {what!r}, which has no outer parameters"
+        why_not = why_not or f"{needless}; leave it out"
     if why_not:
         raise ValueError(why_not)
     warn(what, specs_of(trained))
