@@ -114,8 +114,8 @@ def trainings(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         with Lab(2, "100mbit") as lab, tempfile.TemporaryDirectory() as folder:
             metrics = Path(folder) / "metrics.jsonl"
             options = [*flags, f"--steps={args.training_steps}", "--eval-every=10", f"--metrics={metrics}"]
-            script = str(ROOT / "examples" / "train_torch.py")
-            lab.run(lambda host: torchrun(lab, host, script, *options, "--no-progress"), timeout=1800)  # noqa: B023
+            command = [str(ROOT / "examples" / "train_torch.py"), *options, "--no-progress"]
+            lab.run(lambda host: torchrun(lab, host, *command), timeout=1800)  # noqa: B023
             lines = [json.loads(line) for line in metrics.read_text().splitlines()]
         curves[name] = [
             {"seconds": line["seconds"], "val_loss": line["val_loss"]} for line in lines if "val_loss" in line

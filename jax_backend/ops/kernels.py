@@ -67,7 +67,9 @@ class JaxOps(Ops[jax.Array]):
     def iota(self, n: int) -> jax.Array:
         # From a NumPy array `gradwire.core.kernels.random.uniform` makes a constant while the program is traced. Traced, it is a chain of
         # kernels for every parameter to compile and, at every step, to run. Very large ones would make the program large.
-        return np.arange(n, dtype=np.int32) if n <= LARGEST_CONSTANT else jnp.arange(n, dtype=jnp.int32)  # type: ignore[return-value]
+        if n <= LARGEST_CONSTANT:
+            return np.arange(n, dtype=np.int32)  # type: ignore[return-value]
+        return jnp.arange(n, dtype=jnp.int32)
 
     def cast(self, x: jax.Array, dtype: str, *, out: jax.Array | None = None) -> jax.Array:
         if x.dtype.name == dtype or not jnp.issubdtype(x.dtype, jnp.floating):

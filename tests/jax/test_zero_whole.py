@@ -212,7 +212,10 @@ def test_hostile_gradients():
 @pytest.mark.parametrize(("dtype", "least", "most"), [(None, 0, 1e-6), ("int8", 1e-4, 0.02)])
 def test_under_pmap_and_in_codes(dtype, least, most):
     """Each parameter over its own norm, of which a piece would have another."""
-    rows = lambda r: {n: np.random.default_rng([r, *n.encode()]).normal(size=s) for n, s in SHAPES.items()}  # noqa: E731
+
+    def rows(r):
+        return {n: np.random.default_rng([r, *n.encode()]).normal(size=s) for n, s in SHAPES.items()}
+
     given = [rows(r) for r in range(3)]
     tx = sharded(BY_NORM, 3, wire_dtype=dtype)
     found = Replicas(tx, PARAMS, 3, "pmap").update([jax.tree.map(np.float32, g) for g in given])

@@ -60,9 +60,11 @@ class ZeroRedundancyOptimizer(ZeroOptimizer):
         if isinstance(optimizer_class, functools.partial):
             if optimizer_class.args:
                 raise TypeError(f"optimizer_class={optimizer_class!r} has positional arguments; give them by name")
-            optimizer_class, defaults = optimizer_class.func, {**optimizer_class.keywords, **defaults}  # type: ignore[assignment]
+            defaults = {**optimizer_class.keywords, **defaults}
+            optimizer_class = optimizer_class.func  # type: ignore[assignment]
         shard: Any = "bucket" if overlap_with_ddp else "parameter"
-        super().__init__(params, optimizer_class, shard=shard, process_group=process_group, **defaults)  # type: ignore[arg-type]
+        inner: Any = optimizer_class
+        super().__init__(params, inner, shard=shard, process_group=process_group, **defaults)
         self._made = True
 
     @property

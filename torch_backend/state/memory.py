@@ -129,7 +129,8 @@ class Memory:
             "tensors": self.state.tensors,
         }
         if self.left is not None:
-            state["left"] = [self.left.get(fragment, -1) for fragment in range(self.algorithm.fragments)]  # type: ignore[union-attr]
+            fragments: int = self.algorithm.fragments  # type: ignore[union-attr]
+            state["left"] = [self.left.get(fragment, -1) for fragment in range(fragments)]
         scale = float(self.scale.value)
         return state if scale == 1 else state | {"scale": scale}
 

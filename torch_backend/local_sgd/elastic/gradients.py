@@ -74,11 +74,14 @@ class ElasticGradients(ElasticHandle):
             algorithm = weighted(algorithm)
         if isinstance(algorithm, Weighted):
             weight = (self._weight * present.counts,)
-        given = {n: p.grad for n, p in self._parameters.items()}
-        gradients = {
-            n: torch.zeros_like(p, memory_format=torch.contiguous_format) if given[n] is None else given[n].contiguous()  # type: ignore[union-attr]
-            for n, p in self._parameters.items()
-        }
+        gradients = {name: _gradient_of(parameter) for name, parameter in self._parameters.items()}
         with plain_arithmetic(self._ops.device):
             program = algorithm.step(self._ops, gradients, self._copied(), self.steps, *weight)
             return run_alone(self.quorum.collectives, with_settings(program, self._settings))
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    """The contiguous gradient of a parameter, zeros where there is none."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    return parameter.grad.contiguous()
