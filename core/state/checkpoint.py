@@ -93,8 +93,9 @@ def head(kind: str, algorithm: str, step: int) -> dict[str, Any]:
 def require_kind(state: Mapping[str, Any], kind: str, keys: Collection[str]) -> None:
     """Raise ValueError for what is no state of this kind, of a format that is not known, or not made of dictionaries as a state is."""
     if not isinstance(state, Mapping):
-        what = f"it is a {type(state).__name__} and not a dictionary"
-        raise ValueError(f"not a gradwire state: {what}")  # noqa: TRY004  (what a file holds)
+        raise ValueError(  # noqa: TRY004  (what a file holds)
+            f"not a gradwire state: it is a {type(state).__name__} and not a dictionary"
+        )
     missing = {"format", "kind", *keys} - set(state)
     found = state.get("kind", kind)
     if found != kind:

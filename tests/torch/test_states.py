@@ -133,7 +133,8 @@ def test_states_live_in_files_without_pickle(alone, tmp_path):
         arrays, metadata = checkpoint.flatten(state)
         safetensors.torch.save_file(arrays, tmp_path / name, metadata)
         with safetensors.safe_open(tmp_path / name, "pt") as file:
-            found = checkpoint.unflatten({key: file.get_tensor(key) for key in file.keys()}, file.metadata())  # noqa: SIM118
+            arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            found = checkpoint.unflatten(arrays, file.metadata())
         assert same_bits(found, state)
 
 

@@ -89,7 +89,9 @@ class PostLocalSGDState(TorchsState):
 
 
 @uncompiled
-def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
+def post_localSGD_hook(  # noqa: N802
+    state: PostLocalSGDState, bucket: GradBucket
+) -> torch.futures.Future[Tensor]:
     """Average gradients over all ranks until `start_localSGD_iter`, then over the subgroup, or not at all.
 
     Args:

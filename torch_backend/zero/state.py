@@ -124,7 +124,9 @@ def consolidate(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def load_shard(saved: Mapping[str, Any], shard: Shard) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What this rank's inner optimizer loads, and its master weights. Raises ValueError for a state that does not fit."""
     if not isinstance(saved, Mapping):
-        raise ValueError(f"not the state of an optimizer: it is a {type(saved).__name__} and not a dictionary")  # noqa: TRY004  (what a file holds)
+        raise ValueError(  # noqa: TRY004  (what a file holds)
+            f"not the state of an optimizer: it is a {type(saved).__name__} and not a dictionary"
+        )
     is_whole = "format" not in saved
     groups, by_name = _of_whole(saved, shard.group_names) if is_whole else _of_shard(saved, shard)
     names = [list(group["params"]) for group in groups]
