@@ -36,6 +36,7 @@ from gradwire.core.text.units import time_of
 from gradwire.jax_backend.advise.method_cost import method_cost
 from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
 from gradwire.jax_backend.checks import configuration_of
+from gradwire.jax_backend.choosing.late_processes import LateProcesses
 from gradwire.jax_backend.choosing.owed import OwedState, continued, with_owed
 from gradwire.jax_backend.choosing.processes import Messages, said_by_the_first, same_on_all, same_process
 from gradwire.jax_backend.choosing.step_ends import StepEnds
@@ -125,6 +126,7 @@ class AutoStep:
         self._known: set[Any] = set()
         self._compiled = [WAITING] * len(self._methods)
         self._ends = StepEnds()
+        self._late = LateProcesses("AutoStep.step")
         self.choices: tuple[Chosen, ...] = ()
         self.compile_seconds: dict[str, float] = {}
         self._restart(0, 0)
@@ -169,6 +171,8 @@ class AutoStep:
     def step(self, state: Any, *args: Any) -> Any:
         """Call the step of the method whose turn it is. Arguments and results are those of the steps that `build` returns, the state first.
 
+        If a step is not done after ten seconds, the log names the processes that have not called it.
+
         Raises:
             RuntimeError: inside a function that is traced, such as one for `jax.jit`; or another process does not answer.
             ValueError: the state is not of this training.
@@ -179,6 +183,16 @@ class AutoStep:
                 "AutoStep.step chooses on the host which compiled step comes next, and cannot be part of a compiled one, such as a lax.scan over steps. Call it "
                 f"in a loop of Python; or fix the method that it has chosen, {self.method}: average_gradients(…) with that"
             )
+        self._late.begins()
+        after = None
+        try:
+            result, after = self._stepped(state, leaves, args, given)
+        finally:
+            self._late.returns(after)
+        return result
+
+    def _stepped(self, state: Any, leaves: Sequence[Any], args: Sequence[Any], given: Sequence[Any]) -> tuple[Any, Any]:
+        """What the step returns, and the array by which its end is known."""
         self._follow(state, leaves)
         number, timed, shared = self._number, False, False
         if self._decisions is not None:
@@ -212,7 +226,7 @@ class AutoStep:
                 end = self._ends.after(self._next)
                 self._pending.append(_Step(timed and not new, shared, begin, end))
                 self._measure()
-        return result
+        return result, self._next
 
     # --- the methods
 

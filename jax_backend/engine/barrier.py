@@ -90,14 +90,23 @@ def _wait(client: Any, key: str, place: str, caller: str, every: list[int], bega
         waited = time.monotonic() - began
         came = _came(client, place)
         missing = [process for process in every if str(process) not in came]
-        advice = f"All processes must call {caller}, and not only those of `if jax.process_index() == 0`"
         if missing and waited >= LONGEST:
             raise RuntimeError(
-                f"{caller}: process {jax.process_index()} has waited in vain for processes {missing}. {advice}"
+                f"{caller}: process {jax.process_index()} has waited in vain for processes {missing}. {_advice(caller)}"
             )
         if missing and waited >= said:
-            logger.warning("%s: process %d waits for processes %s. %s", caller, jax.process_index(), missing, advice)
+            say_missing(caller, missing)
             said *= 10
+
+
+def say_missing(caller: str, missing: list[int]) -> None:
+    """Name in the log the processes that have not made a call that all must make."""
+    own = jax.process_index()
+    logger.warning("%s: process %d waits for processes %s. %s", caller, own, missing, _advice(caller))
+
+
+def _advice(caller: str) -> str:
+    return f"All processes must call {caller}, and not only those of `if jax.process_index() == 0`"
 
 
 def _came(client: Any, place: str) -> dict[str, str]:
