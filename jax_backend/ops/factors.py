@@ -18,6 +18,8 @@ from gradwire.jax_backend.ops.packing import unstack
 #: Factors of other lengths are filled up with zeros to be one batch, which changes nothing: of so many elements at most, and so many times as many as they have.
 PADDED = 1 << 20
 TIMES = 2
+#: What has so many elements by itself is filled up with nothing: a TPU would pass over all of it once more, and there are few of them.
+ALONE = 1 << 13
 
 
 class _Alike(NamedTuple):
@@ -72,6 +74,9 @@ def _lots(alike: Sequence[_Alike], dtypes: Sequence[Any]) -> list[list[_Alike]]:
         room, elements, count = 0, 0, 0
         for each in sorted(some, key=lambda each: each.shape[-1], reverse=True):
             *_, r, n = each.shape
+            if math.prod(each.shape) >= ALONE:
+                lots.insert(0, [each])
+                continue
             elements, count = elements + each.matrices * r * n, count + each.matrices
             if count * r * room > min(PADDED, TIMES * elements) or not room:
                 lots.append([])
