@@ -29,8 +29,14 @@ class Moments:
         self._places = places(state, {name: jnp.shape(x) for name, x in params.items()})
 
     def require_any(self, what: str) -> None:
-        """Raise ValueError if nothing belongs to a parameter, and there are arrays all the same: of `optax.flatten` one for all parameters. `what` is to be done
-        with moments."""
+        """Raise ValueError if nothing belongs to a parameter, and there are arrays all the same: of `optax.flatten` one for all parameters. Or if some are codes, and
+        there is no average of codes. `what` is to be done with moments."""
+        for path, x, place in zip(self._paths, self._leaves, self._places, strict=True):
+            if what == "average" and place is not None and jnp.ndim(x) and jnp.issubdtype(x.dtype, jnp.integer):
+                raise ValueError(
+                    f"moments='average': {path_of(path)!r} in inner's state holds integers of the parameter {place.name!r}, of which there is no average. Use "
+                    "moments='reset' or 'keep'"
+                )
         rest = [path for path, x in zip(self._paths, self._leaves, strict=True) if jnp.ndim(x) and _is_float(x)]
         if rest and not any(self._places):
             raise ValueError(

@@ -142,11 +142,6 @@ def to_portable(
     """
     _require_ours(state)
     survey(state).refuse_pmap_form()
-    if shape := np.shape(state.step):  # of what has no memory this alone tells
-        raise ValueError(
-            f"to_portable: the count of steps has the shape {shape}: the state is in pmap form, or that of several members of an ensemble. Give it "
-            "unreplicate(state); of members that of each, jax.tree.map(lambda x: x[0], state)"
-        )
     note_skipped_steps(state)
     await_processes("to_portable", state)
     tensors = {

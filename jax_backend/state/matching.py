@@ -5,8 +5,8 @@ A state of optax holds trees like the parameters, with `optax.MaskedNode` where 
 of all of them but those in holes, holds one array for each. So does one that has all these names and shapes, and others beside them: a module of nnx with its
 parameters and its statistics.
 
-Some optimizers hold several arrays of a parameter at its place, as SM3 does in a list: one for each of its axes. In a list, a tuple or a dictionary with nothing
-else in it all of them belong to the parameter.
+Some optimizers hold several arrays of a parameter at its place, as SM3 does in a list: one for each of its axes. Whatever holds them there, a list, a
+dictionary, a named tuple, a dataclass or some of these in each other, all of them belong to the parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradwire.jax_backend.state.names import BARE, contents_by_name, is_absent, pure
+from gradwire.jax_backend.state.names import BARE, contents_by_name, contents_by_path, is_absent, name_at, pure
 
 
 @dataclass(frozen=True)
@@ -84,32 +84,48 @@ def _names_of_several(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[
     """The parameter of each leaf, in JAX's order, of a tree like the parameters with several arrays in place of some of them; None for any other node."""
     whole = pure(node)
     leaves = jax.tree.leaves(whole)
-    if not leaves or not all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves):
+    if not leaves or not all(jnp.ndim(x) or jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves):
         return None  # a state of optax, with its count, whose words may be names of parameters
-    if _is_several(whole):
-        return [BARE] * len(leaves) if set(shapes) == {BARE} and type(whole) is list else None
-    found, holes = contents_by_name(node, _is_several)
-    each: list[tuple[str, Any]] = []
-    for name, x in found:
-        if _is_several(x) and name not in shapes:  # a module
-            inside, more = contents_by_name(x)
-            each += [(f"{name}/{key}", leaf) for key, leaf in inside]
-            holes |= {f"{name}/{key}" for key in more}
-        else:
-            each.append((name, x))
-    several = [x for _, x in each if _is_several(x)]
-    if not several or not _are_all([name for name, _ in each], holes, shapes):
+    if set(shapes) == {BARE}:
+        return [BARE] * len(leaves) if type(whole) is list and jax.tree_util.all_leaves(whole) else None
+    names: list[str] = []
+    inside: dict[str, list[tuple[Any, Any]]] = {}
+    holes: set[str] = set()
+    for path, x in contents_by_path(node, lambda x: not jax.tree.leaves(x)):
+        ends = [n for n in range(1, len(path) + 1) if (name_at(path[:n]) or BARE) in shapes]
+        if not ends and not is_absent(x):
+            return None
+        if not ends or (ends[0] == len(path) and is_absent(x)):
+            holes.add(name_at(path))
+            continue
+        name = name_at(path[: ends[0]]) or BARE
+        inside.setdefault(name, []).append((path[ends[0] :], x))
+        names += [name] * len(jax.tree.leaves(x))
+    several = [found for found in inside.values() if len(found) > 1 or found[0][0]]
+    if not any(jnp.ndim(x) for found in several for x in jax.tree.leaves([x for _, x in found])):
         return None
-    # Parts of a state, whose words may be names of parameters, and links of a chain, which are numbers as parameters in a list are.
-    if any(_names(x, shapes) if type(x) is dict else _among(x, shapes) for x in several):
+    if not _are_all(list(inside), holes, shapes) or any(_hold_parameters(found, shapes) for found in several):
         return None
-    return [name for name, x in each for _ in jax.tree.leaves(x)]
+    return names
 
 
-def _is_several(x: Any) -> bool:
-    """Whether this holds arrays, in no class of its own, and nothing else."""
-    inside = x.values() if type(x) is dict else x if type(x) in (list, tuple) else None
-    return inside is not None and all(is_absent(child) or jax.tree_util.all_leaves([child]) for child in inside)
+def _hold_parameters(found: list[tuple[Any, Any]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether there is a tree like the parameters in what has these paths: then it is a part of a state, whose words are names of parameters, or a link of a chain,
+    whose numbers are. Numbers and fields alone do not tell, since several arrays of a parameter may have them; shapes do."""
+    trees: dict[Any, list[tuple[Any, Any]]] = {}
+    for path, x in found:
+        for n in range(len(path)):
+            trees.setdefault(path[:n], []).append((path[n:], x))
+    return any(_are_parameters(tree, shapes) for tree in trees.values())
+
+
+def _are_parameters(tree: list[tuple[Any, Any]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    names = {name_at(path) or BARE: x for path, x in tree}
+    holes = {name for name, x in names.items() if is_absent(x)}
+    arrays = {name: jnp.shape(x) for name, x in names.items() if name not in holes and jax.tree.leaves(x)}
+    if isinstance(tree[0][0][0], jax.tree_util.DictKey) and arrays and _are_all(list(arrays), holes, shapes):
+        return True
+    return all(arrays.get(name) == shape for name, shape in shapes.items())
 
 
 def _are_all(names: list[str], holes: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> bool:

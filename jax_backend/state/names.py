@@ -59,19 +59,22 @@ def flatten(tree: Any) -> NamedTree:
     return NamedTree(leaves, frozenset(holes), jax.tree.structure(tree))
 
 
-def contents_by_name(
-    tree: Any, is_leaf: Callable[[Any], bool] = lambda x: False
-) -> tuple[list[tuple[str, Any]], set[str]]:
-    """The leaves of a tree with their names, in the order of the tree, and the paths of its holes, see `NamedTree`. `is_leaf`: what is one besides arrays."""
+def contents_by_name(tree: Any) -> tuple[list[tuple[str, Any]], set[str]]:
+    """The leaves of a tree with their names, in the order of the tree, and the paths of its holes, see `NamedTree`."""
     leaves: list[tuple[str, Any]] = []
     holes: set[str] = set()
-    for path, leaf in _contents(pure(tree), is_leaf):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, leaf in contents_by_path(tree):
+        name = name_at(path)
         if is_absent(leaf):
             holes |= {name, BARE} if path and not name else {name}  # as a parameter's, and above others
         else:
             leaves.append((name or BARE, leaf))
     return leaves, holes
+
+
+def name_at(path: Any) -> str:
+    """A path of JAX's as its user writes it."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def pure(tree: Any) -> Any:
@@ -112,13 +115,13 @@ def filled(tree: Any, values: Sequence[Any], keep: Callable[[Any, Any], bool]) -
     return jax.tree.map(put, pure(tree), is_leaf=lambda x: isinstance(x, boxes))
 
 
-def _contents(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
-    """(path, leaf) of every array and every hole. An array in a box of linen (`nn.Partitioned`) has the path of the box."""
+def contents_by_path(tree: Any, is_leaf: Callable[[Any], bool] = lambda x: False) -> list[tuple[Any, Any]]:
+    """(path, leaf) of every array and every hole. An array in a box of linen (`nn.Partitioned`) has the path of the box. `is_leaf`: what is one besides arrays."""
 
     def ends(x: Any) -> bool:
         return is_absent(x) or is_leaf(x)
 
-    boxes = _flax_type("flax.core.meta", "AxisMetadata")
+    tree, boxes = pure(tree), _flax_type("flax.core.meta", "AxisMetadata")
     if not boxes:
         return list(jax.tree_util.tree_flatten_with_path(tree, is_leaf=ends)[0])
     found: list[tuple[Any, Any]] = []
@@ -144,7 +147,7 @@ def stacks_of(tree: Any) -> dict[str, int]:
         if isinstance(x, known):
             axes = list(itertools.takewhile(STACK_AXES.__contains__, _axis_names(x)))
             if axes:
-                found[jax.tree_util.keystr(path, simple=True, separator="/") or BARE] = len(axes)
+                found[name_at(path) or BARE] = len(axes)
     return _with_siblings(found, {name: jnp.shape(x) for name, x in flatten(tree).leaves.items()}) if found else found
 
 

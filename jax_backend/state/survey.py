@@ -21,6 +21,7 @@ from gradwire.jax_backend.state.types import (
     ACCOUNT,
     AVERAGES,
     COMMON,
+    LAYOUT,
     MARK,
     MEMORY,
     PIECES,
@@ -33,6 +34,7 @@ from gradwire.jax_backend.state.types import (
     Record,
     is_placed,
     known_number,
+    layout_in,
     path_of,
 )
 
@@ -99,6 +101,7 @@ class Survey:
         marks: paths of all marks, also of those that hold nothing.
         records: of our transformations.
         chains: of optax that hold one of ours.
+        layouts: of sharded optimizers' states, by the path of each.
     """
 
     state: Any
@@ -106,6 +109,7 @@ class Survey:
     marks: list[Keys] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     chains: list[tuple[Any, ...]] = field(default_factory=list)
+    layouts: dict[Keys, str] = field(default_factory=dict)
 
     def map(self, change: Callable[[Leaf], Any]) -> Any:
         """The state with something else in place of each array."""
@@ -185,9 +189,15 @@ class Survey:
         return {leaf.keys[:-3] for leaf in self.leaves if leaf.of == PIECES and leaf.marks == 1}
 
     def _piece_of_members(self, node: Keys) -> Leaf | None:
-        """A piece in which rows of replicas follow an axis that all arrays of this sharded optimizer have in front. No mark tells, but shapes: between the axis
-        of the replicas and the last one a piece of a parameter has axes of 1 alone, and a stack says of how many replicas it is."""
+        """A piece in which rows of replicas follow an axis that all arrays of this sharded optimizer have in front. Its layout tells. A state that has lost that, as one
+        that was restored into nothing, is told by shapes, where they can: between the axis of the replicas and the last one a piece of a parameter has axes of 1
+        alone, and a stack says of how many replicas it is."""
         pieces = [leaf for leaf in self.leaves if leaf.keys[:-2] == (*node, PIECES)]
+        if node in self.layouts:
+            of, first = layout_in(self.layouts[node])[0], np.shape(pieces[0].value)
+            # In pmap form each device has one row.
+            members = first[1:2] == (of,) if of > 1 else first[0] > 1
+            return pieces[0] if members and self._has_axis_in_front(node) else None
         common = [leaf.value for leaf in self.leaves if leaf.keys[: len(node) + 1] == (*node, COMMON)]
         first = {np.shape(x)[:1] for x in (*common, *(leaf.value for leaf in pieces))}
         second = {np.shape(leaf.value)[1:2] for leaf in pieces}
@@ -202,6 +212,11 @@ class Survey:
                 return leaf
         return None
 
+    def _has_axis_in_front(self, node: Keys) -> bool:
+        """Whether the pieces of a sharded optimizer's state with a layout have one axis more than in its local or global form."""
+        held = sum(np.ndim(leaf.value) for leaf in self.leaves if leaf.keys[:-2] == (*node, PIECES))
+        return held > layout_in(self.layouts[node])[1]
+
     def refuse_ensemble(self) -> None:
         """Raise ValueError for a state of several members."""
         if (mark := self.ensemble) is not None:
@@ -214,8 +229,16 @@ class Survey:
     def refuse_pmap_form(self) -> None:
         """Raise ValueError for a state with a device axis, or one of members."""
         self.refuse_ensemble()
+        sharded = {node for node in self._sharded() & self.layouts.keys() if self._has_axis_in_front(node)}
         for leaf in self.leaves:
-            if leaf.placement and np.ndim(leaf.value) == 2:
+            if (
+                leaf.keys[-2:] == ACCOUNT and not leaf.marks and np.ndim(leaf.value)
+            ):  # of what has no memory this alone tells
+                raise ValueError(
+                    f"{leaf.name} has shape {np.shape(leaf.value)}: the state is in pmap form, or that of several members of an ensemble. Bring it back "
+                    "first: unreplicate(state); of members that of each, jax.tree.map(lambda x: x[0], state)"
+                )
+            if (leaf.placement and np.ndim(leaf.value) == 2) or (leaf.of == PIECES and leaf.keys[:-3] in sharded):
                 raise ValueError(
                     f"{leaf.name} has shape {np.shape(leaf.value)}: the state is in the form of jax.pmap, with a device axis on every array. Bring it "
                     "back first: gradwire.jax_backend.unreplicate(state)"
@@ -301,7 +324,7 @@ def survey(state: Any) -> Survey:
         def stops(x: Any) -> bool:
             if type(x) is tuple and any(map(_is_ours, x)):
                 found.chains.append(x)
-            return x is not tree and isinstance(x, PerReplica | Record)
+            return x is not tree and (isinstance(x, PerReplica | Record) or (type(x) is tuple and not x))
 
         for inner, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)[0]:
             here = (*path, *inner)
@@ -312,6 +335,9 @@ def survey(state: Any) -> Survey:
             elif isinstance(x, Record):
                 found.records.append(x)
                 walk(x, here)
+            elif type(x) is tuple:
+                if keys[-2:-1] == (LAYOUT,):
+                    found.layouts[keys[:-2]] = keys[-1]
             else:
                 last = max((i for i, key in enumerate(keys) if key == MARK), default=0)
                 found.leaves.append(Leaf(here, x, keys, keys.count(MARK), keys[last - 1] if last else ""))

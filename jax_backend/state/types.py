@@ -126,8 +126,8 @@ class LocalSGDState(NamedTuple):
 
 
 MARK = PerReplica._fields[0]
-#: The fields of `ZeroState`: what is equal on all replicas, and a mark.
-COMMON, PIECES = "common", "pieces"
+#: The fields of `ZeroState`: what is equal on all replicas, a mark, and what shapes are to be.
+COMMON, PIECES, LAYOUT = "common", "pieces", "layout"
 #: The fields of `DataParallelState` that hold marks.
 LOCAL, RECORD = "local", "record"
 #: Fields of `LocalSGDState` that count.
@@ -148,6 +148,18 @@ def place_mark(*, placed: bool) -> jax.Array:
 
 def is_placed(mark: Any) -> bool:
     return bool(mark.dtype == bool)
+
+
+def layout_of(replicas: int, axes: int) -> dict[str, tuple[()]]:
+    """The layout of a sharded optimizer's state: for how many replicas it is, and how many axes its pieces have together. As a key it is part of the structure, and
+    `jax.vmap` and `jax.pmap`, which give each array one axis more, leave it as it is."""
+    return {f"replicas={replicas} axes={axes}": ()}
+
+
+def layout_in(key: str) -> tuple[int, int]:
+    """Replicas and axes of a key of `layout_of`."""
+    replicas, axes = (int(part.partition("=")[2]) for part in key.split())
+    return replicas, axes
 
 
 def warn_of_legacy_keys(what: str, x: Any) -> None:

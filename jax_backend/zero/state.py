@@ -33,10 +33,12 @@ class ZeroState(NamedTuple):
             `"0.mu.{Dense_0.kernel|Dense_1.kernel}"` → (1, n, m), in global form (W, n, m); what has owners as vectors,
             `"0.mu.{Dense_2.kernel;Dense_3.kernel}"` → (1, k); some layers of a stacked array, `"0.mu.{layers.kernel}"` → (1, ⌈L/W⌉, n, m). See `gradwire.jax_backend.state.types` for the
             forms, and `reshard`.
+        layout: {for how many replicas, and of how many axes: ()}, which tells a state from one of several members of an ensemble.
     """
 
     common: Any
     pieces: PerReplica
+    layout: dict[str, tuple[()]] = {}  # noqa: RUF012
 
 
 def reshard(state: Any, like: T) -> T:
@@ -198,7 +200,7 @@ def in_memory_of_parameters(made: ZeroState, plain: Any, params: Mapping[str, An
     kinds = {path: of[place.name] for (path, _), place in zip(by_path(plain), found, strict=True) if place}
     common = jax.tree_util.tree_map_with_path(lambda path, x: in_memory(kinds.get(path_of(path)), x), made.common)
     pieces = {key: in_memory(_kind_of(kinds, paths_in(key) or (key,)), x) for key, x in made.pieces.per_replica.items()}
-    return ZeroState(common, PerReplica(pieces))
+    return made._replace(common=common, pieces=PerReplica(pieces))
 
 
 def _row_of(stack: _Stack) -> Any:
@@ -220,7 +222,8 @@ def _open(tree: Any) -> Any:
 
 def _close(inner: Any, like: ZeroState) -> ZeroState:
     closed = split_state(inner, keys_of(like), lambda x: x)
-    return closed._replace(common=jax.tree.unflatten(jax.tree.structure(like.common), jax.tree.leaves(closed.common)))
+    common = jax.tree.unflatten(jax.tree.structure(like.common), jax.tree.leaves(closed.common))
+    return closed._replace(common=common, layout=like.layout)
 
 
 def _convert(name: str, x: Any, like: Any) -> Any:
@@ -251,17 +254,15 @@ def _misfit(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> str:
 def joined_state(state: ZeroState, pieces: Mapping[str, Any]) -> Any:
     """The inner state, with these values where its arrays are divided, given by the keys of the pieces."""
     at = {path_at(key): x for key, x in pieces.items()}
-    several: dict[str, dict[str, Any]] = {}
-    for path in (path_at(key) for key in pieces if has_owners(key)):  # of several arrays of one parameter
-        before, _, last = path.rpartition(".")
-        several.setdefault(before, {})[last] = at[path]
+    owned = [path_at(key) for key in pieces if has_owners(key)]
 
     def fill(path: Any, x: Any) -> Any:
         """The state of the other parameters has one `optax.MaskedNode` in their place."""
         place = path_of(path)
-        if not isinstance(x, optax.MaskedNode):
-            return x
-        return at.get(place, several.get(place, x))
+        if not isinstance(x, optax.MaskedNode) or place in at:
+            return at.get(place, x)
+        # Several arrays of one parameter: what holds them here does not matter, since their paths are the same.
+        return {path[len(place) + 1 :]: at[path] for path in owned if path.startswith(f"{place}.")} or x
 
     return jax.tree_util.tree_map_with_path(fill, state.common, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
 

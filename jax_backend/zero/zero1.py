@@ -49,7 +49,7 @@ from gradwire.jax_backend.engine.self_check import check_here
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.ops.packing import columns
 from gradwire.jax_backend.state.names import NamedTree, flatten, pure, specs_of
-from gradwire.jax_backend.state.types import PerReplica, by_path, on_devices, path_of, require_own_row, spec
+from gradwire.jax_backend.state.types import PerReplica, by_path, layout_of, on_devices, path_of, require_own_row, spec
 from gradwire.jax_backend.zero.elementwise import divided_leaves, require_elementwise, rows_of
 from gradwire.jax_backend.zero.independent import require_independent
 from gradwire.jax_backend.zero.owners import Owners
@@ -219,7 +219,12 @@ class _Sharded:
         named = flatten(params)
         if not named.leaves and params is not None and not isinstance(params, (Mapping, list, tuple)):
             # `optax.tree.map_params` gives a placeholder, and looks for it in the state.
-            return ZeroState(self.inner.init(params), PerReplica(params))
+            return ZeroState(self.inner.init(params), PerReplica(params), params)
+        made = self._made(params, named)
+        axes = sum(x.ndim for x in made.pieces.per_replica.values())
+        return made._replace(layout=layout_of(self._shards(specs_of(named.leaves)).world_size, axes))
+
+    def _made(self, params: optax.Params, named: NamedTree) -> ZeroState:
         structure = jax.tree.structure(pure(params))
         check_leaves(named, self.axis_name)
         specs = specs_of(named.leaves)
@@ -351,7 +356,8 @@ class _Sharded:
         results = {name: x.astype(dtypes[places.get(name, (name,))[0]]) for name, x in results.items()}
         new_state, new_vectors = after
         rows = {key: self._local_form(x) for key, x in new_vectors.items()}
-        return gradients.rebuild(results), _with(split_state(new_state, keys, self._local_form), rows)
+        new = split_state(new_state, keys, self._local_form)._replace(layout=state.layout)
+        return gradients.rebuild(results), _with(new, rows)
 
     def _shards(self, specs: Mapping[str, Spec]) -> _Shards | StackShards:
         def kind(specs: Mapping[str, Spec], size: int) -> _Shards | StackShards:

@@ -11,6 +11,7 @@ import pytest
 from flax import linen, nnx
 
 import gradwire.jax_backend as gw
+from gradwire import LocalSGD
 from gradwire.jax_backend.state.matching import places
 from gradwire.jax_backend.state.names import flatten
 from tests.jax.replicas import AXIS, refused
@@ -30,6 +31,14 @@ class Module(equinox.Module):
     mu: jax.Array
     nu: jax.Array
     zz: jax.Array
+
+
+class Rows(NamedTuple):
+    """Its words are those of what `factored` may hold at the place of a parameter."""
+
+    row: Any
+    column: Any
+    more: Any = None
 
 
 def boxed(box, names):
@@ -56,6 +65,9 @@ TREES = {
     "tuple": lambda: tuple(ARRAYS),
     "nested list": lambda: [[ARRAYS[0], ARRAYS[1]], [ARRAYS[2]]],
     "dataclass": lambda: Fields(*ARRAYS),
+    "named tuple": lambda: Rows(*ARRAYS),
+    "named tuples": lambda: {"a": Rows(ARRAYS[0], ARRAYS[1]), "b": Rows(ARRAYS[2], None)},
+    "named tuples in a tuple": lambda: ((ARRAYS[0], Rows(ARRAYS[1], None)), Rows(None, ARRAYS[2])),
     "equinox": lambda: Module(*ARRAYS),
     "boxes": lambda: dict(zip("abc", boxed(linen.Partitioned, ("x", "y")), strict=True)),
     "logical boxes": lambda: {"a": boxed(linen.LogicallyPartitioned, ("x", "y"))},
@@ -89,6 +101,31 @@ def in_a_dictionary(row, column):
     return {"row": row, "column": column}
 
 
+@flax.struct.dataclass
+class Codes:
+    """As an optimizer of 8 bits has them: integers, and what they are multiplied by."""
+
+    codes: jax.Array
+    scale: jax.Array
+
+
+def coded():
+    """Moments in codes."""
+
+    def code(x):
+        scale = jnp.abs(x).max()[None] / 127 + 1e-30
+        return Codes(jnp.round(x / scale).astype(jnp.int8), scale)
+
+    def decode(x):
+        return x.codes * x.scale
+
+    def update(updates, state, params=None):
+        new = jax.tree.map(lambda g, old: 0.9 * decode(old) + g, updates, state.of)
+        return new, FactoredState(jax.tree.map(code, new))
+
+    return optax.GradientTransformation(lambda p: FactoredState(jax.tree.map(lambda x: code(0 * x), p)), update)
+
+
 def halves(params):
     """A label for each leaf; of the last, another."""
     labels = ["one", "one", "two"]
@@ -107,6 +144,9 @@ OPTIMIZERS = {
     "sm3": optax.sm3(1e-2),
     "tuples": factored(lambda *both: both),
     "dictionaries": factored(in_a_dictionary),
+    "named tuples": factored(Rows),
+    "lists in dataclasses": factored(lambda *both: Codes(list(both), both[0])),
+    "codes": coded(),
     "accumulated": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
 }
 
@@ -159,6 +199,7 @@ def test_lists_of_arrays_belong_to_the_parameters_at_whose_place_they_are():
         (optax.sm3(0.1), dict),
         (optax.sm3(0.1), lambda p: nnx.State({n: nnx.Param(x) for n, x in p.items()})),
         (factored(in_a_dictionary), dict),
+        (factored(lambda row, column: Rows(column, [row])), dict),
     ],
 )
 @pytest.mark.slow
@@ -176,6 +217,12 @@ def test_several_arrays_of_a_parameter_go_to_its_owner_and_back(tx, held):
         assert jax.tree.structure(state) == jax.tree.structure(sharded)
     for x in jax.tree.leaves(gw.reshard(state, plain)):
         assert jnp.array_equal(x, jnp.arange(x.size).reshape(x.shape))
+
+
+def test_codes_are_not_averaged():
+    with refused("moments='average'", "of.w.codes", "integers"):
+        gw.local_sgd(coded(), LocalSGD(2), axis_name=AXIS, moments="average").init({"w": jnp.ones((8, 4))})
+    gw.local_sgd(coded(), LocalSGD(2), axis_name=AXIS, moments="reset").init({"w": jnp.ones((8, 4))})
 
 
 def test_what_an_outer_optimizer_remembers_of_parameters_with_its_own_words():

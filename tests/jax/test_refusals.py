@@ -352,13 +352,22 @@ IN_A_STEP = [
        f"{given[0]} members", "ensemble") for given in (
         (3, sharded(ADAM)), (4, sharded(ADAM)), (4, sharded(optax.sgd(0.1, 0.9))),
         (3, sharded(optax.sgd(0.1, 0.9), **WHOLE), FOURS), (4, sharded(ADAM, **WHOLE), FOURS))),
+    *((lambda given=given, at=at: at(of_members(*given)), ValueError, f"({given[0]}, ", f"{given[0]} members", "ensemble")
+      for at in (lambda state: gw.abstract_state(state, 4), lambda state: gw.replicate(state, jax.devices()[:4]))
+      for given in ((4, sharded(ADAM, replicas=1)), (2, sharded(optax.sgd(0.1, 0.9), replicas=1, **WHOLE), FOURS),
+                    (4, sharded(optax.sgd(0.1, 0.9), **WHOLE), FOURS))),
+    *((lambda form=form, at=at: at(form(MEAN)), ValueError, "account.skipped", "(4,)", "several members of an ensemble")
+      for form in (partial(of_members, 4), lambda tx: gw.replicate(tx.init(PARAMS), jax.devices()[:4]))
+      for at in (lambda x: gw.distribute(x, mesh_of(4), AXIS), lambda x: gw.abstract_state(x, 4))),
+    (lambda: gw.distribute(gw.replicate(sharded(ADAM).init(PARAMS), jax.devices()[:4]), mesh_of(4), AXIS), ValueError,
+     "(4, 1, ", "form of jax.pmap"),
     (lambda: gw.unreplicate(of_members(4, sharded(ADAM))), ValueError, "4 members of an ensemble"),
     (lambda: gw.unreplicate(of_members(4, optax.chain(TX, sharded(ADAM, averaged=True)))), ValueError, "4 members"),
     *((lambda what=what: local(optax.flatten(ADAM), moments=what).init(PARAMS), ValueError, f"moments='{what}'", "0.mu",
        "optax.flatten") for what in ("average", "reset")),
     *((lambda form=form, at=at: at(form(MEAN)), ValueError, what, "(4,)", "pmap form, or that of several members")
       for form in (partial(of_members, 4), lambda tx: gw.replicate(tx.init(PARAMS), jax.devices()[:4]))
-      for what, at in (("stats", gw.stats), ("to_portable", lambda x: gw.to_portable(x, AllReduce())))),
+      for what, at in (("stats", gw.stats), ("account.skipped", lambda x: gw.to_portable(x, AllReduce())))),
     (lambda: gw.reshard(of_members(3, sharded(ADAM)), of_members(3, ADAM)), ValueError, "3 members of an ensemble"),
     (lambda: gw.stats(of_nnx()[1]), ValueError, "stats", "nnx.merge(graphdef, state)[1]"),
     (lambda: gw.to_portable(of_nnx()[1], PowerSGD(2)), ValueError, "nnx.merge(graphdef, state)[1].opt_state"),
