@@ -38,6 +38,7 @@ for module in pkgutil.walk_packages(gradwire.core.__path__, "gradwire.core."):
 USE_A_BACKEND = """
 import gradwire
 assert {0!r} in dir(gradwire)
+assert not {{"Any", "importlib"}} & {{*dir(gradwire)}}
 assert gradwire.{0} is sys.modules["gradwire.{0}"]
 """
 

@@ -100,4 +100,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_BACKENDS})
+    return sorted({*__all__, *_BACKENDS, "core", *(name for name in globals() if name.startswith("__"))})

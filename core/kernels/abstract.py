@@ -80,8 +80,18 @@ class AbstractArray:
             raise ValueError(f"cannot reshape {self.shape} to {shape}")
         return self._with(shape)
 
+    def __bool__(self) -> bool:
+        """Numbers are not known before a step runs, nor where JAX compiles it."""
+        raise NotPortable(
+            "a condition on what x holds is not in every framework; the portable form is ops.where(condition, x, y)"
+        )
+
     def __getitem__(self, index: Any, /) -> Self:
         indices = index if isinstance(index, tuple) else (index,)
+        for i in indices:
+            if not (isinstance(i, int) or (isinstance(i, slice) and (i.step is None or i.step > 0))):
+                said = "a slice that goes backwards" if isinstance(i, slice) else f"an index of type {type(i).__name__}"
+                raise NotPortable(f"{said} is not in every framework; the portable form is ops.take(x, positions)")
         first = zip(indices, self.shape, strict=False)
         kept = [len(range(*i.indices(n))) for i, n in first if isinstance(i, slice)]
         return self._with((*kept, *self.shape[len(indices) :]))
