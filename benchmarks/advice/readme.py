@@ -23,8 +23,9 @@ from lab import PORT, Lab, obstacle  # noqa: E402
 from measuring import save  # noqa: E402
 
 from gradwire import Advice  # noqa: E402
-from gradwire.core.advise.advice import Choice, MethodAdvice  # noqa: E402
-from gradwire.core.advise.losses import LossDifference  # noqa: E402
+from gradwire.core.advise.advice import MethodAdvice, choose  # noqa: E402
+from gradwire.core.advise.losses import known_losses  # noqa: E402
+from gradwire.core.plan.expressions import parse_algorithm  # noqa: E402
 
 RESULT = HERE.parent / "results" / "advice-readme.json"
 MODEL = """
@@ -40,12 +41,12 @@ BLOCK = re.compile(r"(?ms)^(```text[^\n]*\n)[\d.]+ MB of gradients.*?(?=\n```$)"
 
 
 def read(data: dict[str, Any]) -> Advice:
-    """The advice that `gradwire advise --json` has printed."""
-    methods = [{**m, "loss": m["loss"] and LossDifference(**m["loss"])} for m in data["methods"]]
-    return Advice(
-        *(data["model_bytes"], data["network"], tuple(MethodAdvice(**method) for method in methods)),
-        *(tuple(Choice(**choice) for choice in data["choices"]), data["losses"]),
-    )
+    """The advice that `gradwire advise --json` has printed: the steps that it predicted, and what is known today of the methods' losses."""
+    methods = [MethodAdvice(**method | {"loss": None}) for method in data["methods"]]
+    names = [method.algorithm for method in methods if method.algorithm != "plain"]
+    losses = known_losses({name: parse_algorithm(name) for name in names})
+    limits = [choice["loss"] for choice in data["choices"]]
+    return choose(methods, data["model_bytes"], data["network"], limits, losses)
 
 
 def main() -> None:

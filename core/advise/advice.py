@@ -246,12 +246,19 @@ def weigh(
     predicted = [predict(algorithm, cost, compute, probe, total) for algorithm, cost in costs]
     if not any(method.algorithm == "plain" for method in predicted):
         raise ValueError("costs lack AllReduce(), with which all others are compared")
+    return choose(predicted, total, probe.network, limits, losses)
+
+
+def choose(
+    predicted: Sequence[MethodAdvice], model_bytes: int, network: str, limits: Sequence[float], losses: Losses
+) -> Advice:
+    """The advice for methods whose steps are predicted, uncompressed averages among them: what each loses is looked up, and one recommended for each limit."""
     found = tuple(
         method if method.algorithm == "plain" else replace(method, loss=losses.methods.get(method.algorithm))
         for method in predicted
     )
     choices = tuple(_recommend(found, limit, losses) for limit in limits)
-    return Advice(total, probe.network, found, choices, losses.source)
+    return Advice(model_bytes, network, found, choices, losses.source)
 
 
 def _recommend(methods: Sequence[MethodAdvice], limit: float, losses: Losses) -> Choice:
@@ -268,17 +275,18 @@ def _recommend(methods: Sequence[MethodAdvice], limit: float, losses: Losses) ->
         f"{time_of(plain.exposed)} for {size_of(plain.wire_bytes)}; this waits {time_of(chosen.exposed)} for {size_of(chosen.wire_bytes)} and "
         f"computes {time_of(chosen.compression)}."
     )
-    if fastest is not chosen:
-        reason += f" {fastest.algorithm} is as fast, and further from uncompressed averages."
+    further = "" if fastest is chosen else f" {fastest.algorithm} is as fast, and further from uncompressed averages."
     loss = chosen.loss
     assert loss is not None  # or it would not be eligible
     if loss.by_kind:
         return Choice(
-            limit, chosen.algorithm, f"{reason} It only rounds, which counts as no loss, and has nothing to tune."
+            limit,
+            chosen.algorithm,
+            f"{reason} It only rounds, which counts as no loss, and has nothing to tune.{further}",
         )
     rate = "" if loss.rate == 1 else f", with {loss.rate:g} times your learning rate"
     where = "" if losses.own else " there. Yours may differ: `gradwire compare`, for as long as you can"
-    return Choice(limit, chosen.algorithm, f"{reason} {_said_of(loss)}{rate}{where}.")
+    return Choice(limit, chosen.algorithm, f"{reason} {_said_of(loss)}{rate}{where}.{further}")
 
 
 def _said_of(loss: LossDifference) -> str:
