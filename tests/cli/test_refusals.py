@@ -87,6 +87,7 @@ JAX_OF_TWO = ["probe", "--coordinator", "localhost:1", "--processes", "2"]
         (["plan", "some_script:model"], "some_script.py:5); what trains"),
         (["plan", "some_script:model"], "under `if __name__ == '__main__':`"),
         (["plan", "some_broken_script:model"], "ModuleNotFoundError: No module named 'some_script_that_needs_this'"),
+        (["plan", "some_broken_script:model"], "some_broken_script.py:1); install some_script_that_needs_this"),
         (["plan", "some_failing_script:model"], "some_failing_script.py:2)"),
         ([*PLAN, "-a", "int9"], "did you mean int8?"),
         ([*PLAN, "-a", "bf16"], "did you mean bfloat16?"),

@@ -100,6 +100,8 @@ def _whose(error: BaseException, module: str) -> str:
     own = [each for each in where if not each.startswith(installed)]
     kind = "ended with status" if isinstance(error, SystemExit) else f"raised {type(error).__name__}:"
     fix = "what trains, or reads arguments, belongs under `if __name__ == '__main__':`"
+    if isinstance(error, ModuleNotFoundError):
+        fix = f"install {error.name} beside gradwire"
     return f"to import {module} {kind} {error} (at {own[-1] if own else where[-1]}); {fix}"
 
 
