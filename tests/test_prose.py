@@ -50,6 +50,21 @@ def test_a_page_is_short_and_opens_with_code(page: str) -> None:
         assert len(before.split()) <= OPENING, "words before the first code"
 
 
+def test_what_comes_before_the_first_heading_fills_one_screen() -> None:
+    """Of 1,400 by 900 pixels, in which it was looked at when it was so long: five lines of code, one picture, one table, and few words."""
+    first = shown("README.md").partition("\n## ")[0]
+    (code,) = FENCE.findall(first)
+    prose = re.sub(r"^\|.*\n|^!.*\n|\]\([^)]*\)", "", FENCE.sub("", first), flags=re.MULTILINE)
+    lines = code.splitlines()[1:-1]
+    assert len(lines) <= 5
+    assert max(map(len, lines)) <= 105
+    assert len(re.findall(r"^\|", first, re.MULTILINE)) <= 7
+    assert len(re.findall(r"^!\[", first, re.MULTILINE)) == 1
+    assert len(prose.split()) <= 85
+    assert {"unregister()", "Auto()"} <= {*re.findall(r"\w+\(\)", code)}
+    assert "Do not use it" in prose
+
+
 def test_nothing_is_said_twice() -> None:
     said = Counter(itertools.chain.from_iterable(sentences(shown(page)) for page in pages()))
     assert not [sentence for sentence, times in said.items() if times > 1]
