@@ -281,7 +281,7 @@ def main() -> None:
     folder = args.out / "demo"
     folder.mkdir(parents=True, exist_ok=True)
     runs = [Run(framework, method, folder) for framework, method in RUNS + MORE * args.all]
-    flags = [f"--steps={args.steps}", f"--rank={args.rank}", f"--eval-every={max(1, args.steps // 25)}", *args.flags]
+    flags = [f"--steps={args.steps}", f"--rank={args.rank}", f"--eval-every={max(5, args.steps // 25)}", *args.flags]
     began = time.monotonic()
     before = [(s, signal.signal(s, lambda s, _: stop_signals.append(s))) for s in (signal.SIGINT, signal.SIGTERM)]
     try:
