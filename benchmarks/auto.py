@@ -1,14 +1,18 @@
-"""What it costs that `Auto` finds the method while a training runs, by a simulated clock that is fed with measured steps.
+"""What it costs that `Auto` finds the method while a training runs, by a simulated clock that is
+fed with measured steps.
 
     python benchmarks/auto.py                    # writes benchmarks/results/auto.json
     python benchmarks/auto.py --links            # trains on links that are shaped, Auto and each of its methods (Linux, as root; an hour, on a quiet machine)
 
-Steps are those of benchmarks/results/advice.json and network-two-levels.json, between hosts on shaped
-links, with noise. Beside each link as it is: one that changes, bursts, and a rank that is late.
+Steps are those of benchmarks/results/advice.json and network-two-levels.json, between hosts on
+shaped links, with noise. Beside each link as it is: one that changes, bursts, and a rank that is
+late.
 
-Asked for is 1.02 of the best method from the start on, and 20 plain steps; over 10,000 steps without these. Under bursts two of them are added, at the price of
-the slowest method above the fastest: nobody foresees the first, and after it nobody knows whether others will come, for which any rule pays up to as much
-again (Karlin, Manasse, Rudolph, Sleator 1988, "Competitive snoopy caching").
+Asked for is 1.02 of the best method from the start on, and 20 plain steps; over 10,000 steps
+without these. Under bursts two of them are added, at the price of the slowest method above the
+fastest: nobody foresees the first, and after it nobody knows whether others will come, for which
+any rule pays up to as much again (Karlin, Manasse, Rudolph, Sleator 1988, "Competitive snoopy
+caching").
 """
 
 from __future__ import annotations
@@ -32,7 +36,10 @@ RESULTS = Path(__file__).parent / "results"
 WORKER = Path(__file__).parent / "network" / "worker_auto.py"
 #: By what they send, least first, as `Auto` tries them; after uncompressed averages.
 ROUNDING = ("WireDtype(AllReduce(), 'int8')", "WireDtype(AllReduce(), 'bfloat16')")
-SETS = {"Auto()": ROUNDING, 'Auto(loss="2%")': ("Quantize(dtype='int4')", "PowerSGD(rank=16)", *ROUNDING)}
+SETS = {
+    "Auto()": ROUNDING,
+    'Auto(loss="2%")': ("Quantize(dtype='int4')", "PowerSGD(rank=16)", *ROUNDING),
+}
 TWO_LEVELS = ("DDP", "two levels, dense")
 NOISE = 0.03
 #: Steps of a burst; one comes in 250 steps, on average.
@@ -52,10 +59,16 @@ def measured(methods: tuple[str, ...]) -> dict[str, Link]:
 
 
 def two_by_two() -> Link:
-    """The same of uncompressed averages of two hosts with two ranks each, and of averages by nodes."""
+    """The same of uncompressed averages of two hosts with two ranks each, and of averages by
+    nodes."""
     rows = json.loads((RESULTS / "network-two-levels.json").read_text())["rows"]
     return {
-        rate: [r["step_ms"] / 1000 for name in TWO_LEVELS for r in rows if (r["rate"], r["subject"]) == (rate, name)]
+        rate: [
+            r["step_ms"] / 1000
+            for name in TWO_LEVELS
+            for r in rows
+            if (r["rate"], r["subject"]) == (rate, name)
+        ]
         for rate in dict.fromkeys(row["rate"] for row in rows)
     }
 
@@ -80,9 +93,13 @@ def traces(links: Link, steps: int, rng: np.random.Generator) -> Iterator[tuple[
 
 
 def row_of(trace: np.ndarray, steps: int, bursts: float = 0.0) -> dict[str, Any]:
-    """The cost of choosing, beside the best method from the start on and the seconds of two bursts."""
+    """The cost of choosing, beside the best method from the start on and the seconds of two
+    bursts."""
     seconds = trace[:steps].tolist()
-    fixed = [clocked(m, lambda step, method, now: seconds[step][method], steps)[0] for m in range(trace.shape[1])]
+    fixed = [
+        clocked(m, lambda step, method, now: seconds[step][method], steps)[0]
+        for m in range(trace.shape[1])
+    ]
     chooser = Chooser(trace.shape[1])
     total, _ = clocked(chooser, lambda step, method, now: seconds[step][method], steps)
     best, plain = min(fixed), fixed[0] / steps
@@ -98,15 +115,22 @@ def row_of(trace: np.ndarray, steps: int, bursts: float = 0.0) -> dict[str, Any]
     }
 
 
-def on_links(steps: int, layers: int, vocabulary: int, traces: Collection[str]) -> list[dict[str, Any]]:
-    """Real trainings of two hosts on links whose rate changes with the step: Auto, and each of its methods."""
+def on_links(
+    steps: int, layers: int, vocabulary: int, traces: Collection[str]
+) -> list[dict[str, Any]]:
+    """Real trainings of two hosts on links whose rate changes with the step: Auto, and each of its
+    methods."""
     sys.path.insert(0, str(WORKER.parent))
     from lab import PORT, Lab, obstacle
 
     if why := obstacle():
         raise SystemExit(why)
     half = steps // 2
-    bursts = {begin + i: rate for begin in range(half, steps, 250) for i, rate in ((0, "100mbit"), (BURST, None))}
+    bursts = {
+        begin + i: rate
+        for begin in range(half, steps, 250)
+        for i, rate in ((0, "100mbit"), (BURST, None))
+    }
     rates: dict[str, tuple[dict[int, str | None], float]] = {
         **{name: ({0: name}, 0.0) for name in ("100mbit", "1gbit")},
         "unlimited": ({0: None}, 0.0),
@@ -124,32 +148,53 @@ def on_links(steps: int, layers: int, vocabulary: int, traces: Collection[str]) 
             with Lab(2, changes[0]) as lab, tempfile.TemporaryDirectory() as folder:
                 progress = Path(folder) / "step"
 
-                options = [f"--method={method}", f"--steps={steps}", f"--late={late}", f"--progress={progress}"]
+                options = [
+                    f"--method={method}",
+                    f"--steps={steps}",
+                    f"--late={late}",
+                    f"--progress={progress}",
+                ]
                 options += [f"--layers={layers}", f"--vocabulary={vocabulary}"]
 
                 def command(host: int, lab: Lab = lab, options: list[str] = options) -> list[str]:
                     return [
-                        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={host}"),
-                        *("--nproc-per-node=1", f"--master-addr={lab.address(0)}", f"--master-port={PORT}"),
+                        *(
+                            sys.executable,
+                            "-m",
+                            "torch.distributed.run",
+                            "--nnodes=2",
+                            f"--node-rank={host}",
+                        ),
+                        *(
+                            "--nproc-per-node=1",
+                            f"--master-addr={lab.address(0)}",
+                            f"--master-port={PORT}",
+                        ),
                         *(f"--local-addr={lab.address(host)}", str(WORKER), *options),
                     ]
 
                 ended = threading.Event()
-                follower = threading.Thread(target=_follow, args=(lab, progress, dict(changes), ended))
+                follower = threading.Thread(
+                    target=_follow, args=(lab, progress, dict(changes), ended)
+                )
                 follower.start()
                 try:
                     found = json.loads(lab.run(command, timeout=7200)[0].strip().splitlines()[-1])
                 finally:
                     ended.set()
                     follower.join()
-            row |= {method: found["seconds"]} | ({"choices": found["choices"]} if method == "Auto" else {})
+            row |= {method: found["seconds"]} | (
+                {"choices": found["choices"]} if method == "Auto" else {}
+            )
         row["to_best"] = row["Auto"] / min(row[method] for method in ("plain", "int8", "bfloat16"))
         print(f"{name:<14} {row['to_best']:.3f} of the best", flush=True)
         rows.append(row)
     return rows
 
 
-def _follow(lab: Any, progress: Path, changes: dict[int, str | None], ended: threading.Event) -> None:
+def _follow(
+    lab: Any, progress: Path, changes: dict[int, str | None], ended: threading.Event
+) -> None:
     """Change the links when a step has come."""
     while not ended.wait(0.02):
         now = int(progress.read_text() or 0) if progress.exists() else 0
@@ -158,13 +203,27 @@ def _follow(lab: Any, progress: Path, changes: dict[int, str | None], ended: thr
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(prog="python benchmarks/auto.py", description=(__doc__ or "").split("\n")[0])
-    p.add_argument("--steps", type=int, nargs="+", default=[1000, 10_000], help="of the trainings")
-    p.add_argument("--links", action="store_true", help="trainings on shaped links in place of the simulated clock")
-    p.add_argument(
-        "--traces", nargs="*", default=[], help="with --links: some of them, such as 'becomes slow'; none: all"
+    p = argparse.ArgumentParser(
+        prog="python benchmarks/auto.py", description=(__doc__ or "").split("\n")[0]
     )
-    p.add_argument("--layers", type=int, default=6, help="with --links: of the GPT; 6 make 25 million parameters")
+    p.add_argument("--steps", type=int, nargs="+", default=[1000, 10_000], help="of the trainings")
+    p.add_argument(
+        "--links",
+        action="store_true",
+        help="trainings on shaped links in place of the simulated clock",
+    )
+    p.add_argument(
+        "--traces",
+        nargs="*",
+        default=[],
+        help="with --links: some of them, such as 'becomes slow'; none: all",
+    )
+    p.add_argument(
+        "--layers",
+        type=int,
+        default=6,
+        help="with --links: of the GPT; 6 make 25 million parameters",
+    )
     p.add_argument("--vocabulary", type=int, default=12_000, help="with --links: of the GPT")
     p.add_argument("--output", type=Path, help="benchmarks/results/auto.json, or auto-links.json")
     args = p.parse_args()
@@ -178,7 +237,11 @@ def main() -> None:
             args.output,
         )
         return
-    subjects = [(name, model, links) for name, methods in SETS.items() for model, links in measured(methods).items()]
+    subjects = [
+        (name, model, links)
+        for name, methods in SETS.items()
+        for model, links in measured(methods).items()
+    ]
     subjects.append(("by nodes", "GPT, 25 million, 2 x 2", two_by_two()))
     rng, rows = np.random.default_rng(0), []
     for subject, model, links in subjects:
@@ -187,18 +250,24 @@ def main() -> None:
             slow = links.get("100mbit", [0.0])
             allowed = 2 * BURST * (max(slow) - min(slow)) if name == "bursts" else 0.0
             rows += [
-                {"methods": subject, "model": model, "trace": name, **row_of(noisy, n, allowed)} for n in args.steps
+                {"methods": subject, "model": model, "trace": name, **row_of(noisy, n, allowed)}
+                for n in args.steps
             ]
     kept = sum(row["holds"] for row in rows)
     for row in rows:
         if not row["holds"]:
             beyond = row["plain_steps_beyond_102_percent"]
             where = f"{row['methods']:<16} {row['model']:<32} {row['trace']:<16} {row['steps']:>6} steps"
-            print(f"{where}: {row['to_best']:.3f} of the best, {beyond:.1f} plain steps beyond 1.02")
+            print(
+                f"{where}: {row['to_best']:.3f} of the best, {beyond:.1f} plain steps beyond 1.02"
+            )
     print(
         f"{kept} of {len(rows)} within 1.02 of the best fixed method, 20 plain steps below 10,000, and two bursts where there are any"
     )
-    save({"command": "python benchmarks/auto.py", "noise": NOISE, "kept": kept, "rows": rows}, args.output)
+    save(
+        {"command": "python benchmarks/auto.py", "noise": NOISE, "kept": kept, "rows": rows},
+        args.output,
+    )
 
 
 if __name__ == "__main__":

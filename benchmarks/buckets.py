@@ -1,13 +1,17 @@
-"""What the size of a bucket costs: step time and memory on two replicas, torch and JAX; and `DataParallel` against DDP.
+"""What the size of a bucket costs: step time and memory on two replicas, torch and JAX; and
+`DataParallel` against DDP.
 
     python benchmarks/buckets.py                 # writes benchmarks/results/buckets.json and docs/buckets.png
     python benchmarks/buckets.py --layers 1 --vocabulary 200 --sizes 0.25 1 --repeats 1 --output /tmp/b.json --picture /tmp/b.png
 
-torch runs in two processes on Gloo, JAX under `pmap` on two CPU devices of a process of its own. In torch a step is the backward pass of a
-model that hands over given gradients, and their average. In JAX it is a training step of the GPT itself: the gradients of anything simpler XLA
-computes inside the average, and then measures something else. The subjects of one framework and, in torch, of one size take turns within one run,
-and medians are reported; the ratio of `DataParallel` to DDP is the median of the ratios of steps that followed each other. Memory is what a step takes beyond parameters and
-gradients as a user sees them: in torch the gradients and buckets themselves, in JAX the temporary buffers that XLA plans.
+torch runs in two processes on Gloo, JAX under `pmap` on two CPU devices of a process of its own. In
+torch a step is the backward pass of a model that hands over given gradients, and their average. In
+JAX it is a training step of the GPT itself: the gradients of anything simpler XLA computes inside
+the average, and then measures something else. The subjects of one framework and, in torch, of one
+size take turns within one run, and medians are reported; the ratio of `DataParallel` to DDP is the
+median of the ratios of steps that followed each other. Memory is what a step takes beyond
+parameters and gradients as a user sees them: in torch the gradients and buckets themselves, in JAX
+the temporary buffers that XLA plans.
 """
 
 from __future__ import annotations
@@ -36,10 +40,14 @@ def parse() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     p.add_argument("--layers", type=int, default=6, help="of the GPT; 6 make 25 million parameters")
     p.add_argument("--vocabulary", type=int, default=12_000, help="of the GPT")
-    p.add_argument("--sizes", type=float, nargs="+", default=[0.25, 1, 4, 25, 100], help="of buckets, in MiB")
+    p.add_argument(
+        "--sizes", type=float, nargs="+", default=[0.25, 1, 4, 25, 100], help="of buckets, in MiB"
+    )
     p.add_argument("--repeats", type=int, default=9, help="timed steps of each")
     p.add_argument("--output", type=Path, default=HERE / "results" / "buckets.json")
-    p.add_argument("--picture", default=str(HERE.parent / "docs" / "buckets.png"), help="'' draws none")
+    p.add_argument(
+        "--picture", default=str(HERE.parent / "docs" / "buckets.png"), help="'' draws none"
+    )
     p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return p.parse_args()
 
@@ -79,7 +87,9 @@ def torch_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         assert isinstance(ours, DataParallel)
         for name, wrapped in models.items():
             # Gradients are views of the buckets in both: each storage counts once.
-            storages = {p.grad.untyped_storage() for p in wrapped.parameters() if p.grad is not None}
+            storages = {
+                p.grad.untyped_storage() for p in wrapped.parameters() if p.grad is not None
+            }
             row = {
                 "backend": "torch",
                 "subject": name,
@@ -97,7 +107,8 @@ def torch_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def jax_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Two CPU devices: training steps of the GPT, from tokens to averages, with plain `pmean` and with each size."""
+    """Two CPU devices: training steps of the GPT, from tokens to averages, with plain `pmean` and
+    with each size."""
     import jax
     import jax.numpy as jnp
     from jax import lax
@@ -114,7 +125,9 @@ def jax_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         name: str, average: Callable[[Any], Any], cap: float | None
     ) -> tuple[Callable[[], None], dict[str, Any]]:
         def step(params: Any, tokens: Any) -> Any:
-            return jax.tree.map(lambda p, g: p - 0.01 * g, params, average(jax.grad(loss)(params, tokens)))
+            return jax.tree.map(
+                lambda p, g: p - 0.01 * g, params, average(jax.grad(loss)(params, tokens))
+            )
 
         sent = collective_traffic(step, params, tokens[0], axis_env=[("data", REPLICAS)])
         run = jax.pmap(step, axis_name="data").lower(everywhere, tokens).compile()
@@ -151,7 +164,14 @@ def jax_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def in_jax(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of this script as a worker, with two devices: the last line that it prints."""
-    command = [str(Path(__file__)), "--worker", "--repeats", str(args.repeats), "--layers", str(args.layers)]
+    command = [
+        str(Path(__file__)),
+        "--worker",
+        "--repeats",
+        str(args.repeats),
+        "--layers",
+        str(args.layers),
+    ]
     command += ["--vocabulary", str(args.vocabulary), "--sizes", *map(str, args.sizes)]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={REPLICAS}"
     rows: list[dict[str, Any]] = last_line(*command, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
@@ -176,8 +196,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 )
                 for r in whole:
                     label = f"{subject}, no buckets" if line == 0 else None
-                    axes[line][column].axhline(r[what], color=drawn.get_color(), linestyle=":", label=label)
-        axes[0][column].set_title({"torch": "torch, 2 Gloo processes", "jax": "JAX, 2 CPU devices"}[backend])
+                    axes[line][column].axhline(
+                        r[what], color=drawn.get_color(), linestyle=":", label=label
+                    )
+        axes[0][column].set_title(
+            {"torch": "torch, 2 Gloo processes", "jax": "JAX, 2 CPU devices"}[backend]
+        )
         axes[0][column].legend(fontsize=7)
         axes[1][column].set_xlabel("bucket size, MiB")
         for line in (0, 1):
@@ -209,7 +233,9 @@ def main() -> None:
             f"  {r['memory_mib']:7.1f} MiB{ratio}"
         )
     ratios = [r["ratio_to_ddp"] for r in rows if "ratio_to_ddp" in r]
-    print(f"a DataParallel step is {statistics.median(ratios):.3f} of a DDP step (median over the sizes)")
+    print(
+        f"a DataParallel step is {statistics.median(ratios):.3f} of a DDP step (median over the sizes)"
+    )
     result = {
         "command": " ".join(["python benchmarks/buckets.py", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}, jax {version('jax')}",

@@ -1,9 +1,11 @@
-"""Python calls into gradwire's own files: of a registration, of a step, of a trace. A count, not a time, so any machine gives the same.
+"""Python calls into gradwire's own files: of a registration, of a step, of a trace. A count, not a
+time, so any machine gives the same.
 
     python benchmarks/calls.py                          # all of them
     python benchmarks/calls.py ddp-registration 50      # one, of a model of so many matrices
 
-Matrices are 256×256 and the method is PowerSGD(4). In torch a process is alone, on Gloo; in JAX a step is traced for two devices.
+Matrices are 256×256 and the method is PowerSGD(4). In torch a process is alone, on Gloo; in JAX a
+step is traced for two devices.
 """
 
 from __future__ import annotations
@@ -123,7 +125,10 @@ def diloco(subject: str, matrices: int) -> int:
         model(torch.ones(2, 256)).sum().backward()
         for _ in range(5):
             optimizer.step()
-        counts = {"diloco-average": calls_of(optimizer.step), "diloco-other-step": calls_of(optimizer.step)}
+        counts = {
+            "diloco-average": calls_of(optimizer.step),
+            "diloco-other-step": calls_of(optimizer.step),
+        }
         return counts[subject]
 
 
@@ -147,7 +152,11 @@ def jax_calls(subject: str, matrices: int) -> int:
     def update(gradients: Any, state: Any) -> Any:
         return tx.update(jax.tree.map(lambda g: g[0], gradients), state)
 
-    shards: dict[str, Any] = {"in_specs": (jax.P("data"), specs), "out_specs": (jax.P(), specs), "check_vma": False}
+    shards: dict[str, Any] = {
+        "in_specs": (jax.P("data"), specs),
+        "out_specs": (jax.P(), specs),
+        "check_vma": False,
+    }
     given = {name: jnp.ones((2, *x.shape)) for name, x in params.items()}
     return calls_of(lambda: jax.jit(jax.shard_map(update, mesh=mesh, **shards)).trace(given, state))
 
@@ -156,7 +165,8 @@ COUNTED = {"ddp": ddp, "fsdp": fsdp, "diloco": diloco, "jax": jax_calls}
 
 
 def count(subject: str, matrices: int) -> int:
-    """In this process, which should not have run another subject: what is cached would not be counted."""
+    """In this process, which should not have run another subject: what is cached would not be
+    counted."""
     return COUNTED[subject.partition("-")[0]](subject, matrices)
 
 
@@ -168,7 +178,11 @@ def main() -> None:
     if args.subject is not None:
         print(
             json.dumps(
-                {"subject": args.subject, "matrices": args.matrices, "calls": count(args.subject, args.matrices)}
+                {
+                    "subject": args.subject,
+                    "matrices": args.matrices,
+                    "calls": count(args.subject, args.matrices),
+                }
             )
         )
         return

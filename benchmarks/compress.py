@@ -1,11 +1,12 @@
-"""What compression costs on one process: gradwire's PowerSGD hook against torch's, in the same run, on the gradients of a GPT and of a
-ResNet-18.
+"""What compression costs on one process: gradwire's PowerSGD hook against torch's, in the same run,
+on the gradients of a GPT and of a ResNet-18.
 
     python benchmarks/compress.py                 # writes benchmarks/results/compress.json and prints a table
     python benchmarks/compress.py --layers 1 --vocabulary 1000 --repeats 3 --output /tmp/compress.json
 
-The hooks run in DDP with one bucket (with more, torch's hook hangs on Gloo), one process, interleaved; medians. Compress time is from the
-hook's call to the completion of its future. The optimizer is not run: gradients are given.
+The hooks run in DDP with one bucket (with more, torch's hook hangs on Gloo), one process,
+interleaved; medians. Compress time is from the hook's call to the completion of its future. The
+optimizer is not run: gradients are given.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ KERNELS = 5
 
 
 class Subject:
-    """A DDP module with one bucket and a timed hook. `step` runs one backward pass and returns the hook's seconds."""
+    """A DDP module with one bucket and a timed hook. `step` runs one backward pass and returns the
+    hook's seconds."""
 
     def __init__(
         self,
@@ -48,7 +50,9 @@ class Subject:
         state: Any,
         hook: Callable[[Any, Any], Any],
     ) -> None:
-        self.ddp = DistributedDataParallel(GivenGradients(shapes), bucket_cap_mb=100_000, gradient_as_bucket_view=True)
+        self.ddp = DistributedDataParallel(
+            GivenGradients(shapes), bucket_cap_mb=100_000, gradient_as_bucket_view=True
+        )
         self.seconds = 0.0
         self.buckets = 0
         self.profiler: Any = None
@@ -86,8 +90,11 @@ def theirs(shapes: dict[str, tuple[int, ...]], rank: int) -> Subject:
     return Subject(shapes, state, torchs.powerSGD_hook)
 
 
-def measure(subject: Subject, gradients: dict[str, torch.Tensor]) -> tuple[int, int, int, dict[str, float]]:
-    """Bytes allocated in all, bytes at the peak, all-reduces of one step's hook, and the milliseconds of the kernels that take most."""
+def measure(
+    subject: Subject, gradients: dict[str, torch.Tensor]
+) -> tuple[int, int, int, dict[str, float]]:
+    """Bytes allocated in all, bytes at the peak, all-reduces of one step's hook, and the
+    milliseconds of the kernels that take most."""
     original, calls = dist.all_reduce, 0
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -107,9 +114,18 @@ def measure(subject: Subject, gradients: dict[str, torch.Tensor]) -> tuple[int, 
             live += event.nbytes()
             allocated += max(event.nbytes(), 0)
             peak = max(peak, live)
-    busy = {e.key: e.self_cpu_time_total / 1e3 for e in subject.profiler.key_averages() if e.key.startswith("aten::")}
+    busy = {
+        e.key: e.self_cpu_time_total / 1e3
+        for e in subject.profiler.key_averages()
+        if e.key.startswith("aten::")
+    }
     kernels = dict(sorted(busy.items(), key=lambda item: -item[1])[:KERNELS])
-    return allocated, peak, calls, kernels | {"everything else": sum(busy.values()) - sum(kernels.values())}
+    return (
+        allocated,
+        peak,
+        calls,
+        kernels | {"everything else": sum(busy.values()) - sum(kernels.values())},
+    )
 
 
 def one_pass(numbers: int, repeats: int) -> float:
@@ -123,7 +139,9 @@ def one_pass(numbers: int, repeats: int) -> float:
     return statistics.median(seconds) * 1e3 / 2
 
 
-def in_turns(subjects: dict[str, Subject], gradients: dict[str, torch.Tensor], repeats: int) -> dict[str, list[float]]:
+def in_turns(
+    subjects: dict[str, Subject], gradients: dict[str, torch.Tensor], repeats: int
+) -> dict[str, list[float]]:
     """Seconds of each subject's hook; the subjects take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in subjects}
     for round_ in range(repeats + 4):
@@ -136,7 +154,9 @@ def in_turns(subjects: dict[str, Subject], gradients: dict[str, torch.Tensor], r
 
 def time_ratio(seconds: dict[str, list[float]]) -> float:
     """Median of the ratios of steps that followed each other."""
-    return statistics.median(a / b for a, b in zip(seconds["gradwire"], seconds["torch"], strict=True))
+    return statistics.median(
+        a / b for a, b in zip(seconds["gradwire"], seconds["torch"], strict=True)
+    )
 
 
 def compare(shapes: dict[str, tuple[int, ...]], rank: int, repeats: int) -> dict[str, Any]:
@@ -166,7 +186,9 @@ def main() -> None:
     p.add_argument("--vocabulary", type=int, default=12_000, help="of the GPT")
     p.add_argument("--repeats", type=int, default=15, help="timed steps of each")
     p.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
-    p.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "compress.json")
+    p.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results" / "compress.json"
+    )
     args = p.parse_args()
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -180,7 +202,9 @@ def main() -> None:
             f"{model}, {parameters / 1e6:.1f} million parameters: {mib:.0f} MiB in one bucket, {args.threads} threads"
         )
         for rank in args.ranks:
-            row = {"model": model, "parameters": parameters, "gradient_mib": mib} | compare(shapes, rank, args.repeats)
+            row = {"model": model, "parameters": parameters, "gradient_mib": mib} | compare(
+                shapes, rank, args.repeats
+            )
             rows.append(row)
             for name in ("gradwire", "torch"):
                 r = row[name]

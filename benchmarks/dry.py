@@ -1,4 +1,5 @@
-"""A communication hook's step as on a device, without a device and without arithmetic: which kernels it would launch.
+"""A communication hook's step as on a device, without a device and without arithmetic: which
+kernels it would launch.
 
     with on_a_device():
         step = gradwire_step(gpt(12, 768, 50_257, 1024), PowerSGD(4), cap_mib=25)
@@ -7,12 +8,14 @@
             step.run()
     print(seen.kernels, step.all_reduces, seen.waits)
 
-`Kernels` looks at every aten operation and does not run those that would be kernels: what they would return is memory nobody has written to, so
-the gradients of a GPT take no time and, untouched, no memory. `Kernels(compute=True)` runs them as well.
+`Kernels` looks at every aten operation and does not run those that would be kernels: what they
+would return is memory nobody has written to, so the gradients of a GPT take no time and, untouched,
+no memory. `Kernels(compute=True)` runs them as well.
 
-What counts: views, `empty` and its kind, and what only asks about a tensor launch nothing; of other operations of torch
-`launched` says how many kernels they are, by a table that a GPU has shown; each of gradwire's own is one. All-reduces are
-not in it. Tensors are on the CPU, so a whole tensor that goes to the host (`tolist`, `cpu`) is not seen as a wait; a single number is.
+What counts: views, `empty` and its kind, and what only asks about a tensor launch nothing; of other
+operations of torch `launched` says how many kernels they are, by a table that a GPU has shown; each
+of gradwire's own is one. All-reduces are not in it. Tensors are on the CPU, so a whole tensor that
+goes to the host (`tolist`, `cpu`) is not seen as a wait; a single number is.
 """
 
 from __future__ import annotations
@@ -46,8 +49,26 @@ from gradwire.torch_backend.ops.kernels import TorchOps
 MIB = 1 << 20
 #: Make memory, or ask about a tensor: nothing is launched. Views are recognized by their schema.
 FREE = (
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "is_set_to"}
-    | {"is_same_size", "is_pinned", "record_stream", "_unsafe_view", "_reshape_alias", "lift_fresh", "lift", "detach"}
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "set_",
+        "is_set_to",
+    }
+    | {
+        "is_same_size",
+        "is_pinned",
+        "record_stream",
+        "_unsafe_view",
+        "_reshape_alias",
+        "lift_fresh",
+        "lift",
+        "detach",
+    }
     | {
         "promote_types",
         "sym_size",
@@ -60,10 +81,20 @@ FREE = (
 #: In place, without a look at what was there.
 FILLS = {"copy_", "zero_", "fill_", "normal_", "_foreach_copy_", "_foreach_zero_"}
 #: The host reads what the device has computed, and waits for it.
-WAITS = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2"}
+WAITS = {
+    "_local_scalar_dense",
+    "item",
+    "equal",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "unique_dim",
+    "_unique2",
+}
 
 
-# --- kernels of an operation: read off what torch's profiler saw of gradwire's hook on an H100, torch 2.11, CUDA 13 ---
+# --- kernels of an operation: read off what torch's profiler saw of gradwire's hook on an H100,
+# torch 2.11, CUDA 13 ---
 
 #: Kernels of each call.
 CALLS = {
@@ -72,15 +103,16 @@ CALLS = {
     "topk": 10,
     "index_put_": 26,  # bounds of both indices, a sort of them, then the sums
 }
-#: Of a Cholesky factor: a copy, pointers, two for what it says of its success, the factor, a triangle. Larger ones take
-#: three more.
+#: Of a Cholesky factor: a copy, pointers, two for what it says of its success, the factor, a
+#: triangle. Larger ones take three more.
 CHOLESKY, LARGER_CHOLESKY, LARGE = 6, 9, 16
-#: cuBLAS divides a sum among processors, and adds their parts up in a second kernel, where the product is thin and the sum long.
+#: cuBLAS divides a sum among processors, and adds their parts up in a second kernel, where the
+#: product is thin and the sum long.
 THIN, LONG = 32, 512
 #: Tensors that `cat` copies in one kernel.
 CAT = 128
-#: Of `_foreach_*` (ATen/native/cuda/MultiTensorApply.cuh): elements of a chunk, chunks of a launch, and tensors of a
-#: launch by how many lists there are.
+#: Of `_foreach_*` (ATen/native/cuda/MultiTensorApply.cuh): elements of a chunk, chunks of a launch,
+#: and tensors of a launch by how many lists there are.
 CHUNK, CHUNKS, TENSORS = 1 << 16, 320, {1: 110, 2: 64, 3: 48, 4: 36}
 
 
@@ -108,14 +140,21 @@ def launched(name: str, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _foreach(name: str, args: Any, result: Any) -> int:
-    """Launches of as many chunks and tensors as fit into one; or one for each tensor, where dtypes or strides are mixed."""
-    if name == "_foreach_norm":  # a number of each tensor, and a kernel that adds up what is found of its chunks
+    """Launches of as many chunks and tensors as fit into one; or one for each tensor, where dtypes
+    or strides are mixed."""
+    # a number of each tensor, and a kernel that adds up what is found of its chunks
+    if name == "_foreach_norm":
         return 1 + _foreach("", args[:1], None)
-    lists: list[Any] = [x for x in (*args, result) if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)]
+    lists: list[Any] = [
+        x for x in (*args, result) if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)
+    ]
     lists = [x for i, x in enumerate(lists) if not any(x is before for before in lists[:i])]
     first = lists[0]
     for each in lists:
-        if any(x.dtype != first[0].dtype or x.stride() != y.stride() for x, y in zip(each, first, strict=True)):
+        if any(
+            x.dtype != first[0].dtype or x.stride() != y.stride()
+            for x, y in zip(each, first, strict=True)
+        ):
             return len(first)
     launches = chunks = tensors = 0
     for x in first:
@@ -132,7 +171,8 @@ def _foreach(name: str, args: Any, result: Any) -> int:
 
 
 class Kernels(TorchDispatchMode):
-    """Counts the kernels that operations would launch on a device; within the context, in this thread.
+    """Counts the kernels that operations would launch on a device; within the context, in this
+    thread.
 
     Args:
         compute: run them too. Otherwise their results are memory that nobody has written to.
@@ -141,7 +181,8 @@ class Kernels(TorchDispatchMode):
         by_name: kernels by the operation that launches them.
         operations: all that were dispatched, views too: what the host does.
         waits: how often the host would have waited for the device: it read a number.
-        nbytes: what the operations read and write, each of their tensors once; of an expanded axis one element.
+        nbytes: what the operations read and write, each of their tensors once; of an expanded axis
+            one element.
     """
 
     def __init__(self, *, compute: bool = False) -> None:
@@ -178,14 +219,21 @@ def _is_view(func: Any) -> bool:
 
 
 def _unwritten(func: Any, args: Any, kwargs: Any) -> Any:
-    """What `func` returns, of the right shapes and strides, in memory that it has not written to."""
+    """What `func` returns, of the right shapes and strides, in memory that it has not written
+    to."""
     written = [
         args[i] if i < len(args) else kwargs[argument.name]
         for i, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     if written:  # in place, or with `out=`; `_foreach_*_` returns nothing
-        return None if not func._schema.returns else written[0] if len(written) == 1 else tuple(written)
+        return (
+            None
+            if not func._schema.returns
+            else written[0]
+            if len(written) == 1
+            else tuple(written)
+        )
     with _disable_current_modes():
         on_meta, named = tree_map_only(Tensor, lambda x: _empty_like(x, "meta"), (args, kwargs))
         if "device" in named:
@@ -196,7 +244,8 @@ def _unwritten(func: Any, args: Any, kwargs: Any) -> Any:
 def _moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Bytes that are read and written."""
     moved, writes = 0, False
-    if func._schema.name.split("::")[1] == "index_add_":  # of the rows that something is added to, and no others
+    # of the rows that something is added to, and no others
+    if func._schema.name.split("::")[1] == "index_add_":
         _, _, index, source = args
         return _bytes_of(index) + 3 * _bytes_of(source)
     for i, argument in enumerate(func._schema.arguments):
@@ -204,16 +253,24 @@ def _moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         nbytes = sum(_bytes_of(x) for x in tree_leaves(given) if isinstance(x, Tensor))
         written = argument.alias_info is not None and argument.alias_info.is_write
         writes = writes or written
-        # What is only written to: `out=`, and what is filled. Other operations in place read it first.
+        # What is only written to: `out=`, and what is filled. Other operations in place read it
+        # first.
         read = not written or not (argument.kwarg_only or func._schema.name.split("::")[1] in FILLS)
         moved += nbytes * (written + read)
-    return moved if writes else moved + sum(_bytes_of(x) for x in tree_leaves(result) if isinstance(x, Tensor))
+    return (
+        moved
+        if writes
+        else moved + sum(_bytes_of(x) for x in tree_leaves(result) if isinstance(x, Tensor))
+    )
 
 
 def _bytes_of(x: Tensor) -> int:
-    """Elements of a stride of several count as if nothing lay between them, which flatters what reads single bytes of words."""
+    """Elements of a stride of several count as if nothing lay between them, which flatters what
+    reads single bytes of words."""
     return (
-        math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.itemsize if x.numel() else 0
+        math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.itemsize
+        if x.numel()
+        else 0
     )
 
 
@@ -223,8 +280,9 @@ def _empty_like(x: Tensor, device: str) -> Tensor:
 
 @contextmanager
 def on_a_device(*, fused: bool = False) -> Iterator[None]:
-    """Drivers made within take the branch for devices, on tensors of the CPU. `fused`: with the kernels in Triton, which count as what their schemas say; to
-    compute, they need Triton's interpreter."""
+    """Drivers made within take the branch for devices, on tensors of the CPU. `fused`: with the
+    kernels in Triton, which count as what their schemas say; to compute, they need Triton's
+    interpreter."""
     original = TorchOps.__init__
 
     def init(self: TorchOps, device: torch.device) -> None:
@@ -254,7 +312,8 @@ class _Arrived(Work):
 
 
 class PretendedGroup(dist.ProcessGroup):
-    """A process group of so many ranks, of which only this one exists: messages come back as they are."""
+    """A process group of so many ranks, of which only this one exists: messages come back as they
+    are."""
 
     def __init__(self, ranks: int = 8) -> None:
         super().__init__(0, ranks)  # type: ignore[call-arg]
@@ -303,8 +362,8 @@ class PretendedBucket:
 def buckets_of(
     parameters: Mapping[str, Tensor], cap_mib: float, device: torch.device | str = "cpu"
 ) -> list[PretendedBucket]:
-    """Buckets as DDP makes them of these parameters, from the last one to the first, after the first step. 25 is DDP's default, with a first
-    bucket of 1 MiB."""
+    """Buckets as DDP makes them of these parameters, from the last one to the first, after the
+    first step. 25 is DDP's default, with a first bucket of 1 MiB."""
     reversed_ = list(parameters.values())[::-1]
     limits = [MIB, 25 * MIB] if cap_mib == 25 else [int(cap_mib * MIB)]
     members, _ = torch._C._distributed_c10d._compute_bucket_assignment_by_size(reversed_, limits)
@@ -352,7 +411,8 @@ def _parameters(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> di
 
 
 class ImaginedGroups(_Groups):
-    """So many replicas, of which the others send what this one sends: for what is gathered and exchanged. That is not counted."""
+    """So many replicas, of which the others send what this one sends: for what is gathered and
+    exchanged. That is not counted."""
 
     def __init__(self, replicas: int = 8) -> None:
         super().__init__(replicas, _Clock(torch.device("cpu")))
@@ -375,14 +435,17 @@ def gradwire_step(
     replicas: int = 8,
     **options: Any,
 ) -> Step:
-    """gradwire's hook, with DDP buckets of `cap_mib`; to be made `on_a_device()`. `options`: those of `Driver`."""
+    """gradwire's hook, with DDP buckets of `cap_mib`; to be made `on_a_device()`. `options`: those
+    of `Driver`."""
     parameters, groups = _parameters(shapes, dtype), ImaginedGroups(replicas)
     remembers = bool(dry_run(algorithm, specs_of(parameters), groups.whole.size()).memory.tensors)
     options.setdefault("message_bytes", MESSAGE_BYTES_ON_DEVICE if remembers else MESSAGE_BYTES)
     with Kernels():  # memory that nobody writes to is not taken
         driver = Driver(algorithm, specs_of(parameters), torch.device("cpu"), groups, **options)
     handle = CommHook(driver, parameters, None)
-    return Step(lambda bucket: handle.hook(None, bucket), buckets_of(parameters, cap_mib), groups.whole)
+    return Step(
+        lambda bucket: handle.hook(None, bucket), buckets_of(parameters, cap_mib), groups.whole
+    )
 
 
 def torch_step(
@@ -392,9 +455,12 @@ def torch_step(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Step:
-    """torch's powerSGD_hook likewise. Its third step is the first that compresses. `options`: those of `PowerSGDState`."""
+    """torch's powerSGD_hook likewise. Its third step is the first that compresses. `options`: those
+    of `PowerSGDState`."""
     parameters, group = _parameters(shapes, dtype), PretendedGroup()
-    state = torchs.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2, **options)
+    state = torchs.PowerSGDState(
+        group, matrix_approximation_rank=rank, start_powerSGD_iter=2, **options
+    )
 
     def synchronize(device: Any = None) -> None:
         step.synchronized += 1

@@ -1,11 +1,14 @@
-"""What error feedback brings back: gradients that were dropped, and outliers, with and without the remedies of docs/error-feedback.md.
+"""What error feedback brings back: gradients that were dropped, and outliers, with and without the
+remedies of docs/error-feedback.md.
 
     python benchmarks/error_feedback.py             # two minutes; writes benchmarks/results/error-feedback.json and prints tables
     python benchmarks/error_feedback.py --steps 24 --output /tmp/error-feedback.json
 
-Two Gloo ranks train small MLPs under DDP. Half-way, one batch of rank 0 has its loss multiplied by 10,000 and random targets; the average is clipped to
-norm 1, or a step whose average is longer than 10 is skipped. "disturbed" are the steps, from that batch on, in which the loop clips, or skips. In a GAN
-the discriminator has a hook, and the generator's loss passes through it; its optimizer is given true averages, so that all ways see the same weights.
+Two Gloo ranks train small MLPs under DDP. Half-way, one batch of rank 0 has its loss multiplied by
+10,000 and random targets; the average is clipped to norm 1, or a step whose average is longer than
+10 is skipped. "disturbed" are the steps, from that batch on, in which the loop clips, or skips. In
+a GAN the discriminator has a hook, and the generator's loss passes through it; its optimizer is
+given true averages, so that all ways see the same weights.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def wrapped(model: nn.Module, algorithm: Algorithm | None) -> tuple[DistributedDataParallel, CommHook | None]:
+def wrapped(
+    model: nn.Module, algorithm: Algorithm | None
+) -> tuple[DistributedDataParallel, CommHook | None]:
     ddp = DistributedDataParallel(model)
     return ddp, None if algorithm is None else register_comm_hook(ddp, algorithm)
 
@@ -61,9 +66,12 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, x.sort(-1).values
 
 
-def outlier(algorithm: Algorithm | None, *, skip: bool, steps: int = STEPS, forget: bool = False) -> list[int]:
-    """Train through one bad batch. Returns the steps in which the average was clipped to norm 1 or, with `skip`, the step was left out because
-    the average was longer than 10. With `forget` the compression error is forgotten then."""
+def outlier(
+    algorithm: Algorithm | None, *, skip: bool, steps: int = STEPS, forget: bool = False
+) -> list[int]:
+    """Train through one bad batch. Returns the steps in which the average was clipped to norm 1 or,
+    with `skip`, the step was left out because the average was longer than 10. With `forget` the
+    compression error is forgotten then."""
     torch.manual_seed(0)
     model = mlp(32, 128, 128, 32)
     ddp, handle = wrapped(model, algorithm)
@@ -105,8 +113,8 @@ def dropped(remedy: str, algorithm: Algorithm | None) -> float:
 
 
 def gan(way: str, algorithm: Algorithm, steps: int) -> float:
-    """How far the sum of what the discriminator's hook gives is from the sum of the true averages of its gradients, in units of an average
-    one. Error feedback keeps that bounded."""
+    """How far the sum of what the discriminator's hook gives is from the sum of the true averages
+    of its gradients, in units of an average one. Error feedback keeps that bounded."""
     torch.manual_seed(0)
     generator, discriminator = mlp(16, 64, 32), mlp(32, 64, 64, 1)
     g, _ = wrapped(generator, None)
@@ -143,22 +151,36 @@ def gan(way: str, algorithm: Algorithm, steps: int) -> float:
 
 def measured(steps: int) -> dict[str, Any]:
     return {
-        "disturbed_clipped": {n: len(outlier(a, skip=False, steps=steps)) for n, a in SUBJECTS.items()},
-        "disturbed_skipped": {n: len(outlier(a, skip=True, steps=steps)) for n, a in SUBJECTS.items()},
+        "disturbed_clipped": {
+            n: len(outlier(a, skip=False, steps=steps)) for n, a in SUBJECTS.items()
+        },
+        "disturbed_skipped": {
+            n: len(outlier(a, skip=True, steps=steps)) for n, a in SUBJECTS.items()
+        },
         "disturbed_skipped_forgetting": {
-            n: len(outlier(a, skip=True, steps=steps, forget=True)) for n, a in list(SUBJECTS.items())[:4]
+            n: len(outlier(a, skip=True, steps=steps, forget=True))
+            for n, a in list(SUBJECTS.items())[:4]
         },
         "norm_of_a_zero_loss": {
-            **{f"rank 1, {remedy}": dropped(remedy, PowerSGD(1)) for remedy in ("nothing", "discarded", "forget")},
+            **{
+                f"rank 1, {remedy}": dropped(remedy, PowerSGD(1))
+                for remedy in ("nothing", "discarded", "forget")
+            },
             "DDP": dropped("nothing", None),
         },
-        "gan_drift": {f"rank {r}, {way}": gan(way, PowerSGD(r), steps) for r in (1, 2, 4) for way in WAYS},
-        "gan_drift_of_a_longer_run": {f"rank 1, {way}": gan(way, PowerSGD(1), 5 * steps) for way in WAYS[:2]},
+        "gan_drift": {
+            f"rank {r}, {way}": gan(way, PowerSGD(r), steps) for r in (1, 2, 4) for way in WAYS
+        },
+        "gan_drift_of_a_longer_run": {
+            f"rank 1, {way}": gan(way, PowerSGD(1), 5 * steps) for way in WAYS[:2]
+        },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
@@ -167,7 +189,10 @@ def main() -> None:
         print(title)
         for name, value in values.items():
             print(f"  {name:32} {value:.4g}")
-    save({"machine": platform.machine(), "torch": torch.__version__, "steps": args.steps, **found}, args.output)
+    save(
+        {"machine": platform.machine(), "torch": torch.__version__, "steps": args.steps, **found},
+        args.output,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A torch model whose backward pass hands over given gradients: what a benchmark trains when the model is not what it measures."""
+"""A torch model whose backward pass hands over given gradients: what a benchmark trains when the
+model is not what it measures."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ class GivenGradients(torch.nn.Module):
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
-        self.weights = torch.nn.ParameterDict({n: torch.nn.Parameter(torch.zeros(s)) for n, s in shapes.items()})
+        self.weights = torch.nn.ParameterDict(
+            {n: torch.nn.Parameter(torch.zeros(s)) for n, s in shapes.items()}
+        )
 
     def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
         total = torch.zeros(())
@@ -36,7 +39,8 @@ class GivenGradients(torch.nn.Module):
 
 
 class HandedOver(GivenGradients):
-    """The same without a single product: autograd is handed the gradients as they are, and all it does is to add them to `.grad`."""
+    """The same without a single product: autograd is handed the gradients as they are, and all it
+    does is to add them to `.grad`."""
 
     def term(self, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         hand_over: Callable[..., torch.Tensor] = _HandOver.apply

@@ -1,11 +1,14 @@
-"""What a half-step costs in accuracy: PowerSGD's full and half steps, gradwire's and written down anew, in float64.
+"""What a half-step costs in accuracy: PowerSGD's full and half steps, gradwire's and written down
+anew, in float64.
 
     python benchmarks/half_step.py                  # two minutes; writes benchmarks/results/half-step.json and prints a table
     python benchmarks/half_step.py --seeds 1 --epochs 1 --output /tmp/half-step.json
 
-Two replicas in one process train an MLP of two hidden layers to tell ten clouds of points apart: SGD with momentum 0.9, learning rate with warm-up and
-cosine. "reference" is epfml/powersgd's alternation (Vogels et al. 2019; one multiplication per step), independently, with QR and
-the error against what was received: where it falls as gradwire falls, it is the method. Accuracies are of 1,000 points that were not trained on.
+Two replicas in one process train an MLP of two hidden layers to tell ten clouds of points apart:
+SGD with momentum 0.9, learning rate with warm-up and cosine. "reference" is epfml/powersgd's
+alternation (Vogels et al. 2019; one multiplication per step), independently, with QR and the error
+against what was received: where it falls as gradwire falls, it is the method. Accuracies are of
+1,000 points that were not trained on.
 """
 
 from __future__ import annotations
@@ -31,7 +34,14 @@ Average = Callable[[list[Tree]], Tree]
 REPLICAS = 2
 BATCH = 16
 TRAINED, TESTED = 1500, 1000
-SHAPES = {"w1": (128, 32), "b1": (128,), "w2": (128, 128), "b2": (128,), "w3": (10, 128), "b3": (10,)}
+SHAPES = {
+    "w1": (128, 32),
+    "b1": (128,),
+    "w2": (128, 128),
+    "b2": (128,),
+    "w3": (10, 128),
+    "b3": (10,),
+}
 MOMENTUM = 0.9
 WARM_UP = 20
 
@@ -74,7 +84,9 @@ def gradient(weights: Tree, x: NDArray, labels: npt.NDArray[np.int64]) -> Tree:
 
 def initial(random: np.random.Generator, scale: float = 1.0) -> Tree:
     return {
-        name: scale * random.standard_normal(shape) * np.sqrt(2 / shape[-1]) if len(shape) == 2 else np.zeros(shape)
+        name: scale * random.standard_normal(shape) * np.sqrt(2 / shape[-1])
+        if len(shape) == 2
+        else np.zeros(shape)
         for name, shape in SHAPES.items()
     }
 
@@ -99,11 +111,17 @@ def accuracy(average: Average, rate: float, seed: int, epochs: int, clip: float 
             order = random.permutation(TRAINED)
         start = step % per_epoch * BATCH * REPLICAS
         batches = [order[start + r * BATCH : start + (r + 1) * BATCH] for r in range(REPLICAS)]
-        with np.errstate(over="ignore", invalid="ignore"):  # a training may fall apart: that is what is looked for
+        # a training may fall apart: that is what is looked for
+        with np.errstate(over="ignore", invalid="ignore"):
             averages = average([gradient(weights, x[i], labels[i]) for i in batches])
             norm = float(np.sqrt(sum(np.sum(g**2) for g in averages.values())))
             factor = 1.0 if clip is None or norm <= clip else clip / norm
-            now = rate * min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + np.cos(np.pi * step / (per_epoch * epochs)))
+            now = (
+                rate
+                * min(1.0, (step + 1) / WARM_UP)
+                * 0.5
+                * (1 + np.cos(np.pi * step / (per_epoch * epochs)))
+            )
             for name in SHAPES:
                 velocity[name] = MOMENTUM * velocity[name] + factor * averages[name]
                 weights[name] = weights[name] - now * velocity[name]
@@ -112,11 +130,15 @@ def accuracy(average: Average, rate: float, seed: int, epochs: int, clip: float 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.25, 0.3])
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "half-step.json")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results" / "half-step.json"
+    )
     args = parser.parse_args()
     rows: dict[str, dict[str, list[float]]] = {}
     for rate in args.rates:

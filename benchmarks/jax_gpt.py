@@ -12,10 +12,13 @@ HEAD = 64
 
 
 def initial(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.Array]:
-    """Parameters of these shapes: ones for the scales of norms, zeros for biases, small random numbers for the rest."""
+    """Parameters of these shapes: ones for the scales of norms, zeros for biases, small random
+    numbers for the rest."""
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return {
-        n: 0.02 * jax.random.normal(k, s) if len(s) > 1 else jnp.full(s, float("norm" in n and n.endswith("_w")))
+        n: 0.02 * jax.random.normal(k, s)
+        if len(s) > 1
+        else jnp.full(s, float("norm" in n and n.endswith("_w")))
         for (n, s), k in zip(shapes.items(), keys, strict=True)
     }
 
@@ -25,7 +28,11 @@ def loss(params: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
     seen, wanted = tokens[:, :-1], tokens[:, 1:]
     x = params["tokens"][seen] + params["positions"][: seen.shape[1]]
     for i in range(sum(name.endswith("_qkv_w") for name in params)):
-        p = {name.removeprefix(f"{i}_"): value for name, value in params.items() if name.startswith(f"{i}_")}
+        p = {
+            name.removeprefix(f"{i}_"): value
+            for name, value in params.items()
+            if name.startswith(f"{i}_")
+        }
         x = x + _attention(_norm(x, p, "norm1"), p)
         x = x + _linear(jax.nn.gelu(_linear(_norm(x, p, "norm2"), p, "up")), p, "down")
     logits = jax.nn.log_softmax(x @ params["tokens"].T)
@@ -35,8 +42,12 @@ def loss(params: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
 def _attention(x: jax.Array, p: Mapping[str, jax.Array]) -> jax.Array:
     batch, time, width = x.shape
     head = min(HEAD, width)
-    q, k, v = _linear(x, p, "qkv").reshape(batch, time, 3, width // head, head).transpose(2, 0, 1, 3, 4)
-    return _linear(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(batch, time, width), p, "out")
+    q, k, v = (
+        _linear(x, p, "qkv").reshape(batch, time, 3, width // head, head).transpose(2, 0, 1, 3, 4)
+    )
+    return _linear(
+        jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(batch, time, width), p, "out"
+    )
 
 
 def _linear(x: jax.Array, p: Mapping[str, Any], name: str) -> jax.Array:

@@ -1,11 +1,13 @@
-"""What averaging costs in JAX: time and temporary memory of a step beside plain `pmean`, and what XLA needs to compile it.
+"""What averaging costs in JAX: time and temporary memory of a step beside plain `pmean`, and what
+XLA needs to compile it.
 
     python benchmarks/jax_step.py                 # writes benchmarks/results/jax_step.json and prints a table
     python benchmarks/jax_step.py --layers 1 --vocabulary 200 --repeats 1 --compile-matrices 0 --compile-leaves --output /tmp/jax_step.json
 
-A step takes given gradients of a GPT, averages them and updates the parameters, under `jax.shard_map`, everything donated; on one device and on
-two, each in a process of its own. Subjects take turns; ratios are medians over the rounds. Processor time is that of all threads: on a busy
-machine it says more than the clock.
+A step takes given gradients of a GPT, averages them and updates the parameters, under
+`jax.shard_map`, everything donated; on one device and on two, each in a process of its own.
+Subjects take turns; ratios are medians over the rounds. Processor time is that of all threads: on a
+busy machine it says more than the clock.
 """
 
 from __future__ import annotations
@@ -30,7 +32,18 @@ from shapes import elements, gpt
 AXIS = "data"
 PMEAN = "pmean"
 #: Of leaves that are only compiled, in turn.
-TEN = ((64, 64), (64, 128), (128, 64), (64, 192), (96, 96), (192, 64), (64, 256), (256, 64), (128, 96), (96, 128))
+TEN = (
+    (64, 64),
+    (64, 128),
+    (128, 64),
+    (64, 192),
+    (96, 96),
+    (192, 64),
+    (64, 256),
+    (256, 64),
+    (128, 96),
+    (96, 128),
+)
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -89,7 +102,9 @@ def compiled(tx: Any, shapes: Shapes, mesh: Any, optimizer: str) -> Subject:
 
     tx = optax.chain(tx, {"sgd": optax.sgd, "adam": optax.adam}[optimizer](1e-3))
     random = np.random.default_rng(0)
-    params = {n: jnp.asarray(random.standard_normal(s, dtype=np.float32)) for n, s in shapes.items()}
+    params = {
+        n: jnp.asarray(random.standard_normal(s, dtype=np.float32)) for n, s in shapes.items()
+    }
     state = params, tx.init(params)
     specs = partition_specs(state, AXIS)
     state = distribute(state, mesh, AXIS)
@@ -100,7 +115,8 @@ def compiled(tx: Any, shapes: Shapes, mesh: Any, optimizer: str) -> Subject:
 
     own = PartitionSpec(AXIS)
     mapped = jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=(specs, own), out_specs=specs, check_vma=False), donate_argnums=(0, 1)
+        jax.shard_map(step, mesh=mesh, in_specs=(specs, own), out_specs=specs, check_vma=False),
+        donate_argnums=(0, 1),
     )
     gradients = {n: jax.ShapeDtypeStruct((mesh.size, *s), jnp.float32) for n, s in shapes.items()}
     began, cpu = time.perf_counter(), time.process_time()
@@ -121,7 +137,8 @@ def compiled(tx: Any, shapes: Shapes, mesh: Any, optimizer: str) -> Subject:
 
 
 def timed(subjects: dict[str, Subject], given: Callable[[], Any], repeats: int) -> None:
-    """Adds `step_ms`, `cpu_ms` and their ratios to `pmean` to the facts of each subject. Gradients are made outside of the clock."""
+    """Adds `step_ms`, `cpu_ms` and their ratios to `pmean` to the facts of each subject. Gradients
+    are made outside of the clock."""
     import jax
 
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in subjects}
@@ -137,7 +154,9 @@ def timed(subjects: dict[str, Subject], given: Callable[[], Any], repeats: int) 
         for i, what in enumerate(("step", "cpu")):
             subject.facts[f"{what}_ms"] = statistics.median(t[i] for t in taken[name]) * 1e3
             rounds = zip(taken[name], taken[PMEAN], strict=True)
-            subject.facts[f"{what}_to_pmean"] = statistics.median(mine[i] / theirs[i] for mine, theirs in rounds)
+            subject.facts[f"{what}_to_pmean"] = statistics.median(
+                mine[i] / theirs[i] for mine, theirs in rounds
+            )
 
 
 def worker(args: argparse.Namespace) -> dict[str, Any]:
@@ -153,46 +172,69 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
     try:
         devices = jax.local_devices()[: args.worker]
     except RuntimeError as error:
-        raise SystemExit(f"--platform {args.platform}: JAX finds no such device ({error})") from None
+        raise SystemExit(
+            f"--platform {args.platform}: JAX finds no such device ({error})"
+        ) from None
     if len(devices) < args.worker:
         raise SystemExit(f"--devices {args.worker}: JAX finds {len(devices)}")
     mesh = jax.make_mesh((args.worker,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
     shapes = gpt(args.layers, args.width, args.vocabulary, args.context)
     random = np.random.default_rng(1)
-    drawn = {n: random.standard_normal((args.worker, *s), dtype=np.float32) for n, s in shapes.items()}
+    drawn = {
+        n: random.standard_normal((args.worker, *s), dtype=np.float32) for n, s in shapes.items()
+    }
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
 
     named = transformations(args.ranks)
     subjects = {name: compiled(tx, shapes, mesh, args.optimizer) for name, tx in named.items()}
-    timed(subjects, lambda: {n: jax.device_put(x, sharding) for n, x in drawn.items()}, args.repeats)
+    timed(
+        subjects, lambda: {n: jax.device_put(x, sharding) for n, x in drawn.items()}, args.repeats
+    )
     common = {"devices": args.worker}
     rows = [common | {"subject": name} | subject.facts for name, subject in subjects.items()]
     many = []
     if args.compile_matrices:
         pairs = range(args.compile_matrices // 2)
         two: dict[str, tuple[int, ...]] = {
-            f"{i}/{kind}": shape for i in pairs for kind, shape in (("a", (64, 64)), ("b", (64, 128)))
+            f"{i}/{kind}": shape
+            for i in pairs
+            for kind, shape in (("a", (64, 64)), ("b", (64, 128)))
         }
         tried = transformations([4])
-        many = [common | {"subject": n} | compiled(tx, two, mesh, "adam").facts for n, tx in tried.items()]
+        many = [
+            common | {"subject": n} | compiled(tx, two, mesh, "adam").facts
+            for n, tx in tried.items()
+        ]
     leaves = []
     for n in args.compile_leaves:
         of_ten: dict[str, tuple[int, ...]] = {f"{i:04}": TEN[i % len(TEN)] for i in range(n)}
         about = common | {"leaves": n}
-        leaves += [about | {"subject": k} | compiled(tx, of_ten, mesh, "sgd").facts for k, tx in methods().items()]
-    return {"device": devices[0].device_kind, "jax": jax.__version__, "rows": rows, "compile": many, "leaves": leaves}
+        leaves += [
+            about | {"subject": k} | compiled(tx, of_ten, mesh, "sgd").facts
+            for k, tx in methods().items()
+        ]
+    return {
+        "device": devices[0].device_kind,
+        "jax": jax.__version__,
+        "rows": rows,
+        "compile": many,
+        "leaves": leaves,
+    }
 
 
 def launch(args: argparse.Namespace, devices: int) -> dict[str, Any]:
     """Run this script as a worker on so many devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    result: dict[str, Any] = last_line(__file__, *sys.argv[1:], "--worker", str(devices), XLA_FLAGS=flags)
+    result: dict[str, Any] = last_line(
+        __file__, *sys.argv[1:], "--worker", str(devices), XLA_FLAGS=flags
+    )
     return result
 
 
 def main() -> None:
     p = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=(__doc__ or "").split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument("--layers", type=int, default=6, help="of the GPT; 6 make 25 million parameters")
     p.add_argument("--vocabulary", type=int, default=12_000, help="of the GPT")
@@ -203,11 +245,22 @@ def main() -> None:
     p.add_argument("--devices", type=int, nargs="+", default=[1, 2], help="numbers of devices")
     p.add_argument("--repeats", type=int, default=15, help="timed steps of each")
     p.add_argument("--platform", default="cpu", help="of the devices, as JAX calls it: cpu, cuda")
-    p.add_argument("--compile-matrices", type=int, default=300, help="of two shapes, which are only compiled; 0: none")
     p.add_argument(
-        "--compile-leaves", type=int, nargs="*", default=[100, 400, 1000], help="of ten shapes, which are only compiled"
+        "--compile-matrices",
+        type=int,
+        default=300,
+        help="of two shapes, which are only compiled; 0: none",
     )
-    p.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "jax_step.json")
+    p.add_argument(
+        "--compile-leaves",
+        type=int,
+        nargs="*",
+        default=[100, 400, 1000],
+        help="of ten shapes, which are only compiled",
+    )
+    p.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results" / "jax_step.json"
+    )
     p.add_argument("--worker", type=int, default=0, help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.worker:
@@ -215,7 +268,9 @@ def main() -> None:
         return
     results = [launch(args, n) for n in args.devices]
     shapes = gpt(args.layers, args.width, args.vocabulary, args.context)
-    print(f"GPT of {elements(shapes) / 1e6:.1f} million parameters, {args.optimizer}, on {results[0]['device']}")
+    print(
+        f"GPT of {elements(shapes) / 1e6:.1f} million parameters, {args.optimizer}, on {results[0]['device']}"
+    )
     for r in (row for result in results for row in result["rows"]):
         print(
             f"{r['devices']} devices  {r['subject']:<24} {r['step_ms']:8.1f} ms ({r['step_to_pmean']:.2f} of pmean)"

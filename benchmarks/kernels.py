@@ -1,19 +1,25 @@
-"""What a step of PowerSGD and of codes asks of a device and of the host, counted without a device: gradwire's hook and torch's on the gradients of a GPT.
+"""What a step of PowerSGD and of codes asks of a device and of the host, counted without a device:
+gradwire's hook and torch's on the gradients of a GPT.
 
     python benchmarks/kernels.py                 # some seconds; writes benchmarks/results/kernels.json and prints a table
     python benchmarks/kernels.py --ranks 4 --caps 25 --by-name --output ""
     python benchmarks/kernels.py --layers 1 --width 64 --vocabulary 200 --repeats 1 --output /tmp/kernels.json
 
-Each row is a step in which everything is warm, of one rank of eight, with DDP's buckets of 25 MiB or with one bucket. gradwire's hook is counted with its
-kernels in Triton and, as on a device on which these do not run, without:
+Each row is a step in which everything is warm, of one rank of eight, with DDP's buckets of 25 MiB
+or with one bucket. gradwire's hook is counted with its kernels in Triton and, as on a device on
+which these do not run, without:
 
-- kernels: those that operations would launch, all-reduces not counted; `benchmarks/dry.py` says what counts.
-- passes: bytes that those kernels read and write, by the bytes of the gradients; what is exchanged, and copied to be, by all-reduces not counted.
+- kernels: those that operations would launch, all-reduces not counted; `benchmarks/dry.py` says
+  what counts.
+- passes: bytes that those kernels read and write, by the bytes of the gradients; what is exchanged,
+  and copied to be, by all-reduces not counted.
 - all-reduces, and their payload.
 - host waits: numbers that the host reads, and calls of `torch.cuda.synchronize`.
-- host: CPU time of the hook's calls without tensors. The calls into torch (operators, views, questions about a tensor) are recorded once, then
-  answered from the record; the time of the same calls alone, answered likewise, is taken off. What is left is the Python of the hook, its futures
-  and `dist.all_reduce` on a process group that does nothing; what torch itself takes to dispatch and launch comes on top. Least of some steps.
+- host: CPU time of the hook's calls without tensors. The calls into torch (operators, views,
+  questions about a tensor) are recorded once, then answered from the record; the time of the same
+  calls alone, answered likewise, is taken off. What is left is the Python of the hook, its futures
+  and `dist.all_reduce` on a process group that does nothing; what torch itself takes to dispatch
+  and launch comes on top. Least of some steps.
 """
 
 from __future__ import annotations
@@ -37,7 +43,8 @@ from torch.overrides import TorchFunctionMode
 from gradwire import Algorithm, AllReduce, PowerSGD, Quantize, WireDtype
 from gradwire.core.state.skipped_steps import IN_A_ROW
 
-#: Steps before one is counted: torch's hook begins with two dense ones, and makes its factors in the third.
+#: Steps before one is counted: torch's hook begins with two dense ones, and makes its factors in
+#: the third.
 WARM_UP = 4
 #: A cap that puts everything into one bucket.
 ONE_BUCKET = 100_000.0
@@ -89,7 +96,8 @@ def seconds(run: Callable[[], None], results: list[Any]) -> float:
 
 
 def one_after_the_other(calls: list[Call]) -> Callable[[], None]:
-    """A function that makes these calls and does nothing else: written out line by line, since a loop over them takes as long as some of them."""
+    """A function that makes these calls and does nothing else: written out line by line, since a
+    loop over them takes as long as some of them."""
     names: dict[str, Any] = {}
 
     def name(x: Any) -> str:
@@ -119,7 +127,8 @@ def host_time(step: Step, repeats: int) -> tuple[float, int]:
     try:  # in turns, and the least of each: other processes only make it longer
         pairs = []
         for _ in range(repeats):
-            if (step.steps + 1) % IN_A_ROW == 0:  # which looks at how many were skipped, and so makes other calls
+            # which looks at how many were skipped, and so makes other calls
+            if (step.steps + 1) % IN_A_ROW == 0:
                 with Kernels():
                     step.run()
             pairs.append((seconds(step.run, record.results), seconds(bare, record.results)))
@@ -162,7 +171,12 @@ def measured(step: Step, repeats: int) -> dict[str, Any]:
 
 
 def gradwire(
-    shapes: dict[str, tuple[int, ...]], algorithm: Algorithm, cap: float, dtype: torch.dtype, *, fused: bool
+    shapes: dict[str, tuple[int, ...]],
+    algorithm: Algorithm,
+    cap: float,
+    dtype: torch.dtype,
+    *,
+    fused: bool,
 ) -> Step:
     with on_a_device(fused=fused):
         return gradwire_step(shapes, algorithm, cap, dtype)
@@ -170,19 +184,31 @@ def gradwire(
 
 def main() -> None:
     p = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=(__doc__ or "").split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    p.add_argument("--layers", type=int, default=12, help="of the GPT; the defaults make 125 million parameters")
+    p.add_argument(
+        "--layers",
+        type=int,
+        default=12,
+        help="of the GPT; the defaults make 125 million parameters",
+    )
     p.add_argument("--width", type=int, default=768, help="of the GPT")
     p.add_argument("--vocabulary", type=int, default=50_257, help="of the GPT")
     p.add_argument("--context", type=int, default=1024, help="of the GPT")
     p.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 32], help="PowerSGD ranks")
-    p.add_argument("--caps", type=float, nargs="+", default=[25, ONE_BUCKET], help="MiB of a bucket")
-    p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the gradients")
+    p.add_argument(
+        "--caps", type=float, nargs="+", default=[25, ONE_BUCKET], help="MiB of a bucket"
+    )
+    p.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16"], help="of the gradients"
+    )
     p.add_argument("--repeats", type=int, default=50, help="timed steps of each")
     p.add_argument("--by-name", action="store_true", help="print the kernels of each row by name")
     p.add_argument(
-        "--output", default=str(Path(__file__).parent / "results" / "kernels.json"), help="'' writes nothing"
+        "--output",
+        default=str(Path(__file__).parent / "results" / "kernels.json"),
+        help="'' writes nothing",
     )
     args = p.parse_args()
     torch.set_num_threads(1)
@@ -195,9 +221,14 @@ def main() -> None:
     rows = []
     for cap in args.caps:
         for rank in args.ranks:
-            steps = {name: gradwire(shapes, PowerSGD(rank), cap, dtype, fused=fused) for name, fused in OURS.items()}
+            steps = {
+                name: gradwire(shapes, PowerSGD(rank), cap, dtype, fused=fused)
+                for name, fused in OURS.items()
+            }
             for subject, step in (steps | {"torch": torch_step(shapes, rank, cap, dtype)}).items():
-                row = {"subject": subject, "rank": rank, "cap_mib": cap} | measured(step, args.repeats)
+                row = {"subject": subject, "rank": rank, "cap_mib": cap} | measured(
+                    step, args.repeats
+                )
                 rows.append(row)
                 print(
                     f"rank {rank:>2}  {row['buckets']:>3} buckets  {subject:<24}  {row['kernels']:6} kernels  {row['passes']:5.2f} passes  {row['all_reduces']:3} all-reduces"

@@ -1,11 +1,12 @@
-"""What a step of compression takes on a processor with the loops that numba compiles, and without them: one process, on the gradients of a GPT of 25 million
-parameters in DDP's buckets.
+"""What a step of compression takes on a processor with the loops that numba compiles, and without
+them: one process, on the gradients of a GPT of 25 million parameters in DDP's buckets.
 
     python benchmarks/loops.py                 # writes benchmarks/results/loops.json and the table in docs/performance.md
     python benchmarks/loops.py --layers 1 --vocabulary 1000 --repeats 2 --output /tmp/loops.json
 
-Both take turns in one run, and torch's PowerSGD hook with them. Times are the least of all steps, which other programs have disturbed least; and the median of
-the ratios of steps that followed each other.
+Both take turns in one run, and torch's PowerSGD hook with them. Times are the least of all steps,
+which other programs have disturbed least; and the median of the ratios of steps that followed each
+other.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ METHODS: dict[str, Any] = {
 }
 
 
-def subject(algorithm: Any, gradients: dict[str, torch.Tensor], *, loops: bool) -> tuple[Callable[[], None], float]:
+def subject(
+    algorithm: Any, gradients: dict[str, torch.Tensor], *, loops: bool
+) -> tuple[Callable[[], None], float]:
     """A step, and the seconds that registration took."""
     began = time.perf_counter()
     least, group = 0 if loops else sys.maxsize, dist.group.WORLD
@@ -55,7 +58,10 @@ def subject(algorithm: Any, gradients: dict[str, torch.Tensor], *, loops: bool) 
     assert bool(driver.ops.loops) == loops, "numba is not installed"
     whole = torch.cat([x.view(-1) for x in reversed(gradients.values())])  # as in DDP's buckets
     parts = torch.split(whole, [x.numel() for x in reversed(gradients.values())])
-    own = {name: part.view(x.shape) for (name, x), part in zip(reversed(gradients.items()), parts, strict=True)}
+    own = {
+        name: part.view(x.shape)
+        for (name, x), part in zip(reversed(gradients.items()), parts, strict=True)
+    }
 
     def step() -> None:
         driver.add(own, first=True, last=True)
@@ -63,7 +69,9 @@ def subject(algorithm: Any, gradients: dict[str, torch.Tensor], *, loops: bool) 
     return step, time.perf_counter() - began
 
 
-def measured(name: str, threads: int, shapes: dict[str, tuple[int, ...]], repeats: int) -> dict[str, Any]:
+def measured(
+    name: str, threads: int, shapes: dict[str, tuple[int, ...]], repeats: int
+) -> dict[str, Any]:
     """One method's row. Beside it, of PowerSGD, torch's hook of the same rank."""
     torch.set_num_threads(threads)
     gradients, algorithm = drawn(shapes), METHODS[name]
@@ -99,9 +107,15 @@ def measured(name: str, threads: int, shapes: dict[str, tuple[int, ...]], repeat
         wall["torch's hook"] = hooked[WARM_UP:]
         row["ratio_to_hook"] = min(wall["with"]) / min(wall["torch's hook"])
     for what, times in (("wall", wall), ("processor", busy)):
-        row[what] = {how: {"least": min(x) * 1e3, "median": statistics.median(x) * 1e3} for how, x in times.items()}
+        row[what] = {
+            how: {"least": min(x) * 1e3, "median": statistics.median(x) * 1e3}
+            for how, x in times.items()
+        }
         ratios = [a / b for a, b in zip(times["with"], times["without"], strict=True)]
-        row[what] |= {"ratio": min(times["with"]) / min(times["without"]), "median_ratio": statistics.median(ratios)}
+        row[what] |= {
+            "ratio": min(times["with"]) / min(times["without"]),
+            "median_ratio": statistics.median(ratios),
+        }
     return row
 
 
@@ -122,7 +136,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    p.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="what compresses")
+    p.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="what compresses"
+    )
     p.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="torch threads")
     p.add_argument("--layers", type=int, default=6, help="of the GPT; 6 make 25 million parameters")
     p.add_argument("--vocabulary", type=int, default=12_000, help="of the GPT")
@@ -137,7 +153,9 @@ def main() -> None:
         print(row)
     command = " ".join(["python benchmarks/loops.py", *sys.argv[1:]])
     machine = f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-    save({"command": command, "machine": machine, "repeats": args.repeats, "rows": rows}, args.output)
+    save(
+        {"command": command, "machine": machine, "repeats": args.repeats, "rows": rows}, args.output
+    )
     if args.output == p.get_default("output"):
         write_part(PAGE, "loops", table(rows))
     dist.destroy_process_group()

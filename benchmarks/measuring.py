@@ -22,7 +22,8 @@ WARM_UP = 3
 
 
 def interleaved(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each step, by subject; the subjects take turns, and in every other round in reverse."""
+    """Seconds of each step, by subject; the subjects take turns, and in every other round in
+    reverse."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(WARM_UP + repeats):
         for name in list(steps)[:: 1 if round_ % 2 else -1]:
@@ -39,13 +40,17 @@ def on_ranks(function: Callable[..., Any], *args: Any) -> Any:
     return found
 
 
-def told_by_ranks(function: Callable[..., None], *args: Any, replicas: int = REPLICAS) -> Iterator[Any]:
-    """Run `function(tell, *args)` in so many new processes with one thread each, as ranks of a Gloo process group.
+def told_by_ranks(
+    function: Callable[..., None], *args: Any, replicas: int = REPLICAS
+) -> Iterator[Any]:
+    """Run `function(tell, *args)` in so many new processes with one thread each, as ranks of a Gloo
+    process group.
 
     They are forked from a process that has imported torch, so that each begins at once.
 
     Args:
-        function: of a module. `tell(x)` hands something over, on rank 0; on the others it does nothing.
+        function: of a module. `tell(x)` hands something over, on rank 0; on the others it does
+            nothing.
 
     Yields:
         What rank 0 tells, as it comes.
@@ -54,11 +59,15 @@ def told_by_ranks(function: Callable[..., None], *args: Any, replicas: int = REP
         SystemExit: a rank failed, and has said why. No process is left in any case.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "gradwire.torch_backend"])  # dynamo: the first DDP would import it
+    # dynamo: the first DDP would import it
+    context.set_forkserver_preload(["torch._dynamo", "gradwire.torch_backend"])
     told, teller = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         common = (replicas, f"file://{folder}/store", teller, function, args)
-        ranks = [context.Process(target=_rank, args=(rank, *common), daemon=True) for rank in range(replicas)]
+        ranks = [
+            context.Process(target=_rank, args=(rank, *common), daemon=True)
+            for rank in range(replicas)
+        ]
         try:
             for process in ranks:
                 process.start()
@@ -82,12 +91,19 @@ def told_by_ranks(function: Callable[..., None], *args: Any, replicas: int = REP
                     process.join()
 
 
-def _tell_result(tell: Callable[[Any], None], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _tell_result(
+    tell: Callable[[Any], None], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     tell(function(*args))
 
 
 def _rank(
-    rank: int, replicas: int, store: str, teller: Any, function: Callable[..., None], args: tuple[Any, ...]
+    rank: int,
+    replicas: int,
+    store: str,
+    teller: Any,
+    function: Callable[..., None],
+    args: tuple[Any, ...],
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -100,9 +116,14 @@ def _rank(
 
 
 def last_line(*command: str, **env: str) -> Any:
-    """Run Python with these arguments; what a worker found is the last line that it prints, as JSON."""
+    """Run Python with these arguments; what a worker found is the last line that it prints, as
+    JSON."""
     done = subprocess.run(
-        [sys.executable, *command], env=os.environ | env, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, *command],
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     return json.loads(done.stdout.strip().splitlines()[-1])
 

@@ -1,11 +1,13 @@
-"""What an optimizer step with Muon takes when its matrices are divided among two replicas, beside the plain one on each: in torch and in JAX.
+"""What an optimizer step with Muon takes when its matrices are divided among two replicas, beside
+the plain one on each: in torch and in JAX.
 
     python benchmarks/muon.py                    # writes benchmarks/results/muon.json
     python benchmarks/muon.py --layers 1 --vocabulary 200 --repeats 1 --output /tmp/muon.json
 
-Muon for the matrices of a GPT's layers, AdamW for the rest. A step begins with averaged gradients and ends with new parameters on every replica; what it sends
-is measured by itself, as a gather of as many bytes. Subjects take turns; the share is the median over rounds of (divided − message) / plain, of which
-1/2 would be perfect.
+Muon for the matrices of a GPT's layers, AdamW for the rest. A step begins with averaged gradients
+and ends with new parameters on every replica; what it sends is measured by itself, as a gather of
+as many bytes. Subjects take turns; the share is the median over rounds of (divided − message) /
+plain, of which 1/2 would be perfect.
 """
 
 from __future__ import annotations
@@ -63,9 +65,14 @@ def in_torch(shapes: Shapes, repeats: int) -> dict[str, list[float]]:
     plain, divided = parameters(), parameters()
     matrices = [p for name, p in plain.items() if is_muons(name)]
     others = [p for name, p in plain.items() if not is_muons(name)]
-    pair: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-3)]
+    pair: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=1e-3),
+        torch.optim.AdamW(others, lr=1e-3),
+    ]
     muon, adamw = (torch.optim.Muon, {"lr": 1e-3}), (torch.optim.AdamW, {"lr": 1e-3})
-    patterns = dict.fromkeys(filter(is_muons, shapes), (*muon, "parameter")) | {"*": (*adamw, "element")}
+    patterns = dict.fromkeys(filter(is_muons, shapes), (*muon, "parameter")) | {
+        "*": (*adamw, "element")
+    }
     zero = gw.ZeroOptimizer(list(divided.items()), patterns)
     part = torch.zeros(elements(shapes) // REPLICAS)
     whole = [torch.zeros_like(part) for _ in range(REPLICAS)]
@@ -74,7 +81,9 @@ def in_torch(shapes: Shapes, repeats: int) -> dict[str, list[float]]:
         for optimizer in pair:
             optimizer.step()
 
-    return interleaved({PLAIN: both, DIVIDED: zero.step, MESSAGE: lambda: dist.all_gather(whole, part)}, repeats)
+    return interleaved(
+        {PLAIN: both, DIVIDED: zero.step, MESSAGE: lambda: dist.all_gather(whole, part)}, repeats
+    )
 
 
 def in_jax(shapes: Shapes, repeats: int) -> dict[str, list[float]]:
@@ -94,7 +103,10 @@ def in_jax(shapes: Shapes, repeats: int) -> dict[str, list[float]]:
     common: dict[str, Any] = {"axis_name": AXIS, "replicas": REPLICAS, "averaged": True}
     kinds = {"muon": zero1(muon, shard="parameter", **common), "adamw": zero1(adamw, **common)}
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    params = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    params = {
+        name: jax.random.normal(key, shape)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
     gradients = jax.tree.map(lambda x: jnp.stack([jnp.cos(x)] * REPLICAS), params)
 
     def subject(tx: Any) -> Callable[[], None]:
@@ -114,7 +126,11 @@ def in_jax(shapes: Shapes, repeats: int) -> dict[str, list[float]]:
     part = jnp.zeros((REPLICAS, elements(shapes) // REPLICAS))
     gather = jax.pmap(lambda x: lax.all_gather(x, AXIS), axis_name=AXIS)
     divided = optax.multi_transform(kinds, labels)
-    steps = {PLAIN: subject(plain), DIVIDED: subject(divided), MESSAGE: lambda: jax.block_until_ready(gather(part))}
+    steps = {
+        PLAIN: subject(plain),
+        DIVIDED: subject(divided),
+        MESSAGE: lambda: jax.block_until_ready(gather(part)),
+    }
     return interleaved(steps, repeats)
 
 
@@ -127,13 +143,20 @@ def main() -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={REPLICAS}"
     measured = {
         "torch": on_ranks(in_torch, shapes, args.repeats),
-        "jax": last_line(__file__, *sys.argv[1:], "--jax-worker", XLA_FLAGS=flags, JAX_PLATFORMS="cpu"),
+        "jax": last_line(
+            __file__, *sys.argv[1:], "--jax-worker", XLA_FLAGS=flags, JAX_PLATFORMS="cpu"
+        ),
     }
     rows = []
     for backend, seconds in measured.items():
         rounds = list(zip(*(seconds[subject] for subject in SUBJECTS), strict=True))
-        row = {"backend": backend, **{f"{s}_ms": statistics.median(seconds[s]) * 1e3 for s in SUBJECTS}}
-        row["share"] = statistics.median((divided - message) / plain for plain, divided, message in rounds)
+        row = {
+            "backend": backend,
+            **{f"{s}_ms": statistics.median(seconds[s]) * 1e3 for s in SUBJECTS},
+        }
+        row["share"] = statistics.median(
+            (divided - message) / plain for plain, divided, message in rounds
+        )
         rows.append(row)
         print(
             f"{backend:<6}  plain {row['plain_ms']:8.1f} ms   divided {row['divided_ms']:8.1f} ms, of which the message {row['message_ms']:6.1f}   "

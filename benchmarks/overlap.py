@@ -1,11 +1,13 @@
-"""How much of the communication lies under the backward pass: two torch processes on Gloo, as the profiler sees them.
+"""How much of the communication lies under the backward pass: two torch processes on Gloo, as the
+profiler sees them.
 
     python benchmarks/overlap.py                 # writes benchmarks/results/overlap.json and overlap-trace.json.gz, and prints a table
     python benchmarks/overlap.py --layers 3 --width 64 --batch 8 --repeats 1 --output /tmp/overlap.json --trace ""
 
-A chain of linear layers under DDP, several buckets, PowerSGD in groups of several sizes, and plain averaging. A collective counts from
-its launch to its completion; the backward pass lasts until the last parameter has its gradient. The trace, of one step of rank 0 in the
-smallest groups, opens in chrome://tracing or ui.perfetto.dev: look for the rows of `gloo:all_reduce` below "backward".
+A chain of linear layers under DDP, several buckets, PowerSGD in groups of several sizes, and plain
+averaging. A collective counts from its launch to its completion; the backward pass lasts until the
+last parameter has its gradient. The trace, of one step of rank 0 in the smallest groups, opens in
+chrome://tracing or ui.perfetto.dev: look for the rows of `gloo:all_reduce` below "backward".
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ SUBJECTS: dict[str, tuple[str, Algorithm, int | None]] = {
 }
 
 
-def wrapped(kind: str, algorithm: Algorithm, message_bytes: int | None, model: nn.Module, cap: float) -> nn.Module:
+def wrapped(
+    kind: str, algorithm: Algorithm, message_bytes: int | None, model: nn.Module, cap: float
+) -> nn.Module:
     """The model, with buckets of `cap` MiB."""
     options: dict[str, Any] = {} if message_bytes is None else {"message_bytes": message_bytes}
     if kind == "DataParallel":
@@ -104,7 +108,11 @@ def measured(args: argparse.Namespace, trace: str) -> list[dict[str, Any]]:
     x = torch.randn(args.batch, args.width)
     rows: list[dict[str, Any]] = []
     for name, (kind, algorithm, message_bytes) in SUBJECTS.items():
-        layers = [layer for _ in range(args.layers) for layer in (nn.Linear(args.width, args.width), nn.Tanh())]
+        layers = [
+            layer
+            for _ in range(args.layers)
+            for layer in (nn.Linear(args.width, args.width), nn.Tanh())
+        ]
         model = nn.Sequential(*layers)
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(
@@ -125,8 +133,12 @@ def measured(args: argparse.Namespace, trace: str) -> list[dict[str, Any]]:
                 found.append(overlap(profiler.events()))
         if profiler and trace and not rows and dist.get_rank() == 0:
             profiler.export_chrome_trace(trace)
-        rows.append({"subject": name} | {key: statistics.median(f[key] for f in found) for key in found[0]})
-        rows[-1]["hidden"] = statistics.median(f["under_backward_ms"] / f["communication_ms"] for f in found)
+        rows.append(
+            {"subject": name} | {key: statistics.median(f[key] for f in found) for key in found[0]}
+        )
+        rows[-1]["hidden"] = statistics.median(
+            f["under_backward_ms"] / f["communication_ms"] for f in found
+        )
     return rows
 
 
@@ -141,15 +153,20 @@ def alone(args: argparse.Namespace, trace: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     p = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=(__doc__ or "").split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument("--layers", type=int, default=8)
     p.add_argument("--width", type=int, default=1024, help="of a layer")
     p.add_argument("--batch", type=int, default=256, help="of each process")
     p.add_argument("--repeats", type=int, default=10, help="profiled steps of each")
     p.add_argument("--output", type=Path, default=HERE / "results" / "overlap.json")
-    p.add_argument("--trace", default=str(HERE / "results" / "overlap-trace.json.gz"), help="'' writes none")
-    p.add_argument("--alone", action="store_true", help="this process only, to see that the script runs")
+    p.add_argument(
+        "--trace", default=str(HERE / "results" / "overlap-trace.json.gz"), help="'' writes none"
+    )
+    p.add_argument(
+        "--alone", action="store_true", help="this process only, to see that the script runs"
+    )
     args = p.parse_args()
     os.environ["KINETO_LOG_LEVEL"] = "9"  # it would say of each profile that it begins
     with tempfile.TemporaryDirectory() as folder:

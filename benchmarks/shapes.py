@@ -11,9 +11,14 @@ def elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def gpt(layers: int = 6, width: int = 512, vocabulary: int = 12_000, context: int = 512) -> dict[str, tuple[int, ...]]:
+def gpt(
+    layers: int = 6, width: int = 512, vocabulary: int = 12_000, context: int = 512
+) -> dict[str, tuple[int, ...]]:
     """A GPT with tied embeddings: 25 million parameters by default."""
-    shapes: dict[str, tuple[int, ...]] = {"tokens": (vocabulary, width), "positions": (context, width)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "tokens": (vocabulary, width),
+        "positions": (context, width),
+    }
     for i in range(layers):
         shapes |= {
             f"{i}_norm1_w": (width,),

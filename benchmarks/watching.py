@@ -3,8 +3,9 @@
     python benchmarks/watching.py                                  # writes benchmarks/results/watching.json
     python benchmarks/watching.py --repeats 5 --output /tmp/w.json
 
-One process, with messages that come back at once, so that nothing but the host's own work is seen. The two kinds of step take turns. With a GPU the
-notes are CUDA events, and steps are those of the host that launches them.
+One process, with messages that come back at once, so that nothing but the host's own work is seen.
+The two kinds of step take turns. With a GPU the notes are CUDA events, and steps are those of the
+host that launches them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def notes_of_a_step(times: StepTimes) -> None:
 
 
 def steps(device: torch.device, repeats: int) -> dict[str, float]:
-    """Microseconds of the quickest step, by what is noted: of the same work anything slower is the machine."""
+    """Microseconds of the quickest step, by what is noted: of the same work anything slower is the
+    machine."""
 
     def step(silent: bool) -> Any:
         gradients = {name: torch.randn(shape, device=device) for name, shape in SHAPES.items()}
@@ -72,11 +74,26 @@ def main() -> None:
     rows = []
     for device in [torch.device("cpu")] + [torch.device("cuda", 0)] * torch.cuda.is_available():
         times = StepTimes(device)
-        alone = min(timeit.repeat(partial(notes_of_a_step, times), number=100, repeat=args.repeats // 10 + 1))
-        row = {"device": device.type, "notes_us": round(1e4 * alone, 2), "step_us": steps(device, args.repeats)}
+        alone = min(
+            timeit.repeat(
+                partial(notes_of_a_step, times), number=100, repeat=args.repeats // 10 + 1
+            )
+        )
+        row = {
+            "device": device.type,
+            "notes_us": round(1e4 * alone, 2),
+            "step_us": steps(device, args.repeats),
+        }
         print(row)
         rows.append(row)
-    save({"machine": platform.processor() or platform.machine(), "torch": torch.__version__, "rows": rows}, args.output)
+    save(
+        {
+            "machine": platform.processor() or platform.machine(),
+            "torch": torch.__version__,
+            "rows": rows,
+        },
+        args.output,
+    )
 
 
 if __name__ == "__main__":

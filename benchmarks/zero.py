@@ -1,11 +1,14 @@
-"""What sharding the optimizer's state costs and saves: step time and peak memory against DDP + AdamW and torch's `ZeroRedundancyOptimizer`.
+"""What sharding the optimizer's state costs and saves: step time and peak memory against DDP +
+AdamW and torch's `ZeroRedundancyOptimizer`.
 
     python benchmarks/zero.py                    # writes benchmarks/results/zero.json
     python benchmarks/zero.py --layers 1 --vocabulary 200 --repeats 1 --output /tmp/zero.json
 
-Two processes on Gloo, a GPT of 25 million parameters. A step is the backward pass of a model that does little but hand gradients over, their
-averaging, and the update. For the time all subjects take turns within one run; ratios are medians of the ratios of steps that followed each
-other. For the memory each has a run of its own: the peak of a process beyond what it held before, when it had trained a model of one matrix.
+Two processes on Gloo, a GPT of 25 million parameters. A step is the backward pass of a model that
+does little but hand gradients over, their averaging, and the update. For the time all subjects take
+turns within one run; ratios are medians of the ratios of steps that followed each other. For the
+memory each has a run of its own: the peak of a process beyond what it held before, when it had
+trained a model of one matrix.
 """
 
 from __future__ import annotations
@@ -42,12 +45,16 @@ def parse() -> argparse.Namespace:
     p.add_argument("--layers", type=int, default=6, help="of the GPT; 6 make 25 million parameters")
     p.add_argument("--vocabulary", type=int, default=12_000, help="of the GPT")
     p.add_argument("--repeats", type=int, default=9, help="timed steps of each")
-    p.add_argument("--subjects", nargs="+", default=SUBJECTS, choices=SUBJECTS, help="besides DDP with AdamW")
+    p.add_argument(
+        "--subjects", nargs="+", default=SUBJECTS, choices=SUBJECTS, help="besides DDP with AdamW"
+    )
     p.add_argument("--output", type=Path, default=HERE / "results" / "zero.json")
     return p.parse_args()
 
 
-def stepper(subject: str, shapes: dict[str, tuple[int, ...]], given: dict[str, Any]) -> Callable[[], None]:
+def stepper(
+    subject: str, shapes: dict[str, tuple[int, ...]], given: dict[str, Any]
+) -> Callable[[], None]:
     """One step of a training of this kind."""
     import torch
     from given import GivenGradients
@@ -67,7 +74,9 @@ def stepper(subject: str, shapes: dict[str, tuple[int, ...]], given: dict[str, A
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     else:
         averaging = not isinstance(model, DistributedDataParallel)
-        optimizer = zero = gw.ZeroOptimizer(named, torch.optim.AdamW, average_gradients=averaging, lr=1e-3)
+        optimizer = zero = gw.ZeroOptimizer(
+            named, torch.optim.AdamW, average_gradients=averaging, lr=1e-3
+        )
         if isinstance(model, DistributedDataParallel) and subject.startswith("hook"):
             model.register_comm_hook(None, getattr(gw, subject)(gw.allreduce_hook, model, zero))
 
@@ -83,7 +92,9 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def times(subjects: list[str], shapes: dict[str, tuple[int, ...]], repeats: int) -> dict[str, list[float]]:
+def times(
+    subjects: list[str], shapes: dict[str, tuple[int, ...]], repeats: int
+) -> dict[str, list[float]]:
     """Seconds of steps, by subject. Every rank calls this."""
     import torch.distributed as dist
     from given import drawn
@@ -93,7 +104,8 @@ def times(subjects: list[str], shapes: dict[str, tuple[int, ...]], repeats: int)
 
 
 def peak(subject: str, shapes: dict[str, tuple[int, ...]]) -> float:
-    """MiB at the peak. What is imported and loaded when a tiny model has been trained does not count. Every rank calls this."""
+    """MiB at the peak. What is imported and loaded when a tiny model has been trained does not
+    count. Every rank calls this."""
     import torch.distributed as dist
     from given import drawn
 
@@ -120,7 +132,9 @@ def main() -> None:
         row = {
             "subject": subject,
             "step_ms": statistics.median(seconds[subject]) * 1e3,
-            "ratio_to_ddp": statistics.median(a / b for a, b in zip(seconds[subject], seconds[REFERENCE], strict=True)),
+            "ratio_to_ddp": statistics.median(
+                a / b for a, b in zip(seconds[subject], seconds[REFERENCE], strict=True)
+            ),
             "peak_mib": on_ranks(peak, subject, shapes),
         }
         rows.append(row)

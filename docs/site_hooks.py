@@ -1,7 +1,8 @@
 """Hooks of the site (`mkdocs.yml`): one text for GitHub and for the site.
 
-Pages link to files as GitHub shows them: `../README.md`, `../core/views.py`. The site has those files too. The texts at the top level are pages under
-`project/`, and each other file that a page names is a page under `source/`. A link to a file that does not exist is a warning, hence an error.
+Pages link to files as GitHub shows them: `../README.md`, `../core/views.py`. The site has those
+files too. The texts at the top level are pages under `project/`, and each other file that a page
+names is a page under `source/`. A link to a file that does not exist is a warning, hence an error.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 #: Texts at the top level → their pages.
-TEXTS = {f"{name}.md": f"project/{name.lower()}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")}
+TEXTS = {
+    f"{name}.md": f"project/{name.lower()}.md"
+    for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")
+}
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".yml": "yaml", ".md": "markdown"}
 #: A fence of code, which is left alone, or the target of a link or picture.
 LINK = re.compile(r"(?ms)^(?P<fence> *(?:```|~~~).*?^ *(?:```|~~~) *$)|\]\((?P<target>[^()\s]+)\)")
-#: What only the tests read, see tests/pages.py: comments that are run, and how a fence runs. A title is shown.
+#: What only the tests read, see tests/pages.py: comments that are run, and how a fence runs. A
+#: title is shown.
 TESTED = re.compile(r"(?ms)^<!-- (?:python|bash)\b.*?^-->\n|(?P<fence>^ *```\w+)(?P<how> [^\n]*)$")
-#: On the site the home page begins as README.md does, up to its first heading; GitHub shows what stands between these marks.
+#: On the site the home page begins as README.md does, up to its first heading; GitHub shows what
+#: stands between these marks.
 FIRST_SCREEN = ("<!-- first screen: begin -->", "<!-- first screen: end -->")
 #: Source files are not searched: a search for a name shall find its description.
 _HIDDEN = "---\ntitle: {}\nsearch:\n  exclude: true\n---\n\n"
@@ -51,7 +57,8 @@ LAST = ("evidence.md", "project/changelog.md")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to files of the repository into links to their pages, and leave out what only the tests read."""
+    """Turn links to files of the repository into links to their pages, and leave out what only the
+    tests read."""
     if page.file.src_uri in LAST:
         page.meta["search"] = {"boost": 0.2}
     own = repository_path(page.file.src_uri)
@@ -61,7 +68,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if begin:
         readme = (ROOT / "README.md").read_text()
         first = readme.partition("\n## ")[0].partition("\n")[2]
-        rest = _rewritten(first, "README.md", page.file.src_uri) + rest.partition(FIRST_SCREEN[1])[2]
+        rest = (
+            _rewritten(first, "README.md", page.file.src_uri) + rest.partition(FIRST_SCREEN[1])[2]
+        )
     return before + rest
 
 
@@ -90,7 +99,9 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     def link(found: re.Match[str]) -> str:
         file = files.get_file_from_path(found[1])
         if file is None:
-            log.warning(f"a docstring on {page.file.src_uri} names {found[0]}, which does not exist")
+            log.warning(
+                f"a docstring on {page.file.src_uri} names {found[0]}, which does not exist"
+            )
             return found[0]
         return f'<a href="{file.url_relative_to(page.file)}">{found[0]}</a>'
 
@@ -135,7 +146,8 @@ def _named(file: File) -> Iterator[str]:
 
 
 def _path(page: str, target: str | None) -> str | None:
-    """The file of the repository that a link on a page leads to; None for a fence, an address, or a place on the same page."""
+    """The file of the repository that a link on a page leads to; None for a fence, an address, or a
+    place on the same page."""
     if target is None or re.match(r"[a-z]+:|#", target):
         return None
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), target.partition("#")[0]))
@@ -150,13 +162,17 @@ def _source(config: MkDocsConfig, path: str) -> File:
     there = ROOT / path
     if there.is_dir():
         rows = "".join(
-            f"- `{each.name}`\n" for each in sorted(there.iterdir()) if not each.name.startswith((".", "__p"))
+            f"- `{each.name}`\n"
+            for each in sorted(there.iterdir())
+            if not each.name.startswith((".", "__p"))
         )
         return File.generated(config, site_path(path), content=_page(path, rows))
     if not _is_text(path):
         return File.generated(config, site_path(path), abs_src_path=str(there))
     if there.suffix == ".md":
-        return File.generated(config, site_path(path), content=f"{_HIDDEN.format(path)}{there.read_text()}")
+        return File.generated(
+            config, site_path(path), content=f"{_HIDDEN.format(path)}{there.read_text()}"
+        )
     code = f"~~~~{LANGUAGES.get(there.suffix, 'text')}\n{there.read_text().rstrip()}\n~~~~\n"
     return File.generated(config, site_path(path), content=_page(path, code))
 

@@ -1,4 +1,5 @@
-"""Ask whether compression helps here, before the model of `train_torch.py` is trained: what `gradwire probe` and `gradwire advise` do, as functions.
+"""Ask whether compression helps here, before the model of `train_torch.py` is trained: what
+`gradwire probe` and `gradwire advise` do, as functions.
 
 torchrun --nproc_per_node=2 examples/advise.py
 """
@@ -28,8 +29,16 @@ HOP = 100e-6
 
 def main() -> None:
     p = flags.parser(__doc__)
-    p.add_argument("--slow", type=float, default=100e6, metavar="RATE", help="bits per second of a slow network")
-    p.add_argument("--to", type=Path, metavar="PATH", help="write the answer to this file, and do not print it")
+    p.add_argument(
+        "--slow",
+        type=float,
+        default=100e6,
+        metavar="RATE",
+        help="bits per second of a slow network",
+    )
+    p.add_argument(
+        "--to", type=Path, metavar="PATH", help="write the answer to this file, and do not print it"
+    )
     args = flags.check(p.parse_args(), p)
     device = start()
     try:
@@ -43,7 +52,8 @@ def main() -> None:
 
 
 def ask(here: Probe, args: argparse.Namespace, device: torch.device) -> str:
-    """What to do on this network, and what on a slow one. What methods cost on this device is measured once."""
+    """What to do on this network, and what on a slow one. What methods cost on this device is
+    measured once."""
     model = Transformer(VOCABULARY, args.context, args.width, args.layers, args.heads).to(device)
     costs = method_costs(model_specs(model, here.framework), here, progress=told)
     step = training_step(model, args, device)
@@ -53,7 +63,9 @@ def ask(here: Probe, args: argparse.Namespace, device: torch.device) -> str:
     return f"{advice}\n\nBetween two machines at {args.slow / 1e6:g} Mbit/s:\n{recommendation}\n"
 
 
-def training_step(model: Transformer, args: argparse.Namespace, device: torch.device) -> Callable[[], None]:
+def training_step(
+    model: Transformer, args: argparse.Namespace, device: torch.device
+) -> Callable[[], None]:
     """A step of one replica alone, which sends nothing."""
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(args.batch_size, args.context, dtype=torch.long, device=device)
@@ -67,9 +79,12 @@ def training_step(model: Transformer, args: argparse.Namespace, device: torch.de
 
 
 def slow(here: Probe, rate: float) -> Probe:
-    """The same device on a network whose messages of n bytes take so long, and overlap with what is computed meanwhile."""
+    """The same device on a network whose messages of n bytes take so long, and overlap with what is
+    computed meanwhile."""
     messages = tuple((n, 2 * HOP + 8 * n / rate) for n in SIZES)
-    return Probe(here.framework, here.device, 2, 2, (Level(ALL, 2, messages, messages, overlap=1.0),))
+    return Probe(
+        here.framework, here.device, 2, 2, (Level(ALL, 2, messages, messages, overlap=1.0),)
+    )
 
 
 def told(methods: Iterable[Any]) -> Iterator[Any]:

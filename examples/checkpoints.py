@@ -1,4 +1,5 @@
-"""Files that are whole or not there: written aside and put in their place at once, with a digest that is checked before anything is read."""
+"""Files that are whole or not there: written aside and put in their place at once, with a digest
+that is checked before anything is read."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import hashlib
 import os
 from pathlib import Path
 
-#: Ends every file, before the digest. `torch.load` reads such a file as well, and takes no notice (nor would it of a flipped byte).
+#: Ends every file, before the digest. `torch.load` reads such a file as well, and takes no notice
+#: (nor would it of a flipped byte).
 MARK = b"\nsha256 "
 
 
@@ -32,7 +34,11 @@ def read(path: Path) -> bytes:
     content = path.read_bytes()
     data, mark, digest = content[: -32 - len(MARK)], content[-32 - len(MARK) : -32], content[-32:]
     if mark != MARK:
-        raise SystemExit(f"{path} is cut off, or no checkpoint of these examples; resume from an older one")
+        raise SystemExit(
+            f"{path} is cut off, or no checkpoint of these examples; resume from an older one"
+        )
     if hashlib.sha256(data).digest() != digest:
-        raise SystemExit(f"{path} is damaged: its content is not what was written; resume from an older one")
+        raise SystemExit(
+            f"{path} is damaged: its content is not what was written; resume from an older one"
+        )
     return data

@@ -1,10 +1,11 @@
-"""Move a training run from torch to Flax, or back: weights, AdamW's moments, and what compression remembers.
+"""Move a training run from torch to Flax, or back: weights, AdamW's moments, and what compression
+remembers.
 
     python examples/convert.py flax run.pt run.msgpack         # then train_flax.py --resume --checkpoint run.msgpack
     python examples/convert.py torch run.msgpack run.pt
 
-With the flags that the training was given (`--width`, `--rank`, …). What is moved is what decides how the run goes on: on the other side its
-losses are those that it would have had, up to rounding.
+With the flags that the training was given (`--width`, `--rank`, …). What is moved is what decides
+how the run goes on: on the other side its losses are those that it would have had, up to rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def algorithms(args: argparse.Namespace) -> tuple[PowerSGD, PowerSGD]:
     return PowerSGD(args.rank, **options), PowerSGD(args.rank, **train_flax.VIEWS, **options)
 
 
-def to_flax(saved: dict[str, Any], like: TrainState, args: argparse.Namespace, replicas: int = 1) -> TrainState:
+def to_flax(
+    saved: dict[str, Any], like: TrainState, args: argparse.Namespace, replicas: int = 1
+) -> TrainState:
     """What `train_torch.py` saved, as the state of `train_flax.py` in global form.
 
     Args:
@@ -52,13 +55,18 @@ def to_flax(saved: dict[str, Any], like: TrainState, args: argparse.Namespace, r
     moments = saved["optimizer"]["state"]
 
     def tree(arrays: dict[str, Any]) -> Any:
-        return unflatten_dict({n: jnp.asarray(x) for n, x in names.to_flax(arrays).items()}, sep="/")
+        return unflatten_dict(
+            {n: jnp.asarray(x) for n, x in names.to_flax(arrays).items()}, sep="/"
+        )
 
     # With `VIEWS`, Flax compresses the matrices that torch has.
     moved = names.state_to_flax(saved["compressor"], there)
     average, clip, (adam, decay, rate) = like.opt_state
     count = jnp.asarray(saved["step"], jnp.int32)
-    mu, nu = (tree({n: moments[i][key] for i, n in enumerate(saved["model"])}) for key in ("exp_avg", "exp_avg_sq"))
+    mu, nu = (
+        tree({n: moments[i][key] for i, n in enumerate(saved["model"])})
+        for key in ("exp_avg", "exp_avg_sq")
+    )
     opt_state = (
         from_portable(moved, there, average, replicas=replicas),
         clip,
@@ -72,7 +80,8 @@ def to_torch(state: TrainState, like: dict[str, Any], args: argparse.Namespace) 
 
     Args:
         state: to be moved.
-        like: "model" and "optimizer" of the same model in torch: their `state_dict`s before training.
+        like: "model" and "optimizer" of the same model in torch: their `state_dict`s before
+            training.
         args: the flags of the training.
     """
     here, there = algorithms(args)
@@ -80,23 +89,37 @@ def to_torch(state: TrainState, like: dict[str, Any], args: argparse.Namespace) 
     names = FlaxNames(like["model"], parameter_shapes(state.params))
 
     def tensors(tree: Any) -> dict[str, torch.Tensor]:
-        return {name: torch.tensor(x) for name, x in names.to_torch(flatten_dict(tree, sep="/")).items()}
+        return {
+            name: torch.tensor(x) for name, x in names.to_torch(flatten_dict(tree, sep="/")).items()
+        }
 
     mu, nu = tensors(adam.mu), tensors(adam.nu)
     step = torch.tensor(float(adam.count))
-    moments = {i: {"step": step.clone(), "exp_avg": mu[n], "exp_avg_sq": nu[n]} for i, n in enumerate(like["model"])}
+    moments = {
+        i: {"step": step.clone(), "exp_avg": mu[n], "exp_avg_sq": nu[n]}
+        for i, n in enumerate(like["model"])
+    }
     moved = names.state_to_torch(to_portable(average, there, errors="all"), here)
     portable = jax.tree.map(lambda x: torch.tensor(x) if isinstance(x, np.ndarray) else x, moved)
     optimizer = {"state": moments, "param_groups": like["optimizer"]["param_groups"]}
-    return {"step": int(state.step), "model": tensors(state.params), "optimizer": optimizer, "compressor": portable}
+    return {
+        "step": int(state.step),
+        "model": tensors(state.params),
+        "optimizer": optimizer,
+        "compressor": portable,
+    }
 
 
 def flax_state(args: argparse.Namespace) -> TrainState:
     """Before training."""
     model = Transformer(VOCABULARY, args.context, args.width, args.layers, args.heads)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, args.context), jnp.int32))["params"]
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, args.context), jnp.int32))[
+        "params"
+    ]
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    state: TrainState = TrainState.create(apply_fn=model.apply, params=params, tx=train_flax.optimizer(args))
+    state: TrainState = TrainState.create(
+        apply_fn=model.apply, params=params, tx=train_flax.optimizer(args)
+    )
     return state
 
 
@@ -114,13 +137,17 @@ def main() -> None:
     p.add_argument("destination", type=Path, help="the checkpoint to write")
     args = flags.check(p.parse_args(), p)
     if args.compress != "powersgd" or args.zero or args.local_sgd or args.diloco:
-        p.error("this example moves runs with PowerSGD, AdamW on every replica, and gradients averaged in each step")
+        p.error(
+            "this example moves runs with PowerSGD, AdamW on every replica, and gradients averaged in each step"
+        )
     content = checkpoints.read(args.source)
     like = flax_state(args)
     if args.to == "flax":
         saved = torch.load(io.BytesIO(content), weights_only=True)
         state = to_flax(saved, like, args)
-        checkpoints.write(args.destination, train_flax.packed(args, state, saved["step"], saved["seconds"]))
+        checkpoints.write(
+            args.destination, train_flax.packed(args, state, saved["step"], saved["seconds"])
+        )
         return
     data = flax.serialization.msgpack_restore(content)
     state = flax.serialization.from_state_dict(like, data["state"])

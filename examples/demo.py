@@ -1,10 +1,12 @@
-"""Train one small language model four times and compare: in torch and in JAX, with whole gradients and with PowerSGD.
+"""Train one small language model four times and compare: in torch and in JAX, with whole gradients
+and with PowerSGD.
 
 python examples/demo.py            # about a minute on two free cores
 python examples/demo.py --all      # four minutes
 
-Two replicas each, on the CPU: two torch processes (Gloo, torchrun) and two JAX devices (pmap). Everything it writes is below runs/.
-With --all it first asks whether compression helps on this machine, trains for longer, and in torch also with local SGD and with DiLoCo. A few steps of
+Two replicas each, on the CPU: two torch processes (Gloo, torchrun) and two JAX devices (pmap).
+Everything it writes is below runs/. With --all it first asks whether compression helps on this
+machine, trains for longer, and in torch also with local SGD and with DiLoCo. A few steps of
 PowerSGD without compiled loops show what these save.
 """
 
@@ -33,7 +35,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
-#: Seconds without a sign of life after which a training counts as stuck. The first sign comes after XLA has compiled.
+#: Seconds without a sign of life after which a training counts as stuck. The first sign comes after
+#: XLA has compiled.
 STUCK = 240
 #: Environment without compiled loops.
 UNCOMPILED = {"NUMBA_DISABLE_JIT": "1"}
@@ -69,14 +72,23 @@ class Run:
 
     @property
     def file(self) -> Path:
-        return self.folder / f"{self.framework.lower()}-{self.method}{'-uncompiled' if self.environment else ''}.jsonl"
+        return (
+            self.folder
+            / f"{self.framework.lower()}-{self.method}{'-uncompiled' if self.environment else ''}.jsonl"
+        )
 
     def command(self, flags: list[str]) -> list[str]:
         script = {
             "torch": torchrun("train_torch.py"),
             "JAX": [sys.executable, str(HERE / "train_flax.py"), "--devices=2"],
         }[self.framework]
-        return [*script, *METHODS[self.method][1], f"--metrics={self.file}", "--no-progress", *flags]
+        return [
+            *script,
+            *METHODS[self.method][1],
+            f"--metrics={self.file}",
+            "--no-progress",
+            *flags,
+        ]
 
     def read(self) -> bool:
         """Take in the lines that are new; whether there were any."""
@@ -109,21 +121,29 @@ class Stopped(Exception):
     pass
 
 
-#: Signals that ask the demo to end. They are only noted: an exception out of a handler could come just when a process has been
-#: started and nobody knows of it yet.
+#: Signals that ask the demo to end. They are only noted: an exception out of a handler could come
+#: just when a process has been started and nobody knows of it yet.
 stop_signals: list[int] = []
 
 
 def torchrun(script: str) -> list[str]:
     """Start it twice. By the name that needs no PATH, on a port of its own."""
-    module = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    module = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc-per-node=2",
+    ]
     return [sys.executable, *module, str(HERE / script)]
 
 
 def train(run: Run, flags: list[str]) -> Iterator[None]:
     """Run one training, and come back now and then until it is over."""
     run.file.unlink(missing_ok=True)
-    yield from watched(run.name, run.command(flags), run.file.with_suffix(".stderr"), run.read, run.environment)
+    yield from watched(
+        run.name, run.command(flags), run.file.with_suffix(".stderr"), run.read, run.environment
+    )
 
 
 def ask(folder: Path, flags: list[str], console: Console) -> None:
@@ -137,16 +157,25 @@ def ask(folder: Path, flags: list[str], console: Console) -> None:
         return before != last
 
     command = [*torchrun("advise.py"), f"--slow={SLOW_NETWORK}", f"--to={answer}", *flags]
-    with console.status("measuring the network and each method") if console.is_terminal else nullcontext():
+    with (
+        console.status("measuring the network and each method")
+        if console.is_terminal
+        else nullcontext()
+    ):
         for _ in watched("the advice", command, said, moved):
             pass
     console.print(answer.read_text(), markup=False, highlight=False, soft_wrap=True)
 
 
 def watched(
-    name: str, command: list[str], errors: Path, moved: Callable[[], bool], environment: dict[str, str] | None = None
+    name: str,
+    command: list[str],
+    errors: Path,
+    moved: Callable[[], bool],
+    environment: dict[str, str] | None = None,
 ) -> Iterator[None]:
-    """Run a command whose output goes to a file, and come back now and then until it is over. `moved`: has it shown a sign of life since the last call?"""
+    """Run a command whose output goes to a file, and come back now and then until it is over.
+    `moved`: has it shown a sign of life since the last call?"""
     with errors.open("w") as stderr, process(command, stderr, environment or {}) as child:
         alive = time.monotonic()
         while child.poll() is None:
@@ -156,7 +185,9 @@ def watched(
             if moved():
                 alive = time.monotonic()
             elif time.monotonic() - alive > STUCK:
-                raise TrainingFailed(f"{name} has not moved for {STUCK} s; its stderr is in {errors}")
+                raise TrainingFailed(
+                    f"{name} has not moved for {STUCK} s; its stderr is in {errors}"
+                )
             yield
     moved()
     yield
@@ -165,16 +196,30 @@ def watched(
         said = errors.read_text(errors="replace").splitlines()
         own = list(itertools.takewhile(lambda line: "torch/distributed/elastic" not in line, said))
         tail = "\n".join((own or said)[-25:])
-        raise TrainingFailed(f"{name} failed with exit status {child.returncode}. The end of {errors}:\n\n{tail}")
+        raise TrainingFailed(
+            f"{name} failed with exit status {child.returncode}. The end of {errors}:\n\n{tail}"
+        )
 
 
 @contextmanager
-def process(command: list[str], stderr: Any, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a session of its own, which is gone with all its children when the block is left, however it is left."""
+def process(
+    command: list[str], stderr: Any, environment: dict[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a session of its own, which is gone with all its children when the block is
+    left, however it is left."""
     # One thread per torch process, on the CPU even where there are GPUs: the same demo everywhere.
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"} | environment
+    env = (
+        os.environ
+        | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+        | environment
+    )
     child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, env=env, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stderr,
+        stderr=stderr,
+        env=env,
+        start_new_session=True,
     )
     try:
         yield child
@@ -236,11 +281,14 @@ def run_all(runs: list[Run], steps: int, flags: list[str], console: Console) -> 
 
 
 def compiled_loops(run: Run, steps: int, flags: list[str], console: Console) -> str:
-    """What compiled loops save of a step of PowerSGD, in words: of a few steps more without them, where there were such loops."""
+    """What compiled loops save of a step of PowerSGD, in words: of a few steps more without them,
+    where there were such loops."""
     if not run.last["compiled_loops"]:
         return "PowerSGD ran without compiled loops in torch: pip install '.[cpu]' brings numba, which compiles them."
     without, few = Run(run.framework, run.method, run.folder, UNCOMPILED), max(1, steps // 8)
-    with console.status("PowerSGD without compiled loops") if console.is_terminal else nullcontext():
+    with (
+        console.status("PowerSGD without compiled loops") if console.is_terminal else nullcontext()
+    ):
         for _ in train(without, [*flags, f"--steps={few}", f"--eval-every={few}"]):
             pass
     fast, slow = (f"{each.last['compress_seconds'] * 1e3:.1f} ms" for each in (run, without))
@@ -255,21 +303,41 @@ NEXT = """What to do next:
 
 
 def command_line() -> str:
-    """How `gradwire` is called from here: `make demo` has it in an environment that may not be active."""
+    """How `gradwire` is called from here: `make demo` has it in an environment that may not be
+    active."""
     beside = Path(sys.executable).parent / "gradwire"
-    return "gradwire" if shutil.which("gradwire") or not beside.exists() else os.path.relpath(beside)
+    return (
+        "gradwire" if shutil.which("gradwire") or not beside.exists() else os.path.relpath(beside)
+    )
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument(
-        "--all", action="store_true", help="advice for this machine, six trainings, and what compiled loops save"
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--steps", type=int, help=f"of each training (default: {STEPS[False]}, with --all {STEPS[True]})")
-    p.add_argument("--rank", type=int, default=4, help="of PowerSGD (default: 4)")
-    p.add_argument("--out", type=Path, default=Path("runs"), metavar="FOLDER", help="where to write (default: runs)")
     p.add_argument(
-        "flags", nargs="*", metavar="FLAG", help="after --: more flags for the training scripts, see their --help"
+        "--all",
+        action="store_true",
+        help="advice for this machine, six trainings, and what compiled loops save",
+    )
+    p.add_argument(
+        "--steps",
+        type=int,
+        help=f"of each training (default: {STEPS[False]}, with --all {STEPS[True]})",
+    )
+    p.add_argument("--rank", type=int, default=4, help="of PowerSGD (default: 4)")
+    p.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs"),
+        metavar="FOLDER",
+        help="where to write (default: runs)",
+    )
+    p.add_argument(
+        "flags",
+        nargs="*",
+        metavar="FLAG",
+        help="after --: more flags for the training scripts, see their --help",
     )
     args = p.parse_args()
     if args.steps is None:
@@ -281,14 +349,26 @@ def main() -> None:
     folder = args.out / "demo"
     folder.mkdir(parents=True, exist_ok=True)
     runs = [Run(framework, method, folder) for framework, method in RUNS + MORE * args.all]
-    flags = [f"--steps={args.steps}", f"--rank={args.rank}", f"--eval-every={max(5, args.steps // 25)}", *args.flags]
+    flags = [
+        f"--steps={args.steps}",
+        f"--rank={args.rank}",
+        f"--eval-every={max(5, args.steps // 25)}",
+        *args.flags,
+    ]
     began = time.monotonic()
-    before = [(s, signal.signal(s, lambda s, _: stop_signals.append(s))) for s in (signal.SIGINT, signal.SIGTERM)]
+    before = [
+        (s, signal.signal(s, lambda s, _: stop_signals.append(s)))
+        for s in (signal.SIGINT, signal.SIGTERM)
+    ]
     try:
         if args.all:
-            console.print("Will it help on this machine? Two processes, the model that is trained below:\n")
+            console.print(
+                "Will it help on this machine? Two processes, the model that is trained below:\n"
+            )
             ask(folder, flags, console)
-        console.print(f"{'Six' if args.all else 'Four'} trainings, in which nobody has to believe a prediction:\n")
+        console.print(
+            f"{'Six' if args.all else 'Four'} trainings, in which nobody has to believe a prediction:\n"
+        )
         run_all(runs, args.steps, flags, console)
         loops = compiled_loops(runs[1], args.steps, flags, console) if args.all else ""
     except Stopped:
@@ -313,8 +393,13 @@ def main() -> None:
         console.print(loops, soft_wrap=True, markup=False, highlight=False)
     picture = args.out / "demo.png"
     draw(runs, f"The same model and text for the same {args.steps} steps, on 2 replicas", picture)
-    console.print(f"The picture is {picture}. All of it took {time.monotonic() - began:.0f} s.\n", soft_wrap=True)
-    console.print(NEXT.format(gradwire=command_line()), markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"The picture is {picture}. All of it took {time.monotonic() - began:.0f} s.\n",
+        soft_wrap=True,
+    )
+    console.print(
+        NEXT.format(gradwire=command_line()), markup=False, highlight=False, soft_wrap=True
+    )
 
 
 if __name__ == "__main__":

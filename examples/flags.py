@@ -1,4 +1,5 @@
-"""The flags that `train_torch.py` and `train_flax.py` share, and the learning rate, so that the two runs can be compared."""
+"""The flags that `train_torch.py` and `train_flax.py` share, and the learning rate, so that the two
+runs can be compared."""
 
 from __future__ import annotations
 
@@ -11,20 +12,34 @@ WARMUP = 20
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     wire = p.add_argument_group("what crosses the wire")
     wire.add_argument(
-        "--compress", choices=["none", "powersgd"], default="powersgd", help="none averages gradients whole"
+        "--compress",
+        choices=["none", "powersgd"],
+        default="powersgd",
+        help="none averages gradients whole",
     )
     wire.add_argument(
-        "--rank", type=int, default=4, help="of PowerSGD's factors: more is closer to no compression, and more bytes"
+        "--rank",
+        type=int,
+        default=4,
+        help="of PowerSGD's factors: more is closer to no compression, and more bytes",
     )
     wire.add_argument(
-        "--half-step", action="store_true", help="send one factor per step, in turn: half the bytes, one collective"
+        "--half-step",
+        action="store_true",
+        help="send one factor per step, in turn: half the bytes, one collective",
     )
     wire.add_argument(
-        "--start-step", type=int, default=0, metavar="N", help="average whole gradients for the first N steps"
+        "--start-step",
+        type=int,
+        default=0,
+        metavar="N",
+        help="average whole gradients for the first N steps",
     )
     wire.add_argument(
         "--local-sgd",
@@ -41,34 +56,63 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
     training = p.add_argument_group("training")
     training.add_argument(
-        "--steps", type=int, default=300, help="optimizer steps in all, those before a checkpoint included"
+        "--steps",
+        type=int,
+        default=300,
+        help="optimizer steps in all, those before a checkpoint included",
     )
-    training.add_argument("--batch-size", type=int, default=4, help="windows of text per replica and step")
     training.add_argument(
-        "--lr", type=float, default=1e-3, help="peak learning rate of AdamW: linear warm-up, then cosine decay"
+        "--batch-size", type=int, default=4, help="windows of text per replica and step"
+    )
+    training.add_argument(
+        "--lr",
+        type=float,
+        default=1e-3,
+        help="peak learning rate of AdamW: linear warm-up, then cosine decay",
     )
     training.add_argument(
         "--zero",
         action="store_true",
         help="divide AdamW's state among the replicas: each updates its part and sends it",
     )
-    training.add_argument("--seed", type=int, default=0, help="of the initial weights and of the order of the text")
     training.add_argument(
-        "--text", type=Path, metavar="PATH", help="train on this file instead of Python's standard library"
+        "--seed", type=int, default=0, help="of the initial weights and of the order of the text"
+    )
+    training.add_argument(
+        "--text",
+        type=Path,
+        metavar="PATH",
+        help="train on this file instead of Python's standard library",
     )
 
     model = p.add_argument_group("model")
-    model.add_argument("--width", type=int, default=256, help="of the residual stream; up to 64, or a multiple of 64")
+    model.add_argument(
+        "--width",
+        type=int,
+        default=256,
+        help="of the residual stream; up to 64, or a multiple of 64",
+    )
     model.add_argument("--layers", type=int, default=3, help="Transformer blocks")
     model.add_argument("--context", type=int, default=64, help="bytes the model sees at once")
 
     files = p.add_argument_group("files and progress")
     files.add_argument(
-        "--checkpoint", type=Path, metavar="PATH", help="write model, optimizer and compressor memory to this file"
+        "--checkpoint",
+        type=Path,
+        metavar="PATH",
+        help="write model, optimizer and compressor memory to this file",
     )
-    files.add_argument("--checkpoint-every", type=int, default=100, metavar="N", help="steps between two checkpoints")
     files.add_argument(
-        "--resume", action="store_true", help="continue from --checkpoint, as if there had been no interruption"
+        "--checkpoint-every",
+        type=int,
+        default=100,
+        metavar="N",
+        help="steps between two checkpoints",
+    )
+    files.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from --checkpoint, as if there had been no interruption",
     )
     files.add_argument(
         "--auto-resume",
@@ -82,20 +126,40 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         help="write JSON lines here: step, losses, bytes, collectives, seconds so far",
     )
     files.add_argument(
-        "--eval-every", type=int, default=20, metavar="N", help="steps between two evaluations on held-out text"
+        "--eval-every",
+        type=int,
+        default=20,
+        metavar="N",
+        help="steps between two evaluations on held-out text",
     )
     files.add_argument(
-        "--eval-windows", type=int, default=32, metavar="N", help="windows of held-out text, shared by the replicas"
+        "--eval-windows",
+        type=int,
+        default=32,
+        metavar="N",
+        help="windows of held-out text, shared by the replicas",
     )
     files.add_argument(
-        "--progress", action=argparse.BooleanOptionalAction, default=True, help="say how far the training is"
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="say how far the training is",
     )
     return p
 
 
 def check(args: argparse.Namespace, p: argparse.ArgumentParser) -> argparse.Namespace:
     """Refuse at once what would fail later on."""
-    for name in ("steps", "batch_size", "layers", "width", "context", "checkpoint_every", "eval_every", "eval_windows"):
+    for name in (
+        "steps",
+        "batch_size",
+        "layers",
+        "width",
+        "context",
+        "checkpoint_every",
+        "eval_every",
+        "eval_windows",
+    ):
         if getattr(args, name) < 1:
             p.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     for name in ("local_sgd", "diloco"):
@@ -110,7 +174,9 @@ def check(args: argparse.Namespace, p: argparse.ArgumentParser) -> argparse.Name
     if args.local_sgd is not None and args.diloco is not None:
         p.error("--local-sgd and --diloco are two ways to do the same; give one of them")
     if args.width > 64 and args.width % 64:
-        p.error(f"--width {args.width} is more than one head of 64 and no multiple of 64; {args.width // 64 * 64} is")
+        p.error(
+            f"--width {args.width} is more than one head of 64 and no multiple of 64; {args.width // 64 * 64} is"
+        )
     if args.auto_resume and args.checkpoint is None:
         p.error("--auto-resume needs --checkpoint PATH, the file to continue from")
     # No process writes one before all of them have come so far: they all decide alike.
@@ -118,7 +184,9 @@ def check(args: argparse.Namespace, p: argparse.ArgumentParser) -> argparse.Name
     if args.resume and args.checkpoint is None:
         p.error("--resume needs --checkpoint PATH, the file to continue from")
     if args.resume and not args.checkpoint.exists():
-        p.error(f"--resume: there is no checkpoint at {args.checkpoint}; leave --resume out to start one")
+        p.error(
+            f"--resume: there is no checkpoint at {args.checkpoint}; leave --resume out to start one"
+        )
     args.heads = max(1, args.width // 64)
     return args
 

@@ -1,4 +1,5 @@
-"""A byte-level Transformer language model in Flax linen. `model_torch.py` is the same model, layer by layer."""
+"""A byte-level Transformer language model in Flax linen. `model_torch.py` is the same model, layer
+by layer."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ LayerNorm = functools.partial(nn.LayerNorm, epsilon=1e-5)
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each with a residual connection. (batch, context, width) → the same, as `nn.scan` wants it."""
+    """Pre-norm attention and MLP, each with a residual connection. (batch, context, width) → the
+    same, as `nn.scan` wants it."""
 
     heads: int
 
@@ -27,7 +29,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes (batch, context) → logits (batch, context, vocabulary). The parameters of all blocks are stacked: (layers, …)."""
+    """Bytes (batch, context) → logits (batch, context, vocabulary). The parameters of all blocks
+    are stacked: (layers, …)."""
 
     vocabulary: int
     context: int
@@ -38,7 +41,10 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         position = self.param("position", normal(0.1), (self.context, self.width))
-        x = nn.Embed(self.vocabulary, self.width, embedding_init=normal(1.0), name="embed")(tokens) + position
+        x = (
+            nn.Embed(self.vocabulary, self.width, embedding_init=normal(1.0), name="embed")(tokens)
+            + position
+        )
         blocks = nn.scan(
             Block,
             variable_axes={"params": 0},

@@ -1,4 +1,5 @@
-"""A byte-level Transformer language model in torch. `model_flax.py` is the same model, layer by layer."""
+"""A byte-level Transformer language model in torch. `model_flax.py` is the same model, layer by
+layer."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.query, self.key, self.value)
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
         )
         attended: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = self.out(attended.transpose(1, 2).flatten(2))
@@ -28,7 +30,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each with a residual connection. (batch, context, width) → the same."""
+    """Pre-norm attention and MLP, each with a residual connection. (batch, context, width) → the
+    same."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

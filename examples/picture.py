@@ -28,12 +28,15 @@ def draw(runs: Sequence[Any], title: str, path: Path) -> None:
     """Write a PNG.
 
     Args:
-        runs: with `framework`, `method`, and `validation`: pairs (bytes sent per replica so far, loss).
+        runs: with `framework`, `method`, and `validation`: pairs (bytes sent per replica so far,
+            loss).
         title: of the picture.
         path: of the file.
     """
     mpl.use("Agg")
-    with mpl.rc_context({"font.family": "sans-serif", "font.size": 11, "text.color": INK, "axes.labelcolor": INK}):
+    with mpl.rc_context(
+        {"font.family": "sans-serif", "font.size": 11, "text.color": INK, "axes.labelcolor": INK}
+    ):
         figure, axes = plt.subplots(figsize=(9, 4.6), dpi=200, layout="constrained")
         for run in runs:
             sent, losses = zip(*run.validation, strict=True)
@@ -42,7 +45,15 @@ def draw(runs: Sequence[Any], title: str, path: Path) -> None:
                 "zorder": 3 if run.framework == "JAX" else 2,
             }
             axes.plot(sent, losses, linestyle=STROKES[run.framework], linewidth=2.2, **look)
-            axes.plot(sent[-1], losses[-1], "o", markersize=7, markeredgecolor="white", markeredgewidth=1.2, **look)
+            axes.plot(
+                sent[-1],
+                losses[-1],
+                "o",
+                markersize=7,
+                markeredgecolor="white",
+                markeredgewidth=1.2,
+                **look,
+            )
         _name(axes, runs)
         _compare(axes, runs)
         axes.set_xscale("log")
@@ -62,7 +73,8 @@ def draw(runs: Sequence[Any], title: str, path: Path) -> None:
 
 
 def _name(axes: Any, runs: Sequence[Any]) -> None:
-    """The method beside the beginning of its line, once for both frameworks. To the right of it, where lines that fall leave room."""
+    """The method beside the beginning of its line, once for both frameworks. To the right of it,
+    where lines that fall leave room."""
     first: dict[str, Any] = {}
     for run in runs:
         first.setdefault(run.method, run)

@@ -1,8 +1,10 @@
-"""PowerSGD on one screen: NumPy, one collective, and nothing to make it fast. The tests compare `gradwire.PowerSGD` with it.
+"""PowerSGD on one screen: NumPy, one collective, and nothing to make it fast. The tests compare
+`gradwire.PowerSGD` with it.
 
 python examples/power_sgd_on_one_screen.py
 
-Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727: Algorithm 1 (rank-r compression) inside Algorithm 2 (error feedback), with the warm start of section 3.
+Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727: Algorithm 1 (rank-r compression) inside
+Algorithm 2 (error feedback), with the warm start of section 3.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ Array = npt.NDArray[np.float64]
 Arrays = dict[str, Array]
 
 
-def power_sgd(gradients: Arrays, errors: Arrays, qs: Arrays, all_reduce_mean: Callable[[Array], Array]) -> Arrays:
-    """One step of one replica. `qs[name]` (m, r) and `errors[name]` (n, m) are its memory of a matrix (n, m), and change; what has no q is an uncompressed average."""
+def power_sgd(
+    gradients: Arrays, errors: Arrays, qs: Arrays, all_reduce_mean: Callable[[Array], Array]
+) -> Arrays:
+    """One step of one replica. `qs[name]` (m, r) and `errors[name]` (n, m) are its memory of a
+    matrix (n, m), and change; what has no q is an uncompressed average."""
     averages = {}
     for name, gradient in gradients.items():
         if name not in qs:
@@ -36,7 +41,8 @@ def power_sgd(gradients: Arrays, errors: Arrays, qs: Arrays, all_reduce_mean: Ca
 
 
 def side_by_side(replicas: int, train: Callable[[int, Callable[[Array], Array]], None]) -> None:
-    """`train(rank, all_reduce_mean)` in a thread for each replica. In training, `all_reduce_mean` is `dist.all_reduce(x, dist.ReduceOp.AVG)`."""
+    """`train(rank, all_reduce_mean)` in a thread for each replica. In training, `all_reduce_mean`
+    is `dist.all_reduce(x, dist.ReduceOp.AVG)`."""
     sent: list[Array] = [np.empty(0)] * replicas
     barrier = threading.Barrier(replicas, timeout=60)
 
@@ -63,7 +69,9 @@ def main() -> None:
         errors, qs = {"w": np.zeros_like(w)}, {"w": q}
         for step in range(301):
             if step % 100 == 0 and replica == 0:
-                print(f"step {step:3}: error {np.linalg.norm(w - target) / np.linalg.norm(target):.3f}")
+                print(
+                    f"step {step:3}: error {np.linalg.norm(w - target) / np.linalg.norm(target):.3f}"
+                )
             gradient = w - target + 0.1 * noise.normal(size=w.shape)
             w -= 0.02 * power_sgd({"w": gradient}, errors, qs, all_reduce_mean)["w"]
 

@@ -1,4 +1,5 @@
-"""What a training script tells: JSON lines for programs, a progress bar (or plain lines, where there is no terminal) for people."""
+"""What a training script tells: JSON lines for programs, a progress bar (or plain lines, where
+there is no terminal) for people."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class Report:
 
     Args:
         steps: of the whole run.
-        done: steps of a run that is resumed. Lines that the log has beyond them were written after the checkpoint; they are dropped.
+        done: steps of a run that is resumed. Lines that the log has beyond them were written after
+            the checkpoint; they are dropped.
         log: file for the JSON lines. None: no log.
         progress: speak to people at all.
     """
@@ -26,17 +28,29 @@ class Report:
         if log is not None:
             kept = log.read_text().splitlines(keepends=True) if done and log.exists() else []
             log.parent.mkdir(parents=True, exist_ok=True)
-            self._file = log.open("w", buffering=1)  # a line reaches the file as soon as it is written
+            # a line reaches the file as soon as it is written
+            self._file = log.open("w", buffering=1)
             # A run that was killed may have left half a line.
             complete = [line for line in kept if line.endswith("\n")]
             self._file.writelines(line for line in complete if json.loads(line)["step"] <= done)
         self._bar: Any = None
         if progress and sys.stdout.isatty():
             try:
-                from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+                from rich.progress import (
+                    BarColumn,
+                    MofNCompleteColumn,
+                    Progress,
+                    TextColumn,
+                    TimeRemainingColumn,
+                )
             except ImportError:
                 return
-            columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+            columns = (
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
+            )
             self._bar = Progress(*columns)
             self._task = self._bar.add_task("", total=steps, completed=done)
 
@@ -46,7 +60,10 @@ class Report:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._bar:
             self._bar.stop()
@@ -65,8 +82,9 @@ class Report:
         compress_seconds: float | None = None,
         compiled_loops: str = "",
     ) -> None:
-        """Tell about a step. `step` counts from 1; bytes (per replica), collectives and seconds are totals so far. `compress_seconds` are those of one step, and
-        `compiled_loops` says what numba has compiled for it."""
+        """Tell about a step. `step` counts from 1; bytes (per replica), collectives and seconds are
+        totals so far. `compress_seconds` are those of one step, and `compiled_loops` says what
+        numba has compiled for it."""
         line: dict[str, float | str] = {"step": step, "loss": loss}
         if val_loss is not None:
             self._validation = line["val_loss"] = val_loss

@@ -1,7 +1,9 @@
-"""Real text as bytes, on every machine: by default the source of the running Python's standard library.
+"""Real text as bytes, on every machine: by default the source of the running Python's standard
+library.
 
-A batch is a function of (seed, step, replica) alone. So torch and JAX train on the same bytes, and a resumed run sees exactly what the
-uninterrupted run would have seen, with no data loader state to save.
+A batch is a function of (seed, step, replica) alone. So torch and JAX train on the same bytes, and
+a resumed run sees exactly what the uninterrupted run would have seen, with no data loader state to
+save.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ Bytes = npt.NDArray[np.uint8]
 Tokens = npt.NDArray[np.int64]
 
 #: Not the standard library's own prose: packages of others, test data, and tables of characters.
-SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+SKIP = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
+}
 VOCABULARY = 256
 
 
@@ -26,13 +37,20 @@ class Text:
     train: Bytes
     validation: Bytes
 
-    def batch(self, seed: int, step: int, replica: int, size: int, context: int) -> tuple[Tokens, Tokens]:
+    def batch(
+        self, seed: int, step: int, replica: int, size: int, context: int
+    ) -> tuple[Tokens, Tokens]:
         """Random windows: inputs and targets (the next byte), both (size, context)."""
-        starts = np.random.default_rng([seed, step, replica]).integers(0, len(self.train) - context, size)
+        starts = np.random.default_rng([seed, step, replica]).integers(
+            0, len(self.train) - context, size
+        )
         return _windows(self.train, starts, context)
 
-    def validation_batch(self, replica: int, replicas: int, windows: int, context: int) -> tuple[Tokens, Tokens]:
-        """This replica's share of `windows` windows spread evenly over the held-out text: the same ones at every evaluation."""
+    def validation_batch(
+        self, replica: int, replicas: int, windows: int, context: int
+    ) -> tuple[Tokens, Tokens]:
+        """This replica's share of `windows` windows spread evenly over the held-out text: the same
+        ones at every evaluation."""
         starts = np.linspace(0, len(self.validation) - context - 1, windows).astype(np.int64)
         return _windows(self.validation, starts[replica::replicas], context)
 
@@ -41,7 +59,8 @@ def load(path: Path | None = None, *, context: int, limit: int = 4_000_000) -> T
     """Read the text and split it.
 
     Args:
-        path: one file, whose last tenth is held out. None: the standard library, of which every tenth file is held out.
+        path: one file, whose last tenth is held out. None: the standard library, of which every
+            tenth file is held out.
         context: length of the windows that will be asked for.
         limit: read at most about this many bytes.
 

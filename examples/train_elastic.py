@@ -1,4 +1,5 @@
-"""Train a byte-level Transformer at sites that come and go: DiLoCo among those that are there, under torchft.
+"""Train a byte-level Transformer at sites that come and go: DiLoCo among those that are there,
+under torchft.
 
 torchft_lighthouse --bind "[::]:29510" --min_replicas 2 &
 export TORCHFT_LIGHTHOUSE=http://localhost:29510
@@ -25,7 +26,8 @@ from gradwire.torch_backend import elastic
 
 
 def manager_of(site: int) -> Any:
-    """Of this process, which is all of its site. The address of the lighthouse is in TORCHFT_LIGHTHOUSE."""
+    """Of this process, which is all of its site. The address of the lighthouse is in
+    TORCHFT_LIGHTHOUSE."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     return Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),  # how long a message may take
@@ -34,7 +36,8 @@ def manager_of(site: int) -> Any:
         min_replica_size=1,
         use_async_quorum=False,
         quorum_timeout=timedelta(hours=1),  # how long to wait for the other sites
-        quorum_retries=1000,  # and how often within it to look for a lighthouse that was started anew
+        # and how often within it to look for a lighthouse that was started anew
+        quorum_retries=1000,
         replica_id=f"site{site}",
         hostname=socket.gethostname(),  # by which the others find this site
         store_addr="localhost",
@@ -54,7 +57,9 @@ def train(args: argparse.Namespace) -> None:
     manager.register_state_dict_fn(
         "schedule", schedule.load_state_dict, schedule.state_dict
     )  # a newcomer receives it too
-    handle = elastic(model, optimizer, diloco(args.period, compressor=PowerSGD(rank=args.rank)), manager)
+    handle = elastic(
+        model, optimizer, diloco(args.period, compressor=PowerSGD(rank=args.rank)), manager
+    )
     while handle.steps < args.steps:
         # The position in the data is that of the run, and each site has its own part of them.
         batch = text.batch(0, handle.steps, args.site, args.batch_size, args.context)
@@ -77,9 +82,15 @@ def train(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--site", type=int, required=True, help="its number, for its part of the data")
-    parser.add_argument("--text", type=Path, help="a file to train on; default: the source of the standard library")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--site", type=int, required=True, help="its number, for its part of the data"
+    )
+    parser.add_argument(
+        "--text", type=Path, help="a file to train on; default: the source of the standard library"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--period", type=int, default=20, help="steps between two averages")
     parser.add_argument("--rank", type=int, default=4)

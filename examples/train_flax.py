@@ -41,16 +41,23 @@ from gradwire.jax_backend import (
     zero1,
 )
 
-#: What makes gradwire see the matrices that the model has in torch: the two runs can be compared, and `convert.py` moves one to the other.
-#: `nn.scan` stacks the blocks, so each parameter's first axis counts layers; those of biases in attention are (layers, heads, dimensions),
-#: and no matrices. Kernels (in, out) are compressed as weights (out, in).
+#: What makes gradwire see the matrices that the model has in torch: the two runs can be compared,
+#: and `convert.py` moves one to the other. `nn.scan` stacks the blocks, so each parameter's first
+#: axis counts layers; those of biases in attention are (layers, heads, dimensions), and no
+#: matrices. Kernels (in, out) are compressed as weights (out, in).
 VIEWS: dict[str, Any] = {"stacked": {"blocks/*/bias": 2, "blocks/*": 1}, "transpose": ("*/kernel",)}
 
 
 def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
     # The line that a training script gains, in place of a pmean on the gradients:
     if args.compress == "powersgd":
-        average = power_sgd(args.rank, axis_name="batch", half_step=args.half_step, start_step=args.start_step, **VIEWS)
+        average = power_sgd(
+            args.rank,
+            axis_name="batch",
+            half_step=args.half_step,
+            start_step=args.start_step,
+            **VIEWS,
+        )
     else:
         average = all_reduce_mean(axis_name="batch")
     rates = jnp.array([flags.learning_rate(step, args) for step in range(args.steps)])
@@ -65,9 +72,13 @@ def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
         return optax.chain(average, clip, adamw)
     replicas = jax.device_count()
     if args.compress == "powersgd":
-        return optax.chain(average, clip, zero1(adamw, axis_name="batch", replicas=replicas, averaged=True))
+        return optax.chain(
+            average, clip, zero1(adamw, axis_name="batch", replicas=replicas, averaged=True)
+        )
     # It averages, too, and its clipping is by the norm of all pieces.
-    return zero1(optax.chain(clip_by_global_norm(1.0, "batch"), adamw), axis_name="batch", replicas=replicas)
+    return zero1(
+        optax.chain(clip_by_global_norm(1.0, "batch"), adamw), axis_name="batch", replicas=replicas
+    )
 
 
 def local_of(args: argparse.Namespace) -> gradwire.LocalSGD | None:
@@ -116,7 +127,9 @@ def train(args: argparse.Namespace) -> None:
     replicas = jax.local_device_count()
     text = load(args.text, context=args.context)
     model = Transformer(VOCABULARY, args.context, args.width, args.layers, args.heads)
-    params = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.context), jnp.int32))["params"]
+    params = jax.jit(model.init)(
+        jax.random.key(args.seed), jnp.zeros((1, args.context), jnp.int32)
+    )["params"]
     state: Any = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer(args))
     if local_of(args) is not None:
         state = stack_replicas(state)
@@ -130,11 +143,16 @@ def train(args: argparse.Namespace) -> None:
         inputs, targets = zip(*batches, strict=True)
         return np.stack(inputs), np.stack(targets)
 
-    held_out = stacked(text.validation_batch(i, replicas, args.eval_windows, args.context) for i in range(replicas))
+    held_out = stacked(
+        text.validation_batch(i, replicas, args.eval_windows, args.context) for i in range(replicas)
+    )
     with Report(args.steps, done, args.metrics, args.progress) as report:
         for step in range(done, args.steps):
             began = time.perf_counter()
-            batches = (text.batch(args.seed, step, i, args.batch_size, args.context) for i in range(replicas))
+            batches = (
+                text.batch(args.seed, step, i, args.batch_size, args.context)
+                for i in range(replicas)
+            )
             state, losses = train_step(state, *stacked(batches))
             trained = float(losses[0])
             seconds += time.perf_counter() - began
@@ -144,17 +162,27 @@ def train(args: argparse.Namespace) -> None:
             if done % args.eval_every == 0 or last:
                 validation = float(validation_loss(state, *held_out)[0])
             bytes_sent, collectives = traffic[done]
-            report.step(done, trained, validation, bytes_sent=bytes_sent, collectives=collectives, seconds=seconds)
+            report.step(
+                done,
+                trained,
+                validation,
+                bytes_sent=bytes_sent,
+                collectives=collectives,
+                seconds=seconds,
+            )
             if args.checkpoint and (done % args.checkpoint_every == 0 or last):
                 save(args, state, done, seconds)
 
 
 def sent_so_far(args: argparse.Namespace, params: Any) -> Iterator[tuple[int, int]]:
-    """Bytes and collectives of a replica after 0, 1, 2, … steps: known before the training, since nothing depends on the data."""
+    """Bytes and collectives of a replica after 0, 1, 2, … steps: known before the training, since
+    nothing depends on the data."""
     shapes = parameter_shapes(params)
     dense = gradwire.plan(shapes, gradwire.AllReduce()).steps[0]
     local = local_of(args)
-    compressed = gradwire.plan(shapes, gradwire.PowerSGD(args.rank, half_step=args.half_step, **VIEWS)).steps
+    compressed = gradwire.plan(
+        shapes, gradwire.PowerSGD(args.rank, half_step=args.half_step, **VIEWS)
+    ).steps
     start = args.start_step if args.compress == "powersgd" else args.steps
     updates = gradwire.Traffic(0, 0)
     if args.zero:
@@ -176,7 +204,8 @@ def sent_so_far(args: argparse.Namespace, params: Any) -> Iterator[tuple[int, in
 
 
 def save(args: argparse.Namespace, state: Any, done: int, seconds: float) -> None:
-    """The compression error differs between replicas: gradwire's `unreplicate` keeps all of it, Flax's only the first's."""
+    """The compression error differs between replicas: gradwire's `unreplicate` keeps all of it,
+    Flax's only the first's."""
     checkpoints.write(args.checkpoint, packed(args, unreplicate(state), done, seconds))
 
 
@@ -188,17 +217,31 @@ def packed(args: argparse.Namespace, state: Any, done: int, seconds: float) -> b
 
 
 def restore(args: argparse.Namespace, state: Any) -> tuple[Any, int, float]:
-    """On any number of devices, unless state is sharded or training is local: then on as many as there were."""
+    """On any number of devices, unless state is sharded or training is local: then on as many as
+    there were."""
     data = flax.serialization.msgpack_restore(checkpoints.read(args.checkpoint))
     if data["options"] != described(args):
-        raise SystemExit(f"{args.checkpoint} is of a run with {data['options']}, not with {described(args)}")
+        raise SystemExit(
+            f"{args.checkpoint} is of a run with {data['options']}, not with {described(args)}"
+        )
     restored = flax.serialization.from_state_dict(state, data["state"])
     return set_replicas(restored, jax.device_count()), data["done"], data["seconds"]
 
 
 def described(args: argparse.Namespace) -> str:
     """What decides about the form of the state: Flax itself does not compare shapes."""
-    names = ("compress", "rank", "half_step", "start_step", "zero", "local_sgd", "diloco", "width", "layers", "context")
+    names = (
+        "compress",
+        "rank",
+        "half_step",
+        "start_step",
+        "zero",
+        "local_sgd",
+        "diloco",
+        "width",
+        "layers",
+        "context",
+    )
     return " ".join(f"{name}={getattr(args, name, None)}" for name in names)
 
 
@@ -216,7 +259,9 @@ def main() -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices)
     if args.eval_windows % jax.local_device_count():
-        p.error(f"--eval-windows {args.eval_windows} is not a multiple of the {jax.local_device_count()} devices")
+        p.error(
+            f"--eval-windows {args.eval_windows} is not a multiple of the {jax.local_device_count()} devices"
+        )
     train(args)
 
 

@@ -1,4 +1,5 @@
-"""Train a byte-level Transformer sharded by FSDP2 within each replica, and compressed by gradwire between replicas.
+"""Train a byte-level Transformer sharded by FSDP2 within each replica, and compressed by gradwire
+between replicas.
 
 torchrun --nproc_per_node=4 examples/train_sharded.py --replicas 2 --rank 4
 """
@@ -28,7 +29,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     replicas, ranks = args.replicas, dist.get_world_size()
     if ranks % replicas:
         raise SystemExit(f"--replicas {replicas} does not divide the {ranks} processes")
-    mesh = init_device_mesh(device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard")
+    )
 
     torch.manual_seed(0)  # every replica begins with the same weights
     model = Transformer(VOCABULARY, args.context, args.width, args.layers, heads=4).to(device)
@@ -58,22 +61,33 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         print(handle)
 
 
-def parts(model: nn.Module, optimizer: torch.optim.Optimizer, handle: ReplicaHandle) -> dict[str, Any]:
+def parts(
+    model: nn.Module, optimizer: torch.optim.Optimizer, handle: ReplicaHandle
+) -> dict[str, Any]:
     """What a checkpoint holds, in pieces that any number of replicas and of shards can read."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state, "compressor": handle}
 
 
-def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, handle: ReplicaHandle) -> None:
+def restore(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, handle: ReplicaHandle
+) -> None:
     state = parts(model, optimizer, handle)
     load_checkpoint(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument(
-        "--replicas", type=int, default=2, help="the processes are so many replicas of the model; the others shard it"
+        "--replicas",
+        type=int,
+        default=2,
+        help="the processes are so many replicas of the model; the others shard it",
     )
     p.add_argument("--rank", type=int, default=4, help="of PowerSGD")
     p.add_argument("--steps", type=int, default=100)
@@ -82,7 +96,9 @@ def main() -> None:
     p.add_argument("--context", type=int, default=64)
     p.add_argument("--batch-size", type=int, default=8, help="windows for each process")
     p.add_argument("--checkpoint", type=Path, help="write a checkpoint to this folder in the end")
-    p.add_argument("--resume", type=Path, help="go on from a checkpoint, of any number of replicas and shards")
+    p.add_argument(
+        "--resume", type=Path, help="go on from a checkpoint, of any number of replicas and shards"
+    )
     args = p.parse_args()
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):

@@ -1,4 +1,5 @@
-"""Train a byte-level Transformer with FSDP inside each slice, which is left to the compiler, and gradients compressed by gradwire between slices.
+"""Train a byte-level Transformer with FSDP inside each slice, which is left to the compiler, and
+gradients compressed by gradwire between slices.
 
 python examples/train_sharded_flax.py --slices 2 --chips 2 --rank 4
 """
@@ -21,7 +22,14 @@ from text import VOCABULARY, load
 from train_flax import VIEWS
 
 import gradwire
-from gradwire.jax_backend import abstract_state, distribute, mark_varying, parameter_shapes, partition_specs, power_sgd
+from gradwire.jax_backend import (
+    abstract_state,
+    distribute,
+    mark_varying,
+    parameter_shapes,
+    partition_specs,
+    power_sgd,
+)
 
 
 def lying(x: Any, mesh: jax.sharding.Mesh) -> Any:
@@ -39,7 +47,9 @@ def train(args: argparse.Namespace) -> None:
     mesh = jax.make_mesh((args.slices, args.chips), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
     model = Transformer(VOCABULARY, args.context, args.width, args.layers, heads=4)
     tx = optax.chain(
-        power_sgd(args.rank, axis_name="dcn", **VIEWS), optax.clip_by_global_norm(1.0), optax.adamw(args.lr)
+        power_sgd(args.rank, axis_name="dcn", **VIEWS),
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(args.lr),
     )
 
     def make() -> TrainState:
@@ -58,7 +68,9 @@ def train(args: argparse.Namespace) -> None:
     else:
         state = jax.jit(lambda: distribute(make(), mesh, "dcn"), out_shardings=shardings)()
 
-    def train_step(state: TrainState, inputs: jax.Array, targets: jax.Array) -> tuple[TrainState, jax.Array]:
+    def train_step(
+        state: TrainState, inputs: jax.Array, targets: jax.Array
+    ) -> tuple[TrainState, jax.Array]:
         def loss_of(params: Any) -> jax.Array:
             losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(
                 state.apply_fn({"params": params}, inputs), targets
@@ -82,9 +94,14 @@ def train(args: argparse.Namespace) -> None:
     text = load(context=args.context)
     everywhere = NamedSharding(mesh, PartitionSpec(("dcn", "ici")))
     plan = gradwire.plan(parameter_shapes(params), gradwire.PowerSGD(args.rank, **VIEWS))
-    print(f"each slice sends {plan.steps[0].nbytes:,} bytes a step, in place of {plan.dense_bytes:,}")
+    print(
+        f"each slice sends {plan.steps[0].nbytes:,} bytes a step, in place of {plan.dense_bytes:,}"
+    )
     for number in range(int(state.step), args.steps):
-        batches = [text.batch(0, number, i, args.batch_size, args.context) for i in range(args.slices * args.chips)]
+        batches = [
+            text.batch(0, number, i, args.batch_size, args.context)
+            for i in range(args.slices * args.chips)
+        ]
         inputs, targets = (np.concatenate(x) for x in zip(*batches, strict=True))
         state, loss = step(state, *jax.device_put((inputs, targets), everywhere))
         print(f"step {number + 1}  loss {float(loss):.3f}", flush=True)
@@ -95,10 +112,17 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--slices", type=int, default=2, help="replicas of the model")
     p.add_argument("--chips", type=int, default=2, help="devices of a slice, which shard the model")
-    p.add_argument("--platform", choices=["cpu", "any"], default="cpu", help="any: the GPUs or TPUs that JAX finds")
+    p.add_argument(
+        "--platform",
+        choices=["cpu", "any"],
+        default="cpu",
+        help="any: the GPUs or TPUs that JAX finds",
+    )
     p.add_argument("--rank", type=int, default=4, help="of PowerSGD")
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--steps", type=int, default=100)
@@ -107,7 +131,11 @@ def main() -> None:
     p.add_argument("--context", type=int, default=64)
     p.add_argument("--batch-size", type=int, default=8, help="windows for each chip")
     p.add_argument("--checkpoint", type=Path, help="write a checkpoint to this folder in the end")
-    p.add_argument("--resume", type=Path, help="go on from a checkpoint of as many slices, of any number of chips")
+    p.add_argument(
+        "--resume",
+        type=Path,
+        help="go on from a checkpoint of as many slices, of any number of chips",
+    )
     args = p.parse_args()
     if args.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")

@@ -1,4 +1,5 @@
-"""Train a byte-level Transformer with DistributedDataParallel, its gradients compressed by gradwire.
+"""Train a byte-level Transformer with DistributedDataParallel, its gradients compressed by
+gradwire.
 
 torchrun --nproc_per_node=2 examples/train_torch.py --rank 4
 """
@@ -27,7 +28,8 @@ from gradwire.torch_backend import CommHook, LocalSGDHandle, ZeroOptimizer
 
 
 def start() -> torch.device:
-    """Join the other processes of `torchrun`, or be the only one. A GPU for each process if there are so many, else CPUs."""
+    """Join the other processes of `torchrun`, or be the only one. A GPU for each process if there
+    are so many, else CPUs."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.device_count() >= processes:
@@ -65,11 +67,14 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             began = time.perf_counter()
             for group in optimizer.param_groups:
                 group["lr"] = flags.learning_rate(step, args)
-            inputs, targets = tensors(text.batch(args.seed, step, rank, args.batch_size, args.context), device)
+            inputs, targets = tensors(
+                text.batch(args.seed, step, rank, args.batch_size, args.context), device
+            )
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(inputs).flatten(0, 1), targets.flatten())
             loss.backward()
-            # After backward the gradients are the averages, the same on all ranks: so is what clipping does to them.
+            # After backward the gradients are the averages, the same on all ranks: so is what
+            # clipping does to them.
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             trained = loss.item()
@@ -78,8 +83,14 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             done, last = step + 1, step + 1 == args.steps
             if last and isinstance(handle, LocalSGDHandle) and not handle.synchronized:
                 handle.synchronize()  # the replicas end as one model
-            validation = evaluate(model, text, args, device) if done % args.eval_every == 0 or last else None
-            sent = [handle.stats(), optimizer.stats()] if isinstance(optimizer, ZeroOptimizer) else [handle.stats()]
+            validation = (
+                evaluate(model, text, args, device) if done % args.eval_every == 0 or last else None
+            )
+            sent = (
+                [handle.stats(), optimizer.stats()]
+                if isinstance(optimizer, ZeroOptimizer)
+                else [handle.stats()]
+            )
             totals: dict[str, Any] = {
                 "bytes_sent": sum(s.bytes_sent for s in sent),  # of the whole run: states hold it
                 "collectives": sum(s.collectives for s in sent),
@@ -96,7 +107,9 @@ def communicate(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, args: argparse.Namespace
 ) -> CommHook | LocalSGDHandle:
     """What a training script gains: one call, and the loop stays as it is."""
-    powersgd = PowerSGD(rank=args.rank, half_step=args.half_step) if args.compress == "powersgd" else None
+    powersgd = (
+        PowerSGD(rank=args.rank, half_step=args.half_step) if args.compress == "powersgd" else None
+    )
     if args.local_sgd is not None:
         local = LocalSGD(args.local_sgd, start_step=args.start_step, compressor=powersgd)
         return gradwire.torch_backend.local_sgd(ddp, optimizer, local)
@@ -109,10 +122,15 @@ def communicate(
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, text: Text, args: argparse.Namespace, device: torch.device) -> float:
-    """Mean loss on held-out text; each rank computes its share (under local SGD, with its own weights)."""
+def evaluate(
+    model: Transformer, text: Text, args: argparse.Namespace, device: torch.device
+) -> float:
+    """Mean loss on held-out text; each rank computes its share (under local SGD, with its own
+    weights)."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    inputs, targets = tensors(text.validation_batch(rank, world, args.eval_windows, args.context), device)
+    inputs, targets = tensors(
+        text.validation_batch(rank, world, args.eval_windows, args.context), device
+    )
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
     total = torch.stack([loss, torch.full_like(loss, targets.numel())])
     dist.all_reduce(total)
@@ -131,8 +149,8 @@ def save(
     optimizer: torch.optim.Optimizer,
     handle: CommHook | LocalSGDHandle,
 ) -> None:
-    """One file for all ranks, which any number of them can continue. The compression error differs between ranks, and under local SGD
-    everything does: that goes on with the same number."""
+    """One file for all ranks, which any number of them can continue. The compression error differs
+    between ranks, and under local SGD everything does: that goes on with the same number."""
     local = isinstance(handle, LocalSGDHandle)
     ranks: list[Any] = [None] * dist.get_world_size()
     if isinstance(handle, LocalSGDHandle):
@@ -147,10 +165,17 @@ def save(
         compressor = handle.gathered_state_dict("all")
     # A sharded optimizer's state is gathered to the state of a plain one.
     optimizer_state = (
-        optimizer.consolidated_state_dict(to=0) if isinstance(optimizer, ZeroOptimizer) else optimizer.state_dict()
+        optimizer.consolidated_state_dict(to=0)
+        if isinstance(optimizer, ZeroOptimizer)
+        else optimizer.state_dict()
     )
     if dist.get_rank() == 0:
-        state = {"step": done, "seconds": seconds, "model": model.state_dict(), "optimizer": optimizer_state}
+        state = {
+            "step": done,
+            "seconds": seconds,
+            "model": model.state_dict(),
+            "optimizer": optimizer_state,
+        }
         state |= {"ranks": ranks} if local else {"compressor": compressor}
         content = io.BytesIO()
         torch.save(state, content)

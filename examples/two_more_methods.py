@@ -1,10 +1,13 @@
-"""Two published methods on `gradwire.Compressor`, to read, to change, and to compare with those that gradwire ships.
+"""Two published methods on `gradwire.Compressor`, to read, to change, and to compare with those
+that gradwire ships.
 
 python examples/two_more_methods.py
 
-`RandomProjection` averages each matrix along random orthonormal directions (Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727, section 4.1).
-`TopRows` averages the rows whose averaged sketch is longest (Chen et al. 2025, arXiv 2510.26709, "ARC-Top-K"), here with plain error feedback.
-Neither sends an index: all replicas come to the same directions and rows. `examples/write_your_own.py` has random-k, and explains how a method is written.
+`RandomProjection` averages each matrix along random orthonormal directions (Vogels, Karimireddy and
+Jaggi 2019, arXiv 1905.13727, section 4.1). `TopRows` averages the rows whose averaged sketch is
+longest (Chen et al. 2025, arXiv 2510.26709, "ARC-Top-K"), here with plain error feedback. Neither
+sends an index: all replicas come to the same directions and rows. `examples/write_your_own.py` has
+random-k, and explains how a method is written.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class TopRows(gradwire.Compressor):
     ) -> tuple[A, A, dict[str, A]]:
         (n, m), dtype = x.shape, ops.dtype_of(x)
         drawn = random.uniform(ops, random.key(0, name), (m, self.sketch), context.step)
-        sketch = await mean(ops.matmul(x, ops.cast(drawn, dtype)))  # an inf or NaN in a row is in its sketch
+        # an inf or NaN in a row is in its sketch
+        sketch = await mean(ops.matmul(x, ops.cast(drawn, dtype)))
         chosen = ops.top_k(ops.norm(sketch).reshape((-1,)), self.keep)
         index = (chosen.reshape((-1, 1)) * m + ops.iota(m).reshape((1, -1))).reshape((-1,))
         rows = ops.take(x.reshape((-1,)), index)

@@ -3,8 +3,8 @@
     from flax.training.train_state import TrainState
     from gradwire.jax_backend import power_sgd, replicate
 
-    tx = optax.chain(power_sgd(rank=4, axis_name="data"), optax.adamw(3e-4))
-    state = replicate(TrainState.create(apply_fn=model.apply, params=params, tx=tx), axis_name="data")
+    tx = optax.chain(power_sgd(rank=4, axis_name="data"), optax.adamw(3e-4)) state =
+    replicate(TrainState.create(apply_fn=model.apply, params=params, tx=tx), axis_name="data")
 
     def train_step(state, batch):                     # no pmean on the gradients
         loss, gradients = jax.value_and_grad(loss_fn)(state.params, batch)
@@ -14,40 +14,45 @@
 
 The same over a `Mesh`, where memory that differs between replicas needs a spec of its own:
 
-    specs = partition_specs(state, "data")
-    state = distribute(state, mesh, "data")
-    train_step = jax.jit(jax.shard_map(train_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()), check_vma=False))
+    specs = partition_specs(state, "data") state = distribute(state, mesh, "data") train_step =
+    jax.jit(jax.shard_map(train_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs,
+    P()), check_vma=False))
 
 With `check_vma=True` differentiate with respect to `mark_varying(state.params, "data")`.
 
-`abstract_state(state, replicas, mesh, "data")` gives the shapes and shardings with which orbax restores such a state, and with which a step is compiled ahead
-of time. `stats(state)` tells, inside a step or outside, what is sent, how large the error is, and how many steps were skipped.
+`abstract_state(state, replicas, mesh, "data")` gives the shapes and shardings with which orbax
+restores such a state, and with which a step is compiled ahead of time. `stats(state)` tells, inside
+a step or outside, what is sent, how large the error is, and how many steps were skipped.
 
 With the optimizer's state divided among the replicas, for no more bytes than an all-reduce:
 
     tx = zero1(optax.adamw(3e-4), axis_name="data", replicas=jax.device_count())
 
-With replicas that train by themselves between averages of their parameters (see `gradwire.jax_backend.local_sgd`):
+With replicas that train by themselves between averages of their parameters (see
+`gradwire.jax_backend.local_sgd`):
 
     tx = diloco(optax.adamw(3e-4), 500, axis_name="data")
 
-**The design.** An algorithm runs inside the traced training step. `transforms.py` is the Optax transformation: it names the
-gradients, hands them to the algorithm with its memory, and puts averages and memory back. `engine/driver.py` runs the
-program while JAX traces it, and turns each request into a collective of `jax.lax`; `axes/` knows over which mapped axes
-replicas stand. What Python decides here it decides once, when the step is compiled; what depends on a step is a `lax.cond`.
-`state/` is where memory lies on the devices, and its saved forms.
+**The design.** An algorithm runs inside the traced training step. `transforms.py` is the Optax
+transformation: it names the gradients, hands them to the algorithm with its memory, and puts
+averages and memory back. `engine/driver.py` runs the program while JAX traces it, and turns each
+request into a collective of `jax.lax`; `axes/` knows over which mapped axes replicas stand. What
+Python decides here it decides once, when the step is compiled; what depends on a step is a
+`lax.cond`. `state/` is where memory lies on the devices, and its saved forms.
 
 **The words**, besides those of `gradwire.core`.
 
 - *axis*: the mapped axis of `pmap` or `shard_map` along which replicas stand.
 - *varying*: different on the devices along an axis. With `check_vma=True` JAX keeps account of it.
-- *slice*: the devices among which the compiler divides one replica. *Lying*: how an array is divided among them.
+- *slice*: the devices among which the compiler divides one replica. *Lying*: how an array is
+  divided among them.
 - *record*, *account*: what a state says about its own making, and what it counts.
 
-**The warnings.** Packing an array that the compiler has sharded makes XLA gather it whole. Under `check_vma=True` the gradient
-with respect to parameters that do not vary arrives summed already. XLA joins collectives as it likes, so messages are
-counted in the jaxpr. A traced value has no truth: an `if` on it fails, and a step number is traced. `pmap` gives local
-gradients always. Memory that differs between replicas (the error) needs a spec of its own, `partition_specs`.
+**The warnings.** Packing an array that the compiler has sharded makes XLA gather it whole. Under
+`check_vma=True` the gradient with respect to parameters that do not vary arrives summed already.
+XLA joins collectives as it likes, so messages are counted in the jaxpr. A traced value has no
+truth: an `if` on it fails, and a step number is traced. `pmap` gives local gradients always. Memory
+that differs between replicas (the error) needs a spec of its own, `partition_specs`.
 """
 
 from gradwire.jax_backend.advise.compare import Training
@@ -60,9 +65,21 @@ from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.state.checkpoint import from_portable, set_replicas, to_portable
 from gradwire.jax_backend.state.flax_serialization import know_flax
 from gradwire.jax_backend.state.names import parameter_shapes
-from gradwire.jax_backend.state.placement import abstract_state, distribute, partition_specs, replicate, unreplicate
+from gradwire.jax_backend.state.placement import (
+    abstract_state,
+    distribute,
+    partition_specs,
+    replicate,
+    unreplicate,
+)
 from gradwire.jax_backend.state.stacked import stack_replicas, this_replica
-from gradwire.jax_backend.state.types import Account, DataParallelState, LocalSGDState, PerReplica, Record
+from gradwire.jax_backend.state.types import (
+    Account,
+    DataParallelState,
+    LocalSGDState,
+    PerReplica,
+    Record,
+)
 from gradwire.jax_backend.stats import RelativeError, Stats, relative_error, stats
 from gradwire.jax_backend.traffic import Collective, collective_traffic, total_traffic
 from gradwire.jax_backend.transforms import all_reduce_mean, average_gradients, power_sgd

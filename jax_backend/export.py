@@ -9,20 +9,28 @@ import jax
 import optax  # type: ignore[import-untyped]
 from jax import export
 
-from gradwire.jax_backend.state.types import Account, DataParallelState, LocalSGDState, PerReplica, Record
+from gradwire.jax_backend.state.types import (
+    Account,
+    DataParallelState,
+    LocalSGDState,
+    PerReplica,
+    Record,
+)
 from gradwire.jax_backend.zero.state import ZeroState
 
 _PREFIX = "gradwire.jax_backend"
 
 
 def register_for_export(*trees: Any) -> None:
-    """Let `jax.export` serialize functions of these trees: it asks for a name for each type of NamedTuple in them.
+    """Let `jax.export` serialize functions of these trees: it asks for a name for each type of
+    NamedTuple in them.
 
         register_for_export(opt_state)
         blob = jax.export.export(step)(params, opt_state, batch).serialize()
 
-    gradwire's own types are known as soon as it is imported. This is for those of optax: to be called before exporting, and again before
-    `jax.export.deserialize` in another process. Types that are known already stay as they are.
+    gradwire's own types are known as soon as it is imported. This is for those of optax: to be
+    called before exporting, and again before `jax.export.deserialize` in another process. Types
+    that are known already stay as they are.
 
     Args:
         *trees: of arrays or shapes, with any NamedTuples in them.
@@ -55,7 +63,8 @@ def _register(kind: type, name: str) -> None:
 def _own_types() -> None:
     for kind in (Account, DataParallelState, PerReplica, ZeroState, LocalSGDState):
         _register(kind, f"{_PREFIX}.{kind.__name__}")
-    _register(optax.MaskedNode, "optax.MaskedNode")  # stands in the memory of what is not compressed
+    # stands in the memory of what is not compressed
+    _register(optax.MaskedNode, "optax.MaskedNode")
 
     def from_bytes(stored: bytes) -> tuple[Any, ...]:
         axis_name, stages, unsaid = json.loads(stored)
@@ -65,7 +74,10 @@ def _own_types() -> None:
         return json.dumps(auxiliary).encode()
 
     export.register_pytree_node_serialization(
-        Record, serialized_name=f"{_PREFIX}.Record", serialize_auxdata=to_bytes, deserialize_auxdata=from_bytes
+        Record,
+        serialized_name=f"{_PREFIX}.Record",
+        serialize_auxdata=to_bytes,
+        deserialize_auxdata=from_bytes,
     )
 
 

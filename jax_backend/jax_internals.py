@@ -1,7 +1,8 @@
 """What is private of JAX: nothing else in this backend names it.
 
-`jax._src.distributed.global_state.client` is there from JAX 0.4 to 0.10 at least. Where it is not, calls that all processes must make are made without a word about
-processes that do not come: JAX then waits for them as it always does.
+`jax._src.distributed.global_state.client` is there from JAX 0.4 to 0.10 at least. Where it is not,
+calls that all processes must make are made without a word about processes that do not come: JAX
+then waits for them as it always does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ METHODS = ("blocking_key_value_get", "key_value_delete", "key_value_dir_get", "k
 
 
 def coordination_client() -> Any | None:
-    """The client of the coordination service that `jax.distributed.initialize` has started; None if it has not, or if this JAX keeps it elsewhere."""
+    """The client of the coordination service that `jax.distributed.initialize` has started; None if
+    it has not, or if this JAX keeps it elsewhere."""
     try:
         from jax._src import distributed
     except ImportError:

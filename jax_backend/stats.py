@@ -1,10 +1,12 @@
-"""What a run has to log about its compression, from the training state alone, inside `jax.jit` or outside.
+"""What a run has to log about its compression, from the training state alone, inside `jax.jit` or
+outside.
 
 state, loss = train_step(state, batch)
-print(stats(state.opt_state))        # Stats(steps=100, skipped_steps=0, bytes_sent=…, dense_bytes=…, compression_ratio=72.1, …)
+print(stats(state.opt_state))    # Stats(steps=100, skipped_steps=0, bytes_sent=…, …)
 
-What `gradwire.torch_backend.Stats` has too has the same name there. Times are not in the state, and could not be: a step is one program, in which XLA
-orders compressing, sending and computing as it likes, and nothing in it may look at a clock. `jax.profiler` shows them.
+What `gradwire.torch_backend.Stats` has too has the same name there. Times are not in the state, and
+could not be: a step is one program, in which XLA orders compressing, sending and computing as it
+likes, and nothing in it may look at a clock. `jax.profiler` shows them.
 """
 
 from __future__ import annotations
@@ -33,21 +35,34 @@ class Stats(NamedTuple):
 
     Attributes:
         steps: int32, updates so far.
-        skipped_steps: int32, those that changed no memory, since a replica's gradient held an inf or NaN. Uncompressed averages of floats as they are, also those before the
-            algorithm's start, are looked at for their weights alone. 0 of local SGD, where each replica has its own.
-        bytes_sent: float32, what a replica has handed to the network in all of them, as `wire_bytes` counts: the state holds the number of steps, and of those before it was
-            moved to another algorithm, or to another number of replicas, they are taken to be like these.
-        dense_bytes: float32, what it would have been uncompressed; of local SGD, with gradients averaged in each step.
-        compression_ratio: float32, how many times fewer bytes than uncompressed have been sent, `dense_bytes / between_bytes`; before the first step, and
-            before the algorithm's start, 1. With two levels it is that between nodes.
-        wire_bytes: float32, bytes that a replica hands to the network in the step that comes next; from the algorithm's start on its average
-            over a cycle, as in `gradwire.plan`: of local SGD over a period of its schedule. Without buffers and moments that are averaged along. NaN before
-            the first step if it depends on the number of replicas, as it does with two levels and of local SGD, and `init` was called outside the map.
-        local_error_norm: float32, the 2-norm of the compression error so far, which is sent later. Of a state in global form, the root of
-            the mean square over the replicas of this process; inside the training step this replica's own, over which `jax.lax.pmean` averages.
-        within_bytes: float32, with two levels those of `bytes_sent` that stay inside the node; else 0.
-        between_bytes: float32, with two levels what all replicas of a node have sent to other nodes together, whose link they share; else `bytes_sent`.
-        skipped_averages: int32, of local SGD with outer parameters, averages of differences that were refused, of each fragment by itself, since they were not finite.
+        skipped_steps: int32, those that changed no memory, since a replica's gradient held an inf
+            or NaN. Uncompressed averages of floats as they are, also those before the algorithm's
+            start, are looked at for their weights alone. 0 of local SGD, where each replica has its
+            own.
+        bytes_sent: float32, what a replica has handed to the network in all of them, as
+            `wire_bytes` counts: the state holds the number of steps, and of those before it was
+            moved to another algorithm, or to another number of replicas, they are taken to be like
+            these.
+        dense_bytes: float32, what it would have been uncompressed; of local SGD, with gradients
+            averaged in each step.
+        compression_ratio: float32, how many times fewer bytes than uncompressed have been sent,
+            `dense_bytes / between_bytes`; before the first step, and before the algorithm's start,
+            1. With two levels it is that between nodes.
+        wire_bytes: float32, bytes that a replica hands to the network in the step that comes next;
+            from the algorithm's start on its average over a cycle, as in `gradwire.plan`: of local
+            SGD over a period of its schedule. Without buffers and moments that are averaged along.
+            NaN before the first step if it depends on the number of replicas, as it does with two
+            levels and of local SGD, and `init` was called outside the map.
+        local_error_norm: float32, the 2-norm of the compression error so far, which is sent later.
+            Of a state in global form, the root of the mean square over the replicas of this
+            process; inside the training step this replica's own, over which `jax.lax.pmean`
+            averages.
+        within_bytes: float32, with two levels those of `bytes_sent` that stay inside the node; else
+            0.
+        between_bytes: float32, with two levels what all replicas of a node have sent to other nodes
+            together, whose link they share; else `bytes_sent`.
+        skipped_averages: int32, of local SGD with outer parameters, averages of differences that
+            were refused, of each fragment by itself, since they were not finite.
     """
 
     steps: jax.Array
@@ -63,17 +78,20 @@ class Stats(NamedTuple):
 
     @property
     def within_ratio(self) -> jax.Array:
-        """`dense_bytes / within_bytes`: with two levels, how many times fewer bytes inside the node; 1 if none were sent there."""
+        """`dense_bytes / within_bytes`: with two levels, how many times fewer bytes inside the
+        node; 1 if none were sent there."""
         return _times_fewer(self.dense_bytes, self.within_bytes)
 
     def scalars(self) -> dict[str, float]:
-        """What a tracker draws: name → number, on the host. Those that torch's `Stats.scalars` has too have the same names."""
+        """What a tracker draws: name → number, on the host. Those that torch's `Stats.scalars` has
+        too have the same names."""
         drawn = ("steps", "skipped_steps", "bytes_sent", "compression_ratio", "local_error_norm")
         return {name: float(getattr(self, name)) for name in drawn}
 
 
 class RelativeError(NamedTuple):
-    """2-norms of differences between averages and the means that they stand for, over the norms of those means; float32.
+    """2-norms of differences between averages and the means that they stand for, over the norms of
+    those means; float32.
 
     Attributes:
         whole: of all gradients together. 0 for exact averages, 1 if nothing was sent.
@@ -84,15 +102,19 @@ class RelativeError(NamedTuple):
     by_parameter: Any
 
 
-def relative_error(gradients: Any, averages: Any, state: Any, *, axis_name: AxisName) -> RelativeError:
-    """How well the algorithm does with the gradients of a step: on request, since it costs a full average. Inside the map.
+def relative_error(
+    gradients: Any, averages: Any, state: Any, *, axis_name: AxisName
+) -> RelativeError:
+    """How well the algorithm does with the gradients of a step: on request, since it costs a full
+    average. Inside the map.
 
         compressor = power_sgd(rank=4, axis_name="data")
         averages, after = compressor.update(gradients, before)
         error = relative_error(gradients, averages, before, axis_name="data")
 
-    The averages are compared with the mean of what the replicas put in: gradients, and the errors of the steps before. Error feedback sends that later,
-    so a relative error of 0.9 is no 0.9 of the gradient lost.
+    The averages are compared with the mean of what the replicas put in: gradients, and the errors
+    of the steps before. Error feedback sends that later, so a relative error of 0.9 is no 0.9 of
+    the gradient lost.
 
     Args:
         gradients: this replica's, as they were given to `update`.
@@ -106,23 +128,35 @@ def relative_error(gradients: Any, averages: Any, state: Any, *, axis_name: Axis
     states = [each for each in _states(state) if isinstance(each, DataParallelState)]
     if len(states) != 1:
         raise ValueError(
-            f"relative_error: state holds {len(states)} states of power_sgd, all_reduce_mean or average_gradients; give it that of one"
+            f"relative_error: state holds {len(states)} states of power_sgd, all_reduce_mean or"
+            " average_gradients; give it that of one"
         )
-    errors = {name: error[0] for name, error in flatten(states[0].local.per_replica.get(ERROR, {})).leaves.items()}
+    errors = {
+        name: error[0]
+        for name, error in flatten(states[0].local.per_replica.get(ERROR, {})).leaves.items()
+    }
     given, structure = flatten(gradients).leaves.items(), jax.tree.structure(pure(gradients))
     differences, norms = [], []
     for (name, gradient), average in zip(given, jax.tree.leaves(pure(averages)), strict=True):
-        mean: jax.Array = jax.lax.pmean(gradient.astype(jnp.float32) + errors.get(name, 0), axis_name)  # type: ignore[no-untyped-call]
+        mean: jax.Array = jax.lax.pmean(
+            gradient.astype(jnp.float32) + errors.get(name, 0), axis_name
+        )  # type: ignore[no-untyped-call]
         differences.append(jnp.square(average.astype(jnp.float32) - mean).sum())
         norms.append(jnp.square(mean).sum())
     by_parameter = [_ratio(*pair) for pair in zip(differences, norms, strict=True)]
-    return RelativeError(_ratio(sum(differences), sum(norms)), jax.tree.unflatten(structure, by_parameter))
+    return RelativeError(
+        _ratio(sum(differences), sum(norms)), jax.tree.unflatten(structure, by_parameter)
+    )
 
 
 def _ratio(difference: Any, whole: Any) -> jax.Array:
     """The root of it; 0 where there is neither."""
     return jnp.sqrt(
-        jnp.where(whole > 0, difference / jnp.where(whole > 0, whole, 1), jnp.where(difference > 0, 1.0, 0.0))
+        jnp.where(
+            whole > 0,
+            difference / jnp.where(whole > 0, whole, 1),
+            jnp.where(difference > 0, 1.0, 0.0),
+        )
     )
 
 
@@ -151,24 +185,36 @@ def _of_this_process(x: Any) -> Any:
     shards = _shards_of_this_process(x)
     if not shards:
         return x
-    return jnp.asarray(np.concatenate([np.asarray(shard.data) for shard in shards]) if x.ndim else shards[0].data)
+    return jnp.asarray(
+        np.concatenate([np.asarray(shard.data) for shard in shards]) if x.ndim else shards[0].data
+    )
 
 
 def _mean_square(error: Any, *, rows: bool) -> Any:
-    """The sum of the squares, of several rows on average: of those that this process has. Nothing is sent."""
+    """The sum of the squares, of several rows on average: of those that this process has. Nothing
+    is sent."""
     shards = _shards_of_this_process(error)
     if not shards:
-        return jnp.square(on_devices(error).astype(jnp.float32)).sum() / (error.shape[0] if rows else 1)
-    here = {i for shard in shards for i in range(*shard.index[0].indices(error.shape[0]))} if rows else {0}
-    return sum(float(jnp.square(shard.data.astype(jnp.float32)).sum()) for shard in shards) / len(here)
+        return jnp.square(on_devices(error).astype(jnp.float32)).sum() / (
+            error.shape[0] if rows else 1
+        )
+    here = (
+        {i for shard in shards for i in range(*shard.index[0].indices(error.shape[0]))}
+        if rows
+        else {0}
+    )
+    return sum(float(jnp.square(shard.data.astype(jnp.float32)).sum()) for shard in shards) / len(
+        here
+    )
 
 
 @outside_meshes
 def stats(state: Any) -> Stats:
     """What compression does in this run.
 
-    Outside `jax.jit` the host looks at the counts of steps, and waits for them. Where ten and more in a row were skipped it says so in the log, as `distribute`,
-    `replicate`, `unreplicate`, `set_replicas` and `to_portable` do.
+    Outside `jax.jit` the host looks at the counts of steps, and waits for them. Where ten and more
+    in a row were skipped it says so in the log, as `distribute`, `replicate`, `unreplicate`,
+    `set_replicas` and `to_portable` do.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -177,20 +223,24 @@ def stats(state: Any) -> Stats:
         >>> int(new.steps), float(new.wire_bytes), float(new.local_error_norm)
         (0, 16384.0, 0.0)
 
-    In several processes any of them may call it alone: nothing is sent, and the error norm is that of its own replicas.
+    In several processes any of them may call it alone: nothing is sent, and the error norm is that
+    of its own replicas.
 
     Args:
-        state: any tree that holds states of `average_gradients` or `local_sgd`: an optimizer's state, a Flax `TrainState`, `nnx.Optimizer.opt_state`.
-            In local or global form; after `jax.pmap`: `unreplicate` first, or call it in the training step.
+        state: any tree that holds states of `average_gradients` or `local_sgd`: an optimizer's
+            state, a Flax `TrainState`, `nnx.Optimizer.opt_state`. In local or global form; after
+            `jax.pmap`: `unreplicate` first, or call it in the training step.
 
     Raises:
-        ValueError: there is no such state in it; or it is in pmap form, or of an ensemble; or it is one of local SGD that has lost averages, see `distribute`.
+        ValueError: there is no such state in it; or it is in pmap form, or of an ensemble; or it is
+            one of local SGD that has lost averages, see `distribute`.
     """
     found = _states(jax.tree.map(automatic, state))
     if not found:
         raise ValueError(
-            "stats: there is no state of power_sgd, all_reduce_mean, average_gradients or local_sgd in what it was given. Give it the optimizer's state; of what "
-            "nnx.split returned, in which types are gone, the optimizer itself: nnx.merge(graphdef, state)[1]"
+            "stats: there is no state of power_sgd, all_reduce_mean, average_gradients or local_sgd"
+            " in what it was given. Give it the optimizer's state; of what nnx.split returned, in"
+            " which types are gone, the optimizer itself: nnx.merge(graphdef, state)[1]"
         )
     surveyed = survey(found)
     surveyed.refuse_missed_averages()
@@ -205,11 +255,16 @@ def stats(state: Any) -> Stats:
         if one.step.ndim > of_local:
             surveyed.refuse_ensemble()
             raise ValueError(
-                f"stats: the count of steps has the shape {one.step.shape}: the state is in pmap form, or that of several members of an ensemble. Give it "
-                "unreplicate(state), or call it in the training step; of members that of each, jax.tree.map(lambda x: x[0], state)"
+                f"stats: the count of steps has the shape {one.step.shape}: the state is in pmap"
+                " form, or that of several members of an ensemble. Give it unreplicate(state), or"
+                " call it in the training step; of members that of each, jax.tree.map(lambda x:"
+                " x[0], state)"
             )
-        stacked = of_local and one.step.ndim > 0  # all of it has a row for each replica, and these are equal
-        step, account = jax.tree.map(lambda x: on_devices(_of_this_process(x)), (one.step, one.account))
+        # all of it has a row for each replica, and these are equal
+        stacked = of_local and one.step.ndim > 0
+        step, account = jax.tree.map(
+            lambda x: on_devices(_of_this_process(x)), (one.step, one.account)
+        )
         if stacked:
             step, account = jax.tree.map(lambda x: x.max(0), (step, account))
         steps = step if steps is None else steps
@@ -217,7 +272,8 @@ def stats(state: Any) -> Stats:
         after = np.append(first[1:], np.int32(LAST))
         taken = jnp.clip(step, first, after) - first
         counted = taken[:, None].astype(jnp.float32)
-        sent += jnp.where(counted > 0, counted * account.sent, 0).sum(0)  # which may be `UNSAID` before
+        # which may be `UNSAID` before
+        sent += jnp.where(counted > 0, counted * account.sent, 0).sum(0)
         coming = account.sent[(step >= first).sum() - 1, 0]
         next_step += jnp.where(coming < 0, jnp.nan, coming)
         dense += jnp.asarray(step, jnp.float32) * account.dense_bytes

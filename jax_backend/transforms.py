@@ -1,4 +1,5 @@
-"""Optax transformations that average gradients over replicas: any algorithm of gradwire, as the first link of an `optax.chain`."""
+"""Optax transformations that average gradients over replicas: any algorithm of gradwire, as the
+first link of an `optax.chain`."""
 
 from __future__ import annotations
 
@@ -55,15 +56,26 @@ from gradwire.jax_backend.engine.self_check import check_here
 from gradwire.jax_backend.ops.kernels import JaxOps
 from gradwire.jax_backend.state.names import NamedTree, flatten, specs_of, stacks_of
 from gradwire.jax_backend.state.trees import check_gradients, pack, repack, shardings_like, unpack
-from gradwire.jax_backend.state.types import UNSAID, DataParallelState, PerReplica, Record, place_mark
+from gradwire.jax_backend.state.types import (
+    UNSAID,
+    DataParallelState,
+    PerReplica,
+    Record,
+    place_mark,
+)
 
 OPS = JaxOps()
 
 
 def power_sgd(
-    rank: int | Mapping[str, int], *, axis_name: AxisName, within: Within | None = None, **options: Any
+    rank: int | Mapping[str, int],
+    *,
+    axis_name: AxisName,
+    within: Within | None = None,
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Average gradients over replicas as low-rank factors (Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727).
+    """Average gradients over replicas as low-rank factors (Vogels, Karimireddy and Jaggi 2019,
+    arXiv 1905.13727).
 
         tx = optax.chain(power_sgd(4, axis_name="data"), optax.adamw(3e-4))
 
@@ -77,22 +89,27 @@ def power_sgd(
         >>> tx = power_sgd(4, axis_name="data")
         >>> state = distribute(tx.init({"w": jnp.zeros((512, 512))}), mesh, "data")
         >>> specs = partition_specs(state, "data")
-        >>> update = jax.shard_map(tx.update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs), check_vma=False)
+        >>> places = {"in_specs": (P(), specs), "out_specs": (P(), specs)}
+        >>> update = jax.shard_map(tx.update, mesh=mesh, **places, check_vma=False)
         >>> averages, state = jax.jit(update)({"w": jnp.ones((512, 512))}, state)
         >>> int(stats(state).wire_bytes), int(stats(state).compression_ratio)
         (16384, 64)
 
     Args:
-        rank: of the approximation; or a mapping from patterns of parameter names to ranks, 0 to leave those uncompressed. Names are
-            paths joined by "/": `{"*/Embed_0/*": 0, "*": 4}`. `parameter_shapes(params)` lists them.
-        axis_name: the axis of the replicas, as given to `jax.pmap` or as it is called in the mesh of `jax.shard_map`. A tuple of names
-            averages over all of them together.
-        within: replicas that are near each other average as they are, and each sends a part of what is compressed: see `gradwire.TwoLevel`. The name of a mesh
-            axis; or how many consecutive replicas along `axis_name`, or a partition of them. None: there is one level.
-        **options: of `gradwire.PowerSGD`. What is stacked (`nn.scan`, `nn.vmap`, experts) has to be said: `stacked={"layers/*": 1}`. It is
-            known without that where Flax has named the axes of a parameter, and the first is called as a stack is
-            (`gradwire.jax_backend.state.names.STACK_AXES`): with `nn.with_partitioning` and `nn.scan(metadata_params={nn.PARTITION_NAME:
-            "layers"})`, or `nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})`.
+        rank: of the approximation; or a mapping from patterns of parameter names to ranks, 0 to
+            leave those uncompressed. Names are paths joined by "/": `{"*/Embed_0/*": 0, "*": 4}`.
+            `parameter_shapes(params)` lists them.
+        axis_name: the axis of the replicas, as given to `jax.pmap` or as it is called in the mesh
+            of `jax.shard_map`. A tuple of names averages over all of them together.
+        within: replicas that are near each other average as they are, and each sends a part of what
+            is compressed: see `gradwire.TwoLevel`. The name of a mesh axis; or how many consecutive
+            replicas along `axis_name`, or a partition of them. None: there is one level.
+        **options: of `gradwire.PowerSGD`. What is stacked (`nn.scan`, `nn.vmap`, experts) has to be
+            said: `stacked={"layers/*": 1}`. It is known without that where Flax has named the axes
+            of a parameter, and the first is called as a stack is
+            (`gradwire.jax_backend.state.names.STACK_AXES`): with `nn.with_partitioning` and
+            `nn.scan(metadata_params={nn.PARTITION_NAME: "layers"})`, or
+            `nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})`.
 
     Returns:
         See `average_gradients`.
@@ -104,20 +121,25 @@ def power_sgd(
     given: Any = rank
     if "options" in options or isinstance(given, jax.Array):
         raise TypeError(
-            "power_sgd cannot be inside optax.inject_hyperparams: its options decide shapes and messages, and cannot change from step to "
-            "step. Inject into the optimizer behind it: optax.chain(power_sgd(4, axis_name=…), optax.inject_hyperparams(optax.adamw)(…))"
+            "power_sgd cannot be inside optax.inject_hyperparams: its options decide shapes and"
+            " messages, and cannot change from step to step. Inject into the optimizer behind it:"
+            " optax.chain(power_sgd(4, axis_name=…), optax.inject_hyperparams(optax.adamw)(…))"
         )
     algorithm = PowerSGD(rank, **options)
-    return average_gradients(algorithm if within is None else TwoLevel(algorithm, within), axis_name=axis_name)
+    return average_gradients(
+        algorithm if within is None else TwoLevel(algorithm, within), axis_name=axis_name
+    )
 
 
 def all_reduce_mean(
     *, axis_name: AxisName, bucket_bytes: int | None = None, first_bucket_bytes: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Average gradients over replicas as they are, in one all-reduce per dtype, or in one for each bucket.
+    """Average gradients over replicas as they are, in one all-reduce per dtype, or in one for each
+    bucket.
 
-    Gradients are not copied: this costs what `lax.pmean` does. Buckets are what this function hands to XLA, one `psum` of a list for each.
-    XLA joins all-reduces up to a threshold of its own, on GPU `--xla_gpu_all_reduce_combine_threshold_bytes`, whatever the bucket.
+    Gradients are not copied: this costs what `lax.pmean` does. Buckets are what this function hands
+    to XLA, one `psum` of a list for each. XLA joins all-reduces up to a threshold of its own, on
+    GPU `--xla_gpu_all_reduce_combine_threshold_bytes`, whatever the bucket.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -130,8 +152,9 @@ def all_reduce_mean(
 
     Args:
         axis_name: see `power_sgd`.
-        bucket_bytes: size of a bucket; it exceeds it by less than one parameter. Buckets hold one dtype and are filled in reverse order of
-            the parameters, as the backward pass finds gradients, so that the first all-reduce can overlap with the rest of it. None: all
+        bucket_bytes: size of a bucket; it exceeds it by less than one parameter. Buckets hold one
+            dtype and are filled in reverse order of the parameters, as the backward pass finds
+            gradients, so that the first all-reduce can overlap with the rest of it. None: all
             parameters of a dtype share one all-reduce, which waits for the last gradient.
         first_bucket_bytes: size of the first bucket of each dtype. None: as the others.
 
@@ -144,15 +167,20 @@ def all_reduce_mean(
     return average_gradients(AllReduce(bucket_bytes, first_bucket_bytes), axis_name=axis_name)
 
 
-def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
-    """Any algorithm as an Optax transformation: `PowerSGD`, `AllReduce`, `WireDtype(...)`, or a `Compressor` of your own.
+def average_gradients(
+    algorithm: Algorithm, *, axis_name: AxisName
+) -> optax.GradientTransformationExtraArgs:
+    """Any algorithm as an Optax transformation: `PowerSGD`, `AllReduce`, `WireDtype(...)`, or a
+    `Compressor` of your own.
 
-    It turns the gradients of one replica into what the optimizer is given on every replica, the same bits on all of them. Give it
-    *local* gradients, with no `pmean` before it. It must not be inside `optax.apply_if_finite`; put that after it. A step in
-    which any replica's gradient holds an inf or NaN gives non-finite updates on all replicas and leaves the memory as it was.
+    It turns the gradients of one replica into what the optimizer is given on every replica, the
+    same bits on all of them. Give it *local* gradients, with no `pmean` before it. It must not be
+    inside `optax.apply_if_finite`; put that after it. A step in which any replica's gradient holds
+    an inf or NaN gives non-finite updates on all replicas and leaves the memory as it was.
 
-    To accumulate gradients, scan over micro-batches inside the training step: `optax.MultiSteps` runs what it wraps at every
-    micro-step, collectives included, and throws all results but the last away.
+    To accumulate gradients, scan over micro-batches inside the training step: `optax.MultiSteps`
+    runs what it wraps at every micro-step, collectives included, and throws all results but the
+    last away.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -160,32 +188,40 @@ def average_gradients(algorithm: Algorithm, *, axis_name: AxisName) -> optax.Gra
         >>> from gradwire.jax_backend import average_gradients
         >>> tx = average_gradients(TopK(1, per=4), axis_name="data")
         >>> update = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data"))
-        >>> update({"w": jnp.array([[1.0, 4.0, 2.0, 3.0] * 4, [8.0, 0.0, 0.0, 0.0] * 4])})["w"][0, :4].tolist()
+        >>> gradients = {"w": jnp.array([[1.0, 4.0, 2.0, 3.0] * 4, [8.0, 0.0, 0.0, 0.0] * 4])}
+        >>> update(gradients)["w"][0, :4].tolist()
         [4.0, 2.0, 0.0, 0.0]
 
     Args:
-        algorithm: what to do. Products are at full float32 precision, on a TPU those with gradients to about 2⁻¹⁶.
-        axis_name: the axis of the replicas, as given to `jax.pmap` or as it is called in the mesh of `jax.shard_map`. A tuple of names
-            averages over all of them together.
+        algorithm: what to do. Products are at full float32 precision, on a TPU those with gradients
+            to about 2⁻¹⁶.
+        axis_name: the axis of the replicas, as given to `jax.pmap` or as it is called in the mesh
+            of `jax.shard_map`. A tuple of names averages over all of them together.
 
     Returns:
-        A transformation whose `init` runs anywhere, on arrays or `jax.ShapeDtypeStruct`s, and whose `update` runs inside a map
-        over `axis_name`. The state is a `DataParallelState`; memory that differs between replicas is marked in it, see
-        `partition_specs`, `distribute`, `replicate` and `unreplicate`. A parameter may have no gradient (None) in a step, the same on
-        all replicas; its memory then stays as it is.
+        A transformation whose `init` runs anywhere, on arrays or `jax.ShapeDtypeStruct`s, and whose
+        `update` runs inside a map over `axis_name`. The state is a `DataParallelState`; memory that
+        differs between replicas is marked in it, see `partition_specs`, `distribute`, `replicate`
+        and `unreplicate`. A parameter may have no gradient (None) in a step, the same on all
+        replicas; its memory then stays as it is.
 
-        `init` warns (`gradwire.CompressionWarning`) where much stays uncompressed, or a tensor looks like a stack. It raises ValueError for
-        parameters that the algorithm cannot serve, and for an algorithm that asks for what is not answered here. `update` raises, while it is traced: NameError if
-        the axis is not bound; ValueError for gradients that autodiff has already summed over the replicas (see `mark_varying`), that
-        cannot be averaged (integers), or that are not those of the parameters given to `init`.
+        `init` warns (`gradwire.CompressionWarning`) where much stays uncompressed, or a tensor
+        looks like a stack. It raises ValueError for parameters that the algorithm cannot serve, and
+        for an algorithm that asks for what is not answered here. `update` raises, while it is
+        traced: NameError if the axis is not bound; ValueError for gradients that autodiff has
+        already summed over the replicas (see `mark_varying`), that cannot be averaged (integers),
+        or that are not those of the parameters given to `init`.
 
     Raises:
         TypeError: for what is no algorithm, or no name of an axis.
 
-    Replicas count by their weights where these are given, `tx.update(gradients, state, params, weight=tokens)`, also through an `optax.chain`: a number or a scalar
-    array, 0 for a replica that is absent. See `gradwire.Weighted`. If all are 0, updates are NaN and the memory stays as it was.
+    Replicas count by their weights where these are given, `tx.update(gradients, state, params,
+    weight=tokens)`, also through an `optax.chain`: a number or a scalar array, 0 for a replica that
+    is absent. See `gradwire.Weighted`. If all are 0, updates are NaN and the memory stays as it
+    was.
 
-    `tx.update(…, settings={"threshold": 0.05})` tells the algorithm what it asks for with `await setting(ops, "threshold", …)`, in this step:
+    `tx.update(…, settings={"threshold": 0.05})` tells the algorithm what it asks for with `await
+    setting(ops, "threshold", …)`, in this step:
     numbers or scalar arrays, the same on every replica.
     """
     require_algorithm(algorithm)
@@ -208,7 +244,11 @@ class _Averaging:
         specs = specs_of(named.leaves, stacks_of(params))
         inside = is_bound(self.axis_name)
         replicas: int | None = lax.axis_size(self.axis_name) if inside else None
-        algorithm = with_numbers(self.algorithm, self.axis_name) if inside else without_levels(self.algorithm)
+        algorithm = (
+            with_numbers(self.algorithm, self.axis_name)
+            if inside
+            else without_levels(self.algorithm)
+        )
         check_requests(algorithm, specs, replicas)
         warn(algorithm, specs)
         if not inside:
@@ -229,10 +269,20 @@ class _Averaging:
             if algorithm.per_replica:
                 warn_of_one_vector(named, bool(made.tensors))
             memories = getattr(algorithm, "memories", None)
-            return pack(params, made, algorithm.per_replica, self.configuration, record, account, dense_bytes, memories)
+            return pack(
+                params,
+                made,
+                algorithm.per_replica,
+                self.configuration,
+                record,
+                account,
+                dense_bytes,
+                memories,
+            )
 
         shardings = shardings_like(params, make)
-        # Compiled as a whole: op by op, every shape of a large model would compile its own little kernels.
+        # Compiled as a whole: op by op, every shape of a large model would compile its own little
+        # kernels.
         return self._own(jax.jit(make, out_shardings=shardings)())
 
     def update(
@@ -258,7 +308,9 @@ class _Averaging:
         if weight is not None:
             algorithm, weight = weighted(algorithm), scalar_weight(weight)
         if settings:
-            asked = settings_of(dry_run(algorithm, specs_of(arrays), lax.axis_size(self.axis_name)).requests)
+            asked = settings_of(
+                dry_run(algorithm, specs_of(arrays), lax.axis_size(self.axis_name)).requests
+            )
             require_settings(self.algorithm, settings, asked)
         values = {name: weight_of(OPS, value) for name, value in (settings or {}).items()}
         given = arrays, mine.shared, mine.tensors
@@ -268,11 +320,17 @@ class _Averaging:
         after = repack(state, State(shared, tensors), finite)
         if after.account is not None and state.record is not None and state.record.unsaid:
             abstract = mine.map(lambda x: AbstractArray(tuple(x.shape), x.dtype.name))
-            sent = DryRun(algorithm, specs_of(arrays), lax.axis_size(self.axis_name), abstract).stages
-            after = after._replace(account=after.account._replace(sent=jnp.asarray(sent, jnp.float32)))
+            sent = DryRun(
+                algorithm, specs_of(arrays), lax.axis_size(self.axis_name), abstract
+            ).stages
+            after = after._replace(
+                account=after.account._replace(sent=jnp.asarray(sent, jnp.float32))
+            )
         return gradients.rebuild(averages), after
 
-    def _checked(self, updates: optax.Updates, state: Any, params: optax.Params | None) -> NamedTree:
+    def _checked(
+        self, updates: optax.Updates, state: Any, params: optax.Params | None
+    ) -> NamedTree:
         """The gradients by name. Raises what `average_gradients` says."""
         check_configuration(state, self.configuration)
         check_placed(state, self.axis_name)
@@ -283,24 +341,45 @@ class _Averaging:
         return gradients
 
     def _exchange(
-        self, algorithm: Algorithm, arrays: Any, shared: Any, tensors: Any, step: Any, weight: Any, settings: Any
+        self,
+        algorithm: Algorithm,
+        arrays: Any,
+        shared: Any,
+        tensors: Any,
+        step: Any,
+        weight: Any,
+        settings: Any,
     ) -> Any:
-        """The step itself, with all axes but those of the replicas left to the compiler: averages, memory, whether all was finite."""
+        """The step itself, with all axes but those of the replicas left to the compiler: averages,
+        memory, whether all was finite."""
         memory = State(shared, whole_memory(tensors, arrays))
         if weight is None:
             program = in_pieces(algorithm, self.axis_name).step(OPS, arrays, memory, step)
         else:
             program = weighted(algorithm).step(OPS, arrays, memory, step, weight)
-        (averages, after), finite = drive_watched(with_settings(program, settings), self.axis_name, given=arrays)
-        return lying_alike(averages, arrays), after.shared, whole_memory(after.tensors, arrays), finite
+        (averages, after), finite = drive_watched(
+            with_settings(program, settings), self.axis_name, given=arrays
+        )
+        return (
+            lying_alike(averages, arrays),
+            after.shared,
+            whole_memory(after.tensors, arrays),
+            finite,
+        )
 
     def _own(self, state: DataParallelState) -> DataParallelState:
-        # A loop over steps inside shard_map wants memory that varies after a step to vary before it.
-        return state._replace(local=PerReplica(vary_if_tracked(state.local.per_replica, self.axis_name)))
+        # A loop over steps inside shard_map wants memory that varies after a step to vary before
+        # it.
+        return state._replace(
+            local=PerReplica(vary_if_tracked(state.local.per_replica, self.axis_name))
+        )
 
 
-def _sent(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int | None) -> list[LevelBytes] | None:
-    """Bytes of a step in each stage. None where they depend on the number of replicas, and nobody has said it."""
+def _sent(
+    algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int | None
+) -> list[LevelBytes] | None:
+    """Bytes of a step in each stage. None where they depend on the number of replicas, and nobody
+    has said it."""
     if replicas is None and levels_of(algorithm) is not None:
         return None
     try:

@@ -1,9 +1,10 @@
 """Which bounds of tests lie within reach of rounding: `make test-portability CONFIG=bounds`.
 
-Tests are run as processors of several kinds would, with one thread and with two, and once more with what the product is given moved by one unit in the last place,
-while what it is compared with stays. Each comparison notes its value and its bound: `relative(x, y) < bound`, and those of NumPy, torch and pytest. A bound of
-rounding has to be 30 times as large as the largest value that was seen, and one of something else (what codes lose, say) 30 times as far from it as values are from
-each other.
+Tests are run as processors of several kinds would, with one thread and with two, and once more with
+what the product is given moved by one unit in the last place, while what it is compared with stays.
+Each comparison notes its value and its bound: `relative(x, y) < bound`, and those of NumPy, torch
+and pytest. A bound of rounding has to be 30 times as large as the largest value that was seen, and
+one of something else (what codes lose, say) 30 times as far from it as values are from each other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-#: In the environment: the folder that values are noted in; and whether what the product is given is moved.
+#: In the environment: the folder that values are noted in; and whether what the product is given is
+#: moved.
 NOTED, MOVED = "GRADWIRE_TEST_BOUNDS", "GRADWIRE_TEST_MOVED"
 #: In the environment: how many threads torch has.
 THREADS = "GRADWIRE_TEST_THREADS"
@@ -65,14 +67,19 @@ def noting(value: float) -> float:
 
 
 def _note(value: float, bound: float) -> None:
-    """For the line of a test that compares; not for a function that compares for many, called `assert_…`, nor for a library that compares for itself."""
+    """For the line of a test that compares; not for a function that compares for many, called
+    `assert_…`, nor for a library that compares for itself."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename in (__file__, APPROX) and frame.f_back is not None:
         frame = frame.f_back
     while TESTS in Path(frame.f_code.co_filename).resolve().parents:
         if not frame.f_code.co_name.startswith("assert_") or frame.f_back is None:
             line = json.dumps(
-                [f"{Path(frame.f_code.co_filename).resolve().relative_to(TESTS.parent)}:{frame.f_lineno}", value, bound]
+                [
+                    f"{Path(frame.f_code.co_filename).resolve().relative_to(TESTS.parent)}:{frame.f_lineno}",
+                    value,
+                    bound,
+                ]
             )
             with Path(os.environ[NOTED], str(os.getpid())).open("a") as out:
                 print(line, file=out)
@@ -81,7 +88,8 @@ def _note(value: float, bound: float) -> None:
 
 
 def watch_this_process() -> None:
-    """Note what libraries compare, and move what the product is given, if somebody asks for that."""
+    """Note what libraries compare, and move what the product is given, if somebody asks for
+    that."""
     if NOTED in os.environ:
         note_comparisons(setattr)
     if MOVED in os.environ:
@@ -96,13 +104,21 @@ def note_comparisons(put: Put) -> None:
     def noted(owner: Any, name: str, defaults: tuple[float, float] | None) -> None:
         compare = getattr(owner, name)
 
-        def comparing(x: Any, y: Any, rtol: Any = None, atol: Any = None, *rest: Any, **options: Any) -> Any:
-            chosen = {key: value for key, value in (("rtol", rtol), ("atol", atol)) if value is not None}
+        def comparing(
+            x: Any, y: Any, rtol: Any = None, atol: Any = None, *rest: Any, **options: Any
+        ) -> Any:
+            chosen = {
+                key: value for key, value in (("rtol", rtol), ("atol", atol)) if value is not None
+            }
             for a, b in _leaves(x, y):
                 default = defaults or torch.testing._comparison.default_tolerances(
                     *(each if isinstance(each, torch.Tensor) else torch.float64 for each in (a, b))
                 )
-                _note_arrays(a, b, *(default[i] if each is None else each for i, each in enumerate((rtol, atol))))
+                _note_arrays(
+                    a,
+                    b,
+                    *(default[i] if each is None else each for i, each in enumerate((rtol, atol))),
+                )
             return compare(x, y, **chosen, **options)
 
         put(owner, name, comparing)
@@ -118,7 +134,11 @@ def note_comparisons(put: Put) -> None:
     equal: Callable[[Any, Any], bool] = scalar.__eq__
 
     def equal_noting(self: Any, actual: Any) -> bool:
-        if isinstance(actual, (float, np.floating)) and isinstance(self.expected, float) and np.isfinite(self.expected):
+        if (
+            isinstance(actual, (float, np.floating))
+            and isinstance(self.expected, float)
+            and np.isfinite(self.expected)
+        ):
             _note_arrays(actual, self.expected, 0.0, self.tolerance, relative_to=self.expected)
         return equal(self, actual)
 
@@ -126,7 +146,8 @@ def note_comparisons(put: Put) -> None:
 
 
 def _leaves(x: Any, y: Any) -> Iterator[tuple[Any, Any]]:
-    """The arrays of two trees, which are compared with each other; what has no partner is the comparison's to say."""
+    """The arrays of two trees, which are compared with each other; what has no partner is the
+    comparison's to say."""
     if isinstance(x, Mapping) and isinstance(y, Mapping):
         for key in x.keys() & y.keys():
             yield from _leaves(x[key], y[key])
@@ -140,21 +161,28 @@ def _leaves(x: Any, y: Any) -> Iterator[tuple[Any, Any]]:
 def _note_arrays(x: Any, y: Any, rtol: float, atol: float, relative_to: float = 0.0) -> None:
     """How much of what two tolerances allow is used, in the units of the larger one."""
     try:
-        x, y = (np.asarray(a.detach().double() if hasattr(a, "detach") else a, np.float64) for a in (x, y))
+        x, y = (
+            np.asarray(a.detach().double() if hasattr(a, "detach") else a, np.float64)
+            for a in (x, y)
+        )
         with np.errstate(invalid="ignore"):  # of infinities there is nothing to note
             difference = np.abs(x - y)
             allowed = np.broadcast_to(atol + rtol * np.abs(y), difference.shape)
     except (TypeError, ValueError):  # structures, and what is refused
         return
-    used = np.nanmax(np.divide(difference, allowed, out=np.zeros_like(difference), where=allowed > 0), initial=0.0)
+    used = np.nanmax(
+        np.divide(difference, allowed, out=np.zeros_like(difference), where=allowed > 0),
+        initial=0.0,
+    )
     bound = atol / abs(relative_to) if relative_to else max(rtol, atol)
     if 0 < used <= ROOM:  # more is meant to differ
         _note(float(used * bound), float(bound))
 
 
 def move_inputs_of_torch(put: Put) -> None:
-    """Gradients that are given to a driver or to a sharded optimizer, and parameters that local SGD averages, are moved by one unit in the last place: up or down by
-    what their bits are, so that equal numbers stay equal on all replicas."""
+    """Gradients that are given to a driver or to a sharded optimizer, and parameters that local SGD
+    averages, are moved by one unit in the last place: up or down by what their bits are, so that
+    equal numbers stay equal on all replicas."""
     import torch
 
     from gradwire.torch_backend.engine.driver import Driver
@@ -179,7 +207,8 @@ def move_inputs_of_torch(put: Put) -> None:
 
     def moved_average(self: Any) -> Any:
         optimizer, parameters = self._moments._optimizer, self._parameters.values()
-        if optimizer is None or not any(weights_in(optimizer, parameters)):  # masters are these to the bit
+        # masters are these to the bit
+        if optimizer is None or not any(weights_in(optimizer, parameters)):
             move(parameters)
         return average(self)
 
@@ -209,7 +238,9 @@ def move_inputs_of_jax(put: Put) -> None:
         ):
             return x
         x = jnp.asarray(x)
-        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(
+            jnp.uint32
+        )
         up = (bits * jnp.uint32(0x2C1B3C6D) >> 17) & 1
         return x * (1 + jnp.finfo(x.dtype).eps * (2 * up.astype(x.dtype) - 1))
 
@@ -231,15 +262,21 @@ def move_simulated(put: Put) -> None:
         if like not in ("float32", "float64"):
             return x
         x = np.asarray(x, like)
-        bits = np.ascontiguousarray(x).view(f"uint{8 * x.itemsize}").astype(np.uint32).reshape(x.shape)
+        bits = (
+            np.ascontiguousarray(x).view(f"uint{8 * x.itemsize}").astype(np.uint32).reshape(x.shape)
+        )
         up = (bits * np.uint32(0x2C1B3C6D) >> 17) & 1
         return x * (1 + np.finfo(x.dtype).eps * (2 * up.astype(x.dtype) - 1))
 
     for simulator in (Simulator, LocalSimulator):
 
-        def step(self: Any, gradients: Any, *rest: Any, take: Any = simulator.step, **options: Any) -> Any:
+        def step(
+            self: Any, gradients: Any, *rest: Any, take: Any = simulator.step, **options: Any
+        ) -> Any:
             kinds = self.parameters[0] if isinstance(self, LocalSimulator) else self.specs
-            given = [{n: moved(x, str(kinds[n].dtype)) for n, x in own.items()} for own in gradients]
+            given = [
+                {n: moved(x, str(kinds[n].dtype)) for n, x in own.items()} for own in gradients
+            ]
             return take(self, given, *rest, **options)
 
         put(simulator, "step", step)
@@ -255,9 +292,12 @@ def too_near(folder: Path) -> list[str]:
     found = []
     for (where, bound), values in sorted(seen.items()):
         largest, spread = max(values), max(values) - min(values)
-        # Values of one comparison differ by rounding alone, and those of several by what they compare.
+        # Values of one comparison differ by rounding alone, and those of several by what they
+        # compare.
         rounding = spread if spread < 0.01 * largest else 0.0
         needed = ROOM * largest if bound <= ROUNDING else largest + ROOM * rounding
         if 0 < bound < min(needed, 1):  # up to 1 is what any direction is
-            found.append(f"{where}: {bound:g} is within reach of {largest:.3g}; give {needed:.1g} or more")
+            found.append(
+                f"{where}: {bound:g} is within reach of {largest:.3g}; give {needed:.1g} or more"
+            )
     return found

@@ -1,6 +1,8 @@
-"""Run as `called.py SOCKET ...`: the command of `interpreter.py`. It imports little, and starts in no time.
+"""Run as `called.py SOCKET ...`: the command of `interpreter.py`. It imports little, and starts in
+no time.
 
-It gives its arguments and all it has, namespaces included, to the process that is forked for it, passes on signals, and ends as that does.
+It gives its arguments and all it has, namespaces included, to the process that is forked for it,
+passes on signals, and ends as that does.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""A training in a file that is edited between two comparisons: `gradwire.compare` never mixes the two."""
+"""A training in a file that is edited between two comparisons: `gradwire.compare` never mixes the
+two."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from gradwire import PowerSGD, Sign, compare
 
 
 def made_by(file: Path) -> Any:
-    """`make` of a file as it is now. Python takes what it has compiled, where a file was written in the same second and is as long."""
+    """`make` of a file as it is now. Python takes what it has compiled, where a file was written in
+    the same second and is as long."""
     spec = importlib.util.spec_from_file_location("edited_training", file)
     assert spec is not None
     assert spec.loader is not None
@@ -23,7 +25,8 @@ def made_by(file: Path) -> Any:
 
 
 def require_no_mixture(folder: Path, text: str, *edits: tuple[str, str]) -> None:
-    """Compare, edit something that matters, and compare with a method more: everything is of the training as it is then. A comment does not matter."""
+    """Compare, edit something that matters, and compare with a method more: everything is of the
+    training as it is then. A comment does not matter."""
     file, output = folder / "edited_training.py", folder / "comparison.json"
     options: dict[str, Any] = {"replicas": 2, "steps": 6, "seeds": 1, "training": "mine"}
     first = [PowerSGD(1, min_compression_rate=1)]

@@ -1,4 +1,5 @@
-"""The process that is forked for each command of `tests.launch.interpreter`, whose program is `called.py`. If that is killed, so is what was forked for it.
+"""The process that is forked for each command of `tests.launch.interpreter`, whose program is
+`called.py`. If that is killed, so is what was forked for it.
 
 `sys.executable` is the same program there: whom torchrun or the demo starts is forked, too.
 """
@@ -33,7 +34,13 @@ import jax
 from tests.launch import PYTHON, take_device_branch
 
 #: What scripts import anyway; `torch._dynamo` is what the first optimizer and the first DDP would.
-PRELOAD = ("torch._dynamo", "torch.nn.parallel", "torch.distributed.run", "gradwire.torch_backend", "pytest")
+PRELOAD = (
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "torch.distributed.run",
+    "gradwire.torch_backend",
+    "pytest",
+)
 PRELOAD += ("gradwire.jax_backend", "flax.linen")
 #: What JAX reads from the environment as it is imported.
 OF_JAX = {"JAX_COMPILATION_CACHE_DIR": str, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": float}
@@ -122,9 +129,16 @@ def become(call: dict[str, Any], files: list[int], program: str) -> NoReturn:
         os.environ.update(call["env"] | {PYTHON: program})
         if "RANK" not in os.environ:  # ranks may start what needs more of Python
             sys.executable = program
-        # Ranks of its own are forked from it, and not by a server, which would import everything again.
-        multiprocessing.context._concrete_contexts["forkserver"] = multiprocessing.get_context("fork")
-        sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+        # Ranks of its own are forked from it, and not by a server, which would import everything
+        # again.
+        multiprocessing.context._concrete_contexts["forkserver"] = multiprocessing.get_context(
+            "fork"
+        )
+        sys.path[1:1] = [
+            path
+            for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            if path not in sys.path
+        ]
         for name, kind in OF_JAX.items():
             if name in os.environ:
                 jax.config.update(name.lower(), kind(os.environ[name]))

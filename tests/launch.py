@@ -1,10 +1,11 @@
-"""Real processes for tests, forked from one that has imported torch and jax already; given a time limit, and gone afterwards whatever happens.
+"""Real processes for tests, forked from one that has imported torch and jax already; given a time
+limit, and gone afterwards whatever happens.
 
     run_ranks(script, 3, "argument")      # as torchrun starts them
     python = interpreter()                # the path of a program that is called as `python` is: script.py …, -m module …, -c code …
 
-To import the frameworks takes some seconds of a core, and a small training less. A limit ends what hangs. It is no statement about speed: on one busy core
-everything takes ten times as long.
+To import the frameworks takes some seconds of a core, and a small training less. A limit ends what
+hangs. It is no statement about speed: on one busy core everything takes ten times as long.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[1]
-#: In the environment of everything that one launch starts: how its processes are found again, orphans included.
+#: In the environment of everything that one launch starts: how its processes are found again,
+#: orphans included.
 MARK = "GRADWIRE_TEST_LAUNCH"
 #: The program of `interpreter`, for processes that start commands themselves.
 PYTHON = "GRADWIRE_TEST_PYTHON"
@@ -43,17 +45,22 @@ class Process(subprocess.Popen[str]):
 
 @cache
 def interpreter() -> str:
-    """The path of the program, see `interpreter.py`. The process that is forked begins with the first call, and ends with the test process."""
+    """The path of the program, see `interpreter.py`. The process that is forked begins with the
+    first call, and ends with the test process."""
     if PYTHON in os.environ:
         return os.environ[PYTHON]
     folder = Path(tempfile.mkdtemp(prefix="gradwire-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address, program, log = folder / "server", folder / "python", folder / "log"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {ROOT}/tests/called.py {address} "$@"\n')
+    program.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -I -S {ROOT}/tests/called.py {address} "$@"\n'
+    )
     program.chmod(0o755)
     command = [sys.executable, str(ROOT / "tests" / "interpreter.py"), str(address), str(program)]
     with log.open("w") as out:
-        server = Process(command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environment(), text=True)
+        server = Process(
+            command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environment(), text=True
+        )
     try:
         while not address.exists():
             assert server.poll() is None, log.read_text()
@@ -66,8 +73,11 @@ def interpreter() -> str:
     return str(program)
 
 
-def start(*command: object, log: str, env: Mapping[str, str] | None = None, python: str = "") -> Process:
-    """Run a script with its arguments, or what else Python takes, in a process whose output is added to the file `log`. Who starts it ends it."""
+def start(
+    *command: object, log: str, env: Mapping[str, str] | None = None, python: str = ""
+) -> Process:
+    """Run a script with its arguments, or what else Python takes, in a process whose output is
+    added to the file `log`. Who starts it ends it."""
     words = [python or interpreter(), *map(str, command)]
     new = {"env": environment() | dict(env or {}), "start_new_session": True}
     with Path(log).open("a") as out:
@@ -75,36 +85,55 @@ def start(*command: object, log: str, env: Mapping[str, str] | None = None, pyth
 
 
 def run_ranks(script: Path, ranks: int, *args: object, timeout: float = 240) -> str:
-    """Run `script` in `ranks` processes on this machine, with one thread each; returns the output of all ranks, as it came.
+    """Run `script` in `ranks` processes on this machine, with one thread each; returns the output
+    of all ranks, as it came.
 
-    A rank finds what torchrun would have given it: the environment, a store that outlives rank 0, a session of its own. What torchrun itself does (restarts, its
-    signals) is tested under torchrun. The scripts can import `tests...` and what lies beside them.
+    A rank finds what torchrun would have given it: the environment, a store that outlives rank 0, a
+    session of its own. What torchrun itself does (restarts, its signals) is tested under torchrun.
+    The scripts can import `tests...` and what lies beside them.
 
     Raises:
-        AssertionError: with the end of the output, if a rank fails or time is up. No process is left in any case.
+        AssertionError: with the end of the output, if a rank fails or time is up. No process is
+            left in any case.
     """
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     shared |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "test"}
-    return _run([(script, *args)] * ranks, [shared | of_rank(rank, ranks) for rank in range(ranks)], timeout)
+    return _run(
+        [(script, *args)] * ranks, [shared | of_rank(rank, ranks) for rank in range(ranks)], timeout
+    )
 
 
 def of_rank(local: int, here: int, node: int = 0, nodes: int = 1) -> dict[str, str]:
     """What torchrun says to one of `here` ranks of a node about its place."""
-    place = {"RANK": node * here + local, "LOCAL_RANK": local, "WORLD_SIZE": nodes * here, "LOCAL_WORLD_SIZE": here}
+    place = {
+        "RANK": node * here + local,
+        "LOCAL_RANK": local,
+        "WORLD_SIZE": nodes * here,
+        "LOCAL_WORLD_SIZE": here,
+    }
     return {name: str(number) for name, number in place.items()}
 
 
-def jax_processes(script: Path, count: int, *args: object, timeout: float = 240, devices: int = 1) -> None:
-    """Run `script PORT PROCESS_ID COUNT ...args` in `count` processes, for `jax.distributed`, with so many CPU devices each. Raises as `run_ranks`."""
+def jax_processes(
+    script: Path, count: int, *args: object, timeout: float = 240, devices: int = 1
+) -> None:
+    """Run `script PORT PROCESS_ID COUNT ...args` in `count` processes, for `jax.distributed`, with
+    so many CPU devices each. Raises as `run_ranks`."""
     flags, port = xla_flags(f"--xla_force_host_platform_device_count={devices}"), free_port()
     env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     _run([(script, port, i, count, *args) for i in range(count)], [env] * count, timeout)
 
 
-def _run(commands: Sequence[Sequence[object]], envs: Sequence[Mapping[str, str]], timeout: float) -> str:
+def _run(
+    commands: Sequence[Sequence[object]], envs: Sequence[Mapping[str, str]], timeout: float
+) -> str:
     mark = {MARK: uuid.uuid4().hex}
     with tempfile.NamedTemporaryFile() as log:
         started: list[Process] = []
@@ -126,7 +155,9 @@ def _run(commands: Sequence[Sequence[object]], envs: Sequence[Mapping[str, str]]
     if late or any(codes):
         why = f", stopped after {timeout:g} s" if late else ""
         name = Path(str(commands[0][0])).name
-        raise AssertionError(f"{name} in {len(commands)} processes ended with {codes}{why}:\n{output[-6000:]}")
+        raise AssertionError(
+            f"{name} in {len(commands)} processes ended with {codes}{why}:\n{output[-6000:]}"
+        )
     return output
 
 
@@ -141,7 +172,8 @@ def ended(processes: Sequence[Process], timeout: float = float("inf")) -> bool:
 
 
 def free_port() -> int:
-    """On this machine, a moment ago; not among those that systems give to whoever asks for any (Linux from 32768 on): nobody takes it meanwhile."""
+    """On this machine, a moment ago; not among those that systems give to whoever asks for any
+    (Linux from 32768 on): nobody takes it meanwhile."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_768)
         with socket.socket() as free, suppress(OSError):
@@ -150,34 +182,40 @@ def free_port() -> int:
 
 
 def environment(mark: str = "") -> dict[str, str]:
-    """For processes of a launch: one thread each, this repository's `tests` importable, and marked for `end_all`."""
+    """For processes of a launch: one thread each, this repository's `tests` importable, and marked
+    for `end_all`."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def xla_flags(*flags: str) -> str:
-    """`XLA_FLAGS` for a process of the tests: what whoever started the tests has set, except a number of devices, then `flags`.
+    """`XLA_FLAGS` for a process of the tests: what whoever started the tests has set, except a
+    number of devices, then `flags`.
 
-    `make test-portability` says in this way which processor XLA compiles for. What a conftest adds for its own process is not handed on.
+    `make test-portability` says in this way which processor XLA compiles for. What a conftest adds
+    for its own process is not handed on.
     """
     given = os.environ.setdefault("GRADWIRE_TEST_XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     kept = [f for f in given.split() if not f.startswith("--xla_force_host_platform_device_count")]
-    # XLA aborts where devices wait for each other for 40 seconds: on a busy machine they do. A test has a limit of its own.
+    # XLA aborts where devices wait for each other for 40 seconds: on a busy machine they do. A test
+    # has a limit of its own.
     patient = "--xla_cpu_collective_call_terminate_timeout_seconds=330"
     return " ".join([*kept, *flags, *([patient] if _is_pinned() else [])])
 
 
 def _is_pinned() -> bool:
-    """Whether jaxlib is that of `constraints.txt`. By the emitters of 0.8 a float32 is rounded twice on its way to 8 bits, and 0.12 ends a process for a flag that it
-    does not know."""
+    """Whether jaxlib is that of `constraints.txt`. By the emitters of 0.8 a float32 is rounded
+    twice on its way to 8 bits, and 0.12 ends a process for a flag that it does not know."""
     return version("jaxlib").startswith("0.10.")
 
 
 def quickly_compiled(flags: str) -> str:
-    """`XLA_FLAGS` with what makes compilation quick rather than clever, where they do not say otherwise.
+    """`XLA_FLAGS` with what makes compilation quick rather than clever, where they do not say
+    otherwise.
 
-    XLA compiles some thousand little programs of the tests, for 20 ms and more each, and runs them for microseconds. Unoptimized code does the same
-    arithmetic. The programs of the README run optimized code.
+    XLA compiles some thousand little programs of the tests, for 20 ms and more each, and runs them
+    for microseconds. Unoptimized code does the same arithmetic. The programs of the README run
+    optimized code.
     """
     quick = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
     if _is_pinned():
@@ -186,8 +224,9 @@ def quickly_compiled(flags: str) -> str:
 
 
 def take_device_branch() -> list[object]:
-    """With GRADWIRE_TEST_DEVICE_BRANCH=1 (`make test-device-branch`) this process takes the branch for tensors on a device, where the host must not look at
-    them, while what is returned is held."""
+    """With GRADWIRE_TEST_DEVICE_BRANCH=1 (`make test-device-branch`) this process takes the branch
+    for tensors on a device, where the host must not look at them, while what is returned is
+    held."""
     if os.environ.get("GRADWIRE_TEST_DEVICE_BRANCH") != "1":
         return []
     from benchmarks.dry import on_a_device
@@ -198,8 +237,8 @@ def take_device_branch() -> list[object]:
 
 
 def end_all(mark: str) -> None:
-    """Kill every process whose environment holds this mark. torchrun puts its workers into sessions of their own: killing its process
-    group would leave them behind."""
+    """Kill every process whose environment holds this mark. torchrun puts its workers into sessions
+    of their own: killing its process group would leave them behind."""
     deadline = time.monotonic() + 60
     while (alive := marked(mark)) and time.monotonic() < deadline:
         for pid in alive:

@@ -1,4 +1,5 @@
-"""Run as `torchft_lighthouse` is: torchft's lighthouse alone, which is a library of its own, without torch, whose import takes seconds."""
+"""Run as `torchft_lighthouse` is: torchft's lighthouse alone, which is a library of its own,
+without torch, whose import takes seconds."""
 
 import sys
 from importlib.util import find_spec

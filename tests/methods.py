@@ -1,6 +1,8 @@
-"""Every algorithm, by name: the one list over which tests go. What is added here is tested on every driver.
+"""Every algorithm, by name: the one list over which tests go. What is added here is tested on every
+driver.
 
-Beside those that are shipped there is one that only tests have, for what an algorithm may send besides: sums of 8-bit integers.
+Beside those that are shipped there is one that only tests have, for what an algorithm may send
+besides: sums of 8-bit integers.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Int8(Compressor):
         replicas = await world_size()
         largest = ops.max_abs(x.reshape((1, -1))).reshape(())
         # A maximum may swallow a NaN. An inf reaches everyone.
-        scale = await reduce_max(ops.where(ops.all_finite(x), largest, math.inf)) / (127 // replicas)
+        scale = await reduce_max(ops.where(ops.all_finite(x), largest, math.inf)) / (
+            127 // replicas
+        )
         scale = ops.where(scale > 0, scale, 1.0)
         sent = ops.cast(ops.round(x / scale), "int8")
         total = await reduce_sum(sent)
@@ -47,10 +51,12 @@ class Int8(Compressor):
 class Method:
     """An algorithm, and gradients that suit it.
 
-    `signal` is the rank of what the replicas' gradients share, `noise` the size of what they do not. The signal has the rank that the algorithm
-    keeps: directions of nearly equal weight compete, and rounding decides which one is sent.
+    `signal` is the rank of what the replicas' gradients share, `noise` the size of what they do
+    not. The signal has the rank that the algorithm keeps: directions of nearly equal weight
+    compete, and rounding decides which one is sent.
 
-    `continuous`: a small change of its input is a small change of what it sends. Of what is not, the oracle computes in float32 as the drivers do:
+    `continuous`: a small change of its input is a small change of what it sends. Of what is not,
+    the oracle computes in float32 as the drivers do:
     there every comparison, and so every rounding to an integer, comes out the same.
     """
 
@@ -77,8 +83,12 @@ METHODS: dict[str, Method] = {
     "start_step": Method(PowerSGD(2, start_step=6)),
     "square": Method(PowerSGD(2, square=True)),
     "rank_by_name": Method(PowerSGD({"conv": 2, "tall": 0, "*": 2})),
-    "views": Method(PowerSGD(2, stacked={"stack": 1}, rows={"heads": 1}, transpose=("conv", "stack"))),
-    "views_half_step": Method(PowerSGD(2, stacked={"stack": 1}, transpose=("stack",), half_step=True)),
+    "views": Method(
+        PowerSGD(2, stacked={"stack": 1}, rows={"heads": 1}, transpose=("conv", "stack"))
+    ),
+    "views_half_step": Method(
+        PowerSGD(2, stacked={"stack": 1}, transpose=("stack",), half_step=True)
+    ),
     "views_cold_start": Method(PowerSGD(2, stacked={"stack": 1}, warm_start=False)),
     "sometimes_zero": Method(PowerSGD(2, error_feedback=False), sometimes_zero=True),
     "int8": Method(Int8(), continuous=False),
@@ -92,22 +102,28 @@ METHODS: dict[str, Method] = {
     "wire_factors_int8": Method(WireDtype(PowerSGD(2), "int8"), continuous=False),
     # In messages of even length, but for one, so that halves of them add up whatever the buckets.
     "top_k": Method(TopK(8, per=64), continuous=False),
-    "top_k_tiles": Method(TopK(16, per=(8, 8), mean="senders", error_feedback=0.95), continuous=False),
+    "top_k_tiles": Method(
+        TopK(16, per=(8, 8), mean="senders", error_feedback=0.95), continuous=False
+    ),
     "top_k_bits": Method(TopK(8, per=64, bits=2), continuous=False),
     "sign": Method(Sign(), continuous=False),
     "one_bit": Method(Sign(per="column", magnitudes=2), continuous=False),
 }
 
-#: Of nodes of two replicas, for suites that have such: tests of two levels beside each driver have more.
+#: Of nodes of two replicas, for suites that have such: tests of two levels beside each driver have
+#: more.
 TWO_LEVELS: dict[str, Method] = {
     "two_levels": Method(TwoLevel(PowerSGD(2), within=2)),
     "two_levels_dense": Method(TwoLevel(AllReduce(), within=2)),
-    "two_levels_codes": Method(TwoLevel(WireDtype(AllReduce(), "int8"), within=2), continuous=False),
+    "two_levels_codes": Method(
+        TwoLevel(WireDtype(AllReduce(), "int8"), within=2), continuous=False
+    ),
 }
 
 EVERY = METHODS | TWO_LEVELS
 
-#: What is the program of another method but for numbers: the costly tables have them among what is slow.
+#: What is the program of another method but for numbers: the costly tables have them among what is
+#: slow.
 VARIANTS = (
     *("rank_1", "rank_4", "rank_deficient", "no_error_feedback", "error_decay", "sometimes_zero"),
     *(

@@ -1,15 +1,18 @@
-"""Mutations of the product, drawn at random, each run against the tests that reach its line: `make mutate SEED=1`.
+"""Mutations of the product, drawn at random, each run against the tests that reach its line: `make
+mutate SEED=1`.
 
     make mutate                                # 120 mutations by seed 1, each at most 60 s; goes on where it was stopped
     make mutate SEED=2 ARGS="--count 20 --only core/codecs"
     make mutate ARGS="--fresh"                 # measure again which test reaches which line
 
-A mutation changes one place of a file's syntax tree: a comparison, an operator, a condition, a constant, a call whose answer nobody takes, an `await`
-of one. Text and comments of the source do not matter, so a seed draws alike before and after a reformatting, not after a change of code.
+A mutation changes one place of a file's syntax tree: a comparison, an operator, a condition, a
+constant, a call whose answer nobody takes, an `await` of one. Text and comments of the source do
+not matter, so a seed draws alike before and after a reformatting, not after a change of code.
 
-Two stages, whose results are in runs/mutate: every file of quick tests runs once under coverage.py, which says what each function of tests reaches. Then, in
-copies of the repository, the tests of a mutation's lines run, the quickest first, until one fails. What no test reaches, what passes, and what passes for 60 seconds
-has survived. The score is the share of those that were noticed.
+Two stages, whose results are in runs/mutate: every file of quick tests runs once under coverage.py,
+which says what each function of tests reaches. Then, in copies of the repository, the tests of a
+mutation's lines run, the quickest first, until one fails. What no test reaches, what passes, and
+what passes for 60 seconds has survived. The score is the share of those that were noticed.
 """
 
 from __future__ import annotations
@@ -44,7 +47,13 @@ JOBS, LIMIT = 2, 60
 LEFT_OUT = ("tests/test_", "tests/examples", "tests/peers", "tests/soak", "tests/fuzz")
 QUICK = ("-m", "not slow", "-q", "-p", "no:cacheprovider")
 
-_OPPOSITES = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
+_OPPOSITES = (
+    (ast.Lt, ast.LtE),
+    (ast.Gt, ast.GtE),
+    (ast.Eq, ast.NotEq),
+    (ast.Is, ast.IsNot),
+    (ast.In, ast.NotIn),
+)
 _OPPOSITES += ((ast.Add, ast.Sub), (ast.And, ast.Or))
 SWAPS: dict[type[Any], type[Any]] = {
     **dict(_OPPOSITES),
@@ -106,13 +115,17 @@ class _Places(ast.NodeTransformer):
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
         self.generic_visit(node)
-        if isinstance(node.op, ast.Not | ast.USub) and self._here(node, f"{type(node.op).__name__} dropped"):
+        if isinstance(node.op, ast.Not | ast.USub) and self._here(
+            node, f"{type(node.op).__name__} dropped"
+        ):
             return node.operand
         return node
 
     def _condition(self, node: Any) -> Any:
         self.generic_visit(node)
-        if not isinstance(node.test, ast.Compare | ast.UnaryOp) and self._here(node, "condition negated"):
+        if not isinstance(node.test, ast.Compare | ast.UnaryOp) and self._here(
+            node, "condition negated"
+        ):
             node.test = ast.UnaryOp(ast.Not(), node.test)
         return node
 
@@ -121,7 +134,9 @@ class _Places(ast.NodeTransformer):
     def visit_Constant(self, node: ast.Constant) -> Any:
         if isinstance(node.value, bool) and self._here(node, f"{node.value} -> {not node.value}"):
             return ast.Constant(not node.value)
-        if type(node.value) in (int, float) and self._here(node, f"{node.value!r} -> {node.value!r} + 1"):
+        if type(node.value) in (int, float) and self._here(
+            node, f"{node.value!r} -> {node.value!r} + 1"
+        ):
             return ast.Constant(node.value + 1)
         return node
 
@@ -145,11 +160,16 @@ def mutated(source: str, number: int) -> str:
 
 
 def lines_of(source: str, line: int) -> set[int]:
-    """The lines of which tests that reach one may notice a change in this one: those of its statement, of which Python does not count all; and where it runs as the
-    file is imported, those of the function or class that it is for, or of all that names what it defines."""
+    """The lines of which tests that reach one may notice a change in this one: those of its
+    statement, of which Python does not count all; and where it runs as the file is imported, those
+    of the function or class that it is for, or of all that names what it defines."""
     around, tree = list[Any](), ast.parse(source)
     node: Any = tree
-    while inside := [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt) and n.lineno <= line <= _end(n)]:
+    while inside := [
+        n
+        for n in ast.iter_child_nodes(node)
+        if isinstance(n, ast.stmt) and n.lineno <= line <= _end(n)
+    ]:
         around.append(node := inside[0])
     body = getattr(node, "body", None)
     found = {*range(node.lineno, body[0].lineno if body else _end(node) + 1)} if around else {line}
@@ -159,7 +179,9 @@ def lines_of(source: str, line: int) -> set[int]:
     whole = functions[:1] or [n for n in around if isinstance(n, ast.ClassDef)]
     if whole:
         return found | {*range(whole[0].lineno, _end(whole[0]) + 1)}
-    made = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    made = {
+        n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
     return found | {n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in made}
 
 
@@ -174,15 +196,20 @@ def everything(only: str = "") -> dict[str, list[Mutation]]:
     for path in (path for top in PRODUCT for path in sorted((ROOT / top).rglob("*.py"))):
         name = path.relative_to(ROOT).as_posix()
         if name.startswith(only):
-            found = [Mutation(name, line, what, i) for i, (line, what) in enumerate(places(path.read_text()))]
+            found = [
+                Mutation(name, line, what, i)
+                for i, (line, what) in enumerate(places(path.read_text()))
+            ]
             rooms.setdefault(name.rpartition("/")[0], []).extend(found)
     return {room: found for room, found in rooms.items() if found}
 
 
 def draw(seed: int, count: int, only: str = "") -> list[Mutation]:
-    """So many mutations of all rooms, or all that there are: each folder has a share by the root of its number of places, one at least if `count` allows it.
+    """So many mutations of all rooms, or all that there are: each folder has a share by the root of
+    its number of places, one at least if `count` allows it.
 
-    The places of a room are given out one by one, by d'Hondt's rule: shares that are rounded would not add up.
+    The places of a room are given out one by one, by d'Hondt's rule: shares that are rounded would
+    not add up.
     """
     rooms = everything(only)
     chance, drawn = random.Random(seed), list[Mutation]()
@@ -203,7 +230,12 @@ def run(command: Sequence[str], folder: Path, seconds: float, env: Mapping[str, 
     log = folder / "runs" / "mutate.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
-        to: dict[str, Any] = {"stdout": out, "stderr": out, "env": os.environ | dict(env), "start_new_session": True}
+        to: dict[str, Any] = {
+            "stdout": out,
+            "stderr": out,
+            "env": os.environ | dict(env),
+            "start_new_session": True,
+        }
         process = subprocess.Popen(command, cwd=folder, **to)
         try:
             return process.wait(seconds)
@@ -239,11 +271,27 @@ def measure(data: Path) -> None:
 
     def one(name: str) -> None:
         began = time.monotonic()
-        command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", *QUICK, name]
+        command = [
+            sys.executable,
+            "-m",
+            "coverage",
+            "run",
+            f"--rcfile={config}",
+            "-m",
+            "pytest",
+            *QUICK,
+            name,
+        ]
         env = os.environ | {"GRADWIRE_CONTEXT": name, "COVERAGE_CORE": "ctrace"}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, check=False
+        )
         seconds[name] = time.monotonic() - began
-        said = "" if done.returncode in (0, 5) else f" ended with {done.returncode}: {done.stdout[-400:]}"
+        said = (
+            ""
+            if done.returncode in (0, 5)
+            else f" ended with {done.returncode}: {done.stdout[-400:]}"
+        )
         print(f"{len(seconds)}/{len(files)} {name}{said}", flush=True)
 
     with ThreadPoolExecutor(JOBS) as pool:
@@ -273,7 +321,10 @@ def reached(data: Path) -> Callable[[Mutation], list[str]]:
                 elif file:
                     files.add(file)
         by_time = sorted(functions, key=lambda each: (seconds.get(each[0], 0), each))
-        return [*(f"{file}::{name}" for file, name in by_time), *sorted(files, key=lambda file: seconds.get(file, 0))]
+        return [
+            *(f"{file}::{name}" for file, name in by_time),
+            *sorted(files, key=lambda file: seconds.get(file, 0)),
+        ]
 
     return tests
 
@@ -306,11 +357,15 @@ def judge(mutation: Mutation, tests: Sequence[str], folder: Path) -> str:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--count", type=int, default=120)
     p.add_argument("--only", default="", help="files whose path begins so")
-    p.add_argument("--fresh", action="store_true", help="measure again which test reaches which line")
+    p.add_argument(
+        "--fresh", action="store_true", help="measure again which test reaches which line"
+    )
     args = p.parse_args()
     data, results = FOLDER / "reached" / "coverage", FOLDER / f"{args.seed}.json"
     if args.fresh or not (data.parent / "seconds.json").exists():
@@ -325,9 +380,15 @@ def main() -> None:
         if mutation not in verdicts:
             folder = free.get()
             verdicts[mutation] = judge(mutation, tests(mutation), folder)
-            rows = [{"mutation": asdict(each), "verdict": verdict} for each, verdict in list(verdicts.items())]
+            rows = [
+                {"mutation": asdict(each), "verdict": verdict}
+                for each, verdict in list(verdicts.items())
+            ]
             results.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-            print(f"{len(rows)} {verdicts[mutation]}: {mutation.file}:{mutation.line} {mutation.what}", flush=True)
+            print(
+                f"{len(rows)} {verdicts[mutation]}: {mutation.file}:{mutation.line} {mutation.what}",
+                flush=True,
+            )
             free.put(folder)
 
     with ThreadPoolExecutor(JOBS) as pool:

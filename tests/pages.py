@@ -1,4 +1,5 @@
-"""Every block of every page, found in the page, and run as a reader would run it. What stands after the language of a fence says how:
+"""Every block of every page, found in the page, and run as a reader would run it. What stands after
+the language of a fence says how:
 
     title="train.py"   a file in the folder of the page's blocks, one of which has to name it
     ranks=2            so many processes, as torchrun starts them
@@ -8,8 +9,9 @@
     not-run="why"      bash: is not run; text: is not what the block before prints
     varies             text: its numbers depend on the machine
 
-A comment `<!-- python … -->` or `<!-- bash … -->`, with the same words, is a block that readers do not see: what they have by then, and what is checked
-afterwards. Text below a block, without a heading between, is what that prints; `…` in it stands for anything. A block of `diff` is run as the
+A comment `<!-- python … -->` or `<!-- bash … -->`, with the same words, is a block that readers do
+not see: what they have by then, and what is checked afterwards. Text below a block, without a
+heading between, is what that prints; `…` in it stands for anything. A block of `diff` is run as the
 Python that it leads to.
 """
 
@@ -40,13 +42,23 @@ FENCE = re.compile(
 )
 _PYTHON = r'( title="[^"]+"| ranks=\d+| devices=\d+| continues)*'
 HOW = {"python": _PYTHON, "diff": _PYTHON + '( not-run="[^"]+")?'}
-HOW |= {"bash": r'( nodes=\d+| continues| not-run="[^"]+")*', "text": r'( varies| not-run="[^"]+")*'}
+HOW |= {
+    "bash": r'( nodes=\d+| continues| not-run="[^"]+")*',
+    "text": r'( varies| not-run="[^"]+")*',
+}
 #: A number with its unit, or what a probe says for one.
-MEASURED = re.compile(r"too fast to see|\d[\d.,]*(?:e[-+]?\d+)?(?: ?(?:[kMGT]?i?B|bytes|[kMG]?bit/s|[nµm]?s)\b| ?%)?")
+MEASURED = re.compile(
+    r"too fast to see|\d[\d.,]*(?:e[-+]?\d+)?(?: ?(?:[kMGT]?i?B|bytes|[kMG]?bit/s|[nµm]?s)\b| ?%)?"
+)
 #: What a cluster has, and this machine instead.
-INSTEAD = {"HOST|node0": "127.0.0.1", "1234|29400|29500": "$FREE_PORT", "nproc-per-node=8": "nproc-per-node=2"}
-#: Programs that bash finds first. Slurm's know what the pages use of them; `gradwire` sends few and small messages, and checks one algorithm; the lighthouse is
-#: there at once; `make` sets nothing up, and the demo's model is tiny.
+INSTEAD = {
+    "HOST|node0": "127.0.0.1",
+    "1234|29400|29500": "$FREE_PORT",
+    "nproc-per-node=8": "nproc-per-node=2",
+}
+#: Programs that bash finds first. Slurm's know what the pages use of them; `gradwire` sends few and
+#: small messages, and checks one algorithm; the lighthouse is there at once; `make` sets nothing
+#: up, and the demo's model is tiny.
 PROGRAMS = {
     "make": f'exec "$MAKE" -f {ROOT}/Makefile -o .venv/ready BIN=.programs "$@"',
     "python": 'exec $PYTHON "$@"',
@@ -62,8 +74,9 @@ SLURM = {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.1", "SLURM_NNODES": "2"}
 
 @dataclass(frozen=True)
 class Block:
-    """A block of Python or bash. `line` is that of its fence, `first` that of the block with which its processes begin, 0 if it is a file or is not run;
-    `shown` is what it prints as the page shows it."""
+    """A block of Python or bash. `line` is that of its fence, `first` that of the block with which
+    its processes begin, 0 if it is a file or is not run; `shown` is what it prints as the page
+    shows it."""
 
     page: str
     line: int
@@ -82,7 +95,9 @@ class Block:
 
 
 def pages() -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+    return sorted(
+        str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    )
 
 
 @cache
@@ -96,23 +111,32 @@ def chain(page: str, first: int) -> list[Block]:
 
 
 def read(page: str, text: str) -> list[Block]:
-    """The blocks of a page, in order. Raises ValueError if a fence does not end, or says what is not known."""
+    """The blocks of a page, in order. Raises ValueError if a fence does not end, or says what is
+    not known."""
     found: list[Block] = []
-    prints, matches = False, list(FENCE.finditer(text))  # whether text would be what the last one prints
-    if len(re.findall(r"^ *```", text, re.MULTILINE)) != 2 * sum(bool(match["fence"]) for match in matches):
+    # whether text would be what the last one prints
+    prints, matches = False, list(FENCE.finditer(text))
+    if len(re.findall(r"^ *```", text, re.MULTILINE)) != 2 * sum(
+        bool(match["fence"]) for match in matches
+    ):
         raise ValueError(f"{page}: a block does not end, or is indented otherwise than it begins")
     for match in matches:
         if match["heading"]:
             prints = False
             continue
         line = text.count("\n", 0, match.start()) + 1
-        language, how = match["language"] or match["hidden"] or "", (match["how"] or match["unseen"] or "").rstrip()
+        language, how = (
+            match["language"] or match["hidden"] or "",
+            (match["how"] or match["unseen"] or "").rstrip(),
+        )
         if language not in HOW or not re.fullmatch(HOW[language], how):
             raise ValueError(f"{page}:{line}: {language!r}, {how!r}: give {HOW}")
         code = textwrap.dedent(match["code"] or match["setup"] or "")
         if language == "text":
             if prints:
-                found[-1] = replace(found[-1], shown="…" if "not-run" in how else code, varies="varies" in how)
+                found[-1] = replace(
+                    found[-1], shown="…" if "not-run" in how else code, varies="varies" in how
+                )
             prints = False
             continue
         if language == "diff":  # what it leads to, each line in its place
@@ -122,18 +146,23 @@ def read(page: str, text: str) -> list[Block]:
             first = next((block.first for block in reversed(found) if block.first), 0)
             if not first or re.search("ranks=|devices=", how):
                 raise ValueError(f"{page}:{line}: nothing to continue, or in other processes")
-        found.append(Block(page, line, language, code, how, first * prints, hidden=bool(match["hidden"])))
+        found.append(
+            Block(page, line, language, code, how, first * prints, hidden=bool(match["hidden"]))
+        )
     return found
 
 
 def differs(printed: str, block: Block) -> bool:
-    """Whether the page shows something else, but for spaces. Numbers with a decimal point may differ by one in the last digit that is shown: a
-    processor may round them so."""
+    """Whether the page shows something else, but for spaces. Numbers with a decimal point may
+    differ by one in the last digit that is shown: a processor may round them so."""
     shown, printed = (" ".join(text.split()) for text in (block.shown or "", printed))
     if block.varies:
         shown, printed = (MEASURED.sub("#", text) for text in (shown, printed))
     parts = [(part, re.fullmatch(r"\d+\.\d+", part)) for part in re.split(r"(\d+\.\d+|…)", shown)]
-    pattern = "".join(r"(\d+\.\d+)" if number else ".*" if part == "…" else re.escape(part) for part, number in parts)
+    pattern = "".join(
+        r"(\d+\.\d+)" if number else ".*" if part == "…" else re.escape(part)
+        for part, number in parts
+    )
     found = re.fullmatch(pattern, printed)
     numbers = [part for part, number in parts if number]
     return found is None or any(
@@ -144,7 +173,8 @@ def differs(printed: str, block: Block) -> bool:
 
 @cache
 def outcomes(page: str, first: int) -> dict[int, tuple[str, str]]:
-    """By its line, what each of the blocks that run together has printed, of all ranks in order, and how it failed."""
+    """By its line, what each of the blocks that run together has printed, of all ranks in order,
+    and how it failed."""
     together, log, found = chain(page, first), "", {}
     ranks = int(together[0].says("ranks") or 1)
     with tempfile.TemporaryDirectory() as place:
@@ -172,7 +202,9 @@ def follow(page: str, first: str, folder: str, port: str) -> None:
         own = ("TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         for name in [name for name in os.environ if name.startswith(own)]:
             del os.environ[name]
-    devices = launch.xla_flags(f"--xla_force_host_platform_device_count={together[0].says('devices') or 1}")
+    devices = launch.xla_flags(
+        f"--xla_force_host_platform_device_count={together[0].says('devices') or 1}"
+    )
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": launch.quickly_compiled(devices),
@@ -182,7 +214,8 @@ def follow(page: str, first: str, folder: str, port: str) -> None:
     os.chdir(folder)
     sys.path[0] = folder
     warnings.simplefilter("error")
-    warnings.simplefilter("default", FutureWarning)  # of torch, whose newest release has other names than the oldest
+    # of torch, whose newest release has other names than the oldest
+    warnings.simplefilter("default", FutureWarning)
     sys.modules["__main__"] = main = types.ModuleType("__main__")
     for block in together:
         out, error = io.StringIO(), ""
@@ -191,7 +224,9 @@ def follow(page: str, first: str, folder: str, port: str) -> None:
                 if block.language == "bash":
                     print(bash(block.code, Path(folder), int(block.says("nodes") or 1)), end="")
                 else:
-                    code = compile("\n" * block.line + block.code, ROOT / page, "exec", dont_inherit=True)
+                    code = compile(
+                        "\n" * block.line + block.code, ROOT / page, "exec", dont_inherit=True
+                    )
                     exec(code, main.__dict__)
         except BaseException:
             error = traceback.format_exc()
@@ -214,11 +249,18 @@ def bash(code: str, folder: Path, nodes: int = 1, timeout: float = 200) -> str:
     for words, others in INSTEAD.items():
         code = re.sub(rf"\b({words})\b", others, code)
     env = {"PORT": str(launch.free_port())} | launch.environment(mark := uuid.uuid4().hex) | SLURM
-    env |= {"PATH": f"{programs}:{env['PATH']}", "FREE_PORT": env["PORT"], "PYTHON": launch.interpreter()}
+    env |= {
+        "PATH": f"{programs}:{env['PATH']}",
+        "FREE_PORT": env["PORT"],
+        "PYTHON": launch.interpreter(),
+    }
     env |= {"MAKE": shutil.which("make") or "make", "ARGS": TINY}
     command = ["bash", "-euo", "pipefail", "-c", code]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as rest:
-        to = [{"cwd": folder, "env": env | {"NODE": str(i)}, "stdout": rest if i else out} for i in range(nodes)]
+        to = [
+            {"cwd": folder, "env": env | {"NODE": str(i)}, "stdout": rest if i else out}
+            for i in range(nodes)
+        ]
         started = [launch.Process(command, stderr=rest, **of_node) for of_node in to]
         launch.ended(started, timeout)
         codes = [node.poll() for node in started]

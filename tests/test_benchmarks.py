@@ -1,4 +1,5 @@
-"""The benchmarks run, at their smallest, and write the fields that they promise. What they measure is not judged here: the machine is shared."""
+"""The benchmarks run, at their smallest, and write the fields that they promise. What they measure
+is not judged here: the machine is shared."""
 
 import json
 import uuid
@@ -22,7 +23,12 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
         5,
         "backend subject messages step_ms memory_mib",
     ),
-    "compress.py": ([*TINY, "--models=gpt", "--ranks=2"], "rows", 1, "rank gradwire torch time_ratio"),
+    "compress.py": (
+        [*TINY, "--models=gpt", "--ranks=2"],
+        "rows",
+        1,
+        "rank gradwire torch time_ratio",
+    ),
     "loops.py": (
         [*TINY, "--methods", "PowerSGD(4)", "int4", "--threads=1"],
         "rows",
@@ -31,25 +37,51 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
     ),
     "error_feedback.py": (["--steps=2"], "norm_of_a_zero_loss", 4, ""),
     "frontier": (
-        [*TRAINED.split(), "--steps=30", "--evaluate-every=30", "--pages={folder}", "--work={folder}/work"],
+        [
+            *TRAINED.split(),
+            "--steps=30",
+            "--evaluate-every=30",
+            "--pages={folder}",
+            "--work={folder}/work",
+        ],
         *("runs", 2, "subject backend rate seed curve"),
     ),
     "gpu": (["--tiny"], "parts", 8, "rows left_out seconds"),
     "half_step.py": (["--rates", "0.1", "--seeds=1", "--epochs=1"], "accuracy_percent", 12, "0.1"),
     "jax_step.py": (
         [
-            *[*TINY, "--layers=0", "--width=64", "--context=64", "--ranks=2", "--devices", "1", "--compile-matrices=2"],
+            *[
+                *TINY,
+                "--layers=0",
+                "--width=64",
+                "--context=64",
+                "--ranks=2",
+                "--devices",
+                "1",
+                "--compile-matrices=2",
+            ],
             "--compile-leaves=2",
         ],
         *("rows", 5, "subject devices step_ms cpu_s step_to_pmean cpu_to_pmean all_reduces"),
     ),
     "kernels.py": (
         [*TINY, "--width=64", "--ranks=4", "--caps", "0.1"],
-        *("rows", 3, "subject cap_mib buckets kernels passes by_name all_reduces host_waits host_ms"),
+        *(
+            "rows",
+            3,
+            "subject cap_mib buckets kernels passes by_name all_reduces host_waits host_ms",
+        ),
     ),
     "muon.py": ([*TINY, "--width=32"], "rows", 2, "backend plain_ms divided_ms message_ms share"),
     "network": (
-        [*TINY, "--backends=torch", "--hosts=2", "--rates=1gbit", "--training-steps=0", "--picture="],
+        [
+            *TINY,
+            "--backends=torch",
+            "--hosts=2",
+            "--rates=1gbit",
+            "--training-steps=0",
+            "--picture=",
+        ],
         *("rows", 13, "subject step_ms wire_ms wire_bytes planned_wire_bytes"),
     ),
     "overlap.py": (
@@ -75,9 +107,19 @@ BENCHMARKS: dict[str, tuple[list[str], str, int, str]] = {
         ],
         *("rows", 60, "subject what values exponent peer holds"),
     ),
-    "stacks.py": (["--stacks", "3", "--width=16", "--rank=1", "--repeats=1"], "rows", 2, "subject cpu_s to_one_layer"),
+    "stacks.py": (
+        ["--stacks", "3", "--width=16", "--rank=1", "--repeats=1"],
+        "rows",
+        2,
+        "subject cpu_s to_one_layer",
+    ),
     "watching.py": (["--repeats=3"], "rows", 1, "device notes_us step_us"),
-    "zero.py": ([*TINY, "--subjects=hook_with_zero_step"], "rows", 2, "subject ratio_to_ddp step_ms peak_mib"),
+    "zero.py": (
+        [*TINY, "--subjects=hook_with_zero_step"],
+        "rows",
+        2,
+        "subject ratio_to_ddp step_ms peak_mib",
+    ),
 }
 
 
@@ -86,7 +128,10 @@ def test_it_runs_and_writes_what_it_promises(script: str, tmp_path: Path) -> Non
     options, where, count, fields = BENCHMARKS[script]
     words = [option.format(folder=tmp_path) for option in options]
     (log := tmp_path / "log").touch()
-    command, mark = [ROOT / "benchmarks" / script, *words, "--output", tmp_path / "found.json"], uuid.uuid4().hex
+    command, mark = (
+        [ROOT / "benchmarks" / script, *words, "--output", tmp_path / "found.json"],
+        uuid.uuid4().hex,
+    )
     process = start(*command, log=str(log), env={MARK: mark})
     try:
         code = process.wait(560)
@@ -94,7 +139,8 @@ def test_it_runs_and_writes_what_it_promises(script: str, tmp_path: Path) -> Non
         process.kill()
         end_all(mark)
     assert code == 0, log.read_text()[-6000:]
-    if script == "network" and not (tmp_path / "found.json").exists():  # no root, or no tools: it says so, and predicts
+    # no root, or no tools: it says so, and predicts
+    if script == "network" and not (tmp_path / "found.json").exists():
         assert "No hosts: " in log.read_text()
         return
     found: Any = json.loads((tmp_path / "found.json").read_text())[where]
@@ -124,7 +170,9 @@ worker.main()
 def test_hosts_of_the_advice_predict_and_measure(tmp_path: Path) -> None:
     """Both on this machine, without a link between them."""
     (tmp_path / "host.py").write_text(HOST)
-    printed = run_ranks(tmp_path / "host.py", 2, "--models", "small", "--calibrations", str(tmp_path))
+    printed = run_ranks(
+        tmp_path / "host.py", 2, "--models", "small", "--calibrations", str(tmp_path)
+    )
     ((row,),) = [json.loads(line) for line in printed.splitlines() if line.startswith("[{")]
     names = [method["algorithm"] for method in row["methods"]]
     assert {"plain", "Sign()", row["recommended"], row["fastest"]} <= set(names)

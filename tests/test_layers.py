@@ -1,4 +1,5 @@
-"""core/ below the backends, the backends strangers to each other, no circles: at run time, and in all imports of the tree."""
+"""core/ below the backends, the backends strangers to each other, no circles: at run time, and in
+all imports of the tree."""
 
 import ast
 import importlib
@@ -57,11 +58,18 @@ def test_what_is_used_loads_no_framework_but_its_own(program, strangers):
     loaded = "{name.split('.')[0] for name in sys.modules}"
     before = f"import sys, gradwire\nassert not set({FRAMEWORKS}) & {loaded}\n"
     after = f"assert not set({strangers}) & {loaded}\n"
-    subprocess.run([sys.executable, "-c", before + program + after], check=True, timeout=240, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", before + program + after],
+        check=True,
+        timeout=240,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def test_what_gradwire_has_not_is_said():
-    with pytest.raises(AttributeError, match="module 'gradwire' has no attribute 'tensorflow_backend'"):
+    with pytest.raises(
+        AttributeError, match="module 'gradwire' has no attribute 'tensorflow_backend'"
+    ):
         _ = gradwire.tensorflow_backend
 
 
@@ -97,7 +105,8 @@ def imports(tree: ast.Module) -> Iterator[str]:
 
 
 def test_rooms_import_downwards():
-    """The core NumPy and the standard library, and nothing that is above it; the backends not each other."""
+    """The core NumPy and the standard library, and nothing that is above it; the backends not each
+    other."""
     for name, (file, tree) in modules().items():
         tools = {"rich", "typer"} if name.startswith("gradwire.cli") else set()
         short_floats = {"ml_dtypes"} if name == "gradwire.core.kernels.numpy" else set()
@@ -105,7 +114,9 @@ def test_rooms_import_downwards():
         for imported in imports(tree):
             if imported.split(".")[0] == "gradwire":
                 assert imported in modules(), f"{file} imports {imported}, which is not there"
-                assert room_of(imported) in (room_of(name), "gradwire.core"), f"{file} imports {imported}"
+                assert room_of(imported) in (room_of(name), "gradwire.core"), (
+                    f"{file} imports {imported}"
+                )
             elif room_of(name) in ("gradwire", "gradwire.core"):
                 assert imported.split(".")[0] in known, f"{file} imports {imported}"
 
@@ -122,18 +133,23 @@ def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
         return found
 
     from_each = {node: reached(node) for node in graph}
-    return {frozenset(other for other in found if node in from_each[other]) for node, found in from_each.items()} - {
-        frozenset()
-    }
+    return {
+        frozenset(other for other in found if node in from_each[other])
+        for node, found in from_each.items()
+    } - {frozenset()}
 
 
 def test_neither_files_nor_folders_of_a_room_import_each_other_in_a_circle():
     """Beside the room's own folder, whose files show the others, and serve them."""
-    assert circles({"a": set("b"), "b": set("cd"), "c": set("a"), "d": set("e"), "e": set("d"), "f": set("a")}) == {
+    assert circles(
+        {"a": set("b"), "b": set("cd"), "c": set("a"), "d": set("e"), "e": set("d"), "f": set("a")}
+    ) == {
         frozenset("abc"),
         frozenset("de"),
     }
-    files = {name: {*imports(tree)} & modules().keys() - {name} for name, (_, tree) in modules().items()}
+    files = {
+        name: {*imports(tree)} & modules().keys() - {name} for name, (_, tree) in modules().items()
+    }
     folders: dict[str, set[str]] = {}
     for name, imported in files.items():
         here = modules()[name][0].parent
@@ -156,7 +172,8 @@ def test_no_folder_has_more_than_a_reader_can_hold():
 
 
 def test_no_tensor_is_made_where_and_of_what_a_user_has_set():
-    """`torch.set_default_device` and `torch.set_default_dtype` are for the model's code. Each call says both, or is of a kind that neither changes."""
+    """`torch.set_default_device` and `torch.set_default_dtype` are for the model's code. Each call
+    says both, or is of a kind that neither changes."""
     from torch.utils._device import _device_constructors
 
     made = {function.__name__ for function in _device_constructors()}
@@ -167,9 +184,13 @@ def test_no_tensor_is_made_where_and_of_what_a_user_has_set():
             continue
         for node in ast.walk(tree):
             match node:
-                case ast.Call(func=ast.Attribute(ast.Name("torch"), made_by), keywords=keywords) if made_by in made:
+                case ast.Call(
+                    func=ast.Attribute(ast.Name("torch"), made_by), keywords=keywords
+                ) if made_by in made:
                     missing = {"device", "dtype"} - {keyword.arg for keyword in keywords}
-                    assert not missing, f"{file}, line {node.lineno}: torch.{made_by} without {missing}"
+                    assert not missing, (
+                        f"{file}, line {node.lineno}: torch.{made_by} without {missing}"
+                    )
                     counted += 1
     assert counted > 20
 
@@ -178,7 +199,8 @@ def test_no_tensor_is_made_where_and_of_what_a_user_has_set():
 
 
 def test_a_backend_must_have_few_primitives():
-    """What is fast has a name and a body besides: a composite, of which there may be as many as have a caller."""
+    """What is fast has a name and a body besides: a composite, of which there may be as many as
+    have a caller."""
     assert 30 < len(Ops.__abstractmethods__) <= 36
     composites = {name for name in (*vars(Ops), *vars(Storage)) if not name.startswith("_")}
     called = set().union(*(called_names(tree) for _, tree in modules().values()))
@@ -221,7 +243,11 @@ def names(tree: ast.AST) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             found |= {alias.name for alias in node.names}
-        found |= {getattr(node, field) for field in ("id", "attr") if isinstance(getattr(node, field, None), str)}
+        found |= {
+            getattr(node, field)
+            for field in ("id", "attr")
+            if isinstance(getattr(node, field, None), str)
+        }
         if isinstance(node, ast.ClassDef):
             found.add(node.name)
     return found
@@ -235,15 +261,22 @@ def test_requests_are_named_where_they_are_defined_and_in_one_file_of_a_backend(
     while todo:
         below = todo.pop().__subclasses__()
         todo += below
-        kinds |= {k.__name__: k for k in below if k.__module__.startswith("gradwire.core.") and not k.__subclasses__()}
+        kinds |= {
+            k.__name__: k
+            for k in below
+            if k.__module__.startswith("gradwire.core.") and not k.__subclasses__()
+        }
     assert {"Reduce", "Gather", "Branch", "OptimizerStep"} < kinds.keys()
-    naming = {name: used for name, (_, tree) in modules().items() if (used := names(tree) & kinds.keys())}
+    naming = {
+        name: used for name, (_, tree) in modules().items() if (used := names(tree) & kinds.keys())
+    }
     core = {name: used for name, used in naming.items() if room_of(name) == "gradwire.core"}
     assert core.keys() == {kind.__module__ for kind in kinds.values()}
     assert set().union(*core.values()) == kinds.keys()
     for room in ("gradwire.torch_backend", "gradwire.jax_backend"):
         ((_, named),) = ((name, used) for name, used in naming.items() if room_of(name) == room)
-        assert named == {name for name, kind in kinds.items() if not kind.local}  # the others answer themselves
+        # the others answer themselves
+        assert named == {name for name, kind in kinds.items() if not kind.local}
 
 
 # ---- names that the page about the architecture gives
@@ -255,7 +288,10 @@ def test_the_way_of_a_gradient_is_told_with_names_that_exist():
     for file, name in named:
         found: ast.AST | None = ast.parse((ROOT / file).read_text())
         for part in name.split("."):
-            found = next((each for each in ast.iter_child_nodes(found) if getattr(each, "name", "") == part), None)
+            found = next(
+                (each for each in ast.iter_child_nodes(found) if getattr(each, "name", "") == part),
+                None,
+            )
             assert found is not None, f"{file} has no {name}"
 
 

@@ -20,8 +20,13 @@ OUTSIDE = {"tests", "examples", "benchmarks", "docs", "build", "dist", "runs"}
 
 
 def modules() -> dict[str, Path]:
-    """Where a wheel has each file of Python of the rooms → where it is in the tree, from its root."""
-    rooms = [f for f in ROOT.iterdir() if f.is_dir() and f.name not in OUTSIDE and not f.name.startswith((".", "__"))]
+    """Where a wheel has each file of Python of the rooms → where it is in the tree, from its
+    root."""
+    rooms = [
+        f
+        for f in ROOT.iterdir()
+        if f.is_dir() and f.name not in OUTSIDE and not f.name.startswith((".", "__"))
+    ]
     files = [file.relative_to(ROOT) for room in rooms for file in room.rglob("*.py")]
     return {f"gradwire/{file.as_posix().removeprefix('core/api/')}": file for file in files}
 
@@ -50,18 +55,27 @@ assert gradwire.plan({"w": (64, 32)}, gradwire.PowerSGD(rank=4)).wire_bytes == 4
 
 @pytest.mark.slow
 def test_the_sdist_makes_a_wheel_of_every_module_which_imports_in_a_clean_environment(tmp_path):
-    """From a copy, because setuptools leaves its build folder in the tree, and a stale one would hide a missing file. What PyPI would refuse is refused."""
-    tree, out, installed, clean = (tmp_path / name for name in ("tree", "dist", "installed", "clean"))
+    """From a copy, because setuptools leaves its build folder in the tree, and a stale one would
+    hide a missing file. What PyPI would refuse is refused."""
+    tree, out, installed, clean = (
+        tmp_path / name for name in ("tree", "dist", "installed", "clean")
+    )
     for folder in {file.parts[0] for file in modules().values()}:
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, tree)
-    sdist = [sys.executable, "-c", "from setuptools import build_meta as b; import sys; b.build_sdist(sys.argv[1])"]
+    sdist = [
+        sys.executable,
+        "-c",
+        "from setuptools import build_meta as b; import sys; b.build_sdist(sys.argv[1])",
+    ]
     subprocess.run([*sdist, str(out)], cwd=tree, check=True, timeout=240, stdout=subprocess.DEVNULL)
     (packed,) = out.glob("*.tar.gz")
     pip = [sys.executable, "-m", "pip"]
     options = ["-q", "--no-deps", "--no-index", "--no-build-isolation"]
-    subprocess.run([*pip, "wheel", *options, "--wheel-dir", str(out), str(packed)], check=True, timeout=240)
+    subprocess.run(
+        [*pip, "wheel", *options, "--wheel-dir", str(out), str(packed)], check=True, timeout=240
+    )
     (built,) = out.glob("*.whl")
     names = zipfile.ZipFile(built).namelist()
     assert sorted(n for n in names if n.endswith(".py")) == sorted(modules())
@@ -71,13 +85,20 @@ def test_the_sdist_makes_a_wheel_of_every_module_which_imports_in_a_clean_enviro
     twine = [sys.executable, "-m", "twine", "check", "--strict", str(packed), str(built)]
     subprocess.run(twine, check=True, timeout=240)
     options = ["-q", "--no-deps", "--no-index", "--no-compile"]
-    subprocess.run([*pip, "install", *options, "--target", str(installed), str(built)], check=True, timeout=240)
-    subprocess.run([sys.executable, "-I", "-c", IMPORT_ALL, str(installed)], check=True, timeout=240)
+    subprocess.run(
+        [*pip, "install", *options, "--target", str(installed), str(built)], check=True, timeout=240
+    )
+    subprocess.run(
+        [sys.executable, "-I", "-c", IMPORT_ALL, str(installed)], check=True, timeout=240
+    )
     venv.create(clean, with_pip=False)
     python = clean / "bin" / "python"
-    subprocess.run([*pip, "--python", str(python), "install", *options, str(built)], check=True, timeout=240)
+    subprocess.run(
+        [*pip, "--python", str(python), "install", *options, str(built)], check=True, timeout=240
+    )
     (packages,) = clean.glob("lib/python*/site-packages")
-    for there in Path(np.__file__).parents[1].glob("numpy*"):  # the one thing that it needs; nothing is fetched
+    # the one thing that it needs; nothing is fetched
+    for there in Path(np.__file__).parents[1].glob("numpy*"):
         (packages / there.name).symlink_to(there)
     subprocess.run([str(python), "-I", "-c", ALONE], check=True, timeout=240)
 
@@ -90,7 +111,11 @@ def test_version_is_that_of_the_metadata():
 
 
 def test_everything_that_make_installs_is_pinned():
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), lines
     pinned = {canonicalize_name(line.split("==")[0]) for line in lines}
     todo, seen = [("gradwire", extra) for extra in ("dev", "all", "torch", "jax", "")], set()

@@ -9,7 +9,8 @@ import pytest
 from tests.launch import ROOT
 from tests.pages import pages
 
-#: Words on a page, code and tables too. The reference, the ledger of what was measured and the history are looked up, not read.
+#: Words on a page, code and tables too. The reference, the ledger of what was measured and the
+#: history are looked up, not read.
 LIMIT = 2500
 LOOKED_UP = ("docs/reference/", "docs/evidence.md", "CHANGELOG.md")
 #: Words before the first code. Other pages have none, or explain how gradwire itself is built.
@@ -44,14 +45,17 @@ def sentences(text: str) -> list[str]:
 def test_a_page_is_short_and_opens_with_code(page: str) -> None:
     text = shown(page)
     if not page.startswith(LOOKED_UP):
-        assert len(text.split()) <= LIMIT, "divide it, or move what was measured to docs/evidence.md"
+        assert len(text.split()) <= LIMIT, (
+            "divide it, or move what was measured to docs/evidence.md"
+        )
     if not page.startswith(WITHOUT_CODE):
         before = text[: (FENCE.search(text) or pytest.fail("no code")).start()]
         assert len(before.split()) <= OPENING, "words before the first code"
 
 
 def test_what_comes_before_the_first_heading_fills_one_screen() -> None:
-    """Of 1,400 by 900 pixels, in which it was looked at when it was so long: five lines of code, one picture, one table, and few words."""
+    """Of 1,400 by 900 pixels, in which it was looked at when it was so long: five lines of code,
+    one picture, one table, and few words."""
     first = shown("README.md").partition("\n## ")[0]
     (code,) = FENCE.findall(first)
     prose = re.sub(r"^\|.*\n|^!.*\n|\]\([^)]*\)", "", FENCE.sub("", first), flags=re.MULTILINE)

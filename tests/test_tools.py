@@ -1,4 +1,5 @@
-"""What the tests are run with: processes that are gone afterwards, `make test-portability`, `make mutate`, and a compiler."""
+"""What the tests are run with: processes that are gone afterwards, `make test-portability`, `make
+mutate`, and a compiler."""
 
 import ast
 import json
@@ -19,14 +20,22 @@ import torch
 from gradwire.jax_backend import transforms
 from gradwire.torch_backend.engine.driver import Driver
 from tests import launch
-from tests.bounds import NOTED, move_inputs_of_jax, move_inputs_of_torch, note_comparisons, noting, too_near
+from tests.bounds import (
+    NOTED,
+    move_inputs_of_jax,
+    move_inputs_of_torch,
+    note_comparisons,
+    noting,
+    too_near,
+)
 from tests.compiler import require_compiler
 from tests.emulated import mutations
 from tests.launch import ROOT, run_ranks
 from tests.mutate import draw, everything, lines_of, mutated, places
 from tests.portability import CONFIGURATIONS
 
-# --- launches --------------------------------------------------------------------------------------------------------------------
+# --- launches
+# --------------------------------------------------------------------------------------------------------------------
 
 FAILS = """
 import os, time
@@ -61,7 +70,8 @@ def test_a_launch_shows_why_it_fails_and_leaves_no_process(tmp_path: Path) -> No
         run_ranks(script, 2)
     script.write_text(HANGS)
     with pytest.raises(AssertionError, match=r"stopped after 15 s:\n(.*\n)*about to hang"):
-        run_ranks(script, 2, tmp_path, timeout=15)  # in which they have begun, on a busy machine too
+        # in which they have begun, on a busy machine too
+        run_ranks(script, 2, tmp_path, timeout=15)
     pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
     deadline = time.monotonic() + 60
     while any(map(running, pids)):
@@ -69,7 +79,9 @@ def test_a_launch_shows_why_it_fails_and_leaves_no_process(tmp_path: Path) -> No
         time.sleep(0.05)
 
 
-def test_an_interpreter_ends_with_the_test_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_ends_with_the_test_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else the process that is left fails whichever test is next when it is collected."""
     started: list[launch.Process] = []
 
@@ -90,16 +102,22 @@ def test_an_interpreter_ends_with_the_test_that_waits_for_it(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("in_ci", [False, True])
-def test_without_a_compiler_tests_say_so_and_fail_in_ci(monkeypatch: pytest.MonkeyPatch, in_ci: bool) -> None:
+def test_without_a_compiler_tests_say_so_and_fail_in_ci(
+    monkeypatch: pytest.MonkeyPatch, in_ci: bool
+) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler -O2")
     monkeypatch.setenv("CI", "1" if in_ci else "")
-    with pytest.raises(pytest.fail.Exception if in_ci else pytest.skip.Exception, match="'/no/such/compiler'"):
+    with pytest.raises(
+        pytest.fail.Exception if in_ci else pytest.skip.Exception, match="'/no/such/compiler'"
+    ):
         require_compiler("the emulated accelerator")
 
 
-# --- other machines --------------------------------------------------------------------------------------------------------------
+# --- other machines
+# --------------------------------------------------------------------------------------------------------------
 
-#: In place of pytest: it writes down what it and its processes see, and a report of a test that failed.
+#: In place of pytest: it writes down what it and its processes see, and a report of a test that
+#: failed.
 PROBE = """
 import json, os, sys
 from pathlib import Path
@@ -126,14 +144,22 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_switches_reach_every_process_and_failures_are_told(tmp_path: Path) -> None:
     (probe := tmp_path / "probe.py").write_text(PROBE)
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=7", "PYTHONPATH": str(ROOT)}
-    env = {k: v for k, v in env.items() if k not in ("GRADWIRE_TEST_XLA_FLAGS", "ATEN_CPU_CAPABILITY")}
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=7",
+        "PYTHONPATH": str(ROOT),
+    }
+    env = {
+        k: v for k, v in env.items() if k not in ("GRADWIRE_TEST_XLA_FLAGS", "ATEN_CPU_CAPABILITY")
+    }
 
     def portability(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tests.portability", *arguments]
-        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+        return subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280
+        )
 
-    assert portability("see", "--", "true").returncode == portability("sse").returncode == 2  # no such row, no command
+    # no such row, no command
+    assert portability("see", "--", "true").returncode == portability("sse").returncode == 2
     done = portability("sse", "cores-1", "--", sys.executable, str(probe))
     assert done.returncode == 1, done.stderr
     first, failed, second, _ = done.stdout.split("=== summary\n")[1].splitlines()
@@ -151,8 +177,11 @@ def test_switches_reach_every_process_and_failures_are_told(tmp_path: Path) -> N
         assert (cores, seen["XLA_FLAGS"].split()[0]) == (1, count)
 
 
-def test_bounds_within_reach_of_rounding_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the line where they stand. What codes lose is no rounding, unless it differs a little from one processor to another."""
+def test_bounds_within_reach_of_rounding_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the line where they stand. What codes lose is no rounding, unless it differs a little
+    from one processor to another."""
     monkeypatch.setenv(NOTED, str(tmp_path))
     assert noting(3e-8) < 1e-6
     assert noting(4e-8) < 1e-6
@@ -168,8 +197,11 @@ def test_bounds_within_reach_of_rounding_are_named(tmp_path: Path, monkeypatch: 
     assert type(noting(1.0)) is float
 
 
-def test_comparisons_of_libraries_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With how much of their tolerance is used. What is compared for many lines is noted for each of them."""
+def test_comparisons_of_libraries_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With how much of their tolerance is used. What is compared for many lines is noted for each
+    of them."""
     monkeypatch.setenv(NOTED, str(tmp_path))
     note_comparisons(monkeypatch.setattr)
 
@@ -186,7 +218,9 @@ def test_comparisons_of_libraries_are_noted(tmp_path: Path, monkeypatch: pytest.
         if distance == 1e-8:
             assert too_near(tmp_path) == []
     found = too_near(tmp_path)
-    assert [line.partition(": ")[0].partition(":")[0] for line in found] == [str(Path(__file__).relative_to(ROOT))] * 5
+    assert [line.partition(": ")[0].partition(":")[0] for line in found] == [
+        str(Path(__file__).relative_to(ROOT))
+    ] * 5
     assert all("1e-06 is within reach of 5e-08" in line for line in found)
 
 
@@ -208,7 +242,8 @@ def test_inputs_are_moved_by_one_unit_in_the_last_place(monkeypatch: pytest.Monk
     assert gradients["half"].equal(half)
 
 
-# --- mutations -------------------------------------------------------------------------------------------------------------------
+# --- mutations
+# -------------------------------------------------------------------------------------------------------------------
 
 SOURCE = '''
 def f(x: int = 2, *, y: bool = True) -> int:
@@ -235,7 +270,14 @@ def test_each_place_is_another_program() -> None:
 def test_the_lines_that_tests_have_to_reach() -> None:
     """All of a statement; of what runs as the file is imported, the functions that it is for."""
     source = f"LIMIT = (\n  1 +\n  2)\n{SOURCE}\n\ndef g():\n  return (\n    LIMIT)\n\nclass A:\n  n: int = 3\n  def h(self):\n    pass\n"
-    expected = {2: {1, 2, 3, 18}, 5: {*range(5, 14)}, 7: {7}, 11: {11}, 18: {17, 18}, 21: {20, 21, 22, 23}}
+    expected = {
+        2: {1, 2, 3, 18},
+        5: {*range(5, 14)},
+        7: {7},
+        11: {11},
+        18: {17, 18},
+        21: {20, 21, 22, 23},
+    }
     for line, lines in expected.items():
         assert lines_of(source, line) >= lines, line
     assert lines_of(source, 11) == {11}

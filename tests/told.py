@@ -1,4 +1,5 @@
-"""What messages tell their readers to write. Each has a row in a table, in which that is done: `test_executed_advice.py` of the core and of the backends."""
+"""What messages tell their readers to write. Each has a row in a table, in which that is done:
+`test_executed_advice.py` of the core and of the backends."""
 
 import ast
 import re
@@ -22,13 +23,16 @@ def texts(path: Path) -> Iterator[str]:
         elif isinstance(x, ast.JoinedStr):
             passed |= set(x.values)
             if x not in passed:
-                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in x.values)
+                yield "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else "{}" for part in x.values
+                )
         elif isinstance(x, ast.Constant) and isinstance(x.value, str) and x not in passed:
             yield x.value
 
 
 def advice(room: str) -> set[str]:
-    """The part of each message, raised, warned of or returned, from the word that tells, that names code."""
+    """The part of each message, raised, warned of or returned, from the word that tells, that names
+    code."""
     found = set()
     for path in sorted((ROOT / room).rglob("*.py")):
         for text in texts(path):
@@ -45,4 +49,8 @@ def require_done(row: Row, *given: object) -> None:
         row(*given)
         return
     path, _, name = row.partition("::")
-    assert name in {x.name for x in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(x, ast.FunctionDef)}
+    assert name in {
+        x.name
+        for x in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(x, ast.FunctionDef)
+    }

@@ -1,9 +1,11 @@
-"""torchrun's command line for pages: one process for each node, whose ranks are forked as all commands are.
+"""torchrun's command line for pages: one process for each node, whose ranks are forked as all
+commands are.
 
-    python tests/torchrun.py --nnodes=2 --node-rank=1 --master-addr=127.0.0.1 --master-port=29500 --nproc-per-node=2 train.py
+    python tests/torchrun.py --nnodes=2 --node-rank=1 --master-addr=127.0.0.1 --master-port=29500
+    --nproc-per-node=2 train.py
 
-The number of a node that meets others by `--rdzv-endpoint` is NODE, of the environment, or Slurm's. Restarts, and what torchrun does besides, are torchrun's: what
-asks for a restart runs under it.
+The number of a node that meets others by `--rdzv-endpoint` is NODE, of the environment, or Slurm's.
+Restarts, and what torchrun does besides, are torchrun's: what asks for a restart runs under it.
 """
 
 import os
@@ -23,8 +25,12 @@ def main(given: list[str]) -> None:
     if int(args.max_restarts):
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *given])
     here, nodes = int(args.nproc_per_node), int(args.nnodes.partition(":")[0])
-    node = int(os.environ.get("SLURM_NODEID", os.environ["NODE"]) if args.rdzv_endpoint else args.node_rank)
-    address, _, port = (args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}").partition(":")
+    node = int(
+        os.environ.get("SLURM_NODEID", os.environ["NODE"]) if args.rdzv_endpoint else args.node_rank
+    )
+    address, _, port = (args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}").partition(
+        ":"
+    )
     script = str(GRADWIRE) if args.training_script == "gradwire" else args.training_script
     env = os.environ | {"OMP_NUM_THREADS": "1", "GROUP_RANK": str(node), "MASTER_ADDR": address}
     env["MASTER_PORT"] = port if nodes > 1 else str(free_port())  # which is taken at once

@@ -1,4 +1,5 @@
-"""A backend that has NumPy's primitives and nothing else: every composite it runs is the body in `core/ops.py`."""
+"""A backend that has NumPy's primitives and nothing else: every composite it runs is the body in
+`core/ops.py`."""
 
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.ops import Ops

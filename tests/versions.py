@@ -1,12 +1,17 @@
-"""The versions that the metadata promises: `make test-versions`, or `python -m tests.versions oldest -- tests/core`.
+"""The versions that the metadata promises: `make test-versions`, or `python -m tests.versions
+oldest -- tests/core`.
 
-Each row has an environment of its own under build/versions, made by uv, some gigabytes large: a Python, a torch, and the oldest or the newest of all other packages that
-`pyproject.toml` accepts. A row is made and tested after the other. In it run the tests of the core, the parity tables of both backends, and the quick tests of requests,
-FSDP, ZeRO and local SGD in torch, and of what comes and goes by torchft, where it is installed: torch's own process groups that can be given other members are there
-since 2.15. What a version cannot is refused where it is registered; a test that meets with that is counted as "xfailed", see `tests/torch/conftest.py`.
+Each row has an environment of its own under build/versions, made by uv, some gigabytes large: a
+Python, a torch, and the oldest or the newest of all other packages that `pyproject.toml` accepts. A
+row is made and tested after the other. In it run the tests of the core, the parity tables of both
+backends, and the quick tests of requests, FSDP, ZeRO and local SGD in torch, and of what comes and
+goes by torchft, where it is installed: torch's own process groups that can be given other members
+are there since 2.15. What a version cannot is refused where it is registered; a test that meets
+with that is counted as "xfailed", see `tests/torch/conftest.py`.
 
-torch comes from the index that UV_TORCH_BACKEND names, by default "cpu", PyTorch's own of builds for CPUs. Where that cannot be reached,
-`UV_TORCH_BACKEND= make test-versions` takes the build of the package registry, some gigabytes more.
+torch comes from the index that UV_TORCH_BACKEND names, by default "cpu", PyTorch's own of builds
+for CPUs. Where that cannot be reached, `UV_TORCH_BACKEND= make test-versions` takes the build of
+the package registry, some gigabytes more.
 """
 
 import os
@@ -21,14 +26,31 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 #: What the tests below import, of the extra `dev`.
 TOOLS = (
-    *("flatbuffers", "hypothesis", "ninja", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "safetensors"),
+    *(
+        "flatbuffers",
+        "hypothesis",
+        "ninja",
+        "psutil",
+        "pytest",
+        "pytest-timeout",
+        "pytest-xdist",
+        "safetensors",
+    ),
     "setuptools",
 )
 PARITY = ("tests/parity/test_kernels.py", "tests/parity/test_torch.py", "tests/parity/test_jax.py")
 TORCH = tuple(
     f"tests/torch/test_{name}.py"
     for name in (
-        *("torch_internals", "requests", "elastic", "fsdp", "fsdp_checkpoint", "compat_zero", "compat_local_sgd"),
+        *(
+            "torch_internals",
+            "requests",
+            "elastic",
+            "fsdp",
+            "fsdp_checkpoint",
+            "compat_zero",
+            "compat_local_sgd",
+        ),
         *("zero_features", "zero_mixture", "zero_state", "local_sgd", "local_sgd_composition"),
     )
 )
@@ -65,7 +87,8 @@ ROWS = {
 
 
 def main(given: list[str]) -> int:
-    """Test the rows that are named, or all. What follows `--` goes to pytest. Returns how many rows failed."""
+    """Test the rows that are named, or all. What follows `--` goes to pytest. Returns how many rows
+    failed."""
     cut = given.index("--") if "--" in given else len(given)
     names, tests = given[:cut], given[cut + 1 :]
     if unknown := set(names) - set(ROWS):
@@ -81,7 +104,9 @@ def passes(name: str, tests: list[str]) -> bool:
     python = str(folder / "bin" / "python")
     if not (folder / "ready").exists():
         uv("venv", "--clear", "--python", row.python, str(folder))
-        wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
+        wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]["dev"]
         tools = [each for each in wanted if Requirement(each).name in TOOLS]
         packages = ["-e", f"{ROOT}[{row.extras}]", row.torch, *tools]
         uv("pip", "install", "--python", python, "--resolution", row.resolution, *packages)
@@ -103,7 +128,9 @@ def passes(name: str, tests: list[str]) -> bool:
         "-m",
         "not slow",
     ]
-    return not subprocess.run([*command, *(tests or [*row.selected, *TESTS])], cwd=ROOT, check=False).returncode
+    return not subprocess.run(
+        [*command, *(tests or [*row.selected, *TESTS])], cwd=ROOT, check=False
+    ).returncode
 
 
 def uv(*arguments: str) -> None:

@@ -1,11 +1,13 @@
-"""gradwire for PyTorch: any algorithm as a communication hook of `DistributedDataParallel`, or in a wrapper of our own.
+"""gradwire for PyTorch: any algorithm as a communication hook of `DistributedDataParallel`, or in a
+wrapper of our own.
 
     ddp = DistributedDataParallel(model)
     gradwire.torch_backend.register_comm_hook(ddp, gradwire.PowerSGD(rank=4))
 
     model = gradwire.torch_backend.DataParallel(model, gradwire.PowerSGD(rank=4))
 
-    gradwire.torch_backend.compress_replicas(model, gradwire.PowerSGD(rank=4), mesh["replicate"])     # sharded by FSDP2
+    # Sharded by FSDP2:
+    gradwire.torch_backend.compress_replicas(model, gradwire.PowerSGD(rank=4), mesh["replicate"])
 
 by itself, between backward and step, for engines that take no hook: `Averager`;
 
@@ -13,29 +15,33 @@ and optimizers with sharded state: `ZeroOptimizer`.
 
 The names of `torch.distributed.algorithms.ddp_comm_hooks` are here too, with torch's arguments.
 
-**The design.** There is one engine, and everything above is a way to call it. `engine/step.py` is one step in the order
-in which it happens: take gradients, group them, send, receive, commit, hand over, report. `engine/scheduler.py` runs the
-programs of a step side by side; `engine/collectives.py` performs what they ask for. `engine/driver.py` is what surrounds
-steps: how the parts are made, a loaded memory, another algorithm. Hooks, wrappers, sharded models and optimizers (`ddp/`,
-`fsdp/`, `zero/`, `local_sgd/`) decide when gradients are added and when a step ends, and nothing else. What is compared
-between ranks before the first step is in `setup/`, what an algorithm remembers in `state/`, and whoever looks on is in
-`monitor/`, told by one event.
+**The design.** There is one engine, and everything above is a way to call it. `engine/step.py` is
+one step in the order in which it happens: take gradients, group them, send, receive, commit, hand
+over, report. `engine/scheduler.py` runs the programs of a step side by side;
+`engine/collectives.py` performs what they ask for. `engine/driver.py` is what surrounds steps: how
+the parts are made, a loaded memory, another algorithm. Hooks, wrappers, sharded models and
+optimizers (`ddp/`, `fsdp/`, `zero/`, `local_sgd/`) decide when gradients are added and when a step
+ends, and nothing else. What is compared between ranks before the first step is in `setup/`, what an
+algorithm remembers in `state/`, and whoever looks on is in `monitor/`, told by one event.
 
 **The words**, besides those of `gradwire.core`.
 
-- *bucket*: gradients that DDP hands over at one time. *Group of buckets*: those whose payload is worth a message, the
-  groups of `engine/step.py`; a group of ranks is always a *process group*, or one of the `groups` of a request.
+- *bucket*: gradients that DDP hands over at one time. *Group of buckets*: those whose payload is
+  worth a message, the groups of `engine/step.py`; a group of ranks is always a *process group*, or
+  one of the `groups` of a request.
 - *driver*: an algorithm at work on this rank. *Handle*: what a user has of it.
 - *scratch*: memory that a step uses, and the next one uses again.
 - *captured*: launched into a CUDA graph. What the host decides then is decided for good.
 - *discarded*: a step whose averages are used, and of which memory keeps nothing.
-- *unused*: parameters that took no part in a forward pass; where no rank used one, its memory stays as it is.
+- *unused*: parameters that took no part in a forward pass; where no rank used one, its memory stays
+  as it is.
 
-**The warnings.** Nothing is launched from a callback: the order of collectives is a function of the order of buckets, or
-ranks hang. On a device the host waits for nothing in a step; tests count its waits. What a program returns may lie in a
-message, a bucket or scratch, so memory is copied where it was before (`engine.step.owned`). DDP compares a hook's
-annotations with the real objects, keeps its one hook for life, and rebuilds its buckets after the first step. What is
-private of torch, or not in every torch, is named in `torch_internals.py` alone.
+**The warnings.** Nothing is launched from a callback: the order of collectives is a function of the
+order of buckets, or ranks hang. On a device the host waits for nothing in a step; tests count its
+waits. What a program returns may lie in a message, a bucket or scratch, so memory is copied where
+it was before (`engine.step.owned`). DDP compares a hook's annotations with the real objects, keeps
+its one hook for life, and rebuilds its buckets after the first step. What is private of torch, or
+not in every torch, is named in `torch_internals.py` alone.
 """
 
 from gradwire.torch_backend.advise.compare.training import Training
@@ -57,9 +63,16 @@ from gradwire.torch_backend.compat.local_sgd import (
     PostLocalSGDState,
     post_localSGD_hook,
 )
-from gradwire.torch_backend.compat.registry import DDPCommHookType, noop_hook, register_ddp_comm_hook
+from gradwire.torch_backend.compat.registry import (
+    DDPCommHookType,
+    noop_hook,
+    register_ddp_comm_hook,
+)
 from gradwire.torch_backend.compat.zero import ZeroRedundancyOptimizer
-from gradwire.torch_backend.compat.zero_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from gradwire.torch_backend.compat.zero_hooks import (
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
 from gradwire.torch_backend.ddp.averager import Averager
 from gradwire.torch_backend.ddp.data_parallel import DataParallel
 from gradwire.torch_backend.ddp.hook import CommHook, register_comm_hook

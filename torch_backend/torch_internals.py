@@ -1,7 +1,9 @@
-"""What gradwire takes of torch that is private, or younger than the oldest torch it runs on: which versions have it, and what is done in the others.
+"""What gradwire takes of torch that is private, or younger than the oldest torch it runs on: which
+versions have it, and what is done in the others.
 
-No other file names anything private of torch. What is always needed is looked up when this file is imported, and what a feature needs when it is asked for;
-so no backward pass is the first to find that a name is gone.
+No other file names anything private of torch. What is always needed is looked up when this file is
+imported, and what a feature needs when it is asked for; so no backward pass is the first to find
+that a name is gone.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ class Feature:
         """Why this torch cannot; "" if it can."""
         if self.there:
             return ""
-        return f"{self.name} needs {self.uses}, which torch has since {self.since}; this is torch {torch.__version__}"
+        return (
+            f"{self.name} needs {self.uses}, which torch has since {self.since}; this is torch"
+            f" {torch.__version__}"
+        )
 
     def require(self) -> None:
         """Raise NeedsTorch if this torch cannot."""
@@ -72,15 +77,20 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 SHARDED_MODELS = Feature(
-    "compress_replicas (and local_sgd on a model that fully_shard has sharded)", "FSDPModule.set_all_reduce_hook", "2.7"
+    "compress_replicas (and local_sgd on a model that fully_shard has sharded)",
+    "FSDPModule.set_all_reduce_hook",
+    "2.7",
 )
 MUON = Feature("Muon", "torch.optim.Muon", "2.9")
-#: `reduce_dtype=None` of a `MixedPrecisionPolicy` is the dtype of the parameters, and no longer `param_dtype`.
+#: `reduce_dtype=None` of a `MixedPrecisionPolicy` is the dtype of the parameters, and no longer
+#: `param_dtype`.
 REDUCES_IN_OWN_DTYPE = torch_is("2.15")
 
 #: torch 2.13 has given them other names.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_single: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 # ---- kernels on lists of tensors, which torch's optimizers are made of. 2.6 to 2.15.
 
@@ -116,7 +126,8 @@ def in_backward() -> bool:
 
 
 def in_node() -> bool:
-    """Whether the engine is in the middle of a node: in a callback, of the pass around the one that has ended."""
+    """Whether the engine is in the middle of a node: in a callback, of the pass around the one that
+    has ended."""
     return _node() is not None
 
 
@@ -129,7 +140,11 @@ disable_dynamo = _disable_dynamo
 
 def in_compiled_autograd() -> bool:
     """Whether compiled autograd runs this backward pass. Nothing is imported for it."""
-    return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False))
+    return bool(
+        getattr(
+            sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False
+        )
+    )
 
 
 def before_compile(module: Any) -> Any:
@@ -137,7 +152,8 @@ def before_compile(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
-# ---- nested containers. `tree_leaves`: 2.6 to 2.15; `tree_is_leaf` is there since 2.8, and `leaves_of` tells the same.
+# ---- nested containers. `tree_leaves`: 2.6 to 2.15; `tree_is_leaf` is there since 2.8, and
+# `leaves_of` tells the same.
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -154,22 +170,27 @@ def reads_many(store: Any) -> bool:
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store | None:
-    """The store by which torch has made a group; None if torch has not made it, as where members come and go."""
+    """The store by which torch has made a group; None if torch has not made it, as where members
+    come and go."""
     found = dist.distributed_c10d._world.pg_map.get(group)
     return None if found is None else found[1]
 
 
 def number_of_groups() -> int:
-    """How many process groups this process has, all in all. Before 2.14 members of a group that others do not know find each other by that."""
+    """How many process groups this process has, all in all. Before 2.14 members of a group that
+    others do not know find each other by that."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
 @contextmanager
 def named_apart(what: str) -> Iterator[None]:
-    """Let `new_group(use_local_synchronization=True)`, within, make a group that only its members know, which all of them call `what`.
+    """Let `new_group(use_local_synchronization=True)`, within, make a group that only its members
+    know, which all of them call `what`.
 
-    Its name has to be the same for them, and nobody else's. Since 2.14 torch takes a counter for that, and counts on: other ranks fall behind, and the next group of
-    all ranks has several names, and is waited for in vain. So the counter is what `what` says, and then what it was. Before, it was not used here: see `number_of_groups`.
+    Its name has to be the same for them, and nobody else's. Since 2.14 torch takes a counter for
+    that, and counts on: other ranks fall behind, and the next group of all ranks has several names,
+    and is waited for in vain. So the counter is what `what` says, and then what it was. Before, it
+    was not used here: see `number_of_groups`.
     """
     world = dist.distributed_c10d._world
     before = world.group_count
@@ -181,8 +202,8 @@ def named_apart(what: str) -> Iterator[None]:
 
 
 def in_this_order(ranks: list[int]) -> dict[str, Any]:
-    """The option of `new_group` that numbers its members as they are given. It is there since 2.12; before, members are numbered in rising order, and whoever
-    needs theirs looks it up."""
+    """The option of `new_group` that numbers its members as they are given. It is there since 2.12;
+    before, members are numbered in rising order, and whoever needs theirs looks it up."""
     if ranks == sorted(ranks) or "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         return {}
     return {"sort_ranks": False}
@@ -245,14 +266,17 @@ def steps_in_backward(parameter: Tensor) -> bool:
 
 
 def tensor_of_scale(scaler: torch.amp.GradScaler) -> Tensor | None:
-    """The scale where the scaler keeps it, so that reading it makes the host not wait; None before its first use."""
+    """The scale where the scaler keeps it, so that reading it makes the host not wait; None before
+    its first use."""
     return getattr(scaler, "_scale", None)
 
 
-#: Whether torch's profiler runs in this thread; torch's own function, which each step asks. Said to do so never where torch does not tell.
+#: Whether torch's profiler runs in this thread; torch's own function, which each step asks. Said to
+#: do so never where torch does not tell.
 profiler_runs: Callable[[], bool] = getattr(torch._C._autograd, "_profiler_enabled", bool)
 
-#: How many modes look at each operation of this thread (`torch.utils._python_dispatch`). None where torch does not tell.
+#: How many modes look at each operation of this thread (`torch.utils._python_dispatch`). None where
+#: torch does not tell.
 _dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", int)
 
 
@@ -265,7 +289,8 @@ def operations_are_watched() -> bool:
 
 
 def end_allocation(device: torch.device, pool: Any) -> None:
-    """Let a capture that CUDA has ended allocate from its pool no longer. Nothing, if it does not."""
+    """Let a capture that CUDA has ended allocate from its pool no longer. Nothing, if it does
+    not."""
     with suppress(RuntimeError):  # it does not
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
@@ -275,15 +300,17 @@ def end_allocation(device: torch.device, pool: Any) -> None:
 
 
 def require_sharded_models(modules: list[Any]) -> None:
-    """Raise ValueError, before anything is hooked, if replicas of modules that `fully_shard` has sharded cannot be served; NeedsTorch if this torch is too old."""
+    """Raise ValueError, before anything is hooked, if replicas of modules that `fully_shard` has
+    sharded cannot be served; NeedsTorch if this torch is too old."""
     SHARDED_MODELS.require()
     try:
         for module in modules:
             fsdp_accumulates(module)
     except AttributeError as error:
         raise ValueError(
-            f"torch {torch.__version__} keeps elsewhere ({error}) whether a backward pass accumulates, which {SHARDED_MODELS.name} has to know; torch "
-            f"{SHARDED_MODELS.since} to {TESTED[1]} are tested. gradwire.torch_backend.Averager needs nothing of it"
+            f"torch {torch.__version__} keeps elsewhere ({error}) whether a backward pass"
+            f" accumulates, which {SHARDED_MODELS.name} has to know; torch {SHARDED_MODELS.since}"
+            f" to {TESTED[1]} are tested. gradwire.torch_backend.Averager needs nothing of it"
         ) from error
 
 
@@ -293,7 +320,8 @@ def fsdp_state(module: Any) -> Any:
 
 
 def fsdp_groups(module: Any) -> list[Any]:
-    """FSDP's groups of the parameters of one `fully_shard` call: a list since 2.12, before that one or none."""
+    """FSDP's groups of the parameters of one `fully_shard` call: a list since 2.12, before that one
+    or none."""
     state = fsdp_state(module)
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -301,7 +329,8 @@ def fsdp_groups(module: Any) -> list[Any]:
 
 
 def fsdp_accumulates(module: Any) -> bool:
-    """Whether gradients of this backward pass are to stay with their replica: after `set_requires_all_reduce(False)` or `set_is_last_backward(False)`."""
+    """Whether gradients of this backward pass are to stay with their replica: after
+    `set_requires_all_reduce(False)` or `set_is_last_backward(False)`."""
     last = fsdp_state(module)._state_ctx.is_last_backward
     return not last or not all(group.all_reduce_grads for group in fsdp_groups(module))
 
@@ -310,5 +339,8 @@ def fsdp_policies(module: Any) -> list[Any]:
     """The `MixedPrecisionPolicy` of each of the groups; since 2.15 of each parameter of theirs."""
     found: list[Any] = []
     for group in fsdp_groups(module):
-        found += [each.mp_policy for each in ([group] if hasattr(group, "mp_policy") else group.fsdp_params)]
+        found += [
+            each.mp_policy
+            for each in ([group] if hasattr(group, "mp_policy") else group.fsdp_params)
+        ]
     return found

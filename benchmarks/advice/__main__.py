@@ -1,11 +1,13 @@
-"""Advice tried against the truth: for each link, number of hosts and model, what is recommended, and what is really fastest.
+"""Advice tried against the truth: for each link, number of hosts and model, what is recommended,
+and what is really fastest.
 
     python benchmarks/advice                  # all cells, about 20 minutes; goes on where it was interrupted
     python benchmarks/advice --fresh          # from the beginning
     python benchmarks/advice --hosts 2 --rates 1gbit --models "MLP, long steps" --output /tmp/a.json --page ""
 
-Linux, as root: hosts are network namespaces of this machine. Links with a latency need a C compiler and /dev/net/tun too; without them those
-cells are left out, and named. Writes benchmarks/results/advice.json after each launch, and the tables of docs/evidence.md at the end.
+Linux, as root: hosts are network namespaces of this machine. Links with a latency need a C compiler
+and /dev/net/tun too; without them those cells are left out, and named. Writes
+benchmarks/results/advice.json after each launch, and the tables of docs/evidence.md at the end.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ from advice.regret import regrets  # noqa: E402
 RATES = ["100mbit", "1gbit", "10gbit", "unlimited"]
 #: Of two hosts: milliseconds to the other, and the rate in Mbit/s.
 DELAYS = ["1ms@1000mbit", "10ms@1000mbit"]
-#: The cells, which were fixed before any was measured: of models that hardly compute all links; of those that compute, these.
+#: The cells, which were fixed before any was measured: of models that hardly compute all links; of
+#: those that compute, these.
 LINKS_THAT_COMPUTE = ["100mbit", "1gbit", "10gbit", "10ms@1000mbit"]
 CELLS: dict[str, list[str]] = {
     model: LINKS_THAT_COMPUTE if model in COMPUTING else [*RATES, *DELAYS] for model in MODELS
 }
-#: A step that was predicted so well counts as predicted; a method within so much of the fastest as the fastest.
+#: A step that was predicted so well counts as predicted; a method within so much of the fastest as
+#: the fastest.
 CLOSE, FAST = 0.25, 1.10
 
 
@@ -49,13 +53,21 @@ def parse() -> argparse.Namespace:
         description=(__doc__ or "").split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    p.add_argument("--rates", nargs="*", default=RATES, help="of the links, as tc has it; or 'unlimited'")
-    p.add_argument("--delays", nargs="*", default=DELAYS, help="of links between two hosts: 1ms@1000mbit")
+    p.add_argument(
+        "--rates", nargs="*", default=RATES, help="of the links, as tc has it; or 'unlimited'"
+    )
+    p.add_argument(
+        "--delays", nargs="*", default=DELAYS, help="of links between two hosts: 1ms@1000mbit"
+    )
     p.add_argument("--hosts", type=int, nargs="+", default=[2, 4], help="numbers of hosts")
     p.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     p.add_argument("--fresh", action="store_true", help="measure again what the output has already")
     p.add_argument("--output", type=Path, default=HERE.parent / "results" / "advice.json")
-    p.add_argument("--page", default=str(ROOT / "docs" / "evidence.md"), help="whose tables are written; '' for none")
+    p.add_argument(
+        "--page",
+        default=str(ROOT / "docs" / "evidence.md"),
+        help="whose tables are written; '' for none",
+    )
     return p.parse_args()
 
 
@@ -63,25 +75,36 @@ def launch(hosts: int, link: str, models: list[str], calibrations: Path) -> list
     """The rows of these models on one link."""
     if "@" in link:
         delay, rate = link.split("@")
-        lab: Any = DelayedLab(float(delay.removesuffix("ms")) * 1e3, float(rate.removesuffix("mbit")))
+        lab: Any = DelayedLab(
+            float(delay.removesuffix("ms")) * 1e3, float(rate.removesuffix("mbit"))
+        )
     else:
         lab = Lab(hosts, None if link == "unlimited" else link)
     with lab:
 
         def command(host: int) -> list[str]:
             return [
-                *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts}", f"--node-rank={host}"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    f"--nnodes={hosts}",
+                    f"--node-rank={host}",
+                ),
                 *("--nproc-per-node=1", f"--master-addr={lab.address(0)}", f"--master-port={PORT}"),
                 *(f"--local-addr={lab.address(host)}", str(HERE / "worker.py")),
                 *("--calibrations", str(calibrations), "--models", *models),
             ]
 
-        rows: list[dict[str, Any]] = json.loads(lab.run(command, timeout=1800)[0].strip().splitlines()[-1])
+        rows: list[dict[str, Any]] = json.loads(
+            lab.run(command, timeout=1800)[0].strip().splitlines()[-1]
+        )
     return [{"hosts": hosts, "link": link, **row} for row in rows]
 
 
 def cells(args: argparse.Namespace) -> list[tuple[int, str]]:
-    """Numbers of hosts and links, those first that take least time: they also find out what methods cost."""
+    """Numbers of hosts and links, those first that take least time: they also find out what methods
+    cost."""
     found = [(hosts, rate) for hosts in args.hosts for rate in reversed(args.rates)]
     why_not = delay_obstacle()
     if args.delays and 2 in args.hosts and why_not:
@@ -92,7 +115,8 @@ def cells(args: argparse.Namespace) -> list[tuple[int, str]]:
 
 
 def links_of(model: str, args: argparse.Namespace) -> list[str]:
-    """Of the cells of a model; links that were asked for by name, beyond all tables, are anybody's."""
+    """Of the cells of a model; links that were asked for by name, beyond all tables, are
+    anybody's."""
     return [*CELLS[model], *({*args.rates, *args.delays} - {*RATES, *DELAYS})]
 
 
@@ -168,7 +192,12 @@ def page(result: dict[str, Any]) -> str:
             f"| {short(row['recommended'])}: {chosen['predicted_ms']:,.0f} / {chosen['measured_ms']:,.0f} ms "
             f"| {short(row['fastest'])}, {fastest['measured_ms']:,.0f} ms | {verdict} |"
         )
-    wrong = [(row, m) for row in result["rows"] for m in row["methods"] if not 1 - CLOSE <= m["ratio"] <= 1 + CLOSE]
+    wrong = [
+        (row, m)
+        for row in result["rows"]
+        for m in row["methods"]
+        if not 1 - CLOSE <= m["ratio"] <= 1 + CLOSE
+    ]
     if wrong:
         lines += [
             "",
@@ -189,13 +218,19 @@ def main() -> None:
     args = parse()
     if why_not := obstacle():
         raise SystemExit(f"no hosts: {why_not}")
-    known = json.loads(args.output.read_text())["rows"] if args.output.exists() and not args.fresh else []
+    known = (
+        json.loads(args.output.read_text())["rows"]
+        if args.output.exists() and not args.fresh
+        else []
+    )
     todo = cells(args)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as calibrations:
         for number, (hosts, link) in enumerate(todo):
             done = {row["model"] for row in known if (row["hosts"], row["link"]) == (hosts, link)}
-            models = [name for name in args.models if name not in done and link in links_of(name, args)]
+            models = [
+                name for name in args.models if name not in done and link in links_of(name, args)
+            ]
             print(
                 f"[{number + 1}/{len(todo)}, {time.perf_counter() - began:.0f} s] {hosts} hosts, {link}: {', '.join(models) or 'known'}",
                 flush=True,

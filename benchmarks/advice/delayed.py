@@ -1,4 +1,5 @@
-"""Two hosts joined by a link with a latency, which kernels without `netem` do not have: a program copies frames from one to the other, late."""
+"""Two hosts joined by a link with a latency, which kernels without `netem` do not have: a program
+copies frames from one to the other, late."""
 
 from __future__ import annotations
 
@@ -42,7 +43,10 @@ class DelayedLab(Lab):
         taps = [f"{self._id}t{host}" for host in range(2)]
         delay, mbit = self._delay
         self._relay = subprocess.Popen(
-            [str(program), *taps, f"{delay:.0f}", f"{mbit:g}"], stdout=subprocess.PIPE, text=True, env=os.environ
+            [str(program), *taps, f"{delay:.0f}", f"{mbit:g}"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ,
         )
         assert self._relay.stdout is not None
         if self._relay.stdout.readline().strip() != "ready":
@@ -51,7 +55,20 @@ class DelayedLab(Lab):
             space = self._namespace(host)
             do("ip", "netns", "add", space)
             do("ip", "link", "set", tap, "netns", space)
-            do("ip", "-n", space, "link", "set", tap, "name", INTERFACE, "mtu", "9000", "txqueuelen", "10000")
+            do(
+                "ip",
+                "-n",
+                space,
+                "link",
+                "set",
+                tap,
+                "name",
+                INTERFACE,
+                "mtu",
+                "9000",
+                "txqueuelen",
+                "10000",
+            )
             do("ip", "-n", space, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
             do("ip", "-n", space, "link", "set", INTERFACE, "up")
             do("ip", "-n", space, "link", "set", "lo", "up")

@@ -1,5 +1,6 @@
-"""Models whose steps differ in what they compute and in what they send: three that are small enough in batch for a core of a laptop, and three that compute for 0.3 to 1 s
-on it, with few parameters for that."""
+"""Models whose steps differ in what they compute and in what they send: three that are small enough
+in batch for a core of a laptop, and three that compute for 0.3 to 1 s on it, with few parameters
+for that."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Block(nn.Module):
         self.down = (
             nn.Identity()
             if before == width
-            else nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+            else nn.Sequential(
+                nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +61,9 @@ def gpt() -> nn.Module:
 
 def mlp() -> nn.Module:
     """2.1 million parameters that meet many rows: it computes long and sends little."""
-    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512))
+    return nn.Sequential(
+        nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512)
+    )
 
 
 def small_gpt() -> nn.Module:
@@ -67,16 +72,27 @@ def small_gpt() -> nn.Module:
 
 
 class ViT(nn.Module):
-    """ViT-Tiny for 1000 classes (Touvron et al. 2021, Table 1): 5.7 million parameters, patches of 16 × 16."""
+    """ViT-Tiny for 1000 classes (Touvron et al. 2021, Table 1): 5.7 million parameters, patches of
+    16 × 16."""
 
-    def __init__(self, pixels: int = 160, width: int = 192, layers: int = 12, heads: int = 3) -> None:
+    def __init__(
+        self, pixels: int = 160, width: int = 192, layers: int = 12, heads: int = 3
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, 16, 16)
         self.position = nn.Parameter(0.02 * torch.randn((pixels // 16) ** 2, width))
         layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            width,
+            heads,
+            4 * width,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
         )
-        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(
+            layer, layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
         self.head = nn.Linear(width, 1000)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +138,12 @@ def next_token(y: Tensor, target: Tensor) -> Tensor:
 
 #: Name → what builds it, a batch, and the loss.
 MODELS: dict[
-    str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], Callable[[Tensor, Tensor], Tensor]]
+    str,
+    tuple[
+        Callable[[], nn.Module],
+        Callable[[], tuple[Tensor, Tensor]],
+        Callable[[Tensor, Tensor], Tensor],
+    ],
 ] = {
     "GPT, 25 million": (gpt, tokens, next_token),
     "ResNet-18": (resnet18, images, F.cross_entropy),

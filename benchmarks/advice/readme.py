@@ -1,4 +1,5 @@
-"""The example of docs/advise.md: a GPT of 25 million parameters, two hosts, 1 Gbit/s. Writes its figures to benchmarks/results/advice-readme.json, and the page.
+"""The example of docs/advise.md: a GPT of 25 million parameters, two hosts, 1 Gbit/s. Writes its
+figures to benchmarks/results/advice-readme.json, and the page.
 
     python benchmarks/advice/readme.py        # Linux, as root; in a minute or two
 
@@ -41,7 +42,8 @@ BLOCK = re.compile(r"(?ms)^(```text[^\n]*\n)[\d.]+ MB of gradients.*?(?=\n```$)"
 
 
 def read(data: dict[str, Any]) -> Advice:
-    """The advice that `gradwire advise --json` has printed: the steps that it predicted, and what is known today of the methods' losses."""
+    """The advice that `gradwire advise --json` has printed: the steps that it predicted, and what
+    is known today of the methods' losses."""
     methods = [MethodAdvice(**method | {"loss": None}) for method in data["methods"]]
     names = [method.algorithm for method in methods if method.algorithm != "plain"]
     losses = known_losses({name: parse_algorithm(name) for name in names})
@@ -58,9 +60,26 @@ def main() -> None:
         with Lab(2, "1gbit") as lab:
             lab.run(
                 lambda host: [
-                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={host}"),
-                    *("--nproc-per-node=1", f"--master-addr={lab.address(0)}", f"--master-port={PORT}"),
-                    *(f"--local-addr={lab.address(host)}", "-m", "gradwire", "probe", "--output", str(probe)),
+                    *(
+                        sys.executable,
+                        "-m",
+                        "torch.distributed.run",
+                        "--nnodes=2",
+                        f"--node-rank={host}",
+                    ),
+                    *(
+                        "--nproc-per-node=1",
+                        f"--master-addr={lab.address(0)}",
+                        f"--master-port={PORT}",
+                    ),
+                    *(
+                        f"--local-addr={lab.address(host)}",
+                        "-m",
+                        "gradwire",
+                        "probe",
+                        "--output",
+                        str(probe),
+                    ),
                 ]
             )
         asked = ["advise", "my_model:build", "--probe", str(probe), "--step-ms", "180", "--json"]

@@ -1,6 +1,8 @@
-"""One host of a cell of the advice benchmark; started by `torchrun`. Prints its rows as the last line.
+"""One host of a cell of the advice benchmark; started by `torchrun`. Prints its rows as the last
+line.
 
-Probe, steps alone and costs of methods are measured as an advice would, on all hosts at once, since they share the machine. Then each method trains.
+Probe, steps alone and costs of methods are measured as an advice would, on all hosts at once, since
+they share the machine. Then each method trains.
 """
 
 from __future__ import annotations
@@ -44,9 +46,15 @@ def methods() -> list[Any]:
     return [algorithm for algorithm in default_methods() if not isinstance(algorithm, LocalSGD)]
 
 
-def calibrated(name: str, model: nn.Module, probe: Any, folder: Path) -> tuple[Compute, list[tuple[Any, Cost]]]:
-    """Steps alone, and costs: they do not depend on the network, so each number of hosts measures them once."""
-    file = folder / f"{name.replace(',', '').replace(' ', '-')}-{probe.replicas}-{dist.get_rank()}.pickle"
+def calibrated(
+    name: str, model: nn.Module, probe: Any, folder: Path
+) -> tuple[Compute, list[tuple[Any, Cost]]]:
+    """Steps alone, and costs: they do not depend on the network, so each number of hosts measures
+    them once."""
+    file = (
+        folder
+        / f"{name.replace(',', '').replace(' ', '-')}-{probe.replicas}-{dist.get_rank()}.pickle"
+    )
     known = torch.tensor(float(file.exists()))
     dist.all_reduce(known, dist.ReduceOp.MIN)
     if known:
@@ -88,7 +96,9 @@ def measured(name: str, model: nn.Module, algorithm: Any, *, once: bool) -> floa
             return statistics.median(timed)
 
 
-def row(name: str, advice: Advice, times: dict[str, float], compute: Compute, probe: Any) -> dict[str, Any]:
+def row(
+    name: str, advice: Advice, times: dict[str, float], compute: Compute, probe: Any
+) -> dict[str, Any]:
     """What was predicted of a cell, and what was measured."""
     fastest = min(times, key=lambda method: times[method])
     return {
@@ -132,12 +142,15 @@ def main() -> None:
         slowest: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(slowest, (compute, costs))
         compute, costs = max(slowest, key=lambda own: own[0].seconds)
-        advice = weigh(costs, model_specs(model, "torch"), probe, compute, (math.inf,))  # by time alone
+        # by time alone
+        advice = weigh(costs, model_specs(model, "torch"), probe, compute, (math.inf,))
         best = min(method.step for method in advice.methods)
         times = {}
         for algorithm in methods():
             expected = advice.method(name_of(algorithm)).step
-            times[name_of(algorithm)] = measured(name, model, algorithm, once=expected > HOPELESS * best)
+            times[name_of(algorithm)] = measured(
+                name, model, algorithm, once=expected > HOPELESS * best
+            )
         found.append(row(name, advice, times, compute, probe))
     dist.destroy_process_group()
     if os.environ["RANK"] == "0":

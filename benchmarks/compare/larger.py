@@ -1,9 +1,11 @@
-"""One row of each family on a model of 3.3 million parameters with 4 replicas, learning rates searched: a call of `gradwire compare`.
+"""One row of each family on a model of 3.3 million parameters with 4 replicas, learning rates
+searched: a call of `gradwire compare`.
 
     python benchmarks/compare/larger.py            # some three hours on two quiet cores; after Ctrl-C the same line goes on
     python benchmarks/compare/larger.py --steps 6 --seeds 1 --results "" --page ""      # whether it runs
 
-Runs are kept in build/compare-larger.json; what follows from them is written to benchmarks/results/compare-larger.json, and the table to docs/frontier.md.
+Runs are kept in build/compare-larger.json; what follows from them is written to
+benchmarks/results/compare-larger.json, and the table to docs/frontier.md.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from gradwire.torch_backend import Training  # noqa: E402
 STEPS, REPLICAS, SEEDS, PERIOD = 300, 4, 3, 30
 SETTINGS = Settings(steps=STEPS, width=256, layers=4, context=64, batch=4, windows=128)
 RATE, FACTORS = 0.002, ("0.5", "1", "2")
-#: The best row of each family on the frontier; of low rank two, since the question is which rank suffices.
+#: The best row of each family on the frontier; of low rank two, since the question is which rank
+#: suffices.
 METHODS = (
     "WireDtype(AllReduce(), 'int8')",
     "Quantize('int4')",
@@ -48,12 +51,15 @@ def make(seed: int) -> Training:
 
 
 def page(found: Comparison) -> str:
-    """The table: what each method sends in a step, its learning rate, and its held-out loss beside that of uncompressed averages."""
+    """The table: what each method sends in a step, its learning rate, and its held-out loss beside
+    that of uncompressed averages."""
     lines = ["|  | sent in a step | rate | loss | to uncompressed |", "|---|---|---|---|---|"]
     sent = {run.method: run.sent for run in found.runs.done.values()}
     for name, row in found.as_dict().items():
         said = "" if name == "plain" else row["verdict"].partition(" at step")[0]
-        lines.append(f"| `{name}` | {sent[name] / 1e6:,.2f} MB | {RATE * row['rate']:g} | {row['loss']:.4f} | {said} |")
+        lines.append(
+            f"| `{name}` | {sent[name] / 1e6:,.2f} MB | {RATE * row['rate']:g} | {row['loss']:.4f} | {said} |"
+        )
     return "\n".join(lines)
 
 
@@ -67,8 +73,16 @@ def main() -> None:
     p.add_argument("--seeds", type=int, default=SEEDS)
     p.add_argument("--algorithms", nargs="+", default=METHODS)
     p.add_argument("--runs", type=Path, default=ROOT / "build" / "compare-larger.json")
-    p.add_argument("--results", default=str(HERE.parent / "results" / "compare-larger.json"), help="'' for none")
-    p.add_argument("--page", default=str(ROOT / "docs" / "frontier.md"), help="whose table is written; '' for none")
+    p.add_argument(
+        "--results",
+        default=str(HERE.parent / "results" / "compare-larger.json"),
+        help="'' for none",
+    )
+    p.add_argument(
+        "--page",
+        default=str(ROOT / "docs" / "frontier.md"),
+        help="whose table is written; '' for none",
+    )
     args = p.parse_args()
     args.runs.parent.mkdir(exist_ok=True)
     asked = [
@@ -93,12 +107,18 @@ def main() -> None:
         "--output",
         str(args.runs.resolve()),
     ]
-    ended = subprocess.run([*command, "--json"], cwd=HERE, stdout=subprocess.PIPE, text=True, check=False)
+    ended = subprocess.run(
+        [*command, "--json"], cwd=HERE, stdout=subprocess.PIPE, text=True, check=False
+    )
     if ended.returncode:
         raise SystemExit(ended.returncode)
     print(ended.stdout)
     if args.results:
-        found = {"command": "python benchmarks/compare/larger.py", "steps": args.steps, "replicas": REPLICAS}
+        found = {
+            "command": "python benchmarks/compare/larger.py",
+            "steps": args.steps,
+            "replicas": REPLICAS,
+        }
         save({**found, "found": json.loads(ended.stdout)}, Path(args.results))
     if args.page:
         write_part(Path(args.page), "larger", page(Comparison.load(args.runs)))

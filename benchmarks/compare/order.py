@@ -20,8 +20,11 @@ Rates = tuple[float, float | None]
 Pair = tuple[str, str]
 
 
-def best_of(runs: Sequence[Mapping[str, Any]], steps: int, seeds: Sequence[int]) -> dict[str, tuple[Rates, Curves]]:
-    """The frontier's trainings of this length in torch, of the methods that have all these seeds with the same rates: those of least loss, if several have."""
+def best_of(
+    runs: Sequence[Mapping[str, Any]], steps: int, seeds: Sequence[int]
+) -> dict[str, tuple[Rates, Curves]]:
+    """The frontier's trainings of this length in torch, of the methods that have all these seeds
+    with the same rates: those of least loss, if several have."""
     found: dict[tuple[str, Rates], Curves] = defaultdict(dict)
     for run in runs:
         if run["backend"] == "torch" and run["curve"][-1][0] == steps:
@@ -31,13 +34,16 @@ def best_of(runs: Sequence[Mapping[str, Any]], steps: int, seeds: Sequence[int])
     best: dict[str, tuple[Rates, Curves]] = {}
     for (subject, rates), curves in found.items():
         if set(seeds) <= set(curves) and (
-            subject not in best or final_of(curves, steps, seeds) < final_of(best[subject][1], steps, seeds)
+            subject not in best
+            or final_of(curves, steps, seeds) < final_of(best[subject][1], steps, seeds)
         ):
             best[subject] = rates, curves
     return best
 
 
-def curves_of(runs: Sequence[Mapping[str, Any]], steps: int, seeds: Sequence[int]) -> dict[str, Curves]:
+def curves_of(
+    runs: Sequence[Mapping[str, Any]], steps: int, seeds: Sequence[int]
+) -> dict[str, Curves]:
     """Their curves alone."""
     return {subject: curves for subject, (_, curves) in best_of(runs, steps, seeds).items()}
 
@@ -48,16 +54,20 @@ def final_of(curves: Curves, steps: int, seeds: Sequence[int]) -> float:
 
 
 def told_apart(curves: Mapping[str, Curves], steps: int, seeds: Sequence[int]) -> list[Pair]:
-    """The pairs of methods that differ in the end by more than noise: the interval of their difference, paired by seed, does not hold zero. The lower loss is first."""
+    """The pairs of methods that differ in the end by more than noise: the interval of their
+    difference, paired by seed, does not hold zero. The lower loss is first."""
     found = []
     for pair in combinations(curves, 2):
         a, b = ([curves[name][seed][steps] for seed in seeds] for name in pair)
         differences = np.subtract(a, b)
-        if abs(differences.mean()) > quantile(len(seeds) - 1) * differences.std(ddof=1) / math.sqrt(len(seeds)):
+        if abs(differences.mean()) > quantile(len(seeds) - 1) * differences.std(ddof=1) / math.sqrt(
+            len(seeds)
+        ):
             found.append(pair if differences.mean() < 0 else pair[::-1])
     return found
 
 
 def kendall(losses: Mapping[str, float], pairs: Sequence[Pair]) -> float:
-    """Kendall's tau among these pairs, of which the first is the lower in the end: those whose losses have this order, less those that have the other, of all."""
+    """Kendall's tau among these pairs, of which the first is the lower in the end: those whose
+    losses have this order, less those that have the other, of all."""
     return mean(float(np.sign(losses[b] - losses[a])) for a, b in pairs)

@@ -1,4 +1,5 @@
-"""The frontier's training, with its text, weights, schedule and windows, as `gradwire compare` is given it."""
+"""The frontier's training, with its text, weights, schedule and windows, as `gradwire compare` is
+given it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from gradwire.torch_backend import Training
 def training_of(settings: Settings, rate: float, seed: int) -> Training:
     """With this peak learning rate. Each of the windows counts by itself."""
     model = new_model(settings, seed)
-    inputs, targets = map(torch.from_numpy, settings.text.validation_batch(0, 1, settings.windows, settings.context))
+    inputs, targets = map(
+        torch.from_numpy, settings.text.validation_batch(0, 1, settings.windows, settings.context)
+    )
 
     def optimizer(parameters: list[nn.Parameter]) -> Any:
         made = torch.optim.AdamW(parameters, lr=1.0, betas=BETAS, weight_decay=WEIGHT_DECAY)

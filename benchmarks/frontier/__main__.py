@@ -1,4 +1,5 @@
-"""Every method on one model, one text and the same seeds, in torch and in JAX: loss against bytes, and against time on three links.
+"""Every method on one model, one text and the same seeds, in torch and in JAX: loss against bytes,
+and against time on three links.
 
     make frontier                                      # what is missing of all of it; some three hours on two cores
     make frontier LENGTH=240                           # trainings of 240 steps alone; half an hour
@@ -7,12 +8,15 @@
 
 Stages:
 
-- train: for each length, a learning rate for each method, that of least loss among `--rates` and, where that is the highest or the lowest, up to two beyond
-  (torch, the first seed); an outer one in the same way where there is an outer optimizer; then all seeds in torch with it, and the first in JAX. Every finished run is in benchmarks/results/frontier.json, and is not done again unless its
+- train: for each length, a learning rate for each method, that of least loss among `--rates` and,
+  where that is the highest or the lowest, up to two beyond (torch, the first seed); an outer one in
+  the same way where there is an outer optimizer; then all seeds in torch with it, and the first in
+  JAX. Every finished run is in benchmarks/results/frontier.json, and is not done again unless its
   configuration has changed.
 - times: steps of all methods in turn, on two processes or devices of this machine.
-- pictures: docs/frontier-bytes.png, docs/frontier-time.png, the figures between marks in README.md, docs/choosing.md and docs/frontier.md, and core/advise/evidence.py, by
-  which `gradwire advise` weighs losses.
+- pictures: docs/frontier-bytes.png, docs/frontier-time.png, the figures between marks in README.md,
+  docs/choosing.md and docs/frontier.md, and core/advise/evidence.py, by which `gradwire advise`
+  weighs losses.
 """
 
 from __future__ import annotations
@@ -50,9 +54,13 @@ TIMED_STEPS = 2 * PERIOD
 
 def parse() -> argparse.Namespace:
     p = argparse.ArgumentParser(
-        prog="python benchmarks/frontier", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python benchmarks/frontier",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("--only", nargs="+", default=[], choices=STAGES, help="these stages, times measured again")
+    p.add_argument(
+        "--only", nargs="+", default=[], choices=STAGES, help="these stages, times measured again"
+    )
     p.add_argument(
         "--fresh",
         nargs="*",
@@ -68,10 +76,18 @@ def parse() -> argparse.Namespace:
         metavar="METHOD",
         help="only these, in the pictures too",
     )
-    p.add_argument("--rates", nargs="+", type=float, default=[2e-3, 4e-3], help="peak learning rates to try")
+    p.add_argument(
+        "--rates", nargs="+", type=float, default=[2e-3, 4e-3], help="peak learning rates to try"
+    )
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--timed-steps", type=int, default=TIMED_STEPS)
-    p.add_argument("--steps", nargs="+", type=int, default=list(LENGTHS), help="lengths of the trainings to be done")
+    p.add_argument(
+        "--steps",
+        nargs="+",
+        type=int,
+        default=list(LENGTHS),
+        help="lengths of the trainings to be done",
+    )
     for f in fields(Settings)[1:]:
         p.add_argument(f"--{f.name.replace('_', '-')}", type=int, default=f.default)
     p.add_argument("--output", type=Path, default=HERE.parent / "results" / "frontier.json")
@@ -84,9 +100,13 @@ def parse() -> argparse.Namespace:
     )
     args = p.parse_args()
     if "uncompressed" not in args.subjects:
-        p.error(f"--subjects {' '.join(args.subjects)}: name uncompressed too, with which the others are compared")
+        p.error(
+            f"--subjects {' '.join(args.subjects)}: name uncompressed too, with which the others are compared"
+        )
     if any(n % PERIOD for n in [*args.steps, args.evaluate_every]):
-        p.error(f"--steps {args.steps} and --evaluate-every {args.evaluate_every} must be multiples of {PERIOD}")
+        p.error(
+            f"--steps {args.steps} and --evaluate-every {args.evaluate_every} must be multiples of {PERIOD}"
+        )
     return args
 
 
@@ -105,7 +125,12 @@ def _processor() -> str:
 
 @contextmanager
 def progress(console: Console) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:<32}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         yield bar
 
@@ -133,13 +158,20 @@ def train(runs: Sequence[Run], results: Results, work: Path, console: Console, w
                 told = f"{backend}, {run.subject.name}, {run.rate:g}"
                 bar.update(task, advance=1, description=told)
                 if not console.is_terminal:
-                    console.print(f"  {told}, seed {run.seed}: loss {curve[-1][1]:.4f}", highlight=False)
+                    console.print(
+                        f"  {told}, seed {run.seed}: loss {curve[-1][1]:.4f}", highlight=False
+                    )
                 curve = []
 
 
-def time_steps(experiment: Experiment, steps: int, results: Results, work: Path, console: Console) -> None:
+def time_steps(
+    experiment: Experiment, steps: int, results: Results, work: Path, console: Console
+) -> None:
     for backend in BACKENDS:
-        runs = [Run(backend, s, experiment.rates[0], 0, experiment.settings) for s in experiment.subjects]
+        runs = [
+            Run(backend, s, experiment.rates[0], 0, experiment.settings)
+            for s in experiment.subjects
+        ]
         with progress(console) as bar:
             task = bar.add_task(f"times, {backend}", total=steps)
             console.print(f"times, {backend}: {steps} steps of each of {len(runs)} methods")
@@ -147,7 +179,9 @@ def time_steps(experiment: Experiment, steps: int, results: Results, work: Path,
                 if "step" in event:
                     bar.update(task, completed=event["step"])
                 if "seconds" in event:
-                    results.add_times(backend, experiment.subjects, event["seconds"], experiment.settings)
+                    results.add_times(
+                        backend, experiment.subjects, event["seconds"], experiment.settings
+                    )
                     results.times |= {"machine": machine(), "settings": timed_settings(experiment)}
                     results.save()
 
@@ -159,8 +193,12 @@ def timed_settings(experiment: Experiment) -> dict[str, int]:
 
 def has_times(experiment: Experiment, results: Results) -> bool:
     """Whether the file has the times of all methods on this machine."""
-    here = results.times.get("machine") == machine() and results.times.get("settings") == timed_settings(experiment)
-    return here and all(s.name in results.times.get(b, {}) for s in experiment.subjects for b in BACKENDS)
+    here = results.times.get("machine") == machine() and results.times.get(
+        "settings"
+    ) == timed_settings(experiment)
+    return here and all(
+        s.name in results.times.get(b, {}) for s in experiment.subjects for b in BACKENDS
+    )
 
 
 def main() -> None:
@@ -177,25 +215,37 @@ def main() -> None:
     results = Results.at(args.output)
     if args.fresh is not None:
         forgotten = args.fresh or list(BY_NAME)
-        results.runs = {key: run for key, run in results.runs.items() if run["subject"] not in forgotten}
+        results.runs = {
+            key: run for key, run in results.runs.items() if run["subject"] not in forgotten
+        }
     stages = args.only or STAGES
     if "train" in stages:
         for experiment in asked:
             what = f"{experiment.settings.steps:,} steps"
             while results.missing(results.tuning(experiment)):
-                train(results.tuning(experiment), results, args.work, console, f"learning rates, {what}")
+                train(
+                    results.tuning(experiment),
+                    results,
+                    args.work,
+                    console,
+                    f"learning rates, {what}",
+                )
             train(results.training(experiment), results, args.work, console, f"training, {what}")
         results.keep_only(shown)
     if "times" in args.only or ("times" in stages and not has_times(asked[0], results)):
         time_steps(asked[0], args.timed_steps, results, args.work, console)
-    missing = results.missing([run for e in shown for run in [*results.tuning(e), *results.training(e)]])
+    missing = results.missing(
+        [run for e in shown for run in [*results.tuning(e), *results.training(e)]]
+    )
     if missing:
         console.print(f"{len(missing)} runs are missing; pictures and pages show what is there")
     results.summarize(shown)
     results.save()
     if "pictures" in stages:
         if not timed(results.methods):
-            raise SystemExit(f"{args.output} has no trained methods, or no times; leave --only out and both are done")
+            raise SystemExit(
+                f"{args.output} has no trained methods, or no times; leave --only out and both are done"
+            )
         for path in draw(results.methods, results.settings, args.pages / "docs"):
             console.print(f"drawn: {path}", highlight=False)
         write(results.content, args.pages)
@@ -204,7 +254,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the workers are ended on the way
+    # the workers are ended on the way
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         main()
     except KeyboardInterrupt:

@@ -1,4 +1,5 @@
-"""What `gradwire advise` knows of losses: core/advise/evidence.py, from the greatest length at which methods were trained by AdamW."""
+"""What `gradwire advise` knows of losses: core/advise/evidence.py, from the greatest length at
+which methods were trained by AdamW."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ FILE = Path("core/advise/evidence.py")
 
 
 def differences(methods: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """Algorithm → how much higher its loss was, in parts of that of uncompressed averages, and the bound of that; of methods with two seeds or more."""
+    """Algorithm → how much higher its loss was, in parts of that of uncompressed averages, and the
+    bound of that; of methods with two seeds or more."""
     steps, trained = longest(methods)
     found = {}
     for method in trained:
@@ -35,11 +37,16 @@ def source(results: Mapping[str, Any]) -> str:
 
 def text(results: Mapping[str, Any]) -> str:
     """The file, before it is formatted."""
-    rows = "".join(f"    {name!r}: {found},\n" for name, found in sorted(differences(results["methods"]).items()))
+    rows = "".join(
+        f"    {name!r}: {found},\n"
+        for name, found in sorted(differences(results["methods"]).items())
+    )
     return (
-        '"""What methods did to the loss of one small model (docs/frontier.md). `python benchmarks/frontier` writes this file."""\n\n'
+        '"""What methods did to the loss of one small model (docs/frontier.md). `python benchmarks/frontier`\n'
+        'writes this file."""\n\n'
         f"SOURCE = {source(results)!r}\n\n"
-        "#: An algorithm as it is written: how much higher its loss was, in parts of that of uncompressed averages, and the bound below which that is with 90 % confidence.\n"
+        "#: An algorithm as it is written: how much higher its loss was, in parts of that of uncompressed\n"
+        "#: averages, and the bound below which that is with 90 % confidence.\n"
         f"MEASURED: dict[str, tuple[float, float]] = {{\n{rows}}}\n"
     )
 

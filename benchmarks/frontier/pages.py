@@ -1,4 +1,5 @@
-"""Figures in README.md, docs/choosing.md, docs/evidence.md and docs/frontier.md: they stand between marks, and nobody writes them by hand.
+"""Figures in README.md, docs/choosing.md, docs/evidence.md and docs/frontier.md: they stand between
+marks, and nobody writes them by hand.
 
 <!-- frontier: * -->                 two tables of all methods: losses, and bytes and times
 <!-- frontier: loss: int8; 4 bits -->  a table of their losses at all lengths
@@ -74,20 +75,31 @@ def _losses(rows: Sequence[Row], methods: Sequence[Row]) -> str:
     def cell(m: Row, steps: int) -> str:
         return _uncertain(excesses(m, methods, steps)) if str(steps) in m["lengths"] else "-"
 
-    heads = ["loss above uncompressed averages", *(f"after {n:,} steps" for n in lengths(methods)), "fewer bytes"]
+    heads = [
+        "loss above uncompressed averages",
+        *(f"after {n:,} steps" for n in lengths(methods)),
+        "fewer bytes",
+    ]
     fewer = [f"{m['dense_bytes_per_step'] / m['bytes_per_step']:,.0f}×" for m in rows]
-    body = [[m["name"], *(cell(m, n) for n in lengths(methods)), times] for m, times in zip(rows, fewer, strict=True)]
+    body = [
+        [m["name"], *(cell(m, n) for n in lengths(methods)), times]
+        for m, times in zip(rows, fewer, strict=True)
+    ]
     return _lines([heads, ["---"] * len(heads), *body])
 
 
 def _table(methods: Sequence[Row]) -> str:
     def at(m: Row, steps: int) -> dict[str, str]:
         if str(steps) not in m["lengths"]:
-            return dict.fromkeys((f"loss, {steps:,} steps", "above uncompressed", "JAX", "rate"), "-")
+            return dict.fromkeys(
+                (f"loss, {steps:,} steps", "above uncompressed", "JAX", "rate"), "-"
+            )
         of, jax = m["lengths"][str(steps)], apart(m, steps)
         return {
             f"loss, {steps:,} steps": f"{of['loss']:.4f}",
-            "above uncompressed": "" if m is uncompressed(methods) else _uncertain(excesses(m, methods, steps)),
+            "above uncompressed": ""
+            if m is uncompressed(methods)
+            else _uncertain(excesses(m, methods, steps)),
             "JAX": "-" if jax is None else _percent(jax, 2),
             "rate": of["rates"],
         }
@@ -111,13 +123,16 @@ def _table(methods: Sequence[Row]) -> str:
 
     def table(cells: Callable[[Row], list[tuple[str, str]]]) -> str:
         heads = [head for head, _ in cells(uncompressed(methods))]
-        return _lines([heads, ["---"] * len(heads), *([cell for _, cell in cells(m)] for m in methods)])
+        return _lines(
+            [heads, ["---"] * len(heads), *([cell for _, cell in cells(m)] for m in methods)]
+        )
 
     return f"{table(trained)}\n{table(sent)}"
 
 
 def _first(methods: Sequence[Row]) -> str:
-    """A line for each method, a column for each optimizer that was tried; all beside uncompressed averages and AdamW, after the longest training."""
+    """A line for each method, a column for each optimizer that was tried; all beside uncompressed
+    averages and AdamW, after the longest training."""
     steps, trained = longest(methods)
     by_name = {m["name"]: m for m in trained}
 
@@ -131,12 +146,16 @@ def _first(methods: Sequence[Row]) -> str:
             return f"{_percent(apart[0])} (1 seed)"
         return f"{_percent(statistics.mean(apart))} (≤ {_percent(upper_bound(apart))}, {len(apart)} seeds)"
 
-    optimizers = {"AdamW": ""} | ({"Muon": MUON} if any(s.muon and s.name in by_name for s in FIRST) else {})
+    optimizers = {"AdamW": ""} | (
+        {"Muon": MUON} if any(s.muon and s.name in by_name for s in FIRST) else {}
+    )
     rows = []
     for s in FIRST:
         if not s.muon and s.name in by_name:
             fewer = uncompressed(trained)["bytes_per_step"] / by_name[s.name]["bytes_per_step"]
-            rows.append([s.name, f"{fewer:,.0f}×", *(cell(s.name + after) for after in optimizers.values())])
+            rows.append(
+                [s.name, f"{fewer:,.0f}×", *(cell(s.name + after) for after in optimizers.values())]
+            )
     heads = [f"loss after {steps:,} steps", "fewer bytes", *optimizers]
     return _lines([heads, ["---"] * len(heads), *rows])
 
@@ -152,9 +171,15 @@ def _which(methods: Sequence[Row]) -> str:
         )
 
     limits = (AS_GOOD, NEARLY)
-    heads = ["a link of", *(f"loss within {within:.1%} of uncompressed after {steps:,} steps" for within in limits)]
+    heads = [
+        "a link of",
+        *(f"loss within {within:.1%} of uncompressed after {steps:,} steps" for within in limits),
+    ]
     links = uncompressed(methods)["wire_seconds"]
-    rows = [[link, *(told(best(methods, link, steps, within), link) for within in limits)] for link in links]
+    rows = [
+        [link, *(told(best(methods, link, steps, within), link) for within in limits)]
+        for link in links
+    ]
     return _lines([heads, ["---"] * len(heads), *rows])
 
 
@@ -182,7 +207,11 @@ def _set_up(results: Mapping[str, Any]) -> str:
     rates, outer = (", ".join(f"{rate:g}" for rate in s[of]) for of in ("rates", "outer_rates"))
     steps = " and for ".join(f"{n:,}" for n in s["steps"])
     machine, other = results["machine"], results["times"]["machine"]
-    where = f"On {machine}." if machine == other else f"Trained on {machine}; steps measured on {other}."
+    where = (
+        f"On {machine}."
+        if machine == other
+        else f"Trained on {machine}; steps measured on {other}."
+    )
     return (
         f"A byte-level Transformer of {s['parameters']:,} parameters, trained on the source of Python's standard library for {steps} steps of AdamW, by "
         f"{s['replicas']} replicas with {tokens} bytes each. Torch and JAX begin with the same weights, and see the same text. Losses are means of "

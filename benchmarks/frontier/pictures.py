@@ -1,4 +1,5 @@
-"""Two pictures: the loss in the end against the bytes sent, at all lengths, and against the time that the longest training takes on three links."""
+"""Two pictures: the loss in the end against the bytes sent, at all lengths, and against the time
+that the longest training takes on three links."""
 
 from __future__ import annotations
 
@@ -27,8 +28,19 @@ from frontier.reading import (
 )
 
 INK, MUTED, GRID, GOOD = "#1b1f24", "#6b7480", "#e6e9ed", "#e9f7ec"
-COLOURS = {"uncompressed": INK, "codes": "#1971c2", "low rank": "#d9480f", "sparse": "#9c36b5", "local": "#2f9e44"}
-STYLE: Any = {"font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": INK}
+COLOURS = {
+    "uncompressed": INK,
+    "codes": "#1971c2",
+    "low rank": "#d9480f",
+    "sparse": "#9c36b5",
+    "local": "#2f9e44",
+}
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+}
 Methods = Sequence[Row]
 
 
@@ -44,7 +56,8 @@ def draw(methods: Methods, settings: dict[str, Any], folder: Path) -> list[Path]
 
 
 def _bytes(methods: Methods, settings: dict[str, Any], path: Path) -> Path:
-    """A method's losses at all lengths stand above each other; the longest is filled, and its last has the name."""
+    """A method's losses at all lengths stand above each other; the longest is filled, and its last
+    has the name."""
     figure, axes = plt.subplots(figsize=(9, 5.4), dpi=160, layout="constrained")
     last, _ = longest(methods)
     shown = [n for n in lengths(methods) if n <= last]
@@ -97,7 +110,13 @@ def _time(methods: Methods, path: Path) -> Path:
         for m in chosen:
             place = steps * seconds(m, link), 100 * excess(m, methods, steps)
             axes.plot(
-                *place, "o", markersize=12.5, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.6, zorder=4
+                *place,
+                "o",
+                markersize=12.5,
+                markerfacecolor="none",
+                markeredgecolor=INK,
+                markeredgewidth=1.6,
+                zorder=4,
             )
         _losses(axes, methods, [steps])
         axes.set_xscale("log")
@@ -106,17 +125,28 @@ def _time(methods: Methods, path: Path) -> Path:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.margins(x=0.15)
         axes.set_xlabel(f"time of {steps} steps:  |  computing,  ●  and the wire")
-        axes.set_title(f"{link}: {_advice(methods, link, chosen)}", loc="left", fontsize=11, weight="bold")
+        axes.set_title(
+            f"{link}: {_advice(methods, link, chosen)}", loc="left", fontsize=11, weight="bold"
+        )
     panels[1].set_ylabel("final loss, above that of uncompressed averages")
     figure.canvas.draw()
     figure.set_layout_engine("none")
     for axes, link in zip(panels, links, strict=True):
         points = []
         for m in methods:
-            weight = "bold" if m in [best(methods, link, steps, within) for within in (AS_GOOD, NEARLY)] else "normal"
+            weight = (
+                "bold"
+                if m in [best(methods, link, steps, within) for within in (AS_GOOD, NEARLY)]
+                else "normal"
+            )
             look = {"color": COLOURS[m["kind"]], "fontsize": 9, "weight": weight}
-            points.append((steps * seconds(m, link), 100 * excess(m, methods, steps), m["name"], look))
-        lines = [(steps * computing(m), steps * seconds(m, link), 100 * excess(m, methods, steps)) for m in methods]
+            points.append(
+                (steps * seconds(m, link), 100 * excess(m, methods, steps), m["name"], look)
+            )
+        lines = [
+            (steps * computing(m), steps * seconds(m, link), 100 * excess(m, methods, steps))
+            for m in methods
+        ]
         label(axes, points, lines)
     figure.savefig(path)
     plt.close(figure)
@@ -125,7 +155,9 @@ def _time(methods: Methods, path: Path) -> Path:
 
 def _advice(methods: Methods, link: str, chosen: Sequence[Any]) -> str:
     names = [
-        m["name"] if m is uncompressed(methods) else f"{m['name']} ({times_faster(m, methods, link):.1f}× faster)"
+        m["name"]
+        if m is uncompressed(methods)
+        else f"{m['name']} ({times_faster(m, methods, link):.1f}× faster)"
         for m in chosen
     ]
     if chosen[0] is chosen[1]:
@@ -134,7 +166,8 @@ def _advice(methods: Methods, link: str, chosen: Sequence[Any]) -> str:
 
 
 def _losses(axes: Any, methods: Methods, steps: Sequence[int]) -> None:
-    """The axis of losses: percent above dense, in even steps up to one and in decades from there on."""
+    """The axis of losses: percent above dense, in even steps up to one and in decades from there
+    on."""
     all_of = [100 * excess(m, methods, n) for m in methods for n in steps if str(n) in m["lengths"]]
     worst = max(all_of)
     axes.set_yscale("symlog", linthresh=1, linscale=0.8)

@@ -1,4 +1,5 @@
-"""The file of results: every finished run, the times of steps, and what follows from both for each method."""
+"""The file of results: every finished run, the times of steps, and what follows from both for each
+method."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from gradwire import plan
 
 #: Bytes per second.
 LINKS = {"100 Mbit/s": 12.5e6, "1 Gbit/s": 125e6, "10 Gbit/s": 1.25e9}
-#: Learning rates, inner and outer ones, that are tried beyond those that are asked for, where the best is at an end.
+#: Learning rates, inner and outer ones, that are tried beyond those that are asked for, where the
+#: best is at an end.
 MORE_RATES = 2
 #: Seconds that a message takes to the next host when the link is idle.
 LATENCY = 1e-4
@@ -28,7 +30,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is asked for, at one length of training. Learning rates are searched in torch, with the first seed."""
+    """What is asked for, at one length of training. Learning rates are searched in torch, with the
+    first seed."""
 
     subjects: tuple[Subject, ...]
     rates: tuple[float, ...]
@@ -64,7 +67,9 @@ class Results:
             return cls(path)
         found = json.loads(path.read_text())
         runs = {run["key"]: run for run in found["runs"]}
-        return cls(path, found["machine"], runs, found["times"], found["methods"], found["settings"])
+        return cls(
+            path, found["machine"], runs, found["times"], found["methods"], found["settings"]
+        )
 
     @property
     def content(self) -> Row:
@@ -93,7 +98,13 @@ class Results:
 
     def add(self, run: Run, curve: list[list[float]], **what: Any) -> None:
         """`curve`: [step, loss on held-out text] of each evaluation."""
-        told = {"key": run.key, "backend": run.backend, "subject": run.subject.name, "rate": run.rate, "seed": run.seed}
+        told = {
+            "key": run.key,
+            "backend": run.backend,
+            "subject": run.subject.name,
+            "rate": run.rate,
+            "seed": run.seed,
+        }
         if run.subject.outer_rate is not None:
             told["outer_rate"] = run.subject.outer_rate
         finite = [[step, round(loss, 6) if math.isfinite(loss) else None] for step, loss in curve]
@@ -110,10 +121,13 @@ class Results:
         if subject.outer_rate is None or self.missing(runs):
             return runs
         rate, tried = min(runs, key=self.loss).rate, sorted({*OUTER_RATES, subject.outer_rate})
-        return runs + self._searched(tried, lambda outer: experiment.tuning_run(subject, rate, outer))
+        return runs + self._searched(
+            tried, lambda outer: experiment.tuning_run(subject, rate, outer)
+        )
 
     def _searched(self, rates: Sequence[float], run_at: Callable[[float], Run]) -> list[Run]:
-        """Runs at these rates; and, if they are several, at up to two beyond the end at which the loss is least: twice the highest, half the lowest."""
+        """Runs at these rates; and, if they are several, at up to two beyond the end at which the
+        loss is least: twice the highest, half the lowest."""
         tried = list(rates)
         while 1 < len(tried) < len(rates) + MORE_RATES:
             runs = {rate: run_at(rate) for rate in tried}
@@ -127,7 +141,9 @@ class Results:
 
     def tuning(self, experiment: Experiment) -> list[Run]:
         """Of all methods, as far as it is known what will be tried."""
-        return [run for subject in experiment.subjects for run in self.tuning_of(subject, experiment)]
+        return [
+            run for subject in experiment.subjects for run in self.tuning_of(subject, experiment)
+        ]
 
     def best_rates(self, subject: Subject, experiment: Experiment) -> tuple[float, float | None]:
         """Those of least loss, the learning rate and the outer one, once the tuning is done."""
@@ -139,8 +155,11 @@ class Results:
         return [s for s in experiment.subjects if not self.missing(self.tuning_of(s, experiment))]
 
     def training(self, experiment: Experiment) -> list[Run]:
-        """All seeds in torch and the first in JAX, of the methods whose learning rate is known; one seed of all after the other."""
-        best = [(subject, *self.best_rates(subject, experiment)) for subject in self.tuned(experiment)]
+        """All seeds in torch and the first in JAX, of the methods whose learning rate is known; one
+        seed of all after the other."""
+        best = [
+            (subject, *self.best_rates(subject, experiment)) for subject in self.tuned(experiment)
+        ]
         most = max((experiment.seeds_of(subject) for subject, *_ in best), default=0)
         return [
             Run(backend, subject.at(outer_rate), rate, seed, experiment.settings)
@@ -155,10 +174,13 @@ class Results:
         asked = {subject.name for e in experiments for subject in e.subjects}
         wanted = [run.key for e in experiments for run in [*self.tuning(e), *self.training(e)]]
         others = [key for key, run in self.runs.items() if run["subject"] not in asked]
-        self.runs = {key: self.runs[key] for key in dict.fromkeys([*wanted, *others]) if key in self.runs}
+        self.runs = {
+            key: self.runs[key] for key in dict.fromkeys([*wanted, *others]) if key in self.runs
+        }
 
     def summarize(self, experiments: Sequence[Experiment]) -> None:
-        """Fill `methods`, with those whose learning rate is known at some length, from the runs that are there."""
+        """Fill `methods`, with those whose learning rate is known at some length, from the runs
+        that are there."""
         first = experiments[0]
         self.settings = asdict(first.settings) | {
             "steps": [e.settings.steps for e in experiments if self.tuned(e)],
@@ -172,16 +194,23 @@ class Results:
         self.methods = []
         for subject in first.subjects:
             lengths = {
-                str(e.settings.steps): self._at_length(subject, e) for e in experiments if subject in self.tuned(e)
+                str(e.settings.steps): self._at_length(subject, e)
+                for e in experiments
+                if subject in self.tuned(e)
             }
             if lengths:
                 self.methods.append(self._sent(subject, shapes) | {"lengths": lengths})
 
     def _at_length(self, subject: Subject, experiment: Experiment) -> Row:
         tried = {
-            _rates(run.rate, run.subject.outer_rate): self.loss(run) for run in self.tuning_of(subject, experiment)
+            _rates(run.rate, run.subject.outer_rate): self.loss(run)
+            for run in self.tuning_of(subject, experiment)
         }
-        done = [r for r in self.training(experiment) if r.subject.name == subject.name and r.key in self.runs]
+        done = [
+            r
+            for r in self.training(experiment)
+            if r.subject.name == subject.name and r.key in self.runs
+        ]
         losses = {b: [self.loss(run) for run in done if run.backend == b] for b in BACKENDS}
         return {
             "tried": {r: loss if math.isfinite(loss) else None for r, loss in tried.items()},
@@ -199,12 +228,19 @@ class Results:
             "bytes_per_step": planned.wire_bytes,
             "dense_bytes_per_step": planned.dense_bytes,
             "collectives": planned.collectives,
-            "wire_seconds": {link: planned.seconds(REPLICAS, LATENCY, bandwidth) for link, bandwidth in LINKS.items()},
+            "wire_seconds": {
+                link: planned.seconds(REPLICAS, LATENCY, bandwidth)
+                for link, bandwidth in LINKS.items()
+            },
             "step_seconds": {b: self.times.get(b, {}).get(subject.name) for b in BACKENDS},
         }
 
     def add_times(
-        self, backend: str, subjects: Sequence[Subject], seconds: Sequence[list[float]], settings: Settings
+        self,
+        backend: str,
+        subjects: Sequence[Subject],
+        seconds: Sequence[list[float]],
+        settings: Settings,
     ) -> None:
         shapes = {name: x.shape for name, x in weights(settings, 0).items()}
         self.times[backend] = {

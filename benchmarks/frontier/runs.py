@@ -1,4 +1,5 @@
-"""Trainings: what decides about the outcome of one, and what both backends share: text, weights, schedule."""
+"""Trainings: what decides about the outcome of one, and what both backends share: text, weights,
+schedule."""
 
 from __future__ import annotations
 
@@ -20,14 +21,16 @@ REPLICAS = 2
 #: Steps of a training. The gap of a lossy method grows with them, so one length says little.
 LENGTHS = (240, 1440)
 BETAS, WEIGHT_DECAY, MAX_NORM = (0.9, 0.95), 0.01, 1.0
-#: Of Muon's learning rate to that of AdamW beside it. Muon's gradients are not clipped: its steps do not depend on their length.
+#: Of Muon's learning rate to that of AdamW beside it. Muon's gradients are not clipped: its steps
+#: do not depend on their length.
 MUON_RATE = 5.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of all trainings alike. `evaluate_every` is a multiple of `PERIOD`: then replicas that average their parameters have just become one model. Of those that have
-    outer parameters these are evaluated."""
+    """Of all trainings alike. `evaluate_every` is a multiple of `PERIOD`: then replicas that
+    average their parameters have just become one model. Of those that have outer parameters these
+    are evaluated."""
 
     steps: int = LENGTHS[0]
     width: int = 128
@@ -81,7 +84,12 @@ class Run:
             "seed": self.seed,
             "settings": asdict(self.settings),
             "text": _fingerprint(self.settings.context),
-            "optimizer": [BETAS, WEIGHT_DECAY, MAX_NORM, *([MUON_RATE] if self.subject.muon else [])],
+            "optimizer": [
+                BETAS,
+                WEIGHT_DECAY,
+                MAX_NORM,
+                *([MUON_RATE] if self.subject.muon else []),
+            ],
         }
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -102,10 +110,14 @@ class Run:
         return cls(job["backend"], subject, job["rate"], job["seed"], Settings(**job["settings"]))
 
     def batch(self, step: int, replica: int) -> tuple[Tokens, Tokens]:
-        return self.settings.text.batch(self.seed, step, replica, self.settings.batch, self.settings.context)
+        return self.settings.text.batch(
+            self.seed, step, replica, self.settings.batch, self.settings.context
+        )
 
     def held_out(self, replica: int) -> tuple[Tokens, Tokens]:
-        return self.settings.text.validation_batch(replica, REPLICAS, self.settings.windows, self.settings.context)
+        return self.settings.text.validation_batch(
+            replica, REPLICAS, self.settings.windows, self.settings.context
+        )
 
     def evaluated(self, step: int) -> bool:
         """Whether held-out text is looked at after this step."""
@@ -123,7 +135,9 @@ def new_model(settings: Settings, seed: int) -> Any:
     from model_torch import Transformer
 
     torch.manual_seed(seed)
-    return Transformer(VOCABULARY, settings.context, settings.width, settings.layers, settings.heads)
+    return Transformer(
+        VOCABULARY, settings.context, settings.width, settings.layers, settings.heads
+    )
 
 
 def weights(settings: Settings, seed: int) -> dict[str, npt.NDArray[np.float32]]:
@@ -132,7 +146,8 @@ def weights(settings: Settings, seed: int) -> dict[str, npt.NDArray[np.float32]]
 
 
 def per_step(seconds: list[float], cycle: Any) -> float:
-    """Seconds of a step, on average over a cycle of the plan: steps that send alike are alike, and the median speaks for them.
+    """Seconds of a step, on average over a cycle of the plan: steps that send alike are alike, and
+    the median speaks for them.
 
     Args:
         seconds: of steps 0, 1, …, a cycle of them at least.
@@ -140,6 +155,7 @@ def per_step(seconds: list[float], cycle: Any) -> float:
     """
     kinds = [cycle[step % len(cycle)] for step in range(len(seconds))]
     median = {
-        kind: float(np.median([s for s, k in zip(seconds, kinds, strict=True) if k == kind])) for kind in set(kinds)
+        kind: float(np.median([s for s, k in zip(seconds, kinds, strict=True) if k == kind]))
+        for kind in set(kinds)
     }
     return sum(median[kind] for kind in cycle) / len(cycle)

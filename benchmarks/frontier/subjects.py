@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gradwire import AllReduce, LocalSGD, OuterSGD, PowerSGD, Quantize, Sign, TopK, WireDtype, diloco
+from gradwire import (
+    AllReduce,
+    LocalSGD,
+    OuterSGD,
+    PowerSGD,
+    Quantize,
+    Sign,
+    TopK,
+    WireDtype,
+    diloco,
+)
 from gradwire.core.algorithm import Algorithm
 
 #: Steps between two averages of parameters.
@@ -15,8 +25,8 @@ OUTER_RATES = (0.4, 0.7, 1.0)
 
 @dataclass(frozen=True)
 class Subject:
-    """A method, the name under which it is shown, the kind that gives it its colour, and the optimizer that trains: AdamW, or Muon for the
-    matrices of blocks and AdamW for the rest."""
+    """A method, the name under which it is shown, the kind that gives it its colour, and the
+    optimizer that trains: AdamW, or Muon for the matrices of blocks and AdamW for the rest."""
 
     name: str
     kind: str
@@ -35,7 +45,10 @@ class Subject:
             return self
         assert isinstance(self.algorithm, LocalSGD)
         assert isinstance(self.algorithm.outer, OuterSGD)
-        return replace(self, algorithm=replace(self.algorithm, outer=replace(self.algorithm.outer, lr=outer_rate)))
+        return replace(
+            self,
+            algorithm=replace(self.algorithm, outer=replace(self.algorithm.outer, lr=outer_rate)),
+        )
 
 
 TILES = (64, 64)
@@ -60,7 +73,11 @@ SUBJECTS: tuple[Subject, ...] = (
     Subject("DiLoCo, overlap", "local", diloco(PERIOD, fragments=3, overlap=5)),
     Subject("DiLoCo, eager", "local", diloco(PERIOD, eager=True)),
     Subject("DiLoCo, 4 bits", "local", diloco(PERIOD, compressor=WireDtype(AllReduce(), "e3m0"))),
-    Subject("DiLoCo, 2 bits", "local", diloco(PERIOD, lr=0.8, compressor=Quantize("int2", error_feedback=0.9))),
+    Subject(
+        "DiLoCo, 2 bits",
+        "local",
+        diloco(PERIOD, lr=0.8, compressor=Quantize("int2", error_feedback=0.9)),
+    ),
     Subject(
         "SparseLoCo",
         "local",
@@ -76,10 +93,18 @@ SUBJECTS: tuple[Subject, ...] = (
     Subject("PowerSGD 4, int8", "low rank", WireDtype(PowerSGD(4), "int8")),
 )
 
-_NAMED = ("uncompressed", "int8", "4 bits", "PowerSGD 16, int8", "PowerSGD 16, int4", "PowerSGD 4, int8")
+_NAMED = (
+    "uncompressed",
+    "int8",
+    "4 bits",
+    "PowerSGD 16, int8",
+    "PowerSGD 16, int4",
+    "PowerSGD 4, int8",
+)
 _BY_ADAMW = tuple(subject for subject in SUBJECTS if subject.name in _NAMED)
 _BY_MUON = tuple(replace(subject, name=subject.name + MUON, muon=True) for subject in _BY_ADAMW)
-#: What the first screen is about, by either optimizer. They are trained with more seeds: some differ by less than two seeds do.
+#: What the first screen is about, by either optimizer. They are trained with more seeds: some
+#: differ by less than two seeds do.
 FIRST = _BY_ADAMW + _BY_MUON
 SUBJECTS += _BY_MUON
 

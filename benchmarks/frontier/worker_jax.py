@@ -1,9 +1,11 @@
-"""The JAX process: it trains run after run under `pmap` on two CPU devices, and prints a line of JSON for each thing it knows.
+"""The JAX process: it trains run after run under `pmap` on two CPU devices, and prints a line of
+JSON for each thing it knows.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python worker_jax.py JOBS
 
-Parameters have torch's names and shapes, and become those of the Flax model inside the step. So every method is given the same matrices as in torch,
-under the same names, of which random positions and factors are a hash: both backends do the same, up to rounding.
+Parameters have torch's names and shapes, and become those of the Flax model inside the step. So
+every method is given the same matrices as in torch, under the same names, of which random positions
+and factors are a hash: both backends do the same, up to rounding.
 """
 
 from __future__ import annotations
@@ -25,18 +27,38 @@ from flax.traverse_util import unflatten_dict
 from model_flax import Transformer
 from text import VOCABULARY
 
-from frontier.runs import BETAS, MAX_NORM, MUON_RATE, REPLICAS, WEIGHT_DECAY, Run, Settings, by_muon, weights
+from frontier.runs import (
+    BETAS,
+    MAX_NORM,
+    MUON_RATE,
+    REPLICAS,
+    WEIGHT_DECAY,
+    Run,
+    Settings,
+    by_muon,
+    weights,
+)
 from frontier.subjects import Subject
 from gradwire import FlaxNames, LocalSGD
-from gradwire.jax_backend import average_gradients, local_sgd, replicate, stack_replicas, this_replica
+from gradwire.jax_backend import (
+    average_gradients,
+    local_sgd,
+    replicate,
+    stack_replicas,
+    this_replica,
+)
 
 AXIS = "batch"
 
 
 def model_of(settings: Settings) -> tuple[Transformer, FlaxNames]:
     """The model, and how its parameters are called in torch."""
-    model = Transformer(VOCABULARY, settings.context, settings.width, settings.layers, settings.heads)
-    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, settings.context), jnp.int32))["params"]
+    model = Transformer(
+        VOCABULARY, settings.context, settings.width, settings.layers, settings.heads
+    )
+    params = jax.eval_shape(
+        model.init, jax.random.key(0), jnp.zeros((1, settings.context), jnp.int32)
+    )["params"]
     return model, FlaxNames(weights(settings, 0), params)
 
 
@@ -63,7 +85,8 @@ class Steps:
         inner = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
         if run.subject.muon:
             inner = optax.partition(
-                {True: muon(), False: inner}, lambda p: {n: by_muon(n, x.ndim) for n, x in p.items()}
+                {True: muon(), False: inner},
+                lambda p: {n: by_muon(n, x.ndim) for n, x in p.items()},
             )
         local = isinstance(algorithm, LocalSGD)
         tx: Any
@@ -78,7 +101,9 @@ class Steps:
             return losses.mean()
 
         @functools.partial(jax.pmap, axis_name=AXIS, donate_argnums=0, in_axes=(0, 0, 0, None))
-        def step(state: Any, inputs: jax.Array, targets: jax.Array, rate: jax.Array) -> tuple[Any, jax.Array]:
+        def step(
+            state: Any, inputs: jax.Array, targets: jax.Array, rate: jax.Array
+        ) -> tuple[Any, jax.Array]:
             params, memory = this_replica(state) if local else state
             loss, gradients = jax.value_and_grad(loss_of)(params, inputs, targets)
             updates, memory = tx.update(gradients, memory, params)
@@ -90,7 +115,11 @@ class Steps:
         @functools.partial(jax.pmap, axis_name=AXIS)
         def evaluate(state: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
             params, memory = this_replica(state) if local else state
-            params = tx.outer_params(memory) if isinstance(algorithm, LocalSGD) and algorithm.has_outer else params
+            params = (
+                tx.outer_params(memory)
+                if isinstance(algorithm, LocalSGD) and algorithm.has_outer
+                else params
+            )
             mean: jax.Array = jax.lax.pmean(loss_of(params, inputs, targets), AXIS)
             return mean
 
@@ -133,7 +162,8 @@ def train(run: Run, steps: Steps, tell: Callable[..., None]) -> None:
 
 
 def time_steps(runs: list[Run], steps: int, tell: Callable[..., None]) -> None:
-    """Seconds of each of so many steps of each run, one step of all of them in turn, after one that compiles."""
+    """Seconds of each of so many steps of each run, one step of all of them in turn, after one that
+    compiles."""
     trainings = []
     for run in runs:
         compiled = Steps(run)

@@ -1,4 +1,5 @@
-"""One of the torch processes: it trains run after run, under DDP on Gloo, and tells each thing it knows."""
+"""One of the torch processes: it trains run after run, under DDP on Gloo, and tells each thing it
+knows."""
 
 from __future__ import annotations
 
@@ -27,13 +28,17 @@ class Training:
         self.model = new_model(run.settings, run.seed)
         self.ddp = DistributedDataParallel(self.model)
         named = dict(self.model.named_parameters())
-        matrices = {name: p for name, p in named.items() if run.subject.muon and by_muon(name, p.ndim)}
+        matrices = {
+            name: p for name, p in named.items() if run.subject.muon and by_muon(name, p.ndim)
+        }
         self.rest = [p for name, p in named.items() if name not in matrices]
         adamw = torch.optim.AdamW(self.rest, betas=BETAS, weight_decay=WEIGHT_DECAY)
         #: Optimizers, and their learning rates to that of AdamW.
         self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [(adamw, 1.0)]
         if matrices:
-            self.optimizers.append((torch.optim.Muon(matrices.values(), weight_decay=WEIGHT_DECAY), MUON_RATE))
+            self.optimizers.append(
+                (torch.optim.Muon(matrices.values(), weight_decay=WEIGHT_DECAY), MUON_RATE)
+            )
         algorithm = run.subject.algorithm
         if isinstance(algorithm, LocalSGD):
             self.handle: Any = gw.local_sgd(self.ddp, adamw, algorithm)
@@ -56,7 +61,11 @@ class Training:
     def validation_loss(self) -> float:
         inputs, targets = map(torch.from_numpy, self.run.held_out(dist.get_rank()))
         local = self.run.subject.algorithm
-        outer = self.handle.outer_parameters() if isinstance(local, LocalSGD) and local.has_outer else {}
+        outer = (
+            self.handle.outer_parameters()
+            if isinstance(local, LocalSGD) and local.has_outer
+            else {}
+        )
         logits: Tensor = torch.func.functional_call(self.model, outer, inputs)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         dist.all_reduce(loss)

@@ -1,4 +1,5 @@
-"""Processes that measure: the rows that the first of them prints, as they come, within a time limit, and no process left behind."""
+"""Processes that measure: the rows that the first of them prints, as they come, within a time
+limit, and no process left behind."""
 
 from __future__ import annotations
 
@@ -23,9 +24,12 @@ def tell(row: Any) -> None:
     print(f"{ROW}{json.dumps(row)}", flush=True)
 
 
-def told(command: Sequence[str], envs: Sequence[Mapping[str, str]], seconds: float) -> Iterator[Any]:
-    """What Python `tell`s that runs `command` in as many processes as there are environments; that is, the first
-    of them. They end with this: what they do at exit, with communicators and graphs, nobody waits for.
+def told(
+    command: Sequence[str], envs: Sequence[Mapping[str, str]], seconds: float
+) -> Iterator[Any]:
+    """What Python `tell`s that runs `command` in as many processes as there are environments; that
+    is, the first of them. They end with this: what they do at exit, with communicators and graphs,
+    nobody waits for.
 
     Raises:
         TimeoutError: they took longer. They have been ended.
@@ -35,7 +39,12 @@ def told(command: Sequence[str], envs: Sequence[Mapping[str, str]], seconds: flo
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder) / str(i) for i in range(len(envs))]
         processes = [
-            _started(command, os.environ | dict(env), subprocess.PIPE if i == 0 else subprocess.DEVNULL, path)
+            _started(
+                command,
+                os.environ | dict(env),
+                subprocess.PIPE if i == 0 else subprocess.DEVNULL,
+                path,
+            )
             for i, (env, path) in enumerate(zip(envs, said, strict=True))
         ]
         try:
@@ -47,7 +56,9 @@ def told(command: Sequence[str], envs: Sequence[Mapping[str, str]], seconds: flo
                     yield row
                 for process, path in zip(processes, said, strict=True):
                     if process.poll():
-                        raise RuntimeError(f"it ended with {process.returncode}: {path.read_text()[-1500:]}")
+                        raise RuntimeError(
+                            f"it ended with {process.returncode}: {path.read_text()[-1500:]}"
+                        )
                 if time.monotonic() > end:
                     raise TimeoutError(f"not done after {seconds:.0f} s")
         finally:
@@ -57,7 +68,9 @@ def told(command: Sequence[str], envs: Sequence[Mapping[str, str]], seconds: flo
                 process.communicate()
 
 
-def _started(command: Sequence[str], env: dict[str, str], out: int, said: Path) -> subprocess.Popen[bytes]:
+def _started(
+    command: Sequence[str], env: dict[str, str], out: int, said: Path
+) -> subprocess.Popen[bytes]:
     """In a session of its own, with all that it starts."""
     with said.open("w") as err:
         words = [sys.executable, *command]

@@ -25,7 +25,14 @@ def main() -> None:
     report = gradwire.doctor([gradwire.Sign()] if tiny else None, quick=True, show=lambda row: None)
     counts = Counter(row.verdict for row in report.rows)
     faults = [f"{row.part}, {row.check}: {row.detail}" for row in report.faults]
-    tell({"row": ROW, "seconds": round(time.monotonic() - began, 1), "counts": dict(counts), "faults": faults})
+    tell(
+        {
+            "row": ROW,
+            "seconds": round(time.monotonic() - began, 1),
+            "counts": dict(counts),
+            "faults": faults,
+        }
+    )
     tell(None)
 
 

@@ -1,5 +1,6 @@
-"""A whole step of DDP in a CUDA graph, PowerSGD included: whether replays train as eager steps do, and how long they take. And a model compiled
-with CUDA graphs of its own, round which the hook runs as ever.
+"""A whole step of DDP in a CUDA graph, PowerSGD included: whether replays train as eager steps do,
+and how long they take. And a model compiled with CUDA graphs of its own, round which the hook runs
+as ever.
 
 In processes of their own: a capture that fails leaves the context unusable.
 """
@@ -30,7 +31,9 @@ Row = dict[str, Any]
 class _Training:
     """A GPT, the same each time, under DDP with PowerSGD, and its step on the same tokens."""
 
-    def __init__(self, target: Target, size: tuple[int, ...], algorithm: PowerSGD, *, compile_mode: str = "") -> None:
+    def __init__(
+        self, target: Target, size: tuple[int, ...], algorithm: PowerSGD, *, compile_mode: str = ""
+    ) -> None:
         torch.manual_seed(0)
         with target.device:
             model = GPT(*size)
@@ -54,7 +57,8 @@ class _Training:
 
 
 def captured(target: Target) -> Row:
-    """Eager steps beside replays, from the same weights. On the CPU nothing is captured, and both are eager."""
+    """Eager steps beside replays, from the same weights. On the CPU nothing is captured, and both
+    are eager."""
     size = next(iter(target.sizes.values()))
     eager = _Training(target, size, PowerSGD(RANK))
     for _ in range(BEFORE_CAPTURE):
@@ -78,7 +82,8 @@ def _replaying(target: Target, size: tuple[int, ...]) -> tuple[Any, _Training]:
         for _ in range(BEFORE_CAPTURE):
             training.step()
         return training.step, training
-    # As torch's notes on CUDA graphs have it: everything from the construction of DDP on, on a stream that is not the default one.
+    # As torch's notes on CUDA graphs have it: everything from the construction of DDP on, on a
+    # stream that is not the default one.
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         training = _Training(target, size, PowerSGD(RANK))
@@ -92,11 +97,13 @@ def _replaying(target: Target, size: tuple[int, ...]) -> tuple[Any, _Training]:
 
 
 def _refused(target: Target, size: tuple[int, ...]) -> str:
-    """What is said of a step that a graph cannot repeat; last, since what follows a failed capture is undefined."""
+    """What is said of a step that a graph cannot repeat; last, since what follows a failed capture
+    is undefined."""
     if target.tiny:
         return ""
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # as in `_replaying`: else the capture fails before gradwire can say anything
+    # as in `_replaying`: else the capture fails before gradwire can say anything
+    with torch.cuda.stream(stream):
         training = _Training(target, size, PowerSGD(RANK, warm_start=False))
         for _ in range(BEFORE_CAPTURE):
             training.step()
@@ -106,19 +113,26 @@ def _refused(target: Target, size: tuple[int, ...]) -> str:
             training.step()
     except RuntimeError as error:
         said: BaseException | None = error
-        while said is not None and "warm_start" not in str(said):  # leaving a capture that failed raises once more
+        # leaving a capture that failed raises once more
+        while said is not None and "warm_start" not in str(said):
             said = said.__context__
         return error_of(said or error)
     return "nothing was raised"
 
 
 def compiled(target: Target) -> Row:
-    """The same model eager and compiled with CUDA graphs, a small one: compiling is not what is measured."""
+    """The same model eager and compiled with CUDA graphs, a small one: compiling is not what is
+    measured."""
     size = next(iter(target.sizes.values())) if target.tiny else (2, 512, 8192, 512)
     eager = _Training(target, size, PowerSGD(RANK))
-    other = _Training(target, size, PowerSGD(RANK), compile_mode="" if target.tiny else "reduce-overhead")
+    other = _Training(
+        target, size, PowerSGD(RANK), compile_mode="" if target.tiny else "reduce-overhead"
+    )
     row: Row = {}
     for name, training in (("eager", eager), ("compiled", other)):
         seconds = target.seconds(training.step, most=10)
-        row |= {f"{name}_ms": statistics.median(seconds) * 1e3, f"{name}_loss": float(training.loss)}
+        row |= {
+            f"{name}_ms": statistics.median(seconds) * 1e3,
+            f"{name}_loss": float(training.loss),
+        }
     return row

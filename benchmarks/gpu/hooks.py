@@ -1,10 +1,11 @@
-"""The hook alone, on buckets as DDP makes them, no model and no DDP round it: eager, and the same calls in a CUDA graph.
-torch's `powerSGD_hook` is beside PowerSGD.
+"""The hook alone, on buckets as DDP makes them, no model and no DDP round it: eager, and the same
+calls in a CUDA graph. torch's `powerSGD_hook` is beside PowerSGD.
 
-One process, so nothing travels. Timed from an idle device to an idle device, so where kernels are short it is launching
-that takes the time: `host_ms` is when the last call of the hook returned, `busy_ms` what the kernels took, `graph_ms`
-what a replay of all of it takes, messages included, `replayed` what a step takes that gradwire replays. Whole steps,
-where launching overlaps with the backward pass, are in `steps.py`.
+One process, so nothing travels. Timed from an idle device to an idle device, so where kernels are
+short it is launching that takes the time: `host_ms` is when the last call of the hook returned,
+`busy_ms` what the kernels took, `graph_ms` what a replay of all of it takes, messages included,
+`replayed` what a step takes that gradwire replays. Whole steps, where launching overlaps with the
+backward pass, are in `steps.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from gradwire.torch_backend.ops.fused import available as fused_on
 CAP = 25.0
 #: Over the gradient: gradient + error (3), M Q, Mᵀ P, M - P Qᵀ into the error (2), P Qᵀ.
 PASSES = 8
-#: And what is made by torch's hook, and by gradwire's where its kernels in Triton do not run: M - P Qᵀ is written where
-#: M was, and then chosen or the old error (3).
+#: And what is made by torch's hook, and by gradwire's where its kernels in Triton do not run: M - P
+#: Qᵀ is written where M was, and then chosen or the old error (3).
 PASSES_APART = 11
 #: Calls of everything before a capture.
 BEFORE_CAPTURE = 12
@@ -70,10 +71,16 @@ def hook_rows(target: Target, bandwidth: float) -> Iterator[tuple[str, Callable[
         )
 
 
-def _row(target: Target, size: str, algorithm: Algorithm, dtype: torch.dtype, bandwidth: float) -> Row:
+def _row(
+    target: Target, size: str, algorithm: Algorithm, dtype: torch.dtype, bandwidth: float
+) -> Row:
     shapes = gpt(*target.sizes.get(size, next(iter(target.sizes.values()))))
     nbytes = elements(shapes) * dtype.itemsize
-    row: Row = {"size": size, "algorithm": repr(algorithm), "dtype": str(dtype).removeprefix("torch.")}
+    row: Row = {
+        "size": size,
+        "algorithm": repr(algorithm),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
     row |= {"gradient_gib": nbytes / GIB, "copy_ms": 2 * nbytes / bandwidth * 1e3}
     row["gradwire"] = _measured(target, partial(_ours, algorithm), shapes, dtype, captured=True)
     gc.collect()
@@ -131,20 +138,26 @@ def _given(
     target: Target, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], list[PretendedBucket]]:
     """Parameters, which are asked for their names and shapes alone, and buckets of gradients."""
-    parameters = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    parameters = {
+        name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()
+    }
     buckets = buckets_of(parameters, CAP, target.device)
     for bucket in buckets:
         bucket.buffer().normal_()
     return parameters, buckets
 
 
-def _replayed(target: Target, algorithm: Algorithm, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Row:
+def _replayed(
+    target: Target, algorithm: Algorithm, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
+) -> Row:
     """Eager steps and replayed ones, which take turns. On the CPU all are eager."""
     parameters, buckets = _given(target, shapes, dtype)
     handles = {replay: _handle(algorithm, target, parameters) for replay in (False, True)}
     for replay, handle in handles.items():
         handle.replay = replay
-    hooks: dict[bool, Hook] = {replay: partial(handle.hook, None) for replay, handle in handles.items()}
+    hooks: dict[bool, Hook] = {
+        replay: partial(handle.hook, None) for replay, handle in handles.items()
+    }
     taken: dict[bool, list[float]] = {replay: [] for replay in handles}
     host: list[float] = []
     for step in range(1 + EQUAL if target.tiny else PAIRS + WARM_UP + EQUAL):
@@ -173,7 +186,8 @@ def _replayed(target: Target, algorithm: Algorithm, shapes: dict[str, tuple[int,
 
 
 def _captured(target: Target, hook: Hook, buckets: list[PretendedBucket]) -> Row:
-    """The calls of a step in a CUDA graph. On the CPU nothing is captured, and the calls are made."""
+    """The calls of a step in a CUDA graph. On the CPU nothing is captured, and the calls are
+    made."""
 
     def calls() -> None:
         for bucket in buckets:
@@ -208,8 +222,8 @@ def _handle(algorithm: Algorithm, target: Target, parameters: dict[str, torch.Te
 
 
 def _torchs(rank: int, target: Target, parameters: dict[str, torch.Tensor]) -> Hook:
-    # Without messages on the CPU, since torch's hook does not get along with Gloo and several buckets. Its lower limit
-    # for the start is 2: these steps belong to the warm-up.
+    # Without messages on the CPU, since torch's hook does not get along with Gloo and several
+    # buckets. Its lower limit for the start is 2: these steps belong to the warm-up.
     group = PretendedGroup() if target.tiny else dist.group.WORLD
     state = torchs.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     return lambda bucket: torchs.powerSGD_hook(state, bucket)

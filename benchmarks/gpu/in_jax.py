@@ -1,8 +1,8 @@
-"""Averages in JAX beside `pmean`: the step of `benchmarks/jax_step.py` on the gradients of a GPT, on the one device of
-this process, or on those of two processes that share one.
+"""Averages in JAX beside `pmean`: the step of `benchmarks/jax_step.py` on the gradients of a GPT,
+on the one device of this process, or on those of two processes that share one.
 
-A part of `benchmarks/gpu`, which starts it. Each subject takes turns with `pmean`, and is told before the next one is
-compiled.
+A part of `benchmarks/gpu`, which starts it. Each subject takes turns with `pmean`, and is told
+before the next one is compiled.
 """
 
 from __future__ import annotations
@@ -39,13 +39,19 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu" if args.tiny else "cuda")
     if size > 1:
         coordinator = f"127.0.0.1:{os.environ['BENCH_PORT']}"
-        jax.distributed.initialize(coordinator, num_processes=size, process_id=rank, local_device_ids=[0])
+        jax.distributed.initialize(
+            coordinator, num_processes=size, process_id=rank, local_device_ids=[0]
+        )
     measure(rank, size, tiny=args.tiny)
     tell(None)
 
 
 def measure(rank: int, size: int, *, tiny: bool) -> None:
-    algorithms: list[Algorithm] = [PowerSGD(4), WireDtype(AllReduce(), "int8"), WireDtype(PowerSGD(16), "int8")]
+    algorithms: list[Algorithm] = [
+        PowerSGD(4),
+        WireDtype(AllReduce(), "int8"),
+        WireDtype(PowerSGD(16), "int8"),
+    ]
     if size == 1 and not tiny:
         algorithms += [PowerSGD(32), Sign(), Quantize("int8"), TopK(64)]
     devices = [next(d for d in jax.devices() if d.process_index == i) for i in range(size)]
@@ -54,7 +60,10 @@ def measure(rank: int, size: int, *, tiny: bool) -> None:
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     drawn = np.random.default_rng(rank)
     own = {n: drawn.standard_normal((1, *s), dtype=np.float32) for n, s in shapes.items()}
-    kept = {n: jax.make_array_from_process_local_data(sharding, x, (size, *x.shape[1:])) for n, x in own.items()}
+    kept = {
+        n: jax.make_array_from_process_local_data(sharding, x, (size, *x.shape[1:]))
+        for n, x in own.items()
+    }
     copied = jax.jit(lambda tree: jax.tree.map(lax.optimization_barrier, tree))
 
     def given() -> Any:

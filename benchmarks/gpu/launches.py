@@ -1,4 +1,5 @@
-"""What the profiler and the runtime's warnings say of a call: kernels, their time, and times that the host waited for the device."""
+"""What the profiler and the runtime's warnings say of a call: kernels, their time, and times that
+the host waited for the device."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ NAMED = 6
 def launches(target: Target, run: Callable[[], None]) -> dict[str, Any]:
     """Of one call, which should be warm. None for what only a GPU has.
 
-    `busy_ms` is the time of its kernels, added up: what the device would take if nothing had to be launched.
+    `busy_ms` is the time of its kernels, added up: what the device would take if nothing had to be
+    launched.
     """
     if target.tiny:
         run()
@@ -64,8 +66,8 @@ def _recorded(target: Target, run: Callable[[], None]) -> Any:
 
 
 def operations(events: Any) -> dict[str, list[int]]:
-    """Of the operations that launch kernels: calls, and the kernels of all of them. Where there is no GPU,
-    `benchmarks/dry.py` counts by such a table."""
+    """Of the operations that launch kernels: calls, and the kernels of all of them. Where there is
+    no GPU, `benchmarks/dry.py` counts by such a table."""
     found: dict[str, list[int]] = {}
     for event in events:
         if event.device_type.name == "CPU" and event.kernels:
@@ -76,14 +78,17 @@ def operations(events: Any) -> dict[str, list[int]]:
 
 
 def sorted_out(events: Any) -> tuple[Counter[str], dict[str, tuple[int, float]]]:
-    """How often each thing was seen on the host, and each kernel's number and microseconds by name. On the device the
-    profiler also shows ranges that somebody has named, `nccl:all_reduce`, and copies: no kernels."""
+    """How often each thing was seen on the host, and each kernel's number and microseconds by name.
+    On the device the profiler also shows ranges that somebody has named, `nccl:all_reduce`, and
+    copies: no kernels."""
     calls: Counter[str] = Counter()
     kernels: dict[str, tuple[int, float]] = {}
     for event in events:
         if event.device_type.name != "CUDA":
             calls[event.name] += 1
-        elif not getattr(event, "is_user_annotation", False) and not event.name.startswith(("Mem", "mem")):
+        elif not getattr(event, "is_user_annotation", False) and not event.name.startswith(
+            ("Mem", "mem")
+        ):
             number, us = kernels.get(event.name, (0, 0.0))
             kernels[event.name] = number + 1, us + event.time_range.elapsed_us()
     return calls, kernels

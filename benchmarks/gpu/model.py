@@ -42,6 +42,8 @@ class GPT(nn.Module):
             q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(1, 2) for t in qkv.chunk(3, dim=-1))
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + F.linear(attended.transpose(1, 2).flatten(2), *of("out"))
-            x = x + F.linear(F.gelu(F.linear(F.layer_norm(x, (width,), *of("norm2")), *of("up"))), *of("down"))
+            x = x + F.linear(
+                F.gelu(F.linear(F.layer_norm(x, (width,), *of("norm2")), *of("up"))), *of("down")
+            )
         logits = F.linear(x, p["ptokens"])[:, :-1]
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())

@@ -1,4 +1,5 @@
-"""Figures of a GPU in docs/evidence.md, and the picture of a step: tables stand between marks, and nobody writes them by hand.
+"""Figures of a GPU in docs/evidence.md, and the picture of a step: tables stand between marks, and
+nobody writes them by hand.
 
 python benchmarks/gpu/pages.py          # after `make bench-gpu` has written benchmarks/results/gpu.json
 """
@@ -37,14 +38,23 @@ def hook(rows: list[Row]) -> list[str]:
     lines = [heads, "|---|---|---|---|---|---|"]
     for r in sorted(rows, key=lambda r: (r["size"] != "125M", r["dtype"] != "float32")):
         own, torchs = r["gradwire"], r.get("torch", {})
-        cells = [_ms(own["ms"]), _ms(r["replayed"]["ms"]), f"{own['kernels']:,}" if own.get("kernels") else ""]
+        cells = [
+            _ms(own["ms"]),
+            _ms(r["replayed"]["ms"]),
+            f"{own['kernels']:,}" if own.get("kernels") else "",
+        ]
         cells += [_ms(own.get("busy_ms")), _ms(torchs.get("ms"))]
-        lines.append(f"| {r['size']}, {_name(r['algorithm'])}, {r['dtype']} | {' | '.join(cells)} |")
+        lines.append(
+            f"| {r['size']}, {_name(r['algorithm'])}, {r['dtype']} | {' | '.join(cells)} |"
+        )
     return lines
 
 
 def jax(rows: list[Row]) -> list[str]:
-    lines = ["| JAX | step, ms | to `pmean` | compiling, s | of processor time |", "|---|---|---|---|---|"]
+    lines = [
+        "| JAX | step, ms | to `pmean` | compiling, s | of processor time |",
+        "|---|---|---|---|---|",
+    ]
     return lines + [
         f"| {_name(r['row'])} | {r['step_ms']:.1f} | {r['step_to_pmean']:.2f} | {r['compile_s']:.1f} | {r['cpu_s']:.0f} |"
         for r in rows
@@ -52,7 +62,12 @@ def jax(rows: list[Row]) -> list[str]:
 
 
 #: Part of the file → its table.
-TABLES: dict[str, Callable[[list[Row]], list[str]]] = {"steps": steps, "hook": hook, "jax": jax, "jax-steps": jax}
+TABLES: dict[str, Callable[[list[Row]], list[str]]] = {
+    "steps": steps,
+    "hook": hook,
+    "jax": jax,
+    "jax-steps": jax,
+}
 
 
 #: What the picture shows: a row of the steps, its name there, and what is said of it.
@@ -60,7 +75,11 @@ BARS = (
     ("DDP", "PyTorch DDP", "averages in full"),
     ("torch's powerSGD_hook, rank 4", "torch powerSGD_hook", "rank 4"),
     ("WireDtype(algorithm=AllReduce(), dtype='int8')", "gradwire int8", "an average in 8 bits"),
-    ("WireDtype(algorithm=PowerSGD(rank=16), dtype='int8')", "gradwire rank 16, int8", "a low-rank average in 8 bits"),
+    (
+        "WireDtype(algorithm=PowerSGD(rank=16), dtype='int8')",
+        "gradwire rank 16, int8",
+        "a low-rank average in 8 bits",
+    ),
     ("no messages at all", "no messages at all", "what no method can beat"),
 )
 
@@ -69,7 +88,9 @@ def picture(rows: list[Row]) -> str:
     """The whole step by each method as bars, in SVG."""
     steps = {r["row"]: r["step_ms"] for r in rows}
     times = [(name, steps[row]) for row, name, _ in BARS]
-    title = "One training step on an H100: " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in times)
+    title = "One training step on an H100: " + ", ".join(
+        f"{name} {ms:.0f} ms" for name, ms in times
+    )
     height = 84 + 34 * len(BARS)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {height}" width="640" height="{640 * height // 860}" role="img" '
@@ -82,7 +103,10 @@ def picture(rows: list[Row]) -> str:
     ]
     for i, (_, name, said) in enumerate(BARS):
         ms = times[i][1]
-        width, colour = 360 * ms / max(each for _, each in times), "#d9480f" if "gradwire" in name else "#8c959f"
+        width, colour = (
+            360 * ms / max(each for _, each in times),
+            "#d9480f" if "gradwire" in name else "#8c959f",
+        )
         lines += [
             f'<g transform="translate(30 {80 + 34 * i})">',
             f'<text y="17" font-weight="600">{name}</text>',

@@ -1,4 +1,5 @@
-"""The parts of the benchmark: which processes measure each, for how long, and what they have printed so far."""
+"""The parts of the benchmark: which processes measure each, for how long, and what they have
+printed so far."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """At most so many seconds of so many processes that run a script of this folder, with more in their environment."""
+    """At most so many seconds of so many processes that run a script of this folder, with more in
+    their environment."""
 
     seconds: float
     processes: int = 1
@@ -46,8 +48,8 @@ PARTS = {
 
 
 def run_part(name: str, seconds: float, keep: Callable[[Row], None], *, tiny: bool) -> None:
-    """Calls `keep` after each row with the part as far as it is: its rows, those for which no time was left, the error
-    that ended it, its seconds."""
+    """Calls `keep` after each row with the part as far as it is: its rows, those for which no time
+    was left, the error that ended it, its seconds."""
     part, began = PARTS[name], time.monotonic()
     rows: dict[str, Row] = {}
     planned: list[str] = []
@@ -68,7 +70,9 @@ def run_part(name: str, seconds: float, keep: Callable[[Row], None], *, tiny: bo
                     rows[each["row"]] = each
                     save()
                 following = next((row for row in planned if row not in rows), "that is all")
-                print(f"{name} {len(rows)}/{len(planned)}: {following}", file=sys.stderr, flush=True)
+                print(
+                    f"{name} {len(rows)}/{len(planned)}: {following}", file=sys.stderr, flush=True
+                )
         except TimeoutError:
             pass  # the other rows are left out
         except RuntimeError as error:
@@ -80,8 +84,14 @@ def _places(part: Part, folder: str) -> list[dict[str, str]]:
     """What each process of a part is told of itself and the others."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        common = {"BENCH_STORE": f"{folder}/store", "BENCH_PORT": str(free.getsockname()[1]), **part.env}
+        common = {
+            "BENCH_STORE": f"{folder}/store",
+            "BENCH_PORT": str(free.getsockname()[1]),
+            **part.env,
+        }
     return [
-        common | {"RANK": str(rank), "WORLD_SIZE": str(part.processes)} | (as_host(rank) if part.processes > 1 else {})
+        common
+        | {"RANK": str(rank), "WORLD_SIZE": str(part.processes)}
+        | (as_host(rank) if part.processes > 1 else {})
         for rank in range(part.processes)
     ]

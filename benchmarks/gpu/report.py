@@ -13,8 +13,9 @@ from gpu.steps import CODED, FEW, REPLAYED
 RATIO = 0.4
 #: Of the bandwidth of a copy, at rank 4 on the large model.
 OF_BANDWIDTH = 0.6
-#: Of replayed steps: the hook alone, above what its kernels take, in ms, and more for each message; a whole step, above one that sends the same and
-#: computes nothing; the hook beside torch's, on the large model at rank 32.
+#: Of replayed steps: the hook alone, above what its kernels take, in ms, and more for each message;
+#: a whole step, above one that sends the same and computes nothing; the hook beside torch's, on the
+#: large model at rank 32.
 ABOVE_BUSY, A_MESSAGE, ABOVE_MESSAGES, RATIO_REPLAYED = 0.5, 0.05, 3.0, 0.35
 Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
@@ -25,7 +26,9 @@ def show(part: str, found: Row) -> None:
     if "error" in found:
         print(f"{part}: {found['error']}")
     if found["left_out"]:
-        print(f"{part}: no time was left for {len(found['left_out'])} rows: {'; '.join(found['left_out'])}")
+        print(
+            f"{part}: no time was left for {len(found['left_out'])} rows: {'; '.join(found['left_out'])}"
+        )
     for row in found["rows"]:
         if "error" in row:
             print(f"{part}, {row['row']}: {row['error']}")
@@ -44,15 +47,34 @@ def _share(x: float | None) -> str:
 
 
 def _steps(rows: list[Row]) -> Table:
-    heads = ["two ranks on one device, by sockets", "step ms", "a quarter below", "above", "to DDP", "rounds"]
+    heads = [
+        "two ranks on one device, by sockets",
+        "step ms",
+        "a quarter below",
+        "above",
+        "to DDP",
+        "rounds",
+    ]
     return heads, [
-        [r["row"], *map(_ms, (r["step_ms"], r["quarter_ms"], r["three_quarters_ms"], r["to_ddp"])), str(r["rounds"])]
+        [
+            r["row"],
+            *map(_ms, (r["step_ms"], r["quarter_ms"], r["three_quarters_ms"], r["to_ddp"])),
+            str(r["rounds"]),
+        ]
         for r in rows
     ]
 
 
 def _hook(rows: list[Row]) -> Table:
-    heads = ["one process, so nothing is sent", "hook", "ms", "host ms", "kernels", "busy ms", "graph ms"]
+    heads = [
+        "one process, so nothing is sent",
+        "hook",
+        "ms",
+        "host ms",
+        "kernels",
+        "busy ms",
+        "graph ms",
+    ]
     heads += ["of copy, 8 passes", "waits", "warned", "kept GiB", "peak GiB"]
     lines = []
     for row in rows:
@@ -65,7 +87,9 @@ def _hook(rows: list[Row]) -> Table:
             graph = r.get("graph_error", _ms(r.get("graph_ms")))
             first = row["row"] if name == "gradwire" else ""
             memory = [_ms(r["kept_gib"]), _ms(r["peak_gib"])]
-            lines.append([first, name, *times, graph, _share(r.get("of_bandwidth")), *counts, *memory])
+            lines.append(
+                [first, name, *times, graph, _share(r.get("of_bandwidth")), *counts, *memory]
+            )
         if "replayed" in row:
             r = row["replayed"]
             said = r["obstacle"] or f"{r['replayed_steps']} steps, {r['messages']} messages in each"
@@ -77,12 +101,21 @@ def _hook(rows: list[Row]) -> Table:
 def _products(rows: list[Row]) -> Table:
     names = [key for key, value in rows[0].items() if isinstance(value, dict)]
     heads = ["ms, and part of the bandwidth of a copy", *names]
-    return heads, [[r["row"], *(f"{r[n]['ms']:.3f} ({r[n]['of_bandwidth']:.0%})" for n in names)] for r in rows]
+    return heads, [
+        [r["row"], *(f"{r[n]['ms']:.3f} ({r[n]['of_bandwidth']:.0%})" for n in names)] for r in rows
+    ]
 
 
 def _graph(rows: list[Row]) -> Table:
     (r,) = rows
-    heads = ["eager ms", "replay ms", "difference of the weights", "loss", "of a replay", "warm_start=False"]
+    heads = [
+        "eager ms",
+        "replay ms",
+        "difference of the weights",
+        "loss",
+        "of a replay",
+        "warm_start=False",
+    ]
     values = [_ms(r["eager_ms"]), _ms(r["replay_ms"]), f"{r['difference']:.1e}"]
     return heads, [[*values, f"{r['eager_loss']:.5f}", f"{r['replay_loss']:.5f}", r["refused"]]]
 
@@ -90,7 +123,14 @@ def _graph(rows: list[Row]) -> Table:
 def _compiled(rows: list[Row]) -> Table:
     (r,) = rows
     heads = ["eager ms", "compiled ms", "loss", "compiled"]
-    return heads, [[_ms(r["eager_ms"]), _ms(r["compiled_ms"]), f"{r['eager_loss']:.5f}", f"{r['compiled_loss']:.5f}"]]
+    return heads, [
+        [
+            _ms(r["eager_ms"]),
+            _ms(r["compiled_ms"]),
+            f"{r['eager_loss']:.5f}",
+            f"{r['compiled_loss']:.5f}",
+        ]
+    ]
 
 
 def _jax(rows: list[Row]) -> Table:
@@ -125,7 +165,8 @@ _TABLES: dict[str, Callable[[list[Row]], Table]] = {
 
 
 def goals(parts: dict[str, Row]) -> list[dict[str, Any]]:
-    """Each goal that the rows of the hook and of whole steps speak of: what, the figure, whether it is reached."""
+    """Each goal that the rows of the hook and of whole steps speak of: what, the figure, whether it
+    is reached."""
     rows = [r for r in parts.get("hook", {"rows": []})["rows"] if "error" not in r]
     found: list[dict[str, Any]] = []
     for r in rows:
@@ -139,7 +180,13 @@ def goals(parts: dict[str, Row]) -> list[dict[str, Any]]:
     found += _goals_of_replays(rows, parts.get("steps", {"rows": []})["rows"])
     waits = [r["gradwire"][key] for r in rows for key in ("host_waits", "host_waits_warned")]
     if waits and None not in waits:
-        found.append({"goal": "host waits in a step, any row: 0", "figure": max(waits), "reached": max(waits) == 0})
+        found.append(
+            {
+                "goal": "host waits in a step, any row: 0",
+                "figure": max(waits),
+                "reached": max(waits) == 0,
+            }
+        )
     return found
 
 
@@ -154,7 +201,10 @@ def _goals_of_replays(rows: list[Row], steps: list[Row]) -> list[dict[str, Any]]
         what, above = f"{name}: ms above its kernels, at most {most:.2f}", replayed["ms"] - busy
         found.append({"goal": what, "figure": above, "reached": above <= most})
         if r["size"] == LARGE and "rank=32" in r["algorithm"]:
-            what, ratio = f"{name}: time of torch's hook, at most {RATIO_REPLAYED}", replayed["ms"] / r["torch"]["ms"]
+            what, ratio = (
+                f"{name}: time of torch's hook, at most {RATIO_REPLAYED}",
+                replayed["ms"] / r["torch"]["ms"],
+            )
             found.append({"goal": what, "figure": ratio, "reached": ratio <= RATIO_REPLAYED})
     for r in steps:
         if r["row"] in [f"{each!r}{REPLAYED}" for each in (FEW, CODED)] and r.get("replayed_steps"):

@@ -11,7 +11,12 @@ def table(title: str, heads: list[str], lines: list[list[str]]) -> None:
     print(f"\n{title}")
     for line in [heads, *lines]:
         first, *rest = (x.ljust(width) for x, width in zip(line, widths, strict=True))
-        print("  " + "  ".join([first, *(x.strip().rjust(len(x)) if _is_figure(x) else x for x in rest)]).rstrip())
+        print(
+            "  "
+            + "  ".join(
+                [first, *(x.strip().rjust(len(x)) if _is_figure(x) else x for x in rest)]
+            ).rstrip()
+        )
     sys.stdout.flush()
 
 

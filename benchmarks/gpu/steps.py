@@ -1,8 +1,9 @@
-"""Whole training steps of a GPT under DDP on ranks that share a GPU and talk by NCCL's sockets: forward, backward, the
-hook, AdamW; under autocast to bfloat16, with gradients in float32.
+"""Whole training steps of a GPT under DDP on ranks that share a GPU and talk by NCCL's sockets:
+forward, backward, the hook, AdamW; under autocast to bfloat16, with gradients in float32.
 
-Subjects take turns, plain DDP among them, in lots that fit into memory. Ratios are medians over rounds. Rows of a lot
-are told after some rounds already: when time is up, only the rounds since then are lost.
+Subjects take turns, plain DDP among them, in lots that fit into memory. Ratios are medians over
+rounds. Rows of a lot are told after some rounds already: when time is up, only the rounds since
+then are lost.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def _ours(algorithm: Algorithm, *, replay: bool = False) -> tuple[str, Hook]:
 
 
 def _messages_of(algorithm: Algorithm) -> tuple[str, Hook]:
-    """As many all-reduces of as many bytes in all, one after the other when the last bucket has come, and nothing computed."""
+    """As many all-reduces of as many bytes in all, one after the other when the last bucket has
+    come, and nothing computed."""
 
     def register(ddp: DistributedDataParallel) -> None:
         specs = specs_of(dict(ddp.module.named_parameters()))
@@ -60,7 +62,8 @@ def _messages_of(algorithm: Algorithm) -> tuple[str, Hook]:
         device = next(ddp.parameters()).device
         each = torch.zeros(-(-sent.nbytes // (4 * sent.collectives)), device=device)
 
-        def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
+        # torch refuses annotations that are strings
+        def hook(state, bucket):  # type: ignore[no-untyped-def]
             for _ in range(sent.collectives if bucket.is_last() else 0):
                 dist.all_reduce(each)
             done: Any = torch.futures.Future(devices=[] if device.type == "cpu" else [device])
@@ -87,7 +90,8 @@ def _nothing(ddp: DistributedDataParallel) -> None:
 def _bf16(ddp: DistributedDataParallel) -> None:
     """torch's, which refuses Gloo."""
     ddp.register_comm_hook(
-        None, default_hooks.bf16_compress_hook if dist.get_backend() == "nccl" else bf16_compress_hook
+        None,
+        default_hooks.bf16_compress_hook if dist.get_backend() == "nccl" else bf16_compress_hook,
     )
 
 
@@ -137,7 +141,13 @@ def _row(name: str, taken: dict[str, list[float]], handle: object) -> Row:
     ratio = statistics.median(own / its for own, its in zip(seconds, taken[PLAIN], strict=True))
     quarter = len(ms) // 4
     spread = {"quarter_ms": ms[quarter], "three_quarters_ms": ms[-1 - quarter]}
-    row = {"row": name, "step_ms": statistics.median(ms), **spread, "to_ddp": ratio, "rounds": len(ms)}
+    row = {
+        "row": name,
+        "step_ms": statistics.median(ms),
+        **spread,
+        "to_ddp": ratio,
+        "rounds": len(ms),
+    }
     if name.endswith(REPLAYED) and isinstance(handle, Handle):
         row["replayed_steps"] = handle.stats().replayed_steps
         messages = taken[name.removesuffix(REPLAYED) + MESSAGES]

@@ -43,7 +43,8 @@ class Target:
     def seconds(
         self, run: Callable[[], object], most: int = 10, limit: float = 1.0, warm_up: int = WARM_UP
     ) -> list[float]:
-        """Of each call, from an idle device to an idle device: at least 3 calls, at most `most`, none begun after `limit` seconds."""
+        """Of each call, from an idle device to an idle device: at least 3 calls, at most `most`,
+        none begun after `limit` seconds."""
         if self.tiny:
             most, warm_up = 1, min(warm_up, 3)
         for _ in range(warm_up):
@@ -58,7 +59,8 @@ class Target:
         return taken
 
     def kernel_ms(self, run: Callable[[], object], repeats: int = 20) -> float:
-        """Milliseconds on the device of one call, launched so often one after the other that launching does not matter; median of 5."""
+        """Milliseconds on the device of one call, launched so often one after the other that
+        launching does not matter; median of 5."""
         if self.tiny:
             return statistics.median(self.seconds(run)) * 1e3
         found = []
@@ -111,7 +113,11 @@ def machine(target: Target) -> str:
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     names = (
-        [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        [
+            line.split(":")[1].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         if info.exists()
         else []
     )

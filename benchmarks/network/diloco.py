@@ -1,9 +1,12 @@
-"""DiLoCo between two hosts, with a message that takes half a period: what a step takes with overlap and without, to one without a network.
+"""DiLoCo between two hosts, with a message that takes half a period: what a step takes with overlap
+and without, to one without a network.
 
     python benchmarks/network/diloco.py               # writes benchmarks/results/network-diloco.json, and network-diloco-trace.json.gz beside it
 
-Linux, as root; see lab.py. The rate of the link is chosen so that a message takes half a period of this machine's steps (and a whole one for `eager`). It takes longer
-than its bytes at that rate, since TCP and Gloo do not fill a link: so it is timed alone, and the rate raised until it takes as long as is said.
+Linux, as root; see lab.py. The rate of the link is chosen so that a message takes half a period of
+this machine's steps (and a whole one for `eager`). It takes longer than its bytes at that rate,
+since TCP and Gloo do not fill a link: so it is timed alone, and the rate raised until it takes as
+long as is said.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 from measuring import save  # noqa: E402
 
-#: What a step may take, to one without a network: with overlap, without (at least), and eager with a message as long as a period.
+#: What a step may take, to one without a network: with overlap, without (at least), and eager with
+#: a message as long as a period.
 GOALS = {"overlap": 1.10, "waiting": 1.4, "eager": 1.15}
-#: So near has a message to be to the time that it is said to take, and so often is the rate changed for that.
+#: So near has a message to be to the time that it is said to take, and so often is the rate changed
+#: for that.
 CLOSE, TRIES = 0.03, 4
 
 
@@ -42,7 +47,11 @@ def launch(rate: str | None, *options: str) -> Any:
                     f"--node-rank={host}",
                     "--nproc-per-node=1",
                 ),
-                *(f"--master-addr={lab.address(0)}", f"--master-port={PORT}", f"--local-addr={lab.address(host)}"),
+                *(
+                    f"--master-addr={lab.address(0)}",
+                    f"--master-port={PORT}",
+                    f"--local-addr={lab.address(host)}",
+                ),
                 *(str(HERE / "worker_diloco.py"), *options),
             ]
 
@@ -69,7 +78,14 @@ def main() -> None:
     args = p.parse_args()
     if why_not := obstacle():
         raise SystemExit(f"No hosts: {why_not}")
-    size = ["--width", str(args.width), "--period", str(args.period), "--repeats", str(args.repeats)]
+    size = [
+        "--width",
+        str(args.width),
+        "--period",
+        str(args.period),
+        "--repeats",
+        str(args.repeats),
+    ]
     alone = launch(None, *size, "--subjects", "alone")
     nbytes = alone["message_bytes"][0]
     rows: list[dict[str, Any]] = []
@@ -86,12 +102,21 @@ def main() -> None:
         )
         for subject, took in found["step_ms"].items():
             ratio = took / found["step_ms"]["alone"]
-            row = {"subject": subject, "message": share, "message_ms": 1e3 * message, "rate_mbit": megabits}
+            row = {
+                "subject": subject,
+                "message": share,
+                "message_ms": 1e3 * message,
+                "rate_mbit": megabits,
+            }
             rows.append(row | {"step_ms": took, "ratio": ratio})
             goal = GOALS.get(subject)
             print(
                 f"a message of {share:g} periods ({message:.2f} s), {megabits:6.1f} Mbit/s  {subject:<8} {took:7.1f} ms  {ratio:5.3f} of no network"
-                + (f"  (goal {'at least' if subject == 'waiting' else 'at most'} {goal})" if goal else ""),
+                + (
+                    f"  (goal {'at least' if subject == 'waiting' else 'at most'} {goal})"
+                    if goal
+                    else ""
+                ),
                 flush=True,
             )
     machine = {
@@ -99,7 +124,10 @@ def main() -> None:
         "cores": alone["cores"],
         "torch": version("torch"),
     }
-    save({"machine": machine, "period": args.period, "message_bytes": nbytes, "rows": rows}, args.output)
+    save(
+        {"machine": machine, "period": args.period, "message_bytes": nbytes, "rows": rows},
+        args.output,
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The table of README.md's first screen, from what `make frontier` and `make bench-network` have written: what a method sends and loses on one model, and a
-step of averaging another's gradients on three links. A line has figures of one model.
+"""The table of README.md's first screen, from what `make frontier` and `make bench-network` have
+written: what a method sends and loses on one model, and a step of averaging another's gradients on
+three links. A line has figures of one model.
 
 python benchmarks/network/first.py
 """
@@ -31,7 +32,11 @@ def table(steps: Sequence[Mapping[str, Any]], losses: Sequence[Mapping[str, Any]
     """A column for each method."""
     length, trained = longest(losses)
     dense, by_name = uncompressed(trained), {m["name"]: m for m in trained}
-    took = {(r["subject"], r["rate"]): r["step_ms"] for r in steps if (r["backend"], r["hosts"]) == ("torch", 2)}
+    took = {
+        (r["subject"], r["rate"]): r["step_ms"]
+        for r in steps
+        if (r["backend"], r["hosts"]) == ("torch", 2)
+    }
 
     def loss(name: str) -> str:
         if name == dense["name"]:
@@ -40,7 +45,9 @@ def table(steps: Sequence[Mapping[str, Any]], losses: Sequence[Mapping[str, Any]
         return f"{statistics.mean(above):+.1%} (≤ {upper_bound(above):+.1%})"
 
     lines = {"": [*SHOWN]}
-    lines[f"fewer bytes{LOSSES}"] = [f"{dense['bytes_per_step'] / by_name[n]['bytes_per_step']:.0f}×" for n in SHOWN]
+    lines[f"fewer bytes{LOSSES}"] = [
+        f"{dense['bytes_per_step'] / by_name[n]['bytes_per_step']:.0f}×" for n in SHOWN
+    ]
     lines[f"loss after {length:,} steps{LOSSES}"] = [loss(name) for name in SHOWN]
     for link, name in LINKS.items():
         cells = [f"{took[subject, link]:.0f} ms" for subject in SHOWN.values()]
@@ -51,7 +58,9 @@ def table(steps: Sequence[Mapping[str, Any]], losses: Sequence[Mapping[str, Any]
 
 def read() -> str:
     """The table of the files."""
-    steps, losses = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("network-first", "frontier"))
+    steps, losses = (
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("network-first", "frontier")
+    )
     return table(steps["rows"], losses["methods"])
 
 

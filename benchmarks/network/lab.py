@@ -1,12 +1,14 @@
-"""Hosts on one machine: network namespaces joined by a bridge, each link shaped to a rate. Linux, as root.
+"""Hosts on one machine: network namespaces joined by a bridge, each link shaped to a rate. Linux,
+as root.
 
     with Lab(hosts=2, rate="100mbit") as lab:
         outputs = lab.run(lambda host: [sys.executable, "worker.py", str(host)])
         sent = lab.sent_bytes()
 
-Every host has an address, an interface `eth0`, and a name that resolves to its address, so programs behave as on two machines. Rates are
-kept by the kernel's token bucket (`tc … tbf`) in both directions of every link. There is no added latency. All of it is gone afterwards, also
-after an exception or ctrl-C.
+Every host has an address, an interface `eth0`, and a name that resolves to its address, so programs
+behave as on two machines. Rates are kept by the kernel's token bucket (`tc … tbf`) in both
+directions of every link. There is no added latency. All of it is gone afterwards, also after an
+exception or ctrl-C.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ INTERFACE = "eth0"
 #: Bytes that may leave at once at full speed; about what a real interface takes in one go.
 BURST = {"mbit": "128kb", "gbit": "512kb"}
 PORT = 29400
-#: Every Linux has it. Where the default is BBR, a step would be as fast as what was sent before it lets TCP believe.
+#: Every Linux has it. Where the default is BBR, a step would be as fast as what was sent before it
+#: lets TCP believe.
 CONGESTION_CONTROL = "reno"
 TCP = "/proc/sys/net/ipv4"
 
@@ -84,7 +87,10 @@ class Lab:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._tear_down()
         signal.signal(signal.SIGTERM, self._before)
@@ -97,19 +103,44 @@ class Lab:
         for host in range(self.hosts):
             space, near, far = self._namespace(host), f"{self._id}n{host}", f"{self._id}f{host}"
             do("ip", "netns", "add", space)
-            do("ip", "link", "add", near, "netns", space, "type", "veth", "peer", "name", far, "netns", switch)
+            do(
+                "ip",
+                "link",
+                "add",
+                near,
+                "netns",
+                space,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                far,
+                "netns",
+                switch,
+            )
             do("ip", "-n", space, "link", "set", near, "name", INTERFACE)
             do("ip", "-n", space, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
             do("ip", "-n", space, "link", "set", INTERFACE, "up")
             do("ip", "-n", space, "link", "set", "lo", "up")
-            do("ip", "netns", "exec", space, "sh", "-c", f"echo {CONGESTION_CONTROL} > {TCP}/tcp_congestion_control")
+            do(
+                "ip",
+                "netns",
+                "exec",
+                space,
+                "sh",
+                "-c",
+                f"echo {CONGESTION_CONTROL} > {TCP}/tcp_congestion_control",
+            )
             do("ip", "-n", switch, "link", "set", far, "master", bridge, "up")
         self.shape(self.rate)
 
     def shape(self, rate: str | None) -> None:
         """Give all links another rate, from now on."""
         for host in range(self.hosts):
-            for where, interface in ((self._namespace(host), INTERFACE), (f"{self._id}s", f"{self._id}f{host}")):
+            for where, interface in (
+                (self._namespace(host), INTERFACE),
+                (f"{self._id}s", f"{self._id}f{host}"),
+            ):
                 tc = ["ip", "netns", "exec", where, "tc", "qdisc"]
                 if rate is not None:
                     burst = BURST[rate[-4:]]
@@ -132,13 +163,17 @@ class Lab:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         for space in [*map(self._namespace, range(self.hosts)), f"{self._id}s"]:
-            inside = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True).stdout.split()
+            inside = subprocess.run(
+                ["ip", "netns", "pids", space], capture_output=True, text=True
+            ).stdout.split()
             for pid in inside:
                 os.kill(int(pid), signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", space], capture_output=True)  # its interfaces go with it
+            # its interfaces go with it
+            subprocess.run(["ip", "netns", "del", space], capture_output=True)
 
     def run(self, command: Callable[[int], Sequence[str]], *, timeout: float = 600) -> list[str]:
-        """Run `command(host)` on every host at once; the environment has MASTER_ADDR, MASTER_PORT, and what Gloo asks.
+        """Run `command(host)` on every host at once; the environment has MASTER_ADDR, MASTER_PORT,
+        and what Gloo asks.
 
         Returns:
             What each printed.
@@ -153,11 +188,26 @@ class Lab:
             "OMP_NUM_THREADS": "1",
         }
         with tempfile.TemporaryDirectory() as folder:
-            files = [(Path(folder) / f"{host}.out", Path(folder) / f"{host}.err") for host in range(self.hosts)]
+            files = [
+                (Path(folder) / f"{host}.out", Path(folder) / f"{host}.err")
+                for host in range(self.hosts)
+            ]
             self._processes = [
                 subprocess.Popen(
                     [
-                        *("ip", "netns", "exec", self._namespace(host), "unshare", "-u", "-m", "sh", "-c", NAMED, "sh"),
+                        *(
+                            "ip",
+                            "netns",
+                            "exec",
+                            self._namespace(host),
+                            "unshare",
+                            "-u",
+                            "-m",
+                            "sh",
+                            "-c",
+                            NAMED,
+                            "sh",
+                        ),
                         *(f"{self._id}-{host}", self.address(host)),
                         *command(host),
                     ],

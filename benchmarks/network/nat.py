@@ -1,5 +1,6 @@
-"""Two sites and a lighthouse, one site behind NAT, with and without WireGuard, in network namespaces: which settings let sites reach each other. Linux, as root,
-with `iptables`, `wg` and `wireguard-go` (Debian's packages iptables, wireguard-tools, wireguard-go).
+"""Two sites and a lighthouse, one site behind NAT, with and without WireGuard, in network
+namespaces: which settings let sites reach each other. Linux, as root, with `iptables`, `wg` and
+`wireguard-go` (Debian's packages iptables, wireguard-tools, wireguard-go).
 
     .venv/bin/python benchmarks/network/nat.py
 
@@ -20,15 +21,22 @@ from pathlib import Path
 
 from lab import do
 
-#: Addresses in the network that all see, that of the router, behind which the first site has its own, and those in WireGuard.
+#: Addresses in the network that all see, that of the router, behind which the first site has its
+#: own, and those in WireGuard.
 PUBLIC = {"lighthouse": "203.0.113.1", "site1": "203.0.113.2", "router": "203.0.113.3"}
 BEHIND, GATEWAY = "192.168.7.2", "192.168.7.1"
 PRIVATE = {"lighthouse": "10.77.0.1", "site0": "10.77.0.2", "site1": "10.77.0.3"}
 OWN = {"site0": BEHIND, "site1": PUBLIC["site1"]}
-#: What is tried: whether there is WireGuard, whether the router forwards all ports, to what a site's name resolves, and Gloo's interface.
+#: What is tried: whether there is WireGuard, whether the router forwards all ports, to what a
+#: site's name resolves, and Gloo's interface.
 TRIED = {
     "the sites' own addresses": (False, False, OWN, ""),
-    "the router's address, which forwards all ports": (False, True, OWN | {"site0": PUBLIC["router"]}, "eth0"),
+    "the router's address, which forwards all ports": (
+        False,
+        True,
+        OWN | {"site0": PUBLIC["router"]},
+        "eth0",
+    ),
     "WireGuard's addresses": (True, False, PRIVATE, ""),
     "WireGuard's addresses, GLOO_SOCKET_IFNAME=wg0": (True, False, PRIVATE, "wg0"),
     "the sites' own addresses, GLOO_SOCKET_IFNAME=wg0": (True, False, OWN, "wg0"),
@@ -64,13 +72,18 @@ def network(folder: Path, *, vpn: bool, forwarded: bool) -> Iterator[None]:
         inside("router", "sysctl -qw net.ipv4.ip_forward=1")
         inside("router", "iptables -t nat -A POSTROUTING -o eth0 -j MASQUERADE")
         if forwarded:
-            inside("router", f"iptables -t nat -A PREROUTING -i eth0 -p tcp -j DNAT --to-destination {BEHIND}")
+            inside(
+                "router",
+                f"iptables -t nat -A PREROUTING -i eth0 -p tcp -j DNAT --to-destination {BEHIND}",
+            )
         if vpn:
             wireguard(folder)
         yield
     finally:
         for name in reversed(spaces):
-            listed = subprocess.run(["ip", "netns", "pids", space(name)], capture_output=True, text=True, check=False)
+            listed = subprocess.run(
+                ["ip", "netns", "pids", space(name)], capture_output=True, text=True, check=False
+            )
             for pid in listed.stdout.split():
                 os.kill(int(pid), 9)
             subprocess.run(["ip", "netns", "del", space(name)], capture_output=True, check=False)
@@ -78,13 +91,28 @@ def network(folder: Path, *, vpn: bool, forwarded: bool) -> Iterator[None]:
 
 def join(name: str, interface: str, address: str, other: str, far: str) -> None:
     """A cable between two of them, and an address at its first end."""
-    do("ip", "link", "add", interface, "netns", space(name), "type", "veth", "peer", "name", far, "netns", space(other))
+    do(
+        "ip",
+        "link",
+        "add",
+        interface,
+        "netns",
+        space(name),
+        "type",
+        "veth",
+        "peer",
+        "name",
+        far,
+        "netns",
+        space(other),
+    )
     inside(name, f"ip addr add {address}/24 dev {interface}")
     inside(name, f"ip link set {interface} up")
 
 
 def wireguard(folder: Path) -> None:
-    """The lighthouse's host, which all can reach, is the middle: sites call it, and it hands on what is for another site."""
+    """The lighthouse's host, which all can reach, is the middle: sites call it, and it hands on
+    what is for another site."""
     public, hub = {}, "lighthouse"
     for name in PRIVATE:
         (folder / name).write_text(key := run("wg", "genkey"))
@@ -107,15 +135,39 @@ def wireguard(folder: Path) -> None:
 
 
 def run(*command: str, given: str = "") -> str:
-    return subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        command, input=given, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
-def start(name: str, names: dict[str, str], folder: Path, env: dict[str, str], *command: str) -> subprocess.Popen[str]:
+def start(
+    name: str, names: dict[str, str], folder: Path, env: dict[str, str], *command: str
+) -> subprocess.Popen[str]:
     """A command on a host that has a name of its own and knows those of all."""
-    hosts = "127.0.0.1 localhost\\n" + "".join(f"{address} {other}\\n" for other, address in names.items())
-    given = {"NAME": name, "HOSTS": hosts, "FILE": str(folder / f"{name}.hosts"), "OMP_NUM_THREADS": "1"}
+    hosts = "127.0.0.1 localhost\\n" + "".join(
+        f"{address} {other}\\n" for other, address in names.items()
+    )
+    given = {
+        "NAME": name,
+        "HOSTS": hosts,
+        "FILE": str(folder / f"{name}.hosts"),
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.Popen(
-        ["ip", "netns", "exec", space(name), "unshare", "-u", "-m", "sh", "-c", NAMED, "sh", *command],
+        [
+            "ip",
+            "netns",
+            "exec",
+            space(name),
+            "unshare",
+            "-u",
+            "-m",
+            "sh",
+            "-c",
+            NAMED,
+            "sh",
+            *command,
+        ],
         env=os.environ | given | env,
         stdout=subprocess.PIPE,
         stderr=(folder / f"{name}.errors").open("w"),
@@ -130,16 +182,29 @@ def trial(what: str, folder: Path) -> str:
     with network(folder, vpn=vpn, forwarded=forwarded):
         names = {"lighthouse": (PRIVATE if vpn else PUBLIC)["lighthouse"], **names}
         binary = str(Path(sys.executable).parent / "torchft_lighthouse")
-        start("lighthouse", names, folder, {}, binary, "--bind", "[::]:29500", "--min_replicas", "2")
+        start(
+            "lighthouse", names, folder, {}, binary, "--bind", "[::]:29500", "--min_replicas", "2"
+        )
         time.sleep(1)
-        worker = [sys.executable, str(Path(__file__).parent / "worker_elastic.py"), "http://lighthouse:29500"]
-        sites = [start(name, names | ({} if vpn else {name: OWN[name]}), folder, env, *worker) for name in OWN]
+        worker = [
+            sys.executable,
+            str(Path(__file__).parent / "worker_elastic.py"),
+            "http://lighthouse:29500",
+        ]
+        sites = [
+            start(name, names | ({} if vpn else {name: OWN[name]}), folder, env, *worker)
+            for name in OWN
+        ]
         said = [site.communicate(timeout=200)[0].strip() for site in sites]
     return said[0] if len(set(said)) == 1 else " / ".join(said)
 
 
 def main() -> None:
-    missing = [tool for tool in ("ip", "iptables", "wg", "wireguard-go", "unshare") if shutil.which(tool) is None]
+    missing = [
+        tool
+        for tool in ("ip", "iptables", "wg", "wireguard-go", "unshare")
+        if shutil.which(tool) is None
+    ]
     if missing or os.geteuid():
         raise SystemExit(f"this needs root, and {', '.join(missing) or 'no tool more'}")
     for what in sys.argv[1:] or TRIED:

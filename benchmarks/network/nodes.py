@@ -1,4 +1,5 @@
-"""What leaves a node in a step, by the counter of its interface, beside what the plan says: two hosts of one, two and four ranks each, on Gloo.
+"""What leaves a node in a step, by the counter of its interface, beside what the plan says: two
+hosts of one, two and four ranks each, on Gloo.
 
     python benchmarks/network/nodes.py                    # writes benchmarks/results/network-nodes.json
     python benchmarks/network/nodes.py --per-host 2 --output /tmp/n.json
@@ -31,7 +32,13 @@ SHAPES: dict[str, tuple[int, ...]] = {f"layer{i}": (1024, 1024) for i in range(4
 MOST = 1.05
 WARM_UP, STEPS = 3, 4
 INT8 = WireDtype(AllReduce(), "int8")
-ONE_LEVEL: list[Any] = [AllReduce(), WireDtype(AllReduce(), "bfloat16"), INT8, Quantize("int4"), PowerSGD(32)]
+ONE_LEVEL: list[Any] = [
+    AllReduce(),
+    WireDtype(AllReduce(), "bfloat16"),
+    INT8,
+    Quantize("int4"),
+    PowerSGD(32),
+]
 ONE_LEVEL += [WireDtype(PowerSGD(32), "int8"), TopK(64), Sign()]
 
 
@@ -75,24 +82,46 @@ def rows(per_host: int) -> list[dict[str, Any]]:
 
         def command(host: int) -> list[str]:
             return [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={host}"),
-                *(f"--nproc-per-node={per_host}", f"--master-addr={lab.address(0)}", f"--master-port={PORT}"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes=2",
+                    f"--node-rank={host}",
+                ),
+                *(
+                    f"--nproc-per-node={per_host}",
+                    f"--master-addr={lab.address(0)}",
+                    f"--master-port={PORT}",
+                ),
                 *(f"--local-addr={lab.address(host)}", str(HERE / "nodes.py"), "--worker"),
             ]
 
         printed = lab.run(command)[0]
     found = []
-    for method, measured in zip(methods(per_host), json.loads(printed.strip().splitlines()[-1]), strict=True):
-        planned = plan(SHAPES, method, world_size=2 * per_host).link_bytes(2 * per_host, nodes=2, library="gloo")
+    for method, measured in zip(
+        methods(per_host), json.loads(printed.strip().splitlines()[-1]), strict=True
+    ):
+        planned = plan(SHAPES, method, world_size=2 * per_host).link_bytes(
+            2 * per_host, nodes=2, library="gloo"
+        )
         found.append(
-            {"ranks": per_host, "method": repr(method), "left": measured, "plan": planned, "ratio": measured / planned}
+            {
+                "ranks": per_host,
+                "method": repr(method),
+                "left": measured,
+                "plan": planned,
+                "ratio": measured / planned,
+            }
         )
     return found
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    p.add_argument("--per-host", type=int, nargs="+", default=[1, 2, 4], help="ranks on each of two hosts")
+    p.add_argument(
+        "--per-host", type=int, nargs="+", default=[1, 2, 4], help="ranks on each of two hosts"
+    )
     p.add_argument("--output", type=Path, default=HERE.parent / "results" / "network-nodes.json")
     p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()

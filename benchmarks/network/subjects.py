@@ -1,4 +1,5 @@
-"""What a worker of the network benchmark does in either framework: options, rounds in which subjects take turns, rows."""
+"""What a worker of the network benchmark does in either framework: options, rounds in which
+subjects take turns, rows."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ RECOMMENDED = "PowerSGD, rank 16, int8"
 
 @dataclass
 class Subject:
-    """Something to be measured. `step()` is one step, or `steps` of them; `planned` the bytes of one, payloads counted once."""
+    """Something to be measured. `step()` is one step, or `steps` of them; `planned` the bytes of
+    one, payloads counted once."""
 
     name: str
     step: Callable[[], None]
@@ -48,8 +50,9 @@ def rows(
     hosts: int,
     warm_up: int,
 ) -> list[dict[str, Any]]:
-    """Let the subjects take turns, one step each, for `warm_up` rounds and those that count. The first subject is what others are
-    compared with. `measure` gives seconds, and bytes on this host's interface, per step."""
+    """Let the subjects take turns, one step each, for `warm_up` rounds and those that count. The
+    first subject is what others are compared with. `measure` gives seconds, and bytes on this
+    host's interface, per step."""
     found: dict[str, list[tuple[float, float]]] = {s.name: [] for s in subjects}
     for round_ in range(warm_up + args.repeats):
         for subject in subjects:
@@ -69,7 +72,9 @@ def rows(
                 "planned_wire_bytes": on_links,
                 "wire_ms": on_links / args.rate * 1e3,
                 "collectives": subject.planned_collectives,
-                "ratio_to_plain": statistics.median(a / b for a, b in zip(seconds, plain, strict=True)),
+                "ratio_to_plain": statistics.median(
+                    a / b for a, b in zip(seconds, plain, strict=True)
+                ),
             }
         )
     return result

@@ -1,4 +1,5 @@
-"""One host of the trainings of benchmarks/auto.py on shaped links; started by `torchrun`. Prints its seconds and choices as the last line.
+"""One host of the trainings of benchmarks/auto.py on shaped links; started by `torchrun`. Prints
+its seconds and choices as the last line.
 
 A step hands given gradients over, and averages them.
 """
@@ -33,11 +34,16 @@ def main() -> None:
     p.add_argument("--method", choices=METHODS, required=True)
     p.add_argument("--steps", type=int, required=True)
     p.add_argument(
-        "--late", type=float, required=True, help="seconds by which the last rank comes late, in each second step"
+        "--late",
+        type=float,
+        required=True,
+        help="seconds by which the last rank comes late, in each second step",
     )
     for option in ("--layers", "--vocabulary"):
         p.add_argument(option, type=int, required=True)
-    p.add_argument("--progress", type=Path, required=True, help="where rank 0 writes which step has come")
+    p.add_argument(
+        "--progress", type=Path, required=True, help="where rank 0 writes which step has come"
+    )
     args = p.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,4 +1,5 @@
-"""One host of the benchmark of overlap; started by `torchrun`. Rank 0 prints what a step takes as the last line."""
+"""One host of the benchmark of overlap; started by `torchrun`. Rank 0 prints what a step takes as
+the last line."""
 
 import argparse
 import json
@@ -35,7 +36,9 @@ class Subject:
     def __init__(self, name: str, width: int, period: int) -> None:
         torch.manual_seed(0)
         self.period = period
-        self.model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())))
+        self.model = nn.Sequential(
+            *(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh()))
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.batch = torch.randn(ROWS, width)
         local = schedule(name, period)
@@ -108,7 +111,9 @@ def main() -> None:
         trace(subjects["overlap"], args.trace)
     result: dict[str, Any] = {
         "step_ms": {name: 1e3 * statistics.median(seconds) for name, seconds in took.items()},
-        "message_bytes": [sum(x.nbytes for x in subject.model.parameters()) for subject in subjects.values()],
+        "message_bytes": [
+            sum(x.nbytes for x in subject.model.parameters()) for subject in subjects.values()
+        ],
         "message_s": seconds_of_message(args.message, args.repeats) if args.message else None,
         "cores": os.cpu_count(),
     }

@@ -1,4 +1,5 @@
-"""A site of `nat.py`: three averages by DiLoCo with a peer that the lighthouse names, and what became of it in one line."""
+"""A site of `nat.py`: three averages by DiLoCo with a peer that the lighthouse names, and what
+became of it in one line."""
 
 import os
 import re
@@ -35,7 +36,9 @@ try:
         rank=0,
         world_size=1,
     )
-    handle = elastic(model, optimizer, gradwire.diloco(5, compressor=gradwire.PowerSGD(rank=4)), manager)
+    handle = elastic(
+        model, optimizer, gradwire.diloco(5, compressor=gradwire.PowerSGD(rank=4)), manager
+    )
     while handle.rounds < 4:
         x = torch.randn(64, 64)
         (model(x) - x.sort(dim=1).values).square().mean().backward()

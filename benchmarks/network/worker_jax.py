@@ -1,4 +1,5 @@
-"""One host of the JAX half of the network benchmark: `pmap` over one CPU device of each process. Prints its rows as the last line.
+"""One host of the JAX half of the network benchmark: `pmap` over one CPU device of each process.
+Prints its rows as the last line.
 
 A step is what a transformation does to given gradients. The subjects take turns, one step each.
 """
@@ -30,7 +31,9 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: Any, rank: int) -> list[
     params = {n: jnp.zeros(s) for n, s in shapes.items()}
     dense = plan(shapes, AllReduce())
 
-    def subject(name: str, tx: optax.GradientTransformation, planned: float, collectives: float) -> Subject:
+    def subject(
+        name: str, tx: optax.GradientTransformation, planned: float, collectives: float
+    ) -> Subject:
         state = replicate(tx.init(params), axis_name=AXIS)
         weights = replicate(params, axis_name=AXIS)
         update = jax.pmap(tx.update, axis_name=AXIS, donate_argnums=1)
@@ -46,7 +49,10 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: Any, rank: int) -> list[
     return [
         subject("pmean", all_reduce_mean(axis_name=AXIS), dense.wire_bytes, 1),
         subject(
-            f"PowerSGD, rank {rank}", power_sgd(rank, axis_name=AXIS), compressed.wire_bytes, compressed.collectives
+            f"PowerSGD, rank {rank}",
+            power_sgd(rank, axis_name=AXIS),
+            compressed.wire_bytes,
+            compressed.collectives,
         ),
         subject(
             f"PowerSGD, rank {rank}, half-step",
@@ -54,7 +60,12 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: Any, rank: int) -> list[
             half.wire_bytes,
             half.collectives,
         ),
-        subject("ZeRO + AdamW", zero1(optax.adamw(1e-3), axis_name=AXIS, replicas=replicas), dense.wire_bytes, 2),
+        subject(
+            "ZeRO + AdamW",
+            zero1(optax.adamw(1e-3), axis_name=AXIS, replicas=replicas),
+            dense.wire_bytes,
+            2,
+        ),
     ]
 
 
@@ -78,7 +89,9 @@ def main() -> None:
     jax.distributed.initialize(coordinator, num_processes=args.hosts, process_id=args.host)
     shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
     random = np.random.default_rng(args.host)
-    given = {n: jnp.asarray(random.standard_normal((1, *s), dtype=np.float32)) for n, s in shapes.items()}
+    given = {
+        n: jnp.asarray(random.standard_normal((1, *s), dtype=np.float32)) for n, s in shapes.items()
+    }
     found = rows(subjects(shapes, given, args.rank), measure, args, hosts=args.hosts, warm_up=1)
     if args.host == 0:
         print(json.dumps(found), flush=True)

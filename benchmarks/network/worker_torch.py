@@ -1,7 +1,8 @@
-"""One host of the torch half of the network benchmark; started by `torchrun`. Prints its rows as the last line.
+"""One host of the torch half of the network benchmark; started by `torchrun`. Prints its rows as
+the last line.
 
-A step is the backward pass of a model that hands given gradients over, their averaging, and nothing else, but for subjects that are
-optimizers (ZeRO, DiLoCo). The subjects take turns, one step each.
+A step is the backward pass of a model that hands given gradients over, their averaging, and nothing
+else, but for subjects that are optimizers (ZeRO, DiLoCo). The subjects take turns, one step each.
 """
 
 import json
@@ -30,12 +31,16 @@ PERIOD = 10  # of DiLoCo
 ONE_BUCKET = 1000.0  # MiB
 
 
-def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor], rank: int) -> list[Subject]:
+def subjects(
+    shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor], rank: int
+) -> list[Subject]:
     dense = plan(shapes, AllReduce(), bucket_cap_mb=25)
 
     def ddp(cap: float = 25, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
         model = HandedOver(shapes)
-        return DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+        return DistributedDataParallel(
+            model, process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=True
+        )
 
     def backward(model: torch.nn.Module) -> Callable[[], None]:
         def step() -> None:
@@ -50,7 +55,9 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
     def bf16() -> Subject:
         model = ddp()
         model.register_comm_hook(None, gw.bf16_compress_hook)
-        return Subject("bf16_compress_hook", backward(model), dense.wire_bytes / 2, len(dense.buckets))
+        return Subject(
+            "bf16_compress_hook", backward(model), dense.wire_bytes / 2, len(dense.buckets)
+        )
 
     def coded(dtype: str) -> Subject:
         model, algorithm = ddp(), WireDtype(AllReduce(), dtype)
@@ -60,10 +67,14 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
 
     def torchs() -> Subject:
         model = ddp(ONE_BUCKET)  # with more than one it hangs on Gloo
-        state = torch_powersgd.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        state = torch_powersgd.PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=2
+        )
         model.register_comm_hook(state, torch_powersgd.powerSGD_hook)
         expected = plan(shapes, PowerSGD(rank))
-        return Subject(f"torch's powerSGD_hook, rank {rank}", backward(model), expected.wire_bytes, 3)
+        return Subject(
+            f"torch's powerSGD_hook, rank {rank}", backward(model), expected.wire_bytes, 3
+        )
 
     def ours(name: str, algorithm: Algorithm, message_bytes: int = MESSAGE_BYTES) -> Subject:
         model = ddp()
@@ -94,7 +105,13 @@ def subjects(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor],
                 model(given).backward()
                 optimizer.step()
 
-        return Subject(f"DiLoCo + AdamW, every {PERIOD} steps", steps, dense.wire_bytes / PERIOD, 1 / PERIOD, PERIOD)
+        return Subject(
+            f"DiLoCo + AdamW, every {PERIOD} steps",
+            steps,
+            dense.wire_bytes / PERIOD,
+            1 / PERIOD,
+            PERIOD,
+        )
 
     return [
         plain(),
@@ -117,7 +134,9 @@ def measure(subject: Subject) -> tuple[float, float]:
     bytes_before, began = sent_bytes(), time.perf_counter()
     subject.step()
     dist.barrier()  # a step is over when the slowest host is done
-    return (time.perf_counter() - began) / subject.steps, (sent_bytes() - bytes_before) / subject.steps
+    return (time.perf_counter() - began) / subject.steps, (
+        sent_bytes() - bytes_before
+    ) / subject.steps
 
 
 def main() -> None:
@@ -127,7 +146,9 @@ def main() -> None:
     shapes = gpt(layers=args.layers, vocabulary=args.vocabulary)
     given = drawn(shapes, seed=dist.get_rank())
     # Three rounds to warm up: DDP makes its buckets, and torch's hook begins, in the first.
-    found = rows(subjects(shapes, given, args.rank), measure, args, hosts=dist.get_world_size(), warm_up=3)
+    found = rows(
+        subjects(shapes, given, args.rank), measure, args, hosts=dist.get_world_size(), warm_up=3
+    )
     dist.destroy_process_group()
     if os.environ["RANK"] == "0":
         print(json.dumps(found), flush=True)

@@ -1,7 +1,9 @@
-"""One rank of the benchmark of two levels, several on each host; started by `torchrun`. Rank 0 prints the rows as the last line.
+"""One rank of the benchmark of two levels, several on each host; started by `torchrun`. Rank 0
+prints the rows as the last line.
 
-A step is the backward pass of a model that hands given gradients over, and their averaging. What compressing costs is measured with nobody to send to, in
-time of the processor: ranks share cores here.
+A step is the backward pass of a model that hands given gradients over, and their averaging. What
+compressing costs is measured with nobody to send to, in time of the processor: ranks share cores
+here.
 """
 
 import json
@@ -24,14 +26,19 @@ from shapes import gpt
 from subjects import Subject, parser, rows, sent_bytes
 
 WARM_UP = 3
-#: Seconds that a message takes between hosts, and on loopback; bytes per second of loopback. For the prediction.
+#: Seconds that a message takes between hosts, and on loopback; bytes per second of loopback. For
+#: the prediction.
 LATENCY, WITHIN = 1e-4, (2e-5, 3e9)
 
 
-def step_of(shapes: dict[str, tuple[int, ...]], algorithm: Any, group: dist.ProcessGroup | None = None) -> Any:
+def step_of(
+    shapes: dict[str, tuple[int, ...]], algorithm: Any, group: dist.ProcessGroup | None = None
+) -> Any:
     """One step of a model of these shapes, and the handle."""
     model = HandedOver(shapes)
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=25, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=25, gradient_as_bucket_view=True
+    )
     handle = None if algorithm is None else gw.register_comm_hook(ddp, algorithm)
     given = drawn(shapes, seed=dist.get_rank())
 

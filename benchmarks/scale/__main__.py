@@ -4,10 +4,12 @@
     python benchmarks/scale --only leaves --leaves 100 400    # one part; the others stay as they are in the file
     python benchmarks/scale --only pages                      # docs/evidence.md, from what is in the file
 
-Counts (operations, bytes, requests, equations) are exact. Seconds are processor time, of the rank that needs most. Each curve has the exponent of the power of the size
-that fits it, and is held to its peer's: no more than 0.1 above. Parts:
+Counts (operations, bytes, requests, equations) are exact. Seconds are processor time, of the rank
+that needs most. Each curve has the exponent of the power of the size that fits it, and is held to
+its peer's: no more than 0.1 above. Parts:
 
-- counted: one imagined rank of many, on torch's dispatcher alone: operations of a step, and the bytes of its plan.
+- counted: one imagined rank of many, on torch's dispatcher alone: operations of a step, and the
+  bytes of its plan.
 - ranks: real processes over Gloo: requests to the store, bytes, processor time.
 - tensors: two real processes with more and more small tensors.
 - plans: seconds of `gradwire.plan`.
@@ -40,18 +42,43 @@ PARTS = ("counted", "ranks", "tensors", "plans", "leaves")
 
 def parse() -> argparse.Namespace:
     p = argparse.ArgumentParser(
-        prog="python benchmarks/scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python benchmarks/scale",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("--only", nargs="+", choices=(*PARTS, "pages"), default=[*PARTS, "pages"], metavar="PART")
-    p.add_argument("--imagined", nargs="+", type=int, default=[8, 64, 512, 4096], help="ranks of which one is there")
+    p.add_argument(
+        "--only", nargs="+", choices=(*PARTS, "pages"), default=[*PARTS, "pages"], metavar="PART"
+    )
+    p.add_argument(
+        "--imagined",
+        nargs="+",
+        type=int,
+        default=[8, 64, 512, 4096],
+        help="ranks of which one is there",
+    )
     p.add_argument("--ranks", nargs="+", type=int, default=[4, 16, 64], help="real ones")
     p.add_argument("--of", type=int, default=40, help="tensors, where ranks grow")
     p.add_argument("--tensors", nargs="+", type=int, default=[100, 1_000, 10_000])
-    p.add_argument("--planned", nargs="+", type=int, default=[100, 1_000, 8_000], help="tensors of plans")
-    p.add_argument("--leaves", nargs="+", type=int, default=[100, 400, 1_000], help="of which equations are counted")
-    p.add_argument("--compiled", nargs="*", type=int, default=[100, 400], help="leaves that are compiled too")
+    p.add_argument(
+        "--planned", nargs="+", type=int, default=[100, 1_000, 8_000], help="tensors of plans"
+    )
+    p.add_argument(
+        "--leaves",
+        nargs="+",
+        type=int,
+        default=[100, 400, 1_000],
+        help="of which equations are counted",
+    )
+    p.add_argument(
+        "--compiled", nargs="*", type=int, default=[100, 400], help="leaves that are compiled too"
+    )
     p.add_argument("--output", type=Path, default=HERE.parent / "results" / "scale.json")
-    p.add_argument("--page", type=Path, default=ROOT / "docs" / "evidence.md", help="with a table between marks")
+    p.add_argument(
+        "--page",
+        type=Path,
+        default=ROOT / "docs" / "evidence.md",
+        help="with a table between marks",
+    )
     return p.parse_args()
 
 
@@ -75,9 +102,12 @@ def main() -> None:
             continue
         rows = [{"measured": part} | curve.row() for curve in parts[part]()]
         known = sorted(
-            [*(row for row in known if row["measured"] != part), *rows], key=lambda r: PARTS.index(r["measured"])
+            [*(row for row in known if row["measured"] != part), *rows],
+            key=lambda r: PARTS.index(r["measured"]),
         )
-        versions = f"Python {platform.python_version()}, torch {version('torch')}, jax {version('jax')}"
+        versions = (
+            f"Python {platform.python_version()}, torch {version('torch')}, jax {version('jax')}"
+        )
         result = {
             "command": "python benchmarks/scale",
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, {versions}",
@@ -90,7 +120,11 @@ def main() -> None:
         for row in known
         if not row["holds"]
     ]
-    print(f"{len(known) - len(above)} of {len(known)} curves hold", *(f"  above: {each}" for each in above), sep="\n")
+    print(
+        f"{len(known) - len(above)} of {len(known)} curves hold",
+        *(f"  above: {each}" for each in above),
+        sep="\n",
+    )
     if "pages" in args.only:
         fill(args.page, known)
 

@@ -12,7 +12,8 @@ from gradwire.core.algorithm import Algorithm
 from scale.curves import Curve
 from scale.subjects import GATHERED, METHODS, methods, shapes
 
-#: Of matrices: what fills up the last share of each replica is little beside them, also with thousands of replicas.
+#: Of matrices: what fills up the last share of each replica is little beside them, also with
+#: thousands of replicas.
 WIDTH = 512
 
 #: The first steps make memory.
@@ -20,7 +21,8 @@ STEPS = 3
 
 
 def operations(algorithm: Algorithm, ranks: int, tensors: int) -> int:
-    """How many operations of torch the hook dispatches in a step on a device with Triton, views too; nothing is computed."""
+    """How many operations of torch the hook dispatches in a step on a device with Triton, views
+    too; nothing is computed."""
     with on_a_device(fused=True):
         step = gradwire_step(shapes(tensors, WIDTH), algorithm, replicas=ranks)
     for _ in range(STEPS):
@@ -34,7 +36,10 @@ def of_ranks(ranks: Sequence[int], tensors: int, said: Callable[[str], None]) ->
     """Operations and planned bytes of a step, against the number of ranks."""
     curves = []
     sent = {
-        name: {n: plan(shapes(tensors, WIDTH), methods(n)[name], world_size=n).wire_bytes for n in ranks}
+        name: {
+            n: plan(shapes(tensors, WIDTH), methods(n)[name], world_size=n).wire_bytes
+            for n in ranks
+        }
         for name in methods(ranks[0])
     }
     for name in methods(ranks[0]):
@@ -42,15 +47,22 @@ def of_ranks(ranks: Sequence[int], tensors: int, said: Callable[[str], None]) ->
         counts = {n: float(operations(methods(n)[name], n, tensors)) for n in ranks}
         curves.append(Curve("ranks", name, "operations of a step", counts))
         grows = name in GATHERED
-        outgrown = plan(shapes(tensors, WIDTH), methods(ranks[0])[name], world_size=ranks[0]).outgrown_at
+        outgrown = plan(
+            shapes(tensors, WIDTH), methods(ranks[0])[name], world_size=ranks[0]
+        ).outgrown_at
         more = {n: sent[name][n] > sent["int8"][n] for n in ranks}
         right = all(more[n] == (outgrown is not None and n >= outgrown) for n in ranks)
-        curves.append(Curve("ranks", name, "bytes of a step", sent[name], gathered=grows, outgrown_right=right))
+        curves.append(
+            Curve(
+                "ranks", name, "bytes of a step", sent[name], gathered=grows, outgrown_right=right
+            )
+        )
     return curves
 
 
 def of_plans(tensors: Sequence[int], said: Callable[[str], None], ranks: int = 8) -> list[Curve]:
-    """Processor seconds of a plan, against the number of tensors, to which it should be proportional."""
+    """Processor seconds of a plan, against the number of tensors, to which it should be
+    proportional."""
     curves = []
     for name, algorithm in METHODS.items():
         seconds = {}

@@ -1,4 +1,5 @@
-"""How something grows: values at some sizes, the exponent of the power of the size that fits them, and that of a peer beside it."""
+"""How something grows: values at some sizes, the exponent of the power of the size that fits them,
+and that of a peer beside it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Curve:
         what: what was counted or measured, with its unit.
         values: by size.
         peer: the exponent that this one is held to.
-        gathered: whether these are bytes of what is gathered, which grow by design; `outgrown_at` is held to them instead.
+        gathered: whether these are bytes of what is gathered, which grow by design; `outgrown_at`
+            is held to them instead.
         holds: whether it is as it should be.
     """
 
@@ -35,12 +37,17 @@ class Curve:
 
     @property
     def exponent(self) -> float:
-        """The slope of the straight line through the logarithms, by least squares. Of nothing at all, 0."""
-        points = [(math.log(size), math.log(value)) for size, value in self.values.items() if value > 0]
+        """The slope of the straight line through the logarithms, by least squares. Of nothing at
+        all, 0."""
+        points = [
+            (math.log(size), math.log(value)) for size, value in self.values.items() if value > 0
+        ]
         if len(points) < 2:
             return 0.0
         x, y = (sum(each) / len(points) for each in zip(*points, strict=True))
-        slope: float = sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+        slope: float = sum((a - x) * (b - y) for a, b in points) / sum(
+            (a - x) ** 2 for a, _ in points
+        )
         return slope
 
     @property
@@ -53,6 +60,7 @@ class Curve:
 
 
 def beside(curves: Sequence[Curve], peer: str) -> list[Curve]:
-    """The curves, each held to that of the subject `peer` of the same part for the same thing, and to no growth at all where `peer` does not grow either."""
+    """The curves, each held to that of the subject `peer` of the same part for the same thing, and
+    to no growth at all where `peer` does not grow either."""
     theirs = {curve.what: max(0.0, curve.exponent) for curve in curves if curve.subject == peer}
     return [replace(curve, peer=theirs.get(curve.what, curve.peer)) for curve in curves]

@@ -1,4 +1,5 @@
-"""JAX: equations, tracing and compiling of an update against the number of leaves, beside `pmean`: a process for each subject.
+"""JAX: equations, tracing and compiling of an update against the number of leaves, beside `pmean`:
+a process for each subject.
 
 python benchmarks/scale/leaves.py Quantize 100 400
 """
@@ -23,13 +24,21 @@ PEER = "pmean"
 AXIS = "data"
 
 
-def of_leaves(leaves: Sequence[int], compiled: Sequence[int], said: Callable[[str], None]) -> list[Curve]:
-    """Equations of the step with so many leaves; and processor seconds of tracing and compiling, of those that are `compiled`."""
+def of_leaves(
+    leaves: Sequence[int], compiled: Sequence[int], said: Callable[[str], None]
+) -> list[Curve]:
+    """Equations of the step with so many leaves; and processor seconds of tracing and compiling, of
+    those that are `compiled`."""
     curves = []
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     for name in (PEER, *METHODS):
         found = last_line(
-            __file__, name, *map(str, leaves), *(f"{n}!" for n in compiled), XLA_FLAGS=flags, JAX_PLATFORMS="cpu"
+            __file__,
+            name,
+            *map(str, leaves),
+            *(f"{n}!" for n in compiled),
+            XLA_FLAGS=flags,
+            JAX_PLATFORMS="cpu",
         )
         said(f"leaves: {name}")
         values: dict[str, dict[int, float]] = {}
@@ -64,7 +73,11 @@ def made(name: str, leaves: int, compiles: bool) -> dict[str, float]:
     params = {n: jnp.zeros(shape) for n, shape in shapes(leaves).items()}
     own = PartitionSpec()
     if name == PEER:
-        step, given, specs = (lambda gradients, _: jax.tree.map(lambda x: jax.lax.pmean(x, AXIS), gradients)), (), own
+        step, given, specs = (
+            (lambda gradients, _: jax.tree.map(lambda x: jax.lax.pmean(x, AXIS), gradients)),
+            (),
+            own,
+        )
     else:
         tx = average_gradients(METHODS[name], axis_name=AXIS)
         state = tx.init(params)
@@ -78,7 +91,10 @@ def made(name: str, leaves: int, compiles: bool) -> dict[str, float]:
         lowered = jax.jit(mapped).lower(params, given)
         traced = time.process_time()
         lowered.compile()
-        found |= {"seconds of tracing": traced - cpu, "seconds of compiling": time.process_time() - traced}
+        found |= {
+            "seconds of tracing": traced - cpu,
+            "seconds of compiling": time.process_time() - traced,
+        }
     return found
 
 

@@ -1,4 +1,5 @@
-"""Real ranks over Gloo on this machine: what each asks of the store, sends and computes, beside plain DDP."""
+"""Real ranks over Gloo on this machine: what each asks of the store, sends and computes, beside
+plain DDP."""
 
 from __future__ import annotations
 
@@ -99,7 +100,9 @@ class CountingStore(dist.Store):
 def counting_group() -> CountingStore:
     """Replace the process group by one whose store counts. Every rank calls this."""
     rank, size, port = dist.get_rank(), dist.get_world_size(), torch.zeros(1, dtype=torch.int64)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    server = (
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    )
     if server:
         port[0] = server.port
     dist.broadcast(port, 0)
@@ -119,12 +122,15 @@ def written() -> int:
 def steps_of(
     name: str, given: Mapping[str, tuple[int, ...]], store: CountingStore | None, began: int
 ) -> dict[str, float]:
-    """What registration and steps of a subject need of this rank. `began`: what its process group has asked of the store."""
+    """What registration and steps of a subject need of this rank. `began`: what its process group
+    has asked of the store."""
     gradients, whole = drawn(dict(given), seed=dist.get_rank()), HandedOver(dict(given))
     cpu = time.process_time()
     model = DistributedDataParallel(whole)
     made, asked = time.process_time(), store.requests[True] if store else 0
-    handle = None if name == PEER else gw.register_comm_hook(model, methods(dist.get_world_size())[name])
+    handle = (
+        None if name == PEER else gw.register_comm_hook(model, methods(dist.get_world_size())[name])
+    )
     found = {"seconds of registration": time.process_time() - made if handle else made - cpu}
     seconds = []
     for step in range(WARM_UP + STEPS):
@@ -140,11 +146,18 @@ def steps_of(
     sent = (handle.stats().bytes_sent - counted) / STEPS if handle else 4 * elements(given)
     found["bytes of a step"] = sent
     if store:
-        found["requests to the store, with its process group"] = began + store.requests[True] - asked
+        found["requests to the store, with its process group"] = (
+            began + store.requests[True] - asked
+        )
     return found
 
 
-def work(tell: Callable[[Any], None], names: Sequence[str], given: Mapping[str, tuple[int, ...]], counts: bool) -> None:
+def work(
+    tell: Callable[[Any], None],
+    names: Sequence[str],
+    given: Mapping[str, tuple[int, ...]],
+    counts: bool,
+) -> None:
     """Every subject in turn. Every rank calls this; what it needs most on any rank is told."""
     store = counting_group() if counts else None
     began = store.requests[False] if store else 0
@@ -157,7 +170,11 @@ def work(tell: Callable[[Any], None], names: Sequence[str], given: Mapping[str, 
 
 
 def measured(
-    part: str, sizes: Sequence[int], names: Sequence[str], run: Callable[[int], Any], said: Callable[[str], None]
+    part: str,
+    sizes: Sequence[int],
+    names: Sequence[str],
+    run: Callable[[int], Any],
+    said: Callable[[str], None],
 ) -> list[Curve]:
     """The curves of what `run(size)` tells, beside those of DDP."""
     values: dict[tuple[str, str], dict[int, float]] = {}
@@ -169,7 +186,13 @@ def measured(
                 values.setdefault((subject, what), {})[size] = value
     grows = {"bytes of a step", "bytes written in a step"}
     curves = [
-        Curve(part, subject, what, own, gathered=part == "ranks" and what in grows and subject in GATHERED)
+        Curve(
+            part,
+            subject,
+            what,
+            own,
+            gathered=part == "ranks" and what in grows and subject in GATHERED,
+        )
         for (subject, what), own in values.items()
     ]
     return beside(curves, PEER)

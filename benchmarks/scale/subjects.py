@@ -19,10 +19,14 @@ GATHERED = ("TopK", "Sign")
 
 
 def methods(ranks: int) -> dict[str, Algorithm]:
-    """Those, and what is made for a number of ranks: nodes of a quarter of them each, of at most eight."""
+    """Those, and what is made for a number of ranks: nodes of a quarter of them each, of at most
+    eight."""
     return METHODS | {"TwoLevel": TwoLevel(PowerSGD(2), within=min(8, max(2, ranks // 4)))}
 
 
 def shapes(tensors: int, width: int = 64) -> dict[str, tuple[int, ...]]:
     """Matrices and vectors in turn."""
-    return {f"{i // 2}_{'bias' if i % 2 else 'weight'}": (width,) if i % 2 else (width, width) for i in range(tensors)}
+    return {
+        f"{i // 2}_{'bias' if i % 2 else 'weight'}": (width,) if i % 2 else (width, width)
+        for i in range(tensors)
+    }

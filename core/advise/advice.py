@@ -33,7 +33,8 @@ PLAIN = AllReduce()
 
 
 def default_methods(per_node: int = 1) -> list[Any]:
-    """What is compared unless others are asked for, where so many replicas share a node (of several): methods whose losses were measured (docs/frontier.md)."""
+    """What is compared unless others are asked for, where so many replicas share a node (of
+    several): methods whose losses were measured (docs/frontier.md)."""
     int8, factors = WireDtype(PLAIN, "int8"), WireDtype(PowerSGD(16), "int8")
     levels = [TwoLevel(method, per_node) for method in (PLAIN, int8, factors) if per_node > 1]
     return [
@@ -97,13 +98,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Advice:
-    """What `gradwire.advise` returns: plain data that prints as a table with its recommendation below.
+    """What `gradwire.advise` returns: plain data that prints as a table with its recommendation
+    below.
 
     Examples:
         >>> from gradwire import Advice
         >>> from gradwire.core.advise.advice import Choice, MethodAdvice
         >>> plain = MethodAdvice("plain", 0.9, 0.2, 0.0, 0.7, 0.0, 1e8, 0)
-        >>> advice = Advice(10**8, "2 replicas", (plain,), (Choice(0.01, "plain", "nothing is faster."),), "one small model")
+        >>> choice = Choice(0.01, "plain", "nothing is faster.")
+        >>> advice = Advice(10**8, "2 replicas", (plain,), (choice,), "one small model")
         >>> advice.method("plain").step, advice.recommended
         (0.9, 'plain')
 
@@ -132,31 +135,41 @@ class Advice:
         return self.choices[0].reason
 
     def method(self, algorithm: str) -> MethodAdvice:
-        """What is expected of one method, by its name in the table: "plain", "PowerSGD(rank=4)". Raises KeyError if it was not compared."""
+        """What is expected of one method, by its name in the table: "plain", "PowerSGD(rank=4)".
+        Raises KeyError if it was not compared."""
         for method in self.methods:
             if method.algorithm == algorithm:
                 return method
         raise KeyError(algorithm)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, numbers and strings, for JSON; times in seconds, sizes in bytes."""
+        """Plain dictionaries, lists, numbers and strings, for JSON; times in seconds, sizes in
+        bytes."""
         return asdict(self) | {"recommended": self.recommended, "reason": self.reason}
 
     def __str__(self) -> str:
-        """The table, and the recommendation below. The step alone is the same for all methods, and stands above. Long names have lines of their own."""
-        above = f"{size_of(self.model_bytes)} of gradients, {self.network}; a step alone takes {time_of(self.methods[0].compute)}"
+        """The table, and the recommendation below. The step alone is the same for all methods, and
+        stands above. Long names have lines of their own."""
+        above = (
+            f"{size_of(self.model_bytes)} of gradients, {self.network}; a step alone takes"
+            f" {time_of(self.methods[0].compute)}"
+        )
         above += f". Loss to uncompressed averages: {self.losses}"
         rows = [["", "step", "compress", "wait", "overlap", "sent", "memory", "loss"]]
         for m in self.methods:
             times = map(time_of, (m.step, m.compression, m.exposed, m.hidden))
             mark = "→ " if m.algorithm == self.recommended else "  "
             loss = "" if m.algorithm == "plain" else str(m.loss or "unknown")
-            rows.append([mark + m.algorithm, *times, size_of(m.wire_bytes), size_of(m.memory_bytes), loss])
+            rows.append(
+                [mark + m.algorithm, *times, size_of(m.wire_bytes), size_of(m.memory_bytes), loss]
+            )
         widths = [max(len(row[i]) for row in rows) for i in range(1, 7)]
         table = []
         for name, *cells in rows:
             if len(name) > SHORT_NAME:
-                table += textwrap.wrap(name, WIDTH, subsequent_indent=" " * 4, break_on_hyphens=False)
+                table += textwrap.wrap(
+                    name, WIDTH, subsequent_indent=" " * 4, break_on_hyphens=False
+                )
                 name = ""
             numbers = " ".join(map(str.rjust, cells, widths))
             table.append(f"{name:<{SHORT_NAME}} {numbers} {cells[-1]}".rstrip())
@@ -183,9 +196,15 @@ def name_of(algorithm: Any) -> str:
 
 def written(algorithm: Any) -> str:
     """The expression of a method, which `gradwire.core.plan.expressions.parse_algorithm` reads."""
-    if isinstance(algorithm, WireDtype) and algorithm == WireDtype(algorithm.algorithm, algorithm.dtype):
+    if isinstance(algorithm, WireDtype) and algorithm == WireDtype(
+        algorithm.algorithm, algorithm.dtype
+    ):
         return f"WireDtype({algorithm.algorithm!r}, {algorithm.dtype!r})"
-    if isinstance(algorithm, LocalSGD) and isinstance(algorithm.period, int) and algorithm == diloco(algorithm.period):
+    if (
+        isinstance(algorithm, LocalSGD)
+        and isinstance(algorithm.period, int)
+        and algorithm == diloco(algorithm.period)
+    ):
         return f"diloco({algorithm.period})"
     return repr(algorithm)
 
@@ -226,16 +245,18 @@ def weigh(
 ) -> Advice:
     """Predict a step of each method, and recommend one for each limit.
 
-    Of the methods whose loss is surely within the limit it is the one of least loss within 5 % of the fastest. So uncompressed averages stay where they are as fast as
-    anything.
+    Of the methods whose loss is surely within the limit it is the one of least loss within 5 % of
+    the fastest. So uncompressed averages stay where they are as fast as anything.
 
     Args:
         costs: algorithms and what they cost, uncompressed averages among them.
         specs: of the gradients.
         probe: the network.
         compute: a step of one replica alone.
-        limits: by how much the loss may be higher than that of uncompressed averages, in parts of it, the least first.
-        losses: of methods. None: those that are known, see `gradwire.core.advise.losses.known_losses`.
+        limits: by how much the loss may be higher than that of uncompressed averages, in parts of
+            it, the least first.
+        losses: of methods. None: those that are known, see
+            `gradwire.core.advise.losses.known_losses`.
 
     Raises:
         ValueError: no cost of uncompressed averages.
@@ -250,11 +271,20 @@ def weigh(
 
 
 def choose(
-    predicted: Sequence[MethodAdvice], model_bytes: int, network: str, limits: Sequence[float], losses: Losses
+    predicted: Sequence[MethodAdvice],
+    model_bytes: int,
+    network: str,
+    limits: Sequence[float],
+    losses: Losses,
 ) -> Advice:
-    """The advice for methods whose steps are predicted, uncompressed averages among them: what each loses is looked up, and one recommended for each limit."""
+    """The advice for methods whose steps are predicted, uncompressed averages among them: what each
+    loses is looked up, and one recommended for each limit."""
     found = tuple(
-        method if method.algorithm == "plain" else replace(method, loss=losses.methods.get(method.algorithm))
+        (
+            method
+            if method.algorithm == "plain"
+            else replace(method, loss=losses.methods.get(method.algorithm))
+        )
         for method in predicted
     )
     choices = tuple(_recommend(found, limit, losses) for limit in limits)
@@ -271,11 +301,17 @@ def _recommend(methods: Sequence[MethodAdvice], limit: float, losses: Losses) ->
         which = f"whose loss is surely within {100 * limit:g} % of theirs"
         return Choice(limit, "plain", _leave_it(plain, fastest, which))
     reason = (
-        f"a step takes {time_of(chosen.step)}, and {time_of(plain.step)} with uncompressed averages, {plain.step / chosen.step:.1f} times as long. They wait "
-        f"{time_of(plain.exposed)} for {size_of(plain.wire_bytes)}; this waits {time_of(chosen.exposed)} for {size_of(chosen.wire_bytes)} and "
-        f"computes {time_of(chosen.compression)}."
+        f"a step takes {time_of(chosen.step)}, and {time_of(plain.step)} with uncompressed"
+        f" averages, {plain.step / chosen.step:.1f} times as long. They wait"
+        f" {time_of(plain.exposed)} for {size_of(plain.wire_bytes)}; this waits"
+        f" {time_of(chosen.exposed)} for {size_of(chosen.wire_bytes)} and computes"
+        f" {time_of(chosen.compression)}."
     )
-    further = "" if fastest is chosen else f" {fastest.algorithm} is as fast, and further from uncompressed averages."
+    further = (
+        ""
+        if fastest is chosen
+        else f" {fastest.algorithm} is as fast, and further from uncompressed averages."
+    )
     loss = chosen.loss
     assert loss is not None  # or it would not be eligible
     if loss.by_kind:
@@ -285,25 +321,37 @@ def _recommend(methods: Sequence[MethodAdvice], limit: float, losses: Losses) ->
             f"{reason} It only rounds, which counts as no loss, and has nothing to tune.{further}",
         )
     rate = "" if loss.rate == 1 else f", with {loss.rate:g} times your learning rate"
-    where = "" if losses.own else " there. Yours may differ: `gradwire compare`, for as long as you can"
+    where = (
+        "" if losses.own else " there. Yours may differ: `gradwire compare`, for as long as you can"
+    )
     return Choice(limit, chosen.algorithm, f"{reason} {_said_of(loss)}{rate}{where}.{further}")
 
 
 def _said_of(loss: LossDifference) -> str:
-    return f"Its loss was {100 * loss.difference:+.1f} % from theirs, at most {100 * loss.bound:+.1f}"
+    return (
+        f"Its loss was {100 * loss.difference:+.1f} % from theirs, at most {100 * loss.bound:+.1f}"
+    )
 
 
 def _rank(method: MethodAdvice) -> float:
-    """What does least to the loss comes first. Uncompressed averages stay before a loss that is no worse than theirs."""
+    """What does least to the loss comes first. Uncompressed averages stay before a loss that is no
+    worse than theirs."""
     return -1.0 if method.loss is None else max(0.0, method.loss.difference)
 
 
 def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, which: str) -> str:
     if plain.exposed < (EQUAL - 1) * plain.step:
-        return f"communication costs {time_of(plain.exposed)} of a step of {time_of(plain.step)}; there is nothing to gain."
+        return (
+            f"communication costs {time_of(plain.exposed)} of a step of {time_of(plain.step)};"
+            " there is nothing to gain."
+        )
     if fastest is plain:
         return (
-            f"no method {which} is faster. Uncompressed averages wait {time_of(plain.exposed)} of {time_of(plain.step)}; the "
-            "others save less than they take to compute and to send more messages."
+            f"no method {which} is faster. Uncompressed averages wait {time_of(plain.exposed)} of"
+            f" {time_of(plain.step)}; the others save less than they take to compute and to send"
+            " more messages."
         )
-    return f"uncompressed averages are within 5 % of the fastest, {fastest.algorithm} ({time_of(fastest.step)} and {time_of(plain.step)})."
+    return (
+        f"uncompressed averages are within 5 % of the fastest, {fastest.algorithm}"
+        f" ({time_of(fastest.step)} and {time_of(plain.step)})."
+    )

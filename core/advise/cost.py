@@ -1,4 +1,5 @@
-"""What a method costs in a step on one replica: what it computes, measured by a backend, and what it sends, known from its dry run."""
+"""What a method costs in a step on one replica: what it computes, measured by a backend, and what
+it sends, known from its dry run."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ class Cost:
     """A method on one replica.
 
     Attributes:
-        steps: the groups of gradients of each step of a cycle; of local SGD one group for all averages of a period.
+        steps: the groups of gradients of each step of a cycle; of local SGD one group for all
+            averages of a period.
         every: all of it happens once in so many steps: 1, but for local SGD.
         overlaps: whether messages may travel while backward goes on.
         memory_bytes: what the method keeps from step to step, beside parameters and gradients.
-        averages: of local SGD, what leaves in a cycle, of so many steps as `steps` and `every` make.
+        averages: of local SGD, what leaves in a cycle, of so many steps as `steps` and `every`
+            make.
     """
 
     steps: tuple[tuple[Group, ...], ...]
@@ -43,7 +46,9 @@ class Cost:
     def messages(self) -> list[Message]:
         """All of a cycle."""
         averaged = [message for each in self.averages for message in each.sent.messages]
-        return averaged + [message for step in self.steps for group in step for message in group.messages]
+        return averaged + [
+            message for step in self.steps for group in step for message in group.messages
+        ]
 
     def per_step(self, total: float) -> float:
         """What is summed over a cycle, for one step on average."""
@@ -63,8 +68,10 @@ def cost_of(
         algorithm: after its `start_step`.
         specs: of the parameters, in the order of the model.
         replicas: of how many this one is one.
-        seconds: how long the method computes with these gradients, in each step of its cycle; of local SGD, in each average of its cycle.
-        groups: names of the gradients that are averaged together, in the order in which backward makes them. None: all, once backward is over.
+        seconds: how long the method computes with these gradients, in each step of its cycle; of
+            local SGD, in each average of its cycle.
+        groups: names of the gradients that are averaged together, in the order in which backward
+            makes them. None: all, once backward is over.
 
     Raises:
         ValueError: what the algorithm refuses, by name.
@@ -74,7 +81,9 @@ def cost_of(
         length, averages = leaving_in_cycle(algorithm, specs, replicas)
         period = (Group(_bytes_of(specs), sum(seconds(specs))),)
         periods = (period,) * (length // algorithm.cycle)
-        return Cost(periods, algorithm.cycle, overlaps=False, memory_bytes=kept, averages=tuple(averages))
+        return Cost(
+            periods, algorithm.cycle, overlaps=False, memory_bytes=kept, averages=tuple(averages)
+        )
     dry = dry_run(algorithm, specs, replicas)
     cycle: list[list[Group]] = [[] for _ in range(algorithm.cycle)]
     known: dict[Any, list[float]] = {}
@@ -82,7 +91,10 @@ def cost_of(
         part = dry.only(names)
         own, steps = part.specs, part.cycle
         ready += _bytes_of(own)
-        kind = tuple((tuple(spec.shape), spec.dtype) for spec in own.values()), tuple(step.messages for step in steps)
+        kind = (
+            tuple((tuple(spec.shape), spec.dtype) for spec in own.values()),
+            tuple(step.messages for step in steps),
+        )
         if kind not in known:
             known[kind] = list(seconds(own))
         for group, took, step in zip(cycle, known[kind], steps, strict=True):
@@ -95,7 +107,8 @@ def _bytes_of(specs: Mapping[str, Spec]) -> int:
 
 
 def ddp_buckets(specs: Mapping[str, Spec]) -> list[list[str]]:
-    """The buckets in which DDP hands gradients over: in reverse order of the parameters, 1 MiB and then 25 MiB each."""
+    """The buckets in which DDP hands gradients over: in reverse order of the parameters, 1 MiB and
+    then 25 MiB each."""
     names = list(specs)[::-1]
     assigned = assign_buckets(
         [specs[n].nbytes for n in names], bucket_limits(25, 1), keys=[specs[n].dtype for n in names]

@@ -1,11 +1,16 @@
-"""What methods did to the loss of one small model (docs/frontier.md). `python benchmarks/frontier` writes this file."""
+"""What methods did to the loss of one small model (docs/frontier.md). `python benchmarks/frontier`
+writes this file."""
 
 SOURCE = "a byte-level transformer of 470,784 parameters, 1,440 steps of AdamW"
 
-#: An algorithm as it is written: how much higher its loss was, in parts of that of uncompressed averages, and the bound below which that is with 90 % confidence.
+#: An algorithm as it is written: how much higher its loss was, in parts of that of uncompressed
+#: averages, and the bound below which that is with 90 % confidence.
 MEASURED: dict[str, tuple[float, float]] = {
     "LocalSGD(period=30)": (0.0692, 0.0758),
-    "LocalSGD(period=30, fragments=3, outer=OuterSGD(lr=0.7, momentum=0.9, nesterov=True))": (0.0961, 0.1095),
+    "LocalSGD(period=30, fragments=3, outer=OuterSGD(lr=0.7, momentum=0.9, nesterov=True))": (
+        0.0961,
+        0.1095,
+    ),
     "LocalSGD(period=30, fragments=3, outer=OuterSGD(lr=0.7, momentum=0.9, nesterov=True), overlap=5)": (
         0.0428,
         0.0539,
@@ -15,7 +20,10 @@ MEASURED: dict[str, tuple[float, float]] = {
         0.0891,
         0.103,
     ),
-    "LocalSGD(period=30, outer=OuterSGD(lr=0.7, momentum=0.9, nesterov=True), eager=True)": (0.1567, 0.1788),
+    "LocalSGD(period=30, outer=OuterSGD(lr=0.7, momentum=0.9, nesterov=True), eager=True)": (
+        0.1567,
+        0.1788,
+    ),
     "LocalSGD(period=30, outer=OuterSGD(lr=0.8, momentum=0.9, nesterov=True), compressor=Quantize(dtype='int2', error_feedback=0.9))": (
         0.1287,
         0.1378,

@@ -1,4 +1,5 @@
-"""What a method does to the loss: by kind, as the user's own comparison has found, or as this project has measured on one small model."""
+"""What a method does to the loss: by kind, as the user's own comparison has found, or as this
+project has measured on one small model."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ ONLY_ROUNDS = LossDifference(0.0, 0.0, by_kind=True)
 
 
 def known_losses(algorithms: Mapping[str, Any]) -> Losses:
-    """What is known of these algorithms, by name, without a comparison of one's own. Within nodes of `TwoLevel` averages are plain, so it counts as what it has between them."""
+    """What is known of these algorithms, by name, without a comparison of one's own. Within nodes
+    of `TwoLevel` averages are plain, so it counts as what it has between them."""
     found = {}
     for name, algorithm in algorithms.items():
         inner = without_levels(algorithm) if levels_of(algorithm) is not None else algorithm
@@ -98,7 +100,8 @@ def limits_of(loss: float | str | None) -> Sequence[float]:
         loss: "1%", or 0.01. None: `LIMITS`.
 
     Raises:
-        ValueError: it is neither, or less than 0. 1 and more without "%" is refused too: it would be as much as the loss itself.
+        ValueError: it is neither, or less than 0. 1 and more without "%" is refused too: it would
+            be as much as the loss itself.
     """
     if loss is None:
         return LIMITS
@@ -108,5 +111,8 @@ def limits_of(loss: float | str | None) -> Sequence[float]:
     except ValueError:
         value = math.nan
     if isinstance(loss, bool) or not 0 <= value < (math.inf if text.endswith("%") else 1):
-        raise ValueError(f"{short(loss)} must be a share of the loss of uncompressed averages, such as '1%' or 0.01")
+        raise ValueError(
+            f"{short(loss)} must be a share of the loss of uncompressed averages, such as '1%' or"
+            " 0.01"
+        )
     return (value,)

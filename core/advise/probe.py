@@ -19,7 +19,15 @@ from gradwire.core.ops import A
 from gradwire.core.protocol import all_to_all, reduce_sum
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.state.files import whole_file
-from gradwire.core.text.options import AtLeast1, Names, Positive, Replicas, at_least, check_options, share
+from gradwire.core.text.options import (
+    AtLeast1,
+    Names,
+    Positive,
+    Replicas,
+    at_least,
+    check_options,
+    share,
+)
 from gradwire.core.text.units import rate_of, time_of
 from gradwire.core.text.wording import many
 
@@ -37,21 +45,24 @@ LONG, REPEATED = 0.3, 0.15
 LEAST, MOST, MEANWHILE = 2, 15, 5
 #: Bytes of an element, a float32.
 ITEM = 4
-#: Rows of the matrices that are multiplied while a message is on its way, and so many products are timed to know how long one takes.
+#: Rows of the matrices that are multiplied while a message is on its way, and so many products are
+#: timed to know how long one takes.
 ROWS, PRODUCTS = 256, 20
 
 
 @dataclass(frozen=True)
 class Level:
-    """Replicas that send each other messages. Raises TypeError or ValueError, by name, for what none can be: no samples, or sizes and times that are not
-    positive, or sizes that fall.
+    """Replicas that send each other messages. Raises TypeError or ValueError, by name, for what
+    none can be: no samples, or sizes and times that are not positive, or sizes that fall.
 
     Attributes:
         name: `ALL`, `WITHIN` or `BETWEEN`.
         replicas: how many send each other.
         all_reduce: bytes and seconds of all-reduces, by rising bytes.
-        exchange: the same of halves of all-reduces: all-to-alls of twice so many bytes on each replica, and what else sends as much.
-        overlap: what part of a message costs no time where something else is computed meanwhile, from 0 to 1.
+        exchange: the same of halves of all-reduces: all-to-alls of twice so many bytes on each
+            replica, and what else sends as much.
+        overlap: what part of a message costs no time where something else is computed meanwhile,
+            from 0 to 1.
     """
 
     name: str
@@ -65,9 +76,14 @@ class Level:
         for name in ("all_reduce", "exchange"):
             samples: Samples = getattr(self, name)
             sizes = [n for n, _ in samples]
-            if not samples or sizes != sorted(sizes) or not all(n > 0 and t > 0 for n, t in samples):
+            if (
+                not samples
+                or sizes != sorted(sizes)
+                or not all(n > 0 and t > 0 for n, t in samples)
+            ):
                 raise ValueError(
-                    f"{name}={samples}: give (bytes, seconds), one at least, all of them more than 0, by rising bytes"
+                    f"{name}={samples}: give (bytes, seconds), one at least, all of them more than"
+                    " 0, by rising bytes"
                 )
 
     @property
@@ -77,13 +93,14 @@ class Level:
 
     @property
     def bandwidth(self) -> float:
-        """1/β of a ring all-reduce, by the largest message: bytes per second of each link in each direction."""
+        """1/β of a ring all-reduce, by the largest message: bytes per second of each link in each
+        direction."""
         nbytes, seconds = self.all_reduce[-1]
         return 2 * (self.replicas - 1) / self.replicas * nbytes / seconds
 
     def seconds(self, nbytes: float, *, exchange: bool) -> float:
-        """Seconds of one message: between what was measured on both sides of it. A larger one never takes less. Beyond the largest sample time grows in proportion;
-        nothing takes no time."""
+        """Seconds of one message: between what was measured on both sides of it. A larger one never
+        takes less. Beyond the largest sample time grows in proportion; nothing takes no time."""
         if nbytes <= 0:
             return 0.0
         samples = self.exchange if exchange else self.all_reduce
@@ -93,13 +110,15 @@ class Level:
 
 @dataclass(frozen=True)
 class Probe:
-    """What `gradwire.torch_backend.probe` and `gradwire.jax_backend.probe` return. Raises TypeError or ValueError, by name, for what no probe can be.
+    """What `gradwire.torch_backend.probe` and `gradwire.jax_backend.probe` return. Raises TypeError
+    or ValueError, by name, for what no probe can be.
 
     Attributes:
         framework: "torch" or "jax".
         device: what the replicas are.
         replicas, nodes: how many, on how many machines.
-        levels: all replicas together; on several nodes with several replicas each, also those of a node, and those of different nodes.
+        levels: all replicas together; on several nodes with several replicas each, also those of a
+            node, and those of different nodes.
     """
 
     framework: Annotated[str, Names(("torch", "jax"))]
@@ -111,12 +130,18 @@ class Probe:
     def __post_init__(self) -> None:
         check_options(self)
         if self.replicas % self.nodes:
-            raise ValueError(f"nodes={self.nodes}: there must be equally many of {self.replicas} replicas on each")
+            raise ValueError(
+                f"nodes={self.nodes}: there must be equally many of {self.replicas} replicas on"
+                " each"
+            )
         if not self.levels or any(level.replicas > self.replicas for level in self.levels):
-            raise ValueError(f"levels={self.levels}: give one at least, of no more than {self.replicas} replicas")
+            raise ValueError(
+                f"levels={self.levels}: give one at least, of no more than {self.replicas} replicas"
+            )
 
     def level(self, name: str) -> Level:
-        """The replicas called "all", "within a node" or "between nodes". Where there is no such level: all."""
+        """The replicas called "all", "within a node" or "between nodes". Where there is no such
+        level: all."""
         return next((level for level in self.levels if level.name == name), self.levels[0])
 
     def __str__(self) -> str:
@@ -124,17 +149,31 @@ class Probe:
         for level in self.levels:
             nbytes, seconds = level.all_reduce[-1]
             largest = f"{nbytes / 2**20:.3g} MiB in {time_of(seconds)}"
-            rows.append((level.name, time_of(level.latency), rate_of(level.bandwidth), largest, f"{level.overlap:.0%}"))
+            rows.append(
+                (
+                    level.name,
+                    time_of(level.latency),
+                    rate_of(level.bandwidth),
+                    largest,
+                    f"{level.overlap:.0%}",
+                )
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join([self.network, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)])
+        return "\n".join(
+            [self.network, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
+        )
 
     @property
     def network(self) -> str:
         """Who was measured, in a line."""
-        return f"{many(self.replicas, 'replica')} on {many(self.nodes, 'node')} ({self.framework}, {self.device})"
+        return (
+            f"{many(self.replicas, 'replica')} on {many(self.nodes, 'node')} ({self.framework},"
+            f" {self.device})"
+        )
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file as JSON, which `load` and `gradwire advise --probe` read; what was there before stays until it is done. Raises OSError."""
+        """Write it to a file as JSON, which `load` and `gradwire advise --probe` read; what was
+        there before stays until it is done. Raises OSError."""
         with whole_file(path) as file:
             file.write((json.dumps(asdict(self), indent=1) + "\n").encode())
 
@@ -161,17 +200,26 @@ class Probe:
             return cls(data["framework"], data["device"], data["replicas"], data["nodes"], levels)
         except (LookupError, RecursionError, TypeError, ValueError) as error:
             why = f"it has no {error}" if isinstance(error, KeyError) else error
-            raise ValueError(f"{path} is no probe: {why}; make one with `gradwire probe`") from error
+            raise ValueError(
+                f"{path} is no probe: {why}; make one with `gradwire probe`"
+            ) from error
 
 
 class Prober(Protocol):
     """How a backend sends messages. All replicas make the same calls, and are told the same."""
 
     def __call__(
-        self, nbytes: int, groups: Groups | None, *, exchange: bool = False, products: int = 0, repeats: int = 1
+        self,
+        nbytes: int,
+        groups: Groups | None,
+        *,
+        exchange: bool = False,
+        products: int = 0,
+        repeats: int = 1,
     ) -> float:
-        """Median seconds, on the slowest replica, of an all-reduce of so many bytes, or an all-to-all of twice so many; 0: of none. Meanwhile so many products
-        of two matrices of `ROWS` are computed."""
+        """Median seconds, on the slowest replica, of an all-reduce of so many bytes, or an
+        all-to-all of twice so many; 0: of none. Meanwhile so many products of two matrices of
+        `ROWS` are computed."""
 
 
 def measure(prober: Prober, framework: str, device: str, replicas: int, nodes: int) -> Probe:
@@ -183,11 +231,16 @@ def measure(prober: Prober, framework: str, device: str, replicas: int, nodes: i
     if replicas < 2:
         raise ValueError("a probe needs two replicas at least: one alone sends nothing")
     if replicas % nodes:
-        raise ValueError(f"{replicas} replicas on {nodes} nodes: there must be equally many on each")
+        raise ValueError(
+            f"{replicas} replicas on {nodes} nodes: there must be equally many on each"
+        )
     levels = [_level(prober, ALL, replicas, None)]
     if 1 < nodes < replicas:
         within, between = partition(replicas, nodes)
-        levels += [_level(prober, WITHIN, replicas // nodes, within), _level(prober, BETWEEN, nodes, between)]
+        levels += [
+            _level(prober, WITHIN, replicas // nodes, within),
+            _level(prober, BETWEEN, nodes, between),
+        ]
     return Probe(framework, device, replicas, nodes, tuple(levels))
 
 
@@ -199,12 +252,18 @@ def partition(replicas: int, nodes: int) -> tuple[Groups, Groups]:
 
 
 def message_shape(nbytes: int, replicas: int, *, exchange: bool) -> tuple[int, ...]:
-    """The shape of the array that so many replicas sum, in a message of so many bytes; or of which they exchange rows, in an all-to-all of twice so many."""
-    return (replicas, max(1, 2 * nbytes // ITEM // replicas)) if exchange else (max(1, nbytes // ITEM),)
+    """The shape of the array that so many replicas sum, in a message of so many bytes; or of which
+    they exchange rows, in an all-to-all of twice so many."""
+    return (
+        (replicas, max(1, 2 * nbytes // ITEM // replicas))
+        if exchange
+        else (max(1, nbytes // ITEM),)
+    )
 
 
 async def message(x: A, groups: Groups | None, *, exchange: bool) -> A:
-    """The sum over the replicas of each group; or row i of all of them, on the replica i. `x` is donated."""
+    """The sum over the replicas of each group; or row i of all of them, on the replica i. `x` is
+    donated."""
     if not exchange:
         return await reduce_sum(x, out=x, watched=False, groups=groups)
     (received,) = await all_to_all(x, groups=groups)
@@ -232,7 +291,8 @@ def _curve(prober: Prober, groups: Groups | None, exchange: bool) -> Samples:
 
 
 def _overlap(prober: Prober, nbytes: int, groups: Groups | None) -> float:
-    """What part of a message costs nothing if something else is computed meanwhile that takes as long."""
+    """What part of a message costs nothing if something else is computed meanwhile that takes as
+    long."""
     alone = prober(nbytes, groups, repeats=MEANWHILE)
     product = prober(0, groups, products=PRODUCTS, repeats=MEANWHILE) / PRODUCTS
     products = max(1, int(alone / product))

@@ -1,6 +1,8 @@
-"""The time of a step: backward makes gradients, the processor compresses them, and the network carries what is sent, one message after the other.
+"""The time of a step: backward makes gradients, the processor compresses them, and the network
+carries what is sent, one message after the other.
 
-What is computed delays all that is computed after it; a message delays what waits for it, and the messages behind it.
+What is computed delays all that is computed after it; a message delays what waits for it, and the
+messages behind it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Group:
     Attributes:
         ready: bytes of gradients that backward has made when this group is complete.
         compute: seconds in which the method computes with them.
-        messages: that are sent for them, each when the one before has arrived; those after the first when backward is over.
+        messages: that are sent for them, each when the one before has arrived; those after the
+            first when backward is over.
     """
 
     ready: int
@@ -38,7 +41,8 @@ class Compute:
 
     Attributes:
         seconds: all of it.
-        arrivals: when gradients are ready: (seconds since the step began, bytes made by then), by rising seconds. (): evenly, after a third of the step, until its end.
+        arrivals: when gradients are ready: (seconds since the step began, bytes made by then), by
+            rising seconds. (): evenly, after a third of the step, until its end.
     """
 
     seconds: Positive
@@ -52,7 +56,8 @@ class Compute:
         if not self.arrivals:
             return self.seconds * (FORWARD + (1 - FORWARD) * nbytes / total)
         times, made = zip(*self.arrivals, strict=True)
-        # Parameters that take part twice, or are tied, may count differently: the last gradient is the last.
+        # Parameters that take part twice, or are tied, may count differently: the last gradient is
+        # the last.
         return float(np.interp(nbytes * made[-1] / total, made, times))
 
     def at_once(self) -> Compute:
@@ -68,8 +73,11 @@ def seconds_of(message: Message, probe: Probe) -> float:
     return probe.level(name).seconds(message.nbytes, exchange=message.pattern != "all_reduce")
 
 
-def exposed(groups: Sequence[Group], compute: Compute, seconds: Callable[[Message], float], total: int) -> float:
-    """Seconds by which a step is longer than all that is computed in it, if messages took no processor.
+def exposed(
+    groups: Sequence[Group], compute: Compute, seconds: Callable[[Message], float], total: int
+) -> float:
+    """Seconds by which a step is longer than all that is computed in it, if messages took no
+    processor.
 
     Args:
         groups: in the order in which they are complete.
@@ -99,9 +107,12 @@ def exposed(groups: Sequence[Group], compute: Compute, seconds: Callable[[Messag
     return now - computed
 
 
-def waiting(averages: Sequence[Leaving], period: int, step: float, seconds: Callable[[Message], float]) -> float:
-    """Seconds by which a period of local SGD is longer than its steps, where each takes as long as the one before: what leaves after a step may travel for so many
-    steps as it is late, and no longer than until it is its turn again.
+def waiting(
+    averages: Sequence[Leaving], period: int, step: float, seconds: Callable[[Message], float]
+) -> float:
+    """Seconds by which a period of local SGD is longer than its steps, where each takes as long as
+    the one before: what leaves after a step may travel for so many steps as it is late, and no
+    longer than until it is its turn again.
 
     Args:
         averages: what leaves after which steps.

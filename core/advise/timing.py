@@ -9,14 +9,16 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: Of a training step: runs before the clock starts; so many at least and at most under it, until all have taken so many seconds.
+#: Of a training step: runs before the clock starts; so many at least and at most under it, until
+#: all have taken so many seconds.
 WARM_UP, STEPS = 2, (3, 20, 3.0)
 #: The same of a method at work.
 METHOD = (2, 9, 0.3)
 
 
 def repeated(run: Callable[[], T], least: int, most: int, long: float) -> list[T]:
-    """What `run` returns, at least and at most so many times, until all of it has taken so many seconds."""
+    """What `run` returns, at least and at most so many times, until all of it has taken so many
+    seconds."""
     found: list[T] = []
     began = time.perf_counter()
     while len(found) < least or (len(found) < most and time.perf_counter() - began < long):
@@ -25,7 +27,8 @@ def repeated(run: Callable[[], T], least: int, most: int, long: float) -> list[T
 
 
 def seconds_in_cycle(step: Callable[[], float], cycle: int) -> list[float]:
-    """The median of what each step of a cycle of a method took, after a first one that is compiled, or whose memory is fresh."""
+    """The median of what each step of a cycle of a method took, after a first one that is compiled,
+    or whose memory is fresh."""
 
     def once() -> list[float]:
         return [step() for _ in range(cycle)]
@@ -42,5 +45,6 @@ def require_step(returned: object) -> None:
     """Raise NoStep for what a function returns that builds a model."""
     if any(kind.__name__ == "Module" for kind in type(returned).__mro__):
         raise NoStep(
-            f"it returned a {type(returned).__name__}, so it builds a model; give a function that does a training step: forward, backward and optimizer"
+            f"it returned a {type(returned).__name__}, so it builds a model; give a function that"
+            " does a training step: forward, backward and optimizer"
         )

@@ -1,11 +1,13 @@
-"""PowerSGD: each gradient matrix travels as two thin factors (Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727, Algorithm 1).
+"""PowerSGD: each gradient matrix travels as two thin factors (Vogels, Karimireddy and Jaggi 2019,
+arXiv 1905.13727, Algorithm 1).
 
 For a matrix M (n, m) and rank r, one step of power iteration from the factor of the step before:
 
     P = mean(M Q),  P orthonormal,  Q = mean(Mᵀ P),  M ≈ P Qᵀ
 
-(n + m)·r numbers cross the wire instead of n·m. Factors are kept as **rows**, `p` (r, n) and `q` (r, m): skinny products then
-stream through memory, and a factor is a contiguous piece of the message. Of a stack of b matrices, (b, r, n) and (b, r, m).
+(n + m)·r numbers cross the wire instead of n·m. Factors are kept as **rows**, `p` (r, n) and `q`
+(r, m): skinny products then stream through memory, and a factor is a contiguous piece of the
+message. Of a stack of b matrices, (b, r, n) and (b, r, m).
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from typing import Annotated
 
 from gradwire.core.algorithm import State
 from gradwire.core.algorithms.compressor import ERROR, Compressor, Hints, StepContext
-from gradwire.core.algorithms.shared.views import StackedShape, View, reproducing, square_view, view_of
+from gradwire.core.algorithms.shared.views import (
+    StackedShape,
+    View,
+    reproducing,
+    square_view,
+    view_of,
+)
 from gradwire.core.kernels import random
 from gradwire.core.kernels.payloads import LowRank, Residual
 from gradwire.core.ops import ITEMSIZE, A, Ops, Spec, reshape_if_needed
@@ -37,9 +45,11 @@ SUMMED_IN_16_BITS = 64
 class PowerSGD(Compressor):
     """Low-rank gradient compression with warm start and error feedback.
 
-    A tensor is a matrix, or a stack of matrices: see `gradwire.core.algorithms.shared.views`, `stacked` and `rows`. A matrix (n, m) is compressed at rank
-    `r = min(n, m, rank)` iff `(n + m) * r * min_compression_rate < n * m`; everything else, vectors and stacks of vectors included,
-    travels uncompressed in the same message. A step is two all-reduces for any number of tensors, or one with `half_step`.
+    A tensor is a matrix, or a stack of matrices: see `gradwire.core.algorithms.shared.views`,
+    `stacked` and `rows`. A matrix (n, m) is compressed at rank `r = min(n, m, rank)` iff `(n + m) *
+    r * min_compression_rate < n * m`; everything else, vectors and stacks of vectors included,
+    travels uncompressed in the same message. A step is two all-reduces for any number of tensors,
+    or one with `half_step`.
 
     Send a matrix of 64 × 32 as factors of rank 2, (64 + 32) · 2 numbers:
 
@@ -51,32 +61,44 @@ class PowerSGD(Compressor):
         (1.5, 2, 1536)
 
     Args:
-        rank: of the approximation; or a mapping from patterns of parameter names (`fnmatch`, the first that matches decides) to ranks,
-            0 to leave those uncompressed. Parameters that match no pattern stay uncompressed: end with `"*": 4` for the rest.
+        rank: of the approximation; or a mapping from patterns of parameter names (`fnmatch`, the
+            first that matches decides) to ranks, 0 to leave those uncompressed. Parameters that
+            match no pattern stay uncompressed: end with `"*": 4` for the rest.
         start_step: number of steps that average uncompressed gradients first.
-        min_compression_rate: compress a tensor only if its elements shrink by more than this factor.
-        warm_start: begin power iteration with the factor of the step before (Section 3 of the paper). Otherwise with a fresh random one.
-        error_feedback: add to each gradient the compression error of the ones before; a number below 1 is a decay, see `Compressor`.
-        half_step: one multiplication and one message per step, P and Q in turn (as epfml/powersgd does). Needs `warm_start`. It has a price:
-            training falls apart at learning rates at which full steps train (docs/methods.md), the sooner the lower the rank. Clip
-            gradients, or take full steps at half the rank, which send as much.
-        stacked: patterns of the names of parameters that are stacks → number of leading axes that count layers or experts:
-            `{"layers/*": 1, "*.experts.*": 1}`. Each matrix is compressed by itself, all of them in one product. In JAX what Flax knows
-            of a stack is used where no pattern says it, see `gradwire.jax_backend.power_sgd`.
-        rows: patterns of names → how many axes, after those of the stack, are the rows of the matrix. By default as many as make the
-            factors smallest. `{"*": 1}` is torch's view, (shape[0], rest). Vectors are left alone.
-        square: view each tensor as the smallest square matrix that holds it, zero-padded, vectors too; this is torch's
-            `batched_powerSGD_hook`, per tensor instead of per bucket so that memory does not depend on the buckets.
-        transpose: patterns of the names of parameters whose matrix is the transposed one. A Flax kernel (in, out) is then compressed exactly
-            as torch's weight (out, in): `transpose=("*/kernel",)`. Which side is projected makes a difference.
+        min_compression_rate: compress a tensor only if its elements shrink by more than this
+            factor.
+        warm_start: begin power iteration with the factor of the step before (Section 3 of the
+            paper). Otherwise with a fresh random one.
+        error_feedback: add to each gradient the compression error of the ones before; a number
+            below 1 is a decay, see `Compressor`.
+        half_step: one multiplication and one message per step, P and Q in turn (as epfml/powersgd
+            does). Needs `warm_start`. It has a price:
+            training falls apart at learning rates at which full steps train (docs/methods.md), the
+            sooner the lower the rank. Clip gradients, or take full steps at half the rank, which
+            send as much.
+        stacked: patterns of the names of parameters that are stacks → number of leading axes that
+            count layers or experts:
+            `{"layers/*": 1, "*.experts.*": 1}`. Each matrix is compressed by itself, all of them in
+            one product. In JAX what Flax knows of a stack is used where no pattern says it, see
+            `gradwire.jax_backend.power_sgd`.
+        rows: patterns of names → how many axes, after those of the stack, are the rows of the
+            matrix. By default as many as make the factors smallest. `{"*": 1}` is torch's view,
+            (shape[0], rest). Vectors are left alone.
+        square: view each tensor as the smallest square matrix that holds it, zero-padded, vectors
+            too; this is torch's `batched_powerSGD_hook`, per tensor instead of per bucket so that
+            memory does not depend on the buckets.
+        transpose: patterns of the names of parameters whose matrix is the transposed one. A Flax
+            kernel (in, out) is then compressed exactly as torch's weight (out, in):
+            `transpose=("*/kernel",)`. Which side is projected makes a difference.
         orthogonalization_epsilon: added to the norm of a row before division. Zero rows need none.
         seed: of the random initial factors.
         state_dtype: dtype of memory and factors. None: that of the gradient. More than 64 replicas
             send and sum factors of 16 bits in float32, since sums of 16 bits lose the addends of
             many; `WireDtype` sends them in 16 bits, and sums in float32. Orthonormalization is in
             float32 at least.
-        max_norm: clip the gradient of each replica, before the error is added, to this 2-norm of the whole model, so that an outlier
-            is not remembered (docs/error-feedback.md). None: it is taken as it is. Steps before `start_step` are not clipped.
+        max_norm: clip the gradient of each replica, before the error is added, to this 2-norm of
+            the whole model, so that an outlier is not remembered (docs/error-feedback.md). None: it
+            is taken as it is. Steps before `start_step` are not clipped.
 
     Raises:
         ValueError: naming the option, its value and the fix.
@@ -105,7 +127,8 @@ class PowerSGD(Compressor):
                 object.__setattr__(self, option, Patterns(given))
         if self.square and (self.stacked or self.rows):
             raise ValueError(
-                "square=True sees every tensor as one square matrix; leave out stacked and rows, or square"
+                "square=True sees every tensor as one square matrix; leave out stacked and rows, or"
+                " square"
             )
         if self.half_step and not self.warm_start:
             raise ValueError("half_step=True alternates two kept factors and needs warm_start=True")
@@ -117,12 +140,16 @@ class PowerSGD(Compressor):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences that `gradwire.Plan.notes` prints: the price of half-steps. Empty for full steps."""
+        """Sentences that `gradwire.Plan.notes` prints: the price of half-steps. Empty for full
+        steps."""
         if not self.half_step:
             return ()
         return (
-            "half_step: training falls apart at learning rates at which full steps train (rank 1, SGD with momentum: 58 % accuracy where full "
-            "steps have 96 %). Clip gradients, or take full steps at half the rank, which send as much. See docs/methods.md.",
+            (
+                "half_step: training falls apart at learning rates at which full steps train (rank"
+                " 1, SGD with momentum: 58 % accuracy where full steps have 96 %). Clip gradients,"
+                " or take full steps at half the rank, which send as much. See docs/methods.md."
+            ),
         )
 
     def init(self, ops: Ops[A], specs: Mapping[str, Spec]) -> State[A]:
@@ -131,7 +158,8 @@ class PowerSGD(Compressor):
             >>> from gradwire import PowerSGD, Spec
             >>> from gradwire.core.kernels.numpy import NumpyOps
             >>> state = PowerSGD(rank=2).init(NumpyOps(), {"w": Spec((64, 32)), "b": Spec((64,))})
-            >>> {name: memory.shape for name, memory in state.tensors["w"].items()}, "b" in state.tensors
+            >>> shapes = {name: memory.shape for name, memory in state.tensors["w"].items()}
+            >>> shapes, "b" in state.tensors
             ({'q': (2, 32), 'error': (64, 32)}, False)
 
         Args:
@@ -139,14 +167,21 @@ class PowerSGD(Compressor):
             specs: parameter name → shape and dtype of its gradient.
 
         Returns:
-            For each compressed parameter what `memory` returns, and with error feedback `error`: zeros of the gradient's shape, in `state_dtype`.
-            With `half_step` also the shared scalar `phase`. Other parameters have no entry.
+            For each compressed parameter what `memory` returns, and with error feedback `error`:
+            zeros of the gradient's shape, in `state_dtype`. With `half_step` also the shared scalar
+            `phase`. Other parameters have no entry.
 
         Raises:
-            ValueError: a dtype that cannot be averaged, an option with more axes than a parameter has, or a pattern of `rank`, `stacked`, `rows` or
-                `transpose` that matches no parameter.
+            ValueError: a dtype that cannot be averaged, an option with more axes than a parameter
+                has, or a pattern of `rank`, `stacked`, `rows` or `transpose` that matches no
+                parameter.
         """
-        options = {"rank": self.rank, "stacked": self.stacked, "rows": self.rows, "transpose": self.transpose}
+        options = {
+            "rank": self.rank,
+            "stacked": self.stacked,
+            "rows": self.rows,
+            "transpose": self.transpose,
+        }
         for option, patterns in options.items():
             if not isinstance(patterns, int):
                 require_matches(option, patterns, specs)
@@ -162,7 +197,8 @@ class PowerSGD(Compressor):
         return {}
 
     def wanted_rank(self, name: str) -> int:
-        """The rank that `rank` asks for by name, whatever the shape; 0 leaves the parameter uncompressed.
+        """The rank that `rank` asks for by name, whatever the shape; 0 leaves the parameter
+        uncompressed.
 
         Examples:
             >>> from gradwire import PowerSGD
@@ -180,7 +216,8 @@ class PowerSGD(Compressor):
 
         Args:
             name: of the parameter.
-            shape: of its gradient. A `gradwire.core.algorithms.shared.views.StackedShape` says where its stack ends; a pattern of `stacked` overrules it.
+            shape: of its gradient. A `gradwire.core.algorithms.shared.views.StackedShape` says
+                where its stack ends; a pattern of `stacked` overrules it.
 
         Returns:
             The view; None for a vector, or a stack of vectors.
@@ -197,11 +234,14 @@ class PowerSGD(Compressor):
             else:
                 stacked = Patterns(self.stacked).of(name)
                 rows = Patterns(self.rows).of(name)
-                self._views[key] = view_of(name, shape, hinted if stacked is None else stacked, rows, transposed)
+                self._views[key] = view_of(
+                    name, shape, hinted if stacked is None else stacked, rows, transposed
+                )
         return self._views[key]
 
     def rank_of(self, name: str, shape: tuple[int, ...]) -> int:
-        """The rank of a parameter's factors, at most the shorter side; 0 if the parameter travels uncompressed.
+        """The rank of a parameter's factors, at most the shorter side; 0 if the parameter travels
+        uncompressed.
 
         Examples:
             >>> from gradwire import PowerSGD
@@ -214,20 +254,28 @@ class PowerSGD(Compressor):
 
     def _rank_in(self, view: View, wanted: int, size: int) -> int:
         r = min(view.n, view.m, wanted)
-        return r if math.prod(view.stack) * (view.n + view.m) * r * self.min_compression_rate < size else 0
+        return (
+            r
+            if math.prod(view.stack) * (view.n + view.m) * r * self.min_compression_rate < size
+            else 0
+        )
 
     @property
     def memories(self) -> frozenset[str]:
-        """The memories of a compressed tensor: `q` with a warm start, `p` too with half-steps, `error` with error feedback."""
+        """The memories of a compressed tensor: `q` with a warm start, `p` too with half-steps,
+        `error` with error feedback."""
         factors = ("q", "p") if self.half_step else ("q",)
-        return frozenset(factors if self.warm_start else ()) | ({ERROR} if self.error_feedback else set())
+        return frozenset(factors if self.warm_start else ()) | (
+            {ERROR} if self.error_feedback else set()
+        )
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
         """The factors that one parameter begins with.
 
             >>> from gradwire import PowerSGD, Spec
             >>> from gradwire.core.kernels.numpy import NumpyOps
-            >>> {key: x.shape for key, x in PowerSGD(rank=2, half_step=True).memory(NumpyOps(), "w", Spec((64, 32))).items()}
+            >>> memory = PowerSGD(rank=2, half_step=True).memory(NumpyOps(), "w", Spec((64, 32)))
+            >>> {key: x.shape for key, x in memory.items()}
             {'q': (2, 32), 'p': (2, 64)}
 
         Args:
@@ -236,8 +284,9 @@ class PowerSGD(Compressor):
             spec: shape and dtype of the memory.
 
         Returns:
-            `q` (r, m), or (b, r, m) for a stack: uniform on (-1, 1), equal on all replicas and in all frameworks. With `half_step` also `p` (r, n), zeros.
-            {} without a warm start. None for a parameter that travels uncompressed.
+            `q` (r, m), or (b, r, m) for a stack: uniform on (-1, 1), equal on all replicas and in
+            all frameworks. With `half_step` also `p` (r, n), zeros. {} without a warm start. None
+            for a parameter that travels uncompressed.
         """
         view = self.view_of(name, spec.shape)
         r = self.rank_of(name, spec.shape)
@@ -248,13 +297,16 @@ class PowerSGD(Compressor):
         n, m = view.sides
         q = random.uniform(ops, random.key(self.seed, f"{name}/q"), (*view.stack, r, m))
         memory = {"q": ops.cast(q, spec.dtype)}
-        return memory | {"p": ops.zeros((*view.stack, r, n), spec.dtype)} if self.half_step else memory
+        return (
+            memory | {"p": ops.zeros((*view.stack, r, n), spec.dtype)} if self.half_step else memory
+        )
 
     # Not a coroutine round a coroutine: each is resumed for every matrix.
     def compress(
         self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
     ) -> Program[tuple[LowRank[A], LowRank[A], dict[str, A]]]:
-        """One step of power iteration for one parameter (Algorithm 1 of the paper): two averages, or one in a half-step.
+        """One step of power iteration for one parameter (Algorithm 1 of the paper): two averages,
+        or one in a half-step.
 
         Args:
             ops: kernels of the arrays' framework.
@@ -264,25 +316,35 @@ class PowerSGD(Compressor):
             context: the step's number and its phase.
 
         Returns:
-            What this replica sent and what all received, as factors; and the new memory, the averaged factor.
+            What this replica sent and what all received, as factors; and the new memory, the
+            averaged factor.
         """
         return self._compress(ops, (name,), x, memory, context)
 
     async def compress_stack(
         self, ops: Ops[A], names: tuple[str, ...], x: A, memory: dict[str, A], context: StepContext
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
-        """`compress` for k parameters of one shape as one stack: every array has a leading axis k."""
-        own = self._view_in(names[0], tuple(x.shape[1:]), {key: factor[0] for key, factor in memory.items()})
+        """`compress` for k parameters of one shape as one stack: every array has a leading axis
+        k."""
+        own = self._view_in(
+            names[0], tuple(x.shape[1:]), {key: factor[0] for key, factor in memory.items()}
+        )
         view = dataclasses.replace(own, batch=(len(names), *own.batch))
-        factors = {key: reshape_if_needed(factor, (*view.stack, *factor.shape[-2:])) for key, factor in memory.items()}
+        factors = {
+            key: reshape_if_needed(factor, (*view.stack, *factor.shape[-2:]))
+            for key, factor in memory.items()
+        }
         sent, received, new = await self._compress(ops, names, x, factors, context, view)
         changed = {
-            key: reshape_if_needed(x, tuple(memory[key].shape)) for key, x in new.items() if x is not factors[key]
+            key: reshape_if_needed(x, tuple(memory[key].shape))
+            for key, x in new.items()
+            if x is not factors[key]
         }
         return sent, received, memory | changed
 
     def alike(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> View | None:
-        """The parameter's view: parameters of equal views are compressed as one stack. None without a warm start, or where a view pads."""
+        """The parameter's view: parameters of equal views are compressed as one stack. None without
+        a warm start, or where a view pads."""
         if not self.warm_start:
             return None  # Each begins with random factors of its own.
         view = self._view_in(name, shape, memory)
@@ -299,13 +361,17 @@ class PowerSGD(Compressor):
     ) -> tuple[LowRank[A], LowRank[A], dict[str, A]]:
         """The factors of one tensor, or of several that `view` sees as one stack.
 
-        A half-step projects the matrix on one factor of the step before and averages the other; a full step makes P first, and ends as the
-        half-step that projects on P.
+        A half-step projects the matrix on one factor of the step before and averages the other; a
+        full step makes P first, and ends as the half-step that projects on P.
         """
         view = view or self._view_in(names[0], tuple(x.shape), memory)
         matrix = view.matrices(ops, x)
-        wide = ITEMSIZE[ops.dtype_of(matrix)] == 2 and await world_size(assumed=1) > SUMMED_IN_16_BITS
-        average_of: Callable[..., Program[A]] = functools.partial(_mean_in_float32, ops) if wide else mean
+        wide = (
+            ITEMSIZE[ops.dtype_of(matrix)] == 2 and await world_size(assumed=1) > SUMMED_IN_16_BITS
+        )
+        average_of: Callable[..., Program[A]] = (
+            functools.partial(_mean_in_float32, ops) if wide else mean
+        )
         on_q = self.half_step and context.phase == 0
         if self.half_step:
             basis = await self._basis(ops, names, "q" if on_q else "p", memory)
@@ -325,28 +391,39 @@ class PowerSGD(Compressor):
         new = {"p" if on_q else "q": average} if self.warm_start else {}
         return sent, low_rank(basis, average), memory | new
 
-    def _basis(self, ops: Ops[A], names: tuple[str, ...], kind: str, memory: Mapping[str, A]) -> Program[A]:
-        """Orthonormal rows from a factor of the step before, `kind`; directions it has lost are drawn anew."""
+    def _basis(
+        self, ops: Ops[A], names: tuple[str, ...], kind: str, memory: Mapping[str, A]
+    ) -> Program[A]:
+        """Orthonormal rows from a factor of the step before, `kind`; directions it has lost are
+        drawn anew."""
         factor = memory[kind]
         shape, dtype = tuple(factor.shape), ops.dtype_of(factor)
 
         def draw() -> A:
             own = shape if len(names) == 1 else (shape[0] // len(names), *shape[1:])
-            drawn = [random.uniform(ops, random.key(self.seed, f"{name}/{kind}"), own) for name in names]
+            drawn = [
+                random.uniform(ops, random.key(self.seed, f"{name}/{kind}"), own) for name in names
+            ]
             return ops.cast(drawn[0] if len(names) == 1 else ops.stack(drawn).reshape(shape), dtype)
 
         fresh = ops.constant((self.seed, names, kind, shape, dtype), draw)
-        return orthonormalize(ops, factor, fresh=fresh, epsilon=self.orthogonalization_epsilon, lasting=True)
+        return orthonormalize(
+            ops, factor, fresh=fresh, epsilon=self.orthogonalization_epsilon, lasting=True
+        )
 
-    def _drawn(self, ops: Ops[A], name: str, view: View, matrix: A, context: StepContext) -> Program[A]:
+    def _drawn(
+        self, ops: Ops[A], name: str, view: View, matrix: A, context: StepContext
+    ) -> Program[A]:
         """Orthonormal rows of this step alone."""
         shape = (*view.stack, min(view.n, view.m, self.wanted_rank(name)), view.sides[1])
         q = random.uniform(ops, random.key(self.seed, f"{name}/q"), shape, context.step)
-        return orthonormalize(ops, ops.cast(q, ops.dtype_of(matrix)), epsilon=self.orthogonalization_epsilon)
+        return orthonormalize(
+            ops, ops.cast(q, ops.dtype_of(matrix)), epsilon=self.orthogonalization_epsilon
+        )
 
     def _view_in(self, name: str, shape: tuple[int, ...], memory: Mapping[str, A]) -> View:
-        """The view in a step: what a framework knew of a stack at `init` is known from the factor. Raises ValueError if the factor is of
-        another view."""
+        """The view in a step: what a framework knew of a stack at `init` is known from the factor.
+        Raises ValueError if the factor is of another view."""
         factor = tuple(memory["q"].shape) if "q" in memory else None
         key = name, shape, factor
         if key not in self._views_in_steps:
@@ -356,15 +433,28 @@ class PowerSGD(Compressor):
     def _view_with(self, name: str, shape: tuple[int, ...], factor: tuple[int, ...] | None) -> View:
         view = self.view_of(name, shape)
         if factor is not None:
-            if factor[:-2] and (view is None or not view.stack) and Patterns(self.stacked).of(name) is None:
-                stacked = next((k for k in range(len(shape)) if math.prod(shape[: k + 1]) == factor[0]), -1) + 1
+            if (
+                factor[:-2]
+                and (view is None or not view.stack)
+                and Patterns(self.stacked).of(name) is None
+            ):
+                stacked = (
+                    next(
+                        (k for k in range(len(shape)) if math.prod(shape[: k + 1]) == factor[0]), -1
+                    )
+                    + 1
+                )
                 view = self.view_of(name, StackedShape(shape, stacked))
             if view is None or (*factor[:-2], factor[-1]) != (*view.stack, view.sides[1]):
                 options = reproducing(name, shape, factor)
-                remedy = f"That memory is of {options}: give PowerSGD that" if options else "Make the state anew"
+                remedy = (
+                    f"That memory is of {options}: give PowerSGD that"
+                    if options
+                    else "Make the state anew"
+                )
                 raise ValueError(
-                    f"the memory of parameter {name!r} holds a factor of shape {factor}, and {self!r} views the parameter as "
-                    f"{view or 'a vector'}. {remedy}"
+                    f"the memory of parameter {name!r} holds a factor of shape {factor}, and"
+                    f" {self!r} views the parameter as {view or 'a vector'}. {remedy}"
                 )
         assert view is not None  # else it would have no memory
         return view

@@ -1,10 +1,12 @@
-"""Signs and a scale: one bit for each element (EF-SignSGD, Karimireddy et al. 2019, arXiv 1901.09847, Algorithm 1).
+"""Signs and a scale: one bit for each element (EF-SignSGD, Karimireddy et al. 2019, arXiv
+1901.09847, Algorithm 1).
 
     sent = (‖x‖₁ / d) · sign(x)      # of d elements that share a scale
     error = x - sent
 
-1-bit SGD (Seide et al. 2014, "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech DNNs") differs in
-two things: each column of a matrix has values of its own, and there are two, the mean of its positive elements and that of the others.
+1-bit SGD (Seide et al. 2014, "1-bit stochastic gradient descent and its application to
+data-parallel distributed training of speech DNNs") differs in two things: each column of a matrix
+has values of its own, and there are two, the mean of its positive elements and that of the others.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from gradwire.core.protocol.programs import Program
 
 
 class _Lot(NamedTuple, Generic[A]):
-    """What is computed with as one: a tensor, or as many `tensors` in an array with a leading axis for them.
+    """What is computed with as one: a tensor, or as many `tensors` in an array with a leading axis
+    for them.
 
     `sharing`: the shape of its numbers, of length 1 along axes whose elements share one.
     """
@@ -40,23 +43,28 @@ class _Lot(NamedTuple, Generic[A]):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Sign(Compressor):
-    """The sign of each element, and the mean magnitude of all that share a scale. What is received is the mean of what replicas sent.
+    """The sign of each element, and the mean magnitude of all that share a scale. What is received
+    is the mean of what replicas sent.
 
-    `Sign()` is EF-SignSGD; `Sign(per="column", magnitudes=2)` is 1-bit SGD, but for the second quantization by which its authors sent the
-    average back. A tensor is compressed, a vector too, if what a replica sends of it is less than half of it. A step is one all-gather, so
-    each of W replicas receives W bits for each element: from 65 replicas on that is more than an all-reduce in float32.
+    `Sign()` is EF-SignSGD; `Sign(per="column", magnitudes=2)` is 1-bit SGD, but for the second
+    quantization by which its authors sent the average back. A tensor is compressed, a vector too,
+    if what a replica sends of it is less than half of it. A step is one all-gather, so each of W
+    replicas receives W bits for each element: from 65 replicas on that is more than an all-reduce
+    in float32.
 
     Examples:
         >>> from gradwire import Sign, plan
-        >>> [round(plan({"w": (512, 512)}, Sign(), world_size=w).compression_ratio, 1) for w in (2, 8, 32)]
+        >>> plans = [plan({"w": (512, 512)}, Sign(), world_size=w) for w in (2, 8, 32)]
+        >>> [round(p.compression_ratio, 1) for p in plans]
         [32.0, 8.0, 2.0]
 
     Args:
-        per: what shares a scale: each tensor, or each row or column of its matrix (`gradwire.core.algorithms.shared.views`). A vector is one row.
+        per: what shares a scale: each tensor, or each row or column of its matrix
+            (`gradwire.core.algorithms.shared.views`). A vector is one row.
         magnitudes: 1, the same for positive elements and others; or 2, one for each of the two.
 
-    And those of `Compressor`: `start_step`, `error_feedback`, `state_dtype`, `max_norm`. Without error feedback training falls apart (section 3 of
-    the paper).
+    And those of `Compressor`: `start_step`, `error_feedback`, `state_dtype`, `max_norm`. Without
+    error feedback training falls apart (section 3 of the paper).
 
     Raises:
         ValueError: naming the option, its value and the fix.
@@ -66,7 +74,8 @@ class Sign(Compressor):
     magnitudes: Literal[1, 2] = 1
 
     def memory(self, ops: Ops[A], name: str, spec: Spec) -> dict[str, A] | None:
-        """{} where bits and scales are less than half of the tensor's bytes; else None, uncompressed.
+        """{} where bits and scales are less than half of the tensor's bytes; else None,
+        uncompressed.
 
         Arguments are those of `Compressor.memory`.
         """
@@ -79,16 +88,22 @@ class Sign(Compressor):
     async def compress(
         self, ops: Ops[A], name: str, x: A, memory: dict[str, A], context: StepContext
     ) -> tuple[A, A, dict[str, A]]:
-        """Send the bits and scales of one tensor, in one all-gather, and average what all replicas have sent.
+        """Send the bits and scales of one tensor, in one all-gather, and average what all replicas
+        have sent.
 
         Returns:
-            This replica's signs times its scales, the mean of those of all replicas, both of the shape of `x`; and `memory` as it was.
+            This replica's signs times its scales, the mean of those of all replicas, both of the
+            shape of `x`; and `memory` as it was.
         """
         ((sent, mean, after),) = await self._all(ops, {name: x}, {name: memory}, context)
         return sent, mean, after
 
     def compress_together(
-        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], context: StepContext
+        self,
+        ops: Ops[A],
+        x: Mapping[str, A],
+        memory: Mapping[str, dict[str, A]],
+        context: StepContext,
     ) -> Program[list[tuple[Any, Any, dict[str, A]]]] | None:
         """The bits of several tensors are packed and averaged as those of one."""
         return self._all(ops, x, memory, context) if len(x) > 1 or context.stacks else None
@@ -102,10 +117,17 @@ class Sign(Compressor):
         return self.per == "tensor" and axis is not None
 
     async def _all(
-        self, ops: Ops[A], x: Mapping[str, A], memory: Mapping[str, dict[str, A]], context: StepContext
+        self,
+        ops: Ops[A],
+        x: Mapping[str, A],
+        memory: Mapping[str, dict[str, A]],
+        context: StepContext,
     ) -> list[tuple[Any, Any, dict[str, A]]]:
         kinds = group_by(x, [array_key(ops, each) for each in x.values()])
-        lots = [[self._lot(name, x[name], context.stacks.get(name, ())) for name in names] for names in kinds]
+        lots = [
+            [self._lot(name, x[name], context.stacks.get(name, ())) for name in names]
+            for names in kinds
+        ]
         answers = await together([self._gather_means(ops, own) for own in lots])
         found = dict(zip(chain(*kinds), chain(*answers), strict=True))
 
@@ -116,7 +138,11 @@ class Sign(Compressor):
 
     def _lot(self, name: str, x: A, members: Sequence[str]) -> _Lot[A]:
         lies = self._lies(name, tuple(x.shape[1:] if members else x.shape))
-        shared = {"tensor": (1,) * len(lies), "row": (*lies[:-1], 1), "column": (*lies[:-2], 1, lies[-1])}[self.per]
+        shared = {
+            "tensor": (1,) * len(lies),
+            "row": (*lies[:-1], 1),
+            "column": (*lies[:-2], 1, lies[-1]),
+        }[self.per]
         if not members:
             return _Lot(1, reshape_if_needed(x, lies), shared)
         # Rows as rows, which a TPU does not move.
@@ -125,7 +151,8 @@ class Sign(Compressor):
         return _Lot(len(members), reshape_if_needed(x, shape), (len(members), *shared[first:]))
 
     async def _gather_means(self, ops: Ops[A], lots: Sequence[_Lot[A]]) -> list[tuple[A, A]]:
-        """This replica's signs times its scales of each of these, of one kind, and the mean of those of all replicas, both of its shape."""
+        """This replica's signs times its scales of each of these, of one kind, and the mean of
+        those of all replicas, both of its shape."""
         arrays, shapes, sharing = (
             [lot.array for lot in lots],
             [lot.shape for lot in lots],
@@ -137,7 +164,10 @@ class Sign(Compressor):
         scales = [ops.cast(part, dtype) for part in self._scales(ops, lots, wide)]
         # As bytes, scales travel in the message of the bits.
         every = await gather(*bits, *(ops.view_as(part, "uint8") for part in scales), watched=False)
-        every_scale, weights = [ops.view_as(part, dtype) for part in every[len(bits) :]], await replica_weights()
+        every_scale, weights = (
+            [ops.view_as(part, dtype) for part in every[len(bits) :]],
+            await replica_weights(),
+        )
         if weights is not None:
             every_scale = [weights.present(ops, part) for part in every_scale]
         await watch(*every_scale)
@@ -148,21 +178,28 @@ class Sign(Compressor):
         totals = ops.sum_of_signs(every[: len(bits)], above, below, shapes, sharing)
 
         def mean(total: A) -> A:
-            return ops.cast(total / replicas if weights is None else weights.share(ops, total), dtype)
+            return ops.cast(
+                total / replicas if weights is None else weights.share(ops, total), dtype
+            )
 
         # Of one replica, as they are of all.
-        mine = [self._sizes_of_both_signs(ops.cast(part, wide).reshape((1, *part.shape))) for part in scales]
+        mine = [
+            self._sizes_of_both_signs(ops.cast(part, wide).reshape((1, *part.shape)))
+            for part in scales
+        ]
         high, low = ([x.reshape((-1,)) for x in each] for each in zip(*mine, strict=True))
         own = ops.signed(arrays, bits, high, low, sharing)
         sent = ops.elementwise_each(lambda x: ops.cast(x, dtype), own)
         return list(zip(sent, ops.elementwise_each(mean, totals), strict=True))
 
     def _sizes_of_both_signs(self, scales: A) -> tuple[A, A]:
-        """The numbers (W, N) of scales (W, magnitudes, N) that stand for positive elements, and for others."""
+        """The numbers (W, N) of scales (W, magnitudes, N) that stand for positive elements, and for
+        others."""
         return scales[:, 0], scales[:, 1] if self.magnitudes == 2 else scales[:, 0] * -1.0
 
     def _scales(self, ops: Ops[A], lots: Sequence[_Lot[A]], wide: str) -> list[A]:
-        """(magnitudes, N) of all lots, one after the other, or of each by itself. An inf or NaN shows in them."""
+        """(magnitudes, N) of all lots, one after the other, or of each by itself. An inf or NaN
+        shows in them."""
         if self.per == "tensor" and self.magnitudes == 1:
             stacks = [lot.array.reshape((lot.tensors, -1)) for lot in lots]
             return [ops.mean_abs_each(stacks).reshape((1, -1))]
@@ -171,7 +208,8 @@ class Sign(Compressor):
         return each if self.per != "tensor" or len(each) == 1 else [ops.rows(each, self.magnitudes)]
 
     def _scales_of(self, ops: Ops[A], lot: _Lot[A], wide: str) -> A:
-        """(magnitudes, N, 1): what stands for a positive element; and, if there are two, what for another."""
+        """(magnitudes, N, 1): what stands for a positive element; and, if there are two, what for
+        another."""
         x = lot.array
 
         def mean_abs(x: A) -> A:

@@ -18,15 +18,20 @@ from gradwire.core.text.wording import configured
 
 @dataclass(frozen=True, repr=False)
 class Weighted(Wrapper):
-    """Another algorithm, whose means count each replica by its weight, `Σ w·x / Σ w`: the tokens of its batch, say. Weight 0 is an absent replica.
+    """Another algorithm, whose means count each replica by its weight, `Σ w·x / Σ w`: the tokens of
+    its batch, say. Weight 0 is an absent replica.
 
-    The weight of a step is given to the driver: `handle.weight = tokens` in torch, `tx.update(…, weight=tokens)` in JAX, `simulator.step(…,
-    weights=[…])`; it is 1 where nothing is said, and 0 or a number from 1e-18 to 1e18. It travels in float32 in the first message of what is averaged, 4 bytes more.
-    Floats of 16 bits are sent as they are, with weights in a message beside them, summed in float32 and rounded once: as many bytes as an all-reduce. What others compute is that of a run without the absent replica, and what is there does not matter, inf and NaN included. It
+    The weight of a step is given to the driver: `handle.weight = tokens` in torch, `tx.update(…,
+    weight=tokens)` in JAX, `simulator.step(…, weights=[…])`; it is 1 where nothing is said, and 0
+    or a number from 1e-18 to 1e18. It travels in float32 in the first message of what is averaged,
+    4 bytes more. Floats of 16 bits are sent as they are, with weights in a message beside them,
+    summed in float32 and rounded once: as many bytes as an all-reduce. What others compute is that
+    of a run without the absent replica, and what is there does not matter, inf and NaN included. It
     receives the average, and its own memory, the error, stays as it was.
 
-    If all weights are 0 nothing is averaged: the memory stays as it was, and `NobodyCounts` is raised on all replicas. Where the host cannot know it, in a compiled program
-    or on an accelerator, the averages are NaN instead.
+    If all weights are 0 nothing is averaged: the memory stays as it was, and `NobodyCounts` is
+    raised on all replicas. Where the host cannot know it, in a compiled program or on an
+    accelerator, the averages are NaN instead.
 
     Memory is that of `algorithm`: a checkpoint goes on with weights or without.
 
@@ -39,10 +44,12 @@ class Weighted(Wrapper):
         [2.0, 4.0]
 
     Args:
-        algorithm: any whose replicas average or gather: all of gradwire's but `Zero`. It goes outermost: `Weighted(WireDtype(…))`.
+        algorithm: any whose replicas average or gather: all of gradwire's but `Zero`. It goes
+            outermost: `Weighted(WireDtype(…))`.
 
     Raises:
-        TypeError: `algorithm` is none, or is weighted already. And where it is registered: it sums, or gathers without asking for `replica_weights`.
+        TypeError: `algorithm` is none, or is weighted already. And where it is registered: it sums,
+            or gathers without asking for `replica_weights`.
     """
 
     weighted = True
@@ -55,25 +62,35 @@ class Weighted(Wrapper):
 
     @property
     def biased(self) -> bool:
-        """Whether something of the gradients is lost for good, as with `algorithm` alone: see `Compressor.biased`."""
+        """Whether something of the gradients is lost for good, as with `algorithm` alone: see
+        `Compressor.biased`."""
         return bool(getattr(self.algorithm, "biased", False))
 
     async def step(
         self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any, weight: Any = 1.0
     ) -> Stepped[A]:
-        """A step of the inner algorithm. Arguments and results are those of `Algorithm.step`, and `weight`, of this replica: a number, or a scalar array."""
+        """A step of the inner algorithm. Arguments and results are those of `Algorithm.step`, and
+        `weight`, of this replica: a number, or a scalar array."""
         program = self.algorithm.step(ops, gradients, state, step)
-        return await weighed(Weighing(ops, weight, name=repr(self.algorithm)), program, state, self.per_replica)
+        return await weighed(
+            Weighing(ops, weight, name=repr(self.algorithm)), program, state, self.per_replica
+        )
 
 
 async def weighed(
-    weighing: Weighing[A], program: Program[Stepped[A]], state: State[A], per_replica: frozenset[str]
+    weighing: Weighing[A],
+    program: Program[Stepped[A]],
+    state: State[A],
+    per_replica: frozenset[str],
 ) -> Stepped[A]:
-    """A program that is donated this state, by weight: an absent replica keeps what differs between replicas as it was."""
+    """A program that is donated this state, by weight: an absent replica keeps what differs between
+    replicas as it was."""
     ops, kept = weighing.ops, {}
     for name, memory in state.tensors.items() if not weighing.present else ():
         own = {key: x for key, x in memory.items() if key in per_replica}
-        kept[name] = {key: ops.add(ops.zeros(tuple(x.shape), ops.dtype_of(x)), x) for key, x in own.items()}
+        kept[name] = {
+            key: ops.add(ops.zeros(tuple(x.shape), ops.dtype_of(x)), x) for key, x in own.items()
+        }
     averages, after = await weighing.run(program)
     for name, own in kept.items():
         for key, x in own.items():

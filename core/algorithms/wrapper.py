@@ -16,7 +16,8 @@ def require_inner(algorithm: object, what: str = "algorithm") -> None:
     require_algorithm(algorithm, what)
     if getattr(algorithm, "weighted", False):
         raise TypeError(
-            f"{what}={algorithm!r} is weighted, and is inside another algorithm; Weighted goes round all others"
+            f"{what}={algorithm!r} is weighted, and is inside another algorithm; Weighted goes"
+            " round all others"
         )
 
 

@@ -1,10 +1,11 @@
-"""gradwire: communication-efficient data-parallel training, each algorithm written once for torch and JAX.
+"""gradwire: communication-efficient data-parallel training, each algorithm written once for torch
+and JAX.
 
     import gradwire
     gradwire.plan({"w": (2048, 512)}, gradwire.PowerSGD(rank=4))
 
-Importing this loads neither torch nor jax: those live in `gradwire.torch_backend` and `gradwire.jax_backend`, which are imported when they
-are first asked for.
+Importing this loads neither torch nor jax: those live in `gradwire.torch_backend` and
+`gradwire.jax_backend`, which are imported when they are first asked for.
 """
 
 import importlib
@@ -100,4 +101,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_BACKENDS, "core", *(name for name in globals() if name.startswith("__"))})
+    return sorted(
+        {*__all__, *_BACKENDS, "core", *(name for name in globals() if name.startswith("__"))}
+    )

@@ -38,24 +38,31 @@ def advise(
         advice = gradwire.advise(model, "probe.json", step=0.18)
         print(advice)
 
-    Each method runs on this device for about a second, on gradients of the model's shapes, with messages that come back at once. What messages take
-    is the probe's. A step is predicted from both, and from how much of it messages can overlap with.
+    Each method runs on this device for about a second, on gradients of the model's shapes, with
+    messages that come back at once. What messages take is the probe's. A step is predicted from
+    both, and from how much of it messages can overlap with.
 
     Args:
         model: whatever `gradwire.plan` takes, or a tree of JAX.
-        probe: of `gradwire.torch_backend.probe`, `gradwire.jax_backend.probe` or `gradwire probe`; or the file.
-        step: seconds of a step of one replica alone, forward, backward and optimizer, on this device; or a function that does one.
-        algorithms: what to compare with uncompressed averages. None: those of the `comparison`, or `gradwire.core.advise.advice.default_methods()`.
-        loss: by how much a method's held-out loss may be higher than that of uncompressed averages, in parts of it: "1%", or 0.01. What counts is the bound below which it is
-            with 90 % confidence: by the `comparison`; without one by kind, of methods that only round, or on one small model (docs/frontier.md), which the
-            advice names. None: one method for each of 0.5, 2 and 5 %.
+        probe: of `gradwire.torch_backend.probe`, `gradwire.jax_backend.probe` or `gradwire probe`;
+            or the file.
+        step: seconds of a step of one replica alone, forward, backward and optimizer, on this
+            device; or a function that does one.
+        algorithms: what to compare with uncompressed averages. None: those of the `comparison`, or
+            `gradwire.core.advise.advice.default_methods()`.
+        loss: by how much a method's held-out loss may be higher than that of uncompressed averages,
+            in parts of it: "1%", or 0.01. What counts is the bound below which it is with 90 %
+            confidence: by the `comparison`; without one by kind, of methods that only round, or on
+            one small model (docs/frontier.md), which the advice names. None: one method for each of
+            0.5, 2 and 5 %.
         costs: as measured before, by `method_costs`. None: they are measured now.
-        comparison: what `gradwire.compare` has found on this model with as many replicas, or its file.
+        comparison: what `gradwire.compare` has found on this model with as many replicas, or its
+            file.
 
     Raises:
         TypeError: `model` has no parameters.
-        ValueError: an argument that cannot be used, named; a `step` that builds a model; a comparison of another model or number of replicas; or what an
-            algorithm refuses.
+        ValueError: an argument that cannot be used, named; a `step` that builds a model; a
+            comparison of another model or number of replicas; or what an algorithm refuses.
         OSError: there is no such file.
     """
     known = probe if isinstance(probe, Probe) else Probe.load(probe)
@@ -75,9 +82,13 @@ def advise(
 
 
 def compared_losses(
-    comparison: Comparison | str | Path, specs: Mapping[str, Spec], probe: Probe, own: Sequence[Any] = ()
+    comparison: Comparison | str | Path,
+    specs: Mapping[str, Spec],
+    probe: Probe,
+    own: Sequence[Any] = (),
 ) -> tuple[Sequence[Any], Losses]:
-    """The methods of a comparison, and what it says of them. `own`: methods of one's own, of which a file has the names alone. Raises as `advise`."""
+    """The methods of a comparison, and what it says of them. `own`: methods of one's own, of which
+    a file has the names alone. Raises as `advise`."""
     found = comparison if isinstance(comparison, Comparison) else Comparison.load(comparison, own)
     where = "comparison" if isinstance(comparison, Comparison) else f"comparison {comparison}"
     try:
@@ -92,17 +103,21 @@ def method_costs(
     algorithms: Sequence[Any] | None = None,
     progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
 ) -> list[tuple[Any, Cost]]:
-    """What uncompressed averages and these algorithms cost on this device, for gradients of these shapes. `progress` goes through them, and shows how far it has
-    come."""
+    """What uncompressed averages and these algorithms cost on this device, for gradients of these
+    shapes. `progress` goes through them, and shows how far it has come."""
     each = probe.replicas // probe.nodes
-    chosen = [a for a in default_methods(each if probe.nodes > 1 else 1) if _has_layers_for(a, specs)]
+    chosen = [
+        a for a in default_methods(each if probe.nodes > 1 else 1) if _has_layers_for(a, specs)
+    ]
     if algorithms is not None:
         chosen = [PLAIN, *(a for a in algorithms if a != PLAIN)]
     chosen = [a.on_nodes_of(each) if hasattr(a, "on_nodes_of") else a for a in chosen]
     measure = _backend(probe.framework, "advise.method_cost").method_cost
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CompressionWarning)
-        return [(algorithm, measure(algorithm, specs, probe.replicas)) for algorithm in progress(chosen)]
+        return [
+            (algorithm, measure(algorithm, specs, probe.replicas)) for algorithm in progress(chosen)
+        ]
 
 
 def _has_layers_for(algorithm: Any, specs: Mapping[str, Spec]) -> bool:

@@ -1,4 +1,5 @@
-"""`gradwire.compare`: train a user's own model under several methods, on this device, and say how their losses differ."""
+"""`gradwire.compare`: train a user's own model under several methods, on this device, and say how
+their losses differ."""
 
 from __future__ import annotations
 
@@ -36,32 +37,38 @@ def compare(
     training: str | None = None,
     progress: Progress = lambda method, seed, step: None,
 ) -> Comparison:
-    """Train under uncompressed averages and under each method, with the same weights, shards and seeds, and compare held-out losses.
+    """Train under uncompressed averages and under each method, with the same weights, shards and
+    seeds, and compare held-out losses.
 
-        comparison = gradwire.compare(make, [gradwire.PowerSGD(rank=4), gradwire.diloco(30)], steps=300)
-        print(comparison)
+        comparison = gradwire.compare(make, [gradwire.PowerSGD(rank=4), gradwire.diloco(30)],
+        steps=300) print(comparison)
 
-    R replicas run on one device, one after the other, by the engine that would run them on R. So a run takes the time of R replicas, and says nothing of time.
+    R replicas run on one device, one after the other, by the engine that would run them on R. So a
+    run takes the time of R replicas, and says nothing of time.
 
     Args:
-        make: builds the training; it is called anew for each run. In torch it returns a `gradwire.torch_backend.Training`. In JAX it has an argument `wrap`, to be
-            called on the optimizer, and returns a `gradwire.jax_backend.Training`. If it has an argument `seed`, it is given that.
+        make: builds the training; it is called anew for each run. In torch it returns a
+            `gradwire.torch_backend.Training`. In JAX it has an argument `wrap`, to be called on the
+            optimizer, and returns a `gradwire.jax_backend.Training`. If it has an argument `seed`,
+            it is given that.
         algorithms: what to compare with uncompressed averages.
         replicas: how many train.
         steps: of each run. A learning-rate schedule is followed so far, and not compressed in time.
         seeds: 0 to this number, less one. One seed gives no intervals.
-        rates: factors on the training's learning rates. Of several, each method is given that with which its held-out loss is least, with seed 0, on every other
-            held-out window; verdicts are about the other windows. Rates of DiLoCo's outer optimizer stay as they are.
-        output: a JSON to which each run is added when it has ended, and from which a comparison that was stopped goes on, or one with a method more. The first steps of
-            the training are taken anew to see whether it is still that of the file: runs that are taken from it are named, and those of another training are made
-            anew. None: nothing is kept.
+        rates: factors on the training's learning rates. Of several, each method is given that with
+            which its held-out loss is least, with seed 0, on every other held-out window; verdicts
+            are about the other windows. Rates of DiLoCo's outer optimizer stay as they are.
+        output: a JSON to which each run is added when it has ended, and from which a comparison
+            that was stopped goes on, or one with a method more. The first steps of the training are
+            taken anew to see whether it is still that of the file: runs that are taken from it are
+            named, and those of another training are made anew. None: nothing is kept.
         training: what it is called. None: as `make` is.
         progress: called after each step.
 
     Raises:
         TypeError: an argument is something else, or `make` returns it, by name.
-        ValueError: what a method or the training refuses; seeds that change nothing; a file of another comparison; fewer than four held-out windows, where
-            rates are searched.
+        ValueError: what a method or the training refuses; seeds that change nothing; a file of
+            another comparison; fewer than four held-out windows, where rates are searched.
     """
     for name, value in (("replicas", replicas), ("steps", steps), ("seeds", seeds)):
         if isinstance(value, bool) or not isinstance(value, int):
@@ -69,11 +76,16 @@ def compare(
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if not callable(make):
-        raise TypeError(f"make is a {type(make).__name__}; give a function that builds the training")
+        raise TypeError(
+            f"make is a {type(make).__name__}; give a function that builds the training"
+        )
     factors = _factors(rates)
     others = list({name_of(each): each for each in algorithms if each != PLAIN}.values())
     looks = {name_of(each): _looks(each, replicas, steps) for each in others}
-    looks = {name_of(PLAIN): sorted({*evaluated_at(PLAIN, replicas, steps)}.union(*looks.values())), **looks}
+    looks = {
+        name_of(PLAIN): sorted({*evaluated_at(PLAIN, replicas, steps)}.union(*looks.values())),
+        **looks,
+    }
     runs = Runs(training or _called(make), replicas, steps, factors)
     if output is not None:
         count = min(STEPS, steps)
@@ -89,7 +101,9 @@ def compare(
                     continue
                 shown = f"{name}, rate × {factor:g}" if len(factors) > 1 else name
                 on_step = _counted(partial(progress, shown, seed))
-                run = _engine(make, seed)(algorithm, replicas, steps, seed, looks[name], on_step, factor)
+                run = _engine(make, seed)(
+                    algorithm, replicas, steps, seed, looks[name], on_step, factor
+                )
                 _require_windows(run, factors)
                 runs.add(run)
                 _require_seeds_to_matter(runs, seed, factor)
@@ -105,16 +119,21 @@ def _factors(rates: Sequence[float]) -> tuple[float, ...]:
     if not known or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in rates):
         raise TypeError(f"rates={rates!r} must be numbers: (0.5, 1, 2)")
     if not rates or not all(0 < x < math.inf for x in rates):
-        raise ValueError(f"rates={rates!r} must be factors on the learning rate, more than 0 and finite: (0.5, 1, 2)")
+        raise ValueError(
+            f"rates={rates!r} must be factors on the learning rate, more than 0 and finite: (0.5,"
+            " 1, 2)"
+        )
     return tuple(sorted({float(x) for x in rates}))
 
 
 def _require_windows(run: Run, factors: Sequence[float]) -> None:
-    """Raise ValueError if a search would leave no two windows, of which an interval is made, for the verdict."""
+    """Raise ValueError if a search would leave no two windows, of which an interval is made, for
+    the verdict."""
     fewest = min(map(len, run.held_out.values()), default=0)
     if len(factors) > 1 and fewest < 2 * PARTS:
         raise ValueError(
-            f"rates={list(factors)} are searched on half of the held-out windows, and evaluate gives {fewest}; return {2 * PARTS} or more"
+            f"rates={list(factors)} are searched on half of the held-out windows, and evaluate"
+            f" gives {fewest}; return {2 * PARTS} or more"
         )
 
 
@@ -123,7 +142,8 @@ def _looks(algorithm: Any, replicas: int, steps: int) -> list[int]:
         require_algorithm(algorithm, "algorithms")
     if getattr(algorithm, "mentions_nodes", False):
         raise ValueError(
-            f"{name_of(algorithm)} says 'node', and here are no nodes; give the number of replicas on each"
+            f"{name_of(algorithm)} says 'node', and here are no nodes; give the number of replicas"
+            " on each"
         )
     try:
         return evaluated_at(algorithm, replicas, steps)
@@ -158,7 +178,8 @@ def _require_seeds_to_matter(runs: Runs, seed: int, factor: float) -> None:
         first, this = runs.done[plain, 0, factor], runs.done[plain, seed, factor]
         if list(first.losses) == list(this.losses):
             raise ValueError(
-                f"seeds 0 and {seed} give the same losses: make() seeds its generators itself. Give it an argument `seed` to use, or seeds=1"
+                f"seeds 0 and {seed} give the same losses: make() seeds its generators itself. Give"
+                " it an argument `seed` to use, or seeds=1"
             )
 
 

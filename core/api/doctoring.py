@@ -1,4 +1,5 @@
-"""`gradwire.doctor`: is it right here? Known answers of kernels, messages and algorithms, on this machine or on the ranks of a launcher."""
+"""`gradwire.doctor`: is it right here? Known answers of kernels, messages and algorithms, on this
+machine or on the ranks of a launcher."""
 
 from __future__ import annotations
 
@@ -32,16 +33,20 @@ def doctor(
     output: str | Path | None = None,
     show: Callable[[Row], object] = print,
 ) -> Report:
-    """Check that gradwire computes here what it computes elsewhere: every kernel, codec, message and algorithm beside its known answers.
+    """Check that gradwire computes here what it computes elsewhere: every kernel, codec, message
+    and algorithm beside its known answers.
 
         report = gradwire.doctor(quick=True)
         assert not report.faults
 
-    Alone it starts processes of its own: in torch over Gloo, and over NCCL on as many GPUs as there are, or two on one; in JAX on the devices of one process, by
-    `pmap` and `shard_map`, and between two processes. On a CPU torch runs with its compiled loops too. Under `torchrun` it takes the ranks that there are, and also compares what they run on.
+    Alone it starts processes of its own: in torch over Gloo, and over NCCL on as many GPUs as there
+    are, or two on one; in JAX on the devices of one process, by `pmap` and `shard_map`, and between
+    two processes. On a CPU torch runs with its compiled loops too. Under `torchrun` it takes the
+    ranks that there are, and also compares what they run on.
 
     Args:
-        algorithms: what to try. None: all that are shipped; if `quick`, one that sends codes, one that multiplies, one that sends signs.
+        algorithms: what to try. None: all that are shipped; if `quick`, one that sends codes, one
+            that multiplies, one that sends signs.
         quick: within a minute, instead of six; and nothing is compiled for torch.
         output: a JSON file, written after each check. None: none.
         show: is called with each row.
@@ -63,11 +68,16 @@ def doctor(
         return report
     installed = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is not None]
     if not installed:
-        raise RuntimeError("gradwire.doctor() needs torch or jax: pip install 'gradwire[torch]' or 'gradwire[jax]'")
+        raise RuntimeError(
+            "gradwire.doctor() needs torch or jax: pip install 'gradwire[torch]' or 'gradwire[jax]'"
+        )
     texts = [repr(algorithm) for algorithm in methods]
     end = time.monotonic() + SECONDS[quick]
     # One framework's processes wait for messages while the other's compile.
-    chains = [threading.Thread(target=_run, args=(_JOBS[name](texts, quick), report, end)) for name in installed]
+    chains = [
+        threading.Thread(target=_run, args=(_JOBS[name](texts, quick), report, end))
+        for name in installed
+    ]
     for chain in chains:
         chain.start()
     for chain in chains:
@@ -93,7 +103,11 @@ def _torch_jobs(algorithms: list[str], quick: bool) -> list[Callable[[float], Jo
     def kernels(seconds: float) -> Job:
         part = f"torch, kernels, {device.type}"
         return Job(
-            part, module, [{"part": part, "device": str(device), "seconds": seconds, "quick": quick}], [{}], seconds
+            part,
+            module,
+            [{"part": part, "device": str(device), "seconds": seconds, "quick": quick}],
+            [{}],
+            seconds,
         )
 
     def ranks(library: str, devices: list[str]) -> Callable[[float], Job]:
@@ -113,14 +127,22 @@ def _torch_jobs(algorithms: list[str], quick: bool) -> list[Callable[[float], Jo
                 }
                 for d in devices
             ]
-            environment = [_of_rank(r, len(devices), port) | _alone_on_gpu(r, shared) for r in range(len(devices))]
+            environment = [
+                _of_rank(r, len(devices), port) | _alone_on_gpu(r, shared)
+                for r in range(len(devices))
+            ]
             return Job(part, module, arguments, environment, seconds)
 
         return job
 
     jobs: list[Callable[[float], Job]] = []
     if gpus:
-        jobs.append(ranks("nccl", [f"cuda:{i}" for i in range(min(gpus, MOST))] if gpus > 1 else ["cuda:0"] * SHARED))
+        jobs.append(
+            ranks(
+                "nccl",
+                [f"cuda:{i}" for i in range(min(gpus, MOST))] if gpus > 1 else ["cuda:0"] * SHARED,
+            )
+        )
     if not (gpus and quick):
         jobs.append(ranks("gloo", ["cpu"] * SHARED))
     return [*jobs, kernels]
@@ -128,7 +150,8 @@ def _torch_jobs(algorithms: list[str], quick: bool) -> list[Callable[[float], Jo
 
 def _jax_jobs(algorithms: list[str], quick: bool) -> list[Callable[[float], Job]]:
     module, gpus = "gradwire.jax_backend.doctor", _gpus()
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={CPU_DEVICES}".strip()
+    on_cpu = f"--xla_force_host_platform_device_count={CPU_DEVICES}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {on_cpu}".strip()
     memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
     def devices(seconds: float) -> Job:
@@ -150,12 +173,21 @@ def _jax_jobs(algorithms: list[str], quick: bool) -> list[Callable[[float], Job]
             for i in range(SHARED)
         ]
         one = {"XLA_FLAGS": flags.replace(f"count={CPU_DEVICES}", "count=1"), **memory}
-        return Job(part, module, arguments, [one | _alone_on_gpu(i, gpus == 1) for i in range(SHARED)], seconds)
+        return Job(
+            part,
+            module,
+            arguments,
+            [one | _alone_on_gpu(i, gpus == 1) for i in range(SHARED)],
+            seconds,
+        )
 
     return [devices, processes] if _several_processes() else [devices]
 
 
-_JOBS: dict[str, Callable[[list[str], bool], list[Callable[[float], Job]]]] = {"torch": _torch_jobs, "jax": _jax_jobs}
+_JOBS: dict[str, Callable[[list[str], bool], list[Callable[[float], Job]]]] = {
+    "torch": _torch_jobs,
+    "jax": _jax_jobs,
+}
 
 
 def _of_rank(rank: int, size: int, port: str) -> dict[str, str]:
@@ -177,7 +209,9 @@ def _gpus() -> int:
     if visible is not None:
         return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
     return (
-        len([each for each in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", each)]) if os.path.isdir("/dev") else 0
+        len([each for each in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", each)])
+        if os.path.isdir("/dev")
+        else 0
     )
 
 

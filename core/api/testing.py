@@ -1,4 +1,5 @@
-"""`gradwire.testing.check(algorithm)`: does a method keep the promises that every driver relies on?"""
+"""`gradwire.testing.check(algorithm)`: does a method keep the promises that every driver relies
+on?"""
 
 from gradwire.core.simulate.testing import ConformanceError, check
 

@@ -1,8 +1,9 @@
 """Which tensors share a message.
 
-Many small tensors are sent as a few flat *buckets*, so that latency is a small part of a collective, and several of them, so that the first
-can be on its way while the last gradients are still being computed (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating
-Data Parallel Training", §3.2).
+Many small tensors are sent as a few flat *buckets*, so that latency is a small part of a
+collective, and several of them, so that the first can be on its way while the last gradients are
+still being computed (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training", §3.2).
 """
 
 from __future__ import annotations
@@ -26,25 +27,30 @@ def assign_buckets(
 ) -> list[list[int]]:
     """Split tensors into buckets as DDP does (c10d's `compute_bucket_assignment_by_size`).
 
-    Walk the tensors in order. Each key fills a bucket of its own, which is closed by the tensor that brings it to the key's current
-    limit; the key's next bucket has the next limit, and the last limit repeats. So a bucket exceeds its limit by less than its last
-    tensor.
+    Walk the tensors in order. Each key fills a bucket of its own, which is closed by the tensor
+    that brings it to the key's current limit; the key's next bucket has the next limit, and the
+    last limit repeats. So a bucket exceeds its limit by less than its last tensor.
 
         >>> assign_buckets([40, 40, 40, 40], limits=[40, 80])
         [[0], [1, 2], [3]]
 
     Args:
         sizes: of each tensor, in bytes. Zero is allowed.
-        limits: in bytes, one for each bucket of a key, the last one for all further ones. DDP's are [1 MiB, 25 MiB].
-        keys: of each tensor; only tensors of equal keys share a bucket. Usually its (dtype, device). None: all are alike.
-        order: in which to walk the tensors, if not as they are numbered: the order in which gradients arrived.
+        limits: in bytes, one for each bucket of a key, the last one for all further ones. DDP's are
+            [1 MiB, 25 MiB].
+        keys: of each tensor; only tensors of equal keys share a bucket. Usually its (dtype,
+            device). None: all are alike.
+        order: in which to walk the tensors, if not as they are numbered: the order in which
+            gradients arrived.
 
     Returns:
-        The indices of the tensors in each bucket. Without `order`, buckets are sorted by their first index; with it, they come in the
-        order in which they were closed, and those that no tensor closed come last.
+        The indices of the tensors in each bucket. Without `order`, buckets are sorted by their
+        first index; with it, they come in the order in which they were closed, and those that no
+        tensor closed come last.
 
     Raises:
-        ValueError: no limits, something negative, a number of keys that is not that of sizes, or an `order` that is not a permutation.
+        ValueError: no limits, something negative, a number of keys that is not that of sizes, or an
+            `order` that is not a permutation.
     """
     if not limits:
         raise ValueError("limits=[] says no size; give at least one, in bytes")
@@ -71,6 +77,6 @@ def assign_buckets(
 
 @checked
 def bucket_limits(bucket_cap_mb: Mebibytes, first_bucket_mb: Mebibytes) -> list[int]:
-    """`limits` in bytes for buckets of so many MiB, the first one of a dtype closed earlier. Raises ValueError for a size
-    that is not positive."""
+    """`limits` in bytes for buckets of so many MiB, the first one of a dtype closed earlier. Raises
+    ValueError for a size that is not positive."""
     return [int(min(first_bucket_mb, bucket_cap_mb) * MIB), int(bucket_cap_mb * MIB)]

@@ -1,8 +1,9 @@
 """When a bucket may be sent: what DDP's C++ reducer decides, as a state machine with no I/O in it.
 
-Gradients become ready one by one during a backward pass, in any order. A bucket is launched once it is full **and** all earlier ones
-have been launched, so every rank launches the same buckets in the same order whatever its gradients did. Whoever owns the gradients
-calls the methods and launches what they return.
+Gradients become ready one by one during a backward pass, in any order. A bucket is launched once it
+is full **and** all earlier ones have been launched, so every rank launches the same buckets in the
+same order whatever its gradients did. Whoever owns the gradients calls the methods and launches
+what they return.
 
     reducer = Reducer(["a", "b", "c"], buckets=[[2], [0, 1]])
     reducer.begin()      # []       a backward pass begins
@@ -24,11 +25,13 @@ class Reducer:
 
     Args:
         names: of all parameters.
-        buckets: indices of the parameters in each bucket, in the order in which buckets are to be launched; `rebuild` changes them.
+        buckets: indices of the parameters in each bucket, in the order in which buckets are to be
+            launched; `rebuild` changes them.
 
     Attributes:
         active: between `begin` and `end`.
-        arrived: the parameters whose gradients arrived in the current or last pass that was not accumulating, in that order.
+        arrived: the parameters whose gradients arrived in the current or last pass that was not
+            accumulating, in that order.
 
     Raises:
         ValueError: a parameter is in no bucket or in several, or a bucket is empty.
@@ -64,7 +67,9 @@ class Reducer:
                 if not 0 <= i < len(self.names):
                     raise ValueError(f"bucket {number} holds parameter {i} of {len(self.names)}")
                 if i in bucket_of:
-                    raise ValueError(f"parameter {self.names[i]!r} is in buckets {bucket_of[i]} and {number}")
+                    raise ValueError(
+                        f"parameter {self.names[i]!r} is in buckets {bucket_of[i]} and {number}"
+                    )
                 bucket_of[i] = number
         left_out = [name for i, name in enumerate(self.names) if i not in bucket_of]
         if left_out:
@@ -73,17 +78,22 @@ class Reducer:
         self._bucket_of = [bucket_of[i] for i in range(len(self.names))]
 
     def begin(self, unused: Iterable[int] = (), *, accumulating: bool = False) -> list[int]:
-        """A backward pass begins. Returns the buckets to launch now, in order: those of unused parameters only.
+        """A backward pass begins. Returns the buckets to launch now, in order: those of unused
+        parameters only.
 
         Args:
-            unused: parameters that are known to receive no gradient in it, on this rank. They count as ready.
-            accumulating: gradients are only added up; nothing is launched until a pass without this.
+            unused: parameters that are known to receive no gradient in it, on this rank. They count
+                as ready.
+            accumulating: gradients are only added up; nothing is launched until a pass without
+                this.
 
         Raises:
             RuntimeError: the pass before has not ended.
         """
         if self.active:
-            raise RuntimeError("a backward pass has begun before the last one ended; call end() or abandon() first")
+            raise RuntimeError(
+                "a backward pass has begun before the last one ended; call end() or abandon() first"
+            )
         self.active, self._accumulating = True, accumulating
         self._done = set()
         if accumulating:
@@ -100,10 +110,13 @@ class Reducer:
         """Parameter `i` has its gradient. Returns the buckets to launch now, in order.
 
         Raises:
-            RuntimeError: no pass is under way, or the parameter is ready already or was to be unused; it is named.
+            RuntimeError: no pass is under way, or the parameter is ready already or was to be
+                unused; it is named.
         """
         if not self.active:
-            raise RuntimeError(f"parameter {self.names[i]!r} is ready, but no backward pass has begun")
+            raise RuntimeError(
+                f"parameter {self.names[i]!r} is ready, but no backward pass has begun"
+            )
         if self._accumulating:
             return []
         if i in self._done:
@@ -113,17 +126,20 @@ class Reducer:
         return self._launchable() if self._mark_done(i) else []
 
     def missing(self) -> list[int]:
-        """Parameters of this pass that are neither ready nor unused, in the order of the buckets."""
+        """Parameters of this pass that are neither ready nor unused, in the order of the
+        buckets."""
         if not self.active or self._accumulating:
             return []
         return [i for bucket in self.buckets for i in bucket if i not in self._done]
 
     def end(self, *, missing_are_unused: bool = False) -> list[int]:
-        """The backward pass is over. `missing_are_unused`: what has no gradient by now is taken as unused. Returns the buckets to launch now, in order:
+        """The backward pass is over. `missing_are_unused`: what has no gradient by now is taken as
+        unused. Returns the buckets to launch now, in order:
         the rest.
 
         Raises:
-            RuntimeError: no pass is under way, or parameters are missing; they are named. The pass is over in any case.
+            RuntimeError: no pass is under way, or parameters are missing; they are named. The pass
+                is over in any case.
         """
         if not self.active:
             raise RuntimeError("a backward pass has ended that never began")
@@ -135,10 +151,11 @@ class Reducer:
             names = [self.names[i] for i in missing]
             waiting = len(self.buckets) - self._next
             raise RuntimeError(
-                f"{_listed(names)} without a gradient at the end of the backward pass, so {waiting} of {len(self.buckets)} buckets "
-                "could not be averaged, and other ranks may wait for them. Either the forward pass does not use them in every step, or "
-                "the loss does not depend on all outputs: pass find_unused_parameters=True. If they are to stay as they are, set "
-                "requires_grad=False before wrapping the module."
+                f"{_listed(names)} without a gradient at the end of the backward pass, so {waiting}"
+                f" of {len(self.buckets)} buckets could not be averaged, and other ranks may wait"
+                " for them. Either the forward pass does not use them in every step, or the loss"
+                " does not depend on all outputs: pass find_unused_parameters=True. If they are to"
+                " stay as they are, set requires_grad=False before wrapping the module."
             )
         for i in missing:
             self._mark_done(i)
@@ -149,7 +166,8 @@ class Reducer:
         self.active = False
 
     def arrival_order(self) -> list[int]:
-        """All parameters: first those that arrived in the last pass, as they came, then the others in the order of the buckets."""
+        """All parameters: first those that arrived in the last pass, as they came, then the others
+        in the order of the buckets."""
         came = set(self.arrived)
         return self.arrived + [i for bucket in self.buckets for i in bucket if i not in came]
 
@@ -163,14 +181,17 @@ class Reducer:
     def _why_not_again(self, i: int) -> str:
         if i in self._unused:
             return (
-                f"parameter {self.names[i]!r} received a gradient, but the outputs of the forward pass do not depend on it. "
-                "A loss must be computed from what forward returns: return that part of it too, instead of keeping it in an attribute. "
-                "Reentrant activation checkpointing hides parameters from find_unused_parameters: use `checkpoint(..., use_reentrant=False)`."
+                f"parameter {self.names[i]!r} received a gradient, but the outputs of the forward"
+                " pass do not depend on it. A loss must be computed from what forward returns:"
+                " return that part of it too, instead of keeping it in an attribute. Reentrant"
+                " activation checkpointing hides parameters from find_unused_parameters: use"
+                " `checkpoint(..., use_reentrant=False)`."
             )
         return (
-            f"parameter {self.names[i]!r} received a second gradient in one backward pass, after the first was handed over to be "
-            "averaged. This happens when a parameter is used in several segments of reentrant activation checkpointing: use "
-            "`checkpoint(..., use_reentrant=False)`; or accumulate (`no_sync`) and average in a later pass."
+            f"parameter {self.names[i]!r} received a second gradient in one backward pass, after"
+            " the first was handed over to be averaged. This happens when a parameter is used in"
+            " several segments of reentrant activation checkpointing: use `checkpoint(...,"
+            " use_reentrant=False)`; or accumulate (`no_sync`) and average in a later pass."
         )
 
     def _launchable(self) -> list[int]:

@@ -1,4 +1,5 @@
-"""Codecs by name: what a payload may be sent as. A new one is a file here and a line in this table; or a file of a user's:
+"""Codecs by name: what a payload may be sent as. A new one is a file here and a line in this table;
+or a file of a user's:
 
 @register_codec("int3")
 @dataclass(frozen=True)
@@ -36,8 +37,9 @@ CODECS: dict[str, Codec] = {
 
 
 def register_codec(name: str) -> Callable[[type[C]], type[C]]:
-    """Decorator: `WireDtype(x, name)` and `Quantize(name)` send codes of this class, in every framework, with the defaults of
-    its fields. Every process of a training imports the file before it makes the method.
+    """Decorator: `WireDtype(x, name)` and `Quantize(name)` send codes of this class, in every
+    framework, with the defaults of its fields. Every process of a training imports the file before
+    it makes the method.
 
     Raises:
         TypeError: what is decorated is no class of codecs, or has abstract methods left.
@@ -46,14 +48,19 @@ def register_codec(name: str) -> Callable[[type[C]], type[C]]:
 
     def register(cls: type[C]) -> type[C]:
         if not (isinstance(cls, type) and issubclass(cls, Codec)):
-            raise TypeError(f"register_codec({name!r}) decorates {cls!r}, which must be a subclass of Codec")
+            raise TypeError(
+                f"register_codec({name!r}) decorates {cls!r}, which must be a subclass of Codec"
+            )
         known = CODECS.get(name)
         # A cell of a notebook that runs again makes its class again.
         if known is not None and (type(known).__module__, type(known).__qualname__) != (
             cls.__module__,
             cls.__qualname__,
         ):
-            raise ValueError(f"register_codec({name!r}): {type(known).__qualname__} has this name; take another one")
+            raise ValueError(
+                f"register_codec({name!r}): {type(known).__qualname__} has this name; take"
+                " another one"
+            )
         CODECS[name] = cls()
         return cls
 

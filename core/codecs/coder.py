@@ -1,10 +1,12 @@
 """The quantized mean: of what all replicas have, quantized once by each, summed in float32.
 
-    x ── encode ── all-to-all ── decode, sum ── encode ── all-gather ── decode ── the mean, the same bits everywhere
+    x ── encode ── all-to-all ── decode, sum ── encode ── all-gather ── decode ── the mean, the same
+    bits everywhere
 
-Each replica forms its part of the mean. Nothing is rounded more than twice, whatever the number of replicas, and as many bytes travel as in an
-all-reduce of the codes. Two replicas send each other everything at once: these are the same bytes, and nothing is rounded twice.
-How rows become codes is in `row_coder`; what is joined, and how it is cut, in `packs`; who forms which part in `shares`.
+Each replica forms its part of the mean. Nothing is rounded more than twice, whatever the number of
+replicas, and as many bytes travel as in an all-reduce of the codes. Two replicas send each other
+everything at once: these are the same bytes, and nothing is rounded twice. How rows become codes is
+in `row_coder`; what is joined, and how it is cut, in `packs`; who forms which part in `shares`.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ from gradwire.core.protocol.weights import Weights
 
 
 class Rounded(NamedTuple, Generic[A]):
-    """A part of a mean as codes, and what rounding has taken from its rows, times what one replica adds to what it has sent to add that to the mean: from a first
-    row to the last. None: nobody asks."""
+    """A part of a mean as codes, and what rounding has taken from its rows, times what one replica
+    adds to what it has sent to add that to the mean: from a first row to the last. None: nobody
+    asks."""
 
     codes: tuple[A, ...]
     lost: Callable[[int, int], A] | None
@@ -58,19 +61,28 @@ class Coder(RowCoder[A]):
         return ITEMSIZE.get(self.ops.dtype_of(x), 0) > self.codec.itemsize
 
     async def mean(
-        self, arrays: Sequence[A], *, donated: bool = False, watched: bool = True, groups: Groups | None = None
+        self,
+        arrays: Sequence[A],
+        *,
+        donated: bool = False,
+        watched: bool = True,
+        groups: Groups | None = None,
     ) -> list[A]:
-        """The mean of each array over all replicas, or over this replica's group of `groups`, which are of equal size.
+        """The mean of each array over all replicas, or over this replica's group of `groups`, which
+        are of equal size.
 
-        `donated`: the answers may lie in the arrays. `watched`: see `gradwire.core.protocol.control_requests.StepIsFinite`.
+        `donated`: the answers may lie in the arrays. `watched`: see
+        `gradwire.core.protocol.control_requests.StepIsFinite`.
         """
         return (await self._mean(arrays, None, donated=donated, watched=watched, groups=groups))[0]
 
     async def mean_and_sent(
         self, arrays: Sequence[A], firsts: Sequence[tuple[int, ...]], *, late: bool = False
     ) -> tuple[list[Any], list[Any]]:
-        """The means, and what counts as sent of this replica's arrays, whose mean they are: the error of the second rounding is subtracted from the part of the replica that
-        has rounded it. `firsts`: of `gradwire.core.codecs.shares.deal`, of each tensor that an array holds. `late`: some of either may be left `Coded`."""
+        """The means, and what counts as sent of this replica's arrays, whose mean they are: the
+        error of the second rounding is subtracted from the part of the replica that has rounded it.
+        `firsts`: of `gradwire.core.codecs.shares.deal`, of each tensor that an array holds. `late`:
+        some of either may be left `Coded`."""
         return await self._mean(arrays, firsts, late=late)
 
     async def _mean(
@@ -88,24 +100,36 @@ class Coder(RowCoder[A]):
         place = await replica_index(groups) if keeps or self.noise else 0
         packs = packer.packs(arrays, size, firsts)
         if size == 2:
-            return await self._mean_of_two(arrays, packs, place, donated, watched, groups, keeps=keeps, late=late)
+            return await self._mean_of_two(
+                arrays, packs, place, donated, watched, groups, keeps=keeps, late=late
+            )
         coded = [self._encode_pack(pack, place + 1) for pack in packs]
         together = self._group_packs(packs)
-        mine = [self._join_codes([coded[i] for i in some], [packs[i] for i in some], size) for some in together]
+        mine = [
+            self._join_codes([coded[i] for i in some], [packs[i] for i in some], size)
+            for some in together
+        ]
         arrived = iter(await all_to_all(*chain.from_iterable(mine), groups=groups))
         self._weights = await replica_weights(groups)
         likes = [packs[some[0]].matrix for some in together]
-        of_each = [self.fields_of(list(islice(arrived, len(own))), like) for own, like in zip(mine, likes, strict=True)]
+        of_each = [
+            self.fields_of(list(islice(arrived, len(own))), like)
+            for own, like in zip(mine, likes, strict=True)
+        ]
         drawn = [self._draw_for_share([packs[i] for i in some], size, place) for some in together]
         parts = [
             self._encode_mean(y, like, place, own, keeps=keeps)
             for y, like, own in zip(of_each, likes, drawn, strict=True)
         ]
         sent_again = [as_sent(self.ops, part.codes) for part in parts]
-        gathered = iter(await gather(*chain.from_iterable(sent_again), watched=False, groups=groups, assumed=1))
+        gathered = iter(
+            await gather(*chain.from_iterable(sent_again), watched=False, groups=groups, assumed=1)
+        )
         means, sent = self._initial_answers(arrays), self._initial_answers(arrays)
         shown = []
-        for some, like, given, own, part in zip(together, likes, mine, sent_again, parts, strict=True):
+        for some, like, given, own, part in zip(
+            together, likes, mine, sent_again, parts, strict=True
+        ):
             everything = self.fields_of(list(islice(gathered, len(own))), like)
             if watched and groups is None:
                 shown.append(self.codec.witness(*everything))
@@ -118,13 +142,29 @@ class Coder(RowCoder[A]):
                 if stays:
                     for array, first, count in members_of(pack):
                         codes, scales = rows
-                        means[array] = Coded(self.codec, codes[first : first + count], scales[first : first + count])
+                        means[array] = Coded(
+                            self.codec, codes[first : first + count], scales[first : first + count]
+                        )
                 else:
-                    self._decode(pack, self._with_layout(rows, pack.parts[0]), arrays, means, donated=donated)
+                    self._decode(
+                        pack, self._with_layout(rows, pack.parts[0]), arrays, means, donated=donated
+                    )
                 if part.lost is not None:
                     cut = partial(self._cut_codes, pack, start, end, size)
-                    mine_again = [self.ops.storage.reuse_sent(coded[i][0], given[0], cut), *coded[i][1:]]
-                    self._note_sent(pack, mine_again, part.lost(start, end), arrays, sent, place, size, late=stays)
+                    mine_again = [
+                        self.ops.storage.reuse_sent(coded[i][0], given[0], cut),
+                        *coded[i][1:],
+                    ]
+                    self._note_sent(
+                        pack,
+                        mine_again,
+                        part.lost(start, end),
+                        arrays,
+                        sent,
+                        place,
+                        size,
+                        late=stays,
+                    )
                 start = end
         await watch(*shown)
         return means, sent
@@ -149,7 +189,12 @@ class Coder(RowCoder[A]):
         means, sent, shown = self._initial_answers(arrays), self._initial_answers(arrays), []
         for pack, mine, own in zip(packs, coded, given, strict=True):
             of_both = self.fields_of(list(islice(arrived, len(own))), pack.matrix)
-            if late and self._stays(pack.matrix) and self._weights is None and self._cannot_overflow(of_both):
+            if (
+                late
+                and self._stays(pack.matrix)
+                and self._weights is None
+                and self._cannot_overflow(of_both)
+            ):
                 self._leave_coded(pack, mine, sent)
                 self._leave_coded(pack, of_both, means)
                 continue
@@ -164,7 +209,8 @@ class Coder(RowCoder[A]):
         return means, sent
 
     def _shown(self, fields: Sequence[A], mean: A) -> A:
-        """An array that is finite if the mean of these codes (W, R, m) is: their sum may overflow where each is finite."""
+        """An array that is finite if the mean of these codes (W, R, m) is: their sum may overflow
+        where each is finite."""
         ops = self.ops
         if self.casts:
             return mean
@@ -183,7 +229,8 @@ class Coder(RowCoder[A]):
         return bound
 
     def _cannot_overflow(self, fields: Sequence[A]) -> bool:
-        """Whether the host knows that all codes (W, R, m) stand for finite numbers, and so do their sums."""
+        """Whether the host knows that all codes (W, R, m) stand for finite numbers, and so do their
+        sums."""
         return bool(self.ops.truth(self.ops.all_finite(self._most(fields))))
 
     def _leave_coded(self, pack: Pack[A], fields: Sequence[A], answers: list[Any]) -> None:
@@ -196,14 +243,16 @@ class Coder(RowCoder[A]):
                 start += rows
 
     def _initial_answers(self, arrays: Sequence[A]) -> list[Any]:
-        """What arrays begin with: those of no elements, of which nothing is sent, are made here, the same on all replicas, as every mean is."""
+        """What arrays begin with: those of no elements, of which nothing is sent, are made here,
+        the same on all replicas, as every mean is."""
         ops = self.ops
         return [x if size_of(x) else ops.zeros(tuple(x.shape), ops.dtype_of(x)) for x in arrays]
 
     async def parts_of_mean(
         self, vectors: Sequence[A], counts: Sequence[tuple[int, ...]], groups: Groups | None = None
     ) -> list[A]:
-        """This replica's part of the mean of each vector, of so many elements for each replica: rounded once."""
+        """This replica's part of the mean of each vector, of so many elements for each replica:
+        rounded once."""
         ops, answers = self.ops, []
         place = await replica_index(groups)
         for x, own in zip(vectors, counts, strict=True):
@@ -213,7 +262,10 @@ class Coder(RowCoder[A]):
             if not parts:
                 answers.append(x)
                 continue
-            coded = [as_sent(ops, self.encode_rows(self._packer.matrix(part), place + 1)) for part in parts]
+            coded = [
+                as_sent(ops, self.encode_rows(self._packer.matrix(part), place + 1))
+                for part in parts
+            ]
             elements = iter([sum(map(size_of, fields)) for fields in coded])
             sizes = tuple(next(elements) if k else 0 for k in own)
             flat = ops.rows(list(chain.from_iterable(coded)), 1).reshape((-1,))
@@ -230,7 +282,8 @@ class Coder(RowCoder[A]):
     def _encode_pack(self, pack: Pack[A], who: Any) -> list[A]:
         """The codes of all rows of a pack."""
         each = [
-            self._with_layout(self.encode_rows(part.matrix, who, self.draw_for(part, "1")), part) for part in pack.parts
+            self._with_layout(self.encode_rows(part.matrix, who, self.draw_for(part, "1")), part)
+            for part in pack.parts
         ]
         if len(each) == 1:
             return list(each[0])
@@ -246,7 +299,9 @@ class Coder(RowCoder[A]):
         """What is drawn for a replica's parts of several packs."""
         each = []
         for pack in packs:
-            of_parts = [drawn for part in pack.parts if (drawn := self.draw_for(part, "2")) is not None]
+            of_parts = [
+                drawn for part in pack.parts if (drawn := self.draw_for(part, "2")) is not None
+            ]
             if not of_parts:
                 return None
             wholes = [self._stack_rows(own) for own in zip(*of_parts, strict=True)]
@@ -256,22 +311,33 @@ class Coder(RowCoder[A]):
     def _stack_rows(self, matrices: Sequence[A]) -> A:
         """Matrices of one width as one."""
         first = matrices[0]
-        return first if len(matrices) == 1 else self.ops.rows(matrices, 1).reshape((-1, first.shape[1]))
+        return (
+            first
+            if len(matrices) == 1
+            else self.ops.rows(matrices, 1).reshape((-1, first.shape[1]))
+        )
 
     def _group_packs(self, packs: Sequence[Pack[A]]) -> list[list[int]]:
-        """The packs whose means are formed as one, since rows of one length are computed with alike; of a cast, which has no rows, each by itself: to join
-        them would be a copy."""
+        """The packs whose means are formed as one, since rows of one length are computed with
+        alike; of a cast, which has no rows, each by itself: to join them would be a copy."""
         if self.casts:
             return [[i] for i in range(len(packs))]
         keys = [(array_key(self.ops, pack.matrix), pack.matrix.shape[1]) for pack in packs]
         return group_by(range(len(packs)), keys)
 
-    def _join_codes(self, coded: Sequence[Sequence[A]], packs: Sequence[Pack[A]], size: int) -> list[A]:
-        """Codes, as they are sent, as a row for each replica, all with as many rows of the codes."""
+    def _join_codes(
+        self, coded: Sequence[Sequence[A]], packs: Sequence[Pack[A]], size: int
+    ) -> list[A]:
+        """Codes, as they are sent, as a row for each replica, all with as many rows of the
+        codes."""
         ops, fields = self.ops, []
         for own in zip(*coded, strict=True):
             parts = [self._packer.cut(y, pack, size) for y, pack in zip(own, packs, strict=True)]
-            fields.append(parts[0] if len(parts) == 1 else ops.rows(parts, size).reshape((size, -1, own[0].shape[1])))
+            fields.append(
+                parts[0]
+                if len(parts) == 1
+                else ops.rows(parts, size).reshape((size, -1, own[0].shape[1]))
+            )
         return [y.reshape((size, -1)) if self.casts else y for y in fields[:1]] + [
             ops.storage.to_bytes(ops, y.reshape((size, -1))) for y in fields[1:]
         ]
@@ -286,12 +352,15 @@ class Coder(RowCoder[A]):
         ops, dtype = self.ops, self.ops.dtype_of(like)
         if self._weights is None:
             return ops.decode_mean(self.codec, *of_each, dtype=wide_dtype(dtype), out=out)
-        return ops.by_rows(lambda *y, out=None: self._average_decoded(y, dtype, out), *of_each, out=out)
+        return ops.by_rows(
+            lambda *y, out=None: self._average_decoded(y, dtype, out), *of_each, out=out
+        )
 
     def _encode_mean(
         self, of_each: Sequence[A], like: A, place: Any, drawn: Drawn[A] | None, *, keeps: bool
     ) -> Rounded[A]:
-        """The mean of the rows of all replicas, encoded; and, if it `keeps` that, what rounding takes from it."""
+        """The mean of the rows of all replicas, encoded; and, if it `keeps` that, what rounding
+        takes from it."""
         ops, codec = self.ops, self.codec
         dtype, size = ops.dtype_of(like), of_each[0].shape[0]
         if not self.draws and self._weights is None and (self._stays(like) or not keeps):
@@ -300,7 +369,10 @@ class Coder(RowCoder[A]):
         if not keeps:
             shape = (of_each[0].shape[1], like.shape[1])
             return Rounded(
-                self.encode_numbers(of_each, lambda *y: self._average_decoded(y, dtype), shape, 0, drawn), None
+                self.encode_numbers(
+                    of_each, lambda *y: self._average_decoded(y, dtype), shape, 0, drawn
+                ),
+                None,
             )
         share = self._share(of_each, like)
         coded, factor = self.encode_rows(share, 0, drawn), self._factor(size, place, dtype)
@@ -310,7 +382,12 @@ class Coder(RowCoder[A]):
             return rest
 
         # Of each array by itself: cut out of the error of all, it would be stored twice.
-        return Rounded(coded, lambda start, end: ops.by_rows(rounding_error, *(y[start:end] for y in (share, *coded))))
+        return Rounded(
+            coded,
+            lambda start, end: ops.by_rows(
+                rounding_error, *(y[start:end] for y in (share, *coded))
+            ),
+        )
 
     def _stays(self, rows: A) -> bool:
         """Whether codes of such rows (R, B) stay codes."""
@@ -331,10 +408,16 @@ class Coder(RowCoder[A]):
             return counted.times(ops, decoded(*[y[i] for y in of_each]), i)
 
         total = ops.loop(
-            size - 1, lambda i, total: ops.add(total, of_replica(i + 1), out=total), of_replica(0), fused=True
+            size - 1,
+            lambda i, total: ops.add(total, of_replica(i + 1), out=total),
+            of_replica(0),
+            fused=True,
         )
-        if self.casts:  # halfway between two numbers of 16 bits the last bit of the reciprocal would decide
-            return ops.divide(total, ops.cast(counted.total, summed), out=total if out is None else out)
+        # halfway between two numbers of 16 bits the last bit of the reciprocal would decide
+        if self.casts:
+            return ops.divide(
+                total, ops.cast(counted.total, summed), out=total if out is None else out
+            )
         share = ops.divide(ops.zeros((), summed) + 1.0, ops.cast(counted.total, summed))
         return ops.multiply(total, share, out=total if out is None else out)
 
@@ -350,7 +433,8 @@ class Coder(RowCoder[A]):
         *,
         late: bool,
     ) -> None:
-        """What counts as sent: what was sent, less the error of the second rounding in the part of this replica, `off`."""
+        """What counts as sent: what was sent, less the error of the second rounding in the part of
+        this replica, `off`."""
         ops, dtype = self.ops, self.ops.dtype_of(off)
         (rows,), shares = pack.parts, pack.shares
         if late:
@@ -365,19 +449,25 @@ class Coder(RowCoder[A]):
         if shares is None:
             (n, width), each = decoded.shape, off.shape[0]
             if n < size * each:
-                decoded = ops.pad(decoded.reshape((-1,)), size * each * width).reshape((size * each, width))
+                decoded = ops.pad(decoded.reshape((-1,)), size * each * width).reshape(
+                    (size * each, width)
+                )
             decoded = ops.add_to_slice(decoded, off, size, place, rows.shape)[:n]
         elif isinstance(place, int):
             which = shares.own(place)
             decoded = ops.add_rows(decoded, which, off[: which.n])
         else:
-            # Chosen element by element: to write rows that only the device knows would move everything.
-            owners: Any = ops.constant(("owners", shares), lambda: ops.asarray(shares.owners(), "int32"))
+            # Chosen element by element: to write rows that only the device knows would move
+            # everything.
+            owners: Any = ops.constant(
+                ("owners", shares), lambda: ops.asarray(shares.owners(), "int32")
+            )
             decoded = decoded + ops.where(owners == place, ops.take_rows(off, shares.places()), 0.0)
         self._packer.divide(decoded, rows, arrays, sent)
 
     def _factor(self, size: int, place: Any, dtype: str) -> Any:
-        """What one replica adds to what it has sent, so that the mean changes by -1: of one that does not count, nothing changes it."""
+        """What one replica adds to what it has sent, so that the mean changes by -1: of one that
+        does not count, nothing changes it."""
         if self._weights is None:
             return -float(size)
         ops, own = self.ops, self._weights.of_each[place]
@@ -395,12 +485,22 @@ class Coder(RowCoder[A]):
         start, alone = 0, len(pack.parts) == 1
         for part in pack.parts:
             end = start + part.matrix.shape[0]
-            own = fields if alone else [y[start:end] if len(y.shape) == 2 else y[:, start:end] for y in fields]
+            own = (
+                fields
+                if alone
+                else [y[start:end] if len(y.shape) == 2 else y[:, start:end] for y in fields]
+            )
             yield part, list(own)
             start = end
 
     def _decode(
-        self, pack: Pack[A], fields: Sequence[A], arrays: Sequence[A], answers: list[A], *, donated: bool = False
+        self,
+        pack: Pack[A],
+        fields: Sequence[A],
+        arrays: Sequence[A],
+        answers: list[A],
+        *,
+        donated: bool = False,
     ) -> None:
         """All of a pack."""
         for part, rows in self._rows_of(pack, fields):

@@ -1,4 +1,5 @@
-"""Powers of two in 4 bits: a sign, 3 bits of exponent, no mantissa. What Streaming DiLoCo sends (Douillard et al. 2025, arXiv 2501.18512, 2.3)."""
+"""Powers of two in 4 bits: a sign, 3 bits of exponent, no mantissa. What Streaming DiLoCo sends
+(Douillard et al. 2025, arXiv 2501.18512, 2.3)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class E3M0(Scaled):
 
     def codes(self, ops: Ops[A], y: A, dither: A | None) -> A:
         size = ops.abs(y)
-        # Halfway between 2**k and 2**(k+1) lies 3/2 · 2**k: times 4/3 a number has the exponent of the nearest power, or of what lies between.
+        # Halfway between 2**k and 2**(k+1) lies 3/2 · 2**k: times 4/3 a number has the exponent of
+        # the nearest power, or of what lies between.
         exponent = (ops.view_as(size * (4 / 3), "int32") >> MANTISSA) - BIAS
         code = ops.where(size > 0.75, exponent + 1, ops.cast(size > 0.5, "int32"))
         # Of inf and NaN the exponent is no code, and what a byte cannot hold may become anything.

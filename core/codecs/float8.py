@@ -1,4 +1,5 @@
-"""Floats of 8 bits, 4 of exponent and 3 of mantissa (Micikevicius et al. 2022, arXiv 2209.05433): finer near zero than integers are."""
+"""Floats of 8 bits, 4 of exponent and 3 of mantissa (Micikevicius et al. 2022, arXiv 2209.05433):
+finer near zero than integers are."""
 
 from __future__ import annotations
 

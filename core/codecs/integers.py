@@ -1,4 +1,5 @@
-"""Integers of 8 or 4 bits, evenly spaced between minus and plus the largest element of the block."""
+"""Integers of 8 or 4 bits, evenly spaced between minus and plus the largest element of the
+block."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from gradwire.core.ops import A, Ops
 class Integers(Scaled):
     """Whole multiples of the scale: -127 to 127, or in 4 bits -8 to 7.
 
-    In 4 bits the scale has a sign, so that the largest element of the block is -8: else one of 16 codes would stand for nothing (as in llama.cpp's
-    Q4_0). What is nearer to 8 becomes 7. That is not right on average, so rounding by chance has -7 to 7.
+    In 4 bits the scale has a sign, so that the largest element of the block is -8: else one of 16
+    codes would stand for nothing (as in llama.cpp's Q4_0). What is nearer to 8 becomes 7. That is
+    not right on average, so rounding by chance has -7 to 7.
     """
 
     bits: int = 8

@@ -33,21 +33,31 @@ class Quantizer:
         scales = isinstance(codec, BlockCodec)
         if self.block is not None and (not scales or self.block % 8):
             advice = (
-                "give a multiple of 8, as codes fill whole bytes" if scales else "leave it out: a cast has no scales"
+                "give a multiple of 8, as codes fill whole bytes"
+                if scales
+                else "leave it out: a cast has no scales"
             )
             raise ValueError(f"block={self.block} with dtype={self.dtype!r}: {advice}")
         if self.stochastic and not codec.dithers:
             dither = " and ".join(repr(name) for name, each in CODECS.items() if each.dithers)
-            raise ValueError(f"stochastic=True with dtype={self.dtype!r}: only {dither} round by chance")
+            raise ValueError(
+                f"stochastic=True with dtype={self.dtype!r}: only {dither} round by chance"
+            )
 
     @cached_property
     def _codec(self) -> Codec:
         codec = CODECS[self.dtype]
-        return replace(codec, block=self.block) if isinstance(codec, BlockCodec) and self.block else codec
+        return (
+            replace(codec, block=self.block)
+            if isinstance(codec, BlockCodec) and self.block
+            else codec
+        )
 
     def _coder(self, ops: Ops[A], name: str, step: Any) -> Coder[A]:
         """What averages in a step. Programs of other names draw other numbers."""
-        return Coder(ops, self._codec, Noise(random.key(self.seed, name), step) if self.stochastic else None)
+        return Coder(
+            ops, self._codec, Noise(random.key(self.seed, name), step) if self.stochastic else None
+        )
 
     def _coder_of(self, ops: Ops[A], names: Sequence[str], step: Any) -> Coder[A]:
         """What averages arrays of these names in a step: each draws numbers of its own."""

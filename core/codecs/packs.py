@@ -1,6 +1,8 @@
-"""What is computed with and sent as one: arrays as rows of a matrix, several matrices in one message, and back.
+"""What is computed with and sent as one: arrays as rows of a matrix, several matrices in one
+message, and back.
 
-Arrays of one length of rows and one dtype share a message. What is joined for that is a copy: large arrays are only where they lie side by side already.
+Arrays of one length of rows and one dtype share a message. What is joined for that is a copy: large
+arrays are only where they lie side by side already.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from gradwire.core.codecs.shares import Shares, is_even, shares_of
 from gradwire.core.kernels.arrays import array_key, group_by
 from gradwire.core.ops import A, Ops
 
-#: Arrays of this number of elements are quantized by themselves: joining them would cost a copy. Smaller ones share rows.
+#: Arrays of this number of elements are quantized by themselves: joining them would cost a copy.
+#: Smaller ones share rows.
 LARGE = 1 << 15
 
 
 class Joined(NamedTuple, Generic[A]):
-    """Arrays that are computed with as one: `members` of all, in a matrix (R, B), of which each has so many `rows`, one below the other. `shape` is that of
-    the only one."""
+    """Arrays that are computed with as one: `members` of all, in a matrix (R, B), of which each has
+    so many `rows`, one below the other. `shape` is that of the only one."""
 
     members: list[int]
     matrix: A
@@ -32,8 +35,8 @@ class Joined(NamedTuple, Generic[A]):
 
 
 class Pack(NamedTuple, Generic[A]):
-    """Matrices that are sent together, one below the other. `shares`: how their tensors are divided among the replicas; None: all rows in equal parts, of which
-    zeros fill up the last."""
+    """Matrices that are sent together, one below the other. `shares`: how their tensors are divided
+    among the replicas; None: all rows in equal parts, of which zeros fill up the last."""
 
     parts: list[Joined[A]]
     shares: Shares | None = None
@@ -60,7 +63,8 @@ class Packer(Generic[A]):
     Args:
         ops: kernels.
         codec: whose rows they become.
-        in_place: what is drawn by chance depends on an element's place: rows are those of the flat array.
+        in_place: what is drawn by chance depends on an element's place: rows are those of the flat
+            array.
     """
 
     ops: Ops[A]
@@ -70,25 +74,38 @@ class Packer(Generic[A]):
     def packs(
         self, arrays: Sequence[A], replicas: int, firsts: Sequence[tuple[int, ...]] | None = None
     ) -> list[Pack[A]]:
-        """All arrays that have elements. `firsts`: each is divided among the replicas by itself, as `gradwire.core.codecs.shares` says of the replica that
-        is dealt its first row; of an array that holds several tensors of one length, each of these."""
+        """All arrays that have elements. `firsts`: each is divided among the replicas by itself, as
+        `gradwire.core.codecs.shares` says of the replica that is dealt its first row; of an array
+        that holds several tensors of one length, each of these."""
         ops, sent = self.ops, [i for i, x in enumerate(arrays) if size_of(x)]
         keys = [(array_key(ops, arrays[i]), self.codec.layout(size_of(arrays[i]))[1]) for i in sent]
         apart, packs = firsts is not None and replicas != 2, list[Pack[A]]()
         for members in group_by(sent, keys):
-            large = [i for i in members if size_of(arrays[i]) >= LARGE and (firsts is None or len(firsts[i]) == 1)]
+            large = [
+                i
+                for i in members
+                if size_of(arrays[i]) >= LARGE and (firsts is None or len(firsts[i]) == 1)
+            ]
             # Rows of a cast are single elements, which are not moved one by one.
             moved = not (self.in_place or (apart and isinstance(self.codec, Cast)))
             order = ops.join_order([arrays[i] for i in members]) if moved else None
             if order is not None:
-                # Two send rows as they are joined, and replicas may differ in where arrays lie. In DDP's buckets the last parameter is the first.
+                # Two send rows as they are joined, and replicas may differ in where arrays lie. In
+                # DDP's buckets the last parameter is the first.
                 reordered = members[::-1] if replicas == 2 else [members[k] for k in order]
                 one = self._joined(arrays, members if firsts is None else reordered)
-                packs.append(Pack([one], self._shares(one, members, replicas, firsts) if apart else None))
+                packs.append(
+                    Pack([one], self._shares(one, members, replicas, firsts) if apart else None)
+                )
                 continue
-            # What is divided evenly by itself needs nothing to fill it up, or little. Two divide nothing.
+            # What is divided evenly by itself needs nothing to fill it up, or little. Two divide
+            # nothing.
             rows = {i: self.codec.layout(size_of(arrays[i]))[0] for i in large}
-            alone = [i for i in large if (is_even(rows[i], replicas) if apart else rows[i] % replicas == 0)]
+            alone = [
+                i
+                for i in large
+                if (is_even(rows[i], replicas) if apart else rows[i] % replicas == 0)
+            ]
             alone = [] if replicas == 2 else alone
             packs += [Pack([self._joined(arrays, [i])]) for i in alone]
             rest = [i for i in members if i not in alone]
@@ -102,12 +119,18 @@ class Packer(Generic[A]):
         return packs
 
     def _shares(
-        self, joined: Joined[A], members: Sequence[int], replicas: int, firsts: Sequence[tuple[int, ...]] | None
+        self,
+        joined: Joined[A],
+        members: Sequence[int],
+        replicas: int,
+        firsts: Sequence[tuple[int, ...]] | None,
     ) -> Shares:
         """The shares in the order of `members`, which is that of all replicas."""
         assert firsts is not None
         begin = dict(zip(joined.members, accumulate(joined.rows, initial=0), strict=False))
-        count = {i: rows // len(firsts[i]) for i, rows in zip(joined.members, joined.rows, strict=True)}
+        count = {
+            i: rows // len(firsts[i]) for i, rows in zip(joined.members, joined.rows, strict=True)
+        }
         divided = tuple((count[i], first) for i in members for first in firsts[i])
         starts = tuple(begin[i] + k * count[i] for i in members for k in range(len(firsts[i])))
         return shares_of(replicas, divided, starts)
@@ -116,8 +139,11 @@ class Packer(Generic[A]):
         ops, matrices = self.ops, [self.matrix(arrays[i]) for i in members]
         one, width = matrices[0], matrices[0].shape[1]
         if len(members) > 1:
-            # As if they were donated: where they lie side by side they are only read there, unless they really are.
-            one = ops.rows(matrices, 1, donated=ops.join_order(matrices) is not None).reshape((-1, width))
+            # As if they were donated: where they lie side by side they are only read there, unless
+            # they really are.
+            one = ops.rows(matrices, 1, donated=ops.join_order(matrices) is not None).reshape(
+                (-1, width)
+            )
         shape = tuple(arrays[members[0]].shape) if len(members) == 1 else ()
         return Joined(members, one, [x.shape[0] for x in matrices], shape)
 
@@ -128,7 +154,9 @@ class Packer(Generic[A]):
             blocks: A = self.ops.storage.to_blocks(self.ops, x, rows, width)
             return blocks
         flat = x.reshape((-1,))
-        return (flat if size_of(x) == rows * width else self.ops.pad(flat, rows * width)).reshape((rows, width))
+        return (flat if size_of(x) == rows * width else self.ops.pad(flat, rows * width)).reshape(
+            (rows, width)
+        )
 
     def divide(self, joined: A, part: Joined[A], arrays: Sequence[A], answers: list[Any]) -> None:
         """Answers of the shapes and dtypes of these arrays, of rows that were made of theirs."""
@@ -136,7 +164,10 @@ class Packer(Generic[A]):
         dtype = ops.dtype_of(arrays[part.members[0]])  # of all that share rows
         longer = ops.dtype_of(joined) != dtype
         for i, rows in zip(part.members, part.rows, strict=True):
-            own, shape = joined[start : start + rows] if len(part.rows) > 1 else joined, tuple(arrays[i].shape)
+            own, shape = (
+                joined[start : start + rows] if len(part.rows) > 1 else joined,
+                tuple(arrays[i].shape),
+            )
             if self.in_place:
                 x = own.reshape((-1,))[: math.prod(shape)].reshape(shape)
             else:
@@ -153,19 +184,23 @@ class Packer(Generic[A]):
             return ops.take_rows(codes, pack.shares.sent()).reshape((replicas, -1, m))
         if missing := -codes.shape[0] % replicas * m:
             dtype = ops.dtype_of(codes)
-            zeros = ops.constant(("zero codes", missing, dtype), lambda: ops.zeros((missing,), dtype))
+            zeros = ops.constant(
+                ("zero codes", missing, dtype), lambda: ops.zeros((missing,), dtype)
+            )
             codes = ops.rows([codes.reshape((-1,)), zeros], 1)
         return codes.reshape((replicas, -1, m))
 
     def put_together(self, x: A, pack: Pack[A]) -> A:
-        """All rows (R, m) of a pack, of which `cut` has made so many for each replica, (W, P, m)."""
+        """All rows (R, m) of a pack, of which `cut` has made so many for each replica, (W, P,
+        m)."""
         if pack.shares is None:
             return x.reshape((-1, x.shape[2]))[: pack.rows]
         return self.ops.take_rows(x, pack.shares.received())
 
 
 def members_of(pack: Pack[Any]) -> Iterator[tuple[int, int, int]]:
-    """Which array, its first row and its rows: of a pack whose arrays are divided each by itself, in the order in which they are."""
+    """Which array, its first row and its rows: of a pack whose arrays are divided each by itself,
+    in the order in which they are."""
     (joined,) = pack.parts
     if pack.shares is None:
         yield joined.members[0], 0, joined.rows[0]

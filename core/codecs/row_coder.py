@@ -18,14 +18,16 @@ from gradwire.core.ops import WIRE_ITEMSIZE, A, Ops
 
 
 class Noise(NamedTuple):
-    """What stochastic rounding draws from: a `key`, and the `step`, an int or a traced int32 scalar."""
+    """What stochastic rounding draws from: a `key`, and the `step`, an int or a traced int32
+    scalar."""
 
     key: int
     step: Any
 
 
 class Drawn(NamedTuple, Generic[A]):
-    """Beside each row, int32 (R, 1): the key of what is drawn for its tensor, and the number of its first element there."""
+    """Beside each row, int32 (R, 1): the key of what is drawn for its tensor, and the number of its
+    first element there."""
 
     keys: A
     firsts: A
@@ -60,7 +62,8 @@ class RowCoder(Generic[A]):
         return self.noise is not None and self.codec.dithers
 
     def encode_rows(self, x: A, who: Any, drawn: Drawn[A] | None = None) -> tuple[A, ...]:
-        """The codes (R, m) of rows (R, B). `who` rounds them: a replica, counted from 1, or all alike, 0."""
+        """The codes (R, m) of rows (R, B). `who` rounds them: a replica, counted from 1, or all
+        alike, 0."""
         if not self.draws:
             return self.ops.encode_rows(self.codec, x)
         return self.encode_numbers([x], lambda x: x, tuple(x.shape), who, drawn)
@@ -73,8 +76,8 @@ class RowCoder(Generic[A]):
         who: Any,
         drawn: Drawn[A] | None = None,
     ) -> tuple[A, ...]:
-        """The codes (R, m) of the rows, of this shape (R, B), that `numbers` makes of the rows of arrays (…, R, …): in one go, so that they are never
-        stored."""
+        """The codes (R, m) of the rows, of this shape (R, B), that `numbers` makes of the rows of
+        arrays (…, R, …): in one go, so that they are never stored."""
         ops, codec, noise = self.ops, self.codec, self.noise
         codes: Any  # several matrices
         if noise is None or not codec.dithers:
@@ -102,12 +105,17 @@ class RowCoder(Generic[A]):
         return tuple(codes)
 
     def draw_for(self, part: Joined[A], rounding: str) -> Drawn[A] | None:
-        """What a rounding draws for the rows of a matrix; None: nothing, or what depends on all of them."""
+        """What a rounding draws for the rows of a matrix; None: nothing, or what depends on all of
+        them."""
         if not self.keys or not self.draws:
             return None
         ops, rows, width = self.ops, tuple(part.rows), part.matrix.shape[1]
         keys = tuple(random.key(self.keys[i], rounding) for i in part.members)
-        member = RowNumbers(("member", rows), sum(rows), lambda: np.repeat(np.arange(len(rows), dtype=np.int32), rows))
+        member = RowNumbers(
+            ("member", rows),
+            sum(rows),
+            lambda: np.repeat(np.arange(len(rows), dtype=np.int32), rows),
+        )
 
         def beside(numbers: Sequence[int]) -> A:
             return ops.take_rows(ops.asarray(np.array(numbers).reshape(-1, 1), "int32"), member)
@@ -117,7 +125,8 @@ class RowCoder(Generic[A]):
             return (ops.iota(sum(rows)).reshape((-1, 1)) - beside(begin)) * width
 
         return Drawn(
-            ops.constant(("keys", keys, rows), lambda: beside(keys)), ops.constant(("firsts", width, rows), firsts)
+            ops.constant(("keys", keys, rows), lambda: beside(keys)),
+            ops.constant(("firsts", width, rows), firsts),
         )
 
     def fields_of(self, arrived: Sequence[A], like: A) -> list[A]:
@@ -125,7 +134,8 @@ class RowCoder(Generic[A]):
         return from_sent(self.ops, self.codec, like.shape[1], arrived)
 
     def split_bytes(self, of_each: A, layout: tuple[int, int]) -> list[A]:
-        """Split the bytes of each replica, (W, …), into codes and scales, which stand one after the other."""
+        """Split the bytes of each replica, (W, …), into codes and scales, which stand one after the
+        other."""
         (rows, n), start, fields = layout, 0, []
         for m, dtype in self.codec.fields(n):
             length = rows * m * (1 if self.casts else WIRE_ITEMSIZE[dtype])

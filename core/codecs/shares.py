@@ -1,9 +1,10 @@
 """Which replica forms, and rounds, which part of a mean of quantized tensors.
 
-What a replica has rounded it remembers (`gradwire.Quantize`). So the bits of later steps depend on who has rounded what, and that must not depend on which
-tensors a message holds, nor on their order. Each tensor is divided by itself: every replica has as many of its rows, side by side. Rows that are left are dealt,
-one to a replica, from where those of the tensor before it end, in the order of the names of a whole model. So the shares of a model differ by one row, however
-small its tensors are.
+What a replica has rounded it remembers (`gradwire.Quantize`). So the bits of later steps depend on
+who has rounded what, and that must not depend on which tensors a message holds, nor on their order.
+Each tensor is divided by itself: every replica has as many of its rows, side by side. Rows that are
+left are dealt, one to a replica, from where those of the tensor before it end, in the order of the
+names of a whole model. So the shares of a model differ by one row, however small its tensors are.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from gradwire.core.ops import WIRE_ITEMSIZE
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
-#: With so many rows for each replica none is dealt: the last share is filled up, with less than 1 % of all.
+#: With so many rows for each replica none is dealt: the last share is filled up, with less than 1 %
+#: of all.
 MANY = 128
 
 
@@ -34,7 +36,8 @@ class Extent(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """How a model is divided, by name: the `first` replica that is dealt a row; and what is `dense`, sent as it is, since its codes would be no shorter."""
+    """How a model is divided, by name: the `first` replica that is dealt a row; and what is
+    `dense`, sent as it is, since its codes would be no shorter."""
 
     first: dict[str, int]
     dense: frozenset[str]
@@ -65,7 +68,8 @@ def deal(model: Iterable[Extent], codec: Codec, replicas: int) -> Deal:
 
 
 def is_even(rows: int, replicas: int) -> bool:
-    """Whether a tensor of so many rows is divided in equal parts, of which zeros fill up the last."""
+    """Whether a tensor of so many rows is divided in equal parts, of which zeros fill up the
+    last."""
     return rows % replicas == 0 or rows >= MANY * replicas
 
 
@@ -74,7 +78,8 @@ def _dealt(rows: int, replicas: int) -> int:
 
 
 class Own(NamedTuple):
-    """A replica's rows of a tensor: the first of them in the tensor, how many, and where they begin in the share."""
+    """A replica's rows of a tensor: the first of them in the tensor, how many, and where they begin
+    in the share."""
 
     begin: int
     rows: int
@@ -83,10 +88,12 @@ class Own(NamedTuple):
 
 @dataclass(frozen=True)
 class Shares:
-    """Rows of several tensors in one matrix, divided among `replicas`: of each tensor, of (rows, the first replica that is dealt one), by itself.
+    """Rows of several tensors in one matrix, divided among `replicas`: of each tensor, of (rows,
+    the first replica that is dealt one), by itself.
 
-    All shares have as many rows, `each`: the first row of the first tensor stands where a replica has fewer. `starts`: where the rows of each tensor begin in the
-    matrix, which may differ from replica to replica.
+    All shares have as many rows, `each`: the first row of the first tensor stands where a replica
+    has fewer. `starts`: where the rows of each tensor begin in the matrix, which may differ from
+    replica to replica.
     """
 
     replicas: int
@@ -120,7 +127,9 @@ class Shares:
     def own(self, replica: int) -> RowNumbers:
         """The rows of a replica, which fill the first places of its share."""
         start, count = replica * self.each, sum(own.rows for own in self.of(replica))
-        return RowNumbers(("own", self, replica), count, lambda: _tables(self)[0][start : start + count])
+        return RowNumbers(
+            ("own", self, replica), count, lambda: _tables(self)[0][start : start + count]
+        )
 
     def owners(self) -> Numbers:
         """The replica that has each row, (R, 1)."""
@@ -128,7 +137,9 @@ class Shares:
 
     def places(self) -> RowNumbers:
         """The place of each row in the share that it is in."""
-        return RowNumbers(("places", self), self._rows, lambda: _tables(self)[1] % np.int32(max(1, self.each)))
+        return RowNumbers(
+            ("places", self), self._rows, lambda: _tables(self)[1] % np.int32(max(1, self.each))
+        )
 
     @cached_property
     def _rows(self) -> int:
@@ -143,7 +154,9 @@ class Shares:
 
 
 @lru_cache(maxsize=64)
-def shares_of(replicas: int, members: tuple[tuple[int, int], ...], starts: tuple[int, ...]) -> Shares:
+def shares_of(
+    replicas: int, members: tuple[tuple[int, int], ...], starts: tuple[int, ...]
+) -> Shares:
     """Made once, for every step."""
     return Shares(replicas, members, starts)
 

@@ -10,21 +10,24 @@ from gradwire.core.codecs.codec import BlockCodec
 from gradwire.core.ops import A, Ops
 
 SIGN = 2
-#: The threshold is found from magnitudes in so many parts of the block's largest. Of whole numbers float32 has every sum up to `EXACT`, so all
-#: processors find the same one, in whatever order they add.
+#: The threshold is found from magnitudes in so many parts of the block's largest. Of whole numbers
+#: float32 has every sum up to `EXACT`, so all processors find the same one, in whatever order they
+#: add.
 PARTS = 255
 EXACT = 1 << 24
 
 
 @dataclass(frozen=True)
 class TwoBits(BlockCodec):
-    """Elements up to a threshold, and those above it, each as the mean size of their kind. The threshold is half the largest element of the block or
-    the root of the mean square of all, whichever leaves the smaller error. There is no zero: one comes back as a small element, and error feedback
-    knows.
+    """Elements up to a threshold, and those above it, each as the mean size of their kind. The
+    threshold is half the largest element of the block or the root of the mean square of all,
+    whichever leaves the smaller error. There is no zero: one comes back as a small element, and
+    error feedback knows.
 
-    Evenly spaced codes would leave two bits to the largest element: of normally distributed ones they would lose more than they keep. For those the
-    best threshold is 0.98 standard deviations (Max 1960, "Quantizing for minimum distortion"); half the largest is better where a few elements are
-    much larger than the others.
+    Evenly spaced codes would leave two bits to the largest element: of normally distributed ones
+    they would lose more than they keep. For those the best threshold is 0.98 standard deviations
+    (Max 1960, "Quantizing for minimum distortion"); half the largest is better where a few elements
+    are much larger than the others.
     """
 
     bits = 2
@@ -44,27 +47,40 @@ class TwoBits(BlockCodec):
         large = small + 1.0
 
         def mean(these: A, count: A) -> A:
-            # A product passes inf and NaN on. `total` would round by how many rows there are, of other tensors too: only of whole numbers it is exact.
+            # A product passes inf and NaN on. `total` would round by how many rows there are, of
+            # other tensors too: only of whole numbers it is exact.
             return ops.mean_abs(ops.multiply(size, these)) * float(x.shape[1]) / _or_one(ops, count)
 
         scales = ops.rows([mean(small, n - count), mean(large, count)], x.shape[0])
         sign = ops.cast(_negative(ops.view_as(x, "int32")) & present, "float32")
-        return ops.nearest_bytes(ops.add(large, ops.multiply(sign, -float(SIGN), out=sign), out=large)), scales
+        return (
+            ops.nearest_bytes(
+                ops.add(large, ops.multiply(sign, -float(SIGN), out=sign), out=large)
+            ),
+            scales,
+        )
 
     def _threshold(self, ops: Ops[A], size: A, n: A, total: Callable[[A], A]) -> tuple[A, A, A]:
-        """Magnitudes in whole parts of the largest of the row, up to how many parts they are small, and how many are larger. `n` are not zero."""
+        """Magnitudes in whole parts of the largest of the row, up to how many parts they are small,
+        and how many are larger. `n` are not zero."""
         block = size.shape[1]
         most = min(PARTS, math.isqrt(EXACT // block))
-        parts = ops.multiply(size, ops.scales(size, float(most))[1])  # by the reciprocal, as in `Scaled.coded`
+        # by the reciprocal, as in `Scaled.coded`
+        parts = ops.multiply(size, ops.scales(size, float(most))[1])
         parts = ops.round(parts, out=parts)
         in_all, squares = total(parts), total(ops.multiply(parts, parts))
 
         def split(limit: A) -> tuple[A, A]:
-            """How many are larger, and what is kept of the squares: the more, the smaller the error."""
+            """How many are larger, and what is kept of the squares: the more, the smaller the
+            error."""
             small = _up_to(ops, parts, limit)
-            count, of_small = total(small) + float(block), total(ops.multiply(small, parts, out=small)) * -1.0
+            count, of_small = (
+                total(small) + float(block),
+                total(ops.multiply(small, parts, out=small)) * -1.0,
+            )
             others, of_large = n - count, in_all - of_small
-            # Zeros cost what the others keep. Quotients are added: of products and a sum some processors round only one.
+            # Zeros cost what the others keep. Quotients are added: of products and a sum some
+            # processors round only one.
             divisor = _or_one(ops, others)
             kept = of_small * of_small * (others + n - float(block)) / (divisor * divisor)
             return count, kept + of_large * of_large / _or_one(ops, count)
@@ -80,11 +96,14 @@ class TwoBits(BlockCodec):
     def decoded(self, ops: Ops[A], codes: A, scales: A, out: A | None) -> A:
         large = ops.cast(codes & 1, "float32")
         size = scales[:, :1] * (large * -1.0 + 1.0) + scales[:, 1:] * large
-        return ops.multiply(size, ops.cast(codes >> 1, "float32") * -2.0 + 1.0, out=size if out is None else out)
+        return ops.multiply(
+            size, ops.cast(codes >> 1, "float32") * -2.0 + 1.0, out=size if out is None else out
+        )
 
 
 def _negative(bits: A) -> A:
-    """-1 for negative numbers, 0 for others: for numbers side by side much quicker than to compare them."""
+    """-1 for negative numbers, 0 for others: for numbers side by side much quicker than to compare
+    them."""
     return bits >> 31
 
 

@@ -14,7 +14,8 @@ from gradwire.core.ops import WIRE_ITEMSIZE, Ops, Spec, wide_dtype
 
 
 class NotPortable(AttributeError):
-    """A method computes with what arrays of one framework alone have, and its class does not say `portable = False`."""
+    """A method computes with what arrays of one framework alone have, and its class does not say
+    `portable = False`."""
 
 
 #: What methods of one framework's arrays are in portable terms, where no kernel has their name.
@@ -41,7 +42,9 @@ FORMS = {
 def not_portable(name: str, said: str) -> NotPortable:
     """The error for a call of `name`, as somebody has `said` it."""
     known = f"ops.{name}(x)" if hasattr(Ops, name) else "operators of arrays and kernels of ops"
-    return NotPortable(f"{said} is not in every framework; the portable form is {FORMS.get(name, known)}")
+    return NotPortable(
+        f"{said} is not in every framework; the portable form is {FORMS.get(name, known)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,9 @@ class AbstractArray:
         raise not_portable(name, f"x.{name}")
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """A function of torch, `torch.linalg.norm(x)`."""
         name = getattr(function, "__name__", repr(function))
         raise not_portable(name, f"torch.{name.replace('linalg_', 'linalg.')}(x)")
@@ -65,7 +70,11 @@ class AbstractArray:
     @property
     def nbytes(self) -> int:
         """Number of bytes."""
-        itemsize = WIRE_ITEMSIZE[self.dtype] if self.dtype in WIRE_ITEMSIZE else np.dtype(self.dtype).itemsize
+        itemsize = (
+            WIRE_ITEMSIZE[self.dtype]
+            if self.dtype in WIRE_ITEMSIZE
+            else np.dtype(self.dtype).itemsize
+        )
         return math.prod(self.shape) * itemsize
 
     @property
@@ -83,15 +92,24 @@ class AbstractArray:
     def __bool__(self) -> bool:
         """Numbers are not known before a step runs, nor where JAX compiles it."""
         raise NotPortable(
-            "a condition on what x holds is not in every framework; the portable form is ops.where(condition, x, y)"
+            "a condition on what x holds is not in every framework; the portable form is"
+            " ops.where(condition, x, y)"
         )
 
     def __getitem__(self, index: Any, /) -> Self:
         indices = index if isinstance(index, tuple) else (index,)
         for i in indices:
-            if not (isinstance(i, int) or (isinstance(i, slice) and (i.step is None or i.step > 0))):
-                said = "a slice that goes backwards" if isinstance(i, slice) else f"an index of type {type(i).__name__}"
-                raise NotPortable(f"{said} is not in every framework; the portable form is ops.take(x, positions)")
+            if not (
+                isinstance(i, int) or (isinstance(i, slice) and (i.step is None or i.step > 0))
+            ):
+                said = (
+                    "a slice that goes backwards"
+                    if isinstance(i, slice)
+                    else f"an index of type {type(i).__name__}"
+                )
+                raise NotPortable(
+                    f"{said} is not in every framework; the portable form is ops.take(x, positions)"
+                )
         first = zip(indices, self.shape, strict=False)
         kept = [len(range(*i.indices(n))) for i, n in first if isinstance(i, slice)]
         return self._with((*kept, *self.shape[len(indices) :]))
@@ -113,7 +131,9 @@ class AbstractArray:
     def _compare(self, other: Any, /) -> Self:
         return type(self)(self._broadcast(other).shape, "bool")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _broadcast
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = (
+        _broadcast
+    )
     __xor__ = __and__ = __rshift__ = __mod__ = _broadcast
     __gt__ = __ge__ = __lt__ = __le__ = _compare
     __eq__ = _compare  # type: ignore[assignment]
@@ -143,29 +163,45 @@ class AbstractOps(Ops[AbstractArray]):
             step + 0  # a number of a step may note that it matters
         return AbstractArray(tuple(shape), "float32")
 
-    def cast(self, x: AbstractArray, dtype: str, *, out: AbstractArray | None = None) -> AbstractArray:
+    def cast(
+        self, x: AbstractArray, dtype: str, *, out: AbstractArray | None = None
+    ) -> AbstractArray:
         return AbstractArray(x.shape, dtype)
 
     def asarray(self, numbers: Any, dtype: str) -> AbstractArray:
         return AbstractArray(np.shape(numbers), dtype)
 
-    def add(self, x: AbstractArray, y: AbstractArray | float, *, out: AbstractArray | None = None) -> AbstractArray:
+    def add(
+        self, x: AbstractArray, y: AbstractArray | float, *, out: AbstractArray | None = None
+    ) -> AbstractArray:
         return x + y
 
     multiply = divide = add
 
-    def matmul(self, x: AbstractArray, y: AbstractArray, *, out: AbstractArray | None = None) -> AbstractArray:
+    def matmul(
+        self, x: AbstractArray, y: AbstractArray, *, out: AbstractArray | None = None
+    ) -> AbstractArray:
         if x.shape[-1] != y.shape[-2]:
             raise ValueError(f"cannot multiply {x.shape} by {y.shape}")
         return AbstractArray((*x.shape[:-1], y.shape[-1]), x.dtype)
 
     def subtract_product(
-        self, x: AbstractArray, p: AbstractArray, q: AbstractArray, *, out: AbstractArray | None = None
+        self,
+        x: AbstractArray,
+        p: AbstractArray,
+        q: AbstractArray,
+        *,
+        out: AbstractArray | None = None,
     ) -> AbstractArray:
         return x - self.matmul(p.mT, q)
 
     def where(
-        self, ok: AbstractArray, x: AbstractArray, y: AbstractArray | float, *, out: AbstractArray | None = None
+        self,
+        ok: AbstractArray,
+        x: AbstractArray,
+        y: AbstractArray | float,
+        *,
+        out: AbstractArray | None = None,
     ) -> AbstractArray:
         return AbstractArray((x * y * ok).shape, x.dtype)
 
@@ -192,7 +228,9 @@ class AbstractOps(Ops[AbstractArray]):
 
     norm = max_abs
 
-    def scales(self, x: AbstractArray, largest: float, *, signed: bool = False) -> tuple[AbstractArray, AbstractArray]:
+    def scales(
+        self, x: AbstractArray, largest: float, *, signed: bool = False
+    ) -> tuple[AbstractArray, AbstractArray]:
         scale = AbstractArray((x.shape[0], 1), "float32")
         return scale, scale
 
@@ -232,14 +270,22 @@ class AbstractOps(Ops[AbstractArray]):
     def add_rows(self, x: AbstractArray, which: RowNumbers, rows: AbstractArray) -> AbstractArray:
         if rows.shape != (which.n, x.shape[1]) or rows.dtype != x.dtype:
             raise ValueError(
-                f"add_rows: {rows.dtype} {rows.shape} cannot be added to {which.n} rows of {x.dtype} {x.shape}"
+                f"add_rows: {rows.dtype} {rows.shape} cannot be added to {which.n} rows of"
+                f" {x.dtype} {x.shape}"
             )
         return x
 
-    def scatter_add(self, x: AbstractArray, index: AbstractArray, values: AbstractArray) -> AbstractArray:
-        if index.shape != values.shape or index.shape[:-1] != x.shape[:-1] or values.dtype != x.dtype:
+    def scatter_add(
+        self, x: AbstractArray, index: AbstractArray, values: AbstractArray
+    ) -> AbstractArray:
+        if (
+            index.shape != values.shape
+            or index.shape[:-1] != x.shape[:-1]
+            or values.dtype != x.dtype
+        ):
             raise ValueError(
-                f"scatter_add: {values.dtype} {values.shape} at {index.shape} cannot be added to {x.dtype} {x.shape}"
+                f"scatter_add: {values.dtype} {values.shape} at {index.shape} cannot be added to"
+                f" {x.dtype} {x.shape}"
             )
         return x
 
@@ -250,7 +296,9 @@ class AbstractOps(Ops[AbstractArray]):
 
     def unpack_bits(self, x: AbstractArray, shape: tuple[int, ...]) -> AbstractArray:
         if x.dtype != "uint8" or x.shape != (-(-math.prod(shape) // 8),):
-            raise ValueError(f"unpack_bits: {x.dtype} {x.shape} do not hold the booleans of {shape}")
+            raise ValueError(
+                f"unpack_bits: {x.dtype} {x.shape} do not hold the booleans of {shape}"
+            )
         return AbstractArray(shape, "bool")
 
     def view_as(self, x: AbstractArray, dtype: str) -> AbstractArray:
@@ -265,7 +313,12 @@ class AbstractOps(Ops[AbstractArray]):
         return x
 
     def loop(
-        self, n: int, body: Callable[[Any, AbstractArray], AbstractArray], start: AbstractArray, *, fused: bool = False
+        self,
+        n: int,
+        body: Callable[[Any, AbstractArray], AbstractArray],
+        start: AbstractArray,
+        *,
+        fused: bool = False,
     ) -> AbstractArray:
         return body(0, start) if n else start
 
@@ -296,11 +349,20 @@ class AbstractOps(Ops[AbstractArray]):
         return AbstractArray((n,), x.dtype)
 
     def rows(
-        self, arrays: Sequence[AbstractArray], n: int, *, out: AbstractArray | None = None, donated: bool = False
+        self,
+        arrays: Sequence[AbstractArray],
+        n: int,
+        *,
+        out: AbstractArray | None = None,
+        donated: bool = False,
     ) -> AbstractArray:
         return AbstractArray((n, sum(-(-math.prod(x.shape) // n) for x in arrays)), arrays[0].dtype)
 
     def from_rows(
-        self, matrix: AbstractArray, shapes: Sequence[tuple[int, ...]], *, out: Sequence[AbstractArray] | None = None
+        self,
+        matrix: AbstractArray,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        out: Sequence[AbstractArray] | None = None,
     ) -> list[AbstractArray]:
         return [AbstractArray(tuple(shape), matrix.dtype) for shape in shapes]

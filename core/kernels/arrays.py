@@ -1,4 +1,5 @@
-"""What arrays of all frameworks have in common: operators, shapes, dtypes by name, and what may be shared.
+"""What arrays of all frameworks have in common: operators, shapes, dtypes by name, and what may be
+shared.
 
 | share | have the same | key |
 |---|---|---|
@@ -6,7 +7,8 @@
 | a call of a kernel, as one batch | shape and dtype | `call_key` |
 | an array | kind: the dtype, and in JAX the mapped axes along which they vary | `array_key` |
 
-Whoever groups arrays asks for one of these keys, and adds what else has to be equal for his purpose: the length of rows, say.
+Whoever groups arrays asks for one of these keys, and adds what else has to be equal for his
+purpose: the length of rows, say.
 """
 
 from __future__ import annotations
@@ -86,19 +88,22 @@ class Spec:
 
 
 def reshape_if_needed(x: A, shape: tuple[int, ...]) -> A:
-    """`x.reshape(shape)`; `x` itself if it has that shape, which is quicker to see than it is to make a view."""
+    """`x.reshape(shape)`; `x` itself if it has that shape, which is quicker to see than it is to
+    make a view."""
     return x if tuple(x.shape) == shape else x.reshape(shape)
 
 
 def group_by(items: Iterable[T], keys: Iterable[Hashable]) -> list[list[T]]:
-    """The items of each key, in the order in which keys come first. There is one key for each item."""
+    """The items of each key, in the order in which keys come first. There is one key for each
+    item."""
     groups: dict[Hashable, list[T]] = {}
     for item, key in zip(items, keys, strict=True):
         groups.setdefault(key, []).append(item)
     return list(groups.values())
 
 
-#: The same for arrays, or specs, that may travel in one message. Not a function of Python: one asks it of each array of a step.
+#: The same for arrays, or specs, that may travel in one message. Not a function of Python: one asks
+#: it of each array of a step.
 message_key: Callable[[Any], Hashable] = attrgetter("dtype")
 #: The same for arrays that a kernel may compute with as one batch.
 call_key: Callable[[Any], Hashable] = attrgetter("shape", "dtype")
@@ -112,7 +117,14 @@ def array_key(ops: Any, x: Any) -> Hashable:
 #: Bytes per element of the dtypes that gradients may have, and averages.
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 #: And of those that may be sent besides. Floats of 8 bits are gathered, and not summed.
-WIRE_ITEMSIZE = {**ITEMSIZE, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+WIRE_ITEMSIZE = {
+    **ITEMSIZE,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
 #: The two kinds of those.
 FLOATS = frozenset(dtype for dtype in WIRE_ITEMSIZE if "float" in dtype)
 INTEGERS = frozenset(WIRE_ITEMSIZE) - FLOATS
@@ -125,13 +137,15 @@ LARGEST = {
 }
 #: Sums and products of a float16 error that is shorter do not overflow.
 LONGEST_FLOAT16 = LARGEST["float16"] / 4
-#: What is larger is nearer to what would come after the largest number of float8_e4m3fn, 448, than to that.
+#: What is larger is nearer to what would come after the largest number of float8_e4m3fn, 448, than
+#: to that.
 LARGEST_E4M3 = 464
 
 
 def name_of_dtype(dtype: Any) -> Any:
-    """The name of a framework's dtype: "bfloat16" for `torch.bfloat16`, `jnp.bfloat16` and `np.dtype("bfloat16")`. Whatever is no dtype, names
-    and None included, comes back as it is, for its user to refuse."""
+    """The name of a framework's dtype: "bfloat16" for `torch.bfloat16`, `jnp.bfloat16` and
+    `np.dtype("bfloat16")`. Whatever is no dtype, names and None included, comes back as it is, for
+    its user to refuse."""
     if dtype is None or isinstance(dtype, (str, int, float)):
         return dtype
     if isinstance(dtype, type):  # `np.float16`, and those of ml_dtypes and JAX
@@ -147,5 +161,6 @@ FloatDtype = Annotated[Any, Names(tuple(ITEMSIZE), name_of_dtype)]
 
 
 def wide_dtype(*dtypes: str) -> str:
-    """The dtype in which arrays of these dtypes are summed: "float64" if one of them is, else "float32"."""
+    """The dtype in which arrays of these dtypes are summed: "float64" if one of them is, else
+    "float32"."""
     return "float64" if "float64" in dtypes else "float32"

@@ -19,13 +19,15 @@ NDArray = npt.NDArray[Any]
 
 @functools.cache
 def name_of(dtype: np.dtype[Any]) -> str:
-    """Its name, which NumPy makes up anew each time: that is a good part of what simulating a small model takes."""
+    """Its name, which NumPy makes up anew each time: that is a good part of what simulating a small
+    model takes."""
     return dtype.name
 
 
 @functools.cache
 def dtype_named(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of this name; those that ml_dtypes teaches to NumPy, "bfloat16" and "float8_e4m3fn" among them, too.
+    """NumPy's dtype of this name; those that ml_dtypes teaches to NumPy, "bfloat16" and
+    "float8_e4m3fn" among them, too.
 
     Raises:
         ImportError: it is one of those, and ml_dtypes is not installed.
@@ -40,16 +42,19 @@ def dtype_named(name: str) -> np.dtype[Any]:
             import ml_dtypes
         except ImportError as error:
             raise ImportError(
-                f"NumPy has no {name} without ml_dtypes, which is not installed: pip install ml_dtypes"
+                f"NumPy has no {name} without ml_dtypes, which is not installed: pip install"
+                " ml_dtypes"
             ) from error
         found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
         return found
 
 
 class NumpyOps(Ops[NDArray]):
-    """`Ops` for NumPy arrays. bfloat16 and floats of 8 bits need ml_dtypes, which is imported when they are asked for.
+    """`Ops` for NumPy arrays. bfloat16 and floats of 8 bits need ml_dtypes, which is imported when
+    they are asked for.
 
-    With ml_dtypes some operations on bfloat16 (`matmul`, times a Python float, a norm) come out wider: kernels cast back.
+    With ml_dtypes some operations on bfloat16 (`matmul`, times a Python float, a norm) come out
+    wider: kernels cast back.
     """
 
     def __init__(self) -> None:
@@ -91,13 +96,18 @@ class NumpyOps(Ops[NDArray]):
         product: NDArray = np.matmul(x, y, out=out, casting="unsafe")
         return product if product.dtype is x.dtype else product.astype(x.dtype)
 
-    def subtract_product(self, x: NDArray, p: NDArray, q: NDArray, *, out: NDArray | None = None) -> NDArray:
+    def subtract_product(
+        self, x: NDArray, p: NDArray, q: NDArray, *, out: NDArray | None = None
+    ) -> NDArray:
         return np.subtract(x, self.matmul(p.mT, q), out=out)
 
-    def where(self, ok: NDArray, x: NDArray, y: NDArray | float, *, out: NDArray | None = None) -> NDArray:
+    def where(
+        self, ok: NDArray, x: NDArray, y: NDArray | float, *, out: NDArray | None = None
+    ) -> NDArray:
         # np.where would take the dtype of a 0-d float `y` into account.
         other = np.asarray(y, x.dtype)
-        if not ok.shape and other.shape in (x.shape, ()):  # the usual case: all of the one or all of the other
+        # the usual case: all of the one or all of the other
+        if not ok.shape and other.shape in (x.shape, ()):
             if out is None:
                 return np.array(x) if ok else np.full(x.shape, other)
             chosen = x if ok else other
@@ -113,7 +123,12 @@ class NumpyOps(Ops[NDArray]):
         return out
 
     def where_lazy(
-        self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray, *, limit: float = math.inf
+        self,
+        ok: NDArray,
+        x: Callable[[NDArray | None], NDArray],
+        y: NDArray,
+        *,
+        limit: float = math.inf,
     ) -> NDArray:
         return x(y) if ok else limited(y, limit, y)
 
@@ -132,7 +147,9 @@ class NumpyOps(Ops[NDArray]):
 
     def norm(self, x: NDArray) -> NDArray:
         if x.dtype.kind != "f":  # bfloat16
-            return np.asarray(np.linalg.vector_norm(x, axis=-1, keepdims=True)).astype(x.dtype, copy=False)
+            return np.asarray(np.linalg.vector_norm(x, axis=-1, keepdims=True)).astype(
+                x.dtype, copy=False
+            )
         # What vector_norm does, without what it takes to find that out.
         return np.asarray(np.sqrt(np.add.reduce(x * x, axis=-1, keepdims=True)))
 
@@ -188,7 +205,8 @@ class NumpyOps(Ops[NDArray]):
         flat = self.pad(x.reshape(-1), 8 * (whole + left))
         parts = flat[: 8 * whole].reshape(8, whole), flat[8 * whole :].reshape(8, left)
         return np.concatenate(
-            [np.packbits(part, axis=0, bitorder="little")[0] for part in parts if part.size] or [flat.astype("uint8")]
+            [np.packbits(part, axis=0, bitorder="little")[0] for part in parts if part.size]
+            or [flat.astype("uint8")]
         )
 
     def unpack_bits(self, x: NDArray, shape: tuple[int, ...]) -> NDArray:
@@ -200,12 +218,16 @@ class NumpyOps(Ops[NDArray]):
     def view_as(self, x: NDArray, dtype: str) -> NDArray:
         return np.ascontiguousarray(x).view(dtype_named(dtype))
 
-    def add_to_slice(self, x: NDArray, part: NDArray, n: int, i: Any, shape: tuple[int, ...]) -> NDArray:
+    def add_to_slice(
+        self, x: NDArray, part: NDArray, n: int, i: Any, shape: tuple[int, ...]
+    ) -> NDArray:
         k, total = part.shape[0], x.copy()
         total[i * k : (i + 1) * k] += part
         return total
 
-    def by_rows(self, f: Callable[..., NDArray], *arrays: NDArray, out: NDArray | None = None) -> NDArray:
+    def by_rows(
+        self, f: Callable[..., NDArray], *arrays: NDArray, out: NDArray | None = None
+    ) -> NDArray:
         result = f(*arrays)
         if out is None:
             return result
@@ -227,17 +249,33 @@ class NumpyOps(Ops[NDArray]):
         padded[: x.shape[0]] = x
         return padded
 
-    def rows(self, arrays: Sequence[NDArray], n: int, *, out: NDArray | None = None, donated: bool = False) -> NDArray:
+    def rows(
+        self,
+        arrays: Sequence[NDArray],
+        n: int,
+        *,
+        out: NDArray | None = None,
+        donated: bool = False,
+    ) -> NDArray:
         if (
             out is None and len(arrays) == 1 and arrays[0].size % n == 0
         ):  # a view, as in torch, so that a program that writes into it is noticed
             return arrays[0].reshape((n, -1))
         return np.concatenate(
-            [self.pad(x.reshape(-1), -(-x.size // n) * n).reshape(n, -(-x.size // n)) for x in arrays], axis=1, out=out
+            [
+                self.pad(x.reshape(-1), -(-x.size // n) * n).reshape(n, -(-x.size // n))
+                for x in arrays
+            ],
+            axis=1,
+            out=out,
         )
 
     def from_rows(
-        self, matrix: NDArray, shapes: Sequence[tuple[int, ...]], *, out: Sequence[NDArray] | None = None
+        self,
+        matrix: NDArray,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        out: Sequence[NDArray] | None = None,
     ) -> list[NDArray]:
         n, start, arrays = matrix.shape[0], 0, []
         for i, shape in enumerate(shapes):
@@ -262,7 +300,8 @@ def limited(x: NDArray, limit: float, out: NDArray | None = None) -> NDArray:
     if x.dtype == np.float16 and np.linalg.norm(x.astype(np.float32)) < LONGEST_FLOAT16:
         return x if out is x else x.copy()
     bound = np.asarray(limit, x.dtype)
-    return np.asarray(np.minimum(np.maximum(x, -bound, out=out), bound, out=out))  # `np.clip` knows no bfloat16
+    # `np.clip` knows no bfloat16
+    return np.asarray(np.minimum(np.maximum(x, -bound, out=out), bound, out=out))
 
 
 def _like(y: NDArray | float, x: NDArray) -> NDArray:

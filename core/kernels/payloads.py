@@ -1,7 +1,9 @@
-"""What stands for a tensor in a message, and what is left of the tensor: dense arrays, two thin factors, codes.
+"""What stands for a tensor in a message, and what is left of the tensor: dense arrays, two thin
+factors, codes.
 
-A payload knows two things, each written once: `dense`, the tensor it stands for, and `taken_from`, what is left of a tensor
-once it is sent. Error feedback (`errors_after`) and the end of a step (`dense_or_nan`) are made of these, for all payloads.
+A payload knows two things, each written once: `dense`, the tensor it stands for, and `taken_from`,
+what is left of a tensor once it is sent. Error feedback (`errors_after`) and the end of a step
+(`dense_or_nan`) are made of these, for all payloads.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ class Payload(Protocol[A]):
         """The smallest of its arrays in which NaN throughout is NaN throughout the tensor."""
 
     def dense(self, ops: Primitives[A], out: A, witness: A | None = None) -> A:
-        """The tensor, in the shape and the dtype of `out`, which is donated; with another array in the place of the
-        `witness`, if one is given."""
+        """The tensor, in the shape and the dtype of `out`, which is donated; with another array in
+        the place of the `witness`, if one is given."""
 
     def taken_from(self, ops: Primitives[A], x: A, *, out: A | None = None) -> A:
         """`x` less the tensor, in the shape of `x`."""
@@ -46,7 +48,8 @@ class Dense(NamedTuple, Generic[A]):
 
     def taken_from(self, ops: Primitives[A], x: A, *, out: A | None = None) -> A:
         if out is None:
-            return x - self.x  # in this shape, in which what it is made of and what is made of it are
+            # in this shape, in which what it is made of and what is made of it are
+            return x - self.x
 
         def rows(x: A, sent: A, out: A | None = None) -> A:
             return x - sent if out is None else ops.add(x, ops.multiply(sent, -1.0), out=out)
@@ -57,7 +60,8 @@ class Dense(NamedTuple, Generic[A]):
 
 
 class LowRank(NamedTuple, Generic[A]):
-    """The matrix `p.mT @ q`, not multiplied out: `p` (r, n) and `q` (r, m); or a tensor of `n*m` elements in that order.
+    """The matrix `p.mT @ q`, not multiplied out: `p` (r, n) and `q` (r, m); or a tensor of `n*m`
+    elements in that order.
 
     Or a stack of them: `p` (b, r, n) and `q` (b, r, m).
 
@@ -74,7 +78,8 @@ class LowRank(NamedTuple, Generic[A]):
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """(n, m), or (b, n, m) of a stack. A tensor that is padded has fewer elements, and the last ones are dropped."""
+        """(n, m), or (b, n, m) of a stack. A tensor that is padded has fewer elements, and the last
+        ones are dropped."""
         *stack, _, n = self.p.shape
         return (*stack, n, self.q.shape[-1])
 
@@ -103,15 +108,19 @@ class LowRank(NamedTuple, Generic[A]):
         size = math.prod(shape)
         if size != math.prod(matrix):
             padded = ops.pad(x.reshape((-1,)), math.prod(matrix)).reshape(matrix)
-            return ops.subtract_product(padded, p, q, out=padded).reshape((-1,))[:size].reshape(shape)
+            return (
+                ops.subtract_product(padded, p, q, out=padded).reshape((-1,))[:size].reshape(shape)
+            )
         place = None if out is None else out.reshape(matrix)
         return ops.subtract_product(x.reshape(matrix), p, q, out=place).reshape(shape)
 
 
 class Coded(NamedTuple, Generic[A]):
-    """A tensor as codes, uint8 (R, m), and scales, float32 (R, n), of a `gradwire.core.codecs.codec.BlockCodec`; or, of W replicas (W, R, m) and (W, R, n), their mean.
+    """A tensor as codes, uint8 (R, m), and scales, float32 (R, n), of a
+    `gradwire.core.codecs.codec.BlockCodec`; or, of W replicas (W, R, m) and (W, R, n), their mean.
 
-    Of what a replica has sent, the rows from `first` on count `lost` as well, float32 (some, B): see `gradwire.core.codecs.coder`.
+    Of what a replica has sent, the rows from `first` on count `lost` as well, float32 (some, B):
+    see `gradwire.core.codecs.coder`.
     """
 
     codec: Any
@@ -130,7 +139,9 @@ class Coded(NamedTuple, Generic[A]):
             values = mean_decoded(ops, self.codec, (self.codes, scales)).reshape((-1,))
         else:
             values = self.codec.decode(ops, self.codes, scales).reshape((-1,))
-        return ops.cast(values[: math.prod(out.shape)].reshape(tuple(out.shape)), ops.dtype_of(out), out=out)
+        return ops.cast(
+            values[: math.prod(out.shape)].reshape(tuple(out.shape)), ops.dtype_of(out), out=out
+        )
 
     def taken_from(self, ops: Primitives[A], x: A, *, out: A | None = None) -> A:
         shape, dtype = tuple(x.shape), ops.dtype_of(x)
@@ -157,10 +168,12 @@ def payloads_of(xs: Sequence[Any]) -> list[Any]:
 class Residual(Generic[A]):
     """`x - sent`: the residual of `x`. Once `computed`, `x` is the residual.
 
-    It does not need the answer, so a driver may compute it while the message travels. Otherwise its sender does, afterwards.
+    It does not need the answer, so a driver may compute it while the message travels. Otherwise its
+    sender does, afterwards.
 
     Attributes:
-        terms: gradient and error, whose sum `x` is, where they are better added again than kept: `Hints.recompute`.
+        terms: gradient and error, whose sum `x` is, where they are better added again than kept:
+            `Hints.recompute`.
     """
 
     ops: Primitives[A]
@@ -179,9 +192,11 @@ class Residual(Generic[A]):
 def largest_error(ops: Primitives[A], error: A) -> float:
     """The largest element that a compression error keeps in a step that is not finite.
 
-    Such a step leaves memory as it is, and if the error itself is what overflows, in a product or in the sum over the replicas, no later step would be
-    finite either. Below this number neither squares nor 2-norms of the whole error overflow; an error that can be sent is seldom above it.
-    In float16 it often is, in units of a loss scale: kernels leave an error alone whose 2-norm is less than `LONGEST_FLOAT16`.
+    Such a step leaves memory as it is, and if the error itself is what overflows, in a product or
+    in the sum over the replicas, no later step would be finite either. Below this number neither
+    squares nor 2-norms of the whole error overflow; an error that can be sent is seldom above it.
+    In float16 it often is, in units of a loss scale: kernels leave an error alone whose 2-norm is
+    less than `LONGEST_FLOAT16`.
     """
     largest = LARGEST[ops.dtype_of(error)]
     return min(math.sqrt(largest), largest / 4 / math.sqrt(max(math.prod(error.shape), 1)))
@@ -217,7 +232,9 @@ def errors_after(
             rest = partial(_error_after, ops, left.x, own, decay)
             after[i] = ops.where_lazy(ok, rest, error, limit=limit)
     if early:
-        for i, error in zip(early, ops.where_each(ok, rests, [errors[i] for i in early], limits=limits), strict=True):
+        for i, error in zip(
+            early, ops.where_each(ok, rests, [errors[i] for i in early], limits=limits), strict=True
+        ):
             after[i] = error
     return after
 
@@ -227,7 +244,9 @@ def _error_after(ops: Primitives[A], x: A, sent: Payload[A], decay: float, out: 
     return rest if decay == 1 else decay_error(ops, rest, decay)
 
 
-def dense_or_nan(ops: Primitives[A], ok: A, received: Sequence[Payload[A]], places: Sequence[A | None]) -> list[A]:
+def dense_or_nan(
+    ops: Primitives[A], ok: A, received: Sequence[Payload[A]], places: Sequence[A | None]
+) -> list[A]:
     """`Ops.dense_or_nan`, in primitives."""
     answers: list[Any] = list(received)
     thin: list[int] = []
@@ -245,9 +264,12 @@ def dense_or_nan(ops: Primitives[A], ok: A, received: Sequence[Payload[A]], plac
             thin.append(i)
             small.append(each.witness)
     for i, witness in zip(thin, ops.nan_unless(ok, small), strict=True):
-        answers[i] = received[i].dense(ops, places[i], witness)  # type: ignore[arg-type]  # which has a place
+        # which has a place
+        answers[i] = received[i].dense(ops, places[i], witness)  # type: ignore[arg-type]
     if whole:
-        for i, x in zip(whole, ops.nan_unless(ok, own, out=out if len(out) == len(whole) else None), strict=True):
+        for i, x in zip(
+            whole, ops.nan_unless(ok, own, out=out if len(out) == len(whole) else None), strict=True
+        ):
             answers[i] = x
     return answers
 

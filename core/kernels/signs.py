@@ -1,7 +1,7 @@
 """Signs of many arrays at once: their bits, and what those of all replicas stand for.
 
-Each array shares two numbers, `above` for elements above 0 and `below` for the others, along the axes in which they have length 1: all of an array does,
-or each of its rows, or each column.
+Each array shares two numbers, `above` for elements above 0 and `below` for the others, along the
+axes in which they have length 1: all of an array does, or each of its rows, or each column.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ Shape = tuple[int, ...]
 
 
 def pack_signs(ops: Primitives[A], xs: Sequence[A]) -> list[A]:
-    """`Ops.pack_signs`: the bits of each array by themselves, in rows of which none is moved to send it."""
+    """`Ops.pack_signs`: the bits of each array by themselves, in rows of which none is moved to
+    send it."""
     packed = [ops.pack_bits(x > 0, of=x) for x in xs]
     shapes = [tuple(x.shape) for x in xs]
     return [
@@ -27,7 +28,11 @@ def pack_signs(ops: Primitives[A], xs: Sequence[A]) -> list[A]:
 
 
 def signed(
-    ops: Primitives[A], xs: Sequence[A], above: Sequence[A], below: Sequence[A], sharing: Sequence[Shape]
+    ops: Primitives[A],
+    xs: Sequence[A],
+    above: Sequence[A],
+    below: Sequence[A],
+    sharing: Sequence[Shape],
 ) -> list[A]:
     """`Ops.signed`: each array by itself."""
     both = zip(beside(above, sharing), beside(below, sharing), strict=True)
@@ -57,7 +62,8 @@ def sum_of_signs(
 
 
 def beside(numbers: Sequence[A], sharing: Sequence[Shape], lead: Shape = ()) -> list[A]:
-    """The numbers of each array, (*lead, *shape), where those of all lie one after the other in one array, (*lead, N), or of each in one."""
+    """The numbers of each array, (*lead, *shape), where those of all lie one after the other in one
+    array, (*lead, N), or of each in one."""
     if len(numbers) == len(sharing):
         return [own.reshape((*lead, *shape)) for own, shape in zip(numbers, sharing, strict=True)]
     (whole,), answers, end = numbers, [], 0

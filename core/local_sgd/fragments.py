@@ -1,4 +1,5 @@
-"""Which parameters are averaged together: the fragments of Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512, section 2.1)."""
+"""Which parameters are averaged together: the fragments of Streaming DiLoCo (Douillard et al. 2025,
+arXiv 2501.18512, section 2.1)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _BLOCK = re.compile(r"\[[\d:, ]+\]$")
 
 
 def layers(names: Sequence[str]) -> list[list[str]]:
-    """The layers of a model, in order: what shares a name up to its first number, ordered by that number, and any other tensor by itself.
+    """The layers of a model, in order: what shares a name up to its first number, ordered by that
+    number, and any other tensor by itself.
 
     Examples:
         >>> layers(["Block_10/w", "Block_2/w", "Block_2/b", "embed"])
@@ -31,8 +33,9 @@ def layers(names: Sequence[str]) -> list[list[str]]:
 
 
 def layer_of(name: str) -> tuple[str, int, str]:
-    """What the names of a layer have in common: all before their first number; how many digits this has, -1 where there is none; and which. Its order is that
-    of the numbers, of which Python makes no `int` where they are very long."""
+    """What the names of a layer have in common: all before their first number; how many digits this
+    has, -1 where there is none; and which. Its order is that of the numbers, of which Python makes
+    no `int` where they are very long."""
     number = _NUMBER.search(_BLOCK.sub("", name))
     if number is None:
         return name, -1, ""
@@ -41,10 +44,12 @@ def layer_of(name: str) -> tuple[str, int, str]:
 
 
 def fragments_of(specs: Mapping[str, Spec], count: int, layout: Layout) -> list[list[str]]:
-    """The names in each of `count` fragments. They depend on names and sizes alone, not on the order of the parameters.
+    """The names in each of `count` fragments. They depend on names and sizes alone, not on the
+    order of the parameters.
 
     Raises:
-        ValueError: fewer layers (or parameters) than fragments; a name that no pattern matches; a pattern whose fragment would be empty.
+        ValueError: fewer layers (or parameters) than fragments; a name that no pattern matches; a
+            pattern whose fragment would be empty.
     """
     if count == 1:
         return [list(specs)]
@@ -52,14 +57,16 @@ def fragments_of(specs: Mapping[str, Spec], count: int, layout: Layout) -> list[
         number_of = _by_pattern(list(specs), layout)
     elif layout == "size":
         if count > len(specs):
-            raise ValueError(f"fragments={count} of {len(specs)} parameters; each needs at least one")
+            raise ValueError(
+                f"fragments={count} of {len(specs)} parameters; each needs at least one"
+            )
         number_of = _by_size(specs, count)
     else:
         found = layers(list(specs))
         if count > len(found):
             raise ValueError(
-                f"fragments={count} of {len(found)} layers (what shares a name up to its first number); use fewer, or layout='size', "
-                "which divides tensors and not layers"
+                f"fragments={count} of {len(found)} layers (what shares a name up to its first"
+                " number); use fewer, or layout='size', which divides tensors and not layers"
             )
         number_of = {
             name: i % count if layout == "strided" else i * count // len(found)
@@ -75,7 +82,8 @@ def _by_pattern(names: Sequence[str], patterns: tuple[str, ...]) -> dict[str, in
         number = next((i for i, pattern in enumerate(patterns) if matches(name, pattern)), None)
         if number is None:
             raise ValueError(
-                f"layout={patterns!r} matches no parameter {name!r}; add '*' as the last pattern for the rest"
+                f"layout={patterns!r} matches no parameter {name!r}; add '*' as the last pattern"
+                " for the rest"
             )
         found[name] = number
     for number, pattern in enumerate(patterns):

@@ -1,8 +1,10 @@
-"""What is made of the averaged difference after some local steps: the outer optimizer of DiLoCo (Douillard et al. 2023, arXiv 2311.08105).
+"""What is made of the averaged difference after some local steps: the outer optimizer of DiLoCo
+(Douillard et al. 2023, arXiv 2311.08105).
 
-`OuterSGD` is the same everywhere. Any optimizer of torch, or of Optax, is given as a factory, and acts in that backend alone.
+`OuterSGD` is the same everywhere. Any optimizer of torch, or of Optax, is given as a factory, and
+acts in that backend alone.
 
-difference = outer - parameters        # what the replica's own steps have done, as if it were a gradient
+difference = outer - parameters        # what the replica's own steps have done, as a gradient
 outer = outer - update(mean(difference))
 parameters = outer                     # the same on all replicas
 """
@@ -29,7 +31,8 @@ def is_optimizers(key: str) -> bool:
 
 
 class OuterOptimizer(ABC):
-    """What moves outer parameters. It holds no arrays: what it remembers of a parameter is in the memory, under `velocity` or names that begin with `outer.`."""
+    """What moves outer parameters. It holds no arrays: what it remembers of a parameter is in the
+    memory, under `velocity` or names that begin with `outer.`."""
 
     @property
     @abstractmethod
@@ -38,17 +41,24 @@ class OuterOptimizer(ABC):
 
     @abstractmethod
     def init(self, ops: Ops[A], outer: Mapping[str, A]) -> dict[str, dict[str, A]]:
-        """The memory before the first step of these parameters, which take each of their steps together: parameter → name → array."""
+        """The memory before the first step of these parameters, which take each of their steps
+        together: parameter → name → array."""
 
     @abstractmethod
     def step(
-        self, ops: Ops[A], outer: Mapping[str, A], averages: Mapping[str, A], memory: Mapping[str, Mapping[str, A]]
+        self,
+        ops: Ops[A],
+        outer: Mapping[str, A],
+        averages: Mapping[str, A],
+        memory: Mapping[str, Mapping[str, A]],
     ) -> tuple[dict[str, A], dict[str, dict[str, A]]]:
-        """The new outer parameters and memory, as new arrays of the same shapes and dtypes, by averaged differences."""
+        """The new outer parameters and memory, as new arrays of the same shapes and dtypes, by
+        averaged differences."""
 
 
 class OuterFactory(OuterOptimizer):
-    """What makes an outer optimizer of a framework: `make(parameters)` a `torch.optim.Optimizer`, `make()` an Optax transformation.
+    """What makes an outer optimizer of a framework: `make(parameters)` a `torch.optim.Optimizer`,
+    `make()` an Optax transformation.
 
     As it is, it cannot act: a backend does, which calls it.
     """
@@ -67,21 +77,27 @@ class OuterFactory(OuterOptimizer):
 
     @property
     def name(self) -> str:
-        """The name of what is called, with the arguments that it is given, if it is a `functools.partial`."""
+        """The name of what is called, with the arguments that it is given, if it is a
+        `functools.partial`."""
         if not isinstance(self.make, functools.partial):
             return self.called
-        given = [*map(repr, self.make.args), *(f"{key}={value!r}" for key, value in self.make.keywords.items())]
+        given = [
+            *map(repr, self.make.args),
+            *(f"{key}={value!r}" for key, value in self.make.keywords.items()),
+        ]
         return f"{self.called}({', '.join(given)})"
 
     @property
     def called(self) -> str:
         """The name without arguments."""
         made = self.make.func if isinstance(self.make, functools.partial) else self.make
-        return f"{getattr(made, '__module__', '?')}.{getattr(made, '__qualname__', type(made).__qualname__)}"
+        name = getattr(made, "__qualname__", type(made).__qualname__)
+        return f"{getattr(made, '__module__', '?')}.{name}"
 
     def __refused(self) -> TypeError:
         return TypeError(
-            f"outer={self.name} makes an optimizer of a framework, which acts in that backend alone; use OuterSGD(…) here, which is the same everywhere"
+            f"outer={self.name} makes an optimizer of a framework, which acts in that backend"
+            " alone; use OuterSGD(…) here, which is the same everywhere"
         )
 
     @property
@@ -92,7 +108,11 @@ class OuterFactory(OuterOptimizer):
         raise self.__refused()
 
     def step(
-        self, ops: Ops[A], outer: Mapping[str, A], averages: Mapping[str, A], memory: Mapping[str, Mapping[str, A]]
+        self,
+        ops: Ops[A],
+        outer: Mapping[str, A],
+        averages: Mapping[str, A],
+        memory: Mapping[str, Mapping[str, A]],
     ) -> tuple[dict[str, A], dict[str, dict[str, A]]]:
         raise self.__refused()
 
@@ -105,13 +125,15 @@ class OuterSGD(OuterOptimizer):
         outer = outer - lr · (difference + momentum · v)     # with nesterov
         outer = outer - lr · v                               # without
 
-    The default, lr 1 and no momentum, is plain averaging. The paper of DiLoCo uses lr 0.7, momentum 0.9, Nesterov.
+    The default, lr 1 and no momentum, is plain averaging. The paper of DiLoCo uses lr 0.7, momentum
+    0.9, Nesterov.
 
     Examples:
         >>> import numpy as np
         >>> from gradwire import OuterSGD
         >>> from gradwire.core.kernels.numpy import NumpyOps
-        >>> outer, velocity = OuterSGD(lr=0.5, momentum=0.9).update(NumpyOps(), np.ones(2), np.full(2, 0.2), np.zeros(2))
+        >>> sgd = OuterSGD(lr=0.5, momentum=0.9)
+        >>> outer, velocity = sgd.update(NumpyOps(), np.ones(2), np.full(2, 0.2), np.zeros(2))
         >>> outer.tolist(), velocity.tolist()
         ([0.9, 0.9], [0.2, 0.2])
 
@@ -126,7 +148,9 @@ class OuterSGD(OuterOptimizer):
     """
 
     lr: Annotated[
-        float, more_than(0), "1.0 is plain averaging, DiLoCo uses 0.7; schedules belong to the inner optimizer"
+        float,
+        more_than(0),
+        "1.0 is plain averaging, DiLoCo uses 0.7; schedules belong to the inner optimizer",
     ] = 1.0
     momentum: Annotated[float, share(most_open=True), "DiLoCo uses 0.9"] = 0.0
     nesterov: bool = False
@@ -147,7 +171,11 @@ class OuterSGD(OuterOptimizer):
         }
 
     def step(
-        self, ops: Ops[A], outer: Mapping[str, A], averages: Mapping[str, A], memory: Mapping[str, Mapping[str, A]]
+        self,
+        ops: Ops[A],
+        outer: Mapping[str, A],
+        averages: Mapping[str, A],
+        memory: Mapping[str, Mapping[str, A]],
     ) -> tuple[dict[str, A], dict[str, dict[str, A]]]:
         new, kept = {}, {}
         for name, average in averages.items():
@@ -155,11 +183,18 @@ class OuterSGD(OuterOptimizer):
             kept[name] = {} if velocity is None else {VELOCITY: velocity}
         return new, kept
 
-    def update(self, ops: Ops[A], outer: A, difference: A, velocity: A | None) -> tuple[A, A | None]:
-        """The new outer parameters and velocity, as new arrays of the same shape and dtype. `velocity` is None without momentum."""
+    def update(
+        self, ops: Ops[A], outer: A, difference: A, velocity: A | None
+    ) -> tuple[A, A | None]:
+        """The new outer parameters and velocity, as new arrays of the same shape and dtype.
+        `velocity` is None without momentum."""
         if velocity is not None:
             velocity = ops.add(times(ops, velocity, self.momentum), difference)
-            difference = ops.add(times(ops, velocity, self.momentum), difference) if self.nesterov else velocity
+            difference = (
+                ops.add(times(ops, velocity, self.momentum), difference)
+                if self.nesterov
+                else velocity
+            )
         return ops.add(times(ops, difference, -self.lr), outer), velocity
 
 

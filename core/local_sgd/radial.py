@@ -1,8 +1,10 @@
-"""Directions and lengths averaged apart ("Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv 2604.21428).
+"""Directions and lengths averaged apart ("Decoupled DiLoCo for Resilient Distributed Pre-training",
+arXiv 2604.21428).
 
     mean = (Σ w‖D‖ / Σ w) · φ(Σ w φ(D) / Σ w)        φ(x) = x / ‖x‖, φ(0) = 0
 
-The mean of M differences that are orthogonal to each other is shorter than each of them by √M. This one is as long as they are on average.
+The mean of M differences that are orthogonal to each other is shorter than each of them by √M. This
+one is as long as they are on average.
 """
 
 from __future__ import annotations
@@ -34,13 +36,19 @@ def split_by_direction(radial: bool | tuple[str, ...], specs: Mapping[str, Spec]
 
 
 def averaged_by_direction(step: Step, names: Iterable[str]) -> Step:
-    """The step of an algorithm, which is given the directions of these tensors instead of themselves."""
+    """The step of an algorithm, which is given the directions of these tensors instead of
+    themselves."""
     names = list(names)
 
-    async def by_direction(ops: Ops[Any], tensors: Mapping[str, Any], state: State[Any], index: Any) -> Stepped[Any]:
+    async def by_direction(
+        ops: Ops[Any], tensors: Mapping[str, Any], state: State[Any], index: Any
+    ) -> Stepped[Any]:
         wide = wide_dtype(*[ops.dtype_of(tensors[n]) for n in names])
         lengths = [ops.cast(ops.norm_of_all([tensors[n]]), wide) for n in names]
-        directions = {n: _divided(ops, tensors[n], length, ZERO) for n, length in zip(names, lengths, strict=True)}
+        directions = {
+            n: _divided(ops, tensors[n], length, ZERO)
+            for n, length in zip(names, lengths, strict=True)
+        }
         sent = step(ops, {**tensors, **directions}, state, index)
         (averages, after), means = await together([sent, _means(ops.stack(lengths))])
         averages = dict(averages)

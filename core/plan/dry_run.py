@@ -1,10 +1,12 @@
-"""What an algorithm will ask for and send, found out before anything runs: its own coroutines, over arrays that have a shape and no data.
+"""What an algorithm will ask for and send, found out before anything runs: its own coroutines, over
+arrays that have a shape and no data.
 
     dry = dry_run(PowerSGD(4), specs, world_size=8)
     dry.cycle[0].messages, dry.requests, dry.summary
 
-There is one such run for each (algorithm, specs, number of replicas), whoever asks for whatever of it, and as often as they like. Nobody else runs programs
-on `AbstractOps`: what is no `Algorithm`, the averaging of local SGD, is `rehearsed`.
+There is one such run for each (algorithm, specs, number of replicas), whoever asks for whatever of
+it, and as often as they like. Nobody else runs programs on `AbstractOps`: what is no `Algorithm`,
+the averaging of local SGD, is `rehearsed`.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class DryStep:
         traffic: what is sent; of a branch on data, on the side that sends more.
         messages: one by one, of both sides.
         result: what the program returned.
-        by_number: it asks for more of the number of the step than whether some step has been reached.
+        by_number: it asks for more of the number of the step than whether some step has been
+            reached.
     """
 
     requests: tuple[Request, ...]
@@ -60,13 +63,15 @@ class DryStep:
 
 
 class DryRun:
-    """An algorithm as one replica runs it, without data. Steps are run when something of them is first asked for, and raise
+    """An algorithm as one replica runs it, without data. Steps are run when something of them is
+    first asked for, and raise
 
         UnknownWorldSize: what is sent depends on the number of replicas, and that is None.
         UnknownRequest: it asks for something that no driver knows.
         NotPortable: it is written for the arrays of one framework, and does not say so.
 
-    What says so, by `portable = False`, is counted as the uncompressed average that it may be at most: nobody can look into it.
+    What says so, by `portable = False`, is counted as the uncompressed average that it may be at
+    most: nobody can look into it.
 
     Attributes:
         algorithm: as the first replica runs it.
@@ -75,20 +80,32 @@ class DryRun:
     """
 
     def __init__(
-        self, algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None, memory: State[AbstractArray]
+        self,
+        algorithm: Algorithm,
+        specs: Mapping[str, Spec],
+        world_size: int | None,
+        memory: State[AbstractArray],
     ) -> None:
-        self.algorithm, self.specs, self.world_size, self.memory = algorithm, dict(specs), world_size, memory
+        self.algorithm, self.specs, self.world_size, self.memory = (
+            algorithm,
+            dict(specs),
+            world_size,
+            memory,
+        )
         self._parts: dict[frozenset[str], DryRun] = {}
         self._alone: dict[Hashable, DryRun] = {}
         self._positions = {name: i for i, name in enumerate(self.specs)}
 
     def only(self, names: Iterable[str]) -> DryRun:
-        """Steps on some of the gradients, with the memory that the algorithm has for all of them."""
+        """Steps on some of the gradients, with the memory that the algorithm has for all of
+        them."""
         wanted = frozenset(name for name in names if name in self.specs)
         if len(wanted) == len(self.specs):
             return self
         if wanted not in self._parts:
-            specs = {name: self.specs[name] for name in sorted(wanted, key=self._positions.__getitem__)}
+            specs = {
+                name: self.specs[name] for name in sorted(wanted, key=self._positions.__getitem__)
+            }
             self._parts[wanted] = DryRun(self.algorithm, specs, self.world_size, self.memory)
         return self._parts[wanted]
 
@@ -106,9 +123,15 @@ class DryRun:
         if not self._sends_by_kind:
             return name
         spec, inner = self.specs[name], innermost(self.algorithm)
-        options = [getattr(inner, of)(name, spec.shape) for of in ("rank_of", "view_of") if hasattr(inner, of)]
+        options = [
+            getattr(inner, of)(name, spec.shape)
+            for of in ("rank_of", "view_of")
+            if hasattr(inner, of)
+        ]
         memory = self.memory.tensors.get(name)
-        kept = None if memory is None else tuple((key, x.shape, x.dtype) for key, x in memory.items())
+        kept = (
+            None if memory is None else tuple((key, x.shape, x.dtype) for key, x in memory.items())
+        )
         return spec, getattr(spec.shape, "stacked", 0), kept, *options
 
     @cached_property
@@ -118,17 +141,23 @@ class DryRun:
     @cached_property
     def _tried(self) -> list[DryStep] | None:
         start = self.algorithm.start_step
-        kinds = [*([(0, 0)] if start else []), *((start, phase) for phase in range(self.algorithm.cycle))]
+        kinds = [
+            *([(0, 0)] if start else []),
+            *((start, phase) for phase in range(self.algorithm.cycle)),
+        ]
         try:
             return [self._step(*kind) for kind in kinds]
         except UnknownWorldSize:
-            return None  # an exception that is kept would keep what its callers have at hand: a model's parameters
+            # an exception that is kept would keep what its callers have at hand: a model's
+            # parameters
+            return None
         except UnknownRequest:
             raise
         except (AttributeError, TypeError) as error:
             raise NotPortable(
-                f"{self.algorithm!r} is not portable: {error}. Write it with ops, or say portable = False in its class: "
-                "then it runs in its own framework alone, and counts as an uncompressed average"
+                f"{self.algorithm!r} is not portable: {error}. Write it with ops, or say portable ="
+                " False in its class: then it runs in its own framework alone, and counts as an"
+                " uncompressed average"
             ) from error
 
     @property
@@ -159,7 +188,8 @@ class DryRun:
 
     @property
     def stages(self) -> list[LevelBytes]:
-        """What a step sends: one before the start, if there is one, and one after it, on average over a cycle."""
+        """What a step sends: one before the start, if there is one, and one after it, on average
+        over a cycle."""
         levels = levels_of(self.algorithm)
         near = None if levels is None or self.world_size is None else levels.near(self.world_size)
         kinds = [*([[self.steps[0].traffic]] if self.algorithm.start_step else []), self.traffic]
@@ -167,8 +197,11 @@ class DryRun:
 
     @cached_property
     def groups(self) -> list[Groups]:
-        """Those in which requests average, each once. Raises ValueError for groups that are no partition of the replicas."""
-        found = list(dict.fromkeys(request.groups for request in self.requests if request.groups is not None))
+        """Those in which requests average, each once. Raises ValueError for groups that are no
+        partition of the replicas."""
+        found = list(
+            dict.fromkeys(request.groups for request in self.requests if request.groups is not None)
+        )
         if self.world_size is not None:
             for groups in found:
                 require_partition(groups, self.world_size)
@@ -185,15 +218,26 @@ class DryRun:
 
 
 def _portable_form(algorithm: Any) -> Any:
-    """The algorithm, with an uncompressed average in place of what says that it is not portable; itself, if nothing says so."""
-    return AllReduce() if not getattr(algorithm, "portable", True) else with_inner(algorithm, _portable_form)
+    """The algorithm, with an uncompressed average in place of what says that it is not portable;
+    itself, if nothing says so."""
+    return (
+        AllReduce()
+        if not getattr(algorithm, "portable", True)
+        else with_inner(algorithm, _portable_form)
+    )
 
 
-def dry_run(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> DryRun:
-    """The dry run of an algorithm. `world_size` None: not known, which is an error where the requests depend on it. Raises what its `init` raises."""
+def dry_run(
+    algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None
+) -> DryRun:
+    """The dry run of an algorithm. `world_size` None: not known, which is an error where the
+    requests depend on it. Raises what its `init` raises."""
     runs = _Runs.of(algorithm)
     # A shape may know that its first axes are a stack, and is equal to one that does not.
-    key = tuple((name, spec, getattr(spec.shape, "stacked", 0)) for name, spec in specs.items()), world_size
+    key = (
+        tuple((name, spec, getattr(spec.shape, "stacked", 0)) for name, spec in specs.items()),
+        world_size,
+    )
     if key not in runs:
         made = DryRun(algorithm, specs, world_size, algorithm.init(OPS, specs))
         if len(runs) == REMEMBERED:
@@ -203,8 +247,9 @@ def dry_run(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | N
 
 
 class _Runs(dict[Hashable, DryRun]):
-    """The dry runs of one algorithm, which live as long as it does: among its attributes, since options may be mappings or arrays, by which it cannot be
-    looked up, and patterns of names in another order are equal and mean something else. Of no copy, and no pickle, of the algorithm."""
+    """The dry runs of one algorithm, which live as long as it does: among its attributes, since
+    options may be mappings or arrays, by which it cannot be looked up, and patterns of names in
+    another order are equal and mean something else. Of no copy, and no pickle, of the algorithm."""
 
     whose: Callable[[], object] = staticmethod(lambda: None)
 
@@ -263,7 +308,9 @@ class _Answers:
         answers = request.abstract(self)
         if payloads := request.payloads(OPS, self.world_size):
             self.traffic += counted(request, payloads)
-            self.messages += [Message(nbytes, request.pattern, request.groups) for nbytes in payloads]
+            self.messages += [
+                Message(nbytes, request.pattern, request.groups) for nbytes in payloads
+            ]
         return answers
 
     def replicas(self, groups: Groups | None, assumed: int | None = None) -> int:
@@ -271,7 +318,9 @@ class _Answers:
             require_partition(groups, self.world_size or sum(map(len, groups)))
         return group_size(groups, self.world_size or assumed)
 
-    def one_side(self, predicate: Any, phase: tuple[Any, int] | None, side: Callable[[bool], Program[T]]) -> T:
+    def one_side(
+        self, predicate: Any, phase: tuple[Any, int] | None, side: Callable[[bool], Program[T]]
+    ) -> T:
         if phase is not None:
             return run(side(phase[1] == self.phase), self.answer)
         if not isinstance(predicate, AbstractArray):
@@ -289,7 +338,8 @@ class _Answers:
 
 
 class StepNumber(int):
-    """The number of a step, which notes whether it was `asked` for anything that is not so in all later steps too, as having reached another is."""
+    """The number of a step, which notes whether it was `asked` for anything that is not so in all
+    later steps too, as having reached another is."""
 
     asked = False
 
@@ -314,13 +364,15 @@ for _name, _lasting in (("ge", True), ("gt", True), ("lt", False), ("le", False)
 
 @dataclass(frozen=True)
 class Summary:
-    """A plan in one line: `PowerSGD(rank=4): 26 of 74 tensors, 101.3 MB → 1.2 MB (87×), 2 messages; error memory 99.0 MB`.
+    """A plan in one line: `PowerSGD(rank=4): 26 of 74 tensors, 101.3 MB → 1.2 MB (87×), 2 messages;
+    error memory 99.0 MB`.
 
     Attributes:
         algorithm: its `repr`.
         compressed, tensors: how many tensors have factors or a memory, of how many.
-        dense_bytes, wire_bytes: of an uncompressed step, and of one after the start, on average over a cycle; see `Plan.wire_bytes`. With two levels
-            between nodes, of all replicas of a node.
+        dense_bytes, wire_bytes: of an uncompressed step, and of one after the start, on average
+            over a cycle; see `Plan.wire_bytes`. With two levels between nodes, of all replicas of a
+            node.
         messages: of such a step, for a model whose gradients come all at once.
         error_bytes: of what each replica remembers for itself.
         start_step: the first step that is compressed.
@@ -341,7 +393,10 @@ class Summary:
         of = f"{self.compressed} of {self.tensors}" if self.compressed else f"{self.tensors}"
         return "".join(
             [
-                f"{self.algorithm}: {of} tensors, {size_of(self.dense_bytes)} → {size_of(self.wire_bytes)} ({fewer}×), ",
+                (
+                    f"{self.algorithm}: {of} tensors, {size_of(self.dense_bytes)} →"
+                    f" {size_of(self.wire_bytes)} ({fewer}×), "
+                ),
                 f"{self.messages:g} message{'' if self.messages == 1 else 's'}",
                 f" from step {self.start_step} on" if self.start_step else "",
                 f"; error memory {size_of(self.error_bytes)}" if self.error_bytes else "",
@@ -349,7 +404,9 @@ class Summary:
         )
 
 
-def summary(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None) -> Summary:
+def summary(
+    algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | None = None
+) -> Summary:
     """What an algorithm does with these parameters. Raises as `DryRun` does."""
     dry = dry_run(algorithm, specs, world_size)
     return Summary(
@@ -366,7 +423,12 @@ def summary(algorithm: Algorithm, specs: Mapping[str, Spec], world_size: int | N
 
 def state_bytes(state: State[AbstractArray], of: Iterable[str] | None = None) -> int:
     """Bytes of all memories of tensors; or `of` those with these names alone."""
-    return sum(x.nbytes for memory in state.tensors.values() for key, x in memory.items() if of is None or key in of)
+    return sum(
+        x.nbytes
+        for memory in state.tensors.values()
+        for key, x in memory.items()
+        if of is None or key in of
+    )
 
 
 def size_of(nbytes: float) -> str:

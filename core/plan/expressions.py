@@ -3,10 +3,10 @@
     parse_algorithm("PowerSGD(rank=4)")
     parse_algorithm("WireDtype(PowerSGD(rank={'*embed*': 0, '*': 4}), 'bfloat16')")
     parse_algorithm("int8")                                        # WireDtype(AllReduce(), 'int8')
-    parse_algorithm("my_methods:IntSGD(bits=8)", own=load)         # a class of one's own, which `load` finds
+    parse_algorithm("my_methods:IntSGD(bits=8)", own=load)    # one's own, which `load` finds
 
-The text is read as a tree of syntax and never run. It may hold the names of this table, literals, and, where somebody says how to find them, names of
-modules.
+The text is read as a tree of syntax and never run. It may hold the names of this table, literals,
+and, where somebody says how to find them, names of modules.
 """
 
 from __future__ import annotations
@@ -55,18 +55,24 @@ class NotAnAlgorithm(ValueError):
     """A text that is no algorithm. The message names the text, what is wrong in it, and the fix."""
 
 
-def parse_algorithm(text: str, own: Callable[[str], Callable[..., Any]] | None = None) -> Algorithm | LocalSGD:
-    """The algorithm that a text writes down, as Python would read it: `PowerSGD(rank=4)`. The name of a codec alone, `int8`, is an average in it.
+def parse_algorithm(
+    text: str, own: Callable[[str], Callable[..., Any]] | None = None
+) -> Algorithm | LocalSGD:
+    """The algorithm that a text writes down, as Python would read it: `PowerSGD(rank=4)`. The name
+    of a codec alone, `int8`, is an average in it.
 
     Args:
         text: what is read.
         own: finds what `module:Class` in it names. None: such names are refused.
 
     Raises:
-        NotAnAlgorithm: the text holds something else than known names and literals; or an option does not exist or has no such value.
+        NotAnAlgorithm: the text holds something else than known names and literals; or an option
+            does not exist or has no such value.
     """
     if len(text) > LONGEST:
-        raise NotAnAlgorithm(f"an algorithm of {len(text)} characters: write it in at most {LONGEST}")
+        raise NotAnAlgorithm(
+            f"an algorithm of {len(text)} characters: write it in at most {LONGEST}"
+        )
     if text.strip() in CODECS:
         return WireDtype(AllReduce(), text.strip())
     names = dict(NAMES)
@@ -85,10 +91,13 @@ def parse_algorithm(text: str, own: Callable[[str], Callable[..., Any]] | None =
         if not isinstance(made, LocalSGD):
             require_algorithm(made)
     except SyntaxError as error:
-        raise NotAnAlgorithm(f"{text!r} is no expression ({error.msg}): write it as PowerSGD(rank=4)") from error
+        raise NotAnAlgorithm(
+            f"{text!r} is no expression ({error.msg}): write it as PowerSGD(rank=4)"
+        ) from error
     except (MemoryError, RecursionError) as error:
         raise NotAnAlgorithm(f"{text!r} is nested too deeply") from error
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # what constructors refuse, by name
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        # what constructors refuse, by name
         raise NotAnAlgorithm(f"{text!r}: {error}") from error
     algorithm: Algorithm | LocalSGD = made
     return algorithm
@@ -99,15 +108,21 @@ def _value(node: ast.expr, names: Mapping[str, Callable[..., Any]]) -> Any:
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in names:
             called = names[name]
             _once([keyword.arg for keyword in keywords], f"{called.__name__} is given option")
-            options = {keyword.arg or _refused(keyword.value): _value(keyword.value, names) for keyword in keywords}
+            options = {
+                keyword.arg or _refused(keyword.value): _value(keyword.value, names)
+                for keyword in keywords
+            }
             return _called(called, [_value(arg, names) for arg in args], options)
         case ast.Name(id=name) if name in names:
             raise NotAnAlgorithm(f"{name} needs its options: write {name}(…)")
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)) if name in CODECS:
-            raise NotAnAlgorithm(f"{name} is a codec: write WireDtype(AllReduce(), {name!r}), or {name} alone")
+            raise NotAnAlgorithm(
+                f"{name} is a codec: write WireDtype(AllReduce(), {name!r}), or {name} alone"
+            )
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
             raise NotAnAlgorithm(
-                f"{name} is unknown; {meant(name, [*NAMES, *CODECS], 'give one of ' + ', '.join(NAMES))}"
+                f"{name} is unknown;"
+                f" {meant(name, [*NAMES, *CODECS], 'give one of ' + ', '.join(NAMES))}"
             )
     for part in ast.walk(node):
         if isinstance(part, ast.Dict):
@@ -127,9 +142,12 @@ def _once(names: Sequence[str | None], what: str) -> None:
 def _called(call: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
     name, parameters = call.__name__, inspect.signature(call).parameters
     for option in options:
-        if option not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        if option not in parameters and not any(
+            p.kind is p.VAR_KEYWORD for p in parameters.values()
+        ):
             raise NotAnAlgorithm(
-                f"{name} has no option {option}; {meant(option, parameters, 'it has ' + ', '.join(parameters))}"
+                f"{name} has no option {option};"
+                f" {meant(option, parameters, 'it has ' + ', '.join(parameters))}"
             )
     try:
         return call(*args, **options)
@@ -138,4 +156,7 @@ def _called(call: Callable[..., Any], args: list[Any], options: dict[str, Any]) 
 
 
 def _refused(node: ast.expr) -> Any:
-    raise NotAnAlgorithm(f"{ast.unparse(node)} is neither a known name nor a literal; the names are {', '.join(NAMES)}")
+    raise NotAnAlgorithm(
+        f"{ast.unparse(node)} is neither a known name nor a literal; the names are"
+        f" {', '.join(NAMES)}"
+    )

@@ -1,4 +1,5 @@
-"""How large a method that gathers may grow: from how many replicas on it sends more than an average in 8 bits, `WireDtype(AllReduce(), "int8")`."""
+"""How large a method that gathers may grow: from how many replicas on it sends more than an average
+in 8 bits, `WireDtype(AllReduce(), "int8")`."""
 
 from __future__ import annotations
 
@@ -19,13 +20,16 @@ FILLED = 0.03
 
 
 def outgrown_at(algorithm: Algorithm, specs: Mapping[str, Spec]) -> int | None:
-    """The least number of replicas with which a step sends more than an average in 8 bits. None: what the algorithm sends does not grow with the
-    replicas, or it is made for some number of them."""
+    """The least number of replicas with which a step sends more than an average in 8 bits. None:
+    what the algorithm sends does not grow with the replicas, or it is made for some number of
+    them."""
 
     levels = levels_of(algorithm)
     if levels is not None:  # nodes count as replicas do otherwise
         nodes = outgrown_at(without_levels(algorithm), specs)
-        return nodes * levels.within if nodes is not None and isinstance(levels.within, int) else None
+        return (
+            nodes * levels.within if nodes is not None and isinstance(levels.within, int) else None
+        )
 
     def sent(algorithm: Algorithm, replicas: int) -> float:
         steps = dry_run(algorithm, specs, replicas).traffic
@@ -39,7 +43,8 @@ def outgrown_at(algorithm: Algorithm, specs: Mapping[str, Spec]) -> int | None:
         return None
     eight_bits = WireDtype(AllReduce(), "int8")
     room, filled = sent(eight_bits, FEW) - few, sent(eight_bits, MANY) - sent(eight_bits, FEW)
-    if many - few <= filled:  # of a model so small that replicas have less than a block each, the average grows as much
+    # of a model so small that replicas have less than a block each, the average grows as much
+    if many - few <= filled:
         return None
     each = (many - few) / (MANY - FEW)
     return max(1, int(room // each) + FEW + 1)

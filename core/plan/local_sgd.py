@@ -1,4 +1,5 @@
-"""What local SGD sends, step by step over a cycle, and remembers: its coroutines, run on arrays without data."""
+"""What local SGD sends, step by step over a cycle, and remembers: its coroutines, run on arrays
+without data."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from gradwire.core.plan.traffic import LevelBytes, Traffic, bytes_by_level
 
 @dataclass(frozen=True)
 class _Due:
-    """A fragment that is averaged at some step, by the groups of a level, in a phase of the compressor."""
+    """A fragment that is averaged at some step, by the groups of a level, in a phase of the
+    compressor."""
 
     fragment: int
     level: int
@@ -54,11 +56,14 @@ class LocalSteps(Sequence[Traffic]):
         return self._at(range(self.length)[index])
 
 
-def local_steps(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None = None) -> LocalSteps:
-    """What one replica sends in each step of a cycle, once gradients are local and the compressor has started. "node" in the schedule is replaced before, see
-    `Schedule.on_nodes_of`.
+def local_steps(
+    local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None = None
+) -> LocalSteps:
+    """What one replica sends in each step of a cycle, once gradients are local and the compressor
+    has started. "node" in the schedule is replaced before, see `Schedule.on_nodes_of`.
 
-    `world_size` None: that of which the schedule speaks; if it speaks of none, a compressor must not ask for it.
+    `world_size` None: that of which the schedule speaks; if it speaks of none, a compressor must
+    not ask for it.
 
     Raises:
         UnknownWorldSize: what the compressor sends depends on the number of replicas.
@@ -70,10 +75,13 @@ def local_steps(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | No
 def local_traffic(
     local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None = None
 ) -> tuple[LocalSteps, dict[str, float]]:
-    """`local_steps`; and for each parameter the bytes that it sends by itself, in a step on average."""
+    """`local_steps`; and for each parameter the bytes that it sends by itself, in a step on
+    average."""
     steps, count, gradients = _steps(local, specs, world_size)
     outer = (
-        dry_run(local.compressor or AllReduce(), local.kept(specs), gradients.world_size) if local.has_outer else None
+        dry_run(local.compressor or AllReduce(), local.kept(specs), gradients.world_size)
+        if local.has_outer
+        else None
     )
     by_itself = {}
     for number, names in enumerate(local.parts(specs)):
@@ -93,7 +101,8 @@ def local_traffic(
 def _steps(
     local: LocalSGD, specs: Mapping[str, Spec], world_size: int | None
 ) -> tuple[LocalSteps, Mapping[tuple[_Due, ...], int], DryRun]:
-    """The steps of a cycle; how many there are in which the same is due; and the gradients' part of them."""
+    """The steps of a cycle; how many there are in which the same is due; and the gradients' part of
+    them."""
     local = local.at_once().without_factory()
     replicas = world_size or local.some_replicas
     if world_size is None and local.names_replicas:
@@ -114,7 +123,10 @@ def _steps(
         if due not in sent:
             # At most one fragment is due at the highest level, the only one that has phases.
             phase = next((d.phase for d in due if d.level == 0), 0)
-            sent[due] = every_step + average_of(local, specs, state, step, replicas, phase, world_size).traffic
+            sent[due] = (
+                every_step
+                + average_of(local, specs, state, step, replicas, phase, world_size).traffic
+            )
 
     first = local.start_step + levels[0].period * compressor.start_step
     kinds = tuple((sent[due], times) for due, times in count.items())
@@ -148,16 +160,32 @@ class Leaving:
     sent: DryStep
 
 
-def leaving_in_cycle(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> tuple[int, list[Leaving]]:
-    """The steps of a cycle, once the compressor has started, and what leaves after which of them. Raises as `local_steps`."""
-    at_once, levels, parts = local.at_once().without_factory(), local.levels(replicas), local.parts(specs)
-    compressor, late = local.compressor or AllReduce(), levels[0].period if local.eager else local.overlap
+def leaving_in_cycle(
+    local: LocalSGD, specs: Mapping[str, Spec], replicas: int
+) -> tuple[int, list[Leaving]]:
+    """The steps of a cycle, once the compressor has started, and what leaves after which of them.
+    Raises as `local_steps`."""
+    at_once, levels, parts = (
+        local.at_once().without_factory(),
+        local.levels(replicas),
+        local.parts(specs),
+    )
+    compressor, late = (
+        local.compressor or AllReduce(),
+        levels[0].period if local.eager else local.overlap,
+    )
     state, length = local_memory(at_once, specs, replicas), local.cycle * compressor.cycle
     first = local.start_step + levels[0].period * compressor.start_step
     gradients = dry_run(local.gradients(replicas), specs, replicas).at(local.start_step)
     known: dict[tuple[_Due, ...], DryStep] = {}
-    found = [Leaving(t, 0, tuple(specs), gradients) for t in range(1, length + 1)] if gradients.messages else []
-    for step in sorted((step - first) % length + first for step in local.steps_due(compressor.cycle)):
+    found = (
+        [Leaving(t, 0, tuple(specs), gradients) for t in range(1, length + 1)]
+        if gradients.messages
+        else []
+    )
+    for step in sorted(
+        (step - first) % length + first for step in local.steps_due(compressor.cycle)
+    ):
         due = _due_at(at_once, levels, step)
         if due not in known:
             phase = next((d.phase for d in due if d.level == 0), 0)
@@ -170,14 +198,15 @@ def leaving_in_cycle(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) 
 
 
 def stage_starts(local: LocalSGD) -> tuple[int, ...]:
-    """The steps from which on something else is sent: 0; that after which replicas part; and that after which the compressor has started."""
+    """The steps from which on something else is sent: 0; that after which replicas part; and that
+    after which the compressor has started."""
     warm_up = 0 if local.compressor is None else local.compressor.start_step
     return tuple(sorted({0, local.start_step, local.start_step + local.longest * warm_up}))
 
 
 def local_stages(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> list[LevelBytes]:
-    """What a step sends in each stage that `stage_starts` says, on average over a cycle. "node" and mesh axes in it are replaced before. Raises what
-    `local_steps` raises."""
+    """What a step sends in each stage that `stage_starts` says, on average over a cycle. "node" and
+    mesh axes in it are replaced before. Raises what `local_steps` raises."""
     levels = levels_of(local)
     near = None if levels is None else levels.near(replicas)
     if isinstance(local.outer, OuterFactory):  # whichever it is, what is sent is the same
@@ -190,7 +219,10 @@ def local_stages(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> l
         kinds = [(sent, 1)]
         if start == local.start_step:
             kinds = [
-                (sent + average_of(local, specs, memory, step, replicas, 0, replicas).traffic, times)
+                (
+                    sent + average_of(local, specs, memory, step, replicas, 0, replicas).traffic,
+                    times,
+                )
                 for step, times in local.occasions(replicas)
             ]
         stages.append(bytes_by_level(kinds, near))
@@ -203,8 +235,8 @@ def local_memory(local: LocalSGD, specs: Mapping[str, Spec], replicas: int) -> S
 
 
 def memory_bytes(algorithm: Any, specs: Mapping[str, Spec], replicas: int | None) -> int:
-    """Bytes of the memory of an algorithm, or of local SGD, on each replica, but for what an outer optimizer of a framework remembers. Raises what its
-    `init` raises."""
+    """Bytes of the memory of an algorithm, or of local SGD, on each replica, but for what an outer
+    optimizer of a framework remembers. Raises what its `init` raises."""
     if not isinstance(algorithm, LocalSGD):
         return state_bytes(dry_run(algorithm, specs, replicas).memory)
     # What is remembered does not depend on who averages.
@@ -222,7 +254,7 @@ def average_of(
     phase: int,
     world_size: int | None,
 ) -> DryStep:
-    """The averages of parameters after one step, without data, in a phase of the compressor. `replicas` are those of the schedule, `world_size` what a
-    compressor is told."""
+    """The averages of parameters after one step, without data, in a phase of the compressor.
+    `replicas` are those of the schedule, `world_size` what a compressor is told."""
     average = local.average(AbstractOps(), abstract_arrays(specs), memory, step, replicas)
     return rehearsed(average, phase, world_size)

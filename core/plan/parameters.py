@@ -1,4 +1,5 @@
-"""What a plan is made of: names, shapes and dtypes, from whatever has them, without importing its framework."""
+"""What a plan is made of: names, shapes and dtypes, from whatever has them, without importing its
+framework."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from gradwire.core.ops import Spec, name_of_dtype
 
 DEFAULT = "float32"
 FIX = (
-    "give name → shape, a torch module, or a tree of arrays in nested mappings; gradwire.jax_backend.parameter_shapes(params) takes any other "
-    "tree of JAX"
+    "give name → shape, a torch module, or a tree of arrays in nested mappings;"
+    " gradwire.jax_backend.parameter_shapes(params) takes any other tree of JAX"
 )
 
 
@@ -19,9 +20,10 @@ def specs_of(model: Any, dtype: str | None = None, what: str = "shapes") -> dict
     """Shape and dtype of every parameter.
 
     Args:
-        model: anything with `named_parameters()`, of which those that are frozen are left out, as registration does; or a mapping of names to
-            shapes, to anything with a `.shape`, or to such mappings. Names of nested ones are joined by "/" and in the order of their
-            letters, as in JAX. None in a mapping is no parameter.
+        model: anything with `named_parameters()`, of which those that are frozen are left out, as
+            registration does; or a mapping of names to shapes, to anything with a `.shape`, or to
+            such mappings. Names of nested ones are joined by "/" and in the order of their letters,
+            as in JAX. None in a mapping is no parameter.
         dtype: of all of them. None: their own; float32 for shapes.
         what: the argument, as it is called in messages.
 
@@ -30,7 +32,9 @@ def specs_of(model: Any, dtype: str | None = None, what: str = "shapes") -> dict
         ValueError: two parameters come to the same name.
     """
     if hasattr(model, "named_parameters") and not isinstance(model, type):
-        named = [(name, p) for name, p in model.named_parameters() if getattr(p, "requires_grad", True)]
+        named = [
+            (name, p) for name, p in model.named_parameters() if getattr(p, "requires_grad", True)
+        ]
     elif isinstance(model, Mapping):
         named = list(_leaves(model, ""))
     else:
@@ -38,7 +42,9 @@ def specs_of(model: Any, dtype: str | None = None, what: str = "shapes") -> dict
     specs: dict[str, Spec] = {}
     for name, x in named:
         if name in specs:
-            raise ValueError(f"two parameters come to the same name {name!r}; rename the key that contains '/'")
+            raise ValueError(
+                f"two parameters come to the same name {name!r}; rename the key that contains '/'"
+            )
         own = name_of_dtype(getattr(x, "dtype", None))
         specs[name] = Spec(_shape_of(name, x, what), dtype or own or DEFAULT)
     return specs

@@ -39,7 +39,7 @@ def plan(
         print(plan(model, PowerSGD(rank=4)))                        # a torch module
         print(plan(state.params, PowerSGD(rank=4)))                 # a tree of JAX
         print(plan(shapes, AllReduce(), bucket_cap_mb=25))          # DDP's buckets
-        print(plan(shapes, AllReduce(bucket_bytes=25 << 20)))       # those of `all_reduce_mean(bucket_bytes=…)`
+        print(plan(shapes, AllReduce(bucket_bytes=25 << 20)))   # `all_reduce_mean(bucket_bytes=…)`
 
     Examples:
         >>> from gradwire import PowerSGD, plan
@@ -52,27 +52,34 @@ def plan(
         memory: 1,056,768 bytes on each replica
 
     Args:
-        shapes: parameter name → shape, or anything with a `.shape`; or a torch module, without what is frozen in it; or a tree of arrays of
-            JAX, in nested mappings, whose names are paths joined by "/". (`gradwire.jax_backend.parameter_shapes` takes every tree, and knows
-            of Flax's stacks.)
-        algorithm: any algorithm, or `LocalSGD`, whose averages of parameters then count as well as its gradients. Messages within
-            subgroups count like those among all replicas.
-        itemsize: bytes per element: 8 (float64), 4 (float32) or 2 (float16). None: the dtypes of the arrays; float32 for shapes.
+        shapes: parameter name → shape, or anything with a `.shape`; or a torch module, without what
+            is frozen in it; or a tree of arrays of JAX, in nested mappings, whose names are paths
+            joined by "/". (`gradwire.jax_backend.parameter_shapes` takes every tree, and knows of
+            Flax's stacks.)
+        algorithm: any algorithm, or `LocalSGD`, whose averages of parameters then count as well as
+            its gradients. Messages within subgroups count like those among all replicas.
+        itemsize: bytes per element: 8 (float64), 4 (float32) or 2 (float16). None: the dtypes of
+            the arrays; float32 for shapes.
         dtype: the dtype by name instead, for "bfloat16"; or as a framework has it.
-        bucket_cap_mb: size in MiB of the buckets in which DDP or `DataParallel` hand their gradients over, to see them: those from the
-            second step on, if gradients arrive in reverse order of the parameters. How many messages become of them is up to the group
-            (`message_bytes`), so `collectives` counts the whole model as one. None: only the buckets that the algorithm makes itself.
-        first_bucket_mb: size of the first of those. (DDP takes 1 MiB unless it is told `bucket_cap_mb`, which then holds for it too.)
-        world_size: number of replicas, on which the bytes of a gather depend. `Zero` knows it itself, and a `LocalSGD` or `TwoLevel` that names groups. None:
+        bucket_cap_mb: size in MiB of the buckets in which DDP or `DataParallel` hand their
+            gradients over, to see them: those from the second step on, if gradients arrive in
+            reverse order of the parameters. How many messages become of them is up to the group
+            (`message_bytes`), so `collectives` counts the whole model as one. None: only the
+            buckets that the algorithm makes itself.
+        first_bucket_mb: size of the first of those. (DDP takes 1 MiB unless it is told
+            `bucket_cap_mb`, which then holds for it too.)
+        world_size: number of replicas, on which the bytes of a gather depend. `Zero` knows it
+            itself, and a `LocalSGD` or `TwoLevel` that names groups. None:
             not known, which is refused where it is needed.
 
     Warns:
-        CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see `gradwire.core.plan.advice`.
+        CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see
+            `gradwire.core.plan.advice`.
 
     Raises:
         TypeError: `algorithm` is none, or `shapes` nothing that has names and shapes.
-        ValueError: for an unknown itemsize or dtype, a size of buckets that is not positive or given twice, or whatever the algorithm's
-            `init` refuses.
+        ValueError: for an unknown itemsize or dtype, a size of buckets that is not positive or
+            given twice, or whatever the algorithm's `init` refuses.
     """
     if not isinstance(algorithm, LocalSGD):
         require_algorithm(algorithm)
@@ -95,8 +102,12 @@ def plan(
     tensors = []
     for name, spec in specs.items():
         steps = dry.alone(name).traffic
-        sent = average((t.nbytes if one_node else t.far_bytes(algorithm) * places, 1) for t in steps)
-        tensors.append(_tensor(inner, name, spec, name in dry.memory.tensors and not one_node, sent))
+        sent = average(
+            (t.nbytes if one_node else t.far_bytes(algorithm) * places, 1) for t in steps
+        )
+        tensors.append(
+            _tensor(inner, name, spec, name in dry.memory.tensors and not one_node, sent)
+        )
     return Plan(
         algorithm,
         tuple(tensors),
@@ -117,10 +128,15 @@ def _buckets(
     buckets: list[list[str]] = inner.buckets(specs) if hasattr(inner, "buckets") else []
     if cap_mb is not None:
         if buckets:
-            raise ValueError(f"bucket_cap_mb={cap_mb}, but {algorithm!r} makes its own buckets; give one of them")
+            raise ValueError(
+                f"bucket_cap_mb={cap_mb}, but {algorithm!r} makes its own buckets; give one of them"
+            )
         names = list(specs)[::-1]
         limits = bucket_limits(cap_mb, first_mb)
-        buckets = [[names[i] for i in bucket] for bucket in assign_buckets([specs[n].nbytes for n in names], limits)]
+        buckets = [
+            [names[i] for i in bucket]
+            for bucket in assign_buckets([specs[n].nbytes for n in names], limits)
+        ]
     return tuple(BucketPlan(tuple(names), sum(specs[n].nbytes for n in names)) for names in buckets)
 
 
@@ -129,7 +145,9 @@ def _places(algorithm: Any, world_size: int | None) -> int:
     return 1 if levels is None or world_size is None else len(levels.near(world_size)[0])
 
 
-def _levels(algorithm: Any, steps: Sequence[Traffic], world_size: int | None) -> tuple[LevelPlan, ...]:
+def _levels(
+    algorithm: Any, steps: Sequence[Traffic], world_size: int | None
+) -> tuple[LevelPlan, ...]:
     levels = levels_of(algorithm)
     if levels is None or world_size is None or _places(algorithm, world_size) == 1:
         return ()
@@ -140,7 +158,9 @@ def _levels(algorithm: Any, steps: Sequence[Traffic], world_size: int | None) ->
 
     def of(groups: int, replicas: int, sent: list[tuple[int, int, int]]) -> LevelPlan:
         nbytes = average((nbytes, times) for _, nbytes, times in sent)
-        return LevelPlan(groups, replicas, average((n, times) for n, _, times in sent), nbytes, size * nbytes)
+        return LevelPlan(
+            groups, replicas, average((n, times) for n, _, times in sent), nbytes, size * nbytes
+        )
 
     inside, between = [], []
     for step, times in kinds_of(steps):
@@ -154,9 +174,15 @@ def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | No
     steps, tensors = local_traffic(local, specs, world_size)
     levels = _levels(local, steps, world_size)
     inner = innermost(local.compressor)
-    memory = {} if local.compressor is None else dry_run(local.compressor, specs, world_size).memory.tensors
+    memory = (
+        {}
+        if local.compressor is None
+        else dry_run(local.compressor, specs, world_size).memory.tensors
+    )
     limit = None if local.compressor is None else outgrown_at(local.compressor, specs)
-    planned = [_tensor(inner, name, spec, name in memory, tensors[name]) for name, spec in specs.items()]
+    planned = [
+        _tensor(inner, name, spec, name in memory, tensors[name]) for name, spec in specs.items()
+    ]
     return Plan(
         local,
         tuple(planned),
@@ -169,6 +195,10 @@ def _local_plan(local: LocalSGD, specs: Mapping[str, Spec], world_size: int | No
 
 
 def _tensor(algorithm: Any, name: str, spec: Spec, compressed: bool, sent: float) -> TensorPlan:
-    rank = algorithm.rank_of(name, spec.shape) if compressed and hasattr(algorithm, "rank_of") else None
+    rank = (
+        algorithm.rank_of(name, spec.shape)
+        if compressed and hasattr(algorithm, "rank_of")
+        else None
+    )
     view = str(algorithm.view_of(name, spec.shape) or "-") if hasattr(algorithm, "view_of") else ""
     return TensorPlan(name, spec.shape, compressed, rank, spec.nbytes, sent, view)

@@ -18,8 +18,9 @@ from gradwire.core.text.options import AtLeast1, Positive, Replicas, Seconds, ch
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One tensor in a plan: `rank` is that of its factors, if it has any; `view` is how it is a batch of matrices, `12 × (512 | 2048)`, "-"
-    for a vector, and "" where the algorithm has no views."""
+    """One tensor in a plan: `rank` is that of its factors, if it has any; `view` is how it is a
+    batch of matrices, `12 × (512 | 2048)`, "-" for a vector, and "" where the algorithm has no
+    views."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,7 +33,8 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Tensors that travel together, in the order in which they lie in the bucket, and the bytes of their gradients."""
+    """Tensors that travel together, in the order in which they lie in the bucket, and the bytes of
+    their gradients."""
 
     names: tuple[str, ...]
     nbytes: int
@@ -61,26 +63,30 @@ class LevelPlan:
 class Plan:
     """What an algorithm sends per step, on average over its cycle, after its warm-up steps.
 
-    Local SGD sends nothing in most steps: its cycle is a period of its averages (and of its compressor), and `peak_bytes` says what the
-    largest of these steps sends.
+    Local SGD sends nothing in most steps: its cycle is a period of its averages (and of its
+    compressor), and `peak_bytes` says what the largest of these steps sends.
 
     Examples:
         >>> from gradwire import PowerSGD, plan
         >>> of_two_tensors = plan({"w": (512, 512), "b": (512,)}, PowerSGD(rank=4))
-        >>> of_two_tensors.wire_bytes, of_two_tensors.collectives, round(of_two_tensors.compression_ratio, 1)
+        >>> planned = of_two_tensors
+        >>> planned.wire_bytes, planned.collectives, round(planned.compression_ratio, 1)
         (18432, 2, 57.0)
         >>> [each.rank for each in of_two_tensors.tensors]
         [4, None]
 
     Attributes:
         tensors: one entry per parameter; bytes of a tensor sent by itself.
-        steps: the traffic of each step of a cycle: a tuple, or of local SGD a sequence that is as long as its period.
+        steps: the traffic of each step of a cycle: a tuple, or of local SGD a sequence that is as
+            long as its period.
         dense_bytes: what an uncompressed step sends.
         buckets: of the gradients, in the order in which they are sent; () if none were asked for.
-        outgrown_at: from so many replicas on a step (of local SGD, an average) sends more than an average in 8 bits would, because what is
-            gathered grows with their number. None: it does not.
+        outgrown_at: from so many replicas on a step (of local SGD, an average) sends more than an
+            average in 8 bits would, because what is gathered grows with their number. None: it does
+            not.
         levels: of an algorithm with two, that within nodes and that between them; else ().
-        memory_bytes: what the algorithm remembers of tensors on each replica: errors, factors; of local SGD its outer parameters and velocity too.
+        memory_bytes: what the algorithm remembers of tensors on each replica: errors, factors; of
+            local SGD its outer parameters and velocity too.
         notes: what to know besides numbers.
     """
 
@@ -100,56 +106,68 @@ class Plan:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a replica sends per step, a float, the mean over a cycle; in the unit of `gradwire.Traffic`. At most so many where the algorithm branches on data, see `optional_bytes`."""
+        """Bytes that a replica sends per step, a float, the mean over a cycle; in the unit of
+        `gradwire.Traffic`. At most so many where the algorithm branches on data, see
+        `optional_bytes`."""
         return average((t.nbytes, n) for t, n in self.kinds)
 
     @property
     def collectives(self) -> float:
-        """Messages per step, a float, the mean over a cycle: 2 for `PowerSGD`, 0.125 for `LocalSGD(8)`."""
+        """Messages per step, a float, the mean over a cycle: 2 for `PowerSGD`, 0.125 for
+        `LocalSGD(8)`."""
         return average((t.collectives, n) for t, n in self.kinds)
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the largest step of a cycle: what the network has to take at once, where local SGD averages."""
+        """Bytes of the largest step of a cycle: what the network has to take at once, where local
+        SGD averages."""
         return max(t.nbytes for t, _ in self.kinds)
 
     @property
     def subgroup_bytes(self) -> float:
-        """Those of `wire_bytes` that are averaged in groups of replicas, and so may never leave a machine."""
+        """Those of `wire_bytes` that are averaged in groups of replicas, and so may never leave a
+        machine."""
         return average((t.subgroup_bytes, n) for t, n in self.kinds)
 
     @property
     def optional_bytes(self) -> float:
-        """Those of `wire_bytes` that may not be sent: an algorithm that branches on an average takes one side or the other, by its data."""
+        """Those of `wire_bytes` that may not be sent: an algorithm that branches on an average
+        takes one side or the other, by its data."""
         return average((t.optional_bytes, n) for t, n in self.kinds)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what numbers do not say: the price of half-steps, a gather that grows. Printed below the table."""
+        """Sentences on what numbers do not say: the price of half-steps, a gather that grows.
+        Printed below the table."""
         own: tuple[str, ...] = getattr(innermost(self.algorithm), "notes", ())
         if self.outgrown_at is None:
             return own
         gathered = (
-            f"A gather grows with the number of replicas: from {self.outgrown_at} on this sends more than an average in 8 bits would, "
-            "WireDtype(AllReduce(), 'int8')."
+            f"A gather grows with the number of replicas: from {self.outgrown_at} on this sends"
+            " more than an average in 8 bits would, WireDtype(AllReduce(), 'int8')."
         )
         return (*own, gathered)
 
     @property
     def compression_ratio(self) -> float:
-        """`dense_bytes / wire_bytes`: how many times fewer bytes than uncompressed; with two levels, between nodes, for all replicas of a node together."""
+        """`dense_bytes / wire_bytes`: how many times fewer bytes than uncompressed; with two
+        levels, between nodes, for all replicas of a node together."""
         sent = self.levels[1].node_bytes if self.levels else self.wire_bytes
         return self.dense_bytes / sent if sent else 1.0
 
     @checked
-    def link_bytes(self, world_size: Replicas, *, nodes: AtLeast1 | None = None, library: Library = "nccl") -> float:
-        """Bytes that a node sends to the others per step, on average over a cycle: what its link carries in that direction. Arguments and what raises are
-        those of `seconds`.
+    def link_bytes(
+        self, world_size: Replicas, *, nodes: AtLeast1 | None = None, library: Library = "nccl"
+    ) -> float:
+        """Bytes that a node sends to the others per step, on average over a cycle: what its link
+        carries in that direction. Arguments and what raises are those of `seconds`.
 
         Examples:
             >>> from gradwire import AllReduce, WireDtype, plan
-            >>> for method in (AllReduce(), WireDtype(AllReduce(), "int8")):  # two nodes of four replicas: all of a node send codes to all of the other
-            ...     print(round(plan({"w": (1024, 1024)}, method, world_size=8).link_bytes(8, nodes=2, library="gloo")))
+            >>> # Two nodes of four replicas: all of a node send codes to all of the other.
+            >>> for method in (AllReduce(), WireDtype(AllReduce(), "int8")):
+            ...     planned = plan({"w": (1024, 1024)}, method, world_size=8)
+            ...     print(round(planned.link_bytes(8, nodes=2, library="gloo")))
             7340032
             4325376
         """
@@ -167,20 +185,26 @@ class Plan:
         within: tuple[float, float] | None = None,
         library: Library = "nccl",
     ) -> float:
-        """Communication time of a step by the α-β model, one message after the other (`gradwire.core.plan.links`). `hops` says what latency is charged for.
+        """Communication time of a step by the α-β model, one message after the other
+        (`gradwire.core.plan.links`). `hops` says what latency is charged for.
 
         Args:
             world_size: W, for which the plan is made.
-            latency: α, seconds per hop, between nodes. An all-reduce by NCCL goes round a ring or, where that takes less, up and down trees.
-            bandwidth: 1/β, bytes per second of the link of a node, each direction, which its replicas share.
-            nodes: on how many nodes they are, equally many on each, in order. None: each replica is on a node of its own; of an algorithm with two levels these say.
-            within: of an algorithm with two levels, latency and bandwidth of the links inside a node; None leaves out what these take.
-            library: what carries messages, where a node has several replicas: bytes on its link are those that were counted of "gloo", and computed by the
-                formulas of "nccl".
+            latency: α, seconds per hop, between nodes. An all-reduce by NCCL goes round a ring or,
+                where that takes less, up and down trees.
+            bandwidth: 1/β, bytes per second of the link of a node, each direction, which its
+                replicas share.
+            nodes: on how many nodes they are, equally many on each, in order. None: each replica is
+                on a node of its own; of an algorithm with two levels these say.
+            within: of an algorithm with two levels, latency and bandwidth of the links inside a
+                node; None leaves out what these take.
+            library: what carries messages, where a node has several replicas: bytes on its link are
+                those that were counted of "gloo", and computed by the formulas of "nccl".
 
         Raises:
-            ValueError: nobody, or a link that carries nothing; nodes of different sizes; `within` for an algorithm that has one level, or one node; or of an algorithm with
-                two another `world_size` than the plan is made for.
+            ValueError: nobody, or a link that carries nothing; nodes of different sizes; `within`
+                for an algorithm that has one level, or one node; or of an algorithm with two
+                another `world_size` than the plan is made for.
         """
         links = self._links(world_size, nodes, library)
         seconds = average((links.seconds(t, latency, bandwidth), n) for t, n in self.kinds)
@@ -203,8 +227,10 @@ class Plan:
         nodes: AtLeast1 | None = None,
         library: Library = "nccl",
     ) -> dict[Way, float]:
-        """Hops between nodes for which `seconds` charges `latency` in a step, on average over a cycle: of messages that go round a "ring", of those that go up and down
-        a "tree", and of those that each replica sends to each other one, "direct". Arguments and what raises are those of `seconds`.
+        """Hops between nodes for which `seconds` charges `latency` in a step, on average over a
+        cycle: of messages that go round a "ring", of those that go up and down a "tree", and of
+        those that each replica sends to each other one, "direct". Arguments and what raises are
+        those of `seconds`.
 
         Examples:
             >>> from gradwire import AllReduce, PowerSGD, plan
@@ -221,7 +247,8 @@ class Plan:
     def _links(self, world_size: int, nodes: int | None, library: Library) -> Links:
         if self.levels and world_size != (made := self.levels[0].groups * self.levels[0].replicas):
             raise ValueError(
-                f"world_size={world_size}, but the plan is made for {self.levels[0].groups} nodes of {self.levels[0].replicas} replicas, {made} in all"
+                f"world_size={world_size}, but the plan is made for {self.levels[0].groups} nodes"
+                f" of {self.levels[0].replicas} replicas, {made} in all"
             )
         return links_of(self.algorithm, world_size, nodes, library)
 
@@ -254,7 +281,8 @@ def _table(plan: Plan) -> list[str]:
     width, tall, wide = (max(len(row[column]) for row in rows) for column in range(3))
     views = any(t.view for t in plan.tensors)
     return [
-        f"{name:<{width}}  {shape:<{tall}}  {f'{view:<{wide}}  ' if views else ''}{rank:>5}  {dense:>13}  {wire:>13}"
+        f"{name:<{width}}  {shape:<{tall}}  {f'{view:<{wide}}  ' if views else ''}{rank:>5} "
+        f" {dense:>13}  {wire:>13}"
         for name, shape, view, rank, dense, wire in rows
     ]
 
@@ -265,30 +293,43 @@ def _totals(plan: Plan) -> list[str]:
     for number, bucket in enumerate(plan.buckets):
         first, last, n = bucket.names[0], bucket.names[-1], len(bucket.names)
         lines.append(
-            f"bucket {number}: {bucket.nbytes:,} bytes: {first if n == 1 else f'{first} … {last}, {n} tensors'}"
+            f"bucket {number}: {bucket.nbytes:,} bytes:"
+            f" {first if n == 1 else f'{first} … {last}, {n} tensors'}"
         )
     fewer = f"({plan.compression_ratio:.1f}x fewer)"
     if plan.levels:
         near, far = plan.levels
         lines += [
-            f"per step, between {far.replicas} nodes: {far.node_bytes:,.0f} bytes of {plan.dense_bytes:,} for each {fewer}, "
-            f"{far.nbytes:,.0f} of each replica, in {far.collectives:g} collectives",
-            f"within nodes of {near.replicas}: {near.nbytes:,.0f} bytes for each replica, in {near.collectives:g} collectives",
+            (
+                f"per step, between {far.replicas} nodes: {far.node_bytes:,.0f} bytes of"
+                f" {plan.dense_bytes:,} for each {fewer}, {far.nbytes:,.0f} of each replica, in"
+                f" {far.collectives:g} collectives"
+            ),
+            (
+                f"within nodes of {near.replicas}: {near.nbytes:,.0f} bytes for each replica, in"
+                f" {near.collectives:g} collectives"
+            ),
         ]
     else:
         lines.append(
-            f"per step: {plan.wire_bytes:,.0f} bytes of {plan.dense_bytes:,} {fewer} in {plan.collectives:g} collectives"
+            f"per step: {plan.wire_bytes:,.0f} bytes of {plan.dense_bytes:,} {fewer} in"
+            f" {plan.collectives:g} collectives"
         )
     if plan.optional_bytes:
         least = plan.wire_bytes - plan.optional_bytes
         lines.append(
-            f"these are the most: a branch depends on data, and a step sends between {least:,.0f} and {plan.wire_bytes:,.0f} bytes"
+            f"these are the most: a branch depends on data, and a step sends between {least:,.0f}"
+            f" and {plan.wire_bytes:,.0f} bytes"
         )
     if isinstance(plan.algorithm, LocalSGD):
-        lines.append(f"largest step: {plan.peak_bytes:,} bytes, of {sum(n for _, n in plan.kinds)} that repeat")
+        lines.append(
+            f"largest step: {plan.peak_bytes:,} bytes, of {sum(n for _, n in plan.kinds)} that"
+            " repeat"
+        )
         if plan.subgroup_bytes and not plan.levels:
             lines.append(
-                f"within subgroups: {plan.subgroup_bytes:,.0f} bytes per step; among all: {plan.wire_bytes - plan.subgroup_bytes:,.0f}"
+                f"within subgroups: {plan.subgroup_bytes:,.0f} bytes per step; among all:"
+                f" {plan.wire_bytes - plan.subgroup_bytes:,.0f}"
             )
     if plan.memory_bytes:
         lines.append(f"memory: {plan.memory_bytes:,} bytes on each replica")

@@ -1,6 +1,7 @@
 """The bytes and messages of a step.
 
-They are counted by running the algorithm itself, the very coroutine that the drivers run, on arrays that have a shape and no data.
+They are counted by running the algorithm itself, the very coroutine that the drivers run, on arrays
+that have a shape and no data.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from gradwire.core.protocol.programs import Pattern, Request
 
 
 class Part(NamedTuple):
-    """Messages that go alike among the same replicas, and their bytes. `groups` None: all replicas."""
+    """Messages that go alike among the same replicas, and their bytes. `groups` None: all
+    replicas."""
 
     pattern: Pattern
     groups: Groups | None
@@ -26,16 +28,20 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one replica hands to the collective library in one step. `nbytes` counts payloads once: a ring all-reduce of n bytes then
-    sends 2(W-1)/W · n over each replica's link. What sends half of that counts n/2: a reduce-scatter or an all-gather of n bytes in all, a gather
-    of n/W bytes from each replica, an all-to-all of n bytes on each replica.
+    """What one replica hands to the collective library in one step. `nbytes` counts payloads once:
+    a ring all-reduce of n bytes then sends 2(W-1)/W · n over each replica's link. What sends half
+    of that counts n/2: a reduce-scatter or an all-gather of n bytes in all, a gather of n/W bytes
+    from each replica, an all-to-all of n bytes on each replica.
 
-    `subgroup_bytes` are those of `nbytes` that are averaged in groups of replicas, and so may never leave a machine.
+    `subgroup_bytes` are those of `nbytes` that are averaged in groups of replicas, and so may never
+    leave a machine.
 
-    `parts` are those messages that are no all-reduces of all replicas, by how they go and among whom: what crosses the links between nodes depends on it.
+    `parts` are those messages that are no all-reduces of all replicas, by how they go and among
+    whom: what crosses the links between nodes depends on it.
 
-    `optional_bytes` are those of `nbytes` that may not be sent, where an algorithm branches on data (`branch` on an average): no plan knows
-    which side it will take. All else is that of the side that sends more.
+    `optional_bytes` are those of `nbytes` that may not be sent, where an algorithm branches on data
+    (`branch` on an average): no plan knows which side it will take. All else is that of the side
+    that sends more.
 
     Examples:
         >>> from gradwire import AllReduce, Simulator
@@ -73,7 +79,9 @@ class Traffic:
 
     def far_bytes(self, algorithm: object) -> int:
         """The bytes without those that stay in nodes, if the algorithm has two levels."""
-        return self.nbytes - sum(part.nbytes for part in self.parts if part.groups and near_in(algorithm, part.groups))
+        return self.nbytes - sum(
+            part.nbytes for part in self.parts if part.groups and near_in(algorithm, part.groups)
+        )
 
     def __add__(self, other: Traffic) -> Traffic:
         parts: dict[tuple[Pattern, Groups | None], tuple[int, int]] = {}
@@ -95,7 +103,8 @@ class LevelBytes(NamedTuple):
     Attributes:
         total: what a replica hands to the network, as `Traffic.nbytes`.
         within: with two levels, those of them that stay inside the node; else 0.
-        between: with two levels, what all replicas of a node send to other nodes together, whose link they share; else `total`.
+        between: with two levels, what all replicas of a node send to other nodes together, whose
+            link they share; else `total`.
     """
 
     total: float
@@ -104,7 +113,8 @@ class LevelBytes(NamedTuple):
 
 
 def bytes_by_level(kinds: Iterable[tuple[Traffic, int]], near: Groups | None) -> LevelBytes:
-    """The mean over steps, so many of each kind. `near`: the replicas of each node; None: there is one level."""
+    """The mean over steps, so many of each kind. `near`: the replicas of each node; None: there is
+    one level."""
     listed = list(kinds)
     times = sum(n for _, n in listed)
     total = sum(traffic.nbytes * n for traffic, n in listed) / times
@@ -140,10 +150,12 @@ class Message:
     groups: Groups | None = None
 
     def within(self, size: int) -> bool:
-        """Whether it stays among replicas that are on one node, where each node has so many, in order."""
+        """Whether it stays among replicas that are on one node, where each node has so many, in
+        order."""
         return self.groups is not None and within_nodes(self.groups, size)
 
 
 def within_nodes(groups: Groups, size: int) -> bool:
-    """Whether all members of each group are on one node, where each node has so many replicas, in order."""
+    """Whether all members of each group are on one node, where each node has so many replicas, in
+    order."""
     return all(len({member // size for member in members}) == 1 for members in groups)

@@ -1,12 +1,17 @@
-"""Which share of the time computes, over a link: "which link do I need?", answered from shapes alone.
+"""Which share of the time computes, over a link: "which link do I need?", answered from shapes
+alone.
 
-    utilization(model, diloco(100, fragments=8, overlap=1), step=0.1, link="10Gbit", replicas=2)    # 0.95
-    link_for(model, diloco(100), step=0.1, utilization=0.9, replicas=2)                             # bits per second
+    streaming = diloco(100, fragments=8, overlap=1)
+    utilization(model, streaming, step=0.1, link="10Gbit", replicas=2)        # 0.95
+    link_for(model, diloco(100), step=0.1, utilization=0.9, replicas=2)       # bits per second
 
-A step is a forward pass through the layers and a backward pass, a third and two thirds of its time, divided among the layers by size. What a method sends of a layer
-leaves when backward has come to it, one message after the other. The forward pass of that layer waits for it: in the next step, or as many steps later as the
-method allows. What counts is a period that takes as long as the one before: no message of an earlier one is forgotten, and no link is busy for longer than there is
-time. (The model of Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512, section 3.4, whose Table 4 this gives.)
+A step is a forward pass through the layers and a backward pass, a third and two thirds of its time,
+divided among the layers by size. What a method sends of a layer leaves when backward has come to
+it, one message after the other. The forward pass of that layer waits for it: in the next step, or
+as many steps later as the method allows. What counts is a period that takes as long as the one
+before: no message of an earlier one is forgotten, and no link is busy for longer than there is
+time. (The model of Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512, section 3.4, whose
+Table 4 this gives.)
 """
 
 from __future__ import annotations
@@ -56,22 +61,27 @@ def utilization(
         0.84
 
     Args:
-        model: as for `plan`. Parameters whose names agree up to the first number are a layer; layers follow each other in the order of the parameters.
-        algorithm: any algorithm, or `LocalSGD` in all its forms. What compressing takes is not in it, see `gradwire.advise`.
+        model: as for `plan`. Parameters whose names agree up to the first number are a layer;
+            layers follow each other in the order of the parameters.
+        algorithm: any algorithm, or `LocalSGD` in all its forms. What compressing takes is not in
+            it, see `gradwire.advise`.
         step: seconds of a training step of one replica alone.
         link: of each node, to the others, "10Gbit" or bits per second. Its replicas share it.
         replicas: how many there are.
-        nodes: on how many nodes they are, equally many on each, in order. None: each is on a node of its own; of an algorithm with two levels these say.
+        nodes: on how many nodes they are, equally many on each, in order. None: each is on a node
+            of its own; of an algorithm with two levels these say.
         latency: seconds for each hop of a message.
         dtype: of the model, instead of its own.
-        library: what carries messages, "nccl" or "gloo", where a node has several replicas: the bytes that cross its link are those that were counted of Gloo, and
-            computed by the formulas of NCCL.
+        library: what carries messages, "nccl" or "gloo", where a node has several replicas: the
+            bytes that cross its link are those that were counted of Gloo, and computed by the
+            formulas of NCCL.
 
     Returns:
         More than 0, at most 1.
 
     Raises:
-        ValueError: a step, link, latency or number of replicas or nodes that cannot be, by name; or as `plan` raises.
+        ValueError: a step, link, latency or number of replicas or nodes that cannot be, by name; or
+            as `plan` raises.
     """
     links = links_of(algorithm, replicas, nodes, library)
     shape = _Shape.of(model, algorithm, step, replicas, latency, dtype, links)
@@ -91,7 +101,8 @@ def link_for(
     dtype: FloatDtype | None = None,
     library: Library = "nccl",
 ) -> float:
-    """The slowest link, in bits per second, with which a replica computes for this share of the time: the inverse of `utilization`, whose arguments it takes.
+    """The slowest link, in bits per second, with which a replica computes for this share of the
+    time: the inverse of `utilization`, whose arguments it takes.
 
     Examples:
         >>> from gradwire import AllReduce, diloco, link_for
@@ -110,7 +121,8 @@ def link_for(
     low, high = 0.0, 24.0
     if shape.shares(np.array([10**high]))[0] < utilization:
         raise ValueError(
-            f"utilization={utilization} is out of reach: with step={step} s and latency={latency} s for each hop among {replicas} replicas no link is fast enough"
+            f"utilization={utilization} is out of reach: with step={step} s and latency={latency} s"
+            f" for each hop among {replicas} replicas no link is fast enough"
         )
     for _ in range(4):
         exponents = np.linspace(low, high, 50)
@@ -200,12 +212,16 @@ class _Shape:
         planned = plan(specs, algorithm, world_size=replicas)
         own = {t.name: t.wire_bytes for t in planned.tensors}
 
-        def message(step: int, late: int, names: Iterable[str], kinds: Iterable[tuple[Traffic, int]]) -> _Message:
+        def message(
+            step: int, late: int, names: Iterable[str], kinds: Iterable[tuple[Traffic, int]]
+        ) -> _Message:
             layers: dict[int, float] = {}
             for name in names:
                 layers[number[name]] = layers.get(number[name], 0.0) + own[name]
             total = sum(layers.values()) or 1.0
-            return _Message(step, late, {i: part / total for i, part in layers.items()}, links, list(kinds))
+            return _Message(
+                step, late, {i: part / total for i, part in layers.items()}, links, list(kinds)
+            )
 
         if not isinstance(algorithm, LocalSGD):
             return cls(seconds, 1, [message(1, 0, specs, planned.kinds)], latency)
@@ -219,5 +235,7 @@ class _Shape:
         for message in self.messages:
             if message.leaves:
                 sent.setdefault(message.step, []).append(message.sent(self.latency, bits))
-        share: Times = self.period * sum(self.seconds) / period_seconds(self.seconds, sent, self.period)
+        share: Times = (
+            self.period * sum(self.seconds) / period_seconds(self.seconds, sent, self.period)
+        )
         return share + np.zeros_like(bits)

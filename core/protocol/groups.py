@@ -12,7 +12,10 @@ class UnknownWorldSize(ValueError):
     """What an algorithm sends depends on the number of replicas, and nobody has said it."""
 
     def __init__(self) -> None:
-        super().__init__("what this algorithm sends depends on the number of replicas; say it: plan(…, world_size=8)")
+        super().__init__(
+            "what this algorithm sends depends on the number of replicas; say it: plan(…,"
+            " world_size=8)"
+        )
 
 
 class NoPartition(ValueError):
@@ -24,7 +27,8 @@ class NoPartition(ValueError):
 
 
 def require_partition(groups: Groups, replicas: int, *, equal: bool = False) -> None:
-    """Raise ValueError for groups that are no partition of so many replicas; with `equal`, for groups of several sizes."""
+    """Raise ValueError for groups that are no partition of so many replicas; with `equal`, for
+    groups of several sizes."""
     if sorted(member for members in groups for member in members) != list(range(replicas)):
         raise NoPartition(groups, replicas)
     if equal:
@@ -32,19 +36,25 @@ def require_partition(groups: Groups, replicas: int, *, equal: bool = False) -> 
 
 
 def group_size(groups: Groups | None, world_size: int | None) -> int:
-    """How many replicas gather together. Raises ValueError for groups of several sizes, and where nobody has said how many there are."""
+    """How many replicas gather together. Raises ValueError for groups of several sizes, and where
+    nobody has said how many there are."""
     if groups is not None:
         sizes = {len(members) for members in groups}
         if len(sizes) > 1:
-            raise ValueError(f"groups={groups} differ in size, so what they gather would differ in shape")
+            raise ValueError(
+                f"groups={groups} differ in size, so what they gather would differ in shape"
+            )
         return sizes.pop()
     if world_size is None:
         raise UnknownWorldSize
     return world_size
 
 
-def members_of(groups: Groups | None, replicas: int, *, equal: bool = False) -> Sequence[Sequence[int]]:
-    """The replicas of each group; without groups, of the one that all are in. Raises as `require_partition`."""
+def members_of(
+    groups: Groups | None, replicas: int, *, equal: bool = False
+) -> Sequence[Sequence[int]]:
+    """The replicas of each group; without groups, of the one that all are in. Raises as
+    `require_partition`."""
     if groups is None:
         return (range(replicas),)
     require_partition(groups, replicas, equal=equal)
@@ -61,5 +71,7 @@ def as_number(groups: Groups) -> int | Groups:
         (2, ((0, 2), (1, 3)))
     """
     size = len(groups[0])
-    in_order = tuple(tuple(range(first, first + size)) for first in range(0, size * len(groups), size))
+    in_order = tuple(
+        tuple(range(first, first + size)) for first in range(0, size * len(groups), size)
+    )
     return size if groups == in_order else groups

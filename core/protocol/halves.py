@@ -1,9 +1,11 @@
-"""The halves of an all-reduce: a reduce-scatter, by which each replica has its part of the average, and an all-gather of such parts.
+"""The halves of an all-reduce: a reduce-scatter, by which each replica has its part of the average,
+and an all-gather of such parts.
 
     (own,) = await reduce_scatter([gradient], [(n, n)])   # (2 n,) → (n,)
     (whole,) = await all_gather([own], [(n, n)])          # (n,) → (2 n,)
 
-Each request is a class and the function that asks for it. `gradwire.core.protocol` says what a request knows.
+Each request is a class and the function that asks for it. `gradwire.core.protocol` says what a
+request knows.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from gradwire.core.ops import WIRE_ITEMSIZE, A, Ops
 from gradwire.core.protocol.exchanges import Parts, ask_cast
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.lock_step import answer_by_group, combine, split
-from gradwire.core.protocol.programs import AbstractReplica, Collective, Fusable, LockStep, Request, ask
+from gradwire.core.protocol.programs import (
+    AbstractReplica,
+    Collective,
+    Fusable,
+    LockStep,
+    Request,
+    ask,
+)
 
 
 @dataclass(slots=True)
@@ -28,9 +37,10 @@ class ReduceScatter(Fusable[A], Collective):
 
     Attributes:
         arrays: vectors, donated.
-        counts: for each array, how many elements each replica receives, in order; they add up to the array's length. Only parts of
-            equal size work in JAX.
-        groups: a partition of the replicas into groups of equal size, which average and divide by themselves.
+        counts: for each array, how many elements each replica receives, in order; they add up to
+            the array's length. Only parts of equal size work in JAX.
+        groups: a partition of the replicas into groups of equal size, which average and divide by
+            themselves.
     """
 
     per_array = ("arrays", "counts")
@@ -59,7 +69,10 @@ class ReduceScatter(Fusable[A], Collective):
         return tuple(await coder.parts_of_mean(self.arrays, self.counts, self.groups))
 
     def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
-        return tuple(AbstractArray((n[replica.place],), x.dtype) for x, n in zip(self.arrays, self.counts, strict=True))
+        return tuple(
+            AbstractArray((n[replica.place],), x.dtype)
+            for x, n in zip(self.arrays, self.counts, strict=True)
+        )
 
     def signature(self) -> object:
         return (type(self), self.groups, self.counts, *[x.dtype for x in self.arrays])
@@ -78,19 +91,24 @@ class ReduceScatter(Fusable[A], Collective):
         return answers
 
 
-async def reduce_scatter(arrays: Sequence[A], counts: Parts, *, groups: Groups | None = None) -> tuple[A, ...]:
+async def reduce_scatter(
+    arrays: Sequence[A], counts: Parts, *, groups: Groups | None = None
+) -> tuple[A, ...]:
     """This replica's part of the average of each array, see `ReduceScatter`."""
     return await ask(ReduceScatter(tuple(arrays), tuple(counts), groups))
 
 
 @dataclass(slots=True)
 class AllGather(Fusable[A], Collective):
-    """The vectors of all replicas one after the other, on every replica: the other half of an all-reduce.
+    """The vectors of all replicas one after the other, on every replica: the other half of an
+    all-reduce.
 
     Attributes:
         arrays: this replica's vectors, donated.
-        counts: for each array, how many elements each replica contributes. Only parts of equal size work in JAX.
-        out: for each array, a vector for the answer, donated, in whose place this replica's part may lie already; or None.
+        counts: for each array, how many elements each replica contributes. Only parts of equal size
+            work in JAX.
+        out: for each array, a vector for the answer, donated, in whose place this replica's part
+            may lie already; or None.
         groups: a partition of the replicas into groups of equal size, which gather by themselves.
     """
 
@@ -123,13 +141,18 @@ class AllGather(Fusable[A], Collective):
         return _parts_payloads(self, ops)
 
     def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
-        return tuple(AbstractArray((sum(n),), x.dtype) for x, n in zip(self.arrays, self.counts, strict=True))
+        return tuple(
+            AbstractArray((sum(n),), x.dtype) for x, n in zip(self.arrays, self.counts, strict=True)
+        )
 
     def signature(self) -> object:
         return (type(self), self.groups, self.counts, *[x.dtype for x in self.arrays])
 
     def describe(self) -> str:  # without the shapes, which differ
-        return f"AllGather of {', '.join(x.dtype.name for x in self.arrays)} in parts of {list(self.counts)}"
+        return (
+            f"AllGather of {', '.join(x.dtype.name for x in self.arrays)} in parts of"
+            f" {list(self.counts)}"
+        )
 
     @staticmethod
     def simulate(asked: Sequence[AllGather[Any]], world: LockStep) -> list[tuple[Any, ...]]:
@@ -155,5 +178,8 @@ async def all_gather(
 
 
 def _parts_payloads(request: ReduceScatter[A] | AllGather[A], ops: Ops[A]) -> list[int]:
-    sizes = [sum(n) * WIRE_ITEMSIZE[ops.dtype_of(x)] for x, n in zip(request.arrays, request.counts, strict=True)]
+    sizes = [
+        sum(n) * WIRE_ITEMSIZE[ops.dtype_of(x)]
+        for x, n in zip(request.arrays, request.counts, strict=True)
+    ]
     return [-(-size // 2) for size in sizes if size]

@@ -1,4 +1,5 @@
-"""What a replica is told or has computed, with no message: how many there are, which it is, the norm of its gradient, orthonormal rows."""
+"""What a replica is told or has computed, with no message: how many there are, which it is, the
+norm of its gradient, orthonormal rows."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from typing import Any, Generic, TypeVar
 
 from gradwire.core.ops import A, Ops
 from gradwire.core.protocol.groups import Groups, members_of
-from gradwire.core.protocol.programs import AbstractReplica, Fusable, LockStep, Request, ask, ask_one
+from gradwire.core.protocol.programs import (
+    AbstractReplica,
+    Fusable,
+    LockStep,
+    Request,
+    ask,
+    ask_one,
+)
 
 K = TypeVar("K")
 
@@ -39,13 +47,15 @@ class WorldSize(Request):
 
 
 async def world_size(groups: Groups | None = None, *, assumed: int | None = None) -> int:
-    """How many replicas there are, or in each of these groups, which must be of one size; `assumed` in a plan that has not been told."""
+    """How many replicas there are, or in each of these groups, which must be of one size; `assumed`
+    in a plan that has not been told."""
     return await ask_one(WorldSize(groups, assumed))
 
 
 @dataclass(frozen=True)
 class ReplicaIndex(Request):
-    """Which replica this is, or which of its group, from 0 on: an int in torch and NumPy, a traced int32 scalar in JAX."""
+    """Which replica this is, or which of its group, from 0 on: an int in torch and NumPy, a traced
+    int32 scalar in JAX."""
 
     priority = 0
     shared = True
@@ -60,7 +70,11 @@ class ReplicaIndex(Request):
 
     @staticmethod
     def simulate(asked: Sequence[ReplicaIndex], world: LockStep) -> list[tuple[Any, ...]]:
-        index = {m: i for members in members_of(asked[0].groups, len(asked)) for i, m in enumerate(members)}
+        index = {
+            m: i
+            for members in members_of(asked[0].groups, len(asked))
+            for i, m in enumerate(members)
+        }
         return [(index[replica],) for replica in range(len(asked))]
 
 
@@ -71,10 +85,12 @@ async def replica_index(groups: Groups | None = None) -> Any:
 
 @dataclass(slots=True)
 class LocalNorm(Request, Generic[A]):
-    """The 2-norm of this replica's gradients, over all programs of the step where a driver runs several.
+    """The 2-norm of this replica's gradients, over all programs of the step where a driver runs
+    several.
 
-    Such a driver answers when all of them have asked or ended, so what a program sends after it goes out when the last gradient is there. A driver
-    that knows by what the loss was scaled divides by it.
+    Such a driver answers when all of them have asked or ended, so what a program sends after it
+    goes out when the last gradient is there. A driver that knows by what the loss was scaled
+    divides by it.
 
     Attributes:
         arrays: some of the gradients.
@@ -92,16 +108,18 @@ class LocalNorm(Request, Generic[A]):
 
 
 async def local_norm(ops: Ops[A], gradients: Mapping[K, A]) -> A:
-    """2-norm of this replica's whole gradient, of which these are a part: a scalar, float32 or wider."""
+    """2-norm of this replica's whole gradient, of which these are a part: a scalar, float32 or
+    wider."""
     return await ask_one(LocalNorm(ops, tuple(gradients.values())))
 
 
 @dataclass(slots=True)
 class Orthonormalize(Fusable[A]):
-    """Orthonormal rows for each (r, n) matrix, or stack of them. A request so that equal shapes share one kernel call.
+    """Orthonormal rows for each (r, n) matrix, or stack of them. A request so that equal shapes
+    share one kernel call.
 
-    `fresh` holds, for each matrix, the rows that replace its negligible ones, or is empty: then those come out as zero.
-    `lasting`: see `Fusable`.
+    `fresh` holds, for each matrix, the rows that replace its negligible ones, or is empty: then
+    those come out as zero. `lasting`: see `Fusable`.
     """
 
     per_array = ("arrays", "fresh")
@@ -126,7 +144,8 @@ class Orthonormalize(Fusable[A]):
 
     @staticmethod
     def simulate(asked: Sequence[Orthonormalize[Any]], world: LockStep) -> list[tuple[Any, ...]]:
-        """Each matrix is treated by itself, so one call serves all replicas; unless they want it done differently."""
+        """Each matrix is treated by itself, so one call serves all replicas; unless they want it
+        done differently."""
         key, ops = asked[0].key(), asked[0].ops
         if len(asked) == 1 or any(r.ops is not ops or r.key() != key for r in asked[1:]):
             return [r.answer() for r in asked]
@@ -136,7 +155,8 @@ class Orthonormalize(Fusable[A]):
 
 @dataclass(slots=True)
 class Multiply(Fusable[A]):
-    """The product of each array with its matrix in `others`. A request so that many share a kernel call."""
+    """The product of each array with its matrix in `others`. A request so that many share a kernel
+    call."""
 
     per_array = ("arrays", "others")
     priority = 0
@@ -171,9 +191,13 @@ async def multiply(ops: Ops[A], x: A, y: A) -> A:
 async def orthonormalize(
     ops: Ops[A], x: A, *, fresh: A | None = None, epsilon: float = 0.0, lasting: bool = False
 ) -> A:
-    """Orthonormal rows spanning the rows of `x` (r, n), or of each matrix of a stack, see `gradwire.core.kernels.gram_schmidt.gram_schmidt`.
+    """Orthonormal rows spanning the rows of `x` (r, n), or of each matrix of a stack, see
+    `gradwire.core.kernels.gram_schmidt.gram_schmidt`.
 
-    Rows of `x` that are zero, or negligible beside the longest, are first replaced by those of `fresh` (r, n) if it is given.
-    `lasting`: `x` is memory, see `gradwire.core.protocol.programs.Fusable`.
+    Rows of `x` that are zero, or negligible beside the longest, are first replaced by those of
+    `fresh` (r, n) if it is given. `lasting`: `x` is memory, see
+    `gradwire.core.protocol.programs.Fusable`.
     """
-    return await ask_one(Orthonormalize(ops, (x,), () if fresh is None else (fresh,), epsilon, lasting))
+    return await ask_one(
+        Orthonormalize(ops, (x,), () if fresh is None else (fresh,), epsilon, lasting)
+    )

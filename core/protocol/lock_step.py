@@ -1,4 +1,5 @@
-"""How the requests of N replicas in one process are answered: what the `simulate` of collective requests is made of."""
+"""How the requests of N replicas in one process are answered: what the `simulate` of collective
+requests is made of."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ R = TypeVar("R", bound=Fusable[Any])
 def answer_by_group(
     asked: Sequence[R], answers_of: Callable[[Sequence[R], int], Sequence[Any]]
 ) -> list[tuple[Any, ...]]:
-    """The answers for each array, of each replica: `answers_of(requests of the replicas of a group, array)`, in the order of the group."""
+    """The answers for each array, of each replica: `answers_of(requests of the replicas of a group,
+    array)`, in the order of the group."""
     answers: list[tuple[Any, ...]] = [()] * len(asked)
     for members in members_of(asked[0].groups, len(asked), equal=True):
         for i in range(len(asked[0])):
@@ -28,7 +30,9 @@ def answer_by_group(
 def split(vector: Any, counts: Sequence[int], replicas: int) -> list[Any]:
     """The parts of a vector, for each of so many replicas."""
     if sum(counts) != vector.size or len(counts) != replicas:
-        raise ReplicaMismatch(f"{vector.size} elements in parts of {list(counts)} for {replicas} replicas")
+        raise ReplicaMismatch(
+            f"{vector.size} elements in parts of {list(counts)} for {replicas} replicas"
+        )
     return np.split(vector, np.cumsum(counts)[:-1])
 
 
@@ -44,7 +48,11 @@ def combine(vectors: Sequence[Any], op: str) -> Any:
 
 
 def join(arrays: Sequence[Any]) -> Any:
-    return arrays[0].reshape(-1) if len(arrays) == 1 else np.concatenate([x.reshape(-1) for x in arrays])
+    return (
+        arrays[0].reshape(-1)
+        if len(arrays) == 1
+        else np.concatenate([x.reshape(-1) for x in arrays])
+    )
 
 
 def cut(vector: Any, like: Sequence[Any]) -> list[Any]:

@@ -1,10 +1,12 @@
 """What a program is, and how one is run: a coroutine that computes locally and asks for the rest.
 
-There is no event loop. A *driver* (the lock-step simulator, a torch hook, a JAX transformation) calls `.send(None)`, receives a
-`Request`, performs it with its own machinery and sends the answers back. `together` runs many coroutines side by side and fuses
-their n-th requests into one, which is why an algorithm for one matrix can be written for one matrix.
+There is no event loop. A *driver* (the lock-step simulator, a torch hook, a JAX transformation)
+calls `.send(None)`, receives a `Request`, performs it with its own machinery and sends the answers
+back. `together` runs many coroutines side by side and fuses their n-th requests into one, which is
+why an algorithm for one matrix can be written for one matrix.
 
-The requests themselves, and the functions by which an algorithm asks for them, are in the files beside this one.
+The requests themselves, and the functions by which an algorithm asks for them, are in the files
+beside this one.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from gradwire.core.protocol.groups import Groups
 
 T = TypeVar("T")
 
-#: How a message goes between replicas. Each of the last three sends half of what an all-reduce of as many bytes does.
+#: How a message goes between replicas. Each of the last three sends half of what an all-reduce of
+#: as many bytes does.
 Pattern = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
-#: A running algorithm: yields requests, is sent a tuple with one answer per array asked about, returns `T`.
+#: A running algorithm: yields requests, is sent a tuple with one answer per array asked about,
+#: returns `T`.
 Program = Coroutine["Request", tuple[Any, ...], T]
 
 
@@ -33,7 +37,8 @@ class UnknownRequest(TypeError):
 
 
 class ReplicaMismatch(RuntimeError):
-    """Replicas asked for different things, or came to different results. On a real network this is a hang or silent divergence."""
+    """Replicas asked for different things, or came to different results. On a real network this is
+    a hang or silent divergence."""
 
 
 class AbstractReplica(Protocol):
@@ -42,14 +47,18 @@ class AbstractReplica(Protocol):
     place: int
 
     def replicas(self, groups: Groups | None, assumed: int | None = None) -> int:
-        """How many replicas there are, in each group; `assumed` where nobody has said. Raises ValueError where neither is known."""
+        """How many replicas there are, in each group; `assumed` where nobody has said. Raises
+        ValueError where neither is known."""
 
-    def one_side(self, predicate: Any, phase: tuple[Any, int] | None, side: Callable[[bool], Program[T]]) -> T:
+    def one_side(
+        self, predicate: Any, phase: tuple[Any, int] | None, side: Callable[[bool], Program[T]]
+    ) -> T:
         """What a branch returns, of `side(True)` and `side(False)`, with what it sends counted."""
 
 
 class LockStep(Protocol):
-    """What runs N replicas in one process. `finite`: were all watched answers so far? `requests`: of replica 0, so far. `optimizer`: see `gradwire.core.simulate.Simulator`."""
+    """What runs N replicas in one process. `finite`: were all watched answers so far? `requests`:
+    of replica 0, so far. `optimizer`: see `gradwire.core.simulate.Simulator`."""
 
     finite: bool
     requests: list[Request]
@@ -67,8 +76,8 @@ class LockStep(Protocol):
 class Request:
     """Something that only a driver can do. Answered with a tuple."""
 
-    #: Of programs that run side by side, those whose request has the lowest number go first: local requests, messages that fuse, requests asked
-    #: one by one, `StepIsFinite`.
+    #: Of programs that run side by side, those whose request has the lowest number go first: local
+    #: requests, messages that fuse, requests asked one by one, `StepIsFinite`.
     priority: ClassVar[int] = 2
     #: One answer serves all programs that run side by side.
     shared: ClassVar[bool] = False
@@ -84,14 +93,17 @@ class Request:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if cls.payloads is not Request.payloads and not issubclass(cls, Collective):
-            raise TypeError(f"{cls.__name__} has payloads, so it sends: make it a subclass of Collective")
+            raise TypeError(
+                f"{cls.__name__} has payloads, so it sends: make it a subclass of Collective"
+            )
 
     def key(self) -> object:
         """Requests that can be fused, or share an answer, do if their keys are equal."""
         return type(self), self.groups
 
     def payloads(self, ops: Ops[Any], world_size: int | None) -> list[int]:
-        """Bytes of each message: what this replica sends and receives, in the unit of an all-reduce, see `gradwire.core.plan.traffic.Traffic`."""
+        """Bytes of each message: what this replica sends and receives, in the unit of an
+        all-reduce, see `gradwire.core.plan.traffic.Traffic`."""
         return []
 
     def abstract(self, replica: AbstractReplica) -> tuple[Any, ...]:
@@ -120,13 +132,19 @@ class Request:
         return self
 
     def among(self, groups: Groups) -> Request:
-        """The request of a program for which each of these groups is all replicas there are, as one that names the group."""
+        """The request of a program for which each of these groups is all replicas there are, as one
+        that names the group."""
         names: list[str] = [field.name for field in fields(self)] if is_dataclass(self) else []
         if "groups" not in names:
-            raise TypeError(f"{type(self).__name__} has no field groups, so it cannot be asked of some replicas only")
+            raise TypeError(
+                f"{type(self).__name__} has no field groups, so it cannot be asked of some replicas"
+                " only"
+            )
         inner = self.groups
         named = (
-            groups if inner is None else tuple(tuple(own[m] for m in members) for own in groups for members in inner)
+            groups
+            if inner is None
+            else tuple(tuple(own[m] for m in members) for own in groups for members in inner)
         )
         options: dict[str, Any] = {"groups": named}
         if "watched" in names:
@@ -134,11 +152,13 @@ class Request:
         return replace(self, **options)  # type: ignore[type-var]
 
     async def between(self, nodes: Any) -> tuple[Any, ...]:
-        """The answers, in a program that all replicas of a node run alike, asked for by a `gradwire.core.algorithms.two_level.Between`."""
+        """The answers, in a program that all replicas of a node run alike, asked for by a
+        `gradwire.core.algorithms.two_level.Between`."""
         return await ask(self.wrapped(nodes.run))
 
     async def weighed(self, weighing: Any) -> tuple[Any, ...]:
-        """The answers, where each replica counts by its weight: asked for by a `gradwire.core.algorithms.shared.weighing.Weighing`."""
+        """The answers, where each replica counts by its weight: asked for by a
+        `gradwire.core.algorithms.shared.weighing.Weighing`."""
         return await ask(self.wrapped(weighing.inside))
 
 
@@ -148,8 +168,9 @@ class Fusable(Request, Generic[A]):
     priority = 1
     #: The fields that hold something for each array.
     per_array: ClassVar[tuple[str, ...]] = ("arrays",)
-    #: What is asked is local and about arrays of the memory, which stay as they are until the step is known to be finite; and it is asked in every step, or in every
-    #: few. So a driver may answer all programs of a step when the first of them asks.
+    #: What is asked is local and about arrays of the memory, which stay as they are until the step
+    #: is known to be finite; and it is asked in every step, or in every few. So a driver may answer
+    #: all programs of a step when the first of them asks.
     lasting = False
     arrays: tuple[A, ...]
 
@@ -160,7 +181,8 @@ class Fusable(Request, Generic[A]):
     def fuse(cls, requests: Sequence[Self]) -> Self:
         """One request for the arrays of all of them, in order."""
         joined: dict[str, Any] = {
-            field: tuple(chain.from_iterable(map(attrgetter(field), requests))) for field in cls.per_array
+            field: tuple(chain.from_iterable(map(attrgetter(field), requests)))
+            for field in cls.per_array
         }
         if hasattr(requests[0], "watched"):
             joined["watched"] = any(getattr(r, "watched", False) for r in requests)
@@ -179,7 +201,10 @@ class Fusable(Request, Generic[A]):
 
     def describe(self) -> str:
         arrays = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in self.arrays)
-        return f"{type(self).__name__} of {arrays}{'' if self.groups is None else f' in groups {self.groups}'}"
+        return (
+            f"{type(self).__name__} of"
+            f" {arrays}{'' if self.groups is None else f' in groups {self.groups}'}"
+        )
 
     def bytes_by_dtype(self, ops: Ops[A]) -> list[int]:
         """The bytes to send of each dtype: one message each."""
@@ -187,7 +212,9 @@ class Fusable(Request, Generic[A]):
         for x in self.arrays:
             dtype = ops.dtype_of(x)
             if dtype not in WIRE_ITEMSIZE:
-                raise ValueError(f"{dtype} arrays cannot be sent; cast them to one of {', '.join(WIRE_ITEMSIZE)}")
+                raise ValueError(
+                    f"{dtype} arrays cannot be sent; cast them to one of {', '.join(WIRE_ITEMSIZE)}"
+                )
             size = WIRE_ITEMSIZE[dtype]
             for n in x.shape:
                 size *= n
@@ -195,7 +222,8 @@ class Fusable(Request, Generic[A]):
         return [size for size in sizes.values() if size]
 
 
-#: What each collective request says itself. A default would send what it does not know, and give wrong numbers.
+#: What each collective request says itself. A default would send what it does not know, and give
+#: wrong numbers.
 STATED = ("between", "weighed", "coded", "payloads", "among")
 
 
@@ -211,9 +239,10 @@ class Collective(Request):
         missing = [name for name in STATED if getattr(cls, name) is getattr(Collective, name)]
         if missing:
             raise TypeError(
-                f"the collective request {cls.__name__} lacks {', '.join(missing)}: it must say how it is asked "
-                "between nodes (between), with weights (weighed), with a shorter dtype (coded) and among some "
-                "replicas (among), and how many bytes it sends (payloads)"
+                f"the collective request {cls.__name__} lacks {', '.join(missing)}: it must say how"
+                " it is asked between nodes (between), with weights (weighed), with a shorter"
+                " dtype (coded) and among some replicas (among), and how many bytes it sends"
+                " (payloads)"
             )
 
     async def coded(self, coder: Any) -> tuple[Any, ...]:
@@ -223,7 +252,8 @@ class Collective(Request):
 
 @types.coroutine
 def ask(request: Request) -> Generator[Request, tuple[Any, ...], tuple[Any, ...]]:
-    """Hand a request to the driver and receive its answers. Algorithms use the named functions of `gradwire.core.protocol`."""
+    """Hand a request to the driver and receive its answers. Algorithms use the named functions of
+    `gradwire.core.protocol`."""
     if isinstance(request, Fusable) and not len(request):
         return ()
     answers = yield request
@@ -243,7 +273,9 @@ def ask_one(request: Request) -> Generator[Request, tuple[Any, ...], T]:
 
 
 def _miscounted(request: Request, answers: tuple[Any, ...], asked: int) -> RuntimeError:
-    return RuntimeError(f"the driver answered {type(request).__name__} with {len(answers)} arrays for {asked}")
+    return RuntimeError(
+        f"the driver answered {type(request).__name__} with {len(answers)} arrays for {asked}"
+    )
 
 
 def cannot_answer(driver: str, request: object) -> UnknownRequest:
@@ -253,7 +285,8 @@ def cannot_answer(driver: str, request: object) -> UnknownRequest:
 
 
 def run(program: Program[T], answer: Callable[[Request], tuple[Any, ...]]) -> T:
-    """Run a program to its end, and return what it returns: the loop of a driver that can answer each request at once."""
+    """Run a program to its end, and return what it returns: the loop of a driver that can answer
+    each request at once."""
     answers: Any = None
     try:
         while True:
@@ -268,7 +301,8 @@ def run(program: Program[T], answer: Callable[[Request], tuple[Any, ...]]) -> T:
 
 
 async def relay(program: Program[T], answer: Callable[[Request], Awaitable[tuple[Any, ...]]]) -> T:
-    """Run a program inside another one, which answers its requests by asking in turn. Returns what it returns."""
+    """Run a program inside another one, which answers its requests by asking in turn. Returns what
+    it returns."""
     answers: Any = None
     try:
         while True:
@@ -283,11 +317,13 @@ async def relay(program: Program[T], answer: Callable[[Request], Awaitable[tuple
 
 
 async def together(programs: Iterable[Program[T]]) -> list[T]:
-    """Run coroutines side by side; their n-th collectives become one request each. Returns their results in order.
+    """Run coroutines side by side; their n-th collectives become one request each. Returns their
+    results in order.
 
-    Local requests are answered first, so that a program that orthonormalizes before it sends still shares the message of one
-    that sends at once. What does not fuse is asked one by one after the messages, in the order of the programs. `StepIsFinite` is asked last, when
-    nobody has anything more to send.
+    Local requests are answered first, so that a program that orthonormalizes before it sends still
+    shares the message of one that sends at once. What does not fuse is asked one by one after the
+    messages, in the order of the programs. `StepIsFinite` is asked last, when nobody has anything
+    more to send.
     """
     coroutines = list(programs)
     if len(coroutines) == 1:
@@ -306,14 +342,16 @@ async def together(programs: Iterable[Program[T]]) -> list[T]:
                     results[i] = stop.value
             answered = await _one_round(pending)
     finally:
-        # After an exception in one of them: also those that have not begun, or Python warns that they were forgotten.
+        # After an exception in one of them: also those that have not begun, or Python warns that
+        # they were forgotten.
         for program in coroutines:
             program.close()
     return [results[i] for i in range(len(coroutines))]
 
 
 async def _one_round(pending: dict[int, Request]) -> list[tuple[int, Any]]:
-    """Ask for those whose turn it is. Returns who may go on, and their answers; nothing if nobody waits."""
+    """Ask for those whose turn it is. Returns who may go on, and their answers; nothing if nobody
+    waits."""
     if not pending:
         return []
     if len(pending) == 1:
@@ -348,7 +386,8 @@ async def _ask_alike(whose: list[int], requests: list[Any]) -> list[tuple[int, A
 
 def parted(requests: Sequence[Fusable[Any]], answers: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """The answers to each of these requests, which were asked as one."""
-    if len(answers) == len(requests):  # each has asked about one array, since none asks about nothing
+    # each has asked about one array, since none asks about nothing
+    if len(answers) == len(requests):
         return list(zip(answers, strict=True))
     ends = list(accumulate([len(request) for request in requests]))
     return [answers[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]

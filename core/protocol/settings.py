@@ -3,8 +3,9 @@
     async def compress(self, ops, name, x, memory, context):
         threshold = await setting(ops, "threshold", 0.1)
 
-The method asks; torch's `handle.set(threshold=0.05)`, and `settings=` of JAX's `update` and `average_params` and of the
-simulators' `step`, say. What nobody has said has its default. A new setting is a line in the method, and in no driver.
+The method asks; torch's `handle.set(threshold=0.05)`, and `settings=` of JAX's `update` and
+`average_params` and of the simulators' `step`, say. What nobody has said has its default. A new
+setting is a line in the method, and in no driver.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from gradwire.core.ops import A, Ops
-from gradwire.core.protocol.programs import AbstractReplica, LockStep, Program, Request, ask, ask_one, relay
+from gradwire.core.protocol.programs import (
+    AbstractReplica,
+    LockStep,
+    Program,
+    Request,
+    ask,
+    ask_one,
+    relay,
+)
 from gradwire.core.protocol.weights import weight_of
 
 T = TypeVar("T")
@@ -23,7 +32,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Setting(Request):
-    """The value of a setting in this step: the default, unless somebody is `told` another one. Equal on all replicas."""
+    """The value of a setting in this step: the default, unless somebody is `told` another one.
+    Equal on all replicas."""
 
     priority = 0
     shared = True
@@ -50,7 +60,8 @@ class Setting(Request):
 
 
 async def setting(ops: Ops[A], name: str, default: float) -> A:
-    """What the training loop says of this step under `name`, a scalar array of float32; `default` until it says something."""
+    """What the training loop says of this step under `name`, a scalar array of float32; `default`
+    until it says something."""
     return weight_of(ops, await ask_one(Setting(name, float(default))))
 
 
@@ -70,12 +81,17 @@ async def _with_settings(program: Program[T], settings: Mapping[str, Any]) -> T:
 
 
 def settings_of(requests: Iterable[Request]) -> dict[str, float]:
-    """The settings that a method asks for, with their defaults. Raises ValueError for one with two defaults."""
+    """The settings that a method asks for, with their defaults. Raises ValueError for one with two
+    defaults."""
     found: dict[str, float] = {}
     for request in requests:
-        if isinstance(request, Setting) and found.setdefault(request.name, request.default) != request.default:
+        if (
+            isinstance(request, Setting)
+            and found.setdefault(request.name, request.default) != request.default
+        ):
             raise ValueError(
-                f"setting({request.name!r}) has two defaults, {found[request.name]:g} and {request.default:g}; give one"
+                f"setting({request.name!r}) has two defaults, {found[request.name]:g} and"
+                f" {request.default:g}; give one"
             )
     return found
 
@@ -84,4 +100,6 @@ def require_settings(algorithm: object, given: Iterable[str], known: Iterable[st
     """Raise ValueError for a setting that an algorithm does not ask for."""
     if unknown := sorted(set(given) - set(known)):
         asked = ", ".join(sorted(known)) or "no setting"
-        raise ValueError(f"settings: {algorithm!r} does not ask for {', '.join(unknown)}; it asks for {asked}")
+        raise ValueError(
+            f"settings: {algorithm!r} does not ask for {', '.join(unknown)}; it asks for {asked}"
+        )

@@ -1,4 +1,5 @@
-"""What replicas count for: the tokens of a batch, say, or 0 for a replica that is absent. `gradwire.core.algorithms.shared.weighing` runs programs by it."""
+"""What replicas count for: the tokens of a batch, say, or 0 for a replica that is absent.
+`gradwire.core.algorithms.shared.weighing` runs programs by it."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from gradwire.core.ops import A, Ops
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.programs import AbstractReplica, LockStep, Request, ask, ask_one
 
-#: Weights that count lie between these. Arrays are multiplied by them before they are sent, when no replica knows the weights of others: so values of any size from 1e-20
-#: to 1e16 come out of sums in float32 with all their digits, of ten thousand replicas too.
+#: Weights that count lie between these. Arrays are multiplied by them before they are sent, when no
+#: replica knows the weights of others: so values of any size from 1e-20 to 1e16 come out of sums in
+#: float32 with all their digits, of ten thousand replicas too.
 SMALLEST, LARGEST = 1e-18, 1e18
 #: The exponent of a float32.
 _EXPONENT = 0x7F800000
@@ -25,14 +27,15 @@ class NobodyCounts(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "all replicas have weight 0, so there is nothing to average. The memory is as it was before the step; give at least one replica a "
-            "weight above 0"
+            "all replicas have weight 0, so there is nothing to average. The memory is as it was"
+            " before the step; give at least one replica a weight above 0"
         )
 
 
 class Weights(NamedTuple, Generic[A]):
-    """What replicas weigh, those of a group or all: `of_each` (W,) and their `total`, in float32, all divided by one power of two, so that the largest is between
-    1 and 2. Only their ratios mean anything."""
+    """What replicas weigh, those of a group or all: `of_each` (W,) and their `total`, in float32,
+    all divided by one power of two, so that the largest is between 1 and 2. Only their ratios mean
+    anything."""
 
     of_each: A
     total: A
@@ -48,7 +51,8 @@ class Weights(NamedTuple, Generic[A]):
         return cls(scaled, in_order(ops, scaled))
 
     def times(self, ops: Ops[A], x: A, replica: Any) -> A:
-        """What a replica (an int or traced) has sent, times its weight: zeros of one that is absent, whatever it has sent."""
+        """What a replica (an int or traced) has sent, times its weight: zeros of one that is
+        absent, whatever it has sent."""
         weight = self.of_each[replica]
         return ops.where(weight > 0, ops.multiply(x, ops.cast(weight, ops.dtype_of(x))), 0.0)
 
@@ -78,10 +82,12 @@ def in_order(ops: Ops[A], every: A) -> A:
 
 
 def require_weight(weight: Any, what: str = "weight") -> float:
-    """A weight as a float. Raises TypeError for what is no number, ValueError for one that is negative, inf or NaN, or so large or so small that sums of float32
-    would lose it."""
+    """A weight as a float. Raises TypeError for what is no number, ValueError for one that is
+    negative, inf or NaN, or so large or so small that sums of float32 would lose it."""
     if isinstance(weight, (bool, str)) or not hasattr(weight, "__float__"):
-        raise TypeError(f"{what}={weight!r} is no number; give the tokens of this replica, or 0 if it is absent")
+        raise TypeError(
+            f"{what}={weight!r} is no number; give the tokens of this replica, or 0 if it is absent"
+        )
     try:
         number = float(weight)
     except OverflowError:
@@ -90,14 +96,16 @@ def require_weight(weight: Any, what: str = "weight") -> float:
         raise ValueError(f"{what}={weight!r} must be finite and at least 0; 0 is an absent replica")
     if number and not SMALLEST <= number <= LARGEST:
         raise ValueError(
-            f"{what}={weight!r} is out of the range of sums in float32, {SMALLEST:g} to {LARGEST:g}; divide the weights of all replicas by one number"
+            f"{what}={weight!r} is out of the range of sums in float32, {SMALLEST:g} to"
+            f" {LARGEST:g}; divide the weights of all replicas by one number"
         )
     return number
 
 
 def counted_weight(weight: Any, of: object, *, weighted: bool, instead: str) -> float:
-    """The weight that a replica is given, as a float, of what runs an algorithm or a schedule. Raises as `require_weight`, and ValueError where its replicas
-    all count alike; `instead`: what to give."""
+    """The weight that a replica is given, as a float, of what runs an algorithm or a schedule.
+    Raises as `require_weight`, and ValueError where its replicas all count alike; `instead`: what
+    to give."""
     number = require_weight(weight)
     if not weighted:
         raise ValueError(f"weight={number:g} for {of!r}, whose replicas all count alike; {instead}")
@@ -138,16 +146,19 @@ class ReplicaWeights(Request):
 
 
 async def replica_weights(groups: Groups | None = None) -> Weights[Any] | None:
-    """What each replica weighs, or each of this replica's group: for methods that `gather`. None: all the same.
+    """What each replica weighs, or each of this replica's group: for methods that `gather`. None:
+    all the same.
 
-    Ask after the gather: the weights then travel with it. `Weights.times` multiplies what a replica has sent; divide by `Weights.total`.
+    Ask after the gather: the weights then travel with it. `Weights.times` multiplies what a replica
+    has sent; divide by `Weights.total`.
     """
     return await ask_one(ReplicaWeights(groups))
 
 
 @dataclass(frozen=True)
 class CountAs(ReplicaWeights):
-    """Let each replica from now on weigh as much as its group of `groups`, whose replicas go on alike."""
+    """Let each replica from now on weigh as much as its group of `groups`, whose replicas go on
+    alike."""
 
     async def between(self, nodes: Any) -> tuple[Any, ...]:
         return await ask(self)

@@ -1,4 +1,5 @@
-"""N replicas in one process, in NumPy: the reference driver, and how to test an algorithm on a laptop."""
+"""N replicas in one process, in NumPy: the reference driver, and how to test an algorithm on a
+laptop."""
 
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.protocol.programs import ReplicaMismatch

@@ -1,4 +1,5 @@
-"""N replicas that train by themselves and meet now and then, in one process: the reference driver of local SGD.
+"""N replicas that train by themselves and meet now and then, in one process: the reference driver
+of local SGD.
 
     sim = LocalSimulator(diloco(period=10), {"w": np.zeros((64, 32))}, replicas=4)
     for _ in range(100):
@@ -48,14 +49,17 @@ class LocalSimulator:
         local: what to run; or one for each replica, to see what is said when they differ.
         parameters: name → array, where all replicas begin.
         replicas: how many there are, 1 or more.
-        extras: averaged along with the parameters, see `LocalSGD.average`; the same on all replicas at first.
+        extras: averaged along with the parameters, see `LocalSGD.average`; the same on all replicas
+            at first.
         dtype: of parameters, gradients and memory.
         ops: kernels; `PoisonOps()` to find uses of donated arrays.
 
     Attributes:
-        parameters, extras, states: of each replica. Parameters and extras may be changed between steps.
+        parameters, extras, states: of each replica. Parameters and extras may be changed between
+            steps.
         steps: steps taken.
-        traffic: what replica 0 handed to the network in the last step, for gradients and parameters.
+        traffic: what replica 0 handed to the network in the last step, for gradients and
+            parameters.
         requests: the requests of the last step (of replica 0), in order.
 
     Raises:
@@ -79,17 +83,20 @@ class LocalSimulator:
         self.ops = ops or NumpyOps()
         self.parameters: list[Tensors] = [_copied(parameters, dtype) for _ in range(replicas)]
         self.extras: list[dict[str, Tensors]] = [
-            {owner: _copied(owned, dtype) for owner, owned in (extras or {}).items()} for _ in range(replicas)
+            {owner: _copied(owned, dtype) for owner, owned in (extras or {}).items()}
+            for _ in range(replicas)
         ]
         self.states: list[State[NDArray]] = [
-            own.init(self.ops, p, replicas) for own, p in zip(self.local, self.parameters, strict=True)
+            own.init(self.ops, p, replicas)
+            for own, p in zip(self.local, self.parameters, strict=True)
         ]
         self.steps = 0
         self.requests: list[Request] = []
 
     @property
     def traffic(self) -> Traffic:
-        """Messages and bytes of the last step, of gradients and parameters, as replica 0 handed them to the network."""
+        """Messages and bytes of the last step, of gradients and parameters, as replica 0 handed
+        them to the network."""
         return traffic_of(self.ops, self.requests, len(self.parameters))
 
     def step(
@@ -105,26 +112,31 @@ class LocalSimulator:
         Args:
             gradients: of each replica, parameter name → array. Not modified.
             update: the optimizer: (replica, its parameters, its gradients) → its parameters.
-            weights: what each replica counts for in what leaves after this step, 0 if it is absent; of a `weighted` schedule. None: 1 each.
+            weights: what each replica counts for in what leaves after this step, 0 if it is absent;
+                of a `weighted` schedule. None: 1 each.
             settings: name → what the compressor is told in this step where it awaits `setting`.
 
         Returns:
             The gradients that each replica's optimizer was given.
 
         Raises:
-            ReplicaMismatch: the replicas disagree about a request, about parameters that were averaged together, or about a memory that
-                must be equal.
+            ReplicaMismatch: the replicas disagree about a request, about parameters that were
+                averaged together, or about a memory that must be equal.
         """
         replicas = len(self.parameters)
         if len(gradients) != replicas:
             raise ValueError(f"{len(gradients)} gradients for {replicas} replicas")
         if weights is not None and not all(own.weighted for own in self.local):
             raise ValueError(
-                f"weights={weights} for {self.local[0]!r}, whose replicas count alike; give it weighted=True"
+                f"weights={weights} for {self.local[0]!r}, whose replicas count alike; give it"
+                " weighted=True"
             )
         each = [1.0] * replicas if weights is None else checked_weights(weights, replicas)
         self.requests = []
-        given = [_copied(g, p[next(iter(p))].dtype) for g, p in zip(gradients, self.parameters, strict=True)]
+        given = [
+            _copied(g, p[next(iter(p))].dtype)
+            for g, p in zip(gradients, self.parameters, strict=True)
+        ]
         programs = [
             own.gradients(replicas).step(self.ops, g, State(), self.steps, w)
             for own, g, w in zip(self.local, given, each, strict=True)
@@ -138,7 +150,9 @@ class LocalSimulator:
         self.steps += 1
         return used
 
-    def _average(self, updated: Sequence[Tensors], weights: Sequence[float], settings: Mapping[str, float]) -> None:
+    def _average(
+        self, updated: Sequence[Tensors], weights: Sequence[float], settings: Mapping[str, float]
+    ) -> None:
         replicas = len(updated)
         after = lock_step(
             [
@@ -154,7 +168,9 @@ class LocalSimulator:
                     ),
                     settings,
                 )
-                for own, p, s, e, w in zip(self.local, updated, self.states, self.extras, weights, strict=True)
+                for own, p, s, e, w in zip(
+                    self.local, updated, self.states, self.extras, weights, strict=True
+                )
             ],
             self.ops,
             self.requests,
@@ -165,7 +181,10 @@ class LocalSimulator:
         self.extras = [e for _, _, e in after]
 
     def _require_agreement(
-        self, parameters: Sequence[Tensors], states: Sequence[State[NDArray]], weights: Sequence[float]
+        self,
+        parameters: Sequence[Tensors],
+        states: Sequence[State[NDArray]],
+        weights: Sequence[float],
     ) -> None:
         local, replicas = self.local[0], len(parameters)
         require_same_memory(states, local.per_replica)
@@ -174,8 +193,12 @@ class LocalSimulator:
         for number, names in enumerate(local.parts(local._specs(self.ops, parameters[0]))):
             due = [v for v in local.levels(replicas) if local.due(self.steps, v.period, number)]
             for members in (due[0].groups or (tuple(range(replicas)),)) if due else ():
-                for name in names if any(weights[m] for m in members) else ():  # else each keeps its own
-                    require_equal(f"{name!r} after averaging in {members}", [parameters[m][name] for m in members])
+                # else each keeps its own
+                for name in names if any(weights[m] for m in members) else ():
+                    require_equal(
+                        f"{name!r} after averaging in {members}",
+                        [parameters[m][name] for m in members],
+                    )
 
 
 def _copied(arrays: Mapping[str, Any], dtype: Any = None) -> Tensors:

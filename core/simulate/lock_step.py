@@ -1,4 +1,5 @@
-"""Programs of N replicas in one process, in lock step: every request is answered for all of them at once, in NumPy."""
+"""Programs of N replicas in one process, in lock step: every request is answered for all of them at
+once, in NumPy."""
 
 from __future__ import annotations
 
@@ -12,14 +13,20 @@ import numpy.typing as npt
 from gradwire.core.algorithm import State
 from gradwire.core.kernels.numpy import NumpyOps, name_of
 from gradwire.core.ops import ITEMSIZE
-from gradwire.core.protocol.programs import Fusable, Program, ReplicaMismatch, Request, cannot_answer
+from gradwire.core.protocol.programs import (
+    Fusable,
+    Program,
+    ReplicaMismatch,
+    Request,
+    cannot_answer,
+)
 from gradwire.core.simulate.poison import PoisonOps, poison
 
 T = TypeVar("T")
 NDArray = npt.NDArray[Any]
 
-#: A sharded optimizer on all replicas: (replica, gradients of its pieces) → what it makes of them. Where steps may be skipped, a third argument
-#: says whether this one counts.
+#: A sharded optimizer on all replicas: (replica, gradients of its pieces) → what it makes of them.
+#: Where steps may be skipped, a third argument says whether this one counts.
 Optimizer = Callable[..., dict[str, NDArray]]
 
 
@@ -29,26 +36,34 @@ def lock_step(
     requests: list[Request] | None = None,
     optimizer: Optimizer | None = None,
 ) -> list[T]:
-    """Drive one program per replica, answering each request for all of them at once. Returns what each program returned. Replica 0's requests are
-    appended to `requests`; for the optimizer see `Simulator`.
+    """Drive one program per replica, answering each request for all of them at once. Returns what
+    each program returned. Replica 0's requests are appended to `requests`; for the optimizer see
+    `Simulator`.
 
     Raises:
-        ReplicaMismatch: naming the replicas that asked for something else than replica 0 did, and what.
+        ReplicaMismatch: naming the replicas that asked for something else than replica 0 did, and
+            what.
     """
     # A gradient may hold inf or NaN, or be zero throughout: that is for the algorithm to handle.
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        return _LockStep(ops or NumpyOps(), [] if requests is None else requests, optimizer).run(programs)
+        return _LockStep(ops or NumpyOps(), [] if requests is None else requests, optimizer).run(
+            programs
+        )
 
 
 def lock_step_of(
-    programs: Sequence[Program[T]], to_numpy: Callable[[Any], NDArray], from_numpy: Callable[[NDArray, Any], Any]
+    programs: Sequence[Program[T]],
+    to_numpy: Callable[[Any], NDArray],
+    from_numpy: Callable[[NDArray, Any], Any],
 ) -> list[T]:
-    """`lock_step` of programs over the arrays of another framework, which are brought to NumPy and back where replicas meet.
+    """`lock_step` of programs over the arrays of another framework, which are brought to NumPy and
+    back where replicas meet.
 
     Args:
         programs: one per replica.
         to_numpy: an array; of a float that NumPy lacks, one that is wide enough.
-        from_numpy: an array in the dtype of the framework's array that is its second argument; None: in its own.
+        from_numpy: an array in the dtype of the framework's array that is its second argument;
+            None: in its own.
     """
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         return _Elsewhere(to_numpy, from_numpy).run(programs)
@@ -78,7 +93,9 @@ class _LockStep:
         """What each replica is answered."""
         return list(type(asked[0]).simulate(asked, self))
 
-    def _advance(self, programs: Sequence[Program[T]], answers: Sequence[Any]) -> tuple[list[Request], list[T]]:
+    def _advance(
+        self, programs: Sequence[Program[T]], answers: Sequence[Any]
+    ) -> tuple[list[Request], list[T]]:
         asked: dict[int, Request] = {}
         returned: dict[int, T] = {}
         for replica, (program, answer) in enumerate(zip(programs, answers, strict=True)):
@@ -90,7 +107,8 @@ class _LockStep:
                 returned[replica] = stop.value
         if asked and returned:
             raise ReplicaMismatch(
-                f"replicas {list(returned)} have ended while replicas {list(asked)} ask for {next(iter(asked.values())).describe()}"
+                f"replicas {list(returned)} have ended while replicas {list(asked)} ask for"
+                f" {next(iter(asked.values())).describe()}"
             )
         if asked:
             self._require_same_request(list(asked.values()))
@@ -100,7 +118,8 @@ class _LockStep:
         if len(asked) == 1:
             return
         signatures = [r.signature() for r in asked]
-        if signatures.count(signatures[0]) == len(signatures):  # words take longer to find than most requests to answer
+        # words take longer to find than most requests to answer
+        if signatures.count(signatures[0]) == len(signatures):
             return
         first = asked[0].describe()
         others = "; ".join(
@@ -117,7 +136,9 @@ class _LockStep:
 
 
 class _Elsewhere(_LockStep):
-    def __init__(self, to_numpy: Callable[[Any], NDArray], from_numpy: Callable[[NDArray, Any], Any]) -> None:
+    def __init__(
+        self, to_numpy: Callable[[Any], NDArray], from_numpy: Callable[[NDArray, Any], Any]
+    ) -> None:
         super().__init__(NumpyOps(), [], None)
         self._to_numpy, self._from_numpy = to_numpy, from_numpy
 
@@ -126,11 +147,13 @@ class _Elsewhere(_LockStep):
         field = (
             None
             if first.local
-            else "arrays"
-            if isinstance(first, Fusable)
-            else "array"
-            if hasattr(first, "array")
-            else None
+            else (
+                "arrays"
+                if isinstance(first, Fusable)
+                else "array"
+                if hasattr(first, "array")
+                else None
+            )
         )
         if field is None:
             return [self._brought_back(own, [None] * len(own)) for own in super().answers(asked)]
@@ -143,7 +166,9 @@ class _Elsewhere(_LockStep):
 
     def _brought_back(self, answers: Sequence[Any], likes: Sequence[Any]) -> tuple[Any, ...]:
         pairs = zip(answers, likes, strict=True)
-        return tuple(self._from_numpy(x, like) if isinstance(x, np.ndarray) else x for x, like in pairs)
+        return tuple(
+            self._from_numpy(x, like) if isinstance(x, np.ndarray) else x for x, like in pairs
+        )
 
 
 def require_equal(what: str, arrays: Sequence[NDArray]) -> None:
@@ -164,7 +189,8 @@ def require_equal(what: str, arrays: Sequence[NDArray]) -> None:
 
 
 def require_same_memory(states: Sequence[State[NDArray]], per_replica: Collection[str]) -> None:
-    """Raise ReplicaMismatch unless memory is the same on all replicas, but for what each has for itself."""
+    """Raise ReplicaMismatch unless memory is the same on all replicas, but for what each has for
+    itself."""
     for key in states[0].shared:
         require_equal(f"the shared state {key!r}", [s.shared[key] for s in states])
     for name, memory in states[0].tensors.items():

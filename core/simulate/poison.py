@@ -1,7 +1,8 @@
 """A twin of NumPy's kernels that catches what is right in one framework and wrong in another.
 
-It never writes where it was allowed to, and fills the donated array with NaN instead. And it refuses what NumPy forgives and torch or JAX do not: positions
-before the first and after the last element, dtypes that differ, truths that are counted.
+It never writes where it was allowed to, and fills the donated array with NaN instead. And it
+refuses what NumPy forgives and torch or JAX do not: positions before the first and after the last
+element, dtypes that differ, truths that are counted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def _poisoned(donated: NDArray | None, result: NDArray) -> NDArray:
 
 def poison(donated: NDArray) -> None:
     """Nobody may look at this array any more."""
-    donated[...] = np.nan if name_of(donated.dtype) in FLOATS else 85  # which no integer of a test happens to be
+    # which no integer of a test happens to be
+    donated[...] = np.nan if name_of(donated.dtype) in FLOATS else 85
 
 
 def _poisoning(kernel: Any, alike: bool = True) -> Any:
@@ -47,9 +49,11 @@ def _poisoning(kernel: Any, alike: bool = True) -> Any:
 
 
 class PoisonOps(NumpyOps):
-    """NumPy kernels that never write where they were allowed to, and fill the donated array with NaN instead; and that refuse what NumPy alone forgives.
+    """NumPy kernels that never write where they were allowed to, and fill the donated array with
+    NaN instead; and that refuse what NumPy alone forgives.
 
-    A program that uses an array after donating it, or positions that do not exist, is right in one framework and wrong in another. Here it fails.
+    A program that uses an array after donating it, or positions that do not exist, is right in one
+    framework and wrong in another. Here it fails.
     """
 
     add = _poisoning(NumpyOps.add)
@@ -61,7 +65,9 @@ class PoisonOps(NumpyOps):
     subtract_product = _poisoning(NumpyOps.subtract_product)
     by_rows = _poisoning(NumpyOps.by_rows, alike=False)
 
-    def where(self, ok: NDArray, x: NDArray, y: NDArray | float, *, out: NDArray | None = None) -> NDArray:
+    def where(
+        self, ok: NDArray, x: NDArray, y: NDArray | float, *, out: NDArray | None = None
+    ) -> NDArray:
         require_truths("where", ok)
         if not isinstance(x, ARRAY) or x.dtype != np.bool_:
             require_alike("where", x, y)
@@ -75,7 +81,14 @@ class PoisonOps(NumpyOps):
         require_row("row", i, x.shape[-2])
         return super().row(x, i)
 
-    def rows(self, arrays: Sequence[NDArray], n: int, *, out: NDArray | None = None, donated: bool = False) -> NDArray:
+    def rows(
+        self,
+        arrays: Sequence[NDArray],
+        n: int,
+        *,
+        out: NDArray | None = None,
+        donated: bool = False,
+    ) -> NDArray:
         matrix = _poisoned(out, super().rows(arrays, n))
         if donated:
             matrix = matrix.copy()
@@ -84,7 +97,12 @@ class PoisonOps(NumpyOps):
         return matrix
 
     def where_lazy(
-        self, ok: NDArray, x: Callable[[NDArray | None], NDArray], y: NDArray, *, limit: float = math.inf
+        self,
+        ok: NDArray,
+        x: Callable[[NDArray | None], NDArray],
+        y: NDArray,
+        *,
+        limit: float = math.inf,
     ) -> NDArray:
         return _poisoned(y, x(None) if ok else limited(y, limit))
 
@@ -105,7 +123,11 @@ class PoisonOps(NumpyOps):
         return _poisoned(x, super().add_rows(x.copy(), which, rows))
 
     def from_rows(
-        self, matrix: NDArray, shapes: Sequence[tuple[int, ...]], *, out: Sequence[NDArray] | None = None
+        self,
+        matrix: NDArray,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        out: Sequence[NDArray] | None = None,
     ) -> list[NDArray]:
         arrays = super().from_rows(matrix, shapes)
         for donated in out or ():
@@ -114,33 +136,52 @@ class PoisonOps(NumpyOps):
 
 
 def require_positions(kernel: str, index: Any, n: int) -> None:
-    """NumPy counts a negative position from the end; torch raises, and JAX drops what lies outside, or gives NaN.
+    """NumPy counts a negative position from the end; torch raises, and JAX drops what lies outside,
+    or gives NaN.
 
     Raises:
         TypeError: positions are not int32.
         ValueError: one is none of 0, …, n-1.
     """
     if not isinstance(index, ARRAY) or index.dtype != np.int32:
-        raise TypeError(f"ops.{kernel}: positions are {_dtype(index)}; make them int32, ops.cast(index, 'int32')")
+        raise TypeError(
+            f"ops.{kernel}: positions are {_dtype(index)}; make them int32, ops.cast(index,"
+            " 'int32')"
+        )
     least, most = int(index.min(initial=0)), int(index.max(initial=0))
     if index.size and (least < 0 or most >= n):
         wrong = least if least < 0 else most
-        raise ValueError(f"ops.{kernel}: position {wrong} is none of the {n} elements of a row, 0 to {n - 1}")
+        raise ValueError(
+            f"ops.{kernel}: position {wrong} is none of the {n} elements of a row, 0 to {n - 1}"
+        )
 
 
 def require_alike(kernel: str, x: Any, *others: Any) -> None:
-    """Frameworks differ in what becomes of floats of two dtypes, and of truths that are added or multiplied. Numbers of Python go with any dtype.
+    """Frameworks differ in what becomes of floats of two dtypes, and of truths that are added or
+    multiplied. Numbers of Python go with any dtype.
 
     Raises:
         TypeError: `x` is no array or holds truths; or another array has another dtype.
     """
     if not isinstance(x, ARRAY):
-        raise TypeError(f"ops.{kernel}: {x!r} is a {type(x).__name__}; give an array, ops.asarray({x!r}, 'float32')")
+        raise TypeError(
+            f"ops.{kernel}: {x!r} is a {type(x).__name__}; give an array, ops.asarray({x!r},"
+            " 'float32')"
+        )
     for each in (x, *others):
         if isinstance(each, ARRAY) and each.dtype == np.bool_:
-            raise TypeError(f"ops.{kernel}: bool is no number here; cast it, ops.cast(x, 'float32')")
-        if isinstance(each, ARRAY) and _differ(x, each) and (kernel in ONE_DTYPE or not _integers(x, each)):
-            raise TypeError(f"ops.{kernel}: {_dtype(x)} and {_dtype(each)}; cast one of them, ops.cast(x, dtype)")
+            raise TypeError(
+                f"ops.{kernel}: bool is no number here; cast it, ops.cast(x, 'float32')"
+            )
+        if (
+            isinstance(each, ARRAY)
+            and _differ(x, each)
+            and (kernel in ONE_DTYPE or not _integers(x, each))
+        ):
+            raise TypeError(
+                f"ops.{kernel}: {_dtype(x)} and {_dtype(each)}; cast one of them, ops.cast(x,"
+                " dtype)"
+            )
 
 
 def require_truths(kernel: str, ok: Any) -> None:

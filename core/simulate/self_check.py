@@ -1,7 +1,9 @@
-"""Whether an algorithm computes here what it ought to: looked at once in a process, where an accelerator computes for the first time.
+"""Whether an algorithm computes here what it ought to: looked at once in a process, where an
+accelerator computes for the first time.
 
-Compilers and devices do as they like with much that looks the same everywhere. What an algorithm makes of known gradients on the machine that is to run it says whether
-that is so: a second's work, before hours of training on numbers that are none.
+Compilers and devices do as they like with much that looks the same everywhere. What an algorithm
+makes of known gradients on the machine that is to run it says whether that is so: a second's work,
+before hours of training on numbers that are none.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from gradwire.core.simulate.lock_step import NDArray
 
 logger = logging.getLogger("gradwire")
 
-#: In the environment: "0" leaves it out; "always" looks on a CPU too, where the tests have proved it.
+#: In the environment: "0" leaves it out; "always" looks on a CPU too, where the tests have proved
+#: it.
 VARIABLE = "GRADWIRE_SELFCHECK"
 #: More replicas compute nothing that so many do not.
 MOST_REPLICAS = 3
@@ -65,13 +68,16 @@ def self_check(
     place: Place,
     steps_of: Callable[[Algorithm, str], Steps],
 ) -> str:
-    """What an algorithm gets wrong on a device, in words; "" if nothing is, or it was not looked at. Once for each algorithm, dtype and kind of device in a process.
+    """What an algorithm gets wrong on a device, in words; "" if nothing is, or it was not looked
+    at. Once for each algorithm, dtype and kind of device in a process.
 
-    With two levels it is the algorithm inside that is looked at. Of what NumPy cannot run, a line in the log says that it was left out.
+    With two levels it is the algorithm inside that is looked at. Of what NumPy cannot run, a line
+    in the log says that it was left out.
 
     Args:
         algorithm: any that has an average.
-        specs: of the user's parameters, whose dtypes, and names if patterns ask for them, the known ones have.
+        specs: of the user's parameters, whose dtypes, and names if patterns ask for them, the known
+            ones have.
         replicas: how many there are; more than 3 count as 3.
         place: where.
         steps_of: what computes the steps there, of an algorithm and a dtype.
@@ -95,7 +101,10 @@ def self_check(
 def _wanted(place: Place) -> bool:
     said = os.environ.get(VARIABLE, "1")
     if said not in ("", "0", "1", "always"):
-        raise ValueError(f"{VARIABLE}={said!r} must be 0 (no self-check), 1 (on accelerators) or always (on a CPU too)")
+        raise ValueError(
+            f"{VARIABLE}={said!r} must be 0 (no self-check), 1 (on accelerators) or always (on a"
+            " CPU too)"
+        )
     return said != "0" and (said == "always" or not place.on_cpu)
 
 
@@ -107,14 +116,24 @@ def _looked(
     place: Place,
     steps_of: Callable[[Algorithm, str], Steps],
 ) -> str:
-    logger.info("self-check of %r, %s, on %s, once (%s=0 leaves it out)", algorithm, dtype, place.kind, VARIABLE)
+    logger.info(
+        "self-check of %r, %s, on %s, once (%s=0 leaves it out)",
+        algorithm,
+        dtype,
+        place.kind,
+        VARIABLE,
+    )
     began = time.perf_counter()
     try:
         known = known_specs(algorithm, dtype, specs)
         # Before the device has a part in it: what raises here is what NumPy cannot run.
         everything = list(known_steps(algorithm, known, replicas))
     except Exception as error:
-        logger.info("no self-check of %r: NumPy, which knows the answers, cannot run it (%s)", algorithm, error)
+        logger.info(
+            "no self-check of %r: NumPy, which knows the answers, cannot run it (%s)",
+            algorithm,
+            error,
+        )
         return ""
     wrong = ""
     try:
@@ -123,7 +142,12 @@ def _looked(
         for step in everything:
             wrong = wrong or step.wrong(*steps.step(step))
     except Exception as error:
-        logger.warning("self-check of %r on %s came to no end, and nothing is known: %r", algorithm, place.kind, error)
+        logger.warning(
+            "self-check of %r on %s came to no end, and nothing is known: %r",
+            algorithm,
+            place.kind,
+            error,
+        )
     logger.info("self-check took %.1f s", time.perf_counter() - began)
     return wrong and _said(algorithm, place, wrong)
 
@@ -134,7 +158,9 @@ def _said(algorithm: Algorithm, place: Place, wrong: str) -> str:
     except PackageNotFoundError:  # on a path, and not installed
         own = "of no version"
     return (
-        f"{algorithm!r} computes wrong numbers on {place.kind}: {wrong}. A self-check on known gradients found that before training (gradwire {own}, {place.framework}, "
-        f"Python {platform.python_version()}, {platform.machine()}). Run `gradwire doctor`, and report what it prints; take another algorithm, or another version of "
-        f"the framework or driver. {VARIABLE}=0 trains in spite of it"
+        f"{algorithm!r} computes wrong numbers on {place.kind}: {wrong}. A self-check on known"
+        f" gradients found that before training (gradwire {own}, {place.framework}, Python"
+        f" {platform.python_version()}, {platform.machine()}). Run `gradwire doctor`, and report"
+        " what it prints; take another algorithm, or another version of the framework or driver."
+        f" {VARIABLE}=0 trains in spite of it"
     )

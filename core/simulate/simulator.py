@@ -1,7 +1,8 @@
-"""N replicas in one process, in lock step, in NumPy: the reference driver, and how to test an algorithm on a laptop.
+"""N replicas in one process, in lock step, in NumPy: the reference driver, and how to test an
+algorithm on a laptop.
 
     sim = Simulator(PowerSGD(rank=2), {"w": (64, 32), "b": (64,)}, replicas=4)
-    averages = sim.step([{"w": ..., "b": ...} for each replica])   # one dictionary: all replicas must agree, or it raises
+    averages = sim.step([{"w": ..., "b": ...} for each replica])   # one dictionary, or it raises
 
 In float64 it is the oracle of the parity tests.
 """
@@ -22,7 +23,13 @@ from gradwire.core.ops import FloatDtype, Spec
 from gradwire.core.plan.traffic import Traffic, traffic_of
 from gradwire.core.protocol.programs import ReplicaMismatch, Request
 from gradwire.core.protocol.settings import with_settings
-from gradwire.core.simulate.lock_step import NDArray, Optimizer, lock_step, require_equal, require_same_memory
+from gradwire.core.simulate.lock_step import (
+    NDArray,
+    Optimizer,
+    lock_step,
+    require_equal,
+    require_same_memory,
+)
 from gradwire.core.text.options import AtLeast0, Replicas, checked
 
 
@@ -43,11 +50,12 @@ class Simulator:
         algorithm: what to run.
         shapes: parameter name → shape.
         replicas: world size, 1 or more.
-        dtype: of gradients and memory, by name or as a framework has it. "bfloat16" needs ml_dtypes, as what is sent in it does, or in floats of
-            8 bits: `pip install ml_dtypes`.
+        dtype: of gradients and memory, by name or as a framework has it. "bfloat16" needs
+            ml_dtypes, as what is sent in it does, or in floats of 8 bits: `pip install ml_dtypes`.
         ops: kernels; `PoisonOps()` to find uses of donated arrays.
-        optimizer: of an algorithm that has one (`Zero`): `optimizer(replica, gradients of its pieces)` returns new pieces; with
-            `Zero(skip_non_finite=True)` it is `optimizer(replica, gradients of its pieces, ok)`.
+        optimizer: of an algorithm that has one (`Zero`): `optimizer(replica, gradients of its
+            pieces)` returns new pieces; with `Zero(skip_non_finite=True)` it is `optimizer(replica,
+            gradients of its pieces, ok)`.
 
     Attributes:
         states: the state of each replica.
@@ -72,13 +80,16 @@ class Simulator:
         self.specs = {name: Spec(tuple(shape), dtype) for name, shape in shapes.items()}
         self.ops = ops or NumpyOps()
         self.optimizer = optimizer
-        self.states: list[State[NDArray]] = [algorithm.init(self.ops, self.specs) for _ in range(replicas)]
+        self.states: list[State[NDArray]] = [
+            algorithm.init(self.ops, self.specs) for _ in range(replicas)
+        ]
         self.steps = 0
         self.requests: list[Request] = []
 
     @property
     def traffic(self) -> Traffic:
-        """Messages and bytes of the last step, as replica 0 handed them to the network. Zeros before there was one."""
+        """Messages and bytes of the last step, as replica 0 handed them to the network. Zeros
+        before there was one."""
         return traffic_of(self.ops, self.requests, len(self.states))
 
     def step(
@@ -92,7 +103,8 @@ class Simulator:
 
         Args:
             gradients: for each replica, parameter name → array. Not modified.
-            weights: what each replica counts for, 0 if it is absent; see `Weighted`. None: all the same.
+            weights: what each replica counts for, 0 if it is absent; see `Weighted`. None: all the
+                same.
             settings: name → what the algorithm is told in this step where it awaits `setting`.
 
         Returns:
@@ -101,7 +113,8 @@ class Simulator:
         Raises:
             ValueError: gradients that do not fit the shapes, weights that are no weights.
             NobodyCounts: all weights are 0. Nothing has changed then.
-            ReplicaMismatch: the replicas disagree about a request, a result, or a memory that must be equal.
+            ReplicaMismatch: the replicas disagree about a request, a result, or a memory that must
+                be equal.
         """
         if len(gradients) != len(self.states):
             raise ValueError(f"{len(gradients)} gradients for {len(self.states)} replicas")
@@ -109,12 +122,21 @@ class Simulator:
         names = list(local[0])
         for replica, g in enumerate(local):
             if g.keys() != local[0].keys():
-                raise ReplicaMismatch(f"replica 0 has gradients for {names}, but replica {replica} for {list(g)}")
+                raise ReplicaMismatch(
+                    f"replica 0 has gradients for {names}, but replica {replica} for {list(g)}"
+                )
         states = [state.of(local[0]).map(np.array) for state in self.states]
         self.requests = []
         algorithm: Any = self.algorithm if weights is None else weighted(self.algorithm)
-        each = [()] * len(states) if weights is None else [(w,) for w in checked_weights(weights, len(states))]
-        programs = [algorithm.step(self.ops, g, s, self.steps, *w) for g, s, w in zip(local, states, each, strict=True)]
+        each = (
+            [()] * len(states)
+            if weights is None
+            else [(w,) for w in checked_weights(weights, len(states))]
+        )
+        programs = [
+            algorithm.step(self.ops, g, s, self.steps, *w)
+            for g, s, w in zip(local, states, each, strict=True)
+        ]
         results = lock_step(
             [with_settings(program, settings or {}) for program in programs],
             self.ops,
@@ -135,15 +157,19 @@ class Simulator:
     def _copy(self, replica: int, gradients: Mapping[str, npt.ArrayLike]) -> dict[str, NDArray]:
         unknown = gradients.keys() - self.specs.keys()
         if unknown:
-            raise ValueError(f"replica {replica} has gradients for unknown parameters {sorted(unknown)}")
+            raise ValueError(
+                f"replica {replica} has gradients for unknown parameters {sorted(unknown)}"
+            )
         copies = {}
-        # In the order of the model, whatever the order of the mapping: what is averaged together is decided by position.
+        # In the order of the model, whatever the order of the mapping: what is averaged together is
+        # decided by position.
         for name, spec in self.specs.items():
             if name not in gradients:
                 continue
             copies[name] = np.array(gradients[name], dtype=dtype_named(spec.dtype))
             if copies[name].shape != spec.shape:
                 raise ValueError(
-                    f"replica {replica}: gradient of {name!r} has shape {copies[name].shape}, not {spec.shape}"
+                    f"replica {replica}: gradient of {name!r} has shape {copies[name].shape}, not"
+                    f" {spec.shape}"
                 )
         return copies

@@ -1,4 +1,5 @@
-"""Whether an algorithm keeps the promises that every driver relies on: one call, on a laptop, in NumPy.
+"""Whether an algorithm keeps the promises that every driver relies on: one call, on a laptop, in
+NumPy.
 
     >>> from gradwire import PowerSGD
     >>> from gradwire.testing import check
@@ -12,8 +13,9 @@
     half precision: float16 in, float16 out
     resumed state: a run goes on as if it had not been interrupted
 
-An algorithm that passes runs on every backend. What a check needs from the algorithm it finds by itself: an algorithm without memory has nothing
-to resume. A method whose average is not the mean of what the replicas sent, as a vote is, says so by `biased = True`.
+An algorithm that passes runs on every backend. What a check needs from the algorithm it finds by
+itself: an algorithm without memory has nothing to resume. A method whose average is not the mean of
+what the replicas sent, as a vote is, says so by `biased = True`.
 """
 
 from __future__ import annotations
@@ -38,12 +40,20 @@ from gradwire.core.state.checkpoint import fit, head
 from gradwire.core.text.options import AtLeast0, Replicas, checked
 
 #: Matrices and a stack that any method compresses, a vector, a scalar and an empty tensor.
-SHAPES = {"weight": (24, 16), "conv": (12, 4, 3, 3), "stack": (3, 8, 10), "bias": (24,), "scale": (), "none": (0, 4)}
+SHAPES = {
+    "weight": (24, 16),
+    "conv": (12, 4, 3, 3),
+    "stack": (3, 8, 10),
+    "bias": (24,),
+    "scale": (),
+    "none": (0, 4),
+}
 STEPS = 6
 
 
 class ConformanceError(AssertionError):
-    """An algorithm breaks a promise: which, of what configuration, with how many replicas, and where."""
+    """An algorithm breaks a promise: which, of what configuration, with how many replicas, and
+    where."""
 
 
 @checked
@@ -54,7 +64,8 @@ def check(
     world_sizes: Sequence[Replicas] = (1, 2, 3),
     seed: AtLeast0 = 0,
 ) -> list[str]:
-    """Run an algorithm on random gradients with several numbers of replicas, and compare it with what every algorithm promises.
+    """Run an algorithm on random gradients with several numbers of replicas, and compare it with
+    what every algorithm promises.
 
     Examples:
         >>> from gradwire import TopK
@@ -63,7 +74,8 @@ def check(
         donation: nothing is used after it was given away
 
     Args:
-        algorithm: any. (A sharded optimizer, `Zero`, returns no averages; check the algorithm inside it.)
+        algorithm: any. (A sharded optimizer, `Zero`, returns no averages; check the algorithm
+            inside it.)
         shapes: parameter name → shape. Some tensor must be large enough to be compressed.
         world_sizes: numbers of replicas; of `TwoLevel`, of nodes.
         seed: of the gradients.
@@ -76,9 +88,15 @@ def check(
         TypeError: `algorithm` is none.
         ValueError: shapes of which a `Compressor` compresses none.
     """
-    compresses = bool(algorithm.init(NumpyOps(), Simulator(algorithm, shapes, _in_a_node(algorithm)).specs).tensors)
+    compresses = bool(
+        algorithm.init(
+            NumpyOps(), Simulator(algorithm, shapes, _in_a_node(algorithm)).specs
+        ).tensors
+    )
     if isinstance(algorithm, Compressor) and not compresses:
-        raise ValueError(f"{algorithm!r} compresses none of the shapes {dict(shapes)}; give larger ones")
+        raise ValueError(
+            f"{algorithm!r} compresses none of the shapes {dict(shapes)}; give larger ones"
+        )
     done: dict[str, None] = {}
     for replicas in world_sizes:
         trial = _Trial(algorithm, dict(shapes), replicas * _in_a_node(algorithm))
@@ -108,9 +126,14 @@ class _Trial:
         return Simulator(self.algorithm, self.shapes, self.replicas, dtype=dtype, ops=ops)
 
     def gradients(self, rng: np.random.Generator) -> list[dict[str, NDArray]]:
-        return [{name: rng.normal(size=s) for name, s in self.shapes.items()} for _ in range(self.replicas)]
+        return [
+            {name: rng.normal(size=s) for name, s in self.shapes.items()}
+            for _ in range(self.replicas)
+        ]
 
-    def step(self, simulator: Simulator, gradients: Sequence[Mapping[str, NDArray]]) -> dict[str, NDArray]:
+    def step(
+        self, simulator: Simulator, gradients: Sequence[Mapping[str, NDArray]]
+    ) -> dict[str, NDArray]:
         try:
             return simulator.step(gradients)
         except ReplicaMismatch as error:
@@ -118,12 +141,15 @@ class _Trial:
 
     def broken(self, promise: str, what: str) -> ConformanceError:
         return ConformanceError(
-            f"{self.algorithm!r} with {self.replicas} replicas breaks its promise of {promise}: {what}"
+            f"{self.algorithm!r} with {self.replicas} replicas breaks its promise of {promise}:"
+            f" {what}"
         )
 
     def require_equal(self, promise: str, what: str, found: Any, right: Any) -> None:
         if not np.array_equal(found, right, equal_nan=True):
-            worst = np.nanmax(np.abs(np.asarray(found, np.float64) - np.asarray(right, np.float64)), initial=0)
+            worst = np.nanmax(
+                np.abs(np.asarray(found, np.float64) - np.asarray(right, np.float64)), initial=0
+            )
             raise self.broken(promise, f"{what} differs, by up to {worst:.3g}")
 
 
@@ -131,13 +157,17 @@ Promise = Callable[[_Trial, np.random.Generator], bool]
 
 
 def _donation(trial: _Trial, rng: np.random.Generator) -> bool:
-    """Kernels that overwrite what they may, and kernels that return something new and poison it, come to the same."""
+    """Kernels that overwrite what they may, and kernels that return something new and poison it,
+    come to the same."""
     usual, poisoned = trial.simulator(), trial.simulator(PoisonOps())
     for step in trial.steps:
         gradients = trial.gradients(rng)
         others, averages = trial.step(poisoned, gradients), trial.step(usual, gradients)
         for name in trial.shapes:
-            what = f"is something used after `out=`? With poisoned donations, step {step}'s average of {name!r}"
+            what = (
+                f"is something used after `out=`? With poisoned donations, step {step}'s average of"
+                f" {name!r}"
+            )
             trial.require_equal("donation", what, others[name], averages[name])
         when = "is something used after `out=`? With poisoned donations, the"
         _same_states(trial, "donation", when, poisoned.states, usual.states)
@@ -145,7 +175,8 @@ def _donation(trial: _Trial, rng: np.random.Generator) -> bool:
 
 
 def _agreement(trial: _Trial, rng: np.random.Generator) -> bool:
-    """The simulator compares all replicas: here also where one of them has nothing to say, and where gradients are huge."""
+    """The simulator compares all replicas: here also where one of them has nothing to say, and
+    where gradients are huge."""
     simulator = trial.simulator()
     for step in trial.steps:
         gradients = trial.gradients(rng)
@@ -153,7 +184,9 @@ def _agreement(trial: _Trial, rng: np.random.Generator) -> bool:
         averages = trial.step(simulator, gradients)
         for name, x in averages.items():
             if x.shape != trial.shapes[name] or not np.isfinite(x).all():
-                raise trial.broken("agreement", f"step {step}: the average of {name!r} is {x}, of finite gradients")
+                raise trial.broken(
+                    "agreement", f"step {step}: the average of {name!r} is {x}, of finite gradients"
+                )
     return True
 
 
@@ -167,16 +200,20 @@ def _plan(trial: _Trial, rng: np.random.Generator) -> bool:
         sent = simulator.traffic
         spare = expected.optional_bytes
         if step >= trial.start and not expected.nbytes - spare <= sent.nbytes <= expected.nbytes:
-            raise trial.broken("the plan", f"step {step} sends {sent.nbytes} bytes and not {expected.nbytes}")
+            raise trial.broken(
+                "the plan", f"step {step} sends {sent.nbytes} bytes and not {expected.nbytes}"
+            )
         if step >= trial.start and not spare and sent.collectives != expected.collectives:
             raise trial.broken(
-                "the plan", f"step {step} takes {sent.collectives} messages and not {expected.collectives}"
+                "the plan",
+                f"step {step} takes {sent.collectives} messages and not {expected.collectives}",
             )
     return True
 
 
 def _non_finite(trial: _Trial, rng: np.random.Generator) -> bool:
-    """Nobody gets a finite average of a gradient that is none, and the step might as well not have been."""
+    """Nobody gets a finite average of a gradient that is none, and the step might as well not have
+    been."""
     simulator = trial.simulator()
     for _ in trial.steps:
         trial.step(simulator, trial.gradients(rng))
@@ -189,9 +226,12 @@ def _non_finite(trial: _Trial, rng: np.random.Generator) -> bool:
         averages = trial.step(simulator, gradients)
         if np.isfinite(averages[name]).all():
             raise trial.broken(
-                "a non-finite step", f"{bad} in {name!r} on one replica comes out finite: it was swallowed"
+                "a non-finite step",
+                f"{bad} in {name!r} on one replica comes out finite: it was swallowed",
             )
-        _same_states(trial, "a non-finite step", f"after {bad} in {name!r}, the", simulator.states, before)
+        _same_states(
+            trial, "a non-finite step", f"after {bad} in {name!r}, the", simulator.states, before
+        )
     for name in names:
         _overflow(trial, name, rng)
     return bool(names)
@@ -213,8 +253,8 @@ def _overflow(trial: _Trial, name: str, rng: np.random.Generator) -> None:
 
 
 def _conservation(trial: _Trial, rng: np.random.Generator) -> bool:
-    """The sum of all averages, the mean of what is still remembered, and what an error with a decay has lost in each step, is the sum of the mean
-    gradients."""
+    """The sum of all averages, the mean of what is still remembered, and what an error with a decay
+    has lost in each step, is the sum of the mean gradients."""
     options: Any = trial.algorithm
     decays = isinstance(options, Compressor) and 0 < options.error_feedback < 1
     if getattr(replace(options, error_feedback=True) if decays else options, "biased", False):
@@ -230,14 +270,18 @@ def _conservation(trial: _Trial, rng: np.random.Generator) -> bool:
             received[name] += averages[name] + faded * _mean_error(simulator, name)
             given[name] += np.mean([g[name] for g in gradients], axis=0)
     for name, total in given.items():
-        errors = [s.tensors[name][ERROR] for s in simulator.states if ERROR in s.tensors.get(name, {})]
+        errors = [
+            s.tensors[name][ERROR] for s in simulator.states if ERROR in s.tensors.get(name, {})
+        ]
         lost = np.abs(received[name] + _mean_error(simulator, name) - total).max(initial=0)
-        rounding = max([1e-12, *(float(np.finfo(e.dtype).eps) for e in errors)]) * 10 * len(trial.steps)
+        rounding = (
+            max([1e-12, *(float(np.finfo(e.dtype).eps) for e in errors)]) * 10 * len(trial.steps)
+        )
         if lost > rounding * max(1.0, np.abs(total).max(initial=0)):
             raise trial.broken(
                 "conservation",
-                f"of {name!r}, {lost:.3g} is neither averaged nor remembered: `received` must be the mean of the replicas' `sent`. A "
-                "method that is not so says biased = True",
+                f"of {name!r}, {lost:.3g} is neither averaged nor remembered: `received` must be"
+                " the mean of the replicas' `sent`. A method that is not so says biased = True",
             )
     return True
 
@@ -257,7 +301,9 @@ def _in_a_node(algorithm: Algorithm) -> int:
 def _dense_start(trial: _Trial, rng: np.random.Generator) -> bool:
     """Check uncompressed averages before `start_step`, where there is one, and no memory."""
     options: Any = trial.algorithm
-    if "start_step" not in {option.name for option in (fields(options) if is_dataclass(options) else ())}:
+    if "start_step" not in {
+        option.name for option in (fields(options) if is_dataclass(options) else ())
+    }:
         return False
     delayed = _Trial(replace(options, start_step=2), trial.shapes, trial.replicas)
     simulator = delayed.simulator()
@@ -268,7 +314,9 @@ def _dense_start(trial: _Trial, rng: np.random.Generator) -> bool:
         for name in delayed.shapes:
             mean = np.mean([g[name] for g in gradients], axis=0)
             if not np.allclose(averages[name], mean, rtol=1e-12, atol=1e-12):
-                raise delayed.broken("a warm-up", f"step {step}: {name!r} is not the uncompressed average")
+                raise delayed.broken(
+                    "a warm-up", f"step {step}: {name!r} is not the uncompressed average"
+                )
         _same_states(delayed, "a warm-up", f"in step {step}, the", simulator.states, before)
     delayed.step(simulator, delayed.gradients(rng))
     return True
@@ -278,10 +326,14 @@ def _half_precision(trial: _Trial, rng: np.random.Generator) -> bool:
     """Gradients of 16 bits stay so, and finite."""
     simulator = trial.simulator(dtype="float16")
     for step in trial.steps:
-        gradients = [{name: x.astype(np.float16) for name, x in g.items()} for g in trial.gradients(rng)]
+        gradients = [
+            {name: x.astype(np.float16) for name, x in g.items()} for g in trial.gradients(rng)
+        ]
         for name, x in trial.step(simulator, gradients).items():
             if x.dtype != np.float16 or not np.isfinite(x).all():
-                raise trial.broken("half precision", f"step {step}: {name!r} comes out as {x.dtype}, {x}")
+                raise trial.broken(
+                    "half precision", f"step {step}: {name!r} comes out as {x.dtype}, {x}"
+                )
     return True
 
 
@@ -296,7 +348,8 @@ def _resumed(trial: _Trial, rng: np.random.Generator) -> bool:
         loaded, difference = fit(saved, repr(trial.algorithm), second.states[replica])
         if difference:
             raise trial.broken(
-                "a resumed state", f"`init` makes another memory than the steps leave behind: {difference}"
+                "a resumed state",
+                f"`init` makes another memory than the steps leave behind: {difference}",
             )
         second.states[replica] = loaded.map(np.array)
     second.steps = first.steps
@@ -305,7 +358,10 @@ def _resumed(trial: _Trial, rng: np.random.Generator) -> bool:
         averages, others = trial.step(first, gradients), trial.step(second, gradients)
         for name in trial.shapes:
             trial.require_equal(
-                "a resumed state", f"the average of {name!r} after resuming", others[name], averages[name]
+                "a resumed state",
+                f"the average of {name!r} after resuming",
+                others[name],
+                averages[name],
             )
     return bool(first.states[0].tensors or first.states[0].shared)
 
@@ -323,11 +379,17 @@ PROMISES: dict[str, Promise] = {
 
 
 def _same_states(
-    trial: _Trial, promise: str, when: str, found: Sequence[State[NDArray]], right: Sequence[State[NDArray]]
+    trial: _Trial,
+    promise: str,
+    when: str,
+    found: Sequence[State[NDArray]],
+    right: Sequence[State[NDArray]],
 ) -> None:
     for mine, theirs in zip(found, right, strict=True):
         for key, x in theirs.shared.items():
             trial.require_equal(promise, f"{when} shared state {key!r}", mine.shared[key], x)
         for name, memory in theirs.tensors.items():
             for key, x in memory.items():
-                trial.require_equal(promise, f"{when} memory {key!r} of {name!r}", mine.tensors[name][key], x)
+                trial.require_equal(
+                    promise, f"{when} memory {key!r} of {name!r}", mine.tensors[name][key], x
+                )

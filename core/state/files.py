@@ -11,8 +11,9 @@ from typing import BinaryIO
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write. It gets its name when all of it is on the disk; until then, and if writing it raises, what was there before stays. What is no
-    file, /dev/stdout for one, is written to as it is.
+    """A file to write. It gets its name when all of it is on the disk; until then, and if writing
+    it raises, what was there before stays. What is no file, /dev/stdout for one, is written to as
+    it is.
 
     with whole_file("compressor.pt") as file:
         torch.save(state, file)
@@ -21,7 +22,8 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
         OSError: it cannot be written.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():  # a device or a pipe, which is written to and not replaced
+    # a device or a pipe, which is written to and not replaced
+    if path.exists() and not path.is_file():
         with path.open("wb") as file:
             yield file
         return

@@ -1,4 +1,5 @@
-"""Options that go by patterns of parameter names: `{"layers/*": 1, "*/kernel": 2}`, of which the first that matches decides."""
+"""Options that go by patterns of parameter names: `{"layers/*": 1, "*/kernel": 2}`, of which the
+first that matches decides."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ class UnmatchedPattern(ValueError):
         shown = list(dict.fromkeys(shown))[:SHOWN]
         in_order = [*shown, *(name for name in names if name not in shown)]
         super().__init__(
-            f"{option} pattern {pattern!r} matches no parameter; the parameters are {some(in_order, SHOWN)}"
+            f"{option} pattern {pattern!r} matches no parameter; the parameters are"
+            f" {some(in_order, SHOWN)}"
         )
 
 
 class Patterns(dict[str, int]):
-    """Pattern (`fnmatch`, upper and lower case distinct) → number, in the order in which they are tried. Not to be changed."""
+    """Pattern (`fnmatch`, upper and lower case distinct) → number, in the order in which they are
+    tried. Not to be changed."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -43,8 +46,8 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def require_matches(option: str, patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Raise `UnmatchedPattern` for a pattern that matches none of these names. Without names there is nothing to miss: Optax makes a state for an
-    empty tree, to see how it is built."""
+    """Raise `UnmatchedPattern` for a pattern that matches none of these names. Without names there
+    is nothing to miss: Optax makes a state for an empty tree, to see how it is built."""
     names = list(names)
     for pattern in patterns if names else ():
         if not any(matches(name, pattern) for name in names):
@@ -52,7 +55,8 @@ def require_matches(option: str, patterns: Iterable[str], names: Iterable[str]) 
 
 
 def chosen(option: str, patterns: str | Iterable[str] | None, names: Iterable[str]) -> set[str]:
-    """Those of these names that a pattern matches, or one of several; all of them if there is none. Raises `UnmatchedPattern`."""
+    """Those of these names that a pattern matches, or one of several; all of them if there is none.
+    Raises `UnmatchedPattern`."""
     names = list(names)
     if patterns is None:
         return set(names)

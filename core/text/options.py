@@ -1,4 +1,5 @@
-"""Options, checked by their annotations: what cannot be is refused by name, with its value and what it must be.
+"""Options, checked by their annotations: what cannot be is refused by name, with its value and what
+it must be.
 
     @dataclass(frozen=True)
     class Method:
@@ -9,11 +10,12 @@
         def __post_init__(self) -> None:
             check_options(self)
 
-    @checked
-    def register(model: nn.Module, *, message_bytes: Annotated[int, at_least(0)] | None = None) -> Handle: ...
+    @checked def register(model: nn.Module, *, message_bytes: Annotated[int, at_least(0)] | None =
+    None) -> Handle: ...
 
-Numbers of NumPy and of 0-dimensional arrays become Python's. A bool is no number, a str is no bool, and neither NaN nor an infinity is a number.
-What stands beside a type in `Annotated` limits it: `Limits`, `Names`, or a function (value, name) that raises. A str is advice, and ends the message.
+Numbers of NumPy and of 0-dimensional arrays become Python's. A bool is no number, a str is no bool,
+and neither NaN nor an infinity is a number. What stands beside a type in `Annotated` limits it:
+`Limits`, `Names`, or a function (value, name) that raises. A str is advice, and ends the message.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ OWN_CHECK = "it is looked at where it is used"
 
 @dataclass(frozen=True)
 class Limits:
-    """What numbers may be: at least `least` (more than that, if it is `open`), at most `most` (less, if it is `open`)."""
+    """What numbers may be: at least `least` (more than that, if it is `open`), at most `most`
+    (less, if it is `open`)."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -50,14 +53,20 @@ class Limits:
         return above and (value < self.most if self.open_above else value <= self.most)
 
     def __str__(self) -> str:
-        below, above = "more than" if self.open_below else "at least", "less than" if self.open_above else "at most"
+        below, above = (
+            "more than" if self.open_below else "at least",
+            "less than" if self.open_above else "at most",
+        )
         said = [f"{below} {self.least:.12g}"] if self.least > -math.inf else []
-        return " and ".join([*said, *([f"{above} {self.most:.12g}"] if self.most < math.inf else [])])
+        return " and ".join(
+            [*said, *([f"{above} {self.most:.12g}"] if self.most < math.inf else [])]
+        )
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names that there are, now or later. `read` makes a name of what a framework has in its place, such as a dtype."""
+    """The names that there are, now or later. `read` makes a name of what a framework has in its
+    place, such as a dtype."""
 
     known: Collection[str] = field(hash=False)  # a registry is no key, and typing wants one
     read: Callable[[Any], Any] = lambda value: value
@@ -92,7 +101,8 @@ Replicas = Annotated[int, at_least(1, 1 << 20)]
 
 
 def check_options(config: Any) -> None:
-    """Check the fields of a frozen dataclass by their annotations, in its `__post_init__`, and put numbers of NumPy as Python's.
+    """Check the fields of a frozen dataclass by their annotations, in its `__post_init__`, and put
+    numbers of NumPy as Python's.
 
     Raises:
         TypeError: an option is of another type.
@@ -107,8 +117,8 @@ def check_options(config: Any) -> None:
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: the arguments are checked by the function's annotations, as options are. Others than numbers, bools, strings and collections of them by
-    `isinstance`."""
+    """Decorator: the arguments are checked by the function's annotations, as options are. Others
+    than numbers, bools, strings and collections of them by `isinstance`."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -145,7 +155,8 @@ class _NotThis(Exception):
         self.of_its_type = of_its_type
 
 
-#: What annotations say, by class or function. No `functools.cache`: where compiled autograd traces a hook, it would warn of one before the hook can refuse.
+#: What annotations say, by class or function. No `functools.cache`: where compiled autograd traces
+#: a hook, it would warn of one before the hook can refuse.
 _KNOWN: dict[Hashable, dict[str, Any]] = {}
 
 
@@ -154,7 +165,8 @@ def _hints(owner: Hashable) -> dict[str, Any]:
         try:
             _KNOWN[owner] = typing.get_type_hints(owner, include_extras=True)
         except NameError:
-            # Of a class in a function, whose annotations name what only that function knows: its own are not checked.
+            # Of a class in a function, whose annotations name what only that function knows: its
+            # own are not checked.
             _KNOWN[owner] = _hints(owner.__mro__[1]) if isinstance(owner, type) else {}
     return _KNOWN[owner]
 
@@ -251,7 +263,8 @@ def _one_of(value: Any, kinds: Sequence[Any], name: str) -> Any:
 
 
 def _scalar(value: Any) -> Any:
-    """A number that lies in an array without axes, as Python's. One that is traced, or has no data, stays what it is."""
+    """A number that lies in an array without axes, as Python's. One that is traced, or has no data,
+    stays what it is."""
     try:
         return value.item() if not isinstance(value, type) and value.shape == () else value
     except Exception:
@@ -286,8 +299,12 @@ def _tuple(value: Any, kinds: Sequence[Any], name: str) -> tuple[Any, ...]:
         kinds = (kinds[0],) * len(value)
     if len(value) != len(kinds):
         raise _NotThis(of_its_type=True)
-    new = tuple(check(f"{name}[{i}]", each, kind) for i, (each, kind) in enumerate(zip(value, kinds, strict=True)))
-    return value if isinstance(value, tuple) and _same(value, new) else new  # which may say more than its items do
+    new = tuple(
+        check(f"{name}[{i}]", each, kind)
+        for i, (each, kind) in enumerate(zip(value, kinds, strict=True))
+    )
+    # which may say more than its items do
+    return value if isinstance(value, tuple) and _same(value, new) else new
 
 
 def _said(hint: Any) -> str:

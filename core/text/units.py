@@ -15,7 +15,8 @@ TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def rate(text: str) -> float:
-    """Bytes per second of "10Gbit", "100 Mbit/s", "10Gbps" and "25Gb/s" (bits) or "1.25GB/s". Raises ValueError for anything else, and for nothing at all."""
+    """Bytes per second of "10Gbit", "100 Mbit/s", "10Gbps" and "25Gb/s" (bits) or "1.25GB/s".
+    Raises ValueError for anything else, and for nothing at all."""
     number, unit = _split(text)
     unit = re.sub(r"/s$", "", re.sub(r"(?<=[kMGT])b(ps|/s)$|^bps$", "bit", unit))
     known = {name.lower() if name.endswith("bit") else name: worth for name, worth in RATES.items()}
@@ -46,7 +47,11 @@ def time_of(seconds: float) -> str:
     """A time as one reads it: "12 µs", "180 ms", "9.4 s"."""
     for unit, worth in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= worth:
-            return f"{seconds / worth:,.0f} {unit}" if seconds >= 10 * worth else f"{seconds / worth:.1f} {unit}"
+            return (
+                f"{seconds / worth:,.0f} {unit}"
+                if seconds >= 10 * worth
+                else f"{seconds / worth:.1f} {unit}"
+            )
     return f"{seconds * 1e6:.1f} µs" if seconds else "0"
 
 

@@ -12,10 +12,14 @@ from typing import Any
 
 
 def configured(config: Any) -> str:
-    """The `repr` of a dataclass, without options that are as by default; those that have none first."""
-    changed = [f for f in fields(config) if f.default is MISSING or getattr(config, f.name) != f.default]
+    """The `repr` of a dataclass, without options that are as by default; those that have none
+    first."""
+    changed = [
+        f for f in fields(config) if f.default is MISSING or getattr(config, f.name) != f.default
+    ]
     options = sorted(changed, key=lambda f: f.default is not MISSING)
-    return f"{type(config).__name__}({', '.join(f'{f.name}={getattr(config, f.name)!r}' for f in options)})"
+    written = ", ".join(f"{f.name}={getattr(config, f.name)!r}" for f in options)
+    return f"{type(config).__name__}({written})"
 
 
 def many(n: int, what: str) -> str:
@@ -24,13 +28,15 @@ def many(n: int, what: str) -> str:
 
 
 def meant(name: str, known: Iterable[str], otherwise: str) -> str:
-    """What to write in place of a name that there is not: the one that is most like it, or what `otherwise` says."""
+    """What to write in place of a name that there is not: the one that is most like it, or what
+    `otherwise` says."""
     near = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else otherwise
 
 
 def some(items: Iterable[Any], shown: int = 5, written: Callable[[Any], str] = repr) -> str:
-    """The first of these, at most as many as are `shown`, and how many there are besides; "none" if there are none."""
+    """The first of these, at most as many as are `shown`, and how many there are besides; "none" if
+    there are none."""
     items = list(items)
     listed = ", ".join(map(written, items[:shown])) or "none"
     return listed + (f" and {len(items) - shown} more" if len(items) > shown else "")

@@ -1,12 +1,14 @@
-"""Who owns what when optimizer state is sharded (Rajbhandari et al. 2020, "ZeRO", §5), and how shards lie in messages.
+"""Who owns what when optimizer state is sharded (Rajbhandari et al. 2020, "ZeRO", §5), and how
+shards lie in messages.
 
     shards = shard_by_element(specs, world_size=4)       # every parameter in four pieces
     shards = shard_by_parameter(specs, world_size=4)     # whole parameters, balanced by size
     shards = shard_by_bucket(specs, 4, buckets)          # whole buckets
     shards = MixedShards(specs, 4, (some, others))       # some in the one way, others in the other
 
-Ownership is a property of parameters, by name. It does not depend on the bucket a gradient arrives in, so it survives the rebuilding of
-buckets; and a message can be made of any parameters: what replica r owns of them lies in its r-th part.
+Ownership is a property of parameters, by name. It does not depend on the bucket a gradient arrives
+in, so it survives the rebuilding of buckets; and a message can be made of any parameters: what
+replica r owns of them lies in its r-th part.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ REMEMBERED = 64
 class Shards(abc.ABC):
     """A partition of all elements of all parameters among the replicas.
 
-    A *piece* is what one replica owns of one parameter; a *shard* is the pieces of some parameters as one flat array; a *message* is the
-    shards of all replicas for some parameters, one after the other.
+    A *piece* is what one replica owns of one parameter; a *shard* is the pieces of some parameters
+    as one flat array; a *message* is the shards of all replicas for some parameters, one after the
+    other.
 
     Attributes:
         specs: parameter name → shape and dtype.
@@ -57,7 +60,8 @@ class Shards(abc.ABC):
         return False
 
     def is_sparse(self, name: str) -> bool:
-        """Whether a message about this parameter would be padding for the most part: then it is averaged whole, and what its owners have is summed."""
+        """Whether a message about this parameter would be padding for the most part: then it is
+        averaged whole, and what its owners have is summed."""
         return False
 
     def together(self, names: Sequence[str]) -> list[list[str]]:
@@ -66,7 +70,8 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def owned(self, name: str, replica: int) -> tuple[int, int]:
-        """The elements of the flattened parameter that this replica owns: from the first number up to, without, the second."""
+        """The elements of the flattened parameter that this replica owns: from the first number up
+        to, without, the second."""
 
     @abc.abstractmethod
     def layout(self, names: Sequence[str], replica: Any) -> dict[str, tuple[int, ...]]:
@@ -85,12 +90,15 @@ class Shards(abc.ABC):
         """Arrays of one dtype as a message, shape (sum of counts,)."""
 
     @abc.abstractmethod
-    def whole(self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None) -> dict[str, A]:
+    def whole(
+        self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None
+    ) -> dict[str, A]:
         """The arrays in a message; `out` is donated."""
 
     def place(self, out: Mapping[str, A]) -> A | None:
-        """Memory of these arrays in which a message about them may lie as it is; None if they are not one vector in its order."""
-        (name, *others) = out
+        """Memory of these arrays in which a message about them may lie as it is; None if they are
+        not one vector in its order."""
+        name, *others = out
         padded = others or self.elements([name]) != self.specs[name].size
         return None if padded else out[name].reshape((-1,))
 
@@ -108,10 +116,15 @@ class Shards(abc.ABC):
         layout = self.layout(names, replica)
         if not layout:
             return ops.zeros((0,), self.specs[names[0]].dtype)
-        return ops.rows([_pad(ops, pieces[name], math.prod(shape)) for name, shape in layout.items()], 1).reshape((-1,))
+        return ops.rows(
+            [_pad(ops, pieces[name], math.prod(shape)) for name, shape in layout.items()], 1
+        ).reshape((-1,))
 
-    def alone(self, ops: Ops[A], pieces: Mapping[str, A], names: Sequence[str], replica: Any) -> dict[str, A]:
-        """Whole arrays of what is sparse, with zeros where other replicas have a piece: the sum over all replicas is the arrays."""
+    def alone(
+        self, ops: Ops[A], pieces: Mapping[str, A], names: Sequence[str], replica: Any
+    ) -> dict[str, A]:
+        """Whole arrays of what is sparse, with zeros where other replicas have a piece: the sum
+        over all replicas is the arrays."""
         raise AssertionError(f"nothing of {type(self).__name__} is sparse")
 
     @abc.abstractmethod
@@ -120,12 +133,14 @@ class Shards(abc.ABC):
 
 
 class ElementShards(Shards):
-    """Every parameter in as many pieces as there are replicas, for optimizers that treat each element by itself.
+    """Every parameter in as many pieces as there are replicas, for optimizers that treat each
+    element by itself.
 
-    The flattened parameter of n elements is padded with zeros to W·k, k = ⌈n/W⌉; replica r owns elements r·k to (r+1)·k. Pieces
-    are all alike, of shape (1, …, 1, k): they keep the parameter's number of dimensions, by which many a mask tells weights from biases. A
-    message is a (W, Σk) matrix, so one even reduce-scatter serves any number of parameters. Padding is at most W - 1 elements per
-    parameter.
+    The flattened parameter of n elements is padded with zeros to W·k, k = ⌈n/W⌉; replica r owns
+    elements r·k to (r+1)·k. Pieces are all alike, of shape (1, …, 1, k): they keep the parameter's
+    number of dimensions, by which many a mask tells weights from biases. A message is a (W, Σk)
+    matrix, so one even reduce-scatter serves any number of parameters. Padding is at most W - 1
+    elements per parameter.
     """
 
     def in_pieces(self, name: str) -> bool:
@@ -153,19 +168,23 @@ class ElementShards(Shards):
     def message(self, ops: Ops[A], arrays: Mapping[str, A]) -> A:
         return ops.rows(list(arrays.values()), self.world_size).reshape((-1,))
 
-    def whole(self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None) -> dict[str, A]:
+    def whole(
+        self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None
+    ) -> dict[str, A]:
         matrix = message.reshape((self.world_size, self.counts(names)[0]))
         return _named(ops, matrix, names, self.specs, out)
 
     def own(self, ops: Ops[A], arrays: Mapping[str, A], replica: Any) -> dict[str, A]:
         return {
-            name: ops.row_of(x, self.world_size, replica).reshape(self.piece_shape(name)) for name, x in arrays.items()
+            name: ops.row_of(x, self.world_size, replica).reshape(self.piece_shape(name))
+            for name, x in arrays.items()
         }
 
 
 @dataclass(frozen=True, repr=False)
 class WholeShards(Shards):
-    """Whole parameters, for optimizers that need them whole. `replica` must be a number here: shards are of different sizes.
+    """Whole parameters, for optimizers that need them whole. `replica` must be a number here:
+    shards are of different sizes.
 
     Attributes:
         owners: parameter name → the replica that owns it.
@@ -178,10 +197,15 @@ class WholeShards(Shards):
     def in_pieces(self, name: str) -> bool:
         return False
 
-    def extend(self, specs: Mapping[str, Spec], work: Mapping[str, int] | None = None) -> WholeShards:
-        """These shards with further parameters, which go to the replicas that have the least work; the others keep their owners."""
+    def extend(
+        self, specs: Mapping[str, Spec], work: Mapping[str, int] | None = None
+    ) -> WholeShards:
+        """These shards with further parameters, which go to the replicas that have the least work;
+        the others keep their owners."""
         costs = {**self.work, **(work or {})}
-        return _greedy({**self.specs, **specs}, self.world_size, [[name] for name in specs], costs, self.owners)
+        return _greedy(
+            {**self.specs, **specs}, self.world_size, [[name] for name in specs], costs, self.owners
+        )
 
     def owned(self, name: str, replica: int) -> tuple[int, int]:
         return (0, self.specs[name].size) if self.owners[name] == replica else (0, 0)
@@ -210,8 +234,12 @@ class WholeShards(Shards):
     def message(self, ops: Ops[A], arrays: Mapping[str, A]) -> A:
         return ops.rows([arrays[name] for name in self._by_owner(list(arrays))], 1).reshape((-1,))
 
-    def whole(self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None) -> dict[str, A]:
-        arrays = _named(ops, message.reshape((1, self.elements(names))), self._by_owner(names), self.specs, out)
+    def whole(
+        self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None
+    ) -> dict[str, A]:
+        arrays = _named(
+            ops, message.reshape((1, self.elements(names))), self._by_owner(names), self.specs, out
+        )
         return {name: arrays[name] for name in names}
 
     def own(self, ops: Ops[A], arrays: Mapping[str, A], replica: Any) -> dict[str, A]:
@@ -254,7 +282,9 @@ class MixedShards(Shards):
     def message(self, ops: Ops[A], arrays: Mapping[str, A]) -> A:
         return self._of(list(arrays)).message(ops, arrays)
 
-    def whole(self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None) -> dict[str, A]:
+    def whole(
+        self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None
+    ) -> dict[str, A]:
         return self._of(names).whole(ops, message, names, out)
 
     def own(self, ops: Ops[A], arrays: Mapping[str, A], replica: Any) -> dict[str, A]:
@@ -270,7 +300,8 @@ class MixedShards(Shards):
 
 @checked
 def shard_by_element(specs: Mapping[str, Spec], world_size: Replicas) -> ElementShards:
-    """Cut every parameter in `world_size` equal pieces, one for each replica; padding fills the last.
+    """Cut every parameter in `world_size` equal pieces, one for each replica; padding fills the
+    last.
 
     Args:
         specs: parameter name → shape and dtype.
@@ -292,21 +323,24 @@ def shard_by_element(specs: Mapping[str, Spec], world_size: Replicas) -> Element
 def shard_by_parameter(
     specs: Mapping[str, Spec], world_size: Replicas, work: Mapping[str, int] | None = None
 ) -> WholeShards:
-    """Give whole parameters, largest first, each to the replica that has the least work so far (Graham 1969).
+    """Give whole parameters, largest first, each to the replica that has the least work so far
+    (Graham 1969).
 
     No replica has more than the average plus its last parameter.
 
     Args:
         specs: parameter name → shape and dtype.
         world_size: number of replicas.
-        work: parameter name → what its update costs, in any unit; its number of elements where that is not said.
+        work: parameter name → what its update costs, in any unit; its number of elements where that
+            is not said.
 
     Raises:
         ValueError: a world size below 1, or a parameter that is not of floats.
 
     Examples:
         >>> from gradwire import Spec, shard_by_parameter
-        >>> shards = shard_by_parameter({"a": Spec((8,)), "b": Spec((5,)), "c": Spec((4,))}, world_size=2)
+        >>> specs = {"a": Spec((8,)), "b": Spec((5,)), "c": Spec((4,))}
+        >>> shards = shard_by_parameter(specs, world_size=2)
         >>> [shards.counts(["a", "b", "c"])[replica] for replica in range(2)]
         [8, 9]
     """
@@ -315,7 +349,11 @@ def shard_by_parameter(
 
 @checked
 def shard_by_bucket(
-    specs: Mapping[str, Spec], world_size: Replicas, buckets: Sequence[Sequence[str]], *, spread: bool = False
+    specs: Mapping[str, Spec],
+    world_size: Replicas,
+    buckets: Sequence[Sequence[str]],
+    *,
+    spread: bool = False,
 ) -> WholeShards:
     """Give whole buckets to replicas, largest first; a message about a bucket then has one sender.
 
@@ -329,15 +367,18 @@ def shard_by_bucket(
         specs: parameter name → shape and dtype.
         world_size: number of replicas.
         buckets: names of the parameters of each, a partition of `specs`.
-        spread: a bucket's parameters may be divided among several replicas, so that each has about as many elements: parameters are
-            dealt out in the order of the buckets, every replica up to its part of the total.
+        spread: a bucket's parameters may be divided among several replicas, so that each has about
+            as many elements: parameters are dealt out in the order of the buckets, every replica up
+            to its part of the total.
 
     Raises:
         ValueError: buckets that do not hold every parameter once.
     """
     named = sorted(name for bucket in buckets for name in bucket)
     if named != sorted(specs):
-        raise ValueError(f"the buckets hold {len(named)} parameters, not each of the {len(specs)} of specs once")
+        raise ValueError(
+            f"the buckets hold {len(named)} parameters, not each of the {len(specs)} of specs once"
+        )
     if not spread:
         return _greedy(specs, world_size, buckets)
     total = sum(spec.size for spec in specs.values())
@@ -358,7 +399,8 @@ def _greedy(
     work: Mapping[str, int] | None = None,
     given: Mapping[str, int] | None = None,
 ) -> WholeShards:
-    """The largest bucket first to the replica that has the least work; some parameters are `given` away already."""
+    """The largest bucket first to the replica that has the least work; some parameters are `given`
+    away already."""
     owners, work = dict(given or {}), dict(work or {})
     costs = {name: work.get(name, spec.size) for name, spec in specs.items()}
     load = [sum(costs[n] for n, owner in owners.items() if owner == r) for r in range(world_size)]
@@ -375,7 +417,11 @@ def _pad(ops: Ops[A], piece: A, size: int) -> A:
 
 
 def _named(
-    ops: Ops[A], matrix: A, names: Sequence[str], specs: Mapping[str, Spec], out: Mapping[str, A] | None
+    ops: Ops[A],
+    matrix: A,
+    names: Sequence[str],
+    specs: Mapping[str, Spec],
+    out: Mapping[str, A] | None,
 ) -> dict[str, A]:
     shapes = [specs[name].shape for name in names]
     into = None if out is None else [out[name] for name in names]

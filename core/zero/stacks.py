@@ -1,13 +1,17 @@
-"""Whole parameters divided among replicas that all run one program, as devices do under JAX: each has arrays of the same shapes.
+"""Whole parameters divided among replicas that all run one program, as devices do under JAX: each
+has arrays of the same shapes.
 
     stack of W matrices of one shape        =  one slot, of which replica r owns matrix r
     one array of L layers                   =  one slot, of which replica r owns ⌈L/W⌉ layers
-    matrices of several shapes, left over   =  ragged slots: vectors of one length, each beginning with the matrix that its replica owns
+    matrices of several shapes, left over   =  ragged slots: vectors of one length, each beginning
+                                               with the matrix that its replica owns
 
-What a replica owns is one array for each slot. Where W does not divide the number of matrices of a shape, those that are left over have owners: each goes to the
-replica that has the least work, n·m·min(n, m), if that lets the last replica be ready earlier than a padded stack for each shape would. So no
-replica works more than 1/W of the whole and one matrix. The wire carries at most what two all-reduces would: a slot that is filled to less
-than half is averaged whole, and its results are summed, with zeros from all but their owners.
+What a replica owns is one array for each slot. Where W does not divide the number of matrices of a
+shape, those that are left over have owners: each goes to the replica that has the least work,
+n·m·min(n, m), if that lets the last replica be ready earlier than a padded stack for each shape
+would. So no replica works more than 1/W of the whole and one matrix. The wire carries at most what
+two all-reduces would: a slot that is filled to less than half is averaged whole, and its results
+are summed, with zeros from all but their owners.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from gradwire.core.zero.sharding import Shards, shard_by_parameter
 
 @dataclass(frozen=True, repr=False)
 class StackShards(Shards):
-    """Parameters of one shape and dtype in stacks of W, in the order of `specs`. A piece goes by the name of the first of its slot.
+    """Parameters of one shape and dtype in stacks of W, in the order of `specs`. A piece goes by
+    the name of the first of its slot.
 
     Attributes:
         layers: names of arrays whose first axis counts layers, and is divided.
@@ -36,7 +41,8 @@ class StackShards(Shards):
         >>> shards = StackShards({name: Spec((8, 4)) for name in "abcde"}, world_size=2)
         >>> shards.stacks, shards.is_kept("e")
         ({'a': ('a', 'b'), 'c': ('c', 'd')}, True)
-        >>> shards = StackShards({"wide": Spec((8, 64)), "tall": Spec((32, 8)), "square": Spec((8, 8))}, world_size=2)
+        >>> specs = {"wide": Spec((8, 64)), "tall": Spec((32, 8)), "square": Spec((8, 8))}
+        >>> shards = StackShards(specs, world_size=2)
         >>> shards.stacks, shards.slot_shape("wide"), shards.slot_shape("square")
         ({'wide': ('wide', 'tall'), 'square': ('', 'square')}, (512,), (64,))
     """
@@ -52,12 +58,14 @@ class StackShards(Shards):
 
     @functools.cached_property
     def stacks(self) -> dict[str, tuple[str, ...]]:
-        """The name of each slot of whole parameters → those in it, that of replica 0 first. What is missing at its end is padding, and so is ""."""
+        """The name of each slot of whole parameters → those in it, that of replica 0 first. What is
+        missing at its end is padding, and so is ""."""
         return {next(filter(None, own)): own for own in (*self._slots[0], *self._slots[1])}
 
     @functools.cached_property
     def ragged(self) -> frozenset[str]:
-        """The slots of parameters that have owners: of several shapes, or of fewer than there are replicas."""
+        """The slots of parameters that have owners: of several shapes, or of fewer than there are
+        replicas."""
         return frozenset(next(filter(None, own)) for own in self._slots[1])
 
     @functools.cached_property
@@ -68,11 +76,23 @@ class StackShards(Shards):
             if name not in self.cut:
                 alike.setdefault(spec, []).append(name)
         size = self.world_size
-        slots = [tuple(names[i : i + size]) for names in alike.values() for i in range(0, len(names) - size + 1, size)]
+        slots = [
+            tuple(names[i : i + size])
+            for names in alike.values()
+            for i in range(0, len(names) - size + 1, size)
+        ]
         left = {spec: tuple(names[len(names) // size * size :]) for spec, names in alike.items()}
-        matrices = {spec: names for spec, names in left.items() if names and len(spec.shape) > 1 and spec.size}
+        matrices = {
+            spec: names
+            for spec, names in left.items()
+            if names and len(spec.shape) > 1 and spec.size
+        }
         # A vector that is left over is not worth a message of its own.
-        slots += [names for spec, names in left.items() if spec not in matrices and 1 < len(names) >= size / 2]
+        slots += [
+            names
+            for spec, names in left.items()
+            if spec not in matrices and 1 < len(names) >= size / 2
+        ]
         ragged: list[tuple[str, ...]] = []
         for dtype in dict.fromkeys(spec.dtype for spec in matrices):
             left = {spec: names for spec, names in matrices.items() if spec.dtype == dtype}
@@ -82,7 +102,8 @@ class StackShards(Shards):
         return slots, ragged
 
     def _with_owners(self, left: Mapping[Spec, tuple[str, ...]]) -> list[tuple[str, ...]]:
-        """The slots of these matrices, fewer than W of each shape; none if a stack for each shape is as good."""
+        """The slots of these matrices, fewer than W of each shape; none if a stack for each shape
+        is as good."""
         specs = {name: spec for spec, names in left.items() for name in names}
         work = {name: work_of(spec) for name, spec in specs.items()}
         owners = shard_by_parameter(specs, self.world_size, work).owners
@@ -92,12 +113,21 @@ class StackShards(Shards):
         longest = max(sum(work[name] for name in names) for names in own)
         if longest >= sum(map(work_of, left)):
             return []
-        return [tuple(names[i] if i < len(names) else "" for names in own) for i in range(max(map(len, own)))]
+        return [
+            tuple(names[i] if i < len(names) else "" for names in own)
+            for i in range(max(map(len, own)))
+        ]
 
     @functools.cached_property
     def places(self) -> dict[str, tuple[str, int]]:
-        """The slot of each parameter that is in one, and the replica that owns it; 0 for layers, of which each owns some."""
-        places = {name: (stack, r) for stack, names in self.stacks.items() for r, name in enumerate(names) if name}
+        """The slot of each parameter that is in one, and the replica that owns it; 0 for layers, of
+        which each owns some."""
+        places = {
+            name: (stack, r)
+            for stack, names in self.stacks.items()
+            for r, name in enumerate(names)
+            if name
+        }
         return places | {name: (name, 0) for name in self.cut}
 
     def slot_shape(self, slot: str) -> tuple[int, ...]:
@@ -147,19 +177,28 @@ class StackShards(Shards):
         result, size = {}, self.world_size
         for slot, shape in self.layout(list(arrays), 0).items():
             if slot in self.cut:
-                result[slot] = ops.pad(arrays[slot].reshape((-1,)), size * math.prod(shape)).reshape((size, *shape))
+                result[slot] = ops.pad(
+                    arrays[slot].reshape((-1,)), size * math.prod(shape)
+                ).reshape((size, *shape))
                 continue
             here = [arrays.get(name) for name in self.stacks[slot]]
             like = next(x for x in here if x is not None)
-            filled = [x if x is None or slot not in self.ragged else ops.pad(x.reshape((-1,)), shape[0]) for x in here]
+            filled = [
+                x if x is None or slot not in self.ragged else ops.pad(x.reshape((-1,)), shape[0])
+                for x in here
+            ]
             filled += [None] * (size - len(here))
-            result[slot] = ops.stack([ops.zeros(shape, ops.dtype_of(like)) if x is None else x for x in filled])
+            result[slot] = ops.stack(
+                [ops.zeros(shape, ops.dtype_of(like)) if x is None else x for x in filled]
+            )
         return result
 
     def message(self, ops: Ops[A], arrays: Mapping[str, A]) -> A:
         return ops.rows(list(self.stacked(ops, arrays).values()), self.world_size).reshape((-1,))
 
-    def whole(self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None) -> dict[str, A]:
+    def whole(
+        self, ops: Ops[A], message: A, names: Sequence[str], out: Mapping[str, A] | None = None
+    ) -> dict[str, A]:
         layout = self.layout(names, 0)
         matrix = message.reshape((self.world_size, self.counts(names)[0]))
         shapes = [(self.world_size, *shape) for shape in layout.values()]
@@ -178,14 +217,18 @@ class StackShards(Shards):
         """A parameter out of what its owner has of a ragged slot."""
         return row[: self.specs[name].size].reshape(self.specs[name].shape)
 
-    def alone(self, ops: Ops[A], pieces: Mapping[str, A], names: Sequence[str], replica: Any) -> dict[str, A]:
+    def alone(
+        self, ops: Ops[A], pieces: Mapping[str, A], names: Sequence[str], replica: Any
+    ) -> dict[str, A]:
         result, place = {}, ops.zeros((), "int32") + replica
         for name in names:
             slot, r = self.places[name]
             piece, shape = pieces[slot], self.specs[name].shape
             if name in self.cut:
                 k = self.slot_shape(name)[0]
-                rows = ops.stack([ops.where(place == i, piece, 0.0) for i in range(-(-shape[0] // k))])
+                rows = ops.stack(
+                    [ops.where(place == i, piece, 0.0) for i in range(-(-shape[0] // k))]
+                )
                 result[name] = rows.reshape((-1, *shape[1:]))[: shape[0]]
             else:
                 x = self.member(name, piece) if slot in self.ragged else piece
@@ -202,5 +245,6 @@ class StackShards(Shards):
 
 
 def work_of(spec: Spec) -> int:
-    """What it costs to orthogonalize a matrix, n·m·min(n, m), or each matrix of an array of more axes."""
+    """What it costs to orthogonalize a matrix, n·m·min(n, m), or each matrix of an array of more
+    axes."""
     return spec.size * min(spec.shape[-2:])

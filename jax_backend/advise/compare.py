@@ -1,4 +1,5 @@
-"""Replicas of a user's own training on as many devices, or on one by `jax.vmap`: what `gradwire.compare` runs."""
+"""Replicas of a user's own training on as many devices, or on one by `jax.vmap`: what
+`gradwire.compare` runs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from gradwire.jax_backend.axes.outside_meshes import outside_meshes
 from gradwire.jax_backend.engine.self_check import check_noted
 from gradwire.jax_backend.local_sgd.forms import is_nnx, is_train_state, parts, with_parts
 from gradwire.jax_backend.local_sgd.transform import LocalOptimizer, local_sgd
-from gradwire.jax_backend.state.types import PerReplica, Record, on_host, place_mark, warn_of_legacy_keys
+from gradwire.jax_backend.state.types import (
+    PerReplica,
+    Record,
+    on_host,
+    place_mark,
+    warn_of_legacy_keys,
+)
 from gradwire.jax_backend.transforms import average_gradients
 
 #: Of the replicas.
@@ -33,19 +40,24 @@ AXIS = "replicas"
 
 @dataclass(frozen=True)
 class Training:
-    """A training in pieces, of which `gradwire.compare` runs R replicas: on R devices, if this process has so many, and else on one, by `jax.vmap`. Arrays of a
-    state that is divided on a mesh come to each replica whole; on devices of their own replicas run with no mesh in context.
+    """A training in pieces, of which `gradwire.compare` runs R replicas: on R devices, if this
+    process has so many, and else on one, by `jax.vmap`. Arrays of a state that is divided on a mesh
+    come to each replica whole; on devices of their own replicas run with no mesh in context.
 
         def make(wrap, seed):
-            params = model.init(jax.random.key(seed), jnp.zeros((1, 64)))["params"]
-            state = TrainState.create(apply_fn=model.apply, params=params, tx=wrap(optax.adamw(1e-3)))
+            params = model.init(jax.random.key(seed), jnp.zeros((1, 64)))["params"] state =
+            TrainState.create(apply_fn=model.apply, params=params, tx=wrap(optax.adamw(1e-3)))
             return Training(state, train_step, batches, evaluate)
 
     Args:
-        state: a Flax `TrainState`, whose `tx` is what `wrap` returned; `(params, opt_state)`, and more if you like, of arrays; or of Flax nnx `(model, optimizer)`.
-        step: (state, batch) → (state, loss) of one replica, as on one device: nothing in it averages. Of nnx (model, optimizer, batch) → loss.
-        batches: (replica, replicas) → the batches of a replica, each its own; trees of arrays of one shape. What comes to an end is begun again.
-        evaluate: state → the losses of held-out windows, two or more, the same windows each time; of nnx (model, optimizer) →. None: there will be no verdicts.
+        state: a Flax `TrainState`, whose `tx` is what `wrap` returned; `(params, opt_state)`, and
+            more if you like, of arrays; or of Flax nnx `(model, optimizer)`.
+        step: (state, batch) → (state, loss) of one replica, as on one device: nothing in it
+            averages. Of nnx (model, optimizer, batch) → loss.
+        batches: (replica, replicas) → the batches of a replica, each its own; trees of arrays of
+            one shape. What comes to an end is begun again.
+        evaluate: state → the losses of held-out windows, two or more, the same windows each time;
+            of nnx (model, optimizer) →. None: there will be no verdicts.
     """
 
     state: Any
@@ -58,9 +70,12 @@ class Training:
             value = getattr(self, name)
             if not callable(value) and not (name == "evaluate" and value is None):
                 raise TypeError(f"{name} is a {type(value).__name__}; give a function")
-        if not (is_train_state(self.state) or (isinstance(self.state, tuple) and len(self.state) > 1)):
+        if not (
+            is_train_state(self.state) or (isinstance(self.state, tuple) and len(self.state) > 1)
+        ):
             raise TypeError(
-                f"state is a {type(self.state).__name__}; give a TrainState, (params, opt_state), or (model, optimizer) of nnx"
+                f"state is a {type(self.state).__name__}; give a TrainState, (params, opt_state),"
+                " or (model, optimizer) of nnx"
             )
 
 
@@ -74,25 +89,31 @@ def run(
     on_step: Callable[[], object],
     factor: float = 1.0,
 ) -> Run:
-    """Train anew under a method; see `gradwire.torch_backend.advise.compare.run.run`. `make` is called with `wrap`, after NumPy's and Python's generators are
-    seeded.
+    """Train anew under a method; see `gradwire.torch_backend.advise.compare.run.run`. `make` is
+    called with `wrap`, after NumPy's and Python's generators are seeded.
 
     Raises:
         TypeError: `make` returns something else; or as `Training`.
-        ValueError: what the algorithm refuses, or the training, by name; groups that `jax.vmap` does not have; `wrap` was not called once.
+        ValueError: what the algorithm refuses, or the training, by name; groups that `jax.vmap`
+            does not have; `wrap` was not called once.
     """
     np.random.seed(seed)
     random.seed(seed)
     made: list[Any] = []
     training = make(partial(_wrapped, algorithm, factor, made))
     if not isinstance(training, Training):
-        raise TypeError(f"make(wrap) returns a {type(training).__name__}; return a gradwire.jax_backend.Training")
+        raise TypeError(
+            f"make(wrap) returns a {type(training).__name__}; return a"
+            " gradwire.jax_backend.Training"
+        )
     if len(made) != 1:
         raise ValueError(
-            f"make() called wrap {len(made)} times: call it once, on the optimizer that trains the parameters"
+            f"make() called wrap {len(made)} times: call it once, on the optimizer that trains the"
+            " parameters"
         )
     check_noted(jax.local_devices()[0])
-    # Replicas lie whole on a device each, which is no mesh of the user's: `jax.pmap` runs in no other.
+    # Replicas lie whole on a device each, which is no mesh of the user's: `jax.pmap` runs in no
+    # other.
     train = outside_meshes(_train) if _devices(replicas) else _train
     return train(training, algorithm, made[0], replicas, steps, seed, looks, on_step, factor)
 
@@ -115,14 +136,17 @@ def _train(
     params, _ = parts(training.state)
     specs = specs_of_parameters(params)
     sent = plan(specs, algorithm, world_size=replicas).wire_bytes
-    state = jax.tree.map(partial(_rows, form, replicas), form.tree(training.state), is_leaf=_is_marked)
+    state = jax.tree.map(
+        partial(_rows, form, replicas), form.tree(training.state), is_leaf=_is_marked
+    )
     data = [endless(partial(training.batches, rank, replicas)) for rank in range(replicas)]
     losses, held_out = [], {}
     for n in range(1, steps + 1):
         batches = [next(own) for own in data]
         if n == 1 and replicas > 1 and _same(batches[0], batches[1]):
             raise ValueError(
-                f"batches(0, {replicas}) and batches(1, {replicas}) begin with the same batch; give each replica its own shard"
+                f"batches(0, {replicas}) and batches(1, {replicas}) begin with the same batch; give"
+                " each replica its own shard"
             )
         try:
             state, loss = step(state, jax.tree.map(partial(_stacked, n), *batches))
@@ -136,11 +160,13 @@ def _train(
 
 
 def _stacked(n: int, *own: Any) -> Any:
-    """An array of the n-th batch, with a row for each replica. Raises ValueError for unequal ones."""
+    """An array of the n-th batch, with a row for each replica. Raises ValueError for unequal
+    ones."""
     found = {(np.shape(x), str(getattr(x, "dtype", ""))) for x in own}
     if len({shape for shape, _ in found}) > 1:
         raise ValueError(
-            f"batches: arrays of batch {n} have shapes {', '.join(str(np.shape(x)) for x in own)} on the replicas; give all batches of a training one shape"
+            f"batches: arrays of batch {n} have shapes {', '.join(str(np.shape(x)) for x in own)}"
+            " on the replicas; give all batches of a training one shape"
         )
     return jnp.stack([_on_no_mesh(x) for x in own]) if _is_key(own[0]) else np.stack(own)
 
@@ -150,7 +176,8 @@ def _is_key(x: Any) -> bool:
 
 
 def _mapped(step: Callable[..., Any], replicas: int) -> Callable[..., Any]:
-    """A step of all replicas, rows of its arguments, each on a device of its own where there are so many."""
+    """A step of all replicas, rows of its arguments, each on a device of its own where there are so
+    many."""
     if devices := _devices(replicas):
         mapped: Callable[..., Any] = jax.pmap(step, AXIS, devices=devices, donate_argnums=0)
         return mapped
@@ -164,9 +191,12 @@ def _devices(replicas: int) -> list[Any]:
 
 
 def _wrapped(algorithm: Any, factor: float, made: list[Any], tx: Any) -> Any:
-    """The optimizer with the method round it, or before it. Its updates are its learning rate times something, so they take the factor."""
+    """The optimizer with the method round it, or before it. Its updates are its learning rate times
+    something, so they take the factor."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(f"wrap was given a {type(tx).__name__}; give the optax optimizer, the whole chain")
+        raise TypeError(
+            f"wrap was given a {type(tx).__name__}; give the optax optimizer, the whole chain"
+        )
     if factor != 1:
         tx = optax.chain(tx, optax.scale(factor))
     if isinstance(algorithm, LocalSGD):
@@ -203,7 +233,9 @@ class _Form:
         return nnx.merge(self._graph, tree)
 
 
-def _step(training: Training, form: _Form, tx: LocalOptimizer | None, tree: Any, batch: Any) -> tuple[Any, Any]:
+def _step(
+    training: Training, form: _Form, tx: LocalOptimizer | None, tree: Any, batch: Any
+) -> tuple[Any, Any]:
     """The user's step on one replica, inside the map, and what local SGD does after it."""
     state = form.state(tree)
     if form.objects:
@@ -215,18 +247,26 @@ def _step(training: Training, form: _Form, tx: LocalOptimizer | None, tree: Any,
     return form.tree(state), loss
 
 
-def _held_out(training: Training, form: _Form, tx: LocalOptimizer | None, steps: int, tree: Any) -> list[float]:
-    """The losses of the held-out windows, under the outer parameters if there are any. Raises ValueError for fewer than two."""
+def _held_out(
+    training: Training, form: _Form, tx: LocalOptimizer | None, steps: int, tree: Any
+) -> list[float]:
+    """The losses of the held-out windows, under the outer parameters if there are any. Raises
+    ValueError for fewer than two."""
     assert training.evaluate is not None
     state = form.state(tree)
     if tx is not None and tx._halves.local.has_outer and steps > tx._halves.local.start_step:
         params, opt_state = parts(state)
-        outer = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), tx.outer_params(opt_state), params)
+        outer = jax.tree.map(
+            lambda x, p: jnp.asarray(x, p.dtype), tx.outer_params(opt_state), params
+        )
         state = with_parts(state, outer, opt_state)
-    found = np.asarray(training.evaluate(*state) if form.objects else training.evaluate(state), np.float64)
+    found = np.asarray(
+        training.evaluate(*state) if form.objects else training.evaluate(state), np.float64
+    )
     if found.ndim != 1 or found.size < 2:
         raise ValueError(
-            f"evaluate returns an array of shape {found.shape}; return the losses of several held-out windows, of which an interval can be made"
+            f"evaluate returns an array of shape {found.shape}; return the losses of several"
+            " held-out windows, of which an interval can be made"
         )
     return [float(x) for x in found]
 
@@ -236,7 +276,8 @@ def _is_marked(x: Any) -> bool:
 
 
 def _rows(form: _Form, replicas: int, leaf: Any) -> Any:
-    """A row for each replica, random keys of its own in it. The marks of the place have come there. A tree of nnx has lost their paths; there no other array is one int8."""
+    """A row for each replica, random keys of its own in it. The marks of the place have come there.
+    A tree of nnx has lost their paths; there no other array is one int8."""
 
     def one(x: Any) -> Any:
         return place_mark(placed=True) if x.shape == (1,) and x.dtype == jnp.int8 else x
@@ -252,7 +293,10 @@ def _rows(form: _Form, replicas: int, leaf: Any) -> Any:
             warn_of_legacy_keys("an array of the state", x)
             return jnp.repeat(x[None], replicas, axis=0)
         # Noise that all replicas shared would not be averaged away.
-        own = [jax.vmap(partial(jax.random.fold_in, data=i))(x.reshape(-1)).reshape(x.shape) for i in range(replicas)]
+        own = [
+            jax.vmap(partial(jax.random.fold_in, data=i))(x.reshape(-1)).reshape(x.shape)
+            for i in range(replicas)
+        ]
         return jnp.stack(own)
 
     return jax.tree.map(rows, leaf)
@@ -263,7 +307,9 @@ def _on_no_mesh(x: Any) -> Any:
     if not isinstance(getattr(x, "sharding", None), NamedSharding):
         return jnp.asarray(x)
     if _is_key(x):
-        return jax.random.wrap_key_data(jnp.asarray(on_host(jax.random.key_data(x))), impl=jax.random.key_impl(x))
+        return jax.random.wrap_key_data(
+            jnp.asarray(on_host(jax.random.key_data(x))), impl=jax.random.key_impl(x)
+        )
     return jnp.asarray(on_host(x))
 
 

@@ -1,4 +1,5 @@
-"""What a method costs on this device: its own program, compiled and at work on gradients of a model's shapes, with messages to itself.
+"""What a method costs on this device: its own program, compiled and at work on gradients of a
+model's shapes, with messages to itself.
 
 cost = method_cost(PowerSGD(4), specs, replicas=16)
 print(cost.compute)
@@ -30,9 +31,12 @@ AXIS = "replicas"
 
 
 @outside_meshes
-def method_cost(algorithm: Algorithm | LocalSGD, specs: Mapping[str, Spec], replicas: int, device: Any = None) -> Cost:
-    """Compile a method and run it on this device, on all gradients at once. One replica alone exchanges with itself, so decoding what many have sent is
-    not in it; nothing is predicted to travel while backward goes on.
+def method_cost(
+    algorithm: Algorithm | LocalSGD, specs: Mapping[str, Spec], replicas: int, device: Any = None
+) -> Cost:
+    """Compile a method and run it on this device, on all gradients at once. One replica alone
+    exchanges with itself, so decoding what many have sent is not in it; nothing is predicted to
+    travel while backward goes on.
 
     Args:
         algorithm: after its `start_step`.
@@ -45,12 +49,15 @@ def method_cost(algorithm: Algorithm | LocalSGD, specs: Mapping[str, Spec], repl
     """
     device = device or jax.local_devices()[0]
     if isinstance(algorithm, LocalSGD):
-        return cost_of(algorithm, specs, replicas, partial(_local_seconds, algorithm, replicas, device))
+        return cost_of(
+            algorithm, specs, replicas, partial(_local_seconds, algorithm, replicas, device)
+        )
     return cost_of(algorithm, specs, replicas, partial(_seconds, algorithm, device))
 
 
 def _seconds(algorithm: Algorithm, device: Any, specs: Mapping[str, Spec]) -> list[float]:
-    """The seconds of each step in a cycle. Where in a step messages are sent is XLA's affair; that they wait for each other is not."""
+    """The seconds of each step in a cycle. Where in a step messages are sent is XLA's affair; that
+    they wait for each other is not."""
     tx = average_gradients(without_levels(algorithm), axis_name=AXIS)  # which one replica has not
     given = jax.device_put(_drawn(specs), device)
     state = tx.init(given)
@@ -72,9 +79,12 @@ def _seconds(algorithm: Algorithm, device: Any, specs: Mapping[str, Spec]) -> li
     return seconds_in_cycle(once, algorithm.cycle)
 
 
-def _local_seconds(local: LocalSGD, replicas: int, device: Any, specs: Mapping[str, Spec]) -> Iterator[float]:
-    """The seconds of each average in a cycle, decoding and the outer step included, which come later where it overlaps; 0.0 where a schedule names replicas, of which one
-    alone has no averages."""
+def _local_seconds(
+    local: LocalSGD, replicas: int, device: Any, specs: Mapping[str, Spec]
+) -> Iterator[float]:
+    """The seconds of each average in a cycle, decoding and the outer step included, which come
+    later where it overlaps; 0.0 where a schedule names replicas, of which one alone has no
+    averages."""
     ops, alone = JaxOps(), without_levels(local.at_once())
     params = jax.device_put(_drawn(specs), device)
     for step in local.acting_steps(replicas):

@@ -1,4 +1,5 @@
-"""Shapes of JAX models, without memory for their weights: whatever builds one is traced and not run."""
+"""Shapes of JAX models, without memory for their weights: whatever builds one is traced and not
+run."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ from gradwire.jax_backend.state.names import flatten, specs_of, stacks_of
 
 
 def abstract_parameters(build: Callable[[], Any]) -> Any:
-    """What `build()` returns, as a tree of `jax.ShapeDtypeStruct`; of modules, their trained parameters.
+    """What `build()` returns, as a tree of `jax.ShapeDtypeStruct`; of modules, their trained
+    parameters.
 
     Args:
-        build: without arguments; returns a tree of arrays, an `nnx.Module`, an Equinox module, or a `linen.Module` with its inputs,
-            `(module, x)`. Anything else that it returns, a torch module say, is returned as it is.
+        build: without arguments; returns a tree of arrays, an `nnx.Module`, an Equinox module, or a
+            `linen.Module` with its inputs, `(module, x)`. Anything else that it returns, a torch
+            module say, is returned as it is.
 
     Raises:
         ValueError: a linen module without inputs.
@@ -49,19 +52,26 @@ def _parameters(made: Any) -> Any:
     if linen is not None and isinstance(module, linen.Module):
         if not inputs:
             raise ValueError(
-                f"{type(module).__name__} has no parameters before it has seen an input: return (module, x), as for module.init(key, x)"
+                f"{type(module).__name__} has no parameters before it has seen an input: return"
+                " (module, x), as for module.init(key, x)"
             )
         variables = module.init(jax.random.key(0), *inputs)
         return variables["params"]
     if nnx is not None and isinstance(made, nnx.Module):
         return nnx.state(made, nnx.Param)
-    if isinstance(made, Mapping) and set(made) >= {"params"} and isinstance(made["params"], Mapping):
+    if (
+        isinstance(made, Mapping)
+        and set(made) >= {"params"}
+        and isinstance(made["params"], Mapping)
+    ):
         return made["params"]
     return jax.tree.map(_parameter, made)
 
 
 def _parameter(x: Any) -> Any:
     """An array of floats; None for other leaves of a module, such as functions."""
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")) or not jnp.issubdtype(x.dtype, jnp.floating):
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")) or not jnp.issubdtype(
+        x.dtype, jnp.floating
+    ):
         return None
     return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)

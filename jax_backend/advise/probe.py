@@ -1,4 +1,5 @@
-"""How long messages take between the devices of an axis, measured with the requests that algorithms make.
+"""How long messages take between the devices of an axis, measured with the requests that algorithms
+make.
 
 jax.distributed.initialize()
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -38,7 +39,8 @@ from gradwire.jax_backend.engine.driver import drive
 @checked
 @outside_meshes
 def probe(mesh: Mesh, axis_name: AxisName, *, nodes: AtLeast1 | None = None) -> Probe:
-    """Measure latency and bandwidth along an axis, in some seconds. Each process calls it; all of them are told the same.
+    """Measure latency and bandwidth along an axis, in some seconds. Each process calls it; all of
+    them are told the same.
 
     Args:
         mesh: of all devices.
@@ -50,7 +52,10 @@ def probe(mesh: Mesh, axis_name: AxisName, *, nodes: AtLeast1 | None = None) -> 
     """
     axes = axes_of(axis_name)
     if missing := [axis for axis in axes if axis not in mesh.shape]:
-        raise ValueError(f"axis_name={axis_name!r}: the mesh has the axes {tuple(mesh.shape)}, and no {missing[0]!r}")
+        raise ValueError(
+            f"axis_name={axis_name!r}: the mesh has the axes {tuple(mesh.shape)}, and no"
+            f" {missing[0]!r}"
+        )
     replicas = math.prod(mesh.shape[axis] for axis in axes)
     if nodes is None:
         nodes = len({device.process_index for device in mesh.devices.flat})
@@ -68,7 +73,13 @@ class _Prober:
         self._compiled: dict[Any, Callable[[], Any]] = {}
 
     def __call__(
-        self, nbytes: int, groups: Groups | None, *, exchange: bool = False, products: int = 0, repeats: int = 1
+        self,
+        nbytes: int,
+        groups: Groups | None,
+        *,
+        exchange: bool = False,
+        products: int = 0,
+        repeats: int = 1,
     ) -> float:
         run = self._ready(nbytes, groups, exchange, products)
         found = []
@@ -83,7 +94,9 @@ class _Prober:
             slowest = float(np.max(multihost_utils.process_allgather(np.float32(slowest))))
         return slowest
 
-    def _ready(self, nbytes: int, groups: Groups | None, exchange: bool, products: int) -> Callable[[], Any]:
+    def _ready(
+        self, nbytes: int, groups: Groups | None, exchange: bool, products: int
+    ) -> Callable[[], Any]:
         """A message, and products of matrices meanwhile, compiled and run once."""
         key = nbytes, groups, exchange, products
         if key not in self._compiled:
@@ -94,12 +107,16 @@ class _Prober:
             x = jax.jit(lambda: jnp.zeros((self._replicas, *shape)), out_shardings=rows)()
 
             def on_each(x: jax.Array) -> Any:
-                sent = drive(message(x[0], groups, exchange=exchange), self._axes) if nbytes else x[0]
+                sent = (
+                    drive(message(x[0], groups, exchange=exchange), self._axes) if nbytes else x[0]
+                )
                 matrix = jnp.full((ROWS, ROWS), 1.0 / ROWS) + x.reshape(-1)[0] * 0
                 product: jax.Array = jax.lax.fori_loop(0, products, lambda _, y: matrix @ y, matrix)
                 return sent[None], product[:1]
 
-            mapped = jax.shard_map(on_each, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False)
+            mapped = jax.shard_map(
+                on_each, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False
+            )
             compiled = jax.jit(mapped).lower(x).compile()
             self._compiled = {key: lambda: ready(compiled(x))}  # one at a time: they are large
             self._compiled[key]()

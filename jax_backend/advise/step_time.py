@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 def step_compute(train_step: Callable[[], Any]) -> Compute:
-    """Run a step some times, with nothing sent. It returns what it computes, so that its end can be waited for. Raises NoStep if it builds a model, and whatever it
-    raises."""
+    """Run a step some times, with nothing sent. It returns what it computes, so that its end can be
+    waited for. Raises NoStep if it builds a model, and whatever it raises."""
     for _ in range(WARM_UP):
         returned = train_step()
         require_step(returned)

@@ -1,12 +1,14 @@
 """The mapped axis of the replicas, and what JAX knows about values that differ along it.
 
-Under `jax.shard_map(check_vma=True)`, its default, every value carries the axes along which it *varies*. Elsewhere (`pmap`, `vmap`,
-`check_vma=False`) it carries nothing, and the functions here change nothing.
+Under `jax.shard_map(check_vma=True)`, its default, every value carries the axes along which it
+*varies*. Elsewhere (`pmap`, `vmap`, `check_vma=False`) it carries nothing, and the functions here
+change nothing.
 
 Two kinds of map bind the axis: `jax.shard_map` (and `jax.pmap`, which is one), or `jax.vmap`. Under
-`jax.vmap(step, axis_name="data", spmd_axis_name="data")` XLA divides the replicas among devices, as DrJAX and MaxText have it. There a branch
-whose predicate has an axis for the replicas becomes a selection: both sides are computed, and their collectives sent, in every step. `agreed`
-takes the axis away.
+`jax.vmap(step, axis_name="data", spmd_axis_name="data")` XLA divides the replicas among devices, as
+DrJAX and MaxText have it. There a branch whose predicate has an axis for the replicas becomes a
+selection: both sides are computed, and their collectives sent, in every step. `agreed` takes the
+axis away.
 """
 
 from __future__ import annotations
@@ -26,21 +28,27 @@ AxisName = str | tuple[str, ...]
 
 T = TypeVar("T")
 
-#: The name of the function that is left out of what a step sends: under `jax.vmap` alone it is there, and 4 bytes.
+#: The name of the function that is left out of what a step sends: under `jax.vmap` alone it is
+#: there, and 4 bytes.
 AGREED = "_agreed_under_vmap"
 
 _pvary: Any = getattr(lax, "pvary", None)
 
 
 def axes_of(axis_name: AxisName) -> tuple[str, ...]:
-    """The names as a tuple. Raises TypeError for what is no name, ValueError for one that is given twice."""
+    """The names as a tuple. Raises TypeError for what is no name, ValueError for one that is given
+    twice."""
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not axes or not all(isinstance(a, str) for a in axes):
         raise TypeError(
-            f"axis_name={short(axis_name)} must be the name of the mapped axis, as in jax.pmap(step, axis_name='data')"
+            f"axis_name={short(axis_name)} must be the name of the mapped axis, as in"
+            " jax.pmap(step, axis_name='data')"
         )
     if len(set(axes)) < len(axes):
-        raise ValueError(f"axis_name={axis_name!r} names an axis twice; name each axis that the replicas span once")
+        raise ValueError(
+            f"axis_name={axis_name!r} names an axis twice; name each axis that the replicas span"
+            " once"
+        )
     return axes
 
 
@@ -57,19 +65,22 @@ def require_axis(axis_name: AxisName, who: str) -> None:
     """Raise NameError if the code is not running inside a map over `axis_name`."""
     if not is_bound(axis_name):
         raise NameError(
-            f"{who}: the axis {axis_name!r} is not bound here, so there are no replicas to average over. Call it inside "
-            f"jax.pmap(step, axis_name={axis_name!r}), or inside jax.shard_map over a mesh with that axis. Under plain jax.jit "
-            "gradients are global already and nothing has to be averaged."
+            f"{who}: the axis {axis_name!r} is not bound here, so there are no replicas to average"
+            f" over. Call it inside jax.pmap(step, axis_name={axis_name!r}), or inside"
+            " jax.shard_map over a mesh with that axis. Under plain jax.jit gradients are global"
+            " already and nothing has to be averaged."
         )
 
 
 def is_manual(axis_name: AxisName) -> bool:
-    """Whether each device runs the code for itself along this axis: inside `jax.shard_map` and `jax.pmap`, not inside `jax.vmap`."""
+    """Whether each device runs the code for itself along this axis: inside `jax.shard_map` and
+    `jax.pmap`, not inside `jax.vmap`."""
     return frozenset(axes_of(axis_name)) <= frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def agreed(x: T, axis_name: AxisName) -> T:
-    """Integers that are equal on all replicas, known to be: `lax.cond` on them stays a branch under `jax.vmap`. A tree of scalars."""
+    """Integers that are equal on all replicas, known to be: `lax.cond` on them stays a branch under
+    `jax.vmap`. A tree of scalars."""
     if is_manual(axis_name):
         return x
 
@@ -96,7 +107,8 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def vary(x: T, axes: Iterable[str]) -> T:
-    """Every array of a tree, marked as differing along these axes; those that are marked already stay as they are."""
+    """Every array of a tree, marked as differing along these axes; those that are marked already
+    stay as they are."""
 
     wanted = frozenset(axes)
     if not wanted:
@@ -107,7 +119,11 @@ def vary(x: T, axes: Iterable[str]) -> T:
         if not missing:
             return leaf
         # JAX 0.8 has no `pcast`.
-        return lax.pcast(leaf, missing, to="varying") if hasattr(lax, "pcast") else _pvary(leaf, missing)
+        return (
+            lax.pcast(leaf, missing, to="varying")
+            if hasattr(lax, "pcast")
+            else _pvary(leaf, missing)
+        )
 
     marked: T = jax.tree.map(mark, x)
     return marked
@@ -126,15 +142,16 @@ def vary_if_tracked(x: T, axis_name: AxisName) -> T:
 def mark_varying(params: T, axis_name: AxisName) -> T:
     """Parameters with respect to which gradients are this replica's own.
 
-    Under `jax.shard_map(check_vma=True)` the gradient with respect to replicated parameters arrives already *summed* over the
-    replicas. Differentiate with respect to these instead:
+    Under `jax.shard_map(check_vma=True)` the gradient with respect to replicated parameters arrives
+    already *summed* over the replicas. Differentiate with respect to these instead:
 
         loss, gradients = jax.value_and_grad(loss_fn)(mark_varying(state.params, "data"), batch)
 
     Elsewhere (`pmap`, `check_vma=False`) gradients are local anyway and this changes nothing.
 
-    The loss has to be the replica's own: of one that is averaged by `jax.lax.pmean` inside the function that is differentiated, gradients are 1/W of the right ones,
-    under `check_vma=True` alone, and nothing says so.
+    The loss has to be the replica's own: of one that is averaged by `jax.lax.pmean` inside the
+    function that is differentiated, gradients are 1/W of the right ones, under `check_vma=True`
+    alone, and nothing says so.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -163,9 +180,11 @@ def check_local(gradients: dict[str, jax.Array], axis_name: AxisName) -> None:
     summed = [name for name, g in gradients.items() if not axes <= varying_axes(g)]
     if summed:
         raise ValueError(
-            f"the gradients of {some(summed)} do not vary over "
-            f"{axis_name!r}: they are the same on all replicas already. Either autodiff has already summed them, as it does under "
-            f"jax.shard_map(check_vma=True): differentiate with respect to gradwire.jax_backend.mark_varying(params, {axis_name!r}), or pass "
-            "check_vma=False to jax.shard_map. Or a pmean or psum precedes this transformation: take it out. (Flax's DynamicScale(…).value_and_grad(axis_name=…) "
-            "has one: leave axis_name out, and decide by the averages, jax.numpy.isfinite of updates, whether to step.)"
+            f"the gradients of {some(summed)} do not vary over {axis_name!r}: they are the same on"
+            " all replicas already. Either autodiff has already summed them, as it does under"
+            " jax.shard_map(check_vma=True): differentiate with respect to"
+            f" gradwire.jax_backend.mark_varying(params, {axis_name!r}), or pass check_vma=False to"
+            " jax.shard_map. Or a pmean or psum precedes this transformation: take it out. (Flax's"
+            " DynamicScale(…).value_and_grad(axis_name=…) has one: leave axis_name out, and decide"
+            " by the averages, jax.numpy.isfinite of updates, whether to step.)"
         )

@@ -1,8 +1,11 @@
-"""What the host computes with arrays of a mesh, whatever mesh is in context, and whatever types its axes have.
+"""What the host computes with arrays of a mesh, whatever mesh is in context, and whatever types its
+axes have.
 
-With a mesh in context, `jax.set_mesh(mesh)`, JAX computes on all of its devices, and refuses arrays that lie on one of them, or on a mesh whose axes have other
-types. Of axes of `AxisType.Explicit`, which `jax.make_mesh` makes, every operation must know how its result is sharded: a row of an array that is
-sharded by rows cannot be taken. So helpers of the host run outside of every mesh, and see such axes as if the compiler managed them.
+With a mesh in context, `jax.set_mesh(mesh)`, JAX computes on all of its devices, and refuses arrays
+that lie on one of them, or on a mesh whose axes have other types. Of axes of `AxisType.Explicit`,
+which `jax.make_mesh` makes, every operation must know how its result is sharded: a row of an array
+that is sharded by rows cannot be taken. So helpers of the host run outside of every mesh, and see
+such axes as if the compiler managed them.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ NO_MESH = Mesh(np.empty((), dtype=object), ())
 
 
 def outside_meshes(helper: Callable[Given, T]) -> Callable[Given, T]:
-    """The helper, run with no mesh in context. Inside a trace, where the context is the program's, it runs as it is."""
+    """The helper, run with no mesh in context. Inside a trace, where the context is the program's,
+    it runs as it is."""
 
     @functools.wraps(helper)
     def run(*args: Given.args, **options: Given.kwargs) -> T:
@@ -42,20 +46,24 @@ def _no_mesh() -> AbstractContextManager[Any]:
 
 
 def automatic(x: Any) -> Any:
-    """An array on a mesh whose axes are all of `AxisType.Auto`: the same data, of which nothing is copied. Anything else as it is."""
+    """An array on a mesh whose axes are all of `AxisType.Auto`: the same data, of which nothing is
+    copied. Anything else as it is."""
     mesh = _explicit_mesh(x)
     return x if mesh is None else _with_axes_of(x, Mesh(mesh.devices, mesh.axis_names))
 
 
 def with_axes_like(made: T, given: Any) -> T:
-    """What was made of `automatic` arrays, a tree, on the mesh of those that were `given`. Nothing is copied."""
+    """What was made of `automatic` arrays, a tree, on the mesh of those that were `given`. Nothing
+    is copied."""
     mesh = next(filter(None, map(_explicit_mesh, jax.tree.leaves(given))), None)
     if mesh is None:
         return made
 
     def back(x: Any) -> Any:
         sharding = getattr(x, "sharding", None)
-        same = isinstance(sharding, NamedSharding) and sharding.mesh == Mesh(mesh.devices, mesh.axis_names)
+        same = isinstance(sharding, NamedSharding) and sharding.mesh == Mesh(
+            mesh.devices, mesh.axis_names
+        )
         return _with_axes_of(x, mesh) if same else x
 
     lying: T = jax.tree.map(back, made)
@@ -72,4 +80,6 @@ def _explicit_mesh(x: Any) -> Mesh | None:
 def _with_axes_of(x: jax.Array, mesh: Mesh) -> jax.Array:
     assert isinstance(x.sharding, NamedSharding)
     sharding = NamedSharding(mesh, x.sharding.spec, memory_kind=x.sharding.memory_kind)
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, [shard.data for shard in x.addressable_shards])
+    return jax.make_array_from_single_device_arrays(
+        x.shape, sharding, [shard.data for shard in x.addressable_shards]
+    )

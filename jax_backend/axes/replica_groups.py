@@ -1,8 +1,9 @@
 """Groups of replicas, in the terms of JAX.
 
-Groups that lie along some of the mesh axes that the replicas span exchange over those axes, which JAX can do everywhere. Any others take
-`axis_index_groups`, which JAX has under `pmap` and `shard_map`, for sums too in groups of unequal size, but not under `vmap`, nor for sums
-where it keeps track of what varies (`check_vma=True`).
+Groups that lie along some of the mesh axes that the replicas span exchange over those axes, which
+JAX can do everywhere. Any others take `axis_index_groups`, which JAX has under `pmap` and
+`shard_map`, for sums too in groups of unequal size, but not under `vmap`, nor for sums where it
+keeps track of what varies (`check_vma=True`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Peers:
 
     Attributes:
         axes: mapped axes.
-        groups: of the replicas along all of these axes, in the order in which they count. None: all of them.
+        groups: of the replicas along all of these axes, in the order in which they count. None: all
+            of them.
     """
 
     axes: tuple[str, ...]
@@ -41,7 +43,8 @@ class Peers:
 
     @property
     def size(self) -> int:
-        """How many exchange, this replica included. Of groups of unequal size, those of the first."""
+        """How many exchange, this replica included. Of groups of unequal size, those of the
+        first."""
         if self.groups is not None:
             return len(self.groups[0])
         size: int = lax.axis_size(self.axes) if self.axes else 1
@@ -60,14 +63,18 @@ class Peers:
         return jnp.asarray(lax.axis_index(self.axes) if self.axes else 0, jnp.int32)
 
     def _of_own(self, values: list[list[int]], dtype: Any) -> jax.Array:
-        by_replica = dict(zip(itertools.chain(*self.groups or ()), itertools.chain(*values), strict=True))
-        return jnp.asarray([by_replica[i] for i in sorted(by_replica)], dtype)[lax.axis_index(self.axes)]
+        by_replica = dict(
+            zip(itertools.chain(*self.groups or ()), itertools.chain(*values), strict=True)
+        )
+        return jnp.asarray([by_replica[i] for i in sorted(by_replica)], dtype)[
+            lax.axis_index(self.axes)
+        ]
 
     def exchange(
         self, collective: Callable[..., Any], arrays: list[jax.Array], *args: Any, **options: Any
     ) -> list[jax.Array]:
-        """`collective` of `jax.lax`, of these arrays over the axes within the groups, as one message. Raises NotImplementedError where
-        JAX cannot, see above."""
+        """`collective` of `jax.lax`, of these arrays over the axes within the groups, as one
+        message. Raises NotImplementedError where JAX cannot, see above."""
         if self.groups is not None:
             options["axis_index_groups"] = self.groups
         try:
@@ -76,9 +83,10 @@ class Peers:
             if self.groups is None:
                 raise
             raise NotImplementedError(
-                f"groups {self.groups} of the axis {self._said()!r}: under jax.vmap, and for sums under jax.shard_map(check_vma=True), JAX "
-                "exchanges over whole mesh axes only. Pass check_vma=False to jax.shard_map, or let the replicas span several axes along "
-                "which the groups lie, as in axis_name=('node', 'data')"
+                f"groups {self.groups} of the axis {self._said()!r}: under jax.vmap, and for sums"
+                " under jax.shard_map(check_vma=True), JAX exchanges over whole mesh axes only."
+                " Pass check_vma=False to jax.shard_map, or let the replicas span several axes"
+                " along which the groups lie, as in axis_name=('node', 'data')"
             ) from error
 
     def _said(self) -> AxisName:
@@ -86,7 +94,8 @@ class Peers:
 
 
 def one_message(collectives: Callable[[T], T], arrays: T) -> T:
-    """`collectives(arrays)`, which counts as one message: JAX has a `psum` for each array of a list, and XLA joins them again."""
+    """`collectives(arrays)`, which counts as one message: JAX has a `psum` for each array of a
+    list, and XLA joins them again."""
 
     def message(xs: T) -> T:
         return collectives(xs)
@@ -97,10 +106,11 @@ def one_message(collectives: Callable[[T], T], arrays: T) -> T:
 
 
 def peers_of(groups: Groups | None, axis_name: AxisName, *, ranked: bool = True) -> Peers:
-    """The replicas that one exchanges with, in a partition of the replicas, which are numbered as `lax.axis_index(axis_name)` does. None: with all.
+    """The replicas that one exchanges with, in a partition of the replicas, which are numbered as
+    `lax.axis_index(axis_name)` does. None: with all.
 
-    `ranked`: it matters who comes first in a group, and that all groups have one size. For a sum neither does. Raises ValueError for groups that
-    are no partition, or of several sizes.
+    `ranked`: it matters who comes first in a group, and that all groups have one size. For a sum
+    neither does. Raises ValueError for groups that are no partition, or of several sizes.
     """
     axes = axes_of(axis_name)
     if groups is None:
@@ -114,21 +124,27 @@ def peers_of(groups: Groups | None, axis_name: AxisName, *, ranked: bool = True)
 
 
 def mean_by_sum(
-    total: Callable[[list[jax.Array]], list[jax.Array]], arrays: Sequence[jax.Array], replicas: int | jax.Array
+    total: Callable[[list[jax.Array]], list[jax.Array]],
+    arrays: Sequence[jax.Array],
+    replicas: int | jax.Array,
 ) -> list[jax.Array]:
     """The averages of arrays of one dtype, by a function that sums them over `replicas` replicas.
 
-    The sum is divided: XLA does that where the average is used, at no cost. A quotient that is summed takes a pass over memory, and as much
-    memory as the array. In float16 the sum may be more than the largest number, 65,504, where the average is not, so it is divided first;
-    bfloat16 reaches as far as float32.
+    The sum is divided: XLA does that where the average is used, at no cost. A quotient that is
+    summed takes a pass over memory, and as much memory as the array. In float16 the sum may be more
+    than the largest number, 65,504, where the average is not, so it is divided first; bfloat16
+    reaches as far as float32.
     """
     if any(x.dtype == jnp.float16 for x in arrays):
         return total([x / replicas for x in arrays])
     return [x / replicas for x in total(list(arrays))]
 
 
-def axes_along(groups: Groups, axes: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[str, ...] | None:
-    """Those axes over which replicas exchange as within the groups; None if there are none such, () for groups of one replica each."""
+def axes_along(
+    groups: Groups, axes: tuple[str, ...], sizes: tuple[int, ...]
+) -> tuple[str, ...] | None:
+    """Those axes over which replicas exchange as within the groups; None if there are none such, ()
+    for groups of one replica each."""
     wanted = set(groups)
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
     for count in range(len(axes) + 1):
@@ -141,8 +157,9 @@ def axes_along(groups: Groups, axes: tuple[str, ...], sizes: tuple[int, ...]) ->
 
 
 def node_size(axis_name: AxisName) -> int:
-    """How many consecutive replicas share a machine: those with the same index on the first of several axes, or, along one axis, those
-    of a process. Raises ValueError if the replicas cannot be divided among the processes."""
+    """How many consecutive replicas share a machine: those with the same index on the first of
+    several axes, or, along one axis, those of a process. Raises ValueError if the replicas cannot
+    be divided among the processes."""
     axes = axes_of(axis_name)
     replicas: int = lax.axis_size(axis_name)
     if len(axes) > 1:
@@ -150,7 +167,8 @@ def node_size(axis_name: AxisName) -> int:
         return size
     if replicas % jax.process_count():
         raise ValueError(
-            f"'node' cannot be {replicas} replicas divided by {jax.process_count()} processes; say how many replicas share a machine"
+            f"'node' cannot be {replicas} replicas divided by {jax.process_count()} processes; say"
+            " how many replicas share a machine"
         )
     share: int = replicas // jax.process_count()
     return share

@@ -1,7 +1,7 @@
 """`Auto` in JAX: a compiled step for each of a few methods, and which of them is called next.
 
-A compiled step cannot change its method, so the choice lies outside. What is chosen is decided by `gradwire.core.advise.choosing.chooser.Chooser`, or was by the
-run whose decisions are repeated.
+A compiled step cannot change its method, so the choice lies outside. What is chosen is decided by
+`gradwire.core.advise.choosing.chooser.Chooser`, or was by the run whose decisions are repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from jax.sharding import Mesh
 
 from gradwire.core.advise.advice import name_of
 from gradwire.core.advise.choosing.chooser import Chooser
-from gradwire.core.advise.choosing.methods import Auto, Chosen, Decisions, change_in_words, expected_order, methods_of
+from gradwire.core.advise.choosing.methods import (
+    Auto,
+    Chosen,
+    Decisions,
+    change_in_words,
+    expected_order,
+    methods_of,
+)
 from gradwire.core.advise.choosing.step_times import StepTimes
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.compressor import ERROR
@@ -38,7 +45,12 @@ from gradwire.jax_backend.axes.mapped_axis import AxisName, axes_of
 from gradwire.jax_backend.checks import configuration_of
 from gradwire.jax_backend.choosing.late_processes import LateProcesses
 from gradwire.jax_backend.choosing.owed import OwedState, continued, with_owed
-from gradwire.jax_backend.choosing.processes import Messages, said_by_the_first, same_on_all, same_process
+from gradwire.jax_backend.choosing.processes import (
+    Messages,
+    said_by_the_first,
+    same_on_all,
+    same_process,
+)
 from gradwire.jax_backend.choosing.step_ends import StepEnds
 from gradwire.jax_backend.engine.barrier import meet
 from gradwire.jax_backend.state.names import flatten, specs_of, stacks_of
@@ -48,12 +60,14 @@ from gradwire.jax_backend.transforms import average_gradients
 
 logger = logging.getLogger("gradwire")
 
-#: What makes a training of the transformation that averages: its state, as it is before `distribute` or `replicate`, and its step, by `jax.jit` or `jax.pmap`.
+#: What makes a training of the transformation that averages: its state, as it is before
+#: `distribute` or `replicate`, and its step, by `jax.jit` or `jax.pmap`.
 Build = Callable[[optax.GradientTransformationExtraArgs], tuple[Any, Any]]
 
 #: So many methods at most: each is one more program to compile.
 MOST = 3
-#: Steps between questions whether all have been compiled; and before the time of a step is asked for, so that a device always has its next one.
+#: Steps between questions whether all have been compiled; and before the time of a step is asked
+#: for, so that a device always has its next one.
 ASKED, LATE = 4, 1
 #: Of a compiled step: it is, it is not yet, and it never will be.
 READY, WAITING, FAILED = 0.0, 1.0, 2.0
@@ -72,30 +86,40 @@ class AutoStep:
         for batch in batches:
             state, loss = auto.step(state, batch)
 
-    It begins with uncompressed averages, and compiles the steps of the other methods meanwhile, in a thread. Then each averages some real steps; see
-    `gradwire.core.advise.choosing.chooser.Chooser`. The slowest process counts, and all of them change in the same step. The state is moved between methods on its
-    devices: the memory that both have stays, and a compression error that has no place any more is added to the next gradients once.
+    It begins with uncompressed averages, and compiles the steps of the other methods meanwhile, in
+    a thread. Then each averages some real steps; see
+    `gradwire.core.advise.choosing.chooser.Chooser`. The slowest process counts, and all of them
+    change in the same step. The state is moved between methods on its devices: the memory that both
+    have stays, and a compression error that has no place any more is added to the next gradients
+    once.
 
     Args:
-        auto: among which methods, of which the first three count, uncompressed averages included, in their order; and the log of decisions.
-        build: called once for each method. Everything but the averages must be the same in all calls.
+        auto: among which methods, of which the first three count, uncompressed averages included,
+            in their order; and the log of decisions.
+        build: called once for each method. Everything but the averages must be the same in all
+            calls.
         axis_name: of the replicas.
         mesh: of `jax.shard_map`; None for `jax.pmap`.
 
     Attributes:
         choices: (step, number, method), which one was chosen from which step on.
-        compile_seconds: by method, what it took to compile its step; of uncompressed averages with the first step.
+        compile_seconds: by method, what it took to compile its step; of uncompressed averages with
+            the first step.
 
     Raises:
         TypeError: `auto` is no `gradwire.Auto`; `build` returns something else.
-        ValueError: the state has no averages, or several; on all processes, if a comparison or decisions cannot be read.
+        ValueError: the state has no averages, or several; on all processes, if a comparison or
+            decisions cannot be read.
         RuntimeError: some processes do not make one, see `distribute`.
     """
 
-    def __init__(self, auto: Auto, build: Build, *, axis_name: AxisName, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, auto: Auto, build: Build, *, axis_name: AxisName, mesh: Mesh | None = None
+    ) -> None:
         if not isinstance(auto, Auto):
             raise TypeError(
-                f"auto={short(auto)} is no gradwire.Auto. One method needs no choice: average_gradients(…, axis_name={axis_name!r})"
+                f"auto={short(auto)} is no gradwire.Auto. One method needs no choice:"
+                f" average_gradients(…, axis_name={axis_name!r})"
             )
         self._auto, self._build, self._axis, self._mesh = auto, build, axis_name, mesh
         devices = jax.devices() if mesh is None else list(mesh.devices.flat)
@@ -150,10 +174,12 @@ class AutoStep:
         return name_of(self._methods[self.choices[-1].number if self.choices else self._number])
 
     def init(self, method: str | None = None) -> Any:
-        """The training state before the first step, on its devices; in several processes all must call this.
+        """The training state before the first step, on its devices; in several processes all must
+        call this.
 
         Args:
-            method: whose state it is, and with which the training goes on, as `method` says it; restore a saved state into this one. None: uncompressed averages.
+            method: whose state it is, and with which the training goes on, as `method` says it;
+                restore a saved state into this one. None: uncompressed averages.
 
         Raises:
             ValueError: it is none of the methods.
@@ -161,7 +187,9 @@ class AutoStep:
         """
         names = [name_of(m) for m in self._methods]
         if method is not None and method not in names:
-            raise ValueError(f"method={method!r} is none of those that are chosen among: {', '.join(names)}")
+            raise ValueError(
+                f"method={method!r} is none of those that are chosen among: {', '.join(names)}"
+            )
         state, self._state = self._state, None
         if state is None:
             state, _ = self._built(0)
@@ -169,19 +197,24 @@ class AutoStep:
         return self._moved(self._placed(state, "AutoStep.init"), 0, self._number)
 
     def step(self, state: Any, *args: Any) -> Any:
-        """Call the step of the method whose turn it is. Arguments and results are those of the steps that `build` returns, the state first.
+        """Call the step of the method whose turn it is. Arguments and results are those of the
+        steps that `build` returns, the state first.
 
-        If a step is not done after ten seconds, the log names the processes that have not called it.
+        If a step is not done after ten seconds, the log names the processes that have not called
+        it.
 
         Raises:
-            RuntimeError: inside a function that is traced, such as one for `jax.jit`; or another process does not answer.
+            RuntimeError: inside a function that is traced, such as one for `jax.jit`; or another
+                process does not answer.
             ValueError: the state is not of this training.
         """
         leaves, given = jax.tree.leaves(state), jax.tree.leaves(args)
         if any(isinstance(x, jax.core.Tracer) for x in (*leaves, *given)):
             raise RuntimeError(
-                "AutoStep.step chooses on the host which compiled step comes next, and cannot be part of a compiled one, such as a lax.scan over steps. Call it "
-                f"in a loop of Python; or fix the method that it has chosen, {self.method}: average_gradients(…) with that"
+                "AutoStep.step chooses on the host which compiled step comes next, and cannot be"
+                " part of a compiled one, such as a lax.scan over steps. Call it in a loop of"
+                f" Python; or fix the method that it has chosen, {self.method}:"
+                " average_gradients(…) with that"
             )
         self._late.begins()
         after = None
@@ -191,7 +224,9 @@ class AutoStep:
             self._late.returns(after)
         return result
 
-    def _stepped(self, state: Any, leaves: Sequence[Any], args: Sequence[Any], given: Sequence[Any]) -> tuple[Any, Any]:
+    def _stepped(
+        self, state: Any, leaves: Sequence[Any], args: Sequence[Any], given: Sequence[Any]
+    ) -> tuple[Any, Any]:
         """What the step returns, and the array by which its end is known."""
         self._follow(state, leaves)
         number, timed, shared = self._number, False, False
@@ -235,14 +270,17 @@ class AutoStep:
         made = self._build(with_owed(self._average(number), lambda: self._owed_to(number)))
         if not (isinstance(made, tuple) and len(made) == 2 and hasattr(made[1], "lower")):
             raise TypeError(
-                f"build returned {short(made)}: return (state, step), with the step as jax.jit(…) or jax.pmap(…) makes it"
+                f"build returned {short(made)}: return (state, step), with the step as jax.jit(…)"
+                " or jax.pmap(…) makes it"
             )
         parts = [x for x in jax.tree.leaves(made[0], is_leaf=_is_ours) if _is_ours(x)]
         if len(parts) != 1:
             raise ValueError(
-                f"the state that build returned holds {len(parts)} states of the averages that it was given: put these into one optax.chain, "
-                "in front of the optimizer, and return what its init made as part of the state. nnx.split takes the types of an nnx.Optimizer away: split the model "
-                "alone, and keep tx.init(params) beside its parameters, (params, opt_state)"
+                f"the state that build returned holds {len(parts)} states of the averages that it"
+                " was given: put these into one optax.chain, in front of the optimizer, and return"
+                " what its init made as part of the state. nnx.split takes the types of an"
+                " nnx.Optimizer away: split the model alone, and keep tx.init(params) beside its"
+                " parameters, (params, opt_state)"
             )
         return made
 
@@ -251,7 +289,9 @@ class AutoStep:
 
         def init(params: optax.Params) -> Any:
             self._find_methods(params)
-            return _quiet(average_gradients(self._methods[number], axis_name=self._axis).init)(params)
+            return _quiet(average_gradients(self._methods[number], axis_name=self._axis).init)(
+                params
+            )
 
         def update(updates: optax.Updates, state: Any, params: Any = None, **others: Any) -> Any:
             method = average_gradients(self._methods[number], axis_name=self._axis)
@@ -266,25 +306,35 @@ class AutoStep:
     def _find_methods(self, params: Any) -> None:
         if self._methods:
             return
-        self._params = jax.tree.map(lambda x: _shape_of(x if isinstance(x, jax.Array) else jnp.asarray(x)), params)
+        self._params = jax.tree.map(
+            lambda x: _shape_of(x if isinstance(x, jax.Array) else jnp.asarray(x)), params
+        )
         specs = specs_of(flatten(params).leaves, stacks_of(params))
         served: list[tuple[Algorithm, frozenset[str]]] = []
         for method in methods_of(self._auto, specs, self._replicas, self._near):
             try:
-                made = jax.eval_shape(_quiet(average_gradients(method, axis_name=self._axis).init), self._params)
+                made = jax.eval_shape(
+                    _quiet(average_gradients(method, axis_name=self._axis).init), self._params
+                )
             except ValueError as error:
                 logger.info("Auto leaves %s out: %s", name_of(method), error)
                 continue
             own = by_parameter(made.local.per_replica)
-            served.append((method, frozenset(name for name, memory in own.items() if ERROR in memory)))
+            served.append(
+                (method, frozenset(name for name, memory in own.items() if ERROR in memory))
+            )
 
         def order() -> str:
             methods = [method for method, _ in served]
             return json.dumps(
-                expected_order(self._auto, methods, lambda method: method_cost(method, specs, self._replicas))
+                expected_order(
+                    self._auto, methods, lambda method: method_cost(method, specs, self._replicas)
+                )
             )
 
-        for number in json.loads(said_by_the_first("probe", order))[: MOST if self._replicas > 1 else 1]:
+        for number in json.loads(said_by_the_first("probe", order))[
+            : MOST if self._replicas > 1 else 1
+        ]:
             self._methods.append(served[number][0])
             self._errors.append(served[number][1])
 
@@ -302,13 +352,17 @@ class AutoStep:
             return state
         leaves = jax.tree.leaves(state, is_leaf=_is_ours)
         return jax.tree.unflatten(
-            self._structures[number], [continued(x, self._fresh(number)) if _is_ours(x) else x for x in leaves]
+            self._structures[number],
+            [continued(x, self._fresh(number)) if _is_ours(x) else x for x in leaves],
         )
 
     def _part(self, number: int) -> OwedState:
-        """The part of the state that belongs to the averages, before the first step. Rows of replicas are zeros: only their shapes are kept."""
+        """The part of the state that belongs to the averages, before the first step. Rows of
+        replicas are zeros: only their shapes are kept."""
         if number not in self._parts:
-            made = with_owed(self._average(number), lambda: self._owed_to(number)).init(self._params)
+            made = with_owed(self._average(number), lambda: self._owed_to(number)).init(
+                self._params
+            )
             placed: OwedState = self._placed(made, "AutoStep.step")
             rows = jax.tree.map(_shape_of, (placed.inner.local, placed.owed))
             self._parts[number] = OwedState(placed.inner._replace(local=rows[0]), rows[1])
@@ -318,7 +372,11 @@ class AutoStep:
         """The same in arrays, which may be donated."""
 
         def made_anew(x: Any) -> Any:
-            return jnp.copy(x) if isinstance(x, jax.Array) else jnp.zeros(x.shape, x.dtype, device=x.sharding)
+            return (
+                jnp.copy(x)
+                if isinstance(x, jax.Array)
+                else jnp.zeros(x.shape, x.dtype, device=x.sharding)
+            )
 
         fresh: OwedState = jax.tree.map(made_anew, self._part(number))
         return fresh
@@ -328,7 +386,11 @@ class AutoStep:
         if not self._compiling:
             self._compiling = True
             self._compiled[self._number] = READY
-            lowered = {n: self._lowered(n, state, args) for n, is_ in enumerate(self._compiled) if is_ == WAITING}
+            lowered = {
+                n: self._lowered(n, state, args)
+                for n, is_ in enumerate(self._compiled)
+                if is_ == WAITING
+            }
             threading.Thread(target=self._compile, args=(lowered,), daemon=True).start()
         if self._answer is None and self._at % ASKED == 0:
             self._answer = self._at, self._messages.send(self._compiled)
@@ -339,9 +401,13 @@ class AutoStep:
                 self._chooser = Chooser(len(self._order), self._order.index(self._number), self._at)
 
     def _lowered(self, number: int, state: Any, args: Sequence[Any]) -> Any:
-        """The program of a step, not compiled yet. It is traced here, where the mesh is in context."""
+        """The program of a step, not compiled yet. It is traced here, where the mesh is in
+        context."""
         part = jax.tree.map(_shape_of, self._part(number))
-        shapes = [part if _is_ours(x) else jax.tree.map(_shape_of, x) for x in jax.tree.leaves(state, is_leaf=_is_ours)]
+        shapes = [
+            part if _is_ours(x) else jax.tree.map(_shape_of, x)
+            for x in jax.tree.leaves(state, is_leaf=_is_ours)
+        ]
         return self._steps[number].lower(
             jax.tree.unflatten(self._structures[number], shapes), *jax.tree.map(_shape_of, args)
         )
@@ -369,7 +435,9 @@ class AutoStep:
                 self._times.add(max(0.0, step.begin - before), end - before, step.timed)
             if step.shared:
                 own = self._times.take()
-                self._sent.append((self._at, self._messages.send([math.inf if own is None else own])))
+                self._sent.append(
+                    (self._at, self._messages.send([math.inf if own is None else own]))
+                )
         while self._sent and (self._sent[0][0] < self._at or self._messages.alone):
             (seconds,) = self._sent.popleft()[1]()
             assert self._chooser is not None
@@ -381,18 +449,28 @@ class AutoStep:
 
     def _follow(self, state: Any, leaves: Sequence[Any]) -> None:
         """Find out which step comes next: the one after the last, unless this is another state."""
-        if self._next is not None and self._place < len(leaves) and leaves[self._place] is self._next:
+        if (
+            self._next is not None
+            and self._place < len(leaves)
+            and leaves[self._place] is self._next
+        ):
             return
         parts = [x for x in jax.tree.leaves(state, is_leaf=_is_ours) if _is_ours(x)]
         if len(parts) != 1:
             raise ValueError(
-                f"the state is {short(type(state).__name__)} without the averages of this training: give what init or step returned"
+                f"the state is {short(type(state).__name__)} without the averages of this training:"
+                " give what init or step returned"
             )
         (part,) = parts
-        own = [n for n, m in enumerate(self._methods) if configuration_of(m) in part.inner.configuration]
+        own = [
+            n
+            for n, m in enumerate(self._methods)
+            if configuration_of(m) in part.inner.configuration
+        ]
         if not own:
             raise ValueError(
-                f"the state is of {', '.join(part.inner.configuration)}; methods here are {', '.join(map(name_of, self._methods))}. Restore it into init(method)"
+                f"the state is of {', '.join(part.inner.configuration)}; methods here are"
+                f" {', '.join(map(name_of, self._methods))}. Restore it into init(method)"
             )
         number = self._number if self._number in own else own[0]
         self._place = next(i for i, x in enumerate(leaves) if x is part.inner.step)
@@ -411,7 +489,8 @@ class AutoStep:
             if _structure(found) == self._structures[self._number]:
                 return first
         raise ValueError(
-            "the step that build returned must return the state, or a tuple with the state first, of the structure that it was given"
+            "the step that build returned must return the state, or a tuple with the state first,"
+            " of the structure that it was given"
         )
 
     def _note(self, step: int, number: int, times: str = "") -> None:
@@ -427,15 +506,21 @@ class AutoStep:
         path = None if self._auto.decisions is None else Path(self._auto.decisions)
         if not same_on_all(str(self._methods)):
             raise ValueError(
-                f"processes choose among different methods: here {', '.join(map(name_of, self._methods))}. Give all the same Auto(…), and the same files"
+                "processes choose among different methods: here"
+                f" {', '.join(map(name_of, self._methods))}. Give all the same Auto(…), and the"
+                " same files"
             )
-        text = said_by_the_first("decisions", lambda: path.read_text() if path is not None and path.exists() else "")
+        text = said_by_the_first(
+            "decisions", lambda: path.read_text() if path is not None and path.exists() else ""
+        )
         if not text:
             return None, path if jax.process_index() == 0 else None
         try:
             return Decisions(self._methods, text), None
         except ValueError as error:
-            raise ValueError(f"decisions={str(path)!r}: {error}. Remove it, and another is written") from error
+            raise ValueError(
+                f"decisions={str(path)!r}: {error}. Remove it, and another is written"
+            ) from error
 
     def _write(self, step: int, number: int) -> None:
         if self._log is not None:
@@ -454,7 +539,8 @@ class _Step:
 
 
 def _quiet(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """An `init` that does not say what a method would do better elsewhere: times decide, and nobody has asked for this one."""
+    """An `init` that does not say what a method would do better elsewhere: times decide, and nobody
+    has asked for this one."""
 
     def made(params: Any) -> Any:
         with warnings.catch_warnings():

@@ -1,7 +1,9 @@
 """Which processes have not begun a step that others wait for.
 
-A step of several processes waits in the middle of a compiled program, or for what it sends, and nobody can ask who is missing there. So a thread of each process
-tells the coordination service how many steps it has begun, at most ten times while others are patient, and names those that have begun fewer.
+A step of several processes waits in the middle of a compiled program, or for what it sends, and
+nobody can ask who is missing there. So a thread of each process tells the coordination service how
+many steps it has begun, at most ten times while others are patient, and names those that have begun
+fewer.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ _numbers = itertools.count()
 
 
 class LateProcesses:
-    """The steps that this process has begun, and which processes are late for them. Does nothing where one process is all there are. All processes make it, in
-    the same order."""
+    """The steps that this process has begun, and which processes are late for them. Does nothing
+    where one process is all there are. All processes make it, in the same order."""
 
     def __init__(self, caller: str) -> None:
         self._caller = caller
@@ -40,7 +42,8 @@ class LateProcesses:
             self._thread.start()
 
     def returns(self, result: jax.Array | None) -> None:
-        """The step has returned, and this is a part of its result, there or not; None: it has failed."""
+        """The step has returned, and this is a part of its result, there or not; None: it has
+        failed."""
         self._result = () if result is None else result
 
     def _waits(self) -> bool:
@@ -64,9 +67,14 @@ def _watch(made: weakref.ref[LateProcesses]) -> None:
         try:
             if late._begun != told:
                 told, began, said = late._begun, time.monotonic(), barrier.PATIENCE
-                client.key_value_set(f"{late._place}{jax.process_index()}", str(told), allow_overwrite=True)
+                client.key_value_set(
+                    f"{late._place}{jax.process_index()}", str(told), allow_overwrite=True
+                )
             elif told and late._waits() and time.monotonic() - began >= said:
-                found = {key.rpartition("/")[2]: int(n) for key, n in client.key_value_dir_get(late._place)}
+                found = {
+                    key.rpartition("/")[2]: int(n)
+                    for key, n in client.key_value_dir_get(late._place)
+                }
                 missing = [n for n in range(jax.process_count()) if found.get(str(n), 0) < told]
                 if missing:
                     barrier.say_missing(late._caller, missing)

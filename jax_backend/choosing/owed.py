@@ -1,6 +1,8 @@
-"""Averages with a place for the compression error of another method, which is added to the next gradients once.
+"""Averages with a place for the compression error of another method, which is added to the next
+gradients once.
 
-A training that changes its method goes on with the memory that both have. What else the one before has not sent yet comes to lie in `OwedState.owed`.
+A training that changes its method goes on with the memory that both have. What else the one before
+has not sent yet comes to lie in `OwedState.owed`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class OwedState(NamedTuple):
 
     Attributes:
         inner: of the averages themselves.
-        owed: what each replica adds to its next gradients, a tree like the parameters, with `optax.MaskedNode` where no other method has an error.
+        owed: what each replica adds to its next gradients, a tree like the parameters, with
+            `optax.MaskedNode` where no other method has an error.
     """
 
     inner: DataParallelState
@@ -34,14 +37,18 @@ class OwedState(NamedTuple):
 def with_owed(
     average: optax.GradientTransformationExtraArgs, names_of: Callable[[], Collection[str]]
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation, with a place for what is owed to these parameters: names that are asked for when `average` has its own state.
+    """The transformation, with a place for what is owed to these parameters: names that are asked
+    for when `average` has its own state.
 
     A step that is not finite keeps what is owed.
     """
 
     def init(params: optax.Params) -> OwedState:
         inner, names, named = average.init(params), names_of(), flatten(params)
-        rows = [_zero_row(x) if name in names else optax.MaskedNode() for name, x in named.leaves.items()]
+        rows = [
+            _zero_row(x) if name in names else optax.MaskedNode()
+            for name, x in named.leaves.items()
+        ]
         return OwedState(inner, PerReplica(filled(params, rows, lambda leaf, x: False)))
 
     def update(
@@ -53,17 +60,29 @@ def with_owed(
             row = owed.leaves[name]
             given[name] = (given[name] + row.reshape(row.shape[1:])).astype(given[name].dtype)
         averages, inner = average.update(named.rebuild(given), state.inner, params, **others)
-        # Plain averages do not count steps that are not finite; any of them says so on all replicas.
-        sent = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(averages)]).all() if owed.leaves else True
-        rest = {name: jnp.where(sent, 0, row) if name in given else row for name, row in owed.leaves.items()}
+        # Plain averages do not count steps that are not finite; any of them says so on all
+        # replicas.
+        sent = (
+            jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(averages)]).all()
+            if owed.leaves
+            else True
+        )
+        rest = {
+            name: jnp.where(sent, 0, row) if name in given else row
+            for name, row in owed.leaves.items()
+        }
         return averages, OwedState(inner, PerReplica(owed.rebuild(rest)))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def continued(old: OwedState, new: OwedState) -> OwedState:
-    """`new`, fresh and on the same devices, going on where `old` stands: with its step, the memory that both have, and what it owes."""
-    own, owed = by_parameter(old.inner.local.per_replica), dict(flatten(old.owed.per_replica).leaves)
+    """`new`, fresh and on the same devices, going on where `old` stands: with its step, the memory
+    that both have, and what it owes."""
+    own, owed = (
+        by_parameter(old.inner.local.per_replica),
+        dict(flatten(old.owed.per_replica).leaves),
+    )
     for name, memory in own.items():
         if ERROR in memory:
             owed[name] = memory[ERROR] + owed[name] if name in owed else memory[ERROR]
@@ -88,12 +107,20 @@ def continued(old: OwedState, new: OwedState) -> OwedState:
     place = flatten(new.owed.per_replica)
     return OwedState(
         inner,
-        PerReplica(place.rebuild({n: owed[n].astype(x.dtype) if n in owed else x for n, x in place.leaves.items()})),
+        PerReplica(
+            place.rebuild(
+                {n: owed[n].astype(x.dtype) if n in owed else x for n, x in place.leaves.items()}
+            )
+        ),
     )
 
 
 def _zero_row(x: Any) -> jax.Array:
     """Zeros of the shape of a parameter, with an axis for the replicas, lying as it does."""
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-    lies = NamedSharding(sharding.mesh, spec(None, *sharding.spec)) if isinstance(sharding, NamedSharding) else None
+    lies = (
+        NamedSharding(sharding.mesh, spec(None, *sharding.spec))
+        if isinstance(sharding, NamedSharding)
+        else None
+    )
     return jnp.zeros((1, *jnp.shape(x)), jnp.result_type(x), device=lies)

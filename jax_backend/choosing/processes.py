@@ -36,15 +36,19 @@ class Messages:
 
 
 def same_process(devices: Sequence[jax.Device]) -> int:
-    """How many devices that follow each other are of one process; 1 if not each process has so many, or if it has all."""
+    """How many devices that follow each other are of one process; 1 if not each process has so
+    many, or if it has all."""
     processes = [device.process_index for device in devices]
     near = len(processes) // len(set(processes))
     runs = [set(processes[i : i + near]) for i in range(0, len(processes), near)]
-    return near if 1 < len(runs) == len(set(processes)) and all(len(run) == 1 for run in runs) else 1
+    return (
+        near if 1 < len(runs) == len(set(processes)) and all(len(run) == 1 for run in runs) else 1
+    )
 
 
 def said_by_the_first(what: str, make: Callable[[], str]) -> str:
-    """A text that the first process makes, on all of them. Raises ValueError on all if it cannot be made there, and RuntimeError where processes are missing, see `meet`."""
+    """A text that the first process makes, on all of them. Raises ValueError on all if it cannot be
+    made there, and RuntimeError where processes are missing, see `meet`."""
     meet("AutoStep", range(jax.process_count()))
     text = ""
     if jax.process_index() == 0:
@@ -64,7 +68,8 @@ def said_by_the_first(what: str, make: Callable[[], str]) -> str:
 
 
 def same_on_all(text: str) -> bool:
-    """Whether all processes give the same text. Raises RuntimeError where processes are missing, see `meet`."""
+    """Whether all processes give the same text. Raises RuntimeError where processes are missing,
+    see `meet`."""
     if jax.process_count() == 1:
         return True
     meet("AutoStep", range(jax.process_count()))

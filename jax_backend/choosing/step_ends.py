@@ -37,7 +37,8 @@ class StepEnds:
         self._thread: threading.Thread | None = None
 
     def after(self, array: jax.Array) -> Callable[[], float]:
-        """What gives the moment at which this array, a result of a step, was there. The array may be donated."""
+        """What gives the moment at which this array, a result of a step, was there. The array may
+        be donated."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait, daemon=True)
             self._thread.start()

@@ -1,1 +1,2 @@
-"""`gradwire doctor` in JAX: kernels in compiled programs, and messages and algorithms between replicas, beside their known answers."""
+"""`gradwire doctor` in JAX: kernels in compiled programs, and messages and algorithms between
+replicas, beside their known answers."""

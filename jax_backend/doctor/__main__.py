@@ -1,4 +1,5 @@
-"""A process of the doctor: `python -m gradwire.jax_backend.doctor JSON`. Rows go to the standard output, a line each."""
+"""A process of the doctor: `python -m gradwire.jax_backend.doctor JSON`. Rows go to the standard
+output, a line each."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def main(arguments: dict[str, Any]) -> None:
     algorithms: Any = [parse_algorithm(text) for text in arguments["algorithms"]]
     if "coordinator" in arguments:
         local = {"local_device_ids": arguments["devices"]} if arguments.get("devices") else {}
-        jax.distributed.initialize(arguments["coordinator"], arguments["processes"], arguments["process"], **local)
+        jax.distributed.initialize(
+            arguments["coordinator"], arguments["processes"], arguments["process"], **local
+        )
         say_machine(facts())
         section = Section(part, say_row, until, _of_first)
         check_messages(section, "shard_map", jax.devices())

@@ -1,4 +1,5 @@
-"""The checks of one process: its kernels, each compiled as one program, and every algorithm as a transformation, mapped over replicas by `pmap` and `shard_map`."""
+"""The checks of one process: its kernels, each compiled as one program, and every algorithm as a
+transformation, mapped over replicas by `pmap` and `shard_map`."""
 
 from __future__ import annotations
 
@@ -57,14 +58,17 @@ def check_messages(section: Section, driver: str, devices: Sequence[Any]) -> Non
         found = _mapped(body, driver, devices)(_placed(rows, devices, driver))
         own = {name: _rows(x) for name, x in found.items()}
         said = [
-            require_right({name: x[replica] for name, x in own.items()}, replica, replicas) for replica in own["index"]
+            require_right({name: x[replica] for name, x in own.items()}, replica, replicas)
+            for replica in own["index"]
         ]
         return said[0]
 
     section.check("messages", checked)
 
 
-def check_methods(section: Section, driver: str, devices: Sequence[Any], algorithms: Sequence[Algorithm]) -> None:
+def check_methods(
+    section: Section, driver: str, devices: Sequence[Any], algorithms: Sequence[Algorithm]
+) -> None:
     """Averages and memory of each algorithm, on the replicas of this process."""
     for algorithm in algorithms:
         section.check(repr(algorithm), functools.partial(_check_method, algorithm, driver, devices))
@@ -90,16 +94,24 @@ def _check_method(algorithm: Algorithm, driver: str, devices: Sequence[Any]) -> 
             return body({name: mark_varying(x[0], AXIS) for name, x in gradients.items()}, state)
 
         specs_of = rows, placed
-        step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=specs_of, out_specs=specs_of, check_vma=False))
+        step = jax.jit(
+            jax.shard_map(one, mesh=mesh, in_specs=specs_of, out_specs=specs_of, check_vma=False)
+        )
     count = 0
     for known in known_steps(algorithm, specs, replicas):
         state = _begun(algorithm, known, like, replicas)
-        state = replicate(state, devices, axis_name=AXIS) if driver == "pmap" else distribute(state, mesh, AXIS)
+        state = (
+            replicate(state, devices, axis_name=AXIS)
+            if driver == "pmap"
+            else distribute(state, mesh, AXIS)
+        )
         updates, state = step(_placed(known.gradients, devices, driver), state)
         averages = {name: _rows(x) for name, x in updates.items()}
         for replica in next(iter(averages.values())):
             after = _memory(state, driver, replica, known)
-            if wrong := known.wrong_on(replica, {name: x[replica] for name, x in averages.items()}, after):
+            if wrong := known.wrong_on(
+                replica, {name: x[replica] for name, x in averages.items()}, after
+            ):
                 raise Fault(wrong)
         count += 1
     return f"{count} steps"
@@ -115,7 +127,12 @@ def _begun(algorithm: Algorithm, known: KnownStep, like: Any, replicas: int) -> 
         }
         for state in known.before
     ]
-    return from_portable(checkpoint.gather(NumpyOps(), own, algorithm.per_replica), algorithm, like, replicas=replicas)
+    return from_portable(
+        checkpoint.gather(NumpyOps(), own, algorithm.per_replica),
+        algorithm,
+        like,
+        replicas=replicas,
+    )
 
 
 def _memory(state: Any, driver: str, replica: int, known: KnownStep) -> State[NDArray]:
@@ -143,11 +160,19 @@ def _mapped(body: Callable[..., Any], driver: str, devices: Sequence[Any]) -> Ca
         return jax.tree.map(lambda y: y[None], body(jax.tree.map(lambda y: y[0], x)))
 
     return jax.jit(
-        jax.shard_map(one, mesh=Mesh(np.array(devices), (AXIS,)), in_specs=ROWS, out_specs=ROWS, check_vma=False)
+        jax.shard_map(
+            one,
+            mesh=Mesh(np.array(devices), (AXIS,)),
+            in_specs=ROWS,
+            out_specs=ROWS,
+            check_vma=False,
+        )
     )
 
 
-def _placed(rows: Sequence[Mapping[str, NDArray]], devices: Sequence[Any], driver: str) -> dict[str, Any]:
+def _placed(
+    rows: Sequence[Mapping[str, NDArray]], devices: Sequence[Any], driver: str
+) -> dict[str, Any]:
     """Row i of each array on device i, of the devices of this process."""
     own = [i for i, device in enumerate(devices) if device.process_index == jax.process_index()]
     stacked = {name: np.stack([rows[i][name] for i in own]) for name in rows[0]}

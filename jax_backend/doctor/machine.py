@@ -10,7 +10,16 @@ import jax
 
 from gradwire.core.simulate.doctor.report import versions_of
 
-PACKAGES = ("gradwire", "numpy", "jaxlib", "flax", "optax", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+PACKAGES = (
+    "gradwire",
+    "numpy",
+    "jaxlib",
+    "flax",
+    "optax",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "libtpu",
+)
 #: Of `jax.default_backend()`: where gradwire has been tried.
 SEEN = ("cpu", "gpu")
 
@@ -29,11 +38,16 @@ def facts() -> dict[str, Any]:
         "processes": jax.process_count(),
     }
     found |= versions_of(PACKAGES)
-    return found | {name: os.environ[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS") if name in os.environ}
+    return found | {
+        name: os.environ[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS") if name in os.environ
+    }
 
 
 def unseen() -> str:
     """What nobody has tried gradwire on; "" for CPUs and NVIDIA's devices."""
-    if jax.default_backend() == "gpu" and "rocm" in jax.local_devices()[0].client.platform_version.lower():
+    if (
+        jax.default_backend() == "gpu"
+        and "rocm" in jax.local_devices()[0].client.platform_version.lower()
+    ):
         return "ROCm"
     return "" if jax.default_backend() in SEEN else jax.default_backend().upper()

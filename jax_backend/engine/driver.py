@@ -1,11 +1,14 @@
 """The driver: runs an algorithm inside a traced function, over a mapped axis.
 
-A request about any number of arrays is one collective of `jax.lax` on a list of them per dtype, which XLA joins. Gradients lie in that list as they
-are: packing them would cost a copy of the model, and would gather whole what the compiler has sharded. What an algorithm makes for the wire,
-factors and the small tensors beside them, is packed into a flat array first: left to XLA, the two messages of a PowerSGD step came out as four
-or five all-reduces. The parts of vectors, reduced or gathered, have a collective each.
+A request about any number of arrays is one collective of `jax.lax` on a list of them per dtype,
+which XLA joins. Gradients lie in that list as they are: packing them would cost a copy of the
+model, and would gather whole what the compiler has sharded. What an algorithm makes for the wire,
+factors and the small tensors beside them, is packed into a flat array first: left to XLA, the two
+messages of a PowerSGD step came out as four or five all-reduces. The parts of vectors, reduced or
+gathered, have a collective each.
 
-Where the compiler divides a replica among the devices of a slice (`gradwire.jax_backend.axes.auto_axes`), each device sends another part of that flat array.
+Where the compiler divides a replica among the devices of a slice
+(`gradwire.jax_backend.axes.auto_axes`), each device sends another part of that flat array.
 """
 
 from __future__ import annotations
@@ -28,7 +31,13 @@ from gradwire.core.protocol.halves import AllGather, ReduceScatter
 from gradwire.core.protocol.local_requests import LocalNorm, ReplicaIndex, WorldSize
 from gradwire.core.protocol.programs import Program, Request, UnknownRequest
 from gradwire.core.protocol.reductions import Reduce, SumScalar
-from gradwire.jax_backend.axes.auto_axes import Exchange, compiler_axes, parted, slice_size, wide_on_cpu
+from gradwire.jax_backend.axes.auto_axes import (
+    Exchange,
+    compiler_axes,
+    parted,
+    slice_size,
+    wide_on_cpu,
+)
 from gradwire.jax_backend.axes.cpu_hosts import between_cpu_hosts, in_short_pieces
 from gradwire.jax_backend.axes.mapped_axis import (
     AxisName,
@@ -51,13 +60,16 @@ Piece = tuple[Layout, list[int]]
 
 GATHERS_INVARYING = "to" in inspect.signature(lax.all_gather).parameters
 
-#: Of what is watched, arrays from this size on, in bytes, are worth a place of their own in a message.
+#: Of what is watched, arrays from this size on, in bytes, are worth a place of their own in a
+#: message.
 LARGE = 1 << 20
 
-#: What is sent by all devices of a slice and needs to be sent by one of them is left alone if all of it is less than this part of a message.
+#: What is sent by all devices of a slice and needs to be sent by one of them is left alone if all
+#: of it is less than this part of a message.
 NEGLIGIBLE = 100
 
-#: A sharded optimizer: (gradients of this replica's pieces by name, whether the step counts or None) → what it makes of them.
+#: A sharded optimizer: (gradients of this replica's pieces by name, whether the step counts or
+#: None) → what it makes of them.
 Optimizer = Callable[[dict[str, jax.Array], jax.Array | None], dict[str, jax.Array]]
 
 
@@ -75,9 +87,10 @@ def drive(
         program: a coroutine.
         axis_name: the mapped axis over which its averages run; must be bound.
         optimizer: of a program that has one (`gradwire.core.zero.sharded_step.Zero`).
-        given: the gradients or parameters that it averages. Arrays of their shapes may be divided among the devices of a slice in any way, which JAX
-            does not tell, and stay so.
-        across: axes along which devices hold pieces of one replica, each of them running the program.
+        given: the gradients or parameters that it averages. Arrays of their shapes may be divided
+            among the devices of a slice in any way, which JAX does not tell, and stay so.
+        across: axes along which devices hold pieces of one replica, each of them running the
+            program.
     """
     return drive_watched(program, axis_name, optimizer, given=given, across=across)[0]
 
@@ -90,7 +103,8 @@ def drive_watched(
     given: Mapping[str, jax.Array] | None = None,
     across: tuple[str, ...] = (),
 ) -> tuple[T, jax.Array]:
-    """`drive`, and whether all watched averages were finite: a bool scalar, equal on all replicas."""
+    """`drive`, and whether all watched averages were finite: a bool scalar, equal on all
+    replicas."""
     shapes = frozenset(tuple(x.shape) for x in (given or {}).values() if x.ndim > 1)
     driver = _Driver(axis_name, jnp.asarray(True), optimizer, shapes, across)
     return run(program, driver.answer), driver.finite
@@ -124,7 +138,8 @@ class _Driver:
         def combined(arrays: list[jax.Array]) -> list[jax.Array]:
             return self._reduce_arrays(arrays, request.op, request.groups)
 
-        # What is not watched, an average that an algorithm makes nothing of, is not packed either: that would be its only copy.
+        # What is not watched, an average that an algorithm makes nothing of, is not packed either:
+        # that would be its only copy.
         arrays, packs = request.arrays, request.watched
         if self.in_slices:
             pieces = partial(_pieces_of_slices, arrays, self.given, packs)
@@ -145,13 +160,17 @@ class _Driver:
 
         Args:
             arrays: of any dtypes and shapes.
-            pieces_of: the numbers of arrays of one dtype → which of them are packed together, and how.
+            pieces_of: the numbers of arrays of one dtype → which of them are packed together, and
+                how.
             send: arrays of one dtype → what comes of each.
             rows: how many rows an answer has more than its array, as the beginning of a shape.
             watched: whether the algorithm wants to know if the answers are finite.
         """
         shapes = [(*rows, *x.shape) for x in arrays]
-        answers = [x if x.size else jnp.zeros(shape, x.dtype) for x, shape in zip(arrays, shapes, strict=True)]
+        answers = [
+            x if x.size else jnp.zeros(shape, x.dtype)
+            for x, shape in zip(arrays, shapes, strict=True)
+        ]
         sent = [i for i, x in enumerate(arrays) if x.size]
         for members in group_by(sent, [message_key(arrays[i]) for i in sent]):
             pieces = pieces_of(members)
@@ -160,11 +179,15 @@ class _Driver:
             for x in received if watched else ():
                 self._watch(x)
             for (layout, piece), x in zip(pieces, received, strict=True):
-                for i, answer in zip(piece, layout.unpack(x, [shapes[i] for i in piece]), strict=True):
+                for i, answer in zip(
+                    piece, layout.unpack(x, [shapes[i] for i in piece]), strict=True
+                ):
                     answers[i] = answer
         return tuple(answers)
 
-    def _reduce_arrays(self, arrays: list[jax.Array], op: str, groups: Groups | None) -> list[jax.Array]:
+    def _reduce_arrays(
+        self, arrays: list[jax.Array], op: str, groups: Groups | None
+    ) -> list[jax.Array]:
         peers = peers_of(groups, self.axis_name, ranked=False)
         own = vary_if_tracked(arrays, self.axis_name)
         if not peers.axes:
@@ -196,11 +219,15 @@ class _Driver:
         peers = peers_of(request.groups, self.axis_name)
         send = self._on_each_device(lambda arrays: self._gather_arrays(arrays, peers), 0, 1)
         pieces = partial(_pieces, request.arrays, FLAT_TO_ROWS)
-        return self._message(request.arrays, pieces, send, rows=(peers.size,), watched=request.watched)
+        return self._message(
+            request.arrays, pieces, send, rows=(peers.size,), watched=request.watched
+        )
 
     def _on_each_device(self, send: Exchange, kept: int, added: int) -> Exchange:
         """`send`; if there are slices, of a part on each of their devices."""
-        return parted(send, kept, added, check_vma=tracked(self.axis_name)) if self.in_slices else send
+        return (
+            parted(send, kept, added, check_vma=tracked(self.axis_name)) if self.in_slices else send
+        )
 
     def _gather_arrays(self, arrays: list[jax.Array], peers: Peers) -> list[jax.Array]:
         if not peers.axes:
@@ -208,10 +235,12 @@ class _Driver:
         told: dict[str, Any] = {}
         if tracked(self.axis_name):
             arrays = vary(arrays, peers.axes)
-            if peers.groups is None:  # Then JAX must be told that the result is the same on all replicas.
+            # Then JAX must be told that the result is the same on all replicas.
+            if peers.groups is None:
                 if not GATHERS_INVARYING:
                     raise NotImplementedError(
-                        "an all-gather under jax.shard_map(check_vma=True) needs JAX 0.9; pass check_vma=False to jax.shard_map"
+                        "an all-gather under jax.shard_map(check_vma=True) needs JAX 0.9; pass"
+                        " check_vma=False to jax.shard_map"
                     )
                 told = {"to": "invarying"}
         return in_short_pieces(partial(peers.exchange, lax.all_gather, **told), arrays)
@@ -220,7 +249,11 @@ class _Driver:
         peers = peers_of(request.groups, self.axis_name)
         if not request.counts:
             request.require_rows(peers.size)
-        rows = [x.reshape((peers.size, -1)) for x in request.arrays] if request.counts else request.arrays
+        rows = (
+            [x.reshape((peers.size, -1)) for x in request.arrays]
+            if request.counts
+            else request.arrays
+        )
 
         def exchanged(pieces: list[jax.Array]) -> list[jax.Array]:
             own = vary_if_tracked(pieces, self.axis_name)
@@ -228,7 +261,9 @@ class _Driver:
                 return own
             return peers.exchange(lax.all_to_all, own, 0, 0, tiled=True)
 
-        answers = self._message(rows, partial(_pieces, rows, ROWS), self._on_each_device(exchanged, 1, 0))
+        answers = self._message(
+            rows, partial(_pieces, rows, ROWS), self._on_each_device(exchanged, 1, 0)
+        )
         return tuple(x.reshape((-1,)) for x in answers) if request.counts else answers
 
     def _reduce_scatter(self, request: ReduceScatter[jax.Array]) -> tuple[jax.Array, ...]:
@@ -240,13 +275,20 @@ class _Driver:
             return in_short_pieces(summed, xs)
 
         def summed(xs: list[jax.Array]) -> list[jax.Array]:
-            return [x.sum(0, keepdims=True) for x in peers.exchange(lax.all_to_all, xs, 0, 0, tiled=True)]
+            return [
+                x.sum(0, keepdims=True)
+                for x in peers.exchange(lax.all_to_all, xs, 0, 0, tiled=True)
+            ]
 
         def part(x: jax.Array) -> jax.Array:
             if not x.size:
                 return jnp.zeros_like(x)
             own = [vary_if_tracked(x.reshape((peers.size, -1, *_behind(x))), self.axis_name)]
-            means = mean_by_sum(self._on_each_device(scattered, 1, 0), own, peers.size) if peers.axes else own
+            means = (
+                mean_by_sum(self._on_each_device(scattered, 1, 0), own, peers.size)
+                if peers.axes
+                else own
+            )
             return means[0].reshape((-1, *x.shape[1:]))
 
         return tuple(part(x) for x in request.arrays)
@@ -256,9 +298,11 @@ class _Driver:
         send = self._on_each_device(lambda arrays: self._gather_arrays(arrays, peers), 0, 1)
         # Nothing is the same on all replicas, and x is not known to be.
         return tuple(
-            send([x.reshape((-1, *_behind(x)))])[0].reshape((-1, *x.shape[1:]))
-            if x.size
-            else jnp.zeros(x.shape, x.dtype)
+            (
+                send([x.reshape((-1, *_behind(x)))])[0].reshape((-1, *x.shape[1:]))
+                if x.size
+                else jnp.zeros(x.shape, x.dtype)
+            )
             for x in request.arrays
         )
 
@@ -281,7 +325,8 @@ class _Driver:
         return (norms[0] if len(norms) == 1 else request.ops.norm_of_all(norms),)
 
     def _step_is_finite(self, request: StepIsFinite) -> tuple[jax.Array]:
-        # Parameters that are divided over another axis are finite or not in each part: all of them must decide alike.
+        # Parameters that are divided over another axis are finite or not in each part: all of them
+        # must decide alike.
         others = tuple(sorted(varying_axes(self.finite) | self.across))
         if others:
             self.finite = lax.psum((~self.finite).astype(jnp.int32), others) == 0  # type: ignore[no-untyped-call]
@@ -290,7 +335,9 @@ class _Driver:
     def _branch(self, request: Branch[Any]) -> tuple[Any]:
         def side(start: Callable[..., Program[Any]]) -> Side:
             def traced() -> tuple[Any, jax.Array]:
-                driver = _Driver(self.axis_name, self.finite, self.optimizer, self.given, tuple(self.across))
+                driver = _Driver(
+                    self.axis_name, self.finite, self.optimizer, self.given, tuple(self.across)
+                )
                 return run(start(*request.operands), driver.answer), driver.finite
 
             return traced
@@ -306,7 +353,8 @@ class _Driver:
         return (self.optimizer(request.pieces, request.ok),)
 
 
-#: How each kind of request is performed, besides those that are `local`: the only list of them here.
+#: How each kind of request is performed, besides those that are `local`: the only list of them
+#: here.
 _METHODS: dict[type[Request], Callable[[_Driver, Any], tuple[Any, ...]]] = {
     AllGather: _Driver._all_gather,
     AllToAll: _Driver._all_to_all,
@@ -330,15 +378,22 @@ def why_not(request: Request, has_optimizer: bool = False) -> str | None:
     if not (isinstance(request, Request) and request.local) and kind not in _METHODS:
         return kind.__name__ if isinstance(request, Request) else repr(request)
     if kind is OptimizerStep and not has_optimizer:
-        return f"{kind.__name__} where no optimizer is given to it; gradwire.jax_backend.zero1 divides an optimizer among the replicas"
+        return (
+            f"{kind.__name__} where no optimizer is given to it; gradwire.jax_backend.zero1 divides"
+            " an optimizer among the replicas"
+        )
     unequal = next((parts for parts in getattr(request, "counts", ()) if len(set(parts)) > 1), None)
     if unequal is not None:
-        return f"{kind.__name__} in parts of {unequal}: in JAX the parts of all replicas have one length; fill them up with zeros"
+        return (
+            f"{kind.__name__} in parts of {unequal}: in JAX the parts of all replicas have one"
+            " length; fill them up with zeros"
+        )
     return None
 
 
 def _behind(x: jax.Array) -> tuple[int, ...]:
-    """The axes of an array behind the first, if it travels as it lies: what goes to CPU hosts is cut, as a vector."""
+    """The axes of an array behind the first, if it travels as it lies: what goes to CPU hosts is
+    cut, as a vector."""
     return () if between_cpu_hosts() else x.shape[1:]
 
 
@@ -361,11 +416,15 @@ def _pieces(arrays: Sequence[jax.Array], layout: Layout, members: list[int]) -> 
     return [(layout, piece) for piece in (*packed.values(), *alone)]
 
 
-def _pieces_of_slices(arrays: Sequence[jax.Array], given: Shapes, packs: bool, members: list[int]) -> list[Piece]:
-    """`_pieces` of replicas that are divided among the devices of a slice, each of which sends another part of what is equal on all of them.
+def _pieces_of_slices(
+    arrays: Sequence[jax.Array], given: Shapes, packs: bool, members: list[int]
+) -> list[Piece]:
+    """`_pieces` of replicas that are divided among the devices of a slice, each of which sends
+    another part of what is equal on all of them.
 
-    What is `given`, of two axes and more, travels as it lies: a part on each device if the parameter is sharded, else all of it on each. So do
-    vectors where nothing else is packed, unless sending them several times would make the message longer by more than a hundredth.
+    What is `given`, of two axes and more, travels as it lies: a part on each device if the
+    parameter is sharded, else all of it on each. So do vectors where nothing else is packed, unless
+    sending them several times would make the message longer by more than a hundredth.
     """
     devices = slice_size()
     lying = [i for i in members if tuple(arrays[i].shape) in given]
@@ -377,8 +436,9 @@ def _pieces_of_slices(arrays: Sequence[jax.Array], given: Shapes, packs: bool, m
 
 
 def _alike(then: Side, otherwise: Side) -> tuple[Side, Side]:
-    """Both sides of a branch with results of one structure and type, as `lax.cond` demands: zeros for what a dictionary lacks on one of them, and
-    every array marked as varying where it varies on either side."""
+    """Both sides of a branch with results of one structure and type, as `lax.cond` demands: zeros
+    for what a dictionary lacks on one of them, and every array marked as varying where it varies on
+    either side."""
     first, second = jax.eval_shape(then), jax.eval_shape(otherwise)
     return lambda: _completed(then(), second), lambda: _completed(otherwise(), first)
 
@@ -388,7 +448,9 @@ def _completed(mine: Any, other: Any) -> Any:
     if isinstance(mine, dict) and isinstance(other, dict):
         lacking = {key: value for key, value in other.items() if key not in mine}
         zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), lacking)
-        return zeros | {key: _completed(value, other.get(key, value)) for key, value in mine.items()}
+        return zeros | {
+            key: _completed(value, other.get(key, value)) for key, value in mine.items()
+        }
     if isinstance(mine, tuple) and isinstance(other, tuple) and len(mine) == len(other):
         parts = [_completed(*pair) for pair in zip(mine, other, strict=True)]
         return type(mine)(*parts) if hasattr(mine, "_fields") else tuple(parts)

@@ -1,6 +1,8 @@
-"""Known answers on a device: steps of an algorithm in compiled programs of the driver, against NumPy's.
+"""Known answers on a device: steps of an algorithm in compiled programs of the driver, against
+NumPy's.
 
-A replica alone on one device quantizes, decodes and makes errors as any does, and its program is what XLA fuses. Where `init` is traced nothing can be looked at:
+A replica alone on one device quantizes, decodes and makes errors as any does, and its program is
+what XLA fuses. Where `init` is traced nothing can be looked at:
 algorithms are noted, and looked at when a state of any is put on devices.
 """
 
@@ -33,7 +35,8 @@ _noted: dict[tuple[str, frozenset[str]], tuple[Algorithm, Mapping[str, Spec]]] =
 
 
 def check_here(algorithm: Algorithm, specs: Mapping[str, Spec], like: Any = None) -> None:
-    """Look at an algorithm where the arrays of a tree are, or else on the default device; while a function is traced, note it for `check_noted`.
+    """Look at an algorithm where the arrays of a tree are, or else on the default device; while a
+    function is traced, note it for `check_noted`.
 
     Raises:
         ValueError: what is wrong, see `gradwire.core.simulate.self_check.self_check`.
@@ -43,12 +46,13 @@ def check_here(algorithm: Algorithm, specs: Mapping[str, Spec], like: Any = None
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return
     arrays = [x for x in leaves if isinstance(x, jax.Array)]
-    (first, *_) = arrays[0].sharding.device_set
+    first, *_ = arrays[0].sharding.device_set
     _check(algorithm, specs, _platform(first))
 
 
 def check_noted(device: jax.Device) -> None:
-    """Look at all algorithms that this process has met, on a kind of device, unless a function is being traced. Raises as `check_here`."""
+    """Look at all algorithms that this process has met, on a kind of device, unless a function is
+    being traced. Raises as `check_here`."""
     if not isinstance(_made_here(), jax.core.Tracer):
         for algorithm, specs in list(_noted.values()):
             _check(algorithm, specs, _platform(device))
@@ -67,8 +71,12 @@ def _made_here() -> jax.Array:
 def _check(algorithm: Algorithm, specs: Mapping[str, Spec], platform: str) -> None:
     device = jax.local_devices(backend=platform)[0]
     kind = f"{platform} ({device.device_kind})"
-    place = Place(kind, f"jax {jax.__version__}, jaxlib {version('jaxlib')}", on_cpu=platform == "cpu")
-    if wrong := self_check(algorithm, specs, 1, place, lambda what, dtype: _Steps(what, dtype, device)):
+    place = Place(
+        kind, f"jax {jax.__version__}, jaxlib {version('jaxlib')}", on_cpu=platform == "cpu"
+    )
+    if wrong := self_check(
+        algorithm, specs, 1, place, lambda what, dtype: _Steps(what, dtype, device)
+    ):
         raise ValueError(wrong)
 
 
@@ -98,7 +106,9 @@ class _Steps:
             }
             number = jax.device_put(np.int32(known.number), self._device)
             averages, *after = self._compiled(gradients, shared, tensors, number)
-            return [{name: _to_numpy(x) for name, x in averages.items()}], [State(*after).map(_to_numpy)]
+            return [{name: _to_numpy(x) for name, x in averages.items()}], [
+                State(*after).map(_to_numpy)
+            ]
 
     def _begun(self, specs: Mapping[str, Spec]) -> Any:
         state: State[jax.Array] = self._algorithm.init(OPS, specs)
@@ -106,9 +116,9 @@ class _Steps:
 
     def _mapped(self, *given: Any) -> Any:
         everywhere = PartitionSpec()  # type: ignore[no-untyped-call]
-        return jax.shard_map(self._step, mesh=self._mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)(
-            *given
-        )
+        return jax.shard_map(
+            self._step, mesh=self._mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+        )(*given)
 
     def _step(self, gradients: Any, shared: Any, tensors: Any, number: Any) -> Any:
         program = self._algorithm.step(OPS, gradients, State(shared, tensors), number)
@@ -122,12 +132,17 @@ class _Steps:
 
 def _to_numpy(x: jax.Array) -> NDArray:
     found = np.asarray(jax.device_get(x))
-    return found.astype(np.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else found
+    return (
+        found.astype(np.float32)
+        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        else found
+    )
 
 
 @contextmanager
 def _plainly(mesh: Mesh) -> Iterator[None]:
-    """Whatever the user's settings: steps that hold a NaN on purpose, arrays that come from the host, a mesh of one device."""
+    """Whatever the user's settings: steps that hold a NaN on purpose, arrays that come from the
+    host, a mesh of one device."""
     with (
         jax.debug_nans(False),
         jax.debug_infs(False),

@@ -1,4 +1,5 @@
-"""The forms of a training state: a Flax `TrainState`; parameters and the optimizer's state, first in a tuple; or an nnx model and its `nnx.Optimizer`."""
+"""The forms of a training state: a Flax `TrainState`; parameters and the optimizer's state, first
+in a tuple; or an nnx model and its `nnx.Optimizer`."""
 
 from __future__ import annotations
 

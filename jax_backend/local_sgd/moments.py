@@ -1,6 +1,8 @@
-"""What is averaged along with parameters: what an optimizer remembers of them (kept, averaged as well, or begun anew), and other trees (`Extra`).
+"""What is averaged along with parameters: what an optimizer remembers of them (kept, averaged as
+well, or begun anew), and other trees (`Extra`).
 
-Moments are the floating arrays of its state that stand in trees like the parameters, of their shapes or others (`gradwire.jax_backend.state.matching`).
+Moments are the floating arrays of its state that stand in trees like the parameters, of their
+shapes or others (`gradwire.jax_backend.state.matching`).
 """
 
 from __future__ import annotations
@@ -29,19 +31,31 @@ class Moments:
         self._places = places(state, {name: jnp.shape(x) for name, x in params.items()})
 
     def require_any(self, what: str) -> None:
-        """Raise ValueError if nothing belongs to a parameter, and there are arrays all the same: of `optax.flatten` one for all parameters. Or if some are codes, and
-        there is no average of codes. `what` is to be done with moments."""
+        """Raise ValueError if nothing belongs to a parameter, and there are arrays all the same: of
+        `optax.flatten` one for all parameters. Or if some are codes, and there is no average of
+        codes. `what` is to be done with moments."""
         for path, x, place in zip(self._paths, self._leaves, self._places, strict=True):
-            if what == "average" and place is not None and jnp.ndim(x) and jnp.issubdtype(x.dtype, jnp.integer):
+            if (
+                what == "average"
+                and place is not None
+                and jnp.ndim(x)
+                and jnp.issubdtype(x.dtype, jnp.integer)
+            ):
                 raise ValueError(
-                    f"moments='average': {path_of(path)!r} in inner's state holds integers of the parameter {place.name!r}, of which there is no average. Use "
-                    "moments='reset' or 'keep'"
+                    f"moments='average': {path_of(path)!r} in inner's state holds integers of the"
+                    f" parameter {place.name!r}, of which there is no average. Use moments='reset'"
+                    " or 'keep'"
                 )
-        rest = [path for path, x in zip(self._paths, self._leaves, strict=True) if jnp.ndim(x) and _is_float(x)]
+        rest = [
+            path
+            for path, x in zip(self._paths, self._leaves, strict=True)
+            if jnp.ndim(x) and _is_float(x)
+        ]
         if rest and not any(self._places):
             raise ValueError(
-                f"moments={what!r}: inner's state holds {path_of(rest[0])!r}, and nothing that belongs to a parameter alone. Take optax.flatten out of inner, or use "
-                "moments='keep'"
+                f"moments={what!r}: inner's state holds {path_of(rest[0])!r}, and nothing that"
+                " belongs to a parameter alone. Take optax.flatten out of inner, or use"
+                " moments='keep'"
             )
 
     def by_parameter(self) -> dict[str, dict[str, jax.Array]]:
@@ -60,26 +74,31 @@ class Moments:
     def restarted(self, fresh: Any, now: jax.Array, axis_name: AxisName) -> Any:
         """The state with the moments of a `fresh` one, if `now`.
 
-        Counters that stand beside moments, as Adam's does for its bias correction, begin again with them; those that stand alone, such as a
-        schedule's, go on.
+        Counters that stand beside moments, as Adam's does for its bias correction, begin again with
+        them; those that stand alone, such as a schedule's, go on.
         """
         chosen = self._begin_anew()
         new = jax.tree.leaves(fresh)
         old = vary_if_tracked([jnp.asarray(self._leaves[i]) for i in chosen], axis_name)
-        begun = vary_if_tracked([jnp.asarray(new[i], x.dtype) for i, x in zip(chosen, old, strict=True)], axis_name)
+        begun = vary_if_tracked(
+            [jnp.asarray(new[i], x.dtype) for i, x in zip(chosen, old, strict=True)], axis_name
+        )
         values = dict(zip(chosen, lax.cond(now, lambda: begun, lambda: old), strict=True))
         return self._rebuilt([values.get(i, x) for i, x in enumerate(self._leaves)])
 
     def mended(self, fresh: Any, now: jax.Array) -> Any:
-        """The state with the moments of a `fresh` one and the counters beside them, if `now` and an array of floats in it is not finite. What else is not finite
-        becomes that of the fresh one as well."""
+        """The state with the moments of a `fresh` one and the counters beside them, if `now` and an
+        array of floats in it is not finite. What else is not finite becomes that of the fresh one
+        as well."""
         chosen, new = set(self._begin_anew()), jax.tree.leaves(fresh)
         broken = now & ~all_finite(self._leaves)
         leaves = []
         for i, x in enumerate(self._leaves):
             anew = broken if i in chosen else broken & ~all_finite([x])
             leaves.append(
-                jnp.where(anew, jnp.asarray(new[i], jnp.result_type(x)), x) if _is_float(x) or i in chosen else x
+                jnp.where(anew, jnp.asarray(new[i], jnp.result_type(x)), x)
+                if _is_float(x) or i in chosen
+                else x
             )
         return self._rebuilt(leaves)
 
@@ -97,16 +116,25 @@ class Moments:
 
 
 class Extra:
-    """A tree that is averaged along with parameters, such as BatchNorm's statistics, as `LocalSGD.average` takes it.
+    """A tree that is averaged along with parameters, such as BatchNorm's statistics, as
+    `LocalSGD.average` takes it.
 
     Attributes:
-        arrays: the floating arrays, owner → "" → array, with an owner that is no parameter. To be replaced by their averages.
+        arrays: the floating arrays, owner → "" → array, with an owner that is no parameter. To be
+            replaced by their averages.
     """
 
     def __init__(self, number: int, tree: Any) -> None:
         self._named = flatten(tree)
-        self._owners = {name: f"extras[{number}]/{name}" for name, x in self._named.leaves.items() if _is_float(x)}
-        self.arrays = {owner: {"": jnp.asarray(self._named.leaves[name])} for name, owner in self._owners.items()}
+        self._owners = {
+            name: f"extras[{number}]/{name}"
+            for name, x in self._named.leaves.items()
+            if _is_float(x)
+        }
+        self.arrays = {
+            owner: {"": jnp.asarray(self._named.leaves[name])}
+            for name, owner in self._owners.items()
+        }
 
     def rebuilt(self) -> Any:
         return self._named.rebuild(

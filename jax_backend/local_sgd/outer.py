@@ -1,7 +1,7 @@
 """Any Optax transformation as the outer optimizer of local SGD, made by a factory.
 
-What it remembers of a parameter is in the memory of local SGD, by name. What it remembers of all of them, such as a count of steps, each parameter has: fragments
-are at different steps.
+What it remembers of a parameter is in the memory of local SGD, by name. What it remembers of all of
+them, such as a count of steps, each parameter has: fragments are at different steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class OptaxOuter(OuterFactory):
     """An Optax transformation, of a dictionary of parameters by name.
 
     Raises:
-        TypeError: `factory` does not make one; or it keeps several arrays of a parameter, not in trees of their own.
+        TypeError: `factory` does not make one; or it keeps several arrays of a parameter, not in
+            trees of their own.
     """
 
     def __init__(self, factory: OuterFactory) -> None:
@@ -34,18 +35,27 @@ class OptaxOuter(OuterFactory):
             self._tx = factory.make()
         except Exception as error:
             raise TypeError(
-                f"outer={self.name} is called without arguments, and fails: {error}. In JAX give what makes an Optax transformation, or OuterSGD(…)"
+                f"outer={self.name} is called without arguments, and fails: {error}. In JAX give"
+                " what makes an Optax transformation, or OuterSGD(…)"
             ) from error
         if not isinstance(self._tx, optax.GradientTransformation):
             raise TypeError(
-                f"outer={self.name} makes a {type(self._tx).__name__}; in JAX give what makes an Optax transformation, or OuterSGD(…)"
+                f"outer={self.name} makes a {type(self._tx).__name__}; in JAX give what makes an"
+                " Optax transformation, or OuterSGD(…)"
             )
         one = {"w": (2, 2)}
-        state = jax.eval_shape(lambda: self._tx.init({name: jnp.zeros(shape) for name, shape in one.items()}))
-        if several := [path_of(place.before) for place in places(state, one) if place is not None and place.of_several]:
+        state = jax.eval_shape(
+            lambda: self._tx.init({name: jnp.zeros(shape) for name, shape in one.items()})
+        )
+        if several := [
+            path_of(place.before)
+            for place in places(state, one)
+            if place is not None and place.of_several
+        ]:
             raise TypeError(
-                f"outer={self.name} keeps several arrays of each parameter, under {several[0]!r}, and an outer optimizer has one of each name. "
-                "Give what keeps whole arrays, such as optax.adamw, or OuterSGD(…)"
+                f"outer={self.name} keeps several arrays of each parameter, under {several[0]!r},"
+                " and an outer optimizer has one of each name. Give what keeps whole arrays, such"
+                " as optax.adamw, or OuterSGD(…)"
             )
         self._memories = frozenset(key for key, _ in _places(state, one))
 
@@ -57,23 +67,37 @@ class OptaxOuter(OuterFactory):
         return _by_parameter(self._tx.init(dict(outer)), outer)
 
     def step(
-        self, ops: Ops[A], outer: Mapping[str, A], averages: Mapping[str, A], memory: Mapping[str, Mapping[str, A]]
+        self,
+        ops: Ops[A],
+        outer: Mapping[str, A],
+        averages: Mapping[str, A],
+        memory: Mapping[str, Mapping[str, A]],
     ) -> tuple[dict[str, A], dict[str, dict[str, A]]]:
         parameters = dict(outer)
         shapes = jax.eval_shape(self._tx.init, parameters)
         first = next(iter(outer))
         state = jax.tree.unflatten(
-            jax.tree.structure(shapes), [memory[name or first][key] for key, name in _places(shapes, _shapes(outer))]
+            jax.tree.structure(shapes),
+            [memory[name or first][key] for key, name in _places(shapes, _shapes(outer))],
         )
-        updates, state = self._tx.update({n: jnp.asarray(averages[n]) for n in outer}, state, parameters)
+        updates, state = self._tx.update(
+            {n: jnp.asarray(averages[n]) for n in outer}, state, parameters
+        )
         return optax.apply_updates(parameters, updates), _by_parameter(state, outer)
 
 
 def _places(state: Any, names: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str | None]]:
     """The places of arrays: the name of the memory, and of which parameter it is; None: of all."""
     found: list[tuple[str, str | None]] = []
-    for place, (path, _) in zip(places(state, names), jax.tree_util.tree_flatten_with_path(state)[0], strict=True):
-        found.append((OUTERS + path_of(path if place is None else place.before), None if place is None else place.name))
+    for place, (path, _) in zip(
+        places(state, names), jax.tree_util.tree_flatten_with_path(state)[0], strict=True
+    ):
+        found.append(
+            (
+                OUTERS + path_of(path if place is None else place.before),
+                None if place is None else place.name,
+            )
+        )
     return found
 
 
@@ -90,5 +114,10 @@ def _by_parameter(state: Any, names: Mapping[str, Any]) -> dict[str, dict[str, A
 
 
 def in_jax(local: LocalSGD) -> LocalSGD:
-    """The schedule with its outer optimizer, if that is of Optax. Raises TypeError as `OptaxOuter`."""
-    return replace(local, outer=OptaxOuter(local.outer)) if isinstance(local.outer, OuterFactory) else local
+    """The schedule with its outer optimizer, if that is of Optax. Raises TypeError as
+    `OptaxOuter`."""
+    return (
+        replace(local, outer=OptaxOuter(local.outer))
+        if isinstance(local.outer, OuterFactory)
+        else local
+    )

@@ -1,9 +1,11 @@
 """Small tensors of one shape, computed with as one stack.
 
-XLA takes time for every operation of a program, whatever it computes: four products for each of 300 matrices are most of what a step of PowerSGD
-takes to compile. Here 60 of them share one. What is only multiplied, and stored nowhere, is joined where it is multiplied, in a branch
-(`gradwire.jax_backend.ops.packing.within_a_branch`), and never stored beyond it; and the products that are as large as gradients wait for each other.
-What is coded is joined as it is added to its error, once, and what is left of it is cut apart where errors are stored.
+XLA takes time for every operation of a program, whatever it computes: four products for each of 300
+matrices are most of what a step of PowerSGD takes to compile. Here 60 of them share one. What is
+only multiplied, and stored nowhere, is joined where it is multiplied, in a branch
+(`gradwire.jax_backend.ops.packing.within_a_branch`), and never stored beyond it; and the products
+that are as large as gradients wait for each other. What is coded is joined as it is added to its
+error, once, and what is left of it is cut apart where errors are stored.
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ from gradwire.jax_backend.ops.short_floats import converted
 
 #: Elements from which on a matrix is computed with by itself.
 LARGE = 1 << 16
-#: A stack has at most this part of the gradients of a model's small matrices, so that what is stored of it is little beside a gradient,
+#: A stack has at most this part of the gradients of a model's small matrices, so that what is
+#: stored of it is little beside a gradient,
 PART = 12
 #: or so many bytes, below which it is little anyway.
 STACK_BYTES = 1 << 17
 
 
 class Turns:
-    """Lets products wait for each other. What varies along a mapped axis, and what does not, stay apart."""
+    """Lets products wait for each other. What varies along a mapped axis, and what does not, stay
+    apart."""
 
     def __init__(self) -> None:
         self._decisions: dict[frozenset[str], jax.Array] = {}
@@ -44,12 +48,14 @@ class Turns:
         """`make()`, after what was made before it."""
         axes = varying_axes(operand)
         decision = self._decisions[axes] if axes in self._decisions else self._first(operand)
-        # What the branch decides comes out of it again: there is no other sign of its end that costs nothing to read.
+        # What the branch decides comes out of it again: there is no other sign of its end that
+        # costs nothing to read.
         made, self._decisions[axes] = taken(decision, lambda: (make(), decision))
         return made
 
     def unstack(self, batch: jax.Array) -> list[jax.Array]:
-        """The members of a batch, cut out as soon as it is there: by where they begin, which waits for no turn."""
+        """The members of a batch, cut out as soon as it is there: by where they begin, which waits
+        for no turn."""
         return unstack(batch, self._starts, self._first)
 
     def _first(self, operand: jax.Array) -> jax.Array:
@@ -61,8 +67,9 @@ class Turns:
 
 
 class Step:
-    """What the stacks of a step share. `own` are the turns of what is this replica's, `common` those of what is equal on all of them: under
-    `jax.vmap` all that waits for the first differs as it does."""
+    """What the stacks of a step share. `own` are the turns of what is this replica's, `common`
+    those of what is equal on all of them: under `jax.vmap` all that waits for the first differs as
+    it does."""
 
     def __init__(self, gradient: jax.Array) -> None:
         self.own = Turns()
@@ -94,7 +101,8 @@ class Members:
         return joined
 
     def plus(self, others: Members, ok: jax.Array | None = None) -> jax.Array:
-        """The sums, or where `ok` is false the others, joined: added up as they are joined, in one loop, since a stack of each would be as much memory again."""
+        """The sums, or where `ok` is false the others, joined: added up as they are joined, in one
+        loop, since a stack of each would be as much memory again."""
         pairs = zip(self.arrays, others.arrays, strict=True)
         sums = [g + e if ok is None else lax.select(ok, g + e, e) for g, e in pairs]
         return Members(sums, self.step).joined()
@@ -102,17 +110,25 @@ class Members:
     def replaced(self, ok: jax.Array, stack: jax.Array, limit: float) -> Members:
         """The members of a stack where `ok` holds, else these, `limited`."""
         pairs = zip(self.step.own.unstack(stack), self.arrays, strict=True)
-        return Members([lax.select(ok, jnp.asarray(x, y.dtype), limited(y, limit)) for x, y in pairs], self.step)
+        return Members(
+            [lax.select(ok, jnp.asarray(x, y.dtype), limited(y, limit)) for x, y in pairs],
+            self.step,
+        )
 
 
 class StackedSum(Sum):
-    """Gradients and their errors, not added up and not joined: for stacks what `Sum` is for one large matrix."""
+    """Gradients and their errors, not added up and not joined: for stacks what `Sum` is for one
+    large matrix."""
 
     gradient: Any
     error: Any
 
     def __init__(
-        self, gradient: Members, error: Members, rows: tuple[int, ...] | None = None, transposed: bool = False
+        self,
+        gradient: Members,
+        error: Members,
+        rows: tuple[int, ...] | None = None,
+        transposed: bool = False,
     ) -> None:
         super().__init__(gradient, error, rows, transposed)  # type: ignore[arg-type]
         self._sent: tuple[jax.Array, jax.Array] | None = None
@@ -150,7 +166,9 @@ class StackedSum(Sum):
     def added(self, ok: jax.Array, limit: float) -> Any:
         """The sum of `Sum.added` for each member."""
         if self._sent is None:
-            raise TypeError("nothing was subtracted from a stack of gradients and errors that is to be stored")
+            raise TypeError(
+                "nothing was subtracted from a stack of gradients and errors that is to be stored"
+            )
         step: Step = self.gradient.step
         p, q = self._sent
 
@@ -173,7 +191,8 @@ class StackedSum(Sum):
 
 
 class Bundles:
-    """`gradwire.core.ops.Bundled`. Gradients and errors are `Members` of their stacks, which are joined where they are added."""
+    """`gradwire.core.ops.Bundled`. Gradients and errors are `Members` of their stacks, which are
+    joined where they are added."""
 
     def __init__(
         self,
@@ -185,13 +204,22 @@ class Bundles:
         self._step = Step(gradients[stacks[0][0]])
         self.names = {names[0]: names for names in stacks}
         members = {name for names in stacks for name in names}
-        self.gradients: dict[str, Any] = {name: g for name, g in gradients.items() if name not in members}
-        self.tensors: dict[str, dict[str, Any]] = {n: dict(own) for n, own in tensors.items() if n not in members}
+        self.gradients: dict[str, Any] = {
+            name: g for name, g in gradients.items() if name not in members
+        }
+        self.tensors: dict[str, dict[str, Any]] = {
+            n: dict(own) for n, own in tensors.items() if n not in members
+        }
         for first, names in self.names.items():
             g = Members([gradients[name] for name in names], self._step)
-            together = {key: Members([tensors[name][key] for name in names], self._step) for key in tensors[first]}
+            together = {
+                key: Members([tensors[name][key] for name in names], self._step)
+                for key in tensors[first]
+            }
             self.gradients[first] = g if ERROR in together else g.joined()
-            self.tensors[first] = {key: own if key == ERROR else own.joined() for key, own in together.items()}
+            self.tensors[first] = {
+                key: own if key == ERROR else own.joined() for key, own in together.items()
+            }
 
     def apart(
         self, averages: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
@@ -218,7 +246,11 @@ def bundles_of(
 ) -> Bundles | None:
     """See `gradwire.core.ops.Ops.bundle`."""
     mesh = jax.sharding.get_abstract_mesh()
-    left = [n for n, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if kind != AxisType.Manual]
+    left = [
+        n
+        for n, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+        if kind != AxisType.Manual
+    ]
     if math.prod(left) > 1:
         return None  # What the compiler has divided among devices it would gather to join.
     groups: dict[Hashable, list[str]] = {}
@@ -233,7 +265,11 @@ def bundles_of(
             groups.setdefault((kind, axes), []).append(name)
     total = sum(gradients[n].nbytes for names in groups.values() for n in names)
     limit = max(STACK_BYTES, total // PART) if multiplied else total
-    stacks = [tuple(stack) for names in groups.values() for stack in _divided(names, gradients[names[0]].nbytes, limit)]
+    stacks = [
+        tuple(stack)
+        for names in groups.values()
+        for stack in _divided(names, gradients[names[0]].nbytes, limit)
+    ]
     stacks = [stack for stack in stacks if len(stack) > 1]
     return Bundles(gradients, tensors, stacks) if stacks else None
 
@@ -249,7 +285,8 @@ def _is_small(g: jax.Array, error: jax.Array, multiplied: bool) -> bool:
 
 
 def _divided(names: list[str], nbytes: int, limit: int) -> list[list[str]]:
-    """Stacks of at most `limit` bytes, as equal as can be: those of one size share what is compiled."""
+    """Stacks of at most `limit` bytes, as equal as can be: those of one size share what is
+    compiled."""
     count = -(-len(names) * nbytes // limit)
     size = -(-len(names) // count)
     return [names[i : i + size] for i in range(0, len(names), size)]

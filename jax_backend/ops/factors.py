@@ -1,4 +1,5 @@
-"""Orthonormal rows of factors of many shapes, few calls: Gram-Schmidt is a loop, and XLA compiles each."""
+"""Orthonormal rows of factors of many shapes, few calls: Gram-Schmidt is a loop, and XLA compiles
+each."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ from gradwire.core.kernels.arrays import call_key, group_by
 from gradwire.core.kernels.gram_schmidt import refresh
 from gradwire.jax_backend.ops.packing import unstack
 
-#: Factors of other lengths are filled up with zeros to be one batch, which changes nothing: of so many elements at most, and so many times as many as they have.
+#: Factors of other lengths are filled up with zeros to be one batch, which changes nothing: of so
+#: many elements at most, and so many times as many as they have.
 PADDED = 1 << 20
 TIMES = 2
-#: What has so many elements by itself is filled up with nothing: a TPU would pass over all of it once more, and there are few of them.
+#: What has so many elements by itself is filled up with nothing: a TPU would pass over all of it
+#: once more, and there are few of them.
 ALONE = 1 << 13
 
 
@@ -47,7 +50,11 @@ def orthonormal_each(
         rows, start = ops.orthonormalize(rows, epsilon), 0
         for each in lot:
             *_, r, n = each.shape
-            own = rows if len(lot) == 1 else lax.slice(rows, (start, 0, 0), (start + each.matrices, r, n))
+            own = (
+                rows
+                if len(lot) == 1
+                else lax.slice(rows, (start, 0, 0), (start + each.matrices, r, n))
+            )
             start += each.matrices
             parts = unstack(own.reshape(len(each.members), *each.shape))
             for i, x in zip(each.members, parts, strict=True):
@@ -70,7 +77,9 @@ def _joined(arrays: Sequence[jax.Array], lot: Sequence[_Alike], longest: int) ->
 def _lots(alike: Sequence[_Alike], dtypes: Sequence[Any]) -> list[list[_Alike]]:
     """What is one batch: matrices of as many rows, of lengths that are near each other."""
     lots: list[list[_Alike]] = []
-    for some in group_by(alike, [(each.shape[-2], dtype) for each, dtype in zip(alike, dtypes, strict=True)]):
+    for some in group_by(
+        alike, [(each.shape[-2], dtype) for each, dtype in zip(alike, dtypes, strict=True)]
+    ):
         room, elements, count = 0, 0, 0
         for each in sorted(some, key=lambda each: each.shape[-1], reverse=True):
             *_, r, n = each.shape

@@ -1,4 +1,5 @@
-"""The kernels in JAX. Nothing is written in place: a donated `out` only says which dtype the result has."""
+"""The kernels in JAX. Nothing is written in place: a donated `out` only says which dtype the result
+has."""
 
 from __future__ import annotations
 
@@ -26,14 +27,24 @@ from gradwire.jax_backend.ops import integers, signs
 from gradwire.jax_backend.ops.batched_small import LARGE, Bundles, Members, StackedSum, bundles_of
 from gradwire.jax_backend.ops.factors import orthonormal_each
 from gradwire.jax_backend.ops.lazy_sum import Sum, limited
-from gradwire.jax_backend.ops.packing import LANES, TILE, apart_on_tpu, chosen_each, columns, or_each, stored, unstack
+from gradwire.jax_backend.ops.packing import (
+    LANES,
+    TILE,
+    apart_on_tpu,
+    chosen_each,
+    columns,
+    or_each,
+    stored,
+    unstack,
+)
 from gradwire.jax_backend.ops.products import product
 from gradwire.jax_backend.ops.short_floats import converted
 from gradwire.jax_backend.ops.sparse import Part, chosen, compared_on_tpu, parts_of, scatter_sums
 from gradwire.jax_backend.ops.storage import XlaStorage, in_tiles
 
-#: Up to this inner dimension a large product is computed element by element where it is used: XLA would store the result of a `dot` first. Of less than
-#: `LARGE` elements that saves less time than it takes to compile, since the program grows with the inner dimension.
+#: Up to this inner dimension a large product is computed element by element where it is used: XLA
+#: would store the result of a `dot` first. Of less than `LARGE` elements that saves less time than
+#: it takes to compile, since the program grows with the inner dimension.
 THIN = 16
 #: Turns of a loop that are fused into one: each is compiled.
 AT_ONCE = 8
@@ -42,11 +53,13 @@ LARGEST_CONSTANT = 1 << 17
 
 
 class JaxOps(Ops[jax.Array]):
-    """The kernels of `gradwire.core.ops.Ops` for JAX arrays and tracers: each means what it says there. Has no state.
+    """The kernels of `gradwire.core.ops.Ops` for JAX arrays and tracers: each means what it says
+    there. Has no state.
 
     Args:
         bundles: whether small matrices are computed with as stacks.
-        across: mesh axes along which devices have pieces of one array, of equal size: its mean is that of all of them.
+        across: mesh axes along which devices have pieces of one array, of equal size: its mean is
+            that of all of them.
     """
 
     storage = XlaStorage()
@@ -65,8 +78,9 @@ class JaxOps(Ops[jax.Array]):
         return jnp.zeros(shape, dtype)
 
     def iota(self, n: int) -> jax.Array:
-        # From a NumPy array `gradwire.core.kernels.random.uniform` makes a constant while the program is traced. Traced, it is a chain of
-        # kernels for every parameter to compile and, at every step, to run. Very large ones would make the program large.
+        # From a NumPy array `gradwire.core.kernels.random.uniform` makes a constant while the
+        # program is traced. Traced, it is a chain of kernels for every parameter to compile and, at
+        # every step, to run. Very large ones would make the program large.
         if n <= LARGEST_CONSTANT:
             return np.arange(n, dtype=np.int32)  # type: ignore[return-value]
         return jnp.arange(n, dtype=jnp.int32)
@@ -80,9 +94,14 @@ class JaxOps(Ops[jax.Array]):
             # What becomes of NaN, and of numbers that are too large, XLA leaves to the device.
             limits = np.iinfo(dtype)
             # Powers of two, which all floats have, or inf in their place.
-            above, below = jnp.asarray(limits.max + 1.0, x.dtype), jnp.asarray(float(limits.min), x.dtype)
+            above, below = (
+                jnp.asarray(limits.max + 1.0, x.dtype),
+                jnp.asarray(float(limits.min), x.dtype),
+            )
             within = jnp.where((x < above) & (x > below), x, 0).astype(dtype)
-            return jnp.where(x >= above, limits.max, jnp.where(x <= below, limits.min, within)).astype(dtype)
+            return jnp.where(
+                x >= above, limits.max, jnp.where(x <= below, limits.min, within)
+            ).astype(dtype)
         return converted(x, dtype)
 
     def asarray(self, numbers: Any, dtype: str) -> jax.Array:
@@ -91,13 +110,17 @@ class JaxOps(Ops[jax.Array]):
     def add(self, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None) -> jax.Array:
         return _like(out, x + _typed(y, x))
 
-    def multiply(self, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None) -> jax.Array:
+    def multiply(
+        self, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None
+    ) -> jax.Array:
         return _like(out, x * _typed(y, x))
 
     def divide(self, x: jax.Array, y: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
         return _like(out, x / y)
 
-    def matmul(self, x: jax.Array, y: jax.Array | Sum, *, out: jax.Array | None = None) -> jax.Array:
+    def matmul(
+        self, x: jax.Array, y: jax.Array | Sum, *, out: jax.Array | None = None
+    ) -> jax.Array:
         x = free(x)
         if isinstance(y, Sum):
             return _like(out, y.multiplied_by(x))
@@ -126,24 +149,39 @@ class JaxOps(Ops[jax.Array]):
             fused: jax.Array = _sum_of_outer_products(p, q)
             return fused
         batch = tuple(range(p.ndim - 2))
-        return product(p, q, (((p.ndim - 2,), (p.ndim - 2,)), (batch, batch)), exact=n == 1)  # as Gram-Schmidt's are
+        # as Gram-Schmidt's are
+        return product(p, q, (((p.ndim - 2,), (p.ndim - 2,)), (batch, batch)), exact=n == 1)
 
-    def where(self, ok: jax.Array, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None) -> jax.Array:
+    def where(
+        self, ok: jax.Array, x: jax.Array, y: jax.Array | float, *, out: jax.Array | None = None
+    ) -> jax.Array:
         return _like(out, jnp.where(ok, x, jnp.asarray(y, x.dtype)))
 
     def add_each(
-        self, xs: Sequence[jax.Array], ys: Sequence[jax.Array], *, multiplied: bool = False, coded: bool = False
+        self,
+        xs: Sequence[jax.Array],
+        ys: Sequence[jax.Array],
+        *,
+        multiplied: bool = False,
+        coded: bool = False,
     ) -> list[jax.Array]:
         return [self._sum(x, y, multiplied) for x, y in zip(xs, ys, strict=True)]
 
     def _sum(self, x: jax.Array, y: jax.Array, multiplied: bool) -> jax.Array:
         if isinstance(x, Members) and isinstance(y, Members):
-            return StackedSum(x, y) if multiplied else x.plus(y)  # type: ignore[return-value]  # the same
+            # the same
+            return StackedSum(x, y) if multiplied else x.plus(y)  # type: ignore[return-value]
         lazy = multiplied and x.ndim > 1 and x.size >= LARGE and x.dtype == y.dtype
-        return Sum(x, y) if lazy else self.add(x, y, out=x)  # type: ignore[return-value]  # to programs it is an array
+        # to programs it is an array
+        return Sum(x, y) if lazy else self.add(x, y, out=x)  # type: ignore[return-value]
 
     def where_each(
-        self, ok: jax.Array, xs: Sequence[jax.Array], ys: Sequence[jax.Array], *, limits: Sequence[float] = ()
+        self,
+        ok: jax.Array,
+        xs: Sequence[jax.Array],
+        ys: Sequence[jax.Array],
+        *,
+        limits: Sequence[float] = (),
     ) -> list[jax.Array]:
         ys = [limited(y, limit) for y, limit in zip(ys, limits, strict=True)] if limits else ys
         return chosen_each(ok, [jnp.asarray(x, y.dtype) for x, y in zip(xs, ys, strict=True)], ys)
@@ -154,13 +192,19 @@ class JaxOps(Ops[jax.Array]):
         return or_each(ok, xs, math.nan)
 
     def where_lazy(
-        self, ok: jax.Array, x: Callable[[jax.Array | None], jax.Array], y: jax.Array, *, limit: float = math.inf
+        self,
+        ok: jax.Array,
+        x: Callable[[jax.Array | None], jax.Array],
+        y: jax.Array,
+        *,
+        limit: float = math.inf,
     ) -> jax.Array:
         value: jax.Array | Sum = x(None)
         if isinstance(value, Sum) and value.error is y:
             return value.added(ok, limit)
         if isinstance(y, Members):
-            return y.replaced(ok, value, limit)  # type: ignore[return-value, arg-type]  # no sum: what is multiplied is one
+            # no sum: what is multiplied is one
+            return y.replaced(ok, value, limit)  # type: ignore[return-value, arg-type]
         # In the shape of the state, as `Sum.added`: so an accelerator writes over the argument.
         return lax.select(ok, jnp.asarray(value, y.dtype)[None], limited(y[None], limit))[0]
 
@@ -173,15 +217,20 @@ class JaxOps(Ops[jax.Array]):
         *,
         decay: float = 1.0,
     ) -> list[jax.Array]:
-        """The errors after a step. Of terms that are better added twice, a TPU adds them again: the sum would lie in memory all the time."""
+        """The errors after a step. Of terms that are better added twice, a TPU adds them again: the
+        sum would lie in memory all the time."""
 
-        def again(sums: list[jax.Array], terms: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+        def again(
+            sums: list[jax.Array], terms: list[tuple[jax.Array, jax.Array]]
+        ) -> list[jax.Array]:
             return [g + lax.select(ok, error, jnp.zeros_like(error)) for g, error in terms]
 
         if apart := [i for i, each in enumerate(x) if each.terms is not None]:
             # With a condition, since XLA finds the same sum.
             sums, terms = [x[i].x for i in apart], [x[i].terms for i in apart]
-            found = iter(lax.platform_dependent(sums, terms, tpu=again, default=lambda sums, terms: sums))
+            found = iter(
+                lax.platform_dependent(sums, terms, tpu=again, default=lambda sums, terms: sums)
+            )
             x = [each if each.terms is None else Residual(self, next(found)) for each in x]
         return super().errors_after(ok, x, sent, errors, decay=decay)
 
@@ -194,17 +243,21 @@ class JaxOps(Ops[jax.Array]):
         for x in arrays:
             finite = jnp.isfinite(x).all(x.ndim - 1) if x.ndim else jnp.isfinite(x)
             rows[finite.shape] = rows[finite.shape] & finite if finite.shape in rows else finite
-        return functools.reduce(jnp.logical_and, [flags.all() for flags in rows.values()], jnp.ones((), bool))
+        return functools.reduce(
+            jnp.logical_and, [flags.all() for flags in rows.values()], jnp.ones((), bool)
+        )
 
     def orthonormalize_each(
         self, arrays: Sequence[jax.Array], fresh: Sequence[jax.Array], epsilon: float
     ) -> list[jax.Array]:
         answers, arrays, fresh = list(arrays), whole(arrays), whole(fresh)
-        # What varies along a mapped axis, and what does not, stay apart: in one batch all of it would.
+        # What varies along a mapped axis, and what does not, stay apart: in one batch all of it
+        # would.
         for members in group_by(range(len(arrays)), map(varying_axes, arrays)):
             own = [fresh[i] for i in members] if fresh else []
             rows = orthonormal_each(self, [arrays[i] for i in members], own, epsilon)
-            # What replaces rows is last step's factor, which is only multiplied by; others are used element by element too.
+            # What replaces rows is last step's factor, which is only multiplied by; others are used
+            # element by element too.
             rows = apart_on_tpu(whole(rows))
             for i, x in zip(members, rows if fresh else stored(rows), strict=True):
                 answers[i] = x
@@ -213,24 +266,30 @@ class JaxOps(Ops[jax.Array]):
     def max_abs(self, x: jax.Array) -> jax.Array:
         def as_integers(x: jax.Array) -> jax.Array:
             bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
-            return lax.bitcast_convert_type(jnp.max(bits, axis=-1, keepdims=True, initial=0), x.dtype)
+            return lax.bitcast_convert_type(
+                jnp.max(bits, axis=-1, keepdims=True, initial=0), x.dtype
+            )
 
         def as_floats(x: jax.Array) -> jax.Array:
             return jnp.max(x, axis=-1, keepdims=True, initial=0)
 
-        # Of integers NaN is the largest: XLA:CPU loses a NaN among many floats, and with it what came before it in its row. A TPU has no maximum of
-        # integers along lanes, and takes ten times as long to compile one.
+        # Of integers NaN is the largest: XLA:CPU loses a NaN among many floats, and with it what
+        # came before it in its row. A TPU has no maximum of integers along lanes, and takes ten
+        # times as long to compile one.
         largest: jax.Array = lax.platform_dependent(jnp.abs(x), cpu=as_integers, default=as_floats)
         return largest
 
     def nearest_bytes(self, x: jax.Array, *, out: jax.Array | None = None) -> jax.Array:
-        # `rounding.nearest_bytes` with one operation less. With its two comparisons XLA for CUDA takes codes for expensive, and stores what they are made of:
-        # the sum of gradient and error, as much memory again as gradients take.
+        # `rounding.nearest_bytes` with one operation less. With its two comparisons XLA for CUDA
+        # takes codes for expensive, and stores what they are made of: the sum of gradient and
+        # error, as much memory again as gradients take.
         code = lax.clamp(np.int32(-128), rounding.nearest_integers(self, x), np.int32(127))
         return lax.bitcast_convert_type(code.astype(jnp.int8), jnp.uint8)
 
     def mean_abs(self, x: jax.Array) -> jax.Array:
-        mean: jax.Array = jnp.mean(jnp.abs(x), axis=-1, keepdims=True, dtype=jnp.result_type(jnp.float32, x))
+        mean: jax.Array = jnp.mean(
+            jnp.abs(x), axis=-1, keepdims=True, dtype=jnp.result_type(jnp.float32, x)
+        )
         return lax.pmean(mean, self._across) if self._across else mean  # type: ignore[no-untyped-call]
 
     def norm(self, x: jax.Array) -> jax.Array:
@@ -255,7 +314,8 @@ class JaxOps(Ops[jax.Array]):
     def top_k(self, x: jax.Array, k: int) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.floating):
             x = _in_order(x)
-        # Of a matrix of many rows a TPU would sort all elements, and their positions beside them; of eight at a time it finds the largest in one pass.
+        # Of a matrix of many rows a TPU would sort all elements, and their positions beside them;
+        # of eight at a time it finds the largest in one pass.
         eights = x.ndim > 1 and x.size and math.prod(x.shape[:-1]) % TILE == 0
         rows = x.reshape(-1, TILE, x.shape[-1]) if eights else x
         # Else a GPU keeps all positions, sorted, wherever these are used.
@@ -266,24 +326,33 @@ class JaxOps(Ops[jax.Array]):
         def compared() -> jax.Array:
             return chosen(index[..., None], x.shape[-1], x[..., None, :], -1)
 
-        values: jax.Array = compared_on_tpu(index.shape[-1], lambda: jnp.take_along_axis(x, index, axis=-1), compared)
+        values: jax.Array = compared_on_tpu(
+            index.shape[-1], lambda: jnp.take_along_axis(x, index, axis=-1), compared
+        )
         return values
 
     def take_each(self, xs: Sequence[jax.Array], indices: Sequence[jax.Array]) -> jax.Array:
         runs = [
-            list(run) for _, run in itertools.groupby(zip(xs, indices, strict=True), lambda both: both[0].shape[-1])
+            list(run)
+            for _, run in itertools.groupby(
+                zip(xs, indices, strict=True), lambda both: both[0].shape[-1]
+            )
         ]
         if len(runs) > 1:  # matrices of other widths are not joined
             return jnp.concatenate([self.take_each(*zip(*run, strict=True)) for run in runs])
 
         def each(xs: list[jax.Array], indices: list[jax.Array]) -> jax.Array:
-            return jnp.concatenate([self.take(x, index) for x, index in zip(xs, indices, strict=True)])
+            return jnp.concatenate(
+                [self.take(x, index) for x, index in zip(xs, indices, strict=True)]
+            )
 
         def joined(xs: list[jax.Array], indices: list[jax.Array]) -> jax.Array:
             return self.take(jnp.concatenate(xs), jnp.concatenate(indices))
 
         # A GPU looks into what lies anywhere, in one kernel, and copies nothing.
-        values: jax.Array = lax.platform_dependent(list(xs), list(indices), cuda=joined, default=each)
+        values: jax.Array = lax.platform_dependent(
+            list(xs), list(indices), cuda=joined, default=each
+        )
         return values
 
     def take_rows(self, x: jax.Array, which: RowNumbers) -> jax.Array:
@@ -327,18 +396,27 @@ class JaxOps(Ops[jax.Array]):
 
             def byte(part: jax.Array) -> jax.Array:
                 if not tpu:  # which would store what it adds up
-                    return jnp.where(part, _each_bit(part.ndim - 1), np.uint8(0)).sum(0, dtype=jnp.uint8)
+                    return jnp.where(part, _each_bit(part.ndim - 1), np.uint8(0)).sum(
+                        0, dtype=jnp.uint8
+                    )
                 above = (part[i] if part.dtype == bool else part[i] > 0 for i in range(8))
-                return functools.reduce(jnp.bitwise_or, [bit.astype(jnp.int32) << i for i, bit in enumerate(above)])
+                return functools.reduce(
+                    jnp.bitwise_or, [bit.astype(jnp.int32) << i for i, bit in enumerate(above)]
+                )
 
             def sent(x: jax.Array) -> jax.Array:  # as they lie on a TPU: none is moved to send it
                 return (
-                    self.storage.to_blocks(self, x, x.size // LANES, LANES) if tpu and in_tiles(x.shape, LANES) else x
+                    self.storage.to_blocks(self, x, x.size // LANES, LANES)
+                    if tpu and in_tiles(x.shape, LANES)
+                    else x
                 )
 
-            return jnp.concatenate([sent(byte(part).astype(jnp.uint8)).reshape(-1) for part in parts])
+            return jnp.concatenate(
+                [sent(byte(part).astype(jnp.uint8)).reshape(-1) for part in parts]
+            )
 
-        # What is compared piece by piece a TPU computes once and keeps, for whatever else is made of it.
+        # What is compared piece by piece a TPU computes once and keeps, for whatever else is made
+        # of it.
         given = x if of is None else of
         result: jax.Array = lax.platform_dependent(
             x, given, tpu=lambda x, of: packed(of, tpu=True), default=lambda x, of: packed(x)
@@ -358,16 +436,22 @@ class JaxOps(Ops[jax.Array]):
             if not in_tiles(lies, LANES):
                 return x.reshape(lies)
             result: jax.Array = lax.platform_dependent(
-                x, tpu=lambda x: self.storage.from_blocks(x.reshape(-1, LANES), lies), default=lambda x: x.reshape(lies)
+                x,
+                tpu=lambda x: self.storage.from_blocks(x.reshape(-1, LANES), lies),
+                default=lambda x: x.reshape(lies),
             )
             return result
 
         parts = [bits(eights(x[:whole])).reshape(-1, *row)] * (whole > 0)
         if left:
-            parts.append(bits(x[whole:]).reshape(-1)[: math.prod(shape) - 8 * whole].reshape(-1, *row))
+            parts.append(
+                bits(x[whole:]).reshape(-1)[: math.prod(shape) - 8 * whole].reshape(-1, *row)
+            )
         return jnp.concatenate(parts).reshape(shape)
 
-    def pack_signs(self, xs: Sequence[jax.Array], sharing: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    def pack_signs(
+        self, xs: Sequence[jax.Array], sharing: Sequence[tuple[int, ...]]
+    ) -> list[jax.Array]:
         return signs.pack_signs(self, xs, sharing)
 
     def sum_of_signs(
@@ -386,7 +470,9 @@ class JaxOps(Ops[jax.Array]):
 
     def unpack_integers(self, data: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
         if data.ndim > 1:
-            rows = jax.vmap(lambda row: self.unpack_integers(row, bits, shape))(data.reshape(-1, data.shape[-1]))
+            rows = jax.vmap(lambda row: self.unpack_integers(row, bits, shape))(
+                data.reshape(-1, data.shape[-1])
+            )
             return rows.reshape(*data.shape[:-1], *shape)
         flat = integers.unpack_integers(data, bits, math.prod(shape))
         return unpack_integers(self, data, bits, shape) if flat is None else flat.reshape(shape)
@@ -398,15 +484,23 @@ class JaxOps(Ops[jax.Array]):
         viewed = lax.bitcast_convert_type(x, jnp.dtype(dtype))
         return viewed if wanted >= size else viewed.reshape((*x.shape[:-1], -1))
 
-    def add_to_slice(self, x: jax.Array, part: jax.Array, n: int, i: Any, shape: tuple[int, ...]) -> jax.Array:
+    def add_to_slice(
+        self, x: jax.Array, part: jax.Array, n: int, i: Any, shape: tuple[int, ...]
+    ) -> jax.Array:
         return self.storage.add_to_slice(self, x, part, n, i, shape)
 
     def sum_of_each(self, f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-        # All at once: in a loop over the replicas the sum would be stored and read again for each of them.
+        # All at once: in a loop over the replicas the sum would be stored and read again for each
+        # of them.
         return f(*arrays).sum(0)
 
     def loop(
-        self, n: int, body: Callable[[Any, jax.Array], jax.Array], start: jax.Array, *, fused: bool = False
+        self,
+        n: int,
+        body: Callable[[Any, jax.Array], jax.Array],
+        start: jax.Array,
+        *,
+        fused: bool = False,
     ) -> jax.Array:
         if n == 1 or (fused and n <= AT_ONCE):
             for i in range(n):  # with numbers that are known there is less to compile
@@ -443,31 +537,47 @@ class JaxOps(Ops[jax.Array]):
         return jnp.pad(x, ((0, n - x.shape[0]),))
 
     def rows(
-        self, arrays: Sequence[jax.Array], n: int, *, out: jax.Array | None = None, donated: bool = False
+        self,
+        arrays: Sequence[jax.Array],
+        n: int,
+        *,
+        out: jax.Array | None = None,
+        donated: bool = False,
     ) -> jax.Array:
         if n == 1 and all(x.ndim == 2 and x.shape[1] == arrays[0].shape[1] for x in arrays):
             return jnp.concatenate(arrays).reshape(1, -1)  # whose rows need not be moved
-        if all(x.ndim == 3 and x.shape[0] == n and 1 < x.shape[2] == arrays[0].shape[2] for x in arrays):
+        if all(
+            x.ndim == 3 and x.shape[0] == n and 1 < x.shape[2] == arrays[0].shape[2] for x in arrays
+        ):
             return jnp.concatenate(arrays, axis=1).reshape(n, -1)
         lengths = [-(-x.size // n) for x in arrays]
         filled = [
-            x if x.size == n * k else self.pad(x.reshape(-1), n * k) for x, k in zip(arrays, lengths, strict=True)
+            x if x.size == n * k else self.pad(x.reshape(-1), n * k)
+            for x, k in zip(arrays, lengths, strict=True)
         ]
         matrices = [x.reshape(n, k) for x, k in zip(filled, lengths, strict=True)]
         return matrices[0] if len(matrices) == 1 else jnp.concatenate(matrices, axis=1)
 
     def from_rows(
-        self, matrix: jax.Array, shapes: Sequence[tuple[int, ...]], *, out: Sequence[jax.Array] | None = None
+        self,
+        matrix: jax.Array,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        out: Sequence[jax.Array] | None = None,
     ) -> list[jax.Array]:
         sizes = [math.prod(shape) for shape in shapes]
         blocks = columns(matrix, [-(-size // matrix.shape[0]) for size in sizes])
-        exact = [x if x.size == size else x.reshape(-1)[:size] for x, size in zip(blocks, sizes, strict=True)]
+        exact = [
+            x if x.size == size else x.reshape(-1)[:size]
+            for x, size in zip(blocks, sizes, strict=True)
+        ]
         return [x.reshape(shape) for x, shape in zip(exact, shapes, strict=True)]
 
     def row_of(self, x: jax.Array, n: int, i: Any) -> jax.Array:
         if x.ndim > 1 and x.shape[0] % n == 0:
             k = x.shape[0] // n
-            return lax.dynamic_slice_in_dim(x, i * k, k).reshape(-1)  # of which a TPU does not move the rest
+            # of which a TPU does not move the rest
+            return lax.dynamic_slice_in_dim(x, i * k, k).reshape(-1)
         k = -(-x.size // n)
         return lax.dynamic_slice_in_dim(self.pad(x.reshape(-1), n * k), i * k, k)
 
@@ -479,7 +589,9 @@ class JaxOps(Ops[jax.Array]):
         *,
         multiplied: bool,
     ) -> Bundles | None:
-        return bundles_of(gradients, tensors, alike, multiplied=multiplied) if self.bundles else None
+        return (
+            bundles_of(gradients, tensors, alike, multiplied=multiplied) if self.bundles else None
+        )
 
     def unbundle(self) -> JaxOps:
         return JaxOps(bundles=False, across=self._across)
@@ -492,7 +604,8 @@ def _each_bit(axes: int) -> np.ndarray[Any, Any]:
 
 @jax.jit  # which traces it once for each shape
 def _sum_of_outer_products(p: jax.Array, q: jax.Array) -> jax.Array:
-    """`p.mT @ q`. XLA fuses it with what is done to it, where it would store the result of a `dot`."""
+    """`p.mT @ q`. XLA fuses it with what is done to it, where it would store the result of a
+    `dot`."""
     dtype = jnp.promote_types(p.dtype, jnp.float32)
     columns, rows = p.astype(dtype)[..., None], q.astype(dtype)[..., None, :]
     axis = p.ndim - 2
@@ -505,7 +618,8 @@ def _sum_of_outer_products(p: jax.Array, q: jax.Array) -> jax.Array:
 
 
 def _in_order(x: jax.Array) -> jax.Array:
-    """Floats that XLA orders as `top_k` says: NaN is inf, and -0, which XLA takes to be less, is 0. With no `where`: a GPU would transpose its condition too."""
+    """Floats that XLA orders as `top_k` says: NaN is inf, and -0, which XLA takes to be less, is 0.
+    With no `where`: a GPU would transpose its condition too."""
     n = 8 * x.dtype.itemsize
     bits = lax.bitcast_convert_type(x, f"int{n}")
     largest = lax.bitcast_convert_type(jnp.asarray(jnp.inf, x.dtype), bits.dtype)

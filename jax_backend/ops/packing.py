@@ -22,8 +22,8 @@ ZERO = np.uint32(0)
 #: (number of pieces, rows of each, axes along which they vary) → where they begin.
 Starts = dict[tuple[int, int, frozenset[str]], Sequence[np.uint32 | jax.Array]]
 
-#: Rows and lanes of a tile, in which a TPU keeps an array, and of an accelerator's registers; from how many bytes on for a replica messages are padded to
-#: fill them.
+#: Rows and lanes of a tile, in which a TPU keeps an array, and of an accelerator's registers; from
+#: how many bytes on for a replica messages are padded to fill them.
 TILE, LANES, PADDED = 8, 128, 1 << 13
 #: Elements of a tile of a vector.
 VECTOR = 1024
@@ -37,7 +37,8 @@ def pack(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _in_lanes(arrays: Sequence[jax.Array], rows: int) -> list[jax.Array] | None:
-    """Rows of bytes as (rows, n, 128), padded with zeros where they are large enough: then a TPU does not move them to send them."""
+    """Rows of bytes as (rows, n, 128), padded with zeros where they are large enough: then a TPU
+    does not move them to send them."""
     if any(x.dtype != jnp.uint8 for x in arrays) or sum(x.size for x in arrays) < PADDED * rows:
         return None
     missing = [-(x.size // rows) % LANES for x in arrays]
@@ -82,7 +83,10 @@ def columns(matrix: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
     """A matrix cut into matrices that lie side by side."""
     starts = _starts([0, *np.cumsum(widths)[:-1].tolist()], matrix)
     n = matrix.shape[0]
-    return [lax.dynamic_slice(matrix, (ZERO, s), (n, width)) for s, width in zip(starts, widths, strict=True)]
+    return [
+        lax.dynamic_slice(matrix, (ZERO, s), (n, width))
+        for s, width in zip(starts, widths, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,10 @@ def _from_columns(matrix: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]
         widths = [math.prod(shape) // rows for shape in shapes]
         ends = np.cumsum([-(-width // LANES) for width in widths])
         parts = [x.reshape(rows, -1) for x in jnp.split(matrix, ends[:-1], axis=1)]
-        return [x[:, :width].reshape(shape) for x, width, shape in zip(parts, widths, shapes, strict=True)]
+        return [
+            x[:, :width].reshape(shape)
+            for x, width, shape in zip(parts, widths, shapes, strict=True)
+        ]
     cut = columns(matrix, [math.prod(shape) // rows for shape in shapes])
     return [x.reshape(shape) for x, shape in zip(cut, shapes, strict=True)]
 
@@ -131,9 +138,12 @@ def divided_rows(devices: int) -> Layout:
 
 
 def unstack(
-    batch: jax.Array, known: Starts | None = None, decision: Callable[[jax.Array], jax.Array] | None = None
+    batch: jax.Array,
+    known: Starts | None = None,
+    decision: Callable[[jax.Array], jax.Array] | None = None,
 ) -> list[jax.Array]:
-    """The members of a batch, along its first axis. `known` keeps what batches of other arrays can use too; `decision`: see `taken`."""
+    """The members of a batch, along its first axis. `known` keeps what batches of other arrays can
+    use too; `decision`: see `taken`."""
     k, *shape = batch.shape
     if k == 1 or not shape:
         return [batch[i] for i in range(k)]
@@ -150,8 +160,9 @@ def unstack(
 def to_rows(arrays: Sequence[jax.Array], n: int) -> jax.Array:
     """Arrays of one dtype as n rows, (n, k), filled up with zeros.
 
-    Where n divides the last axis of an array, each row has a piece of that axis. A factor (r, n) of a parameter that is sharded by rows, or
-    by columns, lies in such pieces, and nothing has to move.
+    Where n divides the last axis of an array, each row has a piece of that axis. A factor (r, n) of
+    a parameter that is sharded by rows, or by columns, lies in such pieces, and nothing has to
+    move.
     """
     even = [i for i, x in enumerate(arrays) if _is_even(x.shape, n)]
     rows = [jnp.moveaxis(_split(arrays[i], n), -2, 0).reshape(n, -1) for i in even]
@@ -192,8 +203,9 @@ def _split(x: jax.Array, n: int) -> jax.Array:
 def stored(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """These arrays, each computed once and kept.
 
-    XLA on CPU puts what makes a small array, slices of a message and selections, into the loop over a large one in which it is used, and
-    computes it there for each element. The results of a branch it cannot move.
+    XLA on CPU puts what makes a small array, slices of a message and selections, into the loop over
+    a large one in which it is used, and computes it there for each element. The results of a branch
+    it cannot move.
     """
     if not arrays or compiler_axes():
         return list(arrays)
@@ -202,15 +214,20 @@ def stored(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def apart_on_tpu(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """These arrays. XLA for TPU would take each out of its batch in every product that it is a factor of, and takes twice as long to compile those."""
-    kept: list[jax.Array] = lax.platform_dependent(list(arrays), tpu=lax.optimization_barrier, default=lambda xs: xs)
+    """These arrays. XLA for TPU would take each out of its batch in every product that it is a
+    factor of, and takes twice as long to compile those."""
+    kept: list[jax.Array] = lax.platform_dependent(
+        list(arrays), tpu=lax.optimization_barrier, default=lambda xs: xs
+    )
     return kept
 
 
 def within_a_branch(probe: jax.Array, make: Callable[[], T]) -> T:
-    """`make()`, arrays, computed on CPU in a branch: after `probe`, and with memory of its own that ends with the branch.
+    """`make()`, arrays, computed on CPU in a branch: after `probe`, and with memory of its own that
+    ends with the branch.
 
-    XLA on CPU begins whatever it can begin, and so keeps all of it at a time. This is how to say that something can wait.
+    XLA on CPU begins whatever it can begin, and so keeps all of it at a time. This is how to say
+    that something can wait.
     """
     return taken(always(probe), make)
 
@@ -220,7 +237,9 @@ def taken(decision: jax.Array, make: Callable[[], T]) -> T:
     results = jax.eval_shape(make)
 
     def otherwise() -> T:
-        zeros: T = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), results)
+        zeros: T = jax.tree.map(
+            lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), results
+        )
         return zeros
 
     made: T = lax.switch(decision, (otherwise, make))
@@ -228,19 +247,25 @@ def taken(decision: jax.Array, make: Callable[[], T]) -> T:
 
 
 def or_each(ok: jax.Array, arrays: Sequence[jax.Array], otherwise: float) -> list[jax.Array]:
-    """Each array if the boolean scalar `ok` holds, else an array filled with this number; see `chosen_each`."""
+    """Each array if the boolean scalar `ok` holds, else an array filled with this number; see
+    `chosen_each`."""
     axes = [varying_axes(x) | varying_axes(ok) for x in arrays]
 
     def filled() -> list[jax.Array]:  # where it is chosen, which takes no memory beside the arrays
         made = {(x.shape, x.dtype): jnp.full(x.shape, otherwise, x.dtype) for x in arrays}
         return [vary(made[x.shape, x.dtype], own) for x, own in zip(arrays, axes, strict=True)]
 
-    return _either(ok, [vary(x, own) for x, own in zip(arrays, axes, strict=True)], [], lambda ys: filled())
+    return _either(
+        ok, [vary(x, own) for x, own in zip(arrays, axes, strict=True)], [], lambda ys: filled()
+    )
 
 
 def chosen_each(ok: jax.Array, xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
-    """`xs` if the boolean scalar `ok` holds, else `ys`, pairwise of one shape and dtype: on CPU one branch for all of them, as `stored`."""
-    axes = [varying_axes(x) | varying_axes(y) | varying_axes(ok) for x, y in zip(xs, ys, strict=True)]
+    """`xs` if the boolean scalar `ok` holds, else `ys`, pairwise of one shape and dtype: on CPU one
+    branch for all of them, as `stored`."""
+    axes = [
+        varying_axes(x) | varying_axes(y) | varying_axes(ok) for x, y in zip(xs, ys, strict=True)
+    ]
 
     def marked(values: Sequence[jax.Array]) -> list[jax.Array]:
         return [vary(v, a) for v, a in zip(values, axes, strict=True)]
@@ -274,11 +299,13 @@ def _starts(
 ) -> Sequence[np.uint32 | jax.Array]:
     """These integers, in a form in which XLA on CPU does not know them.
 
-    It compiles a kernel for every slice with a start of its own, about 20 ms each and several for every parameter, but only one for
-    all slices of one shape whose start is an operand. A branch is what no pass looks through. (With 200 matrices: 8 seconds instead
-    of 80.) If one day it does, slices are static again, and right.
+    It compiles a kernel for every slice with a start of its own, about 20 ms each and several for
+    every parameter, but only one for all slices of one shape whose start is an operand. A branch is
+    what no pass looks through. (With 200 matrices: 8 seconds instead of 80.) If one day it does,
+    slices are static again, and right.
     """
-    known = [np.uint32(v) for v in values]  # of what has no sign, JAX does not ask whether it counts from the end
+    # of what has no sign, JAX does not ask whether it counts from the end
+    known = [np.uint32(v) for v in values]
     if len(values) < MANY or not of.size or compiler_axes():
         return known
 
@@ -287,7 +314,8 @@ def _starts(
 
 
 def always(x: jax.Array) -> jax.Array:
-    """1, the number of a branch, which XLA on CPU does not know. Of the platform that is compiled for, which need not be the one that traces."""
+    """1, the number of a branch, which XLA on CPU does not know. Of the platform that is compiled
+    for, which need not be the one that traces."""
 
     def unknown(probe: jax.Array) -> jax.Array:
         return ((probe == probe) | (probe != probe)).astype(jnp.int32)

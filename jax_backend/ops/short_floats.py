@@ -1,7 +1,9 @@
 """Conversions to shorter floats, rounded whatever a compiler makes of them.
 
-XLA may leave out a conversion to a shorter float and back, and does so on GPUs (`xla_allow_excess_precision`): what is sent is rounded then, and what is
-remembered as sent is not, so that error feedback sees no error. Numbers that are rounded before lose nothing by the conversion, nor without it.
+XLA may leave out a conversion to a shorter float and back, and does so on GPUs
+(`xla_allow_excess_precision`): what is sent is rounded then, and what is remembered as sent is not,
+so that error feedback sees no error. Numbers that are rounded before lose nothing by the
+conversion, nor without it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def converted(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """The nearest numbers of a shorter float, in the dtype that `x` has; of what lies beyond them inf, or NaN in "float8_e4m3fn"."""
+    """The nearest numbers of a shorter float, in the dtype that `x` has; of what lies beyond them
+    inf, or NaN in "float8_e4m3fn"."""
     to, of = _finfo(dtype), _finfo(x.dtype)
     y = lax.reduce_precision(x, exponent_bits=of.nexp, mantissa_bits=to.nmant)
     if to.nexp >= of.nexp:

@@ -1,4 +1,5 @@
-"""Signs of small tensors, each with one number of its own, packed and added up as those of one matrix: for XLA bits are many operations."""
+"""Signs of small tensors, each with one number of its own, packed and added up as those of one
+matrix: for XLA bits are many operations."""
 
 from __future__ import annotations
 
@@ -21,11 +22,17 @@ SMALL = 1 << 19
 
 
 def joined(ops: Any, shapes: Sequence[Shape], sharing: Sequence[Shape]) -> list[int]:
-    """Which of these arrays are rows of one matrix: those of whole rows of lanes to each number, and small ones alone, since that is a copy."""
+    """Which of these arrays are rows of one matrix: those of whole rows of lanes to each number,
+    and small ones alone, since that is a copy."""
     found, room = list[int](), min(ops.storage.max_joined, MOST_JOINED)
     for i, (shape, numbers) in enumerate(zip(shapes, sharing, strict=True)):
         size, each = math.prod(shape), math.prod(shape) // math.prod(numbers)
-        if math.prod(numbers[1:]) == 1 and each % LANES == 0 and 0 < each <= LARGE and size <= min(room, SMALL):
+        if (
+            math.prod(numbers[1:]) == 1
+            and each % LANES == 0
+            and 0 < each <= LARGE
+            and size <= min(room, SMALL)
+        ):
             found.append(i)
             room -= size
     return found if len(found) > 1 else []
@@ -58,10 +65,16 @@ def sum_of_signs(
     counts = [math.prod(shapes[i]) // LANES for i in some]
     rows = sum(counts)
     high_rows, low_rows = (
-        jnp.concatenate([_of_rows(x[i], n) for i, n in zip(some, counts, strict=True)], axis=1) for x in numbers
+        jnp.concatenate([_of_rows(x[i], n) for i, n in zip(some, counts, strict=True)], axis=1)
+        for x in numbers
     )
     whole, *others = signs.sum_of_signs(
-        ops, every, [high_rows, *high], [low_rows, *low], [(rows, LANES), *lies], [(rows, 1), *kinds]
+        ops,
+        every,
+        [high_rows, *high],
+        [low_rows, *low],
+        [(rows, LANES), *lies],
+        [(rows, 1), *kinds],
     )
     parts = ops.from_rows(whole.reshape(1, -1), [shapes[i] for i in some])
     found = dict(zip([*some, *rest], [*parts, *others], strict=True))
@@ -71,4 +84,6 @@ def sum_of_signs(
 def _of_rows(numbers: jax.Array, rows: int) -> jax.Array:
     """(W, k, 1, …), of k tensors, as one for each of their rows: (W, rows)."""
     replicas, k = numbers.shape[:2]
-    return jnp.broadcast_to(numbers.reshape(replicas, k, 1), (replicas, k, rows // k)).reshape(replicas, rows)
+    return jnp.broadcast_to(numbers.reshape(replicas, k, 1), (replicas, k, rows // k)).reshape(
+        replicas, rows
+    )

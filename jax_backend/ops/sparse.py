@@ -1,4 +1,5 @@
-"""Sums of few elements at their places: added one replica after the other, or all compared with each place, as is quicker on a TPU."""
+"""Sums of few elements at their places: added one replica after the other, or all compared with
+each place, as is quicker on a TPU."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ Of = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 class Part(NamedTuple):
-    """Rows of a sum, see `gradwire.core.ops.Ops.scatter_sum`: which of all, how many places each has, and of which tiles they are. None: all rows."""
+    """Rows of a sum, see `gradwire.core.ops.Ops.scatter_sum`: which of all, how many places each
+    has, and of which tiles they are. None: all rows."""
 
     rows: slice | None
     n: int
@@ -42,8 +44,11 @@ class Part(NamedTuple):
         return count // across * tall, across * self.n // tall
 
     def add(self, total: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
-        """The total with these values at these positions, uint32: of those JAX does not ask whether they count from the end."""
-        before = [lax.broadcasted_iota(jnp.uint32, index.shape, axis) for axis in range(index.ndim - 1)]
+        """The total with these values at these positions, uint32: of those JAX does not ask whether
+        they count from the end."""
+        before = [
+            lax.broadcasted_iota(jnp.uint32, index.shape, axis) for axis in range(index.ndim - 1)
+        ]
         if self.tiles is None:
             return total.at[(*before, index)].add(values)
         (tall, across), (block,) = self.tiles, before
@@ -69,8 +74,8 @@ def scatter_sums(
     finish: Callable[[jax.Array], jax.Array],
     after: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """The sum of each part, finished. Small parts are summed in one loop. Others wait for what came before them, the first for `after`: so they need not all lie
-    in memory at a time."""
+    """The sum of each part, finished. Small parts are summed in one loop. Others wait for what came
+    before them, the first for `after`: so they need not all lie in memory at a time."""
     kept = jax.eval_shape(lambda: of(*(x[0] for x in every)))[1]
 
     def compared() -> list[jax.Array]:  # all replicas at once: each of them runs this program
@@ -114,7 +119,9 @@ def _rows_of(part: Part, kept: Any) -> tuple[int, ...]:
     return rows if part.rows is None else (part.rows.stop - part.rows.start,)
 
 
-def _scattered(parts: Sequence[Part], of: Of, every: Sequence[jax.Array], after: jax.Array | None) -> list[jax.Array]:
+def _scattered(
+    parts: Sequence[Part], of: Of, every: Sequence[jax.Array], after: jax.Array | None
+) -> list[jax.Array]:
     # What positions are below is said of all: they become int32 again where JAX adds.
     below = jnp.uint32((1 << (max(part.n for part in parts) - 1).bit_length()) - 1)
 
@@ -124,9 +131,13 @@ def _scattered(parts: Sequence[Part], of: Of, every: Sequence[jax.Array], after:
 
     def add(i: Any, totals: list[jax.Array]) -> list[jax.Array]:
         index, values = of_replica(i)
-        return [part.add(x, part.of(index), part.of(values)) for part, x in zip(parts, totals, strict=True)]
+        return [
+            part.add(x, part.of(index), part.of(values))
+            for part, x in zip(parts, totals, strict=True)
+        ]
 
-    # Not before there is something to add, and the last such array is there: a GPU would make these zeros first of all, and copies of them.
+    # Not before there is something to add, and the last such array is there: a GPU would make these
+    # zeros first of all, and copies of them.
     last = of_replica(0)[1] if after is None else after
     kept = jax.eval_shape(of_replica, jnp.int32(0))[1]
     shapes = [part.shape(_rows_of(part, kept)) for part in parts]
@@ -152,15 +163,18 @@ def _scattered(parts: Sequence[Part], of: Of, every: Sequence[jax.Array], after:
 
 
 def _compared(part: Part, index: jax.Array, values: jax.Array) -> jax.Array:
-    if part.tiles is not None and (matrix := product_of_tiles(index, values, part.n, *part.tiles)) is not None:
+    if (
+        part.tiles is not None
+        and (matrix := product_of_tiles(index, values, part.n, *part.tiles)) is not None
+    ):
         return matrix
     rows = chosen(index[..., None], part.n, values[..., None], (0, -2))
     return rows if part.tiles is None else of_tiles(rows, *part.tiles)
 
 
 def compared_on_tpu(k: int, default: Callable[[], Any], compared: Callable[[], Any]) -> Any:
-    """A TPU takes one element after the other by its position: to compare all `k` positions with each place is quicker for few, and is fused with what is
-    around it."""
+    """A TPU takes one element after the other by its position: to compare all `k` positions with
+    each place is quicker for few, and is fused with what is around it."""
     if not 0 < k <= FEW:
         return default()
     likes = jax.eval_shape(default)
@@ -174,11 +188,15 @@ def compared_on_tpu(k: int, default: Callable[[], Any], compared: Callable[[], A
 def chosen(index: jax.Array, n: int, values: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
     """The values (…, k, n) whose position in the row is `index` (…, k, 1), summed along an axis."""
     places = lax.broadcasted_iota(jnp.int32, (*index.shape[:-1], n), index.ndim - 1)
-    return jnp.where(index == places, values, jnp.zeros((), values.dtype)).sum(axis, dtype=values.dtype)
+    return jnp.where(index == places, values, jnp.zeros((), values.dtype)).sum(
+        axis, dtype=values.dtype
+    )
 
 
 def zeros_after(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros, or NaN, made of an element of `x`: what is added to them waits for `x`. Compilers drop a barrier for less."""
-    # The first of `x`, in a form that XLA does not know: a GPU computes what is broadcast in a kernel of its own.
+    """Zeros, or NaN, made of an element of `x`: what is added to them waits for `x`. Compilers drop
+    a barrier for less."""
+    # The first of `x`, in a form that XLA does not know: a GPU computes what is broadcast in a
+    # kernel of its own.
     first = lax.broadcasted_iota(jnp.uint32, shape, 0) >> 31
     return (jnp.abs(x.reshape(-1).at[first].get(mode="promise_in_bounds")) * 0).astype(dtype)

@@ -1,4 +1,5 @@
-"""Error memory for another number of replicas, and compressor state in the form that all backends share."""
+"""Error memory for another number of replicas, and compressor state in the form that all backends
+share."""
 
 from __future__ import annotations
 
@@ -44,13 +45,16 @@ OPS = NumpyOps()
 @checked
 @outside_meshes
 def set_replicas(state: T, replicas: Replicas) -> T:
-    """A training state for another number of replicas: the compression error becomes its mean, one row for all of them. So does, under local SGD, everything.
+    """A training state for another number of replicas: the compression error becomes its mean, one
+    row for all of them. So does, under local SGD, everything.
 
         state = replicate(set_replicas(restored, jax.device_count()), axis_name="data")
 
-    A run on the same global batches then follows the one that was not interrupted, up to rounding. With the number of replicas unchanged
-    nothing is, and it follows bit for bit. Means are formed where the rows lie, and no device receives those of all replicas. Numbers that are no floats are those of
-    the first replica, and its random keys are split, so that each new replica draws for itself.
+    A run on the same global batches then follows the one that was not interrupted, up to rounding.
+    With the number of replicas unchanged nothing is, and it follows bit for bit. Means are formed
+    where the rows lie, and no device receives those of all replicas. Numbers that are no floats are
+    those of the first replica, and its random keys are split, so that each new replica draws for
+    itself.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -60,8 +64,9 @@ def set_replicas(state: T, replicas: Replicas) -> T:
         (1, 64, 32)
 
     Args:
-        state: any tree that holds states of `average_gradients` or `local_sgd` transformations, in global form: from `unreplicate`, or a checkpoint. In several
-            processes all must call this.
+        state: any tree that holds states of `average_gradients` or `local_sgd` transformations, in
+            global form: from `unreplicate`, or a checkpoint. In several processes all must call
+            this.
         replicas: there are from now on.
 
     Returns:
@@ -69,7 +74,8 @@ def set_replicas(state: T, replicas: Replicas) -> T:
 
     Raises:
         TypeError: for shapes in place of arrays, of which `abstract_state` knows more.
-        ValueError: a sharded optimizer's state of another number of replicas, which `reshard` converts; or the state is in pmap form.
+        ValueError: a sharded optimizer's state of another number of replicas, which `reshard`
+            converts; or the state is in pmap form.
         RuntimeError: see `distribute`.
     """
     found = survey(state)
@@ -84,8 +90,9 @@ def set_replicas(state: T, replicas: Replicas) -> T:
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             raise TypeError(
-                f"{leaf.name} is a ShapeDtypeStruct, and set_replicas takes the mean of arrays. For shapes of {replicas} replicas: "
-                f"gradwire.jax_backend.abstract_state(state, {replicas}, mesh, axis_name)"
+                f"{leaf.name} is a ShapeDtypeStruct, and set_replicas takes the mean of arrays. For"
+                f" shapes of {replicas} replicas: gradwire.jax_backend.abstract_state(state,"
+                f" {replicas}, mesh, axis_name)"
             )
         if leaf.placement and x.shape[0] != replicas:
             return in_memory_of(
@@ -95,8 +102,9 @@ def set_replicas(state: T, replicas: Replicas) -> T:
             return x
         if leaf.of == PIECES:
             raise ValueError(
-                f"{leaf.name} is a sharded state of {x.shape[0]} replicas, and replicas={replicas}. Convert it: "
-                f"gradwire.jax_backend.reshard(state, like), where `like` comes from zero1(…, replicas={replicas})"
+                f"{leaf.name} is a sharded state of {x.shape[0]} replicas, and replicas={replicas}."
+                " Convert it: gradwire.jax_backend.reshard(state, like), where `like` comes from"
+                f" zero1(…, replicas={replicas})"
             )
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return in_memory_of(x, _split(x, replicas))
@@ -115,10 +123,12 @@ def to_portable(
     *,
     errors: Literal["mean", "all"] = "mean",
 ) -> dict[str, Any]:
-    """Compressor state as plain nested dictionaries of NumPy arrays and numbers, by parameter name: see `gradwire.core.state.checkpoint`.
+    """Compressor state as plain nested dictionaries of NumPy arrays and numbers, by parameter name:
+    see `gradwire.core.state.checkpoint`.
 
-    For `torch` (`CommHook.load_state_dict` takes it), for safetensors (`gradwire.core.state.checkpoint.flatten`), or to be loaded into another
-    model. A whole training state, this in it, needs no conversion: Flax and orbax save it as it is.
+    For `torch` (`CommHook.load_state_dict` takes it), for safetensors
+    (`gradwire.core.state.checkpoint.flatten`), or to be loaded into another model. A whole training
+    state, this in it, needs no conversion: Flax and orbax save it as it is.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -132,12 +142,15 @@ def to_portable(
         (2, 32)
 
     Args:
-        state: of an `average_gradients` transformation, in global form (after `jax.pmap`: `unreplicate`). In several processes all must call this.
-        algorithm: the one that was given to `average_gradients`; of `power_sgd(2, …)`, `PowerSGD(2)`.
+        state: of an `average_gradients` transformation, in global form (after `jax.pmap`:
+            `unreplicate`). In several processes all must call this.
+        algorithm: the one that was given to `average_gradients`; of `power_sgd(2, …)`,
+            `PowerSGD(2)`.
         errors: "mean" keeps one copy of the compression error, "all" that of every replica.
 
     Raises:
-        ValueError: `errors` is none of these, or the state is in pmap form or no such state: of a chain, give the part.
+        ValueError: `errors` is none of these, or the state is in pmap form or no such state: of a
+            chain, give the part.
         RuntimeError: see `distribute`.
     """
     _require_ours(state)
@@ -145,7 +158,8 @@ def to_portable(
     note_skipped_steps(state)
     await_processes("to_portable", state)
     tensors = {
-        name: {key: on_host(x) for key, x in memory.items()} for name, memory in by_parameter(state.memory).items()
+        name: {key: on_host(x) for key, x in memory.items()}
+        for name, memory in by_parameter(state.memory).items()
     }
     local: dict[str, dict[str, Any]] = {}
     replicas = 1
@@ -155,7 +169,12 @@ def to_portable(
         for key, x in memory.items():
             rows = on_host(x)
             if rows.shape[0] > 1:  # the replicas of a node have the same
-                rows = rows[[members[0] for members in nodes_of(algorithm, state.record.axis_name, rows.shape[0])]]
+                rows = rows[
+                    [
+                        members[0]
+                        for members in nodes_of(algorithm, state.record.axis_name, rows.shape[0])
+                    ]
+                ]
             replicas = max(replicas, rows.shape[0])
             local[name][key] = _mean(rows) if errors == "mean" else rows
     return {
@@ -184,9 +203,10 @@ def from_portable(
         state: in portable form, with any arrays; of any number of replicas.
         algorithm: the one that was given to `average_gradients`.
         like: from its `init`; not changed.
-        replicas: there are from now on. Of as many, each gets its own error back if the state has all of them; else the mean.
-        strict: raise for a state of another configuration, other parameters or other shapes. Otherwise take over what fits, leave the rest as
-            in `like`, and log what was dropped.
+        replicas: there are from now on. Of as many, each gets its own error back if the state has
+            all of them; else the mean.
+        strict: raise for a state of another configuration, other parameters or other shapes.
+            Otherwise take over what fits, leave the rest as in `like`, and log what was dropped.
 
     Returns:
         A state in global form, for `replicate` and `distribute`.
@@ -211,7 +231,12 @@ def from_portable(
             len(loaded.tensors),
             difference,
         )
-    node_of = [node for _, node in sorted((replica, node) for node, members in enumerate(nodes) for replica in members)]
+    node_of = [
+        node
+        for _, node in sorted(
+            (replica, node) for node, members in enumerate(nodes) for replica in members
+        )
+    ]
 
     def kept(name: str, key: str, old: Any) -> Any:
         found = loaded.tensors.get(name, {})
@@ -228,7 +253,10 @@ def from_portable(
 
     return like._replace(
         step=jnp.asarray(step, jnp.int32),
-        shared={k: jnp.asarray(loaded.shared[k], x.dtype) if k in loaded.shared else x for k, x in like.shared.items()},
+        shared={
+            k: jnp.asarray(loaded.shared[k], x.dtype) if k in loaded.shared else x
+            for k, x in like.shared.items()
+        },
         memory=rebuilt(like.memory, kept),
         local=PerReplica(rebuilt(like.local.per_replica, rows)),
     )
@@ -238,7 +266,9 @@ def _of_one_replica(like: DataParallelState) -> State[Any]:
     """Shapes and dtypes, as the algorithm knows them."""
     current = by_parameter(like.memory)
     for name, memory in by_parameter(like.local.per_replica).items():
-        own = {key: np.broadcast_to(np.zeros((), x.dtype), x.shape[1:]) for key, x in memory.items()}
+        own = {
+            key: np.broadcast_to(np.zeros((), x.dtype), x.shape[1:]) for key, x in memory.items()
+        }
         current[name] = current.get(name, {}) | own
     return State(dict(like.shared), current)
 
@@ -246,16 +276,26 @@ def _of_one_replica(like: DataParallelState) -> State[Any]:
 def _require_ours(state: Any) -> None:
     if isinstance(state, DataParallelState):
         return
-    leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, DataParallelState))[0]
-    parts = ["state" + jax.tree_util.keystr(path) for path, x in leaves if isinstance(x, DataParallelState)]
+    leaves = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda x: isinstance(x, DataParallelState)
+    )[0]
+    parts = [
+        "state" + jax.tree_util.keystr(path)
+        for path, x in leaves
+        if isinstance(x, DataParallelState)
+    ]
     inside = f" that holds one: give that part of it, {' or '.join(parts)}" if parts else ""
     of_nnx = (
         ""
         if parts
-        else ". Of what nnx.split returned, in which types are gone, give nnx.merge(graphdef, state)[1].opt_state[…]"
+        else (
+            ". Of what nnx.split returned, in which types are gone, give nnx.merge(graphdef,"
+            " state)[1].opt_state[…]"
+        )
     )
     raise ValueError(
-        f"state is a {type(state).__name__}, not the state of an average_gradients transformation,{inside}".rstrip(",")
+        f"state is a {type(state).__name__}, not the state of an average_gradients"
+        f" transformation,{inside}".rstrip(",")
         + of_nnx
     )
 
@@ -263,7 +303,11 @@ def _require_ours(state: Any) -> None:
 def _mean(rows: Any) -> Any:
     """One row, sharded as the rows are in themselves."""
     if not isinstance(rows, jax.Array):
-        return checkpoint.mean_of_rows(OPS, rows) if jnp.issubdtype(rows.dtype, jnp.floating) else rows[:1]
+        return (
+            checkpoint.mean_of_rows(OPS, rows)
+            if jnp.issubdtype(rows.dtype, jnp.floating)
+            else rows[:1]
+        )
     given, rows = rows, automatic(rows)
     sharding: Any = rows.sharding
     kind = memory_kind(rows)
@@ -278,9 +322,11 @@ def _split(keys: jax.Array, replicas: int) -> jax.Array:
     """Random keys for so many replicas, drawn from the first row, (W, …) → (replicas, …)."""
     data = jnp.asarray(on_host(jax.random.key_data(keys))[0])
     first = jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
-    return jax.vmap(lambda i: jax.vmap(lambda key: jax.random.fold_in(key, i))(first.reshape(-1)).reshape(first.shape))(
-        jnp.arange(replicas)
-    )
+    return jax.vmap(
+        lambda i: jax.vmap(lambda key: jax.random.fold_in(key, i))(first.reshape(-1)).reshape(
+            first.shape
+        )
+    )(jnp.arange(replicas))
 
 
 def _mean_of_rows(rows: jax.Array) -> jax.Array:

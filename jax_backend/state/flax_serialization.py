@@ -1,4 +1,5 @@
-"""The one type of a state that `flax.serialization` would not know, made known to it whenever it is imported: before this module, or after a state was made or loaded."""
+"""The one type of a state that `flax.serialization` would not know, made known to it whenever it is
+imported: before this module, or after a state was made or loaded."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ SERIALIZATION = "flax.serialization"
 
 
 def know_flax() -> None:
-    """Let `flax.serialization` take a `Record`, which is no NamedTuple, from now on or from its import on. The field of a record is stored, what it says of the set-up
-    is not."""
+    """Let `flax.serialization` take a `Record`, which is no NamedTuple, from now on or from its
+    import on. The field of a record is stored, what it says of the set-up is not."""
     if SERIALIZATION in sys.modules:
         _register(sys.modules[SERIALIZATION])
     else:

@@ -1,12 +1,15 @@
-"""Which arrays of a state belong to which parameter: found by structure, since names decide nothing. A name may hold any sign that joins paths, be a number as
-the links of a chain are, or a word of the state, such as "mu" or "count".
+"""Which arrays of a state belong to which parameter: found by structure, since names decide
+nothing. A name may hold any sign that joins paths, be a number as the links of a chain are, or a
+word of the state, such as "mu" or "count".
 
-A state of optax holds trees like the parameters, with `optax.MaskedNode` where a mask leaves some out. So a node whose leaves have the names of parameters,
-of all of them but those in holes, holds one array for each. So does one that has all these names and shapes, and others beside them: a module of nnx with its
-parameters and its statistics.
+A state of optax holds trees like the parameters, with `optax.MaskedNode` where a mask leaves some
+out. So a node whose leaves have the names of parameters, of all of them but those in holes, holds
+one array for each. So does one that has all these names and shapes, and others beside them: a
+module of nnx with its parameters and its statistics.
 
-Some optimizers hold several arrays of a parameter at its place, as SM3 does in a list: one for each of its axes. Whatever holds them there, a list, a
-dictionary, a named tuple, a dataclass or some of these in each other, all of them belong to the parameter.
+Some optimizers hold several arrays of a parameter at its place, as SM3 does in a list: one for each
+of its axes. Whatever holds them there, a list, a dictionary, a named tuple, a dataclass or some of
+these in each other, all of them belong to the parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +21,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradwire.jax_backend.state.names import BARE, contents_by_name, contents_by_path, is_absent, name_at, pure
+from gradwire.jax_backend.state.names import (
+    BARE,
+    contents_by_name,
+    contents_by_path,
+    is_absent,
+    name_at,
+    pure,
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,8 @@ class Place:
 
     Attributes:
         name: of the parameter.
-        before, within: the path of the tree like the parameters, and the array's own in it, as JAX gives them.
+        before, within: the path of the tree like the parameters, and the array's own in it, as JAX
+            gives them.
         of_several: the array is one of several that stand where its parameter does.
     """
 
@@ -38,11 +49,13 @@ class Place:
 
 
 def places(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Place | None]:
-    """The one of these parameters to which each leaf of a state belongs, in JAX's order; None: to none.
+    """The one of these parameters to which each leaf of a state belongs, in JAX's order; None: to
+    none.
 
     Args:
         state: any tree of arrays or shapes.
-        shapes: of all parameters, by name. Of a single bare array whatever has its shape belongs to it.
+        shapes: of all parameters, by name. Of a single bare array whatever has its shape belongs to
+            it.
     """
     found: list[Place | None] = []
     among: dict[tuple[Any, ...], Place] = {}
@@ -55,10 +68,16 @@ def places(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Place | No
         if own is not None:
             paths = jax.tree_util.tree_flatten_with_path(node)[0]
             found.extend(
-                Place(name, path, within, own is several) for name, (within, _) in zip(own, paths, strict=True)
+                Place(name, path, within, own is several)
+                for name, (within, _) in zip(own, paths, strict=True)
             )
             return
-        among.update({(*path, *within): Place(name, path, within) for name, within in _among(node, shapes).items()})
+        among.update(
+            {
+                (*path, *within): Place(name, path, within)
+                for name, within in _among(node, shapes).items()
+            }
+        )
         children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
         if len(children) == 1 and not children[0][0]:
             found.append(among.get(path))
@@ -71,23 +90,33 @@ def places(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Place | No
 
 
 def _names(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[str] | None:
-    """The names of the leaves of a tree like the parameters, in JAX's order; None for any other node."""
+    """The names of the leaves of a tree like the parameters, in JAX's order; None for any other
+    node."""
     if jax.tree_util.all_leaves([node]):
         floats = jnp.issubdtype(jnp.result_type(node), jnp.floating)
-        return [BARE] if set(shapes) == {BARE} and jnp.shape(node) == shapes[BARE] and floats else None
+        return (
+            [BARE] if set(shapes) == {BARE} and jnp.shape(node) == shapes[BARE] and floats else None
+        )
     leaves, holes = contents_by_name(node)
     names = [name for name, _ in leaves]
     return names if names and _are_all(names, holes, shapes) else None
 
 
 def _names_of_several(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[str] | None:
-    """The parameter of each leaf, in JAX's order, of a tree like the parameters with several arrays in place of some of them; None for any other node."""
+    """The parameter of each leaf, in JAX's order, of a tree like the parameters with several arrays
+    in place of some of them; None for any other node."""
     whole = pure(node)
     leaves = jax.tree.leaves(whole)
-    if not leaves or not all(jnp.ndim(x) or jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves):
+    if not leaves or not all(
+        jnp.ndim(x) or jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves
+    ):
         return None  # a state of optax, with its count, whose words may be names of parameters
     if set(shapes) == {BARE}:
-        return [BARE] * len(leaves) if type(whole) is list and jax.tree_util.all_leaves(whole) else None
+        return (
+            [BARE] * len(leaves)
+            if type(whole) is list and jax.tree_util.all_leaves(whole)
+            else None
+        )
     names: list[str] = []
     inside: dict[str, list[tuple[Any, Any]]] = {}
     holes: set[str] = set()
@@ -104,14 +133,17 @@ def _names_of_several(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[
     several = [found for found in inside.values() if len(found) > 1 or found[0][0]]
     if not any(jnp.ndim(x) for found in several for x in jax.tree.leaves([x for _, x in found])):
         return None
-    if not _are_all(list(inside), holes, shapes) or any(_hold_parameters(found, shapes) for found in several):
+    if not _are_all(list(inside), holes, shapes) or any(
+        _hold_parameters(found, shapes) for found in several
+    ):
         return None
     return names
 
 
 def _hold_parameters(found: list[tuple[Any, Any]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether there is a tree like the parameters in what has these paths: then it is a part of a state, whose words are names of parameters, or a link of a chain,
-    whose numbers are. Numbers and fields alone do not tell, since several arrays of a parameter may have them; shapes do."""
+    """Whether there is a tree like the parameters in what has these paths: then it is a part of a
+    state, whose words are names of parameters, or a link of a chain, whose numbers are. Numbers and
+    fields alone do not tell, since several arrays of a parameter may have them; shapes do."""
     trees: dict[Any, list[tuple[Any, Any]]] = {}
     for path, x in found:
         for n in range(len(path)):
@@ -122,13 +154,21 @@ def _hold_parameters(found: list[tuple[Any, Any]], shapes: Mapping[str, tuple[in
 def _are_parameters(tree: list[tuple[Any, Any]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
     names = {name_at(path) or BARE: x for path, x in tree}
     holes = {name for name, x in names.items() if is_absent(x)}
-    arrays = {name: jnp.shape(x) for name, x in names.items() if name not in holes and jax.tree.leaves(x)}
-    if isinstance(tree[0][0][0], jax.tree_util.DictKey) and arrays and _are_all(list(arrays), holes, shapes):
+    arrays = {
+        name: jnp.shape(x) for name, x in names.items() if name not in holes and jax.tree.leaves(x)
+    }
+    if (
+        isinstance(tree[0][0][0], jax.tree_util.DictKey)
+        and arrays
+        and _are_all(list(arrays), holes, shapes)
+    ):
         return True
     return all(arrays.get(name) == shape for name, shape in shapes.items())
 
 
-def _are_all(names: list[str], holes: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _are_all(
+    names: list[str], holes: Collection[str], shapes: Mapping[str, tuple[int, ...]]
+) -> bool:
     """Whether these are the names of parameters, each once, of all but those in holes."""
     if len(set(names)) < len(names) or not shapes.keys() >= set(names):
         return False
@@ -137,10 +177,15 @@ def _are_all(names: list[str], holes: Collection[str], shapes: Mapping[str, tupl
 
 
 def _among(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Any, ...]]:
-    """Parameter → path, of a node that holds all of them in their shapes, and something else; {} of any other."""
+    """Parameter → path, of a node that holds all of them in their shapes, and something else; {} of
+    any other."""
     leaves, _ = contents_by_name(node)
     held = {name: jnp.shape(x) for name, x in leaves}
-    if len(held) < len(leaves) or not shapes or any(held.get(name) != shape for name, shape in shapes.items()):
+    if (
+        len(held) < len(leaves)
+        or not shapes
+        or any(held.get(name) != shape for name, shape in shapes.items())
+    ):
         return {}
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(node)[0]]
     return {name: path for (name, _), path in zip(leaves, paths, strict=True) if name in shapes}

@@ -1,4 +1,5 @@
-"""Whether all processes have put the same state on their devices: of arrays that each makes for itself, JAX would call equal what is not."""
+"""Whether all processes have put the same state on their devices: of arrays that each makes for
+itself, JAX would call equal what is not."""
 
 from __future__ import annotations
 
@@ -18,19 +19,26 @@ DIGEST = 16
 
 
 def require_same(found: Survey, caller: str) -> None:
-    """Compare what is to be equal on all replicas, where each process has an array of its own. All processes must call this, and all raise alike.
+    """Compare what is to be equal on all replicas, where each process has an array of its own. All
+    processes must call this, and all raise alike.
 
-    Costs a hash of these arrays on the host, once, and a message of a few bytes. Of one process, and while a function is traced, there is nothing to
-    compare.
+    Costs a hash of these arrays on the host, once, and a message of a few bytes. Of one process,
+    and while a function is traced, there is nothing to compare.
 
     Raises:
         ValueError: naming the first array that differs.
         RuntimeError: see `await_processes`.
     """
-    if jax.process_count() == 1 or any(isinstance(leaf.value, jax.core.Tracer) for leaf in found.leaves):
+    if jax.process_count() == 1 or any(
+        isinstance(leaf.value, jax.core.Tracer) for leaf in found.leaves
+    ):
         return
     meet(caller, range(jax.process_count()))
-    own = [x for x in found.leaves if x.equal_everywhere and getattr(x.value, "is_fully_addressable", True)]
+    own = [
+        x
+        for x in found.leaves
+        if x.equal_everywhere and getattr(x.value, "is_fully_addressable", True)
+    ]
     digests = np.stack([np.zeros(DIGEST, np.uint8), *map(_digest, own)])
     whole = np.frombuffer(hashlib.blake2b(digests.tobytes(), digest_size=DIGEST).digest(), np.uint8)
     if same_everywhere(whole).all():
@@ -39,8 +47,10 @@ def require_same(found: Survey, caller: str) -> None:
     if same_everywhere(np.asarray(len(digests))).all():
         name = own[int(np.argmin(same_everywhere(digests).all(axis=-1))) - 1].name
     raise ValueError(
-        f"{caller}: {name} differs between processes, and everything but the memory of each replica must be the same on all of them. Make parameters "
-        "from the same key everywhere, jax.random.key(0) and not jax.random.key(jax.process_index()), or restore the same checkpoint"
+        f"{caller}: {name} differs between processes, and everything but the memory of each replica"
+        " must be the same on all of them. Make parameters from the same key everywhere,"
+        " jax.random.key(0) and not jax.random.key(jax.process_index()), or restore the same"
+        " checkpoint"
     )
 
 

@@ -1,7 +1,8 @@
-"""A run of skipped steps, noticed where the host has a state in its hands: a training step would need a call of the host in its program, which `jax.export`
-refuses, and for which accelerators wait.
+"""A run of skipped steps, noticed where the host has a state in its hands: a training step would
+need a call of the host in its program, which `jax.export` refuses, and for which accelerators wait.
 
-The state counts steps, and those that were skipped. Where both have grown by as many since it was last seen, all between were skipped.
+The state counts steps, and those that were skipped. Where both have grown by as many since it was
+last seen, all between were skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ REMEMBERED = 64
 
 
 def note_skipped_steps(tree: Any) -> None:
-    """Look at the counts of all states of `average_gradients` and `local_sgd` in a tree, of arrays. The host waits for them. Warns in the log, once a run."""
+    """Look at the counts of all states of `average_gradients` and `local_sgd` in a tree, of arrays.
+    The host waits for them. Warns in the log, once a run."""
     for state in jax.tree.leaves(tree, is_leaf=_is_state):
         if not _is_state(state):
             continue
@@ -33,7 +35,9 @@ def note_skipped_steps(tree: Any) -> None:
         else:
             happened, skipped = known_number(state.step), known_number(state.account.skipped)
         if happened is not None and skipped is not None:
-            _run_of(of_local, jax.tree.structure(state), *averages.configuration).seen(happened, skipped)
+            _run_of(of_local, jax.tree.structure(state), *averages.configuration).seen(
+                happened, skipped
+            )
 
 
 @lru_cache(maxsize=REMEMBERED)

@@ -1,6 +1,6 @@
 """Training states of which every array differs between replicas: those of local SGD.
 
-    state = per_replica(TrainState.create(...))             # marked; then `replicate`, or `distribute` and `partition_specs`, as ever
+    state = per_replica(TrainState.create(...))     # then `replicate` or `distribute`, as ever
 
     def train_step(state, batch):
         mine = this_replica(state)                                   # as one would train alone
@@ -24,7 +24,8 @@ from gradwire.jax_backend.state.types import PerReplica, require_own_row
 
 @outside_meshes
 def stack_replicas(state: Any) -> PerReplica:
-    """Mark all of a state as different on every replica: each array receives a leading axis for the replicas, one long.
+    """Mark all of a state as different on every replica: each array receives a leading axis for the
+    replicas, one long.
 
     Arrays in it that are marked already, such as the error memory of `power_sgd`, have that axis.
 
@@ -36,10 +37,12 @@ def stack_replicas(state: Any) -> PerReplica:
         ((1, 3), (3,))
 
     Args:
-        state: any tree of arrays, `jax.ShapeDtypeStruct`s or Python numbers: before training, or in the training step.
+        state: any tree of arrays, `jax.ShapeDtypeStruct`s or Python numbers: before training, or in
+            the training step.
 
     Returns:
-        The state in local form (see `gradwire.jax_backend.state.types`), for `partition_specs`, `distribute`, `replicate` and `unreplicate`.
+        The state in local form (see `gradwire.jax_backend.state.types`), for `partition_specs`,
+        `distribute`, `replicate` and `unreplicate`.
 
     Raises:
         TypeError: it is marked already.
@@ -62,12 +65,14 @@ def this_replica(state: PerReplica) -> Any:
 
     Raises:
         TypeError: the state is not marked.
-        ValueError: an array that has not exactly one row: `shard_map` was given `P()` for it and so hands every replica those of all; or
-            the state is not the one that `distribute` or `replicate` made.
+        ValueError: an array that has not exactly one row: `shard_map` was given `P()` for it and so
+            hands every replica those of all; or the state is not the one that `distribute` or
+            `replicate` made.
     """
     if not isinstance(state, PerReplica):
         raise TypeError(
-            f"this_replica takes what stack_replicas(...) marked, not a {type(state).__name__}: state = stack_replicas(state) before training"
+            f"this_replica takes what stack_replicas(...) marked, not a {type(state).__name__}:"
+            " state = stack_replicas(state) before training"
         )
 
     def without_axis(leaf: Leaf) -> Any:

@@ -1,6 +1,8 @@
-"""A state, walked through once: its arrays with what their paths say, and what the refusals need to know.
+"""A state, walked through once: its arrays with what their paths say, and what the refusals need to
+know.
 
-Types are gone from what a checkpoint gives that was restored into nothing, and keys are not: so all but optax's chains is found by its keys.
+Types are gone from what a checkpoint gives that was restored into nothing, and keys are not: so all
+but optax's chains is found by its keys.
 """
 
 from __future__ import annotations
@@ -48,8 +50,10 @@ class Leaf:
     Attributes:
         path, value: as JAX gives them.
         keys: of the path, as text.
-        marks: how many of them are marks: 0 of what is equal on all replicas, 2 of what is marked itself in a state that is marked as a whole.
-        of: the key whose mark it bears, the innermost: `PIECES`, `LOCAL`, `RECORD` or `PLACED`; "" if none does.
+        marks: how many of them are marks: 0 of what is equal on all replicas, 2 of what is marked
+            itself in a state that is marked as a whole.
+        of: the key whose mark it bears, the innermost: `PIECES`, `LOCAL`, `RECORD` or `PLACED`; ""
+            if none does.
     """
 
     path: Any
@@ -70,8 +74,11 @@ class Leaf:
 
     @property
     def equal_everywhere(self) -> bool:
-        """Whether it begins equal on all replicas: what is not marked; and of local SGD, under which all is marked, what its averages begin with."""
-        return not self.marks or (self.marks == 1 and (AVERAGES, MEMORY) in itertools.pairwise(self.keys))
+        """Whether it begins equal on all replicas: what is not marked; and of local SGD, under
+        which all is marked, what its averages begin with."""
+        return not self.marks or (
+            self.marks == 1 and (AVERAGES, MEMORY) in itertools.pairwise(self.keys)
+        )
 
 
 @dataclass(frozen=True)
@@ -113,11 +120,15 @@ class Survey:
 
     def map(self, change: Callable[[Leaf], Any]) -> Any:
         """The state with something else in place of each array."""
-        return jax.tree.unflatten(jax.tree.structure(self.state), [change(leaf) for leaf in self.leaves])
+        return jax.tree.unflatten(
+            jax.tree.structure(self.state), [change(leaf) for leaf in self.leaves]
+        )
 
     def _wrappers(self, sign: str, inner: str) -> dict[Keys, Keys]:
-        """Paths of the nodes that have a key `sign`, and one of our transformations below their key `inner` → a path in its state."""
-        # A transformation that has no memory has the mark all the same, and nothing below it; without types, its account tells.
+        """Paths of the nodes that have a key `sign`, and one of our transformations below their key
+        `inner` → a path in its state."""
+        # A transformation that has no memory has the mark all the same, and nothing below it;
+        # without types, its account tells.
         paths = [*(leaf.keys for leaf in self.leaves), *self.marks]
         nodes = {path[: path.index(sign)] for path in paths if sign in path}
         return {
@@ -129,91 +140,124 @@ class Survey:
         }
 
     def refuse_skipped_steps(self) -> None:
-        """Raise ValueError for a transformation inside one that leaves steps out on a replica whose gradients are not finite, and not on others: by
-        `optax.apply_if_finite`, or by `optax.MultiSteps` if told to."""
+        """Raise ValueError for a transformation inside one that leaves steps out on a replica whose
+        gradients are not finite, and not on others: by `optax.apply_if_finite`, or by
+        `optax.MultiSteps` if told to."""
         for node, memory in self._wrappers("skip_state", "inner_opt_state").items():
             if MARK in node:
                 continue  # Under local SGD each replica steps by itself.
             raise ValueError(
-                f"the transformation with the memory {'.'.join(memory)} is inside optax.MultiSteps(should_skip_update_fn=…), which decides on "
-                "each replica by itself: others average without it, or wait for it forever. Accumulate inside the training step (jax.lax.scan "
-                "over micro-batches): a step that is not finite is then skipped on all replicas"
+                f"the transformation with the memory {'.'.join(memory)} is inside"
+                " optax.MultiSteps(should_skip_update_fn=…), which decides on each replica by"
+                " itself: others average without it, or wait for it forever. Accumulate inside the"
+                " training step (jax.lax.scan over micro-batches): a step that is not finite is"
+                " then skipped on all replicas"
             )
         for memory in self._wrappers("notfinite_count", "inner_state").values():
             raise ValueError(
-                f"the transformation with the memory {'.'.join(memory)} is inside optax.apply_if_finite: if one replica's gradients "
-                "hold an inf or NaN, the others wait for it forever. Put it after: "
-                "optax.chain(power_sgd(...), optax.apply_if_finite(optimizer, ...)), or give zero(...) skip_non_finite=True"
+                f"the transformation with the memory {'.'.join(memory)} is inside"
+                " optax.apply_if_finite: if one replica's gradients hold an inf or NaN, the others"
+                " wait for it forever. Put it after: optax.chain(power_sgd(...),"
+                " optax.apply_if_finite(optimizer, ...)), or give zero(...) skip_non_finite=True"
             )
 
     def refuse_accumulated(self, *, half: bool = False) -> None:
-        """Raise ValueError for a transformation inside `optax.MultiSteps`; `half`: only if that has accumulated something."""
+        """Raise ValueError for a transformation inside `optax.MultiSteps`; `half`: only if that has
+        accumulated something."""
         # Where everything has an axis for the replicas, accumulated gradients have one too.
-        wrappers = {n: path for n, path in self._wrappers("acc_grads", "inner_opt_state").items() if MARK not in n}
+        wrappers = {
+            n: path
+            for n, path in self._wrappers("acc_grads", "inner_opt_state").items()
+            if MARK not in n
+        }
         if not half:
             for memory in wrappers.values():
                 raise ValueError(
-                    f"the transformation with the memory {'.'.join(memory)} is inside optax.MultiSteps, which accumulates gradients that "
-                    "differ between replicas in an array that has no axis for them. Accumulate inside the training step (jax.lax.scan over "
-                    "micro-batches), or use jax.pmap"
+                    f"the transformation with the memory {'.'.join(memory)} is inside"
+                    " optax.MultiSteps, which accumulates gradients that differ between replicas"
+                    " in an array that has no axis for them. Accumulate inside the training step"
+                    " (jax.lax.scan over micro-batches), or use jax.pmap"
                 )
         counts = {(*node, "mini_step") for node in wrappers}
         for leaf in self.leaves:
-            if any(leaf.keys[: len(count)] == count for count in counts) and np.any(np.asarray(leaf.value)):
+            if any(leaf.keys[: len(count)] == count for count in counts) and np.any(
+                np.asarray(leaf.value)
+            ):
                 raise ValueError(
-                    f"{'.'.join(leaf.keys)} is not 0: optax.MultiSteps holds gradients that differ between replicas and would be lost. Take "
-                    "the state after a whole number of accumulations"
+                    f"{'.'.join(leaf.keys)} is not 0: optax.MultiSteps holds gradients that differ"
+                    " between replicas and would be lost. Take the state after a whole number of"
+                    " accumulations"
                 )
 
     def refuse_unmarked(self) -> None:
-        """Raise ValueError for a state of local SGD that `stack_replicas` has not marked as a whole."""
+        """Raise ValueError for a state of local SGD that `stack_replicas` has not marked as a
+        whole."""
         placed = [leaf for leaf in self.leaves if leaf.of == PLACED]
-        bare = [leaf for leaf in self.leaves if leaf.marks == (leaf.of == PLACED)]  # its own mark aside
+        # its own mark aside
+        bare = [leaf for leaf in self.leaves if leaf.marks == (leaf.of == PLACED)]
         if placed and bare:
             other = next((leaf for leaf in bare if leaf.of != PLACED), placed[0])
             raise ValueError(
-                f"{placed[0].name} belongs to local SGD, under which every array differs between replicas, and "
-                f"{other.name} is not marked as one that does. Mark the whole state once, state = stack_replicas(state), and "
-                "take it apart in the training step: mine = this_replica(state)"
+                f"{placed[0].name} belongs to local SGD, under which every array differs between"
+                f" replicas, and {other.name} is not marked as one that does. Mark the whole state"
+                " once, state = stack_replicas(state), and take it apart in the training step:"
+                " mine = this_replica(state)"
             )
 
     @property
     def ensemble(self) -> Leaf | None:
-        """The mark of a state of which `jax.vmap` has made several, one for each member, or a piece of such a sharded optimizer; None of any other."""
+        """The mark of a state of which `jax.vmap` has made several, one for each member, or a piece
+        of such a sharded optimizer; None of any other."""
         pieces = filter(None, map(self._piece_of_members, self._sharded()))
-        marks = (x for x in self.leaves if x.placement and np.ndim(x.value) == 2 and not is_placed(x.value))
+        marks = (
+            x
+            for x in self.leaves
+            if x.placement and np.ndim(x.value) == 2 and not is_placed(x.value)
+        )
         return next(pieces, None) or next(marks, None)
 
     def _sharded(self) -> set[Keys]:
-        """Paths of the sharded optimizers' states. Under local SGD each replica has one of its own."""
+        """Paths of the sharded optimizers' states. Under local SGD each replica has one of its
+        own."""
         return {leaf.keys[:-3] for leaf in self.leaves if leaf.of == PIECES and leaf.marks == 1}
 
     def _piece_of_members(self, node: Keys) -> Leaf | None:
-        """A piece in which rows of replicas follow an axis that all arrays of this sharded optimizer have in front. Its layout tells. A state that has lost that, as one
-        that was restored into nothing, is told by shapes, where they can: between the axis of the replicas and the last one a piece of a parameter has axes of 1
-        alone, and a stack says of how many replicas it is."""
+        """A piece in which rows of replicas follow an axis that all arrays of this sharded
+        optimizer have in front. Its layout tells. A state that has lost that, as one that was
+        restored into nothing, is told by shapes, where they can: between the axis of the replicas
+        and the last one a piece of a parameter has axes of 1 alone, and a stack says of how many
+        replicas it is."""
         pieces = [leaf for leaf in self.leaves if leaf.keys[:-2] == (*node, PIECES)]
         if node in self.layouts:
             of, first = layout_in(self.layouts[node])[0], np.shape(pieces[0].value)
             # In pmap form each device has one row.
             members = first[1:2] == (of,) if of > 1 else first[0] > 1
             return pieces[0] if members and self._has_axis_in_front(node) else None
-        common = [leaf.value for leaf in self.leaves if leaf.keys[: len(node) + 1] == (*node, COMMON)]
+        common = [
+            leaf.value for leaf in self.leaves if leaf.keys[: len(node) + 1] == (*node, COMMON)
+        ]
         first = {np.shape(x)[:1] for x in (*common, *(leaf.value for leaf in pieces))}
         second = {np.shape(leaf.value)[1:2] for leaf in pieces}
         if len(first) > 1 or len(second) > 1 or second <= {(), (1,)}:
             return None
         (members,), (replicas,) = *first, *second
-        counted = any(np.shape(x) == (members,) and jnp.issubdtype(x.dtype, np.integer) for x in common)
+        counted = any(
+            np.shape(x) == (members,) and jnp.issubdtype(x.dtype, np.integer) for x in common
+        )
         for leaf in pieces:
             names = re.search(r"\{(.*)\}", leaf.keys[-1])
-            stack = names and len(re.split("[|;]", names[1])) == replicas and (members != replicas or counted)
+            stack = (
+                names
+                and len(re.split("[|;]", names[1])) == replicas
+                and (members != replicas or counted)
+            )
             if stack if names else np.ndim(leaf.value) > 2:
                 return leaf
         return None
 
     def _has_axis_in_front(self, node: Keys) -> bool:
-        """Whether the pieces of a sharded optimizer's state with a layout have one axis more than in its local or global form."""
+        """Whether the pieces of a sharded optimizer's state with a layout have one axis more than
+        in its local or global form."""
         held = sum(np.ndim(leaf.value) for leaf in self.leaves if leaf.keys[:-2] == (*node, PIECES))
         return held > layout_in(self.layouts[node])[1]
 
@@ -222,50 +266,65 @@ class Survey:
         if (mark := self.ensemble) is not None:
             shape = np.shape(mark.value)
             raise ValueError(
-                f"{mark.name} has shape {shape}: the state is that of {shape[0]} members of an ensemble, made by jax.vmap, whose axis comes before that of the "
-                "replicas. Make and place the state of each member by itself: [distribute(tx.init(params), mesh, axis_name) for params in members]"
+                f"{mark.name} has shape {shape}: the state is that of {shape[0]} members of an"
+                " ensemble, made by jax.vmap, whose axis comes before that of the replicas. Make"
+                " and place the state of each member by itself: [distribute(tx.init(params), mesh,"
+                " axis_name) for params in members]"
             )
 
     def refuse_pmap_form(self) -> None:
         """Raise ValueError for a state with a device axis, or one of members."""
         self.refuse_ensemble()
-        sharded = {node for node in self._sharded() & self.layouts.keys() if self._has_axis_in_front(node)}
+        sharded = {
+            node for node in self._sharded() & self.layouts.keys() if self._has_axis_in_front(node)
+        }
         for leaf in self.leaves:
             if (
                 leaf.keys[-2:] == ACCOUNT and not leaf.marks and np.ndim(leaf.value)
             ):  # of what has no memory this alone tells
                 raise ValueError(
-                    f"{leaf.name} has shape {np.shape(leaf.value)}: the state is in pmap form, or that of several members of an ensemble. Bring it back "
-                    "first: unreplicate(state); of members that of each, jax.tree.map(lambda x: x[0], state)"
+                    f"{leaf.name} has shape {np.shape(leaf.value)}: the state is in pmap form, or"
+                    " that of several members of an ensemble. Bring it back first:"
+                    " unreplicate(state); of members that of each, jax.tree.map(lambda x: x[0],"
+                    " state)"
                 )
-            if (leaf.placement and np.ndim(leaf.value) == 2) or (leaf.of == PIECES and leaf.keys[:-3] in sharded):
+            if (leaf.placement and np.ndim(leaf.value) == 2) or (
+                leaf.of == PIECES and leaf.keys[:-3] in sharded
+            ):
                 raise ValueError(
-                    f"{leaf.name} has shape {np.shape(leaf.value)}: the state is in the form of jax.pmap, with a device axis on every array. Bring it "
-                    "back first: gradwire.jax_backend.unreplicate(state)"
+                    f"{leaf.name} has shape {np.shape(leaf.value)}: the state is in the form of"
+                    " jax.pmap, with a device axis on every array. Bring it back first:"
+                    " gradwire.jax_backend.unreplicate(state)"
                 )
 
     def refuse_missed_averages(self) -> None:
-        """Raise ValueError for a state of local SGD, of arrays, whose halves were not called equally often, or that was told a wrong turn."""
+        """Raise ValueError for a state of local SGD, of arrays, whose halves were not called
+        equally often, or that was told a wrong turn."""
         for found in self.counts_of_local_sgd():
             if found.wrong_turns:
                 raise ValueError(
-                    f"average_params of local SGD was told the turn of another step {found.wrong_turns} times: averages were taken when they were not due, or not "
-                    "taken when they were, and replicas have parted. Go on from a state before, with turns that begin where it is: for turn, batch in "
-                    f"zip(tx.turns(state), batches). To go on with this state none the less, set {found.path}.{WRONG_TURNS} to 0"
+                    "average_params of local SGD was told the turn of another step"
+                    f" {found.wrong_turns} times: averages were taken when they were not due, or"
+                    " not taken when they were, and replicas have parted. Go on from a state"
+                    " before, with turns that begin where it is: for turn, batch in"
+                    " zip(tx.turns(state), batches). To go on with this state none the less, set"
+                    f" {found.path}.{WRONG_TURNS} to 0"
                 )
             updates, averages = found.updates, found.averages
             if updates is None or averages is None:
                 continue
             if updates > averages or (updates < averages and not found.accumulated):
                 happened = (
-                    "parameters were not averaged when it was time to, and replicas have trained alone"
+                    "parameters were not averaged when it was time to, and replicas have trained"
+                    " alone"
                     if updates > averages
                     else "parameters were averaged sooner than the period says"
                 )
                 raise ValueError(
-                    f"update of local SGD was called {updates} times and average_params {averages} times: {happened}. Call params, opt_state = "
-                    "tx.average_params(params, opt_state) in every training step, once, after optax.apply_updates. To go on with this state none the "
-                    f"less, set {found.path}.{UPDATES} to {averages}"
+                    f"update of local SGD was called {updates} times and average_params {averages}"
+                    f" times: {happened}. Call params, opt_state = tx.average_params(params,"
+                    " opt_state) in every training step, once, after optax.apply_updates. To go on"
+                    f" with this state none the less, set {found.path}.{UPDATES} to {averages}"
                 )
 
     def counts_of_local_sgd(self) -> list[LocalCounts]:
@@ -281,37 +340,54 @@ class Survey:
                 wrong = values.get((*before, WRONG_TURNS, *after), 0)
                 counts = (updates, values[*before, AVERAGES, "step", *after], wrong)
                 # Inside `optax.MultiSteps` there is an update for several averages.
-                found.append(LocalCounts(".".join(before), "inner_opt_state" in before, *map(known_number, counts)))
+                found.append(
+                    LocalCounts(
+                        ".".join(before), "inner_opt_state" in before, *map(known_number, counts)
+                    )
+                )
         return found
 
     def refuse_other_axis(self, axis_name: AxisName) -> None:
         """Raise ValueError for a state of a transformation along another axis."""
         for record in self.records:
-            if record.per_replica is not None and set(axes_of(record.axis_name)) != set(axes_of(axis_name)):
+            if record.per_replica is not None and set(axes_of(record.axis_name)) != set(
+                axes_of(axis_name)
+            ):
                 raise ValueError(
-                    f"axis_name={axis_name!r}, but the state is of a transformation with axis_name={record.axis_name!r}: its memory differs along "
-                    f"that axis, and would be lost. Give axis_name={record.axis_name!r} here, or make the state anew for another axis"
+                    f"axis_name={axis_name!r}, but the state is of a transformation with"
+                    f" axis_name={record.axis_name!r}: its memory differs along that axis, and"
+                    f" would be lost. Give axis_name={record.axis_name!r} here, or make the state"
+                    " anew for another axis"
                 )
 
     def warn_of_chains(self) -> None:
-        """Say what `update` of a transformation cannot see, and the state of the chain round it tells: moments of gradients that are not averaged yet, and
-        parameters that a mask leaves to nobody."""
+        """Say what `update` of a transformation cannot see, and the state of the chain round it
+        tells: moments of gradients that are not averaged yet, and parameters that a mask leaves to
+        nobody."""
         for chain in self.chains:
             first = next(i for i, part in enumerate(chain) if _is_ours(part))
             before = next(filter(None, map(_moments, chain[:first])), None)
             if before is not None:
                 warnings.warn(
-                    f"{before} precedes the transformation that averages gradients in optax.chain: its moments are those of one "
-                    "replica's gradients, differ between replicas, and a checkpoint keeps those of the first. Put power_sgd(…), "
-                    "all_reduce_mean(…) or average_gradients(…) first: optax.chain(power_sgd(…), optax.adam(…))",
+                    f"{before} precedes the transformation that averages gradients in optax.chain:"
+                    " its moments are those of one replica's gradients, differ between replicas,"
+                    " and a checkpoint keeps those of the first. Put power_sgd(…),"
+                    " all_reduce_mean(…) or average_gradients(…) first: optax.chain(power_sgd(…),"
+                    " optax.adam(…))",
                     stacklevel=4,
                 )
             masked = [part for part in chain if type(part).__name__ == "MaskedState"]
-            if len(masked) == 1 and _is_ours(masked[0]) and not any(isinstance(x, DataParallelState) for x in chain):
+            if (
+                len(masked) == 1
+                and _is_ours(masked[0])
+                and not any(isinstance(x, DataParallelState) for x in chain)
+            ):
                 warnings.warn(
-                    "optax.masked round the transformation that averages gradients, and nothing in the chain for the parameters that are masked out: "
-                    "nobody averages their gradients, and replicas drift apart. Average the rest as it is: optax.chain(optax.masked(power_sgd(…), "
-                    "mask), optax.masked(all_reduce_mean(axis_name=…), the_opposite_mask), …)",
+                    "optax.masked round the transformation that averages gradients, and nothing in"
+                    " the chain for the parameters that are masked out: nobody averages their"
+                    " gradients, and replicas drift apart. Average the rest as it is:"
+                    " optax.chain(optax.masked(power_sgd(…), mask),"
+                    " optax.masked(all_reduce_mean(axis_name=…), the_opposite_mask), …)",
                     stacklevel=4,
                 )
 
@@ -324,7 +400,9 @@ def survey(state: Any) -> Survey:
         def stops(x: Any) -> bool:
             if type(x) is tuple and any(map(_is_ours, x)):
                 found.chains.append(x)
-            return x is not tree and (isinstance(x, PerReplica | Record) or (type(x) is tuple and not x))
+            return x is not tree and (
+                isinstance(x, PerReplica | Record) or (type(x) is tuple and not x)
+            )
 
         for inner, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)[0]:
             here = (*path, *inner)
@@ -340,7 +418,9 @@ def survey(state: Any) -> Survey:
                     found.layouts[keys[:-2]] = keys[-1]
             else:
                 last = max((i for i, key in enumerate(keys) if key == MARK), default=0)
-                found.leaves.append(Leaf(here, x, keys, keys.count(MARK), keys[last - 1] if last else ""))
+                found.leaves.append(
+                    Leaf(here, x, keys, keys.count(MARK), keys[last - 1] if last else "")
+                )
 
     walk(state, ())
     return found
@@ -348,7 +428,9 @@ def survey(state: Any) -> Survey:
 
 def _is_ours(x: Any) -> bool:
     """Whether this averages gradients, or masks what does."""
-    masks = type(x).__name__ == "MaskedState" and isinstance(getattr(x, "inner_state", None), DataParallelState)
+    masks = type(x).__name__ == "MaskedState" and isinstance(
+        getattr(x, "inner_state", None), DataParallelState
+    )
     return masks or isinstance(x, DataParallelState)
 
 
@@ -356,7 +438,11 @@ def _moments(part: Any) -> str | None:
     """The name of a state of optax in this part of a chain that holds more than numbers."""
 
     def holds(x: Any) -> bool:
-        return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__module__.startswith("optax")
+        return (
+            isinstance(x, tuple)
+            and hasattr(x, "_fields")
+            and type(x).__module__.startswith("optax")
+        )
 
     for x in jax.tree.leaves(part, is_leaf=holds):
         if holds(x) and any(np.ndim(leaf) for leaf in jax.tree.leaves(x)):

@@ -1,9 +1,12 @@
-"""Does an optimizer treat each element of a parameter by itself? Found out by trying it, on whole parameters and on pieces.
+"""Does an optimizer treat each element of a parameter by itself? Found out by trying it, on whole
+parameters and on pieces.
 
-A replica that holds a piece of every parameter may run an optimizer on it if element i of what comes out depends on nothing but element i of the
-gradient, the state and the parameter, and on numbers that all elements share. So `init` makes some updates of random numbers both ways and
-compares every element. What mixes elements, or looks at a shape, comes to something else on pieces of such numbers: their magnitudes
-differ from piece to piece, and some gradients are zero in some pieces only, or not finite in one element, which no norm gets over.
+A replica that holds a piece of every parameter may run an optimizer on it if element i of what
+comes out depends on nothing but element i of the gradient, the state and the parameter, and on
+numbers that all elements share. So `init` makes some updates of random numbers both ways and
+compares every element. What mixes elements, or looks at a shape, comes to something else on pieces
+of such numbers: their magnitudes differ from piece to piece, and some gradients are zero in some
+pieces only, or not finite in one element, which no norm gets over.
 """
 
 from __future__ import annotations
@@ -29,21 +32,25 @@ STRUCT: Any = jax.ShapeDtypeStruct
 FINFO: Any = jnp.finfo
 #: Elements in a trial, which needs some hundred bytes for each: a quarter of a gigabyte at most.
 LARGEST = 1 << 21
-#: Updates with gradients of one kind: as many as it takes until every parameter has moved, which accumulation delays; at most these.
+#: Updates with gradients of one kind: as many as it takes until every parameter has moved, which
+#: accumulation delays; at most these.
 PATIENCE = 64
 #: What counters of steps are moved on by, for what begins or ends late.
 LATE = 10**6
-#: Allowed, relative to the element and to the root mean square of its parameter. Rounding is less: the numbers are such that nothing cancels.
+#: Allowed, relative to the element and to the root mean square of its parameter. Rounding is less:
+#: the numbers are such that nothing cancels.
 TOLERANCE = 1e-3
 KINDS = ("plain", "sparse", "late", "not finite")
 
 
 def divided_leaves(inner: optax.GradientTransformationExtraArgs, pieces: Any) -> tuple[bool, ...]:
-    """Whether each leaf of the state of `inner` is in pieces, as parameters are; the others are equal on all replicas.
+    """Whether each leaf of the state of `inner` is in pieces, as parameters are; the others are
+    equal on all replicas.
 
     Args:
         inner: an optimizer.
-        pieces: `jax.ShapeDtypeStruct`s of the pieces of one replica. What changes with their sizes is in pieces.
+        pieces: `jax.ShapeDtypeStruct`s of the pieces of one replica. What changes with their sizes
+            is in pieces.
     """
 
     def longer(x: Any) -> Any:
@@ -62,17 +69,21 @@ def divided_leaves(inner: optax.GradientTransformationExtraArgs, pieces: Any) ->
 
 
 def require_elementwise(
-    inner: optax.GradientTransformationExtraArgs, structure: Any, shards: ElementShards, axis_name: AxisName
+    inner: optax.GradientTransformationExtraArgs,
+    structure: Any,
+    shards: ElementShards,
+    axis_name: AxisName,
 ) -> None:
-    """Raise ValueError if pieces of parameters, optimized apart, come to other numbers than whole parameters, or cannot be optimized.
+    """Raise ValueError if pieces of parameters, optimized apart, come to other numbers than whole
+    parameters, or cannot be optimized.
 
     Computes at once, also where the caller is traced.
 
     Args:
         inner: an optimizer.
         structure: of the tree of parameters.
-        shards: how they are divided, in the order of the tree; where there is one replica, two are tried. Of more than `LARGEST` elements
-            together the longest are tried shortened.
+        shards: how they are divided, in the order of the tree; where there is one replica, two are
+            tried. Of more than `LARGEST` elements together the longest are tried shortened.
         axis_name: the axes that `inner` may sum over.
     """
     if not any(spec.size for spec in shards.specs.values()):
@@ -80,11 +91,15 @@ def require_elementwise(
     try:
         # A thread of its own is in no trace and in no map, whatever the caller is in.
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(quietly, lambda: Trial(inner, structure, shards, axis_name).run()).result()
+            thread.submit(
+                quietly, lambda: Trial(inner, structure, shards, axis_name).run()
+            ).result()
     except DifferentError as error:
         raise ValueError(_refusal(str(error), axis_name)) from None
     except Exception as error:  # of any optimizer
-        raise ValueError(_refusal(f"it raised {type(error).__name__}: {error}", axis_name)) from error
+        raise ValueError(
+            _refusal(f"it raised {type(error).__name__}: {error}", axis_name)
+        ) from error
 
 
 def quietly(run: Callable[[], None]) -> None:
@@ -95,13 +110,16 @@ def quietly(run: Callable[[], None]) -> None:
 
 def _refusal(reason: str, axis_name: AxisName) -> str:
     return (
-        f"zero1: inner cannot work on pieces of parameters (tried on random numbers, {reason}). Each replica holds 1/W of every parameter, in "
-        "pieces of shape (1, …, k). So inner must not mix the elements of a parameter, as norms do: take an elementwise optimizer, and for "
-        "optax.clip_by_global_norm(max_norm) that of gradwire.jax_backend, clip_by_global_norm(max_norm, "
-        f"axis_name={axis_name!r}); for an optimizer that needs whole parameters pass shard='parameter'; what needs whole gradients can stand before: optax.chain(all_reduce_mean(axis_name=…), transformation, "
-        "zero1(inner, averaged=True, …)). Nor must it decide by the shape of a parameter, or compute with it: decide by name, by number of "
-        "dimensions, or with a tree of bools or numbers made from whole parameters. elementwise=True leaves this trial out, and runs inner on "
-        "pieces as it is."
+        f"zero1: inner cannot work on pieces of parameters (tried on random numbers, {reason})."
+        " Each replica holds 1/W of every parameter, in pieces of shape (1, …, k). So inner must"
+        " not mix the elements of a parameter, as norms do: take an elementwise optimizer, and for"
+        " optax.clip_by_global_norm(max_norm) that of gradwire.jax_backend,"
+        f" clip_by_global_norm(max_norm, axis_name={axis_name!r}); for an optimizer that needs"
+        " whole parameters pass shard='parameter'; what needs whole gradients can stand before:"
+        " optax.chain(all_reduce_mean(axis_name=…), transformation, zero1(inner, averaged=True,"
+        " …)). Nor must it decide by the shape of a parameter, or compute with it: decide by name,"
+        " by number of dimensions, or with a tree of bools or numbers made from whole parameters."
+        " elementwise=True leaves this trial out, and runs inner on pieces as it is."
     )
 
 
@@ -110,7 +128,8 @@ class DifferentError(Exception):
 
 
 class Trial:
-    """An optimizer on whole parameters, which one replica has, beside the same on pieces, which several replicas have.
+    """An optimizer on whole parameters, which one replica has, beside the same on pieces, which
+    several replicas have.
 
     Numbers are flat lists, of which trees are made where `inner` is called.
     """
@@ -130,7 +149,8 @@ class Trial:
         return ElementShards(shortened(shards.specs, LARGEST), max(shards.world_size, 2))
 
     def run(self) -> None:
-        """Raise DifferentError if anything comes out otherwise on pieces; and what the optimizer raises."""
+        """Raise DifferentError if anything comes out otherwise on pieces; and what the optimizer
+        raises."""
         whole = self._on_replicas(self._inner.init, 1)(self._whole(self._params))
         pieces = self._init_pieces()
         self._check_state(whole, pieces)
@@ -150,10 +170,13 @@ class Trial:
                 if kind == "plain" and i and moved.all():
                     break
             if not taken:
-                raise DifferentError(f"it made no update in {PATIENCE} steps, so there is nothing to compare")
+                raise DifferentError(
+                    f"it made no update in {PATIENCE} steps, so there is nothing to compare"
+                )
 
     def _numbers(self, magnitude: Callable[[Any], Any]) -> list[np.ndarray[Any, Any]]:
-        """Random numbers for each parameter, of a sign that each element keeps and a magnitude by its place between 0 and 1."""
+        """Random numbers for each parameter, of a sign that each element keeps and a magnitude by
+        its place between 0 and 1."""
         numbers = []
         for spec, signs in zip(self._specs, self._signs, strict=True):
             place = np.linspace(0, 1, spec.size)
@@ -162,7 +185,9 @@ class Trial:
         return numbers
 
     def _gradients(self, kind: str) -> list[np.ndarray[Any, Any]]:
-        gradients = self._numbers(lambda place: (1 + 9 * place) * (place >= 0.5 if kind == "sparse" else 1))
+        gradients = self._numbers(
+            lambda place: (1 + 9 * place) * (place >= 0.5 if kind == "sparse" else 1)
+        )
         for g in gradients:
             if kind == "not finite" and g.size:
                 g.reshape(-1)[0] = np.nan
@@ -203,23 +228,38 @@ class Trial:
         return jax.tree.unflatten(self._structure, [jnp.asarray(x)[None] for x in arrays])
 
     def _cut(self, arrays: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(self._structure, rows_of(self._shards, [jnp.asarray(x) for x in arrays]))
+        return jax.tree.unflatten(
+            self._structure, rows_of(self._shards, [jnp.asarray(x) for x in arrays])
+        )
 
     def _check_state(self, whole: Any, pieces: Any) -> None:
         structures: list[Any] = [jax.tree.structure(state) for state in (whole, pieces)]
         if structures[0] != structures[1]:
             raise DifferentError("its state has another structure")
         self._state_names = [path for path, _ in by_path(whole)]
-        of_one = [STRUCT(self._shards.piece_shape(name), s.dtype) for name, s in self._shards.specs.items()]
+        of_one = [
+            STRUCT(self._shards.piece_shape(name), s.dtype)
+            for name, s in self._shards.specs.items()
+        ]
         self._divided = divided_leaves(self._inner, jax.tree.unflatten(self._structure, of_one))
         shapes = {spec.shape for spec in self._specs}
-        for name, x, divided in zip(self._state_names, jax.tree.leaves(whole), self._divided, strict=True):
+        for name, x, divided in zip(
+            self._state_names, jax.tree.leaves(whole), self._divided, strict=True
+        ):
             if divided and x.shape[1:] not in shapes:
-                raise DifferentError(f"the state {name!r} has shape {x.shape[1:]}, which no parameter has")
+                raise DifferentError(
+                    f"the state {name!r} has shape {x.shape[1:]}, which no parameter has"
+                )
         self._compare_states(whole, pieces)
 
     def _compare_states(self, whole: Any, pieces: Any) -> None:
-        each = zip(self._state_names, self._divided, jax.tree.leaves(whole), jax.tree.leaves(pieces), strict=True)
+        each = zip(
+            self._state_names,
+            self._divided,
+            jax.tree.leaves(whole),
+            jax.tree.leaves(pieces),
+            strict=True,
+        )
         for name, divided, x, y in each:
             one, rows = on_host(x)[0], on_host(y)
             compare(f"the state {name!r}", one, joined(rows, one) if divided else rows)
@@ -243,7 +283,8 @@ def on_host(x: jax.Array) -> np.ndarray[Any, Any]:
 
 
 def compare(what: str, expected: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> None:
-    """Raise DifferentError for elements that differ by more than rounding, or are finite in one of them only."""
+    """Raise DifferentError for elements that differ by more than rounding, or are finite in one of
+    them only."""
     same = (expected == found) | ((expected != expected) & (found != found))
     if same.all():
         return
@@ -267,12 +308,17 @@ def _on_one(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _later(counter: jax.Array) -> jax.Array:
     """Steps counted by each replica, moved on; other states as they are."""
-    counts = counter.ndim == 1 and jnp.issubdtype(counter.dtype, jnp.integer) and counter.dtype.itemsize >= 4
+    counts = (
+        counter.ndim == 1
+        and jnp.issubdtype(counter.dtype, jnp.integer)
+        and counter.dtype.itemsize >= 4
+    )
     return counter + jnp.asarray(LATE, counter.dtype) if counts else counter
 
 
 def shortened(specs: Mapping[str, Spec], largest: int) -> dict[str, Spec]:
-    """The longest dimension of the largest is halved until all together have no more elements than the `largest` trial."""
+    """The longest dimension of the largest is halved until all together have no more elements than
+    the `largest` trial."""
     shapes = {name: list(spec.shape) for name, spec in specs.items()}
     while sum(map(math.prod, shapes.values())) > largest:
         shape = max(shapes.values(), key=math.prod)

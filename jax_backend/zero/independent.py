@@ -1,7 +1,9 @@
-"""Does an optimizer treat each parameter by itself? Found out by trying it: on all parameters together, and on those of each replica.
+"""Does an optimizer treat each parameter by itself? Found out by trying it: on all parameters
+together, and on those of each replica.
 
-A replica that owns some whole parameters may run an optimizer on them if what comes out for one depends on no other, and not on its name, under
-which each replica has a parameter of its own. What mixes parameters, as a global norm does, comes to something else on a part of them.
+A replica that owns some whole parameters may run an optimizer on them if what comes out for one
+depends on no other, and not on its name, under which each replica has a parameter of its own. What
+mixes parameters, as a global norm does, comes to something else on a part of them.
 """
 
 from __future__ import annotations
@@ -31,27 +33,35 @@ from gradwire.jax_backend.zero.elementwise import (
 )
 from gradwire.jax_backend.zero.stacked_names import keys_of_slots, paths_in
 
-#: Elements of one parameter of each shape, together: matrices that are orthogonalized take much longer than what treats each element by itself.
+#: Elements of one parameter of each shape, together: matrices that are orthogonalized take much
+#: longer than what treats each element by itself.
 LARGEST = 1 << 14
 
 
 def require_independent(
-    inner: optax.GradientTransformationExtraArgs, structure: Any, shards: StackShards, axis_name: AxisName
+    inner: optax.GradientTransformationExtraArgs,
+    structure: Any,
+    shards: StackShards,
+    axis_name: AxisName,
 ) -> None:
-    """Raise ValueError if parameters, optimized apart, come to other numbers than all together, or cannot be optimized.
+    """Raise ValueError if parameters, optimized apart, come to other numbers than all together, or
+    cannot be optimized.
 
     Args:
         inner: an optimizer.
         structure: of the tree of parameters.
-        shards: how they are divided, in the order of the tree. Two of each stacked shape are tried on two replicas, three layers of each array of layers,
-            what has owners on two of them, and one of those that are kept, shortened if they are large.
+        shards: how they are divided, in the order of the tree. Two of each stacked shape are tried
+            on two replicas, three layers of each array of layers, what has owners on two of them,
+            and one of those that are kept, shortened if they are large.
         axis_name: the axes that `inner` may sum over.
     """
     if not any(spec.size for spec in shards.specs.values()) or not shards.places:
         return
     try:
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(quietly, lambda: WholeTrial(inner, structure, shards, axis_name).run()).result()
+            thread.submit(
+                quietly, lambda: WholeTrial(inner, structure, shards, axis_name).run()
+            ).result()
     except DifferentError as error:
         raise ValueError(_refusal(str(error))) from None
     except Exception as error:  # of any optimizer
@@ -60,16 +70,19 @@ def require_independent(
 
 def _refusal(reason: str) -> str:
     return (
-        f"zero1: inner cannot work on some of the parameters alone (tried on random numbers, {reason}). With shard='parameter' each replica has one "
-        "parameter of each stack of W of one shape, under the name of the first of them, and some layers of what is stacked=. So inner must not mix "
-        "parameters, as global norms do, nor such layers: put that "
-        "before, optax.chain(all_reduce_mean(axis_name=…), transformation, zero1(inner, averaged=True, …)). Nor must it treat parameters of one "
-        "shape differently by their names: put optax.multi_transform around, with a zero1 in each of its parts."
+        "zero1: inner cannot work on some of the parameters alone (tried on random numbers,"
+        f" {reason}). With shard='parameter' each replica has one parameter of each stack of W of"
+        " one shape, under the name of the first of them, and some layers of what is stacked=. So"
+        " inner must not mix parameters, as global norms do, nor such layers: put that before,"
+        " optax.chain(all_reduce_mean(axis_name=…), transformation, zero1(inner, averaged=True,"
+        " …)). Nor must it treat parameters of one shape differently by their names: put"
+        " optax.multi_transform around, with a zero1 in each of its parts."
     )
 
 
 class WholeTrial(Trial):
-    """An optimizer on all parameters, which one replica has, beside the same on those of two replicas, and of two owners."""
+    """An optimizer on all parameters, which one replica has, beside the same on those of two
+    replicas, and of two owners."""
 
     def _tried(self, shards: StackShards) -> StackShards:
         self._all = list(shards.specs)
@@ -79,7 +92,9 @@ class WholeTrial(Trial):
         return StackShards(thinned, 2, shards.cut.intersection(thinned), pooled=False)
 
     def _tree(self, leaves: Mapping[str, Any]) -> Any:
-        return jax.tree.unflatten(self._structure, [leaves.get(name, optax.MaskedNode()) for name in self._all])
+        return jax.tree.unflatten(
+            self._structure, [leaves.get(name, optax.MaskedNode()) for name in self._all]
+        )
 
     def _named(self, arrays: Sequence[Any]) -> dict[str, Any]:
         return {name: jnp.asarray(x) for name, x in zip(self._shards.specs, arrays, strict=True)}
@@ -94,11 +109,15 @@ class WholeTrial(Trial):
     def _cut(self, arrays: Sequence[Any]) -> Any:
         given = self._named(arrays)
         kept = {name: jnp.stack([x, x]) for name, x in given.items() if self._shards.is_kept(name)}
-        stacked = self._shards.stacked(OPS, {name: x for name, x in given.items() if name not in kept})
+        stacked = self._shards.stacked(
+            OPS, {name: x for name, x in given.items() if name not in kept}
+        )
         return self._tree(stacked | kept)
 
     def _init_pieces(self) -> Any:
-        alone = [self._on_replicas(self._inner.init, 1)(tree) for tree in self._of_owners(self._params)]
+        alone = [
+            self._on_replicas(self._inner.init, 1)(tree) for tree in self._of_owners(self._params)
+        ]
         return super()._init_pieces(), alone
 
     def _update_pieces(self, update: Any, gradients: Any, state: Any, params: Any) -> Any:
@@ -108,17 +127,27 @@ class WholeTrial(Trial):
         return (new, [x for x, _ in alone]), (after, [x for _, x in alone])
 
     def _gradients(self, kind: str) -> list[np.ndarray[Any, Any]]:
-        gradients = self._numbers(lambda place: (1 + 9 * place) * (place >= 0.5 if kind == "sparse" else 1))
+        gradients = self._numbers(
+            lambda place: (1 + 9 * place) * (place >= 0.5 if kind == "sparse" else 1)
+        )
         if kind == "not finite":  # in one parameter alone, which another replica does not have
             owned = {name for names in self._owners for name in names}
-            apart = [i for i, n in enumerate(self._shards.specs) if n in owned or not self._shards.is_kept(n)]
+            apart = [
+                i
+                for i, n in enumerate(self._shards.specs)
+                if n in owned or not self._shards.is_kept(n)
+            ]
             gradients[apart[0] if apart else 0].reshape(-1)[:1] = np.nan
         return gradients
 
     def _compare_updates(self, new: Any, cut: Any) -> np.ndarray[Any, Any]:
-        updates = dict(zip(self._shards.specs, (on_host(x)[0] for x in jax.tree.leaves(new)), strict=True))
+        updates = dict(
+            zip(self._shards.specs, (on_host(x)[0] for x in jax.tree.leaves(new)), strict=True)
+        )
         here = [
-            name for name in self._shards.specs if self._shards.is_kept(name) or self._shards.places[name][0] == name
+            name
+            for name in self._shards.specs
+            if self._shards.is_kept(name) or self._shards.places[name][0] == name
         ]
         for name, rows in zip(here, map(on_host, jax.tree.leaves(cut[0])), strict=True):
             if name in self._shards.cut:
@@ -134,7 +163,9 @@ class WholeTrial(Trial):
     def _check_state(self, whole: Any, pieces: Any) -> None:
         keys = keys_of_slots(self._inner.init, self._shards, self._tree, self._all)
         paths = [path for path, _ in by_path(pieces[0])]
-        self._paths = [paths_in(key or "") or (path, path) for path, key in zip(paths, keys, strict=True)]
+        self._paths = [
+            paths_in(key or "") or (path, path) for path, key in zip(paths, keys, strict=True)
+        ]
         self._compare_states(whole, pieces)
 
     def _compare_states(self, whole: Any, pieces: Any) -> None:
@@ -143,7 +174,11 @@ class WholeTrial(Trial):
         def same(path: str, found: np.ndarray[Any, Any], *, flat: bool = False) -> None:
             if path not in expected or not (flat or expected[path].shape == found.shape):
                 raise DifferentError(f"the state {path!r} is not there, or has another shape")
-            compare(f"the state {path!r}", expected[path], joined(found, expected[path]) if flat else found)
+            compare(
+                f"the state {path!r}",
+                expected[path],
+                joined(found, expected[path]) if flat else found,
+            )
 
         for paths, (_, x) in zip(self._paths, by_path(pieces[0]), strict=True):
             rows = on_host(x)
@@ -157,7 +192,8 @@ class WholeTrial(Trial):
 
 
 def _thinned(shards: StackShards) -> dict[str, Spec]:
-    """Two parameters of each stacked shape, one of each that is kept, has owners or is cut by layers, made small, three layers at most."""
+    """Two parameters of each stacked shape, one of each that is kept, has owners or is cut by
+    layers, made small, three layers at most."""
 
     def kind(name: str) -> tuple[Spec, bool]:
         spec, cut = shards.specs[name], name in shards.cut
@@ -166,7 +202,9 @@ def _thinned(shards: StackShards) -> dict[str, Spec]:
     kinds = list(dict.fromkeys(map(kind, shards.specs)))
     small: dict[tuple[Spec, bool], Spec] = {}
     for each, short in zip(
-        kinds, shortened({str(i): s for i, (s, _) in enumerate(kinds)}, LARGEST).values(), strict=True
+        kinds,
+        shortened({str(i): s for i, (s, _) in enumerate(kinds)}, LARGEST).values(),
+        strict=True,
     ):
         while short in small.values():  # what is not alike stays so
             short = Spec((*short.shape[:-1], short.shape[-1] + 1), short.dtype)
@@ -175,7 +213,9 @@ def _thinned(shards: StackShards) -> dict[str, Spec]:
     for each in kinds:
         alike = [name for name in shards.specs if kind(name) == each]
         of_stacks = [
-            name for name in alike if shards.places.get(name, ("",))[0] in shards.stacks.keys() - shards.ragged
+            name
+            for name in alike
+            if shards.places.get(name, ("",))[0] in shards.stacks.keys() - shards.ragged
         ]
         # Of another kind of this shape one, for two would be a stack here.
         others = {shards.is_kept(name): name for name in reversed(alike) if name not in of_stacks}

@@ -1,10 +1,12 @@
 """How the arrays of stacked parameters are called in a state.
 
     "0.mu.{layer_0.kernel|layer_1.kernel}"    of replica 0 and of replica 1
-    "0.mu.{up.kernel;down.kernel}"            of replica 0 and of replica 1, each as a vector with padding: they have other shapes
+    "0.mu.{up.kernel;down.kernel}"    of replica 0 and of replica 1, each as a vector with padding:
+                                      they have other shapes
     "0.mu.{layers.kernel}"                    some layers of each
 
-In the inner state, whose tree is that of the parameters, a stack lies where the first of its parameters lies: `"0.mu.layer_0.kernel"`.
+In the inner state, whose tree is that of the parameters, a stack lies where the first of its
+parameters lies: `"0.mu.layer_0.kernel"`.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ def require_plain(names: Iterable[str]) -> None:
     signs = OPEN + BETWEEN + OWNERS + CLOSE
     if bad := [name for name in names if set(name) & set(signs)]:
         raise ValueError(
-            f"parameter {bad[0]!r} has one of the signs {signs} in its name, which stand between stacked names"
+            f"parameter {bad[0]!r} has one of the signs {signs} in its name, which stand between"
+            " stacked names"
         )
 
 
 def parameters_in(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str, str]]:
-    """The path of each leaf of a state, taken apart in what is before a parameter's name, the name, and what is after it; empty if it belongs to none.
+    """The path of each leaf of a state, taken apart in what is before a parameter's name, the name,
+    and what is after it; empty if it belongs to none.
 
     Args:
         state: of an optimizer.
@@ -49,10 +53,13 @@ def parameters_in(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[tup
 
 
 def keys_of_slots(
-    init: Callable[[Any], Any], shards: StackShards, build: Callable[[Mapping[str, Any]], Any], names: Collection[str]
+    init: Callable[[Any], Any],
+    shards: StackShards,
+    build: Callable[[Mapping[str, Any]], Any],
+    names: Collection[str],
 ) -> list[str | None]:
-    """The key of each leaf of the state that `init` makes of what a replica has, besides what has owners. Of what is known of layers that is divided
-    which has one more for one layer more.
+    """The key of each leaf of the state that `init` makes of what a replica has, besides what has
+    owners. Of what is known of layers that is divided which has one more for one layer more.
 
     Args:
         init: of an optimizer.
@@ -65,8 +72,13 @@ def keys_of_slots(
     def made(more: int) -> Any:
         pieces = {}
         for name, spec in shards.specs.items():
-            if shards.is_kept(name) or (shards.places[name][0] == name and name not in shards.ragged):
-                first, *rest = (*(spec.shape if shards.is_kept(name) else shards.slot_shape(name)), 1)
+            if shards.is_kept(name) or (
+                shards.places[name][0] == name and name not in shards.ragged
+            ):
+                first, *rest = (
+                    *(spec.shape if shards.is_kept(name) else shards.slot_shape(name)),
+                    1,
+                )
                 shape = (first + more * (name in shards.cut), *rest)[: len(spec.shape)]
                 pieces[name] = jax.ShapeDtypeStruct(shape, spec.dtype)  # type: ignore[no-untyped-call]
         return jax.eval_shape(init, build(pieces))
@@ -77,10 +89,14 @@ def keys_of_slots(
     members = {dotted(stack): tuple(map(dotted, own)) for stack, own in stacks.items()}
     layers = {dotted(name): (dotted(name),) for name in shards.cut}
     keys: list[str | None] = []
-    for (path, x), (before, name, after) in zip(by_path(state), parameters_in(state, plain), strict=True):
+    for (path, x), (before, name, after) in zip(
+        by_path(state), parameters_in(state, plain), strict=True
+    ):
         own = (members | layers).get(name)
         common = name in layers and longer.get(path) == x.shape
-        keys.append(f"{before}{OPEN}{BETWEEN.join(own)}{CLOSE}{after}" if own and not common else None)
+        keys.append(
+            f"{before}{OPEN}{BETWEEN.join(own)}{CLOSE}{after}" if own and not common else None
+        )
     return keys
 
 
@@ -95,12 +111,16 @@ def has_owners(key: str) -> bool:
 
 
 def paths_in(key: str) -> tuple[str, ...] | None:
-    """The paths that the parameters of a stack have in a plain state, "" where there is none; None for the key of anything else."""
+    """The paths that the parameters of a stack have in a plain state, "" where there is none; None
+    for the key of anything else."""
     before, opened, rest = key.partition(OPEN)
     names, closed, after = rest.partition(CLOSE)
     if not (opened and closed):
         return None
-    return tuple(name and f"{before}{name}{after}" for name in names.split(OWNERS if has_owners(key) else BETWEEN))
+    return tuple(
+        name and f"{before}{name}{after}"
+        for name in names.split(OWNERS if has_owners(key) else BETWEEN)
+    )
 
 
 def path_at(key: str) -> str:

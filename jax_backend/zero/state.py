@@ -1,4 +1,5 @@
-"""The state of a sharded optimizer, and its way to a plain state, back, and to another number of replicas."""
+"""The state of a sharded optimizer, and its way to a plain state, back, and to another number of
+replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from gradwire.jax_backend.engine.barrier import await_processes
 from gradwire.jax_backend.state.matching import places
 from gradwire.jax_backend.state.names import pure
 from gradwire.jax_backend.state.survey import survey
-from gradwire.jax_backend.state.types import MARK, PerReplica, by_path, host_memory, in_memory, on_host, path_of
+from gradwire.jax_backend.state.types import (
+    MARK,
+    PerReplica,
+    by_path,
+    host_memory,
+    in_memory,
+    on_host,
+    path_of,
+)
 from gradwire.jax_backend.zero.stacked_names import has_owners, path_at, paths_in
 
 T = TypeVar("T")
@@ -26,14 +35,17 @@ class ZeroState(NamedTuple):
     """State of `zero1`.
 
     Attributes:
-        common: the state of the inner transformation, with `optax.MaskedNode` in place of each array that is divided. Equal on all
-            replicas: step counts, learning rates.
-        pieces: those arrays, path in the inner state (`"0.mu.Dense_0.kernel"`) → this replica's piece of shape (1, 1, …, 1, k), k = ⌈n/W⌉;
-            in global form (W, 1, …, 1, k). With `shard="parameter"` a stack of parameters, of which each replica has one:
-            `"0.mu.{Dense_0.kernel|Dense_1.kernel}"` → (1, n, m), in global form (W, n, m); what has owners as vectors,
-            `"0.mu.{Dense_2.kernel;Dense_3.kernel}"` → (1, k); some layers of a stacked array, `"0.mu.{layers.kernel}"` → (1, ⌈L/W⌉, n, m). See `gradwire.jax_backend.state.types` for the
-            forms, and `reshard`.
-        layout: {for how many replicas, and of how many axes: ()}, which tells a state from one of several members of an ensemble.
+        common: the state of the inner transformation, with `optax.MaskedNode` in place of each
+            array that is divided. Equal on all replicas: step counts, learning rates.
+        pieces: those arrays, path in the inner state (`"0.mu.Dense_0.kernel"`) → this replica's
+            piece of shape (1, 1, …, 1, k), k = ⌈n/W⌉; in global form (W, 1, …, 1, k). With
+            `shard="parameter"` a stack of parameters, of which each replica has one:
+            `"0.mu.{Dense_0.kernel|Dense_1.kernel}"` → (1, n, m), in global form (W, n, m); what has
+            owners as vectors, `"0.mu.{Dense_2.kernel;Dense_3.kernel}"` → (1, k); some layers of a
+            stacked array, `"0.mu.{layers.kernel}"` → (1, ⌈L/W⌉, n, m). See
+            `gradwire.jax_backend.state.types` for the forms, and `reshard`.
+        layout: {for how many replicas, and of how many axes: ()}, which tells a state from one of
+            several members of an ensemble.
     """
 
     common: Any
@@ -42,12 +54,14 @@ class ZeroState(NamedTuple):
 
 
 def reshard(state: Any, like: T) -> T:
-    """A training state with its sharded optimizer's state consolidated, sharded, or sharded for another number of replicas.
+    """A training state with its sharded optimizer's state consolidated, sharded, or sharded for
+    another number of replicas.
 
         tx, plain = zero1(adamw, axis_name="data", replicas=4), adamw
-        whole = reshard(state, jax.eval_shape(plain.init, params))       # the state that adamw has without zero
+        whole = reshard(state, jax.eval_shape(plain.init, params))    # as adamw has it without zero
         again = reshard(whole, jax.eval_shape(tx.init, params))          # and back
-        fewer = reshard(state, jax.eval_shape(zero1(adamw, axis_name="data", replicas=2).init, params))
+        two = zero1(adamw, axis_name="data", replicas=2)
+        fewer = reshard(state, jax.eval_shape(two.init, params))
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -58,14 +72,17 @@ def reshard(state: Any, like: T) -> T:
         (10, 3)
 
     Args:
-        state: any tree with states of `zero1` in it in global form (from `init` outside the map, `unreplicate`, or a checkpoint restored
-            into such a state), or of the optimizers inside them. On the host, or distributed; in several processes all must call this.
-        like: a tree of the same structure, of arrays or `jax.ShapeDtypeStruct`s, in which each of these states has the wanted form. Of a Flax
-            `TrainState`: one that was made with the other transformation. Of an `nnx.Optimizer`: its `opt_state`; the result holds arrays.
+        state: any tree with states of `zero1` in it in global form (from `init` outside the map,
+            `unreplicate`, or a checkpoint restored into such a state), or of the optimizers inside
+            them. On the host, or distributed; in several processes all must call this.
+        like: a tree of the same structure, of arrays or `jax.ShapeDtypeStruct`s, in which each of
+            these states has the wanted form. Of a Flax `TrainState`: one that was made with the
+            other transformation. Of an `nnx.Optimizer`: its `opt_state`; the result holds arrays.
 
     Returns:
-        The values of `state` in the form of `like`. Converted arrays are NumPy's; those that lay in a device's memory on the host ("pinned_host")
-            lie in it again. Error memory is as it was.
+        The values of `state` in the form of `like`. Converted arrays are NumPy's; those that lay in
+            a device's memory on the host ("pinned_host") lie in it again. Error memory is as it
+            was.
 
     Raises:
         ValueError: the trees do not fit each other; or one is of an ensemble, made by `jax.vmap`.
@@ -79,14 +96,19 @@ def reshard(state: Any, like: T) -> T:
     found, expected = (_by_path(leaves) for leaves, _ in (opened, wanted))
     if different := sorted(found.keys() ^ expected.keys()):
         raise ValueError(
-            f"the state does not have the structure of `like`: {different[0]} is only in one of them. Both must come from transformations "
-            "that differ in `zero1` alone; restore a checkpoint into a state of its own form first."
+            f"the state does not have the structure of `like`: {different[0]} is only in one of"
+            " them. Both must come from transformations that differ in `zero1` alone; restore a"
+            " checkpoint into a state of its own form first."
         )
-    kinds = {p: host_memory(_array(x)) for path, x in opened[0] for p in _paths(path_of(path), x) if p}
+    kinds = {
+        p: host_memory(_array(x)) for path, x in opened[0] for p in _paths(path_of(path), x) if p
+    }
 
     def convert(path: str, target: Any) -> Any:
         x = _like(path, found, target)
-        return in_memory(_kind_of(kinds, _paths(path, target)), x) if isinstance(x, np.ndarray) else x
+        return (
+            in_memory(_kind_of(kinds, _paths(path, target)), x) if isinstance(x, np.ndarray) else x
+        )
 
     converted = [convert(path_of(path), target) for path, target in wanted[0]]
     places = jax.tree.leaves(like, is_leaf=_is_zero)
@@ -94,14 +116,18 @@ def reshard(state: Any, like: T) -> T:
     inner: Any = wanted[1]
     parts = structure.flatten_up_to(inner.unflatten(converted))
     closed: T = structure.unflatten(
-        [_close(part, place) if _is_zero(place) else part for part, place in zip(parts, places, strict=True)]
+        [
+            _close(part, place) if _is_zero(place) else part
+            for part, place in zip(parts, places, strict=True)
+        ]
     )
     return closed
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """A divided array: one row per replica, and padding of less than a `unit` for each. A leaf to JAX."""
+    """A divided array: one row per replica, and padding of less than a `unit` for each. A leaf to
+    JAX."""
 
     array: Any
     unit: int = 1
@@ -125,7 +151,8 @@ class _Vector:
 
 @dataclass(frozen=True)
 class _Stack:
-    """An array of several parameters: one row per replica, and a path for each row that is no padding. A leaf to JAX."""
+    """An array of several parameters: one row per replica, and a path for each row that is no
+    padding. A leaf to JAX."""
 
     array: Any
     paths: tuple[str, ...]
@@ -150,7 +177,8 @@ def _by_path(leaves: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
             rows: Any = [_row_of(x)] * len(x.paths)
             if not isinstance(x.array, STRUCT):
                 rows = map(x.row, on_host(x.array))
-            found |= {p: row for p, row in zip(_paths(path_of(path), x), rows, strict=False) if p}  # without padding
+            # without padding
+            found |= {p: row for p, row in zip(_paths(path_of(path), x), rows, strict=False) if p}
         else:
             found[path_of(path)] = x
     return found
@@ -197,9 +225,18 @@ def in_memory_of_parameters(made: ZeroState, plain: Any, params: Mapping[str, An
     if not any(of.values()):
         return made
     found = places(plain, {name: jnp.shape(x) for name, x in params.items()})
-    kinds = {path: of[place.name] for (path, _), place in zip(by_path(plain), found, strict=True) if place}
-    common = jax.tree_util.tree_map_with_path(lambda path, x: in_memory(kinds.get(path_of(path)), x), made.common)
-    pieces = {key: in_memory(_kind_of(kinds, paths_in(key) or (key,)), x) for key, x in made.pieces.per_replica.items()}
+    kinds = {
+        path: of[place.name]
+        for (path, _), place in zip(by_path(plain), found, strict=True)
+        if place
+    }
+    common = jax.tree_util.tree_map_with_path(
+        lambda path, x: in_memory(kinds.get(path_of(path)), x), made.common
+    )
+    pieces = {
+        key: in_memory(_kind_of(kinds, paths_in(key) or (key,)), x)
+        for key, x in made.pieces.per_replica.items()
+    }
     return made._replace(common=common, pieces=PerReplica(pieces))
 
 
@@ -215,7 +252,11 @@ def _open(tree: Any) -> Any:
     """The tree with the inner state in place of each `ZeroState`."""
 
     def inner(x: Any) -> Any:
-        return joined_state(x, {key: _opened(key, a) for key, a in x.pieces.per_replica.items()}) if _is_zero(x) else x
+        return (
+            joined_state(x, {key: _opened(key, a) for key, a in x.pieces.per_replica.items()})
+            if _is_zero(x)
+            else x
+        )
 
     return jax.tree.map(inner, tree, is_leaf=_is_zero)
 
@@ -237,7 +278,8 @@ def _convert(name: str, x: Any, like: Any) -> Any:
     shape, size = flat.shape, int(np.prod(target))
     least = flat.size - (x.slack if isinstance(x, padded) else 0)
     fits = least <= size and size - (like.slack if isinstance(like, padded) else 0) <= flat.size
-    # In every form an element has its place in the flattened parameter; what lies beyond its end is padding.
+    # In every form an element has its place in the flattened parameter; what lies beyond its end is
+    # padding.
     flat, rest = flat.reshape(-1)[:size], flat.reshape(-1)[size:]
     if not fits or (isinstance(x, _Vector) and rest.any()):
         raise ValueError(_misfit(name, shape, target))
@@ -246,13 +288,14 @@ def _convert(name: str, x: Any, like: Any) -> Any:
 
 def _misfit(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> str:
     return (
-        f"{name} has shape {shape}, which cannot become {target}: the states are not of the same parameters, or not in global form (after "
-        "jax.pmap: gradwire.jax_backend.unreplicate)"
+        f"{name} has shape {shape}, which cannot become {target}: the states are not of the same"
+        " parameters, or not in global form (after jax.pmap: gradwire.jax_backend.unreplicate)"
     )
 
 
 def joined_state(state: ZeroState, pieces: Mapping[str, Any]) -> Any:
-    """The inner state, with these values where its arrays are divided, given by the keys of the pieces."""
+    """The inner state, with these values where its arrays are divided, given by the keys of the
+    pieces."""
     at = {path_at(key): x for key, x in pieces.items()}
     owned = [path_at(key) for key in pieces if has_owners(key)]
 
@@ -261,10 +304,15 @@ def joined_state(state: ZeroState, pieces: Mapping[str, Any]) -> Any:
         place = path_of(path)
         if not isinstance(x, optax.MaskedNode) or place in at:
             return at.get(place, x)
-        # Several arrays of one parameter: what holds them here does not matter, since their paths are the same.
-        return {path[len(place) + 1 :]: at[path] for path in owned if path.startswith(f"{place}.")} or x
+        # Several arrays of one parameter: what holds them here does not matter, since their paths
+        # are the same.
+        return {
+            path[len(place) + 1 :]: at[path] for path in owned if path.startswith(f"{place}.")
+        } or x
 
-    return jax.tree_util.tree_map_with_path(fill, state.common, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    return jax.tree_util.tree_map_with_path(
+        fill, state.common, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
+    )
 
 
 def keys_of(state: ZeroState) -> list[str | None]:
@@ -274,14 +322,18 @@ def keys_of(state: ZeroState) -> list[str | None]:
     return [keys.get(path) for path, _ in by_path(joined_state(state, pieces))]
 
 
-def split_state(state: Any, keys: Sequence[str | None], row: Callable[[jax.Array], jax.Array]) -> ZeroState:
-    """An inner state as a `ZeroState`, in which its leaves have these keys, see `keys_of`; `row` gives a piece its leading axis."""
+def split_state(
+    state: Any, keys: Sequence[str | None], row: Callable[[jax.Array], jax.Array]
+) -> ZeroState:
+    """An inner state as a `ZeroState`, in which its leaves have these keys, see `keys_of`; `row`
+    gives a piece its leading axis."""
     leaves, structure = jax.tree.flatten(state)
     pieces: dict[str, jax.Array] = {}
     for x, key in zip(leaves, keys, strict=True):
         if key in pieces:
             raise ValueError(
-                f"two arrays of the inner state come to the same name {key!r}; rename the key that contains '.'"
+                f"two arrays of the inner state come to the same name {key!r}; rename the key that"
+                " contains '.'"
             )
         if key is not None:
             pieces[key] = row(jnp.asarray(x))

@@ -1,10 +1,12 @@
-"""Ten minutes of chaos: `make chaos`. Replicas are killed, added, frozen and slowed down, and the results go to benchmarks/results/chaos.json and .md.
+"""Ten minutes of chaos: `make chaos`. Replicas are killed, added, frozen and slowed down, and the
+results go to benchmarks/results/chaos.json and .md.
 
     python -m tests.chaos --minutes 10
     python -m tests.chaos --short FOLDER     # every kind of disturbance once, in half a minute; with --native by torch's own groups
 
-A real lighthouse and four replicas over Gloo train a small model by DiLoCo in two fragments whose compressed messages overlap with training. Then the same number
-of rounds is trained without chaos, with five seeds.
+A real lighthouse and four replicas over Gloo train a small model by DiLoCo in two fragments whose
+compressed messages overlap with training. Then the same number of rounds is trained without chaos,
+with five seeds.
 """
 
 import argparse
@@ -81,7 +83,8 @@ def undisturbed(folder: Path, seed: int, rounds: int) -> float:
 
 
 def short(folder: Path, native: bool) -> None:
-    """Of a schedule in fragments whose messages overlap, and of gradients in each step. Raises AssertionError for what must not be."""
+    """Of a schedule in fragments whose messages overlap, and of gradients in each step. Raises
+    AssertionError for what must not be."""
     overlap = "diloco(6, fragments=2, overlap=2, compressor=PowerSGD(2))"
     for what, replicas, kinds in ((overlap, 4, RARE), ("PowerSGD(2, start_step=5)", 3, ("kill",))):
         with Arena(folder / str(replicas), what, 0, replicas, 120, 0.03, native) as arena:
@@ -103,14 +106,17 @@ def short(folder: Path, native: bool) -> None:
         assert max(healed.values()) <= 6, healed
         (loss,) = verdict.losses(lines)
         print(
-            f"{what}: {len(events)} events, healed after {sorted(healed.values())} rounds, loss {loss:.3f}", flush=True
+            f"{what}: {len(events)} events, healed after {sorted(healed.values())} rounds, loss {loss:.3f}",
+            flush=True,
         )
 
 
 def table(found: dict) -> str:
     rows, loss, calm = found["events"], found["loss"], found["losses undisturbed"]
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
-    events = "\n".join(f"| {k} | {' | '.join(str(row.get(c, '–')) for c in columns)} |" for k, row in rows.items())
+    events = "\n".join(
+        f"| {k} | {' | '.join(str(row.get(c, '–')) for c in columns)} |" for k, row in rows.items()
+    )
     return f"""# Ten minutes of chaos
 
 Made by `make chaos`. {found["what"]} on {REPLICAS} replicas, each a process, over Gloo and a real lighthouse: {found["rounds"]} rounds in
@@ -131,7 +137,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--pace", type=float, default=0.1, help="seconds between two steps, for two cores")
+    parser.add_argument(
+        "--pace", type=float, default=0.1, help="seconds between two steps, for two cores"
+    )
     parser.add_argument("--short", type=Path, metavar="FOLDER")
     parser.add_argument("--native", action="store_true")
     arguments = parser.parse_args()
@@ -141,7 +149,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = chaos(Path(folder) / "chaos", arguments.minutes, arguments.pace)
         print(json.dumps(found, indent=1), flush=True)
-        calm = [undisturbed(Path(folder) / str(seed), seed, found["rounds"]) for seed in range(arguments.seeds)]
+        calm = [
+            undisturbed(Path(folder) / str(seed), seed, found["rounds"])
+            for seed in range(arguments.seeds)
+        ]
     (loss,), found["losses undisturbed"] = found["loss"], calm
     found["standard errors from undisturbed"] = off = round(verdict.deviation(loss, calm), 2)
     (RESULTS / "chaos.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -151,8 +162,12 @@ def main() -> None:
     wrong = {
         "replicas differed": found["rounds after which live replicas differed"],
         "more than one round lost": [k for k, row in found["events"].items() if row[lost] > 1],
-        "more than two rounds to heal": [k for k, row in found["events"].items() if row.get(heal, 0) > 2],
-        "an end by an error": [code for code in found["exit codes of those that lived to the end"] if code],
+        "more than two rounds to heal": [
+            k for k, row in found["events"].items() if row.get(heal, 0) > 2
+        ],
+        "an end by an error": [
+            code for code in found["exit codes of those that lived to the end"] if code
+        ],
         "another loss": [loss] if abs(off) > 2 else [],
     }
     if wrong := {what: where for what, where in wrong.items() if where}:

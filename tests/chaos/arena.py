@@ -1,4 +1,5 @@
-"""A lighthouse, and replicas that are forked, killed, stopped and slowed down. Nothing is left behind."""
+"""A lighthouse, and replicas that are forked, killed, stopped and slowed down. Nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from typing import Any
 from tests.launch import Process, start
 
 REPLICA = Path(__file__).with_name("replica.py")
-#: A process of its own: the lighthouse, and a store in which the replicas of native groups meet. It says where they are, and ends after so many seconds.
-#: A replica that is alive is waited for, as long as a slow one takes; one that says nothing for two seconds is not.
+#: A process of its own: the lighthouse, and a store in which the replicas of native groups meet. It
+#: says where they are, and ends after so many seconds. A replica that is alive is waited for, as
+#: long as a slow one takes; one that says nothing for two seconds is not.
 SERVER = """
 import sys, time
 import torch.distributed as dist
@@ -31,14 +33,27 @@ time.sleep(float(sys.argv[1]))
 
 
 class Arena:
-    """Of so many replicas, each of which takes a step in `pace` seconds and ends by itself after so many `seconds`. `native`: by torch's own groups that can be given
-    other members, which meet in one store (torch 2.15)."""
+    """Of so many replicas, each of which takes a step in `pace` seconds and ends by itself after so
+    many `seconds`. `native`: by torch's own groups that can be given other members, which meet in
+    one store (torch 2.15)."""
 
     def __init__(
-        self, folder: Path, what: str, seed: int, replicas: int, seconds: int, pace: float, native: bool = False
+        self,
+        folder: Path,
+        what: str,
+        seed: int,
+        replicas: int,
+        seconds: int,
+        pace: float,
+        native: bool = False,
     ) -> None:
         folder.mkdir(parents=True)
-        self.folder, self.training, self.pace, self.stop = folder, (seed, what, seconds), pace, folder / "stop"
+        self.folder, self.training, self.pace, self.stop = (
+            folder,
+            (seed, what, seconds),
+            pace,
+            folder / "stop",
+        )
         self.stop.touch()
         self.alive: dict[str, Process] = {}
         #: (time, what happened, to whom)
@@ -47,7 +62,9 @@ class Arena:
         self._count = 0
         command = [sys.executable, "-c", SERVER, str(seconds)]
         with (folder / "lighthouse").open("w") as log:
-            self._server = Process(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+            self._server = Process(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
         assert self._server.stdout
         self._lighthouse, port = self._server.stdout.readline().split()
         self._store = port if native else ""
@@ -110,18 +127,27 @@ class Arena:
 
     def wait_until(self, name: str, limit: float) -> None:
         """Raise AssertionError if this replica has not taken part in a round in time."""
-        self._wait(lambda: any(line.get("taken") for line in self.lines(name)), limit, f"round of {name}")
+        self._wait(
+            lambda: any(line.get("taken") for line in self.lines(name)), limit, f"round of {name}"
+        )
 
     def _wait(self, condition: Callable[[], bool], limit: float, what: str) -> None:
         end = time.time() + limit
         while not condition():
-            assert time.time() < end, f"{self.rounds()} rounds after {limit} s, and no {what}: something hangs"
+            assert time.time() < end, (
+                f"{self.rounds()} rounds after {limit} s, and no {what}: something hangs"
+            )
             time.sleep(0.1)
 
     def finish(self, rounds: int, limit: float) -> None:
-        """Let all end after this round, or at once if it is over. Raises AssertionError if one does not."""
+        """Let all end after this round, or at once if it is over. Raises AssertionError if one does
+        not."""
         self.stop.write_text(str(rounds))
-        self._wait(lambda: all(process.poll() is not None for process in self.alive.values()), limit, "end of all")
+        self._wait(
+            lambda: all(process.poll() is not None for process in self.alive.values()),
+            limit,
+            "end of all",
+        )
         self.codes |= {name: process.wait() for name, process in self.alive.items()}
         self.alive.clear()
 

@@ -1,6 +1,8 @@
-"""One replica of a run under chaos. It writes a line for each vote, and ends after the round that the file `stop` says.
+"""One replica of a run under chaos. It writes a line for each vote, and ends after the round that
+the file `stop` says.
 
-It learns to sort. The data are those of its number at the position of the run, so a newcomer goes on where the others are.
+It learns to sort. The data are those of its number at the position of the run, so a newcomer goes
+on where the others are.
 """
 
 import hashlib
@@ -53,14 +55,25 @@ def group_of(number: int, port: str) -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def main(name: str, seed: int, what: str, seconds: int, stop: Path, lighthouse: str, pace: float, port: str) -> None:
+def main(
+    name: str,
+    seed: int,
+    what: str,
+    seconds: int,
+    stop: Path,
+    lighthouse: str,
+    pace: float,
+    port: str,
+) -> None:
     """Train until told to stop. `pace`: seconds between two steps; `port`: see `group_of`."""
     number = int(name.removeprefix("replica"))
     signal.alarm(seconds)  # ends the process, whatever it does
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.Tanh(), torch.nn.Linear(64, WIDTH))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, 64), torch.nn.Tanh(), torch.nn.Linear(64, WIDTH)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     alone = {"rank": 0, "world_size": 1, "store_addr": "localhost", "store_port": store.port}
@@ -89,7 +102,9 @@ def main(name: str, seed: int, what: str, seconds: int, stop: Path, lighthouse: 
     signal.signal(signal.SIGUSR1, lambda *_: wanted.update(die=True))
 
     def say(**what) -> None:
-        print(json.dumps({"name": name, "pid": os.getpid(), "time": time.time()} | what), flush=True)
+        print(
+            json.dumps({"name": name, "pid": os.getpid(), "time": time.time()} | what), flush=True
+        )
 
     ask, asked = manager.start_quorum, []
 
@@ -103,11 +118,21 @@ def main(name: str, seed: int, what: str, seconds: int, stop: Path, lighthouse: 
     algorithm = eval(what, vars(gradwire))
     handle = elastic(model, optimizer, algorithm, manager)
     schedule = isinstance(algorithm, gradwire.LocalSGD)
-    equal = handle.outer_parameters if schedule and algorithm.has_outer else lambda: dict(model.named_parameters())
+    equal = (
+        handle.outer_parameters
+        if schedule and algorithm.has_outer
+        else lambda: dict(model.named_parameters())
+    )
 
     def note() -> None:
         for taken in votes:
-            say(event="vote", taken=taken, round=handle.rounds, steps=handle.steps, outer=digest(equal().values()))
+            say(
+                event="vote",
+                taken=taken,
+                round=handle.rounds,
+                steps=handle.steps,
+                outer=digest(equal().values()),
+            )
         votes.clear()
 
     note()

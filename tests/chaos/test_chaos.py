@@ -1,4 +1,5 @@
-"""Replicas that are killed, frozen and slow, over a real lighthouse: the short form of `make chaos`."""
+"""Replicas that are killed, frozen and slow, over a real lighthouse: the short form of `make
+chaos`."""
 
 import subprocess
 import sys
@@ -13,10 +14,14 @@ from tests.launch import ROOT, end_all, environment
 pytest.importorskip("torchft")
 
 
-NATIVE = pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs torch 2.15")
+NATIVE = pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs torch 2.15"
+)
 
 
-@pytest.mark.parametrize("native", [pytest.param([], marks=pytest.mark.slow), pytest.param(["--native"], marks=NATIVE)])
+@pytest.mark.parametrize(
+    "native", [pytest.param([], marks=pytest.mark.slow), pytest.param(["--native"], marks=NATIVE)]
+)
 def test_survivors_go_on_and_newcomers_heal(tmp_path, native):
     mark, log = uuid.uuid4().hex, tmp_path / "log"
     command = [sys.executable, "-m", "tests.chaos", "--short", str(tmp_path / "arena"), *native]

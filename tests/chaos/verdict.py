@@ -28,8 +28,10 @@ def taken(lines: Lines) -> list[dict[str, Any]]:
 def lost(lines: Lines, events: Events) -> dict[int, int]:
     """For each event, the most rounds that one survivor has lost by it. Whoever was frozen is none.
 
-    A round that fails was disturbed by the first event since the vote before, which replicas hear of some seconds apart: a message that does not come fails for the
-    neighbours at once, and for others when its time is over. Where there was no event since, it is lost by the last one once more.
+    A round that fails was disturbed by the first event since the vote before, which replicas hear
+    of some seconds apart: a message that does not come fails for the neighbours at once, and for
+    others when its time is over. Where there was no event since, it is lost by the last one once
+    more.
     """
     failed: dict[int, dict[str, int]] = {i: defaultdict(int) for i in range(len(events))}
     before: dict[str, float] = {}
@@ -77,17 +79,27 @@ def losses(lines: Lines) -> set[float]:
 
 
 def deviation(loss: float, undisturbed: Sequence[float]) -> float:
-    """How far a loss is from the mean of undisturbed ones, in standard errors of this difference."""
+    """How far a loss is from the mean of undisturbed ones, in standard errors of this
+    difference."""
     return (loss - mean(undisturbed)) / (stdev(undisturbed) * (1 + 1 / len(undisturbed)) ** 0.5)
 
 
 def by_kind(lines: Lines, events: Events) -> dict[str, dict[str, float]]:
     """A row for each kind of event."""
-    rounds, seconds, healed = lost(lines, events), seconds_to_next_round(lines, events), healing(lines)
+    rounds, seconds, healed = (
+        lost(lines, events),
+        seconds_to_next_round(lines, events),
+        healing(lines),
+    )
     rows = {}
     for kind in dict.fromkeys(what for _, what, _ in events):
         numbers = [i for i, (_, what, _) in enumerate(events) if what == kind]
-        mine = [healed[name] for i in numbers for name in events[i][2] if kind.startswith("add") and name in healed]
+        mine = [
+            healed[name]
+            for i in numbers
+            for name in events[i][2]
+            if kind.startswith("add") and name in healed
+        ]
         rows[kind] = {
             "times": len(numbers),
             "rounds lost by a survivor, at most": max(rounds[i] for i in numbers),

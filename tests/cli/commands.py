@@ -1,4 +1,5 @@
-"""Run as `commands.py PLAN|PROBE|ADVISE …`, on each rank: a command of gradwire, with few and small messages, and a doctor who looks at one algorithm."""
+"""Run as `commands.py PLAN|PROBE|ADVISE …`, on each rank: a command of gradwire, with few and small
+messages, and a doctor who looks at one algorithm."""
 
 import sys
 
@@ -17,7 +18,9 @@ def few_and_small() -> None:
 def one_algorithm() -> None:
     """Where none is named, and with all the time that a busy machine needs."""
     doctoring.SECONDS = {True: 200.0, False: 200.0}
-    doctor.doctor = lambda named, *, quick, **rest: doctoring.doctor(named or [Sign()], quick=True, **rest)
+    doctor.doctor = lambda named, *, quick, **rest: doctoring.doctor(
+        named or [Sign()], quick=True, **rest
+    )
 
 
 if __name__ == "__main__":

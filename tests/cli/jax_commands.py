@@ -1,4 +1,5 @@
-"""Run as `jax_commands.py PORT PROCESS COUNT OUTPUT`: `gradwire probe` of one device in each process."""
+"""Run as `jax_commands.py PORT PROCESS COUNT OUTPUT`: `gradwire probe` of one device in each
+process."""
 
 import sys
 

@@ -82,16 +82,29 @@ STEPS = 12
 
 
 def command(*options, training="make"):
-    return "compare", f"some_training:{training}", "--replicas", "2", "--steps", str(STEPS), *options
+    return (
+        "compare",
+        f"some_training:{training}",
+        "--replicas",
+        "2",
+        "--steps",
+        str(STEPS),
+        *options,
+    )
 
 
 def test_a_comparison_is_printed_kept_and_drawn(folder, capsys):
     options = ("-a", "LocalSGD(4)", "-a", "PowerSGD(rank=1)", "--seeds", "2")
     printed = run(capsys, *command(*options, "--csv", "losses.csv"))
-    header, *rows = (line.split(",") for line in (folder / "losses.csv").read_text().replace("\r", "").splitlines())
+    header, *rows = (
+        line.split(",")
+        for line in (folder / "losses.csv").read_text().replace("\r", "").splitlines()
+    )
     assert header == ["method", "rate", "seed", "step", "loss"]
     assert {(row[0], row[2]) for row in rows} == {
-        (name, seed) for seed in "01" for name in ("plain", "LocalSGD(period=4)", "PowerSGD(rank=1)")
+        (name, seed)
+        for seed in "01"
+        for name in ("plain", "LocalSGD(period=4)", "PowerSGD(rank=1)")
     }
     assert {row[3] for row in rows if row[0] == "LocalSGD(period=4)"} == {"4", "8", "12"}
     assert "at step 12" in printed
@@ -101,7 +114,9 @@ def test_a_comparison_is_printed_kept_and_drawn(folder, capsys):
     assert "seconds" not in picture
     kept = json.loads((folder / "comparison.json").read_text())
     assert [(r["method"], r["seed"]) for r in kept["runs"]] == [
-        (name, seed) for seed in range(2) for name in ("plain", "LocalSGD(period=4)", "PowerSGD(rank=1)")
+        (name, seed)
+        for seed in range(2)
+        for name in ("plain", "LocalSGD(period=4)", "PowerSGD(rank=1)")
     ]
     found = json.loads(run(capsys, *command(*options, "--json", "--picture", "losses.png")))
     assert (folder / "losses.png").read_bytes()[:4] == b"\x89PNG"
@@ -125,7 +140,13 @@ def test_a_comparison_that_was_stopped_goes_on(folder, capsys, taken):
     assert "goes on from comparison.json" in said.err
     assert "no interval" in said.out  # of one seed
     assert "no interval" not in run(capsys, *options)
-    assert [name for name, *_ in taken] == ["AllReduce()", "Sign()", "AllReduce()", "AllReduce()", "Sign()"]
+    assert [name for name, *_ in taken] == [
+        "AllReduce()",
+        "Sign()",
+        "AllReduce()",
+        "AllReduce()",
+        "Sign()",
+    ]
     run(capsys, *options)
     assert len(taken) == 5
     # Uncompressed averages are run again where a method is looked at after other steps.
@@ -136,8 +157,13 @@ def test_a_comparison_that_was_stopped_goes_on(folder, capsys, taken):
 def test_rates_are_searched_with_the_first_seed_and_gone_on_with(folder, capsys, taken):
     options = ("-a", "Sign()", "--seeds", "2", "--rates", "1", "0.01", "2", "--json")
     found = json.loads(run(capsys, *command(*options)))
-    search = [(name, 0, factor) for name in ("AllReduce()", "Sign()") for factor in (0.01, 1.0, 2.0)]
-    best = {name: found[shown]["rate"] for name, shown in (("AllReduce()", "plain"), ("Sign()", "Sign()"))}
+    search = [
+        (name, 0, factor) for name in ("AllReduce()", "Sign()") for factor in (0.01, 1.0, 2.0)
+    ]
+    best = {
+        name: found[shown]["rate"]
+        for name, shown in (("AllReduce()", "plain"), ("Sign()", "Sign()"))
+    }
     assert taken == [*search, *((name, 1, factor) for name, factor in best.items())]
     assert best["AllReduce()"] > 0.01  # with which hardly anything is learned in 12 steps
     assert found["Sign()"]["tried"].keys() == {"0.01", "1", "2"}
@@ -150,7 +176,9 @@ def test_rates_are_searched_with_the_first_seed_and_gone_on_with(folder, capsys,
 
 def test_an_advice_of_a_method_of_ones_own(folder, capsys):
     """A file has its name alone."""
-    (folder / "some_methods.py").write_text("from gradwire import Sign\nclass Own(Sign):\n    pass\n")
+    (folder / "some_methods.py").write_text(
+        "from gradwire import Sign\nclass Own(Sign):\n    pass\n"
+    )
     run(capsys, *command("-a", "Sign()", "-a", "some_methods:Own()", "--seeds", "2"))
     samples = ((256, 1.0), (1 << 20, 1.0))
     Probe("torch", "cpu", 2, 1, (Level(ALL, 2, samples, samples, 0.0),)).save(folder / "probe.json")
@@ -166,7 +194,9 @@ def test_an_advice_of_a_method_of_ones_own(folder, capsys):
 
 
 def test_an_advice_weighs_what_was_compared(folder, capsys):
-    told = json.loads(run(capsys, *command("-a", "Sign()", "-a", "LocalSGD(4)", "--seeds", "2", "--json")))
+    told = json.loads(
+        run(capsys, *command("-a", "Sign()", "-a", "LocalSGD(4)", "--seeds", "2", "--json"))
+    )
     samples = ((256, 1.0), (1 << 20, 1.0))
     for replicas in (2, 3):
         level = Level(ALL, replicas, samples, samples, 0.0)
@@ -174,8 +204,14 @@ def test_an_advice_weighs_what_was_compared(folder, capsys):
     (folder / "shapes.json").write_text('{"weight": [4, 4], "bias": [4]}')
     (folder / "other.json").write_text('{"weight": [4, 5], "bias": [4]}')
     options = ("--step-ms", "1", "--compare", "comparison.json", "--loss", "1e9%")
-    found = json.loads(run(capsys, "advise", "shapes.json", "--probe", "2.json", *options, "--json"))
-    assert [method["algorithm"] for method in found["methods"]] == ["plain", "Sign()", "LocalSGD(period=4)"]
+    found = json.loads(
+        run(capsys, "advise", "shapes.json", "--probe", "2.json", *options, "--json")
+    )
+    assert [method["algorithm"] for method in found["methods"]] == [
+        "plain",
+        "Sign()",
+        "LocalSGD(period=4)",
+    ]
     # A message of a second in four steps.
     assert found["recommended"] == "LocalSGD(period=4)"
     assert found["methods"][2]["loss"]["difference"] == told["LocalSGD(period=4)"]["difference"]
@@ -206,7 +242,11 @@ def test_an_advice_weighs_what_was_compared(folder, capsys):
         (("-a", "Sign()", "--link", "1Gbit"), "make", "--step-ms"),
         (("-a", "Sign()", "--link", "1Gbit", "--step-ms", "nan"), "make", "--step-ms nan"),
         (("-a", "Sign()", "--link", "fast", "--step-ms", "1"), "make", "--link 'fast'"),
-        (("-a", "Sign()", "--probe", "missing.json", "--step-ms", "1"), "make", "--probe missing.json"),
+        (
+            ("-a", "Sign()", "--probe", "missing.json", "--step-ms", "1"),
+            "make",
+            "--probe missing.json",
+        ),
         (("-a", "Sign()", "--step-ms", "1"), "make", "--link or --probe"),
     ],
 )

@@ -1,4 +1,5 @@
-"""`gradwire plan`: models in all forms, tables and JSON; and where a command prints: streams that are full, closed, narrow or left by their reader, and Ctrl-C."""
+"""`gradwire plan`: models in all forms, tables and JSON; and where a command prints: streams that
+are full, closed, narrow or left by their reader, and Ctrl-C."""
 
 import errno
 import io
@@ -8,7 +9,8 @@ import subprocess
 import sys
 import textwrap
 
-import jax  # noqa: F401  (a command's process has loaded neither, and finds both; one of tests may have loaded one alone)
+# (a command's process has loaded neither, and finds both; one of tests may have loaded one alone)
+import jax  # noqa: F401
 import pytest
 import torch
 
@@ -72,7 +74,13 @@ try:
 finally:
     assert not {"torch", "jax"} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", program], cwd=folder, check=True, timeout=240, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        check=True,
+        timeout=240,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def planned(capsys, *options):
@@ -82,7 +90,8 @@ def planned(capsys, *options):
 
 @pytest.mark.slow
 def test_a_model_of_transformers_is_known_by_its_configuration(folder, capsys):
-    """By a file of its own, which nothing but it is read of, and by its class, with what that has by default."""
+    """By a file of its own, which nothing but it is read of, and by its class, with what that has
+    by default."""
     import transformers
 
     tiny = {
@@ -97,7 +106,10 @@ def test_a_model_of_transformers_is_known_by_its_configuration(folder, capsys):
     given = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **tiny}
     (folder / "config.json").write_text(json.dumps(given))
     with torch.device("meta"):
-        built = [transformers.GPT2LMHeadModel(transformers.GPT2Config(**options)) for options in (tiny, {})]
+        built = [
+            transformers.GPT2LMHeadModel(transformers.GPT2Config(**options))
+            for options in (tiny, {})
+        ]
     for name, model in zip(("config.json", "transformers:GPT2LMHeadModel"), built, strict=True):
         found = models.load_model(name)
         assert found.framework == "torch"
@@ -110,37 +122,47 @@ def test_a_model_of_transformers_is_known_by_its_configuration(folder, capsys):
 
 
 def test_two_levels_tell_what_leaves_a_node_and_its_own_ratio(folder, capsys):
-    """Each column is of one level, and the ratio that of the bytes beside it. The replicas of a node share its link."""
+    """Each column is of one level, and the ratio that of the bytes beside it. The replicas of a
+    node share its link."""
     options = ("-a", "TwoLevel(PowerSGD(rank=4), within=2)", "--replicas", "8", "--nodes", "4")
     given = planned(capsys, *options)
-    one_level = gradwire.plan(TUPLES, gradwire.PowerSGD(rank=4)).wire_bytes  # which replicas of a node send together
+    # which replicas of a node send together
+    one_level = gradwire.plan(TUPLES, gradwire.PowerSGD(rank=4)).wire_bytes
     assert given["between_nodes_bytes"] == one_level
     assert given["within_node_bytes"] + one_level / 2 == given["wire_bytes"]
     printed = run(capsys, "plan", "shapes.json", *options, "--summary")
     assert "mlp.weight" not in printed  # totals alone
     (row,) = (line for line in printed.splitlines() if line.startswith("TwoLevel"))
-    # Four nodes in a ring pass on 2 · 3/4 of the node's bytes, and eight replicas 2 · 7/8 of their gradients.
+    # Four nodes in a ring pass on 2 · 3/4 of the node's bytes, and eight replicas 2 · 7/8 of their
+    # gradients.
     assert given["link_bytes"] == pytest.approx(1.5 * one_level)
     for cell in (f"{given['wire_bytes'] / 1e3:.1f} kB", f"{given['link_bytes'] / 1e3:.1f} kB"):
         assert cell in row
     assert f"{1.75 * given['dense_bytes'] / given['link_bytes']:.1f}×" in row
     assert "computed, not measured" in printed
-    assert "Gloo was counted" in run(capsys, "plan", "shapes.json", *options, "--summary", "--library", "gloo")
+    assert "Gloo was counted" in run(
+        capsys, "plan", "shapes.json", *options, "--summary", "--library", "gloo"
+    )
     assert "--library" in refused(capsys, "plan", "shapes.json", "--library", "mpi")
-    # Two nodes hand each other each byte once, in two hops; and what stays on a node is not on the link.
+    # Two nodes hand each other each byte once, in two hops; and what stays on a node is not on the
+    # link.
     given = planned(capsys, "-a", "TwoLevel(AllReduce())", "--replicas", "8", "--nodes", "2")
     assert given["seconds"] == pytest.approx(2 * 50e-6 + 4 * (512 * 256 + 512) / 1.25e9)
-    given = planned(capsys, "-a", "LocalSGD({'node': 1, 'all': 4})", "--replicas", "8", "--nodes", "2")
+    given = planned(
+        capsys, "-a", "LocalSGD({'node': 1, 'all': 4})", "--replicas", "8", "--nodes", "2"
+    )
     local = gradwire.plan(TUPLES, gradwire.LocalSGD(4))
     assert given["seconds"] == pytest.approx(local.seconds(8, 50e-6, 1.25e9, nodes=2))
-    # Between 512 nodes short messages go up and down a tree nine deep, codes to each replica that is elsewhere; what is charged is printed.
+    # Between 512 nodes short messages go up and down a tree nine deep, codes to each replica that
+    # is elsewhere; what is charged is printed.
     big = ("--replicas", "4096", "--nodes", "512")
     given = planned(capsys, "-a", "PowerSGD(rank=4)", *big)
     assert given["hops"] == {"tree": 2 * 2 * 9}
     assert given["seconds"] < 2e-3
     printed = run(capsys, "plan", "shapes.json", "-a", "WireDtype(AllReduce(), 'int8')", *big)
     assert (
-        "AllReduce() 18 in a tree, WireDtype(AllReduce(), 'int8') 4088 sent directly and 512 round a ring." in printed
+        "AllReduce() 18 in a tree, WireDtype(AllReduce(), 'int8') 4088 sent directly and 512 round a ring."
+        in printed
     )
 
 
@@ -161,7 +183,9 @@ def test_the_share_of_the_time_that_computes(folder, capsys):
     options = ("-a", "PowerSGD(rank=4)", "--replicas", "8", "--link", "1Gbit", "--latency", "0us")
     asked = (*options, "--step-ms", "2", "--utilization")
     given, method = planned(capsys, *asked), gradwire.PowerSGD(rank=4)
-    assert given["utilization"] == gradwire.utilization(TUPLES, method, step=2e-3, link="1Gbit", replicas=8)
+    assert given["utilization"] == gradwire.utilization(
+        TUPLES, method, step=2e-3, link="1Gbit", replicas=8
+    )
     assert given["link_for_90"] == gradwire.link_for(TUPLES, method, step=2e-3, replicas=8)
     assert planned(capsys, *asked, "--latency", "1s")["link_for_90"] is None
     assert "utilization" not in planned(capsys, *options)
@@ -191,7 +215,10 @@ def test_models_are_built_without_memory(folder, name, expected):
 def test_files_of_weights(folder, capsys):
     import safetensors.torch
 
-    weights = {"w": torch.zeros(64, 32, dtype=torch.bfloat16), "count": torch.zeros(3, dtype=torch.int64)}
+    weights = {
+        "w": torch.zeros(64, 32, dtype=torch.bfloat16),
+        "count": torch.zeros(3, dtype=torch.int64),
+    }
     safetensors.torch.save_file(weights, "w.safetensors")
     index = {"weight_map": {"w": "w.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -199,7 +226,9 @@ def test_files_of_weights(folder, capsys):
         assert models.load_model(file).specs == {"w": gradwire.Spec((64, 32), "bfloat16")}
     short = {f"layers.{i}": torch.zeros(8, 8, dtype=torch.float8_e4m3fn) for i in range(4)}
     safetensors.torch.save_file(weights | short, "w.safetensors")
-    with pytest.warns(gradwire.CompressionWarning, match=r"4 tensors of floats of 8 bits.*'layers.0'.*and 1 more"):
+    with pytest.warns(
+        gradwire.CompressionWarning, match=r"4 tensors of floats of 8 bits.*'layers.0'.*and 1 more"
+    ):
         assert models.load_model("w.safetensors").specs.keys() == {"w"}
 
 
@@ -214,10 +243,22 @@ def test_help_is_not_cut_and_names_what_can_be_given(capsys, monkeypatch):
 
 def test_a_codec_alone_and_a_method_of_ones_own(folder, capsys):
     (folder / "some_methods.py").write_text(textwrap.dedent(METHOD))
-    methods = ("int8", "some_methods:Halves(every=2)", "WireDtype(some_methods:Halves(every=2), 'int8')")
-    said = run(capsys, "plan", "shapes.json", *(word for each in methods for word in ("-a", each)), "--json")
+    methods = (
+        "int8",
+        "some_methods:Halves(every=2)",
+        "WireDtype(some_methods:Halves(every=2), 'int8')",
+    )
+    said = run(
+        capsys,
+        "plan",
+        "shapes.json",
+        *(word for each in methods for word in ("-a", each)),
+        "--json",
+    )
     names = [each["algorithm"] for each in json.loads(said)["plans"]]
-    coded = [f"WireDtype(algorithm={each}, dtype='int8')" for each in ("AllReduce()", "Halves(every=2)")]
+    coded = [
+        f"WireDtype(algorithm={each}, dtype='int8')" for each in ("AllReduce()", "Halves(every=2)")
+    ]
     assert names == [coded[0], "Halves(every=2)", coded[1]]
     sys.modules.pop("some_methods")
 
@@ -235,7 +276,11 @@ def test_the_version_is_told(capsys):
 
 @pytest.mark.parametrize("package", ["rich", "typer"])
 def test_the_bare_library_says_what_its_command_needs(package, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == package or name.startswith("gradwire.cli.")]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.partition(".")[0] == package or name.startswith("gradwire.cli.")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit, match=rf"{package}.*gradwire\[cli\]"):
@@ -259,7 +304,9 @@ main()
 def streams(tmp_path_factory):
     """With more shapes than a pipe holds characters of their table."""
     streams = tmp_path_factory.mktemp("streams")
-    shapes = {f"layers.{i}.self_attention.output_projection.weight": [512, 256] for i in range(1000)}
+    shapes = {
+        f"layers.{i}.self_attention.output_projection.weight": [512, 256] for i in range(1000)
+    }
     (streams / "shapes.json").write_text(json.dumps(shapes))
     (streams / "small.json").write_text('{"weight": [512, 256]}')
     return streams
@@ -272,7 +319,14 @@ SMALL = [*COMMAND[:-1], "small.json", "--json"]
 def called(streams, *args, **options):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        args, cwd=streams, env=env, stderr=subprocess.PIPE, text=True, timeout=240, check=False, **options
+        args,
+        cwd=streams,
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=240,
+        check=False,
+        **options,
     )
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
@@ -288,7 +342,9 @@ def test_a_full_disk_is_said_in_one_line_and_a_closed_output_is_none(streams):
 
 
 def test_a_reader_that_leaves_hears_no_complaint(streams):
-    with subprocess.Popen(COMMAND, cwd=streams, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        COMMAND, cwd=streams, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""
@@ -336,14 +392,25 @@ def shown(monkeypatch, streams, columns, encoding="utf-8", **env):
 @pytest.mark.parametrize("columns", [1, 20, 40, 80])
 def test_no_figure_is_lost_on_a_narrow_screen(streams, monkeypatch, columns):
     text = shown(monkeypatch, streams, columns, NO_COLOR="1")
-    for figure in ("50257×768", "154.4 MB", "816.4 kB", "messages", "link time", "PowerSGD", "(rank=4)", "'int8')"):
+    for figure in (
+        "50257×768",
+        "154.4 MB",
+        "816.4 kB",
+        "messages",
+        "link time",
+        "PowerSGD",
+        "(rank=4)",
+        "'int8')",
+    ):
         assert figure in text
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
     assert columns < 80 or ("blocks[0].bias" in text and "WireDtype(AllReduce()," in text)
 
 
-def test_codes_of_a_screen_only_where_they_are_wanted_and_an_encoding_without_a_times_sign(streams, monkeypatch):
+def test_codes_of_a_screen_only_where_they_are_wanted_and_an_encoding_without_a_times_sign(
+    streams, monkeypatch
+):
     assert "\x1b" in shown(monkeypatch, streams, 80)
     assert "\x1b" not in shown(monkeypatch, streams, 80, NO_COLOR="1")
     assert "50257?768" in shown(monkeypatch, streams, 80, encoding="ascii")

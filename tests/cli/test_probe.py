@@ -17,7 +17,10 @@ from tests.cli.called import run
 from tests.launch import jax_processes, run_ranks
 
 pytestmark = pytest.mark.slow
-JAX_METHODS = [gradwire.PowerSGD(2, half_step=True, start_step=3), gradwire.diloco(4, compressor=gradwire.PowerSGD(2))]
+JAX_METHODS = [
+    gradwire.PowerSGD(2, half_step=True, start_step=3),
+    gradwire.diloco(4, compressor=gradwire.PowerSGD(2)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,11 @@ def test_processes_are_probed(probed):
     file, printed = probed
     probe = gradwire.Probe.load(file)
     assert (probe.framework, probe.replicas, probe.nodes) == ("torch", 4, 2)
-    assert [(level.name, level.replicas) for level in probe.levels] == [(ALL, 4), (WITHIN, 2), (BETWEEN, 2)]
+    assert [(level.name, level.replicas) for level in probe.levels] == [
+        (ALL, 4),
+        (WITHIN, 2),
+        (BETWEEN, 2),
+    ]
     for level in probe.levels:
         assert len(level.all_reduce) == len(level.exchange) == 3
         assert level.latency >= 0
@@ -42,7 +49,8 @@ def test_processes_are_probed(probed):
 
 
 def test_an_advice_from_a_probe(probed, tmp_path, capsys, monkeypatch):
-    """Of a file of shapes or weights, of methods of one's own, of a step that is measured, and by a function."""
+    """Of a file of shapes or weights, of methods of one's own, of a step that is measured, and by a
+    function."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some_training.py").write_text(TRAINING)
     (tmp_path / "shapes.json").write_text(json.dumps({"mlp.weight": [512, 256], "mlp.bias": [512]}))
@@ -50,16 +58,21 @@ def test_an_advice_from_a_probe(probed, tmp_path, capsys, monkeypatch):
     options = ["--probe", str(probed[0]), "-a", "PowerSGD(rank=4)", "--step-ms", "6000000"]
     printed = run(capsys, "advise", "shapes.json", *options)
     assert printed.startswith("526.3 kB of gradients, 4 replicas on 2 nodes (torch, cpu")
-    assert "Leave it: " in printed  # on the busiest machine there is nothing to gain on 0.5 MB in a hundred minutes
+    # on the busiest machine there is nothing to gain on 0.5 MB in a hundred minutes
+    assert "Leave it: " in printed
     data = json.loads(run(capsys, "advise", "shapes.json", *options, "--json"))
     assert [m["algorithm"] for m in data["methods"]] == ["plain", "PowerSGD(rank=4)"]
     assert data["recommended"] == "plain"
     for method in data["methods"]:
-        assert method["step"] == pytest.approx(method["compute"] + method["compression"] + method["exposed"])
+        assert method["step"] == pytest.approx(
+            method["compute"] + method["compression"] + method["exposed"]
+        )
         assert method["compression"] > 0
     assert data["methods"][1]["wire_bytes"] == (512 + 256) * 4 * 4 + 2048
     assert data["methods"][0]["compute"] == pytest.approx(6000)
-    data = json.loads(run(capsys, "advise", "model.safetensors", *options[:2], "--step-ms", "180", "--json"))
+    data = json.loads(
+        run(capsys, "advise", "model.safetensors", *options[:2], "--step-ms", "180", "--json")
+    )
     assert {"plain", "Sign()"} <= {method["algorithm"] for method in data["methods"]}
     assert [choice["loss"] for choice in data["choices"]] == [0.005, 0.02, 0.05]
     measured = ["--measure", "some_training:train_step", "-a", "Sign()"]
@@ -102,10 +115,16 @@ def test_devices_of_jax_are_probed(monkeypatch):
     monkeypatch.setattr("gradwire.core.advise.probe.REPEATED", 0.002)
     mesh = jax.make_mesh((4,), ("data",))
     probe = gradwire.jax_backend.probe(mesh, "data", nodes=2)
-    assert [(level.name, level.replicas) for level in probe.levels] == [(ALL, 4), (WITHIN, 2), (BETWEEN, 2)]
+    assert [(level.name, level.replicas) for level in probe.levels] == [
+        (ALL, 4),
+        (WITHIN, 2),
+        (BETWEEN, 2),
+    ]
     assert (probe.framework, probe.replicas, probe.nodes) == ("jax", 4, 2)
     tree = {"w": jax.numpy.zeros((64, 64))}
-    advice = gradwire.advise([tree], probe, step=lambda: jax.numpy.ones(8).sum(), algorithms=JAX_METHODS)
+    advice = gradwire.advise(
+        [tree], probe, step=lambda: jax.numpy.ones(8).sum(), algorithms=JAX_METHODS
+    )
     assert [method.algorithm for method in advice.methods] == ["plain", *map(name_of, JAX_METHODS)]
     assert all(method.compression > 0 for method in advice.methods)
     assert advice.model_bytes == 64 * 64 * 4

@@ -61,12 +61,21 @@ def folder(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / name).write_bytes(text.encode("latin1"))
     samples = ((256, 1e-4), (1 << 20, 1e-2))
-    Probe("torch", "cpu", 2, 1, (Level(ALL, 2, samples, samples, 1.0),)).save(tmp_path / "probe.json")
+    Probe("torch", "cpu", 2, 1, (Level(ALL, 2, samples, samples, 1.0),)).save(
+        tmp_path / "probe.json"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
-FILES_THAT_ARE_NONE = ("absent.json", "broken.json", "list.json", "empty.json", "deep.json", "short.safetensors")
+FILES_THAT_ARE_NONE = (
+    "absent.json",
+    "broken.json",
+    "list.json",
+    "empty.json",
+    "deep.json",
+    "short.safetensors",
+)
 FILES_THAT_ARE_NONE += ("deep.safetensors", "integers.safetensors")
 JAX_OF_TWO = ["probe", "--coordinator", "localhost:1", "--processes", "2"]
 
@@ -75,7 +84,10 @@ JAX_OF_TWO = ["probe", "--coordinator", "localhost:1", "--processes", "2"]
     ("command", "said"),
     [
         *((["plan", file], f"MODEL {file}") for file in FILES_THAT_ARE_NONE),
-        *((["plan", model], f"MODEL '{model}'") for model in ("shapes", "absent:build", ".:build", f"{WRONG}:nothing")),
+        *(
+            (["plan", model], f"MODEL '{model}'")
+            for model in ("shapes", "absent:build", ".:build", f"{WRONG}:nothing")
+        ),
         (["plan", "negative.json"], "'w' is [-1]"),
         (["plan", "negative.safetensors"], "'w' is [-3]"),
         (["plan", "text.safetensors"], "'w' is 'abc'"),
@@ -86,34 +98,61 @@ JAX_OF_TWO = ["probe", "--coordinator", "localhost:1", "--processes", "2"]
         (["plan", f"{WRONG}:liner"], "did you mean linear?"),
         (["plan", "some_script:model"], "some_script.py:5); what trains"),
         (["plan", "some_script:model"], "under `if __name__ == '__main__':`"),
-        (["plan", "some_broken_script:model"], "ModuleNotFoundError: No module named 'some_script_that_needs_this'"),
-        (["plan", "some_broken_script:model"], "some_broken_script.py:1); install some_script_that_needs_this"),
+        (
+            ["plan", "some_broken_script:model"],
+            "ModuleNotFoundError: No module named 'some_script_that_needs_this'",
+        ),
+        (
+            ["plan", "some_broken_script:model"],
+            "some_broken_script.py:1); install some_script_that_needs_this",
+        ),
         (["plan", "some_failing_script:model"], "some_failing_script.py:2)"),
         ([*PLAN, "-a", "int9"], "did you mean int8?"),
         ([*PLAN, "-a", "bf16"], "did you mean bfloat16?"),
         ([*PLAN, "-a", "int8()"], "write WireDtype(AllReduce(), 'int8'), or int8 alone"),
         ([*PLAN, "-a", "PowerSGD(start_iter=3)"], "did you mean start_step?"),
-        ([*PLAN, "-a", "absent:Method(3)"], "--algorithm 'absent:Method': No module named 'absent'"),
+        (
+            [*PLAN, "-a", "absent:Method(3)"],
+            "--algorithm 'absent:Method': No module named 'absent'",
+        ),
         ([*PLAN, "-a", f"{WRONG}:Method(j=3)"], "Method has no option j"),
         ([*PLAN, "-a", f"{WRONG}:Method(3)"], f"--algorithm '{WRONG}:Method(3)': "),
         (["plan", f"{WRONG}:number"], "type int"),
         (["plan", f"{WRONG}:without_inputs"], "Dense"),
         ([*PLAN, "-a", "PowerSGD(rnk=4)"], "--algorithm 'PowerSGD(rnk=4)'"),
-        ([*PLAN, "-a", "PowerSGD(rank={'absent': 4})"], "--algorithm PowerSGD(rank={'absent': 4}): "),
+        (
+            [*PLAN, "-a", "PowerSGD(rank={'absent': 4})"],
+            "--algorithm PowerSGD(rank={'absent': 4}): ",
+        ),
         ([*PLAN, "-a", "PowerSGD(rank=4, rank=5)"], "option rank twice"),
         ([*PLAN, "-a", "PowerSGD(rank={'*': 4, '*': 5})"], "key '*' twice"),
-        ([*PLAN, "-a", "WireDtype(PowerSGD(4, start_step=1, start_step=2), 'int8')"], "option start_step twice"),
+        (
+            [*PLAN, "-a", "WireDtype(PowerSGD(4, start_step=1, start_step=2), 'int8')"],
+            "option start_step twice",
+        ),
         ([*PLAN, "--replicas", str(1 << 31), "-a", "TwoLevel(AllReduce())"], "'--replicas'"),
-        *(([*PLAN, option, value], f"{option} '{value}'") for option, value in (("--link", "10"), ("--latency", "5"))),
+        *(
+            ([*PLAN, option, value], f"{option} '{value}'")
+            for option, value in (("--link", "10"), ("--latency", "5"))
+        ),
         ([*PLAN, "--replicas", "4", "--nodes", "3"], "--nodes 3"),
         ([*PLAN, "--replicas", "0"], "'--replicas'"),
         ([*PLAN, "--links", "3"], "--links"),
-        *(([*ADVISE_3, "--probe", file], f"--probe {file}") for file in ("absent.json", "list.json", "deep.json")),
+        *(
+            ([*ADVISE_3, "--probe", file], f"--probe {file}")
+            for file in ("absent.json", "list.json", "deep.json")
+        ),
         *(([*ADVISE, "--step-ms", value], f"--step-ms {value}") for value in ("nan", "inf", "0")),
         (ADVISE, "--step-ms"),
         ([*ADVISE_3, "--measure", f"{WRONG}:linear"], "--measure"),
-        *(([*ADVISE, "--measure", x], f"--measure '{x}'") for x in ("absent:step", f"{WRONG}:linear")),
-        *(([*ADVISE_3, "--loss", x], f"--loss '{x}' must be a share") for x in ("best", "2", "-1%", "nan%")),
+        *(
+            ([*ADVISE, "--measure", x], f"--measure '{x}'")
+            for x in ("absent:step", f"{WRONG}:linear")
+        ),
+        *(
+            ([*ADVISE_3, "--loss", x], f"--loss '{x}' must be a share")
+            for x in ("best", "2", "-1%", "nan%")
+        ),
         ([*ADVISE_3, "--compare", "absent.json"], "--compare absent.json"),
         ([*ADVISE_3, "--compare", "probe.json"], "--compare: probe.json"),
         ([*ADVISE_3, "-a", "PowerSGD"], "--algorithm 'PowerSGD'"),
@@ -124,7 +163,10 @@ JAX_OF_TWO = ["probe", "--coordinator", "localhost:1", "--processes", "2"]
         (["probe", "--framework", "tensorflow"], "--framework tensorflow"),
         (["probe", "--framework", "torch", "--backend", "mpi"], "--backend mpi"),
         (["probe", "--framework", "jax", "--backend", "gloo"], "--backend gloo"),
-        (["probe", "--framework", "jax", "--output", "absent/probe.json"], "--output absent/probe.json"),
+        (
+            ["probe", "--framework", "jax", "--output", "absent/probe.json"],
+            "--output absent/probe.json",
+        ),
         (JAX_OF_TWO[:3], "--coordinator localhost:1"),
         (["probe", "--processes", "2", "--process", "0"], "--processes 2"),
         ([*JAX_OF_TWO, "--process", "2"], "--process 2"),
@@ -137,9 +179,20 @@ def test_a_wrong_argument_is_named(capsys, command, said):
 
 
 OF_A_PROBE = [("replicas", value) for value in (0, -2, 1, "2", 2.5, True, None)]
-OF_A_PROBE += [("nodes", 0), ("nodes", 3), ("framework", "tensorflow"), ("levels", []), ("device", 3)]
+OF_A_PROBE += [
+    ("nodes", 0),
+    ("nodes", 3),
+    ("framework", "tensorflow"),
+    ("levels", []),
+    ("device", 3),
+]
 SAMPLES = ([], [[256, math.inf]], [[256, "1"]], [[1 << 20, 1], [256, 1]], [[0, 1]])
-OF_A_LEVEL = [("replicas", 0), ("replicas", 3), ("name", 3), *(("all_reduce", value) for value in SAMPLES)]
+OF_A_LEVEL = [
+    ("replicas", 0),
+    ("replicas", 3),
+    ("name", 3),
+    *(("all_reduce", value) for value in SAMPLES),
+]
 
 
 OF_A_LEVEL += [("overlap", value) for value in (math.nan, 7, "1", True)]
@@ -185,6 +238,17 @@ def test_a_model_of_another_framework_is_said(folder, tmp_path, capsys):
     data = json.loads((tmp_path / "probe.json").read_text())
     (tmp_path / "of_jax.json").write_text(json.dumps({**data, "framework": "jax"}))
     with pytest.raises(SystemExit) as ended:
-        app.main(["advise", f"{WRONG}:linear", "--probe", "of_jax.json", "--step-ms", "3", "-a", "AllReduce()"])
+        app.main(
+            [
+                "advise",
+                f"{WRONG}:linear",
+                "--probe",
+                "of_jax.json",
+                "--step-ms",
+                "3",
+                "-a",
+                "AllReduce()",
+            ]
+        )
     assert not ended.value.code
     assert "MODEL is of torch and --probe of jax" in capsys.readouterr().err

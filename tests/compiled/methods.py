@@ -1,4 +1,5 @@
-"""What a compiler makes of a step of each method, with averages of a model's gradients and an update by gradient descent: a line of JSON for each.
+"""What a compiler makes of a step of each method, with averages of a model's gradients and an
+update by gradient descent: a line of JSON for each.
 
 python -m tests.compiled.methods h100 pair pmean "PowerSGD(4)" "Quantize('int8')" "diloco(4)"
 """
@@ -14,13 +15,21 @@ import time
 from tests.compiled import hbm, targets
 
 #: A kernel, or a library's, that the host launches.
-_LAUNCH = re.compile(r" = .* (fusion|custom-call|while|conditional|copy|all-[a-z-]*|async-start|sort|scatter|dot)\(")
+_LAUNCH = re.compile(
+    r" = .* (fusion|custom-call|while|conditional|copy|all-[a-z-]*|async-start|sort|scatter|dot)\("
+)
 #: A message, or where it begins; and one that the program waits for at once.
-_MESSAGE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|send)(-start)?\(")
+_MESSAGE = re.compile(
+    r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|send)(-start)?\("
+)
 _WAITING = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\(")
-_DONE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|send)-done\(")
+_DONE = re.compile(
+    r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|send)-done\("
+)
 #: What is moved between the devices of a slice other than as a sum.
-_MOVED = re.compile(r" = \(*(?P<type>\w+)\[(?P<shape>[\d,]*)\].* (all-gather|all-to-all|collective-permute)(-start)?\(")
+_MOVED = re.compile(
+    r" = \(*(?P<type>\w+)\[(?P<shape>[\d,]*)\].* (all-gather|all-to-all|collective-permute)(-start)?\("
+)
 #: What a message between slices sends: its type, and the program's name for it.
 _SEND = re.compile(r" = \((?P<type>\w+)\[(?P<shape>[\d,]*)\].*\) send\(")
 
@@ -37,7 +46,12 @@ def eight(width: int = 2048) -> dict[str, tuple[int, ...]]:
 
 def fifty(width: int = 256) -> dict[str, tuple[int, ...]]:
     """The 50 matrices, of three shapes for the most part, and the vectors of a GPT of 12 layers."""
-    layer = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    layer = {
+        "qkv": (width, 3 * width),
+        "out": (width, width),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+    }
     vectors = {"norm": (width,), "bias": (4 * width,)}
     shapes = {f"h{i}/{name}": shape for i in range(12) for name, shape in (layer | vectors).items()}
     return shapes | {"wte": (8 * width, width), "wpe": (2 * width, width)}
@@ -45,18 +59,24 @@ def fifty(width: int = 256) -> dict[str, tuple[int, ...]]:
 
 def layers(width: int = 256) -> dict[str, tuple[int, ...]]:
     """Matrices of two shapes, of each as many as four replicas can share evenly."""
-    return {f"h{i}/{name}": (width, n * width) for i in range(4) for name, n in (("out", 1), ("up", 2), ("gate", 2))}
+    return {
+        f"h{i}/{name}": (width, n * width)
+        for i in range(4)
+        for name, n in (("out", 1), ("up", 2), ("gate", 2))
+    }
 
 
 def stacked(width: int = 256) -> dict[str, tuple[int, ...]]:
-    """The model of `fifty` with its layers stacked, as `nn.scan` has them: matrices and vectors of all layers in one array."""
+    """The model of `fifty` with its layers stacked, as `nn.scan` has them: matrices and vectors of
+    all layers in one array."""
     shapes = {name: shape for name, shape in fifty(width).items() if not name.startswith("h")}
     layer = {name: shape for name, shape in fifty(width).items() if name.startswith("h0/")}
     return shapes | {name.replace("h0/", "h/"): (12, *shape) for name, shape in layer.items()}
 
 
 def divided() -> dict[str, tuple[int, ...]]:
-    """The model of `stacked`, each array divided by its longest axis among the devices of a slice, which is left to the compiler."""
+    """The model of `stacked`, each array divided by its longest axis among the devices of a slice,
+    which is left to the compiler."""
     return stacked()
 
 
@@ -160,7 +180,10 @@ def _lowered(mesh, shapes, name, made):
         else:
             averages, own = tx.update(gradients, state["own"], state["params"])
         factor = 1.0 if name in PLAIN[1:] else -0.1
-        return {"params": jax.tree.map(lambda p, g: p + factor * g, state["params"], averages), "own": own}
+        return {
+            "params": jax.tree.map(lambda p, g: p + factor * g, state["params"], averages),
+            "own": own,
+        }
 
     def with_an_average(state, gradients):
         mine = gw.this_replica(state)
@@ -178,10 +201,14 @@ def _lowered(mesh, shapes, name, made):
     state = gw.abstract_state(gw.stack_replicas(start) if local else start, replicas, mesh, axis)
     specs, rows = gw.partition_specs(state, axis), P(("dcn", "ici"))
     gradients = {
-        key: jax.ShapeDtypeStruct((mesh.size * x.shape[0], *x.shape[1:]), x.dtype, sharding=NamedSharding(mesh, rows))
+        key: jax.ShapeDtypeStruct(
+            (mesh.size * x.shape[0], *x.shape[1:]), x.dtype, sharding=NamedSharding(mesh, rows)
+        )
         for key, x in params.items()
     }
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, rows), out_specs=specs, check_vma=False)
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, rows), out_specs=specs, check_vma=False
+    )
     return jax.jit(mapped, donate_argnums=0).lower(state, gradients)
 
 
@@ -207,18 +234,30 @@ def _lowered_divided(mesh, shapes, name, made):
     state = gw.abstract_state(start, mesh.shape["dcn"], mesh, "dcn", params=params)
 
     def step(state, gradients):
-        averages, own = tx.update(jax.tree.map(lambda x: x[0], gradients), state["own"], state["params"])
-        return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], averages), "own": own}
+        averages, own = tx.update(
+            jax.tree.map(lambda x: x[0], gradients), state["own"], state["params"]
+        )
+        return {
+            "params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], averages),
+            "own": own,
+        }
 
     gradients = {
         key: jax.ShapeDtypeStruct(
-            (mesh.shape["dcn"], *x.shape), x.dtype, sharding=NamedSharding(mesh, P("dcn", *lies[key]))
+            (mesh.shape["dcn"], *x.shape),
+            x.dtype,
+            sharding=NamedSharding(mesh, P("dcn", *lies[key])),
         )
         for key, x in params.items()
     }
     specs = gw.partition_specs(state, "dcn")
     mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(specs, P("dcn")), out_specs=specs, axis_names={"dcn"}, check_vma=False
+        step,
+        mesh=mesh,
+        in_specs=(specs, P("dcn")),
+        out_specs=specs,
+        axis_names={"dcn"},
+        check_vma=False,
     )
     return jax.jit(mapped, donate_argnums=0).lower(state, gradients)
 

@@ -1,4 +1,5 @@
-"""A step of DiLoCo in which an average is taken that left before, compiled for an accelerator: prints how many of its products stand beside the message.
+"""A step of DiLoCo in which an average is taken that left before, compiled for an accelerator:
+prints how many of its products stand beside the message.
 
 python -m tests.compiled.overlap tpu
 """
@@ -9,7 +10,8 @@ import sys
 
 from tests.compiled import targets
 
-#: Layers large enough that each is a message of its own, as the layers of a model are that is worth it.
+#: Layers large enough that each is a message of its own, as the layers of a model are that is worth
+#: it.
 LAYERS, WIDTH, ROWS, OVERLAP, PERIOD = 8, 4096, 512, 2, 4
 
 if __name__ == "__main__":
@@ -21,7 +23,13 @@ if __name__ == "__main__":
     from jax.sharding import PartitionSpec as P
 
     import gradwire
-    from gradwire.jax_backend import abstract_state, local_sgd, partition_specs, stack_replicas, this_replica
+    from gradwire.jax_backend import (
+        abstract_state,
+        local_sgd,
+        partition_specs,
+        stack_replicas,
+        this_replica,
+    )
     from tests.compiled.schedule import SLICES, schedule
 
     target = sys.argv[1]
@@ -43,9 +51,13 @@ if __name__ == "__main__":
     start = stack_replicas({"params": params, "opt_state": jax.eval_shape(tx.init, params)})
     state = abstract_state(start, mesh.shape["dcn"], mesh, "dcn")
     specs, rows = partition_specs(state, "dcn"), P(("dcn", "ici"))
-    batch = jax.ShapeDtypeStruct((mesh.size * ROWS, WIDTH), jnp.float32, sharding=NamedSharding(mesh, rows))
+    batch = jax.ShapeDtypeStruct(
+        (mesh.size * ROWS, WIDTH), jnp.float32, sharding=NamedSharding(mesh, rows)
+    )
     taken = functools.partial(step, turn=tx.turn(PERIOD - 1 + OVERLAP))
-    mapped = jax.shard_map(taken, mesh=mesh, in_specs=(specs, rows), out_specs=specs, check_vma=False)
+    mapped = jax.shard_map(
+        taken, mesh=mesh, in_specs=(specs, rows), out_specs=specs, check_vma=False
+    )
     found = schedule(jax.jit(mapped, donate_argnums=0).lower(state, batch).compile().as_text())
     beside = found.beside(SLICES if target == "tpu" else "{{0,1,2,3}}")
     print(json.dumps({"products": found.products, "beside": beside}))

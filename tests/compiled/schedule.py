@@ -1,4 +1,5 @@
-"""What a compiled program does one after the other: products, and messages from their start to their end."""
+"""What a compiled program does one after the other: products, and messages from their start to
+their end."""
 
 from __future__ import annotations
 
@@ -33,8 +34,11 @@ class Schedule:
     messages: tuple[Message, ...]
 
     def beside(self, groups: str) -> int:
-        """Products that stand between the start and the end of some message in groups that begin so."""
-        return len({i for m in self.messages if m.groups.startswith(groups) for i in range(m.start, m.end)})
+        """Products that stand between the start and the end of some message in groups that begin
+        so."""
+        return len(
+            {i for m in self.messages if m.groups.startswith(groups) for i in range(m.start, m.end)}
+        )
 
 
 def schedule(text: str) -> Schedule:
@@ -49,9 +53,14 @@ def schedule(text: str) -> Schedule:
             products += kind in ("convolution", "dot") or _PRODUCT.search(line) is not None
         elif kind in ("send", "all-reduce-start"):
             groups = re.search(r"replica_groups=(\S+)", line)
-            started[found["name"]] = products, SLICES if kind == "send" else groups[1] if groups else ""
+            started[found["name"]] = (
+                products,
+                SLICES if kind == "send" else groups[1] if groups else "",
+            )
         else:
-            begun = next(name for name in re.findall(r"%([\w.-]+)", found["rest"]) if name in started)
+            begun = next(
+                name for name in re.findall(r"%([\w.-]+)", found["rest"]) if name in started
+            )
             start, of = started[begun]
             messages.append(Message(of, start, products))
     return Schedule(products, tuple(messages))

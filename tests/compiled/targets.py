@@ -1,6 +1,8 @@
-"""Accelerators that are not here, as their compilers know them: libtpu for two slices of v5e, XLA for CUDA with a described H100.
+"""Accelerators that are not here, as their compilers know them: libtpu for two slices of v5e, XLA
+for CUDA with a described H100.
 
-`make test-compiled` puts both compilers into build/compilers. `prepare` is to be called before JAX is imported.
+`make test-compiled` puts both compilers into build/compilers. `prepare` is to be called before JAX
+is imported.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ def prepare() -> None:
     """Let JAX find the compilers. They do not know the flags of the CPU's."""
     os.environ.pop("XLA_FLAGS", None)
     library = COMPILERS / "libtpu" / "libtpu.so"
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost"}
+    os.environ |= {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "JAX_PLATFORMS": "cpu",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = (
         "1"  # it would guard a device that is not there from a second test process
     )
@@ -38,8 +44,8 @@ def prepare() -> None:
 
 
 def mesh(target: str, nodes: bool = False) -> Any:
-    """Replicas along "dcn", over the slow link, and the devices of each along "ici": two slices of four; or four of one device, TPUs or GPUs; or, of four,
-    `nodes` of two."""
+    """Replicas along "dcn", over the slow link, and the devices of each along "ici": two slices of
+    four; or four of one device, TPUs or GPUs; or, of four, `nodes` of two."""
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh
@@ -53,4 +59,7 @@ def mesh(target: str, nodes: bool = False) -> Any:
         found = topologies.get_topology_desc(
             platform="cuda", topology_name="h100", target_config=described, topology="1x1x4"
         )
-    return Mesh(np.array(found.devices).reshape((2, -1) if target == "tpu" or nodes else (-1, 1)), ("dcn", "ici"))
+    return Mesh(
+        np.array(found.devices).reshape((2, -1) if target == "tpu" or nodes else (-1, 1)),
+        ("dcn", "ici"),
+    )

@@ -1,6 +1,8 @@
-"""What compilers make of each method, beside `pmean` in the same process: passes over the gradients, memory, launches, time, and what crosses which link.
+"""What compilers make of each method, beside `pmean` in the same process: passes over the
+gradients, memory, launches, time, and what crosses which link.
 
-`make test-compiled` compiles all of it, and prints the table of docs/evidence.md; `make test-all` a part for H100, where the packages are installed.
+`make test-compiled` compiles all of it, and prints the table of docs/evidence.md; `make test-all` a
+part for H100, where the packages are installed.
 """
 
 import functools
@@ -19,8 +21,10 @@ from tests.compiled.methods import pair
 
 
 class Ceiling(NamedTuple):
-    """Passes over the gradients on a TPU more than those of `pmean`, as XLA counts them, and temporary memory there, in gradients; launches of an H100, and
-    temporary memory there. Of local SGD up to four launches count steps, turns and averages, four bytes each, whatever the model is."""
+    """Passes over the gradients on a TPU more than those of `pmean`, as XLA counts them, and
+    temporary memory there, in gradients; launches of an H100, and temporary memory there. Of local
+    SGD up to four launches count steps, turns and averages, four bytes each, whatever the model
+    is."""
 
     passes: float
     memory: float
@@ -52,7 +56,8 @@ PAIR = {
     "LocalSGD(4)": Ceiling(1, 0.3, 18, 2),
     "diloco(4)": Ceiling(24, 0.3, 28, 2),
 }
-#: Eight large matrices. `pmean` takes 0.76 gradients of memory on a TPU, and 1 on an H100; 56 launches are 40, and 2 for each matrix.
+#: Eight large matrices. `pmean` takes 0.76 gradients of memory on a TPU, and 1 on an H100; 56
+#: launches are 40, and 2 for each matrix.
 EIGHT = {
     "WireDtype(AllReduce(),'int8')": Ceiling(5.4, 0.2, 38, 0.6),
     "Quantize('int8')": Ceiling(20, 0.76, 42, 0.9),
@@ -79,9 +84,11 @@ STACKED = {
 }
 MOST = {"pair": PAIR, "eight": EIGHT, "stacked": STACKED}
 ROWS = [(model, method) for model, ceilings in MOST.items() for method in ceilings]
-#: For 50 matrices of three shapes: processor seconds to compile for a TPU are to be at most so many times those of `pmean`, and some more.
+#: For 50 matrices of three shapes: processor seconds to compile for a TPU are to be at most so many
+#: times those of `pmean`, and some more.
 TIMES, SECONDS = 3, 8
-#: What is compiled so, in how many seconds more: how much processor time a compiler takes depends on what else the machine does.
+#: What is compiled so, in how many seconds more: how much processor time a compiler takes depends
+#: on what else the machine does.
 LONGER = dict.fromkeys(PAIR, 0) | {"Quantize('int8')": 3, "TopK(64,per=(64,64))": 2}
 #: And of those in stacks.
 STACKED_LONGER = dict.fromkeys(STACKED, 0) | {"Quantize('int8')": 4, "TopK(64,per=(64,64))": 9}
@@ -103,7 +110,8 @@ COLUMNS = (
     "moved",
 )
 all_of_it = pytest.mark.skipif(
-    "GRADWIRE_TEST_COMPILED" not in os.environ, reason="compilers take minutes; `make test-compiled` waits for them"
+    "GRADWIRE_TEST_COMPILED" not in os.environ,
+    reason="compilers take minutes; `make test-compiled` waits for them",
 )
 
 
@@ -126,7 +134,8 @@ def test_an_h100_launches_few_kernels(model, method):
     found, most = rows("h100", model, *MOST[model])[method], MOST[model][method]
     assert found["launches"] <= most.launches, found
     assert found["temporary"] <= most.memory_h100, found
-    assert found["messages"] > 0 == found["waiting"], found  # the schedule may put something beside each of them
+    # the schedule may put something beside each of them
+    assert found["messages"] > 0 == found["waiting"], found
 
 
 @pytest.mark.slow
@@ -140,16 +149,18 @@ def test_an_h100_computes_while_messages_of_stacks_travel():
 @pytest.mark.parametrize(("model", "method"), ROWS)
 def test_a_tpu_passes_few_times_over_the_gradients(model, method):
     found, most = rows("v5e", model, *MOST[model]), MOST[model][method]
-    assert found[method]["hbm"] <= found["pmean"]["hbm"] + HBM[method.replace(STACKED_POWER_SGD, "PowerSGD(4)")], found[
-        method
-    ]
+    assert (
+        found[method]["hbm"]
+        <= found["pmean"]["hbm"] + HBM[method.replace(STACKED_POWER_SGD, "PowerSGD(4)")]
+    ), found[method]
     assert found[method]["passes"] <= found["pmean"]["passes"] + most.passes, found[method]
     assert found[method]["temporary"] <= most.memory, found[method]
 
 
 @all_of_it
 @pytest.mark.parametrize(
-    ("model", "method"), [*(("fifty", method) for method in LONGER), *(("stacked", method) for method in STACKED)]
+    ("model", "method"),
+    [*(("fifty", method) for method in LONGER), *(("stacked", method) for method in STACKED)],
 )
 def test_layers_compile_in_little_more_time(model, method):
     longer = {"fifty": LONGER, "stacked": STACKED_LONGER}[model]
@@ -158,13 +169,20 @@ def test_layers_compile_in_little_more_time(model, method):
     assert found[method]["compile_s"] <= most, found[method]
 
 
-DIVIDED = (STACKED_POWER_SGD, "Sign()", "TopK(64,per=(64,64))", "Quantize('int8')", "WireDtype(AllReduce(),'int8')")
+DIVIDED = (
+    STACKED_POWER_SGD,
+    "Sign()",
+    "TopK(64,per=(64,64))",
+    "Quantize('int8')",
+    "WireDtype(AllReduce(),'int8')",
+)
 
 
 @all_of_it
 @pytest.mark.parametrize("method", ["pmean", *DIVIDED])
 def test_stacks_that_are_divided_in_a_slice_are_gathered_by_nobody(method):
-    """Of 12 layers the smallest matrices have 3 MiB; messages travel between slices while something is computed."""
+    """Of 12 layers the smallest matrices have 3 MiB; messages travel between slices while something
+    is computed."""
     found = rows("tpu", "divided", *DIVIDED)[method]
     assert found["moved"] < 12 * 256 * 256 * 4 / 4, found
     assert found["beside"] > 0, found
@@ -186,7 +204,11 @@ def test_what_a_device_sends_to_the_other_slice_is_what_the_plan_says(method):
     assert own["temporary"] <= max(pmean["temporary"], PAIR[method].memory), own
     if method == "zero1":  # twice: gradients to their owners, parameters from them
         return
-    algorithm = AllReduce() if method in DENSE else eval(method.replace("within='ici'", "within=4"), vars(gradwire))
+    algorithm = (
+        AllReduce()
+        if method in DENSE
+        else eval(method.replace("within='ici'", "within=4"), vars(gradwire))
+    )
     planned = plan(pair(), algorithm, world_size=8 if "TwoLevel" in method else 2)
     nbytes = planned.levels[1].nbytes if planned.levels else planned.wire_bytes
     assert nbytes <= own["sent"] < nbytes + TILE * own["messages"], own

@@ -1,4 +1,5 @@
-"""The compilers of TPU and H100 send DiLoCo's differences while the forward and backward pass compute."""
+"""The compilers of TPU and H100 send DiLoCo's differences while the forward and backward pass
+compute."""
 
 import json
 import subprocess
@@ -13,7 +14,8 @@ from tests.compiled.schedule import Message, Schedule, schedule
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["tpu", "h100"])
 def test_a_step_computes_while_a_difference_travels(target):
-    """Eight layers: as many products forward, and twice as many backward, but for the first layer's input."""
+    """Eight layers: as many products forward, and twice as many backward, but for the first layer's
+    input."""
     if why_not := targets.missing(target):
         pytest.skip(why_not)
     command = [sys.executable, "-m", "tests.compiled.overlap", target]

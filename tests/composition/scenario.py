@@ -1,7 +1,9 @@
-"""Every method at every front door, through the same seven steps: each cell of the first table of docs/works-together.md is a check of what came of them.
+"""Every method at every front door, through the same seven steps: each cell of the first table of
+docs/works-together.md is a check of what came of them.
 
-Steps 0 and 1 are dense, where a method can begin so. Steps 2 and 3 compress. In step 4 the second replica's gradient holds an inf. After it a
-checkpoint is taken, and steps 5 and 6 follow: in the run itself, in a fresh one that has loaded the checkpoint, and (step 5) on another number of
+Steps 0 and 1 are dense, where a method can begin so. Steps 2 and 3 compress. In step 4 the second
+replica's gradient holds an inf. After it a checkpoint is taken, and steps 5 and 6 follow: in the
+run itself, in a fresh one that has loaded the checkpoint, and (step 5) on another number of
 replicas. With two levels four replicas are two nodes, and two of them go on as one.
 """
 
@@ -27,7 +29,8 @@ from tests.parity import cases
 #: The first compressed step, the one with an inf, and how many there are.
 DENSE, BAD, STEPS = 2, 4, 7
 REPLICAS = 2
-#: Local SGD averages differences from its outer parameters: an average with an inf is none, and everyone returns to the outer parameters.
+#: Local SGD averages differences from its outer parameters: an average with an inf is none, and
+#: everyone returns to the outer parameters.
 LOCAL = ("local_sgd", "jax_local_sgd")
 
 NDArray = np.ndarray[Any, Any]
@@ -36,8 +39,9 @@ Arrays = dict[str, NDArray]
 
 @dataclass
 class Moved:
-    """A step on another number of replicas, of one of them: the `state` of all replicas before, with a row for each, the `weights` and `memory` that this
-    one began with, and what it `received`."""
+    """A step on another number of replicas, of one of them: the `state` of all replicas before,
+    with a row for each, the `weights` and `memory` that this one began with, and what it
+    `received`."""
 
     state: dict[str, Any]
     weights: Arrays
@@ -50,7 +54,8 @@ class Played:
     """What one replica has seen.
 
     Attributes:
-        received: of each step, the average: the gradient that the optimizer was given, or by how much parameters were moved.
+        received: of each step, the average: the gradient that the optimizer was given, or by how
+            much parameters were moved.
         weights: after each step.
         memory: before each step, and after the last.
         again: of the run that was resumed, from step `BAD` + 1 on.
@@ -89,7 +94,8 @@ def replicas_of(case: str) -> tuple[int, int]:
 
 
 def rows_of(case: str, replicas: int) -> int:
-    """How many rows of errors the state of so many replicas has: one for each, or for each node of two."""
+    """How many rows of errors the state of so many replicas has: one for each, or for each node of
+    two."""
     return replicas // 2 if case in TWO_LEVELS else replicas
 
 
@@ -109,12 +115,18 @@ def local_of(case: str) -> LocalSGD:
 def shapes_of(case: str) -> dict[str, tuple[int, ...]]:
     """A matrix, a vector, and what the method's options name."""
     options = repr(EVERY[case].algorithm)
-    return {name: shape for name, shape in cases.SHAPES.items() if name in ("w", "b") or f"'{name}'" in options}
+    return {
+        name: shape
+        for name, shape in cases.SHAPES.items()
+        if name in ("w", "b") or f"'{name}'" in options
+    }
 
 
 def given(case: str, step: int, replica: int) -> Arrays:
     """A replica's gradients, by parameter."""
-    gradients = {name: cases.gradients(case, step, replica)[name].copy() for name in shapes_of(case)}
+    gradients = {
+        name: cases.gradients(case, step, replica)[name].copy() for name in shapes_of(case)
+    }
     if (step, replica) == (BAD, 1):
         gradients["w"][3, 5] = np.inf
     return gradients
@@ -128,19 +140,25 @@ def check_resumed(case: str, door: str, played: list[Played]) -> None:
 
 
 def check_moved(case: str, door: str, played: list[Played]) -> None:
-    """The mean of the errors is what it was, all replicas receive the same, and it is what the simulator makes of the state."""
+    """The mean of the errors is what it was, all replicas receive the same, and it is what the
+    simulator makes of the state."""
     moved = [own.moved for own in played if own.moved is not None]
     state, replicas = moved[0].state, len(moved)
-    if case not in TWO_LEVELS or state["local"]:  # nodes are counted where there is a memory of them
+    # nodes are counted where there is a memory of them
+    if case not in TWO_LEVELS or state["local"]:
         assert state["replicas"] != rows_of(case, replicas)
     for name, memory in state["local"].items():
         for key, rows in memory.items():
             mean = np.mean([own.memory[name][key] for own in moved], axis=0, dtype=np.float64)
-            np.testing.assert_allclose(mean, rows.mean(axis=0, dtype=np.float64), rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(
+                mean, rows.mean(axis=0, dtype=np.float64), rtol=1e-5, atol=1e-5
+            )
     assert len({str(bits(own.received)) for own in moved}) == 1
     expected = _continued(case, door, moved)
     for name, x in expected.items():
-        scale = max(np.linalg.norm(cases.gradients(case, BAD + 1, r)[name]) for r in range(replicas))
+        scale = max(
+            np.linalg.norm(cases.gradients(case, BAD + 1, r)[name]) for r in range(replicas)
+        )
         cases.assert_close(f"{name} on {replicas} replicas", moved[0].received[name], x, scale)
 
 
@@ -151,17 +169,23 @@ def check_dense(case: str, door: str, played: list[Played]) -> None:
         for name in shapes_of(case):
             mean = _mean(case, step)[name]
             for own in played:
-                distance = float(np.linalg.norm(own.received[step][name] - mean) / np.linalg.norm(mean))
+                distance = float(
+                    np.linalg.norm(own.received[step][name] - mean) / np.linalg.norm(mean)
+                )
                 if step < DENSE:
                     assert noting(distance) <= (0.02 if coded else 1e-5), (step, name)
                 elif name == "w" and EVERY[case].noise:
                     assert distance > (0.02 if coded else 1e-3)
         if step < DENSE:
-            assert all(bits(_compressors(own.memory[step + 1])) == bits(_compressors(own.memory[0])) for own in played)
+            assert all(
+                bits(_compressors(own.memory[step + 1])) == bits(_compressors(own.memory[0]))
+                for own in played
+            )
 
 
 def check_nonfinite(case: str, door: str, played: list[Played]) -> None:
-    """All replicas receive something that is not finite, or return to the outer parameters; no memory changes by a bit, and the next step is as usual."""
+    """All replicas receive something that is not finite, or return to the outer parameters; no
+    memory changes by a bit, and the next step is as usual."""
     for own in played:
         w = own.received[BAD]["w"]
         if door in LOCAL:
@@ -200,11 +224,14 @@ def _mean(case: str, step: int) -> Arrays:
 
 def _compressors(memory: Mapping[str, Any]) -> dict[str, Any]:
     """Without local SGD's own."""
-    return {name: {key: x for key, x in own.items() if key != OUTER} for name, own in memory.items()}
+    return {
+        name: {key: x for key, x in own.items() if key != OUTER} for name, own in memory.items()
+    }
 
 
 def _continued(case: str, door: str, moved: list[Moved]) -> Arrays:
-    """What the simulator receives in the next step, in float64 where nothing hangs on the last bit."""
+    """What the simulator receives in the next step, in float64 where nothing hangs on the last
+    bit."""
     state, weights, replicas = moved[0].state, moved[0].weights, len(moved)
     dtype = "float64" if EVERY[case].continuous else "float32"
     local = door in LOCAL
@@ -223,7 +250,9 @@ def _continued(case: str, door: str, moved: list[Moved]) -> Arrays:
             kind,
         )
         assert not difference, difference
-        sim.states[replica] = loaded.map(lambda x: np.array(x, dtype if x.dtype.kind == "f" else x.dtype))
+        sim.states[replica] = loaded.map(
+            lambda x: np.array(x, dtype if x.dtype.kind == "f" else x.dtype)
+        )
     sim.steps = state["step"]
     gradients = [given(case, BAD + 1, replica) for replica in range(replicas)]
     if not local:

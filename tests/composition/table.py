@@ -1,4 +1,5 @@
-"""The first table of docs/works-together.md: which cells there are, what comes of each, and the page's text of it.
+"""The first table of docs/works-together.md: which cells there are, what comes of each, and the
+page's text of it.
 
 python -m tests.composition.table      # writes it into the page
 """
@@ -26,9 +27,13 @@ DOORS = {
     "jax": "JAX",
     "jax_local_sgd": "JAX `local_sgd`",
 }
-#: Of every kind of message and of memory one; of JAX, which compiles a program for each, fewer. The others are variants, and slow.
+#: Of every kind of message and of memory one; of JAX, which compiles a program for each, fewer. The
+#: others are variants, and slow.
 KINDS = ("all_reduce", "rank_2", "half_step", "quantize", "wire_factors_int8", "top_k", "sign")
-QUICK = dict.fromkeys(DOORS, KINDS) | {"jax": ("rank_2", "quantize", "sign"), "jax_local_sgd": ("rank_2", "quantize")}
+QUICK = dict.fromkeys(DOORS, KINDS) | {
+    "jax": ("rank_2", "quantize", "sign"),
+    "jax_local_sgd": ("rank_2", "quantize"),
+}
 
 #: The notes below the table.
 NOTES = {
@@ -39,10 +44,15 @@ NOTES = {
 MARKS = dict(zip(NOTES, "¹²³", strict=True))
 
 
-def cells(rows: Iterable[tuple[str, str]], quick: Callable[[str, str, str], bool]) -> list[ParameterSet]:
-    """The cells of these rows, (door, method), that work: (door, method, feature). Those that are not `quick` are slow."""
+def cells(
+    rows: Iterable[tuple[str, str]], quick: Callable[[str, str, str], bool]
+) -> list[ParameterSet]:
+    """The cells of these rows, (door, method), that work: (door, method, feature). Those that are
+    not `quick` are slow."""
     return [
-        pytest.param(door, case, feature, marks=() if quick(case, door, feature) else pytest.mark.slow)
+        pytest.param(
+            door, case, feature, marks=() if quick(case, door, feature) else pytest.mark.slow
+        )
         for door, case in rows
         for feature in FEATURES
         if outcome(case, door, feature) == "works"
@@ -70,12 +80,20 @@ def cell(case: str, door: str) -> str:
     if outcomes == {"refused"}:
         return f"refused {MARKS['buckets']}"
     dense = case.startswith("all_reduce") or case == "two_levels_dense"
-    return f"works {MARKS['dense already' if dense else 'no start']}" if "none" in outcomes else "works"
+    return (
+        f"works {MARKS['dense already' if dense else 'no start']}"
+        if "none" in outcomes
+        else "works"
+    )
 
 
 def label(case: str) -> str:
     algorithm = EVERY[case].algorithm
-    return "a `Compressor` of your own" if isinstance(algorithm, Int8) else f"`{algorithm!r}`".replace("|", "\\|")
+    return (
+        "a `Compressor` of your own"
+        if isinstance(algorithm, Int8)
+        else f"`{algorithm!r}`".replace("|", "\\|")
+    )
 
 
 def rendered() -> str:

@@ -42,19 +42,26 @@ def on_host(tree: Any) -> Any:
 
 
 class Averaging:
-    """`average_gradients`, on all replicas at once: what is given and received has a row for each."""
+    """`average_gradients`, on all replicas at once: what is given and received has a row for
+    each."""
 
     def __init__(self, case: str, replicas: int = 0) -> None:
         self.case = case
         self.devices = jax.devices()[: replicas or replicas_of(case)[0]]
         self.algorithm = algorithm_of(case)
         self.tx = gw.average_gradients(self.algorithm, axis_name=AXIS)
-        self.like = self.tx.init({name: jnp.zeros(shape) for name, shape in shapes_of(case).items()})
+        self.like = self.tx.init(
+            {name: jnp.zeros(shape) for name, shape in shapes_of(case).items()}
+        )
         self.step_of = jax.pmap(self.tx.update, AXIS, devices=self.devices)
 
     def begin(self, state: Any = None) -> None:
         replicas = len(self.devices)
-        whole = self.like if state is None else gw.from_portable(state, self.algorithm, self.like, replicas=replicas)
+        whole = (
+            self.like
+            if state is None
+            else gw.from_portable(state, self.algorithm, self.like, replicas=replicas)
+        )
         self.state = gw.replicate(whole, self.devices, axis_name=AXIS)
 
     def step(self, gradients: dict[str, Any]) -> dict[str, Any]:
@@ -83,14 +90,18 @@ class Local:
         def step(state: Any, gradients: Any) -> Any:
             mine = gw.this_replica(state)
             updates, opt_state = self.tx.update(gradients, mine["opt_state"], mine["params"])
-            params, opt_state = self.tx.average_params(optax.apply_updates(mine["params"], updates), opt_state)
+            params, opt_state = self.tx.average_params(
+                optax.apply_updates(mine["params"], updates), opt_state
+            )
             return gw.stack_replicas({"params": params, "opt_state": opt_state})
 
         self.devices = jax.devices()[: replicas or replicas_of(case)[0]]
         self.step_of = jax.pmap(step, AXIS, devices=self.devices)
 
     def begin(self, state: Any = None) -> None:
-        self.state = gw.replicate(self.like if state is None else state, self.devices, axis_name=AXIS)
+        self.state = gw.replicate(
+            self.like if state is None else state, self.devices, axis_name=AXIS
+        )
 
     def step(self, gradients: dict[str, Any]) -> dict[str, Any]:
         before = self.weights()
@@ -109,7 +120,11 @@ class Local:
 
     def memory(self) -> dict[str, Any]:
         averages = self.averages()
-        return {"shared": averages.shared, "memory": averages.memory, "own": averages.local.per_replica}
+        return {
+            "shared": averages.shared,
+            "memory": averages.memory,
+            "own": averages.local.per_replica,
+        }
 
     def of_replica(self, replica: int) -> dict[str, Any]:
         """Parameter → memory → array."""
@@ -157,7 +172,11 @@ def played(door: str, case: str) -> list[Played]:
             [row(x, r) for x in received],
             [row(x, r) for x in weights],
             memory,
-            Played([row(x, r) for x in again.received], [row(x, r) for x in again.weights], again.memory),
+            Played(
+                [row(x, r) for x in again.received],
+                [row(x, r) for x in again.weights],
+                again.memory,
+            ),
         )
         for r in range(replicas_of(case)[0])
     ]
@@ -165,7 +184,10 @@ def played(door: str, case: str) -> list[Played]:
         other = Averaging(case, replicas_of(case)[1])
         other.begin(state)
         saved, n = other.saved(), len(other.devices)
-        memory_of = [checkpoint.of_replica(OPS, saved, rows_of(case, r), rows_of(case, n))["tensors"] for r in range(n)]
+        memory_of = [
+            checkpoint.of_replica(OPS, saved, rows_of(case, r), rows_of(case, n))["tensors"]
+            for r in range(n)
+        ]
         averages = other.step(stacked(case, BAD + 1, n))
         for r in range(n):
             replicas[r].moved = Moved(state, {}, row(averages, r), memory_of[r])
@@ -202,7 +224,9 @@ def moved_to_others(case: str) -> list[Played]:
     )
     weights, memory = row(others.weights(), 0), [others.of_replica(r) for r in range(moving)]
     received = others.step(stacked(case, BAD + 1, moving))
-    return [Played(moved=Moved(portable, weights, row(received, r), memory[r])) for r in range(moving)]
+    return [
+        Played(moved=Moved(portable, weights, row(received, r), memory[r])) for r in range(moving)
+    ]
 
 
 def of_three(case: str) -> dict[str, Any]:
@@ -216,7 +240,8 @@ def of_three(case: str) -> dict[str, Any]:
     return checkpoint.gather(OPS, states, algorithm.per_replica)
 
 
-#: Without variants, each of which is the program of another method but for numbers: tests/parity has them.
+#: Without variants, each of which is the program of another method but for numbers: tests/parity
+#: has them.
 CELLS = cells([(door, case) for door in RUNS for case in EVERY if case not in VARIANTS], quick)
 
 

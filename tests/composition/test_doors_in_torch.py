@@ -51,7 +51,9 @@ class Run:
 
     def __init__(self, case: str, group: dist.ProcessGroup) -> None:
         self.case, self.group = case, group
-        self.model = GivenGradients({name: torch.zeros(shape) for name, shape in shapes_of(case).items()})
+        self.model = GivenGradients(
+            {name: torch.zeros(shape) for name, shape in shapes_of(case).items()}
+        )
         self.enter()
 
     def use(self, handle: Any) -> None:
@@ -76,11 +78,19 @@ class Run:
 
     def saved(self) -> dict[str, Any]:
         """What every rank writes for itself."""
-        return {"weights": self.weights(), "optimizer": self.optimizer.state_dict(), "memory": self.rank_state()}
+        return {
+            "weights": self.weights(),
+            "optimizer": self.optimizer.state_dict(),
+            "memory": self.rank_state(),
+        }
 
     def whole(self) -> dict[str, Any]:
         """What one rank writes for all."""
-        return {"weights": self.weights(), "optimizer": self.optimizer.state_dict(), "memory": self.whole_state()}
+        return {
+            "weights": self.weights(),
+            "optimizer": self.optimizer.state_dict(),
+            "memory": self.whole_state(),
+        }
 
     def load(self, saved: dict[str, Any]) -> Run:
         with torch.no_grad():
@@ -107,7 +117,11 @@ class Sharded(Hooked):
         self.optimizer = ZeroOptimizer(self.model.named_parameters(), torch.optim.SGD, **options)
 
     def saved(self) -> dict[str, Any]:
-        return {"weights": self.weights(), "optimizer": self.optimizer.rank_state_dict(), "memory": self.rank_state()}
+        return {
+            "weights": self.weights(),
+            "optimizer": self.optimizer.rank_state_dict(),
+            "memory": self.rank_state(),
+        }
 
     def whole(self) -> dict[str, Any]:
         self.optimizer.consolidate_state_dict(to=None)
@@ -121,7 +135,9 @@ class Paralleled(Hooked):
 class Local(Run):
     def enter(self) -> None:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        handle = local_sgd(self.model, self.optimizer, local_of(self.case), process_group=self.group)
+        handle = local_sgd(
+            self.model, self.optimizer, local_of(self.case), process_group=self.group
+        )
         self.use(handle)
 
     def step(self, gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -133,7 +149,8 @@ class Local(Run):
 
 
 RUNS = {"ddp": Hooked, "data_parallel": Paralleled, "zero": Sharded, "local_sgd": Local}
-#: What differs from another method in numbers alone is tried at the first door: it is the same program behind the others.
+#: What differs from another method in numbers alone is tried at the first door: it is the same
+#: program behind the others.
 ROWS = {
     f"{door}, {case}": (door, case)
     for door in RUNS
@@ -167,7 +184,9 @@ def play(world: Any, door: str, case: str) -> Played:
         rest.play(run, range(BAD + 1, STEPS), of_this_rank)
         mine.received, mine.weights = mine.received + rest.received, mine.weights + rest.weights
         mine.memory += rest.memory[1:]
-        mine.again.play(RUNS[door](case, pair).load(checkpoint["own"]), range(BAD + 1, STEPS), of_this_rank)
+        mine.again.play(
+            RUNS[door](case, pair).load(checkpoint["own"]), range(BAD + 1, STEPS), of_this_rank
+        )
     checkpoint, *_ = everyones = world.everyones(checkpoint)
     if world.rank >= moving:
         return mine
@@ -182,7 +201,11 @@ def play(world: Any, door: str, case: str) -> Played:
     return mine
 
 
-TRAINED = [case for door, case in ROWS.values() if door == "zero" and outcome(case, door, "checkpoint") == "works"]
+TRAINED = [
+    case
+    for door, case in ROWS.values()
+    if door == "zero" and outcome(case, door, "checkpoint") == "works"
+]
 CELLS = cells(ROWS.values(), lambda case, door, feature: f"{door}, {case}" not in SLOW)
 
 
@@ -194,12 +217,18 @@ def test_cell(results: Any, door: str, case: str, feature: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "door", [door for door in RUNS if outcome("all_reduce_buckets", door, "checkpoint") == "refused"]
+    "door",
+    [door for door in RUNS if outcome("all_reduce_buckets", door, "checkpoint") == "refused"],
 )
 def test_buckets_of_its_own_are_refused(results: Any, door: str) -> None:
     for rank in results(f"played[{door}, all_reduce_buckets]"):
-        assert rank.refused.startswith("ValueError: bucket_bytes=2048 of AllReduce(bucket_bytes=2048, ")
-        assert "set their size with bucket_cap_mb, of DistributedDataParallel or DataParallel" in rank.refused
+        assert rank.refused.startswith(
+            "ValueError: bucket_bytes=2048 of AllReduce(bucket_bytes=2048, "
+        )
+        assert (
+            "set their size with bucket_cap_mb, of DistributedDataParallel or DataParallel"
+            in rank.refused
+        )
 
 
 @pytest.mark.parametrize("case", variants(TRAINED, set(TRAINED) - {*QUICK["zero"]}))

@@ -1,4 +1,5 @@
-"""The page says what the tests try, and methods that begin without a dense start have a substitute."""
+"""The page says what the tests try, and methods that begin without a dense start have a
+substitute."""
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from tests.methods import EVERY, VARIANTS
 
 def test_the_page_has_the_table():
     assert PAGE.read_text().count(BEGIN) == PAGE.read_text().count(END) == 1
-    assert PAGE.read_text() == page_with(rendered()), "python -m tests.composition.table writes it anew"
+    assert PAGE.read_text() == page_with(rendered()), (
+        "python -m tests.composition.table writes it anew"
+    )
 
 
 def test_every_method_is_tried_at_every_door():
@@ -30,11 +33,18 @@ def test_quantize_without_memory_is_the_wire_dtype_with_a_dense_start(dtype):
     shapes, rng = {"w": (24, 16), "b": (24,)}, np.random.default_rng(0)
     sims = [
         Simulator(algorithm, shapes, 3, dtype="float32")
-        for algorithm in (Quantize(dtype, error_feedback=False, start_step=2), WireDtype(AllReduce(), dtype))
+        for algorithm in (
+            Quantize(dtype, error_feedback=False, start_step=2),
+            WireDtype(AllReduce(), dtype),
+        )
     ]
     for step in range(4):
-        given = [{n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()} for _ in range(3)]
+        given = [
+            {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()} for _ in range(3)
+        ]
         late, coded = (sim.step(given) for sim in sims)
         if step < 2:
-            np.testing.assert_allclose(late["w"], np.mean([g["w"] for g in given], axis=0), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                late["w"], np.mean([g["w"] for g in given], axis=0), rtol=1e-5, atol=1e-6
+            )
         assert all(np.array_equal(late[n], coded[n]) == (step >= 2) for n in shapes)

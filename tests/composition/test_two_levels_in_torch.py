@@ -1,4 +1,5 @@
-"""The rows of two levels in torch: four Gloo ranks in two nodes, of which the first two go on as one node."""
+"""The rows of two levels in torch: four Gloo ranks in two nodes, of which the first two go on as
+one node."""
 
 from __future__ import annotations
 

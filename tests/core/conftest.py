@@ -1,4 +1,5 @@
-"""ml_dtypes teaches NumPy the name bfloat16. What the core computes here is the product, and not what others are compared with."""
+"""ml_dtypes teaches NumPy the name bfloat16. What the core computes here is the product, and not
+what others are compared with."""
 
 import os
 

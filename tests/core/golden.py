@@ -1,4 +1,5 @@
-"""The schedule that somebody wrote down by hand, and what a driver must show of it: which fragments leave and are applied after which steps."""
+"""The schedule that somebody wrote down by hand, and what a driver must show of it: which fragments
+leave and are applied after which steps."""
 
 from __future__ import annotations
 
@@ -32,14 +33,21 @@ def event(schedule: str, step: int) -> dict[str, Any]:
     return next((row for row in GOLDEN[schedule] if row["after"] == step), {})
 
 
-def assert_golden(schedule: str, memory_after: Callable[[int], Mapping[str, Mapping[str, Any]]]) -> None:
-    """`memory_after(n)` takes step n, and gives parameter → memory → array of one replica; of n = -1, before the first step."""
+def assert_golden(
+    schedule: str, memory_after: Callable[[int], Mapping[str, Mapping[str, Any]]]
+) -> None:
+    """`memory_after(n)` takes step n, and gives parameter → memory → array of one replica; of n =
+    -1, before the first step."""
     before = _copied(memory_after(-1))
     for step in range(STEPS):
         after, row = _copied(memory_after(step)), event(schedule, step)
         for what, key in (("leaves", "difference"), ("applied", "outer")):
             # What has arrived is forgotten, and becomes zeros.
-            changed = {n for n in NAMES if not np.array_equal(before[n][key], after[n][key]) and after[n][key].any()}
+            changed = {
+                n
+                for n in NAMES
+                if not np.array_equal(before[n][key], after[n][key]) and after[n][key].any()
+            }
             assert changed == set(PARTS[row[what]] if what in row else ()), (step, what)
         before = after
 

@@ -6,7 +6,17 @@ from functools import partial
 import pytest
 
 import gradwire
-from gradwire import CompressionWarning, PowerSGD, Sign, Spec, TopK, TwoLevel, WireDtype, diloco, plan
+from gradwire import (
+    CompressionWarning,
+    PowerSGD,
+    Sign,
+    Spec,
+    TopK,
+    TwoLevel,
+    WireDtype,
+    diloco,
+    plan,
+)
 from gradwire.core.algorithms.shared.views import StackedShape
 from gradwire.core.plan.advice import advice, looks_stacked, warn
 
@@ -40,8 +50,17 @@ NO_STACKS = {
         "conv2.weight": (64, 64, 3, 3),
         "fc.weight": (1000, 64),
     },
-    "Flax convolutions": {"Conv_0/kernel": (3, 3, 3, 64), "Conv_1/kernel": (3, 3, 64, 64), "Dense_0/kernel": (64, 10)},
-    "attention": {"query/kernel": (512, 8, 64), "query/bias": (8, 64), "out/kernel": (8, 64, 512), "out/bias": (512,)},
+    "Flax convolutions": {
+        "Conv_0/kernel": (3, 3, 3, 64),
+        "Conv_1/kernel": (3, 3, 64, 64),
+        "Dense_0/kernel": (64, 10),
+    },
+    "attention": {
+        "query/kernel": (512, 8, 64),
+        "query/bias": (8, 64),
+        "out/kernel": (8, 64, 512),
+        "out/bias": (512,),
+    },
     "a list of experts": {"experts.0.weight": (8, 16, 3), "experts.1.weight": (8, 16, 3)},
     "Llama": {"mlp.gate.weight": (64, 32), "mlp.up.weight": (64, 32)},
     "one layer": {"ScanBlock_0/kernel": (1, 64, 64)},
@@ -59,12 +78,15 @@ def test_what_is_no_stack_does_not_look_like_one(name):
 
 @pytest.mark.parametrize(("shapes", "module"), [(SCANNED, "ScanBlock_0"), (NAMELESS, "body")])
 def test_what_scan_makes_looks_like_a_stack(shapes, module):
-    assert looks_stacked(shapes) == {name: f"{module}/*" for name, shape in shapes.items() if len(shape) > 2}
+    assert looks_stacked(shapes) == {
+        name: f"{module}/*" for name, shape in shapes.items() if len(shape) > 2
+    }
     (text,) = advice(PowerSGD(4), specs_of(shapes))
     assert f"Say stacked={{'{module}/*': 1}}" in text
     assert f"'{module}/attention/query/kernel' (12, 128, 4, 32)" in text
     assert advice(PowerSGD(4, stacked={f"{module}/*": 1}), specs_of(shapes)) == []
-    assert set(looks_stacked({"kernel": (12, 64, 64), "bias": (12, 64)}).values()) == {"*"}  # a whole model
+    # a whole model
+    assert set(looks_stacked({"kernel": (12, 64, 64), "bias": (12, 64)}).values()) == {"*"}
 
 
 def test_experts_of_transformers_look_like_stacks_and_are_then_sent_as_separate_tensors_would_be():
@@ -73,7 +95,12 @@ def test_experts_of_transformers_look_like_stacks_and_are_then_sent_as_separate_
     assert "'model.layers.0.mlp.experts.gate_up_proj' (8, 1024, 256)" in text
     assert "and 1 more" in text
     apart = {n: shape for n, shape in MIXTRAL.items() if "experts" not in n}
-    apart |= {f"{n}.{i}": shape[1:] for n, shape in MIXTRAL.items() if n not in apart for i in range(shape[0])}
+    apart |= {
+        f"{n}.{i}": shape[1:]
+        for n, shape in MIXTRAL.items()
+        if n not in apart
+        for i in range(shape[0])
+    }
     algorithm = PowerSGD(4, stacked={"*.experts.*": 1})
     assert plan(MIXTRAL, algorithm).wire_bytes == plan(apart, PowerSGD(4)).wire_bytes
 
@@ -95,10 +122,29 @@ FLAT = {"flat": (1 << 20,)}  # optax.flatten
 SQUARES = {f"{i}": (400, 400) for i in range(4)}  # rank 150: 300 * 400 of 400 * 400 numbers
 HALF_AS_LARGE = partial(PowerSGD, 150, min_compression_rate=1.2)
 SAID = [
-    (PowerSGD(4, rows={"w": 1}), {"w": (4, 512, 512)}, "'w' (4, 512, 512) travels uncompressed", "compresses nothing"),
-    (PowerSGD(4, rows={"w": 1}), {"w": (4, 512, 512)}, "with rows={'w': 2} 'w' is 4·512 | 512", "compresses nothing"),
-    (PowerSGD(4, stacked={"w": 1}), {"w": (600, 600)}, "with stacked={'w': 0} 'w' is 600 | 600", ""),
-    (PowerSGD(4), LORA, "PowerSGD(rank=4) compresses nothing: not one of 10 tensors, '0.lora_A.weight' (8, 4096), "),
+    (
+        PowerSGD(4, rows={"w": 1}),
+        {"w": (4, 512, 512)},
+        "'w' (4, 512, 512) travels uncompressed",
+        "compresses nothing",
+    ),
+    (
+        PowerSGD(4, rows={"w": 1}),
+        {"w": (4, 512, 512)},
+        "with rows={'w': 2} 'w' is 4·512 | 512",
+        "compresses nothing",
+    ),
+    (
+        PowerSGD(4, stacked={"w": 1}),
+        {"w": (600, 600)},
+        "with stacked={'w': 0} 'w' is 600 | 600",
+        "",
+    ),
+    (
+        PowerSGD(4),
+        LORA,
+        "PowerSGD(rank=4) compresses nothing: not one of 10 tensors, '0.lora_A.weight' (8, 4096), ",
+    ),
     (PowerSGD(4), LORA, "a lower rank compresses more"),
     (
         PowerSGD(4),
@@ -124,7 +170,10 @@ NOTHING_IS_SAID = [
     (PowerSGD({"w": 4, "*": 0}), FLAT | {"w": (64, 64)}),
     (PowerSGD({"*_A*": 0}), SMALL_LORA),
     # Who has decided is left alone, and so are small models, and those that send everything.
-    *((PowerSGD(4, **{x: {"*experts*": to}}), MIXTRAL) for x, to in (("stacked", 0), ("stacked", 1), ("rows", 2))),
+    *(
+        (PowerSGD(4, **{x: {"*experts*": to}}), MIXTRAL)
+        for x, to in (("stacked", 0), ("stacked", 1), ("rows", 2))
+    ),
     (PowerSGD({"*experts*": 0, "*": 4}), MIXTRAL),
     (PowerSGD(4), {"w": (64, 64), "v": (8, 64), "ScanX_0/w": (3, 8, 8)}),
     (PowerSGD(4), {"w": (8,), "scale": ()}),
@@ -148,14 +197,19 @@ def test_nothing_is_said(algorithm, shapes):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [PowerSGD(4), WireDtype(PowerSGD(4), "bfloat16"), diloco(10, compressor=PowerSGD(4))], ids=repr
+    "algorithm",
+    [PowerSGD(4), WireDtype(PowerSGD(4), "bfloat16"), diloco(10, compressor=PowerSGD(4))],
+    ids=repr,
 )
 def test_the_warning_comes_once_and_points_here(algorithm):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn(algorithm, specs_of(SCANNED), "By the way.")
         plan(SCANNED, algorithm)
-    assert all(issubclass(w.category, CompressionWarning) and "looks like a stack" in str(w.message) for w in caught)
+    assert all(
+        issubclass(w.category, CompressionWarning) and "looks like a stack" in str(w.message)
+        for w in caught
+    )
     assert [warning.filename for warning in caught] == [__file__] * 2
     assert [str(warning.message).endswith("\nBy the way.") for warning in caught] == [True, False]
 
@@ -166,6 +220,12 @@ def test_refusals_come_before_warnings():
 
 
 def test_a_wire_dtype_round_what_is_gathered():
-    for algorithm in (WireDtype(TopK(8, per=64), "int8"), diloco(4, compressor=WireDtype(Sign(), "int4"))):
-        with pytest.warns(CompressionWarning, match="what is gathered is not quantized.*Leave WireDtype out.*bits=8"):
+    for algorithm in (
+        WireDtype(TopK(8, per=64), "int8"),
+        diloco(4, compressor=WireDtype(Sign(), "int4")),
+    ):
+        with pytest.warns(
+            CompressionWarning,
+            match="what is gathered is not quantized.*Leave WireDtype out.*bits=8",
+        ):
             plan({"w": (64, 64)}, algorithm, world_size=2)

@@ -1,4 +1,5 @@
-"""What a probe says of a network, predicted steps, what a comparison says of held-out losses, and what is recommended."""
+"""What a probe says of a network, predicted steps, what a comparison says of held-out losses, and
+what is recommended."""
 
 import json
 import math
@@ -28,7 +29,13 @@ from gradwire.cli.compare import Network
 from gradwire.core.advise.advice import default_methods, name_of, predict, weigh
 from gradwire.core.advise.compare.fingerprint import Fingerprint
 from gradwire.core.advise.compare.runs import Run, Runs, described
-from gradwire.core.advise.compare.schedule import OUTER_STEPS, doubts, evaluated_at, ready_at, warm_up
+from gradwire.core.advise.compare.schedule import (
+    OUTER_STEPS,
+    doubts,
+    evaluated_at,
+    ready_at,
+    warm_up,
+)
 from gradwire.core.advise.compare.verdicts import margin, quantile, verdict
 from gradwire.core.advise.cost import Cost, cost_of, ddp_buckets
 from gradwire.core.advise.losses import LIMITS, known_losses, limits_of, only_rounds
@@ -66,17 +73,27 @@ def test_times_on_a_line_stay_on_it(fixed, per_byte, nbytes):
     assert four.bandwidth == pytest.approx(1e8, rel=1e-2)
 
 
-@given(st.lists(st.tuples(st.sampled_from(SIZES), times), min_size=1, max_size=20, unique_by=lambda sample: sample[0]))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(SIZES), times),
+        min_size=1,
+        max_size=20,
+        unique_by=lambda sample: sample[0],
+    )
+)
 def test_a_larger_message_never_takes_less(samples):
     found = Level(ALL, 2, tuple(sorted(samples)), ((1, 1.0),), 1.0)
     seconds = [found.seconds(n, exchange=False) for n in (0, 1, *SIZES, 1 << 30, 1 << 31)]
     assert seconds == sorted(seconds)
     assert seconds[0] == 0
-    assert seconds[-1] == pytest.approx(2 * seconds[-2])  # beyond what was measured it grows in proportion
+    # beyond what was measured it grows in proportion
+    assert seconds[-1] == pytest.approx(2 * seconds[-2])
 
 
 def test_a_probe_is_plain_data(tmp_path, monkeypatch):
-    probe = Probe("torch", "cpu", 4, 2, (level(), level(WITHIN), level(BETWEEN, fixed=0.01, per_byte=0.0)))
+    probe = Probe(
+        "torch", "cpu", 4, 2, (level(), level(WITHIN), level(BETWEEN, fixed=0.01, per_byte=0.0))
+    )
     probe.save(tmp_path / "probe.json")
     assert Probe.load(tmp_path / "probe.json") == probe
 
@@ -90,7 +107,8 @@ def test_a_probe_is_plain_data(tmp_path, monkeypatch):
 
 
 class Imagined:
-    """A network of two speeds, half of whose messages hide behind products that take a millisecond each."""
+    """A network of two speeds, half of whose messages hide behind products that take a millisecond
+    each."""
 
     def __init__(self):
         self.asked = set()
@@ -109,7 +127,11 @@ def test_levels_are_those_of_nodes():
     within, between = partition(6, 3)
     assert (within, between) == (((0, 1), (2, 3), (4, 5)), ((0, 2, 4), (1, 3, 5)))
     assert {groups for _, groups in imagined.asked} == {None, within, between}
-    assert [(each.name, each.replicas) for each in probe.levels] == [(ALL, 6), (WITHIN, 2), (BETWEEN, 3)]
+    assert [(each.name, each.replicas) for each in probe.levels] == [
+        (ALL, 6),
+        (WITHIN, 2),
+        (BETWEEN, 3),
+    ]
     assert probe.level(WITHIN).bandwidth == pytest.approx(1e10, rel=0.01)
     assert probe.level(ALL).overlap == pytest.approx(0.5)
     # No message is sent that takes minutes.
@@ -127,15 +149,21 @@ SLOW = {"fixed": 1e-9, "per_byte": 0.01}  # a second for 100 bytes
 
 def waits(*groups, compute=EVEN, overlap=1.0, **options):
     """Seconds for which a step waits, and those that hide."""
-    found = predict(DENSE, Cost((groups,), **options), compute, network(overlap=overlap, **SLOW), 100)
+    found = predict(
+        DENSE, Cost((groups,), **options), compute, network(overlap=overlap, **SLOW), 100
+    )
     assert found.step == pytest.approx(found.compute + found.compression + found.exposed)
-    return pytest.approx(found.exposed, rel=1e-6, abs=1e-6), pytest.approx(found.hidden, rel=1e-6, abs=1e-6)
+    return pytest.approx(found.exposed, rel=1e-6, abs=1e-6), pytest.approx(
+        found.hidden, rel=1e-6, abs=1e-6
+    )
 
 
 def test_what_a_step_waits_for():
     assert waits(Group(100, 0.5, (message(100),))) == (1.0, 0)
-    assert waits(Group(100, 0.5, (message(100), message(50)))) == (1.5, 0)  # the second when the first has arrived
-    # What is sent early hides under backward: the first takes half a second of the second that is left; the other begins when backward ends.
+    # the second when the first has arrived
+    assert waits(Group(100, 0.5, (message(100), message(50)))) == (1.5, 0)
+    # What is sent early hides under backward: the first takes half a second of the second that is
+    # left; the other begins when backward ends.
     groups = [Group(n, 0.0, (message(50),)) for n in (50, 100)]
     assert waits(*groups) == (0.5, 0.5)
     assert waits(*groups, overlap=0.5) == (0.75, 0.25)
@@ -153,9 +181,15 @@ def test_what_a_step_waits_for():
 
 def test_each_message_takes_the_link_of_its_level():
     within, between = partition(4, 2)
-    levels = (level(per_byte=1e-2), level(WITHIN, per_byte=1e-5, fixed=1e-9), level(BETWEEN, per_byte=1e-3, fixed=1e-9))
+    levels = (
+        level(per_byte=1e-2),
+        level(WITHIN, per_byte=1e-5, fixed=1e-9),
+        level(BETWEEN, per_byte=1e-3, fixed=1e-9),
+    )
     sent = (message(100, groups=within), message(100, groups=between))
-    found = predict(DENSE, Cost(((Group(100, 0.0, sent),),)), EVEN, Probe("torch", "cpu", 4, 2, levels), 100)
+    found = predict(
+        DENSE, Cost(((Group(100, 0.0, sent),),)), EVEN, Probe("torch", "cpu", 4, 2, levels), 100
+    )
     assert found.exposed == pytest.approx(0.001 + 0.1, rel=1e-3)
 
 
@@ -178,19 +212,36 @@ TABLE = SPECS | {
     "heads": Spec((64, 4, 32)),
 }
 PARTS = {"fragments": 4, "layout": "size"}
-LATE = [diloco(8, overlap=3), diloco(8, eager=True), diloco(8, overlap=5, **PARTS), diloco(8, eager=True, **PARTS)]
+LATE = [
+    diloco(8, overlap=3),
+    diloco(8, eager=True),
+    diloco(8, overlap=5, **PARTS),
+    diloco(8, eager=True, **PARTS),
+]
 HALF = PowerSGD(2, half_step=True)
-LATE += [diloco(8, overlap=3, compressor=method) for method in (INT8, HALF, PowerSGD(2, start_step=2))]
+LATE += [
+    diloco(8, overlap=3, compressor=method) for method in (INT8, HALF, PowerSGD(2, start_step=2))
+]
 SCHEDULES = [LocalSGD(4), diloco(4, compressor=PowerSGD(2)), diloco(4, **PARTS), *LATE]
-IN_GROUPS = [LocalSGD({2: 2, "all": 8}), LocalSGD(4, subgroup=2), diloco({2: 2, "all": 8}, overlap=3)]
+IN_GROUPS = [
+    LocalSGD({2: 2, "all": 8}),
+    LocalSGD(4, subgroup=2),
+    diloco({2: 2, "all": 8}, overlap=3),
+]
 #: Methods that name no parameters.
-ANYWHERE = [m.algorithm for name, m in METHODS.items() if not name.startswith(("rank_by_name", "views"))]
+ANYWHERE = [
+    m.algorithm for name, m in METHODS.items() if not name.startswith(("rank_by_name", "views"))
+]
 
 
-@pytest.mark.parametrize("algorithm", [*(m.algorithm for m in EVERY.values()), *SCHEDULES, *IN_GROUPS], ids=repr)
+@pytest.mark.parametrize(
+    "algorithm", [*(m.algorithm for m in EVERY.values()), *SCHEDULES, *IN_GROUPS], ids=repr
+)
 def test_what_is_sent_is_what_the_plan_says(algorithm):
     groups = [["b"], [name for name in TABLE if name != "b"]]
-    cost = cost_of(algorithm, TABLE, 4, lambda specs: [0.5] * getattr(algorithm, "cycle", 1), groups)
+    cost = cost_of(
+        algorithm, TABLE, 4, lambda specs: [0.5] * getattr(algorithm, "cycle", 1), groups
+    )
     planned = gw.plan(TABLE, algorithm, world_size=4)
     sent = cost.per_step(sum(message.nbytes for message in cost.messages))
     assert sent == pytest.approx(planned.wire_bytes, rel=0.01)
@@ -203,7 +254,8 @@ def test_what_is_sent_is_what_the_plan_says(algorithm):
 @pytest.mark.parametrize("rate", [1e4, 1e7, 1e8])
 @pytest.mark.parametrize("algorithm", [*ANYWHERE, *SCHEDULES], ids=repr)
 def test_what_is_waited_for_is_what_the_plan_says(algorithm, rate):
-    """Of a model of one layer, where nothing overlaps but what may be late, on a network that does what it is told: messages hide behind that, and no more."""
+    """Of a model of one layer, where nothing overlaps but what may be late, on a network that does
+    what it is told: messages hide behind that, and no more."""
     specs, step = {f"layer0.{name}": Spec((512, 128)) for name in "abcd"}, 0.01
     cost = cost_of(algorithm, specs, 4, lambda specs: [0.0] * getattr(algorithm, "cycle", 1))
     probe = Probe("torch", "cpu", 4, 4, (level(replicas=4, fixed=1e-15, per_byte=1.5 / rate),))
@@ -216,7 +268,9 @@ def test_what_is_waited_for_is_what_the_plan_says(algorithm, rate):
 
 def test_groups_of_the_same_shapes_are_measured_once_in_buckets_of_ddp():
     specs, asked = {str(i): Spec((512, 512)) for i in range(4)}, []
-    cost = cost_of(DENSE, specs, 2, lambda own: asked.append(own) or [0.5], [[name] for name in specs])
+    cost = cost_of(
+        DENSE, specs, 2, lambda own: asked.append(own) or [0.5], [[name] for name in specs]
+    )
     assert (len(asked), cost.compute) == (1, 2.0)
     buckets = ddp_buckets({str(i): Spec((1 << 18,)) for i in range(60)})
     assert [len(bucket) for bucket in buckets] == [1, 25, 25, 9]
@@ -224,7 +278,9 @@ def test_groups_of_the_same_shapes_are_measured_once_in_buckets_of_ddp():
 
 
 def test_messages_of_a_dry_run():
-    (sent,) = [step.messages for step in dry_run(WireDtype(PowerSGD(4), "int8"), SPECS, world_size=4).cycle]
+    (sent,) = [
+        step.messages for step in dry_run(WireDtype(PowerSGD(4), "int8"), SPECS, world_size=4).cycle
+    ]
     assert all(each.pattern != "all_reduce" for each in sent if each.nbytes > 2100)
     full, half = [step.messages for step in dry_run(PowerSGD(4, half_step=True), SPECS).cycle]
     assert [each.nbytes for each in (*full, *half)] == [4 * 512 * 4 + 2048] * 2
@@ -234,10 +290,17 @@ def test_messages_of_a_dry_run():
 def advice_of(methods, *limits, losses=None):
     """Of methods that compute and wait so long, on a step of a second."""
     costs = [
-        (algorithm, Cost(((Group(100, computed, (message(max(1, round(100 * waited))),)),),), overlaps=False))
+        (
+            algorithm,
+            Cost(
+                ((Group(100, computed, (message(max(1, round(100 * waited))),)),),), overlaps=False
+            ),
+        )
         for algorithm, (computed, waited) in methods.items()
     ]
-    return weigh(costs, SPECS, network(fixed=1e-9, per_byte=0.01), Compute(1.0), limits or LIMITS, losses)
+    return weigh(
+        costs, SPECS, network(fixed=1e-9, per_byte=0.01), Compute(1.0), limits or LIMITS, losses
+    )
 
 
 def test_the_fastest_is_recommended_with_its_reason_on_one_screen():
@@ -251,7 +314,9 @@ def test_the_fastest_is_recommended_with_its_reason_on_one_screen():
     assert json.loads(json.dumps(advice.as_dict()))["methods"][0]["step"] == pytest.approx(6)
     lines = str(advice).splitlines()
     assert max(map(len, lines)) <= 80
-    (row,) = [i for i, line in enumerate(lines) if line.strip() == "WireDtype(AllReduce(), 'bfloat16')"]
+    (row,) = [
+        i for i, line in enumerate(lines) if line.strip() == "WireDtype(AllReduce(), 'bfloat16')"
+    ]
     assert lines[row + 1].split() == [
         "5.1",
         "s",
@@ -275,7 +340,11 @@ def test_the_fastest_is_recommended_with_its_reason_on_one_screen():
     assert advice.methods[-1].loss is None
     assert advice_of({DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.5)}, 0.03).recommended == "plain"
     three = advice_of(methods, 0.005, 0.02, 0.06)
-    assert [choice.recommended for choice in three.choices] == [name_of(rounded), name_of(rounded), "PowerSGD(rank=4)"]
+    assert [choice.recommended for choice in three.choices] == [
+        name_of(rounded),
+        name_of(rounded),
+        "PowerSGD(rank=4)",
+    ]
     assert "Within 2 %: the same." in str(three)
     assert "Within 6 % of the loss take PowerSGD(rank=4): " in " ".join(str(three).split())
     with pytest.raises(ValueError, match=r"AllReduce\(\)"):
@@ -286,11 +355,19 @@ def test_the_fastest_is_recommended_with_its_reason_on_one_screen():
     ("methods", "recommended", "said"),
     [
         ({DENSE: (0, 0.02), PowerSGD(4): (0.3, 0.1)}, "plain", "nothing to gain"),
-        ({DENSE: (0, 0.2), PowerSGD(4): (0.3, 0.1)}, "plain", "no method whose loss is surely within 10 %"),
+        (
+            {DENSE: (0, 0.2), PowerSGD(4): (0.3, 0.1)},
+            "plain",
+            "no method whose loss is surely within 10 %",
+        ),
         ({DENSE: (0, 0.16), PowerSGD(4): (0.1, 0.02)}, "plain", "within 5 %"),
         ({DENSE: (0, 5.0), TWO_LEVELS: (0, 0.5)}, name_of(TWO_LEVELS), "only rounds"),
         # Of equals the one that is closest to uncompressed averages.
-        ({DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.0), INT8: (0.2, 0.03)}, name_of(INT8), "PowerSGD(rank=4) is as fast"),
+        (
+            {DENSE: (0, 5.0), PowerSGD(4): (0.2, 0.0), INT8: (0.2, 0.03)},
+            name_of(INT8),
+            "PowerSGD(rank=4) is as fast",
+        ),
     ],
 )
 def test_where_nothing_is_gained_plain_averages_stay(methods, recommended, said):
@@ -300,8 +377,22 @@ def test_where_nothing_is_gained_plain_averages_stay(methods, recommended, said)
     assert ("Leave it: " in str(advice)) == (recommended == "plain")
 
 
-ROUNDS = [DENSE, WireDtype(DENSE, "bfloat16"), INT8, Quantize("int8"), TwoLevel(INT8, 2), WireDtype(TWO_LEVELS, "int8")]
-LOSES = [Quantize("int4"), WireDtype(DENSE, "int4"), PowerSGD(4), WireDtype(PowerSGD(4), "bfloat16"), Sign(), diloco(8)]
+ROUNDS = [
+    DENSE,
+    WireDtype(DENSE, "bfloat16"),
+    INT8,
+    Quantize("int8"),
+    TwoLevel(INT8, 2),
+    WireDtype(TWO_LEVELS, "int8"),
+]
+LOSES = [
+    Quantize("int4"),
+    WireDtype(DENSE, "int4"),
+    PowerSGD(4),
+    WireDtype(PowerSGD(4), "bfloat16"),
+    Sign(),
+    diloco(8),
+]
 
 
 def test_losses_by_kind_and_by_measure_and_names():
@@ -321,7 +412,8 @@ def test_losses_by_kind_and_by_measure_and_names():
 
 
 @pytest.mark.parametrize(
-    ("asked", "limits"), [("1%", (0.01,)), (0.01, (0.01,)), (" 2.5 % ", (0.025,)), (0, (0.0,)), ("150%", (1.5,))]
+    ("asked", "limits"),
+    [("1%", (0.01,)), (0.01, (0.01,)), (" 2.5 % ", (0.025,)), (0, (0.0,)), ("150%", (1.5,))],
 )
 def test_a_limit_is_a_share(asked, limits):
     assert limits_of(asked) == pytest.approx(limits)
@@ -341,12 +433,15 @@ def test_names():
 
 
 def compared(algorithms, losses, model=SPECS, replicas=2, factors=(1.0,)):
-    """A comparison whose methods have these losses of windows with seed 0, and a little more with seed 1."""
+    """A comparison whose methods have these losses of windows with seed 0, and a little more with
+    seed 1."""
     runs = Runs("some:make", replicas, 50, factors)
     for algorithm, held_out in zip([DENSE, *algorithms], losses, strict=True):
         for seed in (0, 1):
             windows = [loss + 0.001 * seed for loss in held_out]
-            runs.add(Run(name_of(algorithm), seed, [1.0], {50: windows}, [], 1.0, factors[0], model))
+            runs.add(
+                Run(name_of(algorithm), seed, [1.0], {50: windows}, [], 1.0, factors[0], model)
+            )
     return Comparison(runs, algorithms)
 
 
@@ -363,7 +458,9 @@ def weighed(worse, losses=LOSSES, methods=METHODS_BY_LOSS, factors=(1.0,)):
     return advice_of(methods, worse, losses=found)
 
 
-@pytest.mark.parametrize(("worse", "chosen"), [(0.2, "diloco(10)"), (0.02, "Sign()"), (0.002, "plain")])
+@pytest.mark.parametrize(
+    ("worse", "chosen"), [(0.2, "diloco(10)"), (0.02, "Sign()"), (0.002, "plain")]
+)
 def test_losses_of_ones_own_are_weighed(worse, chosen):
     advice = weighed(worse)
     assert advice.recommended == chosen
@@ -371,7 +468,10 @@ def test_losses_of_ones_own_are_weighed(worse, chosen):
     assert max(map(len, printed.splitlines())) <= 80
     assert "some:make, 50 steps, 2 seeds" in " ".join(printed.split())
     assert "unknown" in printed.split()
-    assert chosen == "plain" or f"at most {100 * advice.method(chosen).loss.bound:+.1f}" in advice.reason
+    assert (
+        chosen == "plain"
+        or f"at most {100 * advice.method(chosen).loss.bound:+.1f}" in advice.reason
+    )
     told = json.loads(json.dumps(advice.as_dict()))["methods"]
     differences = [method["loss"] and round(method["loss"]["difference"], 3) for method in told]
     assert differences == [None, 0.01, 0.005, 0.1, None]
@@ -416,7 +516,12 @@ def test_names_of_parameters_do_not_tell_models_apart():
         found.runs.add(Run("plain", 2, [1.0], {}, specs={"w": Spec((2,))}))
 
 
-LOCAL = [LocalSGD(7), LocalSGD({2: 2, 4: 6}, start_step=5), diloco(9, fragments=3), diloco(9, fragments=3, overlap=2)]
+LOCAL = [
+    LocalSGD(7),
+    LocalSGD({2: 2, 4: 6}, start_step=5),
+    diloco(9, fragments=3),
+    diloco(9, fragments=3, overlap=2),
+]
 
 
 @given(st.floats(1, 1e4))
@@ -426,13 +531,17 @@ def test_the_quantile_is_students(freedom):
     assert quantile(freedom, 0.8) == pytest.approx(stats.t.ppf(0.9, freedom), rel=2e-3)
 
 
-@pytest.mark.parametrize(("over_seeds", "over_windows"), [(0.0, 1.0), (1.0, 0.0), (0.3, 1.0), (1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("over_seeds", "over_windows"), [(0.0, 1.0), (1.0, 0.0), (0.3, 1.0), (1.0, 1.0)]
+)
 def test_intervals_hold_the_true_difference_as_often_as_they_say(over_seeds, over_windows):
     """Of other seeds and other windows, drawn some hundred times."""
     random = np.random.default_rng(0)
     seeds, windows, held = 3, 20, []
     for _ in range(200):
-        drawn = over_seeds * random.standard_normal((seeds, 1)) + over_windows * random.standard_normal((1, windows))
+        drawn = over_seeds * random.standard_normal(
+            (seeds, 1)
+        ) + over_windows * random.standard_normal((1, windows))
         drawn = drawn + 0.3 * random.standard_normal((seeds, windows))
         held.append(abs(drawn.mean()) <= margin(drawn))
     assert 0.91 <= np.mean(held) <= 0.99
@@ -441,12 +550,17 @@ def test_intervals_hold_the_true_difference_as_often_as_they_say(over_seeds, ove
 TWO, TENTH = [[2.0, 2.0]] * 2, [[2.2, 2.2]]
 SAYS = [
     (TWO, TENTH * 2, "worse by 10.00 % ± 0.00 at step 4, 2 seeds"),
-    # Means of 10 and 12 %: a standard error of 1 %, and Student's t of one degree of freedom is 12.7.
+    # Means of 10 and 12 %: a standard error of 1 %, and Student's t of one degree of freedom is
+    # 12.7.
     (TWO, [*TENTH, [2.24, 2.24]], "not told apart (+11.0 % ± 12.7) at step 4, 2 seeds"),
     (TWO, [[1.4, 1.4], [1.44, 1.44]], "better by 29.0 % ± 12.7 at step 4, 2 seeds"),
     ([[2.0, 2.2]] * 2, [[2.0, 2.2]] * 2, "not told apart (+0.00 % ± 0.00) at step 4, 2 seeds"),
     # Windows and seeds are paired.
-    ([[2.0, 4.0], [3.0, 5.0]], [[2.2, 4.2], [3.2, 5.2]], "worse by 5.71 % ± 0.00 at step 4, 2 seeds"),
+    (
+        [[2.0, 4.0], [3.0, 5.0]],
+        [[2.2, 4.2], [3.2, 5.2]],
+        "worse by 5.71 % ± 0.00 at step 4, 2 seeds",
+    ),
     ([[2.0, 2.0], [3.0, 3.0]], [*TENTH, [2.9, 2.9]], "not told apart"),
     ([[2.0, 2.0]], TENTH, "+10.0 %, no interval, at step 4, 1 seed"),
     (TWO, [[2.2, math.nan]] * 2, "diverges"),
@@ -475,7 +589,10 @@ def test_replicas_that_train_by_themselves_are_evaluated_after_an_average(steps,
         sent = n - 1 - algorithm.overlap
         assert n <= algorithm.start_step or algorithm.due(sent, period, algorithm.fragments - 1)
     ready = ready_at(algorithm, 4)
-    averages = sum(bool(algorithm.due(t, period, algorithm.fragments - 1)) for t in range(ready - algorithm.overlap))
+    averages = sum(
+        bool(algorithm.due(t, period, algorithm.fragments - 1))
+        for t in range(ready - algorithm.overlap)
+    )
     assert averages == OUTER_STEPS
     assert steps < ready or looks[-1] >= ready
 
@@ -499,14 +616,19 @@ def test_doubts(algorithm, said):
     found = doubts(algorithm, 4, 100)
     assert len(found) == len(said)
     assert all(word in each for word, each in zip(said, found, strict=True))
-    assert doubts(algorithm, 4, 100, searched=True) == [each for each in found if "rate" not in each]
+    assert doubts(algorithm, 4, 100, searched=True) == [
+        each for each in found if "rate" not in each
+    ]
 
 
 def runs_of(*methods, seeds=(0, 1), steps=100, rates=(1.0,), worse=0.1, specs=None):
     runs = Runs("a:make", 4, steps)
     for seed in seeds:
         for i, method in enumerate(methods):
-            held_out = {n: [3 + seed + i * worse, 2 + seed + i * worse] for n in evaluated_at(method, 4, steps)}
+            held_out = {
+                n: [3 + seed + i * worse, 2 + seed + i * worse]
+                for n in evaluated_at(method, 4, steps)
+            }
             if method == AllReduce():
                 held_out |= {n: [3.0 + seed, 2.0 + seed] for n in range(1, steps + 1)}
             runs.add(Run(name_of(method), seed, [1.0], held_out, rates, 1e6, specs=specs or {}))
@@ -526,7 +648,8 @@ def test_verdicts_are_about_what_both_have_run():
 
 
 def test_losses_have_times_over_a_link(tmp_path):
-    """A ring sends 6/4 of a message of 4 MB, which the next forward pass of its only layer waits for: 48 ms at 1 Gbit/s, besides 6 hops for each message."""
+    """A ring sends 6/4 of a message of 4 MB, which the next forward pass of its only layer waits
+    for: 48 ms at 1 Gbit/s, besides 6 hops for each message."""
     methods = [PowerSGD(4), LocalSGD(33), TopK(4)]
     specs = {"w": Spec(StackedShape((10, 100, 1000), 1))}
     runs_of(AllReduce(), *methods[:2], specs=specs).save(tmp_path / "c.json")
@@ -539,16 +662,21 @@ def test_losses_have_times_over_a_link(tmp_path):
         "PowerSGD(rank=4)": 1.5 * 10 * 1100 * 4 * 4 / 125e6 + 12e-4,
         "LocalSGD(period=33)": (0.048 + 6e-4) / 33,
     }
-    assert found == pytest.approx({name: 0.1 + waits for name, waits in ring.items()})  # nobody has run TopK
-    two = comparison.seconds(step=0.1, link="1Gbit", nodes=2, library="gloo")  # that ring leaves each node once
+    # nobody has run TopK
+    assert found == pytest.approx({name: 0.1 + waits for name, waits in ring.items()})
+    # that ring leaves each node once
+    two = comparison.seconds(step=0.1, link="1Gbit", nodes=2, library="gloo")
     assert two["plain"] == pytest.approx(0.1 + 0.048)
-    assert comparison.seconds(step=0.1, link="1Gbit", latency=1e-4, nodes=2)["plain"] == pytest.approx(
-        0.1 + 0.048 + 4e-4
+    assert comparison.seconds(step=0.1, link="1Gbit", latency=1e-4, nodes=2)[
+        "plain"
+    ] == pytest.approx(0.1 + 0.048 + 4e-4)
+    assert Network(0.1, 125e6, 1e-4, "").curves(comparison)["plain"][0][-1] == pytest.approx(
+        100 * found["plain"]
     )
-    assert Network(0.1, 125e6, 1e-4, "").curves(comparison)["plain"][0][-1] == pytest.approx(100 * found["plain"])
 
 
-#: Of two methods the losses of windows 0 and 2, which choose the rate, and of 1 and 3, which make the verdict, by factor.
+#: Of two methods the losses of windows 0 and 2, which choose the rate, and of 1 and 3, which make
+#: the verdict, by factor.
 SEARCHED = {
     AllReduce(): {0.5: (2.0, 9.0), 1.0: (1.0, 4.0), 2.0: (3.0, 1.0)},
     PowerSGD(4): {0.5: (4.0, 1.0), 1.0: (3.0, 9.0), 2.0: (2.0, 5.0)},
@@ -565,7 +693,17 @@ def searched_runs():
     for seed in (1, 2):
         for method, factor in ((AllReduce(), 1.0), (PowerSGD(4), 2.0)):
             last = SEARCHED[method][factor][1]
-            runs.add(Run(name_of(method), seed, [1.0], {100: [9.0, last + seed, 9.0, last + seed]}, [], 1e6, factor))
+            runs.add(
+                Run(
+                    name_of(method),
+                    seed,
+                    [1.0],
+                    {100: [9.0, last + seed, 9.0, last + seed]},
+                    [],
+                    1e6,
+                    factor,
+                )
+            )
     return runs
 
 
@@ -602,7 +740,9 @@ def test_nothing_is_said_before_all_rates_were_tried():
 
 def test_a_table_fits_80_characters_and_names_what_a_reader_has_to_know():
     methods = [PowerSGD(4), TopK(8, per=(16, 16)), LocalSGD(34), diloco(10)]
-    printed = str(Comparison(runs_of(AllReduce(), *methods[:3], rates=[1.0] * 60 + [2.0] * 40), methods))
+    printed = str(
+        Comparison(runs_of(AllReduce(), *methods[:3], rates=[1.0] * 60 + [2.0] * 40), methods)
+    )
     assert max(map(len, printed.splitlines())) <= 80
     said = (
         "4 replicas, 100 steps, 2 seeds",
@@ -656,11 +796,14 @@ def test_runs_of_another_training_are_made_anew(tmp_path):
     found = replace(asked, fingerprint=near).continued(file)
     assert len(found.done) == len(runs.done)
     assert f"Taken from {file}: plain (seeds 0, 1)" in found.notes[0]
-    said = " ".join(str(Comparison(found, [PowerSGD(4)])).split())  # of which a long path breaks the lines
+    # of which a long path breaks the lines
+    said = " ".join(str(Comparison(found, [PowerSGD(4)])).split())
     assert said.endswith("PowerSGD(rank=4) (seeds 0, 1)")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "other"}', '{"format": "gradwire comparison 2"}', "null"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": "other"}', '{"format": "gradwire comparison 2"}', "null"]
+)
 def test_what_is_no_comparison_is_refused(tmp_path, text):
     (tmp_path / "c.json").write_text(text)
     with pytest.raises(ValueError, match=r"c\.json"):

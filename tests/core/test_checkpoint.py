@@ -1,4 +1,5 @@
-"""States of all replicas in one form: made, reduced, spread, renamed and taken apart; how a tensor is a batch of matrices; and runs that go on with other replicas."""
+"""States of all replicas in one form: made, reduced, spread, renamed and taken apart; how a tensor
+is a batch of matrices; and runs that go on with other replicas."""
 
 import math
 import pickle
@@ -42,7 +43,10 @@ def step(sim):
 
 
 def state_of(tensors, algorithm="PowerSGD(rank=2)", step=0, shared=None):
-    return checkpoint.head("compressor", algorithm, step) | {"shared": shared or {}, "tensors": tensors}
+    return checkpoint.head("compressor", algorithm, step) | {
+        "shared": shared or {},
+        "tensors": tensors,
+    }
 
 
 def state_dict(sim, replica):
@@ -51,7 +55,9 @@ def state_dict(sim, replica):
 
 
 def gathered(sim):
-    return checkpoint.gather(OPS, [state_dict(sim, r) for r in range(len(sim.states))], sim.algorithm.per_replica)
+    return checkpoint.gather(
+        OPS, [state_dict(sim, r) for r in range(len(sim.states))], sim.algorithm.per_replica
+    )
 
 
 def resumed(algorithm, state, replicas):
@@ -77,7 +83,9 @@ def relative(x, y):
     name=st.sampled_from(sorted(ALGORITHMS)),
     errors=st.sampled_from(["mean", "all"]),
 )
-def test_runs_that_change_their_number_of_replicas_follow_the_one_that_does_not(worlds, stays, name, errors):
+def test_runs_that_change_their_number_of_replicas_follow_the_one_that_does_not(
+    worlds, stays, name, errors
+):
     algorithm = ALGORITHMS[name]
     whole, sim = Simulator(algorithm, SHAPES, 4), Simulator(algorithm, SHAPES, worlds[0])
     for world, stay in zip(worlds, stays, strict=False):
@@ -85,7 +93,8 @@ def test_runs_that_change_their_number_of_replicas_follow_the_one_that_does_not(
         state = checkpoint.mean_of_replicas(OPS, state) if errors == "mean" else state
         sim = resumed(algorithm, state, world)
         for _ in range(stay):
-            # What rounding adds grows by a factor per step, and a step or two in twenty are unlucky.
+            # What rounding adds grows by a factor per step, and a step or two in twenty are
+            # unlucky.
             assert relative(step(sim), step(whole)) < 1e-8
 
 
@@ -100,13 +109,20 @@ def test_every_replica_gets_its_own_error_back_or_the_mean():
         for replica in range(replicas):
             own = checkpoint.of_replica(OPS, state, replica, replicas)
             expected = errors[replica] if replicas == 3 else sum(errors) / 3
-            np.testing.assert_allclose(own["tensors"]["w"]["error"], expected, rtol=0, atol=1e-15 * (replicas == 5))
+            np.testing.assert_allclose(
+                own["tensors"]["w"]["error"], expected, rtol=0, atol=1e-15 * (replicas == 5)
+            )
             assert "replicas" not in own
     assert checkpoint.mean_of_replicas(OPS, state)["local"]["w"]["error"].shape == (1, 12, 10)
     assert checkpoint.spread(OPS, state, 5)["replicas"] == 5
     # The mean of a narrow memory is formed in a wide one.
-    states = [state_of({"w": {"error": np.full((2,), value, "float16")}}) for value in (60000.0, 60000.0, 1.0, 1.0)]
-    mean = checkpoint.mean_of_replicas(OPS, checkpoint.gather(OPS, states, {"error"}))["local"]["w"]["error"]
+    states = [
+        state_of({"w": {"error": np.full((2,), value, "float16")}})
+        for value in (60000.0, 60000.0, 1.0, 1.0)
+    ]
+    mean = checkpoint.mean_of_replicas(OPS, checkpoint.gather(OPS, states, {"error"}))["local"][
+        "w"
+    ]["error"]
     assert (mean.dtype, mean.tolist()) == (np.float16, [[np.float16(30000.5)] * 2])
 
 
@@ -117,7 +133,9 @@ MEMORIES = st.dictionaries(st.sampled_from(["q", "p", "error"]), st.integers(0, 
 @settings(max_examples=25, deadline=None)
 @given(st.dictionaries(TEXTS, MEMORIES, max_size=4), st.integers(0, 2**40), st.booleans())
 def test_flat_names_come_apart_again_whatever_a_parameter_is_called(memories, steps, portable):
-    tensors = {name: {k: np.full((n,), n) for k, n in memory.items()} for name, memory in memories.items()}
+    tensors = {
+        name: {k: np.full((n,), n) for k, n in memory.items()} for name, memory in memories.items()
+    }
     state = state_of(tensors, step=steps, shared={"phase": np.int32(1)})
     state |= {"local": tensors, "replicas": 3} if portable else {}
     arrays, metadata = checkpoint.flatten(state)
@@ -141,11 +159,16 @@ def test_what_does_not_fit_is_named_and_the_rest_kept():
     for word in ("'gone'", "'fresh'", "'narrow'", "(24, 16)", "PowerSGD(rank=2"):
         assert word in str(difference)
     wide = {f"w{i}": (24, 20) for i in range(9)}
-    many = checkpoint.fit(state | {"tensors": init(old, **wide).tensors}, repr(new), init(new, **wide))[1]
+    many = checkpoint.fit(
+        state | {"tensors": init(old, **wide).tensors}, repr(new), init(new, **wide)
+    )[1]
     assert len(many.reshaped) == 9
     assert str(many).endswith("; and 7 more")
     # The error is of any rank; a factor has one. Nothing of another shape is taken over.
-    assert {name: set(memory) for name, memory in kept.tensors.items()} == {"same": {"error"}, "narrow": set()}
+    assert {name: set(memory) for name, memory in kept.tensors.items()} == {
+        "same": {"error"},
+        "narrow": set(),
+    }
     assert set(kept.shared) == {"phase"}
     assert not checkpoint.fit(state, repr(old), then)[1]
 
@@ -165,7 +188,9 @@ def test_memory_that_is_not_finite_is_refused_by_name(value, dtype):
     assert not checkpoint.fit(one, configuration, current)[1]
     for key in ("q", "error"):
         with pytest.raises(ValueError, match=rf"memory '{key}' of parameter 'conv' holds"):
-            checkpoint.fit(not_finite_in(one, "tensors", "conv", key, value), configuration, current)
+            checkpoint.fit(
+                not_finite_in(one, "tensors", "conv", key, value), configuration, current
+            )
     # Of another replica's as well, so that all of them refuse it.
     damaged = not_finite_in(everyone, "local", "w", "error", value)
     for replica in range(3):
@@ -203,7 +228,9 @@ def test_names_move():
     moved = checkpoint.renamed(state, names, algorithm="other", tensor=turned)
     assert moved["algorithm"] == "other"
     assert set(moved["tensors"]) == set(moved["local"]) == {"Dense_0/kernel", "Conv_0/kernel"}
-    np.testing.assert_array_equal(moved["local"]["Dense_0/kernel"]["error"], state["local"]["w"]["error"].mT)
+    np.testing.assert_array_equal(
+        moved["local"]["Dense_0/kernel"]["error"], state["local"]["w"]["error"].mT
+    )
     assert set(state["tensors"]) == {"w", "conv"}
 
 
@@ -216,7 +243,10 @@ def test_no_other_cut_sends_less(shape, data):
     stacked = data.draw(st.integers(0, len(shape) - 2))
     view = view_of("w", shape, stacked)
     assert view.batch == shape[:stacked]
-    others = [math.prod(shape[stacked:cut]) + math.prod(shape[cut:]) for cut in range(stacked + 1, len(shape))]
+    others = [
+        math.prod(shape[stacked:cut]) + math.prod(shape[cut:])
+        for cut in range(stacked + 1, len(shape))
+    ]
     cut = stacked + 1 + others.index(min(others))
     assert (view.rows, view.columns) == (shape[stacked:cut], shape[cut:])
 
@@ -237,9 +267,13 @@ def test_a_shape_that_knows_of_its_stack_is_a_shape():
 @given(st.sampled_from([{}, {"half_step": True}, {"transpose": ("w",)}]))
 def test_what_the_framework_knew_at_init_is_known_in_every_step(options):
     shape, algorithm = (3, 2, 10, 16), PowerSGD(1, **options)
-    hinted, told = (Simulator(a, {"w": shape}, 2) for a in (algorithm, PowerSGD(1, stacked={"w": 2}, **options)))
+    hinted, told = (
+        Simulator(a, {"w": shape}, 2) for a in (algorithm, PowerSGD(1, stacked={"w": 2}, **options))
+    )
     for state in hinted.states:
-        memory = algorithm.init(NumpyOps(), {"w": Spec(StackedShape(shape, 2), "float64")}).tensors["w"]
+        memory = algorithm.init(NumpyOps(), {"w": Spec(StackedShape(shape, 2), "float64")}).tensors[
+            "w"
+        ]
         state.tensors["w"] = memory
     rng = np.random.default_rng(0)
     for _ in range(3):
@@ -252,10 +286,15 @@ def test_what_the_framework_knew_at_init_is_known_in_every_step(options):
 def test_the_options_that_gave_a_factor_are_found(shape, transposed, data):
     stacked = data.draw(st.integers(0, len(shape) - 2))
     rows = data.draw(st.integers(1, len(shape) - stacked - 1))
-    view = View(shape[:stacked], shape[stacked : stacked + rows], shape[stacked + rows :], transposed)
+    view = View(
+        shape[:stacked], shape[stacked : stacked + rows], shape[stacked + rows :], transposed
+    )
     factor = (*view.stack, 2, view.sides[1])
     options = eval(f"dict({reproducing('w', shape, factor)})")
-    again = (PowerSGD(1, transpose=("w",) * turned, **options).view_of("w", shape) for turned in (False, True))
+    again = (
+        PowerSGD(1, transpose=("w",) * turned, **options).view_of("w", shape)
+        for turned in (False, True)
+    )
     assert (view.stack, view.sides[1]) in [(found.stack, found.sides[1]) for found in again]
 
 
@@ -264,7 +303,14 @@ def test_a_state_of_another_view_is_refused_with_what_to_do():
     before, now = PowerSGD(2, rows={"conv": 1}), PowerSGD(2)
     specs = {"conv": Spec((8, 3, 16), "float64"), "w": Spec((20, 16), "float64")}
     old, new = (a.init(NumpyOps(), specs) for a in (before, now))
-    saved = {"format": 1, "kind": "compressor", "algorithm": repr(now), "step": 3, "shared": {}, "tensors": old.tensors}
+    saved = {
+        "format": 1,
+        "kind": "compressor",
+        "algorithm": repr(now),
+        "step": 3,
+        "shared": {},
+        "tensors": old.tensors,
+    }
     kept, difference = checkpoint.fit(saved, repr(now), new)
     assert not difference.algorithm
     assert "'q': ('float', (2, 48))" in str(difference)
@@ -289,7 +335,10 @@ def test_a_step_with_memory_of_another_view_is_refused_by_name(half_step):
     simulator = Simulator(PowerSGD(2, half_step=half_step), {"conv": (8, 3, 16)}, 1)
     old = Simulator(PowerSGD(2, rows={"conv": 1}, half_step=half_step), {"conv": (8, 3, 16)}, 1)
     simulator.states[0].tensors = old.states[0].tensors
-    with pytest.raises(ValueError, match=r"memory of parameter 'conv' holds a factor of shape \(2, 48\).*'conv': 1}"):
+    with pytest.raises(
+        ValueError,
+        match=r"memory of parameter 'conv' holds a factor of shape \(2, 48\).*'conv': 1}",
+    ):
         simulator.step([{"conv": np.ones((8, 3, 16))}])
 
 
@@ -301,25 +350,43 @@ def numbered(shape, start=0):
     return np.arange(start, start + math.prod(shape), dtype=np.float32).reshape(shape)
 
 
-KINDS = {  # of modules: names here and there, shapes in torch and in Flax of n, m, heads h and a window, and how an array of torch lies in Flax
+# of modules: names here and there, shapes in torch and in Flax of n, m, heads h and a window, and
+# how an array of torch lies in Flax
+KINDS = {
     "weight/kernel": lambda n, m, h, w: ((n, m), (m, n), lambda x: x.T),
     "weight/embedding": lambda n, m, h, w: ((h, m), (h, m), lambda x: x),
     "weight/scale": lambda n, m, h, w: ((m,), (m,), lambda x: x),
     "bias/bias": lambda n, m, h, w: ((n,), (n,), lambda x: x),
-    "weight/kernel heads": lambda n, m, h, w: ((h * n, m), (m, h, n), lambda x: x.T.reshape(m, h, n)),
+    "weight/kernel heads": lambda n, m, h, w: (
+        (h * n, m),
+        (m, h, n),
+        lambda x: x.T.reshape(m, h, n),
+    ),
     "weight/kernel out": lambda n, m, h, w: ((m, h * n), (h, n, m), lambda x: x.T.reshape(h, n, m)),
     "bias/bias heads": lambda n, m, h, w: ((h * n,), (h, n), lambda x: x.reshape(h, n)),
-    "weight/kernel window": lambda n, m, h, w: ((n, m, *w), (*w, m, n), lambda x: np.moveaxis(x, (0, 1), (-1, -2))),
+    "weight/kernel window": lambda n, m, h, w: (
+        (n, m, *w),
+        (*w, m, n),
+        lambda x: np.moveaxis(x, (0, 1), (-1, -2)),
+    ),
     "position/position": lambda n, m, h, w: ((n, m), (n, m), lambda x: x),
 }
 
 
 @st.composite
 def flax_models(draw):
-    """Shapes in torch and in Flax, and how an array of torch lies in Flax, written out by hand for each kind of module."""
+    """Shapes in torch and in Flax, and how an array of torch lies in Flax, written out by hand for
+    each kind of module."""
     torch, flax, turned = {}, {}, {}
-    sizes = draw(SIZES), draw(SIZES), draw(SIZES), tuple(draw(st.lists(SIZES, min_size=1, max_size=3)))
-    for i, kind in enumerate(draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, unique=True))):
+    sizes = (
+        draw(SIZES),
+        draw(SIZES),
+        draw(SIZES),
+        tuple(draw(st.lists(SIZES, min_size=1, max_size=3))),
+    )
+    for i, kind in enumerate(
+        draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, unique=True))
+    ):
         here, there, turn = KINDS[kind](*sizes)
         ours, theirs = kind.partition(" ")[0].split("/")
         how = draw(st.sampled_from(["once", "stacked", "ended", "alone"]))
@@ -328,10 +395,14 @@ def flax_models(draw):
         if how == "stacked":
             name = f"a/m{i}/{theirs}"
             flax[name] = (LAYERS, *there)
-            turned[name] = lambda x, mine=mine, turn=turn: np.stack([turn(x[each]) for each in mine])
+            turned[name] = lambda x, mine=mine, turn=turn: np.stack(
+                [turn(x[each]) for each in mine]
+            )
             continue
         for k, each in enumerate(mine):
-            name = {"once": f"m{i}/{theirs}", "ended": f"a_{k}/m{i}/{theirs}"}.get(how, f"a/{k}/m{i}/{theirs}")
+            name = {"once": f"m{i}/{theirs}", "ended": f"a_{k}/m{i}/{theirs}"}.get(
+                how, f"a/{k}/m{i}/{theirs}"
+            )
             flax[name], turned[name] = there, lambda x, each=each, turn=turn: turn(x[each])
     return torch, flax, turned
 
@@ -340,7 +411,9 @@ def flax_models(draw):
 def test_parameters_go_there_and_come_back(model):
     torch, flax, turned = model
     names = FlaxNames(torch, flax)
-    torch_arrays = {name: numbered(shape, 1000 * i) for i, (name, shape) in enumerate(torch.items())}
+    torch_arrays = {
+        name: numbered(shape, 1000 * i) for i, (name, shape) in enumerate(torch.items())
+    }
     there = names.to_flax(torch_arrays)
     assert {name: x.shape for name, x in there.items()} == flax
     for name, x in there.items():
@@ -351,7 +424,8 @@ def test_parameters_go_there_and_come_back(model):
         np.testing.assert_array_equal(x, torch_arrays[name])
 
 
-#: The matrix of one convolution is square, so that the lengths of its factors do not tell them apart.
+#: The matrix of one convolution is square, so that the lengths of its factors do not tell them
+#: apart.
 TORCH = {"conv.weight": (6, 4, 3, 5), "conv.bias": (6,), "square.weight": (16, 4, 2, 2)} | {
     f"a.{i}.up.weight": (8, 12) for i in range(2)
 }
@@ -370,7 +444,13 @@ def flax_state(rows=2, rank=2):
         p, q = numbered((rank, shape[0]), i), numbered((rank, math.prod(shape[1:])), i + 1)
         tensors[name] = {"p": p, "q": q}
         local[name] = {"error": np.stack([(p.T @ q).reshape(shape) + row for row in range(rows)])}
-    start = {"format": 1, "kind": "compressor", "algorithm": "PowerSGD(rank=2)", "step": 3, "replicas": rows}
+    start = {
+        "format": 1,
+        "kind": "compressor",
+        "algorithm": "PowerSGD(rank=2)",
+        "step": 3,
+        "replicas": rows,
+    }
     return start | {"shared": {"clip": np.float32(1)}, "tensors": tensors, "local": local}
 
 
@@ -379,7 +459,8 @@ def test_a_state_follows_the_parameters():
     there = NAMES.state_to_flax(state, algorithm)
     assert there["algorithm"] == repr(algorithm)
     assert there["tensors"]["a/up/kernel"]["q"].shape == (2, 2, 12)
-    # In Flax too the factors, transposed, make the matrix that the error is of: (in, out), or (window · in, out).
+    # In Flax too the factors, transposed, make the matrix that the error is of: (in, out), or
+    # (window · in, out).
     for name in ("conv/kernel", "square/kernel", "a/up/kernel"):
         p, q = (there["tensors"][name][key] for key in "pq")
         for row, error in enumerate(there["local"][name]["error"]):
@@ -406,19 +487,34 @@ def torch_arrays(without=()):
     ("call", "words"),
     [
         (lambda: FlaxNames(named_otherwise(TORCH, "conv", "cnn"), FLAX), "'cnn.weight'"),
-        (lambda: FlaxNames(named_otherwise(TORCH, "weight", "in_proj_weight"), FLAX), "'conv.in_proj_weight'"),
+        (
+            lambda: FlaxNames(named_otherwise(TORCH, "weight", "in_proj_weight"), FLAX),
+            "'conv.in_proj_weight'",
+        ),
         (lambda: FlaxNames(TORCH | {"conv.weight": (4, 6, 3, 5)}, FLAX), "'conv.weight'"),
-        (lambda: FlaxNames({n: s for n, s in TORCH.items() if n != "conv.bias"}, FLAX), "'conv/bias'"),
-        (lambda: FlaxNames({n: s for n, s in TORCH.items() if n != "a.1.up.weight"}, FLAX), "'a/up/kernel'"),
+        (
+            lambda: FlaxNames({n: s for n, s in TORCH.items() if n != "conv.bias"}, FLAX),
+            "'conv/bias'",
+        ),
+        (
+            lambda: FlaxNames({n: s for n, s in TORCH.items() if n != "a.1.up.weight"}, FLAX),
+            "'a/up/kernel'",
+        ),
         (lambda: FlaxNames(TORCH | {"a.2.up.weight": (8, 12)}, FLAX), "'a/up/kernel'"),
-        (lambda: FlaxNames({"m.weight": (3,)}, {"m": {"scale": (3,), "embedding": (3,)}}), "'m.weight'"),
+        (
+            lambda: FlaxNames({"m.weight": (3,)}, {"m": {"scale": (3,), "embedding": (3,)}}),
+            "'m.weight'",
+        ),
         (lambda: FlaxNames(TORCH | {f"a.{'1' * 5000}.up.weight": (8, 12)}, FLAX), "'a.1111"),
         (lambda: NAMES.to_flax({"nobody": 1.0}), "'nobody'"),
         (lambda: NAMES.to_flax(torch_arrays() | {"conv.bias": np.zeros(5)}), "'conv.bias'"),
         (lambda: NAMES.to_flax(torch_arrays(without=["a.0.up.weight"])), "'a.0.up.weight'"),
         (lambda: NAMES.to_torch({"conv/weight": np.zeros(6)}), "'conv/weight'"),
         (lambda: NAMES.to_torch({"conv/bias": np.zeros(5)}), "'conv/bias'"),
-        (lambda: NAMES.state_to_flax({"kind": "sharded_optimizer"}, PowerSGD(2)), "kind='sharded_optimizer'"),
+        (
+            lambda: NAMES.state_to_flax({"kind": "sharded_optimizer"}, PowerSGD(2)),
+            "kind='sharded_optimizer'",
+        ),
         (damaged("tensors", "nobody", {"q": np.zeros((2, 3))}), "'nobody'"),
         (damaged("tensors", "conv.weight", {"q": np.zeros((2, 61))}), "'conv/kernel'"),
         (damaged("tensors", "a.0.up.weight", {"q": np.zeros((2, 12))}), "'a.1.up.weight'"),

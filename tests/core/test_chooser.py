@@ -15,8 +15,8 @@ from gradwire.core.advise.choosing.step_clock import clocked
 from gradwire.core.advise.cost import Cost, cost_of
 from gradwire.core.advise.probe import Level
 
-#: Seconds of a step of uncompressed averages, and of others in the order of advice: on links of about
-#: 100 Mbit/s and 1 Gbit/s, and where nothing waits for messages.
+#: Seconds of a step of uncompressed averages, and of others in the order of advice: on links of
+#: about 100 Mbit/s and 1 Gbit/s, and where nothing waits for messages.
 SLOW, MIDDLE, FAST = (1.1, 0.3, 0.42, 0.6), (0.5, 0.34, 0.36, 0.42), (0.3, 0.38, 0.36, 0.54)
 STEPS = 10_000
 #: Steps of a burst.
@@ -71,7 +71,9 @@ TRACES = {
 }
 
 
-@pytest.mark.parametrize(("name", "late"), [*((name, 1) for name in TRACES), ("100 Mbit/s", 2), ("becomes slow", 2)])
+@pytest.mark.parametrize(
+    ("name", "late"), [*((name, 1) for name in TRACES), ("100 Mbit/s", 2), ("becomes slow", 2)]
+)
 def test_choosing_costs_little(name: str, late: int) -> None:
     noise = np.random.default_rng(len(name)).normal(0, 0.03, TRACES[name].shape)
     trace = (TRACES[name] * np.exp(noise)).tolist()
@@ -100,16 +102,20 @@ def test_any_constant_link(ratios: list[float], noise: float, seed: int) -> None
     seconds = np.array([1.0, *ratios])
     factors = np.exp(np.random.default_rng(seed).normal(0, noise, (1000, len(seconds)))).tolist()
     chooser = Chooser(len(seconds))
-    total, methods = clocked(chooser, lambda step, method, now: seconds[method] * factors[step][method], 1000)
+    total, methods = clocked(
+        chooser, lambda step, method, now: seconds[method] * factors[step][method], 1000
+    )
     ordered = np.sort(seconds)
     if noise < 0.1 and ordered[0] * 1.3 < ordered[1]:
         assert chooser.chosen == int(np.argmin(seconds))
-        assert total <= 1.02 * 1000 * ordered[0] + 45  # in the worst order: the prior is there to spare this
+        # in the worst order: the prior is there to spare this
+        assert total <= 1.02 * 1000 * ordered[0] + 45
     assert methods[:5] == [0] * 5
 
 
 def test_equal_times_give_equal_choices_and_a_pause_does_not_count() -> None:
-    """As replicas that observe the same do; a step in which somebody paused is left out, and nothing rests on it."""
+    """As replicas that observe the same do; a step in which somebody paused is left out, and
+    nothing rests on it."""
     rng = np.random.default_rng(0)
     one, other = Chooser(3), Chooser(3)
     for step in range(400):
@@ -117,7 +123,11 @@ def test_equal_times_give_equal_choices_and_a_pause_does_not_count() -> None:
         assert method == other.advance()
         assert (one.timed, one.shared) == (other.timed, other.shared)
         if one.shared:
-            seconds = None if step % 7 == 0 else (1.0, 0.5, 0.8)[method] * float(np.exp(rng.normal(0, 0.03)))
+            seconds = (
+                None
+                if step % 7 == 0
+                else (1.0, 0.5, 0.8)[method] * float(np.exp(rng.normal(0, 0.03)))
+            )
             one.observe(seconds)
             other.observe(seconds)
     assert one.chosen == 1
@@ -136,7 +146,11 @@ def test_a_test_errs_as_seldom_as_it_says() -> None:
     """Of equal methods, with any symmetric noise, in each direction; and six clear pairs decide."""
     rng = np.random.default_rng(0)
     runs = 150
-    for noise in (lambda: rng.standard_t(2), lambda: rng.choice([-1, 1]) * 0.3, lambda: rng.normal() * 0.01):
+    for noise in (
+        lambda: rng.standard_t(2),
+        lambda: rng.choice([-1, 1]) * 0.3,
+        lambda: rng.normal() * 0.01,
+    ):
         found = []
         for _ in range(runs):
             test = PairedTest()
@@ -152,13 +166,18 @@ def test_a_test_errs_as_seldom_as_it_says() -> None:
 
 
 def test_what_bursts_cost_counts_as_often_as_they_come() -> None:
-    """Plain averages are fastest without them, and slowest with them; and after one alone they are chosen again."""
+    """Plain averages are fastest without them, and slowest with them; and after one alone they are
+    chosen again."""
     for gap, chosen in ((250, 1), (10_000, 0)):
         bursts = range(100, STEPS, gap)
 
         def seconds(step: int, method: int, now: float, bursts: range = bursts) -> float:
             noise = float(np.exp(np.random.default_rng([step, method]).normal(0, 0.03)))
-            return noise * ((9.0, 0.7)[method] if any(b <= step < b + BURST for b in bursts) else (0.38, 0.42)[method])
+            return noise * (
+                (9.0, 0.7)[method]
+                if any(b <= step < b + BURST for b in bursts)
+                else (0.38, 0.42)[method]
+            )
 
         chooser = Chooser(2)
         _, methods = clocked(chooser, seconds, 5000)
@@ -171,13 +190,17 @@ def test_a_probe_says_in_which_order_methods_have_their_trials() -> None:
     specs = {"w": Spec((512, 512), "float32")}
     auto = Auto(loss="2%")
     methods = methods_of(auto, specs, 4)
-    computes = {method: 0.01 * (len(methods) - i) for i, method in enumerate(methods)}  # less where more is sent
+    # less where more is sent
+    computes = {method: 0.01 * (len(methods) - i) for i, method in enumerate(methods)}
 
     def cost(method: Any) -> Cost:
         return cost_of(method, specs, 4, lambda own: [computes[method]])
 
     assert expected_order(auto, methods, cost) == list(range(len(methods)))
-    for seconds, expected in ((1e-9, [0, *range(len(methods) - 1, 0, -1)]), (10.0, list(range(len(methods))))):
+    for seconds, expected in (
+        (1e-9, [0, *range(len(methods) - 1, 0, -1)]),
+        (10.0, list(range(len(methods)))),
+    ):
         samples = ((1, 1e-6 * seconds), (1 << 20, seconds))
         probe = Probe("torch", "cpu", 4, 4, (Level("all", 4, samples, samples, 0.0),))
         assert expected_order(Auto(loss="2%", probe=probe), methods, cost) == expected

@@ -13,7 +13,16 @@ from gradwire.core.plan.expressions import parse_algorithm
 from gradwire.core.simulate.doctor import kernels, messages
 from gradwire.core.simulate.doctor.methods import QUICK, WHOLE, chosen
 from gradwire.core.simulate.doctor.processes import Job, run_job
-from gradwire.core.simulate.doctor.report import FAULT, NOTE, OK, SKIPPED, Fault, Report, Row, Section
+from gradwire.core.simulate.doctor.report import (
+    FAULT,
+    NOTE,
+    OK,
+    SKIPPED,
+    Fault,
+    Report,
+    Row,
+    Section,
+)
 
 #: A process of the doctor, which does what its arguments say.
 SPEAKER = """
@@ -42,23 +51,35 @@ def speaker(tmp_path, monkeypatch):
 
 def ran(module, *arguments, seconds=200.0, environment=({}, {})):
     report = Report(show=lambda row: None)
-    run_job(Job("part", module, arguments, environment[: len(arguments)], seconds), report.add, report.add_machine)
+    run_job(
+        Job("part", module, arguments, environment[: len(arguments)], seconds),
+        report.add,
+        report.add_machine,
+    )
     return report
 
 
 def test_rows_of_the_first_process_and_faults_of_others(speaker):
     first, second = [("a", OK), ("b", NOTE)], [("a", OK), ("b", FAULT)]
     report = ran(speaker, {"rows": first}, {"rows": second}, environment=({"SAID": "one"}, {}))
-    assert sorted((row.check, row.verdict) for row in report.rows) == [("a", OK), ("b", NOTE), ("b, process 1", FAULT)]
+    assert sorted((row.check, row.verdict) for row in report.rows) == [
+        ("a", OK),
+        ("b", NOTE),
+        ("b, process 1", FAULT),
+    ]
     assert [row.check for row in report.faults] == ["b, process 1"]
-    assert sorted((each["process"], each["selfcheck"], each["said"]) for each in report.machine) == [
+    assert sorted(
+        (each["process"], each["selfcheck"], each["said"]) for each in report.machine
+    ) == [
         (0, "0", "one"),
         (1, "0", ""),
     ]
 
 
 def test_a_process_that_fails_is_a_fault(speaker):
-    (fault,) = ran(speaker, {"rows": [("a", OK)], "fails": True}, {"rows": [], "hangs": True}).faults
+    (fault,) = ran(
+        speaker, {"rows": [("a", OK)], "fails": True}, {"rows": [], "hangs": True}
+    ).faults
     assert fault.check == "process 0"
     assert fault.detail == "it ended with status 1 after a; it said: a warning | it broke"
 
@@ -77,7 +98,9 @@ def test_the_report_is_written_after_each_row(tmp_path):
     report = Report(path=path, show=shown.append)
     for n in range(3):
         report.add(Row("part", f"check {n}", OK))
-        assert [row["check"] for row in json.loads(path.read_text())["rows"]] == [f"check {i}" for i in range(n + 1)]
+        assert [row["check"] for row in json.loads(path.read_text())["rows"]] == [
+            f"check {i}" for i in range(n + 1)
+        ]
     assert [row.check for row in shown] == ["check 0", "check 1", "check 2"]
 
 
@@ -108,7 +131,8 @@ def test_algorithms_by_name_and_in_lists():
     assert chosen(None, quick=True) == QUICK
     assert chosen(None, quick=False) == WHOLE
     assert chosen([TopK(4)], quick=True) == (TopK(4),)
-    assert [parse_algorithm(repr(algorithm)) for algorithm in WHOLE] == list(WHOLE)  # as processes are told
+    # as processes are told
+    assert [parse_algorithm(repr(algorithm)) for algorithm in WHOLE] == list(WHOLE)
     with pytest.raises(TypeError, match="algorithms=LocalSGD"):
         gradwire.doctor([diloco(30)])
 
@@ -166,7 +190,8 @@ def test_wrong_arguments_are_refused(arguments, said, tmp_path, capsys, monkeypa
 
 @pytest.mark.slow
 def test_the_command_finds_a_fault(tmp_path, capsys, monkeypatch):
-    """One that is planted in all of torch's processes. Without one README.md runs it, in torch and in JAX."""
+    """One that is planted in all of torch's processes. Without one README.md runs it, in torch and
+    in JAX."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sitecustomize.py").write_text(PLANTED)
     monkeypatch.setattr("gradwire.doctoring.FRAMEWORKS", ("torch",))
@@ -176,7 +201,10 @@ def test_the_command_finds_a_fault(tmp_path, capsys, monkeypatch):
         main(["doctor", "--quick", "-a", "Sign()"])
     said, report = capsys.readouterr().out, json.loads((tmp_path / "doctor.json").read_text())
     assert ended.value.code == 1, said
-    assert {row["part"] for row in report["rows"]} >= {"torch, 2 ranks, gloo, cpu", "torch, kernels, cpu"}
+    assert {row["part"] for row in report["rows"]} >= {
+        "torch, 2 ranks, gloo, cpu",
+        "torch, kernels, cpu",
+    }
     wrong = {row["check"] for row in report["rows"] if row["verdict"] == FAULT}
     planted = {"bits there and back [256, 512]", "signs of several tensors there and back"}
     assert wrong == planted | {"Sign()", "Sign(), process 1"}

@@ -1,4 +1,5 @@
-"""What is remembered: under a compressor of a user, in its dtype, of clipped gradients, and in steps with an inf or NaN where it is easily lost."""
+"""What is remembered: under a compressor of a user, in its dtype, of clipped gradients, and in
+steps with an inf or NaN where it is easily lost."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -15,7 +16,8 @@ from tests.methods import METHODS
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Threshold(Compressor):
-    """Keeps the elements above a part of the largest; in dense arrays. Counts its steps in a memory that all replicas share."""
+    """Keeps the elements above a part of the largest; in dense arrays. Counts its steps in a memory
+    that all replicas share."""
 
     part: float = 0.5
 
@@ -40,9 +42,14 @@ def test_a_compressors_own_memory_counts_only_finite_compressed_steps():
 
 
 def test_half_precision_gradients_under_dense_compressors():
-    """The rest `x - sent` in bfloat16, where NumPy's products of array and number come out in float32."""
-    for dtype, ops, decay in itertools.product(("bfloat16", "float16"), (NumpyOps(), PoisonOps()), (True, 0.5)):
-        simulator = Simulator(Threshold(error_feedback=decay), {"w": (3,)}, replicas=2, dtype=dtype, ops=ops)
+    """The rest `x - sent` in bfloat16, where NumPy's products of array and number come out in
+    float32."""
+    for dtype, ops, decay in itertools.product(
+        ("bfloat16", "float16"), (NumpyOps(), PoisonOps()), (True, 0.5)
+    ):
+        simulator = Simulator(
+            Threshold(error_feedback=decay), {"w": (3,)}, replicas=2, dtype=dtype, ops=ops
+        )
         simulator.step([{"w": [4.0, 1.0, -3.0]}, {"w": [4.0, 1.0, -3.0]}])
         error = simulator.states[1].tensors["w"]["error"]
         assert error.dtype.name == dtype
@@ -50,12 +57,17 @@ def test_half_precision_gradients_under_dense_compressors():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("options", [{}, {"half_step": True}, {"square": True}, {"warm_start": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"half_step": True}, {"square": True}, {"warm_start": False}]
+)
 def test_state_dtype_means_that_all_arithmetic_is_in_that_dtype(dtype, options):
-    """Half-precision gradients with float32 memory: as if they had been float32, except for the result's last rounding, which the errors hold."""
+    """Half-precision gradients with float32 memory: as if they had been float32, except for the
+    result's last rounding, which the errors hold."""
     shape, rng = (16, 12), np.random.default_rng(0)
     wide = Simulator(PowerSGD(2, **options), {"w": shape}, replicas=2, dtype="float32")
-    half = Simulator(PowerSGD(2, state_dtype="float32", **options), {"w": shape}, replicas=2, dtype=dtype)
+    half = Simulator(
+        PowerSGD(2, state_dtype="float32", **options), {"w": shape}, replicas=2, dtype=dtype
+    )
     for _ in range(6):
         gradients = [{"w": rng.normal(size=shape).astype(dtype)} for _ in range(2)]
         result = half.step(gradients)["w"]
@@ -64,7 +76,9 @@ def test_state_dtype_means_that_all_arithmetic_is_in_that_dtype(dtype, options):
         np.testing.assert_array_equal(result, average.astype(dtype))
         assert half.traffic == wide.traffic
         for a, b in zip(half.states, wide.states, strict=True):
-            b.tensors["w"]["error"] = b.tensors["w"]["error"] + (average - result.astype(np.float32))
+            b.tensors["w"]["error"] = b.tensors["w"]["error"] + (
+                average - result.astype(np.float32)
+            )
             for key in b.tensors["w"]:
                 assert a.tensors["w"][key].dtype == np.float32
                 np.testing.assert_array_equal(a.tensors["w"][key], b.tensors["w"][key])
@@ -78,8 +92,12 @@ def widened(algorithm, dtype="float32"):
 
 
 def lost(algorithm, dtype, steps, shape=(24, 16), replicas=4):
-    """Of the sum of all mean gradients, the part that is in neither the averages nor the mean error."""
-    simulator, rng = Simulator(algorithm, {"w": shape}, replicas, dtype=dtype), np.random.default_rng(0)
+    """Of the sum of all mean gradients, the part that is in neither the averages nor the mean
+    error."""
+    simulator, rng = (
+        Simulator(algorithm, {"w": shape}, replicas, dtype=dtype),
+        np.random.default_rng(0),
+    )
     total, summed, base = 0.0, 0.0, rng.standard_normal(shape)
     for _ in range(steps):
         gradients = (base + rng.standard_normal((replicas, *shape))).astype(dtype)
@@ -89,7 +107,8 @@ def lost(algorithm, dtype, steps, shape=(24, 16), replicas=4):
     return np.linalg.norm(total + error - summed) / np.linalg.norm(summed)
 
 
-#: Whose averages and errors add up to the gradients; what is said of parameters by name has no other program.
+#: Whose averages and errors add up to the gradients; what is said of parameters by name has no
+#: other program.
 WHOLE = {
     name: method.algorithm
     for name, method in METHODS.items()
@@ -103,7 +122,8 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_of_gradients_in_16_bits_memory_in_32_loses_nothing(name, dtype):
     algorithm = replace(WHOLE[name], start_step=0)
-    ways = (algorithm,) if name == "int8" else (algorithm, Weighted(algorithm))  # whose maximum counts all alike
+    # whose maximum counts all alike
+    ways = (algorithm,) if name == "int8" else (algorithm, Weighted(algorithm))
     for each in ways:
         assert lost(widened(each), dtype, steps=20) < 1e-6
     assert lost(algorithm, dtype, steps=20) > 1e-5
@@ -111,7 +131,9 @@ def test_of_gradients_in_16_bits_memory_in_32_loses_nothing(name, dtype):
 
 def test_two_levels_lose_what_a_plain_average_within_a_node_rounds_off():
     found = {"float32": lost(TwoLevel(PowerSGD(2), 2), "float32", 20)}
-    found |= {each: lost(widened(TwoLevel(PowerSGD(2), 2)), each, 20) for each in ("bfloat16", "float16")}
+    found |= {
+        each: lost(widened(TwoLevel(PowerSGD(2), 2)), each, 20) for each in ("bfloat16", "float16")
+    }
     assert found["float32"] < 1e-6 < 1e-5 < found["float16"] < found["bfloat16"] < 1e-3
 
 
@@ -156,7 +178,9 @@ def same(a, b, rtol=1e-12):
 def test_it_is_clipping_by_hand(options):
     """Of each replica by itself, over all tensors, the uncompressed ones too."""
     clips, plain = PowerSGD(2, max_norm=20.0, **options), PowerSGD(2, **options)
-    ours, by_hand, unclipped = (Simulator(algorithm, SHAPES, replicas=3) for algorithm in (clips, plain, plain))
+    ours, by_hand, unclipped = (
+        Simulator(algorithm, SHAPES, replicas=3) for algorithm in (clips, plain, plain)
+    )
     rng = np.random.default_rng(0)
     for _ in range(5):
         step = gradients(rng, scales=(0.5, 1.0, 8.0))
@@ -180,15 +204,20 @@ def test_a_factor_beyond_half_precision(dtype):
     ("algorithm", "filled"),
     [
         (PowerSGD(2), {(0, "w"): INF, (1, "w"): -INF}),  # opposite infinities do not cancel
-        # Finite on every replica, but not its product with the factor; finite in float32, beyond 65504.
+        # Finite on every replica, but not its product with the factor; finite in float32, beyond
+        # 65504.
         (PowerSGD(2, min_compression_rate=0.1), {(r, "w"): 3e38 for r in range(3)}),
         (WireDtype(PowerSGD(2), "float16"), {(1, "w"): 1e6}),
         (WireDtype(PowerSGD(2), "float16"), {(1, "b"): 1e6}),
         (PowerSGD(2, half_step=True), {(1, "b"): np.nan}),  # alone, it stops the phase
         (PowerSGD(2, state_dtype="float64"), {(2, "scalar"): -INF}),
         (WireDtype(PowerSGD(2), "bfloat16"), {(0, "conv"): np.nan}),
-        # What is not finite, or has a norm that overflows, is not clipped to something that is: here and in every other tensor.
-        *((PowerSGD(2, max_norm=1.0), {(1, name): x}) for name, x in (("w", INF), ("b", -INF), ("scalar", np.nan))),
+        # What is not finite, or has a norm that overflows, is not clipped to something that is:
+        # here and in every other tensor.
+        *(
+            (PowerSGD(2, max_norm=1.0), {(1, name): x})
+            for name, x in (("w", INF), ("b", -INF), ("scalar", np.nan))
+        ),
         (PowerSGD(2, max_norm=1.0), {(0, name): 1e25 for name in SHAPES}),
     ],
 )
@@ -199,7 +228,10 @@ def test_all_replicas_skip_it_with_no_more_messages(algorithm, filled):
     before = [state.map(lambda x: x.tobytes()) for state in simulator.states]  # -0.0 is not 0.0
     averages = simulator.step(gradients(rng, filled))
     clips = getattr(algorithm, "max_norm", None) is not None
-    assert all(np.isnan(averages[name]).all() for name in (SHAPES if clips else simulator.states[0].tensors))
+    assert all(
+        np.isnan(averages[name]).all()
+        for name in (SHAPES if clips else simulator.states[0].tensors)
+    )
     assert not any(np.isfinite(averages[name]).any() for _, name in filled)
     assert [state.map(lambda x: x.tobytes()) for state in simulator.states] == before
     traffic = simulator.traffic
@@ -207,7 +239,8 @@ def test_all_replicas_skip_it_with_no_more_messages(algorithm, filled):
     assert simulator.traffic == traffic
 
 
-#: What becomes of every third gradient: one that is finite, and so large that the error which it leaves may overflow in a later step.
+#: What becomes of every third gradient: one that is finite, and so large that the error which it
+#: leaves may overflow in a later step.
 OUTLIERS = {"row": np.s_[3], "column": np.s_[:, 5], "all": np.s_[:]}
 
 
@@ -227,7 +260,8 @@ OUTLIERS = {"row": np.s_[3], "column": np.s_[:, 5], "all": np.s_[:]}
 )
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_training_goes_on_after_outliers(algorithm, dtype):
-    """A step that is not finite leaves the error as it is, and it may be the error that is not sent."""
+    """A step that is not finite leaves the error as it is, and it may be the error that is not
+    sent."""
     largest = float(np.finfo(dtype).max)
     for (kind, where), seed in itertools.product(OUTLIERS.items(), (0, 1, 3)):
         rng = np.random.default_rng([seed, *kind.encode()])
@@ -237,6 +271,8 @@ def test_training_goes_on_after_outliers(algorithm, dtype):
             if 4 <= step < 10:
                 size = largest * rng.choice([1.0, 0.5, 0.1])
                 for g in given[: 4 if seed % 2 else 1]:
-                    g["w"][where] = size * (rng.choice([-1, 1], (32, 32))[where] if seed % 3 == 0 else 1)
+                    g["w"][where] = size * (
+                        rng.choice([-1, 1], (32, 32))[where] if seed % 3 == 0 else 1
+                    )
             average = simulator.step(given)["w"]
         assert np.isfinite(average).all(), (kind, seed)

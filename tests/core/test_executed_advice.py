@@ -1,4 +1,5 @@
-"""What an error message of the core tells its reader to write, written: a message without a row fails, and so does advice that does not work."""
+"""What an error message of the core tells its reader to write, written: a message without a row
+fails, and so does advice that does not work."""
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ SHAPES = {"w": (24, 16), "b": (7,)}
 
 
 def step(algorithm, replicas=4):
-    Simulator(algorithm, SHAPES, replicas).step([{n: np.ones(s) for n, s in SHAPES.items()}] * replicas)
+    Simulator(algorithm, SHAPES, replicas).step(
+        [{n: np.ones(s) for n, s in SHAPES.items()}] * replicas
+    )
 
 
 def abandoned(how):
@@ -43,19 +46,24 @@ def in_fragments(count, **options):
 
 
 TURNS = "tests/jax/test_local_sgd.py::test_a_turn_of_another_step_is_counted_and_refused"
-CHECKPOINTS = "tests/torch/test_ddp_features.py::test_gradients_are_averages_whatever_passes_there_are"
+CHECKPOINTS = (
+    "tests/torch/test_ddp_features.py::test_gradients_are_averages_whatever_passes_there_are"
+)
 SEEDS = "tests/cli/test_compare.py::test_a_comparison_that_was_stopped_goes_on"
 #: What a message tells → the same, done, or the test that does it where that takes a framework.
 ROWS = {
     "give an instance, such as PowerSGD(rank=4), AllReduce() or WireDtype(AllReduce(), 'bfloat16')": lambda: [
-        step(algorithm) for algorithm in (PowerSGD(rank=4), AllReduce(), WireDtype(AllReduce(), "bfloat16"))
+        step(algorithm)
+        for algorithm in (PowerSGD(rank=4), AllReduce(), WireDtype(AllReduce(), "bfloat16"))
     ],
     "Give it an argument `seed` to use, or seeds=1": SEEDS,
     "call end() or abandon() first": lambda: [abandoned(how) for how in ("end", "abandon")],
     "pass does not use them in every step, or the loss does not depend on all outputs: pass find_unused_parameters=True": "tests/torch/test_weights.py::test_unused_parameters_and_weights_share_a_message",
     "set requires_grad=False before wrapping the module.": "tests/torch/test_ddp_features.py::"
     "test_parameters_that_ddp_leaves_alone_have_no_memory_and_are_not_sent",
-    "give OuterSGD(…), or what makes one of torch or Optax": lambda: local_step(LocalSGD(1, outer=OuterSGD(0.5))),
+    "give OuterSGD(…), or what makes one of torch or Optax": lambda: local_step(
+        LocalSGD(1, outer=OuterSGD(0.5))
+    ),
     "use {} at most, or eager=True, which gives it the whole period": lambda: [
         overlapped(overlap=3),
         overlapped(eager=True),
@@ -64,7 +72,9 @@ ROWS = {
         in_fragments(2),
         in_fragments(4, layout="size"),
     ],
-    "call `on_nodes_of(size)` first": lambda: LocalSGD(4, subgroup="node").on_nodes_of(2).subgroups(4),
+    "call `on_nodes_of(size)` first": lambda: (
+        LocalSGD(4, subgroup="node").on_nodes_of(2).subgroups(4)
+    ),
     "give that of the step, tx.turn(n), or one after the other of tx.turns(state)": TURNS,
     "take it from the transformation that averages: tx.turn(n) or tx.turns(state)": TURNS,
     "write it as PowerSGD(rank=4)": lambda: step(parse_algorithm("PowerSGD(rank=4)")),
@@ -73,12 +83,18 @@ ROWS = {
     ],
     "give the method itself, on the command line by --algorithm module:Class(…)": "tests/cli/test_compare.py::"
     "test_an_advice_of_a_method_of_ones_own",
-    "give an array, ops.asarray({}, 'float32')": lambda: PoisonOps().abs(PoisonOps().asarray(1.0, "float32")),
-    "pass watched=False": lambda: Reduce((np.ones(2),), donated=(False,), watched=False, groups=((0, 1), (2, 3))),
+    "give an array, ops.asarray({}, 'float32')": lambda: PoisonOps().abs(
+        PoisonOps().asarray(1.0, "float32")
+    ),
+    "pass watched=False": lambda: Reduce(
+        (np.ones(2),), donated=(False,), watched=False, groups=((0, 1), (2, 3))
+    ),
     "give square=True.": lambda: step(PowerSGD(1, square=True)),
     "give the same losses: make() seeds its generators itself": SEEDS,
     "give Training(..., evaluate=)": "tests/cli/test_compare.py::test_a_comparison_is_printed_kept_and_drawn",
-    "use OuterSGD(…) here, which is the same everywhere": lambda: local_step(diloco(1, outer=OuterSGD(0.5, 0.9))),
+    "use OuterSGD(…) here, which is the same everywhere": lambda: local_step(
+        diloco(1, outer=OuterSGD(0.5, 0.9))
+    ),
     "use `checkpoint(..., use_reentrant=False)`": CHECKPOINTS,
     "use `checkpoint(..., use_reentrant=False)`.": CHECKPOINTS,
     "give it to gradwire.torch_backend.register_comm_hook, in JAX to gradwire.jax_backend.AutoStep, and here one method, such as the one that it has chosen (handle.stats().choices)": "tests/torch/"

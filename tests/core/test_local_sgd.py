@@ -1,4 +1,5 @@
-"""Local SGD in the lock-step simulator, against what the papers say, written down by hand, and against torchft's and MuLoCo's numbers."""
+"""Local SGD in the lock-step simulator, against what the papers say, written down by hand, and
+against torchft's and MuLoCo's numbers."""
 
 import collections
 import json
@@ -14,7 +15,17 @@ from hypothesis import strategies as st
 
 import gradwire as gw
 from benchmarks.shapes import gpt
-from gradwire import AllReduce, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, Spec, WireDtype, diloco, plan
+from gradwire import (
+    AllReduce,
+    LocalSGD,
+    LocalSimulator,
+    OuterSGD,
+    PowerSGD,
+    Spec,
+    WireDtype,
+    diloco,
+    plan,
+)
 from gradwire.core.local_sgd.fragments import fragments_of, layers
 from gradwire.core.local_sgd.turns import all_turns, is_of_another_step
 from gradwire.core.plan.advice import warn_of_few_rounds
@@ -34,7 +45,11 @@ TARGETS = [{n: rng.standard_normal(shape) for n, shape in SHAPES.items()} for _ 
 
 def gradient(replica, step, p):
     noise = np.random.default_rng([replica, step])
-    return {n: (0.5 + 0.4 * replica) * (p[n] - TARGETS[replica][n]) + 0.1 * noise.standard_normal(SHAPES[n]) for n in p}
+    return {
+        n: (0.5 + 0.4 * replica) * (p[n] - TARGETS[replica][n])
+        + 0.1 * noise.standard_normal(SHAPES[n])
+        for n in p
+    }
 
 
 def sgd(replica, p, g):
@@ -59,7 +74,8 @@ def assert_close(mine, expected, rtol=1e-12):
 
 
 def assert_wandered(local, steps, meet, rtol=1e-10):
-    """By hand: each replica steps by itself, and `meet(step, parameters)` says where they all are then."""
+    """By hand: each replica steps by itself, and `meet(step, parameters)` says where they all are
+    then."""
     sim, ps = LocalSimulator(local, START, 4), [START] * 4
     for step in range(steps):
         sim.step([gradient(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
@@ -71,13 +87,21 @@ def assert_wandered(local, steps, meet, rtol=1e-10):
 @pytest.mark.parametrize(
     ("local", "period"),
     [
-        *((local, 1) for local in (LocalSGD(1), LocalSGD(1, outer=OuterSGD()), LocalSGD(9, start_step=50))),
-        *((LocalSGD(3, **options), 3) for options in ({}, {"outer": OuterSGD(1.0)}, {"compressor": AllReduce()})),
+        *(
+            (local, 1)
+            for local in (LocalSGD(1), LocalSGD(1, outer=OuterSGD()), LocalSGD(9, start_step=50))
+        ),
+        *(
+            (LocalSGD(3, **options), 3)
+            for options in ({}, {"outer": OuterSGD(1.0)}, {"compressor": AllReduce()})
+        ),
     ],
 )
 def test_averaging_now_and_then_by_hand(local, period):
     """After every step it is synchronous SGD."""
-    assert_wandered(local, 14, lambda step, ps: [average(ps)] * 4 if step % period == period - 1 else ps)
+    assert_wandered(
+        local, 14, lambda step, ps: [average(ps)] * 4 if step % period == period - 1 else ps
+    )
 
 
 def test_an_outer_optimizer_above_pairs_that_average_plainly():
@@ -100,11 +124,20 @@ HALF, PAIRS, EVERYONE = [], [(((0, 1), (2, 3)), 4)], [(None, 4)]
 @pytest.mark.parametrize(
     ("local", "expected", "equal"),
     [
-        # Two in pairs after every second step, all four after every fourth, where pairs are due as well and lose.
-        (LocalSGD({2: 2, 4: 4}), [HALF, PAIRS, HALF, EVERYONE] * 2 + [HALF], [True, False, False, False]),
+        # Two in pairs after every second step, all four after every fourth, where pairs are due as
+        # well and lose.
+        (
+            LocalSGD({2: 2, 4: 4}),
+            [HALF, PAIRS, HALF, EVERYONE] * 2 + [HALF],
+            [True, False, False, False],
+        ),
         # Gradients are averaged among all until the start, and then never again.
         (LocalSGD(100, start_step=5), [EVERYONE] * 5 + [[]] * 7, [True, False, False, False]),
-        (LocalSGD(100, start_step=5, subgroup=2), [EVERYONE] * 5 + [PAIRS] * 7, [True, True, False, False]),
+        (
+            LocalSGD(100, start_step=5, subgroup=2),
+            [EVERYONE] * 5 + [PAIRS] * 7,
+            [True, True, False, False],
+        ),
         (LocalSGD(100, start_step=5, subgroup=4), [EVERYONE] * 12, [True] * 4),
     ],
     ids=repr,
@@ -121,11 +154,15 @@ def test_exactly_these_messages_are_asked_for(local, expected, equal):
 
 
 def test_extras_travel_with_their_owners():
-    """Moments with their parameter's fragment, buffers with the first; as they are, whatever happens to parameters."""
+    """Moments with their parameter's fragment, buffers with the first; as they are, whatever
+    happens to parameters."""
     local = diloco(4, fragments=2)
     extras = {"w": {"moment": np.zeros((10, 8))}, "bn": {"": np.zeros(3)}}
     sim = LocalSimulator(local, START, 4, extras=extras)
-    part_of = {("w", "moment"): next(i for i, part in enumerate(local.parts(SPECS)) if "w" in part), ("bn", ""): 0}
+    part_of = {
+        ("w", "moment"): next(i for i, part in enumerate(local.parts(SPECS)) if "w" in part),
+        ("bn", ""): 0,
+    }
     for step in range(8):
         for r, mine in enumerate(sim.extras):
             for owner, key in part_of:
@@ -144,10 +181,16 @@ CONFIGURATIONS = {
     "overlap": diloco(6, fragments=3, overlap=5),
     "eager": diloco(6, fragments=3, eager=True, compressor=PowerSGD(2, min_compression_rate=1.0)),
     "power_sgd": LocalSGD(3, compressor=PowerSGD(2, min_compression_rate=1.0)),
-    "half step": diloco(3, fragments=2, compressor=PowerSGD(1, half_step=True, start_step=1, min_compression_rate=1.0)),
+    "half step": diloco(
+        3,
+        fragments=2,
+        compressor=PowerSGD(1, half_step=True, start_step=1, min_compression_rate=1.0),
+    ),
     "wire dtype": LocalSGD({2: 2, 4: 4}, subgroup=2, compressor=WireDtype(AllReduce(), "float16")),
     "buckets": LocalSGD(2, compressor=AllReduce(bucket_bytes=300)),
-    "no feedback": LocalSGD(2, compressor=PowerSGD(1, error_feedback=False, min_compression_rate=1.0)),
+    "no feedback": LocalSGD(
+        2, compressor=PowerSGD(1, error_feedback=False, min_compression_rate=1.0)
+    ),
     "by name": LocalSGD(4, fragments=2, compressor=PowerSGD({"w": 1}, min_compression_rate=1.0)),
 }
 
@@ -156,14 +199,18 @@ CONFIGURATIONS = {
 def test_the_plan_is_what_is_sent_and_no_array_is_used_after_it_was_given_away(name):
     local = CONFIGURATIONS[name]
     planned = plan(SHAPES, local, itemsize=8)
-    phases, late = (local.compressor.cycle, local.compressor.start_step) if local.compressor else (1, 0)
+    phases, late = (
+        (local.compressor.cycle, local.compressor.start_step) if local.compressor else (1, 0)
+    )
     first = local.start_step + local.levels(4)[0].period * late
     sent, steps, extras = [], first + 2 * local.cycle * phases, {"bn": {"": np.ones(3)}}
     sim = train(local, steps, each=lambda sim: sent.append(sim.traffic))
     poisoned = train(local, steps, ops=PoisonOps(), extras=extras)
     np.testing.assert_equal(poisoned.parameters, sim.parameters)
     np.testing.assert_equal(poisoned.extras, [extras] * 4)
-    assert planned.memory_bytes == sum(x.nbytes for m in sim.states[0].tensors.values() for x in m.values())
+    assert planned.memory_bytes == sum(
+        x.nbytes for m in sim.states[0].tensors.values() for x in m.values()
+    )
     counted = sent[first:]
     if (
         local.overlap or local.eager
@@ -176,13 +223,21 @@ def test_the_plan_is_what_is_sent_and_no_array_is_used_after_it_was_given_away(n
     assert sum(t.nbytes for t in sent[local.start_step : first]) == late * planned.dense_bytes
     assert planned.wire_bytes == np.mean([t.nbytes for t in counted])
     assert planned.peak_bytes == max(t.nbytes for t in counted)
-    # Whole bytes only where a half step sends P alone, or half of an odd number of them: tensor by tensor it is the same sum.
-    assert sum(t.wire_bytes for t in planned.tensors) == pytest.approx(planned.wire_bytes, abs=len(SHAPES))
+    # Whole bytes only where a half step sends P alone, or half of an odd number of them: tensor by
+    # tensor it is the same sum.
+    assert sum(t.wire_bytes for t in planned.tensors) == pytest.approx(
+        planned.wire_bytes, abs=len(SHAPES)
+    )
 
 
 def test_the_plan_by_hand():
     one = plan({"w": (100, 10), "b": (10,)}, LocalSGD(8))
-    assert (one.dense_bytes, one.wire_bytes, one.peak_bytes, one.collectives) == (4040, 505, 4040, 0.125)
+    assert (one.dense_bytes, one.wire_bytes, one.peak_bytes, one.collectives) == (
+        4040,
+        505,
+        4040,
+        0.125,
+    )
     assert one.compression_ratio == 8
     nested = plan({"w": (100, 10)}, LocalSGD({8: 4, "all": 16}, subgroup=8))
     # A gradient in each step within subgroups; of four averages three within them, one among all.
@@ -201,7 +256,9 @@ def test_the_plan_by_hand():
 @given(st.data())
 def test_kinds_of_steps_are_counted_as_if_each_were_looked_at(data):
     steps = sorted(data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3, unique=True)))
-    period = steps[0] if len(steps) == 1 else dict(zip((2, 4, "all")[-len(steps) :], steps, strict=True))
+    period = (
+        steps[0] if len(steps) == 1 else dict(zip((2, 4, "all")[-len(steps) :], steps, strict=True))
+    )
     fragments, late = data.draw(st.integers(1, min(3, steps[0]))), data.draw(st.integers(0, 2))
     half = PowerSGD(1, half_step=True, start_step=late, min_compression_rate=1.0)
     outer = data.draw(st.sampled_from([{}, {"compressor": half}]))
@@ -213,10 +270,14 @@ def test_kinds_of_steps_are_counted_as_if_each_were_looked_at(data):
         counted[traffic] += times
     assert counted == collections.Counter(listed)
     assert (planned.steps[-1], planned.steps[1:5]) == (listed[-1], tuple(listed[1:5]))
-    acting = [s for s in range(local.start_step, local.start_step + local.cycle) if local.acts(s, 8)]
+    acting = [
+        s for s in range(local.start_step, local.start_step + local.cycle) if local.acts(s, 8)
+    ]
     assert local.acting_steps(8) == acting
     delayed = (
-        replace(local, **data.draw(st.sampled_from([{}, {"overlap": steps[-1] // 2}, {"eager": True}])))
+        replace(
+            local, **data.draw(st.sampled_from([{}, {"overlap": steps[-1] // 2}, {"eager": True}]))
+        )
         if outer
         else local
     )
@@ -273,7 +334,9 @@ def test_a_replica_that_went_wrong_comes_back_to_the_outer_parameters(local, bad
     assert all(np.isfinite(p[n]).all() for p in sim.parameters for n in SHAPES)
 
 
-@pytest.mark.parametrize("options", [{}, {"state_dtype": "float64"}, {"overlap": 1}, {"eager": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"state_dtype": "float64"}, {"overlap": 1}, {"eager": True}], ids=str
+)
 def test_what_overflows_as_it_is_added_up_leaves_outer_parameters_alone(options):
     """Each average is finite. The velocity, or the outer parameter as a parameter, is not."""
     local = LocalSGD(2, outer=OuterSGD(1.0, 0.9), **options)
@@ -281,9 +344,14 @@ def test_what_overflows_as_it_is_added_up_leaves_outer_parameters_alone(options)
     outers = []
     with np.errstate(over="ignore", invalid="ignore"):
         for step in range(12):
-            sim.step([{"w": np.full(4, -7e37 if step < 6 else 1.0)}] * 2, lambda _, p, g: {"w": p["w"] - g["w"]})
+            sim.step(
+                [{"w": np.full(4, -7e37 if step < 6 else 1.0)}] * 2,
+                lambda _, p, g: {"w": p["w"] - g["w"]},
+            )
             outers.append(sim.states[0].tensors["w"]["outer"].copy())
-            assert all(np.isfinite(x).all() for state in sim.states for x in state.tensors["w"].values())
+            assert all(
+                np.isfinite(x).all() for state in sim.states for x in state.tensors["w"].values()
+            )
     assert np.max(outers) > 1e38  # the first average counts
     assert all(np.isfinite(p["w"]).all() for p in sim.parameters)
 
@@ -294,13 +362,17 @@ def test_outer_parameters_are_kept_in_the_dtype_asked_for():
     for p, state in zip(sim.parameters, sim.states, strict=True):
         assert {x.dtype.name for x in p.values()} == {"float16"}
         assert {x.dtype.name for m in state.tensors.values() for x in m.values()} == {"float32"}
-        assert all(np.array_equal(p[n], state.tensors[n]["outer"].astype(np.float16)) for n in SHAPES)
+        assert all(
+            np.array_equal(p[n], state.tensors[n]["outer"].astype(np.float16)) for n in SHAPES
+        )
     assert sim.traffic.nbytes == sum(4 * x.size for x in start.values())
 
 
 def test_the_table_on_the_page_is_what_the_plan_says():
     page = (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
-    rows = re.findall(r"^\| `(.+?)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(.+?)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|$", page, re.MULTILINE
+    )
     assert len(rows) == 9
     for code, *figures in rows:
         planned = plan(gpt(), eval(code, vars(gw)))
@@ -310,13 +382,17 @@ def test_the_table_on_the_page_is_what_the_plan_says():
 
 
 TORCHFT, MULOCO = (
-    json.loads((Path(__file__).parent / "authors" / f"{name}.json").read_text()) for name in ("torchft", "muloco")
+    json.loads((Path(__file__).parent / "authors" / f"{name}.json").read_text())
+    for name in ("torchft", "muloco")
 )
 
 
-@pytest.mark.parametrize("case", TORCHFT, ids=lambda case: f"delay {case['delay']}, alpha {case['alpha']}")
+@pytest.mark.parametrize(
+    "case", TORCHFT, ids=lambda case: f"delay {case['delay']}, alpha {case['alpha']}"
+)
 def test_torchft_comes_to_the_same_numbers(case):
-    """There a difference leaves `delay` steps before the turn of its fragment, here at its turn: here begins so many steps earlier, with none taken."""
+    """There a difference leaves `delay` steps before the turn of its fragment, here at its turn:
+    here begins so many steps earlier, with none taken."""
     delay, names = case["delay"], ["layers.0", "layers.1"]
     outer = OuterSGD(lr=2.0)
     local = LocalSGD(6, fragments=2, overlap=delay, merge=case["alpha"], outer=outer)
@@ -327,7 +403,9 @@ def test_torchft_comes_to_the_same_numbers(case):
         outers[step] = [float(sim.states[0].tensors[n]["outer"][0]) for n in names]
         gradients = [{n: [0.0 if step < 0 else 2.0] for n in names}] * 2
         sim.step(gradients, lambda _, p, g: {n: p[n] - g[n] for n in p})
-    assert {str(step): seen[step] for step in range(15)} == {k: x for k, x in case["parameters"].items() if int(k) < 15}
+    assert {str(step): seen[step] for step in range(15)} == {
+        k: x for k, x in case["parameters"].items() if int(k) < 15
+    }
     assert {step: outers[int(step)] for step in case["outer"]} == case["outer"]
 
 
@@ -344,13 +422,33 @@ def test_the_authors_of_muloco_come_to_the_same_numbers(replicas):
     assert len(MULOCO) == 10
 
 
-def by_hand(period, fragments, overlap, merge, nesterov, start_step, steps, *, replicas=3, lr=0.7, momentum=0.9):
-    """Algorithm 2 of Streaming DiLoCo, for uncompressed averages; of one fragment and no overlap it is DiLoCo, Algorithm 1 of Douillard et al. 2023."""
+def by_hand(
+    period,
+    fragments,
+    overlap,
+    merge,
+    nesterov,
+    start_step,
+    steps,
+    *,
+    replicas=3,
+    lr=0.7,
+    momentum=0.9,
+):
+    """Algorithm 2 of Streaming DiLoCo, for uncompressed averages; of one fragment and no overlap it
+    is DiLoCo, Algorithm 1 of Douillard et al. 2023."""
     parts = fragments_of(SPECS, fragments, "strided")
-    ps, outer, velocity = [START] * replicas, START, {n: np.zeros(shape) for n, shape in SHAPES.items()}
+    ps, outer, velocity = (
+        [START] * replicas,
+        START,
+        {n: np.zeros(shape) for n, shape in SHAPES.items()},
+    )
     sent = {}
     for step in range(steps):
-        ps, since = [sgd(r, p, gradient(r, step, p)) for r, p in enumerate(ps)], step + 1 - start_step
+        ps, since = (
+            [sgd(r, p, gradient(r, step, p)) for r, p in enumerate(ps)],
+            step + 1 - start_step,
+        )
         if since <= 0:
             outer = average(ps)
             ps = [outer] * replicas
@@ -363,10 +461,17 @@ def by_hand(period, fragments, overlap, merge, nesterov, start_step, steps, *, r
                 for n in part:
                     mean = np.mean([outer[n] - p[n] for p in left], axis=0)
                     velocity[n] = momentum * velocity[n] + mean
-                    outer = outer | {n: outer[n] - lr * (mean + momentum * velocity[n] if nesterov else velocity[n])}
+                    outer = outer | {
+                        n: outer[n]
+                        - lr * (mean + momentum * velocity[n] if nesterov else velocity[n])
+                    }
                     for r, (p, then) in enumerate(zip(ps, left, strict=True)):
                         progress = outer[n] + (p[n] - then[n])
-                        ps[r] = p | {n: progress if merge == "progress" else merge * p[n] + (1 - merge) * outer[n]}
+                        ps[r] = p | {
+                            n: progress
+                            if merge == "progress"
+                            else merge * p[n] + (1 - merge) * outer[n]
+                        }
     return ps, outer
 
 
@@ -401,28 +506,38 @@ def test_the_simulator_keeps_to_the_golden_schedule(schedule):
 
     def memory_after(step):
         if step >= 0:
-            gradients = [{n: [golden.gradient(r, step)] * 2 for n in golden.NAMES} for r in range(2)]
+            gradients = [
+                {n: [golden.gradient(r, step)] * 2 for n in golden.NAMES} for r in range(2)
+            ]
             sim.step(gradients, lambda _, p, g: {n: p[n] - 0.1 * np.array(g[n]) for n in p})
         return sim.states[1].tensors
 
     golden.assert_golden(schedule, memory_after)
-    assert local.parts({n: Spec((2,)) for n in golden.NAMES}) == [list(part) for part in golden.PARTS]
+    assert local.parts({n: Spec((2,)) for n in golden.NAMES}) == [
+        list(part) for part in golden.PARTS
+    ]
 
 
 @pytest.mark.parametrize(("replicas", "fragments"), [(1, 1), (3, 1), (2, 2)])
 def test_eager_updates_are_what_the_paper_says(replicas, fragments):
-    """Algorithm 2 of arXiv 2502.12996: the others' differences are those of the last round, its own the newest."""
+    """Algorithm 2 of arXiv 2502.12996: the others' differences are those of the last round, its own
+    the newest."""
     period, rate, momentum = 4, 0.7, 0.9
     local = diloco(period, eager=True, fragments=fragments)
     sim, parts = LocalSimulator(local, START, replicas, ops=PoisonOps()), local.parts(SPECS)
     ps, outers = ([dict(START) for _ in range(replicas)] for _ in range(2))
-    speeds, before = ([{n: np.zeros(SHAPES[n]) for n in START} for _ in range(replicas)] for _ in range(2))
+    speeds, before = (
+        [{n: np.zeros(SHAPES[n]) for n in START} for _ in range(replicas)] for _ in range(2)
+    )
     for step in range(5 * period + 2):
         sim.step([gradient(r, step, p) for r, p in enumerate(sim.parameters)], sgd)
         ps = [sgd(r, p, gradient(r, step, p)) for r, p in enumerate(ps)]
         number, early = divmod((step + 1) % period or period, period // fragments)
         for n in parts[number - 1] if not early else ():
-            now, last = [outer[n] - p[n] for outer, p in zip(outers, ps, strict=True)], [d[n] for d in before]
+            now, last = (
+                [outer[n] - p[n] for outer, p in zip(outers, ps, strict=True)],
+                [d[n] for d in before],
+            )
             for r in range(replicas):
                 step_by = (sum(last) - last[r] + now[r]) / replicas
                 speeds[r][n] = momentum * speeds[r][n] + step_by
@@ -476,11 +591,20 @@ def test_a_replica_that_breaks_comes_back_with_all_its_fragments(options, broken
             before = sim.states[1].tensors["w"]["outer"].copy()
         spoilt = {n: np.full(SHAPES[n], np.nan) for n in START}
         with np.errstate(all="ignore"):
-            sim.step([gradient(r, step, p) if finite(p) else spoilt for r, p in enumerate(sim.parameters)], sgd)
+            sim.step(
+                [
+                    gradient(r, step, p) if finite(p) else spoilt
+                    for r, p in enumerate(sim.parameters)
+                ],
+                sgd,
+            )
         seen.append([finite(p) for p in sim.parameters])
         memories = [m for s in sim.states for m in s.tensors.values()]
-        assert all(finite(m if step > 13 else {k: m[k] for k in m if k != "difference"}) for m in memories)
-    assert seen == [[True, step != 2, True] for step in range(20)]  # fragments have their turns after steps 1, 3, 5, …
+        assert all(
+            finite(m if step > 13 else {k: m[k] for k in m if k != "difference"}) for m in memories
+        )
+    # fragments have their turns after steps 1, 3, 5, …
+    assert seen == [[True, step != 2, True] for step in range(20)]
     assert not np.array_equal(sim.states[1].tensors["w"]["outer"], before)
 
 
@@ -504,7 +628,10 @@ def test_a_layer_is_what_shares_a_name_up_to_its_first_number():
         ["h.0"], ["h.1"], ["h.2"], ["h.10"], ["h.11"],
     ]  # fmt: skip
     assert layers(names)[5:] == [["ln_f"], ["wte"]]
-    longer = [f"h{'0' * zeros}{digit}{'1' * 5000}" for zeros, digit in ((0, "9"), (1, "2"), (0, "10"), (0, "2"))]
+    longer = [
+        f"h{'0' * zeros}{digit}{'1' * 5000}"
+        for zeros, digit in ((0, "9"), (1, "2"), (0, "10"), (0, "2"))
+    ]
     assert layers(longer) == [sorted(longer[1::2]), longer[:1], longer[2:3]]
     specs = {n: Spec((2,)) for n in names}
     strided, contiguous = (fragments_of(specs, 2, layout) for layout in ("strided", "contiguous"))
@@ -514,7 +641,11 @@ def test_a_layer_is_what_shares_a_name_up_to_its_first_number():
 
 
 @settings(max_examples=40)
-@given(st.permutations([f"block{i}/w" for i in range(12)] + ["head", "embed"]), st.integers(1, 8), st.data())
+@given(
+    st.permutations([f"block{i}/w" for i in range(12)] + ["head", "embed"]),
+    st.integers(1, 8),
+    st.data(),
+)
 def test_fragments_are_a_partition_by_name_alone(names, count, data):
     layout = data.draw(st.sampled_from(["strided", "contiguous", "size"]))
     specs = {n: Spec((data.draw(st.integers(1, 50)), 3)) for n in names}

@@ -1,4 +1,5 @@
-"""Options by their annotations; algorithms, rates and times as text; and what is handed over in place of an algorithm's parameters, a dtype or a pattern."""
+"""Options by their annotations; algorithms, rates and times as text; and what is handed over in
+place of an algorithm's parameters, a dtype or a pattern."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,19 @@ from hypothesis import strategies as st
 from jax import numpy as jnp
 
 import gradwire as gw
-from gradwire import AllReduce, LocalSGD, OuterSGD, PowerSGD, Quantize, Sign, Simulator, TopK, TwoLevel, WireDtype, plan
+from gradwire import (
+    AllReduce,
+    LocalSGD,
+    OuterSGD,
+    PowerSGD,
+    Quantize,
+    Sign,
+    Simulator,
+    TopK,
+    TwoLevel,
+    WireDtype,
+    plan,
+)
 from gradwire.core.plan.expressions import NotAnAlgorithm, parse_algorithm
 from gradwire.core.text import units
 from gradwire.core.text.options import OWN_CHECK, Names, at_least, check, more_than, share
@@ -101,7 +114,10 @@ def test_what_only_a_function_knows_is_not_checked_and_what_says_by_itself_what_
     assert Inner(3, own="x").own == "x"
     assert check("size", 4, Annotated[int, even]) == 4
     assert check("size", "any", Annotated[int, OWN_CHECK]) == "any"
-    for wrong, words in ((lambda: Inner(0), "lr=0"), (lambda: check("size", 3, Annotated[int, even]), "size is odd")):
+    for wrong, words in (
+        (lambda: Inner(0), "lr=0"),
+        (lambda: check("size", 3, Annotated[int, even]), "size is odd"),
+    ):
         with pytest.raises(ValueError, match=words):
             wrong()
 
@@ -128,7 +144,12 @@ ALGORITHMS = [
     TwoLevel(PowerSGD(4), "node"),
     TwoLevel(AllReduce(), ((0, 2), (1, 3))),
     LocalSGD({8: 4, "all": 16}, start_step=1000),
-    gw.diloco(30, lr=0.8, momentum=0, compressor=TopK(64, per=(64, 64), bits=2, mean="senders", error_feedback=0.95)),
+    gw.diloco(
+        30,
+        lr=0.8,
+        momentum=0,
+        compressor=TopK(64, per=(64, 64), bits=2, mean="senders", error_feedback=0.95),
+    ),
 ]
 
 
@@ -186,7 +207,12 @@ TIMES = {"50us": 5e-5, "0.2 ms": 2e-4, "1s": 1, "0s": 0, "7µs": 7e-6}
 @pytest.mark.parametrize(
     ("read", "found", "neither", "said"),
     [
-        (units.rate, RATES, ["10", "Gbit", "10Gb", "-1Gbit", "0Gbit", "10 Gbit/m", "", "1e3Gbit"], "give it as 10Gbit"),
+        (
+            units.rate,
+            RATES,
+            ["10", "Gbit", "10Gb", "-1Gbit", "0Gbit", "10 Gbit/m", "", "1e3Gbit"],
+            "give it as 10Gbit",
+        ),
         (units.seconds, TIMES, ["50", "us", "5m", "-1s", ""], "give it as 50us"),
     ],
 )
@@ -200,8 +226,12 @@ def test_rates_and_times_are_read(read, found, neither, said):
 
 @given(st.floats(1, 1e14), st.floats(1e-7, 1e3))
 def test_a_rate_and_a_time_that_are_shown_are_read_back(rate, seconds):
-    assert units.rate(units.rate_of(rate).replace("1e+03 ", "1000 ")) == pytest.approx(rate, rel=6e-3)
-    assert units.seconds(units.time_of(seconds).replace(",", "")) == pytest.approx(seconds, rel=0.06, abs=6e-8)
+    assert units.rate(units.rate_of(rate).replace("1e+03 ", "1000 ")) == pytest.approx(
+        rate, rel=6e-3
+    )
+    assert units.seconds(units.time_of(seconds).replace(",", "")) == pytest.approx(
+        seconds, rel=0.06, abs=6e-8
+    )
 
 
 SHAPES = {"w": (64, 32)}
@@ -214,15 +244,21 @@ SHAPES = {"w": (64, 32)}
 )
 def test_a_dtype_is_known_in_every_framework(dtype):
     assert WireDtype(AllReduce(), dtype) == WireDtype(AllReduce(), "bfloat16")
-    assert repr(WireDtype(AllReduce(), dtype)) == "WireDtype(algorithm=AllReduce(), dtype='bfloat16')"
+    assert (
+        repr(WireDtype(AllReduce(), dtype)) == "WireDtype(algorithm=AllReduce(), dtype='bfloat16')"
+    )
     assert repr(PowerSGD(4, state_dtype=dtype)) == "PowerSGD(rank=4, state_dtype='bfloat16')"
-    one, other = (Simulator(AllReduce(), SHAPES, 1, dtype=each).specs for each in (np.float32, "float32"))
+    one, other = (
+        Simulator(AllReduce(), SHAPES, 1, dtype=each).specs for each in (np.float32, "float32")
+    )
     assert one == other
     assert plan(SHAPES, AllReduce(), dtype=dtype).dense_bytes == 64 * 32 * 2
 
 
 def test_an_unmatched_pattern_lists_the_nearest_names_and_no_more():
-    names = [f"transformer.h.{i}.{part}.weight" for i in range(60) for part in ("attn", "mlp", "ln")]
+    names = [
+        f"transformer.h.{i}.{part}.weight" for i in range(60) for part in ("attn", "mlp", "ln")
+    ]
     words = r"^rank pattern 'transformer\.h\.7\.atn\.weight' matches no parameter"
     with pytest.raises(ValueError, match=words) as error:
         plan(dict.fromkeys(names, (64, 64)), PowerSGD({"transformer.h.7.atn.weight": 2, "*": 4}))
@@ -244,9 +280,15 @@ def test_a_plan_takes_a_module_and_whatever_has_shapes():
 
 def test_a_plan_counts_arrays_in_their_own_dtype_under_the_names_of_jax():
     model = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
-    assert plan(model, AllReduce()).wire_bytes == plan(model, LocalSGD(4)).peak_bytes == (64 * 32 + 32) * 2
+    assert (
+        plan(model, AllReduce()).wire_bytes
+        == plan(model, LocalSGD(4)).peak_bytes
+        == (64 * 32 + 32) * 2
+    )
     assert plan(model, AllReduce(), itemsize=4).wire_bytes == (64 * 32 + 32) * 4
-    assert plan({"a": jnp.zeros(3, jnp.float16), "b": (3,)}, AllReduce()).wire_bytes == 3 * 2 + 3 * 4
+    assert (
+        plan({"a": jnp.zeros(3, jnp.float16), "b": (3,)}, AllReduce()).wire_bytes == 3 * 2 + 3 * 4
+    )
     params = {
         "Dense_1": {"kernel": jnp.zeros((64, 32)), "bias": jnp.zeros(32)},
         "Dense_0": {"kernel": jax.ShapeDtypeStruct((16, 64), jnp.float32), "bias": None},

@@ -1,4 +1,5 @@
-"""Requests against what they say of themselves, side by side in `together`, and in a `branch`; and the simulator, which says who disagrees and leaves its input alone."""
+"""Requests against what they say of themselves, side by side in `together`, and in a `branch`; and
+the simulator, which says who disagrees and leaves its input alone."""
 
 import gc
 import math
@@ -49,7 +50,9 @@ async def means(values):
 
 
 nested = st.recursive(
-    st.lists(st.integers(0, 99), max_size=4), lambda inner: st.lists(inner, max_size=6).map(tuple), max_leaves=8
+    st.lists(st.integers(0, 99), max_size=4),
+    lambda inner: st.lists(inner, max_size=6).map(tuple),
+    max_leaves=8,
 )
 
 
@@ -61,7 +64,11 @@ def test_nth_requests_of_all_programs_are_one_message(tree):
         return [leaf for part in t for leaf in leaves(part)] if isinstance(t, tuple) else [t]
 
     async def of(t):
-        return tuple(await together([of(part) for part in t])) if isinstance(t, tuple) else await means(t)
+        return (
+            tuple(await together([of(part) for part in t]))
+            if isinstance(t, tuple)
+            else await means(t)
+        )
 
     result, requests = run(of(tree))
     assert result == tree
@@ -79,7 +86,8 @@ def test_a_request_about_nothing_takes_nobodys_answer():
 
 
 def test_what_is_said_of_each_array_survives_fusion():
-    """What is donated, `out` that is another array being none; what is computed meanwhile, each once; and that somebody asks whether it is finite."""
+    """What is donated, `out` that is another array being none; what is computed meanwhile, each
+    once; and that somebody asks whether it is finite."""
     given_away, one = np.zeros(2), np.ones((1, 2))
     residuals = [Residual(OPS, np.full((2, 2), float(i)), LowRank(one, one)) for i in range(3)]
     first = [
@@ -90,7 +98,9 @@ def test_what_is_said_of_each_array_survives_fusion():
     _, (unwatched,) = run(together(first))
     assert (unwatched.donated, unwatched.watched) == ((False, True, False), False)
     assert unwatched.overlap == tuple(residuals[:2])
-    _, (watched,) = run(together([rq.mean(np.zeros(1), watched=False), rq.mean(np.zeros(1), overlap=residuals[2])]))
+    _, (watched,) = run(
+        together([rq.mean(np.zeros(1), watched=False), rq.mean(np.zeros(1), overlap=residuals[2])])
+    )
     assert watched.watched
     for i, residual in enumerate(residuals):
         assert residual.computed
@@ -116,14 +126,19 @@ def test_equal_shapes_are_orthonormalized_by_one_kernel():
             return super().loop(n, body, start, **options)
 
     ops = Counting()
-    arrays = [np.random.default_rng(i).normal(size=s) for i, s in enumerate([(2, 5), (3, 5), (2, 5), (2, 5)])]
+    arrays = [
+        np.random.default_rng(i).normal(size=s)
+        for i, s in enumerate([(2, 5), (3, 5), (2, 5), (2, 5)])
+    ]
     _, requests = run(together(rq.orthonormalize(ops, a) for a in arrays))
     assert (len(requests), sorted(calls)) == (1, [(1, 3, 5), (3, 2, 5)])
 
 
 def test_different_ways_to_orthonormalize_are_not_mixed():
     x, fresh = np.array([[3.0, 4.0], [0.0, 0.0]]), np.array([[1.0, 0.0], [0.0, 1.0]])
-    programs = [rq.orthonormalize(OPS, x, **each) for each in ({}, {"fresh": fresh}, {"epsilon": 0.25})]
+    programs = [
+        rq.orthonormalize(OPS, x, **each) for each in ({}, {"fresh": fresh}, {"epsilon": 0.25})
+    ]
     found, requests = run(together(programs))
     assert len(requests) == 3
     # The row is scaled to [0.75, 1], of norm 1.25, before epsilon is added to that norm.
@@ -137,7 +152,8 @@ def test_finite_is_asked_once_when_nobody_has_more_to_send():
             await rq.mean(np.array([v]), watched=watched)
         return bool(await rq.step_is_finite())
 
-    # The first program is ready to ask long before the second one averages a NaN, and must hear of it.
+    # The first program is ready to ask long before the second one averages a NaN, and must hear of
+    # it.
     result, requests = run(together([program(1.0), program(1.0, np.nan), program(1.0)]))
     assert result == [False, False, False]
     assert [type(r) for r in requests] == [Reduce, Reduce, StepIsFinite]
@@ -171,7 +187,9 @@ def test_what_does_not_fuse_waits_for_messages_and_finite_for_all():
     result, requests = run(together([branches(True), means([1, 2]), branches(False)]))
     assert [type(r) for r in requests] == [Reduce, Reduce, Branch, Reduce, Branch, Reduce]
     assert result[1] == [1, 2]
-    results, requests = on(3, lambda own: together([rq.step_is_finite(), rq.sum_scalar(np.array(1.0)), sums()]))
+    results, requests = on(
+        3, lambda own: together([rq.step_is_finite(), rq.sum_scalar(np.array(1.0)), sums()])
+    )
     assert [type(r) for r in requests] == [Reduce, SumScalar, SumScalar, StepIsFinite]
     assert results == [[True, 3.0, 6.0]] * 3
 
@@ -214,7 +232,8 @@ def test_an_exception_closes_the_other_programs(after, recwarn):
         with pytest.raises(Failure):
             run(program)
     gc.collect(1)  # what is young: all objects of all tests before it take a second
-    begun = "a" if after == 0 else "abcd"  # at once: the programs after it never begin, and nothing complains
+    # at once: the programs after it never begin, and nothing complains
+    begun = "a" if after == 0 else "abcd"
     assert sorted(log) == sorted(f"{name} {what}" for name in begun for what in ("begins", "ends"))
     assert not recwarn.list
 
@@ -240,7 +259,10 @@ def worlds(draw):
     size, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     replicas = size * groups
     partition = draw(partitions(replicas, size)) if draw(st.booleans()) else None
-    members = {r: next((m for m in partition if r in m), ()) if partition else range(replicas) for r in range(replicas)}
+    members = {
+        r: next((m for m in partition if r in m), ()) if partition else range(replicas)
+        for r in range(replicas)
+    }
     return replicas, partition, members
 
 
@@ -254,29 +276,44 @@ REQUESTS = {
 
 
 @settings(max_examples=80)
-@given(worlds(), ANY_SHAPE, st.sampled_from(sorted(REQUESTS)), st.sampled_from(["float64", "float32", "float16"]))
+@given(
+    worlds(),
+    ANY_SHAPE,
+    st.sampled_from(sorted(REQUESTS)),
+    st.sampled_from(["float64", "float32", "float16"]),
+)
 def test_answers_are_those_of_the_members_and_a_plan_foresees_them(world, shape, kind, dtype):
     (replicas, groups, members), (request, expected) = world, REQUESTS[kind]
     size, several = len(members[0]), kind in ("gather", "all-to-all")
     shape = (size, *shape) if kind == "all-to-all" else shape
-    # Sums of multiples of 36, and means over 1, 2, 3, 4, 6 and 9 replicas, are exact, whatever the order.
+    # Sums of multiples of 36, and means over 1, 2, 3, 4, 6 and 9 replicas, are exact, whatever the
+    # order.
     own = 36 * np.random.default_rng(0).integers(-8, 9, (replicas, *shape)).astype(dtype)
     results, requests = on(replicas, lambda r: request(own[r], groups=groups))
     for r, result in enumerate(results):
         answer = result[0] if several else result
-        np.testing.assert_array_equal(answer, expected(own[[*members[r]]], list(members[r]).index(r)))
+        np.testing.assert_array_equal(
+            answer, expected(own[[*members[r]]], list(members[r]).index(r))
+        )
         assert answer.dtype == dtype
     planned = rehearsed(request(AbstractArray(shape, dtype), groups=groups), world_size=replicas)
     assert planned.traffic == counted(OPS, requests, replicas)
-    # A ring all-reduce of n bytes among G replicas has each send 2(G-1)/G · n; what a request sends is counted as the n of equal bytes.
+    # A ring all-reduce of n bytes among G replicas has each send 2(G-1)/G · n; what a request sends
+    # is counted as the n of equal bytes.
     each = math.prod(shape) * WIRE_ITEMSIZE[dtype]
-    wire = {"gather": (size - 1) * each, "all-to-all": (size - 1) * each / size}.get(kind, 2 * (size - 1) / size * each)
-    assert 2 * (size - 1) / size * counted(OPS, requests, replicas).nbytes == pytest.approx(wire, abs=1)
+    wire = {"gather": (size - 1) * each, "all-to-all": (size - 1) * each / size}.get(
+        kind, 2 * (size - 1) / size * each
+    )
+    assert 2 * (size - 1) / size * counted(OPS, requests, replicas).nbytes == pytest.approx(
+        wire, abs=1
+    )
     replica = type("Replica", (), {"replicas": lambda self, groups, assumed: size})()
     assert planned.requests[0].abstract(replica)[0].shape == answer.shape
 
 
-@pytest.mark.parametrize(("dtype", "total"), [("int8", [44, -3]), ("int32", [300, -3]), ("uint8", [44, 253])])
+@pytest.mark.parametrize(
+    ("dtype", "total"), [("int8", [44, -3]), ("int32", [300, -3]), ("uint8", [44, 253])]
+)
 def test_integers_are_gathered_and_summed_in_their_own_dtype(dtype, total):
     ((everything,), _), _ = on(2, lambda r: rq.gather(np.array([r, 100], dtype)))
     assert everything.dtype == dtype
@@ -288,7 +325,9 @@ def test_integers_are_gathered_and_summed_in_their_own_dtype(dtype, total):
 
 def test_a_gathered_nan_is_seen_by_the_whole_step():
     async def program(r, groups):
-        await rq.gather(np.array([math.nan if r == 1 else 1.0]), np.array([1], np.int8), groups=groups)
+        await rq.gather(
+            np.array([math.nan if r == 1 else 1.0]), np.array([1], np.int8), groups=groups
+        )
         return bool(await rq.step_is_finite())
 
     assert on(2, lambda r: program(r, None))[0] == [False, False]
@@ -319,7 +358,9 @@ EACH = ((2,), (0,), (1,))
 
 async def _joined(x):
     own = await rq.replica_index()
-    return await rq.all_gather([x[: counts[own]].copy() for counts in PARTS], PARTS, out=[None, np.zeros(4)])
+    return await rq.all_gather(
+        [x[: counts[own]].copy() for counts in PARTS], PARTS, out=[None, np.zeros(4)]
+    )
 
 
 async def _more(x):
@@ -370,14 +411,17 @@ async def program_of(kinds, number, own):
 
 @given(st.lists(st.lists(st.sampled_from(sorted(ASKED)), max_size=4), max_size=4))
 def test_programs_get_side_by_side_what_each_gets_alone(programs):
-    results, _ = on(3, lambda own: together([program_of(kinds, n, own) for n, kinds in enumerate(programs)]))
+    results, _ = on(
+        3, lambda own: together([program_of(kinds, n, own) for n, kinds in enumerate(programs)])
+    )
     for number, kinds in enumerate(programs):
         alone, _ = on(3, lambda own, kinds=kinds, number=number: program_of(kinds, number, own))
         for own in range(3):
             for kind, got, wanted in zip(kinds, results[own][number], alone[own], strict=True):
                 assert type(got) is type(wanted), kind
                 got, wanted = (
-                    x.values() if isinstance(x, dict) else x if isinstance(x, tuple) else [x] for x in (got, wanted)
+                    x.values() if isinstance(x, dict) else x if isinstance(x, tuple) else [x]
+                    for x in (got, wanted)
                 )
                 for a, b in zip(got, wanted, strict=True):
                     np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=kind)
@@ -433,23 +477,47 @@ ENDED = "replicas [{odd}] have ended while replicas {others} ask for"
 MEAN = "replica 0 asks for the mean of float64[2, 3], "
 #: What most replicas ask for, what one does, and the words.
 DISAGREEING = {
-    "shape": (lambda: rq.mean(SIX), lambda: rq.mean(SIX.T), f"{MEAN}{BUT}the mean of float64[3, 2]"),
-    "dtype": (lambda: rq.mean(SIX), lambda: rq.mean(SIX.astype("float32")), f"{MEAN}{BUT}the mean of float32[2, 3]"),
+    "shape": (
+        lambda: rq.mean(SIX),
+        lambda: rq.mean(SIX.T),
+        f"{MEAN}{BUT}the mean of float64[3, 2]",
+    ),
+    "dtype": (
+        lambda: rq.mean(SIX),
+        lambda: rq.mean(SIX.astype("float32")),
+        f"{MEAN}{BUT}the mean of float32[2, 3]",
+    ),
     "request": (
         lambda: rq.mean(SIX),
         lambda: rq.orthonormalize(OPS, SIX),
         f"{MEAN}{BUT}Orthonormalize of float64[2, 3]",
     ),
     "finite": (lambda: rq.mean(SIX), rq.step_is_finite, f"{MEAN}{BUT}StepIsFinite"),
-    "operation": (lambda: rq.reduce_sum(X), lambda: rq.reduce_max(X), f"the sum of float64[3], {BUT}the max"),
-    "gathers": (lambda: rq.gather(X), lambda: rq.gather(X[:1]), f"Gather of float64[3], {BUT}Gather of float64[1]"),
-    "exchanges": (lambda: rq.gather(X), lambda: rq.all_to_all(X), f"Gather of float64[3], {BUT}AllToAll"),
+    "operation": (
+        lambda: rq.reduce_sum(X),
+        lambda: rq.reduce_max(X),
+        f"the sum of float64[3], {BUT}the max",
+    ),
+    "gathers": (
+        lambda: rq.gather(X),
+        lambda: rq.gather(X[:1]),
+        f"Gather of float64[3], {BUT}Gather of float64[1]",
+    ),
+    "exchanges": (
+        lambda: rq.gather(X),
+        lambda: rq.all_to_all(X),
+        f"Gather of float64[3], {BUT}AllToAll",
+    ),
     "parts": (
         lambda: scattered(2, 3),
         lambda: scattered(4, 1),
         BUT + "ReduceScatter of float64[5] in parts of [(4, 1)]",
     ),
-    "an early end": (lambda: asked_times(X, 2), lambda: asked_times(X, 1), ENDED + " the mean of float64[3]"),
+    "an early end": (
+        lambda: asked_times(X, 2),
+        lambda: asked_times(X, 1),
+        ENDED + " the mean of float64[3]",
+    ),
     "a step number": (lambda: local_sgd_after(3), lambda: local_sgd_after(4), ENDED + " the mean"),
     "in a branch": (lambda: branched(X), lambda: branched(X[:2]), BUT + "the mean of float64[2]"),
 }
@@ -472,10 +540,19 @@ PAIRS, OTHERS = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 @pytest.mark.parametrize(
     ("programs", "words"),
     [
-        (lambda: [branched(X, n < 2) for n in range(3)], r"branch differently: \{0: True, 1: True, 2: False\}"),
+        (
+            lambda: [branched(X, n < 2) for n in range(3)],
+            r"branch differently: \{0: True, 1: True, 2: False\}",
+        ),
         (lambda: [scattered(2, 2)], r"5 elements in parts of \[2, 2\] for 1 replicas"),
-        (lambda: [rq.mean(X, groups=g) for g in (PAIRS, PAIRS, OTHERS, PAIRS)], r"\(0, 1\), .*replica 2 .*\(\(0, 2\)"),
-        (lambda: [ask(OptimizerStep({}, np.array(ok))) for ok in (True, False)], "disagree whether the step"),
+        (
+            lambda: [rq.mean(X, groups=g) for g in (PAIRS, PAIRS, OTHERS, PAIRS)],
+            r"\(0, 1\), .*replica 2 .*\(\(0, 2\)",
+        ),
+        (
+            lambda: [ask(OptimizerStep({}, np.array(ok))) for ok in (True, False)],
+            "disagree whether the step",
+        ),
     ],
 )
 def test_what_else_replicas_cannot_do(programs, words):
@@ -494,7 +571,9 @@ class Divergent:
         self.where = where
 
     def init(self, ops, specs):
-        return State({"count": np.zeros(())}, {n: {"own": np.zeros(2), "common": np.zeros(2)} for n in specs})
+        return State(
+            {"count": np.zeros(())}, {n: {"own": np.zeros(2), "common": np.zeros(2)} for n in specs}
+        )
 
     async def step(self, ops, gradients, state, step):
         local = gradients["w"]
@@ -518,7 +597,9 @@ class Divergent:
 )
 def test_results_that_must_be_equal_and_are_not(where, message):
     simulator = Simulator(Divergent(where), {"w": (2,)}, replicas=4)
-    with pytest.raises(ReplicaMismatch, match=rf"{message} differs: replicas \[2, 3\] disagree with replica 0"):
+    with pytest.raises(
+        ReplicaMismatch, match=rf"{message} differs: replicas \[2, 3\] disagree with replica 0"
+    ):
         simulator.step([{"w": [1, 2]}, {"w": [1, 2]}, {"w": [3, 2]}, {"w": [3, 3]}])
 
 
@@ -526,13 +607,18 @@ def test_results_that_must_be_equal_and_are_not(where, message):
 def test_equal_nans_are_no_disagreement_and_parameters_are_matched_by_name(dtype):
     simulator = Simulator(AllReduce(), {"a": (2,), "b": (2,)}, replicas=2, dtype=dtype)
     averages = simulator.step([{"a": [1, np.nan], "b": [5, 5]}, {"b": [7, 7], "a": [3, 3]}])
-    np.testing.assert_array_equal([averages[name].astype(float) for name in "ab"], [[2, np.nan], [6, 6]])
+    np.testing.assert_array_equal(
+        [averages[name].astype(float) for name in "ab"], [[2, np.nan], [6, 6]]
+    )
 
 
 def test_gradients_for_other_parameters_are_a_disagreement():
     simulator = Simulator(AllReduce(), {"a": (2,), "b": (2,)}, replicas=3)
     both = {"a": [1, 1], "b": [1, 1]}
-    with pytest.raises(ReplicaMismatch, match=r"replica 0 has gradients for \['a', 'b'\], but replica 2 for \['b'\]"):
+    with pytest.raises(
+        ReplicaMismatch,
+        match=r"replica 0 has gradients for \['a', 'b'\], but replica 2 for \['b'\]",
+    ):
         simulator.step([both, both, {"b": [1, 1]}])
 
 
@@ -543,7 +629,8 @@ def test_a_failed_step_leaves_the_state_as_it_was():
 
     class Breaks(NumpyOps):
         def matmul(self, x, y, *, out=None):
-            if out is not None:  # the average, the last kernel of a step: the memory has been committed by now
+            # the average, the last kernel of a step: the memory has been committed by now
+            if out is not None:
                 raise ZeroDivisionError
             return super().matmul(x, y)
 

@@ -11,7 +11,17 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire import AllReduce, LocalSGD, LocalSimulator, PowerSGD, Simulator, TwoLevel, diloco, plan, shard_by_element
+from gradwire import (
+    AllReduce,
+    LocalSGD,
+    LocalSimulator,
+    PowerSGD,
+    Simulator,
+    TwoLevel,
+    diloco,
+    plan,
+    shard_by_element,
+)
 from gradwire.core import protocol as rq
 from gradwire.core.advise.probe import Level, measure
 from gradwire.core.advise.timeline import Compute
@@ -47,7 +57,11 @@ def wrong(error, make, **options):
     rows = []
     for option, values in options.items():
         for x in values:
-            entry = next(((f"[{k!r}]={v!r}") for k, v in x.items()), "={}") if isinstance(x, dict) else f"={x!r}"
+            entry = (
+                next(((f"[{k!r}]={v!r}") for k, v in x.items()), "={}")
+                if isinstance(x, dict)
+                else f"={x!r}"
+            )
             rows.append((error, option + entry, partial(make, **{option: x})))
     return rows
 
@@ -69,24 +83,57 @@ class Careless(PowerSGD):
         return {"outer": ops.zeros(spec.shape, spec.dtype)}
 
 
-FOUR, LINKED = partial(PowerSGD, 4), {"model": SHAPES, "algorithm": AllReduce(), "step": 0.1, "replicas": 2}
+FOUR, LINKED = (
+    partial(PowerSGD, 4),
+    {"model": SHAPES, "algorithm": AllReduce(), "step": 0.1, "replicas": 2},
+)
 ZERO = partial(gw.Zero, shard_by_element({}, 2))
 OPTIONS = [
     *wrong(ValueError, PowerSGD, rank=[0, {"w": -1}]),
     *wrong(TypeError, PowerSGD, rank=[True, "4", None, {"w": 1.5}]),
-    *wrong(ValueError, FOUR, start_step=[-1], orthogonalization_epsilon=[-1e-8, 1, NAN], max_norm=[0, -1.0, INF, NAN]),
-    *wrong(ValueError, FOUR, min_compression_rate=[0, -2.0, NAN, INF], error_feedback=[0.0, -0.5, 1.5, NAN]),
-    *wrong(ValueError, FOUR, stacked=[{"w": -1}], rows=[{"w": 0}], state_dtype=["float8", "float12", "int32"]),
-    *wrong(TypeError, FOUR, stacked=[{"w": 1.0}, "layers/*"], rows=[("w",)], transpose=["*/kernel"]),
     *wrong(
-        TypeError, FOUR, error_feedback=["yes", None], half_step=["False", 0, None, np.True_], start_step=[NAN, "3"]
+        ValueError,
+        FOUR,
+        start_step=[-1],
+        orthogonalization_epsilon=[-1e-8, 1, NAN],
+        max_norm=[0, -1.0, INF, NAN],
+    ),
+    *wrong(
+        ValueError,
+        FOUR,
+        min_compression_rate=[0, -2.0, NAN, INF],
+        error_feedback=[0.0, -0.5, 1.5, NAN],
+    ),
+    *wrong(
+        ValueError,
+        FOUR,
+        stacked=[{"w": -1}],
+        rows=[{"w": 0}],
+        state_dtype=["float8", "float12", "int32"],
+    ),
+    *wrong(
+        TypeError, FOUR, stacked=[{"w": 1.0}, "layers/*"], rows=[("w",)], transpose=["*/kernel"]
+    ),
+    *wrong(
+        TypeError,
+        FOUR,
+        error_feedback=["yes", None],
+        half_step=["False", 0, None, np.True_],
+        start_step=[NAN, "3"],
     ),
     (ValueError, "warm_start", lambda: FOUR(half_step=True, warm_start=False)),
-    *each(ValueError, "square=True", lambda x: FOUR(square=True, **x), {"rows": {"w": 1}}, {"stacked": {"w": 1}}),
+    *each(
+        ValueError,
+        "square=True",
+        lambda x: FOUR(square=True, **x),
+        {"rows": {"w": 1}},
+        {"stacked": {"w": 1}},
+    ),
     *wrong(ValueError, AllReduce, bucket_bytes=[0, -1], first_bucket_bytes=[8]),
     *wrong(ValueError, partial(AllReduce, 8), first_bucket_bytes=[0, -1]),
     (TypeError, "bucket_bytes='8'", lambda: AllReduce("8")),
-    (TypeError, "max_norm", lambda: AllReduce(max_norm=1.0)),  # uncompressed averages have no such option
+    # uncompressed averages have no such option
+    (TypeError, "max_norm", lambda: AllReduce(max_norm=1.0)),
     *wrong(ValueError, gw.TopK, keep=[0, 1.5, 4096]),
     *wrong(ValueError, partial(gw.TopK, 4), per=[0, (8, 8, 8), 2**25], bits=[3], mean=["sender"]),
     *wrong(TypeError, partial(gw.TopK, 4), max_norm=["x", True, 1j]),
@@ -116,16 +163,30 @@ CODES = {
 NO_DTYPES = (np.int16, torch.int64, "fp16", 4, torch.nn.Linear)
 WIRE = [
     *[(ValueError, named, lambda x=x: gw.Quantize(**x)) for named, x in CODES.items()],
-    *[(ValueError, named, lambda x=x: gw.WireDtype(AllReduce(), **x)) for named, x in CODES.items()],
+    *[
+        (ValueError, named, lambda x=x: gw.WireDtype(AllReduce(), **x))
+        for named, x in CODES.items()
+    ],
     *each(ValueError, "dtype=", lambda x: gw.WireDtype(AllReduce(), x), *NO_DTYPES),
     *each(ValueError, "state_dtype=", lambda x: PowerSGD(4, state_dtype=x), *NO_DTYPES),
 ]
 
-DOORS = (lambda x: plan(SHAPES, x), lambda x: Simulator(x, SHAPES, 2), lambda x: gw.WireDtype(x, "bfloat16"))
+DOORS = (
+    lambda x: plan(SHAPES, x),
+    lambda x: Simulator(x, SHAPES, 2),
+    lambda x: gw.WireDtype(x, "bfloat16"),
+)
 NO_ALGORITHMS = [
     *(row for door in DOORS for row in each(TypeError, "={!r} is a", door, "powersgd", None)),
     *((TypeError, "=PowerSGD is a class", partial(door, PowerSGD)) for door in DOORS),
-    *each(TypeError, "compressor=", lambda x: LocalSGD(8, compressor=x), PowerSGD, "powersgd", LocalSGD(2)),
+    *each(
+        TypeError,
+        "compressor=",
+        lambda x: LocalSGD(8, compressor=x),
+        PowerSGD,
+        "powersgd",
+        LocalSGD(2),
+    ),
     (TypeError, "start_step, cycle", lambda: require_algorithm(Half())),
     (TypeError, "no algorithm", lambda: check(PowerSGD)),
     (ValueError, "the shapes {'w': (2, 2)}", lambda: check(PowerSGD(4), {"w": (2, 2)})),
@@ -135,10 +196,23 @@ NO_ALGORITHMS = [
 MISSED, MAPPINGS = {"layers.*": 1, "layer.*": 1}, ("rank", "stacked", "rows")
 TWO_ROWS = PowerSGD(1, stacked={"w": 1}, rows={"w": 2})
 PATTERNS = [
-    *each(ValueError, "{} pattern 'layer.*'", lambda x: plan(LAYERS, PowerSGD(**{"rank": 2, x: MISSED})), *MAPPINGS),
-    (ValueError, "transpose pattern 'layer.*'", lambda: plan(LAYERS, PowerSGD(2, transpose=("layer.*",)))),
+    *each(
+        ValueError,
+        "{} pattern 'layer.*'",
+        lambda x: plan(LAYERS, PowerSGD(**{"rank": 2, x: MISSED})),
+        *MAPPINGS,
+    ),
+    (
+        ValueError,
+        "transpose pattern 'layer.*'",
+        lambda: plan(LAYERS, PowerSGD(2, transpose=("layer.*",))),
+    ),
     (ValueError, "'Layers.*'", lambda: plan(LAYERS, PowerSGD({"Layers.*": 2}))),
-    (ValueError, "parameter 's'", lambda: init(PowerSGD(1, stacked={"*": 1}), w=((3, 4, 5),), s=((),))),
+    (
+        ValueError,
+        "parameter 's'",
+        lambda: init(PowerSGD(1, stacked={"*": 1}), w=((3, 4, 5),), s=((),)),
+    ),
     (ValueError, "parameter 'w' 2 row axes", lambda: init(TWO_ROWS, w=((3, 4, 5),))),
     (ValueError, "parameter 'ids'", lambda: init(PowerSGD(2), w=((20, 20),), ids=((20,), "int32"))),
 ]
@@ -157,36 +231,80 @@ SCHEDULES = [
     (ValueError, "subgroup says 'node'", lambda: Schedule(4, subgroup="node").subgroups(4)),
     (ValueError, "groups of 2 at most", lambda: Schedule({2: 2}).levels(4)),
     (ValueError, "groups of 2", lambda: Schedule({2: 4, 4: 4}).levels(4)),
-    (ValueError, "groups of 2 of 4 replicas twice", lambda: Schedule({2: 2, PAIRS: 3, 4: 8}).levels(4)),
-    (ValueError, "groups of 2, the size of a node", lambda: Schedule({2: 2, "node": 3, "all": 8}).on_nodes_of(2)),
+    (
+        ValueError,
+        "groups of 2 of 4 replicas twice",
+        lambda: Schedule({2: 2, PAIRS: 3, 4: 8}).levels(4),
+    ),
+    (
+        ValueError,
+        "groups of 2, the size of a node",
+        lambda: Schedule({2: 2, "node": 3, "all": 8}).on_nodes_of(2),
+    ),
     # Uncompressed averages have no differences, and no outer parameters.
     *wrong(
-        ValueError, partial(LocalSGD, 4), state_dtype=["float32"], overlap=[1], merge=[0.5], eager=[True], radial=[True]
+        ValueError,
+        partial(LocalSGD, 4),
+        state_dtype=["float32"],
+        overlap=[1],
+        merge=[0.5],
+        eager=[True],
+        radial=[True],
     ),
-    (ValueError, "state_dtype='int8'", lambda: LocalSGD(4, outer=gw.OuterSGD(), state_dtype="int8")),
+    (
+        ValueError,
+        "state_dtype='int8'",
+        lambda: LocalSGD(4, outer=gw.OuterSGD(), state_dtype="int8"),
+    ),
     *wrong(ValueError, partial(diloco, 4), overlap=[4, -1], layout=["rows"]),
     *wrong(TypeError, partial(diloco, 4), overlap=[True], eager=[1]),
     *wrong(ValueError, partial(diloco, 4, overlap=1), merge=[1.5, "half"]),
     *wrong(ValueError, partial(diloco, 4, eager=True), merge=[0.5], overlap=[1]),
     (TypeError, "layout[0]=1", lambda: diloco(4, layout=[1])),
     (ValueError, "fragments=1", lambda: diloco(4, layout=("a*", "*"))),
-    *each(ValueError, "'b'", lambda x: diloco(9, fragments=2, layout=x).parts(TWO), ("a", "c"), ("*", "b")),
+    *each(
+        ValueError,
+        "'b'",
+        lambda x: diloco(9, fragments=2, layout=x).parts(TWO),
+        ("a", "c"),
+        ("*", "b"),
+    ),
     (ValueError, "radial", lambda: plan({"w": (4, 4)}, diloco(3, radial=("q*",)))),
 ]
 
 X = np.zeros(2)
 SMALL = AbstractArray((2,), "int8")
 GROUPS = [
-    (ValueError, "groups=((0, 1), (1, 2))", lambda: lock_step([rq.mean(X, groups=((0, 1), (1, 2))) for _ in range(3)])),
+    (
+        ValueError,
+        "groups=((0, 1), (1, 2))",
+        lambda: lock_step([rq.mean(X, groups=((0, 1), (1, 2))) for _ in range(3)]),
+    ),
     (ValueError, "watched", lambda: Reduce((X,), (False,), True, ((0,), (1,)))),
     (ValueError, "number of replicas", lambda: rehearsed(rq.gather(SMALL))),
     (ValueError, "mean of int8", lambda: rehearsed(rq.mean(SMALL), world_size=3)),
-    (ValueError, "groups=((0, 1), (2,))", lambda: rehearsed(rq.gather(SMALL, groups=((0, 1), (2,))), world_size=3)),
-    (ValueError, "groups=((0, 1), (1, 2))", lambda: rehearsed(rq.gather(SMALL, groups=((0, 1), (1, 2))), world_size=3)),
+    (
+        ValueError,
+        "groups=((0, 1), (2,))",
+        lambda: rehearsed(rq.gather(SMALL, groups=((0, 1), (2,))), world_size=3),
+    ),
+    (
+        ValueError,
+        "groups=((0, 1), (1, 2))",
+        lambda: rehearsed(rq.gather(SMALL, groups=((0, 1), (1, 2))), world_size=3),
+    ),
     (ValueError, "all-to-all of [2]", lambda: rehearsed(rq.all_to_all(SMALL), world_size=3)),
-    (ValueError, "sum of float8", lambda: rehearsed(rq.reduce_sum(AbstractArray((4,), "float8_e4m3fn")), world_size=2)),
+    (
+        ValueError,
+        "sum of float8",
+        lambda: rehearsed(rq.reduce_sum(AbstractArray((4,), "float8_e4m3fn")), world_size=2),
+    ),
     (ValueError, "within=4", lambda: Simulator(TwoLevel(AllReduce(), 4), SHAPES, 6)),
-    (ValueError, "replicas 0 to 3", lambda: Simulator(TwoLevel(AllReduce(), ((0, 1), (2, 4))), SHAPES, 4)),
+    (
+        ValueError,
+        "replicas 0 to 3",
+        lambda: Simulator(TwoLevel(AllReduce(), ((0, 1), (2, 4))), SHAPES, 4),
+    ),
     (ValueError, "within=((0, 1), (2,))", lambda: TwoLevel(AllReduce(), ((0, 1), (2,)))),
     (ValueError, "within=0", lambda: TwoLevel(AllReduce(), 0)),
     (TypeError, "within=1.5", lambda: TwoLevel(AllReduce(), 1.5)),
@@ -199,8 +317,20 @@ SPECS = {"x": gw.Spec((5,)), "y": gw.Spec((3,))}
 MAKERS = (shard_by_element, gw.shard_by_parameter)
 SHARDS = [
     *each(ValueError, "world_size=0", lambda make: make(SPECS, 0), *MAKERS),
-    *each(ValueError, "'n' has dtype int32", lambda make: make({"n": gw.Spec((5,), "int32")}, 2), *MAKERS),
-    *each(ValueError, "buckets", lambda x: gw.shard_by_bucket(SPECS, 2, x), [["x"]], [["x", "y"], ["x"]], [["x", "z"]]),
+    *each(
+        ValueError,
+        "'n' has dtype int32",
+        lambda make: make({"n": gw.Spec((5,), "int32")}, 2),
+        *MAKERS,
+    ),
+    *each(
+        ValueError,
+        "buckets",
+        lambda x: gw.shard_by_bucket(SPECS, 2, x),
+        [["x"]],
+        [["x", "y"], ["x"]],
+        [["x", "z"]],
+    ),
     (ValueError, "'new'", lambda: plan({"new": (3,)}, gw.Zero(shard_by_element(SPECS, 2)))),
     (
         TypeError,
@@ -224,23 +354,57 @@ PLANS = [
     (ValueError, "dtype='int8'", lambda: plan(SHAPES, PowerSGD(1), dtype="int8")),
     (ValueError, "bucket_cap_mb=1", lambda: plan(SHAPES, AllReduce(8), bucket_cap_mb=1)),
     (ValueError, "bucket_cap_mb=0", lambda: plan(SHAPES, AllReduce(), bucket_cap_mb=0)),
-    (ValueError, "'steps'", lambda: plan({"w": jnp.zeros(3), "steps": jnp.zeros((), jnp.int32)}, AllReduce())),
+    (
+        ValueError,
+        "'steps'",
+        lambda: plan({"w": jnp.zeros(3), "steps": jnp.zeros((), jnp.int32)}, AllReduce()),
+    ),
     (ValueError, "'a/b'", lambda: plan({"a": {"b": (3,)}, "a/b": (3,)}, AllReduce())),
-    (TypeError, "shapes is a generator", lambda: plan(torch.nn.Linear(4, 4).named_parameters(), AllReduce())),
+    (
+        TypeError,
+        "shapes is a generator",
+        lambda: plan(torch.nn.Linear(4, 4).named_parameters(), AllReduce()),
+    ),
     (TypeError, "shapes is a type", lambda: plan(torch.nn.Linear, AllReduce())),
     (TypeError, "shapes['w'] is a float", lambda: plan({"w": 3.0}, AllReduce())),
-    (TypeError, "shapes['layers/0'] is a list", lambda: plan({"layers": {"0": [(3, 4), (5,)]}}, AllReduce())),
-    (TypeError, "shapes['layers'] is a tuple", lambda: plan({"layers": (jnp.ones(()), jnp.ones(()))}, AllReduce())),
-    (TypeError, "shapes['w'] is a MaskedNode", lambda: plan({"w": optax.MaskedNode()}, AllReduce())),
+    (
+        TypeError,
+        "shapes['layers/0'] is a list",
+        lambda: plan({"layers": {"0": [(3, 4), (5,)]}}, AllReduce()),
+    ),
+    (
+        TypeError,
+        "shapes['layers'] is a tuple",
+        lambda: plan({"layers": (jnp.ones(()), jnp.ones(()))}, AllReduce()),
+    ),
+    (
+        TypeError,
+        "shapes['w'] is a MaskedNode",
+        lambda: plan({"w": optax.MaskedNode()}, AllReduce()),
+    ),
     (ValueError, "world_size=0", lambda: plan(SHAPES, AllReduce()).seconds(0, 1e-4, 1e9)),
     (ValueError, "latency=-1.0", lambda: plan(SHAPES, AllReduce()).seconds(4, -1.0, 1e9)),
     (TypeError, "world_size='2'", lambda: plan(SHAPES, AllReduce(), world_size="2")),
-    *wrong(ValueError, partial(gw.utilization, link="1Gbit", **LINKED), step=[0, NAN], latency=[-1.0], replicas=[0]),
+    *wrong(
+        ValueError,
+        partial(gw.utilization, link="1Gbit", **LINKED),
+        step=[0, NAN],
+        latency=[-1.0],
+        replicas=[0],
+    ),
     *wrong(ValueError, partial(gw.utilization, **LINKED), link=["fast", -1.0]),
     *wrong(ValueError, partial(gw.link_for, **LINKED), utilization=[1.0]),
     (ValueError, "utilization=", lambda: gw.link_for(**LINKED, utilization=0.99, latency=10.0)),
     (ValueError, "bandwidth=0.0", lambda: plan(SHAPES, AllReduce()).seconds(4, 1e-4, 0.0)),
-    *each(ValueError, "all_reduce", lambda x: Level("all", 2, x, x, 0.5), (), ((0, 1.0),), ((8, 0.0),), ((8, NAN),)),
+    *each(
+        ValueError,
+        "all_reduce",
+        lambda x: Level("all", 2, x, x, 0.5),
+        (),
+        ((0, 1.0),),
+        ((8, 0.0),),
+        ((8, NAN),),
+    ),
     (ValueError, "exchange", lambda: Level("all", 2, ((1, 1.0),), (), 0.5)),
     (ValueError, "seconds=0.0", lambda: Compute(0.0)),
     *wrong(ValueError, partial(gw.compare, print, []), steps=[0]),
@@ -262,36 +426,75 @@ def weighed(weights):
 
 
 WEIGHTS = [
-    *each(TypeError, "Weighted", lambda x: x(WEIGHTED), TwoLevel, lambda x: gw.WireDtype(x, "int8"), gw.Weighted),
+    *each(
+        TypeError,
+        "Weighted",
+        lambda x: x(WEIGHTED),
+        TwoLevel,
+        lambda x: gw.WireDtype(x, "int8"),
+        gw.Weighted,
+    ),
     (TypeError, "compressor", lambda: diloco(3, compressor=WEIGHTED)),
     *each(ValueError, "weights[0]", weighed, [NAN, 1], [INF, 1]),
     *each(TypeError, "weights[0]", weighed, ["1", 1], [True, 1]),
     (ValueError, "weights", partial(weighed, [1])),
     (ValueError, "weights[1]", partial(weighed, [1, -1])),
-    (ValueError, "weighted", lambda: LocalSimulator(LocalSGD(1), PAIR, 1).step([PAIR], lambda *_: PAIR, weights=[1])),
+    (
+        ValueError,
+        "weighted",
+        lambda: LocalSimulator(LocalSGD(1), PAIR, 1).step([PAIR], lambda *_: PAIR, weights=[1]),
+    ),
 ]
 
 SIMULATORS = [
     (ValueError, "replicas=0", lambda: Simulator(AllReduce(), PAIR_SHAPE, 0)),
     (ValueError, "1 gradients for 2", lambda: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR])),
-    (ValueError, "['v']", lambda: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR, PAIR | {"v": [0]}])),
-    (ValueError, "'w' has shape (3,)", lambda: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR, {"w": [1, 2, 3]}])),
-    *each(ValueError, "dtype={!r}", lambda x: Simulator(AllReduce(), PAIR_SHAPE, 2, dtype=x), *NOT_AVERAGED),
+    (
+        ValueError,
+        "['v']",
+        lambda: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR, PAIR | {"v": [0]}]),
+    ),
+    (
+        ValueError,
+        "'w' has shape (3,)",
+        lambda: Simulator(AllReduce(), PAIR_SHAPE, 2).step([PAIR, {"w": [1, 2, 3]}]),
+    ),
+    *each(
+        ValueError,
+        "dtype={!r}",
+        lambda x: Simulator(AllReduce(), PAIR_SHAPE, 2, dtype=x),
+        *NOT_AVERAGED,
+    ),
     *each(TypeError, "shapes={!r}", lambda x: Simulator(AllReduce(), x, 2), None, [("w", (2,))]),
     (TypeError, "shapes['w']=2", lambda: Simulator(AllReduce(), {"w": 2}, 2)),
     (TypeError, "parameters=None", lambda: LocalSimulator(LocalSGD(2), None, 2)),
     (TypeError, "local=AllReduce()", lambda: LocalSimulator(AllReduce(), PAIR, 2)),
     (ValueError, "replicas=0", lambda: LocalSimulator(LocalSGD(2), PAIR, 0)),
     (ValueError, "2 configurations for 3", lambda: LocalSimulator([LocalSGD(2)] * 2, PAIR, 3)),
-    (ValueError, "1 gradients for 2", lambda: LocalSimulator(LocalSGD(2), PAIR, 2).step([PAIR], lambda *_: PAIR)),
-    (ValueError, "dtype='int32'", lambda: LocalSimulator(LocalSGD(2), {"i": [1]}, 2, dtype="int32")),
-    (ValueError, "'outer'", lambda: LocalSimulator(LocalSGD(2, compressor=Careless(1)), {"w": np.ones((9, 9))}, 2)),
+    (
+        ValueError,
+        "1 gradients for 2",
+        lambda: LocalSimulator(LocalSGD(2), PAIR, 2).step([PAIR], lambda *_: PAIR),
+    ),
+    (
+        ValueError,
+        "dtype='int32'",
+        lambda: LocalSimulator(LocalSGD(2), {"i": [1]}, 2, dtype="int32"),
+    ),
+    (
+        ValueError,
+        "'outer'",
+        lambda: LocalSimulator(LocalSGD(2, compressor=Careless(1)), {"w": np.ones((9, 9))}, 2),
+    ),
 ]
 
 
 def state(**change):
     tensors = {"w": {"q": np.zeros(2), "error": np.zeros(3)}}
-    whole = checkpoint.head("compressor", "PowerSGD(rank=2)", 0) | {"shared": {}, "tensors": tensors}
+    whole = checkpoint.head("compressor", "PowerSGD(rank=2)", 0) | {
+        "shared": {},
+        "tensors": tensors,
+    }
     return {key: value for key, value in (whole | change).items() if value is not None}
 
 
@@ -307,7 +510,11 @@ OWN, OTHER = (state(rank=rank, replicas=2) for rank in range(2))
 FOREIGN = {"tensors": "["}, {"tensors": '["v"]'}
 STATES = [
     *[
-        (ValueError, named, lambda x=change: checkpoint.fit(state(**x), "PowerSGD(rank=2)", gw.State()))
+        (
+            ValueError,
+            named,
+            lambda x=change: checkpoint.fit(state(**x), "PowerSGD(rank=2)", gw.State()),
+        )
         for named, change in {
             "format 3": {"format": 3},
             "ZeroOptimizer.load_state_dict": {"kind": "sharded_optimizer"},
@@ -322,24 +529,73 @@ STATES = [
             "lacks ['tensors']": {"tensors": None},
         }.items()
     ],
-    *each(ValueError, "replicas=", lambda x: own(gathered(state()) | {"replicas": x}), -1, 0, True, None, "x", 2.0),
-    *each(ValueError, "scale=", lambda x: checkpoint.scale_in({"scale": x}), 0, -1.0, NAN, INF, "x", None, 10**400),
-    *each(ValueError, "gradwire", lambda x: checkpoint.unflatten({"tensors/w/q": X}, x), {}, *FOREIGN),
+    *each(
+        ValueError,
+        "replicas=",
+        lambda x: own(gathered(state()) | {"replicas": x}),
+        -1,
+        0,
+        True,
+        None,
+        "x",
+        2.0,
+    ),
+    *each(
+        ValueError,
+        "scale=",
+        lambda x: checkpoint.scale_in({"scale": x}),
+        0,
+        -1.0,
+        NAN,
+        INF,
+        "x",
+        None,
+        10**400,
+    ),
+    *each(
+        ValueError, "gradwire", lambda x: checkpoint.unflatten({"tensors/w/q": X}, x), {}, *FOREIGN
+    ),
     (ValueError, "replica 1 has step=9", lambda: gathered(state(), state(step=9))),
-    (ValueError, "replica 1 has memory of other parameters", lambda: gathered(state(), state(tensors={}))),
+    (
+        ValueError,
+        "replica 1 has memory of other parameters",
+        lambda: gathered(state(), state(tensors={})),
+    ),
     (ValueError, "states=[]", lambda: gathered()),
     (ValueError, "states[0]", lambda: gathered(OTHER, OWN)),
     (ValueError, "states[0]", lambda: gathered(OWN)),
     (ValueError, "['local', 'replicas']", lambda: own(state())),
-    (ValueError, "both become 'x'", lambda: checkpoint.renamed(state(tensors={"v": {}, "w": {}}), lambda _: "x")),
+    (
+        ValueError,
+        "both become 'x'",
+        lambda: checkpoint.renamed(state(tensors={"v": {}, "w": {}}), lambda _: "x"),
+    ),
     (ValueError, "lacks parameter 'w'", lambda: checkpoint.renamed(state(), {"v": "w"})),
-    (ValueError, "3 rows", lambda: checkpoint.spread(OPS, gathered(state(), state()) | {"replicas": 3}, 2)),
+    (
+        ValueError,
+        "3 rows",
+        lambda: checkpoint.spread(OPS, gathered(state(), state()) | {"replicas": 3}, 2),
+    ),
 ]
 
-TABLES = (OPTIONS, WIRE, NO_ALGORITHMS, PATTERNS, SCHEDULES, GROUPS, SHARDS, PLANS, WEIGHTS, SIMULATORS, STATES)
+TABLES = (
+    OPTIONS,
+    WIRE,
+    NO_ALGORITHMS,
+    PATTERNS,
+    SCHEDULES,
+    GROUPS,
+    SHARDS,
+    PLANS,
+    WEIGHTS,
+    SIMULATORS,
+    STATES,
+)
 
 
-@pytest.mark.parametrize(("error", "named", "what"), [pytest.param(*row, id=row[1]) for rows in TABLES for row in rows])
+@pytest.mark.parametrize(
+    ("error", "named", "what"), [pytest.param(*row, id=row[1]) for rows in TABLES for row in rows]
+)
 def test_it_is_refused_by_name(error, named, what):
     with pytest.raises(error) as raised:
         what()
@@ -347,12 +603,19 @@ def test_it_is_refused_by_name(error, named, what):
 
 
 def test_numbers_of_numpy_are_pythons():
-    given = PowerSGD({"*": np.int32(1)}, start_step=np.int64(3), max_norm=np.float32(2), stacked={"w": np.array(1)})
+    given = PowerSGD(
+        {"*": np.int32(1)},
+        start_step=np.int64(3),
+        max_norm=np.float32(2),
+        stacked={"w": np.array(1)},
+    )
     assert repr(given) == repr(PowerSGD({"*": 1}, start_step=3, max_norm=2.0, stacked={"w": 1}))
     assert repr(gw.TopK(np.float64(0.5), bits=np.int8(4))) == repr(gw.TopK(0.5, bits=4))
 
 
 def test_what_belongs_together_is_not_refused():
     assert "rank" not in gathered(OWN, OTHER)
-    assert rehearsed(rq.gather(AbstractArray((4,), "float8_e4m3fn")), world_size=2).traffic.nbytes == 4
+    assert (
+        rehearsed(rq.gather(AbstractArray((4,), "float8_e4m3fn")), world_size=2).traffic.nbytes == 4
+    )
     PowerSGD({"layers.*": 2}).init(OPS, {})  # Optax makes a state for an empty tree

@@ -1,4 +1,5 @@
-"""Known answers: right kernels give them, in every method, and a planted fault does not. What each backend makes of them: beside its other tests."""
+"""Known answers: right kernels give them, in every method, and a planted fault does not. What each
+backend makes of them: beside its other tests."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +8,17 @@ from functools import cache
 import numpy as np
 import pytest
 
-from gradwire import AllReduce, Compressor, PowerSGD, Quantize, Sign, Spec, TopK, TwoLevel, WireDtype
+from gradwire import (
+    AllReduce,
+    Compressor,
+    PowerSGD,
+    Quantize,
+    Sign,
+    Spec,
+    TopK,
+    TwoLevel,
+    WireDtype,
+)
 from gradwire.core.algorithms.two_level import without_levels
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.simulate import self_check as looked_at
@@ -36,7 +47,9 @@ class Kernels:
     def step(self, known):
         gradients = [{name: x.astype(self.dtype) for name, x in g.items()} for g in known.gradients]
         pairs = zip(gradients, known.before, strict=True)
-        programs = [self.algorithm.step(self.ops, g, s.map(np.array), known.number) for g, s in pairs]
+        programs = [
+            self.algorithm.step(self.ops, g, s.map(np.array), known.number) for g, s in pairs
+        ]
         results = lock_step(programs, self.ops)
         states = [s.map(np.array) for _, s in results]
         for state in states if self.after else ():
@@ -53,12 +66,18 @@ def _fresh(monkeypatch):
 def checked(algorithm, ops=None, *, after=None, replicas=2, place=DEVICE, dtype="float32"):
     specs = {name: Spec(spec.shape, dtype) for name, spec in SPECS.items()}
     return self_check(
-        algorithm, specs, replicas, place, lambda what, dtype: Kernels(ops or NumpyOps(), what, dtype, after)
+        algorithm,
+        specs,
+        replicas,
+        place,
+        lambda what, dtype: Kernels(ops or NumpyOps(), what, dtype, after),
     )
 
 
 def rows(names):
-    return [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in names]
+    return [
+        pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in names
+    ]
 
 
 @pytest.mark.parametrize("name", rows(EVERY))
@@ -96,7 +115,9 @@ class ShortMantissas(NumpyOps):
         return super().matmul(self._short(x), self._short(y), out=out)
 
     def _short(self, x):
-        return ((x.view(np.int32) + 0x1000) & ~0x1FFF).view(np.float32) if x.dtype == np.float32 else x
+        return (
+            ((x.view(np.int32) + 0x1000) & ~0x1FFF).view(np.float32) if x.dtype == np.float32 else x
+        )
 
 
 class SwallowsInProducts(NumpyOps):
@@ -140,12 +161,16 @@ def test_wrong_kernels_are_found(algorithm, ops, what, replicas):
     assert f"{VARIABLE}=0" in found
 
 
-@pytest.mark.parametrize("algorithm", [Quantize("int8"), PowerSGD(4), TopK(8, per=64), Sign()], ids=repr)
+@pytest.mark.parametrize(
+    "algorithm", [Quantize("int8"), PowerSGD(4), TopK(8, per=64), Sign()], ids=repr
+)
 def test_an_error_memory_that_is_wrong_while_averages_are_right_is_found(algorithm):
     def spoil(state):
         state.tensors["ragged.1"]["error"] *= 1.5
 
-    assert "the memory 'error' of 'ragged.1', float32[67, 129], in step 0" in checked(algorithm, after=spoil)
+    assert "the memory 'error' of 'ragged.1', float32[67, 129], in step 0" in checked(
+        algorithm, after=spoil
+    )
 
 
 def test_a_factor_that_is_wrong_for_the_next_step_is_found():
@@ -159,12 +184,20 @@ def test_a_phase_that_does_not_advance_is_found():
     def spoil(state):
         state.shared["phase"] = np.zeros_like(state.shared["phase"])
 
-    assert "the shared state 'phase' in step 0 is 0 and not 1" in checked(PowerSGD(2, half_step=True), after=spoil)
+    assert "the shared state 'phase' in step 0 is 0 and not 1" in checked(
+        PowerSGD(2, half_step=True), after=spoil
+    )
 
 
 def test_it_looks_once_for_each_algorithm_dtype_and_number_of_replicas(caplog):
     caplog.set_level("INFO", "gradwire")
-    for algorithm, replicas in [(Sign(), 2), (Sign(), 2), (TwoLevel(Sign(), within=4), 2), (Sign(), 3), (Sign(), 64)]:
+    for algorithm, replicas in [
+        (Sign(), 2),
+        (Sign(), 2),
+        (TwoLevel(Sign(), within=4), 2),
+        (Sign(), 3),
+        (Sign(), 64),
+    ]:
         checked(algorithm, replicas=replicas)
     checked(Sign(), dtype="float64")
     assert sum("self-check of Sign()" in line for line in caplog.messages) == 3
@@ -227,7 +260,9 @@ def test_the_steps_are_of_each_kind():
 
     @cache
     def numbers(algorithm):
-        return [step.number for step in known_steps(algorithm, known_specs(algorithm, "float32"), 1)]
+        return [
+            step.number for step in known_steps(algorithm, known_specs(algorithm, "float32"), 1)
+        ]
 
     assert numbers(Sign()) == [0, 1, 2, 2]
     assert numbers(PowerSGD(2, half_step=True)) == [0, 1, 2, 3, 4, 4]
@@ -239,7 +274,9 @@ def test_the_steps_are_of_each_kind():
 
 def test_of_a_high_rank_matrices_are_larger_and_names_are_the_users():
     assert known_specs(PowerSGD(150), "float32")["matrix"].shape == (512, 1024)
-    by_name = known_specs(PowerSGD({"big/*": 2, "conv": 2}), "bfloat16", SPECS | {"big/a": Spec((50_000, 4096))})
+    by_name = known_specs(
+        PowerSGD({"big/*": 2, "conv": 2}), "bfloat16", SPECS | {"big/a": Spec((50_000, 4096))}
+    )
     assert by_name["conv"] == Spec(NAMED["conv"], "bfloat16")
     assert by_name["big/a"].size <= 1 << 17
     assert len(by_name["big/a"].shape) == 2
@@ -248,7 +285,16 @@ def test_of_a_high_rank_matrices_are_larger_and_names_are_the_users():
 
 def test_what_all_methods_are_allowed_is_far_from_garbage():
     """An average of zeros is found in all of them."""
-    for name in ("rank_2", "quantize", "two_bits", "wire_e3m0", "top_k", "sign", "one_bit", "by_chance"):
+    for name in (
+        "rank_2",
+        "quantize",
+        "two_bits",
+        "wire_e3m0",
+        "top_k",
+        "sign",
+        "one_bit",
+        "by_chance",
+    ):
         algorithm = without_levels(EVERY[name].algorithm)
         for dtype in ("float32", "bfloat16"):
             step = next(known_steps(algorithm, known_specs(algorithm, dtype), 2))

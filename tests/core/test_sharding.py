@@ -1,4 +1,5 @@
-"""Shards, the sharded step, buckets against the C++ of torch, and what the reducer refuses; its order is `tests.soak.arrival`."""
+"""Shards, the sharded step, buckets against the C++ of torch, and what the reducer refuses; its
+order is `tests.soak.arrival`."""
 
 import itertools
 import math
@@ -12,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradwire as gw
-from gradwire import AllReduce, Spec, Zero, assign_buckets, shard_by_bucket, shard_by_element, shard_by_parameter
+from gradwire import (
+    AllReduce,
+    Spec,
+    Zero,
+    assign_buckets,
+    shard_by_bucket,
+    shard_by_element,
+    shard_by_parameter,
+)
 from gradwire.core.buckets.assignment import bucket_limits
 from gradwire.core.buckets.reducer import Reducer
 from gradwire.core.simulate import NumpyOps, PoisonOps, lock_step
@@ -44,7 +53,9 @@ def plans(draw, kinds=("element", "parameter", "bucket", "spread", "mixed", "sta
     if kind == "mixed":
         cut = draw(st.sets(st.sampled_from(list(specs))))
         parts = [{n: s for n, s in specs.items() if (n in cut) == own} for own in (True, False)]
-        return MixedShards(specs, world, (shard_by_element(parts[0], world), shard_by_parameter(parts[1], world)))
+        return MixedShards(
+            specs, world, (shard_by_element(parts[0], world), shard_by_parameter(parts[1], world))
+        )
     return shard_by_bucket(specs, world, draw(buckets_of(specs)), spread=kind == "spread")
 
 
@@ -80,7 +91,9 @@ def test_every_element_has_one_owner(shards):
 def test_a_message_has_what_each_replica_has(shards):
     for names in shards.together(list(shards.specs)):
         layouts = [shards.layout(names, replica) for replica in range(shards.world_size)]
-        assert shards.counts(names) == tuple(sum(map(math.prod, layout.values())) for layout in layouts)
+        assert shards.counts(names) == tuple(
+            sum(map(math.prod, layout.values())) for layout in layouts
+        )
         assert shards.elements(names) == sum(shards.counts(names))
 
 
@@ -109,16 +122,22 @@ def test_pieces_are_alike_and_padding_is_small(shards):
 
 @given(shards=plans(["stacks"]))
 def test_slots_bound_the_work_of_a_replica_and_the_wire(shards):
-    """In a stack, and of what is kept, every replica has the work, also of padding; of a ragged slot its owner alone."""
+    """In a stack, and of what is kept, every replica has the work, also of padding; of a ragged
+    slot its owner alone."""
     world, specs, stacks = shards.world_size, shards.specs, shards.stacks
     names = [name for own in stacks.values() for name in own if name]
     assert sorted([*names, *shards.cut, *filter(shards.is_kept, specs)]) == sorted(specs)
     matrices = {n: s.shape for n, s in specs.items() if len(s.shape) > 1 and n not in shards.cut}
     work = {n: math.prod(shape) * min(shape[-2:]) for n, shape in matrices.items()}
     of_all = [n for n in work if shards.is_kept(n) or (n in stacks and n not in shards.ragged)]
-    owned = [sum(work[own[r]] for s, own in stacks.items() if s in shards.ragged and own[r]) for r in range(world)]
+    owned = [
+        sum(work[own[r]] for s, own in stacks.items() if s in shards.ragged and own[r])
+        for r in range(world)
+    ]
     if shards.pooled and work:
-        assert sum(work[n] for n in of_all) + max(owned) <= sum(work.values()) / world + max(work.values())
+        assert sum(work[n] for n in of_all) + max(owned) <= sum(work.values()) / world + max(
+            work.values()
+        )
     for stack, own in stacks.items():
         assert stack in shards.ragged or {specs[name] for name in own} == {specs[stack]}
     for together in shards.together(list(specs)):
@@ -152,7 +171,13 @@ def test_a_bucket_has_one_owner_and_a_spread_one_is_cut_in_order(shape, world, d
 def test_known_owners():
     specs = {"a": Spec((6,)), "b": Spec((5,)), "c": Spec((4,)), "d": Spec((2,)), "e": Spec((1,))}
     assert shard_by_parameter(specs, 2).owners == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 0}
-    assert shard_by_bucket(specs, 2, [["a", "e"], ["b", "c"], ["d"]]).owners == {"b": 0, "c": 0, "a": 1, "e": 1, "d": 1}
+    assert shard_by_bucket(specs, 2, [["a", "e"], ["b", "c"], ["d"]]).owners == {
+        "b": 0,
+        "c": 0,
+        "a": 1,
+        "e": 1,
+        "d": 1,
+    }
     spread = shard_by_bucket(specs, 2, [["a", "b"], ["c", "d", "e"]], spread=True)
     assert spread.owners == {"a": 0, "b": 0, "c": 1, "d": 1, "e": 1}
     shards = shard_by_element({"x": Spec((2, 5))}, 4)
@@ -163,7 +188,10 @@ def test_known_owners():
 def test_messages_and_pieces_come_back(shards, data):
     names = data.draw(st.lists(st.sampled_from(list(shards.specs)), unique=True, min_size=1))
     numbers = iter(np.arange(1.0, 10**5))
-    arrays = {n: np.array([next(numbers) for _ in range(s.size)]).reshape(s.shape) for n, s in shards.specs.items()}
+    arrays = {
+        n: np.array([next(numbers) for _ in range(s.size)]).reshape(s.shape)
+        for n, s in shards.specs.items()
+    }
     for together in shards.together(names):
         if not shards.is_kept(together[0]):
             message_and_pieces_come_back(shards, {name: arrays[name] for name in together})
@@ -191,15 +219,22 @@ def message_and_pieces_come_back(shards, arrays):
                 name = dict(enumerate(shards.stacks.get(name, [name] * len(counts)))).get(replica)
             start, stop = shards.owned(name, replica) if name in arrays else (0, 0)
             flat = arrays[name].reshape(-1)[start:stop] if name in arrays else np.zeros(0)
-            np.testing.assert_array_equal(piece.reshape(-1), np.pad(flat, (0, piece.size - flat.size)))
+            np.testing.assert_array_equal(
+                piece.reshape(-1), np.pad(flat, (0, piece.size - flat.size))
+            )
         np.testing.assert_array_equal(shards.shard(OPS, own, names, replica), part)
 
 
 def test_what_is_sparse_is_the_sum_of_what_its_owners_have():
     """Three layers of one array, and matrices of two shapes, on eight replicas."""
     shapes = {"layers": (3, 4), "wide": (2, 5), "square": (3, 3)}
-    arrays = {name: np.random.default_rng(i).normal(size=shape) for i, (name, shape) in enumerate(shapes.items())}
-    shards = StackShards({n: Spec(s, "float64") for n, s in shapes.items()}, 8, frozenset({"layers"}))
+    arrays = {
+        name: np.random.default_rng(i).normal(size=shape)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    shards = StackShards(
+        {n: Spec(s, "float64") for n, s in shapes.items()}, 8, frozenset({"layers"})
+    )
     assert all(map(shards.is_sparse, shapes))
     assert shards.ragged == {"square"}
     parts_sum_to_the_whole(shards, arrays)
@@ -222,7 +257,9 @@ def test_pieces_without_their_padding_are_padded_and_who_owns_nothing_has_an_emp
 
 #: Of three shapes there are several.
 ZERO_SHAPES = (
-    {"w": (5, 7), "b": (3,), "s": (), "empty": (0, 4), "v": (16, 4)} | {f"{n}2": (5, 7) for n in "abcd"} | {"b2": (3,)}
+    {"w": (5, 7), "b": (3,), "s": (), "empty": (0, 4), "v": (16, 4)}
+    | {f"{n}2": (5, 7) for n in "abcd"}
+    | {"b2": (3,)}
 )
 ZERO_SPECS = {name: Spec(shape, "float64") for name, shape in ZERO_SHAPES.items()}
 BUCKETS = [["w", "b", "a2", "b2", "c2"], ["s", "empty", "v", "d2"]]
@@ -237,8 +274,13 @@ MAKERS = {
 
 
 def mixed(specs, world):
-    cut, whole = ({n: s for n, s in specs.items() if (len(s.shape) == 2) == matrix} for matrix in (False, True))
-    return MixedShards(specs, world, (shard_by_element(cut, world), shard_by_parameter(whole, world)))
+    cut, whole = (
+        {n: s for n, s in specs.items() if (len(s.shape) == 2) == matrix}
+        for matrix in (False, True)
+    )
+    return MixedShards(
+        specs, world, (shard_by_element(cut, world), shard_by_parameter(whole, world))
+    )
 
 
 EVERY_KIND = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -248,7 +290,10 @@ ZERO_WORLDS = (1, 2, 3, 17)
 
 def given_gradients(world, seed=0):
     rng = np.random.default_rng(seed)
-    return [{name: rng.standard_normal(shape) for name, shape in ZERO_SHAPES.items()} for _ in range(world)]
+    return [
+        {name: rng.standard_normal(shape) for name, shape in ZERO_SHAPES.items()}
+        for _ in range(world)
+    ]
 
 
 def mean(gradients):
@@ -270,12 +315,16 @@ def assert_equal(result, expected, rtol=1e-12):
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("case", [c for c in ZERO_CASES if not isinstance(ZERO_CASES[c].algorithm, gw.PowerSGD)])
+@pytest.mark.parametrize(
+    "case", [c for c in ZERO_CASES if not isinstance(ZERO_CASES[c].algorithm, gw.PowerSGD)]
+)
 def test_the_oracle_of_the_parity_table_is_the_optimizer_that_is_not_sharded(case, replicas):
     sharded, plain = zero_cases.oracle(case, replicas).params, zero_cases.plain(case, replicas)
     for mine, theirs in zip(sharded, plain, strict=True):
         assert_equal(mine, theirs, rtol=1e-11)
-    changed = [n for n in zero_cases.SHAPES if not np.array_equal(sharded[-1][n], zero_cases.initial(n))]
+    changed = [
+        n for n in zero_cases.SHAPES if not np.array_equal(sharded[-1][n], zero_cases.initial(n))
+    ]
     assert changed == [n for n in zero_cases.SHAPES if n != "empty"]
 
 
@@ -290,8 +339,11 @@ def test_the_oracle_of_the_parity_table_is_the_optimizer_that_is_not_sharded(cas
     ],
     ids=repr,
 )
-def test_each_replica_takes_its_part_of_the_average_clipped_by_the_norm_of_all_as_planned(make, algorithm, max_norm):
-    """Without an algorithm gradients are averages already. A step may bring some of the parameters."""
+def test_each_replica_takes_its_part_of_the_average_clipped_by_the_norm_of_all_as_planned(
+    make, algorithm, max_norm
+):
+    """Without an algorithm gradients are averages already. A step may bring some of the
+    parameters."""
     if make is StackShards and algorithm == AllReduce(bucket_bytes=64):
         with pytest.raises(ValueError, match="bucket_bytes=64"):
             Zero(make(ZERO_SPECS, 2), algorithm)
@@ -306,18 +358,33 @@ def test_each_replica_takes_its_part_of_the_average_clipped_by_the_norm_of_all_a
         for step, names in enumerate([ZERO_SHAPES, ZERO_SHAPES, ["b", "v", "empty"]]):
             local = [{n: g[n] for n in names} for g in given_gradients(world, step)]
             averages = alone.step(local)
-            scaled = [{n: 4 * x for n, x in g.items()} for g in (local if algorithm else [averages] * world)]
+            scaled = [
+                {n: 4 * x for n, x in g.items()}
+                for g in (local if algorithm else [averages] * world)
+            ]
             result, length = sim.step(scaled), norm(averages)
             assert length > 1
-            assert_equal(result, {n: 2 * x / (length if max_norm else 1) for n, x in averages.items()}, rtol=1e-9)
+            assert_equal(
+                result,
+                {n: 2 * x / (length if max_norm else 1) for n, x in averages.items()},
+                rtol=1e-9,
+            )
             if step < 2:
-                assert (predicted.collectives, predicted.wire_bytes) == (sim.traffic.collectives, sim.traffic.nbytes)
+                assert (predicted.collectives, predicted.wire_bytes) == (
+                    sim.traffic.collectives,
+                    sim.traffic.nbytes,
+                )
 
 
 @settings(deadline=None)
-@given(world=st.integers(1, 9), sizes=st.lists(st.integers(0, 50), min_size=1, max_size=8), clipped=st.booleans())
+@given(
+    world=st.integers(1, 9),
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=8),
+    clipped=st.booleans(),
+)
 def test_bytes_by_hand(world, sizes, clipped):
-    """Half of the message there and half of it back: an all-reduce of the padded parameters. The norm is one number more."""
+    """Half of the message there and half of it back: an all-reduce of the padded parameters. The
+    norm is one number more."""
     shapes = {f"p{i}": (n,) for i, n in enumerate(sizes)}
     shards = shard_by_element({name: Spec(shape) for name, shape in shapes.items()}, world)
     padded = sum(world * -(-n // world) for n in sizes)
@@ -336,9 +403,12 @@ def test_clipping_of_half_precision_does_not_overflow_and_keeps_the_dtype():
 def test_a_norm_that_is_not_finite_spoils_every_update():
     local, found = given_gradients(2), []
     for local[1]["s"][...] in (np.inf, np.nan):
-        sim = gw.Simulator(Zero(shard_by_element(ZERO_SPECS, 2), max_norm=1.0), ZERO_SHAPES, 2, optimizer=twice)
+        sim = gw.Simulator(
+            Zero(shard_by_element(ZERO_SPECS, 2), max_norm=1.0), ZERO_SHAPES, 2, optimizer=twice
+        )
         found.append(sim.step(local))
-    # Every factor is max_norm / inf = 0: optimizers are given zeros, as torch's clipping gives them.
+    # Every factor is max_norm / inf = 0: optimizers are given zeros, as torch's clipping gives
+    # them.
     assert all((~np.isfinite(x) if name == "s" else x == 0).all() for name, x in found[0].items())
     assert all(np.isnan(x).all() for x in found[1].values())
 
@@ -346,9 +416,14 @@ def test_a_norm_that_is_not_finite_spoils_every_update():
 @EVERY_KIND
 def test_results_are_written_where_they_may_be(make):
     old = [{name: np.full(shape, 7.0) for name, shape in ZERO_SHAPES.items()} for _ in range(3)]
-    given, zero = given_gradients(3), Zero(make(ZERO_SPECS, 3), AllReduce(None if make is StackShards else 64))
+    given, zero = (
+        given_gradients(3),
+        Zero(make(ZERO_SPECS, 3), AllReduce(None if make is StackShards else 64)),
+    )
     expected = {name: 2 * x for name, x in mean(given).items()}
-    programs = [zero.step(OPS, dict(g), gw.State(), 0, out=o) for g, o in zip(given, old, strict=True)]
+    programs = [
+        zero.step(OPS, dict(g), gw.State(), 0, out=o) for g, o in zip(given, old, strict=True)
+    ]
     for (result, _), mine in zip(lock_step(programs, OPS, optimizer=twice), old, strict=True):
         assert_equal(result, expected)
         if make is not StackShards:
@@ -358,14 +433,26 @@ def test_results_are_written_where_they_may_be(make):
 def test_dtypes_do_not_share_a_message():
     specs = {"a": Spec((3,), "float32"), "b": Spec((4,), "float64"), "c": Spec((5,), "float32")}
     assert Zero(shard_by_element(specs, 2)).buckets(specs) == [["a", "c"], ["b"]]
-    assert Zero(shard_by_element(specs, 2), AllReduce(bucket_bytes=1)).buckets(specs) == [["c"], ["b"], ["a"]]
+    assert Zero(shard_by_element(specs, 2), AllReduce(bucket_bytes=1)).buckets(specs) == [
+        ["c"],
+        ["b"],
+        ["a"],
+    ]
 
 
 DTYPES = [torch.uint8, torch.float16, torch.float32, torch.float64]
 KEYS = list(itertools.product(DTYPES, ["cpu", "meta"]))
-#: numbers of elements, keys: mostly small ones that fill small limits often, some larger than every limit
-TENSORS = st.lists(st.tuples(st.one_of(st.integers(0, 40), st.integers(0, 5000)), st.sampled_from(KEYS)), min_size=1)
-LIMITS = st.lists(st.one_of(st.integers(1, 200), st.integers(1, 20_000), st.just(sys.maxsize)), min_size=1, max_size=4)
+#: numbers of elements, keys: mostly small ones that fill small limits often, some larger than every
+#: limit
+TENSORS = st.lists(
+    st.tuples(st.one_of(st.integers(0, 40), st.integers(0, 5000)), st.sampled_from(KEYS)),
+    min_size=1,
+)
+LIMITS = st.lists(
+    st.one_of(st.integers(1, 200), st.integers(1, 20_000), st.just(sys.maxsize)),
+    min_size=1,
+    max_size=4,
+)
 
 
 @pytest.fixture(scope="module")
@@ -380,7 +467,9 @@ def sizes_of(tensors):
 @settings(max_examples=100)
 @given(tensors=TENSORS, limits=LIMITS)
 def test_buckets_are_those_of_c10d(memory, tensors, limits):
-    theirs, _ = dist._compute_bucket_assignment_by_size([memory[key][:n] for n, key in tensors], limits)
+    theirs, _ = dist._compute_bucket_assignment_by_size(
+        [memory[key][:n] for n, key in tensors], limits
+    )
     assert assign_buckets(sizes_of(tensors), limits, [key for _, key in tensors]) == theirs
 
 
@@ -392,11 +481,17 @@ def test_buckets_in_arrival_order_are_those_of_c10d(memory, tensors, limits, dat
     theirs, their_limits = dist._compute_bucket_assignment_by_size(walked, limits, [], order)
     sizes = sizes_of(tensors)
     ours = assign_buckets(sizes, limits, [key for _, key in tensors], order)
-    closed = [b for b, limit in zip(theirs, their_limits, strict=True) if sum(sizes[i] for i in b) >= limit]
+    closed = [
+        b
+        for b, limit in zip(theirs, their_limits, strict=True)
+        if sum(sizes[i] for i in b) >= limit
+    ]
     assert ours[: len(closed)] == theirs[: len(closed)] == closed
     # C++ lists what is left over in the order of a hash table.
     assert sorted(ours[len(closed) :]) == sorted(theirs[len(closed) :])
-    assert [b[0] for b in ours[len(closed) :]] == sorted((b[0] for b in ours[len(closed) :]), key=order.index)
+    assert [b[0] for b in ours[len(closed) :]] == sorted(
+        (b[0] for b in ours[len(closed) :]), key=order.index
+    )
 
 
 def test_no_tensors_need_no_buckets():

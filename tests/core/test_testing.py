@@ -1,4 +1,5 @@
-"""The conformance kit: methods that are right pass, and each promise has a method that breaks it; and donation under `PoisonOps`, which it rests on."""
+"""The conformance kit: methods that are right pass, and each promise has a method that breaks it;
+and donation under `PoisonOps`, which it rests on."""
 
 from dataclasses import dataclass
 
@@ -13,18 +14,35 @@ from gradwire.testing import ConformanceError, check
 from tests.methods import EVERY, VARIANTS
 from tests.parity.cases import SHAPES
 
-#: Two of one shape, which are sent together, a stack, and what is not compressed. A name that an option names is there too.
+#: Two of one shape, which are sent together, a stack, and what is not compressed. A name that an
+#: option names is there too.
 FEW = {name: SHAPES[name] for name in ("w", "v", "stack", "b", "s")}
 BY_NAME = {"rank_by_name", "views", "views_half_step", "views_cold_start"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in VARIANTS else ()) for n in EVERY])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in VARIANTS else ()) for n in EVERY]
+)
 def test_every_method_keeps_its_promises(name):
     check(EVERY[name].algorithm, SHAPES if name in BY_NAME else FEW, world_sizes=(3,))
 
 
-FORGETS, NO_WARM_UP, NEVER_FAILS, NO_STATE = "conservation", "warm-up", "non-finite step", "resumed state"
-ALL = {"donation", "agreement", "plan", NEVER_FAILS, FORGETS, NO_WARM_UP, "half precision", NO_STATE}
+FORGETS, NO_WARM_UP, NEVER_FAILS, NO_STATE = (
+    "conservation",
+    "warm-up",
+    "non-finite step",
+    "resumed state",
+)
+ALL = {
+    "donation",
+    "agreement",
+    "plan",
+    NEVER_FAILS,
+    FORGETS,
+    NO_WARM_UP,
+    "half precision",
+    NO_STATE,
+}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +50,8 @@ ALL = {"donation", "agreement", "plan", NEVER_FAILS, FORGETS, NO_WARM_UP, "half 
     [
         (PowerSGD(2, half_step=True, start_step=1, error_feedback=False), {FORGETS}),
         (PowerSGD(2, square=True, half_step=True), set()),
-        (PowerSGD(2, square=True, error_feedback=0.75), set()),  # the rest is computed after the message, not meanwhile
+        # the rest is computed after the message, not meanwhile
+        (PowerSGD(2, square=True, error_feedback=0.75), set()),
         (PowerSGD(2, half_step=True, error_feedback=0.75, orthogonalization_epsilon=1e-3), set()),
         (PowerSGD(2, state_dtype="float16", max_norm=10.0), {FORGETS}),
         (PowerSGD(2, start_step=1, state_dtype="float32"), set()),
@@ -52,7 +71,8 @@ def test_options_together_keep_the_promises_that_are_told(algorithm, lacking):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Halves(Compressor):
-    """Sends half of each element, and remembers the other half; `broken` says what it does wrong."""
+    """Sends half of each element, and remembers the other half; `broken` says what it does
+    wrong."""
 
     broken: str = ""
 
@@ -72,14 +92,21 @@ class Halves(Compressor):
             sent = ops.where(x < 1e30, ops.where(x > -1e30, x, 0.0), 0.0) * 0.5
         if self.broken == "overflows unseen":  # what arrives is looked at, and not its sum
             (everyone,) = await gather(x * 0.75)
-            return x * 0.75, sum(everyone[other] for other in range(await world_size())) / await world_size(), memory
+            return (
+                x * 0.75,
+                sum(everyone[other] for other in range(await world_size())) / await world_size(),
+                memory,
+            )
         return x if self.broken == "forgets" else sent, await mean(sent), memory
 
     async def step(self, ops, gradients, state, step):
         early = Halves(start_step=0) if self.broken == "ignores the start" else self
         averages, state = await Compressor.step(early, ops, gradients, state, step)
         if self.broken == "widens":
-            averages = {n: ops.cast(x, "float32") if ops.dtype_of(x) == "float16" else x for n, x in averages.items()}
+            averages = {
+                n: ops.cast(x, "float32") if ops.dtype_of(x) == "float16" else x
+                for n, x in averages.items()
+            }
         if self.broken == "grows":
             state = State(state.shared | {"more": ops.zeros((), "int32")}, state.tensors)
         return averages, state
@@ -91,8 +118,14 @@ class Halves(Compressor):
         ("uses what it gave away", "donation: .*is something used after `out=`"),
         ("favours", "agreement: the averaged gradient of '.*' differs: replicas \\[1\\] disagree"),
         ("sends more", "the plan: step .* bytes"),
-        ("swallows", "a non-finite step: inf in '.*' on one replica comes out finite: it was swallowed"),
-        ("overflows unseen", "a non-finite step: after an average of '.*' that overflowed, the memory"),
+        (
+            "swallows",
+            "a non-finite step: inf in '.*' on one replica comes out finite: it was swallowed",
+        ),
+        (
+            "overflows unseen",
+            "a non-finite step: after an average of '.*' that overflowed, the memory",
+        ),
         ("forgets", "conservation: .*neither averaged nor remembered.*biased = True"),
         ("widens", "half precision: .* comes out as float32"),
         ("grows", "a resumed state"),
@@ -123,21 +156,51 @@ def positions(ops, *numbers, dtype="int32"):
 
 
 FORGIVEN = {
-    "from the end": (lambda ops, x: ops.take(x, positions(ops, 0, -1)), r"ops.take: position -1 is none of"),
-    "beyond": (lambda ops, x: ops.scatter_add(x * 1, positions(ops, len(x)), x[:1]), r"ops.scatter_add: position \d"),
-    "wide": (lambda ops, x: ops.take(x, positions(ops, 0, dtype="int64")), "positions are int64; make them int32"),
+    "from the end": (
+        lambda ops, x: ops.take(x, positions(ops, 0, -1)),
+        r"ops.take: position -1 is none of",
+    ),
+    "beyond": (
+        lambda ops, x: ops.scatter_add(x * 1, positions(ops, len(x)), x[:1]),
+        r"ops.scatter_add: position \d",
+    ),
+    "wide": (
+        lambda ops, x: ops.take(x, positions(ops, 0, dtype="int64")),
+        "positions are int64; make them int32",
+    ),
     "counted": (lambda ops, x: ops.multiply(x > 0, 2.0), "ops.multiply: bool is no number"),
-    "a number": (lambda ops, x: ops.abs(ops.add(1.0, 2.0)), r"ops.add: 1.0 is a float; give an array"),
-    "numbers alone": (lambda ops, x: ops.where(x > 0, 1.0, -1.0), r"ops.where: 1.0 is a float; give an array"),
-    "no truths": (lambda ops, x: ops.where(x, x, 0.0), "ops.where: the condition is float64; compare"),
+    "a number": (
+        lambda ops, x: ops.abs(ops.add(1.0, 2.0)),
+        r"ops.add: 1.0 is a float; give an array",
+    ),
+    "numbers alone": (
+        lambda ops, x: ops.where(x > 0, 1.0, -1.0),
+        r"ops.where: 1.0 is a float; give an array",
+    ),
+    "no truths": (
+        lambda ops, x: ops.where(x, x, 0.0),
+        "ops.where: the condition is float64; compare",
+    ),
     "two dtypes": (
         lambda ops, x: ops.matmul(x.reshape((1, -1)), ops.cast(x, "float32").reshape((-1, 1))),
         "ops.matmul: float64 and float32; cast one of them",
     ),
-    "backwards": (lambda ops, x: x[::-1], "a slice that goes backwards is not in every framework; .* ops.take"),
-    "a list": (lambda ops, x: x[[0, 1]], "an index of type list is not in every framework; .* ops.take"),
-    "those above": (lambda ops, x: x[x > 0], "an index of type AbstractArray is not in every framework"),
-    "a branch": (lambda ops, x: x if x[0] > 0 else -1.0 * x, "a condition on what x holds .* ops.where"),
+    "backwards": (
+        lambda ops, x: x[::-1],
+        "a slice that goes backwards is not in every framework; .* ops.take",
+    ),
+    "a list": (
+        lambda ops, x: x[[0, 1]],
+        "an index of type list is not in every framework; .* ops.take",
+    ),
+    "those above": (
+        lambda ops, x: x[x > 0],
+        "an index of type AbstractArray is not in every framework",
+    ),
+    "a branch": (
+        lambda ops, x: x if x[0] > 0 else -1.0 * x,
+        "a condition on what x holds .* ops.where",
+    ),
     "no row": (lambda ops, x: ops.row(x.reshape((1, -1)), 1), "ops.row: row 1 is none of 1"),
 }
 
@@ -181,13 +244,20 @@ def test_who_sends_by_the_data_stays_within_the_plan_and_a_vote_that_says_so_is_
             largest = ops.max_abs((await mean(x * 1.0)).reshape((1, -1))).reshape(())
             return x, await branch(largest > 1.0, once, twice), memory
 
-    assert not any(line.startswith("conservation") for line in check(Declared(), {"a": (3, 5)}, world_sizes=(1, 2)))
+    assert not any(
+        line.startswith("conservation")
+        for line in check(Declared(), {"a": (3, 5)}, world_sizes=(1, 2))
+    )
     assert {shape for name, shape in seen if name == "a"} == {(3, 5)}  # own shapes are taken
 
 
 def arrays():
     rng = np.random.default_rng(0)
-    return {"x": rng.normal(size=(4, 4)), "y": rng.normal(size=(4, 4)), "thin": rng.normal(size=(2, 4))}
+    return {
+        "x": rng.normal(size=(4, 4)),
+        "y": rng.normal(size=(4, 4)),
+        "thin": rng.normal(size=(2, 4)),
+    }
 
 
 TRUE, FALSE = np.array(True), np.array(False)
@@ -197,7 +267,9 @@ KERNELS = {
     "matmul": lambda ops, x, y, thin: ops.matmul(y, y, out=x),
     "subtract_product": lambda ops, x, y, thin: ops.subtract_product(y, thin, thin, out=x),
     "where": lambda ops, x, y, thin: ops.where(y > 0, y, 0.0, out=x),
-    "where_lazy, true": lambda ops, x, y, thin: ops.where_lazy(TRUE, lambda out: ops.add(y, y, out=out), x),
+    "where_lazy, true": lambda ops, x, y, thin: ops.where_lazy(
+        TRUE, lambda out: ops.add(y, y, out=out), x
+    ),
     "where_lazy, false": lambda ops, x, y, thin: ops.where_lazy(FALSE, lambda out: y, x),
     "add_each": lambda ops, x, y, thin: ops.add_each([x], [y])[0],
     "scale_each": lambda ops, x, y, thin: ops.scale_each([x], y[0, 0])[0],

@@ -1,4 +1,5 @@
-"""Replicas that count by a weight, against NumPy's weighted average and runs without the absent one; two levels, against averages of nodes."""
+"""Replicas that count by a weight, against NumPy's weighted average and runs without the absent
+one; two levels, against averages of nodes."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +13,18 @@ from hypothesis import strategies as st
 
 import gradwire as gw
 import gradwire.core.protocol as rq
-from gradwire import AllReduce, LocalSGD, LocalSimulator, PowerSGD, Quantize, Simulator, TopK, TwoLevel, WireDtype, plan
+from gradwire import (
+    AllReduce,
+    LocalSGD,
+    LocalSimulator,
+    PowerSGD,
+    Quantize,
+    Simulator,
+    TopK,
+    TwoLevel,
+    WireDtype,
+    plan,
+)
 from gradwire.core.algorithms.wrapper import Wrapper
 from gradwire.core.kernels.numpy import dtype_named
 from gradwire.core.protocol import gather, together
@@ -24,7 +36,8 @@ from gradwire.core.simulate import PoisonOps
 from tests.methods import METHODS
 
 SHAPES = {"w": (24, 16), "b": (7,), "x": (130,), "none": (0, 2), "s": ()}
-#: What a method remembers of a step is what it has not sent, so the average is known without looking at its messages.
+#: What a method remembers of a step is what it has not sent, so the average is known without
+#: looking at its messages.
 REMEMBERING = {
     "power_sgd": PowerSGD(2),
     "half_step": PowerSGD(2, half_step=True, start_step=1),
@@ -75,7 +88,8 @@ def assert_same_states(states, others):
 @settings(max_examples=4)
 @drawn(weights=some_weights())
 def test_the_average_is_the_weighted_mean_of_what_was_sent(method, weights):
-    """x - error is what a replica has sent, or nothing, if it is absent: then its error stays, whatever its gradient is."""
+    """x - error is what a replica has sent, or nothing, if it is absent: then its error stays,
+    whatever its gradient is."""
     algorithm, float32 = REMEMBERING[method], np.asarray(weights, np.float32).astype(float)
     simulator = Simulator(algorithm, SHAPES, len(weights))
     for step in range(3):
@@ -90,12 +104,16 @@ def test_the_average_is_the_weighted_mean_of_what_was_sent(method, weights):
                 after = state.tensors.get(name, {}).get("error", np.zeros(shape))
                 if weights[r] == 0:
                     assert np.array_equal(after, error * np.ones(shape))
-                early = step < algorithm.start_step  # nothing is remembered, and the error is as it was
+                # nothing is remembered, and the error is as it was
+                early = step < algorithm.start_step
                 parts.append(given[r][name] if early else given[r][name] + error - after)
             if isinstance(algorithm, Quantize) and len(weights) != 2:  # two replicas round once
-                # The second rounding of the mean is in somebody's memory, but in those blocks that an absent replica rounds.
+                # The second rounding of the mean is in somebody's memory, but in those blocks that
+                # an absent replica rounds.
                 blocks = np.arange(told.size) // algorithm.block
-                told = (float32[blocks // -(-(blocks.max(initial=0) + 1) // len(weights))] > 0).reshape(shape)
+                told = (
+                    float32[blocks // -(-(blocks.max(initial=0) + 1) // len(weights))] > 0
+                ).reshape(shape)
             present = float32 > 0
             expected = np.average(np.array(parts)[present], axis=0, weights=float32[present])
             np.testing.assert_allclose(averages[name][told], expected[told], rtol=1e-5, atol=1e-5)
@@ -103,28 +121,39 @@ def test_the_average_is_the_weighted_mean_of_what_was_sent(method, weights):
 
 @pytest.mark.parametrize("method", EVERY)
 @settings(max_examples=4)
-@drawn(weights=some_weights(), place=st.integers(0, 5), dtype=st.sampled_from(["float64", "float32", "float16"]))
+@drawn(
+    weights=some_weights(),
+    place=st.integers(0, 5),
+    dtype=st.sampled_from(["float64", "float32", "float16"]),
+)
 def test_weight_0_is_a_run_without_that_replica(method, weights, place, dtype):
     algorithm, place = EVERY[method], min(place, len(weights))
     if isinstance(algorithm, (Quantize, WireDtype)):
-        # Parts of an average are owned by replicas: who owns a part remembers how it was rounded, and two replicas round once less.
+        # Parts of an average are owned by replicas: who owns a part remembers how it was rounded,
+        # and two replicas round once less.
         quantized = isinstance(algorithm, Quantize) and algorithm.error_feedback
         blocks = sum(-(-math.prod(shape) // 128) for shape in SHAPES.values())
-        # Of no more blocks than replicas the same replica owns each, with one more that is the last.
+        # Of no more blocks than replicas the same replica owns each, with one more that is the
+        # last.
         least = max(3, blocks) if quantized else 3
         weights = [w or 1.0 for w in (weights * least)[: max(least, len(weights))]]
         place = len(weights)
         if quantized:
             algorithm = Quantize("int8")
     with_it = Simulator(algorithm, SHAPES, len(weights) + 1, dtype=dtype, ops=PoisonOps())
-    without, unweighted = (Simulator(algorithm, SHAPES, len(weights), dtype=dtype) for _ in range(2))
+    without, unweighted = (
+        Simulator(algorithm, SHAPES, len(weights), dtype=dtype) for _ in range(2)
+    )
     for step in range(3):
         given = gradients(range(len(weights)), step)
         more = [*given[:place], broken(given[0]), *given[place:]]
         averages = without.step(given, weights=weights)
-        assert same_bits(averages, with_it.step(more, weights=[*weights[:place], 0, *weights[place:]]))
+        assert same_bits(
+            averages, with_it.step(more, weights=[*weights[:place], 0, *weights[place:]])
+        )
         assert_same_states(without.states, [*with_it.states[:place], *with_it.states[place + 1 :]])
-        if set(weights) == {1.0} and dtype != "float16":  # whose sums would be too long to be divided afterwards
+        # whose sums would be too long to be divided afterwards
+        if set(weights) == {1.0} and dtype != "float16":
             assert same_bits(averages, unweighted.step(given))
 
 
@@ -134,23 +163,39 @@ HALVES = ("bfloat16", "float16")
 def rounded_once(arrays, weights, dtype):
     """The weighted mean in float32 of those that count, in their dtype."""
     power = np.exp2(-np.floor(np.log2(max(weights))))  # by which no bit changes
-    counting = [(np.float32(w * power), np.asarray(x, np.float32)) for x, w in zip(arrays, weights, strict=True) if w]
+    counting = [
+        (np.float32(w * power), np.asarray(x, np.float32))
+        for x, w in zip(arrays, weights, strict=True)
+        if w
+    ]
     return np.asarray(sum(w * x for w, x in counting) / sum(w for w, _ in counting), dtype)
 
 
 @pytest.mark.parametrize("dtype", [dtype_named(name) for name in HALVES], ids=HALVES)
 @pytest.mark.parametrize(
     "weights",
-    [(1, 2), (1, 5), (7,), (0, 3, 1), (1e18, 3e17, 0, 7), (1e-18, 3e-18, 5e-18), (1e18, 1e-18, 1), (1, 2, 3, 4, 0)],
+    [
+        (1, 2),
+        (1, 5),
+        (7,),
+        (0, 3, 1),
+        (1e18, 3e17, 0, 7),
+        (1e-18, 3e-18, 5e-18),
+        (1e18, 1e-18, 1),
+        (1, 2, 3, 4, 0),
+    ],
     ids=str,
 )
 def test_16_bits_are_summed_in_32_and_rounded_once(weights, dtype):
     """To the bit. What is behind a weight of 0 is NaN."""
     given = [{n: x.astype(dtype) for n, x in g.items()} for g in gradients(range(len(weights)), 0)]
-    given = [{n: x * np.nan for n, x in g.items()} if w == 0 else g for g, w in zip(given, weights, strict=True)]
-    found = Simulator(AllReduce(), SHAPES, len(weights), dtype=str(np.dtype(dtype)), ops=PoisonOps()).step(
-        given, weights=list(weights)
-    )
+    given = [
+        {n: x * np.nan for n, x in g.items()} if w == 0 else g
+        for g, w in zip(given, weights, strict=True)
+    ]
+    found = Simulator(
+        AllReduce(), SHAPES, len(weights), dtype=str(np.dtype(dtype)), ops=PoisonOps()
+    ).step(given, weights=list(weights))
     for name in SHAPES:
         expected = rounded_once([g[name] for g in given], weights, dtype)
         assert found[name].dtype == dtype
@@ -159,27 +204,46 @@ def test_16_bits_are_summed_in_32_and_rounded_once(weights, dtype):
 
 @pytest.mark.parametrize("groups", [((0, 1), (2, 3)), ((0, 1, 2), (3,))], ids=str)
 def test_16_bits_in_groups_of_any_sizes(groups):
-    start, dtype, weights = {"w": np.zeros((9, 5), dtype_named("bfloat16"))}, dtype_named("bfloat16"), [1, 2, 0, 5]
+    start, dtype, weights = (
+        {"w": np.zeros((9, 5), dtype_named("bfloat16"))},
+        dtype_named("bfloat16"),
+        [1, 2, 0, 5],
+    )
     local = LocalSGD({groups: 1, "all": 2}, weighted=True)
     simulator = LocalSimulator(local, start, 4, dtype="bfloat16")
-    given = [{n: x.astype(dtype) for n, x in g.items()} for g in gradients(range(4), 3, {"w": (9, 5)})]
-    simulator.step(given, lambda r, p, g: {n: np.asarray(g[n], p[n].dtype) for n in p}, weights=weights)
+    given = [
+        {n: x.astype(dtype) for n, x in g.items()} for g in gradients(range(4), 3, {"w": (9, 5)})
+    ]
+    simulator.step(
+        given, lambda r, p, g: {n: np.asarray(g[n], p[n].dtype) for n in p}, weights=weights
+    )
     for members in groups:
         of_group = [given[m]["w"] for m in members], [weights[m] for m in members]
         for m in members:
-            np.testing.assert_array_equal(simulator.parameters[m]["w"], rounded_once(*of_group, dtype))
+            np.testing.assert_array_equal(
+                simulator.parameters[m]["w"], rounded_once(*of_group, dtype)
+            )
 
 
 @pytest.mark.parametrize("weights", [(1, 2), (1, 5, 3)], ids=str)
-def test_parameters_of_16_bits_neither_grow_nor_shrink_when_they_are_averaged_a_thousand_times(weights):
+def test_parameters_of_16_bits_neither_grow_nor_shrink_when_they_are_averaged_a_thousand_times(
+    weights,
+):
     """They only jitter, by half a percent, in each of a thousand averages."""
     dtype = dtype_named("bfloat16")
     x = np.random.default_rng(0).normal(size=(32, 32)).astype(dtype)
-    simulator, growth = LocalSimulator(LocalSGD(1, weighted=True), {"w": x}, len(weights), dtype="bfloat16"), 0.0
+    simulator, growth = (
+        LocalSimulator(LocalSGD(1, weighted=True), {"w": x}, len(weights), dtype="bfloat16"),
+        0.0,
+    )
     for step in range(1000):
-        noise = [1 + 0.005 * np.random.default_rng([step, r]).normal(size=x.shape) for r in range(len(weights))]
+        noise = [
+            1 + 0.005 * np.random.default_rng([step, r]).normal(size=x.shape)
+            for r in range(len(weights))
+        ]
         moved = [
-            np.asarray(simulator.parameters[r]["w"].astype(np.float32) * noise[r], dtype) for r in range(len(weights))
+            np.asarray(simulator.parameters[r]["w"].astype(np.float32) * noise[r], dtype)
+            for r in range(len(weights))
         ]
         expected = np.linalg.norm(rounded_once(moved, weights, dtype).astype(float))
         simulator.step([{"w": m} for m in moved], lambda r, p, g: g, weights=list(weights))
@@ -201,13 +265,20 @@ def test_weights_that_sums_of_float32_would_lose_are_refused():
     for wrong in (1e39, 1e19, 1e-19, 1e-44, 10**400, -1, np.nan):
         with pytest.raises(ValueError, match="weight"):
             require_weight(wrong)
-    assert [require_weight(w) for w in (0, 1e-18, 1e18, np.float32(2), 2**53)] == [0, 1e-18, 1e18, 2, 2**53]
+    assert [require_weight(w) for w in (0, 1e-18, 1e18, np.float32(2), 2**53)] == [
+        0,
+        1e-18,
+        1e18,
+        2,
+        2**53,
+    ]
 
 
 @pytest.mark.parametrize("weight", [SMALLEST, LARGEST])
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e16])
 def test_values_of_any_size_come_out_of_sums_by_the_smallest_and_the_largest_weights(weight, size):
-    """As all who may give a weight, each of the largest, or one of them beside others: no inf, no zero, and no digit less."""
+    """As all who may give a weight, each of the largest, or one of them beside others: no inf, no
+    zero, and no digit less."""
     for weights in ([weight] * 8, [weight, 1, 2, 0, 1, 1, 1, 1]):
         given = [{n: np.float32(size) * x for n, x in g.items()} for g in gradients(range(8), 0)]
         found = Simulator(AllReduce(), SHAPES, 8).step(given, weights=weights)
@@ -218,7 +289,9 @@ def test_values_of_any_size_come_out_of_sums_by_the_smallest_and_the_largest_wei
 
 def test_half_precision_does_not_overflow():
     replicas = Simulator(AllReduce(), {"w": (2,)}, 2, dtype="float16")
-    assert replicas.step([{"w": [4e4, 1.0]}, {"w": [0.0, 3.0]}], weights=[3e5, 1e5])["w"].tolist() == [3e4, 1.5]
+    assert replicas.step([{"w": [4e4, 1.0]}, {"w": [0.0, 3.0]}], weights=[3e5, 1e5])[
+        "w"
+    ].tolist() == [3e4, 1.5]
 
 
 @pytest.mark.parametrize(
@@ -229,15 +302,26 @@ def test_levels_weigh_nodes_by_their_replicas(algorithm):
     two, one = Simulator(gw.TwoLevel(algorithm, near), SHAPES, 6), Simulator(algorithm, SHAPES, 3)
     for step in range(3):
         given = gradients(range(6), step)
-        nodes = [{n: (given[0][n] + 3 * given[1][n]) / 4 for n in SHAPES}, broken(given[2]), given[4]]
+        nodes = [
+            {n: (given[0][n] + 3 * given[1][n]) / 4 for n in SHAPES},
+            broken(given[2]),
+            given[4],
+        ]
         given[3], given[5] = broken(given[3]), broken(given[5])
-        averages, expected = two.step(given, weights=[1, 3, 0, 0, 2, 0]), one.step(nodes, weights=[4, 0, 2])
+        averages, expected = (
+            two.step(given, weights=[1, 3, 0, 0, 2, 0]),
+            one.step(nodes, weights=[4, 0, 2]),
+        )
         for name in SHAPES:
             np.testing.assert_allclose(averages[name], expected[name], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", ["dense", "power_sgd", "half_step", "top_k", "sign", "wire_int8", "int8"])
-@pytest.mark.parametrize("levels", [lambda algorithm: algorithm, lambda algorithm: gw.TwoLevel(algorithm, 2)], ids="12")
+@pytest.mark.parametrize(
+    "method", ["dense", "power_sgd", "half_step", "top_k", "sign", "wire_int8", "int8"]
+)
+@pytest.mark.parametrize(
+    "levels", [lambda algorithm: algorithm, lambda algorithm: gw.TwoLevel(algorithm, 2)], ids="12"
+)
 def test_nobody_counts(method, levels):
     """The memory is as it was, and the next step goes on from it."""
     two, never = (Simulator(levels(EVERY[method]), SHAPES, 4) for _ in range(2))
@@ -257,10 +341,13 @@ def test_nobody_counts(method, levels):
     "method", [n for n in EVERY if n != "wire_factors"]
 )  # between codes of 16 bits it travels by itself
 def test_a_weight_is_4_bytes_of_a_message(method):
-    weighted, plain = (plan(SHAPES, a, world_size=4).steps for a in (gw.Weighted(EVERY[method]), EVERY[method]))
+    weighted, plain = (
+        plan(SHAPES, a, world_size=4).steps for a in (gw.Weighted(EVERY[method]), EVERY[method])
+    )
     for mine, theirs in zip(weighted, plain, strict=True):
         assert mine.collectives == theirs.collectives
-        assert 4 <= mine.nbytes - theirs.nbytes <= 12  # a gather of 4 counts for 8, and there may be both
+        # a gather of 4 counts for 8, and there may be both
+        assert 4 <= mine.nbytes - theirs.nbytes <= 12
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -286,14 +373,17 @@ def test_what_cannot_be_weighed_is_refused_by_name(algorithm):
 
 # ---- local SGD
 START = {
-    name: np.random.default_rng(1).normal(size=shape) for name, shape in {"w": (12, 8), "v": (8, 6), "b": (5,)}.items()
+    name: np.random.default_rng(1).normal(size=shape)
+    for name, shape in {"w": (12, 8), "v": (8, 6), "b": (5,)}.items()
 }
 LOCAL = {
     "plain": partial(LocalSGD, 4),
     "warm": partial(LocalSGD, 4, start_step=2),
     "fragments": partial(gw.diloco, 4, fragments=2, compressor=PowerSGD(2)),
     "overlap": partial(gw.diloco, 4, overlap=2, start_step=1),
-    "progress": partial(gw.diloco, 4, overlap=1, merge="progress", fragments=3, compressor=TopK(4, per=16)),
+    "progress": partial(
+        gw.diloco, 4, overlap=1, merge="progress", fragments=3, compressor=TopK(4, per=16)
+    ),
     "eager": partial(gw.diloco, 4, eager=True, compressor=PowerSGD(1)),
     "radial": partial(gw.diloco, 4, radial=True),
     "radial_overlap": partial(gw.diloco, 4, radial=("w",), overlap=2, compressor=gw.Sign()),
@@ -320,9 +410,17 @@ def test_local_sgd_without_an_absent_replica(case, weights, place):
         mine = [w * (1 + step % 3) for w in weights]
         given = at(step, range(len(weights)))
         warm = step < local.start_step
-        absent = given[0] if warm else {n: np.full(x.shape, np.nan if step == 6 else 3.0) for n, x in START.items()}
+        absent = (
+            given[0]
+            if warm
+            else {n: np.full(x.shape, np.nan if step == 6 else 3.0) for n, x in START.items()}
+        )
         without.step(given, updated, weights=mine)
-        with_it.step([*given[:place], absent, *given[place:]], updated, weights=[*mine[:place], 0, *mine[place:]])
+        with_it.step(
+            [*given[:place], absent, *given[place:]],
+            updated,
+            weights=[*mine[:place], 0, *mine[place:]],
+        )
         rest = [*with_it.parameters[:place], *with_it.parameters[place + 1 :]]
         assert all(map(same_bits, without.parameters, rest))
         if set(weights) == {1.0}:
@@ -357,12 +455,20 @@ def test_a_group_of_absent_replicas_goes_on_by_itself():
 
 
 @settings(max_examples=10)
-@drawn(weights=some_weights(), seed=st.integers(0, 99), scale=st.sampled_from([0.0, 1e-40, 1e-6, 1.0, 1e12]))
+@drawn(
+    weights=some_weights(),
+    seed=st.integers(0, 99),
+    scale=st.sampled_from([0.0, 1e-40, 1e-6, 1.0, 1e12]),
+)
 def test_directions_and_lengths_are_averaged_apart(weights, seed, scale):
-    """The formula of the paper, in NumPy; with lr 1 and no momentum the outer step is the average itself."""
+    """The formula of the paper, in NumPy; with lr 1 and no momentum the outer step is the average
+    itself."""
     shapes, rng = {"m": (4, 3), "v": (5,)}, np.random.default_rng(seed)
     local = LocalSGD(1, compressor=AllReduce(), weighted=True, radial=True)
-    moves = [{n: rng.normal(size=s) * scale * 10.0 ** rng.integers(-3, 4) for n, s in shapes.items()} for _ in weights]
+    moves = [
+        {n: rng.normal(size=s) * scale * 10.0 ** rng.integers(-3, 4) for n, s in shapes.items()}
+        for _ in weights
+    ]
     simulator = LocalSimulator(local, {n: np.zeros(s) for n, s in shapes.items()}, len(weights))
     simulator.step(moves, lambda r, p, g: {n: p[n] - g[n] for n in p}, weights=weights)
     w = np.asarray(weights, np.float32).astype(float)
@@ -385,7 +491,15 @@ def test_a_radial_average_costs_a_number_for_each_tensor_and_a_weight_one():
     assert (sent[1] - sent[0], sent[2] - sent[0]) == (2 * 4, 4)
 
 
-OF_NODES = {"a": (24, 16), "b": (24,), "c": (12, 4, 3, 3), "d": (3, 8, 10), "e": (), "f": (30, 20), "none": (0, 4)}
+OF_NODES = {
+    "a": (24, 16),
+    "b": (24,),
+    "c": (12, 4, 3, 3),
+    "d": (3, 8, 10),
+    "e": (),
+    "f": (30, 20),
+    "none": (0, 4),
+}
 
 
 def gradients_of(replicas, step=0, shapes=OF_NODES):
@@ -393,7 +507,9 @@ def gradients_of(replicas, step=0, shapes=OF_NODES):
 
 
 def of_nodes(given, near):
-    return [{n: np.mean([given[r][n] for r in members], axis=0) for n in given[0]} for members in near]
+    return [
+        {n: np.mean([given[r][n] for r in members], axis=0) for n in given[0]} for members in near
+    ]
 
 
 def close(mine, theirs, tolerance=1e-9):
@@ -416,7 +532,8 @@ def close(mine, theirs, tolerance=1e-9):
     ids=repr,
 )
 def test_is_the_algorithm_on_the_averages_of_the_nodes(algorithm):
-    """And so is the memory, whole on each replica of a node; and local SGD whose gradients are averaged in the node, its differences between nodes."""
+    """And so is the memory, whole on each replica of a node; and local SGD whose gradients are
+    averaged in the node, its differences between nodes."""
     near, local = (
         ((0, 2), (3, 1)),
         gw.diloco(2, subgroup=((0, 2), (3, 1)), compressor=TwoLevel(algorithm, ((0, 2), (3, 1)))),
@@ -461,7 +578,12 @@ class Everything(Wrapper):
             total = await rq.mean(same.reshape(x.shape), watched=False)
             total = total + before + largest + ops.cast(sums, "float64") + (await rq.mean(x, out=x))
             for i in range(replicas):
-                total = total + of_all[i] * (i + 2.0) + summed[i] + ops.cast(whole[i], "float64")[:1].reshape(()) * 0.5
+                total = (
+                    total
+                    + of_all[i] * (i + 2.0)
+                    + summed[i]
+                    + ops.cast(whole[i], "float64")[:1].reshape(()) * 0.5
+                )
             return total
 
         found = await together([asked(n, x) for n, x in gradients_of.items()])
@@ -481,7 +603,9 @@ def test_a_message_of_any_size_is_cut_in_any_number_of_parts(nodes, within, size
     shapes = {f"{i}": tuple(shape) for i, shape in enumerate(sizes)}
     given = gradients_of(nodes * within, 0, shapes)
     near = [range(first, first + within) for first in range(0, nodes * within, within)]
-    two = Simulator(TwoLevel(Everything(AllReduce()), within), shapes, nodes * within, ops=PoisonOps())
+    two = Simulator(
+        TwoLevel(Everything(AllReduce()), within), shapes, nodes * within, ops=PoisonOps()
+    )
     one = Simulator(AllReduce() if nodes == 1 < within else Everything(AllReduce()), shapes, nodes)
     close(two.step(given), one.step(of_nodes(given, near)))
 
@@ -517,7 +641,9 @@ def test_each_message_goes_once_between_nodes_and_once_inside():
     sent = [(type(r), r.groups) for r in sim.requests if r.payloads(sim.ops, 4)]
     assert sent == [(Reduce, near), *[(Reduce, between), (AllGather, near)] * 2]
     parts = [r for r in sim.requests if r.groups == between and isinstance(r, Reduce)]
-    for part, message in zip(parts, [r for r in one.requests if isinstance(r, Reduce)], strict=True):
+    for part, message in zip(
+        parts, [r for r in one.requests if isinstance(r, Reduce)], strict=True
+    ):
         (elements,) = (x.shape[-1] for x in part.arrays)
         assert 0 <= 2 * elements - sum(x.size for x in message.arrays) < 2
 
@@ -554,7 +680,10 @@ def test_plan_shows_both_levels_and_what_two_links_take():
     with pytest.raises(ValueError, match="has one level"):
         flat.seconds(6, 0.0, 1e6, within=(0.0, 1e9))
     # On one node nothing is between, and a step is an uncompressed average.
-    alone, dense = plan(OF_NODES, TwoLevel(PowerSGD(2), 6), world_size=6), plan(OF_NODES, AllReduce(), world_size=6)
+    alone, dense = (
+        plan(OF_NODES, TwoLevel(PowerSGD(2), 6), world_size=6),
+        plan(OF_NODES, AllReduce(), world_size=6),
+    )
     assert [t.wire_bytes for t in alone.tensors] == [t.wire_bytes for t in dense.tensors]
     assert not any(t.compressed for t in alone.tensors)
     assert (alone.levels, alone.wire_bytes, alone.collectives) == ((), dense.wire_bytes, 1)
@@ -566,7 +695,12 @@ def test_plan_shows_both_levels_and_what_two_links_take():
 
 
 def test_plan_of_local_sgd_shows_both_levels():
-    p = plan(OF_NODES, gw.diloco(5, subgroup=2, compressor=TwoLevel(PowerSGD(2), 2)), world_size=6, dtype="float32")
+    p = plan(
+        OF_NODES,
+        gw.diloco(5, subgroup=2, compressor=TwoLevel(PowerSGD(2), 2)),
+        world_size=6,
+        dtype="float32",
+    )
     flat = plan(OF_NODES, PowerSGD(2), dtype="float32")
     assert p.levels[1].node_bytes == pytest.approx(flat.wire_bytes / 5, abs=4)
     # Gradients in each step; in each fifth differences, and messages between nodes.
@@ -589,9 +723,16 @@ def test_node_is_replaced_by_those_who_know():
     assert local.mentions_nodes
     assert local.on_nodes_of(2).compressor.within == 2
     for around in (gw.Weighted, lambda two: WireDtype(two, "bfloat16")):
-        assert around(TwoLevel(AllReduce())).on_nodes_of(groups) == around(TwoLevel(AllReduce(), groups))
-        assert around(TwoLevel(AllReduce())).mentions_nodes > around(TwoLevel(AllReduce(), 2)).mentions_nodes
+        assert around(TwoLevel(AllReduce())).on_nodes_of(groups) == around(
+            TwoLevel(AllReduce(), groups)
+        )
+        assert (
+            around(TwoLevel(AllReduce())).mentions_nodes
+            > around(TwoLevel(AllReduce(), 2)).mentions_nodes
+        )
     assert LocalSGD(4, subgroup="node").on_nodes_of(groups).subgroups(4) == groups
-    assert LocalSGD({"node": 2, "all": 8}, subgroup="node").on_nodes_of(2) == LocalSGD({2: 2, "all": 8}, subgroup=2)
+    assert LocalSGD({"node": 2, "all": 8}, subgroup="node").on_nodes_of(2) == LocalSGD(
+        {2: 2, "all": 8}, subgroup=2
+    )
     assert LocalSGD(8).on_nodes_of(2) == LocalSGD(8)
     assert LocalSGD(4, subgroup=1).subgroups(4) is None

@@ -29,7 +29,10 @@ def gradients(generator):
 @pytest.mark.filterwarnings("ignore::gradwire.core.plan.advice.CompressionWarning")
 @pytest.mark.parametrize("method", ROWS)
 def test_the_page_says_what_moves(method):
-    simulator, generator = Simulator(eval(method, vars(gradwire)), SHAPES, 2), np.random.default_rng(1)
+    simulator, generator = (
+        Simulator(eval(method, vars(gradwire)), SHAPES, 2),
+        np.random.default_rng(1),
+    )
     moved = np.zeros(4, bool)
     for _ in range(8):
         average = simulator.step([gradients(generator) for _ in range(2)])

@@ -8,7 +8,8 @@ from tests.emulated.build import shared_library
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> Iterator[None]:
-    """Before ranks start, each of which would wait for the build. They check nothing by themselves: what is computed is what is tested here."""
+    """Before ranks start, each of which would wait for the build. They check nothing by themselves:
+    what is computed is what is tested here."""
     shared_library()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "0")

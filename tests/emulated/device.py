@@ -1,8 +1,10 @@
-"""The emulated accelerator in Python: a torch device `emu`, its streams, and a record of what went wrong on it.
+"""The emulated accelerator in Python: a torch device `emu`, its streams, and a record of what went
+wrong on it.
 
     from tests.emulated.device import DEVICE, core, stream, watched
 
-Importing this renames torch's PrivateUse1 for the life of the process, so tests do it in processes of their own: ranks.
+Importing this renames torch's PrivateUse1 for the life of the process, so tests do it in processes
+of their own: ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import torch
 from tests.emulated.build import NAME, shared_library
 from tests.emulated.watched import MAKES, UNORDERED, Watched, event_of
 
-if "RANK" not in os.environ:  # what ranks return would do it too, if classes of this file were in it
+# what ranks return would do it too, if classes of this file were in it
+if "RANK" not in os.environ:
     raise ImportError(
         "tests.emulated.device is for ranks: it changes torch for all tests that the process runs after it"
     )
@@ -58,7 +61,12 @@ def _register() -> torch.device:
 core = _load()
 DEVICE = _register()
 watched = Watched()
-core.watch(lambda what: watched.problems.append(event_of(what)), watched.wait, watched.launched, UNORDERED | MAKES)
+core.watch(
+    lambda what: watched.problems.append(event_of(what)),
+    watched.wait,
+    watched.launched,
+    UNORDERED | MAKES,
+)
 atexit.register(core.watch, None, None, None, set())
 
 

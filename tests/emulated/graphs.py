@@ -1,5 +1,5 @@
-"""Graphs of the emulated accelerator, strict as CUDA's: what is captured is not run, memory comes from a pool and is not kept, and
-neither the host nor another stream may come in between.
+"""Graphs of the emulated accelerator, strict as CUDA's: what is captured is not run, memory comes
+from a pool and is not kept, and neither the host nor another stream may come in between.
 
 with_graphs() registers them with the engine, for the process.
 """

@@ -1,10 +1,12 @@
-"""Mutations of the product that an accelerator would mind, each run against the tests of this folder that concern it: `make mutate-emulated`.
+"""Mutations of the product that an accelerator would mind, each run against the tests of this
+folder that concern it: `make mutate-emulated`.
 
     make mutate-emulated                            # all of them, each at most 90 s; goes on where it was stopped
     make mutate-emulated ARGS="--fresh read_early"  # this one, anew
 
-In a function, the only place of its syntax tree that matches a pattern becomes something else. In patterns a capital letter is any expression. A mutation is caught
-by an assertion, by a hang (a rank waits until its time is up), or not. Every verdict is a line of runs/mutate/emulated.json.
+In a function, the only place of its syntax tree that matches a pattern becomes something else. In
+patterns a capital letter is any expression. A mutation is caught by an assertion, by a hang (a rank
+waits until its time is up), or not. Every verdict is a line of runs/mutate/emulated.json.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from typing import Any
 from tests.mutate import FOLDER, ROOT, copies, run
 
 RESULTS = FOLDER / "emulated.json"
-#: Seconds for the tests of a mutation, most of which Python takes to start, on a machine that does nothing else.
+#: Seconds for the tests of a mutation, most of which Python takes to start, on a machine that does
+#: nothing else.
 LIMIT = 90
 #: What is said where a rank has waited for others until its time was up.
 WAITED = ("stopped after", "Timed out", "timed out")
@@ -42,7 +45,9 @@ class Tests:
 
 def ways(*names: str, ranks: int = 2) -> Tests:
     """Of `test_ways.py`."""
-    nodes = tuple(f"tests/emulated/test_ways.py::test_a_way_to_train[{name}-{ranks}]" for name in names)
+    nodes = tuple(
+        f"tests/emulated/test_ways.py::test_a_way_to_train[{name}-{ranks}]" for name in names
+    )
     return Tests(nodes, exactly(f"way[{name}]" for name in names))
 
 
@@ -57,7 +62,9 @@ def exactly(names: Iterable[str]) -> str:
 
 
 #: In mixed precision FSDP lets go of what it has reduced while it is cast.
-UNITS = [f"test_unit_by_unit_on_a_stream_of_its_own[{policy}]" for policy in ("plain", "mixed precision")]
+UNITS = [
+    f"test_unit_by_unit_on_a_stream_of_its_own[{policy}]" for policy in ("plain", "mixed precision")
+]
 SHARDED = in_file("test_sharded.py", *UNITS)
 
 
@@ -68,8 +75,8 @@ ON_THE_HOST += ways("diloco, on the host", "diloco, on the host, overlap")
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of one function, which has the name of its class where others are called alike: a pattern becomes statements or an expression; and `also` another.
-    `tests` concern it."""
+    """A change of one function, which has the name of its class where others are called alike: a
+    pattern becomes statements or an expression; and `also` another. `tests` concern it."""
 
     function: str
     pattern: str
@@ -88,7 +95,10 @@ MUTATIONS = {
         also=("return self.unpacked()", "return early"),
     ),
     "waits_on_another_stream": Mutation(
-        "Pending.settle", "work.wait()", "with torch.Stream('emu'):\n    work.wait()", ways("PowerSGD")
+        "Pending.settle",
+        "work.wait()",
+        "with torch.Stream('emu'):\n    work.wait()",
+        ways("PowerSGD"),
     ),
     "accumulators_not_held": Mutation(
         "BackwardReducer._hook",
@@ -114,7 +124,10 @@ MUTATIONS = {
         "Collectives._reduce",
         "X[request.groups]",
         "X.whole",
-        in_file("test_reference.py", "test_a_request_is_answered_as_the_core_says[means in groups, NCCL]"),
+        in_file(
+            "test_reference.py",
+            "test_a_request_is_answered_as_the_core_says[means in groups, NCCL]",
+        ),
     ),
     "rank_for_a_rank_of_the_group": Mutation(
         "Exchange.__init__",
@@ -133,10 +146,13 @@ MUTATIONS = {
         "X.settle()",
         "pass",
         in_file(
-            "test_streams.py", "test_a_pass_after_one_that_failed_leaves_its_messages_alone[DataParallel(PowerSGD)]"
+            "test_streams.py",
+            "test_a_pass_after_one_that_failed_leaves_its_messages_alone[DataParallel(PowerSGD)]",
         ),
     ),
-    "pinned_memory_read_early": Mutation("Foreseen.value", "X.synchronize()", "pass", ways("half_step")),
+    "pinned_memory_read_early": Mutation(
+        "Foreseen.value", "X.synchronize()", "pass", ways("half_step")
+    ),
     "pinned_memory_written_early": Mutation(
         "TorchOps.on_device",
         "return X if Y else Z",
@@ -156,7 +172,9 @@ MUTATIONS = {
         "if not Y.is_cpu:\n    work.wait()",
         in_file("test_streams.py", "test_messages_travel_during_the_backward_pass[DDP]"),
     ),
-    "constants_made_anew": Mutation("TorchOps.constant", "key not in self._constants", "True", ways("rank_2", "int8")),
+    "constants_made_anew": Mutation(
+        "TorchOps.constant", "key not in self._constants", "True", ways("rank_2", "int8")
+    ),
     "times_noted_in_a_capture": Mutation(
         "GradientStep._begin",
         "if X:\n    self.watch.times.skip()\nelif Y:\n    self.watch.begin()",
@@ -179,7 +197,9 @@ MUTATIONS = {
         "on_host",
         "X.to('cpu', copy=True)",
         "X.clone().to('cpu', copy=True)",
-        in_file("test_streams.py", "test_a_newcomer_is_given_copies_that_take_no_room_on_the_device"),
+        in_file(
+            "test_streams.py", "test_a_newcomer_is_given_copies_that_take_no_room_on_the_device"
+        ),
     ),
     "added_in_any_order": Mutation(
         "CodingOps.scatter_add", "if self.host_knows:\n    return X", "return X", ways("top_k")
@@ -190,11 +210,15 @@ MUTATIONS = {
         "return ((A | True) if self.collectives.groups.whole.rank() == 1 else A) if B else None",
         in_file("test_reference.py", "test_the_numbers_are_numpys[DDP]"),
     ),
-    "event_not_recorded": Mutation("Foreseen.note", "self._arrived.record(X)", "pass", ways("half_step")),
+    "event_not_recorded": Mutation(
+        "Foreseen.note", "self._arrived.record(X)", "pass", ways("half_step")
+    ),
     "first_rank_for_the_first_of_a_group": Mutation(
         "ShardedBackward._learn", "dist.get_global_rank(X, Y)", "Y", SHARDED
     ),
-    "memory_grows": Mutation("Step.begin", "X.scratch.rewind()", "pass", ways("PowerSGD, forty steps")),
+    "memory_grows": Mutation(
+        "Step.begin", "X.scratch.rewind()", "pass", ways("PowerSGD, forty steps")
+    ),
     "numbers_from_pageable_memory": Mutation(
         "TorchOps.from_host",
         "self.on_device(torch.tensor(X, dtype=Y, device='cpu'))",
@@ -211,18 +235,29 @@ MUTATIONS = {
         "Reducing._launch",
         *("if divides:\n    X", "pass"),
         ways("all_reduce"),
-        also=("if Y.is_cpu:\n    last_messages.append(work)", "if self._divides:\n    Y.mul_(share(group, Y.dtype))"),
+        also=(
+            "if Y.is_cpu:\n    last_messages.append(work)",
+            "if self._divides:\n    Y.mul_(share(group, Y.dtype))",
+        ),
     ),
     "no_overlap_of_shards": Mutation(
         "Exchange.sum_for_owners",
         "return [reduce_scatter_single(A, B, group=C, async_op=True)]",
         "work = reduce_scatter_single(A, B, group=C, async_op=True)\nwork.wait()\nreturn [work]",
-        in_file("test_streams.py", "test_shards_travel_during_the_backward_pass[hook_with_zero_step by element]"),
+        in_file(
+            "test_streams.py",
+            "test_shards_travel_during_the_backward_pass[hook_with_zero_step by element]",
+        ),
     ),
     "the_host_chooses": Mutation(
-        "TorchOps.where", "self.host_knows and ok.ndim == 0", "ok.ndim == 0", ways("int8", "DDP, unused parameters")
+        "TorchOps.where",
+        "self.host_knows and ok.ndim == 0",
+        "ok.ndim == 0",
+        ways("int8", "DDP, unused parameters"),
     ),
-    "copied_before_it_is_there": Mutation("HostMemory.store", "self._stream.wait_stream(X)", "pass", ON_THE_HOST),
+    "copied_before_it_is_there": Mutation(
+        "HostMemory.store", "self._stream.wait_stream(X)", "pass", ON_THE_HOST
+    ),
     "event_on_another_stream": Mutation(
         "HostMemory.store",
         "self._copied.record(self._stream)",
@@ -233,7 +268,12 @@ MUTATIONS = {
         "InFlight.leave",
         "collectives = Collectives(X, Y)",
         "collectives = self.__dict__.setdefault('_own', Collectives(X, Y))\ncollectives.scratch.rewind()",
-        ways("diloco, overlap", "diloco, overlap, fragments", "diloco, eager", "diloco, two on their way"),
+        ways(
+            "diloco, overlap",
+            "diloco, overlap, fragments",
+            "diloco, eager",
+            "diloco, two on their way",
+        ),
     ),
     "looked_at_before_it_has_come": Mutation(
         "Step.receive",
@@ -268,12 +308,14 @@ MUTATIONS = {
 }
 
 
-# --- the change ------------------------------------------------------------------------------------------------------------------
+# --- the change
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def changed(source: str, pattern: str, becomes: str) -> tuple[str, int]:
-    """A function's source as `ast.unparse` writes it, with something else in all places that match; and how many there are. A capital letter is any expression, and in
-    a pattern that is no statement one without spaces."""
+    """A function's source as `ast.unparse` writes it, with something else in all places that match;
+    and how many there are. A capital letter is any expression, and in a pattern that is no
+    statement one without spaces."""
     (old, *_), new, seen = ast.parse(pattern).body, ast.parse(becomes).body, set[str]()
     whole = len(new) > 1 or not isinstance(old, ast.Expr) or not isinstance(new[0], ast.Expr)
 
@@ -288,7 +330,11 @@ def changed(source: str, pattern: str, becomes: str) -> tuple[str, int]:
     regex = rf"^(?P<indent> *){text}$" if whole else text
 
     def filled(found: re.Match[str]) -> str:
-        text = re.sub(r"\b[A-Z]\b", lambda letter: found[letter[0]] if letter[0] in seen else letter[0], becomes)
+        text = re.sub(
+            r"\b[A-Z]\b",
+            lambda letter: found[letter[0]] if letter[0] in seen else letter[0],
+            becomes,
+        )
         return "\n".join(found["indent"] + line for line in text.splitlines()) if whole else text
 
     return re.subn(regex, filled, source, flags=re.MULTILINE)
@@ -334,7 +380,8 @@ def mutated(mutation: Mutation) -> tuple[Path, str]:
     return file, ast.unparse(ast.fix_missing_locations(tree))
 
 
-# --- what comes of them ----------------------------------------------------------------------------------------------------------
+# --- what comes of them
+# ----------------------------------------------------------------------------------------------------------
 
 
 def verdict(folder: Path, tests: Sequence[Tests], limit: float) -> str:
@@ -355,9 +402,16 @@ def verdict(folder: Path, tests: Sequence[Tests], limit: float) -> str:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("names", nargs="*", help="only these")
-    p.add_argument("--limit", type=float, default=LIMIT, help=f"seconds for the tests of one (default: {LIMIT})")
+    p.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT,
+        help=f"seconds for the tests of one (default: {LIMIT})",
+    )
     p.add_argument("--fresh", action="store_true", help="forget what came of them before")
     args = p.parse_args()
     names = args.names or list(MUTATIONS)

@@ -1,8 +1,10 @@
 """A process group for tensors on `emu` that behaves as NCCL's does for tensors on CUDA.
 
-A collective is put on a stream of the group's own and returns at once. Its result is computed by Gloo then and there, but hidden: until a
-stream waits for the work, or the host does, the memory is NaN, and whoever touches it is reported. Tensors of the CPU are refused. Where NCCL would
-hang, here an error says why: if ranks launch different collectives, or one launches them from a callback of a future.
+A collective is put on a stream of the group's own and returns at once. Its result is computed by
+Gloo then and there, but hidden: until a stream waits for the work, or the host does, the memory is
+NaN, and whoever touches it is reported. Tensors of the CPU are refused. Where NCCL would hang, here
+an error says why: if ranks launch different collectives, or one launches them from a callback of a
+future.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, ProcessGroupGloo, _create_work_from_future
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    AllToAllOptions,
+    ProcessGroupGloo,
+    _create_work_from_future,
+)
 from torch.distributed.distributed_c10d import _world
 from torch.futures import Future
 
@@ -53,7 +60,8 @@ Compute = Callable[[list[Tensor]], list[Tensor]]
 
 
 class EmulatedNCCL(dist.ProcessGroup):
-    """The group. Its collectives run on `stream`; all that were `launched` so far are kept, of which sizes that may differ between ranks are 0."""
+    """The group. Its collectives run on `stream`; all that were `launched` so far are kept, of
+    which sizes that may differ between ranks are 0."""
 
     #: Tensors of the CPU are taken too, as by a group of "cpu:gloo,cuda:nccl".
     with_gloo = False
@@ -79,7 +87,9 @@ class EmulatedNCCL(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         options = AllreduceOptions()
         options.reduceOp = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-        return self._run("allreduce", tensors, tensors, lambda copies: self._reduced(copies, options), opts)
+        return self._run(
+            "allreduce", tensors, tensors, lambda copies: self._reduced(copies, options), opts
+        )
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         def compute(copies: list[Tensor]) -> list[Tensor]:
@@ -88,12 +98,16 @@ class EmulatedNCCL(dist.ProcessGroup):
 
         return self._run("broadcast", tensors, tensors, compute, opts)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
         return self._run("allgather", inputs, outputs[0], self._from_everyone, opts)
 
     def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
         def compute(copies: list[Tensor]) -> list[Tensor]:
-            return [torch.cat([x.reshape(-1) for x in self._from_everyone(copies)]).view(output.shape)]
+            return [
+                torch.cat([x.reshape(-1) for x in self._from_everyone(copies)]).view(output.shape)
+            ]
 
         return self._run("all_gather", [given], [output], compute, opts)
 
@@ -111,7 +125,8 @@ class EmulatedNCCL(dist.ProcessGroup):
     reduce_scatter_single = _reduce_scatter_base
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """NCCL leaves alone what the other ranks gave; here it is lost, so that nobody relies on it."""
+        """NCCL leaves alone what the other ranks gave; here it is lost, so that nobody relies on
+        it."""
 
         def compute(copies: list[Tensor]) -> list[Tensor]:
             mine = opts.rootRank == self.rank()
@@ -120,18 +135,29 @@ class EmulatedNCCL(dist.ProcessGroup):
         return self._run("reduce", tensors, tensors, compute, opts)
 
     def alltoall_base(
-        self, output: Tensor, given: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        given: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
     ) -> dist.Work:
         def compute(copies: list[Tensor]) -> list[Tensor]:
             received = torch.empty(output.shape, dtype=output.dtype, device="cpu")
-            self._gloo.alltoall_base(received, copies[0], output_splits, input_splits, AllToAllOptions()).wait()
+            self._gloo.alltoall_base(
+                received, copies[0], output_splits, input_splits, AllToAllOptions()
+            ).wait()
             return [received]
 
         return self._run("alltoall", [given], [output], compute, opts)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    def gather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
         mine = outputs[0] if outputs else []
-        return self._run("gather", inputs, mine, lambda copies: self._from_everyone(copies)[: len(mine)], opts)
+        return self._run(
+            "gather", inputs, mine, lambda copies: self._from_everyone(copies)[: len(mine)], opts
+        )
 
     def barrier(self, opts: Any = None) -> dist.Work:
         self._gloo.barrier().wait()
@@ -147,21 +173,31 @@ class EmulatedNCCL(dist.ProcessGroup):
         return received
 
     def _run(
-        self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], compute: Compute, opts: Any
+        self,
+        name: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        compute: Compute,
+        opts: Any,
     ) -> dist.Work:
-        """Launch a collective. `compute` makes the outputs' values of copies of the inputs, on the CPU."""
+        """Launch a collective. `compute` makes the outputs' values of copies of the inputs, on the
+        CPU."""
         if self.with_gloo and inputs[0].is_cpu:
             for output, value in zip(outputs, compute([x.clone() for x in inputs]), strict=True):
                 output.copy_(value)
             return self._work(list(outputs))
         for tensor in (*inputs, *outputs):
             if tensor.device.type != DEVICE.type:
-                raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
+                raise RuntimeError(
+                    f"No backend type associated with device type {tensor.device.type}"
+                )
             if not tensor.is_contiguous():
                 raise ValueError("Tensors must be contiguous")
         core.forbidden_in_a_capture("a message is sent")  # by us: NCCL would take it
         uneven = name == "alltoall"
-        self.launched.append(Launched(name, 0 if uneven else sum(x.numel() for x in inputs), inputs[0].dtype))
+        self.launched.append(
+            Launched(name, 0 if uneven else sum(x.numel() for x in inputs), inputs[0].dtype)
+        )
         self._require_the_same(self.launched[-1])
         values = compute([core.host_alias(x).clone() for x in inputs])
         # Without `async_op` NCCL runs a collective on the stream of its caller.
@@ -178,10 +214,16 @@ class EmulatedNCCL(dist.ProcessGroup):
 
     def _require_the_same(self, launched: Launched) -> None:
         if getattr(_inside, "callback", False):
-            raise RuntimeError(f"{launched} is launched from a callback: other ranks may launch something else first")
-        everyones = self._from_everyone([torch.tensor([crc32(repr(launched).encode())], device="cpu")])
+            raise RuntimeError(
+                f"{launched} is launched from a callback: other ranks may launch something else first"
+            )
+        everyones = self._from_everyone(
+            [torch.tensor([crc32(repr(launched).encode())], device="cpu")]
+        )
         if len({int(x) for x in everyones}) > 1:
-            raise RuntimeError(f"rank {self.rank()} launches {launched} while another launches something else")
+            raise RuntimeError(
+                f"rank {self.rank()} launches {launched} while another launches something else"
+            )
 
     @staticmethod
     def _work(result: list[Tensor]) -> dist.Work:

@@ -1,4 +1,5 @@
-"""The doctor on the emulated accelerator, whose messages are NCCL's: all is right, and what is planted is found there too."""
+"""The doctor on the emulated accelerator, whose messages are NCCL's: all is right, and what is
+planted is found there too."""
 
 import os
 
@@ -43,7 +44,8 @@ def test_nothing_is_wrong_there(world):
 
 @cases.case
 def test_replays_are_compared_with_eager_steps(world):
-    """Those that are right, those that are none since the host looks on, and those that go on with the number of another step."""
+    """Those that are right, those that are none since the host looks on, and those that go on with
+    the number of another step."""
     assert replays_of([CODES]) == []
     with_graphs()
     watched.clear()
@@ -58,13 +60,20 @@ def test_replays_are_compared_with_eager_steps(world):
     assert detail.startswith("no step is replayed")
     assert "a value was read" in detail
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Number, "computed", property(lambda number: False, lambda number, computed: None))
+        patch.setattr(
+            Number, "computed", property(lambda number: False, lambda number, computed: None)
+        )
         ((verdict, detail),) = replays_of([Quantize("int4", stochastic=True)])
     assert verdict == FAULT
     assert "step 4 comes out otherwise where it is replayed" in detail
 
 
-@cases.each({"one wrong scale": (one_wrong_scale, "codec int8"), "ranks in another order": (swapped, "messages")})
+@cases.each(
+    {
+        "one wrong scale": (one_wrong_scale, "codec int8"),
+        "ranks in another order": (swapped, "messages"),
+    }
+)
 def test_what_is_planted_is_found_there(world, planted):
     plant, check = planted
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,9 @@
-"""What comes out on three ranks of the emulated accelerator is what NumPy and the core compute, not only what gradwire computes elsewhere.
+"""What comes out on three ranks of the emulated accelerator is what NumPy and the core compute, not
+only what gradwire computes elsewhere.
 
-A third is no number of any dtype, so a mean that is rounded once too often is seen. The gradients are also those that real models have and random
-numbers do not: of low rank, in a single row, zero, and once not finite.
+A third is no number of any dtype, so a mean that is rounded once too often is seen. The gradients
+are also those that real models have and random numbers do not: of low rank, in a single row, zero,
+and once not finite.
 """
 
 import os
@@ -60,7 +62,8 @@ def wrapped(model, algorithm, group):
 DOORS = {"DDP": hooked, "DataParallel": wrapped}
 
 
-# --- a request, with the collectives of NCCL, and with those that a library without them has --------------------------------------
+# --- a request, with the collectives of NCCL, and with those that a library without them has
+# --------------------------------------
 
 
 EXCHANGES = [name for name in ASKED if name.startswith(("a gather", "an all-", "a reduce-"))]
@@ -78,7 +81,8 @@ def test_a_request_is_answered_as_the_core_says(world, variant):
     require_right(name, [Answered(**own) for own in world.everyones(vars(seen))])
 
 
-# --- a mean ----------------------------------------------------------------------------------------------------------------------
+# --- a mean
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def averaged(model, gradient, group):
@@ -125,7 +129,9 @@ MEANS = {name: partial(averaged_in_backward, door) for name, door in DOORS.items
 def one_addend(dtype, rank):
     """Of each element one rank alone has a gradient, so that nothing is rounded but the mean."""
     everyones = torch.randn(40, 25, generator=torch.Generator().manual_seed(0)).to(dtype)
-    return everyones.where(torch.arange(1000).view(40, 25) % RANKS == rank, torch.zeros((), dtype=dtype))
+    return everyones.where(
+        torch.arange(1000).view(40, 25) % RANKS == rank, torch.zeros((), dtype=dtype)
+    )
 
 
 SHORT = {str(dtype).removeprefix("torch."): dtype for dtype in BITS}
@@ -133,14 +139,18 @@ SHORT = {str(dtype).removeprefix("torch."): dtype for dtype in BITS}
 
 @cases.each([f"{dtype}, {door}" for dtype in SHORT for door in MEANS])
 def test_a_mean_is_rounded_once(world, name):
-    """Also if tensors come to life on the device unless something else is said: a factor there is rounded itself."""
+    """Also if tensors come to life on the device unless something else is said: a factor there is
+    rounded itself."""
     short, door = name.split(", ", 1)
     dtype, group = SHORT[short], dist.new_group(backend=BACKEND)
     gradient, means = one_addend(dtype, world.rank).to(DEVICE), []
     for defaults in (nullcontext, partial(other_defaults, DEVICE)):
         zeros = {key: torch.zeros(40, 25, dtype=dtype) for key in ("w", "b")}
         model = GivenGradients(zeros).to(DEVICE)
-        with defaults(), native_collectives(BACKEND if door != "ZeroOptimizer, all-to-all" else "nccl"):
+        with (
+            defaults(),
+            native_collectives(BACKEND if door != "ZeroOptimizer, all-to-all" else "nccl"),
+        ):
             means += MEANS[door](model, gradient, group)
     exact = sum(one_addend(dtype, rank).double() for rank in range(RANKS)).numpy() / RANKS
     last_bit = np.ldexp(1.0, np.frexp(exact)[1] - BITS[dtype])
@@ -150,9 +160,17 @@ def test_a_mean_is_rounded_once(world, name):
         assert off.max() <= (0.501 if dtype != torch.float32 else 1.0)
 
 
-# --- PowerSGD --------------------------------------------------------------------------------------------------------------------
+# --- PowerSGD
+# --------------------------------------------------------------------------------------------------------------------
 
-SHAPES = {"w": (33, 17), "low": (21, 15), "row": (25, 11), "rows": (40, 7), "zero": (9, 13), "b": (31,)}
+SHAPES = {
+    "w": (33, 17),
+    "low": (21, 15),
+    "row": (25, 11),
+    "rows": (40, 7),
+    "zero": (9, 13),
+    "b": (31,),
+}
 STEPS = 7
 #: A step in which the gradient of one rank is not finite.
 INFINITE = 3
@@ -164,7 +182,9 @@ def gradients(step, rank):
 
     def low(name, rank, noise):
         n, m = SHAPES[name]
-        return common.normal(size=(n, rank)) @ rng.normal(size=(rank, m)) + noise * rng.normal(size=(n, m))
+        return common.normal(size=(n, rank)) @ rng.normal(size=(rank, m)) + noise * rng.normal(
+            size=(n, m)
+        )
 
     found = {"w": low("w", 2, 0.05), "low": low("low", 1, 0.0), "b": rng.normal(size=31)}
     for name, used in (("row", [3]), ("rows", [0, 39])):  # fewer rows than the rank, or as many
@@ -196,28 +216,43 @@ def on_one_screen(began):
 @cases.each(DOORS)
 def test_the_numbers_are_numpys(world, door):
     model = GivenGradients({name: torch.zeros(shape) for name, shape in SHAPES.items()}).to(DEVICE)
-    parallel, handle = door(model, PowerSGD(2, min_compression_rate=1e-3), dist.new_group(backend=BACKEND))
-    began = {name: memory["q"].cpu().double().numpy() for name, memory in handle.state_dict()["tensors"].items()}
+    parallel, handle = door(
+        model, PowerSGD(2, min_compression_rate=1e-3), dist.new_group(backend=BACKEND)
+    )
+    began = {
+        name: memory["q"].cpu().double().numpy()
+        for name, memory in handle.state_dict()["tensors"].items()
+    }
     for step, wanted in enumerate(on_one_screen(began)):
-        given = {name: torch.from_numpy(x).to(DEVICE) for name, x in gradients(step, world.rank).items()}
+        given = {
+            name: torch.from_numpy(x).to(DEVICE) for name, x in gradients(step, world.rank).items()
+        }
         parallel(given).backward()
         for name, p in model.named_parameters():
             average = p.grad.cpu().double().numpy()
             if step == INFINITE and name != "b":
                 assert np.isnan(average).all()
             elif step != INFINITE:
-                np.testing.assert_allclose(average, wanted[name], rtol=0, atol=1e-4, err_msg=f"step {step}, {name}")
+                np.testing.assert_allclose(
+                    average, wanted[name], rtol=0, atol=1e-4, err_msg=f"step {step}, {name}"
+                )
         model.zero_grad()
 
 
-# --- the self-check, which looks here as on any accelerator --------------------------------------------------------------------------
+# --- the self-check, which looks here as on any accelerator
+# --------------------------------------------------------------------------
 
 
 @cases.each(["half_step", "top_k", "wire_int8"])
 def test_known_answers_come_out(world, name):
     with mock.patch.dict(os.environ, {VARIABLE: "1"}), mock.patch.object(self_check, "_found", {}):
         assert (
-            wrong_here(METHODS[name].algorithm, {each: Spec(shape) for each, shape in table.SHAPES.items()}, 2, DEVICE)
+            wrong_here(
+                METHODS[name].algorithm,
+                {each: Spec(shape) for each, shape in table.SHAPES.items()},
+                2,
+                DEVICE,
+            )
             == ""
         )
         assert len(self_check._found) == 1

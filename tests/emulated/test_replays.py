@@ -1,7 +1,8 @@
-"""Graphs of the emulated accelerator keep CUDA's rules; and steps that are replayed as graphs come to the bits of eager ones, whatever happens beside them.
+"""Graphs of the emulated accelerator keep CUDA's rules; and steps that are replayed as graphs come
+to the bits of eager ones, whatever happens beside them.
 
-Each training has an eager twin: the same algorithm, gradients and ranks. After every step averages, memory and counts are the same to the last bit, and so is
-what was sent.
+Each training has an eager twin: the same algorithm, gradients and ranks. After every step averages,
+memory and counts are the same to the last bit, and so is what was sent.
 """
 
 import gc
@@ -18,9 +19,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.calls import calls_of
-from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, TopK, TwoLevel, Weighted, WireDtype
+from gradwire import (
+    AllReduce,
+    LocalSGD,
+    PowerSGD,
+    Quantize,
+    Sign,
+    TopK,
+    TwoLevel,
+    Weighted,
+    WireDtype,
+)
 from gradwire.core.ops import Spec
-from gradwire.torch_backend import Averager, DataParallel, LocalSGDHandle, local_sgd, register_comm_hook
+from gradwire.torch_backend import (
+    Averager,
+    DataParallel,
+    LocalSGDHandle,
+    local_sgd,
+    register_comm_hook,
+)
 from gradwire.torch_backend.engine import replays, stretches
 from gradwire.torch_backend.engine.collectives import Pending
 from gradwire.torch_backend.engine.driver import Driver
@@ -43,7 +60,14 @@ if "RANK" in os.environ:
 
 cases = Cases(__file__, ranks=2)
 KB = 1 / 1024
-SHAPES = {"a": (48, 24), "b": (24, 48), "bias": (48,), "c": (48, 24), "scalar": (), "conv": (8, 4, 3, 3)}
+SHAPES = {
+    "a": (48, 24),
+    "b": (24, 48),
+    "bias": (48,),
+    "c": (48, 24),
+    "scalar": (),
+    "conv": (8, 4, 3, 3),
+}
 GROUPS = (("a", "b"), ("bias", "c"), ("scalar", "conv"))
 #: Of the list of methods, whose patterns of names ask for its tensors.
 THIRDS = [list(OF_THE_LIST)[i::3] for i in range(3)]
@@ -54,7 +78,8 @@ STEPS = 8
 OVERFLOW = 5
 
 
-# --- graphs ----------------------------------------------------------------------------------------------------------------------
+# --- graphs
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def captured(work):
@@ -70,7 +95,11 @@ def test_what_is_captured_runs_in_replays_on_the_same_memory(world):
     assert x.tolist() == [0.0] * 4
     for times in (1, 2):
         graph.replay()
-        assert (x.tolist(), place.tolist(), y.tolist()) == ([times] * 4, [times] * 2, [2 * times] * 4)
+        assert (x.tolist(), place.tolist(), y.tolist()) == (
+            [times] * 4,
+            [times] * 2,
+            [2 * times] * 4,
+        )
     x.fill_(5)
     graph.replay()
     assert y.tolist() == [12.0] * 4
@@ -86,7 +115,9 @@ FORBIDDEN = {
     "waiting for the device": lambda x: torch.accelerator.synchronize(DEVICE),
     "waiting for an event": lambda x: event().synchronize(),
     "asking for an event": lambda x: event().query(),
-    "a time": lambda x: torch.Event(DEVICE, enable_timing=True).record(torch.accelerator.current_stream(DEVICE)),
+    "a time": lambda x: torch.Event(DEVICE, enable_timing=True).record(
+        torch.accelerator.current_stream(DEVICE)
+    ),
     "another stream": lambda x: on_another_stream(lambda: x.add_(1)),
     "a message": lambda x: dist.all_reduce(x, group=dist.new_group(backend=BACKEND)),
     "a graph in a graph": lambda x: captured(lambda: x.add_(1)),
@@ -139,17 +170,24 @@ def test_memory_of_a_pool_is_used_again_and_goes_with_it(world):
     assert core.memory()[1] == before
 
 
-# --- twins -----------------------------------------------------------------------------------------------------------------------
+# --- twins
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 class Training:
     """A driver with gradients that lie where they lie."""
 
-    def __init__(self, algorithm, dtype, group, *, replay, shapes=SHAPES, parts=GROUPS, message_bytes=2048):
-        specs = {name: Spec(shape, str(dtype).removeprefix("torch.")) for name, shape in shapes.items()}
+    def __init__(
+        self, algorithm, dtype, group, *, replay, shapes=SHAPES, parts=GROUPS, message_bytes=2048
+    ):
+        specs = {
+            name: Spec(shape, str(dtype).removeprefix("torch.")) for name, shape in shapes.items()
+        }
         self.driver = Driver(algorithm, specs, DEVICE, group, message_bytes)
         self.driver.replays.wanted = replay
-        self.gradients = {name: torch.zeros(shape, dtype=dtype, device=DEVICE) for name, shape in shapes.items()}
+        self.gradients = {
+            name: torch.zeros(shape, dtype=dtype, device=DEVICE) for name, shape in shapes.items()
+        }
         self.parts = parts
 
     def fill(self, step):
@@ -173,17 +211,30 @@ class Training:
 
 def found_in(driver):
     state, known = driver.memory.state, driver.collectives
-    found = {f"{name}.{key}": x.cpu() for name, memory in state.tensors.items() for key, x in memory.items()}
+    found = {
+        f"{name}.{key}": x.cpu()
+        for name, memory in state.tensors.items()
+        for key, x in memory.items()
+    }
     found |= {key: x.cpu() for key, x in state.shared.items()}
-    counts = (driver.memory.steps, int(driver.skipped.count), known.asked, *vars(known.sent).values())
+    counts = (
+        driver.memory.steps,
+        int(driver.skipped.count),
+        known.asked,
+        *vars(known.sent).values(),
+    )
     return found | {"counts": torch.tensor(counts)}
 
 
 class Twins:
-    """A training whose steps may be replayed, and one whose steps are not; and whether they have differed."""
+    """A training whose steps may be replayed, and one whose steps are not; and whether they have
+    differed."""
 
     def __init__(self, make, *, groups=None):
-        eager, replayed = groups or (dist.new_group(backend=BACKEND), dist.new_group(backend=BACKEND))
+        eager, replayed = groups or (
+            dist.new_group(backend=BACKEND),
+            dist.new_group(backend=BACKEND),
+        )
         self.both = [make(eager, replay=False), make(replayed, replay=True)]
         watched.clear()
 
@@ -203,7 +254,8 @@ class Twins:
         return self.both[1].driver.replays.replayed
 
     def run(self, steps, before=lambda step, twins: None):
-        """In which steps they differ, and in what; and problems that the eager one does not have."""
+        """In which steps they differ, and in what; and problems that the eager one does not
+        have."""
         wrong = []
         for step in steps:
             before(step, self)
@@ -214,7 +266,10 @@ class Twins:
 
 
 def twins_of(algorithm, dtype=torch.float32, *, groups=None, **options):
-    return Twins(lambda group, replay: Training(algorithm, dtype, group, replay=replay, **options), groups=groups)
+    return Twins(
+        lambda group, replay: Training(algorithm, dtype, group, replay=replay, **options),
+        groups=groups,
+    )
 
 
 def problems_of_replays():
@@ -243,27 +298,34 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TURNS = itertools.cycle(DTYPES)
 TABLE = {name: (algorithm, DTYPES[next(TURNS)]) for name, algorithm in QUICK.items()}
 TABLE |= {name: (algorithm, torch.float32) for name, algorithm in MORE.items()}
-ALL = {f"{name} of the list": (method.algorithm, DTYPES[next(TURNS)], True) for name, method in METHODS.items()}
+ALL = {
+    f"{name} of the list": (method.algorithm, DTYPES[next(TURNS)], True)
+    for name, method in METHODS.items()
+}
 
 
 @cases.each(TABLE | ALL, slow=ALL)
 def test_replayed_steps_have_the_bits_of_eager_ones(world, row):
     algorithm, dtype, *of_the_list = row
     options = {"shapes": OF_THE_LIST, "parts": THIRDS} if of_the_list else {}
-    if algorithm in (QUICK["PowerSGD"], MORE["half steps"]):  # several groups, with memory of their own and in common
+    # several groups, with memory of their own and in common
+    if algorithm in (QUICK["PowerSGD"], MORE["half steps"]):
         options["message_bytes"] = 0
     twins = twins_of(algorithm, dtype, **options)
     base = FIRST + 2 if of_the_list else STEPS  # others meet an inf as well
     steps = base + 2 * algorithm.start_step + (2 if algorithm.cycle > 1 else 0)
     assert twins.run(range(steps)) == []
-    assert twins.replayed >= steps - algorithm.start_step - FIRST * algorithm.cycle - algorithm.cycle
+    assert (
+        twins.replayed >= steps - algorithm.start_step - FIRST * algorithm.cycle - algorithm.cycle
+    )
     assert problems_of_replays() == []
 
 
 @cases.case
 def test_more_groups_than_go_on_at_a_time(world):
-    """Programs of a device's step compute together what they compute alike, and replayed ones do not: nor do eager ones of a driver that replays, since a device may
-    round otherwise what many compute together."""
+    """Programs of a device's step compute together what they compute alike, and replayed ones do
+    not: nor do eager ones of a driver that replays, since a device may round otherwise what many
+    compute together."""
     each = [(name,) for name in SHAPES]
     twins = twins_of(PowerSGD(2), parts=each, message_bytes=0)
     assert len(each) > BATCHES
@@ -289,7 +351,8 @@ def test_each_rank_replays_or_not_by_itself(world):
 
 @cases.case
 def test_what_reads_on_the_host_stays_eager(world):
-    """It branches on an average, which the host has to know: the capture is broken, once and for all."""
+    """It branches on an average, which the host has to know: the capture is broken, once and for
+    all."""
     twins = twins_of(Everything())
     before = EmulatedGraphs.captured
     assert twins.run(range(FIRST)) == []
@@ -300,7 +363,8 @@ def test_what_reads_on_the_host_stays_eager(world):
     assert EmulatedGraphs.captured == tried
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------------------
+# --- faults
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def forgets_addresses(patch):
@@ -322,7 +386,9 @@ def hands_out_twice(patch):
 
 
 def number_stands_still(patch):
-    patch.setattr(stretches.Number, "computed", property(lambda number: False, lambda number, computed: None))
+    patch.setattr(
+        stretches.Number, "computed", property(lambda number: False, lambda number, computed: None)
+    )
 
 
 def counts_something_else(patch):
@@ -418,27 +484,35 @@ def test_what_others_have_dropped_does_not_go_in_a_capture(world):
     assert gc.isenabled()
 
 
-# --- what happens beside it ---------------------------------------------------------------------------------------------------------
+# --- what happens beside it
+# ---------------------------------------------------------------------------------------------------------
 
 
 @cases.case
 def test_gradients_that_move_once(world):
-    """In the middle of a step: those before are replayed, those after are not; and later all are again. The ends of all groups are one graph, if all are replayed."""
+    """In the middle of a step: those before are replayed, those after are not; and later all are
+    again. The ends of all groups are one graph, if all are replayed."""
     twins = twins_of(PowerSGD(2), message_bytes=0)
 
     def move(step, twins):
         if step == FIRST + 2:
-            twins.do(lambda each: each.gradients.update(conv=torch.zeros_like(each.gradients["conv"])))
+            twins.do(
+                lambda each: each.gradients.update(conv=torch.zeros_like(each.gradients["conv"]))
+            )
 
     before = EmulatedGraphs.replayed
     assert twins.run(range(FIRST + 2)) == []
     assert twins.replayed == 2
     (whole,) = twins.both[1].driver.replays._sets
-    counts = [sum(1 + bool(each.compute_overlap) for each in tape.stretches) for tape in whole.tapes]
+    counts = [
+        sum(1 + bool(each.compute_overlap) for each in tape.stretches) for tape in whole.tapes
+    ]
     assert len(counts) == len(GROUPS)
     assert EmulatedGraphs.replayed - before == 2 * (sum(counts) + 1)
     assert twins.run([FIRST + 2], move) == []
-    assert EmulatedGraphs.replayed - before == 2 * (sum(counts) + 1) + sum(n + 1 for n in counts[:-1])
+    assert EmulatedGraphs.replayed - before == 2 * (sum(counts) + 1) + sum(
+        n + 1 for n in counts[:-1]
+    )
     assert twins.replayed == 2
     assert twins.run(range(FIRST + 3, STEPS + FIRST)) == []
     assert twins.replayed == 2 + STEPS + FIRST - (2 * FIRST + 2)
@@ -450,7 +524,8 @@ def move_all(training):
 
 @cases.case
 def test_a_fifth_set_waits_for_its_place(world):
-    """Gradients that lie in five places by turns: four are replayed, which make place when they come no more."""
+    """Gradients that lie in five places by turns: four are replayed, which make place when they
+    come no more."""
     twins, places = twins_of(AllReduce(), message_bytes=0), []
     for _ in range(replays.SETS + 1):
         twins.do(move_all)
@@ -577,7 +652,8 @@ def test_a_users_streams_and_graphs(world):
 
 @cases.case
 def test_ranges_and_times_are_those_of_eager_steps(world):
-    """The profiler sees the same parts of a step, and each message is noted with its bytes, from its launch to its arrival."""
+    """The profiler sees the same parts of a step, and each message is noted with its bytes, from
+    its launch to its arrival."""
     twins, seen = twins_of(PowerSGD(2), message_bytes=0), []
     assert twins.run(range(FIRST + 1)) == []
     for each in twins.both:
@@ -592,7 +668,15 @@ def test_ranges_and_times_are_those_of_eager_steps(world):
         )
         found = each.driver.stats()
         times = [found.step_seconds > 0, found.compress_seconds > 0, found.wait_seconds >= 0]
-        seen.append((sorted(ranges), [nbytes for nbytes, *_ in noted.messages], len(noted.work), times, found.steps))
+        seen.append(
+            (
+                sorted(ranges),
+                [nbytes for nbytes, *_ in noted.messages],
+                len(noted.work),
+                times,
+                found.steps,
+            )
+        )
     assert twins.replayed == 2
     eager, replayed = seen
     assert eager == replayed
@@ -656,7 +740,8 @@ def test_what_the_host_decides_is_eager(world, context):
     assert twins.replayed == STEPS - FIRST - 2
 
 
-# --- doors -----------------------------------------------------------------------------------------------------------------------
+# --- doors
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -673,7 +758,11 @@ class Loop:
 
     @property
     def driver(self):
-        return self.handle._gradients if isinstance(self.handle, LocalSGDHandle) else self.handle._driver
+        return (
+            self.handle._gradients
+            if isinstance(self.handle, LocalSGDHandle)
+            else self.handle._driver
+        )
 
     def step(self, number):
         draw = torch.Generator().manual_seed(100 * number + dist.get_rank())
@@ -692,7 +781,8 @@ class Loop:
         if isinstance(self.handle, LocalSGDHandle):
             self.handle.step()
         if self.set_to_none:
-            self.kept.append([p.grad for p in self.model.parameters()])  # so that none lies where another has lain
+            # so that none lies where another has lain
+            self.kept.append([p.grad for p in self.model.parameters()])
             self.model.zero_grad()
         else:
             self.model.zero_grad(set_to_none=False)
@@ -705,7 +795,9 @@ def ddp(algorithm, *, loops=None, **options):
     def make(group, replay):
         torch.manual_seed(0)
         model = mlp(64, 48, 48, 32).to(DEVICE)
-        wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=10 * KB, **options)
+        wrapped = DistributedDataParallel(
+            model, process_group=group, bucket_cap_mb=10 * KB, **options
+        )
         handle = register_comm_hook(wrapped, algorithm, message_bytes=2048)
         if not replay:  # by itself, they are
             handle.replay = False
@@ -749,7 +841,8 @@ def by_local_sgd(group, replay):
     return Loop(model, wrapped, handle)
 
 
-#: How many of the steps are replayed: buckets of DDP are rebuilt after the first, those of `DataParallel` too.
+#: How many of the steps are replayed: buckets of DDP are rebuilt after the first, those of
+#: `DataParallel` too.
 DOORS = {
     "DDP": (ddp(PowerSGD(2)), STEPS - FIRST - 1),
     "DDP, views": (ddp(PowerSGD(2), gradient_as_bucket_view=True), STEPS - FIRST - 1),
@@ -828,13 +921,20 @@ def test_two_levels(world):
     assert twins.replayed == STEPS - FIRST - 1
 
 
-# --- what it costs ----------------------------------------------------------------------------------------------------------------
+# --- what it costs
+# ----------------------------------------------------------------------------------------------------------------
 
 #: A transformer of twelve layers, small.
 LAYERS = {
     f"{i}.{name}": shape
     for i in range(12)
-    for name, shape in {"qkv": (192, 64), "out": (64, 64), "up": (256, 64), "down": (64, 256), "bias": (64,)}.items()
+    for name, shape in {
+        "qkv": (192, 64),
+        "out": (64, 64),
+        "up": (256, 64),
+        "down": (64, 256),
+        "bias": (64,),
+    }.items()
 }
 BUCKETS = [list(LAYERS)[i : i + 10] for i in range(0, len(LAYERS), 10)]
 COSTS = {**QUICK, "both": WireDtype(PowerSGD(16), "int8")}
@@ -846,24 +946,40 @@ SLOW = [name for name in COSTS if name not in ("PowerSGD", "Quantize")]
 
 @cases.each(COSTS, slow=SLOW)
 def cost(world, algorithm):
-    """Calls, messages, the most memory beside what is kept, and that of graphs; eager and replayed."""
+    """Calls, messages, the most memory beside what is kept, and that of graphs; eager and
+    replayed."""
     found = []
     for replay in (False, True):
         group = dist.new_group(backend=BACKEND)
         training = Training(
-            algorithm, torch.float32, group, replay=replay, shapes=LAYERS, parts=BUCKETS, message_bytes=None
+            algorithm,
+            torch.float32,
+            group,
+            replay=replay,
+            shapes=LAYERS,
+            parts=BUCKETS,
+            message_bytes=None,
         )
         for step in range(FIRST + 2):
             training.step(step)
         state = training.driver.memory.state.tensors
-        kept = [*training.gradients.values(), *[x for memory in state.values() for x in memory.values()]]
+        kept = [
+            *training.gradients.values(),
+            *[x for memory in state.values() for x in memory.values()],
+        ]
         gc.collect()
         before, sent = core.memory()[1], training.driver.memory.sent.collectives
         calls = calls_of(lambda training=training: training.step(FIRST + 2))
         peak = core.memory()[0]
         scratch = sum(x.nbytes for x in _tensors_in(training.driver.collectives.scratch))
         graphs = training.driver.replays.nbytes
-        found.append((calls, training.driver.memory.sent.collectives - sent, (scratch, graphs, peak - before)))
+        found.append(
+            (
+                calls,
+                training.driver.memory.sent.collectives - sent,
+                (scratch, graphs, peak - before),
+            )
+        )
         assert training.driver.stats().replayed_steps == (3 if replay else 0)
         assert (training.driver.stats().graph_bytes > 0) is replay
         del training, state, kept
@@ -876,8 +992,11 @@ def _tensors_in(scratch):
 
 @pytest.mark.parametrize("name", variants(COSTS, SLOW))
 def test_calls_and_memory_of_a_replayed_step(results, name):
-    """The host does a replay and a collective for each message; and memory is what an eager step works in."""
-    for (eager_calls, messages, eager_bytes), (calls, same_messages, nbytes) in results(f"cost[{name}]"):
+    """The host does a replay and a collective for each message; and memory is what an eager step
+    works in."""
+    for (eager_calls, messages, eager_bytes), (calls, same_messages, nbytes) in results(
+        f"cost[{name}]"
+    ):
         assert messages == same_messages
         assert calls <= 300 + 60 * messages < eager_calls
         assert sum(nbytes) <= 1.05 * sum(eager_bytes), (nbytes, eager_bytes)

@@ -1,7 +1,8 @@
-"""Replicas of an FSDP2 model on the emulated accelerator: what the hook's stream does races with nothing, nobody waits, no memory is used again too
-early, and Gloo's results come out.
+"""Replicas of an FSDP2 model on the emulated accelerator: what the hook's stream does races with
+nothing, nobody waits, no memory is used again too early, and Gloo's results come out.
 
-Each of two replicas is two shards, so FSDP gathers, reduces and scatters on streams of its own, and gives memory back while they run.
+Each of two replicas is two shards, so FSDP gathers, reduces and scatters on streams of its own, and
+gives memory back while they run.
 """
 
 import os
@@ -99,14 +100,19 @@ def trained(
     replicas_on = "cpu" if "offload_policy" in options else device.type
     meshes = [
         DeviceMesh.from_group(group, on, mesh_dim_names=(name,))
-        for group, on, name in ((replicas, replicas_on, "replicate"), (shards, device.type, "shard"))
+        for group, on, name in (
+            (replicas, replicas_on, "replicate"),
+            (shards, device.type, "shard"),
+        )
     ]
     model = mlp(*WIDTHS).to(device)
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=meshes[1], **options)
     fully_shard(model, mesh=meshes[1], **options)
-    generators = [torch.Generator().manual_seed(10 * step + dist.get_rank()) for step in range(steps)]
+    generators = [
+        torch.Generator().manual_seed(10 * step + dist.get_rank()) for step in range(steps)
+    ]
     batches = [torch.randn(8, 40, generator=generator).to(device) for generator in generators]
     kept = []
     with defaults():
@@ -133,15 +139,22 @@ POLICIES = {
 
 @cases.case
 def test_replays_have_the_bits_of_eager_steps(world):
-    """Gradients that stay are replayed. Those that always lie elsewhere are not: then steps stay eager, and the logger says so once."""
+    """Gradients that stay are replayed. Those that always lie elsewhere are not: then steps stay
+    eager, and the logger says so once."""
     group = {"backend": BACKEND}
     replicas = [dist.new_group([r, r + SHARDS], **group) for r in range(SHARDS)]
-    shards = [dist.new_group([SHARDS * r, SHARDS * r + 1], **group) for r in range(world.size // SHARDS)]
+    shards = [
+        dist.new_group([SHARDS * r, SHARDS * r + 1], **group) for r in range(world.size // SHARDS)
+    ]
     own = replicas[world.rank % SHARDS], shards[world.rank // SHARDS]
 
     def weights(replay, set_to_none=False):
         model, handle = trained(*own, DEVICE, steps=8, replay=replay, set_to_none=set_to_none)
-        return [p.detach().to_local().cpu() for p in model.parameters()], handle.stats(), handle.replay
+        return (
+            [p.detach().to_local().cpu() for p in model.parameters()],
+            handle.stats(),
+            handle.replay,
+        )
 
     with fsdp_on_emulated_streams(), pytest.MonkeyPatch.context() as patch, logged() as said:
         patch.setattr(replays, "TRIES", 4)
@@ -153,7 +166,11 @@ def test_replays_have_the_bits_of_eager_steps(world):
     assert same_bits(eager, given_up)
     assert sent == also == same
     # The first step learns the order of units.
-    assert (sent.replayed_steps, also.replayed_steps, same.replayed_steps) == (0, 8 - 1 - replays.EQUAL, 0)
+    assert (sent.replayed_steps, also.replayed_steps, same.replayed_steps) == (
+        0,
+        8 - 1 - replays.EQUAL,
+        0,
+    )
     assert not wanted
     (line,) = [line for line in said if "not replayed" in line]
     assert "zero_grad(set_to_none=False)" in line
@@ -166,7 +183,10 @@ def test_unit_by_unit_on_a_stream_of_its_own(world, options):
     def groups(backend):
         between = "gloo" if offloaded else backend
         replicas = [dist.new_group([r, r + SHARDS], backend=between) for r in range(SHARDS)]
-        shards = [dist.new_group([SHARDS * r, SHARDS * r + 1], backend=backend) for r in range(world.size // SHARDS)]
+        shards = [
+            dist.new_group([SHARDS * r, SHARDS * r + 1], backend=backend)
+            for r in range(world.size // SHARDS)
+        ]
         return replicas[world.rank % SHARDS], shards[world.rank // SHARDS]
 
     def after_step(step):
@@ -179,12 +199,19 @@ def test_unit_by_unit_on_a_stream_of_its_own(world, options):
         patch.setattr(EmulatedNCCL, "with_gloo", offloaded)
         model, handle = trained(*groups(BACKEND), DEVICE, after_step, **options)
         seen = watched.own_waits(), list(watched.problems)
-        same, _ = trained(*groups(BACKEND), DEVICE, defaults=partial(other_defaults, DEVICE), **options)
+        same, _ = trained(
+            *groups(BACKEND), DEVICE, defaults=partial(other_defaults, DEVICE), **options
+        )
     assert seen == ([], [])
-    assert same_bits(*([p.detach().to_local().cpu() for p in each.parameters()] for each in (model, same)))
-    weights, expected = ([p.detach().to_local().cpu() for p in each.parameters()] for each in (model, right))
+    assert same_bits(
+        *([p.detach().to_local().cpu() for p in each.parameters()] for each in (model, same))
+    )
+    weights, expected = (
+        [p.detach().to_local().cpu() for p in each.parameters()] for each in (model, right)
+    )
     assert all(relative(*pair) < 1e-4 for pair in zip(weights, expected, strict=True))
     everyones = world.everyones(weights)
     assert all(same_bits(of_shard, everyones[r % SHARDS]) for r, of_shard in enumerate(everyones))
-    # Of the first step all units are one; then three units of two messages each. Offloaded gradients are there when the pass is over.
+    # Of the first step all units are one; then three units of two messages each. Offloaded
+    # gradients are there when the pass is over.
     assert handle.stats().collectives == (4 * 2 if offloaded else 2 + 3 * 6)

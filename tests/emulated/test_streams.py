@@ -1,6 +1,8 @@
-"""The emulated accelerator notices what it is there for; and what gradwire does in the odd places of a training loop is ordered.
+"""The emulated accelerator notices what it is there for; and what gradwire does in the odd places
+of a training loop is ordered.
 
-Odd places: a forward pass on two streams, a backward pass after one that failed, checkpoints of what lies on the device.
+Odd places: a forward pass on two streams, a backward pass after one that failed, checkpoints of
+what lies on the device.
 """
 
 import os
@@ -54,7 +56,8 @@ def problems():
     return [event.what for event in watched.problems]
 
 
-# --- the emulation itself -----------------------------------------------------------------------------------------------------
+# --- the emulation itself
+# -----------------------------------------------------------------------------------------------------
 
 
 @cases.case
@@ -70,7 +73,9 @@ def test_races_are_reported(world):
         return problems()
 
     assert seen(lambda x: x + 1) == ["race: add reads on stream 3 what zero_ writes on stream 0"]
-    assert seen(lambda x: x.fill_(1)) == ["race: fill_ writes on stream 3 what zero_ writes on stream 0"]
+    assert seen(lambda x: x.fill_(1)) == [
+        "race: fill_ writes on stream 3 what zero_ writes on stream 0"
+    ]
     assert seen(lambda x: x.fill_(1), wait=True) == []
     assert seen(lambda x: torch.zeros(8, device=DEVICE).fill_(1)) == []
 
@@ -94,13 +99,19 @@ def test_memory_that_another_stream_still_uses_is_not_used_again(world):
         core.wait_for(0, 3)
         return problems()
 
-    assert seen() == ["memory of stream 0 is freed and may be used by zero_ while fill_ uses it on stream 3"]
+    assert seen() == [
+        "memory of stream 0 is freed and may be used by zero_ while fill_ uses it on stream 3"
+    ]
     assert seen(record=True) == seen(wait="before") == seen(wait="after") == []
 
 
 @cases.case
 def test_waits_of_the_host_are_counted(world):
-    x, on_device, pinned = torch.ones(4).to(DEVICE), torch.tensor(0.0).to(DEVICE), torch.ones(4).pin_memory()
+    x, on_device, pinned = (
+        torch.ones(4).to(DEVICE),
+        torch.tensor(0.0).to(DEVICE),
+        torch.ones(4).pin_memory(),
+    )
 
     def waits(action):
         watched.clear()
@@ -150,7 +161,8 @@ def test_what_cuda_refuses_to_pin_and_rounds_is_refused_and_rounded(world):
 
 @cases.case
 def test_streams_see_what_came_to_pinned_memory_before(world):
-    """To the host and back, and then to the host again: on one stream, or on another that does not wait."""
+    """To the host and back, and then to the host again: on one stream, or on another that does not
+    wait."""
 
     def seen(second):
         pinned, x = torch.zeros(4).pin_memory(), torch.ones(4, device=DEVICE)
@@ -230,14 +242,17 @@ def test_wrong_launches_are_refused(world):
     assert x.tolist() == [4.0] * 4
 
 
-# --- times -----------------------------------------------------------------------------------------------------------------------
+# --- times
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 @cases.case
 def test_times_on_a_device_are_those_of_its_stream_and_nobody_waits_for_them(world):
     """An operation takes a millisecond."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 48)).to(DEVICE)
-    wrapped = DistributedDataParallel(model, process_group=on_emulated_nccl(), bucket_cap_mb=20 * KB)
+    wrapped = DistributedDataParallel(
+        model, process_group=on_emulated_nccl(), bucket_cap_mb=20 * KB
+    )
     handle = register_comm_hook(wrapped, PowerSGD(2), message_bytes=0)
     own, real, notes = [], handle._driver.add, handle._driver.watch.times
 
@@ -258,12 +273,14 @@ def test_times_on_a_device_are_those_of_its_stream_and_nobody_waits_for_them(wor
     stats = handle.stats()
     assert 1e3 * (stats.compress_seconds + stats.wait_seconds) == pytest.approx(sum(own[-4:]) / 4)
     assert stats.step_seconds > stats.compress_seconds > 0
-    assert any(steps < min(i, 4) for i, steps in enumerate(finished, 1))  # not all had been finished
+    # not all had been finished
+    assert any(steps < min(i, 4) for i, steps in enumerate(finished, 1))
 
 
 @cases.case
 def test_a_count_is_read_when_it_has_come(world):
-    """While the device is behind by more than the ten steps between two looks of the host: all steps are skipped."""
+    """While the device is behind by more than the ten steps between two looks of the host: all
+    steps are skipped."""
     counted, seen = SkippedSteps("an algorithm", DEVICE, 0, seen_by_host=False), []
     counted._run.seen = lambda steps, skipped: seen.append((steps, skipped))
     finite = torch.zeros((), dtype=torch.bool, device=DEVICE)
@@ -274,7 +291,8 @@ def test_a_count_is_read_when_it_has_come(world):
     assert all(skipped == steps for steps, skipped in seen)
 
 
-# --- odd places ---------------------------------------------------------------------------------------------------------------
+# --- odd places
+# ---------------------------------------------------------------------------------------------------------------
 
 
 class TwoStreams(nn.Module):
@@ -317,7 +335,8 @@ OURS = {name: wrap for name, wrap in WRAPPERS.items() if name != "DDP"}
 
 @cases.each(WRAPPERS)
 def test_messages_travel_during_the_backward_pass(world, wrap):
-    """Those before it have arrived when the next one is sent, each time that the driver is given a bucket."""
+    """Those before it have arrived when the next one is sent, each time that the driver is given a
+    bucket."""
     model, seen, real = wrap(mlp(64, 96, 96, 96, 48).to(DEVICE), on_emulated_nccl()), [], Driver.add
     before = core.messages_on_their_way()  # of other cases
 
@@ -362,12 +381,17 @@ def test_shards_travel_during_the_backward_pass(world, name):
 @cases.case
 def test_a_capture_notes_no_times(world):
     """A step that goes into a graph, in which times would be noted once and for all."""
-    model, data = ddp(mlp(64, 64, 48).to(DEVICE), on_emulated_nccl()), torch.randn(16, 64).to(DEVICE)
+    model, data = (
+        ddp(mlp(64, 64, 48).to(DEVICE), on_emulated_nccl()),
+        torch.randn(16, 64).to(DEVICE),
+    )
     for captures in (False, False, False, True):
         watched.clear()
         core.capture(captures)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gradwire.torch_backend.engine.step.capturing", lambda captures=captures: captures)
+            patch.setattr(
+                "gradwire.torch_backend.engine.step.capturing", lambda captures=captures: captures
+            )
             model(data).square().mean().backward()
         core.capture(False)
         model.zero_grad()
@@ -434,17 +458,24 @@ def looked_at(function, devices):
 
 @cases.case
 def test_a_consolidated_state_travels_by_the_cpu(world):
-    """A pickled tensor comes to life on the sender's device, which the receiver may not have, and on which it would keep memory."""
+    """A pickled tensor comes to life on the sender's device, which the receiver may not have, and
+    on which it would keep memory."""
     states, devices = [], set()
     for device, of in ((DEVICE, on_emulated_nccl()), (torch.device("cpu"), world.group)):
         model = mlp(16, 12, 8).to(device)
-        optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.Adam, lr=0.1, process_group=of)
-        loss_on(16)(lambda x, model=model, device=device: model(x.to(device)).cpu(), 0, 0).backward()
+        optimizer = ZeroOptimizer(
+            model.named_parameters(), torch.optim.Adam, lr=0.1, process_group=of
+        )
+        loss_on(16)(
+            lambda x, model=model, device=device: model(x.to(device)).cpu(), 0, 0
+        ).backward()
         optimizer.step()
         with pytest.MonkeyPatch.context() as patch:
             for name in ("gather_object", "all_gather_object"):
                 patch.setattr(dist, name, looked_at(getattr(dist, name), devices))
-            states.append((optimizer.consolidated_state_dict(), optimizer.consolidated_state_dict(to=None)))
+            states.append(
+                (optimizer.consolidated_state_dict(), optimizer.consolidated_state_dict(to=None))
+            )
         optimizer.load_state_dict(states[-1][1])
     assert devices == {"cpu"}
     assert same_bits(*states)
@@ -457,11 +488,15 @@ def test_outer_parameters_may_be_on_the_host(world):
     for device, of in ((DEVICE, on_emulated_nccl()), (torch.device("cpu"), world.group)):
         model = mlp(16, 12, 8).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle = local_sgd(model, optimizer, diloco(2, overlap=1), process_group=of, outer_device="cpu")
+        handle = local_sgd(
+            model, optimizer, diloco(2, overlap=1), process_group=of, outer_device="cpu"
+        )
         watched.clear()
         for step in range(3):
             optimizer.zero_grad()
-            loss_on(16)(lambda x, model=model, device=device: model(x.to(device)).cpu(), 0, step).backward()
+            loss_on(16)(
+                lambda x, model=model, device=device: model(x.to(device)).cpu(), 0, step
+            ).backward()
             optimizer.step()
         if device == DEVICE:
             memory = [x for m in handle._memory.state.tensors.values() for x in m.values()]
@@ -480,11 +515,16 @@ def test_outer_parameters_may_be_on_the_host(world):
 
 @cases.case
 def test_a_users_step_in_compare_runs_where_the_user_is(world):
-    """On the caller's device and stream, in the thread of each replica: a backward pass that ended in torch's own would make the others wait for it for ever."""
+    """On the caller's device and stream, in the thread of each replica: a backward pass that ended
+    in torch's own would make the others wait for it for ever."""
     x, seen = torch.ones(4, 64, device=DEVICE), []
 
     def now():
-        return torch.accelerator.current_device_index(), core.current_stream(), torch.is_autocast_enabled("cpu")
+        return (
+            torch.accelerator.current_device_index(),
+            core.current_stream(),
+            torch.is_autocast_enabled("cpu"),
+        )
 
     def make(replica, replicas):
         model = mlp(64, 48, 32).to(DEVICE)
@@ -542,7 +582,8 @@ def test_a_newcomer_is_given_copies_that_take_no_room_on_the_device(world):
 
 @cases.case
 def test_a_gathered_state_takes_room_for_one_tensor(world):
-    """In float64, and once more in transit; not for all eight of them, where a message has room for one."""
+    """In float64, and once more in transit; not for all eight of them, where a message has room for
+    one."""
     model = mlp(*(64,) * 9, bias=False).to(DEVICE)
     wrapped = DistributedDataParallel(model, process_group=on_emulated_nccl())
     handle = register_comm_hook(wrapped, PowerSGD(2))

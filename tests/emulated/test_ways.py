@@ -1,7 +1,8 @@
-"""Every way to train, on one, two and three ranks of an emulated accelerator: nothing races, nobody waits, no constant is made twice,
-and Gloo's results come out.
+"""Every way to train, on one, two and three ranks of an emulated accelerator: nothing races, nobody
+waits, no constant is made twice, and Gloo's results come out.
 
-The accelerator has streams, and its process group behaves as NCCL's: see `device.cpp` and `process_group.py`.
+The accelerator has streams, and its process group behaves as NCCL's: see `device.cpp` and
+`process_group.py`.
 """
 
 import os
@@ -30,15 +31,16 @@ FIRST_STEPS = 2
 
 
 def doors() -> list[str]:
-    """The first way that each wrap of `ways.py` makes: hooks, wrapper, optimizers, and an algorithm that asks for whatever there is."""
+    """The first way that each wrap of `ways.py` makes: hooks, wrapper, optimizers, and an algorithm
+    that asks for whatever there is."""
     first: dict[str, str] = {}
     for name, way in WAYS.items():
         first.setdefault(way.wrap.__qualname__, name)
     return list(first.values())
 
 
-#: What differs on three ranks, where more than one is another: averages of factors, sums and votes, and uneven shares of parameters, buckets, codes and
-#: groups.
+#: What differs on three ranks, where more than one is another: averages of factors, sums and votes,
+#: and uneven shares of parameters, buckets, codes and groups.
 OF_THREE = (
     "PowerSGD",
     "two levels",
@@ -47,9 +49,11 @@ OF_THREE = (
     "int8",
     "local_sgd, subgroups",
 )
-#: Two ranks show everything. One has nobody to wait for: that is shown once for each door, as options change nothing of it.
+#: Two ranks show everything. One has nobody to wait for: that is shown once for each door, as
+#: options change nothing of it.
 ON_RANKS = {2: list(WAYS), 1: doors(), 3: [*doors(), *OF_THREE]}
-#: Methods that differ from others in numbers, other ways to share out an optimizer's state, and options of DDP behind another door.
+#: Methods that differ from others in numbers, other ways to share out an optimizer's state, and
+#: options of DDP behind another door.
 SLOW = {
     name
     for name in WAYS
@@ -101,7 +105,9 @@ def way(world, name):
         record = train(way, DEVICE, group, on_a_side_stream, look)
         launched = list(group.launched)
         if world.size == 2 and name in UNDER_DEFAULTS:
-            under_defaults = train(way, DEVICE, group, on_a_side_stream, look, partial(other_defaults, DEVICE))
+            under_defaults = train(
+                way, DEVICE, group, on_a_side_stream, look, partial(other_defaults, DEVICE)
+            )
     on_the_cpu = train(way, torch.device("cpu"), world.group)
     return {
         "problems": watched.problems,
@@ -116,8 +122,11 @@ def way(world, name):
 
 
 def _compared(run, plain):
-    """Whether the weights are the same to the last bit, and how many waits there were more by step."""
-    waits = [len(now) - len(before) for (now, *_), (before, *_) in zip(run.seen, plain.seen, strict=True)]
+    """Whether the weights are the same to the last bit, and how many waits there were more by
+    step."""
+    waits = [
+        len(now) - len(before) for (now, *_), (before, *_) in zip(run.seen, plain.seen, strict=True)
+    ]
     return same_bits(run.moved, plain.moved), waits
 
 
@@ -138,7 +147,8 @@ def test_a_way_to_train(results_of, name, ranks):
         assert result["problems"] == []
         assert result["on their way"] == way.left
         first_waits, waits = (
-            list(map(len, each)) for each in (result["waits"][:FIRST_STEPS], result["waits"][FIRST_STEPS:])
+            list(map(len, each))
+            for each in (result["waits"][:FIRST_STEPS], result["waits"][FIRST_STEPS:])
         )
         assert max(waits) <= way.waits, result["waits"]
         assert sum(first_waits) <= FIRST_STEPS * way.waits + way.waits_at_first, result["waits"]

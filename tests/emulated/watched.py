@@ -1,4 +1,5 @@
-"""What happened on the emulated accelerator, what went wrong, and where: records that ranks return as they are.
+"""What happened on the emulated accelerator, what went wrong, and where: records that ranks return
+as they are.
 
 watched = Watched()
 assert watched.problems == []
@@ -16,12 +17,22 @@ import torch
 import gradwire.core
 import gradwire.torch_backend
 
-#: Operations, fewer than a step has. The host runs ahead of the device by about a step, and does not feel a wait for what was before.
+#: Operations, fewer than a step has. The host runs ahead of the device by about a step, and does
+#: not feel a wait for what was before.
 LONG_AGO = 40
 #: Where gradwire's code is.
-OURS = tuple(f"{Path(str(room.__file__)).parent}/" for room in (gradwire.core, gradwire.torch_backend))
+OURS = tuple(
+    f"{Path(str(room.__file__)).parent}/" for room in (gradwire.core, gradwire.torch_backend)
+)
 #: Kernels that add in any order on CUDA, so that ranks may differ in the last bit.
-UNORDERED = {"scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_add", "index_add_"}
+UNORDERED = {
+    "scatter_add",
+    "scatter_add_",
+    "scatter_reduce",
+    "scatter_reduce_",
+    "index_add",
+    "index_add_",
+}
 UNORDERED |= {"bincount", "histc", "cumsum"}
 #: Kernels that make constants.
 MAKES = {"fill_", "arange", "eye", "linspace", "full", "ones", "tril", "triu"}
@@ -29,7 +40,8 @@ MAKES = {"fill_", "arange", "eye", "linspace", "full", "ones", "tril", "triu"}
 
 @dataclass(frozen=True)
 class Event:
-    """Something that the device has seen, and who caused it: lines of gradwire, innermost last. Empty if none of it was running."""
+    """Something that the device has seen, and who caused it: lines of gradwire, innermost last.
+    Empty if none of it was running."""
 
     what: str
     where: tuple[str, ...]
@@ -48,7 +60,8 @@ class Launched:
 class Watched:
     """What the device has seen since the last `clear`."""
 
-    #: Races, memory written while a message was on its way, memory used again while in use, kernels of gradwire that add in any order.
+    #: Races, memory written while a message was on its way, memory used again while in use, kernels
+    #: of gradwire that add in any order.
     problems: list[Event] = field(default_factory=list)
     #: Of the host for the device.
     waits: list[Event] = field(default_factory=list)
@@ -66,7 +79,8 @@ class Watched:
             (self.problems if name in UNORDERED else self.made).append(event)
 
     def wait(self, why: str, since: int) -> None:
-        """The host waits for something after which so many operations have been launched: after many, it has long come."""
+        """The host waits for something after which so many operations have been launched: after
+        many, it has long come."""
         if since < LONG_AGO:
             self.waits.append(event_of(why))
 
@@ -78,5 +92,7 @@ class Watched:
 def event_of(what: str) -> Event:
     """What happens now, and which lines of gradwire are at it."""
     frames = [(f.f_code.co_filename, n) for f, n in traceback.walk_stack(sys._getframe())]
-    ours = [f"{'/'.join(file.split('/')[-2:])}:{line}" for file, line in frames if file.startswith(OURS)]
+    ours = [
+        f"{'/'.join(file.split('/')[-2:])}:{line}" for file, line in frames if file.startswith(OURS)
+    ]
     return Event(what, tuple(reversed(ours[:4])))

@@ -1,6 +1,8 @@
-"""Every way to use gradwire in a training loop, as `Way`s that run on any device: on the emulated accelerator, and with Gloo to compare.
+"""Every way to use gradwire in a training loop, as `Way`s that run on any device: on the emulated
+accelerator, and with Gloo to compare.
 
-Each algorithm, wrapper, hook and optimizer form; and what docs/works-together.md says goes with them.
+Each algorithm, wrapper, hook and optimizer form; and what docs/works-together.md says goes with
+them.
 """
 
 from __future__ import annotations
@@ -34,16 +36,18 @@ BUCKETS = {"bucket_cap_mb": 5 * KB}
 MESSAGE_BYTES = 512
 #: A step in which one rank's loss is infinite, where there is a GradScaler.
 OVERFLOW = 3
-#: Of the distance that weights travel: exact but for the order of sums and the way of orthonormalizing.
+#: Of the distance that weights travel: exact but for the order of sums and the way of
+#: orthonormalizing.
 EXACT = 1e-4
 #: Messages are rounded to 8 bits, in another order.
 ROUNDED = 0.02
-#: Forty steps: what a last place makes of a weight grows tenfold in every fifteen of this training. In float32 sums in another
-#: order come to 9e-5 on the host, those of an H100 to 6e-4.
+#: Forty steps: what a last place makes of a weight grows tenfold in every fifteen of this training.
+#: In float32 sums in another order come to 9e-5 on the host, those of an H100 to 6e-4.
 GROWN = 0.02
 #: Weights are, which move by a few units of their last bit.
 COARSE = 0.1
-#: Numbers from 0 to n, of which a program may take the memory; and ones that signs are compared with.
+#: Numbers from 0 to n, of which a program may take the memory; and ones that signs are compared
+#: with.
 IOTA, ONES = frozenset({"arange"}), frozenset({"fill_"})
 #: Of `DataParallel`, which learns the order of gradients from the first replica.
 LEARNS = 2
@@ -52,7 +56,8 @@ ADAMW = {"lr": 0.1, "eps": 0.1}
 
 
 class OfTheTable(GivenGradients):
-    """The parameters of the parity table, and the gradients that suit a method: whatever is lost, rounding does not decide what."""
+    """The parameters of the parity table, and the gradients that suit a method: whatever is lost,
+    rounding does not decide what."""
 
     def __init__(self, method):
         super().__init__({name: torch.ones(shape) for name, shape in cases.SHAPES.items()})
@@ -60,9 +65,12 @@ class OfTheTable(GivenGradients):
 
     def forward(self, x):
         given = cases.gradients(self.method, self.step, dist.get_rank())
-        total = super().forward({name: _there(torch.from_numpy(g), x.device) for name, g in given.items()})
+        total = super().forward(
+            {name: _there(torch.from_numpy(g), x.device) for name, g in given.items()}
+        )
         self.step += 1
-        return torch.sin(3 * x[:, :1]) + 0.5 + (total - total.detach())  # the loss's derivative by `total` is 1
+        # the loss's derivative by `total` is 1
+        return torch.sin(3 * x[:, :1]) + 0.5 + (total - total.detach())
 
 
 def _there(x, device):
@@ -76,7 +84,9 @@ def many():
 
 
 def layers():
-    return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 33), nn.ReLU(), nn.Linear(33, 8))
+    return nn.Sequential(
+        nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 33), nn.ReLU(), nn.Linear(33, 8)
+    )
 
 
 #: (model, process group, scaler) → wrapped model, optimizer.
@@ -92,7 +102,8 @@ class Way:
     model: Callable[[], nn.Module] = layers
     #: Of parameters and data.
     dtype: torch.dtype = torch.float32
-    #: How far apart weights may end here and with Gloo on the CPU, as a part of how far they have come.
+    #: How far apart weights may end here and with Gloo on the CPU, as a part of how far they have
+    #: come.
     tolerance: float = EXACT
     #: Of the host, that gradwire may cause in a step; and besides in the first two steps together.
     waits: int = 0
@@ -156,7 +167,9 @@ def powersgd_state(group):
 def data_parallel(algorithm, **options):
     def wrap(model, group, scaler):
         buckets = BUCKETS | {"first_bucket_mb": KB}
-        wrapped = gw.DataParallel(model, algorithm, process_group=group, grad_scaler=scaler, **buckets, **options)
+        wrapped = gw.DataParallel(
+            model, algorithm, process_group=group, grad_scaler=scaler, **buckets, **options
+        )
         return wrapped, sgd(model)
 
     return wrap
@@ -166,7 +179,10 @@ def averager(algorithm, **options):
     """No wrapper: gradients are averaged before the optimizer's step."""
 
     def wrap(model, group, scaler):
-        average, optimizer = gw.Averager(algorithm, dict(model.named_parameters()), group, **options), sgd(model)
+        average, optimizer = (
+            gw.Averager(algorithm, dict(model.named_parameters()), group, **options),
+            sgd(model),
+        )
 
         def before(*_):
             average({name: p.grad for name, p in model.named_parameters()})
@@ -178,7 +194,8 @@ def averager(algorithm, **options):
 
 
 def everything(door):
-    """An algorithm that asks for whatever there is, in one group of all ranks besides, in another order."""
+    """An algorithm that asks for whatever there is, in one group of all ranks besides, in another
+    order."""
 
     def wrap(model, group, scaler):
         ranks = tuple(reversed(range(dist.get_world_size(group))))
@@ -197,17 +214,25 @@ def sharded(model, group, **options):
 
 
 def zero(**options):
-    """DDP, and an optimizer with sharded state beside it; or alone, if it averages gradients itself."""
+    """DDP, and an optimizer with sharded state beside it; or alone, if it averages gradients
+    itself."""
 
     def wrap(model, group, scaler):
         optimizer = sharded(model, group, **options)
-        return model if options.get("average_gradients", False) else with_ddp(model, group), optimizer
+        return model if options.get("average_gradients", False) else with_ddp(
+            model, group
+        ), optimizer
 
     return wrap
 
 
 def zero_step(
-    make=gw.hook_with_zero_step, hook=gw.allreduce_hook, state=lambda group: group, *, spread=False, **options
+    make=gw.hook_with_zero_step,
+    hook=gw.allreduce_hook,
+    state=lambda group: group,
+    *,
+    spread=False,
+    **options,
 ):
     """An optimizer that steps inside DDP's hook."""
 
@@ -290,15 +315,22 @@ def of_the_table(name):
 
 
 def crossed(wrap, algorithm, waits_at_first=0):
-    """A method with a scaler, behind a door: without one a step is what it is there in four of five."""
-    return Way(wrap(algorithm), scaler=True, tolerance=COARSE, waits_at_first=waits_at_first, makes=IOTA | ONES)
+    """A method with a scaler, behind a door: without one a step is what it is there in four of
+    five."""
+    return Way(
+        wrap(algorithm),
+        scaler=True,
+        tolerance=COARSE,
+        waits_at_first=waits_at_first,
+        makes=IOTA | ONES,
+    )
 
 
 WAYS = {
     "plain DDP": Way(plain()),
     "plain DDP, unused parameters": Way(plain(find_unused_parameters=True), Branches, branches=True),
-    # Every method of the list; and options that it leaves out. Of a half step the phase decides, which the host reads: a copy that was begun when
-    # the step before ended.
+    # Every method of the list; and options that it leaves out. Of a half step the phase decides,
+    # which the host reads: a copy that was begun when the step before ended.
     **{name: of_the_table(name) for name in cases.TORCH_METHODS if name not in VARIANTS or name in cases.DIFFERENT},
     "PowerSGD": Way(hooked(PowerSGD(2))),
     "PowerSGD, one message": Way(hooked(PowerSGD(2), message_bytes=1 << 20)),
@@ -349,19 +381,21 @@ WAYS = {
     ),
     "DataParallel, accumulation": Way(data_parallel(AllReduce()), micro_batches=3, waits_at_first=LEARNS),
     "DataParallel, GradScaler": Way(data_parallel(PowerSGD(2)), scaler=True, waits_at_first=LEARNS),
-    # Without a wrapper. The phase of a half step is asked for a few operations after it was copied, as the model is small. After ten steps the host looks at
-    # how many were skipped.
+    # Without a wrapper. The phase of a half step is asked for a few operations after it was copied,
+    # as the model is small. After ten steps the host looks at how many were skipped.
     "Averager": Way(averager(PowerSGD(2, half_step=True)), steps=12, waits=1),
     "Averager, unused parameters": Way(averager(PowerSGD(2), unused=True), waits=1),
     # Optimizers with sharded state.
     **_zero_ways(),
-    # Parameters that are averaged now and then.
-    # Whether the optimizer keeps weights was asked for a step before the first averages, and ranks meet in the store.
+    # Parameters that are averaged now and then. Whether the optimizer keeps weights was asked for a
+    # step before the first averages, and ranks meet in the store.
     "local_sgd": Way(local(LocalSGD(period=2))),
     "local_sgd, moments": Way(local(LocalSGD(period=2), moments="average")),
     "local_sgd, subgroups": Way(local(lambda size: LocalSGD(period=3, start_step=1, subgroup=one_by_one(size)))),
-    "local_sgd, GradScaler": Way(local(LocalSGD(period=2)), scaler=True, waits=1),  # as torch's: is the step skipped?
-    # With outer parameters the host asks after an average whether it was taken, and whether the optimizer remembers inf or NaN.
+    # as torch's: is the step skipped?
+    "local_sgd, GradScaler": Way(local(LocalSGD(period=2)), scaler=True, waits=1),
+    # With outer parameters the host asks after an average whether it was taken, and whether the
+    # optimizer remembers inf or NaN.
     "diloco": Way(local(gradwire.diloco(2)), waits=1),
     "diloco, NaN once on one rank": Way(local(gradwire.diloco(2), nan_in=1), steps=8, waits=1),
     "diloco, fragments": Way(local(gradwire.diloco(2, fragments=2)), waits=1),
@@ -383,25 +417,34 @@ WAYS = {
 
 @dataclass
 class Record:
-    """Of a run how far all parameters have come, as one vector in float32; and by step, what was seen of it."""
+    """Of a run how far all parameters have come, as one vector in float32; and by step, what was
+    seen of it."""
 
     moved: Tensor
     seen: list[Any] = field(default_factory=list)
 
 
 def train(way, device, group, stream_of_backward=nullcontext, look=list, defaults=nullcontext):
-    """Some steps in a user's loop; the same data and weights on every device. `backward` is called in a context, and all but what makes model and data in another,
-    `defaults`; `look` gives what was seen of the device since."""
+    """Some steps in a user's loop; the same data and weights on every device. `backward` is called
+    in a context, and all but what makes model and data in another, `defaults`; `look` gives what
+    was seen of the device since."""
     rank = dist.get_rank(group)
     torch.manual_seed(0)
     model = way.model()
     model = (model.to(way.dtype) if way.dtype != torch.float32 else model).to(device)
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2) if way.scaler else None
+    scaler = (
+        torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2)
+        if way.scaler
+        else None
+    )
     steps = len(TAKEN) if way.branches else way.steps
     width = 40 if way.branches else 64
     data = torch.Generator().manual_seed(rank)
     batches = [
-        [torch.randn(16, width, generator=data).to(way.dtype).to(device) for _ in range(way.micro_batches)]
+        [
+            torch.randn(16, width, generator=data).to(way.dtype).to(device)
+            for _ in range(way.micro_batches)
+        ]
         for _ in range(steps)
     ]
     infinite = torch.tensor(float("inf")).to(device)
@@ -422,7 +465,9 @@ def _steps(way, model, group, scaler, batches, infinite, record, stream_of_backw
             with wrapped.no_sync() if part + 1 < len(batch) else nullcontext():
                 loss = _loss(wrapped, x, TAKEN[step][rank % 2] if way.branches else None)
                 if scaler is not None:
-                    loss = scaler.scale(loss * infinite if (step, rank) == (OVERFLOW, size - 1) else loss)
+                    loss = scaler.scale(
+                        loss * infinite if (step, rank) == (OVERFLOW, size - 1) else loss
+                    )
                 with stream_of_backward():
                     loss.backward()
         if scaler is not None and way.max_norm is not None:

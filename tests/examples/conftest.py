@@ -51,7 +51,9 @@ class Started:
     def wait_for(self, condition: Callable[[], object], timeout: float = 240) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
-            assert time.monotonic() < deadline, f"not after {timeout} s:\n{self.log.read_text()[-2000:]}"
+            assert time.monotonic() < deadline, (
+                f"not after {timeout} s:\n{self.log.read_text()[-2000:]}"
+            )
             assert self.process.poll() is None, self.output()[-6000:]
             time.sleep(0.02)
 
@@ -68,14 +70,20 @@ def xla_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(xla_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Started]]:
+def start(
+    xla_cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Started]]:
     """Start a command line; whatever it has started is gone after the test."""
     everything: list[Started] = []
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(xla_cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(xla_cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
 
     def starter(*command: str | Path, python: str = "", **env: str) -> Started:
         mark, log = uuid.uuid4().hex, tmp_path_factory.mktemp("log") / "log"
-        # Compile fast, not well. And no number of devices: the scripts say themselves how many they want.
+        # Compile fast, not well. And no number of devices: the scripts say themselves how many they
+        # want.
         flags = {launch.MARK: mark, "XLA_FLAGS": launch.quickly_compiled(launch.xla_flags())}
         process = launch.start(*command, log=str(log), env=cache | flags | env, python=python)
         everything.append(Started(process, mark, log))

@@ -1,7 +1,8 @@
-"""Run as `stopped.py STEP for-ever|once SCRIPT ...`: an example's script, which stops when it has told of this step.
+"""Run as `stopped.py STEP for-ever|once SCRIPT ...`: an example's script, which stops when it has
+told of this step.
 
-For ever, so that a test can kill a run before its end, however fast the run and however late the test; or its rank is killed, the first time that torchrun
-starts it.
+For ever, so that a test can kill a run before its end, however fast the run and however late the
+test; or its rank is killed, the first time that torchrun starts it.
 """
 
 import os
@@ -12,7 +13,8 @@ from pathlib import Path
 
 if __name__ == "__main__":
     last, how, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    # What a shell starts in the background ignores SIGINT, and so would all that the tests start there.
+    # What a shell starts in the background ignores SIGINT, and so would all that the tests start
+    # there.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     del sys.argv[:3]
     sys.path.insert(0, str(Path(script).parent))

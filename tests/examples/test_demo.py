@@ -1,5 +1,5 @@
-"""The demo, in small: with --all it asks whether compression helps and compares six trainings; it says what went wrong, and leaves nothing running.
-README.md runs it as it is printed there."""
+"""The demo, in small: with --all it asks whether compression helps and compares six trainings; it
+says what went wrong, and leaves nothing running. README.md runs it as it is printed there."""
 
 import json
 import os
@@ -39,7 +39,9 @@ def demo(start, tmp_path):
     """Start a copy of the demo with another script for advice."""
 
     def started(advise, options, *of_trainings):
-        copy = shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+        copy = shutil.copytree(
+            EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__")
+        )
         (copy / "advise.py").write_text(advise)
         return start(copy / "demo.py", *options, f"--out={tmp_path}", "--", *TINY, *of_trainings)
 
@@ -47,23 +49,33 @@ def demo(start, tmp_path):
 
 
 def test_all_of_it_ends_with_a_table_and_a_picture(demo, tmp_path):
-    output = demo(QUICK, ["--all", "--steps=4", "--rank=2"], f"--text={ROOT / 'README.md'}").finish(560)
+    output = demo(QUICK, ["--all", "--steps=4", "--rank=2"], f"--text={ROOT / 'README.md'}").finish(
+        560
+    )
     number = r"([\d.,]+)"
     advice, trainings = output.split("Six trainings")
     assert re.search(r"^[→ ] plain +\S+ .*bytes$", advice, re.MULTILINE), output
     assert re.search(r"^[→ ] Sign\(\) +\S+ .*≤\d+ %$", advice, re.MULTILINE), output
     for said in advice.split("Between two machines at 100 Mbit/s:"):
-        assert re.search(r"^(Take .*|Leave it|Within 0.5 % of the loss .*): ", said, re.MULTILINE), output
+        assert re.search(
+            r"^(Take .*|Leave it|Within 0.5 % of the loss .*): ", said, re.MULTILINE
+        ), output
     last = trainings.rstrip().splitlines()[-3:]  # pages, or commands, to go on with
-    for what, line in zip(("docs/advise.md", "gradwire advise", "docs/tutorials/torch.md"), last, strict=True):
+    for what, line in zip(
+        ("docs/advise.md", "gradwire advise", "docs/tutorials/torch.md"), last, strict=True
+    ):
         assert what in line
         assert what.startswith("gradwire") or (ROOT / what).exists()
     for framework in ("torch", "JAX"):
         plain = re.search(rf"{framework}, plain +{number} +{number} MB +1.0× +1 ", output)
-        compressed = re.search(rf"{framework}, PowerSGD +{number} +{number} MB +{number}× +2 ", output)
+        compressed = re.search(
+            rf"{framework}, PowerSGD +{number} +{number} MB +{number}× +2 ", output
+        )
         assert plain, output
         assert compressed, output
-        files = [tmp_path / "demo" / f"{framework.lower()}-{name}.jsonl" for name in ("none", "powersgd")]
+        files = [
+            tmp_path / "demo" / f"{framework.lower()}-{name}.jsonl" for name in ("none", "powersgd")
+        ]
         dense, small = (json.loads(file.read_text().splitlines()[-1]) for file in files)
         assert dense["step"] == small["step"] == 4
         assert float(plain[1]) == pytest.approx(dense["val_loss"], abs=1e-3)
@@ -71,7 +83,8 @@ def test_all_of_it_ends_with_a_table_and_a_picture(demo, tmp_path):
         ratio = dense["bytes_sent"] / small["bytes_sent"]
         assert ratio > 5
         assert float(compressed[3]) == pytest.approx(ratio, abs=0.06)
-    assert "PowerSGD ran without compiled loops in torch" in output  # whose model is too small for them
+    # whose model is too small for them
+    assert "PowerSGD ran without compiled loops in torch" in output
     for method in ("local SGD", "DiLoCo"):  # one average, at the end, in place of four
         assert re.search(rf"torch, {method} +{number} +{number} MB +4.0× +0.25 ", output), output
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -95,7 +108,11 @@ def test_what_compiled_loops_save_is_measured_where_there_are_such(monkeypatch, 
     assert "takes 4.2 ms" in (said := demo.compiled_loops(run, 80, ["--steps=80"], demo.Console()))
     assert "8.5 ms without them, in 10 steps" in said
     assert trained == [
-        ({"NUMBA_DISABLE_JIT": "1"}, "torch-powersgd-uncompiled.jsonl", ["--steps=10", "--eval-every=10"])
+        (
+            {"NUMBA_DISABLE_JIT": "1"},
+            "torch-powersgd-uncompiled.jsonl",
+            ["--steps=10", "--eval-every=10"],
+        )
     ]
 
 
@@ -121,7 +138,9 @@ def test_it_leaves_nothing_running_on_ctrl_c(demo, tmp_path):
 
 
 def test_it_leaves_nothing_running_when_it_is_ended_early(start, tmp_path):
-    running = start(Path(EXAMPLES, "demo.py"), f"--out={tmp_path}", "--", *TINY, python=sys.executable)
+    running = start(
+        Path(EXAMPLES, "demo.py"), f"--out={tmp_path}", "--", *TINY, python=sys.executable
+    )
     running.wait_for(lambda: len(running.alive()) >= 2)  # torchrun has not got far yet
     os.kill(running.process.pid, signal.SIGTERM)
     running.output()

@@ -1,4 +1,5 @@
-"""What the scripts are made of: one model in torch and in Flax, the same bytes of text for both, their options; and the examples that need NumPy alone."""
+"""What the scripts are made of: one model in torch and in Flax, the same bytes of text for both,
+their options; and the examples that need NumPy alone."""
 
 import re
 import runpy
@@ -31,12 +32,15 @@ with examples_importable():
 SIZES = {"vocabulary": 256, "context": 16, "width": 128, "layers": 2, "heads": 2}
 
 
-# --- models ----------------------------------------------------------------------------------------------------------------------
+# --- models
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def to_torch(params):
     """Flax's parameters as torch has them."""
-    found = FlaxNames(model_torch.Transformer(**SIZES), params).to_torch(flatten_dict(params, sep="/"))
+    found = FlaxNames(model_torch.Transformer(**SIZES), params).to_torch(
+        flatten_dict(params, sep="/")
+    )
     return {name: torch.tensor(x) for name, x in found.items()}
 
 
@@ -48,12 +52,16 @@ def test_the_same_weights_give_the_same_logits():
     # Biases and norms begin at 0 and 1, where a mistake would not show.
     moved = jax.tree.map(lambda x: x + 0.1 * jnp.sin(jnp.arange(x.size).reshape(x.shape)), params)
     torch_model = model_torch.Transformer(**SIZES)
-    torch_model.load_state_dict(to_torch(moved))  # names and shapes are those of the other, none left over
+    # names and shapes are those of the other, none left over
+    torch_model.load_state_dict(to_torch(moved))
     ours = np.asarray(jax.jit(flax_model.apply)({"params": moved}, tokens))
     with torch.no_grad():
         theirs = torch_model(torch.from_numpy(tokens)).numpy()
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
-    names, arrays = FlaxNames(torch_model, params), {name: x.numpy() for name, x in torch_model.state_dict().items()}
+    names, arrays = (
+        FlaxNames(torch_model, params),
+        {name: x.numpy() for name, x in torch_model.state_dict().items()},
+    )
     for back in (names.to_flax(arrays), jax.jit(names.to_flax)(arrays)):
         jax.tree.map(np.testing.assert_array_equal, back, flatten_dict(moved, sep="/"))
 
@@ -62,23 +70,31 @@ def test_the_initial_weights_are_drawn_alike():
     torch.manual_seed(0)
     ours = model_torch.Transformer(**SIZES).state_dict()
     tokens = jnp.zeros((1, 16), jnp.int32)
-    theirs = to_torch(jax.jit(model_flax.Transformer(**SIZES).init)(jax.random.key(0), tokens)["params"])
+    theirs = to_torch(
+        jax.jit(model_flax.Transformer(**SIZES).init)(jax.random.key(0), tokens)["params"]
+    )
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.shape == theirs[name].shape
-        if tensor.dim() == 2:  # thousands of numbers: their standard deviations agree to a few percent
+        # thousands of numbers: their standard deviations agree to a few percent
+        if tensor.dim() == 2:
             assert abs(tensor.std() / theirs[name].std() - 1) < 0.1, name
         else:
             assert torch.equal(tensor, theirs[name]), name
 
 
 def test_flax_sends_what_torch_sends():
-    """The blocks of one are stacked by `nn.scan`, its attention has heads as an axis: the plan does not show it."""
+    """The blocks of one are stacked by `nn.scan`, its attention has heads as an axis: the plan does
+    not show it."""
     sizes = SIZES | {"width": 256, "layers": 3, "heads": 4}
     with torch.device("meta"):
-        ours = {name: tuple(p.shape) for name, p in model_torch.Transformer(**sizes).named_parameters()}
+        ours = {
+            name: tuple(p.shape) for name, p in model_torch.Transformer(**sizes).named_parameters()
+        }
     tokens = jax.ShapeDtypeStruct((1, 16), jnp.int32)
-    params = jax.eval_shape(model_flax.Transformer(**sizes).init, jax.random.key(0), tokens)["params"]
+    params = jax.eval_shape(model_flax.Transformer(**sizes).init, jax.random.key(0), tokens)[
+        "params"
+    ]
     theirs = parameter_shapes(params)
     assert theirs["blocks/attention/query/kernel"] == (3, 256, 4, 64)
     for rank in (1, 2, 4):
@@ -102,7 +118,8 @@ def test_no_byte_sees_the_ones_after_it_and_by_default_there_are_a_few_million_p
     assert 2e6 < sum(p.numel() for p in model.parameters()) < 4e6
 
 
-# --- text ------------------------------------------------------------------------------------------------------------------------
+# --- text
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -150,11 +167,14 @@ def test_too_little_text_is_refused_by_name(tmp_path):
         examples_text.load(tmp_path / "absent.txt", context=8)
     short = tmp_path / "short.txt"
     short.write_text("too short")
-    with pytest.raises(SystemExit, match=r"short\.txt is too short: 8 bytes to train on and 1 held out"):
+    with pytest.raises(
+        SystemExit, match=r"short\.txt is too short: 8 bytes to train on and 1 held out"
+    ):
         examples_text.load(short, context=8)
 
 
-# --- options ---------------------------------------------------------------------------------------------------------------------
+# --- options
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -164,7 +184,9 @@ def test_help_explains_every_flag(script, start):
     options = re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
     assert len(options) >= 3
     for option in options:  # followed by its explanation, on its line or on the next
-        assert re.search(rf"^  {option}\b[^\n]*?(?:  +|\n {{10,}})(\w[^\n]*)", text, re.MULTILINE), option
+        assert re.search(
+            rf"^  {option}\b[^\n]*?(?:  +|\n {{10,}})(\w[^\n]*)", text, re.MULTILINE
+        ), option
 
 
 @pytest.mark.slow
@@ -173,7 +195,10 @@ def test_help_explains_every_flag(script, start):
     [
         (["--steps", "0"], "--steps 0 must be at least 1"),
         (["--batch-size", "-1"], "--batch-size -1 must be at least 1"),
-        (["--width", "100"], "--width 100 is more than one head of 64 and no multiple of 64; 64 is"),
+        (
+            ["--width", "100"],
+            "--width 100 is more than one head of 64 and no multiple of 64; 64 is",
+        ),
         (["--resume"], "--resume needs --checkpoint"),
         (["--resume", "--checkpoint", "nowhere.pt"], "no checkpoint at nowhere.pt"),
     ],
@@ -187,12 +212,15 @@ def test_impossible_flags_are_refused(given, message, capsys):
 
 @pytest.mark.slow
 def test_windows_that_cannot_be_shared_are_refused(start):
-    refused = start(EXAMPLES / "train_flax.py", "--devices=3", "--eval-windows=4", python=sys.executable)
+    refused = start(
+        EXAMPLES / "train_flax.py", "--devices=3", "--eval-windows=4", python=sys.executable
+    )
     assert "--eval-windows 4 is not a multiple of the 3 devices" in refused.output()
     assert refused.process.returncode == 2
 
 
-# --- NumPy alone -----------------------------------------------------------------------------------------------------------------
+# --- NumPy alone
+# -----------------------------------------------------------------------------------------------------------------
 
 STEPS = 5
 
@@ -207,17 +235,23 @@ STEPS = 5
     seed=st.integers(0, 99),
 )
 def test_gradwire_computes_what_is_on_the_screen(n, m, rank, replicas, signal, seed):
-    """`PowerSGD` is the paper's algorithm, as one screen of NumPy has it: step by step the same averages and the same errors."""
+    """`PowerSGD` is the paper's algorithm, as one screen of NumPy has it: step by step the same
+    averages and the same errors."""
     rng = np.random.default_rng(seed)
-    left = rng.normal(size=(n, max(1, rank - 1)))  # the same on all replicas: of a lower rank are their averages, too
+    # the same on all replicas: of a lower rank are their averages, too
+    left = rng.normal(size=(n, max(1, rank - 1)))
 
     def gradient():
         if signal == "lower rank":
             return left @ rng.normal(size=(left.shape[1], m))
         return rng.normal(size=(n, m)) * (signal == "full rank")
 
-    given = [[{"w": gradient(), "b": rng.normal(size=n)} for _ in range(replicas)] for _ in range(STEPS)]
-    simulator = Simulator(PowerSGD(rank, min_compression_rate=1e-3), {"w": (n, m), "b": (n,)}, replicas)
+    given = [
+        [{"w": gradient(), "b": rng.normal(size=n)} for _ in range(replicas)] for _ in range(STEPS)
+    ]
+    simulator = Simulator(
+        PowerSGD(rank, min_compression_rate=1e-3), {"w": (n, m), "b": (n,)}, replicas
+    )
     q = simulator.states[0].tensors["w"]["q"].T.copy()
     seen = [[] for _ in range(replicas)]
 
@@ -233,7 +267,9 @@ def test_gradwire_computes_what_is_on_the_screen(n, m, rank, replicas, signal, s
         for state, expected in zip(simulator.states, [own[step] for own in seen], strict=True):
             for name in ("w", "b"):
                 np.testing.assert_allclose(averages[name], expected[name], rtol=0, atol=1e-9)
-            np.testing.assert_allclose(state.tensors["w"]["error"], expected["error"], rtol=0, atol=1e-9)
+            np.testing.assert_allclose(
+                state.tensors["w"]["error"], expected["error"], rtol=0, atol=1e-9
+            )
 
 
 def test_the_screen_converges(capsys):
@@ -244,7 +280,9 @@ def test_the_screen_converges(capsys):
     assert errors[-1] < 0.02
 
 
-@pytest.mark.parametrize("method", [RandomElements(every=4), RandomProjection(2), TopRows(4)], ids=repr)
+@pytest.mark.parametrize(
+    "method", [RandomElements(every=4), RandomProjection(2), TopRows(4)], ids=repr
+)
 def test_each_keeps_all_promises_that_a_shipped_method_keeps(method):
     assert check(method) == check(PowerSGD(2), world_sizes=(2,))
 
@@ -253,13 +291,24 @@ def test_each_keeps_all_promises_that_a_shipped_method_keeps(method):
 def test_a_method_of_your_own_runs_with_numpy_alone(start, tmp_path):
     (alone := tmp_path / "alone.py").write_text(
         "import runpy, sys\n"
-        "for name in ('torch', 'jax', 'flax', 'optax'): sys.modules[name] = None\n"  # importing it fails
+        # importing it fails
+        "for name in ('torch', 'jax', 'flax', 'optax'): sys.modules[name] = None\n"
         f"runpy.run_path({str(EXAMPLES / 'write_your_own.py')!r}, run_name='__main__')\n"
     )
     output = start(alone, python=sys.executable).finish()
-    rows = re.findall(r"^(\w+)\(.*\) +([\d,]+) bytes +(\d) messages? +([\d.]+)%$", output, re.MULTILINE)
-    per_step = [4 * 2 * (256 * 64 + 256), 4 * 2 * (256 * 8 + 64 * 8 + 256), 4 * 2 * (256 * 64 // 8 + 256)]  # float64
+    rows = re.findall(
+        r"^(\w+)\(.*\) +([\d,]+) bytes +(\d) messages? +([\d.]+)%$", output, re.MULTILINE
+    )
+    # float64
+    per_step = [
+        4 * 2 * (256 * 64 + 256),
+        4 * 2 * (256 * 8 + 64 * 8 + 256),
+        4 * 2 * (256 * 64 // 8 + 256),
+    ]
     methods = [("AllReduce", "1"), ("PowerSGD", "2"), ("RandomElements", "1")]
-    expected = [(name, f"{200 * n:,}", messages) for (name, messages), n in zip(methods, per_step, strict=True)]
+    expected = [
+        (name, f"{200 * n:,}", messages)
+        for (name, messages), n in zip(methods, per_step, strict=True)
+    ]
     assert [row[:3] for row in rows] == expected
     assert all(float(error) < 1 for *_, error in rows)

@@ -1,4 +1,5 @@
-"""The training scripts, run for a few steps; and a run that was cut off continues as if nothing had happened."""
+"""The training scripts, run for a few steps; and a run that was cut off continues as if nothing had
+happened."""
 
 import json
 import re
@@ -42,21 +43,31 @@ def curve(path):
     """All that the complete lines of a metrics file say so far, but for the time it took."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     read = (json.loads(line) for line in lines if line.endswith("\n"))
-    return [{k: v for k, v in line.items() if k not in ("seconds", "compress_seconds")} for line in read]
+    return [
+        {k: v for k, v in line.items() if k not in ("seconds", "compress_seconds")} for line in read
+    ]
 
 
 def torch_state(path):
     leaves, _ = torch.utils._pytree.tree_flatten_with_path(torch.load(path, weights_only=True))
-    return {str(k): np.asarray(v) for k, v in leaves if not isinstance(v, str) and "seconds" not in str(k)}
+    return {
+        str(k): np.asarray(v)
+        for k, v in leaves
+        if not isinstance(v, str) and "seconds" not in str(k)
+    }
 
 
 def flax_state(path):
     tree = flax.serialization.msgpack_restore(checkpoints.read(path))["state"]
-    return {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {
+        jax.tree_util.keystr(k): np.asarray(v)
+        for k, v in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
 
 
 def cut_and_resume(start, folder, train, launcher, script, read_state):
-    """Train once as a whole (`train(*flags)`), once killed and resumed, and compare all that is left of both."""
+    """Train once as a whole (`train(*flags)`), once killed and resumed, and compare all that is
+    left of both."""
 
     def flags(name):
         files = [f"--checkpoint={folder / name}.checkpoint", f"--metrics={folder / name}.jsonl"]
@@ -86,11 +97,22 @@ def test_a_killed_torch_run_resumes_bit_for_bit(start, tmp_path):
     # With all the memory there is: errors, two factors, whose turn it is, and moments in shards.
     memory = ["--half-step", "--start-step=3"]
     cut_and_resume(
-        start, tmp_path, partial(torch_ranks, *memory, "--zero"), TORCHRUN, [*TORCH, *memory, "--zero"], torch_state
+        start,
+        tmp_path,
+        partial(torch_ranks, *memory, "--zero"),
+        TORCHRUN,
+        [*TORCH, *memory, "--zero"],
+        torch_state,
     )
 
     # One process goes on from what two have left, with an optimizer that is whole.
-    alone = [f"--checkpoint={tmp_path / 'cut.checkpoint'}", "--resume", "--rank=2", *memory, "--steps=81"]
+    alone = [
+        f"--checkpoint={tmp_path / 'cut.checkpoint'}",
+        "--resume",
+        "--rank=2",
+        *memory,
+        "--steps=81",
+    ]
     assert "step 81/81" in torch_ranks(*alone, ranks=1)
     state = torch.load(tmp_path / "cut.checkpoint", weights_only=True)["compressor"]
     assert (state["step"], state["replicas"]) == (81, 1)
@@ -99,9 +121,15 @@ def test_a_killed_torch_run_resumes_bit_for_bit(start, tmp_path):
 def test_torchrun_goes_on_from_the_last_checkpoint_when_a_rank_is_lost(tmp_path):
     """The command of the page, with a small model."""
     method = ["--steps=30", "--rank=2", "--checkpoint-every=10", "--eval-every=12"]
-    (command,) = (block.code for block in blocks("docs/how-to/several-nodes.md") if "--auto-resume" in block.code)
+    (command,) = (
+        block.code
+        for block in blocks("docs/how-to/several-nodes.md")
+        if "--auto-resume" in block.code
+    )
     assert "examples/train_torch.py" in command
-    lost = command.rstrip().replace("examples/train_torch.py", f"{STOPPED} 15 once {EXAMPLES}/train_torch.py")
+    lost = command.rstrip().replace(
+        "examples/train_torch.py", f"{STOPPED} 15 once {EXAMPLES}/train_torch.py"
+    )
     printed = bash(" ".join([lost, *TINY, *method, "--metrics=lost.jsonl"]), tmp_path)
     assert printed.count("step 12/30") == 2  # before and again
     torch_ranks(*method, f"--metrics={tmp_path / 'whole.jsonl'}")
@@ -112,7 +140,14 @@ def test_torchrun_goes_on_from_the_last_checkpoint_when_a_rank_is_lost(tmp_path)
 def test_a_killed_jax_run_resumes_bit_for_bit(start, tmp_path):
     # With all the memory there is: errors, factors, and moments in pieces.
     command = [*JAX, "--zero"]
-    cut_and_resume(start, tmp_path, lambda *flags: start(*command, *TINY, *flags).finish(), [], command, flax_state)
+    cut_and_resume(
+        start,
+        tmp_path,
+        lambda *flags: start(*command, *TINY, *flags).finish(),
+        [],
+        command,
+        flax_state,
+    )
     state = flax_state(tmp_path / "cut.checkpoint")
     weights = [x for name, x in state.items() if "['params']" in name]
     pieces = [x for name, x in state.items() if "pieces" in name]
@@ -123,7 +158,15 @@ def test_a_killed_jax_run_resumes_bit_for_bit(start, tmp_path):
 def test_the_jax_run_of_diloco_goes_on_after_ctrl_c(start, tmp_path):
     files = [f"--checkpoint={tmp_path / 'checkpoint'}", f"--metrics={tmp_path / 'metrics.jsonl'}"]
     method = ["--rank=2", "--diloco=3", "--start-step=2"]
-    command = [*JAX, *TINY, *method, "--steps=200", "--checkpoint-every=7", "--eval-every=50", *files]
+    command = [
+        *JAX,
+        *TINY,
+        *method,
+        "--steps=200",
+        "--checkpoint-every=7",
+        "--eval-every=50",
+        *files,
+    ]
     running = start(*AT_MOST, *command)
     running.wait_for(lambda: len(curve(tmp_path / "metrics.jsonl")) >= 9)
     running.process.send_signal(signal.SIGINT)
@@ -132,7 +175,11 @@ def test_the_jax_run_of_diloco_goes_on_after_ctrl_c(start, tmp_path):
     assert not running.left_behind()
     assert len(curve(tmp_path / "metrics.jsonl")) < 200
     # All of the state is per replica: its weights, too.
-    kernels = [x for name, x in flax_state(tmp_path / "checkpoint").items() if "kernel" in name and "params" in name]
+    kernels = [
+        x
+        for name, x in flax_state(tmp_path / "checkpoint").items()
+        if "kernel" in name and "params" in name
+    ]
     assert all(len(x) == 2 for x in kernels)
     assert any((x[0] != x[1]).any() for x in kernels)  # not just averaged
 
@@ -140,7 +187,9 @@ def test_the_jax_run_of_diloco_goes_on_after_ctrl_c(start, tmp_path):
     lines = curve(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 201))
     # Two steps average gradients, every third one after them parameters, in two messages each.
-    assert [line["collectives"] for line in lines] == [min(s, 2) + 2 * (max(s - 2, 0) // 3) for s in range(1, 201)]
+    assert [line["collectives"] for line in lines] == [
+        min(s, 2) + 2 * (max(s - 2, 0) // 3) for s in range(1, 201)
+    ]
 
 
 def test_a_run_moves_to_flax_and_back_as_if_it_had_stayed(start, tmp_path, monkeypatch):
@@ -197,19 +246,31 @@ def test_a_file_is_what_was_written_and_damage_is_noticed(tmp_path):
 def test_torch_alone_and_uncompressed(start, tmp_path):
     text, metrics = tmp_path / "text.txt", tmp_path / "metrics.jsonl"
     text.write_text("abcdefghij" * 500)
-    options = ["--compress=none", "--steps=6", "--eval-every=3", f"--text={text}", f"--metrics={metrics}"]
+    options = [
+        "--compress=none",
+        "--steps=6",
+        "--eval-every=3",
+        f"--text={text}",
+        f"--metrics={metrics}",
+    ]
     output = start(*TORCH, *TINY, *options, python=sys.executable).finish()
     # Embedding and head, positions, norms, a block.
     numbers = 2 * 256 * 32 + 16 * 32 + 256 + 2 * 32 + 12 * 32 * 32 + 9 * 32 + 4 * 32
-    assert [line["bytes_sent"] for line in curve(metrics)] == [4 * numbers * step for step in range(1, 7)]
+    assert [line["bytes_sent"] for line in curve(metrics)] == [
+        4 * numbers * step for step in range(1, 7)
+    ]
     assert "step 3/6" in output
     assert "step 6/6" in output
 
 
 def went_on(first, second):
-    """Whether the losses of 12 steps, and of four more after a restart, are those of a model that learns."""
+    """Whether the losses of 12 steps, and of four more after a restart, are those of a model that
+    learns."""
     begun, resumed = (
-        {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)  loss ([\d.]+)$", said, re.MULTILINE)}
+        {
+            int(step): float(loss)
+            for step, loss in re.findall(r"^step (\d+)  loss ([\d.]+)$", said, re.MULTILINE)
+        }
         for said in (first, second)
     )
     assert [*begun, *resumed] == [*range(1, 17)]
@@ -219,7 +280,10 @@ def went_on(first, second):
 def test_the_sharded_model_goes_on_with_other_shards(tmp_path):
     script = EXAMPLES / "train_sharded.py"
     first = run_ranks(script, 4, *SMALL, "--steps=12", f"--checkpoint={tmp_path}")
-    said = re.search(r"ReplicaHandle\(PowerSGD\(rank=2\): (\d+) of (\d+) tensors.*\(([\d.]+)×\).*; 12 steps, ", first)
+    said = re.search(
+        r"ReplicaHandle\(PowerSGD\(rank=2\): (\d+) of (\d+) tensors.*\(([\d.]+)×\).*; 12 steps, ",
+        first,
+    )
     assert said
     assert float(said[3]) > 1.5
     second = run_ranks(script, 4, *SMALL, "--steps=16", "--replicas=4", f"--resume={tmp_path}")
@@ -230,7 +294,9 @@ def test_the_sharded_model_goes_on_with_other_shards(tmp_path):
 def test_the_sharded_jax_model_goes_on_with_slices_of_another_size(start, tmp_path):
     script = EXAMPLES / "train_sharded_flax.py"
     first = start(script, *SMALL, "--steps=12", f"--checkpoint={tmp_path}").finish()
-    said = re.search(r"^each slice sends ([\d,]+) bytes a step, in place of ([\d,]+)$", first, re.MULTILINE)
+    said = re.search(
+        r"^each slice sends ([\d,]+) bytes a step, in place of ([\d,]+)$", first, re.MULTILINE
+    )
     assert said
     compressed, dense = (int(n.replace(",", "")) for n in said.groups())
     assert compressed < dense / 5
@@ -241,16 +307,31 @@ def test_the_sharded_jax_model_goes_on_with_slices_of_another_size(start, tmp_pa
 def test_a_site_that_is_killed_comes_back(start):
     pytest.importorskip("torchft")
     port = free_port()
-    command = [sys.executable, ROOT / "tests" / "lighthouse.py", f"--bind=127.0.0.1:{port}", "--min_replicas=1"]
+    command = [
+        sys.executable,
+        ROOT / "tests" / "lighthouse.py",
+        f"--bind=127.0.0.1:{port}",
+        "--min_replicas=1",
+    ]
 
     def site(number):
-        options = (f"--site={number}", f"--text={ROOT / 'README.md'}", *SMALL, "--period=5", "--steps=100000")
-        return start(EXAMPLES / "train_elastic.py", *options, TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}")
+        options = (
+            f"--site={number}",
+            f"--text={ROOT / 'README.md'}",
+            *SMALL,
+            "--period=5",
+            "--steps=100000",
+        )
+        return start(
+            EXAMPLES / "train_elastic.py", *options, TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}"
+        )
 
     def says(site, pattern):
         site.wait_for(lambda: re.search(pattern, site.log.read_text()))
 
-    with subprocess.Popen([*command, "--heartbeat_timeout_ms=1000"], stderr=subprocess.DEVNULL) as server:
+    with subprocess.Popen(
+        [*command, "--heartbeat_timeout_ms=1000"], stderr=subprocess.DEVNULL
+    ) as server:
         try:
             says(first := site(0), r"round 2 of 1 sites")
             says(second := site(1), r"of 2 sites")
@@ -259,5 +340,7 @@ def test_a_site_that_is_killed_comes_back(start):
             says(again := site(1), r"of 2 sites")
         finally:
             server.kill()
-    steps = [int(re.search(r"step (\d+),", each.log.read_text())[1]) for each in (first, second, again)]
+    steps = [
+        int(re.search(r"step (\d+),", each.log.read_text())[1]) for each in (first, second, again)
+    ]
     assert steps == sorted(set(steps))

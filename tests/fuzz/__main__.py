@@ -1,4 +1,5 @@
-"""Fuzz everything that takes an option, a state, a text, a file or gradients, for as long as one likes: `make fuzz`.
+"""Fuzz everything that takes an option, a state, a text, a file or gradients, for as long as one
+likes: `make fuzz`.
 
 Everything that is drawn comes from the seed, which is counted up. All counts have to be 0.
 """
@@ -34,7 +35,8 @@ def constructions(tables: Iterable[str], found: Found, seed: int = 0, share: flo
 
 
 def everything(seed: int, found: Found, *, share: float, each: int, count: int) -> None:
-    """One round: so large a part of the constructions, so many states of each form and histories of each kind, so many texts and files."""
+    """One round: so large a part of the constructions, so many states of each form and histories of
+    each kind, so many texts and files."""
     constructions(TABLES, found, seed, share)
     states.histories(seed, found, each)
     for number in range(seed * each, (seed + 1) * each):  # with gradients as they should not be
@@ -66,7 +68,9 @@ def main() -> None:
             print(f"seed {seed}: {kind}: {what}", flush=True)
         seed += 1
     counts = ", ".join(f"{kind} {count}" for kind, count in found.counts.items())
-    print(f"{found.tried:,} tried in {time.monotonic() - began:.0f} s, seeds {args.seed} to {seed - 1}: {counts}")
+    print(
+        f"{found.tried:,} tried in {time.monotonic() - began:.0f} s, seeds {args.seed} to {seed - 1}: {counts}"
+    )
     dist.destroy_process_group()
     sys.exit(bool(found.findings))
 

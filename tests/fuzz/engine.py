@@ -1,4 +1,5 @@
-"""What is tried and what is counted: every option of a constructor with values that do not belong there, one at a time.
+"""What is tried and what is counted: every option of a constructor with values that do not belong
+there, one at a time.
 
 A finding is one of `KINDS`. All of them have to be 0.
 """
@@ -52,8 +53,10 @@ class Target:
     Attributes:
         make: what is called.
         valid: arguments, or a function that makes them, with which it can be.
-        use: what is done with the result; what is refused there, but for a ValueError that names the option, is refused too late.
-        left_out: arguments that are not options: any object is in its place there, or another test tries them.
+        use: what is done with the result; what is refused there, but for a ValueError that names
+            the option, is refused too late.
+        left_out: arguments that are not options: any object is in its place there, or another test
+            tries them.
         tries: the arguments instead, of a function that hands them on.
         raises: what it says it raises besides, such as OSError for a file.
     """
@@ -71,7 +74,9 @@ class Target:
             return list(self.tries)
         named = inspect.signature(self.make).parameters.values()
         return [
-            p.name for p in named if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in self.left_out
+            p.name
+            for p in named
+            if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in self.left_out
         ]
 
 
@@ -119,7 +124,10 @@ def construct(name: str, target: Target, option: str, value: Any, found: Found) 
         elif not named:
             found.add(NOT_NAMED, f"{what}: {type(error).__name__}: {shown(error, 150)}")
     except Exception as error:
-        found.add(LATE if stage == "used" else WRONG_CLASS, f"{what}: {type(error).__name__}: {shown(error, 150)}")
+        found.add(
+            LATE if stage == "used" else WRONG_CLASS,
+            f"{what}: {type(error).__name__}: {shown(error, 150)}",
+        )
     if time.perf_counter() - began > LONG:
         found.add(SLOW, what)
 

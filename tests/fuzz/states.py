@@ -1,5 +1,6 @@
-"""Saved states that are damaged, of something else, or of another number of replicas, in torch and JAX: what loads them refuses by name and changes nothing, or
-trains on with finite numbers. Whole ones of the same thing are taken."""
+"""Saved states that are damaged, of something else, or of another number of replicas, in torch and
+JAX: what loads them refuses by name and changes nothing, or trains on with finite numbers. Whole
+ones of the same thing are taken."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ TENSORS: tuple[Callable[[torch.Tensor], Any], ...] = (
 
 @dataclass
 class Trained:
-    """Something that trains, and keeps a state. One that only asks for `wrong` is to refuse these."""
+    """Something that trains, and keeps a state. One that only asks for `wrong` is to refuse
+    these."""
 
     step: Callable[[], object]
     load: Callable[[Any], object]
@@ -57,7 +59,10 @@ class Trained:
 
 def _gradients(shapes: Mapping[str, tuple[int, ...]], replicas: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
-    return [{n: rng.standard_normal(s).astype("float32") for n, s in shapes.items()} for _ in range(replicas)]
+    return [
+        {n: rng.standard_normal(s).astype("float32") for n, s in shapes.items()}
+        for _ in range(replicas)
+    ]
 
 
 def of_three(algorithm: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -101,21 +106,33 @@ def locally(compressor: Any) -> Trained:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     handle = gw.local_sgd(module, optimizer, diloco(2, compressor=compressor))
     forms = {"whole": handle.state_dict, "rank": handle.rank_state_dict}
-    return Trained(partial(_step, module, backward, optimizer), handle.load_state_dict, handle.rank_state_dict, forms)
+    return Trained(
+        partial(_step, module, backward, optimizer),
+        handle.load_state_dict,
+        handle.rank_state_dict,
+        forms,
+    )
 
 
 def zero() -> Trained:
     """Whose state is also in the shards of three ranks."""
     module, backward = _module()
     optimizer = gw.ZeroOptimizer(module.named_parameters(), torch.optim.AdamW, lr=1e-3)
-    owned = shard_by_element({n: Spec(tuple(p.shape)) for n, p in module.named_parameters()}, 3).owned
+    owned = shard_by_element(
+        {n: Spec(tuple(p.shape)) for n, p in module.named_parameters()}, 3
+    ).owned
 
     def cut() -> list[dict[str, Any]]:
-        shards = [copy.deepcopy(optimizer.rank_state_dict()) | {"rank": rank, "replicas": 3} for rank in range(3)]
+        shards = [
+            copy.deepcopy(optimizer.rank_state_dict()) | {"rank": rank, "replicas": 3}
+            for rank in range(3)
+        ]
         for rank, own in enumerate(shards):
             for name, memory in own["tensors"].items():
                 piece = slice(*owned(name, rank))
-                own["tensors"][name] = {k: x.reshape(-1)[piece] if x.ndim else x for k, x in memory.items()}
+                own["tensors"][name] = {
+                    k: x.reshape(-1)[piece] if x.ndim else x for k, x in memory.items()
+                }
         return shards
 
     def load(state: Any) -> None:
@@ -125,21 +142,32 @@ def zero() -> Trained:
         first, second, third = cut()
         return {"one twice": [first, second, first], "one missing": [first, third]}
 
-    forms = {"whole": optimizer.consolidated_state_dict, "rank": optimizer.rank_state_dict, "shards": cut}
-    return Trained(partial(_step, module, backward, optimizer), load, optimizer.rank_state_dict, forms, wrong)
+    forms = {
+        "whole": optimizer.consolidated_state_dict,
+        "rank": optimizer.rank_state_dict,
+        "shards": cut,
+    }
+    return Trained(
+        partial(_step, module, backward, optimizer), load, optimizer.rank_state_dict, forms, wrong
+    )
 
 
 def torchs() -> Trained:
     module, backward = _module()
     ddp, state = DistributedDataParallel(module), gw.PowerSGDState(None, 1, 2)
     ddp.register_comm_hook(state, gw.powerSGD_hook)
-    return Trained(partial(backward, ddp), state.load_state_dict, state.state_dict, {"own": state.state_dict})
+    return Trained(
+        partial(backward, ddp), state.load_state_dict, state.state_dict, {"own": state.state_dict}
+    )
 
 
 def in_jax(algorithm: Any) -> Trained:
     """Two replicas."""
     shapes = {"w": (16, 12), "b": (16,)}
-    tx, params = gwj.average_gradients(algorithm, axis_name=AXIS), {n: jnp.zeros(s) for n, s in shapes.items()}
+    tx, params = (
+        gwj.average_gradients(algorithm, axis_name=AXIS),
+        {n: jnp.zeros(s) for n, s in shapes.items()},
+    )
     like, run = tx.init(params), Replicas(tx, params, 2)
     mine = jax.tree.map(lambda spec: spec == jax.sharding.PartitionSpec(AXIS), run.specs)
 
@@ -149,14 +177,22 @@ def in_jax(algorithm: Any) -> Trained:
     def rows(x: Any, own: bool) -> Any:
         """A row for each replica, of what is its own."""
         x = np.asarray(x)
-        return x if not own else np.repeat(x, 2 // len(x), 0)[:, None] if len(x) else np.zeros((2, *x.shape), x.dtype)
+        return (
+            x
+            if not own
+            else np.repeat(x, 2 // len(x), 0)[:, None]
+            if len(x)
+            else np.zeros((2, *x.shape), x.dtype)
+        )
 
     def load(state: Any) -> None:
         given = gwj.set_replicas(gwj.from_portable(state, algorithm, like, replicas=2), 2)
         run.state = jax.tree.map(rows, given, mine)
 
     def now() -> Any:
-        return jax.tree.map(lambda x: torch.from_numpy(np.array(x)) if hasattr(x, "dtype") else x, portable())
+        return jax.tree.map(
+            lambda x: torch.from_numpy(np.array(x)) if hasattr(x, "dtype") else x, portable()
+        )
 
     forms = {"all": portable, "three": partial(of_three, algorithm, shapes)}
     return Trained(lambda: run.update(_gradients(shapes, 2)), load, now, forms)
@@ -178,7 +214,13 @@ KINDS: dict[str, Callable[[], Trained]] = {
 
 
 def places(state: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    keys = state.keys() if isinstance(state, dict) else range(len(state)) if isinstance(state, list) else ()
+    keys = (
+        state.keys()
+        if isinstance(state, dict)
+        else range(len(state))
+        if isinstance(state, list)
+        else ()
+    )
     return [each for key in keys for each in [(*path, key), *places(state[key], (*path, key))]]
 
 
@@ -225,9 +267,15 @@ def finite(x: Any) -> bool:
 
 
 def tried(
-    what: str, kind: Callable[[], Trained], target: Trained, state: Any, found: Found, right: bool | None = None
+    what: str,
+    kind: Callable[[], Trained],
+    target: Trained,
+    state: Any,
+    found: Found,
+    right: bool | None = None,
 ) -> Trained:
-    """Load a state, of which may be known whether it is right. Returns what is to be loaded into next: a new one, where this one has been changed."""
+    """Load a state, of which may be known whether it is right. Returns what is to be loaded into
+    next: a new one, where this one has been changed."""
     found.tried += 1
     before = copy.deepcopy(target.now())
     try:
@@ -260,12 +308,17 @@ def begun(kind: Callable[[], Trained]) -> Trained:
 
 
 def histories(seed: int, found: Found, each: int) -> None:
-    """So many damaged states of each form of each kind, the whole one, and the states of all other kinds."""
+    """So many damaged states of each form of each kind, the whole one, and the states of all other
+    kinds."""
     rng = random.Random(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = {name: begun(kind) for name, kind in KINDS.items()}
-        good = {(n, form): copy.deepcopy(give()) for n, own in made.items() for form, give in own.forms.items()}
+        good = {
+            (n, form): copy.deepcopy(give())
+            for n, own in made.items()
+            for form, give in own.forms.items()
+        }
         for name, kind in KINDS.items():
             target = begun(kind)
             for how, state in target.wrong().items():

@@ -1,4 +1,5 @@
-"""Constructors and functions that take options, by table, and what is done with what they make: some steps, a plan, a trace."""
+"""Constructors and functions that take options, by table, and what is done with what they make:
+some steps, a plan, a trace."""
 
 from __future__ import annotations
 
@@ -29,13 +30,20 @@ from gradwire.torch_backend.integrations.compression import Compression
 from tests.fuzz.engine import Target
 from tests.torch.models import mlp
 
-# --- the core --------------------------------------------------------------------------------------------------------------------
+# --- the core
+# --------------------------------------------------------------------------------------------------------------------
 
 SHAPES = {"layers.0.w": (16, 12), "layers.1.w": (16, 12), "b": (16,), "s": (), "z": (0, 4)}
 SPECS = {name: g.Spec(shape) for name, shape in SHAPES.items()}
 SAMPLES = ((256, 1e-4), (1 << 20, 1e-2))
 LEVEL = {"name": "all", "replicas": 2, "all_reduce": SAMPLES, "exchange": SAMPLES, "overlap": 0.5}
-PROBE = {"framework": "torch", "device": "cpu", "replicas": 2, "nodes": 1, "levels": (Level(**LEVEL),)}
+PROBE = {
+    "framework": "torch",
+    "device": "cpu",
+    "replicas": 2,
+    "nodes": 1,
+    "levels": (Level(**LEVEL),),
+}
 
 
 def steps(made: Any, replicas: int = 4) -> None:
@@ -43,7 +51,10 @@ def steps(made: Any, replicas: int = 4) -> None:
     rng = np.random.default_rng(0)
     simulator = g.Simulator(made, SHAPES, replicas, dtype="float32")
     for _ in range(2):
-        drawn = [{n: rng.standard_normal(s).astype("float32") for n, s in SHAPES.items()} for _ in range(replicas)]
+        drawn = [
+            {n: rng.standard_normal(s).astype("float32") for n, s in SHAPES.items()}
+            for _ in range(replicas)
+        ]
         assert all(np.isfinite(x).all() for x in simulator.step(drawn).values())
     assert hash(made) == hash(made)
     assert type(made).__name__ in repr(made)
@@ -87,16 +98,23 @@ CORE = {
     "WireDtype": Target(g.WireDtype, {"algorithm": g.AllReduce(), "dtype": "int8"}, steps),
     "Schedule": Target(Schedule, {"period": 4}, lambda made: made.levels(4)),
     "LocalSGD": Target(g.LocalSGD, {"period": 4, "outer": g.OuterSGD()}, local_steps),
-    "OuterSGD": Target(g.OuterSGD, {"momentum": 0.5}, lambda made: local_steps(g.LocalSGD(2, outer=made))),
+    "OuterSGD": Target(
+        g.OuterSGD, {"momentum": 0.5}, lambda made: local_steps(g.LocalSGD(2, outer=made))
+    ),
     "diloco": Target(g.diloco, {"period": 4}, local_steps),
     "Spec": Target(g.Spec, {"shape": (2, 3)}, of_spec),
-    "Zero": Target(g.Zero, {"shards": g.shard_by_element(SPECS, 2)}, lambda made: g.plan(SHAPES, made)),
+    "Zero": Target(
+        g.Zero, {"shards": g.shard_by_element(SPECS, 2)}, lambda made: g.plan(SHAPES, made)
+    ),
     "Simulator": Target(g.Simulator, {"algorithm": g.PowerSGD(1), "shapes": SHAPES, "replicas": 2}),
     "LocalSimulator": Target(
-        g.LocalSimulator, {"local": g.LocalSGD(2), "parameters": {"w": np.zeros((8, 8))}, "replicas": 2}
+        g.LocalSimulator,
+        {"local": g.LocalSGD(2), "parameters": {"w": np.zeros((8, 8))}, "replicas": 2},
     ),
     "plan": Target(g.plan, {"shapes": SHAPES, "algorithm": g.PowerSGD(1)}, str),
-    "plan.seconds": Target(g.plan(SHAPES, g.PowerSGD(1)).seconds, {"world_size": 4, "latency": 1e-5, "bandwidth": 1e9}),
+    "plan.seconds": Target(
+        g.plan(SHAPES, g.PowerSGD(1)).seconds, {"world_size": 4, "latency": 1e-5, "bandwidth": 1e9}
+    ),
     "utilization": Target(g.utilization, {**STEP, "link": "1Gbit"}),
     "link_for": Target(g.link_for, STEP),
     "advise": Target(g.advise, costs, str, left_out=("algorithms", "costs"), raises=(OSError,)),
@@ -106,11 +124,16 @@ CORE = {
     "assign_buckets": Target(g.assign_buckets, {"sizes": [1, 2, 3], "limits": [2]}),
     "shard_by_element": Target(g.shard_by_element, SHARED, shards_used),
     "shard_by_parameter": Target(g.shard_by_parameter, SHARED, shards_used),
-    "shard_by_bucket": Target(g.shard_by_bucket, {**SHARED, "buckets": [[n] for n in SPECS]}, shards_used),
-    "check": Target(check, {"algorithm": g.Sign(), "shapes": {"w": (12, 12)}, "world_sizes": (1, 2)}),
+    "shard_by_bucket": Target(
+        g.shard_by_bucket, {**SHARED, "buckets": [[n] for n in SPECS]}, shards_used
+    ),
+    "check": Target(
+        check, {"algorithm": g.Sign(), "shapes": {"w": (12, 12)}, "world_sizes": (1, 2)}
+    ),
 }
 
-# --- torch, on one rank: each time with a model of its own -------------------------------------------------------------------------
+# --- torch, on one rank: each time with a model of its own
+# -------------------------------------------------------------------------
 
 ALGORITHM = {"algorithm": g.PowerSGD(1)}
 
@@ -179,13 +202,19 @@ def without(function: Any, *left_out: str) -> Sequence[str]:
 _local = {"local": g.LocalSGD(2)}
 _adamw = {"optimizer_class": torch.optim.AdamW}
 TORCH = {
-    "register_comm_hook": Target(hooked, ALGORITHM, used, tries=without(gt.register_comm_hook, "ddp")),
+    "register_comm_hook": Target(
+        hooked, ALGORITHM, used, tries=without(gt.register_comm_hook, "ddp")
+    ),
     "register_comm_hook of": Target(gt.register_comm_hook, ALGORITHM, tries=["ddp"]),
     "DataParallel": Target(gt.DataParallel, lambda: {"module": model(), **ALGORITHM}, backward),
     "Averager": Target(gt.Averager, lambda: {"tensors": tensors(), **ALGORITHM}, averaged),
-    "local_sgd": Target(locally, _local, stepped, tries=without(gt.local_sgd, "module", "optimizer")),
+    "local_sgd": Target(
+        locally, _local, stepped, tries=without(gt.local_sgd, "module", "optimizer")
+    ),
     "local_sgd of": Target(
-        gt.local_sgd, lambda: {"module": model(), "optimizer": None, **_local}, tries=["module", "optimizer"]
+        gt.local_sgd,
+        lambda: {"module": model(), "optimizer": None, **_local},
+        tries=["module", "optimizer"],
     ),
     "ZeroOptimizer": Target(zero, _adamw, stepped, tries=without(gt.ZeroOptimizer, "params")),
     "ZeroOptimizer of": Target(gt.ZeroOptimizer, _adamw, tries=["params"]),
@@ -193,7 +222,8 @@ TORCH = {
     "Compression": Target(Compression, ALGORITHM),
 }
 
-# --- JAX, traced once for two replicas ---------------------------------------------------------------------------------------------
+# --- JAX, traced once for two replicas
+# ---------------------------------------------------------------------------------------------
 
 AXIS = "data"
 NAMED = {"axis_name": AXIS}
@@ -228,18 +258,30 @@ JAX = {
     "average_gradients": used_in(gj.average_gradients, **ALGORITHM),
     "zero1": used_in(gj.zero1, inner=_inner, replicas=2),
     "clip_by_global_norm": Target(
-        gj.clip_by_global_norm, {"max_norm": 1.0, **NAMED}, clipped, raises=UNBOUND, left_out=["axis_name"]
+        gj.clip_by_global_norm,
+        {"max_norm": 1.0, **NAMED},
+        clipped,
+        raises=UNBOUND,
+        left_out=["axis_name"],
     ),
     "local_sgd": used_in(gj.local_sgd, inner=_inner, **_local),
     "diloco": used_in(gj.diloco, inner=_inner, period=2),
     "set_replicas": Target(gj.set_replicas, {**STATE, "replicas": 2}, left_out=["state"]),
-    "abstract_state": Target(gj.abstract_state, {**STATE, "replicas": 2}, left_out=["state", "params"]),
+    "abstract_state": Target(
+        gj.abstract_state, {**STATE, "replicas": 2}, left_out=["state", "params"]
+    ),
     "replicate": Target(gj.replicate, STATE, left_out=["state"]),
-    "distribute": Target(gj.distribute, {**STATE, "mesh": jax.make_mesh((1,), (AXIS,)), **NAMED}, left_out=["state"]),
+    "distribute": Target(
+        gj.distribute, {**STATE, "mesh": jax.make_mesh((1,), (AXIS,)), **NAMED}, left_out=["state"]
+    ),
     "partition_specs": Target(gj.partition_specs, {**STATE, **NAMED}, left_out=["state"]),
-    "mark_varying": Target(gj.mark_varying, {"params": PARAMS, **NAMED}, left_out=["params"], raises=UNBOUND),
+    "mark_varying": Target(
+        gj.mark_varying, {"params": PARAMS, **NAMED}, left_out=["params"], raises=UNBOUND
+    ),
     "to_portable": Target(gj.to_portable, {**STATE, **ALGORITHM}),
-    "from_portable": Target(gj.from_portable, {"state": _portable, "like": STATE["state"], "replicas": 2, **ALGORITHM}),
+    "from_portable": Target(
+        gj.from_portable, {"state": _portable, "like": STATE["state"], "replicas": 2, **ALGORITHM}
+    ),
 }
 
 TABLES = {"core": CORE, "torch": TORCH, "jax": JAX}

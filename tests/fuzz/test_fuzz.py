@@ -66,7 +66,9 @@ def test_what_is_careless_of_options_is_found():
     raised = Target(lambda period: period.upper())
     for case in cases({"upper": raised}):
         construct(*case, found)
-    assert found.counts[WRONG_CLASS] == len(VALUES) - sum(isinstance(value, str | bytes) for value in VALUES)
+    assert found.counts[WRONG_CLASS] == len(VALUES) - sum(
+        isinstance(value, str | bytes) for value in VALUES
+    )
 
 
 @pytest.mark.usefixtures("alone")

@@ -1,4 +1,5 @@
-"""Algorithms as text, and files of shapes: what is no such thing is refused by the parser's own error, and nothing is run."""
+"""Algorithms as text, and files of shapes: what is no such thing is refused by the parser's own
+error, and nothing is run."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ WORDS = (
 )  # fmt: skip
 
 
-def _watched(what: str, attempt: Callable[[], object], refusals: tuple[type[Exception], ...], found: Found) -> None:
+def _watched(
+    what: str, attempt: Callable[[], object], refusals: tuple[type[Exception], ...], found: Found
+) -> None:
     found.tried += 1
     began = time.perf_counter()
     try:
@@ -61,13 +64,18 @@ def _altered(text: str, rng: random.Random) -> str:
     for _ in range(rng.randint(1, 4)):
         i, j = sorted(rng.randint(0, len(text)) for _ in range(2))
         text = rng.choice(
-            (text[:i] + text[j:], text[:i] + rng.choice(PIECES) + text[j:], text[:i] + text[i:j] + text[i:])
+            (
+                text[:i] + text[j:],
+                text[:i] + rng.choice(PIECES) + text[j:],
+                text[:i] + text[i:j] + text[i:],
+            )
         )
     return text
 
 
 def expressions(seed: int, found: Found, count: int) -> None:
-    """Algorithms that were altered: each is refused, or is one, of which there is a plan, or a ValueError that says what does not fit the model."""
+    """Algorithms that were altered: each is refused, or is one, of which there is a plan, or a
+    ValueError that says what does not fit the model."""
     rng = random.Random(seed)
     for _ in range(count):
         text = _altered(rng.choice(GOOD), rng)
@@ -79,13 +87,16 @@ def expressions(seed: int, found: Found, count: int) -> None:
             except ValueError:
                 pass  # a schedule or a pattern of other models
             except Exception as error:
-                found.add(LATE, f"plan of {shown(text)}: {type(error).__name__}: {shown(error, 150)}")
+                found.add(
+                    LATE, f"plan of {shown(text)}: {type(error).__name__}: {shown(error, 150)}"
+                )
 
         _watched(f"parse_algorithm({text[:100]!r})", attempt, (NotAnAlgorithm,), found)
 
 
 def files(seed: int, found: Found, count: int, folder: Path) -> None:
-    """Files of shapes that are cut, flipped, or hold something else: refused by ValueError or OSError, or read as shapes."""
+    """Files of shapes that are cut, flipped, or hold something else: refused by ValueError or
+    OSError, or read as shapes."""
     rng = random.Random(seed)
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
@@ -96,7 +107,11 @@ def files(seed: int, found: Found, count: int, folder: Path) -> None:
             i, j = sorted(rng.randint(0, len(content)) for _ in range(2))
             flipped = bytes(b ^ rng.randrange(256) for b in content[i : i + 3])
             content = rng.choice(
-                (content[:i], content[:i] + rng.choice(WORDS) + content[j:], content[:i] + flipped + content[i + 3 :])
+                (
+                    content[:i],
+                    content[:i] + rng.choice(WORDS) + content[j:],
+                    content[:i] + flipped + content[i + 3 :],
+                )
             )
         path = folder / f"damaged-{name}"
         path.write_bytes(content)

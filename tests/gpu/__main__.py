@@ -1,8 +1,10 @@
-"""What is tested on the emulated accelerator and under Triton's interpreter, on a GPU of NVIDIA's: `make test-gpu`, in some minutes. Without a GPU it says so.
+"""What is tested on the emulated accelerator and under Triton's interpreter, on a GPU of NVIDIA's:
+`make test-gpu`, in some minutes. Without a GPU it says so.
 
 - What the kernels in Triton compute, beside NumPy and torch (`tests/torch/triton_numbers.py`).
-- Replayed steps beside eager ones, on two ranks that share the GPU and talk by NCCL's sockets (`tests/emulated/test_replays.py`), but for what is about the emulated graphs
-  themselves, and faults that nobody but the emulated accelerator notices.
+- Replayed steps beside eager ones, on two ranks that share the GPU and talk by NCCL's sockets
+  (`tests/emulated/test_replays.py`), but for what is about the emulated graphs themselves, and
+  faults that nobody but the emulated accelerator notices.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ LEFT_OUT = "what_cuda_forbids|an_error_that_was_swallowed|a_graph_does_not_keep|
 def kernels() -> int:
     """Runs the tests of kernels; 0 if all pass."""
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
-    return subprocess.run([sys.executable, *command, "tests/torch/triton_numbers.py"], cwd=ROOT).returncode
+    return subprocess.run(
+        [sys.executable, *command, "tests/torch/triton_numbers.py"], cwd=ROOT
+    ).returncode
 
 
 def replays(folder: Path) -> int:
@@ -36,7 +40,9 @@ def replays(folder: Path) -> int:
     common |= {"GRADWIRE_TEST_CASES": rf"^(?!test_({LEFT_OUT})|cost)"}
     command = [sys.executable, "-m", "tests.gpu.rank", str(folder)]
     ranks = [
-        subprocess.Popen(command, cwd=ROOT, env=os.environ | common | of_rank(rank, RANKS) | as_host(rank))
+        subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | common | of_rank(rank, RANKS) | as_host(rank)
+        )
         for rank in range(RANKS)
     ]
     wrong = 0
@@ -49,7 +55,9 @@ def replays(folder: Path) -> int:
             rank.kill()
             rank.wait()
     files = sorted(folder.glob("*.pt"))
-    failed = {file.stem: error for file in files if (error := torch.load(file, weights_only=False)[1])}
+    failed = {
+        file.stem: error for file in files if (error := torch.load(file, weights_only=False)[1])
+    }
     for name, error in failed.items():
         print(f"\n{name}\n{error}")
     print(

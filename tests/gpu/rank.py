@@ -1,4 +1,5 @@
-"""A rank of the tests of replays on a GPU, which stands in for the emulated accelerator: `python -m tests.gpu.rank FOLDER`, in the environment of a rank."""
+"""A rank of the tests of replays on a GPU, which stands in for the emulated accelerator: `python -m
+tests.gpu.rank FOLDER`, in the environment of a rank."""
 
 from __future__ import annotations
 
@@ -97,14 +98,21 @@ def with_graphs() -> None:
 
 #: Module → what is in its place.
 INSTEAD: dict[str, dict[str, Any]] = {
-    "device": {"DEVICE": DEVICE, "core": Core(), "event": event, "stream": stream, "watched": Unwatched()},
+    "device": {
+        "DEVICE": DEVICE,
+        "core": Core(),
+        "event": event,
+        "stream": stream,
+        "watched": Unwatched(),
+    },
     "graphs": {"EmulatedGraphs": Counted, "with_graphs": with_graphs},
     "process_group": {"BACKEND": "nccl"},
 }
 
 
 def stand_in() -> None:
-    """Let tests find a GPU where they look for the emulated accelerator, and few communicators, each of which takes a second."""
+    """Let tests find a GPU where they look for the emulated accelerator, and few communicators,
+    each of which takes a second."""
     for name, members in INSTEAD.items():
         module = ModuleType(f"tests.emulated.{name}")
         module.__dict__.update(members)

@@ -1,4 +1,5 @@
-"""What stands in for the emulated accelerator on a GPU has what the tests that run there ask of it."""
+"""What stands in for the emulated accelerator on a GPU has what the tests that run there ask of
+it."""
 
 import re
 import subprocess
@@ -35,5 +36,10 @@ def test_graphs_count_as_the_emulated_ones() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it runs the tests there")
 def test_without_a_gpu_it_says_so() -> None:
-    said = subprocess.run([sys.executable, "-m", "tests.gpu"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (said.returncode, said.stdout) == (0, "no GPU of NVIDIA's here: `make test` has the emulated accelerator\n")
+    said = subprocess.run(
+        [sys.executable, "-m", "tests.gpu"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (said.returncode, said.stdout) == (
+        0,
+        "no GPU of NVIDIA's here: `make test` has the emulated accelerator\n",
+    )

@@ -1,4 +1,5 @@
-"""What a compiled program sends, and over which axes of its mesh: read from the text of XLA's partitioned module.
+"""What a compiled program sends, and over which axes of its mesh: read from the text of XLA's
+partitioned module.
 
 sent = collectives(jax.jit(step).lower(*arguments).compile().as_text(), mesh)
 sum(c.per_slice for c in sent if "dcn" in c.axes)      # bytes that one slice puts on the slow network
@@ -16,7 +17,18 @@ KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|coll
 #: `%name = f32[4,8]{1,0} all-reduce(…), …`, with a tuple of types for several operands.
 LINE = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ({KINDS})(?:-start)?\((.*)$")
 HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
+ITEMSIZE = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "f64": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,8 @@ class Sent:
     computation: str
 
     def per_slice(self, slices):
-        """Bytes that all devices of one of so many slices hand in together, in the terms of `gradwire.plan`: all but an all-reduce count half."""
+        """Bytes that all devices of one of so many slices hand in together, in the terms of
+        `gradwire.plan`: all but an all-reduce count half."""
         return self.nbytes * self.devices / slices / (1 if self.kind == "all-reduce" else 2)
 
 
@@ -56,7 +69,8 @@ def collectives(text, mesh):
         groups = _groups(rest, kind)
         arrays = _arrays(results)
         size = len(groups[0])
-        # The text names operands without their types. All results are as large as these, up to the size of the group.
+        # The text names operands without their types. All results are as large as these, up to the
+        # size of the group.
         scale = size if kind == "reduce-scatter" else 1
         found.append(
             Sent(
@@ -84,10 +98,14 @@ def _groups(rest, kind):
         assert pairs, rest
         return [[int(n) for n in pair.split(",")] for pair in re.findall(r"(\d+,\d+)", pairs[1])]
     if listed := re.search(r"replica_groups=\{(\{.*?\})\}", rest):
-        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+        return [
+            [int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])
+        ]
     counted = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     assert counted, rest
-    numbers = np.arange(int(counted[1]) * int(counted[2])).reshape([int(n) for n in counted[3].split(",")])
+    numbers = np.arange(int(counted[1]) * int(counted[2])).reshape(
+        [int(n) for n in counted[3].split(",")]
+    )
     if counted[4]:
         numbers = numbers.transpose([int(n) for n in counted[4].split(",")])
     rows = numbers.reshape(int(counted[1]), int(counted[2])).tolist()
@@ -97,5 +115,7 @@ def _groups(rest, kind):
 def _axes(groups, mesh):
     places = [np.unravel_index(group, mesh.devices.shape) for group in groups]
     return frozenset(
-        name for i, name in enumerate(mesh.axis_names) if any(len(set(place[i].tolist())) > 1 for place in places)
+        name
+        for i, name in enumerate(mesh.axis_names)
+        if any(len(set(place[i].tolist())) > 1 for place in places)
     )

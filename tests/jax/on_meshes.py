@@ -1,4 +1,5 @@
-"""All that the host does with states on a mesh, by one generator: for `test_meshes.py`; run as a script it takes meshes of one to eight devices."""
+"""All that the host does with states on a mesh, by one generator: for `test_meshes.py`; run as a
+script it takes meshes of one to eight devices."""
 
 import contextlib
 
@@ -19,7 +20,8 @@ ADAM = optax.adam(1e-2)
 
 
 def helpers(mesh, params, context):
-    """(name, result) of all helpers of the host, with these parameters and a mesh of replicas along "dcn". In `context` is what users call themselves."""
+    """(name, result) of all helpers of the host, with these parameters and a mesh of replicas along
+    "dcn". In `context` is what users call themselves."""
     tx, local = (
         optax.chain(gw.average_gradients(power(), axis_name="dcn"), ADAM),
         gw.diloco(ADAM, 4, axis_name="dcn"),
@@ -28,7 +30,8 @@ def helpers(mesh, params, context):
     devices = jax.devices()[:replicas]
 
     def made(tx, mark=lambda state: state):
-        """The state of a transformation: placed, sent to `pmap` and back, and made in `jax.jit` where it lies."""
+        """The state of a transformation: placed, sent to `pmap` and back, and made in `jax.jit`
+        where it lies."""
         state = mark((params, tx.init(params)))
         yield state
         placed = gw.distribute(state, mesh, "dcn")
@@ -70,7 +73,9 @@ def helpers(mesh, params, context):
         zero = gw.zero1(ADAM, axis_name="dcn", replicas=replicas, **options)
         placed = yield from made(zero)
         with context():
-            plain, sharded = (jax.eval_shape(lambda p, tx=tx: (p, tx.init(p)), params) for tx in (ADAM, zero))
+            plain, sharded = (
+                jax.eval_shape(lambda p, tx=tx: (p, tx.init(p)), params) for tx in (ADAM, zero)
+            )
         whole = gw.reshard(placed, plain)
         yield whole
         yield gw.reshard(whole, sharded)
@@ -81,16 +86,23 @@ def on_host(mesh, params, context=contextlib.nullcontext):
 
 
 def on_a_mesh(shape, kinds, inside, *, placed):
-    """The results on a mesh of these types of axes; with it in context, or "another" whose axes the compiler manages; of parameters that lie there, sharded if there are two axes."""
+    """The results on a mesh of these types of axes; with it in context, or "another" whose axes the
+    compiler manages; of parameters that lie there, sharded if there are two axes."""
     size = int(np.prod(shape))
     mesh = jax.make_mesh(shape, AXES[: len(shape)], axis_types=kinds, devices=jax.devices()[:size])
     params = PARAMS
     if placed:
         specs = SHARDED if len(shape) > 1 else dict.fromkeys(SHARDED, jax.P())
-        params = jax.device_put(PARAMS, {name: NamedSharding(mesh, spec) for name, spec in specs.items()})
+        params = jax.device_put(
+            PARAMS, {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+        )
     another = Mesh(mesh.devices, mesh.axis_names)
     its = contextlib.nullcontext if inside is None else lambda: jax.set_mesh(mesh)
-    with contextlib.nullcontext() if inside is None else jax.set_mesh(mesh if inside == "it" else another):
+    with (
+        contextlib.nullcontext()
+        if inside is None
+        else jax.set_mesh(mesh if inside == "it" else another)
+    ):
         return on_host(mesh, params, its)
 
 
@@ -102,7 +114,11 @@ def as_on_no_mesh(shape):
 def require_the_same(found, expected):
     for result, right in zip(found, expected, strict=True):
         assert jax.tree.structure(result) == jax.tree.structure(right)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4, strict=True), result, right)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4, strict=True),
+            result,
+            right,
+        )
 
 
 def main():

@@ -1,4 +1,5 @@
-"""A tiny problem that any optimizer makes progress on, trained on W replicas under `vmap` or `shard_map`, in one compiled scan."""
+"""A tiny problem that any optimizer makes progress on, trained on W replicas under `vmap` or
+`shard_map`, in one compiled scan."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ SHAPES = {"kernel": (5, 7), "bias": (7,), "scale": (), "nothing": (0, 4)}
 
 def start(shapes=SHAPES):
     return {
-        name: jnp.asarray(np.random.default_rng(list(name.encode())).standard_normal(shape), jnp.float32)
+        name: jnp.asarray(
+            np.random.default_rng(list(name.encode())).standard_normal(shape), jnp.float32
+        )
         for name, shape in shapes.items()
     }
 
@@ -34,8 +37,8 @@ def loss(params, step, replica):
 
 
 def under_vmap(body, state, replicas, axis=None):
-    """`body(x, state) → (y, state)` on replicas, with their state in global form. That `y` is equal on all of them is proved. `axis`: of `x`, that of the
-    replicas."""
+    """`body(x, state) → (y, state)` on replicas, with their state in global form. That `y` is equal
+    on all of them is proved. `axis`: of `x`, that of the replicas."""
     axes = jax.tree.map(lambda spec: 0 if spec == P(AXIS) else None, partition_specs(state, AXIS))
     mapped = jax.vmap(body, (axis, axes), (None, axes), axis_name=AXIS, axis_size=replicas)
 
@@ -51,7 +54,8 @@ def under_vmap(body, state, replicas, axis=None):
 def train(tx, replicas, mode="vmap", steps=50, params=None, state=None):
     """Parameters and state, in global form, after that many steps.
 
-    Under "vmap" that what is equal on all replicas is so is proved by `out_axes`, under "shard_map_vma" by the types.
+    Under "vmap" that what is equal on all replicas is so is proved by `out_axes`, under
+    "shard_map_vma" by the types.
     """
     params = start() if params is None else params
     state = tx.init(params) if state is None else state
@@ -69,13 +73,23 @@ def train(tx, replicas, mode="vmap", steps=50, params=None, state=None):
     if mode == "vmap":
         return under_vmap(run, state, replicas)(params, state)
     mesh = mesh_of(replicas)
-    shards = {"in_specs": (P(), specs), "out_specs": (P(), specs), "check_vma": mode in ("shard_map_vma", "slices")}
-    if mode == "slices":  # a replica is two devices, between which the compiler divides the parameters
+    shards = {
+        "in_specs": (P(), specs),
+        "out_specs": (P(), specs),
+        "check_vma": mode in ("shard_map_vma", "slices"),
+    }
+    # a replica is two devices, between which the compiler divides the parameters
+    if mode == "slices":
         mesh = jax.make_mesh(
-            (replicas, 2), (AXIS, "ici"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * replicas]
+            (replicas, 2),
+            (AXIS, "ici"),
+            axis_types=(AxisType.Auto,) * 2,
+            devices=jax.devices()[: 2 * replicas],
         )
         shards["axis_names"] = {AXIS}
-        halves = {n: P("ici") if x.ndim > 1 and x.shape[0] % 2 == 0 else P() for n, x in params.items()}
+        halves = {
+            n: P("ici") if x.ndim > 1 and x.shape[0] % 2 == 0 else P() for n, x in params.items()
+        }
         params = {n: jax.device_put(x, NamedSharding(mesh, halves[n])) for n, x in params.items()}
     mapped = jax.shard_map(run, mesh=mesh, **shards)
     return jax.jit(mapped)(params, distribute(state, mesh, AXIS))
@@ -83,7 +97,8 @@ def train(tx, replicas, mode="vmap", steps=50, params=None, state=None):
 
 def rows_of(x, replicas):
     """What vmap gives to each replica: its row, or the only one, with an axis of length 1."""
-    x = x if len(x) else jnp.zeros((1, *x.shape[1:]), x.dtype)  # the mark of the place, before there is one
+    # the mark of the place, before there is one
+    x = x if len(x) else jnp.zeros((1, *x.shape[1:]), x.dtype)
     return jnp.broadcast_to(x, (replicas, *x.shape[1:]))[:, None]
 
 
@@ -97,7 +112,8 @@ def step_of(tx, gradients, params, state, replicas=2, **extra):
 
 
 def train_plain(tx, replicas, steps=50, params=None, state=None):
-    """The same with an optimizer that is given the average of all gradients: nothing sharded, no collective."""
+    """The same with an optimizer that is given the average of all gradients: nothing sharded, no
+    collective."""
     params = start() if params is None else params
 
     @jax.jit
@@ -116,13 +132,17 @@ def train_plain(tx, replicas, steps=50, params=None, state=None):
 def filled(plain):
     """A plain state with another number in every element."""
     numbers = iter(range(1, 10**6))
-    return jax.tree.map(lambda x: np.array([next(numbers) for _ in range(x.size)], x.dtype).reshape(x.shape), plain)
+    return jax.tree.map(
+        lambda x: np.array([next(numbers) for _ in range(x.size)], x.dtype).reshape(x.shape), plain
+    )
 
 
 def assert_close(mine, theirs, tolerance=1e-5):
     """Trees of one structure, each array within `tolerance` of the other's norm."""
     assert jax.tree.structure(mine) == jax.tree.structure(theirs)
-    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(mine)[0], jax.tree.leaves(theirs), strict=True):
+    for (path, x), y in zip(
+        jax.tree_util.tree_flatten_with_path(mine)[0], jax.tree.leaves(theirs), strict=True
+    ):
         x, y = (np.asarray(a, np.float64) for a in (x, y))
         assert x.shape == y.shape, jax.tree_util.keystr(path)
         apart = noting(float(np.linalg.norm(x - y) / (np.linalg.norm(y) or 1.0)))

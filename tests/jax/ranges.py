@@ -1,10 +1,13 @@
-"""What a compiler or a device may do as it likes, in a StableHLO module: conversions and shifts whose operand is not proved to be in range.
+"""What a compiler or a device may do as it likes, in a StableHLO module: conversions and shifts
+whose operand is not proved to be in range.
 
     faults(jax.jit(step).trace(*arguments).lower(lowering_platforms=PLATFORMS).compiler_ir("stablehlo"))   # a list of sentences
 
-StableHLO leaves open what becomes of an integer that a narrower type cannot hold, of a float that an integer type cannot, of a float beyond one that has no
-inf, and of a shift by the width of the type or more. Ranges are computed from constants, clamps, masks, shifts and comparisons, and nothing is assumed of
-arguments. int32 arithmetic wraps (the hash counts on it), so a sum or product that may overflow may be anything.
+StableHLO leaves open what becomes of an integer that a narrower type cannot hold, of a float that
+an integer type cannot, of a float beyond one that has no inf, and of a shift by the width of the
+type or more. Ranges are computed from constants, clamps, masks, shifts and comparisons, and nothing
+is assumed of arguments. int32 arithmetic wraps (the hash counts on it), so a sum or product that
+may overflow may be anything.
 """
 
 from __future__ import annotations
@@ -64,7 +67,9 @@ class Range:
 def faults(module: Any) -> list[str]:
     """A sentence for each place, once."""
     functions = {
-        op.attributes["sym_name"].value: op for op in module.body.operations if op.operation.name == "func.func"
+        op.attributes["sym_name"].value: op
+        for op in module.body.operations
+        if op.operation.name == "func.func"
     }
     walk = _Walk(functions)
     walk.block(functions["main"].regions[0].blocks[0], _Frame())
@@ -78,11 +83,16 @@ def of_type(kind: str) -> Range:
     if kind == "i1":
         return Range(0, 1)
     bits = int(kind.lstrip("usi"))
-    return Range(0, 2**bits - 1) if kind.startswith("u") else Range(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return (
+        Range(0, 2**bits - 1)
+        if kind.startswith("u")
+        else Range(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    )
 
 
 class _Frame:
-    """One call of a function: the ranges of its values, and which values of the caller its arguments are."""
+    """One call of a function: the ranges of its values, and which values of the caller its
+    arguments are."""
 
     def __init__(self) -> None:
         self.ranges: dict[Any, Range] = {}
@@ -100,7 +110,9 @@ class _Walk:
             name = op.operation.name
             if name in ("func.return", "stablehlo.return", "sdy.return"):
                 return [(x, self._range(x, frame)) for x in op.operands]
-            for result, found in zip(op.results, self._results(op, name.split(".")[-1], frame), strict=True):
+            for result, found in zip(
+                op.results, self._results(op, name.split(".")[-1], frame), strict=True
+            ):
                 frame.ranges[result] = found
         return []
 
@@ -118,7 +130,8 @@ class _Walk:
         if name == "call":
             callee, inner = self._functions[op.attributes["callee"].value], _Frame()
             inner.bound = {
-                a: (frame, x) for a, x in zip(callee.regions[0].blocks[0].arguments, op.operands, strict=True)
+                a: (frame, x)
+                for a, x in zip(callee.regions[0].blocks[0].arguments, op.operands, strict=True)
             }
             return [found for _, found in self.block(callee.regions[0].blocks[0], inner)]
         if name == "manual_computation":
@@ -126,12 +139,15 @@ class _Walk:
                 frame.bound[argument] = (frame, x)
             return [found for _, found in self.block(op.regions[0].blocks[0], frame)]
         if name in ("case", "if"):
-            branches = [[found for _, found in self.block(region.blocks[0], frame)] for region in op.regions]
+            branches = [
+                [found for _, found in self.block(region.blocks[0], frame)] for region in op.regions
+            ]
             return [_union(each) for each in zip(*branches, strict=True)]
         if name == "reduce" and len(op.results) == 1:
             body = [each.operation.name for each in op.regions[0].blocks[0].operations]
             return [given[0] | given[1]] if body[0] in REDUCTIONS else whole
-        for region in op.regions:  # of loops, sorts, sums over replicas: their arguments may be anything
+        # of loops, sorts, sums over replicas: their arguments may be anything
+        for region in op.regions:
             self.block(region.blocks[0], frame)
         if name in SAME:
             return given
@@ -159,7 +175,9 @@ class _Walk:
                 return Range(0, 1)
             case "clamp":
                 low, x, high = given
-                return Range(min(max(x.low, low.low), high.high), max(min(x.high, high.high), low.low), x.nan)
+                return Range(
+                    min(max(x.low, low.low), high.high), max(min(x.high, high.high), low.low), x.nan
+                )
             case "maximum" | "minimum":
                 pick = max if name == "maximum" else min
                 x, y = given
@@ -167,7 +185,8 @@ class _Walk:
             case "reduce_precision":
                 return replace(whole, rounded=True)
             case "multiply" if not integers and any(x.rounded and x.low == x.high for x in given):
-                endless = any(x.low == x.high and math.isinf(x.low) for x in given)  # gives inf and NaN alone
+                # gives inf and NaN alone
+                endless = any(x.low == x.high and math.isinf(x.low) for x in given)
                 return replace(whole, rounded=endless or all(x.rounded for x in given))
             case "select":
                 holds, x, y = op.operands
@@ -179,14 +198,20 @@ class _Walk:
             case "bitcast_convert":
                 return (
                     given[0]
-                    if integers and given[0].within(whole) and _bits(op.operands[0]) == _bits(op.results[0])
+                    if integers
+                    and given[0].within(whole)
+                    and _bits(op.operands[0]) == _bits(op.results[0])
                     else whole
                 )
             case "and" if integers:
                 masks = [x for x in given if x.low >= 0]
                 return Range(0, min(x.high for x in masks)) if masks else whole
             case "or" | "xor" if integers:
-                return Range(0, _ones(max(x.high for x in given))) if min(x.low for x in given) >= 0 else whole
+                return (
+                    Range(0, _ones(max(x.high for x in given)))
+                    if min(x.low for x in given) >= 0
+                    else whole
+                )
             case "add" | "subtract" | "multiply" | "negate" | "abs" if integers:
                 found = _computed(name, given)
                 return found if found.within(whole) else whole
@@ -207,7 +232,8 @@ class _Walk:
         return found
 
     def _known(self, holds: Any, true: bool, frame: _Frame) -> list[tuple[_Frame, Any, str, Range]]:
-        """Comparisons that are so where the boolean is `true`, unless of NaN if it is not: of which value, how, with which range."""
+        """Comparisons that are so where the boolean is `true`, unless of NaN if it is not: of which
+        value, how, with which range."""
         home, value = _origin(holds, frame)
         op = value.owner
         name = getattr(getattr(op, "operation", op), "name", "")
@@ -222,7 +248,9 @@ class _Walk:
         direction, bound = direction if true else OPPOSITE[direction], self._range(y, home)
         at, of = _origin(x, home)
         known = [(at, of, direction, bound)]
-        if getattr(getattr(of.owner, "operation", of.owner), "name", "") == "stablehlo.abs" and direction in (
+        if getattr(
+            getattr(of.owner, "operation", of.owner), "name", ""
+        ) == "stablehlo.abs" and direction in (
             "LT",
             "LE",
         ):
@@ -244,15 +272,20 @@ class _Walk:
                 self._fault(op, f"of {_said(x)} to {kind}")
                 return whole
             return cut
-        if kind in WITHOUT_INF and not replace(x, nan=False).within(Range(-WITHOUT_INF[kind], WITHOUT_INF[kind])):
+        if kind in WITHOUT_INF and not replace(x, nan=False).within(
+            Range(-WITHOUT_INF[kind], WITHOUT_INF[kind])
+        ):
             self._fault(op, f"of {_said(x)} to {kind}, which has no inf")
         if not before.lstrip("us").startswith("i"):
             if x.unsure and _mantissa(kind) > _mantissa(before):
                 self._fault(
-                    op, f"of {before} to {kind}, which may be left out together with the conversion to {before}"
+                    op,
+                    f"of {before} to {kind}, which may be left out together with the conversion to {before}",
                 )
             if _mantissa(kind) < _mantissa(before):
-                return replace(x if kind in ("f32", "f64") else whole, rounded=x.rounded, unsure=not x.rounded)
+                return replace(
+                    x if kind in ("f32", "f64") else whole, rounded=x.rounded, unsure=not x.rounded
+                )
         return x if before.lstrip("us").startswith("i") or kind in ("f32", "f64") else whole
 
     def _shifted(self, op: Any, name: str, x: Range, by: Range, whole: Range) -> Range:
@@ -280,7 +313,8 @@ def _origin(value: Any, frame: _Frame) -> tuple[_Frame, Any]:
 
 
 def _narrowed(x: Range, direction: str, bound: Range, kind: str) -> Range:
-    """`x` where it compares so with what lies in `bound`. Of floats that are less than a number the largest lies just below it."""
+    """`x` where it compares so with what lies in `bound`. Of floats that are less than a number the
+    largest lies just below it."""
 
     def below(limit: float) -> float:
         return limit - 1 if not kind.startswith(("f", "bf")) else math.nextafter(limit, -INF)
@@ -312,7 +346,10 @@ def _computed(name: str, given: list[Range]) -> Range:
         case "negate":
             return Range(-x.high, -x.low)
         case "abs":
-            return Range(0 if x.low <= 0 <= x.high else min(abs(x.low), abs(x.high)), max(abs(x.low), abs(x.high)))
+            return Range(
+                0 if x.low <= 0 <= x.high else min(abs(x.low), abs(x.high)),
+                max(abs(x.low), abs(x.high)),
+            )
     products = [a * b for a in (x.low, x.high) for b in (given[1].low, given[1].high)]
     return Range(min(products), max(products))
 
@@ -326,7 +363,9 @@ def _constant(op: Any, whole: Range) -> Range:
     if not finite.size:
         return Range(INF, -INF, nan=True, rounded=True)
     exact = float if "f" in _kind(op.results[0]) else int
-    return Range(exact(finite.min()), exact(finite.max()), nan=finite.size < numbers.size, rounded=True)
+    return Range(
+        exact(finite.min()), exact(finite.max()), nan=finite.size < numbers.size, rounded=True
+    )
 
 
 def _union(ranges: Any) -> Range:

@@ -1,4 +1,5 @@
-"""What the reader of a page on JAX has by then: `from tests.jax.reader import *` in a hidden block of Python of the page."""
+"""What the reader of a page on JAX has by then: `from tests.jax.reader import *` in a hidden block
+of Python of the page."""
 # ruff: noqa: F401, F403
 
 from types import SimpleNamespace

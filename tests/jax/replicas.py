@@ -47,17 +47,22 @@ def one_step(tx, gradients, mode, replicas, **options):
 
 
 def traced(body, params, state, mesh=None, axis=AXIS, **options):
-    """The types of what `body(params, state, x)` returns on all replicas: everything but arithmetic."""
+    """The types of what `body(params, state, x)` returns on all replicas: everything but
+    arithmetic."""
     mesh = mesh or mesh_of(4)
     specs, rows = gw.partition_specs(state, axis), P(mesh.axis_names)
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(), specs, rows), out_specs=(P(), specs), **options)
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=(P(), specs, rows), out_specs=(P(), specs), **options
+    )
     return jax.eval_shape(mapped, params, gw.distribute(state, mesh, axis), jnp.ones((4, 32)))
 
 
 class Replicas:
-    """A transformation on W replicas; fails when what should be equal on all of them differs in a bit.
+    """A transformation on W replicas; fails when what should be equal on all of them differs in a
+    bit.
 
-    Under "vmap" the equality is proved rather than observed: `out_axes=None` is refused for what might differ.
+    Under "vmap" the equality is proved rather than observed: `out_axes=None` is refused for what
+    might differ.
 
     Attributes:
         state: in the form of the map.
@@ -87,7 +92,11 @@ class Replicas:
             def body(gradients, state):
                 return tx.update(jax.tree.map(lambda x: x[0], gradients), state)
 
-            shards = {"mesh": mesh, "in_specs": (P(AXIS), self.specs), "out_specs": (P(), self.specs)}
+            shards = {
+                "mesh": mesh,
+                "in_specs": (P(AXIS), self.specs),
+                "out_specs": (P(), self.specs),
+            }
             self._step = jax.jit(jax.shard_map(body, **shards, check_vma=mode == "shard_map_vma"))
 
     def update(self, gradients):
@@ -121,7 +130,9 @@ def _joined(rows):
 def equal(a, b):
     """Trees of one structure, to the bit and in shape and dtype."""
     return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        np.array_equal(x, y) and np.shape(x) == np.shape(y) and jnp.result_type(x) == jnp.result_type(y)
+        np.array_equal(x, y)
+        and np.shape(x) == np.shape(y)
+        and jnp.result_type(x) == jnp.result_type(y)
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     )
 
@@ -138,7 +149,8 @@ def through_orbax(state, folder, like):
 
 
 def require_equal_shards(tree):
-    """Every device holds the same bits of everything that is not marked as per replica. (`MultiSteps` accumulates local gradients.)"""
+    """Every device holds the same bits of everything that is not marked as per replica.
+    (`MultiSteps` accumulates local gradients.)"""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path)
         if "per_replica" not in name and "acc_grads" not in name:
@@ -147,10 +159,12 @@ def require_equal_shards(tree):
 
 
 def gradients(shapes, step, replicas=4, rank=2):
-    """float32 gradients, one dictionary per replica: a common part of exactly this rank that turns slowly, and noise of their own.
+    """float32 gradients, one dictionary per replica: a common part of exactly this rank that turns
+    slowly, and noise of their own.
 
-    Of exactly the rank that is kept, and with distinct weights. Otherwise PowerSGD with error feedback is chaotic: a change in the last
-    bit, of float64 too, grows to percents within 50 steps, and no two arithmetics can be compared.
+    Of exactly the rank that is kept, and with distinct weights. Otherwise PowerSGD with error
+    feedback is chaotic: a change in the last bit, of float64 too, grows to percents within 50
+    steps, and no two arithmetics can be compared.
     """
     given = [{} for _ in range(replicas)]
     for name, shape in shapes.items():
@@ -159,8 +173,13 @@ def gradients(shapes, step, replicas=4, rank=2):
         n = shape[0] if shape else 1
         m = int(np.prod(shape)) // n if n else 0
         k = min(n, m, rank)
-        a, b = (np.linalg.qr(fixed.standard_normal((length, min(n, m, 2 * k))))[0] for length in (n, m))
-        a, b = (x[:, :k] * np.cos(0.02 * step) + np.roll(x, k, 1)[:, :k] * np.sin(0.02 * step) for x in (a, b))
+        a, b = (
+            np.linalg.qr(fixed.standard_normal((length, min(n, m, 2 * k))))[0] for length in (n, m)
+        )
+        a, b = (
+            x[:, :k] * np.cos(0.02 * step) + np.roll(x, k, 1)[:, :k] * np.sin(0.02 * step)
+            for x in (a, b)
+        )
         common = (a * (10 * 0.6 ** np.arange(k))) @ b.T
         for own in given:
             noise = 0.1 * fresh.standard_normal((n, m)) / max(m, 1) ** 0.5

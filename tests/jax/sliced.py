@@ -1,5 +1,5 @@
-"""Steps of replicas that are divided among the devices of a slice, compiled, with what they send. As a script, `sliced.py` prints this as JSON for
-slices of four devices, which takes eight.
+"""Steps of replicas that are divided among the devices of a slice, compiled, with what they send.
+As a script, `sliced.py` prints this as JSON for slices of four devices, which takes eight.
 """
 
 import json
@@ -17,7 +17,8 @@ import gradwire.jax_backend as gw
 from gradwire import AllReduce, PowerSGD, Sign, TopK, WireDtype
 from tests.jax.hlo import collectives
 
-#: Sharded by rows, by columns, inside a stack, and not at all; large enough for the ways of large arrays, and not.
+#: Sharded by rows, by columns, inside a stack, and not at all; large enough for the ways of large
+#: arrays, and not.
 SHAPES = {
     "a/up": (256, 512),
     "a/down": (512, 256),
@@ -38,7 +39,13 @@ SPECS = {
     "stack": P(None, "ici"),
 }
 #: By their longest axes, as most rules of FSDP have it, and as averages in codes are divided.
-LONGEST = {"a/up": P(None, "ici"), "a/down": P("ici"), "b/up": P(None, "ici"), "b/down": P("ici"), "b/scale": P("ici")}
+LONGEST = {
+    "a/up": P(None, "ici"),
+    "a/down": P("ici"),
+    "b/up": P(None, "ici"),
+    "b/down": P("ici"),
+    "b/scale": P("ici"),
+}
 LONGEST["stack"] = P(None, None, "ici")
 #: Where size and number of tensors prove nothing: compiling is what takes the time.
 FEW = {n: SHAPES[n] for n in ("a/up", "a/bias", "b/down", "stack", "scalar")}
@@ -68,7 +75,9 @@ IN_PIECES = ("int8", "sign", "tiles")
 
 def mesh_of(devices, kind=AxisType.Auto):
     """Two slices of so many devices."""
-    return jax.make_mesh((2, devices), ("dcn", "ici"), axis_types=(kind, kind), devices=jax.devices()[: 2 * devices])
+    return jax.make_mesh(
+        (2, devices), ("dcn", "ici"), axis_types=(kind, kind), devices=jax.devices()[: 2 * devices]
+    )
 
 
 def arrays(mesh, specs=SPECS, shapes=SHAPES):
@@ -80,7 +89,9 @@ def arrays(mesh, specs=SPECS, shapes=SHAPES):
 def shapes_of_gradients(mesh, specs=SPECS, shapes=SHAPES):
     """A row for each replica."""
     return {
-        n: jax.ShapeDtypeStruct((2, *s), jnp.float32, sharding=NamedSharding(mesh, P("dcn", *specs.get(n, P()))))
+        n: jax.ShapeDtypeStruct(
+            (2, *s), jnp.float32, sharding=NamedSharding(mesh, P("dcn", *specs.get(n, P())))
+        )
         for n, s in shapes.items()
     }
 
@@ -106,14 +117,18 @@ def first(g):
 def mapped(step, state, **options):
     """Manual over "dcn" alone."""
     specs = gw.partition_specs(state, "dcn")
-    return jax.shard_map(step, in_specs=(P("dcn"), specs), out_specs=(P(), specs), axis_names={"dcn"}, **options)
+    return jax.shard_map(
+        step, in_specs=(P("dcn"), specs), out_specs=(P(), specs), axis_names={"dcn"}, **options
+    )
 
 
 def sent(kind, mesh, specs=None, shapes=SHAPES):
     specs = specs or (LONGEST if kind in IN_PIECES else SPECS)
     step, state = step_and_state(kind, mesh, specs, shapes)
     program = jax.jit(mapped(step, state, mesh=mesh, check_vma=False))
-    return collectives(program.lower(shapes_of_gradients(mesh, specs, shapes), state).compile().as_text(), mesh)
+    return collectives(
+        program.lower(shapes_of_gradients(mesh, specs, shapes), state).compile().as_text(), mesh
+    )
 
 
 def planned(kind, shapes=SHAPES):
@@ -121,18 +136,31 @@ def planned(kind, shapes=SHAPES):
 
 
 def summary(found):
-    """How often something crosses the slow axis, how many bytes of a slice, and the largest array that moves inside a slice other than as a sum."""
+    """How often something crosses the slow axis, how many bytes of a slice, and the largest array
+    that moves inside a slice other than as a sum."""
     slow = [c for c in found if "dcn" in c.axes]
-    fast = [c.nbytes for c in found if "dcn" not in c.axes and c.kind not in ("all-reduce", "reduce-scatter")]
-    return {"count": len(slow), "bytes": sum(c.per_slice(2) for c in slow), "moved": max(fast, default=0)}
+    fast = [
+        c.nbytes
+        for c in found
+        if "dcn" not in c.axes and c.kind not in ("all-reduce", "reduce-scatter")
+    ]
+    return {
+        "count": len(slow),
+        "bytes": sum(c.per_slice(2) for c in slow),
+        "moved": max(fast, default=0),
+    }
 
 
 def main():
     mesh = mesh_of(4)
-    found = {kind: summary(sent(kind, mesh)) for kind in ("power_sgd", "mean", "diloco", *IN_PIECES)}
+    found = {
+        kind: summary(sent(kind, mesh)) for kind in ("power_sgd", "mean", "diloco", *IN_PIECES)
+    }
     # Two axes for the compiler: parameters are sharded by rows and by columns at once.
     both = jax.make_mesh((2, 2, 2), ("dcn", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    specs = {n: P(*[None] * (len(s) - 2), "fsdp", "tensor") for n, s in SHAPES.items() if len(s) > 1}
+    specs = {
+        n: P(*[None] * (len(s) - 2), "fsdp", "tensor") for n, s in SHAPES.items() if len(s) > 1
+    }
     found["two axes"] = summary(sent("power_sgd", both, specs))
     json.dump(found, sys.stdout)
 

@@ -1,4 +1,5 @@
-"""A training in JAX that chooses its method while it runs, by a clock that says what each method takes."""
+"""A training in JAX that chooses its method while it runs, by a clock that says what each method
+takes."""
 
 import json
 import logging
@@ -33,7 +34,10 @@ from tests.jax.replicas import AXIS, mesh_of, refused
 #: Two with an error, one of them with factors too.
 METHODS = (AllReduce(), Quantize("int4"), PowerSGD(16))
 
-PARAMS = {"w": jnp.asarray(np.random.default_rng(0).normal(0, 0.1, (256, 64)), jnp.float32), "b": jnp.zeros(64)}
+PARAMS = {
+    "w": jnp.asarray(np.random.default_rng(0).normal(0, 0.1, (256, 64)), jnp.float32),
+    "b": jnp.zeros(64),
+}
 
 
 def batch(step, replicas=4):
@@ -79,13 +83,17 @@ class Clock:
 
 
 def trained(auto, state, steps, mesh):
-    """From its step on, so many; then the state and the losses. With a chooser: so many after all methods have been compiled, however long that took."""
+    """From its step on, so many; then the state and the losses. With a chooser: so many after all
+    methods have been compiled, however long that took."""
     losses, number, counted = [], steps_of(state), 0
     while counted < steps:
         data = jax.device_put(batch(number, mesh.size), NamedSharding(mesh, P(AXIS)))
         state, loss = auto.step(state, *data)
         losses.append(float(loss))
-        number, counted = number + 1, counted + (auto._decisions is not None or auto._chooser is not None)
+        number, counted = (
+            number + 1,
+            counted + (auto._decisions is not None or auto._chooser is not None),
+        )
     return state, losses
 
 
@@ -96,7 +104,10 @@ def steps_of(state):
 def decided(path, *changes):
     """A log by which a training takes some of `METHODS`: (step, number)."""
     path.write_text(
-        "".join(json.dumps({"step": step, "method": repr(METHODS[number])}) + "\n" for step, number in changes)
+        "".join(
+            json.dumps({"step": step, "method": repr(METHODS[number])}) + "\n"
+            for step, number in changes
+        )
     )
     return path
 
@@ -110,19 +121,26 @@ def test_it_ends_at_the_fastest_and_a_log_repeats_the_run(tmp_path, monkeypatch,
     state, losses = trained(auto, auto.init(), 60, mesh)
     assert [c.number for c in auto.choices] in ([0, 2], [0, 1, 2])
     assert auto.method == "WireDtype(AllReduce(), 'bfloat16')"
-    assert len([r for r in caplog.records if "Auto: from step" in r.message]) == len(auto.choices) - 1
+    assert (
+        len([r for r in caplog.records if "Auto: from step" in r.message]) == len(auto.choices) - 1
+    )
     assert auto.compile_seconds.keys() == {"plain", "WireDtype(AllReduce(), 'int8')", auto.method}
     assert losses[-1] < 0.8 * losses[0]
     assert len({json.loads(line)["method"] for line in path.read_text().splitlines()}) == 3
     again = AutoStep(Auto(decisions=path), on_a_mesh(mesh), axis_name=AXIS, mesh=mesh)
     repeated, also = trained(again, again.init(), len(losses), mesh)
     assert also == losses
-    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (state, repeated)), strict=True))
+    assert all(
+        np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (state, repeated)), strict=True)
+    )
 
 
 @pytest.mark.parametrize("mapped", ["pmap", "shard_map"])
-def test_what_was_not_sent_is_added_once_also_after_a_step_that_is_not_finite(tmp_path, monkeypatch, mapped):
-    """In sum the optimizer is given the sum of all gradients, but for what the method at work still remembers."""
+def test_what_was_not_sent_is_added_once_also_after_a_step_that_is_not_finite(
+    tmp_path, monkeypatch, mapped
+):
+    """In sum the optimizer is given the sum of all gradients, but for what the method at work still
+    remembers."""
     monkeypatch.setattr(auto_step, "methods_of", lambda *given: METHODS)
     mesh, replicas = mesh_of(4), 4
     log = decided(tmp_path / "decisions.jsonl", (1, 1), (3, 2), (4, 0), (7, 1))
@@ -136,18 +154,30 @@ def test_what_was_not_sent_is_added_once_also_after_a_step_that_is_not_finite(tm
         def add(state, gradient):
             given, opt = tx.update({"w": gradient[0]}, state["opt"])
             finite = jnp.isfinite(given["w"]).all()
-            return {"sums": {"w": state["sums"]["w"] + jnp.where(finite, given["w"], 0)}, "opt": opt}
+            return {
+                "sums": {"w": state["sums"]["w"] + jnp.where(finite, given["w"], 0)},
+                "opt": opt,
+            }
 
         if mapped == "pmap":
             return state, jax.pmap(add, axis_name=AXIS, donate_argnums=0)
         maps = {"mesh": mesh, "in_specs": (specs, P(AXIS)), "out_specs": specs}
         return state, jax.jit(jax.shard_map(add, **maps), donate_argnums=0)
 
-    auto = AutoStep(Auto(loss="5%", decisions=log), build, axis_name=AXIS, mesh=mesh if mapped == "shard_map" else None)
+    auto = AutoStep(
+        Auto(loss="5%", decisions=log),
+        build,
+        axis_name=AXIS,
+        mesh=mesh if mapped == "shard_map" else None,
+    )
     state, expected = auto.init(), 0.0
     for step, gradient in enumerate(x):
         given = gradient * (np.inf if step == 4 else 1)  # the first that is plain again
-        given = given[:, None] if mapped == "pmap" else jax.device_put(given, NamedSharding(mesh, P(AXIS)))
+        given = (
+            given[:, None]
+            if mapped == "pmap"
+            else jax.device_put(given, NamedSharding(mesh, P(AXIS)))
+        )
         state = auto.step(state, given)
         expected += 0 if step == 4 else gradient.mean(0, dtype=np.float64)
         total = np.asarray(state["sums"]["w"], np.float64).reshape(-1, 256, 64)[0]
@@ -158,7 +188,8 @@ def test_what_was_not_sent_is_added_once_also_after_a_step_that_is_not_finite(tm
 
 
 def test_a_state_is_continued_with_its_method_by_any_number_of_replicas(tmp_path, monkeypatch):
-    """From a checkpoint in global form; and a state that somebody has copied is not taken for another one."""
+    """From a checkpoint in global form; and a state that somebody has copied is not taken for
+    another one."""
     monkeypatch.setattr(auto_step, "methods_of", lambda *given: METHODS)
     log = decided(tmp_path / "decisions.jsonl", (1, 1))
     mesh = mesh_of(4)
@@ -185,14 +216,17 @@ def test_a_method_that_cannot_be_compiled_is_left_out(monkeypatch, caplog):
     Clock((1.0, 0.2, 0.5), monkeypatch).auto = auto
     lowered = auto._lowered
     broken = SimpleNamespace(compile=lambda: 1 / 0)
-    monkeypatch.setattr(auto, "_lowered", lambda number, *given: broken if number == 1 else lowered(number, *given))
+    monkeypatch.setattr(
+        auto, "_lowered", lambda number, *given: broken if number == 1 else lowered(number, *given)
+    )
     trained(auto, auto.init(), 40, mesh)
     assert [c.number for c in auto.choices] == [0, 2]
     assert "whose step was not compiled: division by zero" in caplog.text
 
 
 def test_a_train_state_under_pmap(monkeypatch):
-    """Whose optimizer is part of its structure. And another number of rows in the last batch: a step that is compiled is not timed."""
+    """Whose optimizer is part of its structure. And another number of rows in the last batch: a
+    step that is compiled is not timed."""
     model = nn.Dense(64)
     params = model.init(jax.random.key(0), jnp.zeros((1, 256)))["params"]
 
@@ -204,14 +238,18 @@ def test_a_train_state_under_pmap(monkeypatch):
 
     def build(average):
         tx = optax.chain(average, optax.sgd(0.1))
-        return TrainState.create(apply_fn=model.apply, params=params, tx=tx), jax.pmap(train_step, axis_name=AXIS)
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx), jax.pmap(
+            train_step, axis_name=AXIS
+        )
 
     auto = AutoStep(Auto(), build, axis_name=AXIS)
     Clock((1.0, 1.6, 0.2), monkeypatch).auto = auto
     state, losses, ready = auto.init(), [], 0
     while auto._chooser is None or auto._at < ready + 120:
         rows = 8 if auto._at % 10 == 9 else 16
-        state, loss = auto.step(state, *(x[:rows].reshape(4, -1, *x.shape[1:]) for x in batch(auto._at)))
+        state, loss = auto.step(
+            state, *(x[:rows].reshape(4, -1, *x.shape[1:]) for x in batch(auto._at))
+        )
         losses.append(float(loss[0]))
         ready = auto._at if auto._chooser is None else ready
     assert auto.choices[-1].number == 2
@@ -242,7 +280,9 @@ def test_what_cannot_be_is_refused_by_name_and_a_probe_orders_methods(tmp_path, 
         auto(probe=tmp_path / "none.json")
     samples = ((1 << 20, 1e-9),)
     monkeypatch.setattr(
-        auto_step, "method_cost", lambda method, *given: Cost(((Group(4, 1.0 + (method.dtype == "int8"), ()),),))
+        auto_step,
+        "method_cost",
+        lambda method, *given: Cost(((Group(4, 1.0 + (method.dtype == "int8"), ()),),)),
     )
     ordered = auto(probe=Probe("jax", "cpu", 2, 2, (Level("all", 2, samples, samples, 0.0),)))
     assert [getattr(m, "dtype", "") for m in ordered._methods] == ["", "bfloat16", "int8"]

@@ -12,7 +12,14 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, diloco
-from gradwire.jax_backend import Training, average_gradients, local_sgd, replicate, stack_replicas, this_replica
+from gradwire.jax_backend import (
+    Training,
+    average_gradients,
+    local_sgd,
+    replicate,
+    stack_replicas,
+    this_replica,
+)
 from gradwire.jax_backend.advise.compare import _Form, _rows, run
 from tests.compared import require_no_mixture
 
@@ -67,7 +74,10 @@ def pair(wrap):
 
 class Nnx(nnx.Module):
     def __init__(self, params):
-        self.first, self.second = nnx.Linear(16, 24, rngs=nnx.Rngs(0)), nnx.Linear(24, 16, rngs=nnx.Rngs(0))
+        self.first, self.second = (
+            nnx.Linear(16, 24, rngs=nnx.Rngs(0)),
+            nnx.Linear(24, 16, rngs=nnx.Rngs(0)),
+        )
         for own, given in ((self.first, params["Dense_1"]), (self.second, params["Dense_0"])):
             own.kernel[...], own.bias[...] = given["kernel"], given["bias"]
 
@@ -88,7 +98,10 @@ def objects(wrap):
         return loss
 
     return Training(
-        (model, optimizer), train_step, batches, lambda model, _: jnp.stack([loss_of(model, x) for x in HELD_OUT])
+        (model, optimizer),
+        train_step,
+        batches,
+        lambda model, _: jnp.stack([loss_of(model, x) for x in HELD_OUT]),
     )
 
 
@@ -112,7 +125,11 @@ def on_devices(algorithm):
         return (optax.apply_updates(params, updates), opt_state), loss
 
     state = replicate(stack_replicas(state) if local else state, axis_name="d")
-    step, data, losses = jax.pmap(step, axis_name="d"), [batches(r, REPLICAS) for r in range(REPLICAS)], []
+    step, data, losses = (
+        jax.pmap(step, axis_name="d"),
+        [batches(r, REPLICAS) for r in range(REPLICAS)],
+        [],
+    )
     for n in range(STEPS):
         state, loss = step(state, np.stack([own[n] for own in data]))
         losses.append(float(np.mean(loss)))
@@ -149,7 +166,8 @@ def test_groups_of_replicas_need_devices_of_their_own(monkeypatch):
 @pytest.mark.usefixtures("one_device")
 def test_all_forms_of_a_training_train_alike():
     first, *others = (
-        run(make, diloco(3), REPLICAS, STEPS, SEED, {3, 5, 6}, lambda: None) for make in (pair, linen, objects)
+        run(make, diloco(3), REPLICAS, STEPS, SEED, {3, 5, 6}, lambda: None)
+        for make in (pair, linen, objects)
     )
     for other in others:
         assert other.losses == pytest.approx(first.losses, rel=1e-4)
@@ -185,7 +203,9 @@ def test_each_replica_draws_its_own_noise():
     for state in (plain, of_nnx):
         form = _Form(state)
         rows = jax.tree.leaves(jax.tree.map(functools.partial(_rows, form, 4), form.tree(state)))
-        (keys,) = [jax.random.key_data(x) for x in rows if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+        (keys,) = [
+            jax.random.key_data(x) for x in rows if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        ]
         drawn = {tuple(key) for key in keys.reshape(-1, 2).tolist()}
         assert len(drawn) == keys.size // 2 >= 4
 
@@ -196,7 +216,9 @@ def test_each_replica_draws_its_own_noise():
             return made.step(state, batch[0] + jax.random.normal(batch[1], (16,)))
 
         return Training(
-            made.state, step, lambda r, n: [(x, jax.random.key(i)) for i, x in enumerate(batches(r, n)[:3])]
+            made.state,
+            step,
+            lambda r, n: [(x, jax.random.key(i)) for i, x in enumerate(batches(r, n)[:3])],
         )
 
     assert len(run(keyed, AllReduce(), 2, 2, SEED, (), lambda: None).losses) == 2
@@ -216,7 +238,9 @@ def test_what_is_no_training_is_refused_by_name():
         (lambda wrap: Training(3, print, print), AllReduce(), TypeError, "state"),
         (lambda wrap: Training((1, 2), print, 3), AllReduce(), TypeError, "batches"),
         (
-            lambda wrap: Training(pair(wrap).state, pair(lambda tx: tx).step, lambda *_: [HELD_OUT[0]]),
+            lambda wrap: Training(
+                pair(wrap).state, pair(lambda tx: tx).step, lambda *_: [HELD_OUT[0]]
+            ),
             AllReduce(),
             ValueError,
             "same batch",
@@ -259,4 +283,6 @@ def make(wrap, seed):
 @pytest.mark.slow
 def test_runs_of_a_training_that_was_edited_are_made_anew(tmp_path):
     """Its rate, and one of later steps, which nobody can ask for."""
-    require_no_mixture(tmp_path, EDITED, ("= 1e-2, 1.0", "= 1e-1, 1.0"), ("= 1e-1, 1.0", "= 1e-1, 0.1"))
+    require_no_mixture(
+        tmp_path, EDITED, ("= 1e-2, 1.0", "= 1e-1, 1.0"), ("= 1e-1, 1.0", "= 1e-1, 0.1")
+    )

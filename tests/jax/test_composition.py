@@ -1,6 +1,8 @@
-"""The table of docs/jax.md: every cell trains, and comes to the parameters of one device that has all the data.
+"""The table of docs/jax.md: every cell trains, and comes to the parameters of one device that has
+all the data.
 
-PowerSGD at full rank is exact to rounding, so what is compared with is plain Optax on the whole batch.
+PowerSGD at full rank is exact to rounding, so what is compared with is plain Optax on the whole
+batch.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ class Model:
 
 def plain():
     rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.standard_normal((8, WIDTH)), jnp.float32), "b": (jnp.zeros(WIDTH),)}
+    params = {
+        "w": jnp.asarray(rng.standard_normal((8, WIDTH)), jnp.float32),
+        "b": (jnp.zeros(WIDTH),),
+    }
     return Model(params, lambda p, x: jnp.tanh(x @ p["w"] + p["b"][0]))
 
 
@@ -59,8 +64,11 @@ def of_nnx():
 
 
 def of_equinox():
-    # What is no array, activation functions and sizes, stays out of what is differentiated and averaged.
-    params, static = equinox.partition(equinox.nn.Linear(8, WIDTH, key=jax.random.key(0)), equinox.is_inexact_array)
+    # What is no array, activation functions and sizes, stays out of what is differentiated and
+    # averaged.
+    params, static = equinox.partition(
+        equinox.nn.Linear(8, WIDTH, key=jax.random.key(0)), equinox.is_inexact_array
+    )
     return Model(params, lambda p, x: jnp.tanh(jax.vmap(equinox.combine(p, static))(x)))
 
 
@@ -71,22 +79,41 @@ def of_haiku():
 
 
 def of_parts():
-    """One matrix that reads and writes; experts, to which each replica sends its examples, so that others have no gradient there; a frozen matrix with two
-    thin ones beside it, which travel as they are beside the factors of others; and a vector, which is averaged by itself."""
+    """One matrix that reads and writes; experts, to which each replica sends its examples, so that
+    others have no gradient there; a frozen matrix with two thin ones beside it, which travel as
+    they are beside the factors of others; and a vector, which is averaged by itself."""
     rng = np.random.default_rng(0)
-    shapes = {"fixed": (8, WIDTH), "embedding": (12, 8), "experts": (4, 8, 8), "a": (8, 2), "b": (2, WIDTH)}
-    params = {n: jnp.asarray(rng.standard_normal(s) / s[-1] ** 0.5, jnp.float32) for n, s in shapes.items()}
+    shapes = {
+        "fixed": (8, WIDTH),
+        "embedding": (12, 8),
+        "experts": (4, 8, 8),
+        "a": (8, 2),
+        "b": (2, WIDTH),
+    }
+    params = {
+        n: jnp.asarray(rng.standard_normal(s) / s[-1] ** 0.5, jnp.float32)
+        for n, s in shapes.items()
+    }
     fixed, params["bias"] = params.pop("fixed"), jnp.zeros(WIDTH)
 
     def forward(p, x):
         read = jnp.tanh(x @ p["embedding"].T) @ p["embedding"]
-        hidden = jnp.einsum("ed,ndh,en->eh", read, p["experts"], jax.nn.one_hot(x[:, -1].astype(jnp.int32), 4))
+        hidden = jnp.einsum(
+            "ed,ndh,en->eh", read, p["experts"], jax.nn.one_hot(x[:, -1].astype(jnp.int32), 4)
+        )
         return jnp.tanh(hidden) @ (fixed + p["a"] @ p["b"]) + p["bias"]
 
     return Model(params, forward)
 
 
-MODELS = {"plain": plain, "linen": of_linen, "nnx": of_nnx, "equinox": of_equinox, "haiku": of_haiku, "parts": of_parts}
+MODELS = {
+    "plain": plain,
+    "linen": of_linen,
+    "nnx": of_nnx,
+    "equinox": of_equinox,
+    "haiku": of_haiku,
+    "parts": of_parts,
+}
 #: Rank by parameter, of "parts".
 RANKS = {"rank": {"a": 0, "b": 0, "*": 8}, "stacked": {"experts": 1}}
 
@@ -101,9 +128,13 @@ def is_bias(params):
 
 #: Transformations with `average` where gradients are averaged; None: there is only one replica.
 FEATURES = {
-    "chain": lambda average: optax.chain(average(), optax.clip_by_global_norm(0.5), optax.adam(0.05)),
+    "chain": lambda average: optax.chain(
+        average(), optax.clip_by_global_norm(0.5), optax.adam(0.05)
+    ),
     "masked": lambda average: optax.chain(
-        optax.masked(average(), is_kernel), optax.masked(average(dense=True), is_bias), optax.adam(0.05)
+        optax.masked(average(), is_kernel),
+        optax.masked(average(dense=True), is_bias),
+        optax.adam(0.05),
     ),
     "MultiSteps": lambda average: optax.chain(
         average(), optax.MultiSteps(optax.adam(0.05), 2).gradient_transformation()
@@ -120,9 +151,19 @@ FEATURES = {
         },
         lambda params: {name: "vector" if name == "bias" else "matrix" for name in params},
     ),
-    "sharded optimizer": lambda average: optax.chain(average(), average.sharded(optax.adamw(0.05, weight_decay=0.3))),
+    "sharded optimizer": lambda average: optax.chain(
+        average(), average.sharded(optax.adamw(0.05, weight_decay=0.3))
+    ),
 }
-MAPS = ("pmap", "shard_map", "shard_map, check_vma", "two axes", "sharded parameters", "Explicit mesh", "vmap")
+MAPS = (
+    "pmap",
+    "shard_map",
+    "shard_map, check_vma",
+    "two axes",
+    "sharded parameters",
+    "Explicit mesh",
+    "vmap",
+)
 
 
 def data():
@@ -144,13 +185,17 @@ def stepper(model, tx, feature, own, inner=None):
             return jax.grad(loss)(mine, x, y)
         halves = jax.tree.map(lambda a: a.reshape(2, -1, *a.shape[1:]), (x, y))
         start = jax.tree.map(lambda p: jnp.zeros_like(p) + 0 * p, mine)
-        summed, _ = lax.scan(lambda g, xy: (jax.tree.map(jnp.add, g, jax.grad(loss)(mine, *xy)), None), start, halves)
+        summed, _ = lax.scan(
+            lambda g, xy: (jax.tree.map(jnp.add, g, jax.grad(loss)(mine, *xy)), None), start, halves
+        )
         return jax.tree.map(lambda g: g / 2, summed)
 
     def step(state, x, y):
         params, opt_state = state
         g = gradient(params, x, y)
-        updates, opt_state = tx.update(g if inner is None else lax.pmean(g, inner), opt_state, params)
+        updates, opt_state = tx.update(
+            g if inner is None else lax.pmean(g, inner), opt_state, params
+        )
         return optax.apply_updates(params, updates), opt_state
 
     def several(state, xs, ys):
@@ -179,7 +224,9 @@ def on_one_device(model, feature):
         # All examples of a step in one batch; halves for accumulation are of any examples.
         axis = 1 if feature == "scan over steps" else 0
         flat = [
-            a.reshape(-1, *a.shape[2:]) if axis == 0 else a.swapaxes(0, 1).reshape(a.shape[1], -1, *a.shape[3:])
+            a.reshape(-1, *a.shape[2:])
+            if axis == 0
+            else a.swapaxes(0, 1).reshape(a.shape[1], -1, *a.shape[3:])
             for a in (x, y)
         ]
         state = step(state, *flat)
@@ -195,9 +242,15 @@ def replicated(model, feature, how):
         mesh = jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(kind,))
 
     def average(dense=False, **options):
-        return gw.all_reduce_mean(axis_name=axis) if dense else gw.power_sgd(axis_name=axis, **FULL | options)
+        return (
+            gw.all_reduce_mean(axis_name=axis)
+            if dense
+            else gw.power_sgd(axis_name=axis, **FULL | options)
+        )
 
-    average.sharded = lambda tx: gw.zero1(tx, axis_name=axis, replicas=2 if axis == "dcn" else REPLICAS, averaged=True)
+    average.sharded = lambda tx: gw.zero1(
+        tx, axis_name=axis, replicas=2 if axis == "dcn" else REPLICAS, averaged=True
+    )
 
     tx = FEATURES[feature](average)
     inner = "ici" if how == "two axes" else None
@@ -205,7 +258,9 @@ def replicated(model, feature, how):
     step = stepper(model, tx, feature, lambda p: gw.mark_varying(p, everywhere), inner)
     params, sharded = model.params, how == "sharded parameters"
     if sharded:  # all of them, by their last axis
-        last = jax.tree.map(lambda x: NamedSharding(mesh, jax.P(*[None] * (x.ndim - 1), "ici")), params)
+        last = jax.tree.map(
+            lambda x: NamedSharding(mesh, jax.P(*[None] * (x.ndim - 1), "ici")), params
+        )
         params = jax.device_put(params, last)
     state = (params, tx.init(params))
     if mesh is None:
@@ -244,17 +299,23 @@ def expected_of(model, feature):
 
 
 def cells():
-    """Each cell with one library: `optax.chain` with each in turn, other features with one on all maps, its own tree at the root of the parameters.
-    Compiling is what takes the time."""
+    """Each cell with one library: `optax.chain` with each in turn, other features with one on all
+    maps, its own tree at the root of the parameters. Compiling is what takes the time."""
     names = [*MODELS][:-1]
     features = [*FEATURES][:-2]
-    yield from (pytest.param("parts", "parts", how, marks=pytest.mark.slow) for how in ("shard_map", MAPS[4]))
+    yield from (
+        pytest.param("parts", "parts", how, marks=pytest.mark.slow)
+        for how in ("shard_map", MAPS[4])
+    )
     yield "linen", "sharded optimizer", "shard_map, check_vma"
     yield pytest.param("equinox", "sharded optimizer", "pmap", marks=pytest.mark.slow)
     for (i, feature), (j, how) in itertools.product(enumerate(features), enumerate(MAPS)):
         quick = feature == "chain" or how == "shard_map"
         yield pytest.param(
-            names[(j if feature == "chain" else i) % len(names)], feature, how, marks=() if quick else pytest.mark.slow
+            names[(j if feature == "chain" else i) % len(names)],
+            feature,
+            how,
+            marks=() if quick else pytest.mark.slow,
         )
 
 
@@ -262,7 +323,10 @@ def cells():
 def test_a_cell_of_the_table(model, feature, how):
     begun = MODELS[model]()
     after, expected = replicated(begun, feature, how), expected_of(model, feature)
-    moved = [float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (expected, begun.params)), strict=True)]
+    moved = [
+        float(jnp.abs(a - b).max())
+        for a, b in zip(*map(jax.tree.leaves, (expected, begun.params)), strict=True)
+    ]
     assert min(moved) > 1e-2
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
         assert np.allclose(a, b, rtol=1e-3, atol=1e-3)

@@ -1,6 +1,8 @@
-"""What the compiled program is made of: an average costs what `pmean` does, and PowerSGD stores nothing as large as a gradient.
+"""What the compiled program is made of: an average costs what `pmean` does, and PowerSGD stores
+nothing as large as a gradient.
 
-By XLA's own analysis and by the text of the program, on two devices and with a parameter update. No times.
+By XLA's own analysis and by the text of the program, on two devices and with a parameter update. No
+times.
 """
 
 import functools
@@ -24,7 +26,9 @@ pytestmark = pytest.mark.slow
 
 Shapes = Mapping[str, tuple[int, ...]]
 LARGE = {"a": (256, 512), "b": (512, 256), "c": (256, 512), "d": (512,)}
-MANY = {f"{i}/{kind}": shape for i in range(24) for kind, shape in (("a", (64, 64)), ("b", (64, 128)))}
+MANY = {
+    f"{i}/{kind}": shape for i in range(24) for kind, shape in (("a", (64, 64)), ("b", (64, 128)))
+}
 GRADIENT = 4 * sum(int(np.prod(s)) for s in LARGE.values())
 
 
@@ -38,7 +42,9 @@ TRANSFORMATIONS = {
     "buckets": functools.partial(gw.all_reduce_mean, axis_name=AXIS, bucket_bytes=1 << 19),
     "power_sgd": functools.partial(gw.power_sgd, 4, axis_name=AXIS),
     "half-step": functools.partial(gw.power_sgd, 4, axis_name=AXIS, half_step=True),
-    "half-step, dense start": functools.partial(gw.power_sgd, 4, axis_name=AXIS, half_step=True, start_step=5),
+    "half-step, dense start": functools.partial(
+        gw.power_sgd, 4, axis_name=AXIS, half_step=True, start_step=5
+    ),
 }
 
 
@@ -56,9 +62,15 @@ def compiled(name, many=False):
         return optax.apply_updates(state[0], updates), new
 
     mesh = mesh_of(2)
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=specs, check_vma=False)
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=specs, check_vma=False
+    )
     gradients = {n: jax.ShapeDtypeStruct((2, *s), jnp.float32) for n, s in shapes.items()}
-    return jax.jit(mapped, donate_argnums=(0, 1)).lower(gw.distribute(state, mesh, AXIS), gradients).compile()
+    return (
+        jax.jit(mapped, donate_argnums=(0, 1))
+        .lower(gw.distribute(state, mesh, AXIS), gradients)
+        .compile()
+    )
 
 
 def temporary(name):
@@ -92,27 +104,43 @@ def test_many_matrices_make_a_program_of_bounded_size(name, most):
     assert instructions(name) <= most * instructions("pmean")
 
 
-@pytest.mark.parametrize(("name", "most"), [("mean", 1.01), ("power_sgd", 0.65), ("half-step", 0.85)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("mean", 1.01), ("power_sgd", 0.65), ("half-step", 0.85)]
+)
 def test_many_small_matrices_take_less_than_a_gradient(name, most):
     gradient = 4 * sum(int(np.prod(s)) for s in MANY.values())
     assert compiled(name, many=True).memory_analysis().temp_size_in_bytes < most * gradient
 
 
 @pytest.mark.parametrize(
-    ("mode", "half_step"), [("pmap", False), ("shard_map", True)], ids=["pmap", "shard_map, half-step"]
+    ("mode", "half_step"),
+    [("pmap", False), ("shard_map", True)],
+    ids=["pmap", "shard_map, half-step"],
 )
 def test_a_step_takes_one_more_gradient_and_reuses_what_is_donated(mode, half_step):
-    gradients = {name: jnp.ones(shape) for name, shape in {"a": (256, 256), "b": (512, 128), "c": (256,)}.items()}
-    size, tx = sum(x.nbytes for x in gradients.values()), gw.power_sgd(2, axis_name=AXIS, half_step=half_step)
+    gradients = {
+        name: jnp.ones(shape)
+        for name, shape in {"a": (256, 256), "b": (512, 128), "c": (256,)}.items()
+    }
+    size, tx = (
+        sum(x.nbytes for x in gradients.values()),
+        gw.power_sgd(2, axis_name=AXIS, half_step=half_step),
+    )
     step, arguments = one_step(tx, gradients, mode, 2, donate_argnums=(0, 1))
     memory = step.lower(*arguments).compile().memory_analysis()
     # All of it, with the mark of the place.
-    assert memory.alias_size_in_bytes == size + sum(x.nbytes for x in jax.tree.leaves(tx.init(gradients)))
+    assert memory.alias_size_in_bytes == size + sum(
+        x.nbytes for x in jax.tree.leaves(tx.init(gradients))
+    )
     assert memory.temp_size_in_bytes < 1.1 * size
 
 
 def instructions(name):
-    return len(re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", compiled(name, many=True).as_text(), re.MULTILINE))
+    return len(
+        re.findall(
+            r"^\s+(?:ROOT )?%?[\w.\-]+ = ", compiled(name, many=True).as_text(), re.MULTILINE
+        )
+    )
 
 
 def test_what_a_method_with_two_levels_computes_is_measured_on_one_replica():

@@ -1,4 +1,5 @@
-"""The doctor finds what is planted in JAX, and nothing else: in compiled kernels, messages and algorithms, under each map."""
+"""The doctor finds what is planted in JAX, and nothing else: in compiled kernels, messages and
+algorithms, under each map."""
 
 import time
 
@@ -58,7 +59,9 @@ def test_kernels_are_right_here():
 
 def saturating(patch):
     """What an H100 made of a conversion out of range."""
-    patch.setattr(JaxOps, "nearest_bytes", lambda ops, x, *, out=None: jnp.full(x.shape, 255, jnp.uint8))
+    patch.setattr(
+        JaxOps, "nearest_bytes", lambda ops, x, *, out=None: jnp.full(x.shape, 255, jnp.uint8)
+    )
 
 
 def one_wrong_scale(patch):
@@ -73,7 +76,9 @@ def one_wrong_scale(patch):
 
 def swallowed(patch):
     right = JaxOps.max_abs
-    patch.setattr(JaxOps, "max_abs", lambda ops, x: right(ops, jnp.nan_to_num(x, posinf=1.0, neginf=1.0)))
+    patch.setattr(
+        JaxOps, "max_abs", lambda ops, x: right(ops, jnp.nan_to_num(x, posinf=1.0, neginf=1.0))
+    )
 
 
 def swapped(patch):
@@ -98,7 +103,12 @@ def ten_bits(patch):
 
 @pytest.mark.parametrize(
     ("plant", "check"),
-    [(saturating, "codec int8"), (one_wrong_scale, "codec int8"), (swallowed, "max_abs"), (ten_bits, "matmul")],
+    [
+        (saturating, "codec int8"),
+        (one_wrong_scale, "codec int8"),
+        (swallowed, "max_abs"),
+        (ten_bits, "matmul"),
+    ],
 )
 def test_what_is_planted_in_kernels_is_found(plant, check, monkeypatch):
     plant(monkeypatch)

@@ -1,4 +1,5 @@
-"""What a message of the JAX backend tells its reader to write, written: a message without a row fails, and so does advice that does not work."""
+"""What a message of the JAX backend tells its reader to write, written: a message without a row
+fails, and so does advice that does not work."""
 
 import warnings
 
@@ -38,7 +39,9 @@ def inside_a_map():
 def without_vma():
     """Where gradients are sums already under check_vma=True, and for what is gathered."""
     for algorithm in (power(), TopK(8, per=64)):
-        step, given = one_step(gw.average_gradients(algorithm, axis_name=AXIS), PARAMS, "shard_map", 4)
+        step, given = one_step(
+            gw.average_gradients(algorithm, axis_name=AXIS), PARAMS, "shard_map", 4
+        )
         jax.eval_shape(step, *given)
 
 
@@ -56,11 +59,15 @@ def of_groups():
 def with_that_axis_left_to_the_compiler():
     mesh = mesh_of_two(AxisType.Explicit)
     tx = gw.power_sgd(2, axis_name="dcn")
-    arrays = jax.device_put(PARAMS, {"w": jax.NamedSharding(mesh, jax.P("ici")), "b": jax.NamedSharding(mesh, jax.P())})
+    arrays = jax.device_put(
+        PARAMS, {"w": jax.NamedSharding(mesh, jax.P("ici")), "b": jax.NamedSharding(mesh, jax.P())}
+    )
     state = gw.distribute(tx.init(arrays), mesh, "dcn")
     specs = jax.P(), gw.partition_specs(state, "dcn")
     given = mesh.update(axis_types=(AxisType.Explicit, AxisType.Auto))
-    mapped = jax.shard_map(tx.update, mesh=given, axis_names={"dcn"}, in_specs=specs, out_specs=specs, check_vma=False)
+    mapped = jax.shard_map(
+        tx.update, mesh=given, axis_names={"dcn"}, in_specs=specs, out_specs=specs, check_vma=False
+    )
     with jax.set_mesh(given), warnings.catch_warnings(action="error"):
         jax.jit(mapped).lower(arrays, state)
 
@@ -97,7 +104,9 @@ def weighted_and_a_train_state():
     def step(params, weight):
         state = TrainState.create(apply_fn=None, params=params, tx=tx)
         updates, opt_state = tx.update(params, state.opt_state, params, weight=weight)
-        params, opt_state = tx.average_params(optax.apply_updates(params, updates), opt_state, weight=weight)
+        params, opt_state = tx.average_params(
+            optax.apply_updates(params, updates), opt_state, weight=weight
+        )
         return state.replace(params=params, opt_state=opt_state).params
 
     jax.make_jaxpr(step, axis_env=[(AXIS, 4)])(PARAMS, jnp.float32(2))
@@ -141,7 +150,10 @@ def moments_of_all():
 def of_pmap_or_of_members():
     tx = gw.all_reduce_mean(axis_name=AXIS)
     members = jax.vmap(tx.init)(jax.tree.map(lambda x: jnp.stack([x] * 4), PARAMS))
-    for state in (gw.unreplicate(gw.replicate(tx.init(PARAMS))), jax.tree.map(lambda x: x[0], members)):
+    for state in (
+        gw.unreplicate(gw.replicate(tx.init(PARAMS))),
+        jax.tree.map(lambda x: x[0], members),
+    ):
         gw.to_portable(state, AllReduce())
         gw.stats(state)
 

@@ -1,4 +1,5 @@
-"""Training steps that are exported: with the state as it is, and for another platform than the one that traces."""
+"""Training steps that are exported: with the state as it is, and for another platform than the one
+that traces."""
 
 import re
 
@@ -12,7 +13,9 @@ from jax import export
 import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS, mesh_of
 
-PARAMS = {f"w{i}": jnp.linspace(-1, 1, 32 * 24).reshape(32, 24) for i in range(9)} | {"b": jnp.ones(24)}
+PARAMS = {f"w{i}": jnp.linspace(-1, 1, 32 * 24).reshape(32, 24) for i in range(9)} | {
+    "b": jnp.ones(24)
+}
 
 
 def step_of(tx, state):
@@ -24,7 +27,11 @@ def step_of(tx, state):
         gradients = jax.tree.map(lambda p: p * x.sum(), params)
         updates, opt_state = tx.update(gradients, opt_state, params)
         params = optax.apply_updates(params, updates)
-        return gw.stack_replicas(tx.average_params(params, opt_state)) if whole else (params, opt_state)
+        return (
+            gw.stack_replicas(tx.average_params(params, opt_state))
+            if whole
+            else (params, opt_state)
+        )
 
     specs = gw.partition_specs(state, AXIS)
     shards = {"in_specs": (specs, jax.P(AXIS)), "out_specs": specs, "check_vma": False}
@@ -61,7 +68,9 @@ def test_a_step_is_stored_and_called_with_the_state(tx):
     gw.register_for_export(state)  # once more changes nothing
     again = export.deserialize(export.export(step)(state, x).serialize())
     one, other = (jax.eval_shape(call, state, x) for call in (step, again.call))
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), one) == jax.tree.map(lambda x: (x.shape, x.dtype), other)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), one) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), other
+    )
     if tx is POWER:
         for a, b in zip(*map(jax.tree.leaves, (step(state, x), again.call(state, x))), strict=True):
             assert np.allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -76,6 +85,9 @@ def test_a_step_for_a_tpu_has_no_branches_that_pay_on_cpu():
     tx = gw.power_sgd(2, axis_name=AXIS)
     state, x = state_of(tx, PARAMS)
     step = step_of(tx, state)
-    counts = {p: host_branches(export.export(step, platforms=[p])(state, x).mlir_module()) for p in ("cpu", "tpu")}
+    counts = {
+        p: host_branches(export.export(step, platforms=[p])(state, x).mlir_module())
+        for p in ("cpu", "tpu")
+    }
     assert counts["cpu"] > 0
     assert counts["tpu"] == 0

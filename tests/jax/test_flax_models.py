@@ -1,4 +1,5 @@
-"""Models as Flax's users write them: which of their parameters are stacks, and what they are called."""
+"""Models as Flax's users write them: which of their parameters are stacks, and what they are
+called."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,10 @@ def scanned(layers, width=512, named=False):
 
 def test_init_warns_of_layers_that_nobody_calls_a_stack():
     """By the option; or, where the axes have names, by themselves."""
-    tx, said = power_sgd(4, axis_name="data"), power_sgd(4, axis_name="data", stacked={"layers/*": 1})
+    tx, said = (
+        power_sgd(4, axis_name="data"),
+        power_sgd(4, axis_name="data", stacked={"layers/*": 1}),
+    )
     with pytest.warns(CompressionWarning, match=r"Say stacked={'layers/\*': 1}") as caught:
         jax.eval_shape(tx.init, scanned(8))
     assert len(caught) == 1
@@ -65,11 +69,15 @@ def test_boxed_parameters_are_called_as_their_user_calls_them(pattern):
     assert "layers/up/kernel" in parameter_shapes(params)
     tx = power_sgd(1, axis_name="data", transpose=(pattern,), min_compression_rate=1.0)
     memory = jax.eval_shape(tx.init, params).memory["q"]["layers"]["up"]["kernel"]
-    assert memory.shape == (3, 1, 16)  # of (16, 64): the side of the rows; in no box, whose names are of other axes
+    # of (16, 64): the side of the rows; in no box, whose names are of other axes
+    assert memory.shape == (3, 1, 16)
 
 
 def test_a_box_that_holds_nothing_is_a_hole():
-    boxed = {"a": nn.Partitioned(jnp.zeros(3), ("x",)), "b": nn.Partitioned(optax.MaskedNode(), ("x",))}
+    boxed = {
+        "a": nn.Partitioned(jnp.zeros(3), ("x",)),
+        "b": nn.Partitioned(optax.MaskedNode(), ("x",)),
+    }
     named = flatten(boxed)
     assert set(named.leaves) == {"a"}
     assert named.holes == {"b"}
@@ -87,7 +95,10 @@ def test_which_names_of_axes_are_those_of_stacks():
             "bias": jax.ShapeDtypeStruct((3, 5), jnp.float32),
         },
         "both": box((2, 3, 4, 5), "stage", "experts", None, None),
-        "plain": {"kernel": box((3, 5), "embed", "mlp"), "bias": jax.ShapeDtypeStruct((3,), jnp.float32)},
+        "plain": {
+            "kernel": box((3, 5), "embed", "mlp"),
+            "bias": jax.ShapeDtypeStruct((3,), jnp.float32),
+        },
         "inner": box((4, 3, 5), "embed", "layers", "mlp"),  # only leading axes can be a stack
     }
     assert stacks_of(tree) == {"scanned/kernel": 1, "scanned/bias": 1, "both": 2}

@@ -1,4 +1,5 @@
-"""Local SGD as its users call it, with averages that are taken later, and what it does to the memory of inner and outer optimizers."""
+"""Local SGD as its users call it, with averages that are taken later, and what it does to the
+memory of inner and outer optimizers."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ TARGET_OF = {jnp.sin: jnp.asarray(TARGET), np.sin: TARGET.astype(np.float64)}
 
 
 def train_two(txs, steps):
-    """For each transformation: the parameter after every step and the state in the end, a row for each of two replicas."""
+    """For each transformation: the parameter after every step and the state in the end, a row for
+    each of two replicas."""
 
     def run(state):
         results = {}
@@ -44,7 +46,9 @@ def train_two(txs, steps):
                 params, opt_state = carry
                 gradients = {"w": gradient(params["w"], lax.axis_index(AXIS), step)}
                 updates, opt_state = tx.update(gradients, opt_state, params)
-                params, opt_state = tx.average_params(optax.apply_updates(params, updates), opt_state)
+                params, opt_state = tx.average_params(
+                    optax.apply_updates(params, updates), opt_state
+                )
                 return (params, opt_state), params["w"]
 
             (_, after), trace = lax.scan(one, gw.this_replica(state)[name], jnp.arange(steps))
@@ -55,7 +59,10 @@ def train_two(txs, steps):
     start = gw.stack_replicas({name: (params, tx.init(params)) for name, tx in txs.items()})
     devices = jax.devices()[:2]
     after = jax.pmap(run, AXIS, devices=devices)(gw.replicate(start, devices))
-    return {name: (np.asarray(w), gw.unreplicate(state).per_replica) for name, (w, state) in after.items()}
+    return {
+        name: (np.asarray(w), gw.unreplicate(state).per_replica)
+        for name, (w, state) in after.items()
+    }
 
 
 @pytest.mark.parametrize("optimizer", [optax.scale_by_adam, optax.scale_by_sm3])
@@ -63,47 +70,67 @@ def test_moments_are_kept_averaged_or_begun_anew(optimizer):
     """Also where they are a list of arrays for each parameter."""
     inner = optax.chain(optimizer(), optax.scale_by_schedule(lambda step: -0.1 / (1 + step)))
     choices = ("keep", "average", "reset")
-    after = train_two({what: gw.local_sgd(inner, LocalSGD(4), axis_name=AXIS, moments=what) for what in choices}, 6)
+    after = train_two(
+        {what: gw.local_sgd(inner, LocalSGD(4), axis_name=AXIS, moments=what) for what in choices},
+        6,
+    )
     trace = after["keep"][0]
     assert all(np.array_equal(trace[:, :4], after[what][0][:, :4]) for what in choices)
 
     def alone(state, replica, trace, steps):
-        """The state of a replica's optimizer after these steps, of which all but the fourth lead where they led here."""
+        """The state of a replica's optimizer after these steps, of which all but the fourth lead
+        where they led here."""
         for step in steps:
             before = trace[replica, step - 1] if step else np.zeros((3, 4), np.float32)
             update, state = inner.update({"w": gradient(before, replica, step)}, state)
-            assert step == 3 or np.allclose(trace[replica, step], before + update["w"], rtol=1e-4, atol=1e-6)
+            assert step == 3 or np.allclose(
+                trace[replica, step], before + update["w"], rtol=1e-4, atol=1e-6
+            )
         return state
 
     fresh = inner.init({"w": jnp.zeros((3, 4))})
     kept = [alone(fresh, replica, trace, range(4)) for replica in range(2)]
     mean = jax.tree.map(lambda *x: jnp.stack(x).mean(0).astype(x[0].dtype), *kept)
-    for what, begin in (("keep", kept), ("average", [mean] * 2), ("reset", [(fresh[0], kept[0][1])] * 2)):
+    for what, begin in (
+        ("keep", kept),
+        ("average", [mean] * 2),
+        ("reset", [(fresh[0], kept[0][1])] * 2),
+    ):
         trace, state = after[what]  # where a schedule goes on
         for replica in range(2):
             mine = jax.tree.map(lambda x, replica=replica: x[replica], state.inner)
-            for x, y in zip(*map(jax.tree.leaves, (mine, alone(begin[replica], replica, trace, (4, 5)))), strict=True):
+            for x, y in zip(
+                *map(jax.tree.leaves, (mine, alone(begin[replica], replica, trace, (4, 5)))),
+                strict=True,
+            ):
                 assert np.allclose(x, y, rtol=1e-4, atol=1e-6)
 
 
 def test_accumulation_inside_counts_micro_steps():
-    """Two gradients per update, four of them per average: as with twice the batch and half the period."""
+    """Two gradients per update, four of them per average: as with twice the batch and half the
+    period."""
     tx = gw.local_sgd(optax.MultiSteps(optax.sgd(0.1), 2), LocalSGD(4), axis_name=AXIS)
     (trace, _), w = train_two({"it": tx}, 8)["it"], [np.zeros((3, 4))] * 2
     for step in range(0, 8, 2):
-        w = [x - 0.05 * (gradient(x, r, step, np.sin) + gradient(x, r, step + 1, np.sin)) for r, x in enumerate(w)]
+        w = [
+            x - 0.05 * (gradient(x, r, step, np.sin) + gradient(x, r, step + 1, np.sin))
+            for r, x in enumerate(w)
+        ]
         w = [(w[0] + w[1]) / 2] * 2 if step % 4 == 2 else w
         for r in range(2):
             assert np.allclose(trace[r, step + 1], w[r], rtol=1e-5, atol=1e-6)
 
 
 def test_under_vmap_an_average_is_sent_only_when_it_is_due():
-    """As DrJAX maps replicas, with `jax.jit` inside too. A branch on a number that has an axis for the replicas would become a selection, and be taken always."""
+    """As DrJAX maps replicas, with `jax.jit` inside too. A branch on a number that has an axis for
+    the replicas would become a selection, and be taken always."""
     period, steps = 3, 7
     tx = gw.diloco(optax.sgd(0.1), period, axis_name=AXIS, start_step=1)
     params = {"w": jnp.zeros((3, 4))}
     mesh = mesh_of(2)
-    state = gw.replicate(gw.stack_replicas((params, tx.init(params))), jax.devices()[:2], axis_name=AXIS)
+    state = gw.replicate(
+        gw.stack_replicas((params, tx.init(params))), jax.devices()[:2], axis_name=AXIS
+    )
 
     def step(state, replica):
         params, opt_state = gw.this_replica(state)
@@ -151,9 +178,14 @@ def test_copies_are_whole():
 def test_marks():
     inside = gw.stack_replicas({"w": 1.0, "memory": gw.stack_replicas({"e": jnp.ones(3)})})
     assert inside.per_replica["memory"].per_replica["e"].shape == (1, 3)
-    own = {"w": (), "memory": gw.stack_replicas({"e": jnp.ones(3)})._replace(per_replica={"e": (1, 3)})}
+    own = {
+        "w": (),
+        "memory": gw.stack_replicas({"e": jnp.ones(3)})._replace(per_replica={"e": (1, 3)}),
+    }
     assert jax.tree.map(jnp.shape, gw.this_replica(inside)) == own
-    assert gw.stack_replicas({"w": jax.ShapeDtypeStruct((2,), jnp.float32)}).per_replica["w"].shape == (1, 2)
+    assert gw.stack_replicas({"w": jax.ShapeDtypeStruct((2,), jnp.float32)}).per_replica[
+        "w"
+    ].shape == (1, 2)
     # Accumulation outside has rows for its gradients.
     local = gw.local_sgd(optax.sgd(0.1, momentum=0.9), LocalSGD(4), axis_name=AXIS)
     tx = optax.MultiSteps(local, 2).gradient_transformation()
@@ -165,18 +197,25 @@ def test_marks():
 def test_a_node_is_what_shares_the_first_of_two_axes(check_vma, moments):
     axes = ("host", "chip")
     mesh = jax.make_mesh((2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    # One remembers the gradient itself, a mask gives a momentum to one parameter, accumulation has branches of its own.
+    # One remembers the gradient itself, a mask gives a momentum to one parameter, accumulation has
+    # branches of its own.
     inner = optax.chain(
-        optax.GradientTransformation(lambda params: params, lambda updates, state, params: (updates, updates)),
+        optax.GradientTransformation(
+            lambda params: params, lambda updates, state, params: (updates, updates)
+        ),
         optax.masked(optax.MultiSteps(optax.sgd(1.0, momentum=0.5), 1), {"w": True, "v": False}),
     )
-    tx = gw.local_sgd(inner, LocalSGD({"node": 1, "all": 50}, subgroup="node"), axis_name=axes, moments=moments)
+    tx = gw.local_sgd(
+        inner, LocalSGD({"node": 1, "all": 50}, subgroup="node"), axis_name=axes, moments=moments
+    )
 
     def run(x):
         def step(carry, _):
             params, state = carry
             updates, state = tx.update({"w": -params["w"], "v": x}, state, params)
-            params, state, extra = tx.average_params({"w": params["w"], "v": x}, state, jnp.float32(3))
+            params, state, extra = tx.average_params(
+                {"w": params["w"], "v": x}, state, jnp.float32(3)
+            )
             return (params, state), updates | {"extra": extra}
 
         params = {"w": x, "v": x}
@@ -184,12 +223,15 @@ def test_a_node_is_what_shares_the_first_of_two_axes(check_vma, moments):
         return params, jax.tree.map(lambda y: y.reshape(2, 1), updates)
 
     rows = jax.P(axes), jax.P(None, axes)
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=jax.P(axes), out_specs=rows, check_vma=check_vma)
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=jax.P(axes), out_specs=rows, check_vma=check_vma
+    )
     params, updates = jax.jit(mapped)(jnp.array([1.0, 3.0, 10.0, 20.0]))
     means = np.array([2.0, 2.0, 15.0, 15.0])
     assert np.array_equal(params["w"], means)
     assert np.array_equal(params["v"], means)
-    # What `inner` made of averaged gradients: the negative mean, with momentum half as much again in the second step.
+    # What `inner` made of averaged gradients: the negative mean, with momentum half as much again
+    # in the second step.
     assert np.array_equal(updates["w"], [means, (1.0 if moments == "reset" else 1.5) * means])
     assert np.array_equal(updates["v"], [means, means])
     assert np.array_equal(updates["extra"], np.full((2, 4), 3))
@@ -206,7 +248,9 @@ def test_init_under_jit_and_on_shapes():
     tx = gw.diloco(optax.adam(1e-3), 6, axis_name=AXIS, fragments=2)
     state = tx.init(PARAMS)
     for other in (jax.jit(tx.init)(PARAMS), jax.eval_shape(tx.init, PARAMS)):
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), other) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), other) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), state
+        )
     assert state.placed.per_replica.dtype == jnp.int8
     assert np.array_equal(state.averages.memory["outer"]["w"], PARAMS["w"])
     marked = optax.tree.map_params(tx, lambda x: x + 7, state)
@@ -215,16 +259,20 @@ def test_init_under_jit_and_on_shapes():
 
 def test_a_tree_with_nothing_in_it():
     tx = gw.local_sgd(optax.sgd(0.1), LocalSGD(4), axis_name=AXIS)
-    step = jax.make_jaxpr(lambda p: tx.average_params(p, tx.update(p, tx.init(p), p)[1]), axis_env=[(AXIS, 4)])
+    step = jax.make_jaxpr(
+        lambda p: tx.average_params(p, tx.update(p, tx.init(p), p)[1]), axis_env=[(AXIS, 4)]
+    )
     assert step({"empty": {}}).out_avals
 
 
-# Averages that are taken later, where the host says what is due. (That it changes no number is in tests/parity.)
+# Averages that are taken later, where the host says what is due. (That it changes no number is in
+# tests/parity.)
 
 
 @pytest.mark.parametrize("compressor", [None, PowerSGD(2)], ids=repr)
 def test_no_message_stands_in_a_branch(compressor):
-    """It leaves after step 3 and is taken after step 5, whose program alone sends; and it is of what the state holds, not of what the step computes."""
+    """It leaves after step 3 and is taken after step 5, whose program alone sends; and it is of
+    what the state holds, not of what the step computes."""
     tx = gw.local_sgd(optax.sgd(0.1), diloco(4, overlap=2, compressor=compressor), axis_name=AXIS)
     ones = {"w": jnp.ones((24, 16)), "b": jnp.ones(24)}
     state = tx.init(ones)
@@ -244,7 +292,8 @@ def test_no_message_stands_in_a_branch(compressor):
 @pytest.mark.parametrize("told", [False, True], ids=["counted", "turn"])
 @pytest.mark.parametrize("options", [(10, 3, 3), (5, 3, 4), (5, 3, None)], ids=str)
 def test_two_events_of_a_schedule_in_one_step_are_two_outer_steps(options, told):
-    """Gaps between fragments differ, so one arrives after the step after which another leaves. An overlap of None: eager."""
+    """Gaps between fragments differ, so one arrives after the step after which another leaves. An
+    overlap of None: eager."""
     period, fragments, overlap = options
     late = {"eager": True} if overlap is None else {"overlap": overlap}
     local = diloco(period, fragments=fragments, **late)
@@ -259,7 +308,9 @@ def test_two_events_of_a_schedule_in_one_step_are_two_outer_steps(options, told)
     for n in range(steps):
         given = {name: jnp.full(1, drift(n, f)) for f, name in enumerate(names)}
         training = step(training, given, tx.turn(n) if told else None)
-    np.testing.assert_allclose([training[0][n][0, 0] for n in names], by_hand(local, steps)[0], rtol=3e-4)
+    np.testing.assert_allclose(
+        [training[0][n][0, 0] for n in names], by_hand(local, steps)[0], rtol=3e-4
+    )
 
 
 def placed(training):
@@ -300,7 +351,10 @@ def test_a_replica_that_breaks_comes_back_with_all_its_fragments(told):
         return jnp.stack(finite)
 
     # The first fragment has its turn after step 1.
-    assert jax.jit(jax.vmap(run, axis_name=AXIS))(start).tolist() == [[False] + [True] * 5, [True] * 6]
+    assert jax.jit(jax.vmap(run, axis_name=AXIS))(start).tolist() == [
+        [False] + [True] * 5,
+        [True] * 6,
+    ]
 
 
 INNER = {
@@ -326,7 +380,8 @@ BREAKS = [
     [pytest.param(*case, marks=pytest.mark.slow if i > 3 else ()) for i, case in enumerate(BREAKS)],
 )
 def test_a_nan_on_one_replica_costs_a_period_and_no_more(inner, moments, options):
-    """One gradient and one statistic of the second of three, at each step of the third period. Averages go on, and all that was broken is whole again."""
+    """One gradient and one statistic of the second of three, at each step of the third period.
+    Averages go on, and all that was broken is whole again."""
     period, periods, replicas = 4, 8, 3
     tx = gw.local_sgd(INNER[inner], diloco(period, **options), axis_name=AXIS, moments=moments)
     params = {"w": jnp.ones((12, 8)), "b": jnp.ones(4)}
@@ -346,11 +401,14 @@ def test_a_nan_on_one_replica_costs_a_period_and_no_more(inner, moments, options
     each = jax.vmap(jax.vmap(run, in_axes=(None, 0), axis_name=AXIS), in_axes=(0, None))
     never, when = 10**6, np.arange(2 * period, 3 * period) + options.get("start_step", 0)
     training, mean, outer = jax.jit(each)(jnp.array([never, *when]), jnp.arange(replicas))
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((training[0], training[1].inner, mean)))
+    assert all(
+        np.isfinite(x).all() for x in jax.tree.leaves((training[0], training[1].inner, mean))
+    )
     moved = np.abs(np.diff(outer[:, :, period - 1 :: period], axis=2)).max(-1)
     assert (moved[:, :, -1] > 1e-4).all(), moved[:, :, -1]
     refused = np.asarray(training[1].averages.account.skipped)
-    alone = replicas if not options.get("eager") else 1  # the others then know what they count it for
+    # the others then know what they count it for
+    alone = replicas if not options.get("eager") else 1
     assert refused.sum(1).tolist() == [0] + [alone] * period
     assert (np.asarray(training[1].arrived) >= periods - 1).all()
 
@@ -373,7 +431,8 @@ def test_weights_that_do_not_add_up_are_refused_and_counted():
 
 
 def test_both_halves_of_a_step_in_one_call():
-    """Two replicas whose gradients differ: after every second step they agree, and extras with them."""
+    """Two replicas whose gradients differ: after every second step they agree, and extras with
+    them."""
     tx = gw.local_sgd(optax.sgd(0.5), diloco(2, lr=1.0, momentum=0.0), axis_name=AXIS)
 
     def begin(params, tx):
@@ -384,11 +443,15 @@ def test_both_halves_of_a_step_in_one_call():
     def run(training, gradient):
         seen = []
         for n in range(4):
-            training, stats = tx.step({"w": gradient}, training, {"mean": gradient.sum()}, turn=tx.turn(n))
+            training, stats = tx.step(
+                {"w": gradient}, training, {"mean": gradient.sum()}, turn=tx.turn(n)
+            )
             seen.append((training.params["w"], stats["mean"]))
         return seen
 
-    seen = jax.jit(jax.vmap(run, axis_name=AXIS))(start, jnp.stack([jnp.ones((3, 2)), jnp.full((3, 2), 3.0)]))
+    seen = jax.jit(jax.vmap(run, axis_name=AXIS))(
+        start, jnp.stack([jnp.ones((3, 2)), jnp.full((3, 2), 3.0)])
+    )
     expected = np.arange(6.0).reshape(3, 2)
     for n, (w, mean) in enumerate(seen):
         alone = np.stack([expected - 0.5 * (n % 2 + 1) * g for g in (1.0, 3.0)])
@@ -409,7 +472,9 @@ def test_of_nnx_as_well():
         tx.step(nnx.State({"kernel": nnx.Param(gradient)}), (model, optimizer), turn=tx.turn(0))
         return before - model.kernel[...], optimizer.step[...]
 
-    moved, steps = jax.jit(jax.vmap(run, axis_name=AXIS))(jnp.stack([jnp.ones((2, 2)), jnp.full((2, 2), 3.0)]))
+    moved, steps = jax.jit(jax.vmap(run, axis_name=AXIS))(
+        jnp.stack([jnp.ones((2, 2)), jnp.full((2, 2), 3.0)])
+    )
     np.testing.assert_allclose(moved, np.ones((2, 2, 2)), rtol=1e-5)
     assert steps.tolist() == [1, 1]
 
@@ -418,10 +483,13 @@ def test_a_turn_of_another_step_is_counted_and_refused():
     """Each different turn is told at each step. Then a resumed run numbers its steps from 0."""
     tx = gw.local_sgd(optax.sgd(0.1), diloco(3, start_step=2, overlap=1), axis_name=AXIS)
     training = started(tx, {"w": jnp.ones(2)})
-    assert len(tx.all_turns()) == 4  # replicas part, nothing happens, a difference leaves, its average arrives
+    # replicas part, nothing happens, a difference leaves, its average arrives
+    assert len(tx.all_turns()) == 4
 
     def step(turn):
-        return jax.jit(jax.vmap(lambda training: tx.step(training[0], training, turn=turn), axis_name=AXIS))
+        return jax.jit(
+            jax.vmap(lambda training: tx.step(training[0], training, turn=turn), axis_name=AXIS)
+        )
 
     steps = {turn: step(turn) for turn in tx.all_turns()}
     for n, right in zip(range(9), tx.turns(training), strict=False):
@@ -430,7 +498,8 @@ def test_a_turn_of_another_step_is_counted_and_refused():
             assert wrong.tolist() == [turn != right] * 2, (n, turn)
         assert next(tx.turns(training)) == right == tx.turn(n)
         training = steps[right](training)
-    for n in range(3):  # of the steps 9 to 11, in which nothing happens, a difference leaves, and arrives
+    # of the steps 9 to 11, in which nothing happens, a difference leaves, and arrives
+    for n in range(3):
         training = steps[tx.turn(n)](training)
     whole, mesh = gw.stack_replicas(())._replace(per_replica=without_row(training)), mesh_of(2)
     mapped = jax.tree.map(lambda x: x[:, None], whole)
@@ -452,11 +521,16 @@ def test_a_turn_of_another_step_is_counted_and_refused():
 
 def test_keys_that_nothing_tells_from_numbers_are_warned_of():
     """Those of `jax.random.PRNGKey`."""
-    state = gw.distribute(gw.stack_replicas({"key": jax.random.PRNGKey(0), "n": jnp.uint32(7)}), mesh_of(4), AXIS)
+    state = gw.distribute(
+        gw.stack_replicas({"key": jax.random.PRNGKey(0), "n": jnp.uint32(7)}), mesh_of(4), AXIS
+    )
     with pytest.warns(UserWarning, match="key is an array of uint32.*jax.random.key") as said:
         gw.set_replicas(state, 2)
     assert len(said) == 1
-    wrapped = {name: jax.random.wrap_key_data(x) if x.ndim > 1 else x for name, x in state.per_replica.items()}
+    wrapped = {
+        name: jax.random.wrap_key_data(x) if x.ndim > 1 else x
+        for name, x in state.per_replica.items()
+    }
     with warnings.catch_warnings():  # as is advised
         warnings.simplefilter("error")
         after = gw.distribute(gw.set_replicas(gw.PerReplica(wrapped), 2), mesh_of(2), AXIS)
@@ -465,10 +539,13 @@ def test_keys_that_nothing_tells_from_numbers_are_warned_of():
 
 @pytest.mark.parametrize("placed_first", [True, False])
 def test_another_number_of_replicas_goes_on_from_the_mean(placed_first):
-    """Four, then two or eight. Each draws its own noise, counts go on, and what has travelled is not lost."""
+    """Four, then two or eight. Each draws its own noise, counts go on, and what has travelled is
+    not lost."""
     tx = gw.local_sgd(optax.adam(0.1), diloco(4, overlap=2), axis_name=AXIS)
     state = gw.distribute(
-        gw.stack_replicas((PARAMS, tx.init(PARAMS), jax.random.key(0), jnp.uint32(7))), mesh_of(4), AXIS
+        gw.stack_replicas((PARAMS, tx.init(PARAMS), jax.random.key(0), jnp.uint32(7))),
+        mesh_of(4),
+        AXIS,
     )
     sharding = jax.NamedSharding(mesh_of(4), jax.P(AXIS))
     rows = jax.device_put(jnp.arange(4.0)[:, None, None] * jnp.ones((4, 3, 2)), sharding)
@@ -476,7 +553,10 @@ def test_another_number_of_replicas_goes_on_from_the_mean(placed_first):
     given = (
         state
         if placed_first
-        else jax.tree.map(lambda x: x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x), state)
+        else jax.tree.map(
+            lambda x: x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x),
+            state,
+        )
     )
     assert gw.set_replicas(given, 4).per_replica[0]["w"] is given.per_replica[0]["w"]
     after = gw.distribute(gw.set_replicas(given, 2), mesh_of(2), AXIS).per_replica
@@ -484,7 +564,9 @@ def test_another_number_of_replicas_goes_on_from_the_mean(placed_first):
     assert (after[1].averages.step.tolist(), after[3].tolist()) == ([0, 0], [7, 7])
     assert len({jax.random.key_data(key).tobytes() for key in after[2]}) == 2
     assert after[1].placed.per_replica.shape == (2, 1) or after[1].placed.per_replica.shape == (2,)
-    assert gw.replicate(gw.set_replicas(given, 2), jax.devices()[:2], axis_name=AXIS).per_replica[0]["w"].shape == (
+    assert gw.replicate(gw.set_replicas(given, 2), jax.devices()[:2], axis_name=AXIS).per_replica[
+        0
+    ]["w"].shape == (
         2,
         1,
         3,
@@ -500,24 +582,40 @@ ADAMW = functools.partial(optax.adamw, 0.05, weight_decay=0.1)
 
 def test_adamw_is_that_of_a_loop_by_hand_and_goes_on_with_fewer_replicas():
     """In two fragments, whose counts of steps are their own. Three replicas, then two."""
-    tx = gw.local_sgd(optax.sgd(0.1), diloco(4, fragments=2, layout=("block*", "*"), outer=ADAMW), axis_name=AXIS)
+    tx = gw.local_sgd(
+        optax.sgd(0.1), diloco(4, fragments=2, layout=("block*", "*"), outer=ADAMW), axis_name=AXIS
+    )
     start = {n: jnp.ones(s) for n, s in SHAPES.items()}
-    rows, step = started(tx, start, 3), jax.jit(jax.vmap(lambda t, g: tx.step(g, t), axis_name=AXIS))
+    rows, step = (
+        started(tx, start, 3),
+        jax.jit(jax.vmap(lambda t, g: tx.step(g, t), axis_name=AXIS)),
+    )
     by_hand, parts = ADAMW(), [["block1/w", "block2/w"], ["b"]]
     outer = [{n: start[n] for n in part} for part in parts]
     memory = [by_hand.init(each) for each in outer]
     mine = [dict(start)] * 3
     for n in range(16):
         if n == 10:  # two go on from the mean of three
-            rows = jax.tree.map(lambda x: np.repeat(np.asarray(x).mean(0, keepdims=True), 2, 0).astype(x.dtype), rows)
+            rows = jax.tree.map(
+                lambda x: np.repeat(np.asarray(x).mean(0, keepdims=True), 2, 0).astype(x.dtype),
+                rows,
+            )
             mine = [{name: sum(p[name] for p in mine) / 3 for name in SHAPES}] * 2
         rng = np.random.default_rng(n)
-        gradients = [{k: rng.standard_normal(s).astype(np.float32) for k, s in SHAPES.items()} for _ in mine]
+        gradients = [
+            {k: rng.standard_normal(s).astype(np.float32) for k, s in SHAPES.items()} for _ in mine
+        ]
         rows = step(rows, {name: np.stack([g[name] for g in gradients]) for name in SHAPES})
-        mine = [{name: p[name] - 0.1 * g[name] for name in SHAPES} for p, g in zip(mine, gradients, strict=True)]
+        mine = [
+            {name: p[name] - 0.1 * g[name] for name in SHAPES}
+            for p, g in zip(mine, gradients, strict=True)
+        ]
         for number, part in enumerate(parts):
             if (n + 1 - 2 * (number + 1)) % 4 == 0:
-                average = {name: sum(outer[number][name] - p[name] for p in mine) / len(mine) for name in part}
+                average = {
+                    name: sum(outer[number][name] - p[name] for p in mine) / len(mine)
+                    for name in part
+                }
                 updates, memory[number] = by_hand.update(average, memory[number], outer[number])
                 outer[number] = optax.apply_updates(outer[number], updates)
                 mine = [p | outer[number] for p in mine]

@@ -1,4 +1,5 @@
-"""The arrays of an optimizer's state belong to the same parameters whatever these are called, and whatever holds them."""
+"""The arrays of an optimizer's state belong to the same parameters whatever these are called, and
+whatever holds them."""
 
 from typing import Any, NamedTuple
 
@@ -80,14 +81,20 @@ class FactoredState(NamedTuple):
 
 
 def factored(several):
-    """Second moments by rows and by columns, both at the place of the parameter: as many as `several` makes of them."""
+    """Second moments by rows and by columns, both at the place of the parameter: as many as
+    `several` makes of them."""
 
     def init(params):
-        return FactoredState(jax.tree.map(lambda p: several(jnp.zeros(p.shape[:1]), jnp.zeros(p.shape[-1:])), params))
+        return FactoredState(
+            jax.tree.map(lambda p: several(jnp.zeros(p.shape[:1]), jnp.zeros(p.shape[-1:])), params)
+        )
 
     def update(updates, state, params=None):
         def after(g, old):
-            means = [jnp.square(g).reshape(*shape).mean(i) for shape, i in (((len(g), -1), 1), ((-1, g.shape[-1]), 0))]
+            means = [
+                jnp.square(g).reshape(*shape).mean(i)
+                for shape, i in (((len(g), -1), 1), ((-1, g.shape[-1]), 0))
+            ]
             return jax.tree.map(lambda x, new: 0.9 * x + 0.1 * new, old, several(*means))
 
         new = jax.tree.map(after, updates, state.of)
@@ -123,7 +130,9 @@ def coded():
         new = jax.tree.map(lambda g, old: 0.9 * decode(old) + g, updates, state.of)
         return new, FactoredState(jax.tree.map(code, new))
 
-    return optax.GradientTransformation(lambda p: FactoredState(jax.tree.map(lambda x: code(0 * x), p)), update)
+    return optax.GradientTransformation(
+        lambda p: FactoredState(jax.tree.map(lambda x: code(0 * x), p)), update
+    )
 
 
 def halves(params):
@@ -134,13 +143,19 @@ def halves(params):
 
 OPTIMIZERS = {
     "adam": optax.adam(1e-2),
-    "clipped adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-2))),
+    "clipped adamw": optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-2))
+    ),
     "lion": optax.lion(1e-2),
     "momentum": optax.sgd(1e-2, momentum=0.9),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=2),
-    "two": optax.multi_transform({"one": optax.adam(1e-2), "two": optax.sgd(1e-2, momentum=0.9)}, halves),
+    "two": optax.multi_transform(
+        {"one": optax.adam(1e-2), "two": optax.sgd(1e-2, momentum=0.9)}, halves
+    ),
     "hyperparameters": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
-    "masked": optax.masked(optax.adam(1e-2), lambda p: jax.tree.map(lambda label: label == "one", halves(p))),
+    "masked": optax.masked(
+        optax.adam(1e-2), lambda p: jax.tree.map(lambda label: label == "one", halves(p))
+    ),
     "sm3": optax.sm3(1e-2),
     "tuples": factored(lambda *both: both),
     "dictionaries": factored(in_a_dictionary),
@@ -157,7 +172,9 @@ def owners(optimizer, tree):
     shapes = {name: jnp.shape(x) for name, x in flatten(tree).leaves.items()}
     state = optimizer.init(tree)
     found = zip(places(state, shapes), jax.tree.leaves(state), strict=True)
-    return [(None if place is None else names.index(place.name), jnp.shape(x)) for place, x in found]
+    return [
+        (None if place is None else names.index(place.name), jnp.shape(x)) for place, x in found
+    ]
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -183,7 +200,8 @@ def test_whole_parameters_are_divided_whatever_they_are_called(tree):
 
 
 def test_lists_of_arrays_belong_to_the_parameters_at_whose_place_they_are():
-    """Also where parameters are in lists, whose numbers are those of a list of arrays, and of the links of a chain."""
+    """Also where parameters are in lists, whose numbers are those of a list of arrays, and of the
+    links of a chain."""
     two = [jnp.ones((8, 4)), jnp.ones((6, 4))]
     assert [owner for owner, _ in owners(optax.scale_by_sm3(), two)] == [0, 0, 1, 1, 0, 1]
     bare = optax.GradientTransformation(
@@ -206,7 +224,10 @@ def test_lists_of_arrays_belong_to_the_parameters_at_whose_place_they_are():
 def test_several_arrays_of_a_parameter_go_to_its_owner_and_back(tx, held):
     """Of SM3 they are as many as it has axes."""
     params = held(
-        {name: jnp.ones(shape) for name, shape in {"a": (6, 4), "b": (7,), "c": (3, 5, 2), "d": (2,)}.items()}
+        {
+            name: jnp.ones(shape)
+            for name, shape in {"a": (6, 4), "b": (7,), "c": (3, 5, 2), "d": (2,)}.items()
+        }
     )
     plain = tx.init(params)
     state = jax.tree.map(lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), plain)
@@ -221,14 +242,20 @@ def test_several_arrays_of_a_parameter_go_to_its_owner_and_back(tx, held):
 
 def test_codes_are_not_averaged():
     with refused("moments='average'", "of.w.codes", "integers"):
-        gw.local_sgd(coded(), LocalSGD(2), axis_name=AXIS, moments="average").init({"w": jnp.ones((8, 4))})
-    gw.local_sgd(coded(), LocalSGD(2), axis_name=AXIS, moments="reset").init({"w": jnp.ones((8, 4))})
+        gw.local_sgd(coded(), LocalSGD(2), axis_name=AXIS, moments="average").init(
+            {"w": jnp.ones((8, 4))}
+        )
+    gw.local_sgd(coded(), LocalSGD(2), axis_name=AXIS, moments="reset").init(
+        {"w": jnp.ones((8, 4))}
+    )
 
 
 def test_what_an_outer_optimizer_remembers_of_parameters_with_its_own_words():
     """The count is of all parameters, also of one that is called so."""
     made = [
-        gw.diloco(optax.sgd(0.1), 2, axis_name=AXIS, outer=lambda: optax.adam(0.1)).init(tree()).averages.memory
+        gw.diloco(optax.sgd(0.1), 2, axis_name=AXIS, outer=lambda: optax.adam(0.1))
+        .init(tree())
+        .averages.memory
         for tree in (TREES["words of a state"], TREES["slashes"])
     ]
     assert made[0].keys() == made[1].keys()
@@ -241,9 +268,15 @@ def test_a_moment_is_wanted_as_its_parameter_lies():
     """Also where a path in the state ends as that of another parameter does."""
     mesh = jax.make_mesh((2, 2), (AXIS, "fsdp"))
     specs = {"mu": {"w": jax.P("fsdp")}, "w": jax.P(None, "fsdp"), "nu": jax.P()}
-    params = jax.tree.map(lambda spec: jax.device_put(jnp.ones((4, 4)), jax.NamedSharding(mesh, spec)), specs)
+    params = jax.tree.map(
+        lambda spec: jax.device_put(jnp.ones((4, 4)), jax.NamedSharding(mesh, spec)), specs
+    )
     made = jax.eval_shape(
-        lambda: (params, gw.all_reduce_mean(axis_name=AXIS).init(params), optax.adam(0.1).init(params))
+        lambda: (
+            params,
+            gw.all_reduce_mean(axis_name=AXIS).init(params),
+            optax.adam(0.1).init(params),
+        )
     )
     own, _, (adam, _) = gw.abstract_state(made, 2, mesh, AXIS, params=params)
     for tree in (own, adam.mu, adam.nu):
@@ -255,10 +288,16 @@ def test_parameters_of_a_module_that_has_statistics_too():
     optimizer = nnx.Optimizer(nnx.BatchNorm(4, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
     made = nnx.state((nnx.BatchNorm(4, rngs=nnx.Rngs(0)), optimizer))
     lying = jax.NamedSharding(mesh, jax.P("fsdp"))
-    params = jax.tree.map(lambda x: jax.device_put(x, lying), nnx.state(nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Param))
-    found = jax.tree_util.tree_flatten_with_path(gw.abstract_state(made, 2, mesh, AXIS, params=params))[0]
+    params = jax.tree.map(
+        lambda x: jax.device_put(x, lying), nnx.state(nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Param)
+    )
+    found = jax.tree_util.tree_flatten_with_path(
+        gw.abstract_state(made, 2, mesh, AXIS, params=params)
+    )[0]
     kept = {
-        jax.tree_util.keystr(path, simple=True, separator=".") for path, x in found if x.sharding.spec == lying.spec
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, x in found
+        if x.sharding.spec == lying.spec
     }
     assert len(kept) == 6  # scale and bias, and two moments of each
     assert all("scale" in path or "bias" in path for path in kept)
@@ -267,4 +306,6 @@ def test_parameters_of_a_module_that_has_statistics_too():
 @pytest.mark.parametrize("shard", ["element", "parameter"])
 def test_signs_that_stand_between_names_are_refused(shard):
     with refused("'a;b'", "{|;}"):
-        gw.zero1(optax.adam(1e-2), axis_name=AXIS, replicas=2, shard=shard).init({"a;b": jnp.ones((4, 4))})
+        gw.zero1(optax.adam(1e-2), axis_name=AXIS, replicas=2, shard=shard).init(
+            {"a;b": jnp.ones((4, 4))}
+        )

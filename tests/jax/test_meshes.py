@@ -1,4 +1,5 @@
-"""What the host does with states that lie on a mesh, whatever types its axes have and whatever mesh is in context, comes to what it does with arrays of one device."""
+"""What the host does with states that lie on a mesh, whatever types its axes have and whatever mesh
+is in context, comes to what it does with arrays of one device."""
 
 import contextlib
 import itertools
@@ -24,15 +25,29 @@ def expected():
     return {shape: as_on_no_mesh(shape) for shape in ((4,), (2, 2))}
 
 
-#: Types of the axes, the mesh in context ("another" has axes that the compiler manages), and whether parameters lie there: sharded if there are two axes.
-FEW = [((EXPLICIT,), None, True), ((EXPLICIT, EXPLICIT), "it", True), ((EXPLICIT, AUTO), "another", True)]
+#: Types of the axes, the mesh in context ("another" has axes that the compiler manages), and
+#: whether parameters lie there: sharded if there are two axes.
+FEW = [
+    ((EXPLICIT,), None, True),
+    ((EXPLICIT, EXPLICIT), "it", True),
+    ((EXPLICIT, AUTO), "another", True),
+]
 KINDS = [(EXPLICIT,), *set(itertools.product((EXPLICIT, AUTO), repeat=2)) - {(AUTO, AUTO)}]
-MORE = [case for case in itertools.product(sorted(KINDS, key=str), (None, "it", "another"), (True,)) if case not in FEW]
-MORE += [((EXPLICIT, EXPLICIT), "it", False), ((EXPLICIT,), "another", False), ((AUTO, AUTO), "it", True)]
+MORE = [
+    case
+    for case in itertools.product(sorted(KINDS, key=str), (None, "it", "another"), (True,))
+    if case not in FEW
+]
+MORE += [
+    ((EXPLICIT, EXPLICIT), "it", False),
+    ((EXPLICIT,), "another", False),
+    ((AUTO, AUTO), "it", True),
+]
 
 
 @pytest.mark.parametrize(
-    ("kinds", "inside", "placed"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+    ("kinds", "inside", "placed"),
+    [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
 def test_states_on_meshes_of_any_axes(expected, kinds, inside, placed):
     shape = (4,) if len(kinds) == 1 else (2, 2)
@@ -41,13 +56,18 @@ def test_states_on_meshes_of_any_axes(expected, kinds, inside, placed):
 
 @pytest.mark.slow
 def test_states_on_one_two_four_and_eight_devices():
-    """Of one replica and of eight, of slices of one device and of several; in a process that has eight devices."""
+    """Of one replica and of eight, of slices of one device and of several; in a process that has
+    eight devices."""
     jax_processes(Path(on_meshes.__file__), 1, devices=8)
 
 
 def training(mesh, wrap):
     """Of one matrix, which may lie on a mesh, divided."""
-    w = jnp.ones((4, 4)) if mesh is None else jax.device_put(np.ones((4, 4)), jax.NamedSharding(mesh, jax.P("ici")))
+    w = (
+        jnp.ones((4, 4))
+        if mesh is None
+        else jax.device_put(np.ones((4, 4)), jax.NamedSharding(mesh, jax.P("ici")))
+    )
     tx = wrap(optax.sgd(0.1, momentum=0.9))
 
     def step(state, x):
@@ -67,13 +87,17 @@ def test_replicas_that_are_compared_lie_on_no_mesh(algorithm, devices, monkeypat
     found = []
     for lies in (None, mesh):
         with contextlib.nullcontext() if lies is None else jax.set_mesh(mesh):
-            made = compare.run(lambda wrap, lies=lies: training(lies, wrap), algorithm, 2, 3, 0, {3}, lambda: None)
+            made = compare.run(
+                lambda wrap, lies=lies: training(lies, wrap), algorithm, 2, 3, 0, {3}, lambda: None
+            )
             found.append([*made.losses, *made.held_out[3]])
     np.testing.assert_allclose(*found, rtol=1e-4)
 
 
 def test_what_is_measured_for_an_advice_minds_no_mesh_in_context(monkeypatch):
-    monkeypatch.setattr("gradwire.jax_backend.advise.probe.measure", lambda prober, *_: prober(1024, None))
+    monkeypatch.setattr(
+        "gradwire.jax_backend.advise.probe.measure", lambda prober, *_: prober(1024, None)
+    )
     with jax.set_mesh(jax.make_mesh((2, 2), ("dcn", "ici"), devices=jax.devices()[:4])):
         assert method_cost(AllReduce(), {"w": Spec((4, 4), "float32")}, 2).memory_bytes == 0
         assert gw.probe(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), "data") > 0

@@ -1,4 +1,5 @@
-"""What a step sends: the count and the bytes are those of `gradwire.plan`, in the jaxpr and in the compiled program, in buckets and in pieces."""
+"""What a step sends: the count and the bytes are those of `gradwire.plan`, in the jaxpr and in the
+compiled program, in buckets and in pieces."""
 
 import itertools
 import re
@@ -31,7 +32,9 @@ def zeros():
 
 def sent(algorithm, params):
     tx = gw.average_gradients(algorithm, axis_name=AXIS)
-    return gw.collective_traffic(tx.update, params, jax.eval_shape(tx.init, params), axis_env=[(AXIS, 4)])
+    return gw.collective_traffic(
+        tx.update, params, jax.eval_shape(tx.init, params), axis_env=[(AXIS, 4)]
+    )
 
 
 ALGORITHMS = {name: method.algorithm for name, method in METHODS.items()} | {
@@ -51,13 +54,18 @@ ROWS = [
 
 @pytest.mark.parametrize(("name", "dtype"), ROWS)
 def test_a_step_sends_what_the_plan_says(name, dtype):
-    """In each phase, and before the start: whichever branches are taken, what is sent is what is planned for a step."""
+    """In each phase, and before the start: whichever branches are taken, what is sent is what is
+    planned for a step."""
     algorithm = ALGORITHMS[name]
     params = {n: jax.ShapeDtypeStruct(shape, dtype) for n, shape in cases.SHAPES.items()}
-    collectives, shapes = sent(algorithm, params), gw.parameter_shapes(params)  # in the order of a tree
+    # in the order of a tree
+    collectives, shapes = sent(algorithm, params), gw.parameter_shapes(params)
     conds = {cond for c in collectives for cond, _ in c.branches}
     assert len(conds) == (algorithm.start_step > 0) + (algorithm.cycle > 1)
-    ways = (dict(zip(sorted(conds), taken, strict=True)) for taken in itertools.product((0, 1), repeat=len(conds)))
+    ways = (
+        dict(zip(sorted(conds), taken, strict=True))
+        for taken in itertools.product((0, 1), repeat=len(conds))
+    )
     planned = {*gradwire.plan(shapes, algorithm, dtype=dtype, world_size=4).steps}
     if algorithm.start_step:
         planned |= {*gradwire.plan(shapes, AllReduce(), dtype=dtype).steps}
@@ -66,9 +74,14 @@ def test_a_step_sends_what_the_plan_says(name, dtype):
 
 def test_the_phase_and_the_start_say_which():
     """A false predicate takes branch 0."""
-    steps = [gw.total_traffic(sent(power(half_step=True), zeros()), {0: int(phase == 0)}) for phase in (0, 1)]
+    steps = [
+        gw.total_traffic(sent(power(half_step=True), zeros()), {0: int(phase == 0)})
+        for phase in (0, 1)
+    ]
     assert steps == list(gradwire.plan(SHAPES, power(half_step=True)).steps)
-    steps = [gw.total_traffic(sent(power(start_step=3), zeros()), {0: started}) for started in (0, 1)]
+    steps = [
+        gw.total_traffic(sent(power(start_step=3), zeros()), {0: started}) for started in (0, 1)
+    ]
     assert steps == [gradwire.plan(SHAPES, a).steps[0] for a in (AllReduce(), power())]
 
 
@@ -77,13 +90,19 @@ def test_the_compiled_program_holds_two_all_reduces():
     step, arguments = one_step(gw.average_gradients(PowerSGD(2), axis_name=AXIS), params, "pmap", 4)
     text = step.lower(*arguments).compile().as_text()
     payloads = [
-        next(int(np.prod([int(n) for n in dims.split(",") if n])) for dims in re.findall(r"f32\[([\d,]*)\]", line))
+        next(
+            int(np.prod([int(n) for n in dims.split(",") if n]))
+            for dims in re.findall(r"f32\[([\d,]*)\]", line)
+        )
         for line in text.splitlines()
         if re.search(r"= .* all-reduce(-start)?\(", line)
     ]
     assert len(payloads) == 2, "one message for each of P and Q"
     assert Traffic(len(payloads), 4 * sum(payloads)) == gradwire.plan(SHAPES, PowerSGD(2)).steps[0]
-    assert gw.total_traffic(gw.collective_traffic(step, *arguments)) == gradwire.plan(SHAPES, PowerSGD(2)).steps[0]
+    assert (
+        gw.total_traffic(gw.collective_traffic(step, *arguments))
+        == gradwire.plan(SHAPES, PowerSGD(2)).steps[0]
+    )
 
 
 def test_large_tensors_that_stay_uncompressed_lie_in_the_same_message():
@@ -93,7 +112,9 @@ def test_large_tensors_that_stay_uncompressed_lie_in_the_same_message():
     assert gw.total_traffic(sent(algorithm, params)) == gradwire.plan(shapes, algorithm).steps[0]
     # As it is, not packed: nothing in the program is longer than it.
     tx = gw.average_gradients(algorithm, axis_name=AXIS)
-    text = str(jax.make_jaxpr(tx.update, axis_env=[(AXIS, 4)])(params, jax.eval_shape(tx.init, params)))
+    text = str(
+        jax.make_jaxpr(tx.update, axis_env=[(AXIS, 4)])(params, jax.eval_shape(tx.init, params))
+    )
     assert max(int(n) for n in re.findall(r"f32\[(\d+)\]", text)) < 1024 * 512
 
 
@@ -109,13 +130,19 @@ TREES = {
         "e": ((5, 10), "float32"),
         "f": ((25,), "bfloat16"),
     },
-    "small": {"a": ((), "float32"), "b": ((0, 3), "float32"), "c": ((), "bfloat16"), "d": ((3,), "float32")},
+    "small": {
+        "a": ((), "float32"),
+        "b": ((0, 3), "float32"),
+        "c": ((), "bfloat16"),
+        "d": ((3,), "float32"),
+    },
 }
 SIZES = [(1, None), (240, None), (300, 60), (10**6, 200), (10**6, None)]
 
 
 def plan_of(tree, limit, first):
-    """(dtype, bytes) of each bucket, straight from the assignment, in the order of launching. Empty ones are not sent."""
+    """(dtype, bytes) of each bucket, straight from the assignment, in the order of launching. Empty
+    ones are not sent."""
     specs = list(tree.values())[::-1]
     sizes = [int(np.prod(shape)) * ITEMSIZE[dtype] for shape, dtype in specs]
     buckets = assign_buckets(sizes, [first or limit, limit], [dtype for _, dtype in specs])
@@ -138,15 +165,22 @@ def test_numbers_in_buckets_of_several_dtypes_are_those_of_pmean():
     shapes = {f"{tree}.{n}": each for tree, leaves in TREES.items() for n, each in leaves.items()}
     tx = gw.all_reduce_mean(axis_name=AXIS, bucket_bytes=300, first_bucket_bytes=60)
     rng = np.random.default_rng(0)
-    g = {n: rng.normal(size=(4, *shape)).astype(jnp.dtype(dtype)) for n, (shape, dtype) in shapes.items()}
+    g = {
+        n: rng.normal(size=(4, *shape)).astype(jnp.dtype(dtype))
+        for n, (shape, dtype) in shapes.items()
+    }
     state = tx.init({n: jax.ShapeDtypeStruct(shape, dtype) for n, (shape, dtype) in shapes.items()})
-    both = jax.vmap(lambda g: (tx.update(g, state)[0], lax.pmean(g, AXIS)), axis_name=AXIS, out_axes=None)
+    both = jax.vmap(
+        lambda g: (tx.update(g, state)[0], lax.pmean(g, AXIS)), axis_name=AXIS, out_axes=None
+    )
     mine, theirs = jax.jit(both)(g)
     for n, (shape, dtype) in shapes.items():
         assert (mine[n].shape, mine[n].dtype) == (shape, dtype)
         # pmean divides the sum, as we do but for float16.
         tolerance = 1e-2 if dtype == "float16" else 0
-        np.testing.assert_allclose(*(np.asarray(x[n], np.float32) for x in (mine, theirs)), atol=tolerance, rtol=0)
+        np.testing.assert_allclose(
+            *(np.asarray(x[n], np.float32) for x in (mine, theirs)), atol=tolerance, rtol=0
+        )
 
 
 # Messages in short pieces, as between CPU hosts: the same bits, in as many collectives.
@@ -171,7 +205,9 @@ def test_pieces_make_the_bits_of_the_whole(what, mode, monkeypatch):
 
     def pieces():
         tx = SENDS[what]()
-        return gw.collective_traffic(tx.update, params, jax.eval_shape(tx.init, params), axis_env=[(AXIS, 3)])
+        return gw.collective_traffic(
+            tx.update, params, jax.eval_shape(tx.init, params), axis_env=[(AXIS, 3)]
+        )
 
     whole, messages = two_steps(), pieces()
     for module in (cpu_hosts, driver):
@@ -213,16 +249,33 @@ def several(x):
 @pytest.mark.parametrize(
     ("collectives", "sent", "total"),
     [
-        # One entry for each array, and none for what is empty; what is sent together is one message for each kind and dtype.
-        (lambda x: lax.psum((x, x[:0], x.astype(HALF)), AXIS), [(SUM, "float32", 96), (SUM, "float16", 48)], (2, 144)),
-        (several, [(SUM, "float32", 96 + 24), (SUM, "float16", 48), (SUM, "float32", 96)], (3, 264)),
+        # One entry for each array, and none for what is empty; what is sent together is one message
+        # for each kind and dtype.
+        (
+            lambda x: lax.psum((x, x[:0], x.astype(HALF)), AXIS),
+            [(SUM, "float32", 96), (SUM, "float16", 48)],
+            (2, 144),
+        ),
+        (
+            several,
+            [(SUM, "float32", 96 + 24), (SUM, "float16", 48), (SUM, "float32", 96)],
+            (3, 264),
+        ),
         (lambda x: lax.pmean(x.astype(jnp.bfloat16), AXIS), [(SUM, "bfloat16", 48)], (1, 48)),
         (lambda x: lax.pmax(x, AXIS), [(SUM, "float32", 96)], (1, 96)),
         (lambda x: lax.ppermute(x, AXIS, [(0, 1)]), [("permute", "float32", 96)], (1, 96)),
         # Halves of an all-reduce count half.
         (halves, [("reduce_scatter", "float32", 96), ("all_gather", "float32", 96)], (2, 96)),
-        (lambda x: lax.all_gather(x[0, 0].astype(HALF), AXIS), [("all_gather", "float16", 8)], (1, 4)),
-        (lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True), [("all_to_all", "float32", 96)], (1, 48)),
+        (
+            lambda x: lax.all_gather(x[0, 0].astype(HALF), AXIS),
+            [("all_gather", "float16", 8)],
+            (1, 4),
+        ),
+        (
+            lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True),
+            [("all_to_all", "float32", 96)],
+            (1, 48),
+        ),
         (jax.jit(lambda x: jax.checkpoint(custom)(x)), [(SUM, "float32", 96)], (1, 96)),
     ],
 )
@@ -239,22 +292,29 @@ def test_loops():
     def body(c, _):
         return lax.psum(c, AXIS), None
 
-    found = count(lambda x: lax.scan(lambda c, _: (lax.scan(body, c, length=3)[0], None), x, length=2)[0], X)
+    found = count(
+        lambda x: lax.scan(lambda c, _: (lax.scan(body, c, length=3)[0], None), x, length=2)[0], X
+    )
     assert [c.repeats for c in found] == [6]
     assert gw.total_traffic(found) == Traffic(6, 6 * 96)
-    found = count(lambda x: lax.while_loop(lambda c: c.sum() < 1, lambda c: lax.psum(c, AXIS), x), X)
+    found = count(
+        lambda x: lax.while_loop(lambda c: c.sum() < 1, lambda c: lax.psum(c, AXIS), x), X
+    )
     assert [c.repeats for c in found] == [None]
 
 
 def test_branches_are_told_apart():
     def nested(x):
-        quiet = lax.cond(x[0, 0] > 2, lambda: x, lambda: x + 1)  # no collective inside: not numbered
+        # no collective inside: not numbered
+        quiet = lax.cond(x[0, 0] > 2, lambda: x, lambda: x + 1)
         return lax.switch(
             x[0, 0].astype(int),
             [
                 lambda: quiet,
                 lambda: lax.psum(x, AXIS),
-                lambda: lax.cond(x[0, 0] > 1, lambda: lax.psum(x, AXIS) + lax.pmax(x, AXIS), lambda: x),
+                lambda: lax.cond(
+                    x[0, 0] > 1, lambda: lax.psum(x, AXIS) + lax.pmax(x, AXIS), lambda: x
+                ),
             ],
         )
 
@@ -270,9 +330,13 @@ def test_mapped_functions_need_no_axis_env(check_vma):
     def body(x):
         return lax.psum(x, AXIS)
 
-    mapped = jax.shard_map(body, mesh=mesh_of(4), in_specs=jax.P(AXIS), out_specs=jax.P(), check_vma=check_vma)
+    mapped = jax.shard_map(
+        body, mesh=mesh_of(4), in_specs=jax.P(AXIS), out_specs=jax.P(), check_vma=check_vma
+    )
     assert gw.total_traffic(gw.collective_traffic(jax.jit(mapped), X)) == Traffic(1, 24)
-    assert gw.total_traffic(gw.collective_traffic(jax.pmap(body, AXIS), jnp.zeros((4, 3)))) == Traffic(1, 12)
+    assert gw.total_traffic(
+        gw.collective_traffic(jax.pmap(body, AXIS), jnp.zeros((4, 3)))
+    ) == Traffic(1, 12)
 
 
 def test_a_sum_over_no_mapped_axis_sends_nothing():

@@ -1,5 +1,6 @@
-"""Models that are not one dense network with one optimizer: each trains on replicas, whole ones and ones that are divided among devices, and comes to the
-parameters of one device that has all the data. PowerSGD keeps all of every matrix here.
+"""Models that are not one dense network with one optimizer: each trains on replicas, whole ones and
+ones that are divided among devices, and comes to the parameters of one device that has all the
+data. PowerSGD keeps all of every matrix here.
 """
 
 from functools import cache
@@ -22,7 +23,9 @@ FULL = {"rank": 8, "min_compression_rate": 1e-3}
 
 
 def matrix(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape) / shape[-1] ** 0.5, jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(seed).standard_normal(shape) / shape[-1] ** 0.5, jnp.float32
+    )
 
 
 def distance(x, y):
@@ -36,7 +39,9 @@ def bfloat16(average, place):
     compress, adam = average(state_dtype="float32"), optax.adam(0.05)
     memory = compress.init(half)
     if hasattr(memory, "memory"):
-        assert {x.dtype.name for x in jax.tree.leaves((memory.memory, memory.local.per_replica))} == {"float32"}
+        assert {
+            x.dtype.name for x in jax.tree.leaves((memory.memory, memory.local.per_replica))
+        } == {"float32"}
 
     def step(state, x, y, own):
         params, (memory, opt_state) = state
@@ -47,15 +52,20 @@ def bfloat16(average, place):
         g = jax.grad(loss)(own(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)))
         g, memory = compress.update(g, memory)
         assert {x.dtype.name for x in jax.tree.leaves(g)} == {"bfloat16"}
-        updates, opt_state = adam.update(jax.tree.map(lambda x: x.astype(jnp.float32), g), opt_state, params)
+        updates, opt_state = adam.update(
+            jax.tree.map(lambda x: x.astype(jnp.float32), g), opt_state, params
+        )
         return optax.apply_updates(params, updates), (memory, opt_state)
 
     return (params, (memory, adam.init(params))), step
 
 
 def two_models(average, place):
-    """One learns to tell what the other makes from what is true, and the other to be mistaken for it: two optimizers take turns in one step."""
-    params = place({"maker": {"w": matrix(0, 8, 8)}, "judge": {"w": matrix(1, 8, 8), "out": matrix(2, 8, 2)}})
+    """One learns to tell what the other makes from what is true, and the other to be mistaken for
+    it: two optimizers take turns in one step."""
+    params = place(
+        {"maker": {"w": matrix(0, 8, 8)}, "judge": {"w": matrix(1, 8, 8), "out": matrix(2, 8, 2)}}
+    )
     compress = {name: optax.chain(average(), optax.sgd(0.3)) for name in params}
 
     def opinion(judge, x):
@@ -84,7 +94,8 @@ def two_models(average, place):
 
 
 def frozen_and_thawed(average, place):
-    """A layer that has no gradient in the first steps: its memory stays as it is, and it goes on from there."""
+    """A layer that has no gradient in the first steps: its memory stays as it is, and it goes on
+    from there."""
     params = place({"w": matrix(0, 8, 8), "v": matrix(1, 8, 8)})
     compress = average()
 
@@ -102,7 +113,9 @@ def frozen_and_thawed(average, place):
             assert tree["w"] is memory.memory[key]["w"], "the memory of a frozen layer was touched"
         thawed, afterwards = descended(g, memory)
         is_frozen = steps < STEPS // 2
-        chosen = jax.tree.map(lambda a, b: jnp.where(is_frozen, a, b), (frozen, during), (thawed, afterwards))
+        chosen = jax.tree.map(
+            lambda a, b: jnp.where(is_frozen, a, b), (frozen, during), (thawed, afterwards)
+        )
         return chosen[0], (chosen[1], steps + 1)
 
     return (params, (compress.init(params), jnp.zeros((), jnp.int32))), step
@@ -112,7 +125,8 @@ CASES = [bfloat16, two_models, frozen_and_thawed]
 
 
 def batches():
-    """Sixteen examples a step, four in a row for each of four replicas, or eight for each of two."""
+    """Sixteen examples a step, four in a row for each of four replicas, or eight for each of
+    two."""
     random = np.random.default_rng(1)
     for _ in range(STEPS):
         x = random.standard_normal((16, 8)).astype(np.float32)
@@ -156,7 +170,9 @@ def on_replicas(case, slices):
 ROWS = [(case, slices) for case in CASES for slices in (False, True)]
 
 
-@pytest.mark.parametrize(("case", "slices"), ROWS, ids=lambda x: getattr(x, "__name__", "slices" if x else "replicas"))
+@pytest.mark.parametrize(
+    ("case", "slices"), ROWS, ids=lambda x: getattr(x, "__name__", "slices" if x else "replicas")
+)
 def test_it_trains_as_on_one_device(case, slices):
     start, expected = on_one_device(case)
     after = on_replicas(case, slices)

@@ -1,4 +1,5 @@
-"""Parameters of one dtype, by which memory is typed, and gradients of another: nothing changes its type from step to step, and what is lost is known."""
+"""Parameters of one dtype, by which memory is typed, and gradients of another: nothing changes its
+type from step to step, and what is lost is known."""
 
 import dataclasses
 import re
@@ -16,9 +17,19 @@ from tests.jax.replicas import AXIS, mesh_of
 from tests.methods import METHODS
 
 SHAPES = {"w": (64, 32), "b": (32,)}
-MIXED = [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")]
-#: Besides what differs from another in its rank alone, and what says something of parameters by name.
-NAMES = [name for name in METHODS if not name.startswith(("rank_1", "rank_4", "rank_deficient", "rank_by", "views"))]
+MIXED = [
+    ("bfloat16", "float32"),
+    ("float32", "bfloat16"),
+    ("float32", "float16"),
+    ("bfloat16", "float16"),
+]
+#: Besides what differs from another in its rank alone, and what says something of parameters by
+#: name.
+NAMES = [
+    name
+    for name in METHODS
+    if not name.startswith(("rank_1", "rank_4", "rank_deficient", "rank_by", "views"))
+]
 
 
 def of(dtype, *rows):
@@ -42,8 +53,12 @@ def test_the_types_of_a_state_stay(name, memory):
         states = jax.eval_shape(jax.vmap(tx.init, None, axis_name=AXIS, axis_size=4), of(params))
         averages, after = jax.eval_shape(jax.vmap(tx.update, axis_name=AXIS), of(given, 4), states)
         assert types(after) == types(states)
-        # Of compressed tensors the wider of both, without which float32 memory could not keep what is lost.
-        assert {x.dtype for x in jax.tree.leaves(averages)} <= {jnp.dtype(given), jnp.promote_types(params, given)}
+        # Of compressed tensors the wider of both, without which float32 memory could not keep what
+        # is lost.
+        assert {x.dtype for x in jax.tree.leaves(averages)} <= {
+            jnp.dtype(given),
+            jnp.promote_types(params, given),
+        }
 
 
 WIDE = {
@@ -56,13 +71,17 @@ WIDE = {
 
 
 def lost(algorithm, params, given, steps=200):
-    """Of the sum of all mean gradients, the part that is in neither the averages nor the mean error."""
+    """Of the sum of all mean gradients, the part that is in neither the averages nor the mean
+    error."""
     # Under vmap levels are axes.
     sizes = {"node": 2, AXIS: 2} if isinstance(algorithm, TwoLevel) else {AXIS: 4}
     tx, rng = average_gradients(algorithm, axis_name=tuple(sizes)), np.random.default_rng(0)
     init, update = tx.init, tx.update
     for name, size in reversed(sizes.items()):
-        init, update = jax.vmap(init, None, axis_name=name, axis_size=size), jax.vmap(update, axis_name=name)
+        init, update = (
+            jax.vmap(init, None, axis_name=name, axis_size=size),
+            jax.vmap(update, axis_name=name),
+        )
     states, step = init({"w": jnp.zeros((64, 32), params)}), jax.jit(update)
     total, summed, base = 0.0, 0.0, rng.standard_normal((64, 32)) * 1e-2
     for _ in range(steps):
@@ -70,7 +89,9 @@ def lost(algorithm, params, given, steps=200):
         averages, states = step({"w": gradients.reshape(*sizes.values(), 64, 32)}, states)
         total += np.asarray(averages["w"], np.float64).reshape(4, 64, 32)[0]
         summed += np.asarray(gradients, np.float64).mean(0)
-    error = np.asarray(states.local.per_replica["error"]["w"], np.float64).reshape(4, 64, 32).mean(0)
+    error = (
+        np.asarray(states.local.per_replica["error"]["w"], np.float64).reshape(4, 64, 32).mean(0)
+    )
     return np.linalg.norm(total + error - summed) / np.linalg.norm(summed)
 
 
@@ -106,7 +127,9 @@ def test_float32_memory_loses_nothing(request, name, params, given):
 @pytest.mark.slow
 def test_memory_of_16_bits_loses_what_the_page_says(name):
     """Within a factor of three: of many roundings, each of which may fall on either side."""
-    with pytest.warns(CompressionWarning, match="'w' is of float32.*kept in bfloat16.*state_dtype=.float32") as said:
+    with pytest.warns(
+        CompressionWarning, match="'w' is of float32.*kept in bfloat16.*state_dtype=.float32"
+    ) as said:
         found = 100 * lost(WIDE[name], "bfloat16", "float32")
     assert len(said) == 1
     same = 100 * lost(WIDE[name], "bfloat16", "bfloat16")
@@ -119,7 +142,9 @@ def test_memory_of_16_bits_loses_what_the_page_says(name):
 def test_two_levels_lose_what_a_plain_average_within_a_node_rounds_off(name):
     algorithm = TwoLevel(dataclasses.replace(WIDE[name], state_dtype="float32"), 2)
     found = 100 * lost(algorithm, "bfloat16", "bfloat16")
-    assert 1 / 3 < found / of_page('bfloat16, bfloat16, `state_dtype="float32"`, `TwoLevel`', name) < 3
+    assert (
+        1 / 3 < found / of_page('bfloat16, bfloat16, `state_dtype="float32"`, `TwoLevel`', name) < 3
+    )
 
 
 def test_memory_as_wide_as_its_gradient_warns_of_nothing():
@@ -135,8 +160,14 @@ def temporary(algorithm):
     """Bytes that a step takes besides state, gradients and averages, for each element."""
     tx, mesh = average_gradients(algorithm, axis_name=AXIS), mesh_of(2)
     params = {str(i): jax.ShapeDtypeStruct(shape, jnp.bfloat16) for i, shape in enumerate(LAYER)}
-    state, rows = abstract_state(jax.eval_shape(tx.init, params), 2, mesh, AXIS), jax.NamedSharding(mesh, jax.P(AXIS))
-    given = {name: jax.ShapeDtypeStruct((2, *x.shape), x.dtype, sharding=rows) for name, x in params.items()}
+    state, rows = (
+        abstract_state(jax.eval_shape(tx.init, params), 2, mesh, AXIS),
+        jax.NamedSharding(mesh, jax.P(AXIS)),
+    )
+    given = {
+        name: jax.ShapeDtypeStruct((2, *x.shape), x.dtype, sharding=rows)
+        for name, x in params.items()
+    }
     specs = partition_specs(state, AXIS)
 
     def step(state, gradients):

@@ -1,4 +1,5 @@
-"""A step in which one replica's gradient holds an inf or NaN: every replica skips it, and no memory changes by a bit."""
+"""A step in which one replica's gradient holds an inf or NaN: every replica skips it, and no memory
+changes by a bit."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,15 @@ import pytest
 
 from gradwire import AllReduce, PowerSGD, TwoLevel, WireDtype
 from gradwire.core.algorithm import nested
-from gradwire.jax_backend import average_gradients, diloco, power_sgd, replicate, stats, to_portable, unreplicate
+from gradwire.jax_backend import (
+    average_gradients,
+    diloco,
+    power_sgd,
+    replicate,
+    stats,
+    to_portable,
+    unreplicate,
+)
 from gradwire.jax_backend.state.skipped_steps import _run_of
 from tests.jax.replicas import AXIS, Replicas, gradients, power
 
@@ -24,7 +33,9 @@ def poisoned(step, name, value):
 
 def bits(state):
     """All of the state but what is counted."""
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(state._replace(step=None, account=None))]
+    return [
+        np.asarray(x).tobytes() for x in jax.tree.leaves(state._replace(step=None, account=None))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -36,11 +47,19 @@ def bits(state):
         (WireDtype(AllReduce(), "int8"), "shard_map_vma"),
         (WireDtype(AllReduce(), "bfloat16"), "pmap"),
         pytest.param(WireDtype(AllReduce(), "e3m0"), "shard_map", marks=pytest.mark.slow),
-        pytest.param(WireDtype(PowerSGD(2, start_step=9), "float16"), "vmap", marks=pytest.mark.slow),
-        pytest.param(TwoLevel(WireDtype(AllReduce(), "int8"), 2), "shard_map", marks=pytest.mark.slow),
+        pytest.param(
+            WireDtype(PowerSGD(2, start_step=9), "float16"), "vmap", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            TwoLevel(WireDtype(AllReduce(), "int8"), 2), "shard_map", marks=pytest.mark.slow
+        ),
         (WireDtype(TwoLevel(AllReduce(), 2), "int8"), "shard_map"),
         (WireDtype(TwoLevel(PowerSGD(2, start_step=9), 2), "int8"), "shard_map"),
-        pytest.param(TwoLevel(WireDtype(PowerSGD(2, start_step=9), "int8"), 2), "pmap", marks=pytest.mark.slow),
+        pytest.param(
+            TwoLevel(WireDtype(PowerSGD(2, start_step=9), "int8"), 2),
+            "pmap",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=repr,
 )
@@ -57,7 +76,9 @@ def test_memory_stays_as_it_was_and_training_goes_on(algorithm, mode):
         assert not np.isfinite(updates[name]).all()
     after = run.update(gradients(SHAPES, 3))
     # Uncompressed averages of steps before the start are not looked at, but where they are coded.
-    plain = algorithm.start_step and not any(isinstance(each, WireDtype) for each in nested(algorithm))
+    plain = algorithm.start_step and not any(
+        isinstance(each, WireDtype) for each in nested(algorithm)
+    )
     assert int(stats(run.global_state()).skipped_steps) == (0 if plain else 2)
     assert all(np.isfinite(x).all() for x in after.values())
 
@@ -89,21 +110,32 @@ def test_ten_skipped_steps_in_a_row_are_said_where_the_host_sees_a_state(by, loo
     for steps, skipped in looks:
         account = state.account._replace(skipped=jnp.int32(skipped))
         SEEN_BY[by](state._replace(step=jnp.int32(steps), account=account))
-    said = [record.getMessage() for record in caplog.records if "10 steps in a row" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "10 steps in a row" in record.getMessage()
+    ]
     assert len(said) == lines
     assert all(line.startswith("PowerSGD(rank=2)") for line in said)
 
 
 def test_averages_in_a_row_that_replicas_refused_are_said_as_well(caplog):
-    """Replicas that begin eagerly refuse theirs alone: the largest count of this process is looked at."""
+    """Replicas that begin eagerly refuse theirs alone: the largest count of this process is looked
+    at."""
     _run_of.cache_clear()
     state = diloco(optax.sgd(0.1), 4, axis_name=AXIS).init(PARAMS)
     for arrived, refused in [(5, 0), (7, 2), (8, 3), (21, 16)]:
-        rows = jax.tree.map(lambda x: jnp.stack([x] * 3), state)._replace(arrived=jnp.full(3, arrived))
+        rows = jax.tree.map(lambda x: jnp.stack([x] * 3), state)._replace(
+            arrived=jnp.full(3, arrived)
+        )
         account = rows.averages.account._replace(skipped=jnp.array([0, refused, 0]))
         found = stats(rows._replace(averages=rows.averages._replace(account=account)))
         assert (found.skipped_averages, found.skipped_steps) == (refused, 0)
-    said = [record.getMessage() for record in caplog.records if "3 averages in a row" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "3 averages in a row" in record.getMessage()
+    ]
     assert len(said) == 1
     assert said[0].startswith("LocalSGD(")
 
@@ -137,6 +169,10 @@ def test_an_error_that_overflows_does_not_stay(algorithm):
     """Of a large matrix, and where each replica of a node has a part."""
     params = {"w": jnp.zeros((512, 256))}
     run = Replicas(average_gradients(algorithm, axis_name=AXIS), params, mode="pmap")
-    run.state = run.state._replace(local=jax.tree.map(lambda x: jnp.full_like(x, 3e38), run.state.local))
-    finite = [np.isfinite(run.update(gradients({"w": (512, 256)}, step))["w"]).all() for step in range(3)]
+    run.state = run.state._replace(
+        local=jax.tree.map(lambda x: jnp.full_like(x, 3e38), run.state.local)
+    )
+    finite = [
+        np.isfinite(run.update(gradients({"w": (512, 256)}, step))["w"]).all() for step in range(3)
+    ]
     assert finite == [False, True, True]

@@ -1,4 +1,5 @@
-"""States as other tools make and keep them: saved before they come to their replicas, in the memory of the host, and laid out by the names of axes."""
+"""States as other tools make and keep them: saved before they come to their replicas, in the memory
+of the host, and laid out by the names of axes."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,10 @@ import gradwire.jax_backend as gw
 from tests.jax.replicas import AXIS, mesh_of, power, through_orbax
 
 PARAMS = {"w": jnp.ones((64, 32))}
-TX, LOCAL = gw.average_gradients(power(), axis_name=AXIS), gw.diloco(optax.adam(1e-2), 4, axis_name=AXIS)
+TX, LOCAL = (
+    gw.average_gradients(power(), axis_name=AXIS),
+    gw.diloco(optax.adam(1e-2), 4, axis_name=AXIS),
+)
 
 
 def portable():
@@ -36,7 +40,8 @@ def test_orbax_saves_a_state_that_has_not_come_to_its_replicas(name, tmp_path):
     placed = gw.distribute(back, mesh_of(2), AXIS)
     marks = [x for path, x in jax.tree_util.tree_flatten_with_path(placed)[0] if x.dtype == bool]
     assert [x.shape for x in marks] == [(2,)]
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:  # and as a run of one replica begins
+    # and as a run of one replica begins
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
         one = checkpointer.restore(tmp_path / "state", gw.abstract_state(state, 1))
@@ -56,7 +61,8 @@ def test_what_lies_in_the_memory_of_the_host_stays_there():
     on_no_mesh = jax.sharding.SingleDeviceSharding(jax.devices()[1], memory_kind="pinned_host")
     alone = jax.device_put(PARAMS, on_no_mesh)
     keys = jax.device_put(
-        jax.random.split(jax.random.key(0), 4), NamedSharding(mesh, jax.P(), memory_kind="pinned_host")
+        jax.random.split(jax.random.key(0), 4),
+        NamedSharding(mesh, jax.P(), memory_kind="pinned_host"),
     )
     local = gw.stack_replicas((params, LOCAL.init(params).averages.memory))
     placed = gw.distribute(begun, mesh, AXIS)
@@ -82,14 +88,18 @@ def test_what_lies_in_the_memory_of_the_host_stays_there():
 
 
 @pytest.mark.parametrize(
-    ("shard", "axis_type"), [("element", jax.sharding.AxisType.Explicit), ("parameter", jax.sharding.AxisType.Auto)]
+    ("shard", "axis_type"),
+    [("element", jax.sharding.AxisType.Explicit), ("parameter", jax.sharding.AxisType.Auto)],
 )
 def test_what_a_divided_optimizer_keeps_stays_in_the_memory_of_the_host(shard, axis_type):
-    """Stacks, what has owners, what all replicas keep; moments, and what is made of the parameters."""
+    """Stacks, what has owners, what all replicas keep; moments, and what is made of the
+    parameters."""
     mesh = jax.make_mesh((4,), (AXIS,), axis_types=(axis_type,), devices=jax.devices()[:4])
     shapes = {**{f"w{i}": (8, 4) for i in range(5)}, "up": (4, 6), "down": (6, 4), "bias": (8,)}
     lies = NamedSharding(mesh, jax.P(), memory_kind="pinned_host")
-    numbers = {name: np.arange(np.prod(s), dtype=np.float32).reshape(s) for name, s in shapes.items()}
+    numbers = {
+        name: np.arange(np.prod(s), dtype=np.float32).reshape(s) for name, s in shapes.items()
+    }
     params = jax.device_put(numbers, lies)
     inner = optax.contrib.schedule_free(optax.trace(0.9), 0.1)
 
@@ -97,7 +107,11 @@ def test_what_a_divided_optimizer_keeps_stays_in_the_memory_of_the_host(shard, a
         return gw.zero1(inner, axis_name=AXIS, replicas=replicas, shard=shard)
 
     begun = zero(4).init(params)
-    like = {2: jax.eval_shape(zero(2).init, params), 4: jax.eval_shape(zero(4).init, params), 1: inner.init(params)}
+    like = {
+        2: jax.eval_shape(zero(2).init, params),
+        4: jax.eval_shape(zero(4).init, params),
+        1: inner.init(params),
+    }
     placed = gw.distribute(begun, mesh, AXIS)
     whole, fewer = gw.reshard(placed, like[1]), gw.reshard(placed, like[2])
     found = {
@@ -141,9 +155,12 @@ class Stack(linen.Module):
         return layers()(x, None)[0]
 
 
-@pytest.mark.parametrize("tx", [optax.chain(TX, optax.adam(1e-2)), LOCAL], ids=["gradients", "local"])
+@pytest.mark.parametrize(
+    "tx", [optax.chain(TX, optax.adam(1e-2)), LOCAL], ids=["gradients", "local"]
+)
 def test_a_state_is_laid_out_by_the_names_of_axes(tx):
-    """The three lines by which MaxText makes its states. A box names the axes of its parameter, and stands round nothing that has other axes."""
+    """The three lines by which MaxText makes its states. A box names the axes of its parameter, and
+    stands round nothing that has other axes."""
     mesh = jax.make_mesh((2, 2), (AXIS, "fsdp"))
     rules = (("embed", "fsdp"), ("mlp", None), ("layers", None))
 
@@ -158,10 +175,13 @@ def test_a_state_is_laid_out_by_the_names_of_axes(tx):
     flat = jax.tree_util.tree_flatten_with_path((params, state))[0]
     sharded = {jax.tree_util.keystr(path) for path, x in flat if not x.sharding.is_fully_replicated}
     assert all("kernel" in path for path in sharded)
-    assert len(sharded) == (5 if tx is LOCAL else 3)  # of the kernel: itself, and what is remembered in its shape
+    # of the kernel: itself, and what is remembered in its shape
+    assert len(sharded) == (5 if tx is LOCAL else 3)
     placed = gw.distribute((params, state), mesh, AXIS) if tx is not LOCAL else None
     if placed is not None:
         error = jax.tree.leaves(placed[1][0].local.per_replica)[0]
         assert error.sharding.spec[0] == AXIS
         shapes = gw.abstract_state((params, state), 2, mesh, AXIS, params=params)
-        assert jax.tree.leaves(shapes[1][0].local.per_replica)[0].sharding.spec == jax.P(AXIS, None, "fsdp", None)
+        assert jax.tree.leaves(shapes[1][0].local.per_replica)[0].sharding.spec == jax.P(
+            AXIS, None, "fsdp", None
+        )

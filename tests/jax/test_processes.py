@@ -1,4 +1,5 @@
-"""Two real JAX processes come to what two devices of one process come to, and both of them to the same bits."""
+"""Two real JAX processes come to what two devices of one process come to, and both of them to the
+same bits."""
 
 import os
 from pathlib import Path
@@ -18,16 +19,26 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.timeout(240)
 def test_two_processes_are_two_devices(tmp_path):
-    jax_processes(Path(two_processes.__file__), 2, str(tmp_path), os.environ["XLA_FLAGS"], timeout=200)
+    jax_processes(
+        Path(two_processes.__file__), 2, str(tmp_path), os.environ["XLA_FLAGS"], timeout=200
+    )
     shapes = two_processes.SHAPES
     run = Replicas(
-        power_sgd(2, axis_name=AXIS, half_step=True), {k: jnp.zeros(s) for k, s in shapes.items()}, 2, "pmap"
+        power_sgd(2, axis_name=AXIS, half_step=True),
+        {k: jnp.zeros(s) for k, s in shapes.items()},
+        2,
+        "pmap",
     )
     for step in range(two_processes.STEPS):
         expected = run.update(gradients(shapes, step, 2))
     expected["error"] = run.global_state().local.per_replica["error"]["w"]
     adam = two_processes.ADAM
-    sharded = Replicas(zero1(adam, axis_name=AXIS, replicas=2), {k: jnp.zeros(s) for k, s in shapes.items()}, 2, "pmap")
+    sharded = Replicas(
+        zero1(adam, axis_name=AXIS, replicas=2),
+        {k: jnp.zeros(s) for k, s in shapes.items()},
+        2,
+        "pmap",
+    )
     after = {f"zero/{k}": x for k, x in sharded.update(gradients(shapes, 0, 2)).items()}
     plain = jax.eval_shape(adam.init, {k: jnp.zeros(s) for k, s in shapes.items()})
     after["zero/moment"] = reshard(sharded.global_state(), plain)[0].mu["w"]
@@ -40,7 +51,8 @@ def test_two_processes_are_two_devices(tmp_path):
         else:
             reference = after[name] if name in after else expected[name.split("/")[1]]
         assert x.shape == reference.shape
-        # Compiled apart from each other, for one device and for two: each may contract and order its sums in its own way.
+        # Compiled apart from each other, for one device and for two: each may contract and order
+        # its sums in its own way.
         assert np.allclose(x, reference, rtol=0, atol=1e-4 * np.abs(reference).max()), name
 
 

@@ -1,4 +1,5 @@
-"""Three products of bfloat16 are enough for PowerSGD on a TPU: they are emulated here, where the program for a TPU would take them."""
+"""Three products of bfloat16 are enough for PowerSGD on a TPU: they are emulated here, where the
+program for a TPU would take them."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ def traced_anew():
 
 
 def for_a_tpu(monkeypatch, products):
-    """What is traced for a TPU, with products at "high" as so many products of bfloat16. Not a cast and back, which XLA takes for superfluous."""
+    """What is traced for a TPU, with products at "high" as so many products of bfloat16. Not a cast
+    and back, which XLA takes for superfluous."""
     jax.clear_caches()
     exact = lax.dot_general
 
@@ -36,8 +38,12 @@ def for_a_tpu(monkeypatch, products):
     def dot_general(x, y, numbers, *, precision, **options):
         if precision != lax.Precision.HIGH:
             return exact(x, y, numbers, precision=precision, **options)
-        pairs = [(a, b) for i, a in enumerate(parts(x)) for j, b in enumerate(parts(y)) if i + j < 2][:products]
-        return sum(exact(a, b, numbers, precision=lax.Precision.HIGHEST, **options) for a, b in pairs)
+        pairs = [
+            (a, b) for i, a in enumerate(parts(x)) for j, b in enumerate(parts(y)) if i + j < 2
+        ][:products]
+        return sum(
+            exact(a, b, numbers, precision=lax.Precision.HIGHEST, **options) for a, b in pairs
+        )
 
     def platform_dependent(*arrays, default, tpu=None, **others):
         return (tpu or default)(*arrays)
@@ -58,13 +64,19 @@ def gradients(ranks, seed, scale):
 
 
 def missed(products, monkeypatch):
-    """In parts of the gradients: what averages of low rank, small and huge, are wrong by; and what is neither sent nor remembered of those of full rank."""
+    """In parts of the gradients: what averages of low rank, small and huge, are wrong by; and what
+    is neither sent nor remembered of those of full rank."""
     algorithm = PowerSGD(RANKS, min_compression_rate=1.0)
     with monkeypatch.context() as patch:
         for_a_tpu(patch, products)
         start = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
         run = Replicas(average_gradients(algorithm, axis_name=AXIS), start, 2, "vmap")
-        low, lost, size, half = 0.0, 0.0, dict.fromkeys(SHAPES, 0.0), {"a0": 1, "a1": 1, "large": 2, "thick": 9}
+        low, lost, size, half = (
+            0.0,
+            0.0,
+            dict.fromkeys(SHAPES, 0.0),
+            {"a0": 1, "a1": 1, "large": 2, "thick": 9},
+        )
         for seed, scale in enumerate((1.0, 0.0, 1e15)):
             given = gradients(half, seed, scale)
             got = run.update(given)
@@ -79,7 +91,11 @@ def missed(products, monkeypatch):
             own = run.global_state().local.per_replica["error"]
             return {name: np.mean(np.float64(own[name]), axis=0) for name in SHAPES}
 
-        given, before, sent = gradients(dict.fromkeys(SHAPES, 192), 3, 1e15), errors(), dict.fromkeys(SHAPES, 0.0)
+        given, before, sent = (
+            gradients(dict.fromkeys(SHAPES, 192), 3, 1e15),
+            errors(),
+            dict.fromkeys(SHAPES, 0.0),
+        )
         for _ in range(STEPS):
             got = run.update(given)
             sent = {name: sent[name] + np.float64(got[name]) for name in SHAPES}

@@ -1,4 +1,5 @@
-"""What the JAX backend refuses. A row: what is done, the exception, and the arguments, parameters or keys that its message names."""
+"""What the JAX backend refuses. A row: what is done, the exception, and the arguments, parameters
+or keys that its message names."""
 
 import pickle
 from functools import partial
@@ -16,7 +17,17 @@ from jax import lax
 
 import gradwire.core.protocol as rq
 import gradwire.jax_backend as gw
-from gradwire import AllReduce, LocalSGD, LocalSimulator, PowerSGD, Spec, TwoLevel, WireDtype, Zero, shard_by_element
+from gradwire import (
+    AllReduce,
+    LocalSGD,
+    LocalSimulator,
+    PowerSGD,
+    Spec,
+    TwoLevel,
+    WireDtype,
+    Zero,
+    shard_by_element,
+)
 from gradwire.core.protocol.control_requests import OptimizerStep
 from gradwire.core.protocol.programs import Request, ask
 from gradwire.jax_backend.engine.driver import drive
@@ -83,7 +94,12 @@ def injected(**options):
 
 ADAMW = partial(optax.adamw, 0.05)
 #: What makes no transformation.
-NO_OUTER = (partial(torch.optim.AdamW, lr=0.1), torch.optim.AdamW, lambda: 3, partial(optax.sgd, momentum=0.9))
+NO_OUTER = (
+    partial(torch.optim.AdamW, lr=0.1),
+    torch.optim.AdamW,
+    lambda: 3,
+    partial(optax.sgd, momentum=0.9),
+)
 TALLER = PARAMS | {"w": jnp.ones((33, 24))}
 OF_FOUR, CUT = sharded(ADAM).init(PARAMS), "which cannot become"
 #: Sharded states, and what they cannot be made like.
@@ -166,7 +182,10 @@ def asking(request):
 
 ZERO = Zero(shard_by_element({"w": Spec((32, 24)), "b": Spec((24,))}, 1))
 WISH, EVEN = asking(lambda x: ask(Wish())), asking(lambda x: rq.all_gather([x], [(24, 24)]))
-UNEQUAL, IN_PAIRS = asking(lambda x: rq.all_gather([x[:10]], [(10, 14)])), asking(lambda x: rq.mean(x, groups=PAIRS))
+UNEQUAL, IN_PAIRS = (
+    asking(lambda x: rq.all_gather([x[:10]], [(10, 14)])),
+    asking(lambda x: rq.mean(x, groups=PAIRS)),
+)
 
 
 def typed(dtype):
@@ -204,12 +223,26 @@ IN_INIT = [
 ]  # fmt: skip
 
 
-# In a step: gradients and states that are not those of this replica, these parameters, these options.
+# In a step: gradients and states that are not those of this replica, these parameters, these
+# options.
 
 #: An update where no axis "data" is.
-NOWHERE = (lambda f: f, jax.jit, lambda f: jax.vmap(f, axis_name="batch", in_axes=None, axis_size=2))
-DCN = [gw.power_sgd(2, axis_name="dcn", **options) for options in ({}, {"start_step": 2}, {"half_step": True})]
-OPTIONS = [{"rank": 3}, {"half_step": True}, {"square": True}, {"transpose": ("*w",)}, {"state_dtype": "bfloat16"}]
+NOWHERE = (
+    lambda f: f,
+    jax.jit,
+    lambda f: jax.vmap(f, axis_name="batch", in_axes=None, axis_size=2),
+)
+DCN = [
+    gw.power_sgd(2, axis_name="dcn", **options)
+    for options in ({}, {"start_step": 2}, {"half_step": True})
+]
+OPTIONS = [
+    {"rank": 3},
+    {"half_step": True},
+    {"square": True},
+    {"transpose": ("*w",)},
+    {"state_dtype": "bfloat16"},
+]
 OPTIONS += [{"error_feedback": False}, {"warm_start": False}]
 #: States of other options, and the transformation that they are given to.
 STRANGERS = [pair for other in OPTIONS for pair in ((power(**other), TX), (TX, power(**other)))]
@@ -233,32 +266,49 @@ def over_both(over=()):
 
 
 def given(tx, gradients, *mesh, **options):
-    """A step in `jax.shard_map`, where JAX knows of gradients whether autodiff has summed them and whether they are averages."""
-    return lambda: traced(lambda p, s, x: tx.update(gradients(p, x), s, p), PARAMS, tx.init(PARAMS), *mesh, **options)
+    """A step in `jax.shard_map`, where JAX knows of gradients whether autodiff has summed them and
+    whether they are averages."""
+    return lambda: traced(
+        lambda p, s, x: tx.update(gradients(p, x), s, p), PARAMS, tx.init(PARAMS), *mesh, **options
+    )
 
 
 def stored(before, now):
-    return lambda: serialization.from_bytes(now.init(PARAMS), serialization.to_bytes(before.init(PARAMS)))
+    return lambda: serialization.from_bytes(
+        now.init(PARAMS), serialization.to_bytes(before.init(PARAMS))
+    )
 
 
 def placed_along_ici():
     """As if the helpers had been told nothing."""
     tx, state = DCN[0], DCN[0].init(PARAMS)
-    specs = jax.tree.map(lambda x: jax.P("ici") if jnp.ndim(x) == 3 or x.dtype == jnp.int8 else jax.P(), state)
+    specs = jax.tree.map(
+        lambda x: jax.P("ici") if jnp.ndim(x) == 3 or x.dtype == jnp.int8 else jax.P(), state
+    )
     placed = jax.tree.map(
-        lambda x, s: jnp.zeros((2, *x.shape[1:]), bool if x.dtype == jnp.int8 else x.dtype) if s else x, state, specs
+        lambda x, s: (
+            jnp.zeros((2, *x.shape[1:]), bool if x.dtype == jnp.int8 else x.dtype) if s else x
+        ),
+        state,
+        specs,
     )
 
     def body(x, state):
-        return tx.update(jax.tree.map(lambda p: lax.pcast(p, "dcn", to="varying") * x.mean(), PARAMS), state)[0]
+        return tx.update(
+            jax.tree.map(lambda p: lax.pcast(p, "dcn", to="varying") * x.mean(), PARAMS), state
+        )[0]
 
-    mapped = jax.shard_map(body, mesh=mesh_of_two(), in_specs=(jax.P("dcn"), specs), out_specs=jax.P())
+    mapped = jax.shard_map(
+        body, mesh=mesh_of_two(), in_specs=(jax.P("dcn"), specs), out_specs=jax.P()
+    )
     return jax.eval_shape(mapped, jnp.ones(2), placed)
 
 
 def one_spec(check_vma):
     specs = {"in_specs": (jax.P(), jax.P(), jax.P(AXIS)), "out_specs": (jax.P(), jax.P())}
-    mapped = jax.shard_map(lambda p, s, x: TX.update(varying(p, x), s), mesh=mesh_of(4), **specs, check_vma=check_vma)
+    mapped = jax.shard_map(
+        lambda p, s, x: TX.update(varying(p, x), s), mesh=mesh_of(4), **specs, check_vma=check_vma
+    )
     return jax.eval_shape(mapped, PARAMS, TX.init(PARAMS), jnp.ones((4, 32)))
 
 
@@ -266,7 +316,9 @@ def zero1_of_slices(averaged):
     mesh, few = sliced.mesh_of(2), sliced.FEW
     tx = gw.zero1(ADAM, axis_name="dcn", replicas=2, averaged=averaged)
     state = gw.distribute(tx.init(sliced.arrays(mesh, shapes=few)), mesh, "dcn")
-    run = sliced.mapped(lambda g, s: tx.update(sliced.first(g), s), state, mesh=mesh, check_vma=False)
+    run = sliced.mapped(
+        lambda g, s: tx.update(sliced.first(g), s), state, mesh=mesh, check_vma=False
+    )
     return jax.eval_shape(run, sliced.shapes_of_gradients(mesh, shapes=few), state)
 
 
@@ -278,7 +330,9 @@ def kept(state):
 PORTABLE = gw.to_portable(TX.init(PARAMS), PowerSGD(2))
 #: What is said → what was changed in a saved state.
 DAMAGED = {
-    "memory 'error' of parameter 'w' holds": {"local": {"w": {"error": np.full((1, 32, 24), np.nan)}}},
+    "memory 'error' of parameter 'w' holds": {
+        "local": {"w": {"error": np.full((1, 32, 24), np.nan)}}
+    },
     "memory 'q' of parameter 'w' holds": {"tensors": {"w": {"q": np.full((2, 24), np.inf)}}},
     "scale=0": {"scale": 0},
     "step=": {"step": 2**40},
@@ -288,7 +342,9 @@ DAMAGED = {
 
 
 def in_pmap(state, tx=TX, **axes):
-    return lambda: jax.eval_shape(jax.pmap(tx.update, AXIS, **axes), STACKED, state(tx.init(PARAMS)))
+    return lambda: jax.eval_shape(
+        jax.pmap(tx.update, AXIS, **axes), STACKED, state(tx.init(PARAMS))
+    )
 
 
 ENSEMBLE = jax.vmap(TX.init)(STACKED)
@@ -306,7 +362,8 @@ WHOLE, FOURS = {"shard": "parameter", "elementwise": False}, {n: jnp.ones((4, 2)
 
 
 def of_nnx():
-    """The structure of a model and an optimizer of nnx, and their arrays, in which types are gone."""
+    """The structure of a model and an optimizer of nnx, and their arrays, in which types are
+    gone."""
     model = nnx.Linear(32, 24, rngs=nnx.Rngs(0))
     return nnx.split((model, nnx.Optimizer(model, optax.chain(TX, ADAM), wrt=nnx.Param)))
 
@@ -334,8 +391,12 @@ ADVICE = [
     lambda: gw.to_portable(merged().opt_state[0], PowerSGD(2)),
     integers_left_out,
     lambda: init(TX, optax.tree.cast(typed(jnp.float8_e4m3fn), jnp.bfloat16))(),
-    lambda: [gw.distribute(TX.init(jax.tree.map(lambda x, i=i: x[i], STACKED)), mesh_of(4), AXIS) for i in range(2)],
-    lambda: gw.distribute(sharded(optax.sgd(0.1, 0.9), **WHOLE).init(FOURS), mesh_of(4), AXIS),  # no ensemble
+    lambda: [
+        gw.distribute(TX.init(jax.tree.map(lambda x, i=i: x[i], STACKED)), mesh_of(4), AXIS)
+        for i in range(2)
+    ],
+    # no ensemble
+    lambda: gw.distribute(sharded(optax.sgd(0.1, 0.9), **WHOLE).init(FOURS), mesh_of(4), AXIS),
 ]
 
 
@@ -441,7 +502,10 @@ def alone():
 
 
 def in_pmap_form(make):
-    return (*laid_out(lambda: gw.replicate(make())), lambda: gw.set_replicas(gw.replicate(make()), 2))
+    return (
+        *laid_out(lambda: gw.replicate(make())),
+        lambda: gw.set_replicas(gw.replicate(make()), 2),
+    )
 
 
 ALONG_ICI = {"params": PARAMS, "opt": optax.chain(DCN[0], SGD).init(PARAMS)}
@@ -463,7 +527,8 @@ PLACED_WRONGLY = [
     (lambda: gw.unreplicate(TX.init(PARAMS)), ValueError, "step"),
     (lambda: gw.unreplicate(TX.init(PARAMS)._replace(step=jnp.zeros(1), memory={})), ValueError,
      "local.per_replica.error.w", "(1, 32, 24)"),
-    # Inside a wrapper that decides by itself whether a step is taken, or that keeps gradients of its own.
+    # Inside a wrapper that decides by itself whether a step is taken, or that keeps gradients of
+    # its own.
     *((put, ValueError, "opt.inner_state", "optax.apply_if_finite")
       for tx in (TX, optax.chain(TX, ADAM)) for put in laid_out(lambda tx=tx: {"opt": FINITE(tx).init(PARAMS)})),
     (lambda: gw.partition_specs(FINITE(sharded(ADAM)).init(PARAMS), AXIS), ValueError, "optax.apply_if_finite",
@@ -498,8 +563,12 @@ def trained(make, specs, *, tx=LOCAL, check_vma=False, read=gw.this_replica):
 
     def body(state):
         mine = read(state)
-        updates, opt_state = tx.update(jax.tree.map(jnp.ones_like, mine["params"]), mine["opt_state"], mine["params"])
-        params, opt_state = tx.average_params(optax.apply_updates(mine["params"], updates), opt_state)
+        updates, opt_state = tx.update(
+            jax.tree.map(jnp.ones_like, mine["params"]), mine["opt_state"], mine["params"]
+        )
+        params, opt_state = tx.average_params(
+            optax.apply_updates(mine["params"], updates), opt_state
+        )
         after = {"params": params, "opt_state": opt_state}
         return after if read is dict else gw.stack_replicas(after)
 
@@ -512,12 +581,15 @@ def the_same_everywhere():
         _, state = LOCAL.update(jax.tree.map(lambda y: y * x[0], p), LOCAL.init(p), p)
         return LOCAL.average_params(p, state)[0]
 
-    over = jax.shard_map(body, mesh=mesh_of(4), in_specs=(jax.P(), jax.P(AXIS)), out_specs=jax.P(AXIS))
+    over = jax.shard_map(
+        body, mesh=mesh_of(4), in_specs=(jax.P(), jax.P(AXIS)), out_specs=jax.P(AXIS)
+    )
     return jax.eval_shape(over, PARAMS, jnp.ones(4))
 
 
 def used(averages):
-    """Every use outside the training step of a state that was updated three times and averaged so often, in global form and in that of pmap."""
+    """Every use outside the training step of a state that was updated three times and averaged so
+    often, in global form and in that of pmap."""
     opt_state = LOCAL.init(B)
     counted = opt_state.averages._replace(step=jnp.asarray(averages))
     state = gw.stack_replicas((B, opt_state._replace(updates=jnp.asarray(3), averages=counted)))
@@ -530,7 +602,10 @@ def used(averages):
 
 
 PAIRED = local(schedule=LocalSGD({PAIRS: 2, "all": 4}))
-OTHERS = [diloco(**other) for other in ({"fragments": 2}, {"compressor": PowerSGD(2)}, {"state_dtype": "bfloat16"})]
+OTHERS = [
+    diloco(**other)
+    for other in ({"fragments": 2}, {"compressor": PowerSGD(2)}, {"state_dtype": "bfloat16"})
+]
 OTHERS += [diloco(momentum=0.0, nesterov=False)]
 OF_LOCAL_SGD = [
     (lambda: LOCAL.update(PARAMS, LOCAL.init(PARAMS), PARAMS), NameError, "'data'"),
@@ -562,15 +637,21 @@ OF_LOCAL_SGD = [
 def asked(case, check_vma=False):
     def call():
         if not check_vma:
-            return jax.eval_shape(jax.vmap(lambda x: drive(case(x), AXIS), axis_name=AXIS), jnp.ones((4, 12)))
+            return jax.eval_shape(
+                jax.vmap(lambda x: drive(case(x), AXIS), axis_name=AXIS), jnp.ones((4, 12))
+            )
         over = {"mesh": mesh_of(4), "in_specs": jax.P(AXIS), "out_specs": jax.P()}
-        return jax.eval_shape(jax.shard_map(lambda x: drive(case(x[0]), AXIS), **over), jnp.ones((4, 12)))
+        return jax.eval_shape(
+            jax.shard_map(lambda x: drive(case(x[0]), AXIS), **over), jnp.ones((4, 12))
+        )
 
     return call
 
 
 def sent(function):
-    return lambda: gw.total_traffic(gw.collective_traffic(function, jnp.ones(3), axis_env=[(AXIS, 4)]))
+    return lambda: gw.total_traffic(
+        gw.collective_traffic(function, jnp.ones(3), axis_env=[(AXIS, 4)])
+    )
 
 
 STRANGE, UNEVEN = ((0, 1), (2,)), ((0, 1, 2), (3,))
@@ -593,7 +674,8 @@ REQUESTS = [
 
 @pytest.mark.filterwarnings("ignore::gradwire.CompressionWarning")
 @pytest.mark.parametrize(
-    ("call", "error", "words"), rows(AT_ONCE, IN_INIT, IN_A_STEP, PLACED_WRONGLY, OF_LOCAL_SGD, REQUESTS)
+    ("call", "error", "words"),
+    rows(AT_ONCE, IN_INIT, IN_A_STEP, PLACED_WRONGLY, OF_LOCAL_SGD, REQUESTS),
 )
 def test_refused(call, error, words):
     with refused(*words, error=error):
@@ -612,12 +694,17 @@ ACCEPTED = [
     init(average(IN_PAIRS)),  # where nobody knows yet how many replicas there are
     init(local(schedule=LocalSGD(2, compressor=TwoLevel(PowerSGD(2), "ici")), axis_name="dcn")),
     *(init(tx, {"per_replica_scale": jnp.ones(4)}) for tx in (TX, diloco(), sharded())),
-    *(lambda d=d: step(MASKED, typed(d), MASKED.init(typed(d))) for d in (jnp.complex64, jnp.int32)),  # as is advised
+    # as is advised
+    *(
+        lambda d=d: step(MASKED, typed(d), MASKED.init(typed(d)))
+        for d in (jnp.complex64, jnp.int32)
+    ),
     *(given(tx, varying) for tx in (TX, sharded(), optax.chain(MEAN, AVERAGED))),
     *(given(tx, over_both("ici"), mesh_of_two(), "dcn") for tx in DCN),
     given(AVERAGED, gradient),
     *(given(TX, gradients, check_vma=False) for gradients in (gradient, varying)),
-    given(TX, lambda p, x: jax.tree.map(lambda g: 0 * g, varying(p))),  # of parameters that the loss does not use
+    # of parameters that the loss does not use
+    given(TX, lambda p, x: jax.tree.map(lambda g: 0 * g, varying(p))),
     lambda: gw.replicate(optax.chain(TX, FINITE(ADAM)).init(PARAMS)),
     lambda: gw.partition_specs(sharded(SEVERAL(ADAM)).init(PARAMS), AXIS),
     lambda: gw.partition_specs(optax.chain(TX, SEVERAL(ADAM)).init(PARAMS), AXIS),
@@ -625,14 +712,21 @@ ACCEPTED = [
     lambda: behind_its_average(gw.replicate(optax.chain(TX, SEVERAL(ADAM)).init(PARAMS))),
     lambda: gw.replicate(gw.set_replicas(alone(), 4)),  # of a run of one replica
     lambda: gw.replicate(alone(), jax.devices()[:1]),
-    lambda: gw.distribute(optax.chain(gw.all_reduce_mean(axis_name="ici"), DCN[0]).init(PARAMS), mesh_of_two(), "dcn"),
-    lambda: gw.distribute(power(axis_name=("dcn", "ici")).init(PARAMS), mesh_of_two(), ("ici", "dcn")),
+    lambda: gw.distribute(
+        optax.chain(gw.all_reduce_mean(axis_name="ici"), DCN[0]).init(PARAMS), mesh_of_two(), "dcn"
+    ),
+    lambda: gw.distribute(
+        power(axis_name=("dcn", "ici")).init(PARAMS), mesh_of_two(), ("ici", "dcn")
+    ),
     *(trained(placed, jax.P(AXIS), check_vma=vma) for vma in BOTH),
     trained(lambda: placed(PAIRED), jax.P(AXIS), tx=PAIRED),
     trained(lambda: placed(diloco()), jax.P(AXIS), tx=diloco(8, lr=0.5, start_step=2)),
     *placing(fresh),
     *used(3),
-    *(lambda tx=tx: step(tx, state=stored(tx, tx)()) for tx in (TX, *(power(**other) for other in OPTIONS))),
+    *(
+        lambda tx=tx: step(tx, state=stored(tx, tx)())
+        for tx in (TX, *(power(**other) for other in OPTIONS))
+    ),
     lambda: step(TX, state=pickle.loads(pickle.dumps(TX.init(PARAMS)))),
     # No memory depends on buckets and dtypes of messages.
     lambda: step(gw.all_reduce_mean(axis_name=AXIS, bucket_bytes=64), state=MEAN.init(PARAMS)),

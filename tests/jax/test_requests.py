@@ -30,7 +30,11 @@ TWO_AXES = ("node", "chip")
 Case = Callable[[Any, Any], Any]
 
 #: Of each number of replicas, groups of one size; the second in an order of its own.
-GROUPS = {2: [((0,), (1,)), ((1, 0),)], 3: [((0,), (1,), (2,)), ((2, 0, 1),)], 4: [((0, 1), (2, 3)), ((2, 0), (1, 3))]}
+GROUPS = {
+    2: [((0,), (1,)), ((1, 0),)],
+    3: [((0,), (1,), (2,)), ((2, 0, 1),)],
+    4: [((0, 1), (2, 3)), ((2, 0), (1, 3))],
+}
 #: For sums they may be of several.
 UNEQUAL = {3: ((0, 2), (1,)), 4: ((0, 2, 3), (1,))}
 
@@ -39,11 +43,15 @@ def given(replicas):
     """Of each replica its own: small integers, which every dtype holds."""
     rng = np.random.default_rng(replicas)
     shapes = {"m": (3, 2), "v": (12,), "s": (), "none": (0, 3)}
-    return {name: rng.integers(-8, 9, (replicas, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    return {
+        name: rng.integers(-8, 9, (replicas, *shape)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
 
 
 async def everything(ops, x, groups, sums_in):
-    """The answers to each kind of request, in several dtypes and groups: of all replicas ("all: …"), and of some."""
+    """The answers to each kind of request, in several dtypes and groups: of all replicas ("all:
+    …"), and of some."""
     m, v, s, none = x["m"], x["v"], x["s"], x["none"]
     size = await rq.world_size()
     assert type(size) is int
@@ -104,7 +112,8 @@ def in_numpy(case, x, replicas):
 
 
 def mapped(body, mode, replicas):
-    """A function of one replica's arrays on all replicas, which are a leading axis of what it is given and returns."""
+    """A function of one replica's arrays on all replicas, which are a leading axis of what it is
+    given and returns."""
     if mode == "vmap":
         return jax.jit(jax.vmap(body, axis_name=AXIS))
     if mode == "pmap":
@@ -117,14 +126,21 @@ def mapped(body, mode, replicas):
     def one(x):
         return jax.tree.map(lambda y: y[None], body(jax.tree.map(lambda y: y[0], x)))
 
-    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=mode != "shard_map"))
+    return jax.jit(
+        jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=mode != "shard_map")
+    )
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.usefixtures("float16_in_jax")
 @pytest.mark.parametrize(
     ("mode", "replicas"),
-    [*((mode, 4) for mode in MODES if mode != "pmap"), ("two axes", 4), ("pmap", 3), ("shard_map_vma", 3)],
+    [
+        *((mode, 4) for mode in MODES if mode != "pmap"),
+        ("two axes", 4),
+        ("pmap", 3),
+        ("shard_map_vma", 3),
+    ],
 )
 def test_every_kind_of_request_is_answered_as_by_the_simulator(mode, replicas):
     groups, sums = GROUPS[replicas], [*GROUPS[replicas], *filter(None, [UNEQUAL.get(replicas)])]
@@ -148,7 +164,9 @@ def test_every_kind_of_request_is_answered_as_by_the_simulator(mode, replicas):
     received, expected = mapped(body, mode, replicas)(x), in_numpy(case, x, replicas)
     assert received.keys() == expected.keys()
     for name, leaves in expected.items():
-        for i, (wanted, leaf) in enumerate(zip(jax.tree.leaves(leaves), jax.tree.leaves(received[name]), strict=True)):
+        for i, (wanted, leaf) in enumerate(
+            zip(jax.tree.leaves(leaves), jax.tree.leaves(received[name]), strict=True)
+        ):
             if "index" not in name:  # an int in NumPy
                 assert leaf.dtype == wanted.dtype, name
             exact = "mean" not in name and "part" not in name
@@ -156,8 +174,13 @@ def test_every_kind_of_request_is_answered_as_by_the_simulator(mode, replicas):
             message = f"{name}, {i}"
             np.testing.assert_allclose(np.asarray(leaf).astype(float), np.asarray(wanted).astype(float), rtol=tolerance, atol=tolerance, err_msg=message)  # fmt: skip
     if mode in ("shard_map_vma", "two axes"):
-        several = [each for each in [*groups, *sums] if 1 < len(each) < replicas]  # whose answers differ between them
-        differ = {f"{each}: {of}" for each in several for of in ("mean", "sum", "max", "gathered", "joined", "part")}
+        # whose answers differ between them
+        several = [each for each in [*groups, *sums] if 1 < len(each) < replicas]
+        differ = {
+            f"{each}: {of}"
+            for each in several
+            for of in ("mean", "sum", "max", "gathered", "joined", "part")
+        }
         assert not any(same for name, same in equal.items() if name in differ)
         assert all(same for name, same in equal.items() if name.startswith("all: "))
 
@@ -166,12 +189,17 @@ def test_every_kind_of_request_is_answered_as_by_the_simulator(mode, replicas):
 def test_what_is_sent_is_what_the_requests_say(replicas):
     """In the unit of an all-reduce; counted from the jaxpr, on an axis without devices."""
     groups = GROUPS[replicas]
-    case = partial(everything, groups=groups, sums_in=UNEQUAL.get(replicas, ()) and [UNEQUAL[replicas]])
+    case = partial(
+        everything, groups=groups, sums_in=UNEQUAL.get(replicas, ()) and [UNEQUAL[replicas]]
+    )
     x = {name: a[0] for name, a in given(replicas).items()}
-    sent = collective_traffic(lambda x: drive(case(JaxOps(), x), AXIS), x, axis_env=[(AXIS, replicas)])
+    sent = collective_traffic(
+        lambda x: drive(case(JaxOps(), x), AXIS), x, axis_env=[(AXIS, replicas)]
+    )
     abstract = {name: AbstractArray(a.shape, "float32") for name, a in x.items()}
     said = rehearsed(case(AbstractOps(), abstract), world_size=replicas).traffic
-    alone = [each for each in groups if len(each[0]) == 1]  # who exchanges with nobody sends nothing
+    # who exchanges with nobody sends nothing
+    alone = [each for each in groups if len(each[0]) == 1]
     for each in alone:
         for of_group in (
             rq.reduce_max(abstract["v"], groups=each),
@@ -181,7 +209,9 @@ def test_what_is_sent_is_what_the_requests_say(replicas):
             rq.reduce_scatter([abstract["v"]], [(12,)], groups=each),
         ):
             nothing = rehearsed(of_group, world_size=replicas).traffic
-            said = gradwire.Traffic(said.collectives - nothing.collectives, said.nbytes - nothing.nbytes)
+            said = gradwire.Traffic(
+                said.collectives - nothing.collectives, said.nbytes - nothing.nbytes
+            )
     assert total_traffic(sent) == gradwire.Traffic(said.collectives, said.nbytes)
 
 
@@ -201,7 +231,9 @@ def test_side_by_side_they_share_one_message_of_each_kind_and_dtype():
 
     x = given(4)
     first = {n: a[0] for n, a in x.items()}
-    sent = collective_traffic(lambda x: drive(all_of_them(JaxOps(), x), AXIS), first, axis_env=[(AXIS, 4)])
+    sent = collective_traffic(
+        lambda x: drive(all_of_them(JaxOps(), x), AXIS), first, axis_env=[(AXIS, 4)]
+    )
     assert [(c.kind, c.dtype) for c in sent] == [
         ("all_reduce", "float32"),
         ("all_reduce", "float32"),
@@ -212,7 +244,9 @@ def test_side_by_side_they_share_one_message_of_each_kind_and_dtype():
     ]
     received = mapped(lambda x: drive(all_of_them(JaxOps(), x), AXIS), "pmap", 4)(x)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(np.asarray(a, float), np.asarray(b, float), rtol=1e-5),
+        lambda a, b: np.testing.assert_allclose(
+            np.asarray(a, float), np.asarray(b, float), rtol=1e-5
+        ),
         received,
         in_numpy(all_of_them, x, 4),
     )
@@ -227,7 +261,10 @@ def test_what_is_gathered_counts_when_a_step_is_judged():
     x = given(2) | {"s": np.array([1, -1], np.float32)}
     for options, finite in (({}, True), ({"watched": True}, False), ({"watched": False}, True)):
         case = partial(judged, **options)
-        assert mapped(lambda x, case=case: drive(case(JaxOps(), x), AXIS), "pmap", 2)(x).tolist() == [finite] * 2
+        assert (
+            mapped(lambda x, case=case: drive(case(JaxOps(), x), AXIS), "pmap", 2)(x).tolist()
+            == [finite] * 2
+        )
         assert in_numpy(case, x, 2).tolist() == [finite] * 2
 
 
@@ -258,7 +295,13 @@ class InPairs(Compressor):
 
 
 def test_init_takes_the_number_of_replicas_from_groups_or_from_the_map():
-    tx, params = average_gradients(InPairs(error_feedback=False), axis_name=AXIS), {"a": jnp.ones(24)}
+    tx, params = (
+        average_gradients(InPairs(error_feedback=False), axis_name=AXIS),
+        {"a": jnp.ones(24)},
+    )
     tx.init(params)
-    inside = jax.vmap(lambda _: stats(average_gradients(TOP_K, axis_name=AXIS).init(params)).wire_bytes, axis_name=AXIS)
+    inside = jax.vmap(
+        lambda _: stats(average_gradients(TOP_K, axis_name=AXIS).init(params)).wire_bytes,
+        axis_name=AXIS,
+    )
     assert jax.jit(inside)(jnp.zeros(3)).tolist() == [3 * (6 * 4 + 4) / 2] * 3

@@ -1,4 +1,5 @@
-"""Known answers on JAX's devices: what compiled programs make of them, which doors look, and where nothing can be looked at."""
+"""Known answers on JAX's devices: what compiled programs make of them, which doors look, and where
+nothing can be looked at."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,8 @@ def looks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METHODS]
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METHODS],
 )
 def test_compiled_programs_are_right(name):
     here.check_here(METHODS[name].algorithm, {each: Spec(shape) for each, shape in SHAPES.items()})
@@ -53,7 +55,9 @@ def test_compiled_programs_are_right(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rank_2", "half_step", "wire_int8", "top_k", "sign"])
 def test_compiled_programs_are_right_in_bfloat16(name):
-    here.check_here(METHODS[name].algorithm, {each: Spec(shape, "bfloat16") for each, shape in SHAPES.items()})
+    here.check_here(
+        METHODS[name].algorithm, {each: Spec(shape, "bfloat16") for each, shape in SHAPES.items()}
+    )
 
 
 def saturating(ops, x, *, out=None):
@@ -71,12 +75,19 @@ def short(ops, x, y, *, out=None):
 @pytest.mark.parametrize(
     ("algorithm", "kernel", "wrong", "what"),
     [
-        (Quantize("int8"), "nearest_bytes", saturating, "the average of 'matrix', float32\\[256, 512\\], in step 0"),
+        (
+            Quantize("int8"),
+            "nearest_bytes",
+            saturating,
+            "the average of 'matrix', float32\\[256, 512\\], in step 0",
+        ),
         pytest.param(PowerSGD(2), "matmul", short, "the average of", marks=pytest.mark.slow),
     ],
     ids=["saturating", "short mantissas"],
 )
-def test_a_kernel_that_is_wrong_when_compiled_is_refused_by_init(monkeypatch, algorithm, kernel, wrong, what):
+def test_a_kernel_that_is_wrong_when_compiled_is_refused_by_init(
+    monkeypatch, algorithm, kernel, wrong, what
+):
     monkeypatch.setattr(JaxOps, kernel, wrong)
     for _ in range(2):
         with pytest.raises(ValueError, match=f"computes wrong numbers on cpu .*{what}") as refused:
@@ -98,9 +109,14 @@ DOORS = {
     "average_gradients": (lambda: gw.average_gradients(Sign(), axis_name=AXIS), Sign()),
     "power_sgd": (lambda: gw.power_sgd(2, axis_name=AXIS), PowerSGD(2)),
     "two levels": (lambda: gw.power_sgd(2, axis_name=AXIS, within=2), PowerSGD(2)),
-    "optax.chain": (lambda: optax.chain(gw.power_sgd(2, axis_name=AXIS), optax.sgd(0.1)), PowerSGD(2)),
+    "optax.chain": (
+        lambda: optax.chain(gw.power_sgd(2, axis_name=AXIS), optax.sgd(0.1)),
+        PowerSGD(2),
+    ),
     "local_sgd": (
-        lambda: gw.local_sgd(optax.sgd(0.1), LocalSGD(2, compressor=Quantize("int8")), axis_name=AXIS),
+        lambda: gw.local_sgd(
+            optax.sgd(0.1), LocalSGD(2, compressor=Quantize("int8")), axis_name=AXIS
+        ),
         Quantize("int8"),
     ),
     "zero1": (
@@ -130,15 +146,23 @@ def test_compare_looks_where_init_could_not(looks):
 
 TRACED = {
     "eval_shape": lambda tx: jax.eval_shape(tx.init, PARAMS),
-    "eval_shape of what is known": lambda tx: jax.eval_shape(lambda: tx.init({"w": np.zeros((32, 16), np.float32)})),
+    "eval_shape of what is known": lambda tx: jax.eval_shape(
+        lambda: tx.init({"w": np.zeros((32, 16), np.float32)})
+    ),
     "jit": lambda tx: jax.jit(tx.init)(PARAMS),
     "ahead of time": lambda tx: jax.jit(tx.init).lower(jax.eval_shape(lambda: PARAMS)).compile(),
     "shard_map": lambda tx: jax.jit(
         jax.shard_map(
-            lambda p: tx.init(p).step, mesh=jax.make_mesh((2,), (AXIS,)), in_specs=P(), out_specs=P(), check_vma=False
+            lambda p: tx.init(p).step,
+            mesh=jax.make_mesh((2,), (AXIS,)),
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
         )
     )(PARAMS),
-    "vmap": lambda tx: jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS)({"w": jnp.ones((2, 8, 4))}),
+    "vmap": lambda tx: jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS)(
+        {"w": jnp.ones((2, 8, 4))}
+    ),
 }
 
 
@@ -166,7 +190,12 @@ def test_a_state_that_is_put_on_devices_catches_up(looks, place):
 
 def test_settings_of_the_user_have_no_part_in_it_and_stay():
     mesh = jax.make_mesh((2, 2), ("x", AXIS))
-    with jax.debug_nans(True), jax.debug_infs(True), jax.transfer_guard("disallow"), jax.set_mesh(mesh):
+    with (
+        jax.debug_nans(True),
+        jax.debug_infs(True),
+        jax.transfer_guard("disallow"),
+        jax.set_mesh(mesh),
+    ):
         here.check_here(WireDtype(AllReduce(), "int8"), {"w": Spec((4, 4))})
         assert jax.config.jax_debug_nans
         assert jax.sharding.get_abstract_mesh().axis_names == ("x", AXIS)

@@ -13,7 +13,8 @@ from gradwire.jax_backend.ops.kernels import JaxOps
 from tests.bounds import relative
 from tests.jax.replicas import AXIS, Replicas, gradients
 
-#: Vectors of one length, of another, and of one whose bits fill no whole bytes; matrices, small ones of one shape in stacks.
+#: Vectors of one length, of another, and of one whose bits fill no whole bytes; matrices, small
+#: ones of one shape in stacks.
 SHAPES = {
     **{f"v{i}": (24,) for i in range(9)},
     **{f"long{i}": (1024,) for i in range(2)},
@@ -25,7 +26,11 @@ SHAPES = {
 
 @pytest.mark.parametrize(
     ("algorithm", "mode"),
-    [(Sign(), "pmap"), (Sign(per="row", magnitudes=2), "shard_map_vma"), (Sign(per="column", magnitudes=2), "vmap")],
+    [
+        (Sign(), "pmap"),
+        (Sign(per="row", magnitudes=2), "shard_map_vma"),
+        (Sign(per="column", magnitudes=2), "vmap"),
+    ],
     ids=str,
 )
 def test_together_they_follow_the_simulator(algorithm, mode):
@@ -47,7 +52,9 @@ def test_together_they_follow_the_simulator(algorithm, mode):
 @pytest.mark.parametrize("shape", [(128, 256), (3, 64, 128), (130, 128), (64, 130), (40,)], ids=str)
 def test_bits_come_back_on_a_tpu(shape, monkeypatch):
     """Where rows fill its tiles, bytes are in their order."""
-    monkeypatch.setattr(lax, "platform_dependent", lambda *arrays, default, tpu=None: (tpu or default)(*arrays))
+    monkeypatch.setattr(
+        lax, "platform_dependent", lambda *arrays, default, tpu=None: (tpu or default)(*arrays)
+    )
     ops, x = JaxOps(), jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
     packed = ops.pack_bits(x > 0, of=x)
     assert packed.shape == (-(-x.size // 8),)

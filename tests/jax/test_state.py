@@ -1,4 +1,5 @@
-"""A training state in its forms: nothing is lost from one to another, whatever it is wrapped in, and no device comes to hold the memory of all replicas."""
+"""A training state in its forms: nothing is lost from one to another, whatever it is wrapped in,
+and no device comes to hold the memory of all replicas."""
 
 import functools
 import logging
@@ -24,7 +25,10 @@ from gradwire.jax_backend.state import checkpoint, placement, survey
 from tests import launch
 from tests.jax.replicas import AXIS, Replicas, equal, gradients, mesh_of, through_orbax
 
-PARAMS = {"w": np.linspace(-1, 1, 24 * 16, dtype=np.float32).reshape(24, 16), "b": np.zeros(16, np.float32)}
+PARAMS = {
+    "w": np.linspace(-1, 1, 24 * 16, dtype=np.float32).reshape(24, 16),
+    "b": np.zeros(16, np.float32),
+}
 ROWS = (24, 16)
 
 
@@ -62,12 +66,17 @@ def marked(specs):
 
 def test_specs_mark_the_error_and_nothing_else():
     specs = gw.partition_specs(train_state(), AXIS)
-    assert marked(specs) == [".opt_state[0].local.per_replica['error']['w']", ".opt_state[0].record.per_replica"]
+    assert marked(specs) == [
+        ".opt_state[0].local.per_replica['error']['w']",
+        ".opt_state[0].record.per_replica",
+    ]
     assert error_of(specs) == jax.P(AXIS)
     two = "hosts", AXIS
     assert error_of(gw.partition_specs(train_state(two), two)) == jax.P(two)
     of_shapes = gw.partition_specs(jax.eval_shape(train_state), AXIS)
-    assert jax.tree.leaves(jax.tree.map(str, of_shapes)) == jax.tree.leaves(jax.tree.map(str, specs))
+    assert jax.tree.leaves(jax.tree.map(str, of_shapes)) == jax.tree.leaves(
+        jax.tree.map(str, specs)
+    )
 
 
 @pytest.mark.parametrize(("replicas", "first"), [(4, 0), (2, 2)])
@@ -111,13 +120,20 @@ def no_host(monkeypatch):
 def test_no_array_comes_to_the_host_and_no_device_holds_all_rows():
     """And a state that was made by `init` is the start of every replica."""
     begun = gw.distribute(train_state(), mesh_of(4), AXIS)
-    assert all(not error_of(state).any() for state in (begun, gw.unreplicate(gw.replicate(train_state()))))
+    assert all(
+        not error_of(state).any() for state in (begun, gw.unreplicate(gw.replicate(train_state())))
+    )
     first = begun.opt_state[0]
     add = jax.jit(lambda x: x + jnp.arange(4, dtype=x.dtype).reshape(-1, *[1] * (x.ndim - 1)))
     own = first._replace(local=jax.tree.map(add, first.local))
     placed = begun.replace(opt_state=(own, *begun.opt_state[1:]))
     back = gw.unreplicate(gw.replicate(placed, axis_name=AXIS))
-    for state in (placed, back, gw.distribute(back, mesh_of(4), AXIS), gw.distribute(placed, mesh_of(4), AXIS)):
+    for state in (
+        placed,
+        back,
+        gw.distribute(back, mesh_of(4), AXIS),
+        gw.distribute(placed, mesh_of(4), AXIS),
+    ):
         shards = error_of(state).addressable_shards
         assert {shard.device for shard in shards} == set(jax.devices())
         for i, shard in enumerate(shards):
@@ -133,7 +149,12 @@ def test_no_array_comes_to_the_host_and_no_device_holds_all_rows():
 def test_several_axes_are_replicas_together():
     mesh = jax.make_mesh((2, 2), ("hosts", AXIS), axis_types=(AxisType.Auto,) * 2)
     placed = gw.distribute(with_errors(train_state(("hosts", AXIS))), mesh, ("hosts", AXIS))
-    assert [float(s.data[0, 0, 0]) for s in error_of(placed).addressable_shards] == [0, 384, 768, 1152]
+    assert [float(s.data[0, 0, 0]) for s in error_of(placed).addressable_shards] == [
+        0,
+        384,
+        768,
+        1152,
+    ]
     # Over one of two axes: two replicas, each on two devices.
     placed = gw.distribute(with_errors(train_state("hosts"), 2), mesh, "hosts")
     assert [float(s.data[0, 0, 0]) for s in error_of(placed).addressable_shards] == [0, 0, 384, 384]
@@ -154,7 +175,12 @@ def test_a_step_under_pmap_is_compiled_once():
 def test_checkpoints_of_flax_and_of_orbax_without_a_target(tmp_path):
     """In which types are gone; the mark is not."""
     state = with_errors(train_state())
-    assert equal(serialization.from_bytes(jax.tree.map(jnp.zeros_like, state), serialization.to_bytes(state)), state)
+    assert equal(
+        serialization.from_bytes(
+            jax.tree.map(jnp.zeros_like, state), serialization.to_bytes(state)
+        ),
+        state,
+    )
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", gw.distribute(state, mesh_of(4), AXIS))
         checkpointer.wait_until_finished()
@@ -179,15 +205,24 @@ assert serialization.__spec__.loader.get_source("flax.serialization")
 
 
 def test_flax_may_be_imported_after_a_state_was_made():
-    subprocess.run([sys.executable, "-c", LATE], env=launch.environment("late"), check=True, timeout=240)
+    subprocess.run(
+        [sys.executable, "-c", LATE], env=launch.environment("late"), check=True, timeout=240
+    )
 
 
-@pytest.mark.parametrize("leaf", [np.float32(2), 3, jnp.bfloat16(1.5), np.arange(3), jax.random.key(3)])
+@pytest.mark.parametrize(
+    "leaf", [np.float32(2), 3, jnp.bfloat16(1.5), np.arange(3), jax.random.key(3)]
+)
 def test_leaves_of_every_kind(leaf):
     spread = gw.replicate({"x": leaf})["x"]
     assert spread.shape == (4, *np.shape(leaf))
-    for back in gw.unreplicate({"x": spread})["x"], gw.distribute({"x": leaf}, mesh_of(4), AXIS)["x"]:
-        data = jax.random.key_data if jnp.issubdtype(back.dtype, jax.dtypes.prng_key) else np.asarray
+    for back in (
+        gw.unreplicate({"x": spread})["x"],
+        gw.distribute({"x": leaf}, mesh_of(4), AXIS)["x"],
+    ):
+        data = (
+            jax.random.key_data if jnp.issubdtype(back.dtype, jax.dtypes.prng_key) else np.asarray
+        )
         assert np.array_equal(data(back), data(leaf))
 
 
@@ -208,7 +243,9 @@ SPECS = {"w": jax.P(None, "ici"), "b": jax.P("ici")}
 @functools.cache
 def slices(replicas, devices=1, kind=AxisType.Auto):
     there = jax.devices()[: replicas * devices]
-    return jax.make_mesh((replicas, devices), ("dcn", "ici"), axis_types=(kind, kind), devices=there)
+    return jax.make_mesh(
+        (replicas, devices), ("dcn", "ici"), axis_types=(kind, kind), devices=there
+    )
 
 
 def params_on(mesh):
@@ -235,13 +272,17 @@ def train_step(mesh):
     def step(state, x):
         return state.apply_gradients(grads=jax.grad(loss)(gw.mark_varying(state.params, "dcn"), x))
 
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, jax.P("dcn")), out_specs=specs, axis_names={"dcn"})
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, jax.P("dcn")), out_specs=specs, axis_names={"dcn"}
+    )
     return jax.jit(mapped, out_shardings=jax.tree.map(lambda x: x.sharding, state))
 
 
 def run(state, mesh, steps):
     for t in steps:
-        state = train_step(mesh)(state, jax.device_put(batch(t), NamedSharding(mesh, jax.P(("dcn", "ici")))))
+        state = train_step(mesh)(
+            state, jax.device_put(batch(t), NamedSharding(mesh, jax.P(("dcn", "ici"))))
+        )
     return state
 
 
@@ -270,7 +311,9 @@ def test_a_fresh_run_restores_a_checkpoint_and_goes_on(before, now, tmp_path):
         assert np.array_equal(x, y)
         assert x.sharding == shape.sharding
     # No device holds more than its share of the rows.
-    assert {shard.data.size for shard in error_of(state).addressable_shards} == {before[0] * 384 // now[0] // now[1]}
+    assert {shard.data.size for shard in error_of(state).addressable_shards} == {
+        before[0] * 384 // now[0] // now[1]
+    }
     if now[0] != before[0]:
         state = gw.distribute(gw.set_replicas(state, now[0]), mesh, "dcn")
         assert shapes_on_devices(error_of(state)) == [(1, *ROWS)] * now[0]
@@ -286,9 +329,15 @@ def test_abstract_states_are_those_that_distribute_makes():
     local = gw.stack_replicas((PARAMS, tx.init(PARAMS)))
     of_one = gw.distribute(train_state(), mesh, AXIS)
     for state in (train_state(), of_one, gw.unreplicate(gw.replicate(train_state())), local):
-        trees = (gw.distribute(state, mesh, AXIS), gw.abstract_state(state, 4, mesh, AXIS), gw.abstract_state(state, 4))
+        trees = (
+            gw.distribute(state, mesh, AXIS),
+            gw.abstract_state(state, 4, mesh, AXIS),
+            gw.abstract_state(state, 4),
+        )
         for x, shape, no_mesh in zip(*map(jax.tree.leaves, trees), strict=True):
-            assert (x.shape, x.dtype) == (shape.shape, shape.dtype) == (no_mesh.shape, no_mesh.dtype)
+            assert (
+                (x.shape, x.dtype) == (shape.shape, shape.dtype) == (no_mesh.shape, no_mesh.dtype)
+            )
             assert x.sharding.is_equivalent_to(shape.sharding, x.ndim)
             assert no_mesh.sharding is None
 
@@ -321,9 +370,18 @@ def test_a_state_that_is_made_where_it_lies(replicas, devices, kind):
 
     shapes = gw.abstract_state(jax.eval_shape(make, params), replicas, mesh, "dcn", params=params)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    program = jax.jit(lambda p: gw.distribute(make(p), mesh, "dcn"), out_shardings=shardings).lower(params).compile()
-    assert not any(f" {c}(" in program.as_text() for c in ("all-gather", "all-to-all", "all-reduce"))
-    for x, y in zip(*map(jax.tree.leaves, (program(params), gw.distribute(fresh(mesh), mesh, "dcn"))), strict=True):
+    program = (
+        jax.jit(lambda p: gw.distribute(make(p), mesh, "dcn"), out_shardings=shardings)
+        .lower(params)
+        .compile()
+    )
+    assert not any(
+        f" {c}(" in program.as_text() for c in ("all-gather", "all-to-all", "all-reduce")
+    )
+    for x, y in zip(
+        *map(jax.tree.leaves, (program(params), gw.distribute(fresh(mesh), mesh, "dcn"))),
+        strict=True,
+    ):
         assert np.array_equal(x, y)
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
@@ -343,7 +401,9 @@ def test_memory_lies_as_its_parameter_does():
             assert {n: x.sharding.spec for n, x in tree.items()} == SPECS
     assert error_of(gw.set_replicas(placed, 1)).sharding.spec == jax.P(None, None, "ici")
     # Shapes with shardings make the same state as arrays.
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
     state = gw.power_sgd(2, axis_name="dcn").init(shapes)
     assert state.local.per_replica["error"]["w"].sharding.spec == jax.P(None, None, "ici")
     # Of three rows for two replicas each is cut along an axis that is still whole.
@@ -361,7 +421,10 @@ def test_memory_lies_as_its_parameter_does():
 def test_shapes_as_parameters_lie():
     """Under local SGD too, of which every array has a row for each replica."""
     mesh = slices(2, 2)
-    params = {"layer": params_on(mesh), "w": jax.device_put(jnp.ones(ROWS), NamedSharding(mesh, jax.P("ici")))}
+    params = {
+        "layer": params_on(mesh),
+        "w": jax.device_put(jnp.ones(ROWS), NamedSharding(mesh, jax.P("ici"))),
+    }
     tx = gw.diloco(optax.adam(1e-2), 4, axis_name="dcn")
 
     def make(params):
@@ -369,26 +432,36 @@ def test_shapes_as_parameters_lie():
 
     shapes = gw.abstract_state(jax.eval_shape(make, params), 2, mesh, "dcn", params=params)
     own, state = shapes.per_replica
-    for tree in (own, state.averages.memory["outer"], state.averages.memory["velocity"], state.inner[0].mu):
+    for tree in (
+        own,
+        state.averages.memory["outer"],
+        state.averages.memory["velocity"],
+        state.inner[0].mu,
+    ):
         assert tree["layer"]["w"].sharding.spec == jax.P("dcn", None, "ici")
         assert tree["layer"]["b"].sharding.spec == tree["w"].sharding.spec == jax.P("dcn", "ici")
     assert state.inner[0].count.sharding.spec == jax.P("dcn")
 
 
-# The compressor's state in portable form: resized, loaded into another model, and sent through files.
+# The compressor's state in portable form: resized, loaded into another model, and sent through
+# files.
 
 SHAPES = {"in": (24, 32), "out": (32, 16), "bias": (16,)}
 HALF = PowerSGD(2, half_step=True, start_step=3)
 
 
 def init(algorithm=HALF, shapes=SHAPES):
-    return gw.average_gradients(algorithm, axis_name=AXIS).init({n: jnp.zeros(s) for n, s in shapes.items()})
+    return gw.average_gradients(algorithm, axis_name=AXIS).init(
+        {n: jnp.zeros(s) for n, s in shapes.items()}
+    )
 
 
 @functools.cache
 def trained_compressor():
     """After six steps. (That a run goes on to the bit is in tests/composition.)"""
-    replicas = Replicas(gw.average_gradients(HALF, axis_name=AXIS), {n: jnp.zeros(s) for n, s in SHAPES.items()})
+    replicas = Replicas(
+        gw.average_gradients(HALF, axis_name=AXIS), {n: jnp.zeros(s) for n, s in SHAPES.items()}
+    )
     for step in range(6):
         replicas.update(gradients(SHAPES, step))
     return jax.tree.map(jnp.asarray, replicas.global_state())
@@ -400,7 +473,9 @@ def test_a_distributed_state_is_taken_as_it_lies():
     assert jax.tree.structure(gw.partition_specs(placed, AXIS)) == jax.tree.structure(mine)
     portable = (gw.to_portable(state, HALF, errors="all") for state in (placed, mine))
     jax.tree.map(np.testing.assert_array_equal, *portable)
-    assert equal(jax.device_get(gw.set_replicas(placed, 2)), jax.device_get(gw.set_replicas(mine, 2)))
+    assert equal(
+        jax.device_get(gw.set_replicas(placed, 2)), jax.device_get(gw.set_replicas(mine, 2))
+    )
 
 
 def test_a_state_that_does_not_fit_is_refused_or_gives_what_fits(caplog):
@@ -426,7 +501,10 @@ def test_a_state_that_does_not_fit_is_refused_or_gives_what_fits(caplog):
         assert np.array_equal(tree["in"], old["in"])
     assert np.array_equal(got.memory["q"]["new"], like.memory["q"]["new"])
     np.testing.assert_allclose(
-        got.local.per_replica["error"]["in"][0], mine.local.per_replica["error"]["in"].mean(0), rtol=0, atol=1e-5
+        got.local.per_replica["error"]["in"][0],
+        mine.local.per_replica["error"]["in"].mean(0),
+        rtol=0,
+        atol=1e-5,
     )
 
 
@@ -448,7 +526,10 @@ def test_units_of_a_loss_scale_are_left_behind_and_orbax_brings_back_the_rest(tm
 
 @pytest.mark.parametrize(
     "algorithm",
-    [PowerSGD(2, warm_start=False, error_feedback=False), WireDtype(PowerSGD(2, state_dtype="bfloat16"), "bfloat16")],
+    [
+        PowerSGD(2, warm_start=False, error_feedback=False),
+        WireDtype(PowerSGD(2, state_dtype="bfloat16"), "bfloat16"),
+    ],
     ids=["no memory", "bfloat16"],
 )
 def test_every_kind_of_memory_comes_back(algorithm):
@@ -460,7 +541,8 @@ def test_every_kind_of_memory_comes_back(algorithm):
     like = init(algorithm)
     assert equal(gw.from_portable(saved, algorithm, like, replicas=1), made)
     tensors = jax.tree.map(
-        lambda x: torch.from_numpy(np.asarray(x, np.float32)).bfloat16() if np.ndim(x) > 1 else x, saved
+        lambda x: torch.from_numpy(np.asarray(x, np.float32)).bfloat16() if np.ndim(x) > 1 else x,
+        saved,
     )
     if saved["local"]:  # as torch would hand it over
         assert equal(gw.from_portable(tensors, algorithm, like, replicas=1), made)

@@ -23,12 +23,22 @@ def test_bytes_are_those_of_the_plan():
     low, dense = gw.power_sgd(2, axis_name=AXIS), gw.average_gradients(AllReduce(), axis_name=AXIS)
     tx = optax.partition({"low": low, "dense": dense}, {"w": "low", "b": "dense", "v": "low"})
     coded = WireDtype(PowerSGD(1, half_step=True), "bfloat16")
-    for made, algorithm in ((tx, PowerSGD(2)), (gw.average_gradients(coded, axis_name=AXIS), coded)):
+    for made, algorithm in (
+        (tx, PowerSGD(2)),
+        (gw.average_gradients(coded, axis_name=AXIS), coded),
+    ):
         found = gw.stats({"opt": (made.init(PARAMS), optax.EmptyState())})
         assert found.wire_bytes == gradwire.plan(SHAPES, algorithm).wire_bytes
-        assert (found.steps, found.local_error_norm, found.skipped_steps, found.bytes_sent) == (0, 0, 0, 0)
+        assert (found.steps, found.local_error_norm, found.skipped_steps, found.bytes_sent) == (
+            0,
+            0,
+            0,
+            0,
+        )
         assert found.compression_ratio == 1
-    optimizer = nnx.Optimizer(nnx.Linear(32, 24, rngs=nnx.Rngs(0)), optax.chain(low, optax.adam(1e-3)), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(
+        nnx.Linear(32, 24, rngs=nnx.Rngs(0)), optax.chain(low, optax.adam(1e-3)), wrt=nnx.Param
+    )
     plan = gradwire.plan({"kernel": (32, 24), "bias": (24,)}, PowerSGD(2))
     assert gw.stats(optimizer.opt_state).wire_bytes == plan.wire_bytes
 
@@ -50,17 +60,23 @@ def test_before_the_start_everything_is_sent():
 
 def of_levels(sent, near=((0, 1), (2, 3))):
     """Bytes in all, inside nodes, and of both replicas of a node to the other node."""
-    total, within = (sum(x) for x in zip(*((t.nbytes, t.in_groups(near)[1]) for t in sent), strict=True))
+    total, within = (
+        sum(x) for x in zip(*((t.nbytes, t.in_groups(near)[1]) for t in sent), strict=True)
+    )
     return total, within, 2 * (total - within)
 
 
 LOCAL = {
     "two levels": (diloco(2, fragments=2, subgroup=2, compressor=TwoLevel(PowerSGD(2), 2)), 4),
     "groups": (LocalSGD({2: 1, "all": 2}, subgroup=2), 4),
-    "compressor's warm-up": (diloco(2, start_step=1, compressor=PowerSGD(2, start_step=1, half_step=True)), 7),
+    "compressor's warm-up": (
+        diloco(2, start_step=1, compressor=PowerSGD(2, start_step=1, half_step=True)),
+        7,
+    ),
 }
 ROWS = [
-    pytest.param(*case, id=name, marks=pytest.mark.slow if name != "groups" else ()) for name, case in LOCAL.items()
+    pytest.param(*case, id=name, marks=pytest.mark.slow if name != "groups" else ())
+    for name, case in LOCAL.items()
 ]
 
 
@@ -77,7 +93,11 @@ def test_local_sgd_is_counted_as_its_replicas_send(local, steps):
         state = tx.step(jax.tree.map(lambda x: x[0], g), gw.this_replica(state))
         return gw.stack_replicas(state), jax.tree.map(lambda x: x[None], gw.stats(state))
 
-    shards = {"in_specs": (jax.P(AXIS), specs), "out_specs": (specs, jax.P(AXIS)), "check_vma": False}
+    shards = {
+        "in_specs": (jax.P(AXIS), specs),
+        "out_specs": (specs, jax.P(AXIS)),
+        "check_vma": False,
+    }
     mapped, sim, sent = (
         jax.jit(jax.shard_map(step, mesh=mesh, **shards)),
         LocalSimulator(local, PARAMS, 4, dtype="float32"),
@@ -85,14 +105,20 @@ def test_local_sgd_is_counted_as_its_replicas_send(local, steps):
     )
     for t in range(steps):
         given = gradients(SHAPES, t)
-        rows = jax.device_put(jax.tree.map(lambda *x: jnp.stack(x), *given), jax.NamedSharding(mesh, jax.P(AXIS)))
+        rows = jax.device_put(
+            jax.tree.map(lambda *x: jnp.stack(x), *given), jax.NamedSharding(mesh, jax.P(AXIS))
+        )
         state, inside = mapped(rows, state)
         sim.step(given, lambda _, p, g: {n: p[n] - 0.1 * g[n] for n in p})
         sent.append(sim.traffic)
     inside = jax.tree.map(np.asarray, inside)
     found, errors = gw.stats(state), state.per_replica[1].averages.memory.get("error", {})
     total, within, between = of_levels(sent)
-    two = (within, between) if local.compressor and hasattr(local.compressor, "within") else (0, total)
+    two = (
+        (within, between)
+        if local.compressor and hasattr(local.compressor, "within")
+        else (0, total)
+    )
     assert (found.steps, found.bytes_sent) == (steps, total)
     assert (found.within_bytes, found.between_bytes) == two
     assert np.isclose(found.compression_ratio, found.dense_bytes / two[1])
@@ -106,7 +132,9 @@ def test_local_sgd_is_counted_as_its_replicas_send(local, steps):
 
 
 def test_a_start_later_than_any_count_of_steps():
-    tx = gw.diloco(optax.sgd(0.1), 3_000_000, compressor=PowerSGD(2, start_step=1_000), axis_name=AXIS)
+    tx = gw.diloco(
+        optax.sgd(0.1), 3_000_000, compressor=PowerSGD(2, start_step=1_000), axis_name=AXIS
+    )
     assert gw.stats(tx.init(PARAMS)).steps == 0
 
 
@@ -114,7 +142,9 @@ def test_what_torch_has_too_is_called_the_same():
     found = gw.stats(gw.power_sgd(2, axis_name=AXIS).init(PARAMS))
     theirs = Stats(1, 0, 2, 100, 200, local_error_norms=((100, 1.0),))
     assert found.scalars().keys() == theirs.scalars().keys()
-    assert {"wire_bytes", "local_error_norm"} == {name for name in found._fields if not hasattr(theirs, name)}
+    assert {"wire_bytes", "local_error_norm"} == {
+        name for name in found._fields if not hasattr(theirs, name)
+    }
 
 
 @pytest.mark.parametrize("algorithm", [PowerSGD(2), PowerSGD(2, error_feedback=False)], ids=repr)
@@ -127,7 +157,10 @@ def test_averages_are_compared_with_those_of_what_went_in(algorithm):
 
     run = Replicas(optax.GradientTransformation(tx.init, update), PARAMS)
     for step in range(2):
-        given, errors = gradients(SHAPES, step), run.global_state().local.per_replica.get("error", {})
+        given, errors = (
+            gradients(SHAPES, step),
+            run.global_state().local.per_replica.get("error", {}),
+        )
         averages, found = run.update(given)
     off, norms = {}, {}
     for name in SHAPES:
@@ -151,7 +184,11 @@ def test_of_the_state_as_a_whole_and_inside_the_training_step():
         _, state = tx.update(jax.tree.map(lambda x: x[0], g), state)
         return state, jax.tree.map(lambda x: gw.mark_varying(x, AXIS)[None], gw.stats(state))
 
-    mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(jax.P(AXIS), specs), out_specs=(specs, jax.P(AXIS))))
+    mapped = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(jax.P(AXIS), specs), out_specs=(specs, jax.P(AXIS))
+        )
+    )
     for t in range(3):
         given = gradients(SHAPES, t)
         if t == 1:
@@ -172,6 +209,8 @@ def test_what_pmap_holds_is_refused_with_the_way_to_read_it():
     averages = gw.power_sgd(2, axis_name=AXIS).init(PARAMS)
     for state in (averages, gw.stack_replicas((PARAMS, local.init(PARAMS)))):
         replicated = gw.replicate(state, axis_name=AXIS)
-        with pytest.raises(ValueError, match=r"stats: .* the state is in pmap form.* Give it unreplicate\(state\)"):
+        with pytest.raises(
+            ValueError, match=r"stats: .* the state is in pmap form.* Give it unreplicate\(state\)"
+        ):
             gw.stats(replicated)
         assert gw.stats(gw.unreplicate(replicated)).steps.max() == 0

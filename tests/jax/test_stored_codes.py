@@ -1,4 +1,5 @@
-"""Codes of large arrays are stored otherwise for a TPU and for a GPU: with the same averages and errors as on CPU, and as in NumPy."""
+"""Codes of large arrays are stored otherwise for a TPU and for a GPU: with the same averages and
+errors as on CPU, and as in NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,15 @@ from tests.jax.replicas import AXIS, Replicas
 
 pytestmark = pytest.mark.slow
 
-#: Tiles of which each of four replicas has as many, in a matrix and in a stack; of which it has not; and what has no tiles.
-SHAPES = {"matrix": (256, 512), "stack": (4, 128, 256), "uneven": (264, 256), "few": (16, 128), "vector": (300,)}
+#: Tiles of which each of four replicas has as many, in a matrix and in a stack; of which it has
+#: not; and what has no tiles.
+SHAPES = {
+    "matrix": (256, 512),
+    "stack": (4, 128, 256),
+    "uneven": (264, 256),
+    "few": (16, 128),
+    "vector": (300,),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +39,16 @@ def steps(mode, given):
     return averages, run.global_state().local.per_replica["error"]
 
 
-@pytest.mark.parametrize(("platform", "mode"), [("tpu", "vmap"), ("cuda", "vmap"), ("tpu", "shard_map_vma")])
+@pytest.mark.parametrize(
+    ("platform", "mode"), [("tpu", "vmap"), ("cuda", "vmap"), ("tpu", "shard_map_vma")]
+)
 def test_what_is_stored_for_an_accelerator_changes_nothing(platform, mode, monkeypatch):
     rng = np.random.default_rng(0)
     given = [
-        [{name: np.float32(rng.standard_normal(shape)) for name, shape in SHAPES.items()} for _ in range(4)]
+        [
+            {name: np.float32(rng.standard_normal(shape)) for name, shape in SHAPES.items()}
+            for _ in range(4)
+        ]
         for _ in range(3)
     ]
     simulated = Simulator(Quantize("int8"), SHAPES, 4, dtype="float32").step(given[0])
@@ -49,7 +62,8 @@ def test_what_is_stored_for_an_accelerator_changes_nothing(platform, mode, monke
     jax.clear_caches()
     found, after = steps(mode, given)
     for name in SHAPES:
-        # Which replica remembers an error of the second rounding is the kernels' own, so in NumPy later steps are others.
+        # Which replica remembers an error of the second rounding is the kernels' own, so in NumPy
+        # later steps are others.
         assert np.allclose(found[0][name], simulated[name], rtol=1e-5, atol=1e-5), name
         for own, each in zip(found, expected, strict=True):
             assert np.allclose(own[name], each[name], rtol=1e-5, atol=1e-5), name

@@ -1,4 +1,5 @@
-"""`init` and `update` as Optax and its users call them: trees, names, dtypes, composition, and what is said of it."""
+"""`init` and `update` as Optax and its users call them: trees, names, dtypes, composition, and what
+is said of it."""
 
 from __future__ import annotations
 
@@ -51,12 +52,24 @@ def types(tree):
     return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
 
 
-ALGORITHMS = [power(), power(half_step=True, start_step=5), power(warm_start=False, error_feedback=False), AllReduce()]
+ALGORITHMS = [
+    power(),
+    power(half_step=True, start_step=5),
+    power(warm_start=False, error_feedback=False),
+    AllReduce(),
+]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_types_of_gradients_and_state_are_kept_and_init_runs_on_shapes_alone_and_under_jit(algorithm):
-    params = {"kernel": jnp.ones((32, 24)), "again": jnp.ones((40, 8)), "b": jnp.ones(24), "s": jnp.ones(())}
+def test_types_of_gradients_and_state_are_kept_and_init_runs_on_shapes_alone_and_under_jit(
+    algorithm,
+):
+    params = {
+        "kernel": jnp.ones((32, 24)),
+        "again": jnp.ones((40, 8)),
+        "b": jnp.ones(24),
+        "s": jnp.ones(()),
+    }
     tx = average_gradients(algorithm, axis_name=AXIS)
     updates, after = trace(tx, params)
     state = tx.init(params)
@@ -77,9 +90,15 @@ def test_names_are_paths():
     tree = {"a": Layer(jnp.ones((3, 2)), (jnp.ones(4), None)), "m": optax.MaskedNode()}
     assert parameter_shapes(tree) == {"a/kernel": (3, 2), "a/rest/0": (4,)}
     assert parameter_shapes(jnp.ones((5, 2))) == {"params": (5, 2)}
-    assert parameter_shapes({"x": 1.0, "y": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}) == {"x": (), "y": (2, 3)}
+    assert parameter_shapes({"x": 1.0, "y": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}) == {
+        "x": (),
+        "y": (2, 3),
+    }
     # Of variables of nnx those of their arrays, by which factors are drawn.
-    state = nnx.state(nnx.List([nnx.Linear(32, 24, rngs=nnx.Rngs(0)), nnx.Linear(24, 32, rngs=nnx.Rngs(0))]), nnx.Param)
+    state = nnx.state(
+        nnx.List([nnx.Linear(32, 24, rngs=nnx.Rngs(0)), nnx.Linear(24, 32, rngs=nnx.Rngs(0))]),
+        nnx.Param,
+    )
     names = {"0/bias", "0/kernel", "1/bias", "1/kernel"}
     assert parameter_shapes(state).keys() == parameter_shapes(nnx.as_pure(state)).keys() == names
     memory = power_sgd({"0/*": 2}, axis_name=AXIS, seed=3).init(state).memory["q"]
@@ -88,14 +107,18 @@ def test_names_are_paths():
     assert memory[1]["kernel"] == optax.MaskedNode()
 
 
-@pytest.mark.parametrize("params", [{}, {"a": {}}, None, (), {"none": jnp.ones((0, 3))}, {"z": jnp.ones((4, 0))}])
+@pytest.mark.parametrize(
+    "params", [{}, {"a": {}}, None, (), {"none": jnp.ones((0, 3))}, {"z": jnp.ones((4, 0))}]
+)
 @pytest.mark.parametrize(
     "algorithm", [PowerSGD(2, half_step=True, start_step=2), AllReduce(), AllReduce(100)], ids=repr
 )
 def test_trees_with_nothing_in_them(algorithm, params):
     updates, state = trace(average_gradients(algorithm, axis_name=AXIS), params)
     assert types(updates) == types(params)
-    assert jax.tree.structure(state) == jax.tree.structure(average_gradients(algorithm, axis_name=AXIS).init(params))
+    assert jax.tree.structure(state) == jax.tree.structure(
+        average_gradients(algorithm, axis_name=AXIS).init(params)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
@@ -104,7 +127,9 @@ def test_means_of_nothing_are_the_same_on_all_replicas(inner, dtype):
     """As of a LoRA of rank 0, where JAX keeps track of what differs."""
     params = PARAMS | {"none": jnp.ones((32, 0))}
     tx = average_gradients(WireDtype(inner, dtype), axis_name=AXIS)
-    updates, _ = traced(lambda p, s, x: tx.update(mark_varying(p, AXIS), s), params, tx.init(params))
+    updates, _ = traced(
+        lambda p, s, x: tx.update(mark_varying(p, AXIS), s), params, tx.init(params)
+    )
     assert types(updates) == types(params)
 
 
@@ -119,21 +144,30 @@ def test_a_bare_array_and_a_scalar():
 @pytest.mark.filterwarnings("ignore:the gradient of:gradwire.CompressionWarning")
 def test_dtypes_live_side_by_side():
     # One of them is as large as what is not added to its error before it is multiplied.
-    params = {"f32": jnp.ones((32, 24)), "bf16": jnp.ones((512, 256), jnp.bfloat16), "f16": jnp.ones(8, jnp.float16)}
+    params = {
+        "f32": jnp.ones((32, 24)),
+        "bf16": jnp.ones((512, 256), jnp.bfloat16),
+        "f16": jnp.ones(8, jnp.float16),
+    }
     tx = power_sgd(2, axis_name=AXIS)
     state = tx.init(params)
     assert [state.memory["q"][k].dtype for k in ("f32", "bf16")] == [jnp.float32, jnp.bfloat16]
     assert types(trace(tx, params)[0]) == types(params)
-    # Memory keeps its dtype when gradients come in another, narrower or wider; updates have that of the gradients, or of memory that is wider by itself.
+    # Memory keeps its dtype when gradients come in another, narrower or wider; updates have that of
+    # the gradients, or of memory that is wider by itself.
     for other in (jnp.bfloat16, jnp.float32):
         given = optax.tree.cast(params, other)
         for options in ({}, {"start_step": 1}, {"state_dtype": "float32"}):
             tx = power_sgd(2, axis_name=AXIS, **options)
             updates, after = trace(tx, params, given)
-            wide = jnp.dtype(other) if options.get("state_dtype") else jnp.promote_types(other, jnp.float32)
-            assert {name: x.dtype for name, x in updates.items()} == dict.fromkeys(params, jnp.dtype(other)) | {
-                "f32": wide
-            }
+            wide = (
+                jnp.dtype(other)
+                if options.get("state_dtype")
+                else jnp.promote_types(other, jnp.float32)
+            )
+            assert {name: x.dtype for name, x in updates.items()} == dict.fromkeys(
+                params, jnp.dtype(other)
+            ) | {"f32": wide}
             assert types(after) == types(tx.init(params))
 
 
@@ -167,19 +201,30 @@ def test_multi_steps_updates_with_the_mean_of_its_gradients():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"half_step": True}, {"error_feedback": False}, {"warm_start": False, "error_feedback": False}]
+    "options",
+    [
+        {},
+        {"half_step": True},
+        {"error_feedback": False},
+        {"warm_start": False, "error_feedback": False},
+    ],
 )
 def test_map_params_takes_a_second_tree(options):
-    """As for specs of parameters: https://optax.readthedocs.io, `tree_map_params`. What is not compressed has no memory, as under `optax.masked`."""
+    """As for specs of parameters: https://optax.readthedocs.io, `tree_map_params`. What is not
+    compressed has no memory, as under `optax.masked`."""
     tx = optax.chain(power_sgd(2, axis_name=AXIS, **options), optax.adam(1e-3))
     state, names = tx.init(PARAMS), {name: name for name in PARAMS}
 
     def hole(x):
         return isinstance(x, optax.MaskedNode)
 
-    marked = optax.tree.map_params(tx, lambda x, name: x if hole(x) else name, state, names, is_leaf=hole)
+    marked = optax.tree.map_params(
+        tx, lambda x, name: x if hole(x) else name, state, names, is_leaf=hole
+    )
     found = jax.tree_util.tree_flatten_with_path(marked)[0]
-    assert [str(path[-1].key) for path, x in found if isinstance(x, str)] == [x for _, x in found if isinstance(x, str)]
+    assert [str(path[-1].key) for path, x in found if isinstance(x, str)] == [
+        x for _, x in found if isinstance(x, str)
+    ]
     assert len([x for _, x in found if x == "b"]) == 2  # the moments
     assert len([x for _, x in found if x == "w"]) == 2 + len(
         jax.tree.leaves([state[0].memory, state[0].local.per_replica])
@@ -188,7 +233,10 @@ def test_map_params_takes_a_second_tree(options):
 
 def test_a_loop_over_steps_may_make_the_state():
     """What varies after a step must vary before it."""
-    tx, params = power_sgd(2, axis_name=AXIS, half_step=True, start_step=1), {"w": jnp.zeros((32, 24))}
+    tx, params = (
+        power_sgd(2, axis_name=AXIS, half_step=True, start_step=1),
+        {"w": jnp.zeros((32, 24))},
+    )
 
     def loop(stacked):
         return jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], tx.init(params), stacked)[0]
@@ -200,23 +248,31 @@ def test_a_loop_over_steps_may_make_the_state():
 
 
 def test_under_vmap_one_phase_is_sent_in_a_step():
-    """Also where every replica has a count of steps of its own, as a state has that was broadcast by hand."""
+    """Also where every replica has a count of steps of its own, as a state has that was broadcast
+    by hand."""
     tx = power_sgd(2, axis_name=AXIS, half_step=True)
     shapes = {"w": (32, 24)}
     states = jax.vmap(tx.init, None, axis_name=AXIS, axis_size=4)({"w": jnp.zeros((32, 24))})
     rows = jax.NamedSharding(mesh_of(4), jax.P(AXIS))
     states = jax.device_put(states, rows)
     step = jax.jit(jax.vmap(tx.update, axis_name=AXIS, spmd_axis_name=AXIS))
-    stacked = [jax.device_put(jax.tree.map(lambda *x: jnp.stack(x), *gradients(shapes, t)), rows) for t in range(3)]
+    stacked = [
+        jax.device_put(jax.tree.map(lambda *x: jnp.stack(x), *gradients(shapes, t)), rows)
+        for t in range(3)
+    ]
     text = step.lower(stacked[0], states).compile().as_text()
-    in_every_step = [line for line in text[text.index("ENTRY") :].splitlines() if " all-reduce(" in line]
+    in_every_step = [
+        line for line in text[text.index("ENTRY") :].splitlines() if " all-reduce(" in line
+    ]
     assert not any("f32[" in line.split(" all-reduce(")[0] for line in in_every_step), in_every_step
     assert re.search(r"f32\[\d+.* all-reduce\(", text)
     one = Replicas(tx, {"w": jnp.zeros((32, 24))})
     for t, given in enumerate(stacked):
         updates, states = step(given, states)
         expected = one.update(gradients(shapes, t))
-        assert np.allclose(updates["w"], np.broadcast_to(expected["w"], (4, 32, 24)), rtol=1e-4, atol=1e-4)
+        assert np.allclose(
+            updates["w"], np.broadcast_to(expected["w"], (4, 32, 24)), rtol=1e-4, atol=1e-4
+        )
 
 
 KERNELS = (
@@ -252,7 +308,9 @@ def test_numbers_of_64_bits_are_taken(name, dtype):
 def test_nor_where_replicas_have_weights(name):
     tx = average_gradients(METHODS[name].algorithm, axis_name=AXIS)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        weighed = optax.GradientTransformation(tx.init, lambda g, s: tx.update(g, s, weight=jnp.float32(2)))
+        weighed = optax.GradientTransformation(
+            tx.init, lambda g, s: tx.update(g, s, weight=jnp.float32(2))
+        )
         trace(weighed, PARAMS)
 
 
@@ -273,7 +331,10 @@ def test_nor_by_whole_optimizers(name):
     def step(params):
         if not hasattr(tx, "average_params"):
             return tx.update(params, tx.init(params), params)
-        return [tx.step(params, (params, tx.init(params)), turn=turn) for turn in (None, tx.turn(3), tx.turn(5))]
+        return [
+            tx.step(params, (params, tx.init(params)), turn=turn)
+            for turn in (None, tx.turn(3), tx.turn(5))
+        ]
 
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         jax.make_jaxpr(step, axis_env=[(AXIS, 4)])(PARAMS)
@@ -282,7 +343,10 @@ def test_nor_by_whole_optimizers(name):
 def test_nor_by_what_the_host_asks_of_a_state():
     tx, local = OF_OTHER_KINDS["zero1"], OF_OTHER_KINDS["diloco"]
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        for state in (power_sgd(2, axis_name=AXIS).init(PARAMS), stack_replicas((PARAMS, local.init(PARAMS)))):
+        for state in (
+            power_sgd(2, axis_name=AXIS).init(PARAMS),
+            stack_replicas((PARAMS, local.init(PARAMS))),
+        ):
             stats(state)
             jax.eval_shape(stats, state)
             whole = unreplicate(replicate(state, jax.devices()[:4]))
@@ -291,7 +355,8 @@ def test_nor_by_what_the_host_asks_of_a_state():
         reshard(reshard(tx.init(PARAMS), MOMENTUM.init(PARAMS)), tx.init(PARAMS))
 
 
-# Set-ups that look wrong and come out right, and what is said of those that may be wrong. What is refused stands in `test_refusals.py`.
+# Set-ups that look wrong and come out right, and what is said of those that may be wrong. What is
+# refused stands in `test_refusals.py`.
 
 TX = power_sgd(2, axis_name=AXIS)
 
@@ -308,7 +373,8 @@ LEAK = {
 
 @pytest.mark.parametrize("name", LEAK)
 def test_nothing_traced_outlives_its_trace(name):
-    """As `jax.checking_leaks` finds what does. Nor do the parameters that were traced, in an exception that was caught."""
+    """As `jax.checking_leaks` finds what does. Nor do the parameters that were traced, in an
+    exception that was caught."""
     tx = LEAK[name]
 
     def step(params):
@@ -333,7 +399,10 @@ def test_inside_vmap_nothing_has_to_be_placed():
 
 
 def test_one_vector_is_not_compressed():
-    with pytest.warns(UserWarning, match=r"one vector of 792 elements.*optax.chain\(power_sgd\(...\), optax.flatten"):
+    with pytest.warns(
+        UserWarning,
+        match=r"one vector of 792 elements.*optax.chain\(power_sgd\(...\), optax.flatten",
+    ):
         optax.flatten(optax.chain(TX, optax.sgd(0.1))).init(PARAMS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -353,7 +422,10 @@ CHAINS = {
         optax.chain(optax.adam(0.1), optax.masked(TX, MASK), optax.masked(MEAN, REST)),
         "ScaleByAdamState",
     ),
-    "injected before": (optax.chain(optax.inject_hyperparams(optax.adam)(0.1), MEAN), "InjectStatefulHyperparamsState"),
+    "injected before": (
+        optax.chain(optax.inject_hyperparams(optax.adam)(0.1), MEAN),
+        "InjectStatefulHyperparamsState",
+    ),
     "a mask alone": (optax.chain(optax.masked(TX, MASK), optax.sgd(0.1)), "optax.masked"),
     "right": (optax.chain(TX, optax.adam(0.1)), None),
     "clipped and decayed before": (
@@ -362,21 +434,41 @@ CHAINS = {
     ),
     "counted before": (optax.chain(optax.scale_by_schedule(lambda count: 1.0), TX), None),
     "two axes": (optax.chain(MEAN, TX, optax.adam(0.1)), None),
-    "a mask and the rest": (optax.chain(optax.masked(TX, MASK), optax.masked(MEAN, REST), optax.adam(0.1)), None),
-    "the rest first": (optax.chain(optax.masked(MEAN, REST), optax.masked(TX, MASK), optax.adam(0.1)), None),
-    "labels": (
-        optax.partition({"a": optax.chain(TX, optax.sgd(0.1, 0.9)), "b": optax.set_to_zero()}, {"w": "a", "b": "b"}),
+    "a mask and the rest": (
+        optax.chain(optax.masked(TX, MASK), optax.masked(MEAN, REST), optax.adam(0.1)),
         None,
     ),
-    "zero1 behind": (optax.chain(TX, zero1(optax.adam(0.1), axis_name=AXIS, replicas=4, averaged=True)), None),
+    "the rest first": (
+        optax.chain(optax.masked(MEAN, REST), optax.masked(TX, MASK), optax.adam(0.1)),
+        None,
+    ),
+    "labels": (
+        optax.partition(
+            {"a": optax.chain(TX, optax.sgd(0.1, 0.9)), "b": optax.set_to_zero()},
+            {"w": "a", "b": "b"},
+        ),
+        None,
+    ),
+    "zero1 behind": (
+        optax.chain(TX, zero1(optax.adam(0.1), axis_name=AXIS, replicas=4, averaged=True)),
+        None,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_what_the_state_of_a_chain_tells(name):
     tx, said = CHAINS[name]
-    calls = (lambda s: partition_specs(s, AXIS), lambda s: distribute(s, mesh_of(4), AXIS), replicate)
-    for state in (tx.init(PARAMS), (PARAMS, tx.init(PARAMS)), (tuple(PARAMS.values()), {"opt": tx.init(PARAMS)})):
+    calls = (
+        lambda s: partition_specs(s, AXIS),
+        lambda s: distribute(s, mesh_of(4), AXIS),
+        replicate,
+    )
+    for state in (
+        tx.init(PARAMS),
+        (PARAMS, tx.init(PARAMS)),
+        (tuple(PARAMS.values()), {"opt": tx.init(PARAMS)}),
+    ):
         for call in calls:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

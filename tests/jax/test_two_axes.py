@@ -1,4 +1,5 @@
-"""Averages over one of two manual axes of a mesh, under `check_vma=True`: what is equal along the other axis stays so."""
+"""Averages over one of two manual axes of a mesh, under `check_vma=True`: what is equal along the
+other axis stays so."""
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,19 @@ from gradwire import AllReduce, PowerSGD, WireDtype
 from gradwire.jax_backend import average_gradients
 from tests.jax.replicas import AXIS
 
-SPECS = {"replicated": P(), "sharded": P("model"), "replicated vector": P(), "sharded vector": P("model")}
+SPECS = {
+    "replicated": P(),
+    "sharded": P("model"),
+    "replicated vector": P(),
+    "sharded vector": P("model"),
+}
 #: Of rank 1, so that PowerSGD loses nothing.
-SHAPES = {"replicated": (32, 16), "sharded": (64, 16), "replicated vector": (7,), "sharded vector": (6,)}
+SHAPES = {
+    "replicated": (32, 16),
+    "sharded": (64, 16),
+    "replicated vector": (7,),
+    "sharded vector": (6,),
+}
 
 # So many that they are sliced from a message as many are.
 SPECS |= {f"{i}": P() for i in range(9)}
@@ -22,7 +33,8 @@ SHAPES |= {f"{i}": (16, 24) for i in range(9)}
 
 @pytest.mark.parametrize("algorithm", [AllReduce(64), PowerSGD(1, max_norm=0.8)], ids=repr)
 def test_averages_and_the_norm_that_is_clipped(algorithm):
-    """That of all parts of a replica: of what is divided over the other axis every part counts, of what is not one copy."""
+    """That of all parts of a replica: of what is divided over the other axis every part counts, of
+    what is not one copy."""
     common = directions()
     norm = float(np.sqrt(sum((x * x).sum() for x in common.values())))
     common = {n: x / norm for n, x in common.items()}  # replica 0, with half of it, is short enough
@@ -31,14 +43,21 @@ def test_averages_and_the_norm_that_is_clipped(algorithm):
         right = x if isinstance(algorithm, AllReduce) else 0.65 * x
         np.testing.assert_allclose(averages[name], right, atol=1e-4 * np.abs(x).max(), rtol=0)
     # Others are typed in the same way, before XLA compiles anything.
-    for other in (PowerSGD(1, half_step=True), PowerSGD(1, start_step=2), WireDtype(PowerSGD(1), "bfloat16")):
+    for other in (
+        PowerSGD(1, half_step=True),
+        PowerSGD(1, start_step=2),
+        WireDtype(PowerSGD(1), "bfloat16"),
+    ):
         typed = jax.eval_shape(step_of(other), given(common))
         assert {n: x.shape for n, x in typed.items()} == SHAPES
 
 
 def directions():
     rng = np.random.default_rng(0)
-    return {n: np.outer(rng.normal(size=s[0]), rng.normal(size=s[1:])).reshape(s) for n, s in SHAPES.items()}
+    return {
+        n: np.outer(rng.normal(size=s[0]), rng.normal(size=s[1:])).reshape(s)
+        for n, s in SHAPES.items()
+    }
 
 
 def given(common):
@@ -55,4 +74,9 @@ def step_of(algorithm):
         mine = jax.tree.map(lambda x: x[0], gradients)
         return tx.update(mine, tx.init(mine))[0]
 
-    return jax.shard_map(step, mesh=mesh, in_specs=({n: P(AXIS, *spec) for n, spec in SPECS.items()},), out_specs=SPECS)
+    return jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=({n: P(AXIS, *spec) for n, spec in SPECS.items()},),
+        out_specs=SPECS,
+    )

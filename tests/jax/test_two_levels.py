@@ -1,4 +1,5 @@
-"""Two levels of replicas: under `pmap` in groups of one axis, under `shard_map` along the second of two, against the simulator."""
+"""Two levels of replicas: under `pmap` in groups of one axis, under `shard_map` along the second of
+two, against the simulator."""
 
 import functools
 
@@ -26,13 +27,18 @@ from tests.bounds import relative
 from tests.jax.replicas import equal, refused
 
 #: Those that are alike are computed with as one stack.
-SHAPES = {"large": (192, 16), "small": (12, 10), "bias": (12,)} | {f"alike.{i}": (12, 10) for i in range(5)}
+SHAPES = {"large": (192, 16), "small": (12, 10), "bias": (12,)} | {
+    f"alike.{i}": (12, 10) for i in range(5)
+}
 AXES = ("dcn", "ici")
 
 
 def gradients(replicas, step):
     return [
-        {n: np.random.default_rng([r, step, *n.encode()]).normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
+        {
+            n: np.random.default_rng([r, step, *n.encode()]).normal(size=s).astype(np.float32)
+            for n, s in SHAPES.items()
+        }
         for r in range(replicas)
     ]
 
@@ -55,14 +61,26 @@ def updates_of(tx, driver, steps, replicas=4, within=2, bad=None):
             return tx.update(jax.tree.map(lambda x: x[0], given), state)
 
         vma = driver == "shard_map_vma"
-        one = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(AXES), specs), out_specs=(P(), specs), check_vma=vma))
+        one = jax.jit(
+            jax.shard_map(
+                body, mesh=mesh, in_specs=(P(AXES), specs), out_specs=(P(), specs), check_vma=vma
+            )
+        )
     found = []
     for step in range(steps):
         given = gradients(replicas, step)
         if step == bad:
             given[-1]["small"][0, 0] = np.nan
         update, state = one({n: np.stack([g[n] for g in given]) for n in SHAPES}, state)
-        found.append(({n: np.asarray(x)[0] if driver == "pmap" else np.asarray(x) for n, x in update.items()}, state))
+        found.append(
+            (
+                {
+                    n: np.asarray(x)[0] if driver == "pmap" else np.asarray(x)
+                    for n, x in update.items()
+                },
+                state,
+            )
+        )
     return found
 
 
@@ -72,12 +90,16 @@ def updates_of(tx, driver, steps, replicas=4, within=2, bad=None):
         ("pmap", PowerSGD(2, half_step=True, max_norm=9.0), 2),
         ("shard_map_vma", PowerSGD(2, half_step=True), "ici"),
         ("pmap", PowerSGD(2), 1),
-        pytest.param("pmap", TopK(8, per=48, mean="senders"), ((0, 2), (1, 3)), marks=pytest.mark.slow),
+        pytest.param(
+            "pmap", TopK(8, per=48, mean="senders"), ((0, 2), (1, 3)), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_equals_the_simulator(driver, algorithm, within):
     sim = Simulator(TwoLevel(algorithm, 2 if within == "ici" else within), SHAPES, 4)
-    tx = average_gradients(TwoLevel(algorithm, within), axis_name="data" if driver == "pmap" else "dcn")
+    tx = average_gradients(
+        TwoLevel(algorithm, within), axis_name="data" if driver == "pmap" else "dcn"
+    )
     for step, (update, _) in enumerate(updates_of(tx, driver, 3)):
         expected = sim.step(gradients(4, step))
         for name, x in expected.items():
@@ -116,12 +138,19 @@ def test_each_message_goes_once_between_nodes_and_once_inside():
     sent = collective_traffic(tx.update, params, tx.init(params), axis_env=[("data", 4)])
     dense = 4 * sum(np.prod(s) for s in SHAPES.values())
     p, q = 4 * (2 * (192 + 6 * 12) + 12), 4 * 2 * (16 + 6 * 10)
-    assert [each.kind for each in sent] == ["all_reduce", "all_reduce", "all_gather", "all_reduce", "all_gather"]
+    assert [each.kind for each in sent] == [
+        "all_reduce",
+        "all_reduce",
+        "all_gather",
+        "all_reduce",
+        "all_gather",
+    ]
     assert [each.nbytes for each in sent] == [dense, p / 2, p, q / 2, q]
 
 
 def test_stacks_are_joined_with_two_levels_as_with_one():
-    """The stacks of one level, of which each message travels as one array: no operation more for each matrix."""
+    """The stacks of one level, of which each message travels as one array: no operation more for
+    each matrix."""
     shapes = {f"{i}": (12, 10) for i in range(24)}
     params = {n: jnp.ones(s) for n, s in shapes.items()}
 
@@ -164,14 +193,18 @@ def test_a_checkpoint_goes_on_with_one_level_with_other_nodes_and_comes_back(err
     ran = ran_in_nodes_of_two()
     saved = to_portable(ran, TwoLevel(algorithm, 2), errors=errors)
     assert (saved["replicas"], saved["algorithm"]) == (2, repr(algorithm))
-    assert {len(memory["error"]) for memory in saved["local"].values()} == {2 if errors == "all" else 1}
+    assert {len(memory["error"]) for memory in saved["local"].values()} == {
+        2 if errors == "all" else 1
+    }
     for within, replicas in ((2, 4), (4, 4), (3, 6), (1, 4), (((0, 2), (1, 3)), 4)):
         back = to_portable(*loaded(within, replicas))
         for name, x in mean_errors(saved).items():
             np.testing.assert_allclose(mean_errors(back)[name], x, rtol=1e-4, atol=1e-5)
     if errors == "all":  # nothing is lost
         again = loaded(2, 4)[0]
-        assert equal(jax.device_get((ran.memory, ran.local)), jax.device_get((again.memory, again.local)))
+        assert equal(
+            jax.device_get((ran.memory, ran.local)), jax.device_get((again.memory, again.local))
+        )
         rows = loaded(((0, 2), (1, 3)), 4)[0].local.per_replica["error"]["small"]
         np.testing.assert_array_equal(rows, saved["local"]["small"]["error"][[0, 1, 0, 1]])
     fewer = set_replicas(ran, 2).local.per_replica["error"]

@@ -1,4 +1,5 @@
-"""Weights in JAX, under every kind of map: against the simulator, with NaN where a replica is absent."""
+"""Weights in JAX, under every kind of map: against the simulator, with NaN where a replica is
+absent."""
 
 import jax
 import jax.numpy as jnp
@@ -34,16 +35,24 @@ def test_an_absent_replica_changes_nothing(name, mode):
     def update(given, state):
         return tx.update(given["gradients"], state, weight=given["weight"])
 
-    run = Replicas(optax.GradientTransformation(tx.init, update), {n: jnp.zeros(s) for n, s in SHAPES.items()}, 4, mode)
+    run = Replicas(
+        optax.GradientTransformation(tx.init, update),
+        {n: jnp.zeros(s) for n, s in SHAPES.items()},
+        4,
+        mode,
+    )
     simulator = Simulator(ALGORITHMS[name], SHAPES, 4, dtype="float32")
     for step in range(3):
         mine = gradients(SHAPES, step)
         mine[1] = {n: x * np.nan for n, x in mine[1].items()}
-        averages = run.update([{"gradients": g, "weight": w} for g, w in zip(mine, WEIGHTS, strict=True)])
+        averages = run.update(
+            [{"gradients": g, "weight": w} for g, w in zip(mine, WEIGHTS, strict=True)]
+        )
         expected = simulator.step(mine, weights=WEIGHTS.tolist())
         for n, x in averages.items():
             np.testing.assert_allclose(x, expected[n], rtol=5e-4, atol=5e-4)
-    # Nobody counts: the program cannot raise, so it says so in the averages, and the memory keeps its bits.
+    # Nobody counts: the program cannot raise, so it says so in the averages, and the memory keeps
+    # its bits.
     before = run.global_state()[0]
     averages = run.update([{"gradients": g, "weight": np.float32(0)} for g in mine])
     after = run.global_state()[0]
@@ -67,11 +76,16 @@ def test_an_absent_replica_changes_nothing(name, mode):
 )
 def test_weights_that_sum_to_no_number_above_0_are_counted(algorithm, dtype, replicas, weights):
     """Also of an uncompressed average, all of which is NaN."""
-    tx, given = gw.average_gradients(algorithm, axis_name=AXIS), {"w": jnp.ones((replicas, 24, 16), dtype)}
+    tx, given = (
+        gw.average_gradients(algorithm, axis_name=AXIS),
+        {"w": jnp.ones((replicas, 24, 16), dtype)},
+    )
     states = jax.vmap(lambda g: tx.init(g), axis_name=AXIS)(given)
     step = jax.jit(jax.vmap(lambda g, s, weight: tx.update(g, s, weight=weight), axis_name=AXIS))
     for n, each in enumerate(((1, 1), weights, (0, 2))):
-        averages, states = step(given, states, jnp.tile(jnp.asarray(each, jnp.float32), replicas // 2))
+        averages, states = step(
+            given, states, jnp.tile(jnp.asarray(each, jnp.float32), replicas // 2)
+        )
         assert jnp.isnan(averages["w"]).all() == (n == 1)
         assert states.account.skipped.tolist() == [n > 0] * replicas
 
@@ -102,7 +116,10 @@ def test_refusals():
     assert jax.vmap(alone, axis_name=AXIS)(mine, jnp.zeros(4)).tolist() == mine.tolist()
     assert jax.vmap(alone, axis_name=AXIS)(mine, jnp.array([0.0, 0, 1, 3])).tolist() == [2.75] * 4
 
-    for local, words in ((LocalSGD(2), "weighted=True"), (LocalSGD(2, start_step=2, weighted=True), "TrainState")):
+    for local, words in (
+        (LocalSGD(2), "weighted=True"),
+        (LocalSGD(2, start_step=2, weighted=True), "TrainState"),
+    ):
         local_tx = gw.local_sgd(optax.sgd(0.1), local, axis_name=AXIS)
 
         def step(params, tx=local_tx):
@@ -117,7 +134,8 @@ def test_refusals():
 @pytest.mark.parametrize("told", [False, True], ids=["counted", "turn"])
 @pytest.mark.parametrize("mode", ["vmap", "shard_map"])
 def test_parameters_of_16_bits_are_summed_in_32_and_rounded_once(weights, told, mode):
-    """Whether what is due is decided in the program or while it is compiled. Behind a weight of 0 is NaN; where nobody counts, parameters stay."""
+    """Whether what is due is decided in the program or while it is compiled. Behind a weight of 0
+    is NaN; where nobody counts, parameters stay."""
     tx = gw.local_sgd(optax.sgd(1.0), LocalSGD(1, weighted=True), axis_name=AXIS)
     rng, counted = np.random.default_rng(0), np.float32(weights)
     given = rng.normal(size=(len(weights), 7, 9)).astype(jnp.bfloat16)
@@ -133,7 +151,9 @@ def test_parameters_of_16_bits_are_summed_in_32_and_rounded_once(weights, told, 
     run = jax.vmap(alone, axis_name=AXIS)
     if mode == "shard_map":
         of_axis = jax.sharding.PartitionSpec(AXIS)
-        run = jax.shard_map(of_row, mesh=mesh_of(len(weights)), in_specs=of_axis, out_specs=of_axis, check_vma=False)
+        run = jax.shard_map(
+            of_row, mesh=mesh_of(len(weights)), in_specs=of_axis, out_specs=of_axis, check_vma=False
+        )
     run = jax.jit(run)
     total = sum(w * x.astype(np.float32) for w, x in zip(counted, given, strict=True) if w)
     expected = (total / counted.sum()).astype(jnp.bfloat16).astype(np.float32)

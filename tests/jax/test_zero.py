@@ -1,4 +1,5 @@
-"""`zero1` against the same optimizer, not sharded: parameters, bytes in memory and on the wire, and the forms of its state."""
+"""`zero1` against the same optimizer, not sharded: parameters, bytes in memory and on the wire, and
+the forms of its state."""
 
 import itertools
 
@@ -33,12 +34,15 @@ def by_rank(params):
     return {n: "a" if np.ndim(x) else "b" for n, x in params.items()}
 
 
-#: What runs inside `zero1`, and without it. (That AdamW and what is clipped train under every map, for many steps, is tested in tests/parity.)
+#: What runs inside `zero1`, and without it. (That AdamW and what is clipped train under every map,
+#: for many steps, is tested in tests/parity.)
 COMPOSED = {
     "masked by name": optax.masked(optax.adam(0.02), {n: n != "bias" for n in SHAPES}),
     "partition": optax.multi_transform({"a": optax.adamw(0.02), "b": optax.sgd(0.1, 0.9)}, by_rank),
     "accumulated": optax.MultiSteps(optax.adamw(0.02), 4),
-    "hyperparameters": optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE, weight_decay=0.2),
+    "hyperparameters": optax.inject_hyperparams(optax.adamw)(
+        learning_rate=SCHEDULE, weight_decay=0.2
+    ),
     "started at the parameters": optax.contrib.schedule_free_adamw(0.02),
 }
 
@@ -50,26 +54,37 @@ def test_composition(name):
     expected, plain_state = train_plain(COMPOSED[name], 3, steps=10)
     assert_close(params, expected)
     assert_close(gw.reshard(state, plain_state), plain_state, 3e-4)
-    assert all(np.abs(params[n] - PARAMS[n]).max(initial=0) > 0.01 for n in SHAPES if n != "nothing")
+    assert all(
+        np.abs(params[n] - PARAMS[n]).max(initial=0) > 0.01 for n in SHAPES if n != "nothing"
+    )
 
 
 def sent(tx, replicas, params=PARAMS):
     state = jax.eval_shape(tx.init, params)
     rows = jax.tree_util.tree_map_with_path(
-        lambda path, x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) if "per_replica" in str(path) else x, state
+        lambda path, x: (
+            jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) if "per_replica" in str(path) else x
+        ),
+        state,
     )
     return gw.collective_traffic(tx.update, params, rows, params, axis_env=[(AXIS, replicas)])
 
 
-@pytest.mark.parametrize(("replicas", "bucket_bytes", "clip"), [(2, None, True), (3, 64, True), (3, None, False)])
+@pytest.mark.parametrize(
+    ("replicas", "bucket_bytes", "clip"), [(2, None, True), (3, 64, True), (3, None, False)]
+)
 def test_what_is_sent_is_the_plan(replicas, bucket_bytes, clip):
-    inner = optax.chain(gw.clip_by_global_norm(1.0, AXIS), optax.adam(0.1)) if clip else optax.adam(0.1)
+    inner = (
+        optax.chain(gw.clip_by_global_norm(1.0, AXIS), optax.adam(0.1)) if clip else optax.adam(0.1)
+    )
     shapes = gw.parameter_shapes(PARAMS)
     shards = shard_by_element({name: Spec(shape) for name, shape in shapes.items()}, replicas)
     expected = plan(shapes, Zero(shards, AllReduce(bucket_bytes), max_norm=1.0 if clip else None))
     traffic = sent(sharded(inner, replicas, bucket_bytes=bucket_bytes), replicas)
     assert [gw.total_traffic(traffic)] == list(expected.steps)
-    assert {c.kind for c in traffic} == {"reduce_scatter", "all_gather"} | ({"all_reduce"} if clip else set())
+    assert {c.kind for c in traffic} == {"reduce_scatter", "all_gather"} | (
+        {"all_reduce"} if clip else set()
+    )
 
 
 def test_large_arrays_travel_by_themselves_as_they_lie(monkeypatch):
@@ -77,24 +92,36 @@ def test_large_arrays_travel_by_themselves_as_they_lie(monkeypatch):
     monkeypatch.setattr(zero1_module, "LARGE", 1)
     shapes = {"even": (4, 3), "odd": (3, 4), "deep": (2, 3, 5), "small": (6,)}
     params, tx = start(shapes), sharded(ADAMW, 2)
-    given = {n: np.random.default_rng([*n.encode()]).normal(size=(2, *s)).astype("float32") for n, s in shapes.items()}
+    given = {
+        n: np.random.default_rng([*n.encode()]).normal(size=(2, *s)).astype("float32")
+        for n, s in shapes.items()
+    }
     state, plain_state = tx.init(params), ADAMW.init(params)
     for _ in range(3):
         updates, state = step_of(tx, given, params, state)
-        expected, plain_state = jax.jit(ADAMW.update)({n: g.mean(0) for n, g in given.items()}, plain_state, params)
+        expected, plain_state = jax.jit(ADAMW.update)(
+            {n: g.mean(0) for n, g in given.items()}, plain_state, params
+        )
         assert_close(updates, expected, 3e-5)
     traffic = [(c.kind, c.nbytes) for c in sent(tx, 2, params)]
     coded = sharded(ADAMW, 2, wire_dtype="int8")
     found, _ = step_of(coded, given, params, coded.init(params))
     assert jax.tree.map(jnp.shape, found) == shapes  # codes travel as vectors
     # The halves of an all-reduce of each, and of the other two together.
-    assert sorted(n for kind, n in traffic if kind == "reduce_scatter") == [4 * 12, 4 * (12 + 6), 4 * 30]
+    assert sorted(n for kind, n in traffic if kind == "reduce_scatter") == [
+        4 * 12,
+        4 * (12 + 6),
+        4 * 30,
+    ]
 
 
 def test_nothing_is_averaged_twice():
     """Numbers are held in test_composition.py."""
     compress = gw.power_sgd(2, axis_name=AXIS, min_compression_rate=1.0)
-    both = optax.chain(compress, optax.adam(0.02)), optax.chain(compress, sharded(optax.adam(0.02), 4, averaged=True))
+    both = (
+        optax.chain(compress, optax.adam(0.02)),
+        optax.chain(compress, sharded(optax.adam(0.02), 4, averaged=True)),
+    )
     plain, found = ([c.kind for c in sent(tx, 4)] for tx in both)
     assert found == [*plain, "all_gather"]
 
@@ -104,10 +131,15 @@ def test_gradients_travel_in_codes(dtype, mode):
     """The average is the simulator's, in the bytes of the plan."""
     tx = sharded(optax.identity(), 3, wire_dtype=dtype)
     shapes = gw.parameter_shapes(PARAMS)
-    given = [{n: np.random.default_rng([r, *n.encode()]).normal(size=s) for n, s in shapes.items()} for r in range(3)]
+    given = [
+        {n: np.random.default_rng([r, *n.encode()]).normal(size=s) for n, s in shapes.items()}
+        for r in range(3)
+    ]
     found = Replicas(tx, PARAMS, 3, mode).update([jax.tree.map(np.float32, g) for g in given])
     algorithm = WireDtype(Zero(shard_by_element({n: Spec(s) for n, s in shapes.items()}, 3)), dtype)
-    right = Simulator(algorithm, shapes, 3, dtype="float32", optimizer=lambda replica, pieces: pieces).step(given)
+    right = Simulator(
+        algorithm, shapes, 3, dtype="float32", optimizer=lambda replica, pieces: pieces
+    ).step(given)
     assert_close(found, right)
     dense = {n: np.mean([g[n] for g in given], axis=0) for n in shapes}
     assert max(np.abs(right[n] - dense[n]).max(initial=0) for n in shapes) > 1e-3
@@ -119,7 +151,9 @@ def test_the_state_can_be_made_inside_the_map(check_vma):
     tx = sharded(optax.contrib.schedule_free_adamw(0.02), None)
     outside = sharded(optax.contrib.schedule_free_adamw(0.02), 4).init(PARAMS)
     specs = gw.partition_specs(outside, AXIS)
-    init = jax.shard_map(tx.init, mesh=mesh_of(4), in_specs=P(), out_specs=specs, check_vma=check_vma)
+    init = jax.shard_map(
+        tx.init, mesh=mesh_of(4), in_specs=P(), out_specs=specs, check_vma=check_vma
+    )
     inside = jax.jit(init)(PARAMS)
     assert_close(inside, outside, 0)
     of_three = jax.eval_shape(jax.vmap(lambda _: tx.init(PARAMS), axis_name=AXIS), jnp.arange(3))
@@ -127,7 +161,8 @@ def test_the_state_can_be_made_inside_the_map(check_vma):
 
 
 def test_a_loop_over_steps_can_begin_with_the_state():
-    """Where JAX keeps track, zeros that no array was asked for are the same on all replicas, and what comes after a step is not."""
+    """Where JAX keeps track, zeros that no array was asked for are the same on all replicas, and
+    what comes after a step is not."""
     tx = gw.zero1(
         optax.GradientTransformation(
             lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape), params),
@@ -153,7 +188,10 @@ def test_axes_together():
     tx = gw.zero1(inner, axis_name=axes, replicas=4)
     state = tx.init(PARAMS)
     specs = gw.partition_specs(state, axes)
-    given = {n: np.random.default_rng(0).standard_normal((4, *s)).astype(np.float32) for n, s in SHAPES.items()}
+    given = {
+        n: np.random.default_rng(0).standard_normal((4, *s)).astype(np.float32)
+        for n, s in SHAPES.items()
+    }
 
     def body(gradients, params, state):
         return tx.update(jax.tree.map(lambda g: g[0], gradients), state, params)
@@ -161,22 +199,31 @@ def test_axes_together():
     mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(axes), P(), specs), out_specs=(P(), specs))
     updates, _ = jax.jit(mapped)(given, PARAMS, gw.distribute(state, mesh, axes))
     plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
-    expected, _ = jax.jit(plain.update)({n: g.mean(0) for n, g in given.items()}, plain.init(PARAMS))
+    expected, _ = jax.jit(plain.update)(
+        {n: g.mean(0) for n, g in given.items()}, plain.init(PARAMS)
+    )
     assert_close(updates, expected, 3e-5)
 
 
 @pytest.mark.usefixtures("float16_in_jax")
 def test_dtypes_side_by_side():
     dtypes = {"a": "float32", "b": jnp.bfloat16, "c": "float16", "d": "float32", "e": jnp.bfloat16}
-    host = {n: np.ones({"a": (3, 3), "b": 5, "c": 4, "d": 2, "e": 3}[n], dtype) for n, dtype in dtypes.items()}
+    host = {
+        n: np.ones({"a": (3, 3), "b": 5, "c": 4, "d": 2, "e": 3}[n], dtype)
+        for n, dtype in dtypes.items()
+    }
     params = jax.tree.map(jnp.asarray, host)
     # The second gives float32 updates to one of two parameters that share a message.
-    widen = optax.stateless(lambda u, p: {n: x.astype(jnp.float32) if n in ("b", "d") else x for n, x in u.items()})
+    widen = optax.stateless(
+        lambda u, p: {n: x.astype(jnp.float32) if n in ("b", "d") else x for n, x in u.items()}
+    )
     for inner in (optax.adam(0.1, mu_dtype=jnp.float32), widen):
         tx = sharded(inner, 2)
         given = {n: np.stack([x, 3 * x]) for n, x in host.items()}
         updates, state = step_of(tx, given, params, tx.init(params))
-        plain, plain_state = jax.jit(inner.update)({n: 2 * x for n, x in host.items()}, inner.init(params), params)
+        plain, plain_state = jax.jit(inner.update)(
+            {n: 2 * x for n, x in host.items()}, inner.init(params), params
+        )
         assert jax.tree.map(lambda x: x.dtype, updates) == jax.tree.map(lambda x: x.dtype, plain)
         assert_close(updates, plain, 1e-2)
         assert_close(gw.reshard(state, plain_state), plain_state, 1e-2)
@@ -222,7 +269,10 @@ def test_a_parameter_without_a_gradient():
 def test_outside_masked_and_with_extra_arguments():
     inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
     mask, rest = ({n: (n == "bias") == own for n in SHAPES} for own in (True, False))
-    tx = optax.chain(optax.masked(sharded(inner, 2), mask), optax.masked(gw.all_reduce_mean(axis_name=AXIS), rest))
+    tx = optax.chain(
+        optax.masked(sharded(inner, 2), mask),
+        optax.masked(gw.all_reduce_mean(axis_name=AXIS), rest),
+    )
     state, scales = tx.init(PARAMS), []
     given = jax.tree.map(lambda p: jnp.stack([p, p]), PARAMS)
     step = jax.jit(lambda state: step_of(tx, given, PARAMS, state, value=1.0))
@@ -255,7 +305,9 @@ def test_what_init_makes_of_arrays_and_of_shapes():
     of_mu = {"bias": (4, 2), "kernel": (4, 1, 9), "nothing": (4, 1, 0), "scale": (4,)}
     assert shapes == {f"0.mu.{n}": shape for n, shape in of_mu.items()}
     assert [int(c.count) for c in (state.common[0], state.common[2])] == [0, 0]
-    marked = optax.tree.map_params(tx, lambda x: x + 100, state, transform_non_params=lambda x: x - 100)
+    marked = optax.tree.map_params(
+        tx, lambda x: x + 100, state, transform_non_params=lambda x: x - 100
+    )
     assert equal(marked.pieces, jax.tree.map(lambda x: x + 100, state.pieces))
     assert equal(marked.common, jax.tree.map(lambda x: x - 100, state.common))
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
@@ -310,13 +362,16 @@ def test_a_training_state_is_converted_where_it_holds_sharded_state():
     assert equal(plain.opt_state[0], state.opt_state[0])
     assert plain.tx is whole.tx  # the one that goes with the state
     assert equal(gw.reshard(plain, pieces).opt_state, state.opt_state)
-    assert equal(serialization.from_bytes(pieces, serialization.to_bytes(state)).opt_state, state.opt_state)
+    assert equal(
+        serialization.from_bytes(pieces, serialization.to_bytes(state)).opt_state, state.opt_state
+    )
 
 
 @pytest.mark.parametrize("shard", ["element", "parameter"])
 @pytest.mark.parametrize("averaged", [False, True])
 def test_variables_of_nnx_are_parameters_and_gradients(averaged, shard):
-    """The inner optimizer sees what `init` has shown it, whether variables or bare arrays come; updates are as gradients are."""
+    """The inner optimizer sees what `init` has shown it, whether variables or bare arrays come;
+    updates are as gradients are."""
     params = nnx.split(nnx.Linear(6, 5, rngs=nnx.Rngs(0)))[1]
     head = [gw.power_sgd(2, axis_name=AXIS, min_compression_rate=1.0)] if averaged else []
     zero = gw.zero1(optax.adamw(0.1), axis_name=AXIS, replicas=2, averaged=averaged, shard=shard)
@@ -339,7 +394,9 @@ def test_variables_of_nnx_are_parameters_and_gradients(averaged, shard):
 
 def test_the_state_of_an_nnx_optimizer():
     model = nnx.Linear(6, 5, rngs=nnx.Rngs(0))
-    sharded_one, plain = (nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state for tx in (sharded(ADAMW, 2), ADAMW))
+    sharded_one, plain = (
+        nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state for tx in (sharded(ADAMW, 2), ADAMW)
+    )
     whole = filled(nnx.as_pure(plain))
     pieces = gw.reshard(whole, sharded_one)
     assert pieces.pieces.per_replica["0.mu.kernel"].shape == (2, 1, 15)

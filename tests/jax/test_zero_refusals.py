@@ -1,4 +1,5 @@
-"""What does something else on pieces than on whole parameters is refused at `init`, and nothing else is."""
+"""What does something else on pieces than on whole parameters is refused at `init`, and nothing
+else is."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,10 @@ def kept(of):
     """Scales by a state of its own, made from a parameter by `init`."""
     return optax.GradientTransformation(
         lambda params: jax.tree.map(of, params),
-        lambda updates, state, params=None: (jax.tree.map(lambda u, s: u * s, updates, state), state),
+        lambda updates, state, params=None: (
+            jax.tree.map(lambda u, s: u * s, updates, state),
+            state,
+        ),
     )
 
 
@@ -43,16 +47,22 @@ def late(tx, step):
 
 
 NEEDY = optax.GradientTransformationExtraArgs(
-    lambda p: optax.EmptyState(), lambda u, s, p=None, *, needed, **_: (jax.tree.map(lambda x: x * needed, u), s)
+    lambda p: optax.EmptyState(),
+    lambda u, s, p=None, *, needed, **_: (jax.tree.map(lambda x: x * needed, u), s),
 )
 FIRST = optax.GradientTransformation(
     lambda params: jax.tree.map(lambda p: jnp.zeros((2, *p.shape)), params),
-    lambda updates, state, params: (updates, jax.tree.map(lambda s, u: s + u[None], state, updates)),
+    lambda updates, state, params: (
+        updates,
+        jax.tree.map(lambda s, u: s + u[None], state, updates),
+    ),
 )
 
 UPDATE = "the update of"
 LAMB = optax.lamb(0.1)
-FACTORED = optax.adafactor(0.1, clipping_threshold=None, multiply_by_parameter_scale=False, min_dim_size_to_factor=4)
+FACTORED = optax.adafactor(
+    0.1, clipping_threshold=None, multiply_by_parameter_scale=False, min_dim_size_to_factor=4
+)
 BY_FINITE = optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite)
 
 
@@ -121,7 +131,9 @@ def test_it_is_tried_for_any_number_of_replicas_and_where_init_is_traced():
         jax.eval_shape(sharded(right, replicas=replicas).init, PARAMS)
     for maps in (
         lambda f: jax.vmap(f, axis_name=AXIS, axis_size=4, in_axes=None),
-        lambda f: jax.shard_map(f, mesh=mesh_of(4), in_specs=P(), out_specs=P(AXIS), check_vma=False),
+        lambda f: jax.shard_map(
+            f, mesh=mesh_of(4), in_specs=P(), out_specs=P(AXIS), check_vma=False
+        ),
     ):
         for traced in (maps, lambda f, maps=maps: jax.jit(maps(f))):
             with refused("the update of 'w'", "elementwise=True"):
@@ -143,11 +155,16 @@ def test_a_trial_is_small():
 
 
 def test_what_knows_no_shape_passes():
-    """Rates by name, numbers in the state, counters, schedules, accumulation, other dtypes, a learning rate that starts at zero, parameters that do not move."""
+    """Rates by name, numbers in the state, counters, schedules, accumulation, other dtypes, a
+    learning rate that starts at zero, parameters that do not move."""
     rates = {"w": 0.5, "b": np.full((), 0.25, np.float32), "s": 2.0}
     by_name = optax.stateless(lambda u, p: jax.tree.map(lambda x, rate: x * rate, u, rates))
-    schedule = optax.join_schedules([optax.constant_schedule(0.0), optax.cosine_decay_schedule(0.1, 9)], [5])
-    frozen = optax.multi_transform({"a": optax.lion(0.1), "b": optax.set_to_zero()}, {"w": "a", "b": "b", "s": "a"})
+    schedule = optax.join_schedules(
+        [optax.constant_schedule(0.0), optax.cosine_decay_schedule(0.1, 9)], [5]
+    )
+    frozen = optax.multi_transform(
+        {"a": optax.lion(0.1), "b": optax.set_to_zero()}, {"w": "a", "b": "b", "s": "a"}
+    )
     for inner in (
         by_name,
         kept(lambda x: jnp.full_like(x, 0.5)),
@@ -160,12 +177,16 @@ def test_what_knows_no_shape_passes():
         optax.adabelief(0.1),
         optax.adagrad(schedule),
         optax.rmsprop(schedule, centered=True, momentum=0.9),
-        optax.chain(optax.clip(0.5), optax.add_decayed_weights(0.1), optax.sgd(0.1, 0.9, nesterov=True)),
+        optax.chain(
+            optax.clip(0.5), optax.add_decayed_weights(0.1), optax.sgd(0.1, 0.9, nesterov=True)
+        ),
         optax.contrib.schedule_free_adamw(0.1),
         optax.inject_hyperparams(optax.adamw)(learning_rate=schedule),
         optax.masked(optax.adam(0.1), {"w": True, "b": False, "s": True}),
     ):
-        sharded(inner).init({name: x.astype(jnp.bfloat16 if name == "w" else x.dtype) for name, x in SCALED.items()})
+        sharded(inner).init(
+            {name: x.astype(jnp.bfloat16 if name == "w" else x.dtype) for name, x in SCALED.items()}
+        )
 
 
 def test_elementwise_lets_it_pass():
@@ -173,7 +194,11 @@ def test_elementwise_lets_it_pass():
     state = tx.init(PARAMS)
     specs = gw.partition_specs(state, AXIS)
     step = jax.shard_map(
-        lambda g, s: tx.update(g, s, g), mesh=mesh_of(4), in_specs=(P(), specs), out_specs=(P(), specs), check_vma=False
+        lambda g, s: tx.update(g, s, g),
+        mesh=mesh_of(4),
+        in_specs=(P(), specs),
+        out_specs=(P(), specs),
+        check_vma=False,
     )
     after = jax.eval_shape(step, PARAMS, state)[1]
     assert jax.tree.map(lambda x: x.shape, after) == jax.tree.map(lambda x: x.shape, state)

@@ -1,4 +1,5 @@
-"""`zero1(…, shard="parameter")`: what needs whole parameters does what it does without it, in the bytes of one all-reduce, with 1/W of the memory."""
+"""`zero1(…, shard="parameter")`: what needs whole parameters does what it does without it, in the
+bytes of one all-reduce, with 1/W of the memory."""
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,22 @@ from tests.jax.replicas import AXIS, Replicas, equal, refused
 
 pytestmark = pytest.mark.slow
 
-#: Of one shape five, of another two, of a third one, one of a single row; vectors of two lengths, a scalar.
-SHAPES = {f"layer_{i}": (6, 4) for i in range(5)} | {"up": (4, 9), "up_2": (4, 9), "down": (9, 4), "row": (1, 7)}
+#: Of one shape five, of another two, of a third one, one of a single row; vectors of two lengths, a
+#: scalar.
+SHAPES = {f"layer_{i}": (6, 4) for i in range(5)} | {
+    "up": (4, 9),
+    "up_2": (4, 9),
+    "down": (9, 4),
+    "row": (1, 7),
+}
 SHAPES |= {f"bias_{i}": (5,) for i in range(4)} | {"norm": (3,), "scale": ()}
 PARAMS = start(SHAPES)
 
 
 def sharded(inner, replicas, **options):
-    return gw.zero1(inner, **{"axis_name": AXIS, "replicas": replicas, "shard": "parameter"} | options)
+    return gw.zero1(
+        inner, **{"axis_name": AXIS, "replicas": replicas, "shard": "parameter"} | options
+    )
 
 
 def by_name(params):
@@ -35,12 +44,16 @@ def mixture(muon, adam):
 
 
 HIDDEN, VECTORS = optax.contrib.muon(0.02, weight_decay=0.01), optax.adamw(0.02)
-#: Layers of `nn.scan`, of which no number of replicas here has as many, and a matrix of each of two shapes.
+#: Layers of `nn.scan`, of which no number of replicas here has as many, and a matrix of each of two
+#: shapes.
 LAYERED = {"layers": (5, 6, 4), "layers_bias": (5, 4), "up": (4, 9), "square": (6, 6)}
 #: A layer of (6, 4) is a matrix; the biases are AdamW's.
 MATRICES = dict.fromkeys([(6, 4), (4, 9), (6, 6)], optax.contrib.MuonDimensionNumbers(-2, -1))
 OF_LAYERS = optax.contrib.muon(
-    0.02, muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda p: MATRICES.get(p.shape[-2:]), params)
+    0.02,
+    muon_weight_dimension_numbers=lambda params: jax.tree.map(
+        lambda p: MATRICES.get(p.shape[-2:]), params
+    ),
 )
 LAMB = optax.MultiSteps(optax.lamb(0.02), 3)
 ADAFACTOR = optax.adafactor(0.02, min_dim_size_to_factor=3)
@@ -109,14 +122,17 @@ def nbytes(tree):
 def test_bytes_and_memory(shapes, replicas):
     params, tx = start(shapes), sharded(optax.sgd(0.02, 0.9), replicas)
     state = jax.eval_shape(tx.init, params)
-    traffic = gw.collective_traffic(tx.update, params, of_one(state), params, axis_env=[(AXIS, replicas)])
+    traffic = gw.collective_traffic(
+        tx.update, params, of_one(state), params, axis_env=[(AXIS, replicas)]
+    )
     shards = StackShards({n: Spec(s) for n, s in sorted(shapes.items())}, replicas)
     assert [gw.total_traffic(traffic)] == list(plan(shapes, Zero(shards)).steps)
     dense, own, rest = (nbytes(tree) for tree in (params, of_one(state).pieces, state.common))
     if shapes is EVEN and replicas != 3:
         assert {c.kind for c in traffic} == {"reduce_scatter", "all_gather"}
         assert dense <= gw.total_traffic(traffic).nbytes <= 1.02 * dense
-        assert own + rest == pytest.approx(dense / replicas, rel=0.1)  # a momentum is one number for each
+        # a momentum is one number for each
+        assert own + rest == pytest.approx(dense / replicas, rel=0.1)
     else:
         assert {c.kind for c in traffic} == {"reduce_scatter", "all_gather", "all_reduce"} - (
             {"all_reduce"} if not any(map(shards.is_kept, shapes)) else set()
@@ -141,7 +157,9 @@ def test_a_state_goes_to_any_number_of_replicas_and_back():
         train(sharded(HIDDEN, 2), 2, steps=1, params=PARAMS, state=cut)
 
 
-BY_NORM = optax.stateless(lambda updates, params: jax.tree.map(lambda x: x / jnp.linalg.norm(x), updates))
+BY_NORM = optax.stateless(
+    lambda updates, params: jax.tree.map(lambda x: x / jnp.linalg.norm(x), updates)
+)
 OF_TWO = optax.masked(optax.scale(2.0), {n: n in ("layer_0", "up") for n in SHAPES})
 #: Of which owners run each by itself.
 APART = {"up": (4, 9), "square": (6, 6)}
@@ -171,15 +189,24 @@ def test_refused_by_name(inner, options, shapes, words):
 
 
 def test_not_refused():
-    """What is alike within each shape, so that each is in its part; and what does the same to each whole parameter."""
+    """What is alike within each shape, so that each is in its part; and what does the same to each
+    whole parameter."""
     sharded(mixture(HIDDEN, VECTORS), 2).init(PARAMS)
     sharded(BY_NORM, 2).init(start(LAYERS))
     assert StackShards({n: Spec(x) for n, x in APART.items()}, 2).ragged
 
 
 def test_each_owner_runs_its_own_matrices_alone():
-    """Three of these on three replicas would be more work as stacks, and everything if all kept them."""
-    shapes = {"square": (6, 6), "up": (4, 9), "down": (9, 4), "layer_0": (5, 5), "layer_1": (5, 5), "layer_2": (5, 5)}
+    """Three of these on three replicas would be more work as stacks, and everything if all kept
+    them."""
+    shapes = {
+        "square": (6, 6),
+        "up": (4, 9),
+        "down": (9, 4),
+        "layer_0": (5, 5),
+        "layer_1": (5, 5),
+        "layer_2": (5, 5),
+    }
     seen = []
 
     def update(updates, params):
@@ -190,15 +217,21 @@ def test_each_owner_runs_its_own_matrices_alone():
     state, params = tx.init(start(shapes)), start(shapes)
     seen.clear()
     jaxpr = jax.make_jaxpr(tx.update, axis_env=[(AXIS, 3)])(params, of_one(state), params)
-    assert set(map(frozenset, seen)) == {frozenset(n) for n in ({"layer_0"}, {"square"}, {"up"}, {"down"})}
+    assert set(map(frozenset, seen)) == {
+        frozenset(n) for n in ({"layer_0"}, {"square"}, {"up"}, {"down"})
+    }
     branches = [eqn.params["branches"] for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
     assert [len(each) for each in branches] == [3]
 
 
 def test_hostile_gradients():
-    """Zeros stay finite; what is not finite on one replica changes nothing on any, also for parameters that all of them keep."""
+    """Zeros stay finite; what is not finite on one replica changes nothing on any, also for
+    parameters that all of them keep."""
     tx = sharded(HIDDEN, 3, skip_non_finite=True)
-    state, step = tx.init(PARAMS), jax.jit(lambda given, state: step_of(tx, given, PARAMS, state, 3))
+    state, step = (
+        tx.init(PARAMS),
+        jax.jit(lambda given, state: step_of(tx, given, PARAMS, state, 3)),
+    )
     zeros = jax.tree.map(lambda p: jnp.zeros((3, *p.shape)), PARAMS)
     broken = jax.tree.map(lambda g: g + 1, zeros)
     broken["row"] = broken["row"].at[2].set(jnp.nan)
@@ -214,7 +247,9 @@ def test_under_pmap_and_in_codes(dtype, least, most):
     """Each parameter over its own norm, of which a piece would have another."""
 
     def rows(r):
-        return {n: np.random.default_rng([r, *n.encode()]).normal(size=s) for n, s in SHAPES.items()}
+        return {
+            n: np.random.default_rng([r, *n.encode()]).normal(size=s) for n, s in SHAPES.items()
+        }
 
     given = [rows(r) for r in range(3)]
     tx = sharded(BY_NORM, 3, wire_dtype=dtype)
@@ -226,9 +261,17 @@ def test_under_pmap_and_in_codes(dtype, least, most):
 
 def test_a_flat_tree_has_names_with_a_slash():
     """As Haiku's. They are those of a nested tree."""
-    flat = {f"h{i}/{name}": jnp.ones((4, n)) for i in range(2) for name, n in (("up", 6), ("out", 4), ("gate", 6))}
-    nested = {f"h{i}": {name: flat[f"h{i}/{name}"] for name in ("up", "out", "gate")} for i in range(2)}
-    states = [jax.eval_shape(sharded(optax.contrib.muon(0.02), 2).init, tree) for tree in (flat, nested)]
+    flat = {
+        f"h{i}/{name}": jnp.ones((4, n))
+        for i in range(2)
+        for name, n in (("up", 6), ("out", 4), ("gate", 6))
+    }
+    nested = {
+        f"h{i}": {name: flat[f"h{i}/{name}"] for name in ("up", "out", "gate")} for i in range(2)
+    }
+    states = [
+        jax.eval_shape(sharded(optax.contrib.muon(0.02), 2).init, tree) for tree in (flat, nested)
+    ]
     first, second = (set(state.pieces.per_replica) for state in states)
     assert first == second
     assert any("h0.up|h1.up" in key or "h0.gate|h0.up" in key for key in first)

@@ -1,4 +1,5 @@
-"""Run as `two_processes.py PORT PROCESS COUNT FOLDER FLAGS`: some steps on one device of each process; the results go to a file."""
+"""Run as `two_processes.py PORT PROCESS COUNT FOLDER FLAGS`: some steps on one device of each
+process; the results go to a file."""
 
 import contextlib
 import logging
@@ -66,12 +67,16 @@ def main(port, process, count, folder, flags):
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, **shards))
     rows = jax.NamedSharding(mesh, jax.P(AXIS))
     for g in given[STEPS // 2 :]:
-        stacked = {k: jax.make_array_from_process_local_data(rows, x[None]) for k, x in g[process].items()}
+        stacked = {
+            k: jax.make_array_from_process_local_data(rows, x[None]) for k, x in g[process].items()
+        }
         updates, state = mapped(stacked, state)
     mine |= {f"shard_map/{k}": np.asarray(x.addressable_data(0)) for k, x in updates.items()}
     # A state that no process holds whole is spread anew.
     mine["shard_map/error"] = gathered(unreplicate(replicate(state, axis_name=AXIS)))
-    assert jax.random.key_data(distribute({"k": jax.random.key(3)}, mesh, AXIS)["k"]).is_fully_replicated
+    assert jax.random.key_data(
+        distribute({"k": jax.random.key(3)}, mesh, AXIS)["k"]
+    ).is_fully_replicated
     again = distribute(state, mesh, AXIS)
     assert gathered(again).shape == (count, *SHAPES["w"])
     # Its mean, for another number of replicas: everywhere one row, and nowhere all.
@@ -79,10 +84,14 @@ def main(port, process, count, folder, flags):
     assert {shard.data.shape for shard in one.addressable_shards} == {(1, *SHAPES["w"])}
     mine["mean"] = np.asarray(one.addressable_data(0))
 
-    # A sharded optimizer: its pieces lie in both processes, and its consolidated state comes to each.
+    # A sharded optimizer: its pieces lie in both processes, and its consolidated state comes to
+    # each.
     sharded = zero1(ADAM, axis_name=AXIS, replicas=count)
     state = replicate(sharded.init(params), axis_name=AXIS)
-    step, own = jax.pmap(sharded.update, axis_name=AXIS), {k: x[None] for k, x in given[0][process].items()}
+    step, own = (
+        jax.pmap(sharded.update, axis_name=AXIS),
+        {k: x[None] for k, x in given[0][process].items()},
+    )
     text = step.lower(own, state).as_text()
     updates, state = step(own, state)
     mine |= {f"zero/{k}": np.asarray(x)[0] for k, x in updates.items()}
@@ -97,13 +106,19 @@ def main(port, process, count, folder, flags):
 
 
 def refuses_what_differs(process, mesh):
-    """A common slip: parameters from the index of the process. Each process refuses them, of any kind of array."""
+    """A common slip: parameters from the index of the process. Each process refuses them, of any
+    kind of array."""
     from gradwire.jax_backend import diloco, distribute, power_sgd, replicate, stack_replicas
     from tests.jax.replicas import AXIS, refused
 
     def place(state, *words):
-        for call in (lambda: replicate(state, axis_name=AXIS), lambda: distribute(state, mesh, AXIS)):
-            with refused(*words, "differs between processes") if words else contextlib.nullcontext():
+        for call in (
+            lambda: replicate(state, axis_name=AXIS),
+            lambda: distribute(state, mesh, AXIS),
+        ):
+            with (
+                refused(*words, "differs between processes") if words else contextlib.nullcontext()
+            ):
                 call()
 
     same = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
@@ -113,7 +128,11 @@ def refuses_what_differs(process, mesh):
     place((jax.device_get(params), tx.init(params)), "0.w")
     place({"rng": jax.random.key(process)}, "rng")
     place(same | {"more": jnp.ones(process)} if process else same, "the number of arrays")
-    place(stack_replicas((params, diloco(optax.sgd(0.1), 2, axis_name=AXIS).init(params))), "outer", "w")
+    place(
+        stack_replicas((params, diloco(optax.sgd(0.1), 2, axis_name=AXIS).init(params))),
+        "outer",
+        "w",
+    )
     # What replicas may have of their own, and what is the same.
     place(stack_replicas((params, optax.adam(0.1).init(params))))
     place((same, tx.init(params)))
@@ -132,18 +151,23 @@ def training(mesh):
         specs = partition_specs(state, AXIS)
 
         def train_step(state, x):
-            gradients = jax.grad(lambda p: jnp.square(x @ p["w"] + p["b"] - 1).mean())(mark_varying(state[0], AXIS))
+            gradients = jax.grad(lambda p: jnp.square(x @ p["w"] + p["b"] - 1).mean())(
+                mark_varying(state[0], AXIS)
+            )
             updates, opt_state = tx.update(gradients, state[1], state[0])
             return optax.apply_updates(state[0], updates), opt_state
 
-        mapped = jax.shard_map(train_step, mesh=mesh, in_specs=(specs, jax.P(AXIS)), out_specs=specs)
+        mapped = jax.shard_map(
+            train_step, mesh=mesh, in_specs=(specs, jax.P(AXIS)), out_specs=specs
+        )
         return state, jax.jit(mapped, donate_argnums=0)
 
     return build
 
 
 def chooses(process, mesh, folder):
-    """Both go by the slower one, in the same step, and the log of the first repeats the run on both."""
+    """Both go by the slower one, in the same step, and the log of the first repeats the run on
+    both."""
     from gradwire import Auto
     from gradwire.jax_backend import AutoStep, stats
     from gradwire.jax_backend.choosing import auto_step
@@ -154,7 +178,8 @@ def chooses(process, mesh, folder):
     def run(auto, steps):
         state, rows, now = auto.init(), jax.NamedSharding(mesh, jax.P(AXIS)), [0.0]
 
-        def after(array):  # uncompressed averages, int8 and bfloat16: the first is slowest on process 0 alone
+        # uncompressed averages, int8 and bfloat16: the first is slowest on process 0 alone
+        def after(array):
             now[0] += ((1.0, 1.4, 0.5), (1.0, 0.3, 0.6))[process][auto._number]
             return lambda end=now[0]: end
 
@@ -162,13 +187,20 @@ def chooses(process, mesh, folder):
         ready = 0
         while auto._at < steps if steps else (auto._chooser is None or auto._at < ready + 60):
             ready = auto._at if auto._chooser is None else ready
-            x = np.random.default_rng([auto._at, process]).standard_normal((1, 32)).astype(np.float32)
+            x = (
+                np.random.default_rng([auto._at, process])
+                .standard_normal((1, 32))
+                .astype(np.float32)
+            )
             state = auto.step(state, jax.make_array_from_process_local_data(rows, x))
         return state, auto._at
 
     with refused("among different methods"):
         AutoStep(Auto(loss="5%" if process else None), build, axis_name=AXIS, mesh=mesh)
-    path, clock = folder / f"{'decisions' if process == 0 else 'none'}.jsonl", auto_step.perf_counter
+    path, clock = (
+        folder / f"{'decisions' if process == 0 else 'none'}.jsonl",
+        auto_step.perf_counter,
+    )
     auto_step.perf_counter = lambda: 0.0
     auto = AutoStep(Auto(decisions=path), build, axis_name=AXIS, mesh=mesh)
     state, steps = run(auto, 0)
@@ -179,15 +211,27 @@ def chooses(process, mesh, folder):
     repeated, _ = run(AutoStep(Auto(decisions=path), build, axis_name=AXIS, mesh=mesh), steps)
     assert all(
         np.array_equal(a, b)
-        for a, b in zip(*map(jax.tree.leaves, (jax.device_get(state[0]), jax.device_get(repeated[0]))), strict=True)
+        for a, b in zip(
+            *map(jax.tree.leaves, (jax.device_get(state[0]), jax.device_get(repeated[0]))),
+            strict=True,
+        )
     )
     assert stats(state).scalars()["steps"] == steps
     auto_step.perf_counter = clock
 
 
 def stays_in_the_memory_of_the_host(mesh, state, sharded):
-    """What begins on the host of each process, and what lies there in rows of several, comes to the same as on the devices."""
-    from gradwire.jax_backend import distribute, power_sgd, replicate, reshard, set_replicas, to_portable, zero1
+    """What begins on the host of each process, and what lies there in rows of several, comes to the
+    same as on the devices."""
+    from gradwire.jax_backend import (
+        distribute,
+        power_sgd,
+        replicate,
+        reshard,
+        set_replicas,
+        to_portable,
+        zero1,
+    )
     from tests.jax.replicas import AXIS, power
 
     def moved(tree, kind):
@@ -202,7 +246,10 @@ def stays_in_the_memory_of_the_host(mesh, state, sharded):
 
     count, algorithm = mesh.size, power(half_step=True)
     hosted, zeros = moved(state, "pinned_host"), {n: jnp.zeros(s) for n, s in SHAPES.items()}
-    local = {name: jax.device_put(x + 2, x.sharding.with_memory_kind("pinned_host")) for name, x in zeros.items()}
+    local = {
+        name: jax.device_put(x + 2, x.sharding.with_memory_kind("pinned_host"))
+        for name, x in zeros.items()
+    }
     same(*(to_portable(x, algorithm, errors="all") for x in (hosted, state)))
     for found, of_devices in (
         (distribute(hosted, mesh, AXIS), state),
@@ -210,25 +257,46 @@ def stays_in_the_memory_of_the_host(mesh, state, sharded):
     ):
         same(*(to_portable(x, algorithm, errors="all") for x in (lying(found), of_devices)))
     lying(replicate(hosted, axis_name=AXIS), "device")
-    w = lying(distribute((local, power_sgd(2, axis_name=AXIS).init(local).local), mesh, AXIS))[0]["w"]
-    assert [np.asarray(shard.data).tolist() for shard in w.addressable_shards] == [np.full(SHAPES["w"], 2.0).tolist()]
+    w = lying(distribute((local, power_sgd(2, axis_name=AXIS).init(local).local), mesh, AXIS))[0][
+        "w"
+    ]
+    assert [np.asarray(shard.data).tolist() for shard in w.addressable_shards] == [
+        np.full(SHAPES["w"], 2.0).tolist()
+    ]
     for shard in ("element", "parameter"):
         zero = zero1(ADAM, axis_name=AXIS, replicas=count, shard=shard)
-        same(*(reshard(distribute(zero.init(x), mesh, AXIS), ADAM.init(zeros)) for x in (local, zeros)))
+        same(
+            *(
+                reshard(distribute(zero.init(x), mesh, AXIS), ADAM.init(zeros))
+                for x in (local, zeros)
+            )
+        )
     same(*(reshard(x, ADAM.init(zeros)) for x in (moved(sharded, "pinned_host"), sharded)))
 
 
 def says_who_is_missing(process, mesh, state, sharded):
-    """A call that all must make, by a process that is late for it: the other says so, and goes on when it comes."""
+    """A call that all must make, by a process that is late for it: the other says so, and goes on
+    when it comes."""
     from gradwire import Auto, PowerSGD
-    from gradwire.jax_backend import AutoStep, distribute, replicate, reshard, set_replicas, to_portable, unreplicate
+    from gradwire.jax_backend import (
+        AutoStep,
+        distribute,
+        replicate,
+        reshard,
+        set_replicas,
+        to_portable,
+        unreplicate,
+    )
     from gradwire.jax_backend.engine import barrier
     from gradwire.jax_backend.jax_internals import coordination_client
     from tests.jax.replicas import AXIS, refused
 
     service, said = coordination_client(), []
     handler = logging.Handler()
-    handler.emit = lambda record: (said.append(record.getMessage()), service.key_value_set(f"said/{len(said)}", "-"))
+    handler.emit = lambda record: (
+        said.append(record.getMessage()),
+        service.key_value_set(f"said/{len(said)}", "-"),
+    )
     logging.getLogger(barrier.__name__).addHandler(handler)
     barrier.PATIENCE = 0.1
     algorithm, of_pmap = PowerSGD(2, half_step=True), replicate(state, axis_name=AXIS)
@@ -238,7 +306,9 @@ def says_who_is_missing(process, mesh, state, sharded):
         "unreplicate": lambda: unreplicate(of_pmap),
         "set_replicas": lambda: set_replicas(state, 1),
         "to_portable": lambda: to_portable(state, algorithm),
-        "reshard": lambda: reshard(sharded, jax.eval_shape(ADAM.init, {n: jnp.zeros(s) for n, s in SHAPES.items()})),
+        "reshard": lambda: reshard(
+            sharded, jax.eval_shape(ADAM.init, {n: jnp.zeros(s) for n, s in SHAPES.items()})
+        ),
     }
     for n, (name, call) in enumerate(calls.items(), 1):
         if process:
@@ -253,7 +323,8 @@ def says_who_is_missing(process, mesh, state, sharded):
     alone(process, "set_replicas", calls["set_replicas"])
     calls["to_portable"]()
 
-    # Of `AutoStep` each call in which processes wait for each other: it is made, has its state placed, and meets another method.
+    # Of `AutoStep` each call in which processes wait for each other: it is made, has its state
+    # placed, and meets another method.
     def made():
         return AutoStep(Auto(), training(mesh), axis_name=AXIS, mesh=mesh)
 
@@ -275,11 +346,16 @@ def says_who_is_missing(process, mesh, state, sharded):
         service.key_value_set("heard", str(heard))
     jax.block_until_ready(auto.step(state, batch))
     assert process or said[heard:] == [said[heard]], said
-    assert process or "AutoStep.step: process 0 waits for processes [1]. All processes must call" in said[heard], said
+    assert (
+        process
+        or "AutoStep.step: process 0 waits for processes [1]. All processes must call"
+        in said[heard]
+    ), said
 
 
 def alone(process, name, call):
-    """Process 0 gives up a call that the other does not make. Whoever comes later finds nobody waiting."""
+    """Process 0 gives up a call that the other does not make. Whoever comes later finds nobody
+    waiting."""
     from gradwire.jax_backend.engine import barrier
     from gradwire.jax_backend.jax_internals import coordination_client
     from tests.jax.replicas import refused

@@ -1,4 +1,5 @@
-"""docs/two-levels.md on slices, each of them a process that Slurm has started: this says what Slurm and the slices would, once it is imported."""
+"""docs/two-levels.md on slices, each of them a process that Slurm has started: this says what Slurm
+and the slices would, once it is imported."""
 
 import functools
 import os
@@ -15,7 +16,9 @@ NODES = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,localhost", "SLU
 OWN = {"SLURM_NTASKS": "WORLD_SIZE", "SLURM_PROCID": "RANK", "JAX_COORDINATOR_PORT": "PORT"}
 os.environ |= NODES | {name: os.environ[ours] for name, ours in OWN.items()}
 # A CPU tells no slices: all are number 0.
-mesh_utils.create_hybrid_device_mesh = functools.partial(mesh_utils.create_hybrid_device_mesh, process_is_granule=True)
+mesh_utils.create_hybrid_device_mesh = functools.partial(
+    mesh_utils.create_hybrid_device_mesh, process_is_granule=True
+)
 
 
 def train(mesh):
@@ -33,7 +36,9 @@ def train(mesh):
         share = 1.0 + jax.lax.axis_index(axes)
         return tx.update(jax.tree.map(lambda x: share * jnp.asarray(x, jnp.float32), whole), state)
 
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=(jax.P(), specs), check_vma=False)
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs,), out_specs=(jax.P(), specs), check_vma=False
+    )
     updates, _ = jax.jit(mapped)(state)
     for name, x in updates.items():  # the mean of 1 to 8
         assert np.allclose(x.addressable_data(0), -4.5 * whole[name], rtol=1e-4, atol=1e-2), name

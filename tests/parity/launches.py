@@ -1,4 +1,5 @@
-"""Rows of a table in real processes on Gloo: each number of ranks is launched once, for what has been selected to run."""
+"""Rows of a table in real processes on Gloo: each number of ranks is launched once, for what has
+been selected to run."""
 
 import sys
 from functools import cache
@@ -13,11 +14,14 @@ from tests.launch import run_ranks
 
 
 def traces_of(file, worker, *columns):
-    """A fixture: number of ranks → of each rank, row → what the worker script has returned. A row is the values of these parameters of a test."""
+    """A fixture: number of ranks → of each rank, row → what the worker script has returned. A row
+    is the values of these parameters of a test."""
 
     @pytest.fixture(scope="module")
     def traces(request, tmp_path_factory):
-        selected = [item.callspec.params for item in request.session.items if item.path == Path(file)]
+        selected = [
+            item.callspec.params for item in request.session.items if item.path == Path(file)
+        ]
 
         @cache
         def launched(ranks):

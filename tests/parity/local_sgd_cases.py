@@ -1,10 +1,13 @@
-"""The table of local SGD: one row per case, run by every driver on the same loss, on four replicas, for the same number of steps.
+"""The table of local SGD: one row per case, run by every driver on the same loss, on four replicas,
+for the same number of steps.
 
-Imported by the tests as `tests.parity.local_sgd_cases` and by the worker scripts beside it as `local_sgd_cases`. Replica r minimizes
+Imported by the tests as `tests.parity.local_sgd_cases` and by the worker scripts beside it as
+`local_sgd_cases`. Replica r minimizes
 
     loss = ½ · curvature[r] · ‖parameter - target[r]‖² + (noise[r, step] · parameter).sum()        summed over the parameters
 
-by plain SGD with learning rate `RATE`. Curvatures differ, so that H local steps are not one large one.
+by plain SGD with learning rate `RATE`. Curvatures differ, so that H local steps are not one large
+one.
 """
 
 from __future__ import annotations
@@ -36,11 +39,16 @@ CASES = {
     "partition": LocalSGD({((0, 2), (1, 3)): 3, "all": 6}, start_step=2, subgroup=((0, 3), (1, 2))),
     "outer_sgd": LocalSGD(4, outer=OuterSGD(0.5)),
     "diloco": diloco(4, lr=0.4, momentum=0.6),
-    "diloco_hierarchical": diloco({2: 2, "all": 6}, lr=0.4, momentum=0.6, nesterov=False, start_step=5),
+    "diloco_hierarchical": diloco(
+        {2: 2, "all": 6}, lr=0.4, momentum=0.6, nesterov=False, start_step=5
+    ),
     "fragments": diloco(6, lr=0.4, momentum=0.6, fragments=3, start_step=3),
     "power_sgd": LocalSGD(4, compressor=PowerSGD(2)),
     "sparse_loco": diloco(
-        4, lr=1.0, momentum=0, compressor=TopK(4, per=(4, 4), bits=2, mean="senders", error_feedback=0.95)
+        4,
+        lr=1.0,
+        momentum=0,
+        compressor=TopK(4, per=(4, 4), bits=2, mean="senders", error_feedback=0.95),
     ),
     "everything": diloco(
         4,
@@ -52,14 +60,24 @@ CASES = {
         compressor=PowerSGD(2, half_step=True, start_step=1),
     ),
     "overlap": diloco(6, lr=0.4, momentum=0.6, fragments=3, overlap=3, start_step=2),
-    "overlap_progress": diloco(5, lr=0.4, momentum=0.6, overlap=1, merge="progress", compressor=PowerSGD(2)),
+    "overlap_progress": diloco(
+        5, lr=0.4, momentum=0.6, overlap=1, merge="progress", compressor=PowerSGD(2)
+    ),
     "overlap_hierarchical": diloco({2: 2, "all": 6}, lr=0.4, momentum=0.6, overlap=3, merge=0.0),
     "eager": diloco(4, lr=0.4, momentum=0.6, fragments=2, eager=True, compressor=PowerSGD(2)),
     "two_levels": diloco(
-        4, lr=0.4, momentum=0.6, start_step=2, subgroup=2, fragments=2, compressor=TwoLevel(PowerSGD(2), 2)
+        4,
+        lr=0.4,
+        momentum=0.6,
+        start_step=2,
+        subgroup=2,
+        fragments=2,
+        compressor=TwoLevel(PowerSGD(2), 2),
     ),
     "weighted": LocalSGD({2: 2, 4: 4}, start_step=2, subgroup=2, weighted=True),
-    "weighted_overlap": diloco(6, lr=0.4, momentum=0.6, overlap=2, weighted=True, radial=True, compressor=PowerSGD(2)),
+    "weighted_overlap": diloco(
+        6, lr=0.4, momentum=0.6, overlap=2, weighted=True, radial=True, compressor=PowerSGD(2)
+    ),
     "weighted_eager": diloco(4, lr=0.4, momentum=0.6, eager=True, weighted=True),
 }
 
@@ -71,7 +89,8 @@ def initial():
 
 
 def weight(replica, step):
-    """What a replica counts for: others in each round, replica 1 is absent in every other one, and in two of three all are as large or as small as weights may be."""
+    """What a replica counts for: others in each round, replica 1 is absent in every other one, and
+    in two of three all are as large or as small as weights may be."""
     here = step // 4
     usual = [3.0, 500.0 * (here % 2), 2.0 + step, 40.0]
     both = [LARGEST, SMALLEST * (here % 2), 1.0, LARGEST / 3]
@@ -81,10 +100,12 @@ def weight(replica, step):
 
 @cache
 def target(replica):
-    """Where a replica wants to go: from the start in directions of rank 2, clearly apart in weight, somewhat further on later replicas.
+    """Where a replica wants to go: from the start in directions of rank 2, clearly apart in weight,
+    somewhat further on later replicas.
 
-    What is compressed has the rank that is kept. Where it has not, directions of nearly equal weight compete in the error memory, and
-    rounding decides which is sent next (see `tests.methods.Method`).
+    What is compressed has the rank that is kept. Where it has not, directions of nearly equal
+    weight compete in the error memory, and rounding decides which is sent next (see
+    `tests.methods.Method`).
     """
     made = {}
     for name, start in initial().items():
@@ -102,7 +123,10 @@ def target(replica):
 def noise(replica, step):
     """What a replica's data add to its gradient in a step."""
     rng = np.random.default_rng([replica + 1, step + 1])
-    return {name: (0.02 * rng.standard_normal(shape)).astype(np.float32) for name, shape in SHAPES.items()}
+    return {
+        name: (0.02 * rng.standard_normal(shape)).astype(np.float32)
+        for name, shape in SHAPES.items()
+    }
 
 
 @dataclass
@@ -125,7 +149,10 @@ class Trace:
 def oracle(case):
     """The simulator, in float64."""
     sim = LocalSimulator(CASES[case], initial(), REPLICAS)
-    sizes, nothing = LocalSimulator(CASES[case], initial(), REPLICAS, dtype="float32"), [initial()] * REPLICAS
+    sizes, nothing = (
+        LocalSimulator(CASES[case], initial(), REPLICAS, dtype="float32"),
+        [initial()] * REPLICAS,
+    )
     trace = Trace([], [], [], [])
     for step in range(STEPS):
         gradients = [
@@ -143,14 +170,16 @@ def oracle(case):
 
 
 def assert_same(case, parameters, memory):
-    """Compare a driver's trace with the oracle: every replica's parameters after every step, and its memory in the end.
+    """Compare a driver's trace with the oracle: every replica's parameters after every step, and
+    its memory in the end.
 
     A factor of PowerSGD is left out: it is defined up to a rotation only.
     """
     expected = oracle(case)
 
     def close(what, mine, theirs, name):
-        # Relative to the parameter: where a velocity or an error ought to be small, it holds the rounding noise of one.
+        # Relative to the parameter: where a velocity or an error ought to be small, it holds the
+        # rounding noise of one.
         cases.assert_close(what, mine, theirs, np.linalg.norm(target(0)[name]), TOLERANCE)
 
     assert len(parameters) == STEPS

@@ -8,28 +8,48 @@ from jax.sharding import PartitionSpec as P
 
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.state import checkpoint
-from gradwire.jax_backend import average_gradients, distribute, from_portable, mark_varying, partition_specs, replicate
+from gradwire.jax_backend import (
+    average_gradients,
+    distribute,
+    from_portable,
+    mark_varying,
+    partition_specs,
+    replicate,
+)
 from gradwire.jax_backend.state.trees import NOTHING
 from tests.methods import METHODS, VARIANTS
 from tests.parity.cases import SHAPES, STEPS, assert_compressed, assert_same, gradients, saved
 
-#: Compiling is what takes the time: every method once, those whose programs differ in kind under another driver than the others. Of
-#: variants those that have kernels of their own.
+#: Compiling is what takes the time: every method once, those whose programs differ in kind under
+#: another driver than the others. Of variants those that have kernels of their own.
 DIFFERENT = ["half_step", "start_step", "all_reduce_buckets", "int8", "top_k"]
-NUMBERS = ["rank_1", "rank_4", "rank_deficient", "no_error_feedback", "error_decay", "sometimes_zero"]
+NUMBERS = [
+    "rank_1",
+    "rank_4",
+    "rank_deficient",
+    "no_error_feedback",
+    "error_decay",
+    "sometimes_zero",
+]
 OTHERS = [case for case in METHODS if case not in (*VARIANTS, *DIFFERENT)]
-#: Of the parameters two of one shape, a tensor of four axes and two that are not compressed; all of them where views are what is tested.
+#: Of the parameters two of one shape, a tensor of four axes and two that are not compressed; all of
+#: them where views are what is tested.
 FEW = ("w", "v", "conv", "b", "s")
 WHOLE = ("half_step", "rank_by_name", "views", "views_half_step", "views_cold_start")
 ROWS = [
     *((case, "pmap", 4) for case in OTHERS),
     *((case, "shard_map_vma", 3) for case in DIFFERENT),
-    *(pytest.param(case, "shard_map", 3, marks=pytest.mark.slow) for case in VARIANTS if case not in NUMBERS),
+    *(
+        pytest.param(case, "shard_map", 3, marks=pytest.mark.slow)
+        for case in VARIANTS
+        if case not in NUMBERS
+    ),
 ]
 
 
 def step_of(case, driver, devices, names):
-    """A mapped step (parameters, given, state) → (averages, state), the parameters, the state before the first one, and what places a state.
+    """A mapped step (parameters, given, state) → (averages, state), the parameters, the state
+    before the first one, and what places a state.
 
     Gradients are those of a loss, found by autodiff: the sum of parameter times given gradient.
 
@@ -63,7 +83,8 @@ def step_of(case, driver, devices, names):
 
 
 def run(case, driver, devices, names=tuple(SHAPES)):
-    """The averages of each step, and the memory [step][replica]. Each step begins in the oracle's state."""
+    """The averages of each step, and the memory [step][replica]. Each step begins in the oracle's
+    state."""
     algorithm = METHODS[case].algorithm
     one, params, like, placed = step_of(case, driver, devices, names)
     replicas = range(len(devices))
@@ -91,7 +112,13 @@ def run(case, driver, devices, names=tuple(SHAPES)):
                         rows_of = _rows(x)
                         row = rows_of[i % len(rows_of)]
                         differs = trees is state.local.per_replica
-                        row = np.reshape(row, SHAPES[name]) if differs else row[0] if driver == "pmap" else row
+                        row = (
+                            np.reshape(row, SHAPES[name])
+                            if differs
+                            else row[0]
+                            if driver == "pmap"
+                            else row
+                        )
                         memory[i].setdefault(name, {})[key] = row
         memories.append(memory)
     return updates, memories
@@ -115,7 +142,8 @@ def test_equals_the_oracle(case, driver, replicas):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
 def test_is_typed_under_vma(case):
-    """What is equal on all replicas, and what is not, as JAX knows it before XLA compiles anything."""
+    """What is equal on all replicas, and what is not, as JAX knows it before XLA compiles
+    anything."""
     names = tuple(SHAPES) if case in WHOLE else FEW
     step, params, state, placed = step_of(case, "shard_map_vma", jax.devices()[:2], names)
     given = {name: np.zeros((2, *SHAPES[name]), np.float32) for name in names}

@@ -63,7 +63,9 @@ def _from_tensor(x):
 
 
 def in_torch(kernel, arrays):
-    return _from_tensor(kernel(TorchOps(torch.device("cpu")), **{k: _tensor(v) for k, v in arrays.items()}))
+    return _from_tensor(
+        kernel(TorchOps(torch.device("cpu")), **{k: _tensor(v) for k, v in arrays.items()})
+    )
 
 
 def in_torch_scratch(kernel, arrays):
@@ -113,7 +115,15 @@ def in_jax(kernel, arrays):
     return np.asarray(kernel(JaxOps(), **{k: jnp.asarray(v) for k, v in arrays.items()}))
 
 
-EAGER = [in_toy, in_poison, in_torch, in_torch_scratch, in_torch_by_few_rows, in_torch_loops, in_torch_unseen]
+EAGER = [
+    in_toy,
+    in_poison,
+    in_torch,
+    in_torch_scratch,
+    in_torch_by_few_rows,
+    in_torch_loops,
+    in_torch_unseen,
+]
 #: Where half precision makes a difference.
 HALF = [in_toy, in_poison, in_torch, in_torch_unseen]
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -169,7 +179,8 @@ VIEWS = (
     "view_as, from the middle",
     "to_bytes",
 )
-#: Payloads of a tensor (6, 5): what it is, what is padded, and what counts more as sent than its codes.
+#: Payloads of a tensor (6, 5): what it is, what is padded, and what counts more as sent than its
+#: codes.
 PAYLOADS = {
     "dense": lambda ops, y, p, q, **_: Dense(y),
     "low rank": lambda ops, y, p, q, **_: LowRank(p, q),
@@ -186,7 +197,12 @@ DONATE = (
     *("set_row", "orthonormalize", "orthonormalize, epsilon", "add_each, first", "add_each, last"),
     *("where_each, true", "where_each, false", "where_each, neighbours"),
     *("scale_each, first", "scale_each, last"),
-    *(f"{name}, {kind}{how}" for name in ("errors_after", "dense_or_nan") for kind in PAYLOADS for how in ENDS),
+    *(
+        f"{name}, {kind}{how}"
+        for name in ("errors_after", "dense_or_nan")
+        for kind in PAYLOADS
+        for how in ENDS
+    ),
     "errors_after, computed before",
     *("cast_each, arrays", "cast_each, errors"),
     *(f"settle, {kind}" for kind in (*PAYLOADS, "not finite")),
@@ -234,7 +250,9 @@ def left_of(kind, ok, decay=1.0, *, early=False):
             residuals[1].sent = sent
             residuals[1].compute()
         errors = [ops.add(v, 1.0), y]
-        return ops.errors_after(ok(ops, batch), residuals, [Dense(ops.multiply(v, 0.5)), sent], errors, decay=decay)[1]
+        return ops.errors_after(
+            ok(ops, batch), residuals, [Dense(ops.multiply(v, 0.5)), sent], errors, decay=decay
+        )[1]
 
     return kernel
 
@@ -248,16 +266,25 @@ def received(kind, ok):
 
 
 def settled(kind, ok):
-    """What is left of a tensor of which such a payload was sent, and one received; beside those of another tensor."""
+    """What is left of a tensor of which such a payload was sent, and one received; beside those of
+    another tensor."""
 
     def kernel(ops, x, y, p, q, batch, v, **rest):
         sent, received = (
-            [Dense(ops.multiply(v, c)), PAYLOADS[kind](ops, y=ops.multiply(y, c), p=p, q=ops.multiply(q, c))]
+            [
+                Dense(ops.multiply(v, c)),
+                PAYLOADS[kind](ops, y=ops.multiply(y, c), p=p, q=ops.multiply(q, c)),
+            ]
             for c in (0.5, 2.0)
         )
         finite = ok(ops, batch)
         after, dense = ops.settle(
-            finite, finite, [Residual(ops, v), Residual(ops, x)], sent, [ops.add(v, 1.0), y], received
+            finite,
+            finite,
+            [Residual(ops, v), Residual(ops, x)],
+            sent,
+            [ops.add(v, 1.0), y],
+            received,
         )
         return ops.stack([after[1], dense[1]])
 
@@ -271,7 +298,9 @@ def in_16_bits(ops, x, y, v, **rest):
         [ops.cast(v, "float32"), ops.cast(y, "float32")],
     )
     with np.errstate(over="ignore"):
-        return ops.cast_each(xs, ["bfloat16", "float16"], [ops.add(each, 1.0) for each in errors], decay=0.5)
+        return ops.cast_each(
+            xs, ["bfloat16", "float16"], [ops.add(each, 1.0) for each in errors], decay=0.5
+        )
 
 
 #: Of four rows, some of them twice; and different ones.
@@ -307,7 +336,10 @@ def total(ops):
     def rows(batch, out=None):
         def added(i, so_far):
             return ops.by_rows(
-                lambda x, y, out=None: ops.add(ops.multiply(x, 1.0), y, out=out), batch[i], so_far, out=so_far
+                lambda x, y, out=None: ops.add(ops.multiply(x, 1.0), y, out=out),
+                batch[i],
+                so_far,
+                out=so_far,
             )
 
         return ops.loop(batch.shape[0], added, ops.multiply(batch[0], 1.0))
@@ -321,7 +353,9 @@ def there_and_back(ops):
     def rows(x, out=None):
         x = ops.cast(x, "float32")
         largest = ops.max_abs(x)
-        codes = ops.rows([ops.view_as(each, "uint8") for each in (ops.divide(x, largest), largest)], x.shape[0])
+        codes = ops.rows(
+            [ops.view_as(each, "uint8") for each in (ops.divide(x, largest), largest)], x.shape[0]
+        )
         width = codes.shape[1] - 4
         scales = ops.view_as(codes[:, width:], "float32")
         return ops.multiply(ops.view_as(codes[:, :width], "float32"), scales, out=out)
@@ -332,11 +366,15 @@ def there_and_back(ops):
 def positions_in(ops, batch):
     """Of the values (W, 4, 7) each at a position below 8, for one replica or for several."""
     index = ops.asarray((3 * np.arange(4)[:, None] + np.arange(7)) % 8, "int32")
-    return lambda values: (ops.add(ops.cast(ops.cast(values * 0.0, "float32"), "int32"), index), values)
+    return lambda values: (
+        ops.add(ops.cast(ops.cast(values * 0.0, "float32"), "int32"), index),
+        values,
+    )
 
 
 def placed(ops, matrices, k):
-    """The largest of each row of several matrices, at their places: in which order they were found does not matter."""
+    """The largest of each row of several matrices, at their places: in which order they were found
+    does not matter."""
     index, values = ops.largest_each(matrices, k)
     rows, width = index.shape[0], max(x.shape[1] for x in matrices)
     values = ops.where(ops.abs(values) < 99.0, values, 99.0)  # those that are not finite too
@@ -344,15 +382,20 @@ def placed(ops, matrices, k):
 
 
 def signs_there_and_back(ops, per, x, y, batch, v, **_):
-    """Bits, which are as few as can be; what they stand for here; and what those of three replicas do."""
+    """Bits, which are as few as can be; what they stand for here; and what those of three replicas
+    do."""
     arrays = [batch[0], batch[1], v.reshape((1, 9)), x, y]
     shapes = [tuple(each.shape) for each in arrays]
     sharing = [{"tensor": (1, 1), "row": (n, 1), "column": (1, m)}[per] for n, m in shapes]
     count = sum(n * m for n, m in sharing)
-    above, below = (ops.cast(ops.iota(count), "float32") * 0.5 + 1.0, ops.cast(ops.iota(count), "float32") * -0.25)
+    above, below = (
+        ops.cast(ops.iota(count), "float32") * 0.5 + 1.0,
+        ops.cast(ops.iota(count), "float32") * -0.25,
+    )
     bits = ops.pack_signs(arrays, sharing)
     assert (
-        sum(each.size if isinstance(each, np.ndarray) else math.prod(each.shape) for each in bits) == 4 + 4 + 2 + 4 + 4
+        sum(each.size if isinstance(each, np.ndarray) else math.prod(each.shape) for each in bits)
+        == 4 + 4 + 2 + 4 + 4
     )
     own = ops.signed(arrays, bits, [above], [below], sharing)
     other = ops.pack_signs([each * -1.0 for each in arrays], sharing)
@@ -579,7 +622,9 @@ PLANS = {
 def compare(result, expected, which):
     assert (result.dtype, result.shape) == (expected.dtype, expected.shape), which
     tolerance = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 4e-2}.get(expected.dtype.name, 0)
-    np.testing.assert_allclose(result.astype(float), expected.astype(float), tolerance, tolerance, err_msg=which)
+    np.testing.assert_allclose(
+        result.astype(float), expected.astype(float), tolerance, tolerance, err_msg=which
+    )
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -592,12 +637,17 @@ def test_kernels_agree_with_numpy(name, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("dtype", [pytest.param(d, marks=pytest.mark.slow if d == "float16" else ()) for d in DTYPES])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=pytest.mark.slow if d == "float16" else ()) for d in DTYPES]
+)
 def test_compiled_kernels_agree_with_numpy(request, dtype):
     """In one program: compiling is what takes the time."""
     if dtype == "float16":
         request.getfixturevalue("float16_in_jax")
-    found = in_jit(lambda ops, **given: {n: kernel(ops, **given) for n, kernel in KERNELS.items()}, arrays(dtype))
+    found = in_jit(
+        lambda ops, **given: {n: kernel(ops, **given) for n, kernel in KERNELS.items()},
+        arrays(dtype),
+    )
     for name, result in found.items():
         compare(result, in_numpy(KERNELS[name], arrays(dtype)), name)
 
@@ -643,7 +693,13 @@ def test_a_backend_without_a_primitive_is_refused_when_it_is_made():
 
 @pytest.mark.parametrize(
     "method",
-    [PowerSGD(2, error_feedback=0.9), PowerSGD(2, half_step=True), Quantize("int4"), TopK(8, per=64, bits=4), Sign()],
+    [
+        PowerSGD(2, error_feedback=0.9),
+        PowerSGD(2, half_step=True),
+        Quantize("int4"),
+        TopK(8, per=64, bits=4),
+        Sign(),
+    ],
     ids=repr,
 )
 def test_methods_run_on_primitives_alone(method):
@@ -653,7 +709,9 @@ def test_methods_run_on_primitives_alone(method):
     toys.states = [method.init(toys.ops, toys.specs) for _ in range(3)]
     for step in range(3):
         rng = np.random.default_rng(step)
-        gradients = [{n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()} for _ in range(3)]
+        gradients = [
+            {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()} for _ in range(3)
+        ]
         if step == 1:
             gradients[2]["w"][3, 3] = INF
         found, expected = toys.step(gradients), reference.step(gradients)
@@ -696,13 +754,17 @@ def test_orthonormal_rows_agree_on_hard_input(name):
     for run in (*EAGER, in_jit):
         rows = run(orthonormalized, given)
         assert np.isfinite(rows).all(), run.__name__
-        # Which rows are dependent is decided alike, and the others are the same up to the conditioning.
-        np.testing.assert_array_equal(np.abs(rows).max(-1) > 0, np.abs(expected).max(-1) > 0, run.__name__)
+        # Which rows are dependent is decided alike, and the others are the same up to the
+        # conditioning.
+        np.testing.assert_array_equal(
+            np.abs(rows).max(-1) > 0, np.abs(expected).max(-1) > 0, run.__name__
+        )
         tolerance = 1e-3 if name == "nearly dependent" else 1e-5
         np.testing.assert_allclose(rows, expected, rtol=0, atol=tolerance, err_msg=run.__name__)
 
 
-#: What top-k, casts and signs meet in gradients: ties, zeros of either sign, what is not finite; and whatever hypothesis thinks of.
+#: What top-k, casts and signs meet in gradients: ties, zeros of either sign, what is not finite;
+#: and whatever hypothesis thinks of.
 NUMBERS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, NAN, -NAN, INF, -INF]) | st.floats(width=16)
 SHAPES = [(0,), (1,), (7,), (33,), (3, 5), (2, 0), (0, 4), (2, 3, 9)]
 RUNS = [in_numpy, in_torch, in_torch_unseen, in_jax]
@@ -715,20 +777,34 @@ def arrays_with_ties(draw, shapes=tuple(SHAPES)):
         draw(st.sampled_from(["float32", "bfloat16", "float16", "int32", "int8", "uint8"])),
     )
     size = math.prod(shape)
-    numbers = NUMBERS if "float" in dtype else st.integers(0, 3) | st.integers(0 if dtype == "uint8" else -128, 127)
-    return np.array(draw(st.lists(numbers, min_size=size, max_size=size)), np.float64).astype(dtype).reshape(shape)
+    numbers = (
+        NUMBERS
+        if "float" in dtype
+        else st.integers(0, 3) | st.integers(0 if dtype == "uint8" else -128, 127)
+    )
+    return (
+        np.array(draw(st.lists(numbers, min_size=size, max_size=size)), np.float64)
+        .astype(dtype)
+        .reshape(shape)
+    )
 
 
 @given(arrays_with_ties(), st.sampled_from([0.0, 0.3, 1.0]))
 @pytest.mark.usefixtures("float16_in_jax")
 def test_top_k_is_the_same_everywhere_and_so_are_ties(x, part):
     k = round(part * x.shape[-1])
-    rows = np.where(np.isnan(x.astype(float)), INF, x.astype(float)).reshape(-1, x.shape[-1]) if x.size else []
+    rows = (
+        np.where(np.isnan(x.astype(float)), INF, x.astype(float)).reshape(-1, x.shape[-1])
+        if x.size
+        else []
+    )
     expected = [sorted(range(len(row)), key=lambda i, row=row: (-row[i], i))[:k] for row in rows]
     for run in RUNS:
         positions = run(lambda ops, x: ops.top_k(x, k), {"x": x})
         assert positions.dtype == np.int32
-        np.testing.assert_array_equal(positions, np.reshape(expected, (*x.shape[:-1], k)), run.__name__)
+        np.testing.assert_array_equal(
+            positions, np.reshape(expected, (*x.shape[:-1], k)), run.__name__
+        )
 
 
 @given(arrays_with_ties(((7,), (2, 3, 9))), st.data())
@@ -740,7 +816,9 @@ def test_what_is_taken_can_be_added_where_it_was(x, data):
     positions = data.draw(st.lists(st.integers(0, n - 1), min_size=5 * count, max_size=5 * count))
     index = np.array(positions, np.int32).reshape(*x.shape[:-1], 5)
     sums, values = x.astype(np.float64).reshape(count, n), np.zeros((count, 5))
-    for row, (place, at) in enumerate(zip(x.reshape(count, n), index.reshape(count, 5), strict=True)):
+    for row, (place, at) in enumerate(
+        zip(x.reshape(count, n), index.reshape(count, 5), strict=True)
+    ):
         for i, position in enumerate(at):
             values[row, i] = place[position]
             sums[row, position] += place[position]
@@ -754,31 +832,58 @@ def test_what_is_taken_can_be_added_where_it_was(x, data):
         given = {"x": x, "index": index, "values": taken}
         added = run(lambda ops, x, index, values: ops.scatter_add(x, index, values), given)
         assert added.dtype == x.dtype
-        np.testing.assert_allclose(added.astype(float).reshape(count, n), sums, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(
+            added.astype(float).reshape(count, n), sums, rtol=tolerance, atol=tolerance
+        )
 
 
 @given(
-    st.sampled_from([*SHAPES, (19, 3)]) | st.lists(st.integers(0, 20), min_size=1, max_size=3).map(tuple),
+    st.sampled_from([*SHAPES, (19, 3)])
+    | st.lists(st.integers(0, 20), min_size=1, max_size=3).map(tuple),
     st.integers(0, 2**32 - 1),
 )
 def test_bits_come_back(shape, seed):
     """In the bytes lie rows in eights, then what is left of them."""
     x = np.random.default_rng(seed).random(shape) < 0.5
-    rows = x.reshape(math.prod(shape[:-1]) if len(shape) > 1 else -1, shape[-1] if len(shape) > 1 else 1)
+    rows = x.reshape(
+        math.prod(shape[:-1]) if len(shape) > 1 else -1, shape[-1] if len(shape) > 1 else 1
+    )
     k = len(rows) // 8
     left = rows[8 * k :].reshape(-1)
     parts = rows[: 8 * k].reshape(8, -1), np.pad(left, (0, -len(left) % 8)).reshape(8, -1)
-    expected = np.concatenate([np.packbits(part, axis=0, bitorder="little").reshape(-1) for part in parts])
+    expected = np.concatenate(
+        [np.packbits(part, axis=0, bitorder="little").reshape(-1) for part in parts]
+    )
     for run in RUNS if shape in (*SHAPES, (19, 3)) else RUNS[:-1]:  # JAX compiles for each shape
         packed = run(lambda ops, x: ops.pack_bits(x), {"x": x})
         assert packed.dtype == np.uint8
         np.testing.assert_array_equal(packed, expected)
-        np.testing.assert_array_equal(run(lambda ops, x: ops.unpack_bits(x, shape), {"x": packed}), x)
+        np.testing.assert_array_equal(
+            run(lambda ops, x: ops.unpack_bits(x, shape), {"x": packed}), x
+        )
 
 
 def hard_to_cast():
     rng = np.random.default_rng(2)
-    small = [0, 0.5, 1, 1.5, 126.5, 127, 127.5, 128, 129, 254.5, 255, 256, 448, 463.9, 464, 464.1, 480]
+    small = [
+        0,
+        0.5,
+        1,
+        1.5,
+        126.5,
+        127,
+        127.5,
+        128,
+        129,
+        254.5,
+        255,
+        256,
+        448,
+        463.9,
+        464,
+        464.1,
+        480,
+    ]
     edges = np.array([*small, 57344, 61440, 65504, 2**31, 1e38])
     tiny = 2.0 ** -np.arange(1, 30)
     spread = rng.normal(size=2000) * np.geomspace(1e-6, 1e6, 2000)
@@ -790,8 +895,12 @@ def hard_to_cast():
 @pytest.mark.usefixtures("float16_in_jax")
 @pytest.mark.parametrize("run", [in_torch, in_torch_unseen, in_jit], ids=lambda f: f.__name__)
 def test_casts_agree_on_every_edge(run):
-    """To and from each dtype that can be sent: the same number, and not one that a processor happens to make of what is too large."""
-    sources, targets = ["float32", "bfloat16", "float16", *EIGHT_BITS], ["int8", "uint8", "int32", *EIGHT_BITS]
+    """To and from each dtype that can be sent: the same number, and not one that a processor
+    happens to make of what is too large."""
+    sources, targets = (
+        ["float32", "bfloat16", "float16", *EIGHT_BITS],
+        ["int8", "uint8", "int32", *EIGHT_BITS],
+    )
 
     def cast(ops, x):
         each = [
@@ -801,7 +910,12 @@ def test_casts_agree_on_every_edge(run):
             if source != target
         ]
         # An int32 as float32 shows too little.
-        return ops.stack([*each, *(ops.cast(ops.cast(ops.cast(x, s), "int32") & 255, "float32") for s in sources)])
+        return ops.stack(
+            [
+                *each,
+                *(ops.cast(ops.cast(ops.cast(x, s), "int32") & 255, "float32") for s in sources),
+            ]
+        )
 
     x = hard_to_cast()
     np.testing.assert_array_equal(run(cast, {"x": x}), in_numpy(cast, {"x": x}))
@@ -814,15 +928,20 @@ def test_casts_to_integers_and_floats_of_8_bits():
     assert ops.cast(x, "uint8").tolist() == [0, 255, 0, 255, 0, 1, 0]
     assert ops.cast(x, "int32").tolist() == [0, 2**31 - 1, -(2**31), 10**9, -(10**9), 1, -1]
     large = np.array([448, 464, 465, INF, NAN, -464, -465], np.float32)
-    np.testing.assert_array_equal(ops.cast(large, "float8_e4m3fn").astype(float), [448, 448, NAN, NAN, NAN, -448, NAN])
+    np.testing.assert_array_equal(
+        ops.cast(large, "float8_e4m3fn").astype(float), [448, 448, NAN, NAN, NAN, -448, NAN]
+    )
     small = ops.cast(np.float32([57344, 1e6, -INF, NAN]), "float8_e5m2").astype(float)
     np.testing.assert_array_equal(small, [57344, INF, -INF, NAN])
 
 
-@pytest.mark.parametrize("run", [in_torch, in_torch_by_few_rows, in_torch_unseen, in_jit], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "run", [in_torch, in_torch_by_few_rows, in_torch_unseen, in_jit], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("name", EXACT)
 def test_codes_are_the_same_bits_next_to_halfway(run, name):
-    """Where a division and a product with the reciprocal, or one rounding and two, come to codes that differ."""
+    """Where a division and a product with the reciprocal, or one rounding and two, come to codes
+    that differ."""
     rng = np.random.default_rng(0)
     largest = np.zeros((512, 128), np.float32)
     largest[:, 0] = rng.uniform(0.5, 1, 512)
@@ -837,7 +956,8 @@ def test_codes_are_the_same_bits_next_to_halfway(run, name):
 
 
 def rows_with_ties(block):
-    """Whole numbers, of which many lie at a threshold or next to it, among rows that are zero, of one size, with an outlier, and not finite."""
+    """Whole numbers, of which many lie at a threshold or next to it, among rows that are zero, of
+    one size, with an outlier, and not finite."""
     rng = np.random.default_rng(block)
     x = rng.integers(-3, 4, (48, block)) * 0.5
     x[0], x[1], x[2] = 0.0, -0.0, rng.choice([-1, 1], block) * 0.1
@@ -850,10 +970,12 @@ def rows_with_ties(block):
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize(
-    ("name", "block"), [*((name, 128) for name in (*EXACT, "int2")), ("int4", 8), ("int2", 8), ("int2", 1024)]
+    ("name", "block"),
+    [*((name, 128) for name in (*EXACT, "int2")), ("int4", 8), ("int2", 8), ("int2", 1024)],
 )
 def test_codes_are_the_same_bits_wherever_they_are_made(name, block):
-    """Also where a sum decides, whose last bit depends on the processor. What is not finite is seen by everyone."""
+    """Also where a sum decides, whose last bit depends on the processor. What is not finite is seen
+    by everyone."""
     codec, given = replace(CODECS[name], block=block), {"x": rows_with_ties(block)}
     finite, scales = np.isfinite(given["x"]).all(1), 4 * codec.scales
 
@@ -866,26 +988,39 @@ def test_codes_are_the_same_bits_wherever_they_are_made(name, block):
     expected = in_numpy(codes, given)
     for run in (*EAGER, in_jit):
         found = run(codes, given)
-        np.testing.assert_array_equal(found[finite, :-scales], expected[finite, :-scales], run.__name__)
+        np.testing.assert_array_equal(
+            found[finite, :-scales], expected[finite, :-scales], run.__name__
+        )
         decoded = run(back, given)
         assert not np.isfinite(decoded[~finite]).all(1).any(), run.__name__
         # A scale is a sum of as many float32 numbers as a block has, in any order.
         rounding = max(1e-5, block * 2.0**-24)
-        np.testing.assert_allclose(decoded[finite], in_numpy(back, given)[finite], rtol=rounding, err_msg=run.__name__)
+        np.testing.assert_allclose(
+            decoded[finite], in_numpy(back, given)[finite], rtol=rounding, err_msg=run.__name__
+        )
 
 
 def test_rows_of_another_length_are_refused():
-    for ops, x in ((NumpyOps(), np.ones((2, 3))), (AbstractOps(), AbstractArray((2, 3), "float32"))):
+    for ops, x in (
+        (NumpyOps(), np.ones((2, 3))),
+        (AbstractOps(), AbstractArray((2, 3), "float32")),
+    ):
         with pytest.raises(ValueError, match="top_k: there are no 4 largest of 3 elements"):
             ops.top_k(x, 4)
     ops, x = AbstractOps(), AbstractArray((2, 3), "float32")
     with pytest.raises(ValueError, match=r"take: positions \(3, 1\) for rows \(2, 3\)"):
         ops.take(x, AbstractArray((3, 1), "int32"))
-    with pytest.raises(ValueError, match=r"float16 \(2, 1\) at \(2, 1\) cannot be added to float32 \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"float16 \(2, 1\) at \(2, 1\) cannot be added to float32 \(2, 3\)"
+    ):
         ops.scatter_add(x, AbstractArray((2, 1), "int32"), AbstractArray((2, 1), "float16"))
-    with pytest.raises(ValueError, match="pack_bits: float32 are no booleans; of signs, give x > 0"):
+    with pytest.raises(
+        ValueError, match="pack_bits: float32 are no booleans; of signs, give x > 0"
+    ):
         ops.pack_bits(x)
-    with pytest.raises(ValueError, match=r"unpack_bits: uint8 \(2,\) do not hold the booleans of \(3, 6\)"):
+    with pytest.raises(
+        ValueError, match=r"unpack_bits: uint8 \(2,\) do not hold the booleans of \(3, 6\)"
+    ):
         ops.unpack_bits(AbstractArray((2,), "uint8"), (3, 6))
 
 
@@ -898,12 +1033,19 @@ def test_shapes_without_data_are_those_of_the_data(kernel):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("run", [in_numpy, in_poison, in_torch, in_jit], ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    "run", [in_numpy, in_poison, in_torch, in_jit], ids=lambda run: run.__name__
+)
 def test_what_is_kept_is_limited(run, dtype):
-    """Where the host does not know whether a step counts, torch leaves the limit out: it would be a pass over memory in every step."""
+    """Where the host does not know whether a step counts, torch leaves the limit out: it would be a
+    pass over memory in every step."""
     given = {"x": np.array([3.0, -0.25, -7.0, np.nan, -0.0], dtype), "y": np.ones(5, dtype)}
     kernels = (
-        lambda ok: lambda ops, x, y: ops.where_lazy(ok(ops, y), lambda out: ops.add(y, y, out=out), x, limit=2.0),
+        lambda ok: (
+            lambda ops, x, y: ops.where_lazy(
+                ok(ops, y), lambda out: ops.add(y, y, out=out), x, limit=2.0
+            )
+        ),
         lambda ok: (
             lambda ops, x, y: ops.where_each(
                 ok(ops, y), [y, y * 2.0], [ops.cast(y * 1.0, dtype), x], limits=[1.0, 2.0]
@@ -911,8 +1053,11 @@ def test_what_is_kept_is_limited(run, dtype):
         ),
     )
     for kernel in kernels:
-        np.testing.assert_array_equal(run(kernel(false), given).astype(float), [2.0, -0.25, -2.0, np.nan, -0.0])
+        np.testing.assert_array_equal(
+            run(kernel(false), given).astype(float), [2.0, -0.25, -2.0, np.nan, -0.0]
+        )
         np.testing.assert_array_equal(run(kernel(true), given).astype(float), [2.0] * 5)
-    if dtype == "float16":  # with a loss scale such an error is ordinary, and so is a step that is not finite
+    # with a loss scale such an error is ordinary, and so is a step that is not finite
+    if dtype == "float16":
         given["x"] = np.array([300.0, -0.25, -9000.0, 2.0, -0.0], dtype)
         np.testing.assert_array_equal(run(kernels[0](false), given), given["x"])

@@ -29,7 +29,8 @@ from gradwire.jax_backend import (
 from tests.bounds import noting
 from tests.parity import local_sgd_cases as table
 
-#: Compiling is what takes the time: every case once, in which of the maps the programs differ in kind. What the others contain is in tests/torch alone.
+#: Compiling is what takes the time: every case once, in which of the maps the programs differ in
+#: kind. What the others contain is in tests/torch alone.
 ELSEWHERE = {
     "diloco_hierarchical": "shard_map",
     "power_sgd": "shard_map",
@@ -39,7 +40,12 @@ ELSEWHERE = {
     "weighted_overlap": "shard_map_vma",
 }
 CONTAINED = ["every_step", "period", "outer_sgd"]
-SLOW = [("weighted_overlap", "shard_map_vma"), ("weighted_eager", "pmap"), ("overlap", "told"), ("one_node", "pmap")]
+SLOW = [
+    ("weighted_overlap", "shard_map_vma"),
+    ("weighted_eager", "pmap"),
+    ("overlap", "told"),
+    ("one_node", "pmap"),
+]
 #: Under "told" the host says which turn a step has.
 RUNS = [(case, ELSEWHERE.get(case, "pmap")) for case in table.CASES if case not in CONTAINED]
 ROWS = [
@@ -50,19 +56,24 @@ ROWS = [
 
 @dataclass
 class Result:
-    """Parameters [name][replica, step] after every step, and the state in the end, each array with a row for every replica."""
+    """Parameters [name][replica, step] after every step, and the state in the end, each array with
+    a row for every replica."""
 
     parameters: dict[str, np.ndarray[Any, Any]]
     state: Any
 
 
 def stacked(of_replica):
-    return {name: np.stack([of_replica(r)[name] for r in range(table.REPLICAS)]) for name in table.SHAPES}
+    return {
+        name: np.stack([of_replica(r)[name] for r in range(table.REPLICAS)])
+        for name in table.SHAPES
+    }
 
 
 @cache
 def run(case, driver, outer=None):
-    """All steps, as one compiled program. Under "shard_map_vma" the replicas span two axes of two. `outer`: in place of the outer optimizer."""
+    """All steps, as one compiled program. Under "shard_map_vma" the replicas span two axes of two.
+    `outer`: in place of the outer optimizer."""
     axis, local = ("node", "data") if driver == "shard_map_vma" else "data", table.CASES[case]
     local = local if outer is None else replace(local, outer=outer)
     if isinstance(axis, tuple) and isinstance(local.compressor, TwoLevel):
@@ -70,17 +81,28 @@ def run(case, driver, outer=None):
     tx = local_sgd(optax.sgd(table.RATE), local, axis_name=axis)
     params = {name: jnp.asarray(x) for name, x in table.initial().items()}
     shape = (2, 2) if isinstance(axis, tuple) else (table.REPLICAS,)
-    mesh = Mesh(np.array(jax.devices()[: table.REPLICAS]).reshape(shape), axis if isinstance(axis, tuple) else (axis,))
+    mesh = Mesh(
+        np.array(jax.devices()[: table.REPLICAS]).reshape(shape),
+        axis if isinstance(axis, tuple) else (axis,),
+    )
     with jax.set_mesh(mesh):
         start = stack_replicas({"params": params, "opt_state": tx.init(params)})
     data = (
         stacked(table.target),
         {
-            name: np.stack([[table.noise(r, s)[name] for s in range(table.STEPS)] for r in range(table.REPLICAS)])
+            name: np.stack(
+                [
+                    [table.noise(r, s)[name] for s in range(table.STEPS)]
+                    for r in range(table.REPLICAS)
+                ]
+            )
             for name in table.SHAPES
         },
         np.asarray(table.CURVATURE, np.float32),
-        np.array([[table.weight(r, s) for s in range(table.STEPS)] for r in range(table.REPLICAS)], np.float32),
+        np.array(
+            [[table.weight(r, s) for s in range(table.STEPS)] for r in range(table.REPLICAS)],
+            np.float32,
+        ),
     )
 
     traced = []
@@ -89,7 +111,10 @@ def run(case, driver, outer=None):
         traced.append(turn)
 
         def loss(p, z):
-            return sum(0.5 * curvature * ((p[n] - goal[n]) ** 2).sum() + (z[n] * p[n]).sum() for n in table.SHAPES)
+            return sum(
+                0.5 * curvature * ((p[n] - goal[n]) ** 2).sum() + (z[n] * p[n]).sum()
+                for n in table.SHAPES
+            )
 
         def one(mine, given):
             z, weight = given
@@ -122,7 +147,10 @@ def run(case, driver, outer=None):
             assert len(traced) == len({*turns}) <= 2 * local.fragments + 3
             assert {*turns} <= {*tx.all_turns()}
             assert next(tx.turns(state)) == tx.turn(table.STEPS)
-        return Result(jax.tree.map(np.asarray, trace), jax.tree.map(np.asarray, unreplicate(state).per_replica))
+        return Result(
+            jax.tree.map(np.asarray, trace),
+            jax.tree.map(np.asarray, unreplicate(state).per_replica),
+        )
 
     def body(state, *rows):
         state, trace = train(state, *jax.tree.map(lambda x: x[0], rows))
@@ -146,13 +174,18 @@ def memory_of(state, replica):
 
 
 def averaged_together(local):
-    """Step, names, and the groups that average them after it; nobody where each goes on from its own."""
+    """Step, names, and the groups that average them after it; nobody where each goes on from its
+    own."""
     if local.delayed:
         return
     specs = {name: gradwire.Spec(shape, "float32") for name, shape in table.SHAPES.items()}
     for step in range(table.STEPS):
         for number, names in enumerate(local.parts(specs)):
-            due = [level for level in local.levels(table.REPLICAS) if local.due(step, level.period, number)]
+            due = [
+                level
+                for level in local.levels(table.REPLICAS)
+                if local.due(step, level.period, number)
+            ]
             if due:
                 yield step, names, due[0].groups or (tuple(range(table.REPLICAS)),)
 
@@ -180,7 +213,10 @@ def test_equals_the_oracle(case, driver):
         local = table.CASES[case]
         together = min(step for step, *_ in averaged_together(local))
         for x in result.parameters.values():
-            equal = [all(np.array_equal(row, x[0, step]) for row in x[:, step]) for step in range(together + 1)]
+            equal = [
+                all(np.array_equal(row, x[0, step]) for row in x[:, step])
+                for step in range(together + 1)
+            ]
             assert equal == [s < local.start_step or s == together for s in range(together + 1)]
 
 
@@ -210,18 +246,26 @@ def one_step(case):
 
 
 def taken(local, step, conds):
-    """Number of each cond → branch. In order: the gradients' warm-up, then for every fragment the end of that, and its levels."""
+    """Number of each cond → branch. In order: the gradients' warm-up, then for every fragment the
+    end of that, and its levels."""
     chosen = [] if local.start_step == 0 else [int(step < local.start_step)]
     for number in range(local.fragments):
         if local.has_outer and local.start_step:
             chosen.append(int(step == local.start_step - 1))
-        chosen.extend(int(local.due(step, level.period, number)) for level in local.levels(table.REPLICAS))
+        chosen.extend(
+            int(local.due(step, level.period, number)) for level in local.levels(table.REPLICAS)
+        )
     assert len(chosen) == conds
     return dict(enumerate(chosen))
 
 
 @pytest.mark.parametrize(
-    "case", [c for c, x in table.CASES.items() if c == "power_sgd" or (x.compressor is None and not x.delayed)]
+    "case",
+    [
+        c
+        for c, x in table.CASES.items()
+        if c == "power_sgd" or (x.compressor is None and not x.delayed)
+    ],
 )
 def test_what_is_sent_is_what_the_simulator_sends(case):
     sent = one_step(case)
@@ -229,4 +273,7 @@ def test_what_is_sent_is_what_the_simulator_sends(case):
     for step in range(table.STEPS):
         traffic = total_traffic(sent, taken(table.CASES[case], step, conds))
         expected = table.oracle(case)
-        assert (traffic.nbytes, traffic.collectives) == (expected.nbytes[step], expected.collectives[step])
+        assert (traffic.nbytes, traffic.collectives) == (
+            expected.nbytes[step],
+            expected.collectives[step],
+        )

@@ -1,4 +1,5 @@
-"""A run that begins in torch, goes on in JAX and ends in torch is the run that stayed: updates and errors, step by step."""
+"""A run that begins in torch, goes on in JAX and ends in torch is the run that stayed: updates and
+errors, step by step."""
 
 from dataclasses import replace
 
@@ -17,14 +18,20 @@ from tests.bounds import noting
 from tests.methods import METHODS
 from tests.parity.cases import SHAPES, STEPS, TOLERANCE, gradients, oracle
 
-#: torch has one process in this test, which computes on all examples; JAX has two replicas, which share them.
+#: torch has one process in this test, which computes on all examples; JAX has two replicas, which
+#: share them.
 REPLICAS = 2
-#: Steps in torch, in JAX, and in torch again. The first is an odd number, for the half step, and in the dense phase of `start_step`.
+#: Steps in torch, in JAX, and in torch again. The first is an odd number, for the half step, and in
+#: the dense phase of `start_step`.
 MOVES = (3, 8)
-#: Of a module with linear maps and a convolution, the shapes in Flax. torch's names are like Flax's.
+#: Of a module with linear maps and a convolution, the shapes in Flax. torch's names are like
+#: Flax's.
 KERNELS = {"w": (16, 32), "v": (16, 32), "tall": (7, 50), "conv": (3, 3, 4, 16)}
 NAMES = {name: f"{name}.weight" if name in KERNELS else f"others.{name}" for name in SHAPES}
-FLAX = {f"{name}/kernel" if name in KERNELS else f"others/{name}": KERNELS.get(name, x) for name, x in SHAPES.items()}
+FLAX = {
+    f"{name}/kernel" if name in KERNELS else f"others/{name}": KERNELS.get(name, x)
+    for name, x in SHAPES.items()
+}
 MOVED = FlaxNames({NAMES[name]: shape for name, shape in SHAPES.items()}, FLAX)
 
 
@@ -70,7 +77,9 @@ def in_jax(algorithm, case, steps, state, begun, *, flax):
     mine = from_portable(state, algorithm, like, replicas=REPLICAS)
     axes = jax.tree.map(lambda _: None, mine)._replace(local=jax.tree.map(lambda _: 0, mine.local))
     rows = mine._replace(
-        local=jax.tree.map(lambda x: jnp.broadcast_to(x, (REPLICAS, *x.shape[1:]))[:, None], mine.local)
+        local=jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (REPLICAS, *x.shape[1:]))[:, None], mine.local
+        )
     )
     # Compiled fast, not well: it is run twenty times.
     options = {"xla_backend_optimization_level": 0}
@@ -89,7 +98,8 @@ def in_jax(algorithm, case, steps, state, begun, *, flax):
 
 
 @pytest.mark.parametrize(
-    ("case", "flax"), [("start_step", False), pytest.param("half_step", True, marks=pytest.mark.slow)]
+    ("case", "flax"),
+    [("start_step", False), pytest.param("half_step", True, marks=pytest.mark.slow)],
 )
 def test_a_run_that_moves_is_the_run_that_stayed(case, flax, alone):
     here = METHODS[case].algorithm
@@ -98,7 +108,9 @@ def test_a_run_that_moves_is_the_run_that_stayed(case, flax, alone):
     begin, state = in_torch(here, case, range(MOVES[0]), alone)
     middle, state = in_jax(there, case, range(*MOVES), state, here, flax=flax)
     assert state["step"] == MOVES[1]
-    end, state = in_torch(here, case, range(MOVES[1], STEPS), alone, state | {"algorithm": repr(here)})
+    end, state = in_torch(
+        here, case, range(MOVES[1], STEPS), alone, state | {"algorithm": repr(here)}
+    )
 
     expected = oracle(case, REPLICAS)
     for step, found in enumerate([*begin, *middle, *end]):

@@ -12,7 +12,8 @@ from tests.torch.ranks import Cases
 
 cases = Cases(__file__, ranks=2)
 SHAPES = {"w": (24, 40), "b": (9,)}
-#: Of float32 rounded once more or less, and not of a code that is another one: those are a third of the largest element apart.
+#: Of float32 rounded once more or less, and not of a code that is another one: those are a third of
+#: the largest element apart.
 CLOSE = 1e-5
 
 
@@ -65,9 +66,14 @@ def averaged(world, name):
     from gradwire.torch_backend import Averager
 
     register_codec("own3")(ThreeBits)
-    averager = Averager(methods()[name], {n: torch.zeros(s) for n, s in SHAPES.items()}, world.group)
+    averager = Averager(
+        methods()[name], {n: torch.zeros(s) for n, s in SHAPES.items()}, world.group
+    )
     own = [gradients(step)[world.rank] for step in range(3)]
-    return [{n: x.clone() for n, x in averager({n: torch.from_numpy(x) for n, x in g.items()}).items()} for g in own]
+    return [
+        {n: x.clone() for n, x in averager({n: torch.from_numpy(x) for n, x in g.items()}).items()}
+        for g in own
+    ]
 
 
 @pytest.mark.parametrize("name", ["quantize", "wire"])
@@ -83,9 +89,9 @@ def test_jax_sends_it_as_the_simulator_does(name, registered):
     from gradwire.jax_backend import average_gradients
 
     tx = average_gradients(methods()[name], axis_name="data")
-    state = jax.vmap(lambda _: tx.init({n: np.zeros(s, np.float32) for n, s in SHAPES.items()}), axis_name="data")(
-        np.zeros(2)
-    )
+    state = jax.vmap(
+        lambda _: tx.init({n: np.zeros(s, np.float32) for n, s in SHAPES.items()}), axis_name="data"
+    )(np.zeros(2))
     step, found = jax.jit(jax.vmap(tx.update, axis_name="data")), []
     for number in range(3):
         given = {n: np.stack([g[n] for g in gradients(number)]) for n in SHAPES}

@@ -10,7 +10,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from gradwire import AllReduce
-from gradwire.jax_backend import average_gradients, clip_by_global_norm, distribute, partition_specs, replicate, zero1
+from gradwire.jax_backend import (
+    average_gradients,
+    clip_by_global_norm,
+    distribute,
+    partition_specs,
+    replicate,
+    zero1,
+)
 from tests.parity import zero_cases as table
 
 #: Compiling is what takes the time.
@@ -38,7 +45,9 @@ def transformation(case, replicas):
     if row.max_norm:
         inner = optax.chain(clip_by_global_norm(row.max_norm, "data"), inner)
     if isinstance(row.algorithm, AllReduce):
-        return zero1(inner, axis_name="data", replicas=replicas, bucket_bytes=row.algorithm.bucket_bytes)
+        return zero1(
+            inner, axis_name="data", replicas=replicas, bucket_bytes=row.algorithm.bucket_bytes
+        )
     average = average_gradients(row.algorithm, axis_name="data")
     return optax.chain(average, zero1(inner, axis_name="data", replicas=replicas, averaged=True))
 
@@ -49,7 +58,9 @@ def test_equals_the_oracle(case, driver, replicas):
     params = {name: jnp.asarray(table.initial(name)) for name in table.SHAPES}
     state = tx.init(params)
     given = [[table.gradients(step, r) for step in range(table.STEPS)] for r in range(replicas)]
-    stacked = {name: np.stack([[g[name] for g in steps] for steps in given]) for name in table.SHAPES}
+    stacked = {
+        name: np.stack([[g[name] for g in steps] for steps in given]) for name in table.SHAPES
+    }
 
     def train(given, params, state):
         def one(carry, gradients):
@@ -78,4 +89,8 @@ def test_equals_the_oracle(case, driver, replicas):
         )
         after = jax.jit(mapped)(stacked, params, distribute(state, mesh, "data"))
         trace = {name: np.asarray(x) for name, x in after.items()}
-    table.assert_same(case, replicas, [{name: x[step] for name, x in trace.items()} for step in range(table.STEPS)])
+    table.assert_same(
+        case,
+        replicas,
+        [{name: x[step] for name, x in trace.items()} for step in range(table.STEPS)],
+    )

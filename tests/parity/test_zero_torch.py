@@ -1,15 +1,26 @@
-"""Sharded optimizers in torch on Gloo, 2 and 3 processes, in every form, against the float64 oracle."""
+"""Sharded optimizers in torch on Gloo, 2 and 3 processes, in every form, against the float64
+oracle."""
 
 import numpy as np
 import pytest
 import torch
 
 from tests.parity.launches import traces_of
-from tests.parity.zero_cases import SHAPES, STEPS, ZERO_CASES, assert_same, dense, oracle, torch_forms
+from tests.parity.zero_cases import (
+    SHAPES,
+    STEPS,
+    ZERO_CASES,
+    assert_same,
+    dense,
+    oracle,
+    torch_forms,
+)
 
 #: On 2 ranks every form, on 3 the one in which most can go wrong; the other one there is slow.
 RUNS = [
-    pytest.param(ranks, name, form, marks=pytest.mark.slow if (ranks, form) == (3, "overlapped") else ())
+    pytest.param(
+        ranks, name, form, marks=pytest.mark.slow if (ranks, form) == (3, "overlapped") else ()
+    )
     for ranks, unfit in ((2, ()), (3, ("plain", "averaging")))
     for name, case in ZERO_CASES.items()
     for form in torch_forms(case)
@@ -30,4 +41,7 @@ def test_equals_the_oracle(traces, ranks, case, form):
     if form != "plain" and dense(
         ZERO_CASES[case]
     ):  # nor is more sent, but for a clipped step's scalar: a float32 here, half of a float64 there
-        assert abs(traces(ranks)[0][case, form]["bytes"] - sum(oracle(case, ranks).nbytes)) <= 8 * STEPS
+        assert (
+            abs(traces(ranks)[0][case, form]["bytes"] - sum(oracle(case, ranks).nbytes))
+            <= 8 * STEPS
+        )

@@ -1,4 +1,5 @@
-"""Run on each rank: every case through DDP hooks or `DataParallel` on Gloo, at the bucket sizes named: `METHOD,SETTING` each.
+"""Run on each rank: every case through DDP hooks or `DataParallel` on Gloo, at the bucket sizes
+named: `METHOD,SETTING` each.
 
 Rank r saves its traces in `{folder}/{rank}.pt`.
 """

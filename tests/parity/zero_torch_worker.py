@@ -1,11 +1,23 @@
-"""Run on each rank: cases of sharded optimizers on Gloo, `CASE,FORM` each. Rank r saves its traces in `{folder}/{rank}.pt`."""
+"""Run on each rank: cases of sharded optimizers on Gloo, `CASE,FORM` each. Rank r saves its traces
+in `{folder}/{rank}.pt`."""
 
 import torch
 import torch.distributed as dist
 from given import GivenGradients
 from launches import main
 from torch.nn.parallel import DistributedDataParallel
-from zero_cases import BETAS, EPSILON, MOMENTUM, SHAPES, STEPS, WEIGHT_DECAY, ZERO_CASES, dense, gradients, initial
+from zero_cases import (
+    BETAS,
+    EPSILON,
+    MOMENTUM,
+    SHAPES,
+    STEPS,
+    WEIGHT_DECAY,
+    ZERO_CASES,
+    dense,
+    gradients,
+    initial,
+)
 
 from gradwire import AllReduce
 from gradwire.torch_backend import (
@@ -28,7 +40,10 @@ def zero_of(case, form):
     else:
         optimizer, options = torch.optim.AdamW, {"lr": case.peak, "betas": BETAS, "eps": EPSILON}
         groups = [
-            {"params": [(n, p) for n, p in named.items() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+            {
+                "params": [(n, p) for n, p in named.items() if p.ndim > 1],
+                "weight_decay": WEIGHT_DECAY,
+            },
             {"params": [(n, p) for n, p in named.items() if p.ndim <= 1], "weight_decay": 0.0},
         ]
     zero = ZeroOptimizer(
@@ -65,7 +80,9 @@ def run(name, form):
         model(given).backward()
         zero.step()
         schedule.step()
-        trace["params"].append({n.removeprefix("module."): p.detach().clone() for n, p in model.named_parameters()})
+        trace["params"].append(
+            {n.removeprefix("module."): p.detach().clone() for n, p in model.named_parameters()}
+        )
     trace["bytes"] = zero.stats().bytes_sent
     return trace
 

@@ -1,8 +1,12 @@
-"""Torch's own tests, against gradwire: `make test-peers`, or `python -m tests.peers [ROW ...] [--only PATTERN]`.
+"""Torch's own tests, against gradwire: `make test-peers`, or `python -m tests.peers [ROW ...]
+[--only PATTERN]`.
 
-What is run ships with torch, in `torch.testing._internal.distributed.distributed_test`. Each test starts its ranks as real processes on Gloo, with a
-limit of two minutes, or torch's own if that is longer. `rows.py` says where gradwire takes torch's place, `expected.py` which tests need not pass and why, and
-what was written for GPUs runs on CPUs: a rank's GPU is the CPU, without NCCL. The exit status is 1 if any other test fails, or one of those passes. All rows take some minutes on two cores.
+What is run ships with torch, in `torch.testing._internal.distributed.distributed_test`. Each test
+starts its ranks as real processes on Gloo, with a limit of two minutes, or torch's own if that is
+longer. `rows.py` says where gradwire takes torch's place, `expected.py` which tests need not pass
+and why, and what was written for GPUs runs on CPUs: a rank's GPU is the CPU, without NCCL. The exit
+status is 1 if any other test fails, or one of those passes. All rows take some minutes on two
+cores.
 """
 
 import argparse
@@ -35,7 +39,16 @@ def run(row, only, limit=1800):
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+") as log:
         report, env = Path(folder) / "report.json", environment(mark) | {"CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", "tests.peers", row, "--only", only, "--report", str(report)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.peers",
+            row,
+            "--only",
+            only,
+            "--report",
+            str(report),
+        ]
         try:
             subprocess.run(command, env=env, stdout=log, stderr=log, timeout=limit, check=True)
         except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
@@ -47,18 +60,25 @@ def run(row, only, limit=1800):
 
 
 def run_here(name, only, report):
-    """A row in this process, from which its ranks are forked. Torch's tests are a mixin, `DistributedTest._DistTestBase`, and a base that starts the ranks of each test,
+    """A row in this process, from which its ranks are forked. Torch's tests are a mixin,
+    `DistributedTest._DistTestBase`, and a base that starts the ranks of each test,
     `TestDistBackend`."""
     from torch.testing._internal import (
         common_distributed,
     )  # not before: it freezes torch's flags for the rest of the process
 
     row = ROWS[name]
-    os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(row.ranks), "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT)}
+    os.environ |= {
+        "BACKEND": "gloo",
+        "WORLD_SIZE": str(row.ranks),
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT),
+    }
     # Before the tests are imported, which are decorated when they are defined.
     common_distributed.skip_if_lt_x_gpu = lambda *args, **kwargs: lambda test: test
     common_distributed.skip_if_no_gpu = lambda test: test
-    common_distributed.init_multigpu_helper = lambda world_size, backend: {rank: [rank] for rank in range(world_size)}
+    common_distributed.init_multigpu_helper = lambda world_size, backend: {
+        rank: [rank] for rank in range(world_size)
+    }
     from torch.testing._internal.distributed import distributed_test as theirs
 
     class Ranks(theirs.DistributedTest._DistTestBase, theirs.TestDistBackend):
@@ -83,17 +103,26 @@ def run_here(name, only, report):
     Ranks.setUpClass()
     outcomes = {}
     for test in unittest.TestLoader().getTestCaseNames(Ranks):
-        if test not in left_out and re.search(row.tests, test, re.IGNORECASE) and re.search(only, test):
+        if (
+            test not in left_out
+            and re.search(row.tests, test, re.IGNORECASE)
+            and re.search(only, test)
+        ):
             result = unittest.TestResult()
             Ranks(test).run(result)
             bad = [("failed", text) for _, text in [*result.failures, *result.errors]]
-            outcomes[test] = [*bad, *(("skipped", why) for _, why in result.skipped), ("passed", "")][0]
+            outcomes[test] = [
+                *bad,
+                *(("skipped", why) for _, why in result.skipped),
+                ("passed", ""),
+            ][0]
             print(f"{name}: {test} {outcomes[test][0]}", flush=True)
     Path(report).write_text(json.dumps(outcomes))
 
 
 def cpu_in_place_of_gpus():
-    """In a rank: the tests' helpers are compiled when they are imported, and would not compile with this."""
+    """In a rank: the tests' helpers are compiled when they are imported, and would not compile with
+    this."""
     for name in ("set_device", "synchronize"):
         setattr(torch.cuda, name, lambda device=None: None)
     torch.cuda.current_device = lambda: 0
@@ -106,7 +135,11 @@ def cpu_in_place_of_gpus():
 
     @wraps(init)
     def without_device_ids(self, *args, **kwargs):
-        init(self, *args, **{k: v for k, v in kwargs.items() if k not in ("device_ids", "output_device")})
+        init(
+            self,
+            *args,
+            **{k: v for k, v in kwargs.items() if k not in ("device_ids", "output_device")},
+        )
 
     DistributedDataParallel.__init__ = without_device_ids
 
@@ -127,8 +160,9 @@ def _at_cpu(function):
 
 
 def small_inputs(tests):
-    """`test_ddp_uneven_inputs` takes some hundred steps with convolutions of images of 1000 x 1000, 25 seconds each on a CPU: nothing else keeps it
-    from its end. Here images are of 32 x 32. Its matrix of 1000 x 1000 is one of 64 x 64, for a PowerSGD of full rank."""
+    """`test_ddp_uneven_inputs` takes some hundred steps with convolutions of images of 1000 x 1000,
+    25 seconds each on a CPU: nothing else keeps it from its end. Here images are of 32 x 32. Its
+    matrix of 1000 x 1000 is one of 64 x 64, for a PowerSGD of full rank."""
     made, linear = tests.DDPUnevenTestInput, torch.nn.Linear(64, 64, bias=False)
 
     def smaller(**options):
@@ -142,10 +176,12 @@ def small_inputs(tests):
 
 
 def tell(row, outcomes):
-    """Print what passed, what failed, and why that need not pass. Returns whether all is as expected."""
+    """Print what passed, what failed, and why that need not pass. Returns whether all is as
+    expected."""
     expected, wrong = EXPECTED.get(row, {}), []
     counts = [
-        f"{sum(how == ended for how, _ in outcomes.values())} {ended}" for ended in ("passed", "failed", "skipped")
+        f"{sum(how == ended for how, _ in outcomes.values())} {ended}"
+        for ended in ("passed", "failed", "skipped")
     ]
     print(f"\n{ROWS[row].title} ({ROWS[row].ranks} ranks): {', '.join(counts)}")
     for test, (outcome, text) in outcomes.items():
@@ -153,7 +189,9 @@ def tell(row, outcomes):
         if outcome == ("passed" if listed else "failed"):
             wrong.append(test)
         told = expected[test] if listed and outcome != "skipped" else text.strip()
-        print(f"  {outcome}{', and should not have' if test in wrong else ''}: {test}{told and ': '}{told}")
+        print(
+            f"  {outcome}{', and should not have' if test in wrong else ''}: {test}{told and ': '}{told}"
+        )
     return not wrong
 
 

@@ -1,4 +1,5 @@
-"""Tests of torch that need not pass, by row, and why. Whatever else fails fails the command; so does one of these that passes."""
+"""Tests of torch that need not pass, by row, and why. Whatever else fails fails the command; so
+does one of these that passes."""
 
 _SYNC_BN = "SyncBatchNorm works with GPUs only"
 _STREAMS = "asks for the streams and events of a GPU"
@@ -12,7 +13,10 @@ _MIXED = "test_ddp_native_mixed_precision"
 _TORCH = {
     **{f"{_BN}{name}": _SYNC_BN for name in _BN_TESTS.split("|")},
     "test_average_parameters": "makes a group of NCCL",
-    **{f"{_OPTIM}{name}": _STREAMS for name in ("", "_grad_as_bucket_view_false", "_ignored_params")},
+    **{
+        f"{_OPTIM}{name}": _STREAMS
+        for name in ("", "_grad_as_bucket_view_false", "_ignored_params")
+    },
     "test_ddp_device": "compares the devices of a forward pass with GPUs",
     "test_ddp_inference": _SYNC_BN,
     "test_ddp_logging_data_gpu": "compares what DDP logs with GPUs",
@@ -36,5 +40,7 @@ EXPECTED = {
     "hook": _ANY_HOOK,
     "algorithm": _ANY_HOOK,
     "lossless": _ANY_HOOK
-    | {"test_ddp_profiling_torch_profiler": "counts one all-reduce per bucket in a profile; PowerSGD sends others"},
+    | {
+        "test_ddp_profiling_torch_profiler": "counts one all-reduce per bucket in a profile; PowerSGD sends others"
+    },
 }

@@ -18,14 +18,16 @@ from gradwire.torch_backend import allreduce_hook, register_comm_hook
 NAMES = "hook_parity|hook_logging|hook_pickling|model_averager|average_parameters|post_localSGD|ddp_uneven_inputs$"
 #: Tests that make a DistributedDataParallel.
 DDP = "ddp|DistributedDataParallel|accumulate_gradients|static_graph|grads_same|undefined_grad|sync_bn|verify_model"
-#: Those of them that register a hook of their own, or what excludes one. A DistributedDataParallel takes one.
+#: Those of them that register a hook of their own, or what excludes one. A DistributedDataParallel
+#: takes one.
 OWN_HOOK = "hook_parity|hook_logging|hook_pickling|no_sync_allreduce|mixed_precision|optim_in_backward|with_optimizer"
 NO_HOOK = rf"^(?!.*({OWN_HOOK})).*({DDP})"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to run the tests whose names a pattern finds: what stands in whose place, processes per test, and what is called in every rank with their module."""
+    """One way to run the tests whose names a pattern finds: what stands in whose place, processes
+    per test, and what is called in every rank with their module."""
 
     title: str
     ranks: int
@@ -79,11 +81,21 @@ def _hooked(title, register):
 
 ROWS = {
     "torch": Row("torch alone", 2, f"{NAMES}|{DDP}", lambda tests: None),
-    "names": Row("gradwire under torch's names: hooks, averagers, post-local SGD", 4, NAMES, _under_torchs_names),
-    "torch's": _hooked(
-        "torch's allreduce_hook", lambda ddp: ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    "names": Row(
+        "gradwire under torch's names: hooks, averagers, post-local SGD",
+        4,
+        NAMES,
+        _under_torchs_names,
     ),
-    "hook": _hooked("gradwire's allreduce_hook", lambda ddp: ddp.register_comm_hook(None, allreduce_hook)),
-    "algorithm": _hooked("register_comm_hook(ddp, AllReduce())", lambda ddp: register_comm_hook(ddp, AllReduce())),
+    "torch's": _hooked(
+        "torch's allreduce_hook",
+        lambda ddp: ddp.register_comm_hook(None, default_hooks.allreduce_hook),
+    ),
+    "hook": _hooked(
+        "gradwire's allreduce_hook", lambda ddp: ddp.register_comm_hook(None, allreduce_hook)
+    ),
+    "algorithm": _hooked(
+        "register_comm_hook(ddp, AllReduce())", lambda ddp: register_comm_hook(ddp, AllReduce())
+    ),
     "lossless": _hooked("PowerSGD of a rank that loses nothing", _lossless),
 }

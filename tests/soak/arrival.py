@@ -1,9 +1,12 @@
-"""Replicas whose gradients arrive in random orders, over a network that is slow in random places: the order contract of the drivers.
+"""Replicas whose gradients arrive in random orders, over a network that is slow in random places:
+the order contract of the drivers.
 
-Every replica runs a `Reducer` and, for each bucket that it launches, a program of its own, as the torch driver does: a bucket's first message
-goes out when the bucket is launched, everything after it when the pass is over. A collective is a place in each replica's queue: it is done
-when all replicas have come to that place, and the n-th entries of all queues must ask for the same. Which replica goes on next is random. What
-comes out must be what the lock-step simulator makes of the same gradients.
+Every replica runs a `Reducer` and, for each bucket that it launches, a program of its own, as the
+torch driver does: a bucket's first message goes out when the bucket is launched, everything after
+it when the pass is over. A collective is a place in each replica's queue: it is done when all
+replicas have come to that place, and the n-th entries of all queues must ask for the same. Which
+replica goes on next is random. What comes out must be what the lock-step simulator makes of the
+same gradients.
 """
 
 import itertools
@@ -38,11 +41,14 @@ class Network:
         return all(len(queue) > place for queue in self.sent)
 
     def answer(self, replica, place):
-        """Once all replicas have sent, who must have sent the same kind of thing: the answers, and whether they were finite."""
+        """Once all replicas have sent, who must have sent the same kind of thing: the answers, and
+        whether they were finite."""
         if place not in self._answers:
             asked = [queue[place] for queue in self.sent]
             said = [request.describe() for request in asked]
-            assert len(set(said)) == 1, f"message {place} is {said[0]} for some and not for others: {said}"
+            assert len(set(said)) == 1, (
+                f"message {place} is {said[0]} for some and not for others: {said}"
+            )
             world = SimpleNamespace(finite=True, give=lambda arrays: None)
             self._answers[place] = type(asked[0]).simulate(asked, world), world
         answers, world = self._answers[place]
@@ -75,7 +81,9 @@ class Group:
             elif isinstance(request, WorldSize):
                 answers = (self.replicas,)
             elif isinstance(request, Branch):
-                self.stack.append((request.then if request.predicate else request.otherwise)(*request.operands))
+                self.stack.append(
+                    (request.then if request.predicate else request.otherwise)(*request.operands)
+                )
                 answers = None
             else:
                 return request
@@ -104,7 +112,8 @@ class Replica:
         assert self.reducer.end() == []
 
     def backward(self, network, gradients, order, unused, step):
-        """One pass. Between any two gradients another replica may have its turn; yields the place of a message that it waits for, or None."""
+        """One pass. Between any two gradients another replica may have its turn; yields the place
+        of a message that it waits for, or None."""
         self.launched, self.groups, self.given = [], [], {}
         told = unused[::2]  # the other ones are found to be unused in the end
         self._launch(network, self.reducer.begin(told), gradients, step)
@@ -143,9 +152,12 @@ class Replica:
             self.state.tensors |= state.tensors
 
     def _require_launched(self, settled):
-        """All buckets that may be, and no other: those before the first that waits for a gradient."""
+        """All buckets that may be, and no other: those before the first that waits for a
+        gradient."""
         may = itertools.takewhile(lambda bucket: settled.issuperset(bucket), self.reducer.buckets)
-        assert self.launched == [k for k, _ in enumerate(may)], "a bucket was launched too late, or too early"
+        assert self.launched == [k for k, _ in enumerate(may)], (
+            "a bucket was launched too late, or too early"
+        )
 
     def abandon(self):
         """The pass has failed somewhere."""
@@ -158,7 +170,9 @@ class Replica:
             self.launched.append(k)
             mine = {self.names[i]: gradients[self.names[i]].copy() for i in self.reducer.buckets[k]}
             state = self.state.of(mine).map(np.array)  # donated, and a pass may fail
-            self.groups.append(Group(self.algorithm.step(self.ops, mine, state, step), len(network.sent)))
+            self.groups.append(
+                Group(self.algorithm.step(self.ops, mine, state, step), len(network.sent))
+            )
             self._advance(network, self.groups[-1], None)
 
     def _advance(self, network, group, answers):
@@ -173,12 +187,14 @@ class Replica:
 
 
 def run(seed):
-    """One history. Returns the number of steps; raises AssertionError if something does not hold."""
+    """One history. Returns the number of steps; raises AssertionError if something does not
+    hold."""
     rng = random.Random(seed)
     shapes = draw.shapes(rng)
     algorithm = draw.algorithm(rng) if rng.random() < 0.5 else AllReduce()
     if isinstance(algorithm, Compressor) and rng.random() < 0.3:
-        algorithm = replace(algorithm, max_norm=3.0)  # whose norm all programs of a step have to make together
+        # whose norm all programs of a step have to make together
+        algorithm = replace(algorithm, max_norm=3.0)
     stream = draw.Gradients(shapes, seed)
     simulator = Simulator(algorithm, shapes, draw.replicas(rng, least=2))
     sizes = [spec.nbytes for spec in simulator.specs.values()]
@@ -217,20 +233,23 @@ def one_step(rng, simulator, replicas, gradients, unused):
             if not replica.given:
                 replica.abandon()
                 assert same_bits(replica.state, old), "a pass that failed has changed a memory"
-            else:  # it had come to its end already; its process, too, goes back to the last checkpoint
+            else:
+                # it had come to its end already; its process, too, goes back to the last checkpoint
                 replica.state = old
         one_step(rng, simulator, replicas, gradients, unused)
         return
     interleave(rng, network, running)
-    assert all(replica.launched == list(range(len(replica.reducer.buckets))) for replica in replicas)
+    assert all(
+        replica.launched == list(range(len(replica.reducer.buckets))) for replica in replicas
+    )
     assert len({len(queue) for queue in network.sent}) == 1
     expected = simulator.step(gradients)
     for replica, state in zip(replicas, simulator.states, strict=True):
         for name, average in expected.items():
             same = replica.given[name].tobytes() == replicas[0].given[name].tobytes()
-            assert same or np.array_equal(replica.given[name], replicas[0].given[name], equal_nan=True), (
-                f"{name} differs"
-            )
+            assert same or np.array_equal(
+                replica.given[name], replicas[0].given[name], equal_nan=True
+            ), f"{name} differs"
             close(name, replica.given[name], average)
         for name, memory in state.tensors.items():
             for key, right in memory.items():
@@ -240,9 +259,11 @@ def one_step(rng, simulator, replicas, gradients, unused):
 
 
 def interleave(rng, network, running, turns=None):
-    """Give the replicas their turns at random, until all have ended or so many turns have been taken."""
+    """Give the replicas their turns at random, until all have ended or so many turns have been
+    taken."""
     waiting = dict.fromkeys(range(len(running)))
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # some gradients hold inf or NaN
+    # some gradients hold inf or NaN
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         while waiting and turns != 0:
             able = [r for r, place in waiting.items() if place is None or network.done(place)]
             assert able, f"a deadlock: replicas {list(waiting)} wait, and nobody sends"

@@ -1,4 +1,5 @@
-"""Random models, gradients and algorithms: what every simulation draws from its seed, so that the seed alone repeats it."""
+"""Random models, gradients and algorithms: what every simulation draws from its seed, so that the
+seed alone repeats it."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ BAD = (np.inf, -np.inf, np.nan)
 
 
 def shapes(rng):
-    """A model of two to five parameters: at least one matrix, perhaps another like it, a vector, a scalar, nothing at all, a kernel of a convolution.
+    """A model of two to five parameters: at least one matrix, perhaps another like it, a vector, a
+    scalar, nothing at all, a kernel of a convolution.
 
-    Small ones are drawn more often: they hold every pair of kinds, and more of them can be simulated.
+    Small ones are drawn more often: they hold every pair of kinds, and more of them can be
+    simulated.
     """
     matrix = (rng.randint(4, 12), rng.randint(4, 12))
 
@@ -32,7 +35,10 @@ def shapes(rng):
         n, m = rng.randint(1, 12), rng.randint(1, 12)
         return rng.choice([matrix, (n, m), (n,), (), (0, m), (n, 2, rng.randint(1, 4))])
 
-    return {f"p{i}": shape for i, shape in enumerate([matrix, *(one() for _ in range(rng.choice([1, 1, 1, 1, 2, 4])))])}
+    return {
+        f"p{i}": shape
+        for i, shape in enumerate([matrix, *(one() for _ in range(rng.choice([1, 1, 1, 1, 2, 4])))])
+    }
 
 
 def replicas(rng, least=1):
@@ -42,9 +48,11 @@ def replicas(rng, least=1):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RandomProgram(Compressor):
-    """A compressor nobody would want: for each tensor another sequence of rounds, each of which sends a random linear part of what is left.
+    """A compressor nobody would want: for each tensor another sequence of rounds, each of which
+    sends a random linear part of what is left.
 
-    All of them are linear in `x`, so error feedback has to conserve what they leave out, to the last bits of float64. Some branch on an average.
+    All of them are linear in `x`, so error feedback has to conserve what they leave out, to the
+    last bits of float64. Some branch on an average.
     """
 
     seed: int = 0
@@ -94,7 +102,9 @@ def _rounds(seed):
     """What a random program does with a tensor, and how much of it."""
     drawn = random.Random(seed)
     kinds = ["damped", "low rank", "masked", "perhaps"]
-    return [(drawn.choice(kinds), drawn.uniform(0.2, 1.0)) for _ in range(drawn.choice([1, 1, 2, 3]))]
+    return [
+        (drawn.choice(kinds), drawn.uniform(0.2, 1.0)) for _ in range(drawn.choice([1, 1, 2, 3]))
+    ]
 
 
 def fits(algorithm):
@@ -104,8 +114,11 @@ def fits(algorithm):
     return False
 
 
-#: Of the methods that compress, those that remember what they leave out: all simulations rely on it.
-METHODS_THAT_CONSERVE = [m.algorithm for m in METHODS.values() if fits(m.algorithm) and not m.algorithm.biased]
+#: Of the methods that compress, those that remember what they leave out: all simulations rely on
+#: it.
+METHODS_THAT_CONSERVE = [
+    m.algorithm for m in METHODS.values() if fits(m.algorithm) and not m.algorithm.biased
+]
 
 
 def compressor(rng):
@@ -118,7 +131,9 @@ def compressor(rng):
         return method
     rank = rng.choice([method.rank, 3, {"p0": 2, "*": 1}, {"p1": 0, "*": 2}])
     square, rate = method.square or rng.random() < 0.1, rng.choice([0.5, 1.0, 2.0])
-    return replace(method, rank=rank, square=square, min_compression_rate=rate, seed=rng.randrange(1 << 30))
+    return replace(
+        method, rank=rank, square=square, min_compression_rate=rate, seed=rng.randrange(1 << 30)
+    )
 
 
 def algorithm(rng):
@@ -135,9 +150,12 @@ class Gradients:
 
     def of(self, replicas, names):
         """For each replica, a gradient of each of these parameters."""
-        # Two draws for all of them: a draw takes longer than all else that is done with a small tensor.
+        # Two draws for all of them: a draw takes longer than all else that is done with a small
+        # tensor.
         kinds = iter(self._numbers.integers(8 * 7, size=replicas * len(names)).tolist())
-        flat = self._numbers.standard_normal(replicas * sum(math.prod(self.shapes[name]) for name in names))
+        flat = self._numbers.standard_normal(
+            replicas * sum(math.prod(self.shapes[name]) for name in names)
+        )
         gradients, start = [], 0
         for _ in range(replicas):
             own = {}
@@ -157,7 +175,8 @@ class Gradients:
         return gradients
 
     def spoil(self, rng, gradients):
-        """Put an inf or NaN into one element of one replica's gradient. False if there is no element."""
+        """Put an inf or NaN into one element of one replica's gradient. False if there is no
+        element."""
         places = [(r, n) for r, g in enumerate(gradients) for n, x in g.items() if x.size]
         if not places:
             return False

@@ -1,10 +1,12 @@
-"""Random histories in the simulators: what must hold after every step, whoever came and went. Everything is drawn from the seed.
+"""Random histories in the simulators: what must hold after every step, whoever came and went.
+Everything is drawn from the seed.
 
     compression   compressors conserve what they leave out, a bad step leaves no trace, and replicas may come and go
     local         local SGD: replicas that train apart and meet, in random groups; averaging moves nothing on average
     averages      gradients as they should not be: what is bad comes in the first steps, and usual ones follow until all is finite again
 
-Each returns the number of steps, and raises AssertionError or ReplicaMismatch if something does not hold.
+Each returns the number of steps, and raises AssertionError or ReplicaMismatch if something does not
+hold.
 """
 
 import math
@@ -15,7 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from gradwire import AllReduce, Compressor, LocalSGD, LocalSimulator, OuterSGD, Simulator, State, TwoLevel
+from gradwire import (
+    AllReduce,
+    Compressor,
+    LocalSGD,
+    LocalSimulator,
+    OuterSGD,
+    Simulator,
+    State,
+    TwoLevel,
+)
 from gradwire.core.algorithms.compressor import ERROR
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.core.kernels.payloads import largest_error
@@ -29,7 +40,8 @@ STEPS = 20
 LR = 0.1
 
 
-# --- what is compared, and quickly: with tensors this small a careless check takes longer than the step --------------------------------
+# --- what is compared, and quickly: with tensors this small a careless check takes longer than the
+# step --------------------------------
 
 
 class Flat:
@@ -63,30 +75,39 @@ class Flat:
         """Of each tensor the largest magnitude in any of the rows, in all its places."""
         if not self._sizes:
             return np.zeros(self.size)
-        return np.repeat(np.maximum.reduceat(np.maximum.reduce(np.abs(rows)), self._starts), self._sizes)
+        return np.repeat(
+            np.maximum.reduceat(np.maximum.reduce(np.abs(rows)), self._starts), self._sizes
+        )
 
     def require(self, wrong, largest, what):
-        """Raise AssertionError unless each magnitude of `wrong` is rounding of these. `what` says it with {name} and {wrong}."""
+        """Raise AssertionError unless each magnitude of `wrong` is rounding of these. `what` says
+        it with {name} and {wrong}."""
         held = np.abs(wrong) <= 1e-11 * largest
         i = int(held.argmin()) if held.size else 0
         if held.size and not held[i]:
             name = next(name for name, place in self.place.items() if place.start <= i < place.stop)
-            raise AssertionError(f"{what.format(name=name, wrong=abs(wrong[i]))}, and {1e-11 * largest[i]} is rounding")
+            raise AssertionError(
+                f"{what.format(name=name, wrong=abs(wrong[i]))}, and {1e-11 * largest[i]} is rounding"
+            )
 
 
 def close(what, found, right):
-    """Equal but for rounding, at the scale of the largest element; inf and NaN in the same places."""
+    """Equal but for rounding, at the scale of the largest element; inf and NaN in the same
+    places."""
     if found.shape == right.shape and found.tobytes() == right.tobytes():
         return
     scale = np.abs(right[np.isfinite(right)]).max(initial=1e-3)
-    assert np.allclose(found, right, rtol=1e-9, atol=1e-9 * scale, equal_nan=True), f"{what} is {found} and not {right}"
+    assert np.allclose(found, right, rtol=1e-9, atol=1e-9 * scale, equal_nan=True), (
+        f"{what} is {found} and not {right}"
+    )
 
 
 def same_bits(a, b):
     return a.map(lambda x: x.tobytes()) == b.map(lambda x: x.tobytes())
 
 
-# --- compression -----------------------------------------------------------------------------------------------------------------
+# --- compression
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def compression(seed):
@@ -97,7 +118,9 @@ def compression(seed):
     rng = random.Random(seed)
     shapes = draw.shapes(rng)
     algorithm, gradients, flat = draw.algorithm(rng), draw.Gradients(shapes, seed), Flat(shapes)
-    simulator = Simulator(algorithm, shapes, draw.replicas(rng), ops=PoisonOps() if rng.random() < 0.2 else None)
+    simulator = Simulator(
+        algorithm, shapes, draw.replicas(rng), ops=PoisonOps() if rng.random() < 0.2 else None
+    )
     left_out, largest = np.zeros(flat.size), np.zeros(flat.size)
     for _ in range(STEPS):
         if rng.random() < 0.1:
@@ -105,7 +128,10 @@ def compression(seed):
         # Now and then a layer is frozen.
         local = gradients.of(len(simulator.states), [name for name in shapes if rng.random() < 0.9])
         bad = rng.random() < 0.15 and gradients.spoil(rng, local)
-        before, step = [state.map(np.array) for state in simulator.states] if bad else [], simulator.steps
+        before, step = (
+            [state.map(np.array) for state in simulator.states] if bad else [],
+            simulator.steps,
+        )
         given = simulator.step(local)  # raises if the replicas disagree about anything
         if bad:
             require_skipped(simulator, before, given, local, step)
@@ -115,25 +141,34 @@ def compression(seed):
         rows = flat.of(local)
         left_out += np.add.reduce(rows) / len(local) - averages
         largest += flat.largest(rows)
-        flat.require(left_out - flat.errors(simulator.states), largest, "{name} has lost or gained {wrong}")
+        flat.require(
+            left_out - flat.errors(simulator.states), largest, "{name} has lost or gained {wrong}"
+        )
     return STEPS
 
 
 def require_skipped(simulator, before, given, local, step):
     # What its memory does not hold, an uncompressed average hands on as it is.
-    compressed = isinstance(simulator.algorithm, Compressor) and step >= simulator.algorithm.start_step
+    compressed = (
+        isinstance(simulator.algorithm, Compressor) and step >= simulator.algorithm.start_step
+    )
     for name, average in given.items():
         remembered = compressed and name in simulator.states[0].tensors and average.size
         if remembered or any(not np.isfinite(g[name]).all() for g in local):
-            assert not np.isfinite(average).all(), f"{name} came out finite from a step that was not"
+            assert not np.isfinite(average).all(), (
+                f"{name} came out finite from a step that was not"
+            )
         if remembered:
-            assert np.isnan(average).all(), f"{name} came out in part from a step that was not finite"
+            assert np.isnan(average).all(), (
+                f"{name} came out in part from a step that was not finite"
+            )
     for old, new in zip(before, simulator.states, strict=True):
         assert same_bits(old, new), "a step that was not finite has changed a memory"
 
 
 def resized(simulator, replicas, shapes):
-    """The same training with another number of replicas, through a checkpoint: everyone starts from the mean error, all else was equal anyway."""
+    """The same training with another number of replicas, through a checkpoint: everyone starts from
+    the mean error, all else was equal anyway."""
     algorithm = simulator.algorithm
     other = Simulator(algorithm, shapes, replicas, ops=simulator.ops)
     head = checkpoint.head("compressor", repr(algorithm), simulator.steps)
@@ -146,22 +181,27 @@ def resized(simulator, replicas, shapes):
     return other
 
 
-# --- local SGD -------------------------------------------------------------------------------------------------------------------
+# --- local SGD
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def local(seed):
-    """With a compressor, what it has not sent yet is in the errors, which are of differences from the outer parameters:
+    """With a compressor, what it has not sent yet is in the errors, which are of differences from
+    the outer parameters:
 
         mean of the parameters - mean of the errors    is what the optimizers alone have made of it
 
-    Nor does an average that is taken later, if what was learned meanwhile is kept. Between any two steps the run may end, and another go on from its memory.
+    Nor does an average that is taken later, if what was learned meanwhile is kept. Between any two
+    steps the run may end, and another go on from its memory.
     """
     rng = random.Random(seed)
     shapes = draw.shapes(rng)
     stream, flat = draw.Gradients(shapes, seed), Flat(shapes)
     local, replicas = schedule(rng, len(shapes))
     (start,) = stream.of(1, list(shapes))
-    simulator = LocalSimulator(local, start, replicas, ops=PoisonOps() if rng.random() < 0.2 else None)
+    simulator = LocalSimulator(
+        local, start, replicas, ops=PoisonOps() if rng.random() < 0.2 else None
+    )
     (expected,), used = flat.of([start]), []
     largest = np.maximum(flat.largest(flat.of([start])), 1.0)
 
@@ -170,16 +210,26 @@ def local(seed):
         return {name: x - LR * gradients[name] for name, x in parameters.items()}
 
     for _ in range(STEPS):
-        if rng.random() < 0.1:  # from copies of parameters and memory alone: what is on its way is in these
-            before, simulator = simulator, LocalSimulator(local, simulator.parameters[0], replicas, ops=simulator.ops)
+        # from copies of parameters and memory alone: what is on its way is in these
+        if rng.random() < 0.1:
+            before, simulator = (
+                simulator,
+                LocalSimulator(local, simulator.parameters[0], replicas, ops=simulator.ops),
+            )
             simulator.parameters = [{n: x.copy() for n, x in p.items()} for p in before.parameters]
-            simulator.states, simulator.steps = [s.map(np.array) for s in before.states], before.steps
+            simulator.states, simulator.steps = (
+                [s.map(np.array) for s in before.states],
+                before.steps,
+            )
         used.clear()
-        simulator.step(stream.of(replicas, list(shapes)), update)  # raises if those that met do not agree
+        # raises if those that met do not agree
+        simulator.step(stream.of(replicas, list(shapes)), update)
         gradients = flat.of(used)
         expected -= LR * np.add.reduce(gradients) / replicas
         largest += flat.largest(gradients)
-        now = np.add.reduce(flat.of(simulator.parameters)) / replicas - flat.errors(simulator.states)
+        now = np.add.reduce(flat.of(simulator.parameters)) / replicas - flat.errors(
+            simulator.states
+        )
         flat.require(now - expected, largest, "averaging has moved {name} by {wrong}")
     return STEPS
 
@@ -189,11 +239,18 @@ def schedule(rng, parameters):
     period = rng.randint(1, 6)
     sizes = [n for n in (2, 3) if replicas % n == 0 and n < replicas]
     compressor = draw.compressor(rng) if rng.random() < 0.5 else None
-    # Smaller groups average parameters as they are, and with outer parameters some of what they came to is compressed later: still nothing is lost.
+    # Smaller groups average parameters as they are, and with outer parameters some of what they
+    # came to is compressed later: still nothing is lost.
     grouped = sizes and rng.random() < 0.4
-    hierarchy = {rng.choice(sizes): period, "all": period * rng.randint(2, 3)} if grouped else period
+    hierarchy = (
+        {rng.choice(sizes): period, "all": period * rng.randint(2, 3)} if grouped else period
+    )
     longest = max(hierarchy.values()) if isinstance(hierarchy, dict) else hierarchy
-    late = {"outer": OuterSGD(), "overlap": rng.randint(1, longest - 1), "merge": "progress"} if longest > 1 else {}
+    late = (
+        {"outer": OuterSGD(), "overlap": rng.randint(1, longest - 1), "merge": "progress"}
+        if longest > 1
+        else {}
+    )
     local = LocalSGD(
         hierarchy,
         start_step=rng.choice([0, 0, 1, 5]),
@@ -205,9 +262,11 @@ def schedule(rng, parameters):
     return local, replicas
 
 
-# --- gradients as they should not be -----------------------------------------------------------------------------------------------
+# --- gradients as they should not be
+# -----------------------------------------------------------------------------------------------
 
-#: Steps that may be bad, usual ones by which all has to be well, and how many of these one after the other.
+#: Steps that may be bad, usual ones by which all has to be well, and how many of these one after
+#: the other.
 BAD, USUAL, LAST = 14, 150, 3
 FAULTS = ("inf", "nan", "all nan", "all zero", "zero", "all rank one", "all sparse", "all tiny")
 FAULTS += ("outlier", "all outliers", "large", "all large")
@@ -220,9 +279,17 @@ def model(rng):
 
 def method(rng, replicas):
     """One that is for any model, now and then between nodes."""
-    found = rng.choice([m.algorithm for m in METHODS.values() if m.algorithm == AllReduce() or draw.fits(m.algorithm)])
+    found = rng.choice(
+        [
+            m.algorithm
+            for m in METHODS.values()
+            if m.algorithm == AllReduce() or draw.fits(m.algorithm)
+        ]
+    )
     if hasattr(found, "max_norm"):
-        found = replace(found, start_step=rng.choice([0, 0, 5]), max_norm=rng.choice([None, None, 0.5, 50.0]))
+        found = replace(
+            found, start_step=rng.choice([0, 0, 5]), max_norm=rng.choice([None, None, 0.5, 50.0])
+        )
     nodes = [n for n in (2, 3) if replicas % n == 0]
     return TwoLevel(found, within=rng.choice(nodes)) if nodes and rng.random() < 0.5 else found
 
@@ -262,20 +329,31 @@ def finite(*arrays):
 
 def memory(simulator):
     """Of all replicas: place → array."""
-    tensors = ((r, name, own) for r, state in enumerate(simulator.states) for name, own in state.tensors.items())
+    tensors = (
+        (r, name, own)
+        for r, state in enumerate(simulator.states)
+        for name, own in state.tensors.items()
+    )
     return {(r, name, key): np.array(x) for r, name, own in tensors for key, x in own.items()}
 
 
 def averages(seed):
-    """A step with an inf or NaN is one on all replicas, and leaves memory alone; no other lets anything into it that is not finite."""
+    """A step with an inf or NaN is one on all replicas, and leaves memory alone; no other lets
+    anything into it that is not finite."""
     rng = random.Random(f"averages {seed}")
-    replicas, dtype = rng.choice([1, 2, 2, 3, 4, 6]), rng.choice(["float32", "float32", "float64", "float16"])
+    replicas, dtype = (
+        rng.choice([1, 2, 2, 3, 4, 6]),
+        rng.choice(["float32", "float32", "float64", "float16"]),
+    )
     shapes, faults, well = model(rng), [], 0
     simulator = Simulator(method(rng, replicas), shapes, replicas, dtype=dtype)
     for step in range(BAD + USUAL):
         numbers = np.random.default_rng(rng.randrange(1 << 40))
         given = [
-            {name: np.asarray(numbers.standard_normal(shape)).astype(dtype) for name, shape in shapes.items()}
+            {
+                name: np.asarray(numbers.standard_normal(shape)).astype(dtype)
+                for name, shape in shapes.items()
+            }
             for _ in range(replicas)
         ]
         if step < BAD and rng.random() < 0.4:
@@ -300,11 +378,14 @@ def one_step(simulator, given):
         averages = simulator.step(given)
     after, good = memory(simulator), finite(*averages.values())
     for name, average in averages.items():
-        assert not finite(average) or finite(*(own[name] for own in given)), f"the average of {name} is finite"
+        assert not finite(average) or finite(*(own[name] for own in given)), (
+            f"the average of {name} is finite"
+        )
     for place, x in after.items():
         assert finite(x), f"{place} is not finite"
         old = before[place]
-        limit = largest_error(NumpyOps(), old) if ERROR in place else np.inf  # where it overflows it may be clipped
+        # where it overflows it may be clipped
+        limit = largest_error(NumpyOps(), old) if ERROR in place else np.inf
         same = np.array_equal(old, x) or np.array_equal(np.clip(old, -limit, limit), x)
         assert good or same, f"an average that is not finite has changed {place}"
     return good

@@ -2,8 +2,10 @@
 
     python -m tests.soak.long_run --steps 5000 --groups 200
 
-Every step trains one model behind several front doors at once. Resident memory, file descriptors and threads are read when a tenth of the steps is done, by which
-all memory is there, and in the end. Then process groups are made, train a step and are destroyed, one after the other, and the same is read.
+Every step trains one model behind several front doors at once. Resident memory, file descriptors
+and threads are read when a tenth of the steps is done, by which all memory is there, and in the
+end. Then process groups are made, train a step and are destroyed, one after the other, and the same
+is read.
 """
 
 import argparse
@@ -25,7 +27,8 @@ from gradwire.torch_backend import Averager, DataParallel, local_sgd, register_c
 from tests.launch import run_ranks
 
 RANKS, WIDTH = 2, 32
-#: What may be more in the end than after a tenth, in KiB of each rank: the allocator's arenas, of which no step has its own.
+#: What may be more in the end than after a tenth, in KiB of each rank: the allocator's arenas, of
+#: which no step has its own.
 KIB = 8 * 1024
 
 
@@ -35,7 +38,8 @@ def model():
 
 
 def doors(group):
-    """What trains a step, of each front door; its optimizer and its averager. And the handle that has a process group of its own, until it is unregistered."""
+    """What trains a step, of each front door; its optimizer and its averager. And the handle that
+    has a process group of its own, until it is unregistered."""
     hooked = nn.parallel.DistributedDataParallel(model(), process_group=group)
     register_comm_hook(hooked, PowerSGD(2, half_step=True))
     wrapped = DataParallel(model(), TopK(8), process_group=group)
@@ -50,7 +54,9 @@ def doors(group):
 
 
 def step(made, number):
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number * RANKS + dist.get_rank()))
+    x = torch.randn(
+        4, WIDTH, generator=torch.Generator().manual_seed(number * RANKS + dist.get_rank())
+    )
     for module, optimizer, averager in made:
         optimizer.zero_grad()
         module(x).square().mean().backward()
@@ -72,7 +78,8 @@ def held():
 
 
 def watched(what, times, work):
-    """Do it so many times. What is held after a tenth, and in the end; says both, and what has grown too much."""
+    """Do it so many times. What is held after a tenth, and in the end; says both, and what has
+    grown too much."""
     start, before = time.monotonic(), held()
     for i in range(times):
         if i == max(1, times // 10):
@@ -81,7 +88,10 @@ def watched(what, times, work):
     after = held()
     grown = [key for key in before if after[key] > before[key] + (KIB if key == "KiB" else 0)]
     figures = ", ".join(f"{key} {before[key]} → {after[key]}" for key in before)
-    print(f"rank {dist.get_rank()}: {times} {what}: {figures} ({time.monotonic() - start:.0f} s)", flush=True)
+    print(
+        f"rank {dist.get_rank()}: {times} {what}: {figures} ({time.monotonic() - start:.0f} s)",
+        flush=True,
+    )
     return grown
 
 
@@ -111,7 +121,9 @@ def work(steps, groups):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="A long run of two ranks, and many process groups.")
+    parser = argparse.ArgumentParser(
+        description="A long run of two ranks, and many process groups."
+    )
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--groups", type=int, default=200)
     parser.add_argument("--work", action="store_true", help="this is a rank")

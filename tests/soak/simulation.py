@@ -34,7 +34,9 @@ def simulate(kind, seed, run=None):
     except Exception as error:
         notes = "".join(getattr(error, "__notes__", ()))
         again = f"python -m tests.soak.simulation --only {kind} --seed {seed} --histories 1"
-        raise Failure(f"{kind}, seed {seed}: {type(error).__name__}: {error} {notes}\nagain: {again}") from error
+        raise Failure(
+            f"{kind}, seed {seed}: {type(error).__name__}: {error} {notes}\nagain: {again}"
+        ) from error
 
 
 def one_of_each(kinds, seed):
@@ -43,7 +45,8 @@ def one_of_each(kinds, seed):
 
 
 def soak(kinds, seed, *, count, minutes, jobs):
-    """Histories of all these kinds in turn, from this seed on: so many of each, or for so long; in so many processes."""
+    """Histories of all these kinds in turn, from this seed on: so many of each, or for so long; in
+    so many processes."""
     steps, done, began = dict.fromkeys(kinds, 0), 0, time.monotonic()
     seeds = itertools.count(seed) if count is None else iter(range(seed, seed + count))
     with ProcessPoolExecutor(jobs) as pool:
@@ -57,7 +60,10 @@ def soak(kinds, seed, *, count, minutes, jobs):
                 if (done := done + len(ended)) // 500 > (done - len(ended)) // 500:
                     print(f"{done} histories, {sum(steps.values()):,} steps", flush=True)
                 if count is not None or time.monotonic() - began < 60 * minutes:
-                    running |= {pool.submit(one_of_each, kinds, s) for s in itertools.islice(seeds, len(ended))}
+                    running |= {
+                        pool.submit(one_of_each, kinds, s)
+                        for s in itertools.islice(seeds, len(ended))
+                    }
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     elapsed = time.monotonic() - began
@@ -68,15 +74,35 @@ def soak(kinds, seed, *, count, minutes, jobs):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--minutes", type=float, default=1.0, help="how long (default: 1)")
     p.add_argument("--histories", type=int, help="how many of each kind, instead of how long")
-    p.add_argument("--seed", type=int, default=int(time.time()) % (1 << 30), help="default: another one each time")
-    p.add_argument("--only", choices=list(KINDS), action="append", help="only this kind; may be given several times")
-    p.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one for each core)")
+    p.add_argument(
+        "--seed",
+        type=int,
+        default=int(time.time()) % (1 << 30),
+        help="default: another one each time",
+    )
+    p.add_argument(
+        "--only",
+        choices=list(KINDS),
+        action="append",
+        help="only this kind; may be given several times",
+    )
+    p.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes (default: one for each core)"
+    )
     args = p.parse_args()
     try:
-        soak(args.only or list(KINDS), args.seed, count=args.histories, minutes=args.minutes, jobs=args.jobs)
+        soak(
+            args.only or list(KINDS),
+            args.seed,
+            count=args.histories,
+            minutes=args.minutes,
+            jobs=args.jobs,
+        )
     except Failure as failure:
         raise SystemExit(failure) from failure
 

@@ -26,7 +26,8 @@ def test_random_histories_hold(kind):
     assert sum(simulate(kind, seed) for seed in range(HISTORIES)) >= 10 * HISTORIES
 
 
-#: `make soak` on five seeds, in two processes; and once more where one of them fails. In a process of its own, without the threads of this one.
+#: `make soak` on five seeds, in two processes; and once more where one of them fails. In a process
+#: of its own, without the threads of this one.
 COMMAND = """
 from tests.soak import simulation
 simulation.main()
@@ -38,9 +39,13 @@ simulation.main()
 @pytest.mark.slow
 def test_the_command_counts_steps_repeats_seeds_and_ends_with_the_one_that_failed():
     options = ["--only", "local", "--histories", "5", "--seed", "7", "--jobs", "2"]
-    done = subprocess.run([sys.executable, "-c", COMMAND, *options], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, *options], capture_output=True, text=True, timeout=240
+    )
     assert done.stdout.count("seeds 7 to 11: all held") == 1, done.stderr
-    assert re.search(rf"local +{sum(KINDS['local'](seed) for seed in range(7, 12))} steps", done.stdout)
+    assert re.search(
+        rf"local +{sum(KINDS['local'](seed) for seed in range(7, 12))} steps", done.stdout
+    )
     assert done.returncode == 1
     assert "local, seed 9: ZeroDivisionError" in done.stderr
     assert "--only local --seed 9 --histories 1" in done.stderr
@@ -125,7 +130,8 @@ def test_a_replica_that_does_not_send_is_a_deadlock():
 
 @pytest.mark.slow
 def test_three_ranks_stay_equal_through_random_faults():
-    """Four steps of each algorithm under each wrapper: the one that begins late compresses in the last of its eight."""
+    """Four steps of each algorithm under each wrapper: the one that begins late compresses in the
+    last of its eight."""
     steps = 4 * 2 * len(torch_soak.ALGORITHMS)
     arguments = "--work", f"--steps={steps}", "--seed=5", "--stretch=4"
     said = run_ranks(Path(torch_soak.__file__), torch_soak.RANKS, *arguments, timeout=200)
@@ -143,7 +149,9 @@ def test_nothing_grows_in_many_steps_and_groups():
     arguments = "--work", "--steps=150", "--groups=20"
     said = run_ranks(Path(long_run.__file__), long_run.RANKS, *arguments, timeout=200)
     assert said.count("nothing grows") == long_run.RANKS
-    seen = re.findall(r"descriptors (\d+) → (\d+), threads (\d+) → (\d+), system threads (\d+) → (\d+) ", said)
+    seen = re.findall(
+        r"descriptors (\d+) → (\d+), threads (\d+) → (\d+), system threads (\d+) → (\d+) ", said
+    )
     assert len(seen) == 2 * long_run.RANKS
     for counts in seen:  # one may be gone that was about to go
         assert all(int(b) >= int(a) for b, a in zip(counts[::2], counts[1::2], strict=True)), counts
@@ -153,6 +161,8 @@ def test_what_grows_is_seen(tmp_path):
     files = []
     # What earlier tests have left is no garbage of this one, and takes seconds to look through.
     with mock.patch("torch.distributed.get_rank", return_value=0), mock.patch("gc.collect"):
-        assert long_run.watched("steps", 20, lambda n: files.append((tmp_path / str(n)).open("w"))) == ["descriptors"]
+        assert long_run.watched(
+            "steps", 20, lambda n: files.append((tmp_path / str(n)).open("w"))
+        ) == ["descriptors"]
     for file in files:
         file.close()

@@ -2,11 +2,14 @@
 
     python -m tests.soak.torch_soak --steps 10000 --seed 7
 
-Ranks are slow at random places of the backward pass, their gradients hold an inf or NaN now and then, layers are frozen and trained again,
-and steps accumulate a random number of micro-batches. The wrapper (DDP with a hook, or `DataParallel`) and the algorithm change from stretch to
-stretch, with the memory of the algorithm taken along where it is the same. In between the ranks train by themselves, with averages that are taken later, and end
-and go on while these are on their way. After every 100 steps and every stretch the ranks compare, bit for bit,
-weights, moments of the optimizer and all memory that must be equal; and after every step that was not finite, each of them that nothing has changed.
+Ranks are slow at random places of the backward pass, their gradients hold an inf or NaN now and
+then, layers are frozen and trained again, and steps accumulate a random number of micro-batches.
+The wrapper (DDP with a hook, or `DataParallel`) and the algorithm change from stretch to stretch,
+with the memory of the algorithm taken along where it is the same. In between the ranks train by
+themselves, with averages that are taken later, and end and go on while these are on their way.
+After every 100 steps and every stretch the ranks compare, bit for bit, weights, moments of the
+optimizer and all memory that must be equal; and after every step that was not finite, each of them
+that nothing has changed.
 """
 
 import argparse
@@ -79,7 +82,15 @@ class Training:
         torch.manual_seed(seed)
         self.model = Model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
-        counted = ("steps", "not finite", "frozen", "micro-batches", "delays", "comparisons", "resumed")
+        counted = (
+            "steps",
+            "not finite",
+            "frozen",
+            "micro-batches",
+            "delays",
+            "comparisons",
+            "resumed",
+        )
         self.counts = dict.fromkeys(counted, 0)
         self.wrapped = None
         for p in self.model.parameters():
@@ -88,14 +99,17 @@ class Training:
     def wrap(self, algorithm, ours, memory):
         """Begin a stretch."""
         self.wrapped = None
-        gc.collect()  # the wrapper before is gone, and what it had hung on the parameters is of no effect
+        # the wrapper before is gone, and what it had hung on the parameters is of no effect
+        gc.collect()
         options = {"bucket_cap_mb": 0.003, "find_unused_parameters": True}
         if ours:
             self.wrapped = DataParallel(self.model, algorithm, first_bucket_mb=0.001, **options)
             handle = self.wrapped.handle
         else:
             self.wrapped = DistributedDataParallel(self.model, **options)
-            handle = register_comm_hook(self.wrapped, algorithm, message_bytes=self.shared.choice([0, 1500, 1 << 20]))
+            handle = register_comm_hook(
+                self.wrapped, algorithm, message_bytes=self.shared.choice([0, 1500, 1 << 20])
+            )
         self.memory, self.algorithm = handle.rank_state_dict, algorithm
         if memory is not None:
             handle.load_state_dict(memory)
@@ -115,16 +129,24 @@ class Training:
             with nullcontext() if last else self.wrapped.no_sync():
                 loss = self._loss()
                 if last and bad[self.rank]:
-                    loss = loss + self.own.choice([math.inf, math.nan, -math.inf]) * self.model.outer.weight[0, 0]
+                    loss = (
+                        loss
+                        + self.own.choice([math.inf, math.nan, -math.inf])
+                        * self.model.outer.weight[0, 0]
+                    )
                 loss.backward()
-        finite = all(bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None)
+        finite = all(
+            bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None
+        )
         assert finite is not any(bad), f"finite: {finite}, bad: {bad}"
         if finite:
             self.optimizer.step()
         elif before is not None:
             after = self._all()
             after["memory"] |= {key: before["memory"][key] for key in ("step", "sent")}
-            assert digest(after) == digest(before), f"a step that was not finite has changed {self.algorithm}"
+            assert digest(after) == digest(before), (
+                f"a step that was not finite has changed {self.algorithm}"
+            )
         for layer in frozen:
             layer.requires_grad_(True)
         self.counts["steps"] += 1
@@ -133,11 +155,15 @@ class Training:
         self.counts["micro-batches"] += parts
 
     def train_apart(self, steps):
-        """With DiLoCo whose messages overlap. Now and then the handle goes, and another takes over from each rank's own state."""
+        """With DiLoCo whose messages overlap. Now and then the handle goes, and another takes over
+        from each rank's own state."""
         local, handle = self.shared.choice(OVERLAPPED), None
         for _ in range(steps):
             if handle is None or self.shared.random() < 0.1:
-                saved = handle and (handle.rank_state_dict(), copy.deepcopy(self.model.state_dict()))
+                saved = handle and (
+                    handle.rank_state_dict(),
+                    copy.deepcopy(self.model.state_dict()),
+                )
                 if handle is not None:
                     handle._leave_optimizer()
                 handle = local_sgd(self.model, self.optimizer, local)  # makes parameters equal
@@ -166,7 +192,9 @@ class Training:
         mine = {name: digest(part) for name, part in state.items()}
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
-        assert all(theirs == mine for theirs in everyone), f"step {self.counts['steps']}, {self.algorithm}: {everyone}"
+        assert all(theirs == mine for theirs in everyone), (
+            f"step {self.counts['steps']}, {self.algorithm}: {everyone}"
+        )
         assert all(bool(p.isfinite().all()) for p in self.model.parameters())
         self.counts["comparisons"] += 1
 
@@ -190,7 +218,11 @@ def digest(value):
     """Of all bits in nested dictionaries of tensors and numbers."""
     sha = hashlib.sha256()
     for path, x in torch.utils._pytree.tree_flatten_with_path(value)[0]:
-        bits = x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if isinstance(x, Tensor) else b""
+        bits = (
+            x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            if isinstance(x, Tensor)
+            else b""
+        )
         sha.update(f"{path} {(x.dtype, x.shape) if bits else x}".encode() + bits)
     return sha.hexdigest()
 
@@ -202,7 +234,8 @@ def work(steps, seed, stretch_steps):
     training = Training(seed)
     start, memory = time.monotonic(), None
     for stretch in range(math.ceil(steps / stretch_steps)):
-        # Each algorithm for two stretches: under one wrapper, then with what it has kept under the other.
+        # Each algorithm for two stretches: under one wrapper, then with what it has kept under the
+        # other.
         algorithm, ours = ALGORITHMS[stretch // 2 % len(ALGORITHMS)], stretch % 2 == 1
         training.wrap(algorithm, ours, memory if ours else None)
         for _ in range(min(stretch_steps, steps - stretch * stretch_steps)):
@@ -221,22 +254,34 @@ def work(steps, seed, stretch_steps):
     dist.all_reduce(delays)
     if training.rank == 0:
         counts = training.counts | {"delays": int(delays)}
-        print("all ranks equal: " + ", ".join(f"{what} {n}" for what, n in counts.items()), flush=True)
+        print(
+            "all ranks equal: " + ", ".join(f"{what} {n}" for what, n in counts.items()), flush=True
+        )
     dist.destroy_process_group()
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--steps", type=int, default=10_000)
-    p.add_argument("--seed", type=int, default=int(time.time()) % (1 << 30), help="default: another one each time")
-    p.add_argument("--stretch", type=int, default=STRETCH, help="steps with one wrapper (default: %(default)s)")
+    p.add_argument(
+        "--seed",
+        type=int,
+        default=int(time.time()) % (1 << 30),
+        help="default: another one each time",
+    )
+    p.add_argument(
+        "--stretch", type=int, default=STRETCH, help="steps with one wrapper (default: %(default)s)"
+    )
     p.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.work:
         work(args.steps, args.seed, args.stretch)
         return
     print(f"seed {args.seed}", flush=True)
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # DDP warns of steps in which no layer happened to be frozen
+    # DDP warns of steps in which no layer happened to be frozen
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     options = "--work", f"--steps={args.steps}", f"--seed={args.seed}", f"--stretch={args.stretch}"
     try:
         print(run_ranks(Path(__file__), RANKS, *options, timeout=6 * 3600))

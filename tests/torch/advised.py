@@ -1,4 +1,5 @@
-"""What messages of the torch backend tell to write that takes several ranks: done on four, in the launch of `test_refusals_on_ranks.py`."""
+"""What messages of the torch backend tell to write that takes several ranks: done on four, in the
+launch of `test_refusals_on_ranks.py`."""
 
 import torch
 from torch.distributed.algorithms.join import Join
@@ -23,7 +24,9 @@ def as_many_batches(world):
     """Of data that ranks cannot share evenly; or of as many as each has, with a plain optimizer."""
     samples = len(DistributedSampler(range(4 * world.size + 1), drop_last=True))
     ddp = DistributedDataParallel(small(), process_group=world.group)
-    zero = gw.ZeroRedundancyOptimizer(ddp.module.parameters(), torch.optim.SGD, process_group=world.group, lr=0.1)
+    zero = gw.ZeroRedundancyOptimizer(
+        ddp.module.parameters(), torch.optim.SGD, process_group=world.group, lr=0.1
+    )
     fit(ddp, zero, world.rank, range(samples), LOSS)
     assert world.agree(weights(ddp))
     ddp, _ = hooked(small(), ALGORITHM, world.group)
@@ -113,7 +116,9 @@ def whole_states(world):
     for options in ({}, {"consolidate": True}):
         ddp = DistributedDataParallel(small(), process_group=world.group)
         parameters = ddp.module.named_parameters()
-        zero = gw.ZeroOptimizer(parameters, torch.optim.AdamW, process_group=world.group, lr=0.1, **options)
+        zero = gw.ZeroOptimizer(
+            parameters, torch.optim.AdamW, process_group=world.group, lr=0.1, **options
+        )
         fit(ddp, zero, world.rank, range(2), LOSS)
         if not options:
             zero.consolidate_state_dict(to=0)

@@ -21,7 +21,8 @@ from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.compare import same_bits
 
-#: Of this many ranks: groups of any size, and groups of one size, in an order that is not that of the ranks.
+#: Of this many ranks: groups of any size, and groups of one size, in an order that is not that of
+#: the ranks.
 RANKS = 3
 UNEVEN = ((2, 0), (1,))
 EVEN = ((2, 0, 1),)
@@ -33,9 +34,14 @@ SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def tensors(rank, size, dtypes, rows=False):
-    """Some tensors of each dtype, one of them empty, one a scalar or a vector, one in another order in memory; other numbers on each rank."""
+    """Some tensors of each dtype, one of them empty, one a scalar or a vector, one in another order
+    in memory; other numbers on each rank."""
     draw = torch.Generator().manual_seed(rank)
-    shapes = [(size, 3), (size,), (size, 0, 2), (size, 2, 4)] if rows else [(3, 5), (), (0, 4), (2, 1, 4)]
+    shapes = (
+        [(size, 3), (size,), (size, 0, 2), (size, 2, 4)]
+        if rows
+        else [(3, 5), (), (0, 4), (2, 1, 4)]
+    )
     made = []
     for dtype in dtypes:
         for shape in shapes:
@@ -74,7 +80,9 @@ def exchange(dtypes, groups=None):
 def all_gather_(groups=None):
     def make(rank):
         own = parts(groups[0].index(rank) if groups else rank, COUNTS, FLOATS, whole=False)
-        return AllGather(own, COUNTS, (None, torch.zeros(2 * RANKS, dtype=FLOATS[1]), None, None), groups)
+        return AllGather(
+            own, COUNTS, (None, torch.zeros(2 * RANKS, dtype=FLOATS[1]), None, None), groups
+        )
 
     return make
 
@@ -97,10 +105,18 @@ ASKED = {
     "an all-to-all": exchange((*FLOATS, *INTEGERS, *SMALL)),
     "an all-to-all in groups": exchange((torch.float16, torch.int8), EVEN),
     "an all-to-all alone": exchange((torch.float16,), EACH),
-    "an all-to-all of parts": lambda rank: AllToAll(parts(rank, COUNTS, TWICE, whole=True), None, COUNTS),
-    "an all-to-all of parts in groups": lambda rank: AllToAll(parts(rank, COUNTS, TWICE, whole=True), EVEN, COUNTS),
-    "a reduce-scatter": lambda rank: ReduceScatter(parts(rank, COUNTS, TWICE, whole=True), COUNTS, None),
-    "a reduce-scatter in groups": lambda rank: ReduceScatter(parts(rank, COUNTS, TWICE, whole=True), COUNTS, EVEN),
+    "an all-to-all of parts": lambda rank: AllToAll(
+        parts(rank, COUNTS, TWICE, whole=True), None, COUNTS
+    ),
+    "an all-to-all of parts in groups": lambda rank: AllToAll(
+        parts(rank, COUNTS, TWICE, whole=True), EVEN, COUNTS
+    ),
+    "a reduce-scatter": lambda rank: ReduceScatter(
+        parts(rank, COUNTS, TWICE, whole=True), COUNTS, None
+    ),
+    "a reduce-scatter in groups": lambda rank: ReduceScatter(
+        parts(rank, COUNTS, TWICE, whole=True), COUNTS, EVEN
+    ),
     "an all-gather": all_gather_(),
     "an all-gather in groups": all_gather_(EVEN),
     "the number of ranks": lambda rank: WorldSize(),
@@ -144,7 +160,9 @@ def answered(name: str, group: dist.ProcessGroup, device: torch.device) -> Answe
         same_bits(x.cpu(), y.cpu()) for x, y in zip(arrays, before, strict=True)
     )
     on_the_host = tuple(x.cpu() if isinstance(x, Tensor) else x for x in answers)
-    return Answered(on_the_host, [collectives.sent.collectives, collectives.sent.nbytes], planned, untouched)
+    return Answered(
+        on_the_host, [collectives.sent.collectives, collectives.sent.nbytes], planned, untouched
+    )
 
 
 class World:
@@ -155,7 +173,8 @@ class World:
 
 
 def expected(make):
-    """In NumPy, which lacks some dtypes: those are exchanged as bytes, and compared in float32 where a maximum is taken."""
+    """In NumPy, which lacks some dtypes: those are exchanged as bytes, and compared in float32
+    where a maximum is taken."""
     requests = [make(rank) for rank in range(RANKS)]
     for r in requests:
         if hasattr(r, "arrays"):
@@ -189,7 +208,10 @@ def require_right(name: str, seen: list[Answered]) -> None:
             assert x.dtype == dtypes[i]
             if name.startswith(("a gather", "an all-to-all")) and "parts" not in name:
                 np.testing.assert_array_equal(as_numpy_bytes(x), y)
-            elif name.startswith(("maxima", "an all-gather", "an all-to-all")) or dtypes[i] in INTEGERS:
+            elif (
+                name.startswith(("maxima", "an all-gather", "an all-to-all"))
+                or dtypes[i] in INTEGERS
+            ):
                 np.testing.assert_array_equal(to_numpy(x), y)
             else:
                 np.testing.assert_allclose(x, y, rtol=3e-5, atol=3e-5)
@@ -212,4 +234,6 @@ class Scaling:
         async def scaled(x):
             return x * ops.cast(await setting(ops, self.name, self.default), ops.dtype_of(x))
 
-        return {n: await branch(step < 100, scaled, mean, await mean(g)) for n, g in gradients.items()}, state
+        return {
+            n: await branch(step < 100, scaled, mean, await mean(g)) for n, g in gradients.items()
+        }, state

@@ -16,7 +16,8 @@ from tests import bounds
 
 
 def relative(x: Any, y: Any) -> float:
-    """Distance of `x` from `y` in units of `y`'s norm. Dictionaries are compared as one long vector."""
+    """Distance of `x` from `y` in units of `y`'s norm. Dictionaries are compared as one long
+    vector."""
     if isinstance(x, Mapping):
         assert x.keys() == y.keys()
         x = np.concatenate([np.ravel(_numpy(x[k])) for k in y])
@@ -33,11 +34,17 @@ COUNTS = {"sent", "counted"}
 
 
 def same_bits(x: Any, y: Any) -> bool:
-    """Equal in structure, dtype and every bit of every tensor (NaN equals itself), whatever was sent until then."""
+    """Equal in structure, dtype and every bit of every tensor (NaN equals itself), whatever was
+    sent until then."""
     if isinstance(x, Tensor):
         if not isinstance(y, Tensor) or x.dtype != y.dtype or x.shape != y.shape:
             return False
-        return x.contiguous().view(-1).view(torch.uint8).equal(y.contiguous().view(-1).view(torch.uint8))
+        return (
+            x.contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(y.contiguous().view(-1).view(torch.uint8))
+        )
     if isinstance(x, Mapping):
         return x.keys() == y.keys() and all(same_bits(x[k], y[k]) for k in x.keys() - COUNTS)
     if isinstance(x, (list, tuple)):
@@ -70,7 +77,8 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def alive(parts: Mapping[str, ref[Any]]) -> list[str]:
-    """Names of those that nothing frees. The thread that notes where a rank is may look at one for a moment."""
+    """Names of those that nothing frees. The thread that notes where a rank is may look at one for
+    a moment."""
     end = time.monotonic() + 60
     while True:
         gc.collect()

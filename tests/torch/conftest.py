@@ -1,4 +1,5 @@
-"""A world of one rank in the test process itself, for what needs no other rank; and both branches of the kernels."""
+"""A world of one rank in the test process itself, for what needs no other rank; and both branches
+of the kernels."""
 
 from collections.abc import Generator
 from contextlib import nullcontext
@@ -14,7 +15,8 @@ from tests.torch.ranks import REFUSED, Refused, refusal_in
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Generator[None, object, object]:
-    """On a torch that is too old for what a test does, the test is passed by the refusal, on every rank. It is counted as "xfailed"; what else is raised is a failure."""
+    """On a torch that is too old for what a test does, the test is passed by the refusal, on every
+    rank. It is counted as "xfailed"; what else is raised is a failure."""
     try:
         return (yield)
     except Refused as refused:
@@ -38,7 +40,8 @@ def alone():
 
 @pytest.fixture(params=["seen by the host", "unseen"])
 def both_branches(request):
-    """Once as on the CPU, where the host looks at tensors, and once as on a device, where it must not. (All tests in the latter way:
+    """Once as on the CPU, where the host looks at tensors, and once as on a device, where it must
+    not. (All tests in the latter way:
     `make test-device-branch`.)"""
     with on_a_device() if request.param == "unseen" else nullcontext():
         yield

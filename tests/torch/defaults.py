@@ -10,8 +10,9 @@ import torch
 
 @contextmanager
 def other_defaults(device: torch.device | str) -> Iterator[None]:
-    """Within, tensors of which nobody says where and what they are come to life on `device`, in bfloat16: as after `torch.set_default_device("cuda")`, in this
-    thread, and `torch.set_default_dtype(torch.bfloat16)`, in all."""
+    """Within, tensors of which nobody says where and what they are come to life on `device`, in
+    bfloat16: as after `torch.set_default_device("cuda")`, in this thread, and
+    `torch.set_default_dtype(torch.bfloat16)`, in all."""
     before = torch.get_default_dtype()
     torch.set_default_device(device)
     torch.set_default_dtype(torch.bfloat16)

@@ -40,7 +40,10 @@ def stateless(world, model, hook) -> Form:
 
 
 def post_local(world, model, make=gw.PeriodicModelAverager, period: Any = 2) -> Form:
-    ddp, state = wrapped(world, model), gw.PostLocalSGDState(world.group, dist.new_subgroups(1)[0], 2)
+    ddp, state = (
+        wrapped(world, model),
+        gw.PostLocalSGDState(world.group, dist.new_subgroups(1)[0], 2),
+    )
     ddp.register_comm_hook(state, gw.post_localSGD_hook)
     averager = make(period, warmup_steps=2, process_group=world.group)
     return ddp, gw.PostLocalSGDOptimizer(sgd(model), averager), state
@@ -54,7 +57,12 @@ def zero_hook(world, model, make) -> Form:
 
 def zero_optimizer(world, model, average) -> Form:
     """Behind DDP, or averaging gradients itself."""
-    options = {"process_group": world.group, "average_gradients": average, "lr": 0.1, "momentum": 0.9}
+    options = {
+        "process_group": world.group,
+        "average_gradients": average,
+        "lr": 0.1,
+        "momentum": 0.9,
+    }
     zero = gw.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, **options)
     return model if average else wrapped(world, model), zero, None
 
@@ -90,7 +98,9 @@ FORMS: dict[str, Callable[..., Form]] = {
     "powerSGD_hook": partial(power_sgd, hook=gw.powerSGD_hook),
     "bf16_compress_wrapper": partial(power_sgd, hook=gw.bf16_compress_wrapper(gw.powerSGD_hook)),
     "bf16_compress_hook": partial(stateless, hook=gw.bf16_compress_hook),
-    "fp16_compress_wrapper of torch's": partial(stateless, hook=gw.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "fp16_compress_wrapper of torch's": partial(
+        stateless, hook=gw.fp16_compress_wrapper(default_hooks.allreduce_hook)
+    ),
     "post_localSGD_hook": post_local,
     "hook_with_zero_step": partial(zero_hook, make=gw.hook_with_zero_step),
     "hook_with_zero_step_interleaved": partial(zero_hook, make=gw.hook_with_zero_step_interleaved),

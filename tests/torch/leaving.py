@@ -1,7 +1,8 @@
-"""Two ranks that leave right after their last message, forked from one process: `python leaving.py FOLDER`.
+"""Two ranks that leave right after their last message, forked from one process: `python leaving.py
+FOLDER`.
 
-A long switch interval makes what a busy machine does once in a thousand times happen most of the time: a thread of Gloo waits for the
-interpreter's lock when the interpreter shuts down.
+A long switch interval makes what a busy machine does once in a thousand times happen most of the
+time: a thread of Gloo waits for the interpreter's lock when the interpreter shuts down.
 """
 
 import os
@@ -20,7 +21,10 @@ def leave(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     options = {"bucket_cap_mb": 0.001, "first_bucket_mb": 0.001, "find_unused_parameters": True}
-    models = [DataParallel(mlp(16, 16, 16, 16, 16), algorithm, **options) for algorithm in (PowerSGD(1), AllReduce())]
+    models = [
+        DataParallel(mlp(16, 16, 16, 16, 16), algorithm, **options)
+        for algorithm in (PowerSGD(1), AllReduce())
+    ]
     sys.setswitchinterval(20)  # whoever waits for the lock goes on waiting
     for model in models:
         model(torch.randn(8, 16)).sum().backward()

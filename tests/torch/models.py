@@ -26,13 +26,18 @@ class Half(Compressor):
     def memory(self, ops: Any, name: str, spec: Any) -> dict[str, Any] | None:
         return {} if len(spec.shape) > 1 else None
 
-    async def compress(self, ops: Any, name: str, x: Any, memory: Any, context: Any) -> tuple[Any, Any, Any]:
+    async def compress(
+        self, ops: Any, name: str, x: Any, memory: Any, context: Any
+    ) -> tuple[Any, Any, Any]:
         sent = x * 0.5
         return sent, await mean(sent), memory
 
 
-def mlp(*widths: int, bias: bool = True, seed: int = 0, frozen: Sequence[int] = ()) -> nn.Sequential:
-    """Linear layers with tanh between them: the same weights on every rank. The linear ones are 0, 2, 4, ...; some may be `frozen`."""
+def mlp(
+    *widths: int, bias: bool = True, seed: int = 0, frozen: Sequence[int] = ()
+) -> nn.Sequential:
+    """Linear layers with tanh between them: the same weights on every rank. The linear ones are 0,
+    2, 4, ...; some may be `frozen`."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for n, m in itertools.pairwise(widths):
@@ -42,20 +47,30 @@ def mlp(*widths: int, bias: bool = True, seed: int = 0, frozen: Sequence[int] = 
     return nn.Sequential(*layers[:-1])
 
 
-def loss_on(width: int, batch: int = 24, dtype: torch.dtype = torch.float32, *, spread: float = 0.05) -> Loss:
+def loss_on(
+    width: int, batch: int = 24, dtype: torch.dtype = torch.float32, *, spread: float = 0.05
+) -> Loss:
     """Regression on data of the rank and the step: `loss(model, rank, step)`.
 
-    Inputs lie near a plane, so gradients have little beyond rank 2: where directions of nearly equal weight compete, rounding decides which is sent
-    next. With `spread=1` they lie in all directions alike: for half precision, in which the small ones would be rounding alone, and for few steps.
+    Inputs lie near a plane, so gradients have little beyond rank 2: where directions of nearly
+    equal weight compete, rounding decides which is sent next. With `spread=1` they lie in all
+    directions alike: for half precision, in which the small ones would be rounding alone, and for
+    few steps.
     """
-    plane = torch.randn(2, width, generator=torch.Generator().manual_seed(width)) * torch.tensor([[1.0], [0.5]])
+    plane = torch.randn(2, width, generator=torch.Generator().manual_seed(width)) * torch.tensor(
+        [[1.0], [0.5]]
+    )
 
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
         data = torch.Generator().manual_seed(1000 * rank + step)
-        near, off = torch.randn(batch, 2, generator=data) @ plane, torch.randn(batch, width, generator=data)
+        near, off = (
+            torch.randn(batch, 2, generator=data) @ plane,
+            torch.randn(batch, width, generator=data),
+        )
         x = ((1 - spread) * near + spread * off).to(dtype)
         y = model(x)
-        wide = torch.promote_types(y.dtype, torch.float32)  # a double rounded to a float is no smooth function of it
+        # a double rounded to a float is no smooth function of it
+        wide = torch.promote_types(y.dtype, torch.float32)
         target: Tensor = torch.sin(3 * x[:, : y.shape[1]].to(wide) + rank)
         return (y.to(wide) - target).square().mean()
 
@@ -63,9 +78,12 @@ def loss_on(width: int, batch: int = 24, dtype: torch.dtype = torch.float32, *, 
 
 
 class Layers(nn.Module):
-    """Layers and parameters by name, and a forward pass: a function of the module and its arguments."""
+    """Layers and parameters by name, and a forward pass: a function of the module and its
+    arguments."""
 
-    def __init__(self, forward: Callable[..., Any] | None = None, **parts: nn.Module | nn.Parameter) -> None:
+    def __init__(
+        self, forward: Callable[..., Any] | None = None, **parts: nn.Module | nn.Parameter
+    ) -> None:
         super().__init__()
         for name, part in parts.items():
             setattr(self, name, part)
@@ -91,7 +109,8 @@ class Branches(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Layers whose activations are computed again in backward; or not, if `reentrant` is None. With `shared`, the first is also the last."""
+    """Layers whose activations are computed again in backward; or not, if `reentrant` is None. With
+    `shared`, the first is also the last."""
 
     def __init__(self, *, reentrant: bool | None, shared: bool = False, width: int = 64) -> None:
         super().__init__()
@@ -105,7 +124,11 @@ class Checkpointed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()
         for layer in self.layers:
-            x = (layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)).tanh()
+            x = (
+                layer(x)
+                if self.reentrant is None
+                else checkpoint(layer, x, use_reentrant=self.reentrant)
+            ).tanh()
         y: Tensor = self.head(x)
         return y
 

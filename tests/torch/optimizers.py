@@ -8,7 +8,8 @@ import torch
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """SGD whose parameters are between what it steps, z, and the average of that (Defazio et al. 2024)."""
+    """SGD whose parameters are between what it steps, z, and the average of that (Defazio et al.
+    2024)."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr, "k": 0})

@@ -1,7 +1,9 @@
-"""Many cases in one launch: starting torch on several ranks costs seconds, a case costs a fraction of one.
+"""Many cases in one launch: starting torch on several ranks costs seconds, a case costs a fraction
+of one.
 
-A case runs on every rank. One that is called `test_…` is a test as it stands, and passes where it passes on all ranks; what another returns is
-what tests look at. The ranks are started once for the whole file.
+A case runs on every rank. One that is called `test_…` is a test as it stands, and passes where it
+passes on all ranks; what another returns is what tests look at. The ranks are started once for the
+whole file.
 
     cases = Cases(__file__, ranks=3)
 
@@ -16,7 +18,8 @@ what tests look at. The ranks are started once for the whole file.
     def test_trained(results):
         first, *others = results("trained[small]")      # one per rank; raises with the traceback if a rank failed
 
-With GRADWIRE_TEST_CASES in the environment, a regular expression, only those cases run whose names it is found in.
+With GRADWIRE_TEST_CASES in the environment, a regular expression, only those cases run whose names
+it is found in.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ from tests.bounds import threads, watch_this_process
 from tests.launch import run_ranks
 from tests.torch.compare import same_bits
 
-#: A rank whose partners never answer gives up after so long, so that one wrong case costs this and not the whole launch.
+#: A rank whose partners never answer gives up after so long, so that one wrong case costs this and
+#: not the whole launch.
 PATIENCE = timedelta(seconds=120)
 #: How an error begins that says that this torch is too old.
 REFUSED = "refused: "
@@ -90,7 +94,8 @@ class Refused(Exception):
 
 
 def refusal_in(error: BaseException | None) -> NeedsTorch | None:
-    """That this torch is too old, where an error says so, or was raised because of one that does, as by `pytest.warns`."""
+    """That this torch is too old, where an error says so, or was raised because of one that does,
+    as by `pytest.warns`."""
     while error is not None and not isinstance(error, NeedsTorch):
         error = error.__context__
     return error
@@ -120,7 +125,8 @@ class Results:
 
 
 class Cases:
-    """A table of functions from a `World` to something that can be saved. The tests among them run on each of the numbers of `ranks`."""
+    """A table of functions from a `World` to something that can be saved. The tests among them run
+    on each of the numbers of `ranks`."""
 
     def __init__(self, file: str, ranks: int | tuple[int, ...], *, timeout: float = 240) -> None:
         self.file = Path(file)
@@ -131,11 +137,16 @@ class Cases:
         self.only: dict[str, tuple[int, ...]] = {}
 
     def case(
-        self, function: Callable[[World], Any] | None = None, *, slow: bool = False, ranks: tuple[int, ...] = ()
+        self,
+        function: Callable[[World], Any] | None = None,
+        *,
+        slow: bool = False,
+        ranks: tuple[int, ...] = (),
     ) -> Callable[..., Any]:
         """Decorator: a case called like the function, on some of the numbers of `ranks`, or all.
 
-        One that is `slow` runs only where a test of the file that is marked so does; if it is a test itself, it is.
+        One that is `slow` runs only where a test of the file that is marked so does; if it is a
+        test itself, it is.
         """
         if function is None:
             return partial(self.case, slow=slow, ranks=ranks)
@@ -143,7 +154,9 @@ class Cases:
         test = self._tested(function, ranks=ranks)
         return pytest.mark.slow(test) if slow else test
 
-    def _add(self, name: str, function: Callable[[World], Any], slow: bool, ranks: tuple[int, ...]) -> None:
+    def _add(
+        self, name: str, function: Callable[[World], Any], slow: bool, ranks: tuple[int, ...]
+    ) -> None:
         self.table[name] = function
         if ranks:
             self.only[name] = ranks
@@ -151,9 +164,14 @@ class Cases:
             self.slow.add(name)
 
     def each(
-        self, variants: Mapping[str, Any] | Iterable[str], *, slow: Collection[str] = (), ranks: tuple[int, ...] = ()
+        self,
+        variants: Mapping[str, Any] | Iterable[str],
+        *,
+        slow: Collection[str] = (),
+        ranks: tuple[int, ...] = (),
     ) -> Callable[[Callable[[World, Any], Any]], Callable[..., Any]]:
-        """Decorator: a case `name[variant]` for each of the variants, whose value, or name, is the second argument. Some may be `slow`, see `variants`."""
+        """Decorator: a case `name[variant]` for each of the variants, whose value, or name, is the
+        second argument. Some may be `slow`, see `variants`."""
         values = variants if isinstance(variants, Mapping) else {name: name for name in variants}
 
         def add(function: Callable[[World, Any], Any]) -> Callable[..., Any]:
@@ -176,24 +194,38 @@ class Cases:
             return function
 
         def test(results_of: Callable[[int], Results], ranks: int, variant: str | None) -> None:
-            results_of(ranks)(function.__name__ if variant is None else f"{function.__name__}[{variant}]")
+            results_of(ranks)(
+                function.__name__ if variant is None else f"{function.__name__}[{variant}]"
+            )
 
-        test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
+        test.__name__, test.__doc__, test.__module__ = (
+            function.__name__,
+            function.__doc__,
+            function.__module__,
+        )
         if names is not None:
             test = pytest.mark.parametrize("variant", variants(names, slow))(test)
-        return pytest.mark.parametrize("ranks", ranks or self.ranks)(test) if len(self.ranks) > 1 else test
+        return (
+            pytest.mark.parametrize("ranks", ranks or self.ranks)(test)
+            if len(self.ranks) > 1
+            else test
+        )
 
     def launched(
         self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     ) -> Callable[[int], Results]:
         mine = (item for item in request.session.items if item.path == self.file)
         slow = any(item.get_closest_marker("slow") for item in mine)
-        return cache(lambda ranks: self.run(tmp_path_factory.mktemp(self.file.stem), ranks, slow=slow))
+        return cache(
+            lambda ranks: self.run(tmp_path_factory.mktemp(self.file.stem), ranks, slow=slow)
+        )
 
     def run(self, folder: Path, ranks: int, *, slow: bool) -> Results:
         option = [] if slow else ["quick"]
         try:
-            outcome = run_ranks(Path(__file__), ranks, str(self.file), str(folder), *option, timeout=self.timeout)
+            outcome = run_ranks(
+                Path(__file__), ranks, str(self.file), str(folder), *option, timeout=self.timeout
+            )
         except AssertionError as error:  # cases that have come to their end have left their results
             outcome = str(error)
         return Results(folder, ranks, outcome)
@@ -232,7 +264,8 @@ class Cases:
 
 
 def _told(error: BaseException) -> str:
-    """The traceback, with what the variables were where an assertion fails, as far as they can be shown."""
+    """The traceback, with what the variables were where an assertion fails, as far as they can be
+    shown."""
     try:
         trace = TracebackException.from_exception(error, capture_locals=True)
     except Exception:  # one that is half built

@@ -1,4 +1,5 @@
-"""What the reader of a page on torch has by then: `from tests.torch.reader import *` in a hidden block of Python of the page, which runs on some ranks."""
+"""What the reader of a page on torch has by then: `from tests.torch.reader import *` in a hidden
+block of Python of the page, which runs on some ranks."""
 # ruff: noqa: F401, F403
 
 import torch

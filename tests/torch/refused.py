@@ -1,4 +1,5 @@
-"""How refusals are tested: a row is what is done and what the message must name, the argument, the parameter, what serves instead.
+"""How refusals are tested: a row is what is done and what the message must name, the argument, the
+parameter, what serves instead.
 
 What is done is prepared by a function of `Here`, which returns the call that is refused.
 """
@@ -34,7 +35,8 @@ def mesh():
 
 @dataclass
 class Here:
-    """Where something is tried. What is watched, modules and results of functions, must be after the refusal what it was before."""
+    """Where something is tried. What is watched, modules and results of functions, must be after
+    the refusal what it was before."""
 
     rank: int = 0
     group: Any = None
@@ -50,17 +52,25 @@ class Here:
         return x
 
     def seen(self):
-        return [_of_module(x) if isinstance(x, nn.Module) else copy.deepcopy(x()) for x in self.watched]
+        return [
+            _of_module(x) if isinstance(x, nn.Module) else copy.deepcopy(x()) for x in self.watched
+        ]
 
     def ddp(self, model=None, **options):
-        return self.watch(DistributedDataParallel(model or small(), process_group=self.group, **options))
+        return self.watch(
+            DistributedDataParallel(model or small(), process_group=self.group, **options)
+        )
 
     def hook(self, model, algorithm, **options):
-        ddp = self.ddp(model, **{name: options.pop(name) for name in {"init_sync"} & options.keys()})
+        ddp = self.ddp(
+            model, **{name: options.pop(name) for name in {"init_sync"} & options.keys()}
+        )
         return partial(gw.register_comm_hook, ddp, algorithm, **options)
 
     def parallel(self, model, algorithm=ALGORITHM, **options):
-        return partial(gw.DataParallel, self.watch(model), algorithm, process_group=self.group, **options)
+        return partial(
+            gw.DataParallel, self.watch(model), algorithm, process_group=self.group, **options
+        )
 
     def averager(self, tensors, algorithm=ALGORITHM):
         return partial(gw.Averager, algorithm, tensors, self.group)
@@ -76,14 +86,22 @@ class Here:
         return partial(gw.local_sgd, ddp, optimizer and optimizer(ddp), local, **options)
 
     def zero(self, model=None, optimizer=torch.optim.AdamW, **options):
-        return partial(gw.ZeroOptimizer, (model or small()).named_parameters(), optimizer, **options)
+        return partial(
+            gw.ZeroOptimizer, (model or small()).named_parameters(), optimizer, **options
+        )
 
     def replicas(self, model, algorithm=ALGORITHM, axis=None):
-        return partial(gw.compress_replicas, self.watch(model), algorithm, axis or mesh()["replicate"])
+        return partial(
+            gw.compress_replicas, self.watch(model), algorithm, axis or mesh()["replicate"]
+        )
 
 
 def _of_module(module):
-    values = [x for x in (*module.parameters(), *module.buffers()) if not (nn.parameter.is_lazy(x) or x.is_meta)]
+    values = [
+        x
+        for x in (*module.parameters(), *module.buffers())
+        if not (nn.parameter.is_lazy(x) or x.is_meta)
+    ]
     local = [x.to_local() if isinstance(x, DTensor) else x for x in values]
     hooks = [dict(x._post_accumulate_grad_hooks or {}) for x in module.parameters()]
     return [[x.detach().clone() for x in local], hooks, list(getattr(module, "_comm_hooks", ()))]
@@ -121,7 +139,9 @@ def small(**options):
 
 def words(*, sparse=True):
     inner = nn.ModuleDict({"words": nn.Embedding(50, 32, sparse=sparse)})
-    return Layers(lambda self, x: self.out(self.inner["words"](x)), inner=inner, out=nn.Linear(32, 32))
+    return Layers(
+        lambda self, x: self.out(self.inner["words"](x)), inner=inner, out=nn.Linear(32, 32)
+    )
 
 
 def embedding(*, sparse=True):
@@ -129,7 +149,9 @@ def embedding(*, sparse=True):
 
 
 def with_phase():
-    return Layers(inner=nn.Linear(40, 36), phase=nn.Parameter(torch.zeros(36, dtype=torch.complex64)))
+    return Layers(
+        inner=nn.Linear(40, 36), phase=nn.Parameter(torch.zeros(36, dtype=torch.complex64))
+    )
 
 
 def lazy():

@@ -1,4 +1,5 @@
-"""Small models under FSDP2, with and without replicas that are compressed: what the tests of sharded models have in common."""
+"""Small models under FSDP2, with and without replicas that are compressed: what the tests of
+sharded models have in common."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def sharded_mlp(widths: Sequence[int], mesh: DeviceMesh, dtype: torch.dtype | None = None, **options: Any) -> nn.Module:
+def sharded_mlp(
+    widths: Sequence[int], mesh: DeviceMesh, dtype: torch.dtype | None = None, **options: Any
+) -> nn.Module:
     return shard(mlp(*widths).to(dtype), mesh, **options)
 
 
@@ -48,7 +51,8 @@ def train_sharded(
     twin: nn.Module | None = None,
     optimizer: Callable[..., Any] = torch.optim.SGD,
 ) -> Trace:
-    """SGD on `loss(model, rank, step)`. `twin` is the same model without replicas: its gradients are those of this replica alone."""
+    """SGD on `loss(model, rank, step)`. `twin` is the same model without replicas: its gradients
+    are those of this replica alone."""
     rank = dist.get_rank()
     stepping = optimizer(model.parameters(), lr=0.1)
     trace = Trace()
@@ -76,8 +80,8 @@ def follow(twin: nn.Module, model: nn.Module) -> None:
 
 
 def simulated(world: Any, algorithm: Any, trace: Trace, shards: int, **options: Any) -> float:
-    """How far what optimizers were given is from what the simulator makes of the same blocks: the largest distance of any rank and step. The first
-    rank works it out; 0.0 on the others.
+    """How far what optimizers were given is from what the simulator makes of the same blocks: the
+    largest distance of any rank and step. The first rank works it out; 0.0 on the others.
 
     Rank r is shard r % shards of replica r // shards. Empty blocks are left out.
     """

@@ -1,4 +1,5 @@
-"""Bytes that this process has sent to each other rank, as the kernel counts them at its sockets. Linux."""
+"""Bytes that this process has sent to each other rank, as the kernel counts them at its sockets.
+Linux."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 from tests.torch.ranks import World
 
-#: Where `struct tcp_info` of Linux has the bytes that were sent, again ones included, and those that were sent again (since 4.19).
+#: Where `struct tcp_info` of Linux has the bytes that were sent, again ones included, and those
+#: that were sent again (since 4.19).
 SENT, AGAIN = 200, 208
 
 
@@ -34,7 +36,8 @@ def connections() -> dict[tuple[Any, Any], int]:
 def peers(world: World) -> dict[tuple[Any, Any], int]:
     """Which rank is at the other end of each connection of this one.
 
-    By both ends: a port whose listener is gone may be given to another process while connections to it live on.
+    By both ends: a port whose listener is gone may be given to another process while connections to
+    it live on.
     """
     everyones = world.everyones(list(connections()))
     where = {(far, near): rank for rank, pairs in enumerate(everyones) for near, far in pairs}

@@ -1,4 +1,5 @@
-"""The world after registration: what was seen then changes, and whoever holds the training follows, refuses by name, or warns."""
+"""The world after registration: what was seen then changes, and whoever holds the training follows,
+refuses by name, or warns."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ cases = Cases(__file__, ranks=2)
 SKIP = "skip_all_reduce_unused_params"
 #: Whether this torch has it.
 SKIPS = SKIP in inspect.signature(DistributedDataParallel).parameters
-#: By step, which of three parts of a model take part: DDP leaves out the buckets of the others, the first, the last, both of them.
+#: By step, which of three parts of a model take part: DDP leaves out the buckets of the others, the
+#: first, the last, both of them.
 TAKEN = ("abc", "abc", "ab", "bc", "b", "ac", "abc")
 
 
@@ -85,9 +87,9 @@ def test_buckets_that_ddp_leaves_out_end_a_step_all_the_same(world: World, how: 
         trained.append(weights(ddp.module))
         counted.append(steps)
         assert world.agree(trained[-1])
-    if (
-        how != "powerSGD_hook"
-    ):  # which takes an unused parameter to have a gradient of zeros, and a compression error to be sent
+    # which takes an unused parameter to have a gradient of zeros, and a compression error to be
+    # sent
+    if how != "powerSGD_hook":
         assert relative(trained[0], trained[1]) < 1e-4
     if how != "local_sgd":
         assert counted[0] == counted[1] == list(range(1, len(TAKEN) + 1))
@@ -137,9 +139,13 @@ class Run:
         self.world, self.model, self.number = world, Growing(), 0
         self.net: nn.Module = self.model
         if wrapped:
-            self.net = DistributedDataParallel(self.model, process_group=world.group, broadcast_buffers=False)
+            self.net = DistributedDataParallel(
+                self.model, process_group=world.group, broadcast_buffers=False
+            )
         self.optimizer = sgd(self.model)
-        self.handle = gw.local_sgd(self.net, self.optimizer, local, process_group=world.group, **options)
+        self.handle = gw.local_sgd(
+            self.net, self.optimizer, local, process_group=world.group, **options
+        )
 
     def backward(self) -> None:
         data = torch.Generator().manual_seed(100 * self.world.rank + self.number)
@@ -182,7 +188,9 @@ def cut(run: Run) -> None:
         for door in ("module", "DDP", "diloco")
     }
 )
-def test_parameters_that_are_others_are_refused_before_the_step(world: World, variant: tuple[Any, str]) -> None:
+def test_parameters_that_are_others_are_refused_before_the_step(
+    world: World, variant: tuple[Any, str]
+) -> None:
     change, door = variant
     run = Run(world, *LOCAL[door])
     run.steps(3)
@@ -190,7 +198,9 @@ def test_parameters_that_are_others_are_refused_before_the_step(world: World, va
     before, steps = weights(run.model), run.handle.steps
     for p in run.model.parameters():
         p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match=r"'heads.*local_sgd was called.*handle\.unregister\(\)|'body"):
+    with pytest.raises(
+        RuntimeError, match=r"'heads.*local_sgd was called.*handle\.unregister\(\)|'body"
+    ):
         run.optimizer.step()
     assert run.handle.steps == steps
     assert same_bits(weights(run.model), before)
@@ -217,12 +227,15 @@ def test_a_parameter_that_no_optimizer_here_knows_is_spoken_of_at_once(world: Wo
     run = Run(world, *LOCAL["module"])
     run.steps(1)
     run.model.heads.append(nn.Linear(12, 4))
-    with pytest.warns(UserWarning, match="nobody averages 'heads.1.weight', 'heads.1.bias'.*local_sgd was called"):
+    with pytest.warns(
+        UserWarning, match="nobody averages 'heads.1.weight', 'heads.1.bias'.*local_sgd was called"
+    ):
         run.steps(1)
 
 
 class Sam(torch.optim.Optimizer):
-    """Two calls round two backward passes, and the step of the optimizer inside (Foret et al. 2021)."""
+    """Two calls round two backward passes, and the step of the optimizer inside (Foret et al.
+    2021)."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         super().__init__(base.param_groups, {})
@@ -247,12 +260,16 @@ class Sam(torch.optim.Optimizer):
 
 
 @cases.each({"module": False, "DDP": True})
-def test_an_optimizer_that_does_not_step_is_spoken_of_and_nothing_is_claimed(world: World, wrapped: bool) -> None:
+def test_an_optimizer_that_does_not_step_is_spoken_of_and_nothing_is_claimed(
+    world: World, wrapped: bool
+) -> None:
     for inside in (False, True):
         run = Run(world, LocalSGD(2), wrapped)
         run.handle.unregister()
         sam = Sam(run.optimizer)
-        run.handle = gw.local_sgd(run.net, run.optimizer if inside else sam, LocalSGD(2), process_group=world.group)
+        run.handle = gw.local_sgd(
+            run.net, run.optimizer if inside else sam, LocalSGD(2), process_group=world.group
+        )
 
         def step(run: Run = run, sam: Sam = sam) -> None:
             for part in (sam.first_step, sam.second_step):
@@ -284,7 +301,9 @@ def test_an_optimizer_that_does_not_step_is_spoken_of_and_nothing_is_claimed(wor
 
 
 @cases.case
-def test_weights_that_are_put_aside_and_back_or_accumulated_gradients_are_no_step(world: World) -> None:
+def test_weights_that_are_put_aside_and_back_or_accumulated_gradients_are_no_step(
+    world: World,
+) -> None:
     run = Run(world, *LOCAL["DDP"])
     run.steps(2)
     kept = weights(run.model)
@@ -300,7 +319,9 @@ def test_weights_that_are_put_aside_and_back_or_accumulated_gradients_are_no_ste
 
 
 @cases.each({"module": False, "DDP": True})
-def test_buffers_that_are_assigned_anew_are_averaged_where_they_are(world: World, wrapped: bool) -> None:
+def test_buffers_that_are_assigned_anew_are_averaged_where_they_are(
+    world: World, wrapped: bool
+) -> None:
     run = Run(world, LocalSGD(2), wrapped)
     run.steps(4)
     assert run.handle.synchronized
@@ -315,7 +336,8 @@ def test_buffers_that_are_assigned_anew_are_averaged_where_they_are(world: World
 
 
 class Norms(nn.Module):
-    """Spectral norm in both of torch's ways, the vectors of one's own, and statistics of two kinds."""
+    """Spectral norm in both of torch's ways, the vectors of one's own, and statistics of two
+    kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,14 +354,22 @@ class Norms(nn.Module):
 RUNNING = ["batch.running_mean", "batch.running_var"]
 
 
-@cases.each({"average": ("average", [*RUNNING, "scale"]), "keep": ("keep", []), "patterns": (["*.running_*"], RUNNING)})
+@cases.each(
+    {
+        "average": ("average", [*RUNNING, "scale"]),
+        "keep": ("keep", []),
+        "patterns": (["*.running_*"], RUNNING),
+    }
+)
 def test_running_statistics_are_averaged_and_vectors_of_length_1_are_kept(
     world: World, variant: tuple[Any, list[str]]
 ) -> None:
     buffers, averaged = variant
     torch.manual_seed(0)
     model = Norms()
-    handle = gw.local_sgd(model, sgd(model), LocalSGD(2), process_group=world.group, buffers=buffers)
+    handle = gw.local_sgd(
+        model, sgd(model), LocalSGD(2), process_group=world.group, buffers=buffers
+    )
     with torch.no_grad():
         for b in model.buffers():
             if b.is_floating_point():
@@ -348,7 +378,9 @@ def test_running_statistics_are_averaged_and_vectors_of_length_1_are_kept(
     for name, b in model.named_buffers():
         if b.is_floating_point():
             assert world.agree(b) is (name in averaged), name
-    wrong = said(gw.local_sgd, mlp(4, 3), None, LocalSGD(2), process_group=world.group, buffers=["*.running"])
+    wrong = said(
+        gw.local_sgd, mlp(4, 3), None, LocalSGD(2), process_group=world.group, buffers=["*.running"]
+    )
     assert "ValueError: buffers pattern '*.running' matches no floating buffer" in wrong
 
 
@@ -442,10 +474,15 @@ def test_weights_that_one_rank_alone_has_loaded_are_refused(world: World) -> Non
 
 
 @cases.each(["weights first", "handle first"])
-def test_a_state_that_is_loaded_with_its_weights_goes_on_from_there(world: World, order: str) -> None:
+def test_a_state_that_is_loaded_with_its_weights_goes_on_from_there(
+    world: World, order: str
+) -> None:
     run = Run(world, diloco(4), False)
     run.steps(6)
-    model, handle = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.handle.rank_state_dict())
+    model, handle = (
+        copy.deepcopy(run.model.state_dict()),
+        copy.deepcopy(run.handle.rank_state_dict()),
+    )
     run.steps(5)
     wanted = weights(run.model)
     loads = [lambda: run.model.load_state_dict(model), lambda: run.handle.load_state_dict(handle)]
@@ -467,7 +504,8 @@ def test_copies_of_a_model_take_nothing_along(world: World) -> None:
 
 
 class WithMasters(torch.optim.Optimizer):
-    """SGD on masters in float32, of which the parameters are the rounded values, as TransformerEngine's and apex's optimizers."""
+    """SGD on masters in float32, of which the parameters are the rounded values, as
+    TransformerEngine's and apex's optimizers."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -482,14 +520,22 @@ class WithMasters(torch.optim.Optimizer):
                 p.copy_(master.sub_(p.grad.float(), alpha=self.param_groups[0]["lr"]))
 
 
-def local_run(world: World, local: LocalSGD, optimizer: Any, dtype: torch.dtype, **options: Any) -> Any:
+def local_run(
+    world: World, local: LocalSGD, optimizer: Any, dtype: torch.dtype, **options: Any
+) -> Any:
     model = mlp(8, 7, 5).to(dtype)
     made = optimizer(model.parameters(), lr=0.05)
     return model, made, gw.local_sgd(model, made, local, process_group=world.group, **options)
 
 
 def stepped(world: World, model: nn.Module, optimizer: Any, steps: range) -> None:
-    fit(model, optimizer, world.rank, steps, loss_on(8, dtype=next(model.parameters()).dtype, spread=1))
+    fit(
+        model,
+        optimizer,
+        world.rank,
+        steps,
+        loss_on(8, dtype=next(model.parameters()).dtype, spread=1),
+    )
 
 
 @cases.each(
@@ -504,7 +550,9 @@ def stepped(world: World, model: nn.Module, optimizer: Any, steps: range) -> Non
         }.items()
     }
 )
-def test_masters_in_an_optimizers_state_go_with_their_parameters(world: World, variant: tuple[str, LocalSGD]) -> None:
+def test_masters_in_an_optimizers_state_go_with_their_parameters(
+    world: World, variant: tuple[str, LocalSGD]
+) -> None:
     moments, local = variant
     model, optimizer, handle = local_run(world, local, WithMasters, torch.bfloat16, moments=moments)
     stepped(world, model, optimizer, range(12))
@@ -519,7 +567,13 @@ def test_masters_in_an_optimizers_state_go_with_their_parameters(world: World, v
     optimizer.param_groups[0]["lr"] = 0.0
     before = weights(model)
     stepped(world, model, optimizer, range(12, 13))
-    assert relative({n: x.float() for n, x in weights(model).items()}, {n: x.float() for n, x in before.items()}) < 2e-2
+    assert (
+        relative(
+            {n: x.float() for n, x in weights(model).items()},
+            {n: x.float() for n, x in before.items()},
+        )
+        < 2e-2
+    )
     handle.synchronize()
     stepped(world, model, optimizer, range(13, 14))
     assert world.agree(weights(model))
@@ -545,7 +599,10 @@ def test_averages_of_masters_are_those_of_float32(world: World) -> None:
             n: made.state[p]["master"] - before.float()
             for (n, p), before in zip(each.named_parameters(), of, strict=True)
         }
-        for each, made, of in ((model, optimizer, start.parameters()), (twin, plain, begun.parameters()))
+        for each, made, of in (
+            (model, optimizer, start.parameters()),
+            (twin, plain, begun.parameters()),
+        )
     )
     assert handle.synchronized
     assert relative(moved, wanted) < 1e-3
@@ -554,7 +611,9 @@ def test_averages_of_masters_are_those_of_float32(world: World) -> None:
 @cases.each({"keep": "keep", "average": "average"})
 def test_schedule_free_weights_go_with_their_parameters(world: World, moments: str) -> None:
     for local in (LocalSGD(4), diloco(4)):
-        model, optimizer, handle = local_run(world, local, ScheduleFree, torch.float32, moments=moments)
+        model, optimizer, handle = local_run(
+            world, local, ScheduleFree, torch.float32, moments=moments
+        )
         stepped(world, model, optimizer, range(10))
         handle.synchronize()
         optimizer.eval()
@@ -562,7 +621,9 @@ def test_schedule_free_weights_go_with_their_parameters(world: World, moments: s
         assert all(torch.isfinite(x).all() for x in weights(model).values())
 
 
-@cases.each(["reconfigure", "unregister", "register", "local reconfigure", "local unregister", "zero"])
+@cases.each(
+    ["reconfigure", "unregister", "register", "local reconfigure", "local unregister", "zero"]
+)
 def test_what_is_made_in_inference_mode_trains_on(world: World, what: str) -> None:
     """As in a validation hook of Lightning, with the bits of what is made outside."""
     found = []
@@ -571,9 +632,15 @@ def test_what_is_made_in_inference_mode_trains_on(world: World, what: str) -> No
         ddp = DistributedDataParallel(model, process_group=world.group, broadcast_buffers=False)
         optimizer: Any = sgd(model, momentum=0.9)
         if what == "zero":
-            optimizer = gw.ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, process_group=world.group)
+            optimizer = gw.ZeroOptimizer(
+                model.named_parameters(), torch.optim.AdamW, process_group=world.group
+            )
         local = what.startswith("local")
-        handle: Any = gw.local_sgd(ddp, optimizer, diloco(2)) if local else gw.register_comm_hook(ddp, PowerSGD(rank=2))
+        handle: Any = (
+            gw.local_sgd(ddp, optimizer, diloco(2))
+            if local
+            else gw.register_comm_hook(ddp, PowerSGD(rank=2))
+        )
         fit(ddp, optimizer, world.rank, range(3), loss_on(24))
         with mode():
             if what == "zero":
@@ -597,7 +664,9 @@ def test_messages_have_names(world: World) -> None:
 
 
 @cases.case
-def test_states_that_cannot_be_averaged_are_those_of_the_first_rank_in_the_end(world: World) -> None:
+def test_states_that_cannot_be_averaged_are_those_of_the_first_rank_in_the_end(
+    world: World,
+) -> None:
     model, optimizer, handle = local_run(world, LocalSGD(2), CodedState, torch.float32)
     stepped(world, model, optimizer, range(3))
     for p in model.parameters():

@@ -1,4 +1,5 @@
-"""The arithmetic is the algorithm's own, whatever the user has switched on around the backward pass; and it allocates nothing large, and messages copy little."""
+"""The arithmetic is the algorithm's own, whatever the user has switched on around the backward
+pass; and it allocates nothing large, and messages copy little."""
 
 import itertools
 import warnings
@@ -58,7 +59,11 @@ class Watching(PowerSGD):
 def arithmetic(ops, x):
     """Precision of products, autocast, and what a product in float32 comes out as."""
     product = ops.matmul(x, x.mT)
-    return torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu"), ops.dtype_of(product)
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.is_autocast_enabled("cpu"),
+        ops.dtype_of(product),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -67,7 +72,8 @@ def test_autocast_round_backward_leaves_products_in_float32(dtype, precision):
     seen.clear()
     trace = Trace()
     for step in range(5):
-        # Torch advises to leave autocast before backward, and many do not. Its cache of cast weights lasts as long as the context.
+        # Torch advises to leave autocast before backward, and many do not. Its cache of cast
+        # weights lasts as long as the context.
         with torch.autocast("cpu", dtype=dtype):
             one = train(ddp, loss_on(40), [step])
             assert torch.is_autocast_enabled("cpu")
@@ -80,7 +86,8 @@ def test_autocast_round_backward_leaves_products_in_float32(dtype, precision):
     assert distance(PowerSGD(rank=2), [trace]) < 3e-5
 
 
-#: Ways to ask for fast products that torch advises from 2.9 on, after which the older function raises; and one that it replaces.
+#: Ways to ask for fast products that torch advises from 2.9 on, after which the older function
+#: raises; and one that it replaces.
 SETTINGS = {
     "everything": (torch.backends, "fp32_precision", "tf32"),
     "cuda": (torch.backends.cuda.matmul, "fp32_precision", "tf32"),
@@ -143,7 +150,12 @@ def test_a_users_step_in_compare_runs_as_the_user_has_set_it(fast_products):
     users, x, models = [], torch.ones(4, 40), [mlp(40, 36) for _ in range(2)]
 
     def now():
-        return precisions(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.tensor(0).device
+        return (
+            precisions(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.tensor(0).device,
+        )
 
     def make(replica, replicas):
         model = models[replica]
@@ -179,13 +191,16 @@ def test_large_products_equal_those_in_float64(n, rank, transposed):
     random = torch.Generator().manual_seed(0)
 
     def integers(*shape: int) -> torch.Tensor:
-        """So small that sums of products are exact in float32, in whatever order a machine adds them up."""
+        """So small that sums of products are exact in float32, in whatever order a machine adds
+        them up."""
         return torch.randint(-9, 10, shape, generator=random).float()
 
     x = integers(m, n).mT if transposed else integers(n, m)
     p, q = integers(rank, n), integers(rank, m)
     before = x.clone()
-    assert torch.equal(ops.matmul(q, x.mT, out=torch.empty(rank, n)).double(), q.double() @ x.double().mT)
+    assert torch.equal(
+        ops.matmul(q, x.mT, out=torch.empty(rank, n)).double(), q.double() @ x.double().mT
+    )
     assert torch.equal(ops.matmul(p, x, out=torch.empty(rank, m)).double(), p.double() @ x.double())
     out = torch.full_like(x, float("nan"))
     rest = ops.subtract_product(x, p, q, out=out)
@@ -206,7 +221,9 @@ SPARING = [
 
 @pytest.mark.parametrize("algorithm", SPARING, ids=repr)
 def test_a_step_allocates_nothing_as_large_as_a_gradient(algorithm):
-    ddp, _ = hooked(nn.Linear(WIDTH, WIDTH, bias=False), algorithm, cap=25, gradient_as_bucket_view=True)
+    ddp, _ = hooked(
+        nn.Linear(WIDTH, WIDTH, bias=False), algorithm, cap=25, gradient_as_bucket_view=True
+    )
     x = torch.randn(2, WIDTH)
 
     def step():
@@ -247,7 +264,9 @@ def test_sums_of_half_precision_on_cuda_are_whole(allowed):
         matmul.allow_fp16_accumulation = allowed is True
         given = reduced()
         with plain_arithmetic(device):
-            assert not any(value for name, value in reduced().items() if not name.endswith("split_k"))
+            assert not any(
+                value for name, value in reduced().items() if not name.endswith("split_k")
+            )
         assert reduced() == given
         with pytest.raises(RuntimeError, match="a mistake"), plain_arithmetic(device):
             raise RuntimeError("a mistake")
@@ -260,13 +279,16 @@ def test_sums_of_half_precision_on_cuda_are_whole(allowed):
         matmul.allow_fp16_accumulation = before[QUICK]
 
 
-# Orthonormal rows of factors whose rows depend on each other, judged by singular values in float64, on the branch for devices.
+# Orthonormal rows of factors whose rows depend on each other, judged by singular values in float64,
+# on the branch for devices.
 
 #: Matrices of one shape.
 BATCH = 50
-#: What rounding leaves undecided, in parts of a row's norm: float32 rounds to 6e-8, and a row is a sum of many.
+#: What rounding leaves undecided, in parts of a row's norm: float32 rounds to 6e-8, and a row is a
+#: sum of many.
 FLOOR = 2e-6
-#: Of a row that comes after nearly dependent ones so much may be lost, which error feedback returns; in one of so many draws.
+#: Of a row that comes after nearly dependent ones so much may be lost, which error feedback
+#: returns; in one of so many draws.
 MOST, SELDOM = 1e-3, 1000
 
 
@@ -287,7 +309,9 @@ def graded(r, n, g):
     """Singular values down to the floor, or below it."""
     left = torch.linalg.qr(torch.randn(BATCH, r, r, generator=g, dtype=torch.float64))[0]
     right = torch.linalg.qr(torch.randn(BATCH, n, min(r, n), generator=g, dtype=torch.float64))[0]
-    values = torch.logspace(0, -9 * float(torch.rand((), generator=g)), min(r, n), dtype=torch.float64)
+    values = torch.logspace(
+        0, -9 * float(torch.rand((), generator=g)), min(r, n), dtype=torch.float64
+    )
     return (left[..., : min(r, n)] * values) @ right.mT
 
 
@@ -305,14 +329,16 @@ def drawn(kind, dtype, seed):
 
 
 def judged(x, rows):
-    """How far each matrix is from orthonormal or zero rows, what part of a row of `x` it does not span, and how much of that rounding explains."""
+    """How far each matrix is from orthonormal or zero rows, what part of a row of `x` it does not
+    span, and how much of that rounding explains."""
     x, rows = x.double(), rows.double()
     kept = torch.diag_embed(rows.any(-1).double())
     wrong = (rows @ rows.mT - kept).abs().amax((-1, -2))
     x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-300)
     lost = torch.linalg.vector_norm(x - x @ rows.mT @ rows, dim=-1).amax(-1)
     values = torch.linalg.svdvals(x)
-    # The directions of a matrix that is known up to FLOOR are known up to that over the least of its singular values that are above it.
+    # The directions of a matrix that is known up to FLOOR are known up to that over the least of
+    # its singular values that are above it.
     least = torch.where(values > FLOOR, values, torch.inf).amin(-1)
     return wrong, lost, (FLOOR / least).clamp_min(FLOOR)
 
@@ -321,7 +347,9 @@ def orthonormal(x):
     return TorchOps(torch.device("cpu")).orthonormalize_each([x], [], 0.0)[0]
 
 
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(1000, 1009), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(4), pytest.param(range(1000, 1009), marks=pytest.mark.slow)], ids=str
+)
 def test_rows_are_orthonormal_or_zero_and_span_the_factor(seeds):
     found = []
     for seed, kind, dtype in itertools.product(seeds, KINDS, (torch.float32, torch.bfloat16)):
@@ -345,7 +373,8 @@ def test_bfloat16_is_rounded_once():
         assert ((rows.float() - exact).abs() <= exact.abs() / 256).all()
 
 
-# Messages: what travels from where it lies, and objects by the parameters' device. These need not be the current device: NCCL refuses two ranks on one GPU.
+# Messages: what travels from where it lies, and objects by the parameters' device. These need not
+# be the current device: NCCL refuses two ranks on one GPU.
 
 
 def parts(flat):
@@ -355,7 +384,9 @@ def parts(flat):
 @pytest.fixture
 def send(alone):
     def send(*arrays, donated=True, **options):
-        return Reducing(Reduce(arrays, (donated,) * len(arrays)), dist.group.WORLD, Scratch(), **options)
+        return Reducing(
+            Reduce(arrays, (donated,) * len(arrays)), dist.group.WORLD, Scratch(), **options
+        )
 
     return send
 
@@ -396,7 +427,9 @@ def test_others_are_packed_and_left_alone(send, case):
     (message,) = sent.messages
     assert message.flat.dtype == torch.float32
     if case != "of another dtype":
-        assert not {a.untyped_storage().data_ptr() for a in arrays} & {message.flat.untyped_storage().data_ptr()}
+        assert not {a.untyped_storage().data_ptr() for a in arrays} & {
+            message.flat.untyped_storage().data_ptr()
+        }
         message.flat.add_(100)
         for a, b, answer in zip(arrays, before, sent.wait(), strict=True):
             assert torch.equal(a, b)
@@ -410,8 +443,14 @@ def test_a_residual_is_computed_once_before_anybody_waits(alone, monkeypatch):
         def wait(self):
             events.append("waits")
 
-    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: events.append("sends") or Work())
-    request = Reduce((torch.ones(3),), (False,), overlap=(SimpleNamespace(compute=lambda: events.append("works")),))
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda *args, **kwargs: events.append("sends") or Work()
+    )
+    request = Reduce(
+        (torch.ones(3),),
+        (False,),
+        overlap=(SimpleNamespace(compute=lambda: events.append("works")),),
+    )
     sent = Reducing(request, dist.group.WORLD, Scratch())
     assert events == ["sends"]
     sent.wait()
@@ -429,7 +468,8 @@ class Parameter:
 
 @pytest.fixture
 def devices(monkeypatch):
-    """The device that is current during each collective of objects; there is no CUDA, so switching to it only leaves a note."""
+    """The device that is current during each collective of objects; there is no CUDA, so switching
+    to it only leaves a note."""
     current, seen = [None], []
 
     @contextmanager
@@ -456,7 +496,9 @@ def agreement(group):
 
 
 def consolidated(group):
-    optimizer = ZeroOptimizer(mlp(4, 4).named_parameters(), torch.optim.SGD, lr=1, process_group=group)
+    optimizer = ZeroOptimizer(
+        mlp(4, 4).named_parameters(), torch.optim.SGD, lr=1, process_group=group
+    )
     optimizer._own.parameters = {"p": Parameter()}
     optimizer.consolidated_state_dict()
     optimizer.consolidated_state_dict(to=None)

@@ -39,7 +39,9 @@ class Clock:
 
     def __call__(self):
         began, self._calls = self._calls % 2 == 0, self._calls + 1
-        self.now += 0.01 if began else self.seconds[min(self.choosing._number, len(self.seconds) - 1)]
+        self.now += (
+            0.01 if began else self.seconds[min(self.choosing._number, len(self.seconds) - 1)]
+        )
         if began and self._calls // 2 in self.pauses:
             self.now += 100
         return self.now
@@ -56,7 +58,8 @@ def clocked(world, algorithm, seconds, steps, **options):
     return ddp, handle, trace
 
 
-#: Of uncompressed averages, int8 and bfloat16; the first is fastest on rank 1 alone, and the slowest rank counts.
+#: Of uncompressed averages, int8 and bfloat16; the first is fastest on rank 1 alone, and the
+#: slowest rank counts.
 SECONDS = ((1.0, 1.4, 0.5), (1.0, 0.3, 0.6), (0.9, 0.2, 0.4))
 
 
@@ -71,7 +74,9 @@ def test_all_ranks_go_by_the_slowest_and_a_log_repeats_the_run(world):
     level = logger.level
     logger.setLevel(logging.INFO)
     try:
-        _, handle, trace = clocked(world, Auto(decisions=path), SECONDS[world.rank], 60, micro_batches=2)
+        _, handle, trace = clocked(
+            world, Auto(decisions=path), SECONDS[world.rank], 60, micro_batches=2
+        )
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
@@ -103,11 +108,14 @@ def errors(handle):
 
 @cases.case
 def test_what_was_not_sent_is_added_once_also_after_a_step_that_is_not_finite(world):
-    """In sum the optimizer is given the sum of all gradients, but for what the method at work still remembers. Also after one in its own turn."""
+    """In sum the optimizer is given the sum of all gradients, but for what the method at work still
+    remembers. Also after one in its own turn."""
     ddp, handle = wrapped(world, Auto(loss="5%"))
     choosing, total, expected = handle._choosing, 0.0, 0.0
     number = next(i for i, m in enumerate(choosing._methods) if "Quantize" in repr(m))
-    choosing._chooser.advance = lambda: number if choosing._driver().memory.steps in (1, 2, 3, 7) else 0
+    choosing._chooser.advance = lambda: (
+        number if choosing._driver().memory.steps in (1, 2, 3, 7) else 0
+    )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
     for step in range(8):
         optimizer.zero_grad()
@@ -119,7 +127,9 @@ def test_what_was_not_sent_is_added_once_also_after_a_step_that_is_not_finite(wo
         given = {n: p.grad.clone() for n, p in ddp.module.named_parameters()}
         if step in (2, 4):
             assert all(torch.isfinite(x).logical_not().any() for x in given.values())
-            assert same_bits(errors(handle), before) if step == 2 else choosing._driver().owed.errors
+            assert (
+                same_bits(errors(handle), before) if step == 2 else choosing._driver().owed.errors
+            )
             continue
         alone = mlp(*WIDTHS)
         alone.load_state_dict(ddp.module.state_dict())
@@ -136,7 +146,8 @@ def test_what_was_not_sent_is_added_once_also_after_a_step_that_is_not_finite(wo
 
 @cases.case
 def test_a_state_is_continued_with_its_method_by_any_number_of_ranks(world):
-    """Right after a change: by as many bit for bit; by three, and by one, which has nothing to choose, from the mean. All of them choose alike."""
+    """Right after a change: by as many bit for bit; by three, and by one, which has nothing to
+    choose, from the mean. All of them choose alike."""
     groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [0], [1], [2])]
     pair, alone = groups[0], groups[1 + world.rank]
     whole = None
@@ -152,7 +163,9 @@ def test_a_state_is_continued_with_its_method_by_any_number_of_ranks(world):
         other.module.load_state_dict(weight)
         fresh.load_state_dict(own)
         fresh._choosing._chooser.advance = lambda: number
-        assert same_bits(*(train(each, LOSS, range(3, 5), local=False).weights for each in (ddp, other)))
+        assert same_bits(
+            *(train(each, LOSS, range(3, 5), local=False).weights for each in (ddp, other))
+        )
         assert fresh.algorithm == handle.algorithm
     whole, *_ = world.everyones(whole)
     for group in (world.group, alone):
@@ -170,7 +183,8 @@ def test_a_state_is_continued_with_its_method_by_any_number_of_ranks(world):
 
 @cases.case
 def test_with_a_loss_scaler_and_pauses(world):
-    """Skipped steps, a scale that grows, two micro-batches, and evaluations on one rank: what is not counted is not counted on any."""
+    """Skipped steps, a scale that grows, two micro-batches, and evaluations on one rank: what is
+    not counted is not counted on any."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
     ddp, handle = wrapped(world, Auto(loss="5%"), grad_scaler=scaler)
     clock = Clock((1.0, 0.4, 0.6, 0.7))
@@ -204,7 +218,9 @@ def test_what_cannot_be_is_refused_by_name(world):
     plain = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
     missing = world.folder / "none.json"
     assert "none.json" in said(register_comm_hook, plain, Auto(loss="1%", comparison=missing))
-    assert "ranks differ in auto" in said(register_comm_hook, plain, Auto(loss=0.01 if world.rank else 0.02))
+    assert "ranks differ in auto" in said(
+        register_comm_hook, plain, Auto(loss=0.01 if world.rank else 0.02)
+    )
     wrong = world.folder / "wrong.jsonl"
     if world.rank == 0:
         wrong.write_text("{}\n")
@@ -212,11 +228,15 @@ def test_what_cannot_be_is_refused_by_name(world):
     assert "none.json" in said(register_comm_hook, plain, Auto(probe=missing))
     samples = ((1 << 20, 1e-9),)
     probe = Probe("torch", "cpu", 3, 3, (Level("all", 3, samples, samples, 0.0),))
-    costs = {"int8": Cost(((Group(4, 2.0, ()),),)), "bfloat16": Cost(((Group(4, 1.0 + world.rank, ()),),))}
+    costs = {
+        "int8": Cost(((Group(4, 2.0, ()),),)),
+        "bfloat16": Cost(((Group(4, 1.0 + world.rank, ()),),)),
+    }
     with mock.patch.object(auto, "method_cost", lambda method, *given: costs[method.dtype]):
         ordered = DistributedDataParallel(mlp(*WIDTHS), process_group=world.group)
         methods = register_comm_hook(ordered, Auto(probe=probe))._choosing._methods
-    assert [getattr(m, "dtype", "") for m in methods] == ["", "bfloat16", "int8"]  # as the first rank has it, on all
+    # as the first rank has it, on all
+    assert [getattr(m, "dtype", "") for m in methods] == ["", "bfloat16", "int8"]
     with mock.patch.object(auto, "store_of", return_value=None):
         assert "come and go" in said(register_comm_hook, plain, Auto())
     register_comm_hook(plain, Auto())  # nothing has been changed

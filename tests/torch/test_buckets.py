@@ -1,6 +1,8 @@
-"""Buckets are DDP's affair: results and bytes do not depend on them, nor on when gradients come, on every rank at other times. And `Averager`, which has none.
+"""Buckets are DDP's affair: results and bytes do not depend on them, nor on when gradients come, on
+every rank at other times. And `Averager`, which has none.
 
-torch's `powerSGD_hook` launches collectives from callbacks; on Gloo it hangs or aborts where gradients come late.
+torch's `powerSGD_hook` launches collectives from callbacks; on Gloo it hangs or aborts where
+gradients come late.
 """
 
 import math
@@ -25,7 +27,17 @@ from tests.torch.everything import Everything
 from tests.torch.models import Branches, Layers, loss_on, mlp
 from tests.torch.ranks import Cases
 from tests.torch.sharded import mesh_of, sharded_mlp
-from tests.torch.training import Trace, buckets_of, collective_payloads, distance, fit, hooked, paralleled, sgd, train
+from tests.torch.training import (
+    Trace,
+    buckets_of,
+    collective_payloads,
+    distance,
+    fit,
+    hooked,
+    paralleled,
+    sgd,
+    train,
+)
 
 cases = Cases(__file__, ranks=4)
 
@@ -47,13 +59,23 @@ def test_what_is_sent_and_remembered_is_counted(world, message_bytes):
     assert distance(algorithm, world.everyones(trace)) < 1e-5
     assert buckets_of(ddp) >= 3
     stats = handle.stats()
-    assert sum(p.nbytes for p in sent) == stats.bytes_sent == 3 * planned.wire_bytes < 3 * planned.dense_bytes / 4
-    assert (stats.steps, stats.collectives, stats.dense_bytes) == (3, len(sent), 3 * planned.dense_bytes)
+    assert (
+        sum(p.nbytes for p in sent)
+        == stats.bytes_sent
+        == 3 * planned.wire_bytes
+        < 3 * planned.dense_bytes / 4
+    )
+    assert (stats.steps, stats.collectives, stats.dense_bytes) == (
+        3,
+        len(sent),
+        3 * planned.dense_bytes,
+    )
     assert (len(sent) == 3 * planned.collectives) == (message_bytes == MESSAGE_BYTES)
     memory = handle.rank_state_dict()["tensors"]
     norm = math.sqrt(sum(float(m["error"].double().square().sum()) for m in memory.values()))
     assert handle.local_error_norm() == pytest.approx(norm, rel=1e-5)
-    assert len(set(world.everyones(norm))) == world.size  # errors are local, they differ between ranks
+    # errors are local, they differ between ranks
+    assert len(set(world.everyones(norm))) == world.size
 
 
 LATE_LOSS = loss_on(32, batch=4)
@@ -75,13 +97,15 @@ class _Late(torch.autograd.Function):
     @staticmethod
     def backward(context, gradient):
         if random.random() < 0.5:
-            time.sleep(LONGEST_DELAY * random.random())  # the ranks' generators are seeded differently
+            # the ranks' generators are seeded differently
+            time.sleep(LONGEST_DELAY * random.random())
         return gradient
 
 
 @cases.each(VARIANTS)
 def test_random_delays_leave_all_ranks_with_the_same_bits(world, algorithm):
-    """A message per bucket. What an algorithm asks for is prepared when it takes the place of another, too."""
+    """A message per bucket. What an algorithm asks for is prepared when it takes the place of
+    another, too."""
 
     def late():
         linear = nn.Linear(32, 32)
@@ -108,7 +132,8 @@ def test_groups_are_found_in_the_order_of_the_requests():
 
 @cases.each({"DDP": hooked, "DataParallel": paralleled})
 def test_groups_are_sent_while_the_backward_pass_goes_on(world, wrap):
-    """What happens in a step, in order: gradients of layers, from the last to the first, and all-reduces."""
+    """What happens in a step, in order: gradients of layers, from the last to the first, and
+    all-reduces."""
     model, real = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), dist.all_reduce
     seen = []
     for i, layer in enumerate(model):
@@ -116,7 +141,9 @@ def test_groups_are_sent_while_the_backward_pass_goes_on(world, wrap):
     wrapped, _ = wrap(model, PowerSGD(rank=2), world.group, cap=0.004, message_bytes=0)
     for step in range(3):  # buckets are rebuilt after the first
         seen.clear()
-        with mock.patch.object(dist, "all_reduce", lambda *a, **o: seen.append("all-reduce") or real(*a, **o)):
+        with mock.patch.object(
+            dist, "all_reduce", lambda *a, **o: seen.append("all-reduce") or real(*a, **o)
+        ):
             LATE_LOSS(wrapped, world.rank, step).backward()
     assert [x for x in seen if x != "all-reduce"] == [3, 2, 1, 0]
     assert seen.count("all-reduce") == 2 * 4  # P and Q of four groups
@@ -124,7 +151,8 @@ def test_groups_are_sent_while_the_backward_pass_goes_on(world, wrap):
     assert "all-reduce" in seen[: seen.index(1)]
 
 
-# An algorithm without DDP: on the local shards of FSDP2, between its replicas; in a loop written by hand.
+# An algorithm without DDP: on the local shards of FSDP2, between its replicas; in a loop written by
+# hand.
 
 #: An odd number of rows, so that shards are unequal.
 SHARDED_WIDTHS = (40, 37, 36, 28)
@@ -136,7 +164,11 @@ def test_replicas_of_a_shard_are_averaged_as_the_simulator_says(world):
     mesh = mesh_of(2, 2)
     model = sharded_mlp(SHARDED_WIDTHS, mesh["shard"])
     parameters = dict(model.named_parameters())
-    averager = Averager(PowerSGD(rank=2), {n: p.to_local() for n, p in parameters.items()}, mesh.get_group("replicate"))
+    averager = Averager(
+        PowerSGD(rank=2),
+        {n: p.to_local() for n, p in parameters.items()},
+        mesh.get_group("replicate"),
+    )
     optimizer = sgd(model)
     trace = Trace()
     for step in range(6):
@@ -148,7 +180,9 @@ def test_replicas_of_a_shard_are_averaged_as_the_simulator_says(world):
         trace.given.append({n: p.grad.to_local().clone() for n, p in parameters.items()})
         optimizer.step()
         assert relative(trace.local[-1], trace.given[-1]) > 1e-3
-    assert distance(PowerSGD(rank=2), world.everyones(trace)[mesh.get_local_rank("shard") :: 2]) < 1e-4
+    assert (
+        distance(PowerSGD(rank=2), world.everyones(trace)[mesh.get_local_rank("shard") :: 2]) < 1e-4
+    )
     assert world.agree({n: p.full_tensor().detach() for n, p in parameters.items()})
     stats = averager.stats()
     assert (stats.steps, stats.collectives) == (6, 12)
@@ -163,11 +197,15 @@ def test_shards_are_saved_and_loaded_apart(world):
     shard = mesh.get_local_rank("shard")
 
     def made(part=shard):
-        return Averager(PowerSGD(rank=2), {f"shard{part}/w": torch.zeros(24, 20)}, mesh.get_group("replicate"))
+        return Averager(
+            PowerSGD(rank=2), {f"shard{part}/w": torch.zeros(24, 20)}, mesh.get_group("replicate")
+        )
 
     def steps(averager, numbers):
         seeds = [torch.Generator().manual_seed(10 * n + world.rank) for n in numbers]
-        return [averager({f"shard{shard}/w": torch.randn(24, 20, generator=seed)}) for seed in seeds]
+        return [
+            averager({f"shard{shard}/w": torch.randn(24, 20, generator=seed)}) for seed in seeds
+        ]
 
     first, second, other = made(), made(), made(1 - shard)
     steps(first, range(3))
@@ -183,7 +221,11 @@ def test_shards_are_saved_and_loaded_apart(world):
 
 
 #: By step, what each rank's forward pass takes; in the third, the right branch is taken by nobody.
-TAKEN = [(("left",), ("right",), (), ("left", "right")), (("left", "right"),) * 4, (("left",), (), ("left",), ())]
+TAKEN = [
+    (("left",), ("right",), (), ("left", "right")),
+    (("left", "right"),) * 4,
+    (("left",), (), ("left",), ()),
+]
 
 
 @cases.case
@@ -194,14 +236,19 @@ def test_parameters_that_some_rank_has_not_used(world):
     for step, taken in enumerate(TAKEN):
         model.zero_grad()
         loss_on(40)(lambda x, t=taken: model(x, t[world.rank]), world.rank, step).backward()
-        trace.local.append({n: torch.zeros_like(p) for n, p in model.named_parameters()} | gradients(model))
+        trace.local.append(
+            {n: torch.zeros_like(p) for n, p in model.named_parameters()} | gradients(model)
+        )
         averages = averager({n: p.grad for n, p in model.named_parameters()})
         present.append(sorted({n.split(".")[0] for n in averages}))
         trace.given.append({n: averages[n].clone() for n in averages})
         states.append(averager.gathered_state_dict("all", to=None)["local"])
     assert present == [["left", "right", "trunk"], ["left", "right", "trunk"], ["left", "trunk"]]
     traces = world.everyones(trace)
-    assert distance(PowerSGD(rank=2), traces, used=lambda step, name: step != 2 or "right" not in name) < 1e-5
+    assert (
+        distance(PowerSGD(rank=2), traces, used=lambda step, name: step != 2 or "right" not in name)
+        < 1e-5
+    )
     # A parameter that nobody has used keeps its memory.
     assert same_bits(states[2]["right.weight"], states[1]["right.weight"])
     assert not same_bits(states[2]["left.weight"], states[1]["left.weight"])
@@ -209,7 +256,9 @@ def test_parameters_that_some_rank_has_not_used(world):
 
 
 def test_buckets_of_the_algorithm_are_messages_here(alone):
-    averager = Averager(WireDtype(AllReduce(bucket_bytes=64), "bfloat16"), {n: torch.zeros(32) for n in "abc"})
+    averager = Averager(
+        WireDtype(AllReduce(bucket_bytes=64), "bfloat16"), {n: torch.zeros(32) for n in "abc"}
+    )
     averager({n: torch.ones(32) for n in "abc"})
     assert averager.stats().collectives == 3 * 2  # parts of a sum are exchanged, and gathered
     averager.reconfigure(AllReduce(bucket_bytes=256))

@@ -1,4 +1,5 @@
-"""CUDA graphs without a GPU: a step's operations are recorded and made again on the same memory, as a graph does, while the host stands still."""
+"""CUDA graphs without a GPU: a step's operations are recorded and made again on the same memory, as
+a graph does, while the host stands still."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -53,7 +54,8 @@ under_data_parallel = partial(paralleled, cap=0.002, message_bytes=0)
 
 
 class Stepped:
-    """A wrapper that takes the branch for devices, its handle, and gradients that lie where they lie."""
+    """A wrapper that takes the branch for devices, its handle, and gradients that lie where they
+    lie."""
 
     def __init__(self, algorithm: Algorithm, wrap: Any = under_ddp) -> None:
         self.model = GivenGradients({name: torch.zeros(shape) for name, shape in SHAPES.items()})
@@ -137,7 +139,9 @@ def test_a_replay_is_a_step(name: str, capturing: Callable[[bool], None]) -> Non
         fill(seed, float("inf") if seed == 5 else None)  # which no memory takes in
         graph.replay()
         eager.step()
-        torch.testing.assert_close(replayed.found(), eager.found(), rtol=0, atol=0, equal_nan=True, msg=f"{seed}")
+        torch.testing.assert_close(
+            replayed.found(), eager.found(), rtol=0, atol=0, equal_nan=True, msg=f"{seed}"
+        )
     assert replayed.handle.stats().skipped_steps == eager.handle.stats().skipped_steps
     fill(8)  # and steps that are not replayed go on from there
     for each in both:
@@ -215,8 +219,8 @@ def test_schedules_and_sharded_optimizers_are_refused(capturing: Any) -> None:
 
 
 class Cuda:
-    """What torch does with pools of memory when captures begin and end, and what CUDA does when one has been broken (`aten/src/ATen/cuda/CUDAGraph.cpp`,
-    `c10/cuda/CUDACachingAllocator.cpp`)."""
+    """What torch does with pools of memory when captures begin and end, and what CUDA does when one
+    has been broken (`aten/src/ATen/cuda/CUDAGraph.cpp`, `c10/cuda/CUDACachingAllocator.cpp`)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.underway: list[tuple[int, Any]] = []
@@ -276,8 +280,11 @@ class Cuda:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_captures_leave_the_allocator_of_their_device_as_it_was(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture that waits for the device, one that fails on the host, and one of a pool whose graphs are all gone."""
+def test_captures_leave_the_allocator_of_their_device_as_it_was(
+    index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture that waits for the device, one that fails on the host, and one of a pool whose
+    graphs are all gone."""
     cuda = Cuda(monkeypatch)
     graphs = cuda_graphs.CudaGraphs(torch.device("cuda", index))
 

@@ -13,7 +13,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, TopK, TwoLevel, WireDtype, diloco
+from gradwire import (
+    AllReduce,
+    LocalSGD,
+    PowerSGD,
+    Quantize,
+    Sign,
+    TopK,
+    TwoLevel,
+    WireDtype,
+    diloco,
+)
 from gradwire.torch_backend import Averager, local_sgd
 from gradwire.torch_backend.advise.compare.generators import seed_all
 from gradwire.torch_backend.advise.compare.one_process import World, ring_sum
@@ -57,10 +67,15 @@ ACCUMULATE = 2
 
 
 def model():
-    """Its buffers and what it draws differ between replicas; its vectors take several chunks of a ring."""
+    """Its buffers and what it draws differ between replicas; its vectors take several chunks of a
+    ring."""
     torch.manual_seed(SEED)
     return nn.Sequential(
-        nn.Linear(24, 40, bias=False), nn.BatchNorm1d(40), nn.ReLU(), nn.Dropout(0.2), nn.Linear(40, 24)
+        nn.Linear(24, 40, bias=False),
+        nn.BatchNorm1d(40),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(40, 24),
     )
 
 
@@ -126,11 +141,17 @@ def trained(world, method):
     ddp = net
     if isinstance(method, LocalSGD):
         if method.start_step:
-            ddp = nn.parallel.DistributedDataParallel(net, process_group=world.group, broadcast_buffers=False)
+            ddp = nn.parallel.DistributedDataParallel(
+                net, process_group=world.group, broadcast_buffers=False
+            )
         local_sgd(ddp, optimizer, method, process_group=world.group)
     else:
         averager = Averager(method, named, world.group)
-    data, losses, micro_batches = batches(world.rank, world.size), [], 1 if repr(method) in OPAQUE else ACCUMULATE
+    data, losses, micro_batches = (
+        batches(world.rank, world.size),
+        [],
+        1 if repr(method) in OPAQUE else ACCUMULATE,
+    )
     for _ in range(STEPS):
         optimizer.zero_grad()
         for part in range(micro_batches):
@@ -170,7 +191,9 @@ def test_a_step_of_the_users_own_has_the_bits_of_processes(results, name):
     replicas = OpaqueReplicas(parts, METHODS[name], RANKS, SEED)
     for _ in range(STEPS):
         replicas.step()
-    for (_, parameters, buffers), (net, *_) in zip(results(f"trained[{name}]"), replicas.made, strict=True):
+    for (_, parameters, buffers), (net, *_) in zip(
+        results(f"trained[{name}]"), replicas.made, strict=True
+    ):
         assert same_bits(parameters, {name: p.detach() for name, p in net.named_parameters()})
         assert same_bits(buffers, dict(net.named_buffers()))
     assert replicas.held_out() == list(map(float, sums(replicas.made[0][0])))
@@ -196,7 +219,16 @@ def test_a_factor_on_the_rate_trains_as_the_rate_that_it_makes(method, make):
 def test_an_optimizer_without_a_rate_has_none_to_search():
     optimizer = lambda parameters: torch.optim.Optimizer(parameters, {})  # noqa: E731
     with pytest.raises(ValueError, match="rates"):
-        run(lambda: Training(**FINE | {"optimizer": optimizer}), AllReduce(), 2, 1, 0, (), lambda: None, 2.0)
+        run(
+            lambda: Training(**FINE | {"optimizer": optimizer}),
+            AllReduce(),
+            2,
+            1,
+            0,
+            (),
+            lambda: None,
+            2.0,
+        )
 
 
 def test_a_step_that_cannot_be_taken_apart_is_refused_by_name():
@@ -225,9 +257,11 @@ def test_a_step_that_cannot_be_taken_apart_is_refused_by_name():
 
 @cases.each({"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64})
 def summed(world, dtype):
-    """Of vectors that take less than a chunk for each rank, some chunks, and several pieces of them."""
+    """Of vectors that take less than a chunk for each rank, some chunks, and several pieces of
+    them."""
     return [
-        (own := addend(world.rank, n, dtype), dist.all_reduce(own, group=world.group))[0] for n in (3, 1001, 700_001)
+        (own := addend(world.rank, n, dtype), dist.all_reduce(own, group=world.group))[0]
+        for n in (3, 1001, 700_001)
     ]
 
 
@@ -279,7 +313,8 @@ def test_gradients_that_some_or_all_replicas_lack():
     decaying = lambda parameters: torch.optim.SGD(parameters, 1.0, weight_decay=0.1)  # noqa: E731
     one = Training(net, decaying, lambda replica, replicas: [(replica, torch.ones(1, 3))], loss)
     replicas_of(one, AllReduce(), 2, 0).step()
-    assert net["some"].weight.detach().equal(torch.full((3, 3), -0.5))  # half of what one replica has
+    # half of what one replica has
+    assert net["some"].weight.detach().equal(torch.full((3, 3), -0.5))
     assert net["none"].weight.detach().equal(before["none.weight"])  # not decayed either
     assert net["all"].weight.detach().allclose(0.9 * before["all.weight"] - 1)
 
@@ -307,7 +342,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "error", "named"), REFUSED, ids=[f"{r[2]} {i}" for i, r in enumerate(REFUSED)])
+@pytest.mark.parametrize(
+    ("wrong", "error", "named"), REFUSED, ids=[f"{r[2]} {i}" for i, r in enumerate(REFUSED)]
+)
 def test_what_is_no_training_is_refused_by_name(wrong, error, named):
     def use():
         replicas = replicas_of(Training(**FINE | wrong), AllReduce(), 2, 0)
@@ -331,7 +368,9 @@ def test_what_cannot_be_kept_for_each_replica_is_refused(monkeypatch):
     replicas_of(Training(**masters), AllReduce(), 2, 0).step()  # which has one optimizer for all
     with pytest.raises(ValueError, match="WithMasters keeps weights in its state, as 'master'"):
         replicas_of(Training(**masters), diloco(3), 2, 0).step()
-    monkeypatch.setattr("gradwire.torch_backend.advise.compare.replicas.free_bytes", lambda device: 300)
+    monkeypatch.setattr(
+        "gradwire.torch_backend.advise.compare.replicas.free_bytes", lambda device: 300
+    )
     for algorithm in (AllReduce(), LocalSGD(2)):
         with pytest.raises(ValueError, match="replicas=8"):
             replicas_of(Training(**FINE), algorithm, 8, 0)
@@ -342,7 +381,8 @@ def test_what_cannot_be_kept_for_each_replica_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("local", [LocalSGD(3), diloco(3)], ids=repr)
 def test_held_out_losses_are_those_of_what_replicas_have_in_common(local):
-    """Between two averages the mean of the replicas, of DiLoCo the outer parameters; and looking changes nothing."""
+    """Between two averages the mean of the replicas, of DiLoCo the outer parameters; and looking
+    changes nothing."""
 
     def made():
         torch.manual_seed(0)
@@ -359,7 +399,10 @@ def test_held_out_losses_are_those_of_what_replicas_have_in_common(local):
     for step in range(1, 5):
         assert seen.step() == unseen.step()
         found = torch.tensor(seen.held_out())
-        sets = [torch.cat([p.flatten() for p in parameters_of(seen, rank).values()]) for rank in range(2)]
+        sets = [
+            torch.cat([p.flatten() for p in parameters_of(seen, rank).values()])
+            for rank in range(2)
+        ]
         assert sets[0].equal(sets[1]) == (step == 3)
         if step == 3 or not local.has_outer:
             torch.testing.assert_close(found, (sets[0] + sets[1]) / 2)
@@ -367,7 +410,8 @@ def test_held_out_losses_are_those_of_what_replicas_have_in_common(local):
             torch.testing.assert_close(found, torch.tensor(start))
 
 
-# Trainings of Hugging Face's Trainer and of Lightning, against what these train themselves in one process.
+# Trainings of Hugging Face's Trainer and of Lightning, against what these train themselves in one
+# process.
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 TOOL_STEPS = 7
@@ -395,14 +439,24 @@ def trainer_of(folder, **options):
         "ddp_backend": None,
     }
     batches = list(map(texts, range(TOOL_BATCHES)))
-    return new_trainer(gpt2(64, 16), folder, None, None, batches, learning_rate=0.01, warmup_steps=2, **usual | options)
+    return new_trainer(
+        gpt2(64, 16),
+        folder,
+        None,
+        None,
+        batches,
+        learning_rate=0.01,
+        warmup_steps=2,
+        **usual | options,
+    )
 
 
 @pytest.mark.slow
 @quiet()
 def test_a_trainer_is_compared_as_it_trains(tmp_path):
     whole = trainer_of(tmp_path)
-    whole.model_accepts_loss_kwargs = False  # it would weigh batches by their tokens, of which all have as many
+    # it would weigh batches by their tokens, of which all have as many
+    whole.model_accepts_loss_kwargs = False
     started = {name: p.detach().clone() for name, p in whole.model.named_parameters()}
     whole.train()
     found = trained_by(training_of_trainer(trainer_of(tmp_path)), AllReduce(), 1)
@@ -454,10 +508,14 @@ def numbers():
 def test_a_module_of_lightning_is_compared_as_it_trains(optimizer):
     from pytorch_lightning import LightningDataModule, Trainer
 
-    off = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    off = dict.fromkeys(
+        ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False
+    )
     whole = module_of(optimizer)
     options = {"accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": 0.3}
-    Trainer(accelerator="cpu", devices=1, max_steps=TOOL_STEPS, **off, **options).fit(whole, numbers())
+    Trainer(accelerator="cpu", devices=1, max_steps=TOOL_STEPS, **off, **options).fit(
+        whole, numbers()
+    )
 
     class Data(LightningDataModule):
         def setup(self, stage):
@@ -470,14 +528,18 @@ def test_a_module_of_lightning_is_compared_as_it_trains(optimizer):
         def val_dataloader(self):
             return numbers()
 
-    found = trained_by(training_of_lightning(module_of(optimizer), Data(), **options), AllReduce(), 1)
+    found = trained_by(
+        training_of_lightning(module_of(optimizer), Data(), **options), AllReduce(), 1
+    )
     assert relative(found, weights(whole)) < 1e-5
     assert relative(found, weights(module_of())) > 1e-2
     halves = training_of_lightning(module_of(optimizer), numbers(), gradient_clip_val=0.3)
     assert halves.evaluate is None
     assert relative(trained_by(halves, AllReduce(), 2), weights(whole)) < 1e-5
     validated = module_of(optimizer)
-    type(validated).validation_step = lambda self, batch, number: {"loss": self.training_step(batch, number)}
+    type(validated).validation_step = lambda self, batch, number: {
+        "loss": self.training_step(batch, number)
+    }
     training = training_of_lightning(validated, Data())
     assert len(training.evaluate(training.model)) == TOOL_BATCHES
     type(validated).validation_step = lambda self, batch: None

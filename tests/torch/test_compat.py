@@ -1,4 +1,5 @@
-"""torch's own names: the same arguments, near or equal to what torch's hooks and plain DDP do; and what users build round them."""
+"""torch's own names: the same arguments, near or equal to what torch's hooks and plain DDP do; and
+what users build round them."""
 
 import copy
 import inspect
@@ -37,7 +38,9 @@ STEPS = 6
 
 
 def low_rank(world, rank=2, start=2, **options):
-    return gw.PowerSGDState(world.group, matrix_approximation_rank=rank, start_powerSGD_iter=start, **options)
+    return gw.PowerSGDState(
+        world.group, matrix_approximation_rank=rank, start_powerSGD_iter=start, **options
+    )
 
 
 def wrapped(world, state, hook=gw.powerSGD_hook, **options):
@@ -62,13 +65,22 @@ STATELESS = {
     "fp16_compress_hook": (torch.float16, gw.fp16_compress_hook),
     "bf16_compress_hook": (torch.bfloat16, gw.bf16_compress_hook),
     "fp16 wrapper": (torch.float16, gw.fp16_compress_wrapper(gw.allreduce_hook)),
-    "bf16 round torch's hook": (torch.bfloat16, gw.bf16_compress_wrapper(default_hooks.allreduce_hook)),
+    "bf16 round torch's hook": (
+        torch.bfloat16,
+        gw.bf16_compress_wrapper(default_hooks.allreduce_hook),
+    ),
 }
 
 LOW_RANK = {
     "powerSGD_hook": (PowerSGD(rank=2, start_step=2), gw.powerSGD_hook),
-    "batched_powerSGD_hook": (PowerSGD(rank=2, start_step=2, square=True), gw.batched_powerSGD_hook),
-    "fp16 wrapper": (WireDtype(PowerSGD(rank=2, start_step=2), "float16"), gw.fp16_compress_wrapper(gw.powerSGD_hook)),
+    "batched_powerSGD_hook": (
+        PowerSGD(rank=2, start_step=2, square=True),
+        gw.batched_powerSGD_hook,
+    ),
+    "fp16 wrapper": (
+        WireDtype(PowerSGD(rank=2, start_step=2), "float16"),
+        gw.fp16_compress_wrapper(gw.powerSGD_hook),
+    ),
     "bf16 wrapper, batched": (
         WireDtype(PowerSGD(rank=2, start_step=2, square=True), "bfloat16"),
         gw.bf16_compress_wrapper(gw.batched_powerSGD_hook),
@@ -78,17 +90,22 @@ LOW_RANK = {
 
 @cases.case
 def test_complex_gradients_are_averaged_as_ddp_does(world):
-    """In DDP's buckets they are pairs of real numbers, of which hooks are shown half as the gradient."""
+    """In DDP's buckets they are pairs of real numbers, of which hooks are shown half as the
+    gradient."""
 
     def gradient(hook=None, state=world.group):
         phase = torch.nn.Parameter(torch.zeros(24, 20, dtype=torch.complex64))
-        ddp, _ = hooked(Layers(lambda self, factor: (phase * factor).real.sum(), phase=phase), None, world.group)
+        ddp, _ = hooked(
+            Layers(lambda self, factor: (phase * factor).real.sum(), phase=phase), None, world.group
+        )
         if hook is not None:
             ddp.register_comm_hook(state, hook)
         ddp(1 + world.rank + 2j * world.rank).backward()
         return phase.grad
 
-    with pytest.raises(ValueError, match=r"parameters of shapes \(24, 20\) are complex: .*Use allreduce_hook"):
+    with pytest.raises(
+        ValueError, match=r"parameters of shapes \(24, 20\) are complex: .*Use allreduce_hook"
+    ):
         gradient(gw.powerSGD_hook, low_rank(world))
     for hook in (None, gw.allreduce_hook, gw.fp16_compress_hook):
         assert torch.equal(gradient(hook), torch.full((24, 20), 1.5 - 1j))
@@ -102,7 +119,8 @@ def test_hooks_without_a_state_send_their_dtype_and_stay_near_plain_ddp(world, v
     assert {p.dtype for p in sent} == {dtype}
     assert nbytes(sent) == STEPS * DENSE * dtype.itemsize / 4
     assert world.agree(mine)
-    # With two ranks a sum has only one order. Where a gradient is rounded, then twice on its way, and the weights move by a tenth of it.
+    # With two ranks a sum has only one order. Where a gradient is rounded, then twice on its way,
+    # and the weights move by a tenth of it.
     assert same_bits(mine, right) == (dtype == torch.float32)
     assert relative(mine, right) < 2 * torch.finfo(dtype).eps
 
@@ -117,7 +135,8 @@ def test_hooks_with_a_state_equal_the_algorithm_of_the_same_options(world, varia
     mine, sent = run(ddp)
     assert same_bits(mine, right)
     assert world.agree(mine)
-    if isinstance(algorithm, WireDtype):  # codes travel from rank to rank, and are not summed on their way
+    # codes travel from rank to rank, and are not summed on their way
+    if isinstance(algorithm, WireDtype):
         assert not sent
         return
     planned = plan(SHAPES, algorithm)
@@ -135,7 +154,8 @@ SAVED = {
 
 @cases.each(SAVED)
 def test_a_saved_state_resumes_bit_for_bit(world, variant):
-    """What was saved in the middle: pickled, or as dictionaries; in the same wrapper, or in another with another bucket size."""
+    """What was saved in the middle: pickled, or as dictionaries; in the same wrapper, or in another
+    with another bucket size."""
     (named, dtype), options = variant, {"random_seed": 9, "min_compression_rate": 1.5}
 
     def made(state, cap, weights=None):
@@ -214,17 +234,23 @@ def test_names_arguments_and_defaults_are_torchs():
     for name, parameter in torchs_own.items():
         assert (mine[name].default, mine[name].kind) == (parameter.default, parameter.kind), name
     assert mine["named_parameters"].kind == inspect.Parameter.KEYWORD_ONLY
-    half = [f"{dtype}_compress_{kind}" for dtype in ("fp16", "bf16") for kind in ("hook", "wrapper")]
+    half = [
+        f"{dtype}_compress_{kind}" for dtype in ("fp16", "bf16") for kind in ("hook", "wrapper")
+    ]
     names = {
         theirs: ("powerSGD_hook", "batched_powerSGD_hook"),
         torchs: ("register_ddp_comm_hook",),
         default_hooks: ("allreduce_hook", *half),
     }
     for module, name in [(module, name) for module, many in names.items() for name in many]:
-        ours, others = (list(inspect.signature(getattr(each, name)).parameters) for each in (gw, module))
+        ours, others = (
+            list(inspect.signature(getattr(each, name)).parameters) for each in (gw, module)
+        )
         assert ours == others, name
     assert list(inspect.signature(gw.noop_hook).parameters) == ["_", "bucket"]
-    assert [member.name for member in gw.DDPCommHookType] == [member.name for member in torchs.DDPCommHookType]
+    assert [member.name for member in gw.DDPCommHookType] == [
+        member.name for member in torchs.DDPCommHookType
+    ]
     assert {*HOOKS, *QUANTIZED} == {member.name for member in gw.DDPCommHookType}
 
 
@@ -239,7 +265,10 @@ REFUSED = [
         for kind, error, named in (
             (torchs.DDPCommHookType.ALLREDUCE, TypeError, "comm_hook_type="),
             ("ALLREDUCE", TypeError, "comm_hook_type='ALLREDUCE'"),
-            *((gw.DDPCommHookType[name], ValueError, f"DDPCommHookType.{name}") for name in QUANTIZED),
+            *(
+                (gw.DDPCommHookType[name], ValueError, f"DDPCommHookType.{name}")
+                for name in QUANTIZED
+            ),
         )
     ),
 ]
@@ -298,7 +327,9 @@ def test_a_wrapper_round_a_users_hook_runs_low_rank_in_half_precision(world: Wor
 
 @cases.case
 def test_a_hook_that_waits_for_a_later_bucket_is_told_so(world: World) -> None:
-    def timed(state: gw.PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def timed(
+        state: gw.PowerSGDState, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         future = gw.powerSGD_hook(state, bucket)
         future.wait()
         return future
@@ -318,7 +349,8 @@ def test_a_state_serves_one_model(world: World) -> None:
     assert len(str(raised.value)) < 500
 
 
-#: The step in which compression starts, what is assigned after three, and what is expected: the rank, tensors with an error, steps.
+#: The step in which compression starts, what is assigned after three, and what is expected: the
+#: rank, tensors with an error, steps.
 CHANGES = {
     "rank": (2, "matrix_approximation_rank", 2, (2, 3, 5)),
     "start": (1000, "start_powerSGD_iter", 3, (1, 3, 5)),
@@ -332,7 +364,11 @@ def test_options_that_are_assigned_in_the_middle_are_heeded(world: World, change
     start, option, value, (rank, remembered, steps) = change
     state = low_rank(world, 1, start)
     ddp = wrapped(world, state)
-    assert (state.error_dict, state.q_memory_dict, state.total_numel_before_compression) == ({}, {}, 0)
+    assert (state.error_dict, state.q_memory_dict, state.total_numel_before_compression) == (
+        {},
+        {},
+        0,
+    )
     train(ddp, LOSS, 3, local=False)
     before = state.compression_stats()[2]
     with pytest.raises(ValueError, match="rank=0"):
@@ -346,7 +382,9 @@ def test_options_that_are_assigned_in_the_middle_are_heeded(world: World, change
     shown = state.total_numel_before_compression, state.total_numel_after_compression
     assert shown == state.compression_stats()[1:]
     assert [tuple(x.shape) for x in state.error_dict.values()] == MATRICES[:remembered]
-    assert {tuple(x.shape) for x in state.q_memory_dict.values()} <= {(rank, m) for _, m in MATRICES}
+    assert {tuple(x.shape) for x in state.q_memory_dict.values()} <= {
+        (rank, m) for _, m in MATRICES
+    }
 
 
 @cases.case
@@ -369,7 +407,9 @@ def test_a_subgroup_that_cannot_be_found_is_missed_when_it_is_needed(world: Worl
     with mock.patch.dict(os.environ):
         del os.environ["LOCAL_WORLD_SIZE"]
         ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=world.group)
-        ddp.register_comm_hook(gw.PostLocalSGDState(world.group, None, start_localSGD_iter=2), gw.post_localSGD_hook)
+        ddp.register_comm_hook(
+            gw.PostLocalSGDState(world.group, None, start_localSGD_iter=2), gw.post_localSGD_hook
+        )
 
         def passes(times: int) -> None:
             for _ in range(times):
@@ -382,8 +422,9 @@ def test_a_subgroup_that_cannot_be_found_is_missed_when_it_is_needed(world: Worl
             passes(1)
 
 
-# Against torch's `powerSGD_hook` where that works: one bucket, no biases, the same initial Q. Compared are averaged gradients: the errors that
-# ranks keep differ, and only their means reach the updates.
+# Against torch's `powerSGD_hook` where that works: one bucket, no biases, the same initial Q.
+# Compared are averaged gradients: the errors that ranks keep differ, and only their means reach the
+# updates.
 
 #: Every matrix has its own number of columns, by which its Q is known.
 BIASLESS = (64, 48, 56, 40)
@@ -391,11 +432,20 @@ MATRICES_ALONE = {name: tuple(p.shape) for name, p in mlp(*BIASLESS, bias=False)
 LARGE_LOSS = loss_on(64, batch=48)
 #: torch cannot compress before the third step.
 START, MORE_STEPS = 2, 12
-#: gradwire's options, torch's where they are called otherwise, and how many of the three matrices are compressed.
+#: gradwire's options, torch's where they are called otherwise, and how many of the three matrices
+#: are compressed.
 OPTIONS = {
     "rank 1": ({"rank": 1}, {}, 3),
-    "rank 4, no error feedback": ({"rank": 4, "error_feedback": False}, {"use_error_feedback": False}, 3),
-    "rank 2, min_compression_rate": ({"rank": 2, "min_compression_rate": 13.0}, {"min_compression_rate": 13.0}, 1),
+    "rank 4, no error feedback": (
+        {"rank": 4, "error_feedback": False},
+        {"use_error_feedback": False},
+        3,
+    ),
+    "rank 2, min_compression_rate": (
+        {"rank": 2, "min_compression_rate": 13.0},
+        {"min_compression_rate": 13.0},
+        1,
+    ),
 }
 
 
@@ -412,11 +462,14 @@ def test_updates_and_statistics_are_those_of_torch(world, variant):
     options, torchs_options, compressed = variant
     algorithm, states = PowerSGD(start_step=START, **options), []
     _, first = hooked(mlp(*BIASLESS, bias=False), algorithm, world.group)
-    initial = {memory["q"].shape[1]: memory["q"] for memory in first.state_dict()["tensors"].values()}
+    initial = {
+        memory["q"].shape[1]: memory["q"] for memory in first.state_dict()["tensors"].values()
+    }
     assert len(initial) == compressed
 
-    # torch draws each Q (1, m, r) by torch.randn when it first compresses, then orthogonalizes it, as gradwire does with its own. What is
-    # drawn is replaced by gradwire's initial Q of that matrix.
+    # torch draws each Q (1, m, r) by torch.randn when it first compresses, then orthogonalizes it,
+    # as gradwire does with its own. What is drawn is replaced by gradwire's initial Q of that
+    # matrix.
     real = torch.randn
 
     def randn(*shape, **others):
@@ -428,7 +481,11 @@ def test_updates_and_statistics_are_those_of_torch(world, variant):
         return q.mT.unsqueeze(0)
 
     def register_state(ddp, state_type=gw.PowerSGDState, hook=gw.powerSGD_hook):
-        named = {} if state_type is theirs.PowerSGDState else {"named_parameters": ddp.module.named_parameters()}
+        named = (
+            {}
+            if state_type is theirs.PowerSGDState
+            else {"named_parameters": ddp.module.named_parameters()}
+        )
         states.append(state_type(world.group, options["rank"], START, **torchs_options, **named))
         ddp.register_comm_hook(states[-1], hook)
 
@@ -444,8 +501,11 @@ def test_updates_and_statistics_are_those_of_torch(world, variant):
         for given, theirs_given in zip(mine.given, right.given, strict=True):
             assert relative(given, theirs_given) < 1e-4
         assert relative(mine.weights, right.weights) < 1e-4
-        assert sent == torchs_bytes == expected < MORE_STEPS * planned.dense_bytes  # both compressed, and as much
-    (theirs_iter, theirs_stats), (mine_iter, mine_stats) = ((state.iter, state.compression_stats()) for state in states)
+        # both compressed, and as much
+        assert sent == torchs_bytes == expected < MORE_STEPS * planned.dense_bytes
+    (theirs_iter, theirs_stats), (mine_iter, mine_stats) = (
+        (state.iter, state.compression_stats()) for state in states
+    )
     assert mine_iter == theirs_iter
     assert mine_stats == theirs_stats
     assert mine_stats[0] > 1

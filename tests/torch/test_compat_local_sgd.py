@@ -22,7 +22,8 @@ from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases, World
 from tests.torch.training import collective_payloads, fit, hooked, sgd
 
-cases = Cases(__file__, ranks=2)  # two are enough: that groups are the right ones is tested where they are made
+# two are enough: that groups are the right ones is tested where they are made
+cases = Cases(__file__, ranks=2)
 
 LOSS = loss_on(6)
 EVERYONE = (0, 1)
@@ -53,13 +54,19 @@ def trained(world: World, wrapper: Any, averager: Any, steps: int = 14) -> list[
 
 
 @cases.each(MAKE)
-def test_parameters_are_averaged_when_and_with_whom_torch_does(world: World, variant: tuple[Any, ...]) -> None:
+def test_parameters_are_averaged_when_and_with_whom_torch_does(
+    world: World, variant: tuple[Any, ...]
+) -> None:
     # Its package warns when it is imported, which pytest takes for an error.
     from torch.distributed.optim import PostLocalSGDOptimizer as TorchOptimizer
 
     module, name, options, equal = variant
-    expected = trained(world, TorchOptimizer, getattr(module, name)(**options, process_group=world.group))
-    found = trained(world, gw.PostLocalSGDOptimizer, getattr(gw, name)(**options, process_group=world.group))
+    expected = trained(
+        world, TorchOptimizer, getattr(module, name)(**options, process_group=world.group)
+    )
+    found = trained(
+        world, gw.PostLocalSGDOptimizer, getattr(gw, name)(**options, process_group=world.group)
+    )
     for step, (a, b) in enumerate(zip(expected, found, strict=True)):
         torch.testing.assert_close(b, a, msg=f"step {step}")
     assert [step for step, weights in enumerate(found) if world.agree(weights)] == equal
@@ -70,16 +77,24 @@ def test_gradients_are_global_and_then_the_subgroups(world: World) -> None:
     """With the subgroup given, found, or left out."""
     alone, _ = dist.new_subgroups(1, group=world.group)
     weights = {}
-    for name, subgroup, locally in (("given", alone, True), ("found", None, True), ("left out", None, False)):
+    for name, subgroup, locally in (
+        ("given", alone, True),
+        ("found", None, True),
+        ("left out", None, False),
+    ):
         ddp, _ = hooked(mlp(6, 5, 3), None, world.group)
         with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}):
-            state = gw.PostLocalSGDState(world.group, subgroup, 2, post_local_gradient_allreduce=locally)
+            state = gw.PostLocalSGDState(
+                world.group, subgroup, 2, post_local_gradient_allreduce=locally
+            )
             ddp.register_comm_hook(state, gw.post_localSGD_hook)
             for step in range(4):
                 with collective_payloads() as sent:
                     fit(ddp, sgd(ddp), world.rank, [step], LOSS)
                 afterwards = [(world.rank,)] if locally else []
-                assert [payload.ranks for payload in sent] == ([EVERYONE] if step < 2 else afterwards)
+                assert [payload.ranks for payload in sent] == (
+                    [EVERYONE] if step < 2 else afterwards
+                )
         assert state.iter == 4
         weights[name] = flat(ddp).clone()
     assert same_bits(weights["given"], weights["found"])
@@ -98,7 +113,11 @@ def test_parameters_without_a_gradient_are_averaged(world: World) -> None:
 
 
 #: By the averager's warm-up: how what is raised, or warned of, begins.
-WARM_UPS = {1: ("", "warmup_steps=1 of Periodic"), 2: ("", ""), 3: ("ValueError: warmup_steps=3 of Periodic", "")}
+WARM_UPS = {
+    1: ("", "warmup_steps=1 of Periodic"),
+    2: ("", ""),
+    3: ("ValueError: warmup_steps=3 of Periodic", ""),
+}
 
 
 @cases.each(list(WARM_UPS))
@@ -108,7 +127,9 @@ def test_warm_ups_that_disagree_are_found(world: World, warmup_steps: int) -> No
     ddp, _ = hooked(mlp(6, 5, 3), None, world.group)
     state = gw.PostLocalSGDState(world.group, None, 2, post_local_gradient_allreduce=False)
     ddp.register_comm_hook(state, gw.post_localSGD_hook)
-    averager = gw.PeriodicModelAverager(period=2, warmup_steps=warmup_steps, process_group=world.group)
+    averager = gw.PeriodicModelAverager(
+        period=2, warmup_steps=warmup_steps, process_group=world.group
+    )
     LOSS(ddp, world.rank, 0).backward()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -116,12 +137,17 @@ def test_warm_ups_that_disagree_are_found(world: World, warmup_steps: int) -> No
     assert heard.startswith(refused)
     assert bool(refused) is bool(heard)
     assert [warned in str(w.message) for w in caught] == [True] * bool(warned)
-    assert all("start_localSGD_iter=2" in words for words in (heard, *(str(w.message) for w in caught)) if words)
+    assert all(
+        "start_localSGD_iter=2" in words
+        for words in (heard, *(str(w.message) for w in caught))
+        if words
+    )
 
 
 @cases.case
 def test_a_step_that_one_rank_skips_counts_on_all(world: World) -> None:
-    """Rank 1 alone finds inf in step 1, in which parameters are averaged: torch's would wait for it for ever."""
+    """Rank 1 alone finds inf in step 1, in which parameters are averaged: torch's would wait for it
+    for ever."""
     model = mlp(6, 5, 3)
     averager = gw.PeriodicModelAverager(period=1 + 1, warmup_steps=1, process_group=world.group)
     optimizer = gw.PostLocalSGDOptimizer(sgd(model), averager)
@@ -134,7 +160,9 @@ def test_a_step_that_one_rank_skips_counts_on_all(world: World) -> None:
         scaler.scale(loss).backward()
         own = flat(model).clone()
         if not skipped:
-            own -= 0.1 * torch.cat([p.grad.flatten() for p in model.parameters()]) / scaler.get_scale()
+            own -= (
+                0.1 * torch.cat([p.grad.flatten() for p in model.parameters()]) / scaler.get_scale()
+            )
         scaler.step(optimizer)
         scaler.update()
     torch.testing.assert_close(flat(model), torch.stack(world.everyones(own)).mean(0))
@@ -184,7 +212,10 @@ def test_what_cannot_work_is_refused_by_name(world: World) -> None:
         heard = said(averager, *arguments, process_group=world.group)
         assert heard.startswith("ValueError")
         assert named in heard
-    for averager, argument in ((gw.PeriodicModelAverager, 1), (gw.HierarchicalModelAverager, {1: 2})):
+    for averager, argument in (
+        (gw.PeriodicModelAverager, 1),
+        (gw.HierarchicalModelAverager, {1: 2}),
+    ):
         with pytest.warns(UserWarning, match="Use DDP alone"):
             averager(argument, process_group=world.group)
 
@@ -194,7 +225,11 @@ def test_the_hooks_state_is_saved_without_its_groups(caplog):
     state.iter = 5
     state.subgroup = object()  # type: ignore[assignment]
     copied = pickle.loads(pickle.dumps(state))
-    assert (copied.iter, copied.start_localSGD_iter, copied.post_local_gradient_allreduce) == (5, 3, True)
+    assert (copied.iter, copied.start_localSGD_iter, copied.post_local_gradient_allreduce) == (
+        5,
+        3,
+        True,
+    )
     assert copied.process_group is copied.subgroup is None
     assert isinstance(copied, post_localSGD_hook.PostLocalSGDState)  # Lightning asks for that
     assert "Process groups cannot be saved" in caplog.text

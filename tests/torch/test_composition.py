@@ -1,8 +1,10 @@
-"""docs/works-together.md: what trains with PowerSGD under DDP, `DataParallel`, accelerate, Lightning or the Trainer trains as the simulator says; compiled too.
+"""docs/works-together.md: what trains with PowerSGD under DDP, `DataParallel`, accelerate,
+Lightning or the Trainer trains as the simulator says; compiled too.
 
-Each wrapper runs the loop that its users write, with all features at once that do not exclude each other: a GradScaler, clipping, gradient accumulation and
-unused parameters. What comes out is compared with a reference that knows none of them: replicas of the model in this process, their gradients averaged by
-the simulator, and the features applied by hand.
+Each wrapper runs the loop that its users write, with all features at once that do not exclude each
+other: a GradScaler, clipping, gradient accumulation and unused parameters. What comes out is
+compared with a reference that knows none of them: replicas of the model in this process, their
+gradients averaged by the simulator, and the features applied by hand.
 """
 
 import copy
@@ -45,14 +47,18 @@ def new_scaler():
 
 
 def parts(how):
-    """The micro-batches of a step. With a static graph torch cannot accumulate: an assertion of its reducer fails."""
+    """The micro-batches of a step. With a static graph torch cannot accumulate: an assertion of its
+    reducer fails."""
     return 1 if how == "static_graph" else MICRO_BATCHES
 
 
 def part_loss(model, rank, part, how, micro_batches=None, overflow=True):
-    """Of one micro-batch, each of which takes other branches, or none; or all, if the graph is static. One of them overflows."""
+    """Of one micro-batch, each of which takes other branches, or none; or all, if the graph is
+    static. One of them overflows."""
     static, micro_batches = how == "static_graph", micro_batches or parts(how)
-    loss = loss_on(40)(model, rank, part) if static else branching_loss(model, rank, part % len(TAKEN))
+    loss = (
+        loss_on(40)(model, rank, part) if static else branching_loss(model, rank, part % len(TAKEN))
+    )
     loss = loss / micro_batches
     return loss * float("inf") if overflow and (part // micro_batches, rank) == OVERFLOW else loss
 
@@ -62,7 +68,8 @@ def scaled(model, rank, part, how):
     return part_loss(model, rank, part, how) * parts(how)
 
 
-#: What is done besides: DDP is told that the graph is always the same, or the model is compiled, or a function with forward and backward pass in it.
+#: What is done besides: DDP is told that the graph is always the same, or the model is compiled, or
+#: a function with forward and backward pass in it.
 BESIDES = ("static_graph", "compiled model", "compiled step")
 
 
@@ -101,13 +108,17 @@ def plain_loop(world, model, wrapped, scaler, how):
 
 def under_ddp(world, model, how):
     scaler = new_scaler()
-    ddp, handle = hooked(model, ALGORITHM, world.group, cap=cap(how), grad_scaler=scaler, **of_ddp(how))
+    ddp, handle = hooked(
+        model, ALGORITHM, world.group, cap=cap(how), grad_scaler=scaler, **of_ddp(how)
+    )
     plain_loop(world, model, ddp, scaler, how)
     return handle
 
 
 def under_data_parallel(world, model, how):
-    wrapped, handle = paralleled(model, ALGORITHM, world.group, grad_scaler=(scaler := new_scaler()), **UNUSED)
+    wrapped, handle = paralleled(
+        model, ALGORITHM, world.group, grad_scaler=(scaler := new_scaler()), **UNUSED
+    )
     plain_loop(world, model, wrapped, scaler, how)
     return handle
 
@@ -147,19 +158,25 @@ def under_lightning(world, model, how):
             return torch.autocast("cpu", enabled=False)
 
     compression = integrations.LightningCompression(ALGORITHM)
-    module = lightning_module(model, lambda module, part: scaled(module.net, world.rank, part, how), sgd)
+    module = lightning_module(
+        model, lambda module, part: scaled(module.net, world.rank, part, how), sgd
+    )
     automatic = {"accumulate_grad_batches": parts(how), "gradient_clip_val": MAX_NORM}
     if how == "compiled step":  # then the module steps itself
 
         def by_hand(batch, batch_idx=None):
             optimizer, last = module.optimizers(), int(batch) % MICRO_BATCHES == MICRO_BATCHES - 1
             with nullcontext() if last else module.trainer.strategy.block_backward_sync():
-                module.manual_backward(scaled(module.net, world.rank, int(batch), how) / MICRO_BATCHES)
+                module.manual_backward(
+                    scaled(module.net, world.rank, int(batch), how) / MICRO_BATCHES
+                )
             if last:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        module.on_before_optimizer_step = lambda optimizer: module.clip_gradients(optimizer, MAX_NORM)
+        module.on_before_optimizer_step = lambda optimizer: module.clip_gradients(
+            optimizer, MAX_NORM
+        )
         module.automatic_optimization, automatic = False, {}
         module.training_step = compiled(by_hand, how, "compiled step")
     lightning_fit(
@@ -180,7 +197,10 @@ def under_trainer(world, model, how):
 
     class Scaled(transformers.TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):  # as fp16=True does on a GPU
-            trainer.accelerator.native_amp, trainer.accelerator.state._mixed_precision = True, "fp16"
+            trainer.accelerator.native_amp, trainer.accelerator.state._mixed_precision = (
+                True,
+                "fp16",
+            )
 
     trainer = new_trainer(
         model,
@@ -206,7 +226,8 @@ def under_trainer(world, model, how):
     return compression.handle
 
 
-#: And what comes before the names of parameters there: memory belongs to names, and the first factor is drawn by them.
+#: And what comes before the names of parameters there: memory belongs to names, and the first
+#: factor is drawn by them.
 WRAPPERS = {
     "DDP": (under_ddp, ""),
     "DataParallel": (under_data_parallel, ""),
@@ -216,7 +237,8 @@ WRAPPERS = {
 }
 
 
-#: Who trains so. The Trainer has a training step of its own; each wrapper is compiled once at least, which takes seconds.
+#: Who trains so. The Trainer has a training step of its own; each wrapper is compiled once at
+#: least, which takes seconds.
 USED = {
     "": tuple(WRAPPERS),
     "static_graph": ("DDP", "accelerate"),
@@ -236,7 +258,8 @@ def test_all_features_at_once_train_as_the_simulator_says(world, cell):
         stats = wrapper(world, model, how).stats()
     assert (counters["frames"]["ok"] > 0) is ("compiled" in how)
     assert world.agree(weights(model))
-    assert world.rank or relative(weights(model), reference(prefix, how)) < 1e-5  # all have the same bits
+    # all have the same bits
+    assert world.rank or relative(weights(model), reference(prefix, how)) < 1e-5
     assert stats.steps == STEPS  # one for each step, however many micro-batches it has
     assert stats.bytes_sent < stats.dense_bytes / 2
     assert stats.skipped_steps == 1
@@ -246,7 +269,9 @@ def reference(prefix="", how="", max_norm=MAX_NORM, **loss):
     """The weights after training, by the book."""
     model, micro_batches = Branches(), loss.get("micro_batches", parts(how))
     parameters = dict(model.named_parameters())
-    simulator = Simulator(ALGORITHM, {prefix + n: tuple(p.shape) for n, p in parameters.items()}, RANKS)
+    simulator = Simulator(
+        ALGORITHM, {prefix + n: tuple(p.shape) for n, p in parameters.items()}, RANKS
+    )
     for step in range(STEPS):
         gradients, used = [], set()
         for rank in range(RANKS):
@@ -256,7 +281,10 @@ def reference(prefix="", how="", max_norm=MAX_NORM, **loss):
             gradients.append({n: p.grad for n, p in twin.named_parameters()})
             used |= {n for n, g in gradients[-1].items() if g is not None}
         taken = {n: torch.zeros_like(p) for n, p in parameters.items() if n in used}
-        local = [{prefix + n: (zero if g[n] is None else g[n]).numpy() for n, zero in taken.items()} for g in gradients]
+        local = [
+            {prefix + n: (zero if g[n] is None else g[n]).numpy() for n, zero in taken.items()}
+            for g in gradients
+        ]
         averages = {n.removeprefix(prefix): g for n, g in simulator.step(local).items()}
         norm = float(np.sqrt(sum((g * g).sum() for g in averages.values())))
         if not np.isfinite(norm):
@@ -265,11 +293,15 @@ def reference(prefix="", how="", max_norm=MAX_NORM, **loss):
         assert norm > MAX_NORM
         with torch.no_grad():
             for n, g in averages.items():
-                parameters[n] -= LR * min(1.0, max_norm / norm) * torch.from_numpy(g).to(parameters[n])
+                parameters[n] -= (
+                    LR * min(1.0, max_norm / norm) * torch.from_numpy(g).to(parameters[n])
+                )
     return {n: p.detach() for n, p in parameters.items()}
 
 
-@pytest.mark.parametrize("without", [{"max_norm": 1e9}, {"micro_batches": 1}, {"overflow": False}], ids=str)
+@pytest.mark.parametrize(
+    "without", [{"max_norm": 1e9}, {"micro_batches": 1}, {"overflow": False}], ids=str
+)
 def test_the_references_differ(without):
     """So that a wrapper under which a feature has no effect would be noticed."""
     assert relative(reference(**without), reference()) > 1e-3
@@ -277,13 +309,16 @@ def test_the_references_differ(without):
 
 @cases.case
 def test_torchs_names_are_what_lightning_takes(world):
-    """`DDPStrategy(ddp_comm_state=…, ddp_comm_hook=…)`. Lightning registers the hook on CUDA only; this does on the CPU what it does there."""
+    """`DDPStrategy(ddp_comm_state=…, ddp_comm_hook=…)`. Lightning registers the hook on CUDA only;
+    this does on the CPU what it does there."""
     from pytorch_lightning.overrides.distributed import _register_ddp_comm_hook
     from pytorch_lightning.strategies import DDPStrategy
 
     class Strategy(DDPStrategy):
         def _register_ddp_hooks(self):
-            _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+            _register_ddp_comm_hook(
+                self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
+            )
 
     state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=0)
     found = []
@@ -299,16 +334,19 @@ def test_torchs_names_are_what_lightning_takes(world):
     assert state.compression_stats()[0] > 2
 
 
-# Compiled: the model, and a training step as a whole, `@torch.compile def step(x, y): …`, with every kind of hook, wrapper and optimizer.
+# Compiled: the model, and a training step as a whole, `@torch.compile def step(x, y): …`, with
+# every kind of hook, wrapper and optimizer.
 
 
 #: In buckets of 1 MiB. No less, or torch.compile refuses.
 COMPILED = {
     "DDP": lambda world, model: compiled(hooked(model, ALGORITHM, world.group, cap=1)[0]),
-    "DataParallel": lambda world, model: compiled(paralleled(model, ALGORITHM, world.group, cap=1)[0]),
-    "DataParallel of a compiled model": lambda world, model: paralleled(compiled(model), ALGORITHM, world.group, cap=1)[
-        0
-    ],
+    "DataParallel": lambda world, model: compiled(
+        paralleled(model, ALGORITHM, world.group, cap=1)[0]
+    ),
+    "DataParallel of a compiled model": lambda world, model: paralleled(
+        compiled(model), ALGORITHM, world.group, cap=1
+    )[0],
 }
 
 
@@ -364,8 +402,10 @@ def with_inductor(world):
     """It fuses, and so rounds otherwise."""
     from torch._inductor import config
 
-    config.cpp.vec_isa_ok = False  # to look for vector instructions takes longer than all kernels do
-    config.compile_threads = 1  # each rank would start processes that compile, which have to import torch
+    # to look for vector instructions takes longer than all kernels do
+    config.cpp.vec_isa_ok = False
+    # each rank would start processes that compile, which have to import torch
+    config.compile_threads = 1
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(world.folder / "inductor")
     plain, compiled = (stepped(world, "PowerSGD", backend) for backend in (None, "inductor"))
     assert world.agree(compiled)
@@ -399,9 +439,12 @@ def test_a_pass_that_is_discarded_in_a_compiled_step_leaves_no_trace(world):
 
 @cases.case
 def test_compiled_autograd_is_refused(world):
-    """As DDP refuses it: a backward pass whose end nobody hears of would leave gradients as they are."""
+    """As DDP refuses it: a backward pass whose end nobody hears of would leave gradients as they
+    are."""
     torch._dynamo.reset()
     model = DataParallel(mlp(24, 16), PowerSGD(2), process_group=world.group)
     compiled_autograd = torch._dynamo.config.patch(compiled_autograd=True)
     with compiled_autograd, pytest.raises(RuntimeError, match="compiled_autograd = False"):
-        torch.compile(lambda x: model(x).square().mean().backward(), backend="aot_eager")(torch.randn(4, 24))
+        torch.compile(lambda x: model(x).square().mean().backward(), backend="aot_eager")(
+            torch.randn(4, 24)
+        )

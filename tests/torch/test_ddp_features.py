@@ -1,5 +1,5 @@
-"""Everything that DDP can do to gradients: `AllReduce` by hook and `DataParallel` equal plain DDP bit for bit, and PowerSGD equals the simulator; and what
-`DataParallel` can besides."""
+"""Everything that DDP can do to gradients: `AllReduce` by hook and `DataParallel` equal plain DDP
+bit for bit, and PowerSGD equals the simulator; and what `DataParallel` can besides."""
 
 import copy
 import functools
@@ -22,7 +22,16 @@ from gradwire.torch_backend import DataParallel
 from tests.torch.compare import gradients, relative, same_bits, weights
 from tests.torch.models import Branches, Checkpointed, Layers, Loss, branching_loss, loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.training import Trace, collective_payloads, distance, fit, hooked, paralleled, sgd, train
+from tests.torch.training import (
+    Trace,
+    collective_payloads,
+    distance,
+    fit,
+    hooked,
+    paralleled,
+    sgd,
+    train,
+)
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -31,7 +40,8 @@ cases = Cases(__file__, ranks=3)
 ALGORITHM = PowerSGD(rank=2)
 
 
-#: Two micro-batches a step, of which the first is accumulated: a branch may be taken in that one only.
+#: Two micro-batches a step, of which the first is accumulated: a branch may be taken in that one
+#: only.
 TAKEN = [
     *((("left", "right"), ("left", "right")), (("left", "right"), ("left", "right"))),
     *((("left",), ()), ((), ())),
@@ -44,19 +54,31 @@ TAKEN = [
 def any_rank_takes(step: int, parameter: str) -> bool:
     """In any of the micro-batches of a step."""
     branch = parameter.split(".")[0]
-    return branch == "trunk" or any(branch in one for one in itertools.chain(*TAKEN[2 * step : 2 * step + 2]))
+    return branch == "trunk" or any(
+        branch in one for one in itertools.chain(*TAKEN[2 * step : 2 * step + 2])
+    )
 
 
 def odd():
-    """Parameters without dimensions and without elements, a weight that comes twice, weights that lie in memory channel by channel and column by column."""
+    """Parameters without dimensions and without elements, a weight that comes twice, weights that
+    lie in memory channel by channel and column by column."""
     torch.manual_seed(0)
     body = nn.Sequential(
-        nn.Conv2d(4, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 24, 3), nn.Tanh(), nn.Flatten(1), nn.Linear(96, 40)
+        nn.Conv2d(4, 16, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(16, 24, 3),
+        nn.Tanh(),
+        nn.Flatten(1),
+        nn.Linear(96, 40),
     ).to(memory_format=torch.channels_last)
     parts = {
         "scale": torch.tensor(1.5),
         "shift": torch.tensor(-0.5),
-        **{"nothing": torch.empty(0), "no_rows": torch.empty(0, 4), "no_columns": torch.empty(4, 0)},
+        **{
+            "nothing": torch.empty(0),
+            "no_rows": torch.empty(0, 4),
+            "no_columns": torch.empty(4, 0),
+        },
         "weight": torch.randn(32, 40).t() / 6,
     }
     first, second = nn.Linear(40, 40), nn.Linear(40, 40)
@@ -66,7 +88,13 @@ def odd():
     def forward(self, x):
         y = self.body(x.view(-1, 4, 4, 4).contiguous(memory_format=torch.channels_last))
         y = self.second(torch.tanh(self.first(torch.tanh(y)))) @ self.weight
-        return y * self.scale + self.shift + self.nothing.sum() + self.no_rows.sum() + self.no_columns.sum()
+        return (
+            y * self.scale
+            + self.shift
+            + self.nothing.sum()
+            + self.no_rows.sum()
+            + self.no_columns.sum()
+        )
 
     parameters = {name: nn.Parameter(x) for name, x in parts.items()}
     return Layers(forward, **parameters, body=body, first=first, second=second)
@@ -78,7 +106,9 @@ def mixed():
     layers = nn.ModuleList([layers[0], layers[2].double(), layers[4].bfloat16(), layers[6]])
 
     def forward(self, x):
-        return functools.reduce(lambda x, layer: torch.tanh(layer(x.to(layer.weight.dtype))), self.layers, x)
+        return functools.reduce(
+            lambda x, layer: torch.tanh(layer(x.to(layer.weight.dtype))), self.layers, x
+        )
 
     return Layers(forward, layers=layers)
 
@@ -91,8 +121,9 @@ def model_of(dtype: torch.dtype) -> Callable[[], nn.Module]:
 class Scenario:
     """A model, what is done to it, and how near float64 its arithmetic comes, for how many steps.
 
-    In the half precisions what error feedback carries on is itself rounded, and after some steps rounding is all that is compared. In a step four
-    roundings, each by half an epsilon at most, follow one another (the input, P, Q, and what is given back): two epsilon.
+    In the half precisions what error feedback carries on is itself rounded, and after some steps
+    rounding is all that is compared. In a step four roundings, each by half an epsilon at most,
+    follow one another (the input, P, Q, and what is given back): two epsilon.
     """
 
     model: Callable[[], nn.Module]
@@ -108,7 +139,10 @@ class Scenario:
     exact: bool = True
 
 
-HALF = {torch.bfloat16: 2 * torch.finfo(torch.bfloat16).eps, torch.float16: 2 * torch.finfo(torch.float16).eps}
+HALF = {
+    torch.bfloat16: 2 * torch.finfo(torch.bfloat16).eps,
+    torch.float16: 2 * torch.finfo(torch.float16).eps,
+}
 UNUSED = {"find_unused_parameters": True}
 VIEWS = {"gradient_as_bucket_view": True}
 SCENARIOS = {
@@ -119,7 +153,9 @@ SCENARIOS = {
         micro_batches=2,
         used=any_rank_takes,
     ),
-    "no_sync and gradient_as_bucket_view": Scenario(model_of(torch.float32), loss_on(40, 6), VIEWS, micro_batches=4),
+    "no_sync and gradient_as_bucket_view": Scenario(
+        model_of(torch.float32), loss_on(40, 6), VIEWS, micro_batches=4
+    ),
     "one bucket": Scenario(model_of(torch.float32), cap=25),
     "a bucket each": Scenario(model_of(torch.float32), cap=1e-6),
     "float64": Scenario(model_of(torch.float64), loss_on(40, dtype=torch.float64), tolerance=1e-12),
@@ -129,7 +165,9 @@ SCENARIOS = {
         )
         for dtype, tolerance in HALF.items()
     },
-    "several dtypes": Scenario(mixed, loss_on(40, spread=1.0), tolerance=HALF[torch.bfloat16], compared=2),
+    "several dtypes": Scenario(
+        mixed, loss_on(40, spread=1.0), tolerance=HALF[torch.bfloat16], compared=2
+    ),
     "odd": Scenario(odd, loss_on(64), VIEWS, exact=False),
     "nothing to compress": Scenario(lambda: mlp(5, 4, 3), loss_on(5), compresses=False),
     "reentrant checkpoint and static_graph": Scenario(
@@ -157,7 +195,8 @@ def buckets_of_ddp(ddp, loss, rank):
     return seen
 
 
-#: Groups of a few buckets each, so that groups of one step have to be kept apart; or a bucket each, as in DDP. What was sent is looked at of the last.
+#: Groups of a few buckets each, so that groups of one step have to be kept apart; or a bucket each,
+#: as in DDP. What was sent is looked at of the last.
 WRAPPED = {
     "plain": (hooked, None, 0),
     "DataParallel": (paralleled, AllReduce(), 0),
@@ -171,7 +210,9 @@ def test_all_reduce_equals_plain_ddp_and_power_sgd_the_simulator(world, scenario
     """Of `DataParallel` the buckets and the keys of the state too."""
     traces, wrapped = {}, {}
     for how, (wrap, algorithm, message_bytes) in WRAPPED.items():
-        options = {name: x for name, x in scenario.ddp.items() if how != "DataParallel" or name in UNUSED}
+        options = {
+            name: x for name, x in scenario.ddp.items() if how != "DataParallel" or name in UNUSED
+        }
         options |= {"cap": scenario.cap, "message_bytes": message_bytes}
         wrapped[how], handle = wrap(scenario.model(), algorithm, world.group, **options)
         with collective_payloads() as sent:
@@ -182,7 +223,9 @@ def test_all_reduce_equals_plain_ddp_and_power_sgd_the_simulator(world, scenario
                 micro_batches=scenario.micro_batches,
                 local=how == "PowerSGD",
             )
-        assert all(p.grad is None or p.grad.stride() == p.stride() for p in wrapped[how].parameters())
+        assert all(
+            p.grad is None or p.grad.stride() == p.stride() for p in wrapped[how].parameters()
+        )
     for how in ("all-reduce", "DataParallel"):
         pairs = zip(traces[how].given, traces["plain"].given, strict=True)
         if scenario.exact:
@@ -197,7 +240,10 @@ def test_all_reduce_equals_plain_ddp_and_power_sgd_the_simulator(world, scenario
     if scenario.cap != SCENARIOS["float64"].cap:
         assert len(buckets) == (1 if scenario.cap > 1 else len(list(wrapped["plain"].parameters())))
     trace, stats = traces["PowerSGD"], handle.stats()
-    assert distance(ALGORITHM, world.everyones(trace), scenario.compared, used=scenario.used) < scenario.tolerance
+    assert (
+        distance(ALGORITHM, world.everyones(trace), scenario.compared, used=scenario.used)
+        < scenario.tolerance
+    )
     assert world.agree(trace.weights)
     assert all(w.isfinite().all() for w in trace.weights.values())
     assert (stats.steps, stats.skipped_steps) == (scenario.steps, 0)
@@ -206,7 +252,10 @@ def test_all_reduce_equals_plain_ddp_and_power_sgd_the_simulator(world, scenario
     assert nbytes == stats.bytes_sent
     assert nbytes < stats.dense_bytes / 2 if scenario.compresses else nbytes == stats.dense_bytes
     if scenario.used is any_rank_takes:  # what no rank uses stays None
-        assert {n.split(".")[0] for n, g in trace.given[3].items() if g is None} == {"left", "right"}
+        assert {n.split(".")[0] for n, g in trace.given[3].items() if g is None} == {
+            "left",
+            "right",
+        }
 
 
 @cases.case
@@ -259,14 +308,20 @@ def test_parameters_that_ddp_leaves_alone_have_no_memory_and_are_not_sent(world)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
     ddp, handle = hooked(model, ALGORITHM, world.group)
     trace = train(ddp, loss_on(40), 3)
-    averaged = {n: tuple(p.shape) for n, p in model.named_parameters() if n in ("0.bias", "2.weight", "2.bias")}
+    averaged = {
+        n: tuple(p.shape)
+        for n, p in model.named_parameters()
+        if n in ("0.bias", "2.weight", "2.bias")
+    }
     assert list(handle.rank_state_dict()["tensors"]) == ["2.weight"]
     assert handle.stats().bytes_sent == 3 * plan(averaged, ALGORITHM).wire_bytes
     assert same_bits(trace.given[0]["0.weight"], trace.local[0]["0.weight"])
 
 
 def test_memory_in_bfloat16_goes_on_bit_for_bit(alone):
-    runs = [hooked(mlp(48, 40, 32), PowerSGD(rank=2, state_dtype="bfloat16"), alone) for _ in range(2)]
+    runs = [
+        hooked(mlp(48, 40, 32), PowerSGD(rank=2, state_dtype="bfloat16"), alone) for _ in range(2)
+    ]
     (whole, handle), (resumed, other) = runs
     fit(whole, sgd(whole), 0, range(3), loss_on(48))
     resumed.module.load_state_dict(whole.module.state_dict())
@@ -281,13 +336,21 @@ def test_memory_in_bfloat16_goes_on_bit_for_bit(alone):
 
 @pytest.mark.usefixtures("both_branches")
 @pytest.mark.parametrize(
-    "algorithm", [PowerSGD(2), PowerSGD(2, half_step=True), Quantize("int4"), TopK(4, per=64), Sign()], ids=repr
+    "algorithm",
+    [PowerSGD(2), PowerSGD(2, half_step=True), Quantize("int4"), TopK(4, per=64), Sign()],
+    ids=repr,
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_memory_in_float32_loses_nothing_of_gradients_in_16_bits(alone, algorithm, dtype):
-    ddp, handle = hooked(mlp(40, 36, 28).to(dtype), replace(algorithm, state_dtype="float32"), alone)
+    ddp, handle = hooked(
+        mlp(40, 36, 28).to(dtype), replace(algorithm, state_dtype="float32"), alone
+    )
     trace = train(ddp, loss_on(40, dtype=dtype, spread=1.0), 30)
-    given, local = ([each["0.weight"].double() for each in steps] for steps in (trace.given, trace.local))
+    given, local = (
+        [each["0.weight"].double() for each in steps] for steps in (trace.given, trace.local)
+    )
     error = handle.rank_state_dict()["tensors"]["0.weight"]["error"]
     assert error.dtype == torch.float32
     assert relative(sum(given) + error, sum(local)) < 1e-5
@@ -328,7 +391,12 @@ def wrap(world, model, *algorithm, cap=0.006, **options):
 
 def flat_gradients(model):
     """Zeros where there is none."""
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in model.parameters()])
+    return torch.cat(
+        [
+            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
+            for p in model.parameters()
+        ]
+    )
 
 
 def averaged(world, model):
@@ -355,7 +423,9 @@ def test_an_algorithm_made_of_plain_averaging_is_not_taken_for_it():
     model, twin = DataParallel(net(), Signs()), net()
     for each in (model, twin):
         LOSS(each, 0, 0).backward()
-    assert same_bits(gradients(model.module), {name: g.sign() for name, g in gradients(twin).items()})
+    assert same_bits(
+        gradients(model.module), {name: g.sign() for name, g in gradients(twin).items()}
+    )
 
 
 def shuffled(rank):
@@ -394,7 +464,8 @@ def test_parameters_and_buffers_are_rank_0s(world):
     firsts = world.everyones(before)[0]
     assert same_bits(model.state_dict(), firsts)
     assert same_bits(before, firsts) is (world.rank == 0)
-    model[1].running_mean.fill_(7.0 + world.rank)  # statistics that are loaded, on each rank its own
+    # statistics that are loaded, on each rank its own
+    model[1].running_mean.fill_(7.0 + world.rank)
     model[1].momentum = 0.0
     wrapped(torch.randn(6, 8)).sum().backward()
     assert float(model[1].running_mean[0]) == 7.0
@@ -405,7 +476,8 @@ def test_parameters_and_buffers_are_rank_0s(world):
     wrapped.eval()
     with torch.no_grad():
         wrapped(torch.randn(6, 8))
-    assert same_bits(model[1].running_mean, trained)  # rank 0's again in the forward pass after a step
+    # rank 0's again in the forward pass after a step
+    assert same_bits(model[1].running_mean, trained)
 
 
 class Opaque:
@@ -423,7 +495,8 @@ def either():
 
 
 class Step:
-    """Losses, each of a forward pass of its own: of part of the data, or of one layer of `either`."""
+    """Losses, each of a forward pass of its own: of part of the data, or of one layer of
+    `either`."""
 
     def __init__(self, model, rank, step):
         self.model, self.rank, self.step = model, rank, step
@@ -452,7 +525,11 @@ PASSES = {
     "one graph twice": (net, {}, lambda of: [of.net()] * 2),
     "two and two": (net, {}, lambda of: [of.net(0), of.net(1)]),
     "derivatives inside": (net, {}, lambda of: [of.net() + of.slope()]),
-    "nothing on a rank": (either, UNUSED, lambda of: [of.either(None if of.step == of.rank else 0)]),
+    "nothing on a rank": (
+        either,
+        UNUSED,
+        lambda of: [of.either(None if of.step == of.rank else 0)],
+    ),
     "hidden": (either, UNUSED, lambda of: [of.hidden()]),
     "both at once": (either, {}, lambda of: [of.either(0) + of.either(1)]),
     "both at once, looked for": (either, UNUSED, lambda of: [of.either(0) + of.either(1)]),
@@ -475,7 +552,9 @@ def test_gradients_are_averages_whatever_passes_there_are(world, row):
     assert ours.handle.stats().steps == 3 * len(passes)
 
 
-@cases.each({"all": (net, Step.net, (0, 1, 2)), "left out by the last": (either, Step.either, (0, 0, 1))})
+@cases.each(
+    {"all": (net, Step.net, (0, 1, 2)), "left out by the last": (either, Step.either, (0, 0, 1))}
+)
 def test_what_was_accumulated_is_averaged(world, row):
     make, loss, parts = row
     ours, twin = wrap(world, make(), cap=1e-6, find_unused_parameters=make is either), make()
@@ -507,19 +586,30 @@ LOSSES = {
     "checkpoints": lambda model: model(torch.ones(2, 64)).sum(),
 }
 reentrant = partial(Checkpointed, reentrant=True)
-#: A model, options, a loss whose backward pass is refused, what the message names; and options with which it is not refused, or None: where nothing is sent.
+#: A model, options, a loss whose backward pass is refused, what the message names; and options with
+#: which it is not refused, or None: where nothing is sent.
 REFUSED = [
     (either, {}, "one of two", ["'layers.1.0.weight'", "find_unused_parameters=True"], UNUSED),
     (beside, UNUSED, "beside the outputs", ["'side.", "outputs"], {}),
     (reentrant, UNUSED, "checkpoints", ["'layers.3.", "use_reentrant=False"], {}),
-    (partial(reentrant, shared=True), {}, "checkpoints", ["'layers.0.", "use_reentrant=False"], None),
+    (
+        partial(reentrant, shared=True),
+        {},
+        "checkpoints",
+        ["'layers.0.", "use_reentrant=False"],
+        None,
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "loss", "names", "instead"), REFUSED, ids=[row[2] + row[3][0] for row in REFUSED]
+    ("make", "options", "loss", "names", "instead"),
+    REFUSED,
+    ids=[row[2] + row[3][0] for row in REFUSED],
 )
-def test_what_a_backward_pass_refuses_is_named_and_leaves_nothing_behind(make, options, loss, names, instead):
+def test_what_a_backward_pass_refuses_is_named_and_leaves_nothing_behind(
+    make, options, loss, names, instead
+):
     loss = LOSSES[loss]
     model = DataParallel(make(), **options)
     for _ in range(2):
@@ -582,15 +672,19 @@ class Explosive(torch.autograd.Function):
 
 @cases.each({"plain": AllReduce(), "PowerSGD": PowerSGD(rank=2)})
 def test_messages_of_a_pass_that_failed_do_no_harm(world, algorithm):
-    """The last rank comes late to the pass that fails, so what the others have sent in it is still on its way when they repeat it."""
+    """The last rank comes late to the pass that fails, so what the others have sent in it is still
+    on its way when they repeat it."""
     models = [wrap(world, mlp(*WIDTHS), algorithm, message_bytes=0) for _ in range(2)]
     for model in models:
         for step in range(2):
             LOSS(model, world.rank, step).backward()
             model.zero_grad()
         if model is models[0]:
-            first, *rest = model.module  # it fails when its gradients have come but for the first layer's
-            model.module.forward = lambda x, first=first, rest=rest: nn.Sequential(*rest)(Explosive.apply(first(x)))
+            # it fails when its gradients have come but for the first layer's
+            first, *rest = model.module
+            model.module.forward = lambda x, first=first, rest=rest: nn.Sequential(*rest)(
+                Explosive.apply(first(x))
+            )
             time.sleep(0.3 * (world.rank == world.size - 1))
             with pytest.raises(ArithmeticError, match="bang"):
                 LOSS(model, world.rank, 2).backward()

@@ -1,4 +1,5 @@
-"""The doctor finds what is planted in torch, and nothing else: in kernels, messages and algorithms, between ranks, alone and under a launcher."""
+"""The doctor finds what is planted in torch, and nothing else: in kernels, messages and algorithms,
+between ranks, alone and under a launcher."""
 
 import importlib.util
 import time
@@ -18,7 +19,9 @@ from gradwire.torch_backend.ops.kernels import TorchOps
 from tests.torch.ranks import Cases, variants
 
 cases = Cases(__file__, ranks=2)
-needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
+needs_numba = pytest.mark.skipif(
+    importlib.util.find_spec("numba") is None, reason="numba is not installed"
+)
 CPU = torch.device("cpu")
 FEW = (WireDtype(AllReduce(), "int8"), PowerSGD(2), Sign())
 #: All that is shipped takes a minute.
@@ -57,7 +60,11 @@ def test_other_algorithms_are_right_here(results, name):
 
 def saturating(patch):
     """What an H100 made of a conversion out of range."""
-    patch.setattr(TorchOps, "nearest_bytes", lambda ops, x, *, out=None: torch.full_like(x, 255, dtype=torch.uint8))
+    patch.setattr(
+        TorchOps,
+        "nearest_bytes",
+        lambda ops, x, *, out=None: torch.full_like(x, 255, dtype=torch.uint8),
+    )
 
 
 def one_wrong_scale(patch):
@@ -78,13 +85,19 @@ def ten_bits(patch):
     def shortened(x):
         return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
-    patch.setattr(TorchOps, "matmul", lambda ops, x, y, *, out=None: right(ops, shortened(x), shortened(y), out=out))
+    patch.setattr(
+        TorchOps,
+        "matmul",
+        lambda ops, x, y, *, out=None: right(ops, shortened(x), shortened(y), out=out),
+    )
 
 
 def swallowed(patch):
     """A maximum that loses NaN."""
     right = TorchOps.max_abs
-    patch.setattr(TorchOps, "max_abs", lambda ops, x: right(ops, x.nan_to_num(0.0, posinf=1.0, neginf=1.0)))
+    patch.setattr(
+        TorchOps, "max_abs", lambda ops, x: right(ops, x.nan_to_num(0.0, posinf=1.0, neginf=1.0))
+    )
 
 
 def swapped(patch):
@@ -136,11 +149,14 @@ def test_an_exception_ends_a_section(world):
 
 @cases.case
 def test_under_a_launcher(world):
-    """Each rank takes part in the checks of all; differing machines are told, and a fault of one rank is known to each."""
+    """Each rank takes part in the checks of all; differing machines are told, and a fault of one
+    rank is known to each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launched, "join", lambda *_: world.group)
         patch.setattr(torch.distributed, "destroy_process_group", lambda *_: None)
-        own = machine.facts(CPU) | ({"gpu": f"GPU {world.rank}"} | ({"torch": "1.0"} if world.rank else {}))
+        own = machine.facts(CPU) | (
+            {"gpu": f"GPU {world.rank}"} | ({"torch": "1.0"} if world.rank else {})
+        )
         patch.setattr(launched, "facts", lambda device: own)
         if world.rank:
             swallowed(patch)
@@ -174,10 +190,13 @@ def wrong_loop(patch, name):
             loop(*given)
             begin, end = given[-2:]
             if which.startswith("encode"):
-                codes = given[1 if which == "encode" else 2]  # of x or of x and y, and of what each replica has sent
+                # of x or of x and y, and of what each replica has sent
+                codes = given[1 if which == "encode" else 2]
                 codes[begin:end, -1] ^= 1
             elif end > begin:
-                first = given[{"add_and_project": 3, "decode_mean": 2, "sum_of_signs": 4}.get(which, 0)]
+                first = given[
+                    {"add_and_project": 3, "decode_mean": 2, "sum_of_signs": 4}.get(which, 0)
+                ]
                 first[..., -1] += 0.01 * abs(first).max()
 
         return called if which == name else loop
@@ -187,7 +206,9 @@ def wrong_loop(patch, name):
 
 
 @needs_numba
-@pytest.mark.parametrize("name", variants(["", *compiled.ARGUMENTS], slow=[*compiled.ARGUMENTS][1:]))
+@pytest.mark.parametrize(
+    "name", variants(["", *compiled.ARGUMENTS], slow=[*compiled.ARGUMENTS][1:])
+)
 def test_a_loop_that_is_wrong_is_a_fault(name, monkeypatch):
     if name:
         wrong_loop(monkeypatch, name)
@@ -197,7 +218,10 @@ def test_a_loop_that_is_wrong_is_a_fault(name, monkeypatch):
     faults = faults_of(rows)
     assert bool(faults) == bool(name)
     assert len(faults) < len(rows)
-    assert all(each.endswith("NUMBA_DISABLE_JIT=1 trains without compiled loops") for each in faults.values())
+    assert all(
+        each.endswith("NUMBA_DISABLE_JIT=1 trains without compiled loops")
+        for each in faults.values()
+    )
 
 
 @needs_numba
@@ -213,7 +237,9 @@ def test_codes_that_differ_from_torchs_by_a_bit_are_a_fault(monkeypatch):
     faults = faults_of(rows_of(check_loops, CPU))
     assert set(faults) == {check for check in faults if ", mean of 3" in check}
     assert faults
-    assert all("differs from what torch's operations make of it" in each for each in faults.values())
+    assert all(
+        "differs from what torch's operations make of it" in each for each in faults.values()
+    )
 
 
 def test_loops_are_not_looked_for_elsewhere_and_need_not_be_there(monkeypatch):
@@ -247,7 +273,9 @@ def test_one_rank_writes_the_report_and_speaks(rank, tmp_path, monkeypatch):
     shown, file = [], tmp_path / "doctor.json"
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(launched, "examine", lambda methods, report, **_: report.add(Row("part", "check", OK)))
+    monkeypatch.setattr(
+        launched, "examine", lambda methods, report, **_: report.add(Row("part", "check", OK))
+    )
     report = gradwire.doctor([Sign()], output=file, show=shown.append)
     assert [row.check for row in report.rows] == ["check"]
     assert (file.exists(), len(shown)) == ((True, 1) if rank == "0" else (False, 0))

@@ -1,4 +1,5 @@
-"""Replicas that come and go, as threads of one process, each with a torchft manager, under a real lighthouse. tests/chaos has them as processes that are killed."""
+"""Replicas that come and go, as threads of one process, each with a torchft manager, under a real
+lighthouse. tests/chaos has them as processes that are killed."""
 
 import http.client
 import json
@@ -19,7 +20,18 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from gradwire import AllReduce, Auto, LocalSGD, LocalSimulator, OuterSGD, PowerSGD, TopK, TwoLevel, Weighted, diloco
+from gradwire import (
+    AllReduce,
+    Auto,
+    LocalSGD,
+    LocalSimulator,
+    OuterSGD,
+    PowerSGD,
+    TopK,
+    TwoLevel,
+    Weighted,
+    diloco,
+)
 from gradwire.torch_backend import elastic
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from tests.torch.asked import Scaling
@@ -31,7 +43,9 @@ from torchft.coordination import LighthouseServer
 from torchft.manager import Manager, WorldSizeMode
 from torchft.process_group import ProcessGroupGloo, reconfigure_with_store
 
-FAILURE = json.loads((Path(__file__).parents[1] / "core" / "authors" / "torchft_failure.json").read_text())
+FAILURE = json.loads(
+    (Path(__file__).parents[1] / "core" / "authors" / "torchft_failure.json").read_text()
+)
 LIMIT = 200.0
 
 pytestmark = [
@@ -54,14 +68,19 @@ class Site:
         self.shared = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def group(self):
-        """Of torchft; or torch's own as `init_process_group("gloo", enable_reconfigure=True)` makes it, of which a process has one."""
+        """Of torchft; or torch's own as `init_process_group("gloo", enable_reconfigure=True)` makes
+        it, of which a process has one."""
         timeout = timedelta(seconds=60)
         if not self.native:
             return ProcessGroupGloo(timeout=timeout)
-        store = dist.TCPStore("localhost", self.shared.port, is_master=False, wait_for_workers=False)
+        store = dist.TCPStore(
+            "localhost", self.shared.port, is_master=False, wait_for_workers=False
+        )
         number, self.joined = self.joined, self.joined + 1
         group = dist.ProcessGroup(store, number, number + 1)
-        gloo = dist.ProcessGroupGloo(store, number, number + 1, timeout=timeout, enable_reconfigure=True)
+        gloo = dist.ProcessGroupGloo(
+            store, number, number + 1, timeout=timeout, enable_reconfigure=True
+        )
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         return group
@@ -87,8 +106,11 @@ class Site:
         return made
 
     def somebody_asks(self):
-        """A replica has asked for a quorum that is not complete. Only the lighthouse's own page says so."""
-        connection = http.client.HTTPConnection(self.lighthouse.address().removeprefix("http://"), timeout=LIMIT)
+        """A replica has asked for a quorum that is not complete. Only the lighthouse's own page
+        says so."""
+        connection = http.client.HTTPConnection(
+            self.lighthouse.address().removeprefix("http://"), timeout=LIMIT
+        )
         connection.request("GET", "/status")
         page = connection.getresponse().read().decode()
         connection.close()
@@ -130,7 +152,8 @@ def site(least, native=False):
 
 
 def both(train, native=False, besides=None):
-    """Run `train(site, number)` as two replicas, to their ends, and another function beside them."""
+    """Run `train(site, number)` as two replicas, to their ends, and another function beside
+    them."""
     with site(2, native) as here:
         for number, run in enumerate((train, train, *([besides] if besides else []))):
             here.start(run, here, number)
@@ -143,14 +166,17 @@ NATIVE = [
     pytest.param(
         True,
         id="native",
-        marks=pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs torch 2.15"),
+        marks=pytest.mark.skipif(
+            not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs torch 2.15"
+        ),
     ),
 ]
 
 
 @pytest.mark.parametrize("native", NATIVE)
 def test_torchft_comes_to_the_same_numbers_where_a_replica_fails(native):
-    """Its seventh fixture. There a replica that begins anew trains three steps before it asks for the others, which is nothing here: it asks at once."""
+    """Its seventh fixture. There a replica that begins anew trains three steps before it asks for
+    the others, which is nothing here: it asks at once."""
     begun = threading.Barrier(2, timeout=LIMIT)
     found = [{}, {}]
 
@@ -174,7 +200,8 @@ def test_torchft_comes_to_the_same_numbers_where_a_replica_fails(native):
 
     def fails(here):
         manager = train(1, here, 1, 6).quorum.manager
-        manager.shutdown(wait=False)  # as a process that is killed: no heartbeat any more, and no messages
+        # as a process that is killed: no heartbeat any more, and no messages
+        manager.shutdown(wait=False)
         manager._pg.abort()
         begun.wait()
         train(1, here, 2, 21)
@@ -190,7 +217,8 @@ def test_torchft_comes_to_the_same_numbers_where_a_replica_fails(native):
         for step, expected in theirs[kind].items():
             assert found[0][kind][step] == pytest.approx(expected, abs=1e-6)
         for step, expected in healed[kind].items():
-            # From the round on in which it has come, which is the first replica's third: six steps more.
+            # From the round on in which it has come, which is the first replica's third: six steps
+            # more.
             if int(step) >= 3:
                 assert found[1][kind][str(int(step) + 6)] == pytest.approx(expected, abs=1e-6)
     assert min(map(int, found[1]["parameters"])) == 9
@@ -204,24 +232,35 @@ SCHEDULES = [
     diloco(4, fragments=2, overlap=1, compressor=TopK(0.1)),
     pytest.param(diloco(3, eager=True, lr=0.3), marks=pytest.mark.slow),
 ]
-WITH_MEMORY = [COMPRESSED, diloco(4, overlap=2, compressor=TopK(0.1)), PowerSGD(1, min_compression_rate=1)]
+WITH_MEMORY = [
+    COMPRESSED,
+    diloco(4, overlap=2, compressor=TopK(0.1)),
+    PowerSGD(1, min_compression_rate=1),
+]
 
 
 def drawn(number, step):
-    generator, plain = torch.Generator().manual_seed(1000 * number + step), {"dtype": torch.float32, "device": "cpu"}
-    return {name: torch.randn(shape, generator=generator, **plain) for name, shape in SHAPES.items()}
+    generator, plain = (
+        torch.Generator().manual_seed(1000 * number + step),
+        {"dtype": torch.float32, "device": "cpu"},
+    )
+    return {
+        name: torch.randn(shape, generator=generator, **plain) for name, shape in SHAPES.items()
+    }
 
 
 def small():
     plain = {"dtype": torch.float32, "device": "cpu"}
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(5, 6, **plain), "b": torch.nn.Linear(6, 4, **plain)})
+    model = torch.nn.ModuleDict(
+        {"a": torch.nn.Linear(5, 6, **plain), "b": torch.nn.Linear(6, 4, **plain)}
+    )
     model.load_state_dict(drawn(9, 9))  # by no generator that threads share
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 class Replica:
-    """A replica of a site, and what it trains: on gradients drawn by its number and the step. All but the first keep outer parameters on the host: their
-    bits are the same."""
+    """A replica of a site, and what it trains: on gradients drawn by its number and the step. All
+    but the first keep outer parameters on the host: their bits are the same."""
 
     def __init__(self, here, number, what, weights=None, manager_state=None):
         self.number, (self.model, self.optimizer) = number, small()
@@ -248,13 +287,16 @@ def numbers(state):
     """Of a handle's state, or of parameters: all tensors, in one."""
     if "shared" in state:
         state = {key: state[key] for key in ("shared", "tensors")}
-    tensors = [x.detach().double().reshape(-1) for x in tree_leaves(state) if isinstance(x, torch.Tensor)]
+    tensors = [
+        x.detach().double().reshape(-1) for x in tree_leaves(state) if isinstance(x, torch.Tensor)
+    ]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *tensors])
 
 
 @pytest.mark.parametrize("local", SCHEDULES, ids=repr)
 def test_replicas_that_stay_come_to_what_the_simulator_says(local):
-    """Whatever is set for tensors of which nobody says where and what they are: in a thread for itself, and in all."""
+    """Whatever is set for tensors of which nobody says where and what they are: in a thread for
+    itself, and in all."""
     steps, after = 14, {}
 
     def train(here, number):
@@ -269,7 +311,9 @@ def test_replicas_that_stay_come_to_what_the_simulator_says(local):
     start = {name: p.detach().double().numpy() for name, p in small()[0].named_parameters()}
     sim = LocalSimulator(local, start, 2)
     for step in range(steps):
-        gradients = [{n: g.double().numpy() for n, g in drawn(number, step).items()} for number in range(2)]
+        gradients = [
+            {n: g.double().numpy() for n, g in drawn(number, step).items()} for number in range(2)
+        ]
         sim.step(gradients, lambda _, p, g: {n: p[n] - 0.1 * g[n] for n in p})
     for number in range(2):
         for name, p in after[number].items():
@@ -303,7 +347,8 @@ def vote_against(manager, now):
 
 @pytest.mark.parametrize("what", WITH_MEMORY, ids=repr)
 def test_a_vote_against_a_step_leaves_every_memory_as_it_was_and_nothing_is_lost(what):
-    """Both vote no once, after all messages have come. A schedule trains on; what averages gradients takes no step."""
+    """Both vote no once, after all messages have come. A schedule trains on; what averages
+    gradients takes no step."""
     same, kept = [], []
 
     def train(here, number):
@@ -342,7 +387,9 @@ def test_who_has_missed_a_round_takes_over_the_state_of_the_others():
         vote_against(replica.manager, lambda: number == 1 and handle.steps == 8 and seen())
         while handle.steps < 18:
             if replica.step():
-                rows.setdefault(handle.rounds, []).append(numbers(handle.outer_parameters()).clone())
+                rows.setdefault(handle.rounds, []).append(
+                    numbers(handle.outer_parameters()).clone()
+                )
 
     both(train)
     assert len(kept) == 1
@@ -351,7 +398,8 @@ def test_who_has_missed_a_round_takes_over_the_state_of_the_others():
 
 
 def rounds_of(what, until, newcomer=None, native=False):
-    """What two replicas have in common after each round, and after which round a newcomer had it too. It comes when the others have had so many."""
+    """What two replicas have in common after each round, and after which round a newcomer had it
+    too. It comes when the others have had so many."""
     rows, joined, comes = {}, [], threading.Event()
 
     def train(here, number):
@@ -359,13 +407,19 @@ def rounds_of(what, until, newcomer=None, native=False):
         replica = Replica(here, number, what, weights=nothing if number == 2 else None)
         handle, local = replica.handle, isinstance(what, LocalSGD)
         if number == 2:
-            errors = [x for m in handle._memory.state.tensors.values() for k, x in m.items() if k in what.per_replica]
+            errors = [
+                x
+                for m in handle._memory.state.tensors.values()
+                for k, x in m.items()
+                if k in what.per_replica
+            ]
             joined.extend([handle.rounds + (handle._left is not None if local else 0)])
             joined.append(errors != [] and not any(x.any() for x in errors))
         while handle.rounds < until:
             if number == 0 and handle.rounds == newcomer and not comes.is_set():
                 here.start(train, here, 2)
-                wait_until(here.somebody_asks)  # else the others end without it, however long its start takes
+                # else the others end without it, however long its start takes
+                wait_until(here.somebody_asks)
                 comes.set()
             if number == 1 and handle.rounds == newcomer:
                 assert comes.wait(LIMIT)
@@ -384,10 +438,13 @@ def wait_until(true):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.slow, id="torchft"), NATIVE[1]])
+@pytest.mark.parametrize(
+    "native", [pytest.param(False, marks=pytest.mark.slow, id="torchft"), NATIVE[1]]
+)
 @pytest.mark.parametrize("what", WITH_MEMORY, ids=repr)
 def test_a_newcomer_weighs_nothing_at_first_and_then_as_all_do(what, native):
-    """It comes with numbers of its own, which nobody may hear of. Up to the round in which it comes the others have what they have without it."""
+    """It comes with numbers of its own, which nobody may hear of. Up to the round in which it comes
+    the others have what they have without it."""
     alone, _ = rounds_of(what, 9, native=native)
     rows, (joined, without_errors) = rounds_of(what, 9, newcomer=3, native=native)
     assert without_errors
@@ -401,13 +458,16 @@ def test_a_newcomer_weighs_nothing_at_first_and_then_as_all_do(what, native):
 
 @pytest.mark.parametrize("what", [diloco(2), AllReduce()], ids=repr)
 def test_who_comes_receives_all_that_a_model_is(what):
-    """Layers that are frozen, statistics, tables of integers: replicas that begin with other numbers, or come with some, are of one model from then on."""
+    """Layers that are frozen, statistics, tables of integers: replicas that begin with other
+    numbers, or come with some, are of one model from then on."""
     found = {}
 
     def train(here, number):
         plain = {"dtype": torch.float32, "device": "cpu"}
         model = torch.nn.Sequential(
-            torch.nn.Linear(3, 4, **plain), torch.nn.Linear(4, 4, **plain), torch.nn.BatchNorm1d(4, **plain)
+            torch.nn.Linear(3, 4, **plain),
+            torch.nn.Linear(4, 4, **plain),
+            torch.nn.BatchNorm1d(4, **plain),
         )
         model[1].requires_grad_(False)
         model.register_buffer("table", torch.full((5,), number, dtype=torch.int64, device="cpu"))
@@ -479,7 +539,11 @@ def test_a_run_goes_on_from_the_state_of_a_replica():
             elastic(first.model, first.optimizer, COMPRESSED, first.manager)
         for _ in range(4):
             first.step()
-        handle, weights, manager = first.handle.state_dict(), first.weights(), first.manager.state_dict()
+        handle, weights, manager = (
+            first.handle.state_dict(),
+            first.weights(),
+            first.manager.state_dict(),
+        )
         for _ in range(4, 9):
             first.step()
     with site(1) as here:
@@ -493,13 +557,15 @@ def test_a_run_goes_on_from_the_state_of_a_replica():
 
 
 def test_parts_are_exchanged_on_a_device_too():
-    """Where ranks do not send to each other by themselves, by those collectives that torchft's groups have."""
+    """Where ranks do not send to each other by themselves, by those collectives that torchft's
+    groups have."""
     found = {}
 
     def exchange(here, number):
         group, store = here.group(), f"localhost:{here.shared.port}/exchange"
         reconfigure_with_store(group, store, number, 2, timedelta(seconds=LIMIT))
-        exchange = Exchange(group, torch.device("cuda"), number)  # of the kind for CUDA, on tensors of the CPU
+        # of the kind for CUDA, on tensors of the CPU
+        exchange = Exchange(group, torch.device("cuda"), number)
         for counts in ((2, 2), (3, 1)):
             whole = torch.zeros(4)
             torch.split(whole, counts)[number].fill_(number + 1)
@@ -508,7 +574,9 @@ def test_parts_are_exchanged_on_a_device_too():
             found[number, counts] = whole.tolist()
 
     both(exchange)
-    assert found == {(n, c): [1.0] * c[0] + [2.0] * c[1] for n in range(2) for c in ((2, 2), (3, 1))}
+    assert found == {
+        (n, c): [1.0] * c[0] + [2.0] * c[1] for n in range(2) for c in ((2, 2), (3, 1))
+    }
 
 
 REFUSED = [
@@ -601,7 +669,9 @@ def test_weights_that_are_loaded_without_their_state_are_refused():
             optimizer.step()
 
 
-@pytest.mark.parametrize("what", [Scaling(), diloco(1, lr=1.0, momentum=0, compressor=Scaling())], ids=repr)
+@pytest.mark.parametrize(
+    "what", [Scaling(), diloco(1, lr=1.0, momentum=0, compressor=Scaling())], ids=repr
+)
 def test_a_setting_is_heard(what):
     model, optimizer = small()
     with site(1) as here:
@@ -613,7 +683,9 @@ def test_a_setting_is_heard(what):
         for name, p in model.named_parameters():
             p.grad = gradients[name].clone()
         optimizer.step()
-        torch.testing.assert_close(before - numbers(model.state_dict()), 0.05 * numbers(gradients), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            before - numbers(model.state_dict()), 0.05 * numbers(gradients), rtol=0, atol=1e-5
+        )
 
 
 def test_a_closure_is_refused_where_gradients_are_averaged_before_the_step():
@@ -655,8 +727,9 @@ def test_masters_in_an_optimizers_state_go_with_their_parameters():
 
 @pytest.mark.parametrize("local", [LocalSGD(3), diloco(3)], ids=repr)
 def test_weights_of_schedule_free_optimizers_go_with_their_parameters(local):
-    """Averaged with them, so that what is evaluated is one model; or moved as far, so that how far they are from the parameters is each replica's own. A vote against it,
-    in the second round, moves none."""
+    """Averaged with them, so that what is evaluated is one model; or moved as far, so that how far
+    they are from the parameters is each replica's own. A vote against it, in the second round,
+    moves none."""
     steps, lags, evaluated = 9, [{}, {}], {}
 
     def train(here, number):
@@ -668,7 +741,9 @@ def test_weights_of_schedule_free_optimizers_go_with_their_parameters(local):
             for name, p in model.named_parameters():
                 p.grad = drawn(number, step)[name]
             optimizer.step()
-            lags[number][step] = numbers({n: optimizer.state[p]["z"] - p for n, p in model.named_parameters()})
+            lags[number][step] = numbers(
+                {n: optimizer.state[p]["z"] - p for n, p in model.named_parameters()}
+            )
         optimizer.eval()
         evaluated[number] = numbers(dict(model.named_parameters()))
 
@@ -676,7 +751,10 @@ def test_weights_of_schedule_free_optimizers_go_with_their_parameters(local):
     expected = [torch.zeros_like(lags[0][0])] * 2
     for step in range(steps):
         kept = 1 - 1 / (step + 1)
-        expected = [kept * (lag - 0.09 * numbers(drawn(number, step))) for number, lag in enumerate(expected)]
+        expected = [
+            kept * (lag - 0.09 * numbers(drawn(number, step)))
+            for number, lag in enumerate(expected)
+        ]
         if not local.has_outer and step in (2, 8):
             expected = [sum(expected) / 2] * 2
         for number in range(2):

@@ -1,4 +1,5 @@
-"""What a message of the torch backend tells its reader to write, written: a message without a row fails, and so does advice that does not work.
+"""What a message of the torch backend tells its reader to write, written: a message without a row
+fails, and so does advice that does not work.
 
 What takes several ranks is in `advised.py`, and done in the launch of `test_refusals_on_ranks.py`.
 """

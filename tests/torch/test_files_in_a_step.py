@@ -1,4 +1,5 @@
-"""How much of gradwire a reader of one step has to read: what a training does without enters no file."""
+"""How much of gradwire a reader of one step has to read: what a training does without enters no
+file."""
 
 import sys
 import threading
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 def entered_in_a_step() -> list[str]:
-    """The modules of gradwire whose functions run in the fourth step of PowerSGD under DDP, in order."""
+    """The modules of gradwire whose functions run in the fourth step of PowerSGD under DDP, in
+    order."""
     seen: dict[str, None] = {}
     counts = False
 

@@ -1,4 +1,5 @@
-"""Replicas of a model that FSDP2 has sharded: models of every kind, the loops that people write, and what is one in all shards."""
+"""Replicas of a model that FSDP2 has sharded: models of every kind, the loops that people write,
+and what is one in all shards."""
 
 import warnings
 from collections.abc import Callable
@@ -42,12 +43,17 @@ def accumulated(model, rank, switch=None, parts=3):
 
 
 class Tied(nn.Module):
-    """The last layer's weight is the embedding. FSDP wants both in one unit, here that of the model."""
+    """The last layer's weight is the embedding. FSDP wants both in one unit, here that of the
+    model."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.body, self.head = nn.Embedding(24, 32), nn.Linear(32, 32), nn.Linear(32, 24, bias=False)
+        self.embedding, self.body, self.head = (
+            nn.Embedding(24, 32),
+            nn.Linear(32, 32),
+            nn.Linear(32, 24, bias=False),
+        )
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens):
@@ -76,11 +82,14 @@ def branches_loss(model, rank, step):
 
 
 def used(step, name):
-    return name.startswith("trunk") or any(name.startswith(branch) for taken in TAKEN[step] for branch in taken)
+    return name.startswith("trunk") or any(
+        name.startswith(branch) for taken in TAKEN[step] for branch in taken
+    )
 
 
 class Crossed(nn.Module):
-    """Two layers side by side, of which the one that is called last comes first in the backward pass; and one that is called twice."""
+    """Two layers side by side, of which the one that is called last comes first in the backward
+    pass; and one that is called twice."""
 
     def __init__(self):
         super().__init__()
@@ -125,8 +134,9 @@ def offered(**options):
 
 @dataclass
 class Scenario:
-    """A model on an axis of shards, prepared after its replicas are compressed, trained for some steps, and what remembers something; `plain`: averages are
-    compared with those of FSDP as well."""
+    """A model on an axis of shards, prepared after its replicas are compressed, trained for some
+    steps, and what remembers something; `plain`: averages are compared with those of FSDP as
+    well."""
 
     make: Callable[[Any], nn.Module]
     loss: Any = LOSS
@@ -150,7 +160,8 @@ HALF = {
 }
 SCENARIOS = {
     "one message": Scenario(layers((40, 37, 36, 1)), steps=5, collectives=lambda rank: 5 * 2),
-    # Two of the three units are compressed, in two messages each. The first pass does not know in which order units come, and is one message round.
+    # Two of the three units are compressed, in two messages each. The first pass does not know in
+    # which order units come, and is one message round.
     "unit by unit": Scenario(
         layers((40, 37, 36, 1)),
         steps=5,
@@ -192,7 +203,9 @@ SCENARIOS = {
 }
 
 
-@cases.each(SCENARIOS, slow=SCENARIOS.keys() - {"one message", "unit by unit", "other orders", "replaced"})
+@cases.each(
+    SCENARIOS, slow=SCENARIOS.keys() - {"one message", "unit by unit", "other orders", "replaced"}
+)
 def test_blocks_are_averaged_as_the_simulator_says(world, scenario):
     mesh = mesh_of(*scenario.mesh)
     model, twin = (scenario.make(mesh["shard"]) for _ in range(2))
@@ -200,13 +213,20 @@ def test_blocks_are_averaged_as_the_simulator_says(world, scenario):
     for each in (model, twin):
         scenario.prepare(each, world.rank)
     trace = train_sharded(model, scenario.loss, range(scenario.steps), twin)
-    assert simulated(world, scenario.algorithm, trace, scenario.mesh[1], used=scenario.used) < scenario.tolerance
+    assert (
+        simulated(world, scenario.algorithm, trace, scenario.mesh[1], used=scenario.used)
+        < scenario.tolerance
+    )
     for step, given in enumerate(trace.given):  # what nobody has used keeps its gradient None
-        assert set(given) == {n for n in trace.local[step] if scenario.used is None or scenario.used(step, n)}
+        assert set(given) == {
+            n for n in trace.local[step] if scenario.used is None or scenario.used(step, n)
+        }
     memory = handle.rank_state_dict()["tensors"]
     assert tuple(sorted(memory)) == scenario.remembers
     assert {x.dtype for kept in memory.values() for x in kept.values()} <= {torch.float32}
-    assert {g.dtype for g in trace.given[0].values()} == {p.dtype for p in model.parameters() if p.requires_grad}
+    assert {g.dtype for g in trace.given[0].values()} == {
+        p.dtype for p in model.parameters() if p.requires_grad
+    }
     stats = handle.stats()
     assert stats.steps == scenario.steps
     assert scenario.remembers or stats.bytes_sent == stats.dense_bytes
@@ -222,12 +242,15 @@ def test_blocks_are_averaged_as_the_simulator_says(world, scenario):
         ours, theirs = scenario.make(mesh["shard"]), scenario.make(mesh)
         compress_replicas(ours, AllReduce(), mesh["replicate"])
         pairs = zip(*(train_sharded(m, LOSS, range(2)).given for m in (ours, theirs)), strict=True)
-        # FSDP averages over replicas in `reduce_dtype`; here that is done in the dtype of the parameters.
+        # FSDP averages over replicas in `reduce_dtype`; here that is done in the dtype of the
+        # parameters.
         near = 2e-2 if scenario is SCENARIOS["bfloat16 reduces"] else 1e-5
         assert all(relative(x, y) < near for x, y in pairs)
 
 
-@cases.each(["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward", "whole"])
+@cases.each(
+    ["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward", "whole"]
+)
 def test_of_micro_batches_the_last_one_sends(world, switch):
     """Modules may hold the whole parameters between the passes of a step."""
     mesh = mesh_of(2, 2)
@@ -237,7 +260,9 @@ def test_of_micro_batches_the_last_one_sends(world, switch):
         for model in (ours, theirs):
             model.zero_grad()
             model.set_reshard_after_backward(switch != "whole")
-            accumulated(model, world.rank, "set_requires_all_reduce" if switch == "whole" else switch)
+            accumulated(
+                model, world.rank, "set_requires_all_reduce" if switch == "whole" else switch
+            )
             for module in (model, *model) if switch == "whole" else ():
                 if isinstance(module, nn.Linear) or module is model:
                     module.reshard()
@@ -272,7 +297,9 @@ def test_torch_that_reduces_in_the_dtype_of_parameters_is_warned_of(world):
             warnings.simplefilter("always")
             patch.setattr(units, "REDUCES_IN_OWN_DTYPE", True)
             compress_replicas(model, AllReduce(), mesh["replicate"])
-        warned = ["reduce_dtype=None" in str(w.message) for w in seen if w.category is CompressionWarning]
+        warned = [
+            "reduce_dtype=None" in str(w.message) for w in seen if w.category is CompressionWarning
+        ]
         assert warned == [True] * wide
 
 
@@ -325,7 +352,9 @@ def test_a_unit_whose_gradients_come_in_parts_waits_for_all_of_them(world):
 def test_after_a_failed_pass_training_goes_on(world):
     mesh = mesh_of(2, 2)
     model, twin = (sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2))
-    handles = [compress_replicas(m, ALGORITHM, mesh["replicate"], message_bytes=0) for m in (model, twin)]
+    handles = [
+        compress_replicas(m, ALGORITHM, mesh["replicate"], message_bytes=0) for m in (model, twin)
+    ]
     for m in (model, twin):
         train_sharded(m, LOSS, range(2))
 
@@ -353,15 +382,23 @@ def test_after_a_failed_pass_training_goes_on(world):
 @cases.case
 def test_a_gradient_is_clipped_by_the_norm_of_all_its_shards(world):
     mesh = mesh_of(2, 2)
-    algorithm = PowerSGD(rank=2, max_norm=0.05, min_compression_rate=1000)  # so that nothing is compressed
+    # so that nothing is compressed
+    algorithm = PowerSGD(rank=2, max_norm=0.05, min_compression_rate=1000)
     model, twin = (sharded_mlp(WIDTHS, mesh["shard"]) for _ in range(2))
     with pytest.warns(CompressionWarning, match="compresses nothing"):
         compress_replicas(model, algorithm, mesh["replicate"])
     trace = train_sharded(model, LOSS, range(1), twin)
-    norm = torch.stack([p.grad.full_tensor().square().sum() for p in twin.parameters()]).sum().sqrt()
+    norm = (
+        torch.stack([p.grad.full_tensor().square().sum() for p in twin.parameters()]).sum().sqrt()
+    )
     assert norm > 0.05
-    replicas = world.everyones({n: g * (0.05 / norm) for n, g in trace.local[0].items()})[world.rank % 2 :: 2]
-    assert relative(trace.given[0], {n: (replicas[0][n] + replicas[1][n]) / 2 for n in replicas[0]}) < 1e-5
+    replicas = world.everyones({n: g * (0.05 / norm) for n, g in trace.local[0].items()})[
+        world.rank % 2 :: 2
+    ]
+    assert (
+        relative(trace.given[0], {n: (replicas[0][n] + replicas[1][n]) / 2 for n in replicas[0]})
+        < 1e-5
+    )
 
 
 @cases.case
@@ -379,7 +416,8 @@ def test_a_loss_scale_is_followed_and_a_step_that_overflows_is_skipped_everywher
             before, memory = local_parts(model), handle.rank_state_dict()
             optimizer.zero_grad()
             loss = LOSS(model, world.rank, step)
-            if step == 3:  # the first row of the first layer overflows on one rank, and is in the first shard
+            # the first row of the first layer overflows on one rank, and is in the first shard
+            if step == 3:
                 row = torch.zeros(37)
                 row[0] = torch.inf if world.rank == 2 else 1.0
                 loss = loss + (model[0](torch.ones(3, 40)) * row).sum()
@@ -404,7 +442,9 @@ def test_a_parameter_without_a_gradient_is_an_error(world):
     mesh = mesh_of(2, 2)
     model = branches(mesh["shard"])
     compress_replicas(model, ALGORITHM, mesh["replicate"])
-    with pytest.raises(RuntimeError, match=r"'right.weight', 'right.bias'.*unused=True.*requires_grad=False"):
+    with pytest.raises(
+        RuntimeError, match=r"'right.weight', 'right.bias'.*unused=True.*requires_grad=False"
+    ):
         model(torch.ones(3, 40), ("left",)).sum().backward()
 
 
@@ -425,7 +465,10 @@ def test_layers_that_are_frozen_keep_their_memory_until_they_are_thawed(world):
         assert [same_bits(memory[f"{n}.weight"], after[f"{n}.weight"]) for n in "02"] == [
             n not in trained for n in "02"
         ]
-        assert all(sorted(given) == [f"{n}.{p}" for n in trained for p in ("bias", "weight")] for given in trace.given)
+        assert all(
+            sorted(given) == [f"{n}.{p}" for n in trained for p in ("bias", "weight")]
+            for given in trace.given
+        )
     assert simulated(world, ALGORITHM, trace, 2) < 1e-4  # of the last layer nothing is compressed
     model.requires_grad_(requires_grad=True)
     thawed = train_sharded(model, LOSS, range(4, 6))

@@ -1,4 +1,5 @@
-"""The memory of a sharded model's replicas in files: on as many replicas and shards, on others of either, and on none; local SGD between them; and blocks."""
+"""The memory of a sharded model's replicas in files: on as many replicas and shards, on others of
+either, and on none; local SGD between them; and blocks."""
 
 import io
 from functools import cache
@@ -27,7 +28,8 @@ from tests.torch.ranks import Cases
 from tests.torch.sharded import local_parts, mesh_of, shard, sharded_mlp
 from tests.torch.training import fit, sgd
 
-#: Rows that two and four shards do not share equally. The last layer's blocks are too small to be compressed where there are four.
+#: Rows that two and four shards do not share equally. The last layer's blocks are too small to be
+#: compressed where there are four.
 WIDTHS = (40, 37, 34, 6)
 ALGORITHM = PowerSGD(rank=2, min_compression_rate=1)
 LOSS = loss_on(40, batch=8, dtype=torch.float64, spread=1)
@@ -55,7 +57,9 @@ def train(model, rank, steps, ranks=4):
 
 def whole(model):
     found = {n.removeprefix("module."): p for n, p in model.named_parameters()}
-    return {n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in found.items()}
+    return {
+        n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in found.items()
+    }
 
 
 def errors(state):
@@ -79,7 +83,8 @@ def through_a_file(x):
 
 @cache
 def saved(folder, rank):
-    """Of two replicas of two shards, in files: the state, and the weights of the run that goes on."""
+    """Of two replicas of two shards, in files: the state, and the weights of the run that goes
+    on."""
     model, handle = made(mesh_of(2, 2))
     train(model, rank, range(3))
     dcp.save({"model": model.state_dict(), "compressor": handle}, checkpoint_id=folder / "saved")
@@ -112,7 +117,11 @@ def test_a_run_goes_on_with_other_replicas_and_shards(world, how):
     parts = {"model": model.state_dict()} | ({"compressor": handle} if form == "dcp" else {})
     dcp.load(parts, checkpoint_id=world.folder / "saved", process_group=group)
     if form == "in parts":
-        dcp.load({"compressor": handle.sharded_state}, checkpoint_id=world.folder / "in parts", process_group=group)
+        dcp.load(
+            {"compressor": handle.sharded_state},
+            checkpoint_id=world.folder / "in parts",
+            process_group=group,
+        )
     if form == "portable":
         handle.load_state_dict(unflatten(*through_a_file(flatten(state))))
     loaded = handle.gathered_state_dict(to=None)
@@ -133,12 +142,16 @@ def test_a_run_goes_on_with_other_replicas_and_shards(world, how):
 
 
 #: The second's next step is no function of the mean error alone.
-RESUMED = {"half step": PowerSGD(rank=2, half_step=True, min_compression_rate=1), "largest elements": TopK(8, per=64)}
+RESUMED = {
+    "half step": PowerSGD(rank=2, half_step=True, min_compression_rate=1),
+    "largest elements": TopK(8, per=64),
+}
 
 
 @cases.each(RESUMED, slow=RESUMED)
 def test_a_run_goes_on_bit_for_bit_on_as_many_ranks(world, algorithm):
-    """From each rank's own, from that of all, and from what `torch.distributed.checkpoint` has of each."""
+    """From each rank's own, from that of all, and from what `torch.distributed.checkpoint` has of
+    each."""
     mesh, folder = mesh_of(2, 2), f"{world.folder / 'resumed'} {algorithm}"
     model, handle = made(mesh, algorithm)
     train(model, world.rank, range(3))
@@ -162,9 +175,15 @@ def test_a_run_goes_on_bit_for_bit_on_as_many_ranks(world, algorithm):
     words = said(elsewhere.load_state_dict, own)
     assert f"this is rank=0, replicas=1, shard={world.rank}, shards=4" in words
     words = said(handle.load_state_dict, {**own, "shard": 1 - shard})
-    assert f"the state is that of rank={replica}, replicas=2, shard={1 - shard}, shards=2, with" in words
+    assert (
+        f"the state is that of rank={replica}, replicas=2, shard={1 - shard}, shards=2, with"
+        in words
+    )
     words = said(handle.load_state_dict, {**own, "rank": 1 - replica})
-    assert f"the state is that of rank={1 - replica}, replicas=2, shard={shard}, shards=2, with" in words
+    assert (
+        f"the state is that of rank={1 - replica}, replicas=2, shard={shard}, shards=2, with"
+        in words
+    )
 
 
 @cases.case(slow=True)
@@ -192,21 +211,33 @@ def test_errors_are_laid_out_as_their_parameters(world):
     train(model, world.rank, range(2))
     state, portable = handle.state_dict(), handle.gathered_state_dict(to=None)
     sharded = state["sharded"]
-    laid_out = {name: (memory["error"].placements, tuple(memory["error"].shape)) for name, memory in sharded.items()}
-    assert laid_out == {f"{i}.weight": ((Shard(0),), (n, m)) for i, n, m in ((0, 37, 40), (2, 34, 37), (4, 6, 34))}
+    laid_out = {
+        name: (memory["error"].placements, tuple(memory["error"].shape))
+        for name, memory in sharded.items()
+    }
+    assert laid_out == {
+        f"{i}.weight": ((Shard(0),), (n, m)) for i, n, m in ((0, 37, 40), (2, 34, 37), (4, 6, 34))
+    }
     for name, memory in sharded.items():
         piece = handle._driver.layout.held[name].piece.name(name)
         assert same_bits(local_part(memory["error"]), portable["local"][piece]["error"][0])
     with pytest.raises(ValueError, match=r"another model.*'nobody\.weight'"):
-        handle.load_state_dict({**state, "sharded": sharded | {"nobody.weight": sharded["0.weight"]}})
+        handle.load_state_dict(
+            {**state, "sharded": sharded | {"nobody.weight": sharded["0.weight"]}}
+        )
     with pytest.raises(ValueError, match=r"PowerSGD\(rank=3"):
         made(mesh_of(2, 2), PowerSGD(rank=3))[1].load_state_dict(handle.state_dict())
-    for wrong in ({"a": 1}, {"tensors": {}}, {key: x for key, x in portable.items() if key != "local"}):
+    for wrong in (
+        {"a": 1},
+        {"tensors": {}},
+        {key: x for key, x in portable.items() if key != "local"},
+    ):
         with pytest.raises(ValueError, match="not a gradwire state"):
             handle.load_state_dict(wrong)
 
 
-# --- local SGD and DiLoCo: each rank averages its own blocks, and the whole is what whole models do ---
+# --- local SGD and DiLoCo: each rank averages its own blocks, and the whole is what whole models do
+# ---
 
 #: What is done, with which options, and which optimizer.
 SCHEDULES = {
@@ -217,7 +248,11 @@ SCHEDULES = {
     "moments averaged": (LocalSGD(2), {"moments": "average"}, torch.optim.AdamW),
     "moments dropped": (LocalSGD(2), {"moments": "reset"}, torch.optim.AdamW),
     # By the norm of the whole difference. Nothing is compressed.
-    "clipped": (diloco(2, compressor=PowerSGD(rank=2, max_norm=0.01, min_compression_rate=1000)), {}, torch.optim.SGD),
+    "clipped": (
+        diloco(2, compressor=PowerSGD(rank=2, max_norm=0.01, min_compression_rate=1000)),
+        {},
+        torch.optim.SGD,
+    ),
 }
 
 
@@ -250,7 +285,8 @@ def test_shards_together_do_what_the_whole_does(world, how):
 
 @cases.case(slow=True)
 def test_another_schedule_and_none_any_more(world):
-    """In the midst of a period. Replicas then average gradients as they are, and may be compressed."""
+    """In the midst of a period. Replicas then average gradients as they are, and may be
+    compressed."""
     mesh = mesh_of(2, 2)
     group, model = mesh.get_group("replicate"), sharded_mlp(FEWER, mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -259,7 +295,8 @@ def test_another_schedule_and_none_any_more(world):
     def step(number):
         fit(model, optimizer, world.rank, [number], SINGLE)
         everyone = world.everyones([local_parts(model), local_parts(model, gradients=True)])
-        return same_bits(everyone[world.rank], everyone[(world.rank + 2) % 4])  # the other replica's block
+        # the other replica's block
+        return same_bits(everyone[world.rank], everyone[(world.rank + 2) % 4])
 
     assert [step(number) for number in (0, 1)] == [True, False]
     handle.reconfigure(diloco(2, start_step=4))
@@ -284,7 +321,9 @@ def test_what_was_thawed_under_local_sgd_is_no_longer_the_same_on_all_replicas(w
 
 
 @cases.case(slow=True)
-def test_buffers_are_averaged_and_a_broken_shard_takes_its_replica_back_to_the_outer_parameters(world):
+def test_buffers_are_averaged_and_a_broken_shard_takes_its_replica_back_to_the_outer_parameters(
+    world,
+):
     torch.manual_seed(0)
     mesh, norm = mesh_of(2, 2), nn.BatchNorm1d(32)
     model = nn.Sequential(nn.Linear(40, 32), norm, nn.Linear(32, 20))
@@ -317,11 +356,17 @@ def test_outer_parameters_are_saved_and_cut_anew(world, shape):
     def made(mesh):
         model = sharded_mlp(FEWER, mesh["shard"])
         optimizer = sgd(model)
-        return model, optimizer, local_sgd(model, optimizer, schedule, process_group=mesh.get_group("replicate"))
+        return (
+            model,
+            optimizer,
+            local_sgd(model, optimizer, schedule, process_group=mesh.get_group("replicate")),
+        )
 
     def remembered(handle, key):
         held, kept = handle._target.layout.held, handle._memory.state.tensors
-        return {name: held[name].distributed(memory[key]).full_tensor() for name, memory in kept.items()}
+        return {
+            name: held[name].distributed(memory[key]).full_tensor() for name, memory in kept.items()
+        }
 
     model, optimizer, handle = made(mesh_of(2, 2))
     fit(model, optimizer, world.rank, range(4), SINGLE)
@@ -362,7 +407,10 @@ def test_a_block_that_is_empty_or_small_here_takes_no_error(world):
             assert ("error" in kept) == (shards == 2)
             assert handle.steps == handles[before].steps
         fit(model, optimizer, world.rank, range(handle.steps, handle.steps + 2), SINGLE)
-        dcp.save(parts | {"model": model.state_dict()}, checkpoint_id=world.folder / f"empty {replicas, shards}")
+        dcp.save(
+            parts | {"model": model.state_dict()},
+            checkpoint_id=world.folder / f"empty {replicas, shards}",
+        )
         handles[replicas, shards] = handle
     assert handle.steps == 6
     assert world.agree(whole(model))
@@ -370,7 +418,14 @@ def test_a_block_that_is_empty_or_small_here_takes_no_error(world):
 
 # --- blocks of parameters in a saved state: named, put together, and cut anew ---
 
-HEAD = {"format": 1, "kind": "compressor", "algorithm": "A()", "step": 3, "replicas": 2, "shared": {}}
+HEAD = {
+    "format": 1,
+    "kind": "compressor",
+    "algorithm": "A()",
+    "step": 3,
+    "replicas": 2,
+    "shared": {},
+}
 N, M, R = 12, 5, 2
 
 
@@ -381,7 +436,9 @@ def cut(shards, length=N, axis=0):
 
 
 def numbers(*shape, start=0):
-    return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+    return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float64).reshape(
+        shape
+    )
 
 
 ERROR = numbers(2, N, M)  # of two replicas
@@ -393,7 +450,10 @@ def state_of(pieces, name="w"):
     for i, piece in enumerate(pieces):
         if piece.size:
             block = piece.name(name)
-            state["tensors"][block] = {"q": torch.full((R, M), float(i)), "p": torch.full((R, piece.size), float(i))}
+            state["tensors"][block] = {
+                "q": torch.full((R, M), float(i)),
+                "p": torch.full((R, piece.size), float(i)),
+            }
             state["local"][block] = {"error": ERROR.narrow(piece.axis + 1, piece.start, piece.size)}
     return state
 
@@ -401,7 +461,11 @@ def state_of(pieces, name="w"):
 def memory(piece):
     shape = [N, M]
     shape[piece.axis] = piece.size
-    here = {"q": torch.full((R, M), -1.0), "p": torch.full((R, piece.size), -1.0), "error": torch.zeros(shape)}
+    here = {
+        "q": torch.full((R, M), -1.0),
+        "p": torch.full((R, piece.size), -1.0),
+        "error": torch.zeros(shape),
+    }
     return State({}, {"w": {key: x.double() for key, x in here.items()}})
 
 
@@ -409,7 +473,12 @@ def test_a_block_is_called_by_its_indices():
     for piece, name in ((Piece(0, 3, 6, 12), "a.w[3:6]"), (Piece(1, 0, 5, 12), "a.w[:, 0:5]")):
         assert piece.name("a.w") == name
         parameter, found = parameter_of(name)
-        assert (parameter, found.axis, found.start, found.stop) == ("a.w", piece.axis, piece.start, piece.stop)
+        assert (parameter, found.axis, found.start, found.stop) == (
+            "a.w",
+            piece.axis,
+            piece.start,
+            piece.stop,
+        )
     assert Piece(0, 0, 12, 12).name("a.w") == "a.w"
     assert parameter_of("a.w") == ("a.w", None)
 
@@ -424,7 +493,8 @@ def test_errors_are_put_together_and_cut_again(before, after, axis):
 
 
 def test_another_block_begins_with_the_factor_of_the_one_it_shares_most_with():
-    # Of blocks of 4 rows, those of 3 rows share most with 0, 0 or 1, 1, 2; factors of rows begin anew.
+    # Of blocks of 4 rows, those of 3 rows share most with 0, 0 or 1, 1, 2; factors of rows begin
+    # anew.
     for piece, ones in zip(cut(4), ({0.0}, {0.0, 1.0}, {1.0, 2.0}, {2.0}), strict=True):
         found = recut(state_of(cut(3)), {"w": piece}, memory(piece))["tensors"]["w"]
         assert set(found["q"].flatten().tolist()) <= ones
@@ -445,7 +515,9 @@ def test_a_whole_parameter_is_cut_like_its_blocks():
 def test_blocks_that_are_not_compressed_have_no_error_and_take_none():
     state = state_of(cut(3))
     del state["tensors"]["w[4:8]"], state["local"]["w[4:8]"]
-    found = recut(state, {"w": Piece(0, 2, 10, N)}, memory(Piece(0, 2, 10, N)))["local"]["w"]["error"]
+    found = recut(state, {"w": Piece(0, 2, 10, N)}, memory(Piece(0, 2, 10, N)))["local"]["w"][
+        "error"
+    ]
     assert found[:, 2:6].eq(0).all()
     assert found[:, :2].equal(ERROR[:, 2:4])
     found = recut(state_of(cut(3)), {"w": Piece(0, 0, 1, N)}, State({}, {}))
@@ -458,13 +530,22 @@ def test_what_is_of_another_model_stays_to_be_seen():
     other = state_of(cut(3), "v")
     state["tensors"] |= other["tensors"]
     state["local"] |= other["local"]
-    assert set(recut(state, {"w": piece}, memory(piece))["tensors"]) == {"w", "v[0:4]", "v[4:8]", "v[8:12]"}
+    assert set(recut(state, {"w": piece}, memory(piece))["tensors"]) == {
+        "w",
+        "v[0:4]",
+        "v[4:8]",
+        "v[8:12]",
+    }
     narrower = memory(piece)
     narrower.tensors["w"]["error"] = narrower.tensors["w"]["error"][:, :3]
     assert "w" not in recut(state, {"w": Piece(0, 0, 5, N)}, narrower)["local"]
 
 
 def test_a_parameter_that_is_called_like_a_block_is_whole():
-    state = {**HEAD, "tensors": {"w[0:2]": {"q": numbers(R, M)}}, "local": {"w[0:2]": {"error": ERROR}}}
+    state = {
+        **HEAD,
+        "tensors": {"w[0:2]": {"q": numbers(R, M)}},
+        "local": {"w[0:2]": {"error": ERROR}},
+    }
     current = State({}, {"w[0:2]": {"q": numbers(R, M), "error": ERROR[0]}})
     assert recut(state, {}, current) == state

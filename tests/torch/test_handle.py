@@ -1,4 +1,5 @@
-"""What a user does with a handle: sees what it does, gives the gradients back to DDP, changes the algorithm in a running job, drops passes and errors."""
+"""What a user does with a handle: sees what it does, gives the gradients back to DDP, changes the
+algorithm in a running job, drops passes and errors."""
 
 import copy
 import logging
@@ -12,7 +13,14 @@ import torch
 from torch import nn
 
 from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, WireDtype, diloco
-from gradwire.torch_backend import Averager, DataParallel, PowerSGDState, local_sgd, powerSGD_hook, register_comm_hook
+from gradwire.torch_backend import (
+    Averager,
+    DataParallel,
+    PowerSGDState,
+    local_sgd,
+    powerSGD_hook,
+    register_comm_hook,
+)
 from gradwire.torch_backend.engine.collectives import Collectives
 from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.local_sgd.moments import Moments
@@ -37,12 +45,16 @@ def given(ddp, steps, loss=LOSS):
     return train(ddp, loss, steps, local=False).given
 
 
-USED = {"all": (lambda: mlp(*WIDTHS), LOSS, {}), "some": (Branches, branching_loss, {"find_unused_parameters": True})}
+USED = {
+    "all": (lambda: mlp(*WIDTHS), LOSS, {}),
+    "some": (Branches, branching_loss, {"find_unused_parameters": True}),
+}
 
 
 @cases.each(USED)
 def test_after_unregister_ddp_averages_as_without_a_hook_and_takes_another(world, variant):
-    """Compressed for two steps, plain, and compressed again; beside a DDP that has no hook, begins with those weights, and is given its first."""
+    """Compressed for two steps, plain, and compressed again; beside a DDP that has no hook, begins
+    with those weights, and is given its first."""
     make, loss, options = variant
     ddp, handle = wrapped(world, PowerSGD(rank=2), make(), **options)
     given(ddp, 2, loss)
@@ -50,7 +62,8 @@ def test_after_unregister_ddp_averages_as_without_a_hook_and_takes_another(world
     plain.module.load_state_dict(ddp.module.state_dict())
     before = handle.stats()
     handle.unregister()
-    assert not any(p._post_accumulate_grad_hooks for p in ddp.module.parameters())  # nobody keeps count any more
+    # nobody keeps count any more
+    assert not any(p._post_accumulate_grad_hooks for p in ddp.module.parameters())
     with collective_payloads() as payloads:
         after = given(ddp, range(2, 5), loss)
     assert same_bits(after, given(plain, range(2, 5), loss))
@@ -62,8 +75,13 @@ def test_after_unregister_ddp_averages_as_without_a_hook_and_takes_another(world
     driver = {"driver": weakref.ref(handle._driver)}
     del handle
     assert alive(driver) == []
-    handles = [register_comm_hook(each, PowerSGD(rank=1), message_bytes=1000) for each in (ddp, plain)]
-    assert relative(*(train(each, loss, range(5, 7), local=False).weights for each in (ddp, plain))) < 1e-6
+    handles = [
+        register_comm_hook(each, PowerSGD(rank=1), message_bytes=1000) for each in (ddp, plain)
+    ]
+    assert (
+        relative(*(train(each, loss, range(5, 7), local=False).weights for each in (ddp, plain)))
+        < 1e-6
+    )
     assert [h.stats().steps for h in handles] == [2, 2]
     assert len(ddp._comm_hooks) == 1
 
@@ -81,14 +99,18 @@ def state_of(optimizer):
 
 @cases.each(["keep", "reset"])
 def test_after_unregister_of_local_sgd_replicas_are_equal_and_stay_so(world, moments):
-    """In the midst of a period. Beside a DDP that nobody has touched, and then with a hook in the place of local SGD."""
+    """In the midst of a period. Beside a DDP that nobody has touched, and then with a hook in the
+    place of local SGD."""
     ddp, optimizer, handle = local_on(world, diloco(3), moments=moments)
     fit(ddp, optimizer, world.rank, range(5), LOSS)
     mine, remembered, before = weights(ddp.module), state_of(optimizer), handle.stats()
     assert not world.agree(mine)
     handle.unregister()
     everyone, memories = world.everyones(mine), world.everyones(remembered)
-    assert relative(weights(ddp.module), {n: sum(x[n] for x in everyone) / world.size for n in mine}) < 1e-6
+    assert (
+        relative(weights(ddp.module), {n: sum(x[n] for x in everyone) / world.size for n in mine})
+        < 1e-6
+    )
     if moments == "keep":
         for i, moment in state_of(optimizer).items():
             for key in ("exp_avg", "exp_avg_sq"):
@@ -115,7 +137,8 @@ def test_after_unregister_of_local_sgd_replicas_are_equal_and_stay_so(world, mom
 
 @cases.case
 def test_what_ranks_remember_apart_becomes_one(world):
-    """Moments are averaged; counters, factors of other shapes, and what one rank alone has are those of the first."""
+    """Moments are averaged; counters, factors of other shapes, and what one rank alone has are
+    those of the first."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(4, 3)) for _ in range(3)], lr=0.1)
     first, second, third = optimizer.param_groups[0]["params"]
     mine = float(world.rank)
@@ -124,7 +147,10 @@ def test_what_ranks_remember_apart_becomes_one(world):
         "moment": torch.full((4, 3), mine),
         "rows": torch.full((4,), mine),
     }
-    optimizer.state[second if world.rank else third] = {"moment": torch.full((4, 3), 2.0), "step": 7}
+    optimizer.state[second if world.rank else third] = {
+        "moment": torch.full((4, 3), 2.0),
+        "step": 7,
+    }
     moments = Moments(optimizer, {"a": first, "b": second, "c": third}, "keep", world.group)
     moments.make_equal(Collectives(ProcessGroups(world.group), TorchOps(torch.device("cpu"))))
     half = torch.full((4, 3), 0.5)
@@ -177,7 +203,9 @@ def test_local_sgd_keeps_the_memory_that_fits(world):
     for name, memory in after.items():
         kept = memory.keys() - {"q"}
         assert {"outer", "velocity"} <= kept
-        assert same_bits({key: memory[key] for key in kept}, {key: before[name][key] for key in kept})
+        assert same_bits(
+            {key: memory[key] for key in kept}, {key: before[name][key] for key in kept}
+        )
         assert ("q" in memory) == ("error" in kept) == name.endswith("weight")
         assert "q" not in memory or memory["q"].shape[0] == 4
     assert not handle.synchronized
@@ -192,7 +220,9 @@ def test_a_schedule_that_begins_with_equal_replicas_finds_them_so(world):
     ddp, optimizer, handle = local_on(world, LocalSGD(4))
 
     def require_outer_parameters_here():
-        outers = {name: memory["outer"] for name, memory in handle.rank_state_dict()["tensors"].items()}
+        outers = {
+            name: memory["outer"] for name, memory in handle.rank_state_dict()["tensors"].items()
+        }
         assert same_bits(outers, weights(ddp.module))
         assert world.agree(outers)
 
@@ -200,7 +230,10 @@ def test_a_schedule_that_begins_with_equal_replicas_finds_them_so(world):
     handle.reconfigure(LocalSGD(2))
     assert not handle.synchronized  # by the new schedule an average would have been due
     assert "RuntimeError" in said(handle.state_dict)
-    mean = {n: sum(x[n] for x in world.everyones(weights(ddp.module))) / world.size for n in weights(ddp.module)}
+    mean = {
+        n: sum(x[n] for x in world.everyones(weights(ddp.module))) / world.size
+        for n in weights(ddp.module)
+    }
     handle.reconfigure(diloco(2))
     require_outer_parameters_here()
     assert relative(weights(ddp.module), mean) < 1e-6
@@ -222,10 +255,11 @@ def test_memory_is_kept_where_it_fits(world):
     other.module.load_state_dict(ddp.module.state_dict())
     loaded.load_state_dict(handle.gathered_state_dict("all", to=None), strict=False)
     fresh = wrapped(world, PowerSGD(rank=4))[1].rank_state_dict()["tensors"]
+    # what does not fit begins anew, and here it has begun
     for (
         name,
         memory,
-    ) in loaded._driver.memory.state.tensors.items():  # what does not fit begins anew, and here it has begun
+    ) in loaded._driver.memory.state.tensors.items():
         memory["q"].copy_(fresh[name]["q"])
     error = handle.local_error_norm()
     difference = handle.reconfigure(PowerSGD(rank=4))
@@ -240,7 +274,9 @@ def test_memory_is_kept_where_it_fits(world):
 @cases.case
 def test_data_parallel_is_reconfigured_too(world):
     """To uncompressed averages, in buckets that are divided on their way, and back."""
-    model = DataParallel(mlp(*WIDTHS), PowerSGD(rank=2), process_group=world.group, bucket_cap_mb=0.006)
+    model = DataParallel(
+        mlp(*WIDTHS), PowerSGD(rank=2), process_group=world.group, bucket_cap_mb=0.006
+    )
     twin, _ = wrapped(world)
     given(model, 2)
     twin.module.load_state_dict(model.module.state_dict())
@@ -267,10 +303,13 @@ def test_one_line_for_each_registration_on_the_first_rank(world):
     train(ddp, LOSS, 2, local=False)
     shown = repr(handle)
     handle.reconfigure(WireDtype(AllReduce(), torch.bfloat16))
-    DataParallel(mlp(400, 300), PowerSGD(rank=2, start_step=100, half_step=True), process_group=world.group)
+    DataParallel(
+        mlp(400, 300), PowerSGD(rank=2, start_step=100, half_step=True), process_group=world.group
+    )
     Averager(PowerSGD(rank=2), {"w": torch.zeros(40, 36)}, world.group)
     logger.removeHandler(seen)
-    # 36·40 + 36·36 + 28·36 weights and 36 + 36 + 28 biases; (36 + 40 + 36 + 36 + 28 + 36) · 2 numbers for the weights.
+    # 36·40 + 36·36 + 28·36 weights and 36 + 36 + 28 biases; (36 + 40 + 36 + 36 + 28 + 36) · 2
+    # numbers for the weights.
     first = "PowerSGD(rank=2): 3 of 6 tensors, 15.4 kB → 2.1 kB (7.3×), 2 messages; error memory 15.0 kB"
     messages = [
         first,
@@ -286,7 +325,10 @@ def test_one_line_for_each_registration_on_the_first_rank(world):
 @cases.case
 def test_a_step_is_measured_against_a_full_average(world):
     """Of what goes in, gradients and errors; and it is the step that it would have been."""
-    (ddp, handle), (plain, twin) = wrapped(world, PowerSGD(rank=2)), wrapped(world, PowerSGD(rank=2))
+    (ddp, handle), (plain, twin) = (
+        wrapped(world, PowerSGD(rank=2)),
+        wrapped(world, PowerSGD(rank=2)),
+    )
     given(ddp, 2), given(plain, 2)
     errors = {name: memory["error"] for name, memory in handle.rank_state_dict()["tensors"].items()}
     with handle.measured() as found:
@@ -302,7 +344,9 @@ def test_a_step_is_measured_against_a_full_average(world):
     assert 0.1 < whole < 1
     assert found.relative_error == pytest.approx(whole, rel=1e-4)
     for name, x in means.items():
-        assert found.by_parameter[name] == pytest.approx(float(off[name].norm() / x.norm()), rel=1e-4, abs=1e-6)
+        assert found.by_parameter[name] == pytest.approx(
+            float(off[name].norm() / x.norm()), rel=1e-4, abs=1e-6
+        )
     given(ddp, [3])
     assert found.step == 3  # the next one is not measured
     model = DataParallel(mlp(*WIDTHS), AllReduce(), process_group=world.group)
@@ -312,7 +356,10 @@ def test_a_step_is_measured_against_a_full_average(world):
 
 
 #: What goes wrong on the last rank, and what comes of it on the first.
-TROUBLE = {"before the step": ("_wide", None, "it went wrong on another rank"), "after the step": ("_ratio", 3, "")}
+TROUBLE = {
+    "before the step": ("_wide", None, "it went wrong on another rank"),
+    "after the step": ("_ratio", 3, ""),
+}
 
 
 @cases.each(TROUBLE)
@@ -330,7 +377,9 @@ def test_a_measurement_that_goes_wrong_ends_no_step(world, variant):
     assert found.step == (None if mine else elsewhere)
     told = [(str(each.message), each.filename) for each in seen]
     words = "RuntimeError: out of memory" if mine else words
-    assert told == ([(f"handle.measured(): a step was not measured, since {words}", __file__)] if words else [])
+    assert told == (
+        [(f"handle.measured(): a step was not measured, since {words}", __file__)] if words else []
+    )
     with handle.measured() as found:
         assert same_bits(given(ddp, [3]), given(plain, [3]))
     assert 0.1 < found.relative_error < 1
@@ -342,7 +391,11 @@ def test_the_profiler_shows_what_is_done(world):
     train(ddp, LOSS, 2, local=False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         train(ddp, LOSS, 2, local=False)
-    counted = {event.key: event.count for event in profile.key_averages() if event.key.startswith("gradwire")}
+    counted = {
+        event.key: event.count
+        for event in profile.key_averages()
+        if event.key.startswith("gradwire")
+    }
     assert counted.keys() == {"gradwire: PowerSGD send", "gradwire: PowerSGD finish"}
     assert counted["gradwire: PowerSGD finish"] == 2
     assert counted["gradwire: PowerSGD send"] >= 2
@@ -374,8 +427,9 @@ VARIANTS = {
 
 @cases.each(VARIANTS)
 def test_a_discarded_pass_leaves_no_trace(world, variant):
-    """After one step and after two, so at both phases of a half-step; whether it is finite or not; and with another loss scale, which clipping knows and
-    memory only follows in a step that counts."""
+    """After one step and after two, so at both phases of a half-step; whether it is finite or not;
+    and with another loss scale, which clipping knows and memory only follows in a step that
+    counts."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(1))
     (module, handle), (other, twin) = (made(world, *variant, grad_scaler=scaler) for _ in range(2))
@@ -416,7 +470,9 @@ def test_a_discarded_pass_leaves_no_trace(world, variant):
 @cases.case
 def test_of_two_models_in_one_backward_pass_one_may_be_discarded(world):
     """A generator's step goes through the discriminator, whose gradients are dropped."""
-    models = (paralleled(mlp(*widths), PowerSGD(2), world.group) for widths in ((8, 32, 40), (40, 32, 1)))
+    models = (
+        paralleled(mlp(*widths), PowerSGD(2), world.group) for widths in ((8, 32, 40), (40, 32, 1))
+    )
     (g, ours), (d, theirs) = models
     noise = torch.randn(6, 8, generator=torch.Generator().manual_seed(world.rank))
     d(g(noise).detach()).mean().backward()
@@ -455,7 +511,8 @@ def test_contexts_within_each_other_exceptions_and_ranks_that_do_not_agree(world
 
 @cases.case
 def test_torchs_state_discards_and_forgets(world):
-    """The very first pass is one to be dropped; and memory that was loaded is forgotten before the first step."""
+    """The very first pass is one to be dropped; and memory that was loaded is forgotten before the
+    first step."""
 
     def torchs():
         ddp, state = wrapped(world)[0], PowerSGDState(world.group, 2, start_powerSGD_iter=0)
@@ -512,7 +569,9 @@ def test_errors_are_forgotten_by_pattern_and_nothing_else_is(world):
 
 @cases.case
 def test_a_discarded_pass_with_unused_parameters(world):
-    ddp, handle = hooked(Branches(), PowerSGD(2), world.group, message_bytes=0, find_unused_parameters=True)
+    ddp, handle = hooked(
+        Branches(), PowerSGD(2), world.group, message_bytes=0, find_unused_parameters=True
+    )
 
     def step(taken, i):
         ddp.zero_grad()

@@ -1,4 +1,5 @@
-"""Where memory of local SGD lies in the host's: few buffers, of which torch leaves next to nothing empty."""
+"""Where memory of local SGD lies in the host's: few buffers, of which torch leaves next to nothing
+empty."""
 
 import torch
 from hypothesis import given
@@ -10,7 +11,15 @@ from tests.torch.compare import same_bits
 
 #: Parameters of GPT-2, of which three float32 each are kept.
 WIDTH, LAYERS = 768, 12
-LAYER = [3 * WIDTH * WIDTH, WIDTH * WIDTH, 4 * WIDTH * WIDTH, 4 * WIDTH * WIDTH, 3 * WIDTH, 4 * WIDTH, *[WIDTH] * 6]
+LAYER = [
+    3 * WIDTH * WIDTH,
+    WIDTH * WIDTH,
+    4 * WIDTH * WIDTH,
+    4 * WIDTH * WIDTH,
+    3 * WIDTH,
+    4 * WIDTH,
+    *[WIDTH] * 6,
+]
 GPT = {i: 12 * n for i, n in enumerate([50_257 * WIDTH, 1024 * WIDTH, *LAYER * LAYERS])}
 
 
@@ -37,9 +46,23 @@ def test_every_array_has_a_place_of_its_own(sizes: list[int]) -> None:
 
 def test_what_is_placed_is_what_was_there_in_one_buffer() -> None:
     dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float64, "d": torch.uint8}
-    tensors = {n: {"x": torch.arange(7).to(dtype), "y": torch.ones((), dtype=dtype)} for n, dtype in dtypes.items()}
+    tensors = {
+        n: {"x": torch.arange(7).to(dtype), "y": torch.ones((), dtype=dtype)}
+        for n, dtype in dtypes.items()
+    }
     tensors["none"] = {}
     host = HostMemory(torch.device("cpu")).place(State({}, tensors))
     assert same_bits(host.tensors, tensors)
-    assert [list(memory) for memory in host.tensors.values()] == [list(memory) for memory in tensors.values()]
-    assert len({x.untyped_storage().data_ptr() for memory in host.tensors.values() for x in memory.values()}) == 1
+    assert [list(memory) for memory in host.tensors.values()] == [
+        list(memory) for memory in tensors.values()
+    ]
+    assert (
+        len(
+            {
+                x.untyped_storage().data_ptr()
+                for memory in host.tensors.values()
+                for x in memory.values()
+            }
+        )
+        == 1
+    )

@@ -1,4 +1,5 @@
-"""How many kernels and messages a step takes on a device, and what the host waits for: ceilings, counted without a device; and the counter."""
+"""How many kernels and messages a step takes on a device, and what the host waits for: ceilings,
+counted without a device; and the counter."""
 
 import time
 
@@ -8,7 +9,18 @@ import torch.distributed as dist
 
 from benchmarks.dry import Kernels, PretendedGroup, Step, gradwire_step, on_a_device
 from benchmarks.shapes import elements, gpt
-from gradwire import AllReduce, LocalSGD, PowerSGD, Quantize, Sign, Spec, TopK, TwoLevel, WireDtype, diloco
+from gradwire import (
+    AllReduce,
+    LocalSGD,
+    PowerSGD,
+    Quantize,
+    Sign,
+    Spec,
+    TopK,
+    TwoLevel,
+    WireDtype,
+    diloco,
+)
 from gradwire.torch_backend.advise.method_cost import message_groups, method_cost
 from gradwire.torch_backend.advise.step_time import step_compute
 from gradwire.torch_backend.engine.driver import Driver, specs_of
@@ -37,8 +49,9 @@ def counted(step: Step) -> tuple[int, int, int]:
     return seen.kernels, step.all_reduces - before, seen.waits
 
 
-#: Of GPT-125M, whose buckets of 25 MiB are 13: with the kernels in Triton, or without; kernels, all-reduces, and bytes
-#: that are read and written for each element. An H100 launched 575 kernels at rank 4 and 1,132 at rank 32, with Triton.
+#: Of GPT-125M, whose buckets of 25 MiB are 13: with the kernels in Triton, or without; kernels,
+#: all-reduces, and bytes that are read and written for each element. An H100 launched 575 kernels
+#: at rank 4 and 1,132 at rank 32, with Triton.
 STEPS = {
     "rank 4": (PowerSGD(4), False, 660, 2, 4 * 11.3),
     "rank 4, Triton": (PowerSGD(4), True, 33, 2, 4 * 8.3),
@@ -54,8 +67,12 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize(("algorithm", "fused", "ceiling", "messages", "nbytes"), STEPS.values(), ids=STEPS)
-def test_a_step_of_a_gpt_with_the_buckets_of_ddp(algorithm, fused, ceiling, messages, nbytes) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "fused", "ceiling", "messages", "nbytes"), STEPS.values(), ids=STEPS
+)
+def test_a_step_of_a_gpt_with_the_buckets_of_ddp(
+    algorithm, fused, ceiling, messages, nbytes
+) -> None:
     step = made(GPT_125M, algorithm, fused=fused)
     before = step.all_reduces
     with Kernels() as seen:
@@ -66,9 +83,14 @@ def test_a_step_of_a_gpt_with_the_buckets_of_ddp(algorithm, fused, ceiling, mess
     assert seen.waits == 0
 
 
-@pytest.mark.parametrize(("dtype", "ceiling", "messages"), [(torch.float32, 266, 50), (torch.bfloat16, 168, 26)])
-def test_rows_of_a_large_model_are_made_orthonormal_in_four_batches(dtype, ceiling, messages) -> None:
-    """Of its memory when the first group begins; and of what has arrived in three, one of which travels while the next computes. With Triton, at rank 32."""
+@pytest.mark.parametrize(
+    ("dtype", "ceiling", "messages"), [(torch.float32, 266, 50), (torch.bfloat16, 168, 26)]
+)
+def test_rows_of_a_large_model_are_made_orthonormal_in_four_batches(
+    dtype, ceiling, messages
+) -> None:
+    """Of its memory when the first group begins; and of what has arrived in three, one of which
+    travels while the next computes. With Triton, at rank 32."""
     step = made(GPT_1_3B, PowerSGD(32), fused=True, dtype=dtype)
     before = step.all_reduces
     with Kernels() as seen:
@@ -88,7 +110,8 @@ AT_SCALE += [
 
 @pytest.mark.parametrize("algorithm", AT_SCALE, ids=repr)
 def test_what_the_host_dispatches_does_not_grow_with_replicas(algorithm) -> None:
-    """Of 40 small tensors on the CPU, 60 operations and 25 a tensor; and, on a device with Triton, 60 launches and 5 a tensor."""
+    """Of 40 small tensors on the CPU, 60 operations and 25 a tensor; and, on a device with Triton,
+    60 launches and 5 a tensor."""
     shapes = {str(i): (64, 64) if i % 2 else (64,) for i in range(40)}
     for replicas in (8, 64, 512):
         step = gradwire_step(shapes, algorithm, replicas=replicas)
@@ -125,7 +148,9 @@ def test_the_number_of_kernels_does_not_grow_with_the_rank() -> None:
     """And clipping is a handful of kernels, however many tensors there are."""
     shapes = gpt(2, 768, 10_000, 1024)
     methods = PowerSGD(2), PowerSGD(16), PowerSGD(2, max_norm=1.0)
-    two, many, clipped = (counted(made(shapes, method, 100_000.0, message_bytes=1 << 40)) for method in methods)
+    two, many, clipped = (
+        counted(made(shapes, method, 100_000.0, message_bytes=1 << 40)) for method in methods
+    )
     assert two[0] == many[0]
     assert clipped[0] - two[0] < 20 < len(shapes)
     assert clipped[2] == 0
@@ -142,11 +167,13 @@ def test_a_pass_that_is_discarded_lets_the_host_wait_for_nothing_more(algorithm)
             driver.add(gradients, first=True, last=True)
         waits.append(seen.waits)
     assert waits[4] == waits[2]
-    assert all(driver.memory.state.shared[key] is x for key, x in scalars.items())  # the very ones that are foreseen
+    # the very ones that are foreseen
+    assert all(driver.memory.state.shared[key] is x for key, x in scalars.items())
 
 
 @pytest.mark.parametrize(
-    ("device", "start_step", "worth"), [("cpu", 0, 1 << 20), ("cuda", 0, 4 << 20), ("cuda", 1, 1 << 20)]
+    ("device", "start_step", "worth"),
+    [("cpu", 0, 1 << 20), ("cuda", 0, 4 << 20), ("cuda", 1, 1 << 20)],
 )
 def test_messages_are_larger_where_kernels_count(device, start_step, worth) -> None:
     """But not while steps are dense: to share a message, buckets would have to be copied."""
@@ -191,19 +218,28 @@ SEVERAL = {
     "a short one": (lambda: torch.ones(4, 64) @ torch.ones(64, 4096), 1),
     "cat": (lambda: torch.cat([torch.ones(2)] * 50), 1),
     "cat of more than a launch takes": (lambda: torch.cat([torch.ones(2)] * 146), 2),
-    "cat into another dtype": (lambda: torch.cat([torch.ones(2)] * 12, out=torch.zeros(24, dtype=torch.float64)), 12),
+    "cat into another dtype": (
+        lambda: torch.cat([torch.ones(2)] * 12, out=torch.zeros(24, dtype=torch.float64)),
+        12,
+    ),
     "_foreach_add_ of 124 million elements": (
         lambda: torch._foreach_add_([big := torch.empty(50, 2_480_000)[0]] * 50, [big] * 50),
         6,
     ),
-    "_foreach_copy_ of 96 vectors": (lambda: torch._foreach_copy_([torch.ones(3)] * 96, [torch.zeros(3)] * 96), 2),
+    "_foreach_copy_ of 96 vectors": (
+        lambda: torch._foreach_copy_([torch.ones(3)] * 96, [torch.zeros(3)] * 96),
+        2,
+    ),
     "_foreach_mul of mixed dtypes": (
         lambda: torch._foreach_mul([torch.ones(2), torch.ones(2, dtype=torch.float64)], 2.0),
         2,
     ),
     "a Cholesky factor": (lambda: torch.linalg.cholesky_ex(torch.eye(4)), 6),
     "a larger one": (lambda: torch.linalg.cholesky_ex(torch.eye(32)), 9),
-    "a triangle solved": (lambda: torch.linalg.solve_triangular(torch.eye(4), torch.eye(4), upper=False), 4),
+    "a triangle solved": (
+        lambda: torch.linalg.solve_triangular(torch.eye(4), torch.eye(4), upper=False),
+        4,
+    ),
 }
 
 
@@ -211,7 +247,9 @@ SEVERAL = {
 def test_an_operation_counts_as_the_kernels_that_a_gpu_launches_for_it(call, kernels) -> None:
     with Kernels() as made_first:
         call()
-    made = {name: n for name, n in made_first.by_name.items() if name not in ("ones", "zeros", "eye")}
+    made = {
+        name: n for name, n in made_first.by_name.items() if name not in ("ones", "zeros", "eye")
+    }
     assert sum(made.values()) == kernels
 
 
@@ -224,7 +262,8 @@ def test_numbers_are_made_once_unless_they_take_much_memory() -> None:
     assert not any(kept.numel() > 1 << 16 for kept in ops._constants.values())
 
 
-# --- what a method costs on one device: its own program and the messages of its plan, with nobody at the other end ---
+# --- what a method costs on one device: its own program and the messages of its plan, with nobody
+# at the other end ---
 
 SPECS = {"a": Spec((96, 64)), "b": Spec((64,)), "c": Spec((64, 96)), "d": Spec((32, 8, 3, 3))}
 REPLICAS = 4

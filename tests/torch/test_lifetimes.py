@@ -1,5 +1,6 @@
-"""Whatever gradwire puts on a model or an optimizer goes with them: a sweep of runs in one process needs the memory of one. What a program has set for tensors
-of its own changes nothing. And a script may end right after its last step, with or without `destroy_process_group`."""
+"""Whatever gradwire puts on a model or an optimizer goes with them: a sweep of runs in one process
+needs the memory of one. What a program has set for tensors of its own changes nothing. And a script
+may end right after its last step, with or without `destroy_process_group`."""
 
 import os
 import subprocess
@@ -66,7 +67,12 @@ def test_nothing_stays_when_it_is_dropped(world, door):
         model, optimizer, handle = door(world, mlp(*WIDTHS))
         handle = model if handle is None else handle
         fit(model, optimizer, world.rank, range(steps), LOSS)
-        parts = {"model": model, "parameter": next(model.parameters()), "optimizer": optimizer, "handle": handle}
+        parts = {
+            "model": model,
+            "parameter": next(model.parameters()),
+            "optimizer": optimizer,
+            "handle": handle,
+        }
         left = {name: weakref.ref(part) for name, part in parts.items()}
         del model, optimizer, handle, parts
         assert alive(left) == []
@@ -94,7 +100,9 @@ def test_a_default_device_and_a_default_dtype_change_nothing(world, name):
 def test_leaving_at_once(tmp_path):
     mark, command = uuid.uuid4().hex, [sys.executable, leaving.__file__, str(tmp_path)]
     try:
-        done = subprocess.run(command, env=environment(mark), capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(
+            command, env=environment(mark), capture_output=True, text=True, timeout=240, check=False
+        )
     finally:
         end_all(mark)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,4 +1,5 @@
-"""Local SGD under DDP, in four processes on Gloo: the parity table, what is sent, what is averaged, and what is refused."""
+"""Local SGD under DDP, in four processes on Gloo: the parity table, what is sent, what is averaged,
+and what is refused."""
 
 from __future__ import annotations
 
@@ -38,11 +39,19 @@ ADAMW = partial(torch.optim.AdamW, lr=0.05)
 def quadratic() -> nn.Module:
     """The loss of the parity table."""
 
-    def forward(self: nn.Module, curvature: float, target: dict[str, Tensor], noise: dict[str, Tensor]) -> Tensor:
-        near = [0.5 * curvature * (p - target[n]).square().sum() for n, p in self.named_parameters()]
-        return torch.stack([*near, *((noise[n] * p).sum() for n, p in self.named_parameters())]).sum()
+    def forward(
+        self: nn.Module, curvature: float, target: dict[str, Tensor], noise: dict[str, Tensor]
+    ) -> Tensor:
+        near = [
+            0.5 * curvature * (p - target[n]).square().sum() for n, p in self.named_parameters()
+        ]
+        return torch.stack(
+            [*near, *((noise[n] * p).sum() for n, p in self.named_parameters())]
+        ).sum()
 
-    return Layers(forward, **{name: nn.Parameter(torch.from_numpy(x)) for name, x in parity.initial().items()})
+    return Layers(
+        forward, **{name: nn.Parameter(torch.from_numpy(x)) for name, x in parity.initial().items()}
+    )
 
 
 def tensors(arrays: dict[str, Any]) -> dict[str, Tensor]:
@@ -50,10 +59,16 @@ def tensors(arrays: dict[str, Any]) -> dict[str, Tensor]:
 
 
 #: But for those of which others are the same and more.
-TABLE = {n: c for n, c in parity.CASES.items() if n not in ("every_step", "period", "outer_sgd", "diloco")}
+TABLE = {
+    n: c
+    for n, c in parity.CASES.items()
+    if n not in ("every_step", "period", "outer_sgd", "diloco")
+}
 
 
-@cases.each(TABLE, slow=("partition", "diloco_hierarchical", "overlap_hierarchical", "weighted_eager"))
+@cases.each(
+    TABLE, slow=("partition", "diloco_hierarchical", "overlap_hierarchical", "weighted_eager")
+)
 def test_equals_the_oracle(world: World, local: LocalSGD) -> None:
     module = quadratic()
     ddp, _ = hooked(module, None, world.group)
@@ -74,7 +89,9 @@ def test_equals_the_oracle(world: World, local: LocalSGD) -> None:
     if case == "one_node":
         assert synchronized == [step % 2 == 1 for step in range(parity.STEPS)]
         assert all(world.agree(x) for x in parameters[1::2])
-    traces = world.everyones((parameters, handle.rank_state_dict()["tensors"], np.diff(sent, axis=0).T))
+    traces = world.everyones(
+        (parameters, handle.rank_state_dict()["tensors"], np.diff(sent, axis=0).T)
+    )
     if world.rank:
         return  # one oracle for all
     parameters, memory, counts = zip(*traces, strict=True)
@@ -89,7 +106,8 @@ def test_equals_the_oracle(world: World, local: LocalSGD) -> None:
 
 
 class Training:
-    """A small model under local SGD: `run(steps)` returns what was sent in each, the ranks of the group and the number of elements."""
+    """A small model under local SGD: `run(steps)` returns what was sent in each, the ranks of the
+    group and the number of elements."""
 
     def __init__(
         self,
@@ -104,7 +122,9 @@ class Training:
     ) -> None:
         self.world = world
         self.model = model or mlp(6, 5, 3)
-        self.ddp = DistributedDataParallel(self.model, process_group=world.group, broadcast_buffers=False)
+        self.ddp = DistributedDataParallel(
+            self.model, process_group=world.group, broadcast_buffers=False
+        )
         self.optimizer = optimizer(self.model.parameters(), lr=lr)
         self.handle = local_sgd(self.ddp, self.optimizer, local, **options)
         self.backwards = backwards
@@ -132,14 +152,17 @@ SIZE = 6 * 5 + 5 + 5 * 3 + 3
 
 
 @cases.case
-def test_steps_of_the_optimizer_count_however_many_backward_passes_they_are_made_of(world: World) -> None:
+def test_steps_of_the_optimizer_count_however_many_backward_passes_they_are_made_of(
+    world: World,
+) -> None:
     sent = Training(world, LocalSGD(100, start_step=3), backwards=2).run(8)
     assert sent == [[(EVERYONE, SIZE)] * 2] * 3 + [[]] * 5
 
 
 @cases.case
 def test_parameters_without_a_gradient_are_averaged(world: World) -> None:
-    """DDP would give the parameter a gradient of zeros on all ranks, as long as one has used it; by itself a rank has none."""
+    """DDP would give the parameter a gradient of zeros on all ranks, as long as one has used it; by
+    itself a rank has none."""
     model = Branches()
     optimizer = sgd(model)
     local_sgd(model, optimizer, LocalSGD(2), process_group=world.group)
@@ -168,7 +191,9 @@ def test_statistics_are_averaged_or_kept(world: World, buffers: str) -> None:
 ADAM = torch.optim.Adam
 
 
-@cases.each({"keep": ("keep", SIZE, 5), "average": ("average", 3 * SIZE, 5), "reset": ("reset", SIZE, 2)})
+@cases.each(
+    {"keep": ("keep", SIZE, 5), "average": ("average", 3 * SIZE, 5), "reset": ("reset", SIZE, 2)}
+)
 def test_moments_are_kept_averaged_or_reset(world: World, variant: tuple[str, int, int]) -> None:
     what, size, steps = variant
     training = Training(world, LocalSGD(3), optimizer=ADAM, lr=0.01, moments=what)
@@ -179,7 +204,9 @@ def test_moments_are_kept_averaged_or_reset(world: World, variant: tuple[str, in
     assert bool(found) is (what != "reset")
     for key in {"exp_avg", "exp_avg_sq"} & found.keys():
         own = world.everyones(alone.state[twin[0].weight][key])
-        torch.testing.assert_close(found[key], torch.stack(own).mean(0) if what == "average" else own[world.rank])
+        torch.testing.assert_close(
+            found[key], torch.stack(own).mean(0) if what == "average" else own[world.rank]
+        )
     training.step(3), training.step(4)  # it goes on
     assert float(training.optimizer.state[weight]["step"]) == steps
 
@@ -201,7 +228,8 @@ def test_ranks_without_moments_count_as_zeros(world: World) -> None:
 
 @cases.each({"plain": False, "unscaled by the user": True})
 def test_a_step_that_one_rank_skips_counts_on_all(world: World, unscale: bool) -> None:
-    """Rank 1 alone finds inf in step 1. A scaler then does not call `optimizer.step()`: the others must not wait for it."""
+    """Rank 1 alone finds inf in step 1. A scaler then does not call `optimizer.step()`: the others
+    must not wait for it."""
     training = Training(world, LocalSGD(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     twin, _ = training.alone(1 if world.rank == 1 else 2)
@@ -237,8 +265,15 @@ def test_weights_may_be_loaded_until_the_first_step(world: World) -> None:
 
 @cases.case
 def test_nodes_are_those_of_torchrun_or_ranks_on_one_host(world: World) -> None:
-    schedule = LocalSGD({"node": 2, "all": 4}, subgroup="node", compressor=WireDtype(TwoLevel(AllReduce()), "bfloat16"))
-    with mock.patch.dict(os.environ), mock.patch("socket.gethostname", return_value=f"host{world.rank % 2}"):
+    schedule = LocalSGD(
+        {"node": 2, "all": 4},
+        subgroup="node",
+        compressor=WireDtype(TwoLevel(AllReduce()), "bfloat16"),
+    )
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch("socket.gethostname", return_value=f"host{world.rank % 2}"),
+    ):
         del os.environ["LOCAL_WORLD_SIZE"]
         handle = Training(world, schedule).handle
         assert handle.local == schedule.on_nodes_of(((0, 2), (1, 3)))
@@ -285,7 +320,9 @@ def test_layers_that_are_thawed_need_another_handle(world: World, kind: str) -> 
     module, handle = begun()
     fit(module, optimizer, world.rank, range(2), LOSS)
     model[0].requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"'0.weight', '0.bias' have gradients, .*handle.unregister\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"'0.weight', '0.bias' have gradients, .*handle.unregister\(\)"
+    ):
         fit(module, optimizer, world.rank, [2], LOSS)
     assert world.agree(whole(model))
     handle.unregister()
@@ -305,7 +342,10 @@ def test_the_layout_of_parameters_does_not_matter(world: World) -> None:
         conv = nn.Conv2d(3, 8, 3).to(memory_format=layout)
         optimizer = sgd(conv)
         local_sgd(
-            conv, optimizer, diloco(2, compressor=PowerSGD(1, min_compression_rate=1.0)), process_group=world.group
+            conv,
+            optimizer,
+            diloco(2, compressor=PowerSGD(1, min_compression_rate=1.0)),
+            process_group=world.group,
         )
         module = Layers(lambda self, x, conv=conv: conv(x.reshape(-1, 3, 5, 5)).flatten(1))
         fit(module, optimizer, world.rank, range(4), loss)
@@ -315,7 +355,8 @@ def test_the_layout_of_parameters_does_not_matter(world: World) -> None:
     assert world.agree(found)
 
 
-# --- optimizers of torch as outer ones: against ours, and against the very optimizer in a loop by hand ---
+# --- optimizers of torch as outer ones: against ours, and against the very optimizer in a loop by
+# hand ---
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -330,12 +371,20 @@ def run_of(world: World, local: LocalSGD, group: Any = None, *, sharded: bool = 
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in model.named_parameters()}
+    return {
+        n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
+        for n, p in model.named_parameters()
+    }
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "one": {"period": 2},
-    "streaming": {"period": 4, "fragments": 2, "overlap": 2, "compressor": PowerSGD(2, min_compression_rate=1)},
+    "streaming": {
+        "period": 4,
+        "fragments": 2,
+        "overlap": 2,
+        "compressor": PowerSGD(2, min_compression_rate=1),
+    },
     "eager": {"period": 3, "eager": True},
     "hierarchy": {"period": {2: 1, "all": 3}, "start_step": 0, "state_dtype": "float64"},
     "sharded": {"period": 4, "fragments": 2, "overlap": 1},
@@ -345,17 +394,25 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 @cases.each(SCHEDULES, slow=("eager", "hierarchy", "sharded"))
 def test_sgd_of_torch_is_ours(world: World, options: dict[str, Any]) -> None:
     sharded = options is SCHEDULES["sharded"]
-    ours, theirs = (run_of(world, diloco(outer=outer, **options), sharded=sharded) for outer in (None, NESTEROV))
+    ours, theirs = (
+        run_of(world, diloco(outer=outer, **options), sharded=sharded) for outer in (None, NESTEROV)
+    )
     for run in (ours, theirs):
         run.steps(0, 10)
     assert relative(whole(theirs.model), whole(ours.model)) < 1e-6
     assert "torch.optim.sgd.SGD(lr=0.7" in repr(theirs.handle.local)
 
 
-@cases.each({"AdamW": ADAMW, "NAdam": partial(torch.optim.NAdam, lr=0.05), "Rprop": torch.optim.Rprop}, slow=("Rprop",))
-def test_a_loop_by_hand_comes_to_the_same_and_goes_on_with_fewer_ranks(world: World, factory: Any) -> None:
-    """One optimizer from beginning to end, which nobody saves; and between two outer steps two of four ranks are left. Each outer step by hand begins with the
-    parameters of the run: an optimizer that divides by what it remembers makes much of the last bit, and more in each step."""
+@cases.each(
+    {"AdamW": ADAMW, "NAdam": partial(torch.optim.NAdam, lr=0.05), "Rprop": torch.optim.Rprop},
+    slow=("Rprop",),
+)
+def test_a_loop_by_hand_comes_to_the_same_and_goes_on_with_fewer_ranks(
+    world: World, factory: Any
+) -> None:
+    """One optimizer from beginning to end, which nobody saves; and between two outer steps two of
+    four ranks are left. Each outer step by hand begins with the parameters of the run: an optimizer
+    that divides by what it remembers makes much of the last bit, and more in each step."""
     run = run_of(world, diloco(2, outer=factory))
     outer = {n: torch.nn.Parameter(p) for n, p in weights(run.model).items()}
     by_hand = factory(list(outer.values()))
@@ -419,11 +476,15 @@ def test_what_is_no_outer_optimizer_is_refused_by_name(world: World) -> None:
         (lambda parameters: parameters, "list"),
         (partial(torch.optim.AdamW, lr=-1.0), "lr=-1.0"),
     ):
-        refused = said(local_sgd, mlp(8, 7, 5), None, diloco(2, outer=factory), process_group=world.group)
+        refused = said(
+            local_sgd, mlp(8, 7, 5), None, diloco(2, outer=factory), process_group=world.group
+        )
         assert "outer=" in refused
         assert named in refused
     odd = ADAMW if world.rank else partial(torch.optim.AdamW, lr=0.06)
-    assert "lr=0.06" in said(local_sgd, mlp(8, 7, 5), None, diloco(2, outer=odd), process_group=world.group)
+    assert "lr=0.06" in said(
+        local_sgd, mlp(8, 7, 5), None, diloco(2, outer=odd), process_group=world.group
+    )
     run = run_of(world, diloco(2, outer=ADAMW))
     run.steps(0, 2)
     other = run_of(world, diloco(2, outer=NESTEROV))
@@ -435,8 +496,12 @@ def test_what_is_no_outer_optimizer_is_refused_by_name(world: World) -> None:
 
 LATE = {
     "one": diloco(6, overlap=3),
-    "fragments": diloco(6, overlap=2, fragments=3, layout="size", compressor=PowerSGD(2, min_compression_rate=1)),
-    "progress": diloco(6, overlap=5, merge="progress", outer=ADAMW, compressor=WireDtype(AllReduce(), "int8")),
+    "fragments": diloco(
+        6, overlap=2, fragments=3, layout="size", compressor=PowerSGD(2, min_compression_rate=1)
+    ),
+    "progress": diloco(
+        6, overlap=5, merge="progress", outer=ADAMW, compressor=WireDtype(AllReduce(), "int8")
+    ),
     "eager": diloco(4, eager=True, outer=ADAMW, compressor=PowerSGD(2, min_compression_rate=1)),
 }
 
@@ -445,7 +510,8 @@ WEIGHTED = diloco(4, overlap=3, weighted=True, compressor=PowerSGD(2, min_compre
 
 
 def go_on(run: LocalRun, first: int, last: int) -> None:
-    """With other weights in each step, if there are any: that of a difference on its way is in the memory."""
+    """With other weights in each step, if there are any: that of a difference on its way is in the
+    memory."""
     for step in range(first, last):
         if run.handle.local.weighted:
             run.handle.weight = (run.rank + step) % 4
@@ -453,7 +519,9 @@ def go_on(run: LocalRun, first: int, last: int) -> None:
 
 
 @cases.each(LATE | {"weighted": WEIGHTED}, slow=("one", "progress"))
-def test_a_run_that_ends_while_messages_travel_goes_on_with_the_same_bits(world: World, local: LocalSGD) -> None:
+def test_a_run_that_ends_while_messages_travel_goes_on_with_the_same_bits(
+    world: World, local: LocalSGD
+) -> None:
     """After each step of a period, wherever its messages are, from files of each rank."""
     through, saved, seen = LocalRun(world, local), {}, {}
     for step in range(20):
@@ -468,8 +536,12 @@ def test_a_run_that_ends_while_messages_travel_goes_on_with_the_same_bits(world:
         go_on(again, step, step + 5)
         assert same_bits(again.seen(), seen[step + 5])
     late = saved[12][1] | ({"step": 9} if world.rank == 3 else {})
-    assert "ranks differ in step: rank 0 has 12, others {3: '9'}" in said(again.handle.load_state_dict, late)
-    assert "the state is of LocalSGD(period=" in said(LocalRun(world, diloco(5)).handle.load_state_dict, saved[12][1])
+    assert "ranks differ in step: rank 0 has 12, others {3: '9'}" in said(
+        again.handle.load_state_dict, late
+    )
+    assert "the state is of LocalSGD(period=" in said(
+        LocalRun(world, diloco(5)).handle.load_state_dict, saved[12][1]
+    )
     assert same_bits(again.seen(), seen[20])
 
 
@@ -516,7 +588,8 @@ def test_what_is_on_its_way_may_be_left_there(world: World) -> None:
 
 @cases.case
 def test_steps_go_on_while_another_rank_has_not_sent_yet(world: World) -> None:
-    """Rank 2 does not come to its step 3, after which a difference leaves, before the others have done two more. Outer parameters are the same on all ranks."""
+    """Rank 2 does not come to its step 3, after which a difference leaves, before the others have
+    done two more. Outer parameters are the same on all ranks."""
     run = LocalRun(world, diloco(4, overlap=3))
     run.steps(0, 3)
     store = dist.distributed_c10d._get_default_store()
@@ -558,7 +631,11 @@ def test_one_rank_that_breaks_while_messages_travel(world: World, local: LocalSG
             next(run.model.parameters()).fill_(float("nan"))
     run.steps(7, 18)
     assert all(p.isfinite().all() for p in run.model.parameters())
-    assert all(x.isfinite().all() for m in run.handle.rank_state_dict()["tensors"].values() for x in m.values())
+    assert all(
+        x.isfinite().all()
+        for m in run.handle.rank_state_dict()["tensors"].values()
+        for x in m.values()
+    )
 
 
 @cases.case

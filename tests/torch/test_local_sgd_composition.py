@@ -1,5 +1,6 @@
-"""docs/integrations.md, the table of local SGD, cell by cell: under DDP, accelerate, Lightning and transformers' Trainer it trains as a reference
-that knows none of them: replicas in this process, each with an optimizer of its own, averaged by hand."""
+"""docs/integrations.md, the table of local SGD, cell by cell: under DDP, accelerate, Lightning and
+transformers' Trainer it trains as a reference that knows none of them: replicas in this process,
+each with an optimizer of its own, averaged by hand."""
 
 import copy
 import functools
@@ -11,12 +12,24 @@ import pytest
 import torch
 
 from gradwire import LocalSGD
-from gradwire.torch_backend import PeriodicModelAverager, PostLocalSGDOptimizer, local_sgd, noop_hook
+from gradwire.torch_backend import (
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+    local_sgd,
+    noop_hook,
+)
 from tests.launch import ROOT
 from tests.torch.compare import relative, weights
 from tests.torch.models import loss_on, mlp
 from tests.torch.ranks import Cases
-from tests.torch.tools import gpt2, lightning_fit, lightning_module, new_accelerator, new_trainer, quiet
+from tests.torch.tools import (
+    gpt2,
+    lightning_fit,
+    lightning_module,
+    new_accelerator,
+    new_trainer,
+    quiet,
+)
 from tests.torch.training import hooked, sgd
 
 RANKS = 2
@@ -96,15 +109,23 @@ def under_lightning(world, micro_batches):
 
     # What docs/integrations.md tells users of Lightning to write.
     (line,) = re.findall(
-        r"`on_train_start`: `(local_sgd\(.*?, )LocalSGD\(8\)\)`", (ROOT / "docs" / "integrations.md").read_text()
+        r"`on_train_start`: `(local_sgd\(.*?, )LocalSGD\(8\)\)`",
+        (ROOT / "docs" / "integrations.md").read_text(),
     )
 
     class Local(pl.Callback):
         def on_train_start(self, trainer, module):
-            names = {"local_sgd": local_sgd, "trainer": trainer, "module": module, "schedule": SCHEDULE}
+            names = {
+                "local_sgd": local_sgd,
+                "trainer": trainer,
+                "module": module,
+                "schedule": SCHEDULE,
+            }
             self.handle = eval(f"{line}schedule)", names)
 
-    module = lightning_module(mlp_model(), lambda module, part: mlp_loss(module.net, world.rank, part), with_momentum)
+    module = lightning_module(
+        mlp_model(), lambda module, part: mlp_loss(module.net, world.rank, part), with_momentum
+    )
     local, options = Local(), {"max_epochs": 1, "accumulate_grad_batches": micro_batches}
     ddp = {"broadcast_buffers": False}
     lightning_fit(module, RANKS, STEPS * micro_batches, ddp=ddp, callbacks=[local], **options)
@@ -120,8 +141,14 @@ def under_trainer(world, micro_batches):
 
     model, local = gpt2_model(), Local()
     data = [text(world.rank, i) for i in range(STEPS * micro_batches)]
-    options = {"ddp_broadcast_buffers": False, "max_steps": STEPS, "gradient_accumulation_steps": micro_batches}
-    new_trainer(model, world.folder / "trainer", local, with_momentum(model), data, **options).train()
+    options = {
+        "ddp_broadcast_buffers": False,
+        "max_steps": STEPS,
+        "gradient_accumulation_steps": micro_batches,
+    }
+    new_trainer(
+        model, world.folder / "trainer", local, with_momentum(model), data, **options
+    ).train()
     return result(model, local.handle)
 
 
@@ -132,7 +159,9 @@ WRAPPERS = {
     "Trainer": (under_trainer, gpt2_model, gpt2_loss),
 }
 FEATURES = {"local_sgd": 1, "local_sgd and gradient accumulation": 3}
-CELLS = {f"{wrapper}, {f}": (*WRAPPERS[wrapper], FEATURES[f]) for wrapper in WRAPPERS for f in FEATURES}
+CELLS = {
+    f"{wrapper}, {f}": (*WRAPPERS[wrapper], FEATURES[f]) for wrapper in WRAPPERS for f in FEATURES
+}
 
 
 @cases.each(CELLS)
@@ -174,15 +203,22 @@ def average(lists):
 
 
 def test_the_references_differ():
-    """So that a cell in which nothing is averaged, or everything, or at other steps, would be noticed."""
+    """So that a cell in which nothing is averaged, or everything, or at other steps, would be
+    noticed."""
     right = reference(mlp_model, mlp_loss, 1)
-    for parts, due, start in ((1, (), 2), (1, tuple(range(STEPS)), 2), (1, (1, 4, 7), 0), (3, DUE, 2)):
+    for parts, due, start in (
+        (1, (), 2),
+        (1, tuple(range(STEPS)), 2),
+        (1, (1, 4, 7), 0),
+        (3, DUE, 2),
+    ):
         assert relative(reference(mlp_model, mlp_loss, parts, due, start), right) > 1e-4
 
 
 @cases.case
 def test_torchs_names_for_local_sgd_under_accelerate(world):
-    """`accelerator.prepare(PostLocalSGDOptimizer(optimizer, averager))`, with accumulation: the averager counts optimizer steps."""
+    """`accelerator.prepare(PostLocalSGDOptimizer(optimizer, averager))`, with accumulation: the
+    averager counts optimizer steps."""
     accelerator, model = new_accelerator(gradient_accumulation_steps=3), mlp_model()
     wrapper = PostLocalSGDOptimizer(with_momentum(model), PeriodicModelAverager(3, warmup_steps=1))
     unprepared = copy.copy(wrapper)
@@ -191,4 +227,7 @@ def test_torchs_names_for_local_sgd_under_accelerate(world):
     steps_of_accelerate(accelerator, wrapped, optimizer, world.rank, 3)
     assert unprepared.averager.step == STEPS
     assert world.agree(weights(model))
-    assert relative(weights(model), reference(mlp_model, mlp_loss, 3, due=(1, 4, 7), start_step=0)) < 1e-5
+    assert (
+        relative(weights(model), reference(mlp_model, mlp_loss, 3, due=(1, 4, 7), start_step=0))
+        < 1e-5
+    )

@@ -1,4 +1,5 @@
-"""Differences that are on their way: in states, under another schedule, when they are lost, and when a replica breaks. In two processes."""
+"""Differences that are on their way: in states, under another schedule, when they are lost, and
+when a replica breaks. In two processes."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ STATES: dict[str, LocalSGD] = {
     "eager": diloco(4, eager=True, fragments=2, compressor=TopK(0.2)),
     "sign": diloco(5, overlap=4, compressor=Sign()),
     "quantize": diloco(5, overlap=4, compressor=Quantize("int4", block=8)),
-    "half_steps": diloco(5, overlap=4, compressor=PowerSGD(2, half_step=True, min_compression_rate=1)),
+    "half_steps": diloco(
+        5, overlap=4, compressor=PowerSGD(2, half_step=True, min_compression_rate=1)
+    ),
     "weighted": diloco(5, overlap=4, weighted=True, compressor=TopK(0.2)),
 }
 
@@ -97,15 +100,22 @@ RECONFIGURED = {
     "to eager, on its way": (diloco(6, overlap=3), diloco(6, eager=True), 7),
     "from eager": (diloco(6, eager=True), diloco(6, overlap=3), 8),
     "the same": (diloco(6, overlap=4), diloco(6, overlap=4, lr=0.5), 8),
-    "other fragments": (diloco(6, overlap=4, fragments=2), diloco(6, overlap=4, fragments=3, layout="size"), 8),
+    "other fragments": (
+        diloco(6, overlap=4, fragments=2),
+        diloco(6, overlap=4, fragments=3, layout="size"),
+        8,
+    ),
 }
 #: Cases in which what is on its way goes on.
 KEPT = ("a longer one, on its way", "the same")
 
 
 @cases.each(RECONFIGURED)
-def test_another_schedule_is_that_from_there(world: World, case: tuple[LocalSGD, LocalSGD, int]) -> None:
-    """As if a run began with these parameters, outer parameters and velocities. What has left is applied once, or not at all: then parameters hold it."""
+def test_another_schedule_is_that_from_there(
+    world: World, case: tuple[LocalSGD, LocalSGD, int]
+) -> None:
+    """As if a run began with these parameters, outer parameters and velocities. What has left is
+    applied once, or not at all: then parameters hold it."""
     before, then, at = case
     kept = any(case is RECONFIGURED[name] for name in KEPT)
     run = LocalRun(world, before)
@@ -113,7 +123,9 @@ def test_another_schedule_is_that_from_there(world: World, case: tuple[LocalSGD,
     run.handle.reconfigure(then)
     state = run.handle.rank_state_dict()
     assert (max(state.get("left", [-1])) >= 0) is kept
-    assert any(m["difference"].any() for m in state["tensors"].values() if "difference" in m) is kept
+    assert (
+        any(m["difference"].any() for m in state["tensors"].values() if "difference" in m) is kept
+    )
     if not then.eager:
         assert world.agree({n: m["outer"] for n, m in state["tensors"].items()})
     again = LocalRun(world, then)
@@ -149,7 +161,8 @@ def test_another_schedule_is_that_from_there(world: World, case: tuple[LocalSGD,
     }
 )
 def test_a_message_that_fails_is_forgotten(world: World, local: LocalSGD) -> None:
-    """Nobody counts in it. Training goes on, and the next difference holds what has been learned since."""
+    """Nobody counts in it. Training goes on, and the next difference holds what has been learned
+    since."""
     run, raised = LocalRun(world, local), []
     for step in range(21):
         run.handle.weight = 0.0 if step == 7 else 1.0
@@ -196,8 +209,9 @@ BROKEN: dict[str, LocalSGD] = {
 
 @cases.each(INNER, slow=[name for name in INNER if name not in QUICK])
 def test_all_recover_from_one_nan_on_one_rank(world: World, inner: Any) -> None:
-    """In each step of a period, other optimizers in one for each schedule: what the outer parameters cannot restore, an optimizer's moments, begins anew. States
-    of any moment can be loaded."""
+    """In each step of a period, other optimizers in one for each schedule: what the outer
+    parameters cannot restore, an optimizer's moments, begins anew. States of any moment can be
+    loaded."""
     quick = inner in [INNER[name] for name in QUICK]
     for number, (name, local) in enumerate(BROKEN.items()):
         for moments in ("keep", "average", "reset"):
@@ -208,7 +222,9 @@ def test_all_recover_from_one_nan_on_one_rank(world: World, inner: Any) -> None:
                 where = name, moments, broken
                 model = mlp(4, 3, 2)
                 optimizer = inner(model.parameters())
-                handle = local_sgd(model, optimizer, local, moments=moments, process_group=world.group)  # type: ignore[arg-type]
+                handle = local_sgd(
+                    model, optimizer, local, moments=moments, process_group=world.group
+                )  # type: ignore[arg-type]
                 for step in range(20):
                     scale = float("nan") if (world.rank, step) == (1, broken) else 1.0
                     fit(model, optimizer, world.rank, [step], lambda *of, by=scale: LOSS(*of) * by)
@@ -220,7 +236,8 @@ def test_all_recover_from_one_nan_on_one_rank(world: World, inner: Any) -> None:
                 assert all(x.isfinite().all() for x in handle.outer_parameters().values()), where
                 assert local.eager or world.agree(dict(handle.outer_parameters())), where
                 assert not same_bits(dict(handle.outer_parameters()), outer), where
-                if not local.eager and inner is not INNER["Rprop"]:  # by which a gradient of NaN moves nothing
+                # by which a gradient of NaN moves nothing
+                if not local.eager and inner is not INNER["Rprop"]:
                     assert 1 <= handle.stats().skipped_averages <= local.fragments, where
                 handle.unregister()
 

@@ -1,4 +1,5 @@
-"""Algorithms that users write: what they keep is theirs, what they raise arrives, and one rank is a world too."""
+"""Algorithms that users write: what they keep is theirs, what they raise arrives, and one rank is a
+world too."""
 
 from dataclasses import dataclass
 
@@ -29,13 +30,21 @@ class Remembering:
     cycle = 1
 
     def init(self, ops, specs):
-        return State(tensors={name: {"last": ops.zeros(spec.shape, spec.dtype)} for name, spec in specs.items()})
+        return State(
+            tensors={
+                name: {"last": ops.zeros(spec.shape, spec.dtype)} for name, spec in specs.items()
+            }
+        )
 
     async def step(self, ops, gradients, state, step):
-        answers = await together(mean(g, out=g if self.donate else None) for g in gradients.values())
+        answers = await together(
+            mean(g, out=g if self.donate else None) for g in gradients.values()
+        )
         averages = dict(zip(gradients, answers, strict=True))
         given = {name: average + state.tensors[name]["last"] for name, average in averages.items()}
-        return given, State(state.shared, {name: {"last": average} for name, average in averages.items()})
+        return given, State(
+            state.shared, {name: {"last": average} for name, average in averages.items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -68,19 +77,30 @@ class Signs(Compressor):
         return sent, received, {"received": received}
 
 
-ALGORITHMS = [Remembering(), Remembering(donate=True), Momentum(), Signs(), PowerSGD(2), AllReduce()]
+ALGORITHMS = [
+    Remembering(),
+    Remembering(donate=True),
+    Momentum(),
+    Signs(),
+    PowerSGD(2),
+    AllReduce(),
+]
 
 
 @pytest.mark.parametrize("message_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda x: type(x).__name__)
-def test_memory_is_the_algorithms_own_whatever_it_keeps_and_one_rank_is_a_world(algorithm, message_bytes):
+def test_memory_is_the_algorithms_own_whatever_it_keeps_and_one_rank_is_a_world(
+    algorithm, message_bytes
+):
     ddp, handle = hooked(mlp(*WIDTHS), algorithm, message_bytes=message_bytes)
     trace = train(ddp, LOSS, 4)
     assert distance(algorithm, [trace]) < 1e-5
     assert algorithm != AllReduce() or same_bits(trace.given, trace.local)
     state = handle.rank_state_dict()
     train(ddp, LOSS, 1, local=False)
-    assert algorithm == AllReduce() or not same_bits(handle.rank_state_dict()["tensors"], state["tensors"])
+    assert algorithm == AllReduce() or not same_bits(
+        handle.rank_state_dict()["tensors"], state["tensors"]
+    )
 
 
 class Mistake(Exception):
@@ -116,7 +136,10 @@ WHERE = ["before any message", "side by side", "in the end"]
 @pytest.mark.parametrize("wrap", [hooked, paralleled])
 def test_an_exception_leaves_backward_as_it_is_and_training_goes_on(wrap, where):
     """Of this model, and of another."""
-    runs = [wrap(mlp(*WIDTHS), algorithm, message_bytes=0) for algorithm in (Failing(where=where), Remembering())]
+    runs = [
+        wrap(mlp(*WIDTHS), algorithm, message_bytes=0)
+        for algorithm in (Failing(where=where), Remembering())
+    ]
     for wrapped, _ in runs:
         train(wrapped, LOSS, 1, local=False)
     (failing, handle), _ = runs

@@ -1,5 +1,5 @@
-"""Ranks that part in the middle of training, or die: whoever waits in vain raises in time, and is told where each rank is. (Without torchrun, which
-would end them first.)"""
+"""Ranks that part in the middle of training, or die: whoever waits in vain raises in time, and is
+told where each rank is. (Without torchrun, which would end them first.)"""
 
 import json
 import os
@@ -49,7 +49,11 @@ def behind(door, model, group):
         return FORMS[KNOWN[door]](SimpleNamespace(group=group), model)
     optimizer = sgd(model)
     if door == "local_sgd":
-        return model, optimizer, local_sgd(model, optimizer, diloco(1, compressor=METHOD), process_group=group)
+        return (
+            model,
+            optimizer,
+            local_sgd(model, optimizer, diloco(1, compressor=METHOD), process_group=group),
+        )
     from torch.distributed.device_mesh import DeviceMesh  # most ranks need not load it
     from torch.distributed.fsdp import fully_shard
 
@@ -75,16 +79,27 @@ STOPPED, KILLED = "stops", "is killed in a backward pass"
 #: What rank 2 does after three steps; what the others are told of it, and of themselves.
 FAULTS = {
     "skips a backward pass": ("rank 2: 4 steps of … done, … messages sent", 5),
-    "reconfigures alone": ("rank 2: 3 steps of … done, … messages sent, come to reconfigure() or unregister()", 4),
+    "reconfigures alone": (
+        "rank 2: 3 steps of … done, … messages sent, come to reconfigure() or unregister()",
+        4,
+    ),
     "leaves": ("rank 2 (left): 3 steps of … done, … messages sent", 4),
     STOPPED: ("rank 2 (not heard of for … s): 3 steps of … done, … messages sent", 4),
 }
 OTHERS = "ranks [0, 1]: in step {} of …, waiting for message …, a … of … bytes"
 #: Each door with one fault, and one door with all.
 ROWS = [("DDP", fault) for fault in FAULTS]
-ROWS += [("DataParallel", "skips a backward pass"), ("Averager", "leaves"), ("compress_replicas", STOPPED)]
+ROWS += [
+    ("DataParallel", "skips a backward pass"),
+    ("Averager", "leaves"),
+    ("compress_replicas", STOPPED),
+]
 ROWS += [("ZeroOptimizer", "skips a backward pass")]
-ROWS += [("local_sgd", "skips a backward pass"), ("local_sgd", "reconfigures alone"), ("DDP", KILLED)]
+ROWS += [
+    ("local_sgd", "skips a backward pass"),
+    ("local_sgd", "reconfigures alone"),
+    ("DDP", KILLED),
+]
 ROWS += [("DDP with Auto", "skips a backward pass"), ("DDP with Auto", KILLED)]
 QUICK = [("DDP", KILLED)]
 
@@ -121,9 +136,14 @@ def part(fault, stepped):
 def run(rank, way, fault, folder):
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=PATIENCE)
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=PATIENCE),
     )
-    Stepped(way, None).step(0)  # what torch loads when it is first used is loaded before time counts
+    # what torch loads when it is first used is loaded before time counts
+    Stepped(way, None).step(0)
     dist.barrier()
     stepped = Stepped(way, dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
     for step in range(BEFORE):
@@ -148,13 +168,20 @@ def run(rank, way, fault, folder):
 def told(request, tmp_path_factory):
     """What ranks were told in each row that runs. All rows at once: most of the time is waiting."""
     started, found = {}, {}
-    tests = [item for item in request.session.items if item.path == Path(__file__) and "told" in item.fixturenames]
+    tests = [
+        item
+        for item in request.session.items
+        if item.path == Path(__file__) and "told" in item.fixturenames
+    ]
     try:
         for row in (test.callspec.params["row"] for test in tests):
             folder = tmp_path_factory.mktemp("parted")
             (folder / "log").touch()
             log = str(folder / "log")
-            started[row] = folder, [start(Path(__file__), str(r), *row, str(folder), log=log) for r in range(RANKS)]
+            started[row] = (
+                folder,
+                [start(Path(__file__), str(r), *row, str(folder), log=log) for r in range(RANKS)],
+            )
         deadline = time.monotonic() + 200
         for row, (folder, _) in started.items():
             files = [folder / f"{rank}.json" for rank in range(2)]
@@ -165,7 +192,9 @@ def told(request, tmp_path_factory):
                 time.sleep(0.2)
         time.sleep(0.5)
         for row, (folder, _) in started.items():
-            found[row] = {int(file.stem): json.loads(file.read_text()) for file in folder.glob("*.json")}
+            found[row] = {
+                int(file.stem): json.loads(file.read_text()) for file in folder.glob("*.json")
+            }
     finally:
         for _, processes in started.values():
             for process in processes:
@@ -175,7 +204,11 @@ def told(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=() if row in QUICK else pytest.mark.slow, id=" ".join(row)) for row in ROWS]
+    "row",
+    [
+        pytest.param(row, marks=() if row in QUICK else pytest.mark.slow, id=" ".join(row))
+        for row in ROWS
+    ],
 )
 def test_the_others_are_told_where_each_rank_is(told, row):
     _, fault = row
@@ -183,7 +216,9 @@ def test_the_others_are_told_where_each_rank_is(told, row):
         seconds, error = told[row][rank]
         assert seconds < PATIENCE / 2  # it was the group's own timeout
         if fault == KILLED:  # the first to notice ends, and the other may learn of that instead
-            assert re.search(r"(closed|reset) by peer|timed out|timeout", error, re.IGNORECASE), error
+            assert re.search(r"(closed|reset) by peer|timed out|timeout", error, re.IGNORECASE), (
+                error
+            )
             continue
         expected, step = FAULTS[fault]
         assert re.search(pattern(expected), error), error
@@ -200,7 +235,12 @@ def whereabouts(store, rank, steps, sizes):
     """Of a rank of three that has sent messages of these sizes."""
     group = SimpleNamespace(store=store, rank=rank, size=3, name="meeting", doing="")
     memory, collectives = Counts(), Counts()
-    memory.steps, collectives.sent, collectives.asked, collectives.last = steps, SimpleNamespace(collectives=0), 0, ""
+    memory.steps, collectives.sent, collectives.asked, collectives.last = (
+        steps,
+        SimpleNamespace(collectives=0),
+        0,
+        "",
+    )
     for size in sizes:
         collectives.sent.collectives += 1
         collectives.last = f"Reduce of {size} bytes"
@@ -210,7 +250,9 @@ def whereabouts(store, rank, steps, sizes):
     return one, memory, collectives  # which it does not hold
 
 
-@pytest.mark.parametrize(("others", "differ"), [([8, 16], True), ([16, 8], False), ([16], False)], ids=str)
+@pytest.mark.parametrize(
+    ("others", "differ"), [([8, 16], True), ([16, 8], False), ([16], False)], ids=str
+)
 def test_ranks_that_asked_for_different_messages_are_said_to(others, differ):
     """Where steps and numbers of messages are equal, which tell it otherwise."""
     store = dist.HashStore()

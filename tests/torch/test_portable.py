@@ -1,4 +1,5 @@
-"""A method in torch's own terms: refused where it is registered, for one bucket and for many, unless it says so itself."""
+"""A method in torch's own terms: refused where it is registered, for one bucket and for many,
+unless it says so itself."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -95,12 +96,19 @@ def test_what_says_so_runs_as_plain_torch_and_counts_dense_bytes(buckets):
     trace = train(ddp, LOSS, 3)
     for given, local in zip(trace.given, trace.local, strict=True):
         assert same_bits(given, {name: g.sign() for name, g in local.items()})
-    assert plan({n: tuple(p.shape) for n, p in mlp(*WIDTHS).named_parameters()}, Own(), itemsize=4).wire_bytes == DENSE
+    assert (
+        plan(
+            {n: tuple(p.shape) for n, p in mlp(*WIDTHS).named_parameters()}, Own(), itemsize=4
+        ).wire_bytes
+        == DENSE
+    )
     assert handle.stats().bytes_sent == 3 * DENSE
 
 
 @pytest.mark.parametrize(
-    "algorithm", [OwnCompressor(), WireDtype(Own(), "bfloat16"), TwoLevel(Own(), within=1)], ids=repr
+    "algorithm",
+    [OwnCompressor(), WireDtype(Own(), "bfloat16"), TwoLevel(Own(), within=1)],
+    ids=repr,
 )
 def test_it_remembers_and_may_be_inside_another(algorithm):
     ddp, handle = paralleled(mlp(*WIDTHS), algorithm, message_bytes=0)

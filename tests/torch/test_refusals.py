@@ -1,4 +1,5 @@
-"""What cannot work is refused by name before anything is changed: here what one rank is enough for. The tables are by the exception's type."""
+"""What cannot work is refused by name before anything is changed: here what one rank is enough for.
+The tables are by the exception's type."""
 
 import copy
 import functools
@@ -14,7 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import gradwire.torch_backend as gw
-from gradwire import AllReduce, LocalSGD, PowerSGD, TwoLevel, WireDtype, Zero, diloco, shard_by_parameter
+from gradwire import (
+    AllReduce,
+    LocalSGD,
+    PowerSGD,
+    TwoLevel,
+    WireDtype,
+    Zero,
+    diloco,
+    shard_by_parameter,
+)
 from gradwire.core.protocol import mean, optimizer_step, together
 from gradwire.torch_backend.engine.driver import specs_of
 from gradwire.torch_backend.fsdp.replicas import refuse_levels
@@ -80,7 +90,9 @@ type(UNTRIED).portable = False
 DOORS = {
     "hook": Here.hook,
     "DataParallel": Here.parallel,
-    "Averager": lambda h, model, a: h.averager({n: p for n, p in model.named_parameters() if p.requires_grad}, a),
+    "Averager": lambda h, model, a: h.averager(
+        {n: p for n, p in model.named_parameters() if p.requires_grad}, a
+    ),
     "local_sgd": lambda h, model, a: h.local(diloco(4, compressor=a), model),
     "ZeroOptimizer": lambda h, model, _: h.zero(model),
     "ZeroRedundancyOptimizer": lambda h, model, _: partial(
@@ -91,20 +103,29 @@ DOORS = {
 
 def at(doors, make, algorithm, *names):
     """A row for each of these doors."""
-    return [(lambda h, door=door: DOORS[door](h, make(), algorithm), *names) for door in doors.split()]
+    return [
+        (lambda h, door=door: DOORS[door](h, make(), algorithm), *names) for door in doors.split()
+    ]
 
 
 def wrong(doors, option, *values):
     """Rows for an option of these doors."""
     each = {"hook": Here.hook, "DataParallel": Here.parallel}
     return [
-        (lambda h, door=door, x=x: each[door](h, small(), ALGORITHM, **{option: x}), f"{option}={x!r}")
+        (
+            lambda h, door=door, x=x: each[door](h, small(), ALGORITHM, **{option: x}),
+            f"{option}={x!r}",
+        )
         for door in doors.split()
         for x in values
     ]
 
 
-DENSE, AVERAGING, ALL = "hook DataParallel", "hook DataParallel Averager", "hook DataParallel Averager local_sgd"
+DENSE, AVERAGING, ALL = (
+    "hook DataParallel",
+    "hook DataParallel Averager",
+    "hook DataParallel Averager local_sgd",
+)
 LAZY = "DataParallel Averager local_sgd ZeroOptimizer ZeroRedundancyOptimizer"
 
 
@@ -141,7 +162,9 @@ def mixed_precision(h):
 def sparse_by_torchs_name(hook):
     def prepared(h):
         ddp = DistributedDataParallel(words())
-        ddp.register_comm_hook(None if hook is gw.allreduce_hook else gw.PowerSGDState(None, 2, 0), hook)
+        ddp.register_comm_hook(
+            None if hook is gw.allreduce_hook else gw.PowerSGDState(None, 2, 0), hook
+        )
         return lambda: ddp(torch.arange(4)).sum().backward()
 
     return prepared
@@ -236,10 +259,29 @@ ALONE = rows(
             *at(ALL, small, ZERO, "OptimizerStep", "ZeroOptimizer"),
             *at(ALL, small, WireDtype(ZERO, "bfloat16"), "OptimizerStep", "ZeroOptimizer"),
             *at(LAZY, lazy, AllReduce(), "parameter '0.weight' of a lazy module"),
-            *at(LAZY, on_meta, AllReduce(), "parameter '0.weight' is on the meta device", "to_empty"),
-            *at("DataParallel local_sgd", partial(small, frozen=[0, 2, 4]), ALGORITHM, "nothing to average"),
-            *at(DENSE, partial(small, frozen=[0]), PowerSGD({"0.*": 1, "*": 2}), "'0.*'", "'0.weight' and 1 more"),
-            *at(DENSE, partial(small, frozen=[0]), PowerSGD({"conv*": 1, "*": 2}), "'conv*'", "'2.weight', "),
+            *at(
+                LAZY, on_meta, AllReduce(), "parameter '0.weight' is on the meta device", "to_empty"
+            ),
+            *at(
+                "DataParallel local_sgd",
+                partial(small, frozen=[0, 2, 4]),
+                ALGORITHM,
+                "nothing to average",
+            ),
+            *at(
+                DENSE,
+                partial(small, frozen=[0]),
+                PowerSGD({"0.*": 1, "*": 2}),
+                "'0.*'",
+                "'0.weight' and 1 more",
+            ),
+            *at(
+                DENSE,
+                partial(small, frozen=[0]),
+                PowerSGD({"conv*": 1, "*": 2}),
+                "'conv*'",
+                "'2.weight', ",
+            ),
             *at(DENSE, stepping, ALGORITHM, "parameter '2.weight' is stepped"),
             *at(DENSE, with_phase, ALGORITHM, "'phase'", "complex64"),
             *at("hook", with_phase, AllReduce(), "'phase'", "complex64"),
@@ -265,7 +307,10 @@ ALONE = rows(
             (lambda h: h.zero(wire_dtype="int7"), "wire_dtype='int7'"),
             (lambda h: h.zero(max_grad_norm=0.0), "max_grad_norm=0.0"),
             (lambda h: h.zero(master_dtype=torch.int32), "master_dtype=torch.int32"),
-            *[(lambda h, x=x: h.zero(lr=-1.0, shard=x), "Invalid learning rate: -1.0") for x in SHARDS],
+            *[
+                (lambda h, x=x: h.zero(lr=-1.0, shard=x), "Invalid learning rate: -1.0")
+                for x in SHARDS
+            ],
             (lambda h: h.zero(betas=(2.0, 2.0)), "Invalid beta parameter at index 0: 2.0"),
             (of_params([]), "params is empty"),
             (of_params([{"lr": 1.0}]), "params[0]", "['lr']", "'params'"),
@@ -273,14 +318,37 @@ ALONE = rows(
             (mixed({"conv*": ADAM} | MIXTURE), "'conv*' matches no parameter"),
             (mixed({"*": ADAM, "0.*": ADAM}), "'0.*' gets no parameter"),
             (mixed({}), "optimizer_class={}"),
-            (mixed({"*": (torch.optim.AdamW, {}, "bucket")}), "['*']='bucket'", "'element', 'parameter'"),
-            (mixed(MIXTURE | {"*.weight": (torch.optim.Muon, {}, "element")}), "Muon", "shard='parameter'"),
-            (mixed({"*": (torch.optim.Muon, {}, "parameter")}), "optimizer_class['*']: Muon refuses '0.bias'"),
-            (mixed(MIXTURE | {"*.weight": ("Muon", {"lr": "fast"}, "parameter")}), "['*.weight']", "Muon"),
-            (mixed(MIXTURE | {"*": (torch.optim.AdamW, {"beta": 1}, "element")}), "optimizer_class['*']", "beta"),
+            (
+                mixed({"*": (torch.optim.AdamW, {}, "bucket")}),
+                "['*']='bucket'",
+                "'element', 'parameter'",
+            ),
+            (
+                mixed(MIXTURE | {"*.weight": (torch.optim.Muon, {}, "element")}),
+                "Muon",
+                "shard='parameter'",
+            ),
+            (
+                mixed({"*": (torch.optim.Muon, {}, "parameter")}),
+                "optimizer_class['*']: Muon refuses '0.bias'",
+            ),
+            (
+                mixed(MIXTURE | {"*.weight": ("Muon", {"lr": "fast"}, "parameter")}),
+                "['*.weight']",
+                "Muon",
+            ),
+            (
+                mixed(MIXTURE | {"*": (torch.optim.AdamW, {"beta": 1}, "element")}),
+                "optimizer_class['*']",
+                "beta",
+            ),
             (lambda h: partial(gw.probe, nodes=0), "nodes=0"),
             (lambda h: h.averager({}), "nothing to average"),
-            (lambda h: h.averager({"w": torch.zeros(3, dtype=torch.int32)}, AllReduce()), "'w'", "int32"),
+            (
+                lambda h: h.averager({"w": torch.zeros(3, dtype=torch.int32)}, AllReduce()),
+                "'w'",
+                "int32",
+            ),
             (lambda h: h.averager(TENSORS, LocalSGD(4)), "gradwire.torch_backend.local_sgd"),
             (lambda h: h.local_ddp(LocalSGD(4), outer_device="cpu"), "outer_device='cpu'"),
             (lambda h: h.local_ddp(diloco(6, overlap=3), moments="reset"), "moments='reset'"),
@@ -292,11 +360,21 @@ ALONE = rows(
             (averaging(w=GOOD["w"].to_sparse()), "gradients['w'] is sparse"),
             (thawed, "'0.weight'", "ZeroOptimizer"),
             *[(partial(Here.zero, optimizer=torch.optim.LBFGS, shard=x), "LBFGS") for x in SHARDS],
-            *[(partial(Here.zero, optimizer=torch.optim.SparseAdam, shard=x), "SparseAdam", "sparse=") for x in SHARDS],
+            *[
+                (
+                    partial(Here.zero, optimizer=torch.optim.SparseAdam, shard=x),
+                    "SparseAdam",
+                    "sparse=",
+                )
+                for x in SHARDS
+            ],
             (lambda h: partial(refuse_levels, TwoLevel(ALGORITHM, 2)), "PowerSGD"),
             (forgetting, "names pattern 'nothing*'"),
             (lambda h: partial(working(h)[0].gathered_state_dict, "some"), "errors='some'"),
-            (lambda h: partial(working(h)[0].gathered_state_dict, "all", 1), "to=1 is no rank of the 1"),
+            (
+                lambda h: partial(working(h)[0].gathered_state_dict, "all", 1),
+                "to=1 is no rank of the 1",
+            ),
             (state("algorithm", to="PowerSGD(rank=4)"), "PowerSGD(rank=4)"),
             (state("format", to=3), "format 3"),
             (state("kind", to="local_sgd"), "local SGD's"),
@@ -304,12 +382,20 @@ ALONE = rows(
             (state("tensors"), "lacks", "tensors"),
             (state("tensors", "6.weight", to={}), "'6.weight' only there"),
             (state("tensors", "0.weight"), "'0.weight' only here"),
-            (state("tensors", "2.weight", "error", to=torch.zeros(36, 35)), "'2.weight'", "(36, 35)", "(36, 36)"),
+            (
+                state("tensors", "2.weight", "error", to=torch.zeros(36, 35)),
+                "'2.weight'",
+                "(36, 35)",
+                "(36, 36)",
+            ),
             (state(*FACTOR, to=torch.zeros(3, 36)), "'4.weight'"),
             (state(*FACTOR), "'4.weight'"),
             (state(*FACTOR, to=[[0.0] * 36] * 2), "'4.weight'"),
             (state(*FACTOR, to=torch.zeros(2, 36, dtype=torch.int64)), "'4.weight'"),
-            *[(state(*FACTOR, to=torch.full((2, 36), x)), "'q' of parameter '4.weight'") for x in (math.nan, math.inf)],
+            *[
+                (state(*FACTOR, to=torch.full((2, 36), x)), "'q' of parameter '4.weight'")
+                for x in (math.nan, math.inf)
+            ],
             (state(*FACTOR, to=torch.zeros(2, 36, device="meta")), "'q' of parameter '4.weight'"),
             (state("shared", "clock", to=torch.tensor(1)), "shared state", "clock"),
             (state("shared", "phase", to=torch.zeros(2)), "shared state", "phase"),
@@ -329,7 +415,10 @@ ALONE = rows(
             *wrong(DENSE, "message_bytes", "x", math.nan, 1.5, True),
             *wrong(DENSE, "grad_scaler", "x", True),
             *wrong("DataParallel", "find_unused_parameters", "no", 1),
-            *[(lambda h, x=x: partial(gw.Averager, ALGORITHM, TENSORS, x), f"group={x!r}") for x in (0, [], "world")],
+            *[
+                (lambda h, x=x: partial(gw.Averager, ALGORITHM, TENSORS, x), f"group={x!r}")
+                for x in (0, [], "world")
+            ],
             *[(lambda h, x=x: partial(gw.probe, x), f"group={x!r}") for x in (0, [], "world")],
             (lambda h: partial(gw.Averager, ALGORITHM, TENSORS, unused="no"), "unused='no'"),
             (lambda h: partial(gw.Averager, ALGORITHM, None), "tensors=None"),
@@ -337,28 +426,52 @@ ALONE = rows(
             (lambda h: h.zero(master_dtype="float32"), "master_dtype='float32'"),
             (lambda h: h.zero(process_group=3), "process_group=3"),
             (lambda h: h.zero(learning_rate=1.0), "'learning_rate'"),
-            (of_params([("p", nn.Parameter(torch.zeros(2), requires_grad=False))]), "requires_grad=True"),
+            (
+                of_params([("p", nn.Parameter(torch.zeros(2), requires_grad=False))]),
+                "requires_grad=True",
+            ),
             (of_params(1.2), "params is a float"),
             (of_params(nn.Parameter(torch.zeros(2))), "params is a Parameter"),
             (mixed({3: ADAM}), "a key of optimizer_class=3"),
             (mixed({"*": ADAM[:2]}), "optimizer_class['*']", "(class, options, shard)"),
-            (mixed({"*": (torch.optim.AdamW, 3e-4, "element")}), "optimizer_class['*']", "options=0.0003"),
-            (mixed({"*": (nn.Linear, {}, "element")}), "optimizer_class['*']", "no class of optimizers"),
+            (
+                mixed({"*": (torch.optim.AdamW, 3e-4, "element")}),
+                "optimizer_class['*']",
+                "options=0.0003",
+            ),
+            (
+                mixed({"*": (nn.Linear, {}, "element")}),
+                "optimizer_class['*']",
+                "no class of optimizers",
+            ),
             (mixed(MIXTURE, lr=0.1), "lr=", "(class, options, shard)"),
             (mixed(MIXTURE, shard="parameter"), "shard=", "(class, options, shard)"),
             (
-                lambda h: partial(gw.ZeroOptimizer, [{"params": list(small().named_parameters()), "lr": 1.0}], MIXTURE),
+                lambda h: partial(
+                    gw.ZeroOptimizer,
+                    [{"params": list(small().named_parameters()), "lr": 1.0}],
+                    MIXTURE,
+                ),
                 "named_parameters()",
             ),
             (lambda h: h.zero(average_gradients="no"), "average_gradients='no'"),
             (lambda h: partial(Compression, ALGORITHM, message_bytes="x"), "message_bytes='x'"),
-            (lambda h: h.parallel(DistributedDataParallel(mlp(2, 2))), "module is a DistributedDataParallel"),
+            (
+                lambda h: h.parallel(DistributedDataParallel(mlp(2, 2))),
+                "module is a DistributedDataParallel",
+            ),
             (lambda h: partial(gw.DataParallel, len), "module is a builtin"),
             (lambda h: h.parallel(mlp(2, 2), static_graph=True), "'static_graph'"),
             (lambda h: h.averager({"w": (24, 20)}), "tensors['w']=(24, 20)"),
             (lambda h: partial(gw.Averager(UNTRIED, TENSORS), GOOD), "OptimizerStep"),
-            (lambda h: h.local_ddp(LocalSGD(4), optimizer=lambda ddp: Wrapper(sgd(ddp))), "optimizer is a Wrapper"),
-            (lambda h: h.local_ddp(LocalSGD(4), optimizer=nn.Module.parameters), "optimizer is a generator"),
+            (
+                lambda h: h.local_ddp(LocalSGD(4), optimizer=lambda ddp: Wrapper(sgd(ddp))),
+                "optimizer is a Wrapper",
+            ),
+            (
+                lambda h: h.local_ddp(LocalSGD(4), optimizer=nn.Module.parameters),
+                "optimizer is a generator",
+            ),
             (accelerated, "optim is a AcceleratedOptimizer", "accelerator.prepare"),
         ],
         RuntimeError: [(in_the_reducer, "once"), (unannounced, "find_unused_parameters=True")],

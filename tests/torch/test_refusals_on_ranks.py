@@ -1,4 +1,5 @@
-"""What cannot work is refused by name on every rank, and the group is as good as before: what one of four ranks asks for, and what all do."""
+"""What cannot work is refused by name on every rank, and the group is as good as before: what one
+of four ranks asks for, and what all do."""
 
 from functools import partial
 from unittest import mock
@@ -67,7 +68,9 @@ def another(change, *, local=False):
         ddp, handle = attempt.args[0], attempt()
         fit(ddp, attempt.args[1] if local else sgd(ddp), h.rank, range(4), LOSS)
         h.watch(handle.rank_state_dict)
-        h.watch(lambda: [repr(handle.local if local else handle.algorithm), handle.stats().bytes_sent])
+        h.watch(
+            lambda: [repr(handle.local if local else handle.algorithm), handle.stats().bytes_sent]
+        )
         return partial(handle.reconfigure, change(h.odd))
 
     return prepared
@@ -77,7 +80,12 @@ DIFFERENT = [
     (lambda h: h.hook(small(), PowerSGD(rank=1 + h.odd)), "algorithm"),
     (lambda h: h.hook(small(), ALGORITHM, message_bytes=1000 + h.odd), "message_bytes"),
     (lambda h: h.hook(Layers(body=small()) if h.odd else small(), ALGORITHM), "parameters"),
-    (lambda h: h.hook(small(frozen=[2]) if h.odd else mlp(40, 36, 28), ALGORITHM, init_sync=False), "parameters"),
+    (
+        lambda h: h.hook(
+            small(frozen=[2]) if h.odd else mlp(40, 36, 28), ALGORITHM, init_sync=False
+        ),
+        "parameters",
+    ),
     (lambda h: h.hook(words(sparse=h.odd), ALGORITHM), "'inner.words.weight'", "sparse=False"),
     (
         lambda h: h.hook(small(), WireDtype(AllReduce(8 if h.odd else None), "float16")),
@@ -87,17 +95,30 @@ DIFFERENT = [
     (hooked_on_one, "ddp has a communication hook"),
     (lambda h: h.parallel(mlp(8, 8, 8 + h.odd)), "'2.weight' as (9, 8)", "'2.bias'"),
     (lambda h: h.parallel(mlp(8, 8).double() if h.odd else mlp(8, 8)), "'0.weight'", "float64"),
-    (lambda h: h.parallel(named("b" if h.odd else "a")), "lacks parameter 'a.weight'", "besides parameter 'b.weight'"),
+    (
+        lambda h: h.parallel(named("b" if h.odd else "a")),
+        "lacks parameter 'a.weight'",
+        "besides parameter 'b.weight'",
+    ),
     (lambda h: h.parallel(named("ba" if h.odd else "ab")), "order"),
     (lambda h: h.parallel(mlp(8, 8, 8, frozen=[2] if h.odd else [])), "'2.weight'", "frozen"),
     (lambda h: h.parallel(normed(5 + h.odd)), "buffer '1.running_mean' as (6,)"),
     (lambda h: h.parallel(small(), PowerSGD(rank=1 + h.odd)), "algorithm"),
     (lambda h: h.parallel(embedding(sparse=h.odd)), "'weight'", "sparse=False"),
     (lambda h: h.averager({"w": torch.zeros(8 + h.odd, 8)}), "parameters"),
-    (lambda h: h.averager({"w": torch.zeros(8, 8)}, PowerSGD(1 + h.odd, min_compression_rate=0.1)), "algorithm"),
+    (
+        lambda h: h.averager(
+            {"w": torch.zeros(8, 8)}, PowerSGD(1 + h.odd, min_compression_rate=0.1)
+        ),
+        "algorithm",
+    ),
     (lambda h: h.zero(max_grad_norm=1.0 + h.odd), "max_grad_norm", "2.0"),
     (lambda h: h.zero(lr=-1.0 if h.odd else 1.0), "Invalid learning rate: -1.0"),
-    (lambda h: h.zero(optimizer=torch.optim.SGD if h.odd else torch.optim.Adam), "optimizer_class", "SGD"),
+    (
+        lambda h: h.zero(optimizer=torch.optim.SGD if h.odd else torch.optim.Adam),
+        "optimizer_class",
+        "SGD",
+    ),
     (local(local=LocalSGD(5, start_step=2)), "local", "period=5"),
     (local(buffers="keep"), "buffers", "keep"),
     (local(moments="reset"), "moments", "reset"),
@@ -148,7 +169,9 @@ def head_alone(whole=None):
 
 def in_columns_as_well():
     plan = {"0": ColwiseParallel(), "2": ColwiseParallel()}
-    return fully_shard(parallelize_module(mlp(40, 36, 32), mesh()["shard"], plan), mesh=mesh()["replicate"])
+    return fully_shard(
+        parallelize_module(mlp(40, 36, 32), mesh()["shard"], plan), mesh=mesh()["replicate"]
+    )
 
 
 def of_dtensors():
@@ -165,13 +188,17 @@ def compressed(algorithm=ALGORITHM):
 
 
 def local_of_shards(h, model):
-    return partial(gw.local_sgd, model, None, LocalSGD(2), process_group=mesh().get_group("replicate"))
+    return partial(
+        gw.local_sgd, model, None, LocalSGD(2), process_group=mesh().get_group("replicate")
+    )
 
 
 def averaging_dtensors(h):
     model = sharded()
     averager = gw.Averager(
-        ALGORITHM, {n: p.to_local() for n, p in model.named_parameters()}, mesh().get_group("replicate")
+        ALGORITHM,
+        {n: p.to_local() for n, p in model.named_parameters()},
+        mesh().get_group("replicate"),
     )
     LOSS(model, h.rank, 0).backward()
     return partial(averager, {n: p.grad for n, p in model.named_parameters()})
@@ -216,28 +243,71 @@ ODD = (lambda rank: rank >= 2, lambda rank: rank % 2, lambda rank: rank == 3)
 EVERYWHERE = {
     ValueError: [
         # compress_replicas
-        (lambda h: h.replicas(sharded(None)), "'0.weight'", "replicate 2 × shard 2", "compress_replicas(model"),
-        (lambda h: h.replicas(replicate(mlp(40, 36), mesh=mesh()["replicate"])), "'0.weight'", "replicate 2"),
-        (lambda h: h.replicas(sharded(), axis=mesh()["shard"]), "'0.weight'", "mesh", "compress_replicas(model"),
+        (
+            lambda h: h.replicas(sharded(None)),
+            "'0.weight'",
+            "replicate 2 × shard 2",
+            "compress_replicas(model",
+        ),
+        (
+            lambda h: h.replicas(replicate(mlp(40, 36), mesh=mesh()["replicate"])),
+            "'0.weight'",
+            "replicate 2",
+        ),
+        (
+            lambda h: h.replicas(sharded(), axis=mesh()["shard"]),
+            "'0.weight'",
+            "mesh",
+            "compress_replicas(model",
+        ),
         (lambda h: h.replicas(sharded(), axis=mesh()), "mesh is", "compress_replicas(model"),
         (lambda h: h.replicas(head_alone()), "'2.weight'", "fully_shard"),
-        (lambda h: h.replicas(shard(on_meta(), mesh()["shard"])), "'0.weight' is on the meta device", "to_empty"),
+        (
+            lambda h: h.replicas(shard(on_meta(), mesh()["shard"])),
+            "'0.weight' is on the meta device",
+            "to_empty",
+        ),
         (lambda h: h.replicas(head_alone((1, 4))), "'2.weight'", "shard 4"),
-        (lambda h: h.replicas(in_columns_as_well(), axis=mesh_of(4, 1)["shard"]), "'0.weight'", "Averager"),
+        (
+            lambda h: h.replicas(in_columns_as_well(), axis=mesh_of(4, 1)["shard"]),
+            "'0.weight'",
+            "Averager",
+        ),
         (lambda h: h.replicas(compressed()[0]), "model has replicas", "unregister()"),
         (lambda h: h.replicas(stepping(sharded(), 0)), "'0.weight' is stepped"),
         (lambda h: h.replicas(sharded(), LocalSGD(4)), "gradwire.torch_backend.local_sgd"),
-        (lambda h: h.replicas(sharded(), asking(lambda ops, _: sum_scalar(ops.zeros((), "float32")))), "sum_scalar"),
+        (
+            lambda h: h.replicas(
+                sharded(), asking(lambda ops, _: sum_scalar(ops.zeros((), "float32")))
+            ),
+            "sum_scalar",
+        ),
         (lambda h: h.replicas(sharded(), PowerSGD(rank={"nothing": 2})), "'nothing'"),
-        (lambda h: h.replicas(sharded(frozen=[0]), PowerSGD(rank={"0.*": 2})), "'0.weight'", "frozen"),
+        (
+            lambda h: h.replicas(sharded(frozen=[0]), PowerSGD(rank={"0.*": 2})),
+            "'0.weight'",
+            "frozen",
+        ),
         (lambda h: h.replicas(sharded(frozen=[0, 2])), "model", "requires_grad=True"),
-        (lambda h: h.replicas(shard(nn.Sequential(nn.Linear(5, 1)), mesh()["shard"])), "no part of any parameter"),
+        (
+            lambda h: h.replicas(shard(nn.Sequential(nn.Linear(5, 1)), mesh()["shard"])),
+            "no part of any parameter",
+        ),
         *[
-            (lambda h, odd=odd: h.replicas(sharded(), PowerSGD(rank=1 + odd(h.rank))), "PowerSGD(rank=1)", "algorithm")
+            (
+                lambda h, odd=odd: h.replicas(sharded(), PowerSGD(rank=1 + odd(h.rank))),
+                "PowerSGD(rank=1)",
+                "algorithm",
+            )
             for odd in ODD
         ],
         *[
-            (lambda h, odd=odd: partial(compressed()[1].reconfigure, PowerSGD(rank=3 + odd(h.rank))), "PowerSGD(rank=3")
+            (
+                lambda h, odd=odd: partial(
+                    compressed()[1].reconfigure, PowerSGD(rank=3 + odd(h.rank))
+                ),
+                "PowerSGD(rank=3",
+            )
             for odd in ODD
         ],
         (unregistered(lambda handle: handle.unregister), "unregistered"),
@@ -245,22 +315,46 @@ EVERYWHERE = {
         # others, of sharded models
         (lambda h: h.parallel(of_dtensors()), "'weight' is a DTensor", "Averager(algorithm"),
         (lambda h: h.zero(sharded(), torch.optim.SGD, lr=0.1), "'0.weight' is a DTensor"),
-        (lambda h: h.averager(dict(sharded().named_parameters())), "tensors['0.weight'] is a DTensor", "to_local()"),
+        (
+            lambda h: h.averager(dict(sharded().named_parameters())),
+            "tensors['0.weight'] is a DTensor",
+            "to_local()",
+        ),
         (lambda h: h.local(LocalSGD(2), sharded()), "'0.weight' is sharded", "mesh"),
-        (lambda h: partial(gw.local_sgd, sharded(), None, LocalSGD(2)), "process_group=mesh.get_group('replicate')"),
+        (
+            lambda h: partial(gw.local_sgd, sharded(), None, LocalSGD(2)),
+            "process_group=mesh.get_group('replicate')",
+        ),
         (lambda h: local_of_shards(h, head_alone()), "'2.weight' is not sharded"),
         (lambda h: local_of_shards(h, compressed()[0]), "has replicas"),
         # local_sgd
-        (lambda h: partial(gw.local_sgd, h.ddp(normed()), None, LocalSGD(2)), "broadcast_buffers=False"),
-        (lambda h: partial(gw.local_sgd, h.watch(hooked(small(), ALGORITHM, h.group)[0]), None, LocalSGD(2)), "hook"),
+        (
+            lambda h: partial(gw.local_sgd, h.ddp(normed()), None, LocalSGD(2)),
+            "broadcast_buffers=False",
+        ),
+        (
+            lambda h: partial(
+                gw.local_sgd, h.watch(hooked(small(), ALGORITHM, h.group)[0]), None, LocalSGD(2)
+            ),
+            "hook",
+        ),
         (lambda h: h.local(LocalSGD(2, start_step=3)), "DistributedDataParallel"),
-        (lambda h: partial(h.local(LocalSGD(2))().reconfigure, LocalSGD(2, start_step=1)), "a plain module"),
+        (
+            lambda h: partial(h.local(LocalSGD(2))().reconfigure, LocalSGD(2, start_step=1)),
+            "a plain module",
+        ),
         (lambda h: h.local_ddp(LocalSGD(2), optimizer=lambda _: sgd(small())), "not in module"),
         (lambda h: h.local_ddp(LocalSGD(2), buffers="drop"), "buffers='drop'"),
-        (lambda h: h.local_ddp(LocalSGD(2), optimizer=None, moments="average"), "moments='average'", "optimizer"),
+        (
+            lambda h: h.local_ddp(LocalSGD(2), optimizer=None, moments="average"),
+            "moments='average'",
+            "optimizer",
+        ),
         (
             lambda h: h.local_ddp(
-                LocalSGD(2), optimizer=lambda m: torch.optim.Adagrad(m.parameters()), moments="reset"
+                LocalSGD(2),
+                optimizer=lambda m: torch.optim.Adagrad(m.parameters()),
+                moments="reset",
             ),
             "moments='reset'",
             "Adagrad",
@@ -274,7 +368,9 @@ EVERYWHERE = {
         (another(lambda _: LocalSGD(4)), "LocalSGD(period=4)", "local_sgd"),
         (another(lambda _: AllReduce(8)), "bucket_bytes=8"),
         (
-            lambda h: h.hook(small(), asking(lambda _, g: mean_each(g, groups=((0, 1), (2, 3), (4, 5))))),
+            lambda h: h.hook(
+                small(), asking(lambda _, g: mean_each(g, groups=((0, 1), (2, 3), (4, 5))))
+            ),
             "groups=((0, 1), (2, 3), (4, 5))",
         ),
         (lambda h: h.hook(small(), TwoLevel(ALGORITHM, 5)), "within=5"),
@@ -283,7 +379,10 @@ EVERYWHERE = {
     TypeError: [
         (lambda h: h.replicas(mlp(2, 2)), "model is a Sequential", "compress_replicas(model"),
         (lambda h: h.replicas(h.ddp()), "model is a DistributedDataParallel", "register_comm_hook"),
-        (lambda h: partial(gw.compress_replicas, "model", ALGORITHM, mesh()["replicate"]), "model is a str"),
+        (
+            lambda h: partial(gw.compress_replicas, "model", ALGORITHM, mesh()["replicate"]),
+            "model is a str",
+        ),
         (lambda h: h.replicas(sharded(), PowerSGD), "algorithm=PowerSGD"),
         (
             lambda h: partial(gw.register_comm_hook, sharded(), ALGORITHM),
@@ -293,7 +392,10 @@ EVERYWHERE = {
         (lambda h: h.parallel(sharded()), "module is a FSDPSequential", "Averager(algorithm"),
         (averaging_dtensors, "is a DTensor", "p.grad.to_local()"),
         (lambda h: partial(gw.local_sgd, sgd(small()), None, LocalSGD(2)), "module is a SGD"),
-        (lambda h: partial(gw.local_sgd, h.parallel(small())(), None, LocalSGD(2)), "module is a DataParallel"),
+        (
+            lambda h: partial(gw.local_sgd, h.parallel(small())(), None, LocalSGD(2)),
+            "module is a DataParallel",
+        ),
         (lambda h: h.local_ddp(ALGORITHM), "local=PowerSGD"),
         (another(lambda _: ALGORITHM, local=True), "local is a PowerSGD"),
         (another(lambda _: PowerSGD), "algorithm=PowerSGD"),

@@ -1,4 +1,5 @@
-"""What a registration says and takes, and what is noticed later. What it refuses: test_refusals.py."""
+"""What a registration says and takes, and what is noticed later. What it refuses:
+test_refusals.py."""
 
 import logging
 import pickle
@@ -57,13 +58,18 @@ def test_ranks_compare_digests_and_send_texts_only_where_they_differ(monkeypatch
         return [mine if rank != other else others[len(sent) - 1] for rank in range(ranks)]
 
     monkeypatch.setattr(consistency, "gathered_by_all", gathered)
-    groups, own = str(TwoLevel(AllReduce(), within=2).inter_node(ranks)), {"parameter 'w'": "(3,) float32"}
+    groups, own = (
+        str(TwoLevel(AllReduce(), within=2).inter_node(ranks)),
+        {"parameter 'w'": "(3,) float32"},
+    )
     other, others = -1, []
     consistency.require_same_on_all_ranks(None, {"groups": groups}, own)
     assert len(sent) == 1
     assert sent[0] < 300  # bytes of each rank, which every rank receives
     other, others, sent[:] = 2, [("", "another", consistency._digest(own)), {"groups": "[]"}], []
-    with pytest.raises(ValueError, match=r"ranks differ in groups: rank 0 has \(\(0, .*, others \{2: '\[\]'\}"):
+    with pytest.raises(
+        ValueError, match=r"ranks differ in groups: rank 0 has \(\(0, .*, others \{2: '\[\]'\}"
+    ):
         consistency.require_same_on_all_ranks(None, {"groups": groups}, own)
     assert len(sent) == 2
     assert sent[1] >= len(groups)
@@ -136,12 +142,16 @@ WARNED = {
         lambda: gw.register_comm_hook(DistributedDataParallel(new_model()), PowerSGD(4)),
         "Say stacked={'experts\\.\\*': 1}",
     ),
-    "DataParallel": (lambda: gw.DataParallel(new_model(), PowerSGD(4)), "Say stacked={'experts\\.\\*': 1}"),
+    "DataParallel": (
+        lambda: gw.DataParallel(new_model(), PowerSGD(4)),
+        "Say stacked={'experts\\.\\*': 1}",
+    ),
     "local_sgd": (
         lambda: gw.local_sgd(new_model(), None, diloco(10, compressor=PowerSGD(4))),
         "Say stacked={'experts\\.\\*': 1}",
     ),
-    # (shape[0], rest): 8 rows, too few for rank 4 to shrink them. There is another function for who wants more.
+    # (shape[0], rest): 8 rows, too few for rank 4 to shrink them. There is another function for who
+    # wants more.
     "torch's own name": (compat, r"register_comm_hook\(ddp, PowerSGD\(rank, stacked="),
 }
 

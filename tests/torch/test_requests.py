@@ -1,4 +1,5 @@
-"""Every request on real ranks, against what the core says that it means: answers, bytes and messages, in groups and in all dtypes."""
+"""Every request on real ranks, against what the core says that it means: answers, bytes and
+messages, in groups and in all dtypes."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -66,7 +67,13 @@ class Sends:
         return getattr(self.group, name)
 
 
-@cases.each({f"{owner} {dtype}": (owner, dtype) for owner in range(RANKS) for dtype in ("float32", "float16")})
+@cases.each(
+    {
+        f"{owner} {dtype}": (owner, dtype)
+        for owner in range(RANKS)
+        for dtype in ("float32", "float16")
+    }
+)
 def test_a_part_that_is_much_larger_than_the_others_is_sent_once_by_each_rank(world, variant):
     owner, dtype = variant
     counts = [7 if rank == (owner + 1) % RANKS else 0 for rank in range(RANKS)]
@@ -77,7 +84,8 @@ def test_a_part_that_is_much_larger_than_the_others_is_sent_once_by_each_rank(wo
     draw = torch.Generator().manual_seed(world.rank)
     x = torch.randn(3007, generator=draw, dtype=torch.float64).to(getattr(torch, dtype))
     right = sum(x.double() for x in world.everyones(x.clone())) / RANKS
-    with mock.patch.object(point_to_point, "SLICE_BYTES", 1000):  # some slices, of which the last is shorter
+    # some slices, of which the last is shorter
+    with mock.patch.object(point_to_point, "SLICE_BYTES", 1000):
         (part,) = collectives.perform(ReduceScatter((x,), (tuple(counts),))).wait()
         reduced, sends.nbytes = sends.nbytes, 0
         (whole,) = collectives.perform(AllGather((part,), (tuple(counts),), (None,))).wait()
@@ -91,7 +99,11 @@ def test_a_part_that_is_much_larger_than_the_others_is_sent_once_by_each_rank(wo
 
 
 @cases.each(
-    {"one group of buckets": (hooked, 1 << 30), "a group per bucket": (hooked, 0), "DataParallel": (paralleled, 0)}
+    {
+        "one group of buckets": (hooked, 1 << 30),
+        "a group per bucket": (hooked, 0),
+        "DataParallel": (paralleled, 0),
+    }
 )
 def test_an_algorithm_may_ask_for_everything(world, variant):
     door, message_bytes = variant
@@ -103,7 +115,10 @@ def test_an_algorithm_may_ask_for_everything(world, variant):
     assert len(wrapped.buckets()) > 1 if door is paralleled else buckets_of(wrapped) > 1
     if message_bytes:
         (planned,) = plan_of(wrapped.module).steps
-        assert (handle.stats().collectives, handle.stats().bytes_sent) == (4 * planned.collectives, 4 * planned.nbytes)
+        assert (handle.stats().collectives, handle.stats().bytes_sent) == (
+            4 * planned.collectives,
+            4 * planned.nbytes,
+        )
 
 
 def plan_of(model):
@@ -114,7 +129,9 @@ def plan_of(model):
 @cases.case
 def test_an_averager_answers_everything(world):
     algorithm, shapes = Everything(EVEN), {"w": (8, 6), "b": (7,)}
-    averager = Averager(algorithm, {name: torch.zeros(shape) for name, shape in shapes.items()}, world.group)
+    averager = Averager(
+        algorithm, {name: torch.zeros(shape) for name, shape in shapes.items()}, world.group
+    )
     draw = torch.Generator().manual_seed(world.rank)
     own = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
     everyones = world.everyones({name: g.double().numpy() for name, g in own.items()})
@@ -131,24 +148,37 @@ def test_local_sgd_answers_everything(world):
     fit(ddp, optimizer, world.rank, range(4), loss_on(40))
     assert world.agree(weights(ddp))
     (planned,) = plan_of(ddp.module).steps
-    assert (handle.stats().collectives, handle.stats().bytes_sent) == (2 * planned.collectives, 2 * planned.nbytes)
+    assert (handle.stats().collectives, handle.stats().bytes_sent) == (
+        2 * planned.collectives,
+        2 * planned.nbytes,
+    )
 
 
 @cases.case
 def test_what_no_rank_used_keeps_its_memory_whatever_is_sent_first(world):
     """Here something is gathered."""
-    ddp, handle = hooked(Branches(), TopK(8, per=64), world.group, cap=25, find_unused_parameters=True)
+    ddp, handle = hooked(
+        Branches(), TopK(8, per=64), world.group, cap=25, find_unused_parameters=True
+    )
     memories = []
     for step in range(len(TAKEN)):
-        train(ddp, lambda model, rank, step: branching_loss(model, min(rank, 1), step), [step], local=False)
+        train(
+            ddp,
+            lambda model, rank, step: branching_loss(model, min(rank, 1), step),
+            [step],
+            local=False,
+        )
         memories.append(handle.rank_state_dict()["tensors"])
     for step in range(1, len(TAKEN)):
         for branch in ("left", "right"):
-            kept = same_bits(memories[step][f"{branch}.weight"], memories[step - 1][f"{branch}.weight"])
+            kept = same_bits(
+                memories[step][f"{branch}.weight"], memories[step - 1][f"{branch}.weight"]
+            )
             assert kept == all(branch not in taken for taken in TAKEN[step])
 
 
-# --- subgroups: made, or refused, whatever groups there are already; no rank waits for one that does not come ---
+# --- subgroups: made, or refused, whatever groups there are already; no rank waits for one that
+# does not come ---
 
 TWO_AND_ONE = ((0, 1), (2,))
 EACH_ALONE = ((0,), (1,))
@@ -169,13 +199,15 @@ def part_of(world):
 
 @cases.case
 def test_subgroups_of_the_world_and_of_a_part_of_it(world):
-    """With another group of one rank, made by all ranks as torch wants it: unequal numbers of groups in a part of the world are refused."""
+    """With another group of one rank, made by all ranks as torch wants it: unequal numbers of
+    groups in a part of the world are refused."""
     other, part = dist.new_group([0]), part_of(world)
     groups = ProcessGroups(world.group, [TWO_AND_ONE])
     if part:
         with pytest.raises(ValueError, match=r"belong to \[(\d+), (?!\1)\d+\] process groups"):
             ProcessGroups(part, [((1, 0),)])
-        of_part = ProcessGroups(part, [EACH_ALONE, ((0, 1),)])  # of which each has as many groups as itself
+        # of which each has as many groups as itself
+        of_part = ProcessGroups(part, [EACH_ALONE, ((0, 1),)])
     if world.rank == 0:
         dist.destroy_process_group(other)
     assert sum_of_ranks(world, groups[TWO_AND_ONE]) == [1, 1, 2][world.rank]
@@ -190,7 +222,8 @@ def test_subgroups_of_a_part_of_the_world_with_a_bound_device_are_refused(world)
     if not (part := part_of(world)):
         return
     everybody = dist.group.WORLD
-    everybody.bound_device_id = torch.device("cuda", world.rank)  # as `init_process_group(device_id=...)` sets it
+    # as `init_process_group(device_id=...)` sets it
+    everybody.bound_device_id = torch.device("cuda", world.rank)
     try:
         with pytest.raises(ValueError, match=r"device_id=cuda:\d.*Leave out device_id"):
             ProcessGroups(part, [EACH_ALONE])
@@ -214,7 +247,9 @@ def test_a_partition_of_a_bound_communicator_is_one_split(world):
             made = [dist.new_group(members) for members in ranks]
         finally:
             everybody.bound_device_id = torch.device("cpu", 0)
-        return next(group for group, members in zip(made, ranks, strict=True) if world.rank in members)
+        return next(
+            group for group, members in zip(made, ranks, strict=True) if world.rank in members
+        )
 
     everybody.bound_device_id = torch.device("cpu", 0)
     try:

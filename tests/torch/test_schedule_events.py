@@ -1,4 +1,5 @@
-"""Every schedule up to a period of twelve steps, whatever of it comes together in one step, counted in outer steps."""
+"""Every schedule up to a period of twelve steps, whatever of it comes together in one step, counted
+in outer steps."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ DRIVEN = [pytest.param(p, marks=() if p in (3, 5, 7) else pytest.mark.slow) for 
 
 
 def model_of(fragments: int) -> nn.Module:
-    return Layers(None, **{f"layer{f:02}": nn.Parameter(torch.ones(1, dtype=torch.float64)) for f in range(fragments)})
+    return Layers(
+        None,
+        **{
+            f"layer{f:02}": nn.Parameter(torch.ones(1, dtype=torch.float64))
+            for f in range(fragments)
+        },
+    )
 
 
 class Quorum:
@@ -36,7 +43,9 @@ class Quorum:
     def __init__(self, group: Any) -> None:
         self.device, self.groups = torch.device("cpu"), ProcessGroups(group)
         self.collectives = Collectives(self.groups, TorchOps(self.device))
-        self.manager: Any = SimpleNamespace(register_state_dict_fn=lambda *_: None, errored=lambda: None)
+        self.manager: Any = SimpleNamespace(
+            register_state_dict_fn=lambda *_: None, errored=lambda: None
+        )
         self.sent = self.collectives.sent
 
     def meet(self, steps: int, *, joining: bool) -> Present:
@@ -93,11 +102,15 @@ def test_local_sgd_takes_each_outer_step_once(alone: Any, period: int) -> None:
 @pytest.mark.parametrize("period", DRIVEN)
 def test_the_simulator_takes_each_outer_step_once(period: int) -> None:
     for local in schedules(period):
-        names, steps = [f"layer{f:02}" for f in range(local.fragments)], 2 * period + local.overlap + 1
+        names, steps = (
+            [f"layer{f:02}" for f in range(local.fragments)],
+            2 * period + local.overlap + 1,
+        )
         simulator = LocalSimulator(local, {n: [1.0] for n in names}, 1)
         for step in range(steps):
             simulator.step(
-                [{n: [drift(step, f)] for f, n in enumerate(names)}], lambda _, p, g: {n: p[n] - g[n] for n in p}
+                [{n: [drift(step, f)] for f, n in enumerate(names)}],
+                lambda _, p, g: {n: p[n] - g[n] for n in p},
             )
         mine = [float(simulator.parameters[0][n][0]) for n in names]
         np.testing.assert_allclose(mine, by_hand(local, steps)[0], rtol=1e-9, err_msg=repr(local))

@@ -1,4 +1,5 @@
-"""Known answers by torch's kernels: every method, every door, ranks of which one computes wrong, and the settings of the user."""
+"""Known answers by torch's kernels: every method, every door, ranks of which one computes wrong,
+and the settings of the user."""
 
 import os
 from contextlib import ExitStack, contextmanager
@@ -40,11 +41,19 @@ def _fresh(monkeypatch):
     monkeypatch.setenv(VARIABLE, "always")
 
 
-SLOW_ALIKE = [name for name in METHODS if name not in ("rank_2", "half_step", "quantize", "top_k", "sign", "wire_int8")]
+SLOW_ALIKE = [
+    name
+    for name in METHODS
+    if name not in ("rank_2", "half_step", "quantize", "top_k", "sign", "wire_int8")
+]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in (*SLOW_ALIKE, *VARIANTS) else ()) for n in METHODS]
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in (*SLOW_ALIKE, *VARIANTS) else ())
+        for n in METHODS
+    ],
 )
 def test_kernels_are_right(name, both_branches):
     assert wrong_here(METHODS[name].algorithm, specs(), 3, CPU) == ""
@@ -63,7 +72,9 @@ def short(kernel):
     def of(x):
         return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
-    return lambda self, x, y, *, out=None: kernel(self, of(x.contiguous()), of(y.contiguous()), out=out)
+    return lambda self, x, y, *, out=None: kernel(
+        self, of(x.contiguous()), of(y.contiguous()), out=out
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +133,8 @@ def test_it_looks_once(caplog):
 
 
 def test_settings_of_the_user_have_no_part_in_it_and_stay():
-    """Those of which a device's kernels are made of; generators; and the meta device as the default one, on which nothing would be computed."""
+    """Those of which a device's kernels are made of; generators; and the meta device as the default
+    one, on which nothing would be computed."""
     before = torch.get_rng_state()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -147,7 +159,8 @@ def test_while_a_graph_is_captured_nothing_is_looked_at(monkeypatch):
 
 @contextmanager
 def looking(kernels=None, verdict=None):
-    """As on an accelerator, for the first time in the process; with kernels of our own, or with a verdict that needs no look."""
+    """As on an accelerator, for the first time in the process; with kernels of our own, or with a
+    verdict that needs no look."""
     with ExitStack() as within:
         within.enter_context(mock.patch.dict(os.environ, {VARIABLE: "always"}))
         within.enter_context(mock.patch.object(looked_at, "_found", {}))
@@ -162,7 +175,10 @@ def looking(kernels=None, verdict=None):
 def test_all_ranks_refuse_together_and_the_rank_is_named(world):
     attempt = Here(world.rank, world.group).hook(small(), Quantize("int8"))
     wrong = {"nearest_bytes": saturating} if world.rank == 1 else {}
-    with looking(wrong), pytest.raises(ValueError, match="computes wrong numbers on cpu") as refused:
+    with (
+        looking(wrong),
+        pytest.raises(ValueError, match="computes wrong numbers on cpu") as refused,
+    ):
         attempt()
     who = "" if world.rank == 1 else "rank 1 cannot take part: "
     assert str(refused.value).startswith(f"{who}Quantize(dtype='int8')")
@@ -172,7 +188,9 @@ def test_all_ranks_refuse_together_and_the_rank_is_named(world):
 @cases.case
 def test_torchs_hooks_which_nobody_registers_refuse_together_in_their_first_step(world):
     ddp = Here(world.rank, world.group).ddp(small())
-    ddp.register_comm_hook(gw.PowerSGDState(world.group, 2, start_powerSGD_iter=2), gw.powerSGD_hook)
+    ddp.register_comm_hook(
+        gw.PowerSGDState(world.group, 2, start_powerSGD_iter=2), gw.powerSGD_hook
+    )
     verdict = "wrong on rank 1" if world.rank == 1 else ""
     with looking(verdict=verdict), pytest.raises(RuntimeError, match="wrong on rank 1"):
         fit(ddp, sgd(ddp), world.rank, range(1), LOSS)

@@ -1,4 +1,5 @@
-"""A setting that the training loop says anew in each step: a line in the method, and torch, JAX and the simulator follow."""
+"""A setting that the training loop says anew in each step: a line in the method, and torch, JAX and
+the simulator follow."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -37,7 +38,12 @@ pytestmark = pytest.mark.usefixtures("alone")
 LOSS = loss_on(40)
 
 
-WRAPPED = [Scaling(), WireDtype(Scaling(), "float32"), TwoLevel(Scaling(), within=1), Weighted(Scaling())]
+WRAPPED = [
+    Scaling(),
+    WireDtype(Scaling(), "float32"),
+    TwoLevel(Scaling(), within=1),
+    Weighted(Scaling()),
+]
 
 
 @pytest.mark.parametrize("algorithm", WRAPPED, ids=repr)
@@ -62,7 +68,9 @@ def sharded(world, model, which):
 
 def averaging(world, model, which, period=1, **schedule):
     """An outer step after each period: parameters go as far as the averaged difference says."""
-    return doors.local(world, model, diloco(period, lr=1.0, momentum=0.0, compressor=which, **schedule))
+    return doors.local(
+        world, model, diloco(period, lr=1.0, momentum=0.0, compressor=which, **schedule)
+    )
 
 
 DOORS = {
@@ -94,7 +102,9 @@ def test_each_door_hears_it_and_keeps_it_when_it_is_reconfigured(alone, door):
         return np.concatenate([(b - a).flatten() for b, a in zip(before, after, strict=True)]) / 0.1
 
     def reconfigure(other):
-        handle.reconfigure(replace(handle.local, compressor=other) if door == "local_sgd" else other)
+        handle.reconfigure(
+            replace(handle.local, compressor=other) if door == "local_sgd" else other
+        )
 
     assert step() == pytest.approx(1.0, rel=1e-4)
     reconfigure(Scaling(default=0.25))  # of which nothing was said
@@ -110,7 +120,9 @@ def test_each_door_hears_it_and_keeps_it_when_it_is_reconfigured(alone, door):
 
 def test_what_has_left_goes_by_what_was_said_then(alone):
     model = torch.nn.Linear(8, 6)
-    module, optimizer, handle = averaging(SimpleNamespace(group=alone), model, Scaling(), 2, overlap=1)
+    module, optimizer, handle = averaging(
+        SimpleNamespace(group=alone), model, Scaling(), 2, overlap=1
+    )
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     handle.set(scale=0.5)
     for _ in range(2):
@@ -118,7 +130,9 @@ def test_what_has_left_goes_by_what_was_said_then(alone):
     handle.set(scale=0.25)
     descend(module, optimizer)
     for name, x in handle.outer_parameters().items():
-        torch.testing.assert_close(start[name] - x, torch.full_like(x, 0.5 * 2 * 0.1), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            start[name] - x, torch.full_like(x, 0.5 * 2 * 0.1), rtol=1e-4, atol=1e-6
+        )
 
 
 def test_it_survives_reconfigure_as_everything_that_a_loop_sets_does():
@@ -130,7 +144,10 @@ def test_it_survives_reconfigure_as_everything_that_a_loop_sets_does():
     assert same_bits(trace.given[0], {n: g * 0.5 for n, g in trace.local[0].items()})
     assert (handle.weight, handle.replay) == (2.0, True)
     # What is new here has to be looked at above.
-    assert [name for name, x in vars(Handle).items() if getattr(x, "fset", None)] == ["weight", "replay"]
+    assert [name for name, x in vars(Handle).items() if getattr(x, "fset", None)] == [
+        "weight",
+        "replay",
+    ]
     handle.reconfigure(Weighted(AllReduce()))
     with pytest.raises(ValueError, match="does not ask for scale; it asks for no setting"):
         handle.set(scale=0.5)
@@ -155,7 +172,9 @@ def test_jax_and_the_simulator_hear_it(algorithm):
 
     def update(scale):
         settings = {} if scale is None else {"settings": {"scale": scale}}
-        return jax.vmap(lambda g, s: tx.update(g, s, **settings), axis_name="data")({"w": given}, state)[0]["w"][0]
+        return jax.vmap(lambda g, s: tx.update(g, s, **settings), axis_name="data")(
+            {"w": given}, state
+        )[0]["w"][0]
 
     for scale, said in ((None, {}), (0.5, {"scale": 0.5}), (jnp.asarray(0.25), {"scale": 0.25})):
         simulator = Simulator(algorithm, {"w": (4, 3)}, 2, dtype="float32")
@@ -163,7 +182,9 @@ def test_jax_and_the_simulator_hear_it(algorithm):
         np.testing.assert_allclose(right, given.mean(0) * said.get("scale", 1.0), rtol=1e-5)
         np.testing.assert_allclose(update(scale), right, rtol=1e-5)
     with pytest.raises(ValueError, match="does not ask for rate"):
-        jax.vmap(lambda g, s: tx.update(g, s, settings={"rate": 1.0}), axis_name="data")({"w": given}, state)
+        jax.vmap(lambda g, s: tx.update(g, s, settings={"rate": 1.0}), axis_name="data")(
+            {"w": given}, state
+        )
 
 
 def test_jax_and_the_simulator_of_local_sgd_hear_it():
@@ -178,21 +199,31 @@ def test_jax_and_the_simulator_of_local_sgd_hear_it():
 
         return jax.vmap(one, axis_name="data")(given)[0]
 
-    for settings, scale in ((None, 1.0), ({"scale": 0.5}, 0.5), ({"scale": jnp.asarray(0.25)}, 0.25)):
+    for settings, scale in (
+        (None, 1.0),
+        ({"scale": 0.5}, 0.5),
+        ({"scale": jnp.asarray(0.25)}, 0.25),
+    ):
         simulator = LocalSimulator(local, {"w": np.zeros((4, 3))}, 2, dtype="float32")
-        simulator.step([{"w": g} for g in given], lambda _, p, g: {"w": p["w"] - g["w"]}, settings=settings)
+        simulator.step(
+            [{"w": g} for g in given], lambda _, p, g: {"w": p["w"] - g["w"]}, settings=settings
+        )
         right = simulator.parameters[0]["w"]
         np.testing.assert_allclose(right, -scale * given.mean(0), rtol=1e-5)
         np.testing.assert_allclose(after(settings), right, rtol=1e-5)
     with pytest.raises(ValueError, match="does not ask for rate; it asks for scale"):
         after({"rate": 1.0})
     with pytest.raises(ValueError, match="give them to average_params"):
-        jax.vmap(lambda g: tx.update({"w": g}, tx.init(params), settings={"scale": 1.0})[0], axis_name="data")(given)
+        jax.vmap(
+            lambda g: tx.update({"w": g}, tx.init(params), settings={"scale": 1.0})[0],
+            axis_name="data",
+        )(given)
 
 
 def test_it_passes_a_chain_with_a_sharded_optimizer():
     tx = optax.chain(
-        average_gradients(Scaling(), axis_name="data"), zero1(optax.sgd(1.0), axis_name="data", averaged=True)
+        average_gradients(Scaling(), axis_name="data"),
+        zero1(optax.sgd(1.0), axis_name="data", averaged=True),
     )
     given = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
 
@@ -200,7 +231,9 @@ def test_it_passes_a_chain_with_a_sharded_optimizer():
         params = {"w": jnp.zeros((4, 3))}
         return tx.update({"w": g}, tx.init(params), params, settings={"scale": 0.5})[0]["w"]
 
-    np.testing.assert_allclose(jax.vmap(one, axis_name="data")(given)[0], -0.5 * given.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.vmap(one, axis_name="data")(given)[0], -0.5 * given.mean(0), rtol=1e-5
+    )
 
 
 def test_it_sends_nothing_and_has_one_default():

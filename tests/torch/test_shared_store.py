@@ -1,5 +1,5 @@
-"""How much ranks ask of the store that they share, where one of them dies or comes late: counted, of
-as many clients as ranks."""
+"""How much ranks ask of the store that they share, where one of them dies or comes late: counted,
+of as many clients as ranks."""
 
 import logging
 from collections import Counter
@@ -20,7 +20,8 @@ MANY = 64
 
 
 class Counting:
-    """A store that counts what it is asked for. Without `extended`, one that cannot read many keys at once."""
+    """A store that counts what it is asked for. Without `extended`, one that cannot read many keys
+    at once."""
 
     def __init__(self, store, *, extended=True):
         self.store, self.extended, self.requests = store, extended, Counter()
@@ -42,7 +43,9 @@ def clients():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def made(n):
-        return [Counting(dist.TCPStore("127.0.0.1", server.port, is_master=False)) for _ in range(n)]
+        return [
+            Counting(dist.TCPStore("127.0.0.1", server.port, is_master=False)) for _ in range(n)
+        ]
 
     return made
 
@@ -61,7 +64,9 @@ def test_keys_are_read_together_and_those_that_are_not_there_are_found_by_halves
             store.store.set(key, str(i))
     assert missing(store, keys) == [0, 700]
     assert store.requests["check"] <= 40
-    assert read_all(store, keys) == [None if i in (0, 700) else str(i).encode() for i in range(1000)]
+    assert read_all(store, keys) == [
+        None if i in (0, 700) else str(i).encode() for i in range(1000)
+    ]
     assert store.requests["multi_get"] == extended
     assert store.requests["get"] == (0 if extended else 998)
     assert read_all(store, []) == []
@@ -71,12 +76,22 @@ def test_one_finds_out_for_all_and_the_next_does_if_it_dies(monkeypatch, clients
     monkeypatch.setattr(shared_keys, "CLAIMED", timedelta(seconds=60))
     stores, found = clients(8), []
     finds = [lambda rank=rank: found.append(rank) or f"of {rank}" for rank in range(8)]
-    said = at_once([partial(found_by_one, store, "key", rank, finds[rank]) for rank, store in enumerate(stores)])
+    said = at_once(
+        [
+            partial(found_by_one, store, "key", rank, finds[rank])
+            for rank, store in enumerate(stores)
+        ]
+    )
     assert set(said) == {f"of {found[0]}"}
     assert len(found) == 1
     monkeypatch.setattr(shared_keys, "CLAIMED", timedelta(seconds=0.3))
     stores[0].store.set("other/claimed/0", "9")  # it has claimed, and is gone
-    said = at_once([partial(found_by_one, store, "other", rank, finds[rank]) for rank, store in enumerate(stores)])
+    said = at_once(
+        [
+            partial(found_by_one, store, "other", rank, finds[rank])
+            for rank, store in enumerate(stores)
+        ]
+    )
     assert set(said) <= {f"of {rank}" for rank in found[1:]}
     assert said
 
@@ -89,7 +104,12 @@ def watching(store, rank, size, what="Sign()"):
     """What notes where a rank is, of so many; and what it reads that from."""
     meeting = SimpleNamespace(store=store, rank=rank, size=size, name="meeting", doing="")
     memory, collectives = Counts(), Counts()
-    memory.steps, collectives.sent, collectives.asked, collectives.last = 4, SimpleNamespace(collectives=8), 0, "Reduce"
+    memory.steps, collectives.sent, collectives.asked, collectives.last = (
+        4,
+        SimpleNamespace(collectives=8),
+        0,
+        "Reduce",
+    )
     one = Whereabouts(meeting, what, memory, collectives)
     one.waits = True
     return one, memory, collectives
@@ -97,7 +117,9 @@ def watching(store, rank, size, what="Sign()"):
 
 @pytest.mark.parametrize("size", [8, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_a_death_costs_the_store_a_few_requests_of_each_rank(monkeypatch, clients, size):
-    monkeypatch.setattr(whereabouts, "time", SimpleNamespace(time=whereabouts.time.time, sleep=lambda seconds: None))
+    monkeypatch.setattr(
+        whereabouts, "time", SimpleNamespace(time=whereabouts.time.time, sleep=lambda seconds: None)
+    )
     monkeypatch.setattr(shared_keys, "CLAIMED", timedelta(seconds=60))
     stores = clients(size)
     held = [watching(store, rank, size) for rank, store in enumerate(stores)]
@@ -108,7 +130,10 @@ def test_a_death_costs_the_store_a_few_requests_of_each_rank(monkeypatch, client
         store.requests.clear()
     for one, *_ in held:  # as their thread has done for seconds
         one.note()
-    told = {str(each) for each in at_once([partial(one.named, RuntimeError("closed")) for one, *_ in held])}
+    told = {
+        str(each)
+        for each in at_once([partial(one.named, RuntimeError("closed")) for one, *_ in held])
+    }
     assert len(told) == 1
     assert f"rank {size - 1}: 4 steps of Sign() done, 8 messages sent. closed" in told.pop()
     asked = sorted(sum(store.requests.values()) for store in stores[:-1])
@@ -136,7 +161,9 @@ def test_an_old_report_serves_nobody(monkeypatch):
     late.note()
     now = whereabouts.time.time()
     monkeypatch.setattr(
-        whereabouts, "time", SimpleNamespace(time=lambda: now + 2 * whereabouts.RECENT, sleep=lambda seconds: None)
+        whereabouts,
+        "time",
+        SimpleNamespace(time=lambda: now + 2 * whereabouts.RECENT, sleep=lambda seconds: None),
     )
     assert "never heard of" not in late.shared_report()
 
@@ -159,7 +186,9 @@ def meetings(monkeypatch, clients):
         monkeypatch.setattr(barrier, "_store_of", lambda group: group.store)
         monkeypatch.setattr(barrier, "timeout_of", lambda group: timeout)
         monkeypatch.setattr(
-            barrier, "dist", SimpleNamespace(get_rank=lambda group: group.rank, get_world_size=lambda group: n)
+            barrier,
+            "dist",
+            SimpleNamespace(get_rank=lambda group: group.rank, get_world_size=lambda group: n),
         )
         return [Meeting(group) for group in groups], stores
 
@@ -174,7 +203,8 @@ def test_ranks_that_are_late_are_looked_for_by_one(monkeypatch, caplog, meetings
 
     def waits(meeting):
         with pytest.raises(
-            RuntimeError, match=rf"rank {meeting.rank} has waited in vain for ranks \[{size - 1}\]. Why"
+            RuntimeError,
+            match=rf"rank {meeting.rank} has waited in vain for ranks \[{size - 1}\]. Why",
         ):
             meeting.come("state", "Why.")
 
@@ -192,6 +222,10 @@ def test_ranks_that_are_late_are_looked_for_by_one(monkeypatch, caplog, meetings
 
 def test_what_ranks_bring_is_read_in_one_request_where_it_differs(meetings):
     everyone, stores = meetings(8, timedelta(seconds=60))
-    brought = at_once([partial(meeting.come, "state", "", str(meeting.rank)) for meeting in everyone])
+    brought = at_once(
+        [partial(meeting.come, "state", "", str(meeting.rank)) for meeting in everyone]
+    )
     assert brought == [[str(rank) for rank in range(8)]] * 8
-    assert [(store.requests["multi_get"], store.requests["get"]) for store in stores] == [(1, 2)] * 8
+    assert [(store.requests["multi_get"], store.requests["get"]) for store in stores] == [
+        (1, 2)
+    ] * 8

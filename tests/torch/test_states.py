@@ -1,5 +1,6 @@
-"""Memory of several ranks: in files, of another loss scale; ranks that are not in the same state, or do not all come, which is an error that names them
-and no long wait; and steps that are not finite. On other numbers of ranks, and bad steps of every method: tests/composition."""
+"""Memory of several ranks: in files, of another loss scale; ranks that are not in the same state,
+or do not all come, which is an error that names them and no long wait; and steps that are not
+finite. On other numbers of ranks, and bad steps of every method: tests/composition."""
 
 import copy
 import logging
@@ -19,7 +20,13 @@ import torch.distributed as dist
 
 from gradwire import LocalSGD, PowerSGD, diloco
 from gradwire.core.state import checkpoint
-from gradwire.torch_backend import PowerSGDState, ZeroOptimizer, hook_with_zero_step, local_sgd, powerSGD_hook
+from gradwire.torch_backend import (
+    PowerSGDState,
+    ZeroOptimizer,
+    hook_with_zero_step,
+    local_sgd,
+    powerSGD_hook,
+)
 from gradwire.torch_backend.engine.groups import barrier
 from gradwire.torch_backend.engine.groups.barrier import Meeting
 from gradwire.torch_backend.monitor.watcher import SkippedSteps
@@ -61,7 +68,9 @@ def test_the_mean_is_formed_in_a_wide_dtype_and_changes_nothing(world, dtype):
     assert (to_two is None) == (world.rank != 2)
     for state in filter(None, (to_two, to_all)):
         # In float64, only the order of the sum may differ.
-        assert relative(state["local"]["0.weight"]["error"], expected[None]) <= (1e-12 if dtype == "float64" else 0)
+        assert relative(state["local"]["0.weight"]["error"], expected[None]) <= (
+            1e-12 if dtype == "float64" else 0
+        )
     assert same_bits(handle.rank_state_dict(), before)
 
 
@@ -75,8 +84,8 @@ def scaler_of(scale, **options):
 
 @cases.case(slow=True)
 def test_memory_follows_the_loss_scale(world):
-    """The same steps without a scaler, with one that the memory follows, and with one that it does not know of. In step 3 the scale has
-    grown, step 4 overflows."""
+    """The same steps without a scaler, with one that the memory follows, and with one that it does
+    not know of. In step 3 the scale has grown, step 4 overflows."""
 
     def errors(state):
         return {n: m["error"] / state.get("scale", 1.0) for n, m in state["tensors"].items()}
@@ -107,11 +116,15 @@ def test_memory_follows_the_loss_scale(world):
     assert relative(run(scaler(), False)[0], expected) > 1e-4  # what happens otherwise
     assert relative(errors(memory), errors(state)) < 1e-10
     assert "scale" not in state
-    # Stopped when the scale has just grown, and continued with a scaler that begins anew, or unscaled.
+    # Stopped when the scale has just grown, and continued with a scaler that begins anew, or
+    # unscaled.
     half = run(scaler(), True, range(3))
     assert half[1]["scale"] == SCALE  # of the last step, by which its errors are too large
     assert relative(run(scaler(), True, range(3, 8), half)[0], expected) < 1e-10
-    unscaled, until_four = run(scaler_of(1.0), False, range(3, 4), half), run(scaler_of(1.0), False, range(4))
+    unscaled, until_four = (
+        run(scaler_of(1.0), False, range(3, 4), half),
+        run(scaler_of(1.0), False, range(4)),
+    )
     assert relative(unscaled[0], until_four[0]) < 1e-10
     assert "scale" not in unscaled[1]
     assert relative(errors(unscaled[1]), errors(until_four[1])) < 1e-10
@@ -140,7 +153,9 @@ def test_states_live_in_files_without_pickle(alone, tmp_path):
 
 @pytest.mark.slow
 def test_arrays_of_other_libraries_are_taken(alone):
-    (ddp, source), (_, handle) = (hooked(mlp(*WIDTHS).bfloat16(), PowerSGD(2, half_step=True), alone) for _ in range(2))
+    (ddp, source), (_, handle) = (
+        hooked(mlp(*WIDTHS).bfloat16(), PowerSGD(2, half_step=True), alone) for _ in range(2)
+    )
     ddp(torch.ones(4, WIDTHS[0]).bfloat16()).square().mean().backward()
 
     def to_numpy(x):
@@ -148,7 +163,11 @@ def test_arrays_of_other_libraries_are_taken(alone):
             return {k: to_numpy(v) for k, v in x.items()}
         if not isinstance(x, torch.Tensor):
             return x
-        return x.view(torch.int16).numpy().view(np.dtype("bfloat16")) if x.dtype == torch.bfloat16 else x.numpy()
+        return (
+            x.view(torch.int16).numpy().view(np.dtype("bfloat16"))
+            if x.dtype == torch.bfloat16
+            else x.numpy()
+        )
 
     pytest.importorskip("ml_dtypes")
     handle.load_state_dict(to_numpy(source.gathered_state_dict()))
@@ -191,7 +210,12 @@ def test_a_resumed_run_counts_on_what_it_has_sent(world, door):
         fit(module, optimizer, world.rank, range(5, 8), LOSS)
         assert totals(resumed) == totals(handle)
         key = "counted" if isinstance(optimizer, ZeroOptimizer) else "sent"
-        for damaged in ({}, {**state[key], "steps": -1}, 3, {"steps": 4, "skipped_steps": 0, "sent": {"nbytes": 1}}):
+        for damaged in (
+            {},
+            {**state[key], "steps": -1},
+            3,
+            {"steps": 4, "skipped_steps": 0, "sent": {"nbytes": 1}},
+        ):
             assert "in the state must be" in said(resumed.load_state_dict, {**state, key: damaged})
         assert totals(resumed) == totals(handle)
 
@@ -202,7 +226,9 @@ def test_means_of_any_number_of_tensors_are_a_message_for_each_64_mib(world, to)
     tensors = [torch.randn(i % 7, 3, generator=draw) for i in range(60)]
     counts = [None] * 59 + [torch.tensor([float(world.rank)])]
     everyones = world.everyones(tensors)
-    right = [sum(own.double() for own in each) / world.size for each in zip(*everyones, strict=True)]
+    right = [
+        sum(own.double() for own in each) / world.size for each in zip(*everyones, strict=True)
+    ]
     right[-1] = (everyones[1][-1].double() + 2 * everyones[2][-1].double()) / 3
     elements = sum(x.numel() for x in tensors)
     for at_once, messages in ((means.SUMMED_AT_ONCE, 1), (100, -(-elements // 100))):
@@ -220,7 +246,8 @@ def test_means_of_any_number_of_tensors_are_a_message_for_each_64_mib(world, to)
 
 @cases.case
 def test_a_checkpoint_in_parts_has_a_slice_of_the_mean_on_each_rank(world):
-    """Of the longest axis, in as many messages however many tensors there are; put together it is the mean."""
+    """Of the longest axis, in as many messages however many tensors there are; put together it is
+    the mean."""
     draw = torch.Generator().manual_seed(world.rank)
     shapes = [(), (0, 3), (1,), (2, 7), (5,), (40, 3), *[(i % 7, 3) for i in range(40)]]
     tensors = [torch.randn(shape, generator=draw) for shape in shapes]
@@ -236,8 +263,12 @@ def test_a_checkpoint_in_parts_has_a_slice_of_the_mean_on_each_rank(world):
         assert max(call.args[1].numel() for call in sent.call_args_list) <= max(at_once, world.size)
         for own, expected in zip(slices, whole, strict=True):
             assert own.shape == expected[None].shape
-            assert own.to_local().numel() <= -(-max(own.shape) // world.size) * (own.numel() // max(1, *own.shape) or 1)
-            torch.testing.assert_close(means.put_together(own), expected[None], rtol=1e-6, atol=1e-6)
+            assert own.to_local().numel() <= -(-max(own.shape) // world.size) * (
+                own.numel() // max(1, *own.shape) or 1
+            )
+            torch.testing.assert_close(
+                means.put_together(own), expected[None], rtol=1e-6, atol=1e-6
+            )
     model, handle = hooked(mlp(24, 40, 8), PowerSGD(2))
     model(torch.randn(3, 24, generator=draw)).square().mean().backward()
     parts, state = handle.sharded_state.state_dict(), handle.state_dict()
@@ -263,11 +294,16 @@ def test_a_state_that_some_ranks_ask_for_is_an_error_that_names_the_others(world
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger(barrier.__name__).addHandler(handler)
     ddp, handle = made(world, PowerSGD(2))
-    optimizer = ZeroOptimizer(ddp.module.named_parameters(), torch.optim.AdamW, process_group=world.group)
+    optimizer = ZeroOptimizer(
+        ddp.module.named_parameters(), torch.optim.AdamW, process_group=world.group
+    )
     fit(ddp, optimizer, world.rank, range(2), LOSS)
     if world.rank == 1:
         calls = handle.state_dict, handle.gathered_state_dict, optimizer.consolidate_state_dict
-        with mock.patch.object(loss_scale, "LONGEST", HALF), mock.patch.object(barrier, "PATIENCE", timedelta(0)):
+        with (
+            mock.patch.object(loss_scale, "LONGEST", HALF),
+            mock.patch.object(barrier, "PATIENCE", timedelta(0)),
+        ):
             for call in calls:
                 words = said(call)
                 told = f"{call.__name__}(): rank 1 has waited in vain for ranks [0, 2]. "
@@ -282,7 +318,8 @@ def test_a_state_that_some_ranks_ask_for_is_an_error_that_names_the_others(world
 
 @cases.case(slow=True)
 def test_ranks_that_give_up_and_come_again_meet_in_the_end(world):
-    """Ranks come at random, and give up so soon that some come while others leave: they meet in the end, as often one as the other."""
+    """Ranks come at random, and give up so soon that some come while others leave: they meet in the
+    end, as often one as the other."""
     generator, table = random.Random(world.rank), Meeting(world.group)
     found, given_up = [], 0
     for turn in range(40):
@@ -305,7 +342,10 @@ def test_ranks_that_give_up_and_come_again_meet_in_the_end(world):
     assert keys[0] == keys[2]  # nothing is left behind
 
 
-DOORS = {"hook, dense start": (hooked, PowerSGD(2, start_step=4)), "DataParallel": (paralleled, PowerSGD(2))}
+DOORS = {
+    "hook, dense start": (hooked, PowerSGD(2, start_step=4)),
+    "DataParallel": (paralleled, PowerSGD(2)),
+}
 
 
 @cases.each(DOORS, slow=DOORS)
@@ -329,19 +369,27 @@ def test_ranks_in_different_states_all_raise_before_anything_is_sent(world, vari
 
     for fine in (None, saved, handle.rank_state_dict()):
         assert not attempt(fine)
-    assert "ranks differ in step (rank 0: 5, rank 1: 0, rank 2: 0)" in attempt(saved if world.rank == 0 else None)
+    assert "ranks differ in step (rank 0: 5, rank 1: 0, rank 2: 0)" in attempt(
+        saved if world.rank == 0 else None
+    )
     assert "ranks [1] have loaded another one" in attempt(saved if world.rank != 1 else of_another)
     own = handle.rank_state_dict()
     for options in ({}, {"strict": False}) if world.rank else ():
         words = said(handle.load_state_dict, {**own, "rank": 0}, **options)
-        assert f"that of rank=0, replicas=3, with the error of that rank; this is rank={world.rank}" in words
-    assert f"that of rank={world.rank}, replicas=2" in said(handle.load_state_dict, {**own, "replicas": 2})
+        assert (
+            f"that of rank=0, replicas=3, with the error of that rank; this is rank={world.rank}"
+            in words
+        )
+    assert f"that of rank={world.rank}, replicas=2" in said(
+        handle.load_state_dict, {**own, "replicas": 2}
+    )
     assert same_bits(handle.rank_state_dict(), own)
 
 
 @cases.case(slow=True)
 def test_a_rank_that_loads_in_the_middle_is_not_left_to_average_with_the_others(world):
-    """One rank goes back to a checkpoint, and the others go on: they have no reason to compare anything."""
+    """One rank goes back to a checkpoint, and the others go on: they have no reason to compare
+    anything."""
     ddp, handle = made(world, PowerSGD(2, half_step=True), paralleled)
     go_on(ddp, 3)
     saved, model, comes = handle.state_dict(), copy.deepcopy(ddp.module.state_dict()), []
@@ -392,8 +440,13 @@ def test_local_sgd_takes_a_state_that_is_everybodys_or_its_own(world):
     own = world.everyones(errors(handle.rank_state_dict(), "tensors"))
     for name, mean in errors(portable, "local").items():
         torch.testing.assert_close(mean[0], sum(each[name] for each in own) / world.size)
-    other = {**portable, "tensors": {n: {k: x + 1 for k, x in m.items()} for n, m in portable["tensors"].items()}}
-    assert "ranks differ in state" in said(handle.load_state_dict, other if world.rank == 1 else portable)
+    other = {
+        **portable,
+        "tensors": {n: {k: x + 1 for k, x in m.items()} for n, m in portable["tensors"].items()},
+    }
+    assert "ranks differ in state" in said(
+        handle.load_state_dict, other if world.rank == 1 else portable
+    )
     if world.rank == 2:
         with mock.patch("gradwire.torch_backend.local_sgd.handle.LONGEST", HALF):
             words = said(handle.load_state_dict, portable)
@@ -405,11 +458,13 @@ def test_local_sgd_takes_a_state_that_is_everybodys_or_its_own(world):
     handle.state_dict()
 
 
-# --- an inf or NaN in one rank's gradient: all see it, nobody's memory changes, and training goes on as if the step had not been ---
+# --- an inf or NaN in one rank's gradient: all see it, nobody's memory changes, and training goes
+# on as if the step had not been ---
 
 COMPRESSED = {"0.weight", "2.weight", "4.weight"}
 
-#: The value, the parameter in which it comes up on rank 1, the step at which it does: after the first one buckets are rebuilt.
+#: The value, the parameter in which it comes up on rank 1, the step at which it does: after the
+#: first one buckets are rebuilt.
 BAD = {
     "inf in a matrix, half step": (PowerSGD(rank=2, half_step=True), math.inf, "2.weight", 3),
     "-inf in a bias": (PowerSGD(rank=2), -math.inf, "0.bias", 3),
@@ -451,7 +506,8 @@ def test_a_bad_step_is_bad_on_every_rank_and_leaves_no_trace(world, variant):
     before, start = memory(), weights(ddp.module)
     (given,) = train(ddp, loss, [at], local=False).given
     assert not any(given[name].isfinite().all() for name in {parameter} | COMPRESSED)
-    # NaN in one place, NaN in the same place everywhere; its sign bit may depend on which operand came first.
+    # NaN in one place, NaN in the same place everywhere; its sign bit may depend on which operand
+    # came first.
     torch.testing.assert_close(given, world.everyones(given)[0], rtol=0, atol=0, equal_nan=True)
     after = memory()
     assert same_bits([after["tensors"], after["shared"]], [before["tensors"], before["shared"]])
@@ -460,12 +516,14 @@ def test_a_bad_step_is_bad_on_every_rank_and_leaves_no_trace(world, variant):
     rest = train(ddp, loss, range(at + 1, STEPS), local=False).weights
     assert world.agree(rest)
     without = train(other, loss, [s for s in range(STEPS) if s != at], local=False).weights
-    # In the first step: buckets are rebuilt one good step earlier, and three ranks' sums have another order.
+    # In the first step: buckets are rebuilt one good step earlier, and three ranks' sums have
+    # another order.
     assert same_bits(rest, without) if at else relative(rest, without) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("bad", "lines"), [(range(3, 12), 0), (range(3, 13), 1), (range(30), 1), ([*range(12), *range(13, 30)], 2)]
+    ("bad", "lines"),
+    [(range(3, 12), 0), (range(3, 13), 1), (range(30), 1), ([*range(12), *range(13, 30)], 2)],
 )
 def test_ten_skipped_steps_in_a_row_are_said_once(caplog, bad, lines):
     """Nine in a row are a loss scaler at work; one that was not skipped begins a new run."""
@@ -475,13 +533,17 @@ def test_ten_skipped_steps_in_a_row_are_said_once(caplog, bad, lines):
             skipped.add(torch.tensor(step not in bad))
             skipped.look(step + 1)
     assert len(caplog.records) == lines
-    assert all(record.getMessage().startswith("PowerSGD(rank=2): 10 steps in a row") for record in caplog.records)
+    assert all(
+        record.getMessage().startswith("PowerSGD(rank=2): 10 steps in a row")
+        for record in caplog.records
+    )
     assert int(skipped.count) == len(bad)
 
 
 @cases.case
 def test_the_rank_with_the_bad_gradient_names_its_parameter(world):
-    if not TorchOps(torch.device("cpu")).host_knows:  # else it looks at every tenth step, at what has arrived
+    # else it looks at every tenth step, at what has arrived
+    if not TorchOps(torch.device("cpu")).host_knows:
         return
     lines = []
     handler = logging.Handler()
@@ -497,7 +559,9 @@ def test_the_rank_with_the_bad_gradient_names_its_parameter(world):
     lines = [line for line in lines if "10 steps in a row were skipped" in line]
     assert len(lines) == (world.rank < 2)
     assert handle.stats().skipped_steps == 10
-    assert [("on rank 1 that of '0.bias' does" in line) for line in lines] == [world.rank == 1] * len(lines)
+    assert [("on rank 1 that of '0.bias' does" in line) for line in lines] == [
+        world.rank == 1
+    ] * len(lines)
 
 
 def test_on_a_device_the_host_waits_for_nothing_to_see_a_run_of_skipped_steps(monkeypatch, caplog):

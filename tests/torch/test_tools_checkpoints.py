@@ -1,9 +1,11 @@
-"""What tools save and restore: Hugging Face's Trainer, accelerate, `torch.distributed.checkpoint` and Lightning, each with a compressor's memory, by what
-`gradwire.torch_backend.integrations` has for it, and with a `ZeroOptimizer`, as docs/works-together.md tells users to write it.
+"""What tools save and restore: Hugging Face's Trainer, accelerate, `torch.distributed.checkpoint`
+and Lightning, each with a compressor's memory, by what `gradwire.torch_backend.integrations` has
+for it, and with a `ZeroOptimizer`, as docs/works-together.md tells users to write it.
 
-Two ranks train, save on the way, and go on; two, three and one restore. Steps are of the same examples, however many ranks share them, so all
-of them have to arrive where the run arrived that was not interrupted. The Trainer and Lightning, which take seconds to load on each rank, restore on two
-and on one: how memory is divided among three, no tool has a part in.
+Two ranks train, save on the way, and go on; two, three and one restore. Steps are of the same
+examples, however many ranks share them, so all of them have to arrive where the run arrived that
+was not interrupted. The Trainer and Lightning, which take seconds to load on each rank, restore on
+two and on one: how memory is divided among three, no tool has a part in.
 """
 
 import functools
@@ -17,7 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import PowerSGD, TopK, diloco
@@ -32,7 +38,14 @@ from gradwire.torch_backend import (
 from tests.torch.compare import COUNTS, relative, said, same_bits, weights
 from tests.torch.models import mlp
 from tests.torch.ranks import Cases
-from tests.torch.tools import gpt2, lightning_fit, lightning_module, new_accelerator, new_trainer, quiet
+from tests.torch.tools import (
+    gpt2,
+    lightning_fit,
+    lightning_module,
+    new_accelerator,
+    new_trainer,
+    quiet,
+)
 from tests.torch.training import fit, sgd
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -77,7 +90,9 @@ def shared(world, name):
 
 def data(step, rank, ranks):
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(EXAMPLES, WIDTHS[0], generator=generator, dtype=torch.float64).chunk(ranks)[rank]
+    x = torch.randn(EXAMPLES, WIDTHS[0], generator=generator, dtype=torch.float64).chunk(ranks)[
+        rank
+    ]
     return x, x.sin().cumsum(1)
 
 
@@ -101,8 +116,9 @@ def handed_on(world, name, *found):
 
 
 def interrupted(world, name, make, make_again=None):
-    """A run that is saved on its way, and one that restores that and goes on: what is seen when it is saved and restored, and the weights in the end, of
-    the one and of the other; and the latter."""
+    """A run that is saved on its way, and one that restores that and goes on: what is seen when it
+    is saved and restored, and the weights in the end, of the one and of the other; and the
+    latter."""
     folder, found = shared(world, name), ()
     if world.size == SAVING:
         whole = make(world)
@@ -127,18 +143,25 @@ def adamw(model, **options):
 
 
 class Run:
-    """DDP in a user's own loop, or in accelerate's. `attach(ddp, optimizer)` gives what is saved besides the weights; of each rank's own in `parts`."""
+    """DDP in a user's own loop, or in accelerate's. `attach(ddp, optimizer)` gives what is saved
+    besides the weights; of each rank's own in `parts`."""
 
     before = range(1)  # so that what is restored is not what is there already
 
     def __init__(self, world, attach=None, optimizer=slow_sgd, *, accelerated=False, parts=False):
-        self.world, self.model, self.accelerator, self.parts = world, mlp(*WIDTHS).double(), None, parts
+        self.world, self.model, self.accelerator, self.parts = (
+            world,
+            mlp(*WIDTHS).double(),
+            None,
+            parts,
+        )
         self.optimizer = self.inner = optimizer(self.model)
         self.ddp = self.model
         if accelerated:
             self.accelerator = new_accelerator()
             self.ddp, self.optimizer = self.accelerator.prepare(self.model, self.inner)
-        if not isinstance(self.ddp, DistributedDataParallel):  # accelerate wraps nothing on one rank
+        # accelerate wraps nothing on one rank
+        if not isinstance(self.ddp, DistributedDataParallel):
             self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.01)
         self.handle = attach and attach(self.ddp, self.inner)
 
@@ -146,10 +169,14 @@ class Run:
         fit(self.ddp, self.optimizer, self.world, numbers, loss_of)
 
     def save(self, folder):
-        self.accelerator.save_state(folder) if self.accelerator else self.with_weights(dcp.save, folder)
+        self.accelerator.save_state(folder) if self.accelerator else self.with_weights(
+            dcp.save, folder
+        )
 
     def restore(self, folder):
-        self.accelerator.load_state(folder) if self.accelerator else self.with_weights(dcp.load, folder)
+        self.accelerator.load_state(folder) if self.accelerator else self.with_weights(
+            dcp.load, folder
+        )
 
     def with_weights(self, do, folder):
         model, state = self.model.state_dict(), self.state()
@@ -163,7 +190,9 @@ class Run:
     def seen(self):
         """By every rank."""
         state = self.handle.state_dict()
-        return {"errors": errors(state)} | ({"tensors": state["tensors"]} if isinstance(self, Local) else {})
+        return {"errors": errors(state)} | (
+            {"tensors": state["tensors"]} if isinstance(self, Local) else {}
+        )
 
 
 class Accelerated(Run):
@@ -171,7 +200,9 @@ class Accelerated(Run):
 
     def __init__(self, world, algorithm):
         super().__init__(world, accelerated=True)
-        self.compression = integrations.AcceleratorCompression(self.accelerator, self.ddp, algorithm)
+        self.compression = integrations.AcceleratorCompression(
+            self.accelerator, self.ddp, algorithm
+        )
         self.handle = self.compression.handle
 
 
@@ -192,16 +223,28 @@ class Local(Run):
 
 
 class Zero(Run):
-    """DDP and a `ZeroOptimizer`. By what `torch.distributed.checkpoint` has for optimizers, if there are options for it."""
+    """DDP and a `ZeroOptimizer`. By what `torch.distributed.checkpoint` has for optimizers, if
+    there are options for it."""
 
-    def __init__(self, world, cls=torch.optim.AdamW, *, in_hook=False, by_torch=False, accelerated=False, **options):
+    def __init__(
+        self,
+        world,
+        cls=torch.optim.AdamW,
+        *,
+        in_hook=False,
+        by_torch=False,
+        accelerated=False,
+        **options,
+    ):
         # Tools that know optimizers of one process want all of the state.
         options |= {"consolidate": True} if by_torch is not False else {}
         make = lambda model: ZeroOptimizer(model.named_parameters(), cls, lr=1e-3, **options)  # noqa: E731
         super().__init__(world, None, make, accelerated=accelerated)
         self.by_torch = by_torch
         if in_hook:
-            self.ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, self.ddp, self.optimizer))
+            self.ddp.register_comm_hook(
+                None, hook_with_zero_step(allreduce_hook, self.ddp, self.optimizer)
+            )
 
     def state(self):
         if self.by_torch is False:
@@ -222,8 +265,9 @@ class Zero(Run):
 
 @dataclass
 class Row:
-    """What saves, and what restores if it is another. On as many ranks the run goes on with the same `bits`, or as `near`; on others as `near`, or, if
-    `other` ranks take other steps by themselves, however it likes."""
+    """What saves, and what restores if it is another. On as many ranks the run goes on with the
+    same `bits`, or as `near`; on others as `near`, or, if `other` ranks take other steps by
+    themselves, however it likes."""
 
     make: Callable[..., Run]
     make_again: Callable[..., Run] | None = None
@@ -246,9 +290,13 @@ def zero(*args, **options):
 
 
 HALF, LARGEST = ALGORITHMS["half step"], NONLINEAR["largest elements"]
-FLAT, FULL = StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions(full_state_dict=True)
+FLAT, FULL = (
+    StateDictOptions(flatten_optimizer_state_dict=True),
+    StateDictOptions(full_state_dict=True),
+)
 ROWS = {
-    # With DCP and the handle itself, all from the mean. Of a method that is not linear, the mean is not enough.
+    # With DCP and the handle itself, all from the mean. Of a method that is not linear, the mean is
+    # not enough.
     "DCP": Row(compressed(HALF), bits=False),
     "DCP in parts": Row(compressed(HALF, parts=True)),
     "DCP in parts, largest elements": Row(compressed(LARGEST, parts=True), other=False),
@@ -273,13 +321,18 @@ ROWS = {
 @cases.each({name: (name, row) for name, row in ROWS.items()})
 @quiet()
 def test_what_is_saved_goes_on_on_any_number_of_ranks(world, variant):
-    """Bit for bit on as many, where each rank's own is saved; another number sums the same examples in another order."""
+    """Bit for bit on as many, where each rank's own is saved; another number sums the same examples
+    in another order."""
     name, row = variant
-    (saved, whole), (restored, weights), resumed = interrupted(world, name, row.make, row.make_again)
+    (saved, whole), (restored, weights), resumed = interrupted(
+        world, name, row.make, row.make_again
+    )
     for key in saved.keys() - COUNTS:  # which `get_optimizer_state_dict` leaves out
         x = saved[key]
         # The mean of three equal numbers is rounded.
-        assert relative(restored[key], x) < 1e-12 if key == "errors" else same_bits(restored[key], x)
+        assert (
+            relative(restored[key], x) < 1e-12 if key == "errors" else same_bits(restored[key], x)
+        )
     if world.size == SAVING and row.bits:
         assert same_bits(weights, whole)
     elif world.size == SAVING or row.other:
@@ -318,7 +371,9 @@ def test_ranks_go_on_from_their_own_memory_all_together_or_not_at_all(world):
     moved(files[0], f"{files[0]}.lost")
     run.restore(folder)
     mine = run.handle.rank_state_dict()["tensors"]
-    assert same_bits({name: memory["error"] for name, memory in mine.items()}, {n: x[0] for n, x in mean.items()})
+    assert same_bits(
+        {name: memory["error"] for name, memory in mine.items()}, {n: x[0] for n, x in mean.items()}
+    )
     for file in files:
         moved(f"{file}.lost", file)
     run.restore(folder)
@@ -348,27 +403,42 @@ CONSOLIDATE = "consolidate_state_dict(to=0) on every rank"
 
 
 def consolidate_callback(careless):
-    """What docs/works-together.md tells users of the Trainer to write; and what the Trainer does if they do not."""
+    """What docs/works-together.md tells users of the Trainer to write; and what the Trainer does if
+    they do not."""
     from transformers import Trainer, TrainerCallback
 
     class Consolidate(TrainerCallback):
         def on_step_end(self, args, state, control, optimizer=None, **kwargs):
             if control.should_save:
-                careless.append(said(Trainer._save_optimizer_and_scheduler, self.trainer, args.output_dir))
+                careless.append(
+                    said(Trainer._save_optimizer_and_scheduler, self.trainer, args.output_dir)
+                )
                 optimizer.optimizer.consolidate_state_dict()
 
     return Consolidate()
 
 
 def by_trainer(world, name, algorithm, whole):
-    """Train, and save on the way, if `whole`; and go on from there. The weights of both, and the handle of what went on."""
+    """Train, and save on the way, if `whole`; and go on from there. The weights of both, and the
+    handle of what went on."""
     folder, careless = shared(world, name), []
 
     def trainer_of(to):
         model = gpt2(64, 16).double()
-        options = {"max_steps": STEPS, "save_steps": SAVED, "save_strategy": "steps", "seed": 0, "logging_steps": 2}
-        options |= {"per_device_train_batch_size": EXAMPLES // world.size, "logging_strategy": "steps"}
-        trainer = new_trainer(model, to, consolidate_callback(careless), adamw(model), dataset=Text(), **options)
+        options = {
+            "max_steps": STEPS,
+            "save_steps": SAVED,
+            "save_strategy": "steps",
+            "seed": 0,
+            "logging_steps": 2,
+        }
+        options |= {
+            "per_device_train_batch_size": EXAMPLES // world.size,
+            "logging_strategy": "steps",
+        }
+        trainer = new_trainer(
+            model, to, consolidate_callback(careless), adamw(model), dataset=Text(), **options
+        )
         compression = integrations.TrainerCompression(trainer, algorithm)
         trainer.add_callback(compression)
         return trainer, compression
@@ -391,7 +461,9 @@ def by_trainer(world, name, algorithm, whole):
     again, compression = trainer_of(f"{folder} {world.size}")
     again.train(resume_from_checkpoint=elsewhere)
     drawn = [entry for entry in again.state.log_history if "gradwire/compression_ratio" in entry]
-    assert [(entry["step"], entry["gradwire/steps"]) for entry in drawn] == [(step, step) for step in (2, 4, 6, 8)]
+    assert [(entry["step"], entry["gradwire/steps"]) for entry in drawn] == [
+        (step, step) for step in (2, 4, 6, 8)
+    ]
     assert drawn[-1]["gradwire/compress_ms"] > 0 < drawn[-1]["gradwire/wait_ms"]
     resumed = weights(again.model)
     again.train()  # once more, from where it is
@@ -420,7 +492,8 @@ def by_lightning(world, name, algorithm, whole):
 
 WITH_BOTH = {
     f"{by.__name__}, {name}": (by, near, algorithm)
-    for by, near in ((by_trainer, 1e-6), (by_lightning, 1e-9))  # the loss of the Trainer's model is in float32
+    # the loss of the Trainer's model is in float32
+    for by, near in ((by_trainer, 1e-6), (by_lightning, 1e-9))
     for name, algorithm in (ALGORITHMS | NONLINEAR).items()
 }
 
@@ -464,13 +537,18 @@ def test_no_part_of_a_sharded_optimizer_is_lost(world):
         other = Zero(world, optimizer_class, **options)
         state = other.optimizer.rank_state_dict()
         words = said(other.restore, folder)
-        assert same_bits(other.optimizer.rank_state_dict()["tensors"]["0.weight"], state["tensors"]["0.weight"])
+        assert same_bits(
+            other.optimizer.rank_state_dict()["tensors"]["0.weight"], state["tensors"]["0.weight"]
+        )
         return words
 
     assert "max_exp_avg_sq" in load(amsgrad=True)  # more is remembered
     assert "lr_decay" in load(torch.optim.Adagrad)
     Zero(world, master_dtype=torch.float32).save(folder)
-    assert "and AdamW remembers ['exp_avg', 'exp_avg_sq', 'step'] with the options given here" in load()
+    assert (
+        "and AdamW remembers ['exp_avg', 'exp_avg_sq', 'step'] with the options given here"
+        in load()
+    )
     whole, new = Zero(world, consolidate=True), Zero(world, consolidate=True)
     whole.steps(range(1))
     folder = shared(world, "zero consolidated")
@@ -481,4 +559,6 @@ def test_no_part_of_a_sharded_optimizer_is_lost(world):
     assert "sharded_format is None" in said(sharded.load_state_dict, {"state": {}})
     state = sharded.state_dict()
     turned = state["shapes"] | {"0.weight": list(reversed(state["shapes"]["0.weight"]))}
-    assert "parameter '0.weight' has shape" in said(sharded.load_state_dict, {**state, "shapes": turned})
+    assert "parameter '0.weight' has shape" in said(
+        sharded.load_state_dict, {**state, "shapes": turned}
+    )

@@ -1,4 +1,5 @@
-"""What is private of torch stands in one file, and what a version cannot is refused where it is registered. On each row of `make test-versions`."""
+"""What is private of torch stands in one file, and what a version cannot is refused where it is
+registered. On each row of `make test-versions`."""
 
 import ast
 from types import SimpleNamespace
@@ -13,7 +14,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import gradwire.torch_backend as gw
 from gradwire import AllReduce, LocalSGD
 from gradwire.torch_backend import torch_internals
-from gradwire.torch_backend.torch_internals import MUON, SHARDED_MODELS, Feature, NeedsTorch, fsdp_accumulates
+from gradwire.torch_backend.torch_internals import (
+    MUON,
+    SHARDED_MODELS,
+    Feature,
+    NeedsTorch,
+    fsdp_accumulates,
+)
 from tests.launch import ROOT
 from tests.torch.compare import said
 
@@ -52,19 +59,30 @@ def own_names(trees):
 
 
 def named_privately(tree, own):
-    """Private names that are not the package's: imported, after a dot, or looked up by a string; and any below a module of torch."""
+    """Private names that are not the package's: imported, after a dot, or looked up by a string;
+    and any below a module of torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("gradwire"):
-            yield from (f"{node.module}.{each.name}" for each in node.names if private(f"{node.module}.{each.name}"))
+            yield from (
+                f"{node.module}.{each.name}"
+                for each in node.names
+                if private(f"{node.module}.{each.name}")
+            )
         elif isinstance(node, ast.Attribute) and private(node.attr):
             root = node.value
             while isinstance(root, ast.Attribute):
                 root = root.value
-            if node.attr not in own or (isinstance(root, ast.Name) and root.id in ("torch", "dist")):
+            if node.attr not in own or (
+                isinstance(root, ast.Name) and root.id in ("torch", "dist")
+            ):
                 yield node.attr
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in LOOK_UP:
             name = getattr(node.args[1], "value", None)
-            if isinstance(name, str) and private(name) and getattr(node.args[0], "id", "") != "self":
+            if (
+                isinstance(name, str)
+                and private(name)
+                and getattr(node.args[0], "id", "") != "self"
+            ):
                 yield name
 
 
@@ -73,8 +91,14 @@ def test_what_is_private_of_torch_is_named_in_one_file():
     trees = {file: ast.parse(file.read_text()) for file in files}
     own = {name for name in own_names(trees.values()) if private(name)}
     (home,) = (file for file in files if file.stem == "torch_internals")
-    assert {"_world", "_comm_hooks", "torch.utils._pytree"} < set(named_privately(trees.pop(home), own))
-    found = {(name, file.relative_to(ROOT)) for file, tree in trees.items() for name in named_privately(tree, own)}
+    assert {"_world", "_comm_hooks", "torch.utils._pytree"} < set(
+        named_privately(trees.pop(home), own)
+    )
+    found = {
+        (name, file.relative_to(ROOT))
+        for file, tree in trees.items()
+        for name in named_privately(tree, own)
+    }
     assert {(name, file) for name, file in found if OTHERS.get(name) not in file.parts} == set()
     assert {name for name, _ in found} == set(OTHERS)
 
@@ -87,7 +111,11 @@ def test_versions_are_those_that_have_it():
 def test_the_page_says_what_which_version_has():
     page = (ROOT / "docs" / "how-to" / "questions.md").read_text()
     rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| ")]
-    said_of = {since.strip().removeprefix("torch "): what for what, since in rows if since.strip().startswith("torch ")}
+    said_of = {
+        since.strip().removeprefix("torch "): what
+        for what, since in rows
+        if since.strip().startswith("torch ")
+    }
     features = [each for each in vars(torch_internals).values() if isinstance(each, Feature)]
     assert said_of.keys() > {torch_internals.TESTED[0], *(each.since for each in features)}
     for each in features:
@@ -148,7 +176,9 @@ def test_an_older_torch_is_refused_where_it_is_registered(alone, door, monkeypat
 def test_a_torch_that_keeps_it_elsewhere_is_refused_where_it_is_registered(alone):
     """And not in the first backward pass."""
     model, mesh = sharded()
-    gone = mock.patch.object(torch_internals, "fsdp_groups", side_effect=AttributeError("no attribute '_groups'"))
+    gone = mock.patch.object(
+        torch_internals, "fsdp_groups", side_effect=AttributeError("no attribute '_groups'")
+    )
     newest = mock.patch.object(torch, "__version__", "9.9.0")
     for enter in (replicas, local):
         with gone, newest:

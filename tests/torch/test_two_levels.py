@@ -1,4 +1,5 @@
-"""Two levels of ranks on Gloo: two nodes of two, against the simulator; checkpoints, other nodes, steps that do not count."""
+"""Two levels of ranks on Gloo: two nodes of two, against the simulator; checkpoints, other nodes,
+steps that do not count."""
 
 import copy
 import logging
@@ -64,9 +65,12 @@ def compare_with_the_simulator(world, algorithm, **buckets):
     assert handle.stats().skipped_steps == 0
 
 
-@cases.each({"a large tensor": (UNEVEN, ((0, 1), (2, 3))), "a partition": (WIDTHS, ((0, 2), (1, 3)))})
+@cases.each(
+    {"a large tensor": (UNEVEN, ((0, 1), (2, 3))), "a partition": (WIDTHS, ((0, 2), (1, 3)))}
+)
 def test_ranks_of_a_node_remember_the_same(world, variant):
-    """Of a tensor that is most of the model, each rank of a node sends a part, and has all of the memory."""
+    """Of a tensor that is most of the model, each rank of a node sends a part, and has all of the
+    memory."""
     widths, nodes = variant
     algorithm = TwoLevel(PowerSGD(2), nodes)
     ddp, handle = hooked(mlp(*widths), algorithm, world.group)
@@ -83,7 +87,9 @@ def test_ranks_of_a_node_remember_the_same(world, variant):
 
 @cases.case
 def test_the_other_front_doors(world):
-    try_other_doors(world, two_nodes(world, PowerSGD(2)), lambda: mlp(*WIDTHS), LOSS, 1e-5, bucket_cap_mb=0.01)
+    try_other_doors(
+        world, two_nodes(world, PowerSGD(2)), lambda: mlp(*WIDTHS), LOSS, 1e-5, bucket_cap_mb=0.01
+    )
 
 
 def errors(state):
@@ -93,13 +99,20 @@ def errors(state):
 
 @cases.case
 def test_a_run_is_resumed_as_if_it_had_not_been_interrupted(world):
-    """From the memory of each rank, from that of all, and from what `torch.distributed.checkpoint` has written; on other nodes from the mean."""
+    """From the memory of each rank, from that of all, and from what `torch.distributed.checkpoint`
+    has written; on other nodes from the mean."""
     algorithm, folder = two_nodes(world, TopK(8, per=64)), world.folder / "saved"
     ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
     train(ddp, LOSS, 3, local=False)
-    model, states = copy.deepcopy(ddp.module), [handle.rank_state_dict(), handle.gathered_state_dict("all", to=None)]
+    model, states = (
+        copy.deepcopy(ddp.module),
+        [handle.rank_state_dict(), handle.gathered_state_dict("all", to=None)],
+    )
     dcp.save({"parts": handle.sharded_state}, checkpoint_id=folder)
-    whole, mean = handle.gathered_state_dict("all", to=None), errors(handle.gathered_state_dict("mean", to=None))
+    whole, mean = (
+        handle.gathered_state_dict("all", to=None),
+        errors(handle.gathered_state_dict("mean", to=None)),
+    )
     expected = train(ddp, LOSS, range(3, 6), local=False).weights
 
     loads = [
@@ -134,12 +147,18 @@ def test_more_ranks_than_a_checkpoint_has_slots_go_on_from_the_mean(world):
             dist.barrier(world.group)
             dcp.load({"parts": handle.sharded_state}, checkpoint_id=folder)
             assert handle.stats().steps == 3
-            assert relative(errors(handle.gathered_state_dict("mean", to=None)), world.everyones(mean)[0]) < 1e-6
+            assert (
+                relative(
+                    errors(handle.gathered_state_dict("mean", to=None)), world.everyones(mean)[0]
+                )
+                < 1e-6
+            )
 
 
 @cases.case
 def test_bytes_are_told_for_each_level_with_its_own_ratio(world):
-    """As the plan has them: between nodes those of all ranks of a node, and the ratio is of these."""
+    """As the plan has them: between nodes those of all ranks of a node, and the ratio is of
+    these."""
     algorithm = two_nodes(world, PowerSGD(2))
     ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
     train(ddp, LOSS, 3, local=False)
@@ -148,7 +167,11 @@ def test_bytes_are_told_for_each_level_with_its_own_ratio(world):
     near, far = planned.levels
     assert (stats.within_bytes, stats.between_bytes) == (3 * near.nbytes, 3 * far.node_bytes)
     assert stats.bytes_sent == stats.within_bytes + stats.between_bytes / near.replicas
-    assert stats.compression_ratio == stats.scalars()["compression_ratio"] == pytest.approx(planned.compression_ratio)
+    assert (
+        stats.compression_ratio
+        == stats.scalars()["compression_ratio"]
+        == pytest.approx(planned.compression_ratio)
+    )
     assert stats.compression_ratio > 2 > stats.within_ratio
     assert f"{size_of(stats.dense_bytes - stats.between_bytes)} saved between nodes" in repr(handle)
     assert f"→ {size_of(far.node_bytes)} ({planned.compression_ratio:.1f}×)" in repr(handle)
@@ -169,7 +192,12 @@ def test_nodes_of_one_rank_are_one_level(world, within):
         group = dist.group.WORLD if within == "node" else world.group
         ddp, handle = hooked(mlp(*WIDTHS), TwoLevel(PowerSGD(2), within), group)
         twin, plain = hooked(mlp(*WIDTHS), PowerSGD(2), group)
-        local = local_sgd(mlp(*WIDTHS), None, diloco(1, compressor=TwoLevel(PowerSGD(2), within)), process_group=group)
+        local = local_sgd(
+            mlp(*WIDTHS),
+            None,
+            diloco(1, compressor=TwoLevel(PowerSGD(2), within)),
+            process_group=group,
+        )
         local.step()
     assert same_bits(*(train(each, LOSS, 2, local=False).weights for each in (ddp, twin)))
     for which in ("mean", "all"):
@@ -188,48 +216,76 @@ def test_node_is_what_torchrun_says_or_the_hosts(world):
     assert nodes_of(everywhere) == world.size  # as tests/launch.py has set it
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(world.size // 2)}):
         assert nodes_of(everywhere) == world.size // 2
-    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "5"}), pytest.raises(ValueError, match="start equally many"):
+    with (
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "5"}),
+        pytest.raises(ValueError, match="start equally many"),
+    ):
         nodes_of(everywhere)
-    with mock.patch.dict(os.environ), mock.patch("socket.gethostname", return_value=f"host{world.rank % 2}"):
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch("socket.gethostname", return_value=f"host{world.rank % 2}"),
+    ):
         del os.environ["LOCAL_WORLD_SIZE"]
         found = nodes_of(everywhere)
         assert found == tuple(tuple(range(i, world.size, 2)) for i in (0, 1))
         _, handle = hooked(mlp(*WIDTHS), TwoLevel(PowerSGD(2)), everywhere)
         assert handle.algorithm == TwoLevel(PowerSGD(2), found)
-    with mock.patch.dict(os.environ), mock.patch("socket.gethostname", return_value=f"host{world.rank // 2}"):
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch("socket.gethostname", return_value=f"host{world.rank // 2}"),
+    ):
         del os.environ["LOCAL_WORLD_SIZE"]
         assert nodes_of(everywhere) == 2  # and no list of all ranks
-    with mock.patch.dict(os.environ), mock.patch("socket.gethostname", return_value=f"host{world.rank == 0}"):
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch("socket.gethostname", return_value=f"host{world.rank == 0}"),
+    ):
         del os.environ["LOCAL_WORLD_SIZE"]
         with pytest.raises(ValueError, match="different numbers of ranks"):
             nodes_of(everywhere)
 
 
 INT8 = WireDtype(AllReduce(), "int8")
-SENDERS = [AllReduce(), PowerSGD(16), INT8, WireDtype(PowerSGD(16), "int8"), Quantize("int4"), TopK(8, per=64), Sign()]
+SENDERS = [
+    AllReduce(),
+    PowerSGD(16),
+    INT8,
+    WireDtype(PowerSGD(16), "int8"),
+    Quantize("int4"),
+    TopK(8, per=64),
+    Sign(),
+]
 SENDERS += [TwoLevel(method, 2) for method in (AllReduce(), INT8, PowerSGD(16))]
 
 
 @cases.case
 def test_what_leaves_a_node_is_what_the_plan_says(world):
-    """By what the kernel has sent to each rank of the other node. Headers of messages, and who waits for whom, come on top."""
+    """By what the kernel has sent to each rank of the other node. Headers of messages, and who
+    waits for whom, come on top."""
     for algorithm in SENDERS if sys.platform == "linux" else ():
         ddp, _ = hooked(mlp(256, 768, 256), algorithm, world.group)
         train(ddp, loss_on(256), 3, local=False)
         planned = plan(ddp.module, algorithm, world_size=4).link_bytes(4, nodes=2, library="gloo")
-        for _ in range(3):  # a busy kernel may count what was sent before; what is always sent is there every time
+        # a busy kernel may count what was sent before; what is always sent is there every time
+        for _ in range(3):
             dist.barrier(world.group)
             rank_at, before = peers(world), connections()
             dist.barrier(world.group)
             train(ddp, loss_on(256), range(3, 6), local=False)
             dist.barrier(world.group)
             after = connections()
-            leaving = [(after[ends] - before[ends]) for ends, rank in rank_at.items() if rank // 2 != world.rank // 2]
+            leaving = [
+                (after[ends] - before[ends])
+                for ends, rank in rank_at.items()
+                if rank // 2 != world.rank // 2
+            ]
             nodes = world.everyones(sum(leaving))
             measured = max(sum(nodes[:2]), sum(nodes[2:])) / 3
             if measured <= 1.05 * planned:
                 break
-        assert planned <= measured <= 1.05 * planned, f"{algorithm!r}: {measured / planned:.3f} of the plan"
+        assert planned <= measured <= 1.05 * planned, (
+            f"{algorithm!r}: {measured / planned:.3f} of the plan"
+        )
 
 
 @cases.case
@@ -264,8 +320,11 @@ def test_what_travels_inside_a_node_closes_groups_as_well(world):
     between = int(plan(shapes, algorithm, world_size=world.size).levels[1].nbytes)
     messages = []
     for message_bytes in (1 << 30, between + 1):
-        wrapped, handle = paralleled(copy.deepcopy(model), algorithm, world.group, message_bytes=message_bytes)
-        train(wrapped, loss_on(8), 2)  # buckets are as gradients have arrived, from the second step on
+        wrapped, handle = paralleled(
+            copy.deepcopy(model), algorithm, world.group, message_bytes=message_bytes
+        )
+        # buckets are as gradients have arrived, from the second step on
+        train(wrapped, loss_on(8), 2)
         messages.append(handle.stats().collectives)
     assert messages[0] < messages[1]
 
@@ -310,7 +369,9 @@ def test_a_step_is_measured_against_a_full_average(world):
 
 @cases.case
 def test_parameters_that_no_rank_used_keep_their_memory(world):
-    ddp, handle = hooked(Branches(), two_nodes(world, PowerSGD(2)), world.group, find_unused_parameters=True)
+    ddp, handle = hooked(
+        Branches(), two_nodes(world, PowerSGD(2)), world.group, find_unused_parameters=True
+    )
     memories = []
     for taken in (("left", "right"), ("left",)):
         ddp.zero_grad()
@@ -323,7 +384,8 @@ def test_parameters_that_no_rank_used_keep_their_memory(world):
 
 @cases.case
 def test_a_coded_plain_step_with_a_nan_is_counted(world):
-    """Before the start as where nothing is ever remembered: codes of a part of the ranks differ between parts."""
+    """Before the start as where nothing is ever remembered: codes of a part of the ranks differ
+    between parts."""
     algorithm = WireDtype(TwoLevel(PowerSGD(2, start_step=2), world.size // 2), "int8")
     ddp, handle = hooked(mlp(*WIDTHS), algorithm, world.group)
     for poisoned in (False, True, False):  # the last is compressed

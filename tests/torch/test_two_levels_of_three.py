@@ -1,4 +1,5 @@
-"""Two nodes of three ranks on Gloo, where there are more places than replicas between which they compress: factors and positions are cut in three parts."""
+"""Two nodes of three ranks on Gloo, where there are more places than replicas between which they
+compress: factors and positions are cut in three parts."""
 
 import pytest
 
@@ -10,6 +11,8 @@ pytestmark = pytest.mark.slow
 cases = Cases(__file__, ranks=6)
 
 
-@cases.each({name: of_two.ALGORITHMS[name] for name in ("the norm of the whole model", "positions")})
+@cases.each(
+    {name: of_two.ALGORITHMS[name] for name in ("the norm of the whole model", "positions")}
+)
 def test_equals_the_simulator_in_one_message(world, algorithm):
     of_two.compare_with_the_simulator(world, algorithm, cap=25)

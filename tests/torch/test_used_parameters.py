@@ -60,7 +60,10 @@ NESTED = {
     "dictionary and dataclass": (Both(loss=A), [A]),
     "namespace": (SimpleNamespace(x=A, y=[B]), [A, B]),
     "packed sequence": (nn.utils.rnn.pack_sequence([A]), [A]),
-    "nothing": ((None, 1, 2.0, 1j, "x", b"x", True, Colour.RED, torch.float32, torch.Size([1]), np.ones(2)), []),
+    "nothing": (
+        (None, 1, 2.0, 1j, "x", b"x", True, Colour.RED, torch.float32, torch.Size([1]), np.ones(2)),
+        [],
+    ),
     "empty": (([], {}, ()), []),
 }
 

@@ -1,4 +1,5 @@
-"""Where the time of a step goes, what the log says of it, and that this costs nothing: with a clock that the tests turn."""
+"""Where the time of a step goes, what the log says of it, and that this costs nothing: with a clock
+that the tests turn."""
 
 import logging
 from dataclasses import replace
@@ -19,7 +20,14 @@ from gradwire.torch_backend.local_sgd.target import Target
 from gradwire.torch_backend.monitor import watcher
 from gradwire.torch_backend.monitor.report import verdict
 from gradwire.torch_backend.monitor.timers import Times
-from gradwire.torch_backend.monitor.watcher import LAST, NORM_EVERY, NORMS, REPORT_AFTER, StepEnded, StepTimes
+from gradwire.torch_backend.monitor.watcher import (
+    LAST,
+    NORM_EVERY,
+    NORMS,
+    REPORT_AFTER,
+    StepEnded,
+    StepTimes,
+)
 from gradwire.torch_backend.setup.assumptions import Assumptions
 
 CPU = torch.device("cpu")
@@ -119,7 +127,9 @@ class Slow:
 def driven(clock, algorithm, seconds):
     """A driver of eight ranks, and its gradients."""
     gradients = {"w": torch.randn(40, 30), "b": torch.randn(40)}
-    return Driver(Slow(algorithm, clock, seconds), specs_of(gradients), CPU, SlowGroup(clock)), gradients
+    return Driver(
+        Slow(algorithm, clock, seconds), specs_of(gradients), CPU, SlowGroup(clock)
+    ), gradients
 
 
 def run(driver, gradients, clock, steps):
@@ -134,7 +144,11 @@ def test_a_driver_notes_its_messages_and_its_work(clock):
     run(driver, gradients, clock, 3)
     stats = driver.stats()
     wait = 4 * stats.collectives / stats.steps
-    assert (stats.step_seconds, stats.compress_seconds, stats.wait_seconds) == (10 + 2 + wait, 2, wait)
+    assert (stats.step_seconds, stats.compress_seconds, stats.wait_seconds) == (
+        10 + 2 + wait,
+        2,
+        wait,
+    )
     assert stats.compress_share == pytest.approx(2 / (12 + wait))
     seconds = {"step_ms": 1e3 * (12 + wait), "compress_ms": 2e3, "wait_ms": 1e3 * wait}
     counts = {"bytes_sent": stats.bytes_sent, "compression_ratio": stats.compression_ratio}
@@ -172,16 +186,20 @@ def test_one_line_says_after_some_steps_what_compression_costs(caplog, clock):
     assert "a step takes 24 s, of which 6.0 s compressing (25%)" in line
     assert "it costs more than it saves: a step took 14 s" in line
     caplog.clear()
-    assert logged(caplog, clock, PowerSGD(1, start_step=5), 6, 30 + REPORT_AFTER)[0][0] == "INFO"  # too few to compare
+    # too few to compare
+    assert logged(caplog, clock, PowerSGD(1, start_step=5), 6, 30 + REPORT_AFTER)[0][0] == "INFO"
 
 
-NOW = Times(steps=50, step_seconds=1.0, compress_seconds=0.2, wait_seconds=0.1, bytes_per_second=1e9)
+NOW = Times(
+    steps=50, step_seconds=1.0, compress_seconds=0.2, wait_seconds=0.1, bytes_per_second=1e9
+)
 
 
 @pytest.mark.parametrize(
     ("now", "dense", "before", "full"),
     [
-        # 700 ms of its own, and at the rate of the quickest message less a fifth 125 ms for the gradients.
+        # 700 ms of its own, and at the rate of the quickest message less a fifth 125 ms for the
+        # gradients.
         (NOW, 1e8, None, "825 ms"),
         (NOW, 1e9, None, ""),  # in full, they might take a second
         (NOW, 0.25e9, None, ""),  # not clear
@@ -204,7 +222,9 @@ def test_how_the_error_develops(clock):
     for _ in range(3):
         run(driver, gradients, clock, NORM_EVERY)
         norms.append(driver.local_error_norm())
-    assert driver.stats().local_error_norms == tuple((NORM_EVERY * (i + 1), norm) for i, norm in enumerate(norms))
+    assert driver.stats().local_error_norms == tuple(
+        (NORM_EVERY * (i + 1), norm) for i, norm in enumerate(norms)
+    )
     assert driver.stats().scalars()["local_error_norm"] == norms[-1] > 0
     for i in range(NORMS):
         ended = StepEnded(NORM_EVERY * i, driver._progress, lambda: [torch.full((4,), 8.0)], 2.0)
@@ -219,7 +239,9 @@ def test_a_step_that_is_captured_is_not_watched(clock, monkeypatch):
     run(driver, gradients, clock, NORM_EVERY - 1)
     before = driver.watch.times.read()
     for captured in (True, False):
-        monkeypatch.setattr("gradwire.torch_backend.engine.step.capturing", lambda captured=captured: captured)
+        monkeypatch.setattr(
+            "gradwire.torch_backend.engine.step.capturing", lambda captured=captured: captured
+        )
         run(driver, gradients, clock, 1)
         if captured:
             assert driver.memory.steps == NORM_EVERY
@@ -229,7 +251,9 @@ def test_a_step_that_is_captured_is_not_watched(clock, monkeypatch):
     for where in ("step", "cuda_graphs"):
         monkeypatch.setattr(f"gradwire.torch_backend.engine.{where}.capturing", lambda: True)
     driver.measure()
-    with pytest.raises(RuntimeError, match=r"handle.measured\(\), .* cannot be captured in a CUDA graph"):
+    with pytest.raises(
+        RuntimeError, match=r"handle.measured\(\), .* cannot be captured in a CUDA graph"
+    ):
         run(driver, gradients, clock, 1)
 
 
@@ -238,12 +262,15 @@ class Averaged(Target):
 
 
 def local(clock, schedule):
-    """Local SGD of eight ranks on 300 numbers, and the gradients' driver: messages take 4 seconds."""
+    """Local SGD of eight ranks on 300 numbers, and the gradients' driver: messages take 4
+    seconds."""
     parameters = {"w": torch.nn.Parameter(torch.zeros(10, 30))}
     group = SlowGroup(clock)
     moments = Moments(None, parameters, "keep", group)
     assumed = Assumptions("local_sgd", parameters, {}, None, None, "")
-    return LocalSGDHandle(schedule, Averaged(parameters, group), {}, moments, ProcessGroups(group), assumed)
+    return LocalSGDHandle(
+        schedule, Averaged(parameters, group), {}, moments, ProcessGroups(group), assumed
+    )
 
 
 def train(handle, clock, steps, *, seconds=10):
@@ -257,14 +284,17 @@ def test_local_sgd_notes_whole_cycles(clock):
     handle = local(clock, LocalSGD(period=60))
     train(handle, clock, 61)
     stats = handle.stats()
-    assert (stats.step_seconds, stats.compress_seconds, stats.wait_seconds) == pytest.approx((10 + 4 / 60, 0, 4 / 60))
+    assert (stats.step_seconds, stats.compress_seconds, stats.wait_seconds) == pytest.approx(
+        (10 + 4 / 60, 0, 4 / 60)
+    )
     train(handle, clock, 60)  # however far a cycle has come: 60 steps hold one average
     assert handle.stats().wait_seconds == pytest.approx(4 / 60)
     assert handle.stats().scalars()["wait_ms"] == pytest.approx(4000 / 60)
     told = "1 tensors, 1.2 kB; 121 steps, 142.8 kB saved, 0% of a step spent averaging"
     assert repr(handle) == f"LocalSGDHandle(LocalSGD(period=60): {told})"
     handle = local(clock, LocalSGD(period=2))
-    train(handle, clock, 21, seconds=0.01)  # every second step waits 400 times as long as the others take: no pause
+    # every second step waits 400 times as long as the others take: no pause
+    train(handle, clock, 21, seconds=0.01)
     clock.go(600)  # an evaluation is one
     train(handle, clock, 10, seconds=0.01)
     assert handle.stats().step_seconds == pytest.approx(2.01, rel=0.1)
@@ -276,7 +306,9 @@ def test_local_sgd_counts_the_gradients_that_are_averaged_first(clock):
     assert (handle.stats().step_seconds, handle.stats().wait_seconds) == (14, 4)
     handle.synchronize()
     train(handle, clock, 1)
-    assert (handle.stats().step_seconds, handle.stats().wait_seconds) == pytest.approx((46 / 3, 16 / 3))
+    assert (handle.stats().step_seconds, handle.stats().wait_seconds) == pytest.approx(
+        (46 / 3, 16 / 3)
+    )
 
 
 def test_one_line_says_what_local_sgd_costs(caplog, clock):
@@ -322,9 +354,15 @@ def test_a_sharded_optimizer_notes_its_messages_and_not_its_own_step(clock, monk
         zero.step()
     wait, stats = 4 * len(messages) / 3, zero.stats()
     assert wait > 0
-    assert (stats.step_seconds, stats.compress_seconds, stats.wait_seconds) == (10 + 2 + 50 + wait, 2, wait)
+    assert (stats.step_seconds, stats.compress_seconds, stats.wait_seconds) == (
+        10 + 2 + 50 + wait,
+        2,
+        wait,
+    )
     first, *groups = repr(zero).splitlines()
-    assert first.startswith("SGD, whose state is divided among 1 ranks by element: 1.2 kB of 1.2 kB of parameters ")
+    assert first.startswith(
+        "SGD, whose state is divided among 1 ranks by element: 1.2 kB of 1.2 kB of parameters "
+    )
     assert " are updated here; 3 steps, " in first
     assert first.endswith(f"3% of a step spent packing, {wait / (62 + wait):.0%} waiting")
     assert groups[0] == "ZeroOptimizer ("

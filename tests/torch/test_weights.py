@@ -1,4 +1,5 @@
-"""Weights in torch, in four processes on Gloo: against the simulator, and against runs without the absent rank."""
+"""Weights in torch, in four processes on Gloo: against the simulator, and against runs without the
+absent rank."""
 
 from __future__ import annotations
 
@@ -51,11 +52,16 @@ ALGORITHMS = {
     "levels": TwoLevel(PowerSGD(2), 2),
 }
 #: That are run as on a device, too.
-UNSEEN = {name: ALGORITHMS[name] for name in ("dense", "sign", "codes")} | {"power_sgd": PowerSGD(2)}
+UNSEEN = {name: ALGORITHMS[name] for name in ("dense", "sign", "codes")} | {
+    "power_sgd": PowerSGD(2)
+}
 
 
 def given(rank: int, step: int) -> dict[str, np.ndarray[Any, Any]]:
-    drawn = {n: np.random.default_rng([rank, step, *n.encode()]).normal(size=s) for n, s in SHAPES.items()}
+    drawn = {
+        n: np.random.default_rng([rank, step, *n.encode()]).normal(size=s)
+        for n, s in SHAPES.items()
+    }
     return {n: x.astype(np.float32) for n, x in drawn.items()}
 
 
@@ -95,8 +101,14 @@ def test_16_bits_are_summed_in_32_and_rounded_once(world: World, dtype: torch.dt
     rounded = [{n: x.to(dtype) for n, x in each.items()} for each in everyones]
     counting = [r for r in range(world.size) if WEIGHTS[r]]
     total = torch.tensor(WEIGHTS).sum()
-    expected = {n: (sum(WEIGHTS[r] * rounded[r][n].float() for r in counting) / total).to(dtype) for n in SHAPES}
-    mine = {n: x * (float("nan") if world.rank == ABSENT else 1.0) for n, x in rounded[world.rank].items()}
+    expected = {
+        n: (sum(WEIGHTS[r] * rounded[r][n].float() for r in counting) / total).to(dtype)
+        for n in SHAPES
+    }
+    mine = {
+        n: x * (float("nan") if world.rank == ABSENT else 1.0)
+        for n, x in rounded[world.rank].items()
+    }
     averager = Averager(Weighted(AllReduce()), mine, world.group)
     averager.weight = WEIGHTS[world.rank]
     model = Layers(**{n: nn.Parameter(torch.zeros(s, dtype=dtype)) for n, s in SHAPES.items()})
@@ -114,12 +126,15 @@ def test_16_bits_are_summed_in_32_and_rounded_once(world: World, dtype: torch.dt
             p.copy_(rounded[world.rank][n])
     handle.synchronize()
     everyone = {n: x.double() for n, x in expected.items()}
-    assert all(torch.allclose(p.double(), everyone[n], rtol=2**-7) for n, p in model.named_parameters())
+    assert all(
+        torch.allclose(p.double(), everyone[n], rtol=2**-7) for n, p in model.named_parameters()
+    )
 
 
 @cases.case
 def test_nobody_counts(world: World) -> None:
-    """All ranks hear of it, DDP has finished its backward pass, and the next one goes on from the memory as it was."""
+    """All ranks hear of it, DDP has finished its backward pass, and the next one goes on from the
+    memory as it was."""
     model = nn.Linear(48, 32, bias=False)
     ddp = DistributedDataParallel(model, process_group=world.group)
     handle = register_comm_hook(ddp, Weighted(PowerSGD(2)))
@@ -131,7 +146,9 @@ def test_nobody_counts(world: World) -> None:
         if any(weights):
             loss.backward()
             expected = 2 * np.average([1, 2, 3, 4], weights=weights)
-            assert torch.allclose(model.weight.grad, torch.full((32, 48), float(expected)), rtol=1e-4)
+            assert torch.allclose(
+                model.weight.grad, torch.full((32, 48), float(expected)), rtol=1e-4
+            )
             continue
         with pytest.raises(NobodyCounts):
             loss.backward()
@@ -172,7 +189,8 @@ def test_unused_parameters_and_weights_share_a_message(world: World) -> None:
 
 @cases.case
 def test_weights_do_not_part_states(world: World) -> None:
-    """What was saved without weights goes on with them, and the other way round; a step is measured against the weighted mean."""
+    """What was saved without weights goes on with them, and the other way round; a step is measured
+    against the weighted mean."""
     like = {n: torch.zeros(s) for n, s in SHAPES.items()}
     methods = PowerSGD(2), Weighted(PowerSGD(2)), Weighted(AllReduce())
     plain, weighted, exact = (Averager(method, like, world.group) for method in methods)
@@ -191,7 +209,9 @@ def test_weights_do_not_part_states(world: World) -> None:
 def test_where_the_host_does_not_look(world: World, algorithm: Algorithm) -> None:
     """As on a device, where the host must not look at numbers."""
     with on_a_device(), mock.patch.object(TorchOps, "truth", return_value=None):
-        averager = Averager(Weighted(algorithm), {n: torch.zeros(s) for n, s in SHAPES.items()}, world.group)
+        averager = Averager(
+            Weighted(algorithm), {n: torch.zeros(s) for n, s in SHAPES.items()}, world.group
+        )
         averager.weight = WEIGHTS[world.rank]
         mine = tensors(given(world.rank, 0), float("nan") if world.rank == ABSENT else 1.0)
         first = {n: x.clone() for n, x in averager(mine).items()}
@@ -200,7 +220,9 @@ def test_where_the_host_does_not_look(world: World, algorithm: Algorithm) -> Non
         nobody = averager(tensors(given(world.rank, 1)))
     assert same_bits(before, averager.rank_state_dict()["tensors"])
     assert world.agree(first)
-    expected = Simulator(algorithm, SHAPES, 4, dtype="float32").step([given(r, 0) for r in range(4)], weights=WEIGHTS)
+    expected = Simulator(algorithm, SHAPES, 4, dtype="float32").step(
+        [given(r, 0) for r in range(4)], weights=WEIGHTS
+    )
     for n in SHAPES:
         np.testing.assert_allclose(first[n], expected[n], rtol=2e-5, atol=2e-5)
         assert nobody[n].isnan().all()
@@ -211,7 +233,9 @@ def test_a_count_is_kept_as_it_is_whatever_dtype_numbers_have_by_default(world: 
     """bfloat16 has no number between 1000 and 1004."""
     with other_defaults("meta"):
         averager = Averager(
-            Weighted(AllReduce()), {"w": torch.zeros(4, dtype=torch.float32, device="cpu")}, world.group
+            Weighted(AllReduce()),
+            {"w": torch.zeros(4, dtype=torch.float32, device="cpu")},
+            world.group,
         )
         averager.weight = 1003
     assert averager.weight == 1003

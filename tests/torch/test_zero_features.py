@@ -1,5 +1,6 @@
-"""A sharded optimizer does what the optimizer does, in as many bytes as one all-reduce, with 1/W of the memory, and with what it goes
-together with: whole parameters, other hooks, clipping, loss scales, master weights."""
+"""A sharded optimizer does what the optimizer does, in as many bytes as one all-reduce, with 1/W of
+the memory, and with what it goes together with: whole parameters, other hooks, clipping, loss
+scales, master weights."""
 
 import copy
 import itertools
@@ -44,7 +45,8 @@ FORMS = ("plain", "averaging", "overlapped", "interleaved")
 
 
 class Model(nn.Module):
-    """Odd sizes, a scalar, an empty parameter, a frozen one, one in another memory order, and a delay that differs between ranks."""
+    """Odd sizes, a scalar, an empty parameter, a frozen one, one in another memory order, and a
+    delay that differs between ranks."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +79,9 @@ def plain_groups(model):
 
 def run(rank, model, optimizer, steps, loss=LOSS):
     """With a schedule that moves at every step."""
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(step / 10))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5 + 0.5 * math.cos(step / 10)
+    )
     for step in range(steps):
         fit(model, optimizer, rank, [step], loss)
         schedule.step()
@@ -92,7 +96,9 @@ def sharded(world, form, of, *, model=None, hook=gw.allreduce_hook, state=None, 
         return model, zero
     wrapper = DistributedDataParallel(model, process_group=world.group, **CAP)
     if form != "plain":
-        step_hook = gw.hook_with_zero_step if form == "overlapped" else gw.hook_with_zero_step_interleaved
+        step_hook = (
+            gw.hook_with_zero_step if form == "overlapped" else gw.hook_with_zero_step_interleaved
+        )
         hook = step_hook(hook, wrapper, zero, options.get("shard") == "bucket")
     wrapper.register_comm_hook(state or world.group, hook)
     return wrapper, zero
@@ -111,7 +117,8 @@ HOOKS = {
 
 @cache
 def plainly(optimizer, hook):
-    """The weights after DDP, with one of the `HOOKS`, and the plain optimizer: many cases compare with them."""
+    """The weights after DDP, with one of the `HOOKS`, and the plain optimizer: many cases compare
+    with them."""
     model, (optimizer_class, defaults) = Model(), OPTIMIZERS[optimizer]
     ddp = DistributedDataParallel(model, **CAP)
     if hook:
@@ -121,9 +128,16 @@ def plainly(optimizer, hook):
     return weights(model)
 
 
-#: Optimizer, form, hook, whose, and the dtype on the wire. SGD's and AdamW's state by element, in every form, tests/parity holds against float64.
-RUNS = {f"{shard} {form}": ("adamw", form, None, shard, None) for shard in ("parameter", "bucket") for form in FORMS}
-RUNS |= {f"{hook} {form}": ("adamw", form, hook, "element", None) for hook in HOOKS for form in FORMS[2:]}
+#: Optimizer, form, hook, whose, and the dtype on the wire. SGD's and AdamW's state by element, in
+#: every form, tests/parity holds against float64.
+RUNS = {
+    f"{shard} {form}": ("adamw", form, None, shard, None)
+    for shard in ("parameter", "bucket")
+    for form in FORMS
+}
+RUNS |= {
+    f"{hook} {form}": ("adamw", form, hook, "element", None) for hook in HOOKS for form in FORMS[2:]
+}
 RUNS |= {
     "in codes": ("sgd", FORMS[3], None, "element", "int8"),
     "adagrad": ("adagrad", FORMS[3], None, "element", None),
@@ -161,7 +175,10 @@ def sent_to_others():
         sent[0] += vector.nbytes if (self.rank - first) % self.size < self.size - 1 else 0
         return chain(self, vector, first, change)
 
-    with mock.patch.object(Exchange, "_messages", counting), mock.patch.object(Exchange, "_chain", handing_on):
+    with (
+        mock.patch.object(Exchange, "_messages", counting),
+        mock.patch.object(Exchange, "_chain", handing_on),
+    ):
         yield sent
 
 
@@ -171,11 +188,22 @@ CODED = {"w": (40, 120), "b": (7,), "v": (120, 3)}
 
 @cases.each({dtype: (dtype, shard) for dtype, shard in WIRE.items()})
 def test_gradients_travel_in_codes(world, variant):
-    """From zero, a step of gradient descent is the average: the simulator's, in the bytes of the plan, which are those that leave this rank."""
+    """From zero, a step of gradient descent is the average: the simulator's, in the bytes of the
+    plan, which are those that leave this rank."""
     dtype, shard = variant
-    given = [{n: np.random.default_rng([r, *n.encode()]).normal(size=s) for n, s in CODED.items()} for r in range(3)]
-    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in CODED.items()})
-    options = {"process_group": world.group, "average_gradients": True, "wire_dtype": dtype, "shard": shard}
+    given = [
+        {n: np.random.default_rng([r, *n.encode()]).normal(size=s) for n, s in CODED.items()}
+        for r in range(3)
+    ]
+    model = nn.ParameterDict(
+        {name: nn.Parameter(torch.zeros(shape)) for name, shape in CODED.items()}
+    )
+    options = {
+        "process_group": world.group,
+        "average_gradients": True,
+        "wire_dtype": dtype,
+        "shard": shard,
+    }
     zero = gw.ZeroOptimizer(model.named_parameters(), torch.optim.SGD, **options, lr=1.0)
     for name, p in model.items():
         p.grad = torch.tensor(given[world.rank][name], dtype=torch.float32)
@@ -186,13 +214,20 @@ def test_gradients_travel_in_codes(world, variant):
         WireDtype(Zero(zero.shards), dtype),
         {n: CODED[n] for n in reversed(dict(model.named_parameters()))},
     )
-    simulator = Simulator(algorithm, shapes, 3, dtype="float32", optimizer=lambda replica, pieces: pieces)
+    simulator = Simulator(
+        algorithm, shapes, 3, dtype="float32", optimizer=lambda replica, pieces: pieces
+    )
     right = simulator.step([{n: g[n] for n in shapes} for g in given])
     assert relative({n: -p.detach() for n, p in model.items()}, right) < 1e-6
     plain = {n: np.mean([np.float32(g[n]) for g in given], axis=0) for n in CODED}
     assert relative(right, plain) > 1e-3
     planned = plan(shapes, algorithm).wire_bytes
-    assert zero.stats().bytes_sent == simulator.traffic.nbytes == planned < (0.5 + 0.26) * zero.stats().dense_bytes
+    assert (
+        zero.stats().bytes_sent
+        == simulator.traffic.nbytes
+        == planned
+        < (0.5 + 0.26) * zero.stats().dense_bytes
+    )
     assert sum(world.everyones(to_others[0])) == pytest.approx(2 * 2 * planned, rel=1e-3)
     assert shard != "element" or to_others[0] == pytest.approx(2 * 2 / 3 * planned, rel=1e-3)
 
@@ -248,7 +283,9 @@ def test_master_shards(world):
     loss = loss_on(6, dtype=torch.bfloat16)
     model = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 3)).to(torch.bfloat16)
     twin = copy.deepcopy(model)
-    ddp, wrapper = (DistributedDataParallel(each, process_group=world.group) for each in (twin, model))
+    ddp, wrapper = (
+        DistributedDataParallel(each, process_group=world.group) for each in (twin, model)
+    )
     masters = [p.detach().float().requires_grad_() for p in twin.parameters()]
     adam = torch.optim.Adam(masters, lr=1e-3)
     for step in range(12):
@@ -271,7 +308,8 @@ def test_master_shards(world):
 
 
 def needs_old_weights():
-    """The last weight's gradient is complete long before its value has been used for the last time."""
+    """The last weight's gradient is complete long before its value has been used for the last
+    time."""
 
     def forward(self, x):
         x = self.layers[0](x) * self.last[0].detach()
@@ -279,7 +317,8 @@ def needs_old_weights():
             x = torch.tanh(layer(x))
         return x * self.last[0]
 
-    last = nn.ParameterList([torch.ones(6)])  # a module of its own: so it comes last, and its bucket first
+    # a module of its own: so it comes last, and its bucket first
+    last = nn.ParameterList([torch.ones(6)])
     return Layers(forward, layers=nn.ModuleList(nn.Linear(6, 6) for _ in range(5)), last=last)
 
 
@@ -298,7 +337,8 @@ def test_a_weight_that_is_needed_after_its_update_is_noticed(world, form):
     ("config", "device", "native"),
     [
         ("cuda:nccl", "cuda:1", True),
-        ("cpu:gloo,cuda:nccl", "cuda:0", True),  # of `init_process_group()`, too, whose backend is called "undefined"
+        # of `init_process_group()`, too, whose backend is called "undefined"
+        ("cpu:gloo,cuda:nccl", "cuda:0", True),
         ("cpu:gloo,cuda:nccl", "cpu", False),
         ("cpu:gloo,cuda:gloo", "cuda:0", False),
         ("cpu:gloo", "cpu", False),

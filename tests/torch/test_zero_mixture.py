@@ -1,7 +1,9 @@
-"""Muon for hidden matrices and AdamW for the rest in one sharded optimizer: the plain pair, on any number of ranks. What is refused alone: test_refusals.py.
+"""Muon for hidden matrices and AdamW for the rest in one sharded optimizer: the plain pair, on any
+number of ranks. What is refused alone: test_refusals.py.
 
-The oracle is torch's own pair on the average of all ranks' gradients, in float64. Torch's Muon casts to bfloat16, in which a last bit of a gradient is
-soon a hundredth of a weight; so the casts are left out on both sides, but where both are given the same gradients.
+The oracle is torch's own pair on the average of all ranks' gradients, in float64. Torch's Muon
+casts to bfloat16, in which a last bit of a gradient is soon a hundredth of a weight; so the casts
+are left out on both sides, but where both are given the same gradients.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -12,7 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +32,11 @@ from tests.torch.sharded import mesh_of, shard
 
 cases = Cases(__file__, ranks=4)
 
-MUON, VECTORS, HEADS = {"lr": 0.02, "weight_decay": 0.1}, {"lr": 0.01, "weight_decay": 0.0}, {"lr": 0.005}
+MUON, VECTORS, HEADS = (
+    {"lr": 0.02, "weight_decay": 0.1},
+    {"lr": 0.01, "weight_decay": 0.0},
+    {"lr": 0.005},
+)
 MIXTURE = {
     "embedding.*": (torch.optim.AdamW, HEADS, "element"),
     "head.*": (torch.optim.AdamW, HEADS, "parameter"),
@@ -43,7 +53,9 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.embedding = nn.Embedding(11, 6)
-        self.layers = nn.ModuleList(nn.Linear(n, m) for n, m in ((6, 9), (9, 9), (9, 9), (9, 9), (9, 1), (1, 5)))
+        self.layers = nn.ModuleList(
+            nn.Linear(n, m) for n, m in ((6, 9), (9, 9), (9, 9), (9, 9), (9, 1), (1, 5))
+        )
         self.scale = nn.Parameter(torch.ones(5))
         self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
         self.head = nn.Linear(5, 3, bias=False)
@@ -70,9 +82,14 @@ def without_casts():
 
 
 def plain_pair(model):
-    """Torch's optimizers, one for each pattern, by the order of patterns. Where torch has no Muon, its lack is said as `ZeroOptimizer` says it."""
+    """Torch's optimizers, one for each pattern, by the order of patterns. Where torch has no Muon,
+    its lack is said as `ZeroOptimizer` says it."""
     torch_internals.MUON.require()
-    hidden = [(n, p) for n, p in model.named_parameters() if n.startswith("layers") and n.endswith("weight")]
+    hidden = [
+        (n, p)
+        for n, p in model.named_parameters()
+        if n.startswith("layers") and n.endswith("weight")
+    ]
     vectors = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.ndim == 1]
     return [
         torch.optim.AdamW(model.embedding.named_parameters(prefix="embedding"), **HEADS),
@@ -98,7 +115,9 @@ def plainly(model, size, steps, clip=None, parts=1, pair=None):
             for rank in range(size):
                 (loss(model, rank, step * parts + part) / parts / size).backward()
         if clip:
-            clip_to(clip, model, lambda gradients: torch.cat([g.flatten() for g in gradients]).norm())
+            clip_to(
+                clip, model, lambda gradients: torch.cat([g.flatten() for g in gradients]).norm()
+            )
         for optimizer in pair:
             optimizer.step()
     return weights(model), pair
@@ -107,11 +126,15 @@ def plainly(model, size, steps, clip=None, parts=1, pair=None):
 def sharded(model, group, form, **options):
     options = {"process_group": group, "bucket_cap_mb": 0.001} | options
     if form == "averaging":
-        return model, gw.ZeroOptimizer(model.named_parameters(), MIXTURE, average_gradients=True, **options)
+        return model, gw.ZeroOptimizer(
+            model.named_parameters(), MIXTURE, average_gradients=True, **options
+        )
     wrapper = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.001)
     zero = gw.ZeroOptimizer(model.named_parameters(), MIXTURE, **options)
     if form != "plain":
-        hook = gw.hook_with_zero_step if form == "overlapped" else gw.hook_with_zero_step_interleaved
+        hook = (
+            gw.hook_with_zero_step if form == "overlapped" else gw.hook_with_zero_step_interleaved
+        )
         wrapper.register_comm_hook(group, hook(gw.allreduce_hook, wrapper, zero))
     return wrapper, zero
 
@@ -125,7 +148,9 @@ def train(wrapper, zero, rank, steps, parts=1, clip=None):
             with nullcontext() if last or not hasattr(wrapper, "no_sync") else wrapper.no_sync():
                 (loss(wrapper, rank, step * parts + part) / parts).backward()
         if clip:
-            clip_to(clip, wrapper, lambda gradients: nn.utils.get_total_norm(gradients).full_tensor())
+            clip_to(
+                clip, wrapper, lambda gradients: nn.utils.get_total_norm(gradients).full_tensor()
+            )
         zero.step()
     found = {n.removeprefix("module."): p.detach().clone() for n, p in wrapper.named_parameters()}
     return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in found.items()}
@@ -168,7 +193,10 @@ def require_the_pairs(found, expected, pair, whole):
         for number, own in plain["state"].items():
             theirs = whole["state"][group["params"][number]]
             assert theirs.keys() == own.keys()
-            assert all(torch.allclose(theirs[k].double(), x.double(), rtol=1e-7, atol=1e-12) for k, x in own.items())
+            assert all(
+                torch.allclose(theirs[k].double(), x.double(), rtol=1e-7, atol=1e-12)
+                for k, x in own.items()
+            )
 
 
 @cache
@@ -177,14 +205,16 @@ def four_shards():
 
 
 def on_shards(mesh, model=None):
-    """Each layer a unit of its own, of which some matrices have fewer rows than there are shards."""
+    """Each layer a unit of its own, of which some matrices have fewer rows than there are
+    shards."""
     model = shard(model or Model(), mesh)
     return model, gw.ZeroOptimizer(model.named_parameters(), ON_SHARDS)
 
 
 @cases.case(slow=True)
 def test_on_shards_it_is_the_plain_pair(world):
-    """With accumulation and clipping; the state, whole, is the pair's, and goes on where matrices have other owners."""
+    """With accumulation and clipping; the state, whole, is the pair's, and goes on where matrices
+    have other owners."""
     with without_casts():
         expected, pair = plainly(Model(), 4, range(8), 0.3, 2)
         model, zero = on_shards(mesh_of(2, 2))
@@ -195,7 +225,9 @@ def test_on_shards_it_is_the_plain_pair(world):
         zero.load_state_dict(saved)
         found = train(model, zero, world.rank, range(4, 8), 2, 0.3)
         whole = zero.consolidated_state_dict(to=None)
-        natively = get_optimizer_state_dict(model, zero, options=StateDictOptions(full_state_dict=True))
+        natively = get_optimizer_state_dict(
+            model, zero, options=StateDictOptions(full_state_dict=True)
+        )
     require_the_pairs(found, expected, pair, whole)
     if world.rank == 0:
         for group in whole["param_groups"]:
@@ -205,22 +237,31 @@ def test_on_shards_it_is_the_plain_pair(world):
 
 @cases.case(slow=True)
 def test_on_shards_one_message_each_way_and_the_tools_of_torch(world):
-    """One all-reduce's bytes of the matrices; a scheduler and a state of torch.distributed.checkpoint, saved on four shards for two."""
+    """One all-reduce's bytes of the matrices; a scheduler and a state of
+    torch.distributed.checkpoint, saved on four shards for two."""
     model, zero = on_shards(four_shards(), Model(torch.float32))
     train(model, zero, world.rank, range(2))
-    matrices = [p for n, p in model.named_parameters() if n.startswith("layers") and n.endswith("weight")]
+    matrices = [
+        p for n, p in model.named_parameters() if n.startswith("layers") and n.endswith("weight")
+    ]
     nbytes = sum(p.numel() * 4 for p in matrices)
     assert zero.stats().bytes_sent == 2 * nbytes
-    assert zero.stats().collectives == 2 * 2 * 3  # three ranks own a square matrix each, the fourth three small ones
+    # three ranks own a square matrix each, the fourth three small ones
+    assert zero.stats().collectives == 2 * 2 * 3
     assert isinstance(next(iter(zero.state.values()))["exp_avg"], DTensor)
     where = {"checkpoint_id": world.folder / "of_four", "process_group": world.group}
-    dcp.save({"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, zero)}, **where)
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, zero)}, **where
+    )
     other, again = on_shards(mesh_of(2, 2), Model(torch.float32))
     loaded = {"model": other.state_dict(), "optimizer": get_optimizer_state_dict(other, again)}
     dcp.load(loaded, **where)
     other.load_state_dict(loaded["model"])
     set_optimizer_state_dict(other, again, loaded["optimizer"])
-    assert same_bits(again.consolidated_state_dict(to=None)["state"], zero.consolidated_state_dict(to=None)["state"])
+    assert same_bits(
+        again.consolidated_state_dict(to=None)["state"],
+        zero.consolidated_state_dict(to=None)["state"],
+    )
     before = train(other, again, world.rank, ())
     for group in again.param_groups:
         group["lr"] = 0.0
@@ -231,7 +272,8 @@ def test_on_shards_one_message_each_way_and_the_tools_of_torch(world):
 
 @cases.case(slow=True)
 def test_on_shards_compressed_between_replicas(world):
-    """Gradients are averaged between replicas by us, and each replica has owners of its own: dense, it is what FSDP does by itself."""
+    """Gradients are averaged between replicas by us, and each replica has owners of its own: dense,
+    it is what FSDP does by itself."""
     mesh = mesh_of(2, 2)
     with without_casts():
         expected = train(*on_shards(mesh), world.rank, range(3))
@@ -248,7 +290,9 @@ def test_on_shards_what_cannot_be_done_is_refused_by_name(world):
     columns = shard(nn.Linear(8, 8), mesh["shard"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
     whole = ("bias", nn.Linear(8, 8).bias)
     muon = {"*.weight": MIXTURE["*.weight"], "*": MIXTURE["*"]}
-    two_modes = type("ScheduleFree", (torch.optim.SGD,), {"train": lambda self: None, "eval": lambda self: None})
+    two_modes = type(
+        "ScheduleFree", (torch.optim.SGD,), {"train": lambda self: None, "eval": lambda self: None}
+    )
     for words, params, rules, options in (
         ("'scale' is a DTensor", named, {"*": MIXTURE["*"]}, {}),
         ("optimizer_class['head.*']=AdamW", named, MIXTURE, {}),
@@ -262,37 +306,66 @@ def test_on_shards_what_cannot_be_done_is_refused_by_name(world):
         ("master_dtype=", named, ON_SHARDS, {"master_dtype": torch.float32}),
         ("max_grad_norm=1.0", named, ON_SHARDS, {"max_grad_norm": 1.0}),
         ("process_group=", named, ON_SHARDS, {"process_group": world.group}),
-        ("'bias' is no DTensor", [("a.weight", shard(nn.Linear(8, 8), mesh["shard"]).weight), whole], muon, {}),
-        ("'a.weight' is (Shard(dim=1),)", [("a.weight", columns.weight), ("bias", columns.bias)], muon, {}),
+        (
+            "'bias' is no DTensor",
+            [("a.weight", shard(nn.Linear(8, 8), mesh["shard"]).weight), whole],
+            muon,
+            {},
+        ),
+        (
+            "'a.weight' is (Shard(dim=1),)",
+            [("a.weight", columns.weight), ("bias", columns.bias)],
+            muon,
+            {},
+        ),
     ):
         assert words in (heard := said(gw.ZeroOptimizer, params, rules, **options)), heard
     zero = gw.ZeroOptimizer(named, ON_SHARDS)
-    for call in (zero.rank_state_dict, lambda: zero.sharded_state, lambda: zero.consolidate_state_dict(0)):
+    for call in (
+        zero.rank_state_dict,
+        lambda: zero.sharded_state,
+        lambda: zero.consolidate_state_dict(0),
+    ):
         assert "is of DTensors" in said(call)
     assert "no further parameter groups" in said(zero.add_param_group, {"params": []})
     train(model, zero, world.rank, range(1))
     saved = zero.consolidated_state_dict(to=None)
     number = next(n for n, own in saved["state"].items() if "momentum_buffer" in own)
     first = saved["state"][number]["momentum_buffer"]
-    for spoiled, words in ((first[1:], "'momentum_buffer' of parameter 'layers"), (first / 0, "holds NaN or inf")):
+    for spoiled, words in (
+        (first[1:], "'momentum_buffer' of parameter 'layers"),
+        (first / 0, "holds NaN or inf"),
+    ):
         saved["state"][number]["momentum_buffer"] = spoiled
         assert words in said(zero.load_state_dict, saved)
-    assert "parameter groups" in said(zero.load_state_dict, {**saved, "param_groups": saved["param_groups"][1:]})
+    assert "parameter groups" in said(
+        zero.load_state_dict, {**saved, "param_groups": saved["param_groups"][1:]}
+    )
 
 
 @cases.case(slow=True)
 def test_master_weights_and_who_owns_which_matrix(world):
-    """bfloat16 weights with float32 copies of what a rank owns; equal matrices are dealt out evenly."""
-    wrapper, zero = sharded(Model(torch.bfloat16), world.group, "averaging", master_dtype=torch.float32)
+    """bfloat16 weights with float32 copies of what a rank owns; equal matrices are dealt out
+    evenly."""
+    wrapper, zero = sharded(
+        Model(torch.bfloat16), world.group, "averaging", master_dtype=torch.float32
+    )
     train(wrapper, zero, world.rank, range(2))
-    assert {x.dtype for own in zero.optimizer.state.values() for x in own.values() if x.ndim} == {torch.float32}
+    assert {x.dtype for own in zero.optimizer.state.values() for x in own.values() if x.ndim} == {
+        torch.float32
+    }
     assert world.agree(weights(wrapper))
-    # By elements the long one would be the first to be dealt out, and the square one would share no rank.
+    # By elements the long one would be the first to be dealt out, and the square one would share no
+    # rank.
     shapes = ((32, 32), (2, 700), (16, 32), (16, 32), (16, 32))
     owned = {"0.weight": 0, "1.weight": 1, "2.weight": 1, "3.weight": 2, "4.weight": 3}
     for matrices, owners in ([(16, 8)] * 8, None), (shapes, owned):
-        named = [(f"{i}.weight", nn.Parameter(torch.ones(shape))) for i, shape in enumerate(matrices)]
-        muon = gw.ZeroOptimizer(named, torch.optim.Muon, shard="parameter", process_group=world.group)
+        named = [
+            (f"{i}.weight", nn.Parameter(torch.ones(shape))) for i, shape in enumerate(matrices)
+        ]
+        muon = gw.ZeroOptimizer(
+            named, torch.optim.Muon, shard="parameter", process_group=world.group
+        )
         for _, p in named:
             p.grad = torch.zeros_like(p)
         muon.step()
@@ -305,7 +378,10 @@ def test_master_weights_and_who_owns_which_matrix(world):
 def test_behind_compressed_gradients_it_is_torchs_pair_to_the_last_bit(world):
     """With torch's casts: all ranks are given the same average."""
     found = []
-    for make in (plain_pair, lambda m: [gw.ZeroOptimizer(m.named_parameters(), MIXTURE, process_group=world.group)]):
+    for make in (
+        plain_pair,
+        lambda m: [gw.ZeroOptimizer(m.named_parameters(), MIXTURE, process_group=world.group)],
+    ):
         model = Model(torch.float32)
         ddp = DistributedDataParallel(model, process_group=world.group)
         handle = gw.register_comm_hook(ddp, gradwire.PowerSGD(1, min_compression_rate=0.5))
@@ -321,7 +397,8 @@ def test_behind_compressed_gradients_it_is_torchs_pair_to_the_last_bit(world):
 
 
 def test_hostile_states_and_a_torch_without_muon(alone, monkeypatch):
-    """A spoiled state, or that of another mixture, changes nothing; patterns for what is frozen make no group."""
+    """A spoiled state, or that of another mixture, changes nothing; patterns for what is frozen
+    make no group."""
 
     def of(model, rules=MIXTURE):
         return gw.ZeroOptimizer(model.named_parameters(), rules)
@@ -336,10 +413,16 @@ def test_hostile_states_and_a_torch_without_muon(alone, monkeypatch):
     assert all(p.isfinite().all() for p in zero.names)
     before, killed = zero.rank_state_dict(), zero.state_dict()
     killed["state"][killed["param_groups"][2]["params"][0]]["momentum_buffer"][0] = float("nan")
-    assert "'momentum_buffer' of parameter 'layers.0.weight' holds NaN" in said(zero.load_state_dict, killed)
-    assert "parameter groups" in said(zero.load_state_dict, of(Model(), {"*": MIXTURE["*"]}).state_dict())
+    assert "'momentum_buffer' of parameter 'layers.0.weight' holds NaN" in said(
+        zero.load_state_dict, killed
+    )
+    assert "parameter groups" in said(
+        zero.load_state_dict, of(Model(), {"*": MIXTURE["*"]}).state_dict()
+    )
     same = {pattern: (*entry[:2], "parameter") for pattern, entry in MIXTURE.items()}
-    assert "Load gradwire.torch_backend.consolidate" in said(of(Model(), same).load_state_dict, before)
+    assert "Load gradwire.torch_backend.consolidate" in said(
+        of(Model(), same).load_state_dict, before
+    )
     assert same_bits(zero.rank_state_dict()["tensors"], before["tensors"])
     # After loading a schedule still reaches all parts.
     zero.load_state_dict(zero.state_dict())
@@ -349,7 +432,9 @@ def test_hostile_states_and_a_torch_without_muon(alone, monkeypatch):
     zero.step()
     assert same_bits([p.detach() for p in zero.names], start)
     monkeypatch.setattr(torch, "__version__", "2.8.0")
-    assert "needs torch.optim.Muon, which torch has since 2.9; this is torch 2.8.0" in said(of, Model())
+    assert "needs torch.optim.Muon, which torch has since 2.9; this is torch 2.8.0" in said(
+        of, Model()
+    )
 
 
 @cases.case
@@ -380,8 +465,16 @@ def test_it_goes_on_on_another_number_of_ranks(world):
 @cases.case
 def test_one_step_sends_one_all_reduce(world):
     """Owners have matrices of several sizes, and some have none."""
-    shapes = {"embedding": (64, 30), "0.weight": (32, 30), "1.weight": (30, 30), "2.weight": (8, 50), "bias": (40,)}
-    model = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(torch.ones(s)) for name, s in shapes.items()})
+    shapes = {
+        "embedding": (64, 30),
+        "0.weight": (32, 30),
+        "1.weight": (30, 30),
+        "2.weight": (8, 50),
+        "bias": (40,),
+    }
+    model = nn.ParameterDict(
+        {name.replace(".", "/"): nn.Parameter(torch.ones(s)) for name, s in shapes.items()}
+    )
     rules = {"*/weight": ("Muon", MUON, "parameter"), "*": (torch.optim.AdamW, VECTORS, "element")}
     options = {"process_group": world.group, "average_gradients": True}
     zero = gw.ZeroOptimizer(model.named_parameters(), rules, **options)
@@ -389,5 +482,7 @@ def test_one_step_sends_one_all_reduce(world):
     dense = sum(p.nbytes for p in model.values())
     assert dense <= zero.stats().bytes_sent <= 1.02 * dense
     assert zero.stats().dense_bytes == dense
-    planned = gradwire.plan({n: tuple(p.shape) for n, p in model.items()}, gradwire.Zero(zero.shards))
+    planned = gradwire.plan(
+        {n: tuple(p.shape) for n, p in model.items()}, gradwire.Zero(zero.shards)
+    )
     assert planned.wire_bytes == zero.stats().bytes_sent

@@ -1,4 +1,5 @@
-"""The state of a sharded optimizer: gathered it is the plain optimizer's; it goes on at another world size; what does not fit is refused."""
+"""The state of a sharded optimizer: gathered it is the plain optimizer's; it goes on at another
+world size; what does not fit is refused."""
 
 import copy
 import math
@@ -47,11 +48,17 @@ def train(net, optimizer, rank, steps):
 
 
 def zero_of(world, net, **options):
-    return gw.ZeroOptimizer(groups(net), ADAMW, **{"process_group": world.group, "lr": 0.01} | options)
+    return gw.ZeroOptimizer(
+        groups(net), ADAMW, **{"process_group": world.group, "lr": 0.01} | options
+    )
 
 
 #: By whom which state is owned, and what steps: the optimizer, which averages, or DDP's hook.
-FORMS = {"element": None, "parameter": gw.hook_with_zero_step, "bucket": gw.hook_with_zero_step_interleaved}
+FORMS = {
+    "element": None,
+    "parameter": gw.hook_with_zero_step,
+    "bucket": gw.hook_with_zero_step_interleaved,
+}
 
 
 @cases.each(FORMS.keys())
@@ -69,7 +76,9 @@ def test_gathered_it_is_the_plain_state_and_resumed_it_goes_on_to_the_bit(world,
     reference = plain(twin.module)
     train(twin, reference, world.rank, range(10))
     train(ddp, zero, world.rank, range(6))
-    torch.save((net.state_dict(), zero.rank_state_dict()), path := world.folder / f"{shard}.{world.rank}")
+    torch.save(
+        (net.state_dict(), zero.rank_state_dict()), path := world.folder / f"{shard}.{world.rank}"
+    )
     train(ddp, zero, world.rank, range(6, 10))
     again, ddp, resumed = start()
     kept, state = torch.load(path, weights_only=True)
@@ -83,12 +92,17 @@ def test_gathered_it_is_the_plain_state_and_resumed_it_goes_on_to_the_bit(world,
     whole, only = zero.consolidated_state_dict(to=None), zero.consolidated_state_dict(to=1)
     assert same_bits(whole, gw.consolidate(world.everyones(zero.rank_state_dict())[::-1]))
     assert world.agree(whole)
-    held = sum(x.numel() for memory in zero.optimizer.state.values() for x in memory.values() if x.ndim)
-    assert sum(world.everyones(held)) <= 2 * sum(p.numel() for p in net.parameters())  # each number once
+    held = sum(
+        x.numel() for memory in zero.optimizer.state.values() for x in memory.values() if x.ndim
+    )
+    # each number once
+    assert sum(world.everyones(held)) <= 2 * sum(p.numel() for p in net.parameters())
     assert same_bits(only, whole) if world.rank == 1 else only is None
     names = [group["param_names"] for group in whole["param_groups"]]
     assert names == [["0.weight", "2.weight"], ["scale", "0.bias", "2.bias"]]
-    options = [{k: v for k, v in group.items() if k != "param_names"} for group in whole["param_groups"]]
+    options = [
+        {k: v for k, v in group.items() if k != "param_names"} for group in whole["param_groups"]
+    ]
     assert options == expected["param_groups"]
     assert whole["state"].keys() == expected["state"].keys()
     for number, memory in expected["state"].items():
@@ -115,7 +129,9 @@ def test_a_tool_is_given_the_whole_state_or_an_error(world, hook):
 
     def require_refusal(zero):
         words = said(zero.state_dict)
-        assert words.startswith("RuntimeError: the state of this optimizer is divided among 3 ranks")
+        assert words.startswith(
+            "RuntimeError: the state of this optimizer is divided among 3 ranks"
+        )
         assert f"consolidated on rank {world.rank} since" in words
 
     fresh = zero.state_dict()
@@ -130,28 +146,37 @@ def test_a_tool_is_given_the_whole_state_or_an_error(world, hook):
     zero.param_groups[0]["lr"] = 0.5  # a scheduler, between the step and the checkpoint
     whole = zero.consolidated_state_dict(to=None)
     assert whole["param_groups"][0]["lr"] == 0.5
-    assert sum(x["exp_avg"].numel() for x in whole["state"].values()) == sum(p.numel() for p in net.parameters())
+    assert sum(x["exp_avg"].numel() for x in whole["state"].values()) == sum(
+        p.numel() for p in net.parameters()
+    )
     if world.rank == 1:
         assert same_bits(zero.state_dict(), whole)
     else:
         require_refusal(zero)
     zero.consolidate_state_dict(to=None)
     assert same_bits(zero.state_dict(), whole)
-    for change in (lambda: train(ddp, zero, world.rank, range(3, 4)), lambda: zero.load_state_dict(whole)):
+    for change in (
+        lambda: train(ddp, zero, world.rank, range(3, 4)),
+        lambda: zero.load_state_dict(whole),
+    ):
         change()
         require_refusal(zero)
         zero.consolidate_state_dict()
-    assert said(zero.consolidate_state_dict, to=3).startswith("ValueError: to=3 is no rank of the 3")
+    assert said(zero.consolidate_state_dict, to=3).startswith(
+        "ValueError: to=3 is no rank of the 3"
+    )
     assert said(zero.consolidated_state_dict, to=-1).startswith("ValueError: to=-1 is no rank")
     by_itself = zero_of(world, model(), consolidate=True)
     by_itself.load_state_dict(whole)
     assert same_bits(by_itself.state_dict(), whole)
     # Has a state from the beginning.
-    require_refusal(gw.ZeroOptimizer(model().parameters(), torch.optim.Adagrad, process_group=world.group))
+    require_refusal(
+        gw.ZeroOptimizer(model().parameters(), torch.optim.Adagrad, process_group=world.group)
+    )
 
 
-#: Master dtype, and how many ranks take the turns. Only of one and two equal gradients is the mean exact in bfloat16: rounded, it would be
-#: another one for every number of ranks.
+#: Master dtype, and how many ranks take the turns. Only of one and two equal gradients is the mean
+#: exact in bfloat16: rounded, it would be another one for every number of ranks.
 WORLD_SIZES = {"weights": (None, (3, 2, 3)), "bfloat16": (torch.float32, (2, 1, 2))}
 
 
@@ -168,13 +193,20 @@ def test_another_world_size(world, variant):
         state = None
         if world.rank < size:
             net = model(dtype)
-            zero = zero_of(world, net, process_group=groups_of[size], master_dtype=master, average_gradients=True)
+            zero = zero_of(
+                world,
+                net,
+                process_group=groups_of[size],
+                master_dtype=master,
+                average_gradients=True,
+            )
             if saved:
                 net.load_state_dict(saved[0])
                 zero.load_state_dict(saved[1])
             for step in numbers:
                 zero.zero_grad()
-                for rank in range(3):  # all of the batch: the average does not depend on how many ranks there are
+                # all of the batch: the average does not depend on how many ranks there are
+                for rank in range(3):
                     (loss(net, rank, step) / 3).backward()
                 zero.step()
             state = net.state_dict(), zero.consolidated_state_dict(to=None)
@@ -221,20 +253,49 @@ def test_what_is_done_with_one_is_refused_by_name_and_changes_nothing(world):
     refused(["Adafactor", "pieces", "shard='parameter'"], zero, torch.optim.Adafactor)
     refused(["'scale'", "twice"], zero, params=[*named, named[0]])
     refused(["TypeError: params[1] is a Parameter"], zero, params=[{"params": named}, named[0][1]])
-    good, scaled, overlapped, coded = zero(), zero(average_gradients=True), zero(), zero(wire_dtype="int8")
+    good, scaled, overlapped, coded = (
+        zero(),
+        zero(average_gradients=True),
+        zero(),
+        zero(wire_dtype="int8"),
+    )
     refused(["at construction"], good.add_param_group, {"params": [nn.Parameter(torch.zeros(2))]})
 
     at_the_end, interleaved = gw.hook_with_zero_step, gw.hook_with_zero_step_interleaved
     at_the_end(gw.allreduce_hook, ddp, overlapped)
     at_the_end(gw.allreduce_hook, ddp, zero(CountsSteps))
     for words, step, hook, *of in (
-        (["max_grad_norm=1.0", "hook_with_zero_step"], interleaved, gw.allreduce_hook, ddp, zero(max_grad_norm=1.0)),
-        (["CountsSteps", "hook_with_zero_step"], interleaved, gw.allreduce_hook, ddp, zero(CountsSteps)),
+        (
+            ["max_grad_norm=1.0", "hook_with_zero_step"],
+            interleaved,
+            gw.allreduce_hook,
+            ddp,
+            zero(max_grad_norm=1.0),
+        ),
+        (
+            ["CountsSteps", "hook_with_zero_step"],
+            interleaved,
+            gw.allreduce_hook,
+            ddp,
+            zero(CountsSteps),
+        ),
         (["average_gradients=True"], at_the_end, gw.allreduce_hook, ddp, scaled),
         (["belongs to a hook"], at_the_end, gw.allreduce_hook, ddp, overlapped),
         (["'scale'", "not in zero"], at_the_end, gw.allreduce_hook, ddp, zero(params=named[1:])),
-        (["find_unused_parameters=True", "zero.step()"], at_the_end, gw.allreduce_hook, finder, zero()),
-        (["TypeError", "DistributedDataParallel(model)"], at_the_end, gw.allreduce_hook, net, zero()),
+        (
+            ["find_unused_parameters=True", "zero.step()"],
+            at_the_end,
+            gw.allreduce_hook,
+            finder,
+            zero(),
+        ),
+        (
+            ["TypeError", "DistributedDataParallel(model)"],
+            at_the_end,
+            gw.allreduce_hook,
+            net,
+            zero(),
+        ),
         (["wire_dtype='int8'", "allreduce_hook"], at_the_end, gw.bf16_compress_hook, ddp, coded),
     ):
         refused(words, step, hook, *of)
@@ -249,7 +310,10 @@ def test_what_is_done_with_one_is_refused_by_name_and_changes_nothing(world):
     refused(["'weight'", "sparse=False"], sparse.step)
 
     before, whole = copy.deepcopy(good.rank_state_dict()), good.consolidated_state_dict(to=None)
-    lacking = {**whole, "param_groups": [{**whole["param_groups"][0], "param_names": ["x"] * len(named)}]}
+    lacking = {
+        **whole,
+        "param_groups": [{**whole["param_groups"][0], "param_names": ["x"] * len(named)}],
+    }
     for word, load, state in (
         ("param_groups", good.load_state_dict, {"state": {}}),
         ("'x'", good.load_state_dict, lacking),
@@ -258,7 +322,11 @@ def test_what_is_done_with_one_is_refused_by_name_and_changes_nothing(world):
         ("all of 3 ranks", gw.consolidate, [before]),
         ("replicas", gw.consolidate, [{**before, "replicas": "3"}]),
         *[
-            (where, gw.consolidate, [{**before, "shared": {k: x for k, x in before["shared"].items() if k != where}}])
+            (
+                where,
+                gw.consolidate,
+                [{**before, "shared": {k: x for k, x in before["shared"].items() if k != where}}],
+            )
             for where in ("shapes", "param_groups")
         ],
     ):
@@ -275,8 +343,14 @@ def test_shards_that_do_not_fit_together_are_refused():
     zero.step()
     whole = zero.rank_state_dict()
     own = whole["tensors"]["w"]
-    halves = [{k: x.reshape(-1)[place] if x.ndim else x for k, x in own.items()} for place in (slice(6), slice(6, 12))]
-    shards = [{**whole, "rank": rank, "replicas": 2, "tensors": {"w": half}} for rank, half in enumerate(halves)]
+    halves = [
+        {k: x.reshape(-1)[place] if x.ndim else x for k, x in own.items()}
+        for place in (slice(6), slice(6, 12))
+    ]
+    shards = [
+        {**whole, "rank": rank, "replicas": 2, "tensors": {"w": half}}
+        for rank, half in enumerate(halves)
+    ]
     assert same_bits(gw.consolidate(shards[::-1])["state"], gw.consolidate([whole])["state"])
     moment = halves[1]["exp_avg"]
     for change in ({"exp_avg": moment[1:]}, {"exp_avg": moment.tolist()}, {"other": moment}):
@@ -285,7 +359,8 @@ def test_shards_that_do_not_fit_together_are_refused():
 
 
 def damages(name, own, group):
-    """Of a parameter's memory and a group's options: what is put into either, and words that the refusal has."""
+    """Of a parameter's memory and a group's options: what is put into either, and words that the
+    refusal has."""
     moment, held = own["exp_avg"], f"of parameter '{name}' holds"
     for key, x, words in (
         ("step", None, "cannot step"),
@@ -310,7 +385,9 @@ def damages(name, own, group):
 def test_a_damaged_state_is_refused_and_changes_nothing(world, shard):
     net = model()
     ddp, _ = hooked(net, None, world.group)
-    zero = gw.ZeroOptimizer(net.named_parameters(), ADAMW, process_group=world.group, lr=0.01, shard=shard)
+    zero = gw.ZeroOptimizer(
+        net.named_parameters(), ADAMW, process_group=world.group, lr=0.01, shard=shard
+    )
     train(ddp, zero, world.rank, range(3))
     good = copy.deepcopy(zero.rank_state_dict())
     train(ddp, zero, world.rank, range(3, 4))
@@ -322,7 +399,10 @@ def test_a_damaged_state_is_refused_and_changes_nothing(world, shard):
         for own, group, words in damages(name, tensors[name], good["shared"]["param_groups"][0]):
             states.append(({**tensors, name: own}, {"param_groups": [group]}, words))
         for changed, shared, words in states:
-            heard = said(zero.load_state_dict, {**good, "tensors": changed, "shared": good["shared"] | shared})
+            heard = said(
+                zero.load_state_dict,
+                {**good, "tensors": changed, "shared": good["shared"] | shared},
+            )
             assert heard.startswith("ValueError"), heard
             assert words in heard
             assert same_bits(zero.rank_state_dict(), before)
@@ -334,7 +414,12 @@ def test_a_damaged_state_is_refused_and_changes_nothing(world, shard):
 def test_more_ranks_than_parameters(world, shard):
     """One scalar and three ranks: two of them own nothing."""
     p = nn.Parameter(torch.tensor(2.0))
-    options = {"process_group": world.group, "average_gradients": True, "max_grad_norm": 1.0, "lr": 0.5}
+    options = {
+        "process_group": world.group,
+        "average_gradients": True,
+        "max_grad_norm": 1.0,
+        "lr": 0.5,
+    }
     zero = gw.ZeroOptimizer([p], torch.optim.SGD, shard=shard, **options)
     (p * (world.rank + 1)).backward()
     zero.step()
@@ -346,7 +431,12 @@ def test_more_ranks_than_parameters(world, shard):
 def test_loaded_weights_count(world):
     """Weights that are loaded after construction, master copies or not."""
     net = model(torch.bfloat16)
-    options = {"process_group": world.group, "master_dtype": torch.float32, "average_gradients": True, "lr": 0.0}
+    options = {
+        "process_group": world.group,
+        "master_dtype": torch.float32,
+        "average_gradients": True,
+        "lr": 0.0,
+    }
     zero = gw.ZeroOptimizer(net.named_parameters(), torch.optim.SGD, **options)
     other = {n: torch.full_like(x, 0.5) for n, x in net.state_dict().items()}
     net.load_state_dict(other)

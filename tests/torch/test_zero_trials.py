@@ -1,4 +1,5 @@
-"""Optimizers that a rank cannot step for its part of the model are refused by name in every form; and all others are taken."""
+"""Optimizers that a rank cannot step for its part of the model are refused by name in every form;
+and all others are taken."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Own(torch.optim.Optimizer):
-    """What the optimizers of these tests have in common: a rate, and `move(group, parameters with gradients)`."""
+    """What the optimizers of these tests have in common: a rate, and `move(group, parameters with
+    gradients)`."""
 
     def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
         super().__init__(params, {"lr": lr, **options})
@@ -47,7 +49,8 @@ class Clipped(Own):
 
 
 class Adapted(Own):
-    """SGD with D-adaptation: its rate grows from 1e-6, by sums over all parameters (Defazio and Mishchenko 2023)."""
+    """SGD with D-adaptation: its rate grows from 1e-6, by sums over all parameters (Defazio and
+    Mishchenko 2023)."""
 
     def move(self, group: dict[str, Any], params: list[Tensor]) -> None:
         norm = sum(float(p.grad.square().sum()) for p in params) ** 0.5
@@ -68,7 +71,9 @@ class OneRate(Own):
     """The rate is one number for all, the mean of all squares so far."""
 
     def move(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        group["sum"] = group.get("sum", 0.0) + sum(float(p.grad.square().mean()) for p in params) / len(params)
+        group["sum"] = group.get("sum", 0.0) + sum(
+            float(p.grad.square().mean()) for p in params
+        ) / len(params)
         for p in params:
             p.sub_(p.grad, alpha=group["lr"] / group["sum"] ** 0.5)
 
@@ -101,7 +106,9 @@ class Coded(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=values.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, dtype=values.dtype, device=values.device
+        )
 
     def __init__(self, values: Tensor) -> None:
         self.values_ = values.half()
@@ -126,17 +133,24 @@ class CodedState(Own):
 
 FORMS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "element": lambda m, cls: gw.ZeroOptimizer(m.named_parameters(), cls, lr=0.1),
-    "averaging": lambda m, cls: gw.ZeroOptimizer(m.named_parameters(), cls, lr=0.1, average_gradients=True),
-    "parameter": lambda m, cls: gw.ZeroOptimizer(m.named_parameters(), cls, lr=0.1, shard="parameter"),
+    "averaging": lambda m, cls: gw.ZeroOptimizer(
+        m.named_parameters(), cls, lr=0.1, average_gradients=True
+    ),
+    "parameter": lambda m, cls: gw.ZeroOptimizer(
+        m.named_parameters(), cls, lr=0.1, shard="parameter"
+    ),
     "bucket": lambda m, cls: gw.ZeroOptimizer(m.named_parameters(), cls, lr=0.1, shard="bucket"),
     "pattern": lambda m, cls: gw.ZeroOptimizer(
-        m.named_parameters(), {"0*": ("SGD", {"lr": 0.1}, "element"), "*": (cls, {"lr": 0.1}, "parameter")}
+        m.named_parameters(),
+        {"0*": ("SGD", {"lr": 0.1}, "element"), "*": (cls, {"lr": 0.1}, "parameter")},
     ),
     "torch's name": lambda m, cls: gw.ZeroRedundancyOptimizer(m.parameters(), cls, lr=0.1),
     "torch's, in a hook": lambda m, cls: gw.ZeroRedundancyOptimizer(
         m.parameters(), functools.partial(cls, lr=0.1), overlap_with_ddp=True
     ),
-    "to be set later": lambda m, cls: gw.ZeroOptimizer(m.named_parameters(), cls, lr=0.0, shard="parameter"),
+    "to be set later": lambda m, cls: gw.ZeroOptimizer(
+        m.named_parameters(), cls, lr=0.0, shard="parameter"
+    ),
 }
 REFUSED = {
     Clipped: "off by|pieces",
@@ -158,7 +172,8 @@ def test_what_ranks_cannot_step_apart_or_save_is_refused_by_name(cls: Any, form:
 
 @pytest.mark.parametrize("form", ["element", "parameter"])
 @pytest.mark.parametrize(
-    "name", ["SGD", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
+    "name",
+    ["SGD", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"],
 )
 def test_torchs_own_are_taken(name: str, form: str) -> None:
     FORMS[form](mlp(6, 5, 3), getattr(torch.optim, name))
@@ -181,7 +196,9 @@ def test_the_programs_random_numbers_are_left_alone() -> None:
 
 def test_local_sgd_averages_no_moments_that_cannot_be_joined() -> None:
     model = mlp(6, 5, 3)
-    with pytest.raises(ValueError, match="moments='average': CodedState remembers 'buffer' as a Coded"):
+    with pytest.raises(
+        ValueError, match="moments='average': CodedState remembers 'buffer' as a Coded"
+    ):
         gw.local_sgd(model, CodedState(model.parameters()), LocalSGD(2), moments="average")
 
 
@@ -203,7 +220,9 @@ def test_a_complex_parameter_is_named() -> None:
 CHANGES = {
     "another dtype": lambda model, optimizer: model.half(),
     "another shape": lambda model, optimizer: setattr(model[0].bias, "data", torch.zeros(2)),
-    "by hand": lambda model, optimizer: optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(2))),
+    "by hand": lambda model, optimizer: optimizer.param_groups[0]["params"].append(
+        nn.Parameter(torch.zeros(2))
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""Lightning, accelerate and Hugging Face's Trainer in tests: small, on CPUs, and without what they say about the machine."""
+"""Lightning, accelerate and Hugging Face's Trainer in tests: small, on CPUs, and without what they
+say about the machine."""
 
 import logging
 import warnings
@@ -39,13 +40,24 @@ def gpt2(vocabulary, length):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": vocabulary, "n_positions": length, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    sizes = {
+        "vocab_size": vocabulary,
+        "n_positions": length,
+        "n_embd": 32,
+        "n_layer": 1,
+        "n_head": 2,
+    }
     dropout = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False))
+    return GPT2LMHeadModel(
+        GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False)
+    )
 
 
-def new_trainer(model, folder, callback, optimizer, batches=None, loss=None, dataset=None, **options):
-    """A Trainer, of batches as they are given, or of examples; with `loss(model, batch)`, or the model's own. `callback.trainer` is it."""
+def new_trainer(
+    model, folder, callback, optimizer, batches=None, loss=None, dataset=None, **options
+):
+    """A Trainer, of batches as they are given, or of examples; with `loss(model, batch)`, or the
+    model's own. `callback.trainer` is it."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -62,14 +74,25 @@ def new_trainer(model, folder, callback, optimizer, batches=None, loss=None, dat
             def compute_loss(self, model, inputs, *args, **kwargs):
                 return loss(model, inputs)
 
-    usual = {"max_grad_norm": 0.0, "save_strategy": "no", "logging_strategy": "no", "ddp_backend": "gloo"}
+    usual = {
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "ddp_backend": "gloo",
+    }
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True,
         dataloader_pin_memory=False, **usual | options,
     )  # fmt: skip
     constant = optimizer and torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     callbacks = [callback] if callback else None
-    trainer = Trainer(model, arguments, callbacks=callbacks, optimizers=(optimizer, constant), train_dataset=dataset)
+    trainer = Trainer(
+        model,
+        arguments,
+        callbacks=callbacks,
+        optimizers=(optimizer, constant),
+        train_dataset=dataset,
+    )
     if callback:
         callback.trainer = trainer
     return trainer
@@ -94,7 +117,8 @@ def lightning_module(net, loss, optimizer):
 
 
 def lightning_fit(module, ranks, batches, *, strategy=None, checkpoint=None, ddp=None, **options):
-    """Train on CPUs, with numbers for batches, without files and bars; returns the trainer. `ddp`: options of the strategy."""
+    """Train on CPUs, with numbers for batches, without files and bars; returns the trainer. `ddp`:
+    options of the strategy."""
     from pytorch_lightning import Trainer
     from pytorch_lightning.strategies import DDPStrategy
 
@@ -103,8 +127,12 @@ def lightning_fit(module, ranks, batches, *, strategy=None, checkpoint=None, ddp
         devices=ranks,
         strategy=(strategy or DDPStrategy)(process_group_backend="gloo", **ddp or {}),
         use_distributed_sampler=False,
-        **dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False),
+        **dict.fromkeys(
+            ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False
+        ),
         **options,
     )
-    trainer.fit(module, torch.utils.data.DataLoader(range(batches), batch_size=None), ckpt_path=checkpoint)
+    trainer.fit(
+        module, torch.utils.data.DataLoader(range(batches), batch_size=None), ckpt_path=checkpoint
+    )
     return trainer

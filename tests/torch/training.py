@@ -26,7 +26,8 @@ class Trace:
     """Training on one rank, step by step.
 
     Attributes:
-        local: gradients of this rank alone, by parameter; zero for parameters that the forward pass did not reach.
+        local: gradients of this rank alone, by parameter; zero for parameters that the forward pass
+            did not reach.
         given: what the optimizer was given; None for parameters without a gradient.
         weights: in the end.
     """
@@ -37,9 +38,16 @@ class Trace:
 
 
 def train(
-    ddp: Any, loss: Loss, steps: int | Sequence[int], *, lr: float = 0.1, micro_batches: int = 1, local: bool = True
+    ddp: Any,
+    loss: Loss,
+    steps: int | Sequence[int],
+    *,
+    lr: float = 0.1,
+    micro_batches: int = 1,
+    local: bool = True,
 ) -> Trace:
-    """SGD on `loss(ddp, rank, step)`. With several micro-batches the gradients of all but the last are accumulated under `no_sync`."""
+    """SGD on `loss(ddp, rank, step)`. With several micro-batches the gradients of all but the last
+    are accumulated under `no_sync`."""
     rank, trace = dist.get_rank(ddp.process_group), Trace()
     optimizer = torch.optim.SGD([p for _, p in _trained(ddp)], lr=lr)
 
@@ -52,13 +60,17 @@ def train(
             twin = copy.deepcopy(ddp.module)
             for part in (*accumulated, last):
                 backward(twin, part)
-            trace.local.append({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in _trained(twin)})
+            trace.local.append(
+                {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in _trained(twin)}
+            )
         optimizer.zero_grad()
         for part in accumulated:
             with ddp.no_sync():
                 backward(ddp, part)
         backward(ddp, last)
-        trace.given.append({n: None if p.grad is None else p.grad.clone() for n, p in _trained(ddp.module)})
+        trace.given.append(
+            {n: None if p.grad is None else p.grad.clone() for n, p in _trained(ddp.module)}
+        )
         optimizer.step()
     trace.weights = weights(ddp.module)
     return trace
@@ -68,7 +80,9 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
 
-def fit(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int], loss: Loss) -> None:
+def fit(
+    module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int], loss: Loss
+) -> None:
     """The plainest loop."""
     for step in steps:
         optimizer.zero_grad()
@@ -77,9 +91,12 @@ def fit(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: I
 
 
 class LocalRun:
-    """A small model that trains with local SGD, under DDP where gradients are averaged first. `options`: of `local_sgd`."""
+    """A small model that trains with local SGD, under DDP where gradients are averaged first.
+    `options`: of `local_sgd`."""
 
-    def __init__(self, world: Any, local: Any, model: nn.Module | None = None, **options: Any) -> None:
+    def __init__(
+        self, world: Any, local: Any, model: nn.Module | None = None, **options: Any
+    ) -> None:
         self.rank, self.model = world.rank, mlp(8, 7, 5) if model is None else model
         self.loss = loss_on(8, dtype=next(self.model.parameters()).dtype)
         options = {"process_group": world.group, **options}
@@ -111,15 +128,23 @@ def hooked(
     grad_scaler: torch.amp.GradScaler | None = None,
     **ddp: Any,
 ) -> tuple[DistributedDataParallel, Any]:
-    """The model under DDP, in several buckets unless it is tiny, and the handle of the algorithm's hook, if it gets one."""
+    """The model under DDP, in several buckets unless it is tiny, and the handle of the algorithm's
+    hook, if it gets one."""
     wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap, **ddp)
     if algorithm is None:
         return wrapped, None
-    return wrapped, register_comm_hook(wrapped, algorithm, message_bytes=message_bytes, grad_scaler=grad_scaler)
+    return wrapped, register_comm_hook(
+        wrapped, algorithm, message_bytes=message_bytes, grad_scaler=grad_scaler
+    )
 
 
 def paralleled(
-    model: nn.Module, algorithm: Any, group: dist.ProcessGroup | None = None, *, cap: float = 0.006, **options: Any
+    model: nn.Module,
+    algorithm: Any,
+    group: dist.ProcessGroup | None = None,
+    *,
+    cap: float = 0.006,
+    **options: Any,
 ) -> tuple[DataParallel, Any]:
     """The same with `DataParallel`, and its handle."""
     caps = {"bucket_cap_mb": cap, "first_bucket_mb": cap}
@@ -128,9 +153,15 @@ def paralleled(
 
 
 def try_other_doors(
-    world: Any, algorithm: Any, make: Callable[[], nn.Module], loss: Loss, tolerance: float, **options: Any
+    world: Any,
+    algorithm: Any,
+    make: Callable[[], nn.Module],
+    loss: Loss,
+    tolerance: float,
+    **options: Any,
 ) -> None:
-    """Four steps by `DataParallel` give what the simulator gives, and four by `Averager` the same as far as `tolerance`."""
+    """Four steps by `DataParallel` give what the simulator gives, and four by `Averager` the same
+    as far as `tolerance`."""
     model = DataParallel(make(), algorithm, process_group=world.group, **options)
     trace = train(model, loss, 4)
     assert distance_of_all(world, algorithm, trace) < 1e-5
@@ -147,21 +178,32 @@ def try_other_doors(
 
 
 def oracle(
-    algorithm: Any, traces: Sequence[Trace], *, dtype: str = "float64", used: Callable[[int, str], bool] | None = None
+    algorithm: Any,
+    traces: Sequence[Trace],
+    *,
+    dtype: str = "float64",
+    used: Callable[[int, str], bool] | None = None,
 ) -> list[dict[str, np.ndarray]]:
-    """What the lock-step simulator makes of the ranks' own gradients, step by step. `used(step, name)`: whether a parameter takes part in a step."""
+    """What the lock-step simulator makes of the ranks' own gradients, step by step. `used(step,
+    name)`: whether a parameter takes part in a step."""
     shapes = {name: tuple(g.shape) for name, g in traces[0].local[0].items()}
     simulator = Simulator(algorithm, shapes, len(traces), dtype=dtype)
     return [
         simulator.step(
-            [{n: g.double().numpy() for n, g in t.local[i].items() if not used or used(i, n)} for t in traces]
+            [
+                {n: g.double().numpy() for n, g in t.local[i].items() if not used or used(i, n)}
+                for t in traces
+            ]
         )
         for i in range(len(traces[0].local))
     ]
 
 
-def distance(algorithm: Any, traces: Sequence[Trace], steps: int | None = None, **options: Any) -> float:
-    """From what any of the ranks was given to what the simulator makes of their gradients, in the worst of the steps. See `oracle`."""
+def distance(
+    algorithm: Any, traces: Sequence[Trace], steps: int | None = None, **options: Any
+) -> float:
+    """From what any of the ranks was given to what the simulator makes of their gradients, in the
+    worst of the steps. See `oracle`."""
     right = oracle(algorithm, traces, **options)[:steps]
     return max(
         relative({n: given[n] for n in average} if "used" in options else given, average)
@@ -197,7 +239,8 @@ class Payload:
 
 @contextmanager
 def collective_payloads() -> Iterator[list[Payload]]:
-    """A list of all that is handed to `torch.distributed.all_reduce` meanwhile. DDP's own averaging is in C++ and not in it."""
+    """A list of all that is handed to `torch.distributed.all_reduce` meanwhile. DDP's own averaging
+    is in C++ and not in it."""
     real = dist.all_reduce
     seen: list[Payload] = []
 

@@ -1,5 +1,6 @@
-"""What the kernels in Triton compute, beside NumPy and torch. `test_triton.py` runs this file in a process of its own: under Triton's interpreter, which has to be
-asked for before Triton is imported; on a GPU, if there is one, compiled.
+"""What the kernels in Triton compute, beside NumPy and torch. `test_triton.py` runs this file in a
+process of its own: under Triton's interpreter, which has to be asked for before Triton is imported;
+on a GPU, if there is one, compiled.
 """
 
 import math
@@ -36,7 +37,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FUSED = TorchFused(TorchOps(DEVICE))
 CODEC, NUMPY, LARGEST = Integers(), NumpyOps(), 127.0
 YES, NO = (torch.tensor(ok, device=DEVICE) for ok in (True, False))
-#: Numbers in a block, widths of blocks. Half of float32's numbers are smaller than 1e-19, and some subnormal.
+#: Numbers in a block, widths of blocks. Half of float32's numbers are smaller than 1e-19, and some
+#: subnormal.
 NUMBERS = st.floats(width=32) | st.sampled_from(
     [0.0, -0.0, 1e-45, -1e-40, 3.4e38, math.inf, math.nan, 0.5, 1.5, 126.5, 127.0]
 )
@@ -105,7 +107,9 @@ def test_the_mean_of_all_replicas_is_coded_as_by_numpy(shape, replicas, keeps):
     for i in range(1, replicas):
         total = total + CODEC.decode(NUMPY, codes[i], scales[i])
     mean = total * np.float32(1 / replicas)
-    *found, lost = FUSED.quantize_mean_of_codes(on_device(codes), on_device(scales), LARGEST, keeps=keeps)
+    *found, lost = FUSED.quantize_mean_of_codes(
+        on_device(codes), on_device(scales), LARGEST, keeps=keeps
+    )
     assert_codes(found, mean)
     assert (lost is not None) == keeps
     if lost is not None:
@@ -133,7 +137,8 @@ def test_what_was_sent_is_subtracted_if_the_step_is_finite(shape, data):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_averages_are_decoded_where_they_belong_or_nan(dtype):
-    """Three in a bucket, of which the last row of the second is filled up; one elsewhere, of columns."""
+    """Three in a bucket, of which the last row of the second is filled up; one elsewhere, of
+    columns."""
     codes, scales = (on_device(x) for x in coded((20, 16)))
     scales = scales.clamp(1e-3, 1.0)
     bucket = torch.zeros(16 * 12 + 1, dtype=dtype, device=DEVICE)
@@ -142,7 +147,9 @@ def test_averages_are_decoded_where_they_belong_or_nan(dtype):
     parts = [slice(*rows) for rows in [*firsts, (12, 20)]]
     everything = CODEC.decode(NUMPY, codes.cpu().numpy(), scales.cpu().numpy())
     for ok in (YES, NO):
-        found = FUSED.decoded_each(ok, [codes[part] for part in parts], [scales[part] for part in parts], places)
+        found = FUSED.decoded_each(
+            ok, [codes[part] for part in parts], [scales[part] for part in parts], places
+        )
         for x, place, part in zip(found, places, parts, strict=True):
             assert x is place
             expected = torch.from_numpy(everything[part]).reshape(-1)[: x.numel()].to(dtype)
@@ -151,9 +158,18 @@ def test_averages_are_decoded_where_they_belong_or_nan(dtype):
     assert not bucket[-3:].any()
 
 
-#: Of several matrices at a time: a tile and less, more, a stack, rows and columns, one that is not aligned between two that are.
-SHAPES_OF_PRODUCTS = [((33, 130), 1), ((64, 128), 4), ((3, 17, 29), 2), ((5, 1), 1), ((1, 7), 1), ((40, 208), 33)]
-#: Parts of a rounding of the result, or of the sum. The interpreter cuts bfloat16 off where a device rounds.
+#: Of several matrices at a time: a tile and less, more, a stack, rows and columns, one that is not
+#: aligned between two that are.
+SHAPES_OF_PRODUCTS = [
+    ((33, 130), 1),
+    ((64, 128), 4),
+    ((3, 17, 29), 2),
+    ((5, 1), 1),
+    ((1, 7), 1),
+    ((40, 208), 33),
+]
+#: Parts of a rounding of the result, or of the sum. The interpreter cuts bfloat16 off where a
+#: device rounds.
 CLOSE = {torch.float32: 4e-6, torch.float64: 1e-14, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 #: The interpreter takes seconds for each dtype.
 HERE = [torch.float32, torch.bfloat16] if DEVICE.type == "cpu" else list(CLOSE)
@@ -180,7 +196,9 @@ def test_products_are_subtracted_and_multiplied_out_if_the_step_is_finite(dtype)
     FUSED.products_or_nan(YES, sent, dense)
     for x, (p, q), rest, whole in zip(xs, sent, rests, dense, strict=True):
         product, size = p.double().mT @ q.double(), p.double().abs().mT @ q.double().abs()
-        assert ((rest.double() - (x.double() - product)).abs() / (x.double().abs() + size)).max() < CLOSE[dtype]
+        assert (
+            (rest.double() - (x.double() - product)).abs() / (x.double().abs() + size)
+        ).max() < CLOSE[dtype]
         assert ((whole.double() - product).abs() / size).max() < CLOSE[dtype]
     FUSED.products_or_nan(NO, sent, dense)
     assert all(x.isnan().all() for x in dense)
@@ -194,7 +212,10 @@ def test_what_is_computed_of_one_does_not_depend_on_what_is_beside_it():
     generator = torch.Generator().manual_seed(1)
     shapes = [(48, 160), (16, 32), (7, 5)]
     xs = [torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes]
-    sent = [LowRank(*(torch.randn(3, n, generator=generator).to(DEVICE) for n in shape)) for shape in shapes]
+    sent = [
+        LowRank(*(torch.randn(3, n, generator=generator).to(DEVICE) for n in shape))
+        for shape in shapes
+    ]
     alone = [torch.zeros_like(x) for x in xs]
     for own in zip(xs, sent, alone, strict=True):
         FUSED.subtract_products_if(YES, *([each] for each in own))
@@ -204,9 +225,12 @@ def test_what_is_computed_of_one_does_not_depend_on_what_is_beside_it():
 
 
 def test_what_is_too_large_is_not_finite_where_numpys_is_not():
-    """One operation for a product and its sum may make inf where two make NaN. In any order of the sum these are the same."""
+    """One operation for a product and its sum may make inf where two make NaN. In any order of the
+    sum these are the same."""
     generator = np.random.default_rng(0)
-    x = generator.choice(np.float32([0, 1, -2, np.inf, np.nan]), (33, 130), p=[0.3, 0.3, 0.3, 0.05, 0.05])
+    x = generator.choice(
+        np.float32([0, 1, -2, np.inf, np.nan]), (33, 130), p=[0.3, 0.3, 0.3, 0.05, 0.05]
+    )
     p, q = (generator.choice(np.float32([-1, 0, 1]), (4, n)) for n in (33, 130))
     p[2], q[2] = (generator.choice(np.float32([1, 1e30, -1e30]), n) for n in (33, 130))
     total = np.zeros_like(x)
@@ -244,7 +268,9 @@ def test_vectors_are_added_multiplied_and_looked_at_all_at_once(dtype):
     assert all(map(same_bits, xs, sums))
     if dtype != torch.float64:
         flat = torch.empty(sum(x.numel() for x in xs), dtype=dtype, device=DEVICE)
-        FUSED.multiplied_copies(flat.split([x.numel() for x in xs]), [x.reshape(-1) for x in xs], 0.25)
+        FUSED.multiplied_copies(
+            flat.split([x.numel() for x in xs]), [x.reshape(-1) for x in xs], 0.25
+        )
         assert same_bits(flat, torch.cat([x.reshape(-1) for x in xs]) * 0.25)
     large = torch.finfo(dtype).max
     for broken, i, place in (
@@ -267,7 +293,9 @@ def test_vectors_are_added_multiplied_and_looked_at_all_at_once(dtype):
         rows[place] = 1
 
 
-@pytest.mark.parametrize(("n", "bits"), [(1, 1), (5, 3), (1100, 12), (2049, 13), (640, 8), (77, 15)])
+@pytest.mark.parametrize(
+    ("n", "bits"), [(1, 1), (5, 3), (1100, 12), (2049, 13), (640, 8), (77, 15)]
+)
 def test_integers_are_packed_as_by_numpy(n, bits):
     numbers = np.random.default_rng(bits).integers(0, 1 << bits, (3, n)).astype(np.int32)
     packed = np.stack([NUMPY.pack_integers(x, bits) for x in numbers])
@@ -275,7 +303,9 @@ def test_integers_are_packed_as_by_numpy(n, bits):
         np.testing.assert_array_equal(FUSED.pack_integers(on_device(x), bits).cpu().numpy(), data)
     wide = torch.zeros(3, packed.shape[1] + 5, dtype=torch.uint8, device=DEVICE)
     wide[:, 2:-3] = on_device(packed)
-    np.testing.assert_array_equal(FUSED.unpack_integers(wide[:, 2:-3], bits, n).cpu().numpy(), numbers)
+    np.testing.assert_array_equal(
+        FUSED.unpack_integers(wide[:, 2:-3], bits, n).cpu().numpy(), numbers
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 16), (300, 3), (3, 40, 17)])
@@ -304,7 +334,8 @@ def test_elements_are_searched_in_the_order_of_their_magnitudes(shape, dtype):
     assert all(len(set(row)) == shape[1] for row in keys)
 
 
-#: Factors and matrices, and whether these are stored column by column: a few rows, and as many as products of tiles are for; sums of more than one part; stacks.
+#: Factors and matrices, and whether these are stored column by column: a few rows, and as many as
+#: products of tiles are for; sums of more than one part; stacks.
 PRODUCTS = [
     ((4, 96), 64, True),
     ((4, 96), 64, False),
@@ -312,7 +343,13 @@ PRODUCTS = [
     ((2, 3, 40), 24, False),
     ((2, 3, 40), 24, True),
 ]
-PRODUCTS += [((1, 5), 7, False), ((2, 3), 1, False), ((4, 1), 9, True), ((20, 70), 33, True), ((20, 2100), 16, False)]
+PRODUCTS += [
+    ((1, 5), 7, False),
+    ((2, 3), 1, False),
+    ((4, 1), 9, True),
+    ((20, 70), 33, True),
+    ((20, 2100), 16, False),
+]
 
 
 @pytest.mark.parametrize("dtype", HERE, ids=str)
@@ -341,7 +378,8 @@ def test_all_factors_are_multiplied_with_their_matrices(dtype):
 
 
 def hard_factors(dtype):
-    """Of several ranks, lengths and strides, in stacks; of all magnitudes; with rows that depend on others, clearly or nearly, rows that are zero or not finite."""
+    """Of several ranks, lengths and strides, in stacks; of all magnitudes; with rows that depend on
+    others, clearly or nearly, rows that are zero or not finite."""
     generator = torch.Generator().manual_seed(2)
 
     def random(*shape):
@@ -352,7 +390,13 @@ def hard_factors(dtype):
     dependent[3] = 0
     near[3] = near[0] + 1e-4 * random(90)
     broken[1, 3], broken[2, 5] = math.nan, math.inf
-    found = [random(4, 1100), random(2, 4, 77), random(5, 3, 50)[:, :, ::2], random(1, 40), random(6, 5) * 1e-20]
+    found = [
+        random(4, 1100),
+        random(2, 4, 77),
+        random(5, 3, 50)[:, :, ::2],
+        random(1, 40),
+        random(6, 5) * 1e-20,
+    ]
     return [x.to(dtype) for x in (*found, random(9, 33), dependent, near, broken)]
 
 
@@ -360,13 +404,17 @@ def hard_factors(dtype):
 ROWS = [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)]
 
 
-@pytest.mark.parametrize(("dtype", "refreshes"), ROWS[: 1 if DEVICE.type == "cpu" else None], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "refreshes"), ROWS[: 1 if DEVICE.type == "cpu" else None], ids=str
+)
 def test_rows_are_orthonormal_as_without_the_kernels(dtype, refreshes):
     """And what comes out of one does not depend on what is beside it."""
     ops = TorchOps(DEVICE)
     ops.host_knows = False
     given = hard_factors(dtype)
-    fresh = [torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(dtype) for x in given]
+    fresh = [
+        torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(dtype) for x in given
+    ]
     on = [[x.to(DEVICE) for x in xs] for xs in (given, fresh if refreshes else [])]
     found = factors.orthonormalized(ops, *on)
     for x, wanted in zip(found, orthonormalized_unseen(ops, *on), strict=True):
@@ -396,7 +444,10 @@ WHOLE_STEPS = {
     "quantize": (Quantize("int8"), True),
     "quantize, in half of what is kept": (Quantize("int8", error_feedback=0.5), True),
     "low rank": (PowerSGD(2), False),
-    "low rank in int8, error that decays": (WireDtype(PowerSGD(2, error_feedback=0.9), "int8"), False),
+    "low rank in int8, error that decays": (
+        WireDtype(PowerSGD(2, error_feedback=0.9), "int8"),
+        False,
+    ),
     "signs": (Sign(), False),  # a mean magnitude is rounded otherwise
 }
 
@@ -410,8 +461,9 @@ def nan_at(at):
 
 
 def trained(algorithm, world):
-    """What the optimizer is given in four steps, of which the third is not finite; what is remembered before that, after it and in the end. The kernels are
-    given what lies on the device, or, if they are interpreted, on the host."""
+    """What the optimizer is given in four steps, of which the third is not finite; what is
+    remembered before that, after it and in the end. The kernels are given what lies on the device,
+    or, if they are interpreted, on the host."""
     ddp, handle = hooked(mlp(40, 36, 28).to(DEVICE), algorithm, world.group, message_bytes=0)
     given, memories = [], []
     for steps in ([0, 1], [2], [3]):
@@ -427,10 +479,13 @@ def on_host(tensors):
     return tree_map_only(torch.Tensor, lambda x: x.to("cpu", copy=True), tensors)
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="kernels that are compiled take no tensors of the CPU")
+@pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="kernels that are compiled take no tensors of the CPU"
+)
 @cases.each(WHOLE_STEPS, slow=WHOLE_STEPS.keys() - {"int8", "quantize", "low rank", "signs"})
 def test_steps_are_those_without_the_kernels(world, variant):
-    """On the host, where they are interpreted; else on the device, since products and sums of all elements are rounded otherwise there."""
+    """On the host, where they are interpreted; else on the device, since products and sums of all
+    elements are rounded otherwise there."""
     algorithm, exact = variant
     with on_a_device(fused=True):
         given, memories = trained(algorithm, world)

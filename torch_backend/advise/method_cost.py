@@ -1,9 +1,11 @@
-"""What a method costs on this device: its own program, at work on gradients of a model's shapes, with messages that come back at once.
+"""What a method costs on this device: its own program, at work on gradients of a model's shapes,
+with messages that come back at once.
 
     cost = method_cost(PowerSGD(4), specs, replicas=16, device=torch.device("cuda"))
     print(cost.compute)
 
-Replicas are imagined: each of the others sends what this one sends. Nothing is communicated, and no process group is needed.
+Replicas are imagined: each of the others sends what this one sends. Nothing is communicated, and no
+process group is needed.
 """
 
 from __future__ import annotations
@@ -35,11 +37,16 @@ from gradwire.torch_backend.torch_internals import foreach_copy_
 
 
 def method_cost(
-    algorithm: Algorithm | LocalSGD, specs: Mapping[str, Spec], replicas: int, device: torch.device | None = None
+    algorithm: Algorithm | LocalSGD,
+    specs: Mapping[str, Spec],
+    replicas: int,
+    device: torch.device | None = None,
 ) -> Cost:
-    """Run a method on this device, group by group as DDP's buckets come; groups of the same shapes once.
+    """Run a method on this device, group by group as DDP's buckets come; groups of the same shapes
+    once.
 
-    Takes memory for the gradients, what the method remembers of them, and some steps' time. Steps are eager: on CUDA those that are replayed take less.
+    Takes memory for the gradients, what the method remembers of them, and some steps' time. Steps
+    are eager: on CUDA those that are replayed take less.
 
     Args:
         algorithm: after its `start_step`, which is set aside.
@@ -55,21 +62,31 @@ def method_cost(
     groups = _Groups(replicas, clock)
     if isinstance(algorithm, LocalSGD):
         return cost_of(
-            algorithm, specs, replicas, partial(_local_seconds, algorithm, Collectives(groups, TorchOps(device)), clock)
+            algorithm,
+            specs,
+            replicas,
+            partial(_local_seconds, algorithm, Collectives(groups, TorchOps(device)), clock),
         )
     driver = Driver(algorithm, specs, device, groups)
     driver.memory.steps = algorithm.start_step
     return cost_of(
-        algorithm, specs, replicas, partial(_seconds, driver, clock), message_groups(algorithm, specs, replicas, device)
+        algorithm,
+        specs,
+        replicas,
+        partial(_seconds, driver, clock),
+        message_groups(algorithm, specs, replicas, device),
     )
 
 
 def message_groups(
     algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, device: torch.device
 ) -> list[set[str]]:
-    """Names of the gradients that `register_comm_hook` averages together, in DDP's default buckets."""
+    """Names of the gradients that `register_comm_hook` averages together, in DDP's default
+    buckets."""
     dry = dry_run(algorithm, specs, replicas)
-    enough = MESSAGE_BYTES_ON_DEVICE if dry.memory.tensors and device.type != "cpu" else MESSAGE_BYTES
+    enough = (
+        MESSAGE_BYTES_ON_DEVICE if dry.memory.tensors and device.type != "cpu" else MESSAGE_BYTES
+    )
     groups: list[set[str]] = []
     payload = enough
     for bucket in ddp_buckets(specs):
@@ -96,7 +113,8 @@ def _seconds(driver: Driver, clock: _Clock, specs: Mapping[str, Spec]) -> list[f
 def _local_seconds(
     local: LocalSGD, collectives: Collectives, clock: _Clock, specs: Mapping[str, Spec]
 ) -> Iterator[float]:
-    """The seconds of each average in a cycle, decoding and the outer step included, which come later where it overlaps."""
+    """The seconds of each average in a cycle, decoding and the outer step included, which come
+    later where it overlaps."""
     ops, replicas, local = collectives.ops, collectives.groups.whole.size(), local.at_once()
     params = _drawn(specs, ops.device)
     state = local.init(ops, params, replicas)
@@ -115,8 +133,10 @@ def _local_seconds(
 def _drawn(specs: Mapping[str, Spec], device: torch.device) -> dict[str, Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     return {
-        name: torch.randn(spec.shape, generator=generator, dtype=torch.float32, device=device).to(
-            getattr(torch, spec.dtype)
+        name: (
+            torch.randn(spec.shape, generator=generator, dtype=torch.float32, device=device).to(
+                getattr(torch, spec.dtype)
+            )
         )
         for name, spec in specs.items()
     }
@@ -201,7 +221,9 @@ class _Exchange(Exchange):
         own, *others = torch.split(whole, list(counts))
         return self._copied(own, others)
 
-    def swap(self, given: Tensor, sent: Sequence[int], received: Tensor, counts: Sequence[int]) -> list[Any]:
+    def swap(
+        self, given: Tensor, sent: Sequence[int], received: Tensor, counts: Sequence[int]
+    ) -> list[Any]:
         return self._copied(torch.split(given, list(sent))[0], torch.split(received, list(counts)))
 
     def _copied(self, own: Tensor, others: Sequence[Tensor]) -> list[Any]:

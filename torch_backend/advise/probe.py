@@ -1,4 +1,5 @@
-"""How long messages take between the ranks of a group, measured with the requests that algorithms make.
+"""How long messages take between the ranks of a group, measured with the requests that algorithms
+make.
 
 torchrun --nproc-per-node=2 train.py
     probe = gradwire.torch_backend.probe()
@@ -33,12 +34,14 @@ from gradwire.torch_backend.ops.kernels import TorchOps
 
 @checked
 def probe(group: dist.ProcessGroup | None = None, *, nodes: AtLeast1 | None = None) -> Probe:
-    """Measure latency and bandwidth of a group, in some seconds. To be called on all of its ranks; all of them are told the same.
+    """Measure latency and bandwidth of a group, in some seconds. To be called on all of its ranks;
+    all of them are told the same.
 
     Args:
-        group: whose ranks; None is the default group. On NCCL messages are of CUDA tensors, on the current device.
-        nodes: on how many machines they are, in order. None: as torchrun says (LOCAL_WORLD_SIZE); of other groups than the default one each
-            rank is taken to be on a machine of its own.
+        group: whose ranks; None is the default group. On NCCL messages are of CUDA tensors, on the
+            current device.
+        nodes: on how many machines they are, in order. None: as torchrun says (LOCAL_WORLD_SIZE);
+            of other groups than the default one each rank is taken to be on a machine of its own.
 
     Raises:
         ValueError: there is no group; one rank alone; or nodes of different sizes.
@@ -63,7 +66,11 @@ def probe(group: dist.ProcessGroup | None = None, *, nodes: AtLeast1 | None = No
 def _nodes(group: dist.ProcessGroup) -> int:
     size, local = dist.get_world_size(group), os.environ.get("LOCAL_WORLD_SIZE", "")
     everybody = size == dist.get_world_size()
-    return size // int(local) if everybody and local.isdigit() and int(local) and size % int(local) == 0 else size
+    return (
+        size // int(local)
+        if everybody and local.isdigit() and int(local) and size % int(local) == 0
+        else size
+    )
 
 
 class _Prober:
@@ -74,7 +81,13 @@ class _Prober:
         self._matrix = torch.full((ROWS, ROWS), 1.0 / ROWS, dtype=torch.float32, device=device)
 
     def __call__(
-        self, nbytes: int, groups: Groups | None, *, exchange: bool = False, products: int = 0, repeats: int = 1
+        self,
+        nbytes: int,
+        groups: Groups | None,
+        *,
+        exchange: bool = False,
+        products: int = 0,
+        repeats: int = 1,
     ) -> float:
         size = len(groups[0]) if groups else dist.get_world_size(self._group)
         shape = message_shape(nbytes, size, exchange=exchange)

@@ -1,4 +1,5 @@
-"""How long a training step of one replica takes in torch, and when in it the gradients are ready."""
+"""How long a training step of one replica takes in torch, and when in it the gradients are
+ready."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ from gradwire.core.advise.timing import STEPS, WARM_UP, repeated, require_step
 def step_compute(train_step: Callable[[], Any]) -> Compute:
     """Run a step some times: forward, backward and the optimizer, with nothing sent.
 
-    When each gradient is ready is seen by hooks on the parameters that the step's optimizer has. On CUDA gradients are there later than their hooks
-    run on the host, so they are taken to come evenly.
+    When each gradient is ready is seen by hooks on the parameters that the step's optimizer has. On
+    CUDA gradients are there later than their hooks run on the host, so they are taken to come
+    evenly.
 
     Args:
-        train_step: one step on this device, of a model that is not wrapped for data-parallel training; or is, with a group of one rank.
+        train_step: one step on this device, of a model that is not wrapped for data-parallel
+            training; or is, with a group of one rank.
 
     Raises:
         NoStep: it builds a model.
@@ -60,4 +63,6 @@ def step_compute(train_step: Callable[[], Any]) -> Compute:
     seconds = median(took for took, _ in runs)
     took, seen = min(runs, key=lambda run: abs(run[0] - seconds))
     times = [now * seconds / took for now, _ in seen]
-    return Compute(seconds, tuple(zip(times, accumulate(nbytes for _, nbytes in seen), strict=True)))
+    return Compute(
+        seconds, tuple(zip(times, accumulate(nbytes for _, nbytes in seen), strict=True))
+    )

@@ -1,12 +1,16 @@
-"""torch's own names: coming from `torch.distributed.algorithms.ddp_comm_hooks`, only the import line changes.
+"""torch's own names: coming from `torch.distributed.algorithms.ddp_comm_hooks`, only the import
+line changes.
 
     from gradwire.torch_backend import PowerSGDState, powerSGD_hook
-    ddp.register_comm_hook(PowerSGDState(process_group=None, matrix_approximation_rank=4), powerSGD_hook)
+    ddp.register_comm_hook(PowerSGDState(process_group=None, matrix_approximation_rank=4),
+    powerSGD_hook)
 
-Unlike torch's, these run with any number of buckets on Gloo and NCCL, from step 0 on. New code registers an algorithm with
-`gradwire.torch_backend.register_comm_hook`.
+Unlike torch's, these run with any number of buckets on Gloo and NCCL, from step 0 on. New code
+registers an algorithm with `gradwire.torch_backend.register_comm_hook`.
 """
-# No `from __future__ import annotations`: DDP compares the hooks' annotations with the real objects.
+
+# No `from __future__ import annotations`: DDP compares the hooks' annotations with the real
+# objects.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,9 +51,13 @@ from gradwire.torch_backend.setup.self_check import wrong_here
 logger = logging.getLogger(__name__)
 
 #: What follows a warning about a tensor.
-INSTEAD = "torch's names see every tensor as torch does; gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank, stacked=…, rows=…)) does not."
+INSTEAD = (
+    "torch's names see every tensor as torch does; gradwire.torch_backend.register_comm_hook(ddp,"
+    " PowerSGD(rank, stacked=…, rows=…)) does not."
+)
 
-#: Attributes of a `PowerSGDState` that are heeded from the next step on, whenever they are assigned: torch's name → that of `PowerSGD`.
+#: Attributes of a `PowerSGDState` that are heeded from the next step on, whenever they are
+#: assigned: torch's name → that of `PowerSGD`.
 OPTIONS = {
     "matrix_approximation_rank": "rank",
     "start_powerSGD_iter": "start_step",
@@ -79,18 +87,23 @@ class PowerSGDState:
     Args:
         process_group: whose ranks are averaged over; None is the default group.
         matrix_approximation_rank: rank of the approximation.
-        start_powerSGD_iter: number of steps that average uncompressed gradients first. Any number from 0 on.
-        min_compression_rate: compress a tensor only if its elements shrink by more than this factor.
+        start_powerSGD_iter: number of steps that average uncompressed gradients first. Any number
+            from 0 on.
+        min_compression_rate: compress a tensor only if its elements shrink by more than this
+            factor.
         use_error_feedback: add to each gradient the compression error of the ones before.
         warm_start: begin power iteration with the factor of the step before.
-        orthogonalization_epsilon: added to the norms in orthonormalization. 0 is safe: zero gradients need none here.
+        orthogonalization_epsilon: added to the norms in orthonormalization. 0 is safe: zero
+            gradients need none here.
         random_seed: of the initial factors.
         compression_stats_logging_frequency: log the statistics every so many steps.
-        batch_tensors_with_same_shape: accepted; equal shapes always share their kernel calls where that saves time, without copies of
-            gradients.
-        named_parameters: beyond torch: `ddp.module.named_parameters()`, so that memory is kept under the parameters' names. Without
-            it, parameters are called `parameter.0`, `parameter.1`, … in the order of the module (`parameter.bfloat16.0`, … if they have
-            several dtypes), so register before the first backward pass. A pickled state brings its names along.
+        batch_tensors_with_same_shape: accepted; equal shapes always share their kernel calls where
+            that saves time, without copies of gradients.
+        named_parameters: beyond torch: `ddp.module.named_parameters()`, so that memory is kept
+            under the parameters' names. Without it, parameters are called `parameter.0`,
+            `parameter.1`, … in the order of the module (`parameter.bfloat16.0`, … if they have
+            several dtypes), so register before the first backward pass. A pickled state brings its
+            names along.
     """
 
     def __init__(
@@ -118,22 +131,32 @@ class PowerSGDState:
         self.random_seed = random_seed
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
-        self._names = {p: name for name, p in named_parameters} if named_parameters is not None else None
+        self._names = (
+            {p: name for name, p in named_parameters} if named_parameters is not None else None
+        )
         self._running: _Running | None = None
-        # What `state_dict` gave: memory, the parameters' names by dtype in the order of the module, elements before and after compression.
-        self._loaded: dict[str, Any] = {"format": 1, "memory": None, "names": {}, "elements": [0, 0]}
+        # What `state_dict` gave: memory, the parameters' names by dtype in the order of the module,
+        # elements before and after compression.
+        self._loaded: dict[str, Any] = {
+            "format": 1,
+            "memory": None,
+            "names": {},
+            "elements": [0, 0],
+        }
         self._first_iter = 0
         self._discarding = False
         self.algorithm(square=False)  # raises now for an argument that cannot be served
 
     def algorithm(self, *, square: bool) -> PowerSGD:
-        """The configuration as gradwire has it; `square` is True for `batched_powerSGD_hook`. Raises ValueError for an option that cannot be served."""
+        """The configuration as gradwire has it; `square` is True for `batched_powerSGD_hook`.
+        Raises ValueError for an option that cannot be served."""
         options = {name: getattr(self, theirs) for theirs, name in OPTIONS.items()}
         rows = {} if square else {"*": 1}  # as torch sees a tensor: (shape[0], rest)
         return PowerSGD(**options, square=square, rows=rows)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Options are heeded from the next step on; memory is kept where it fits. Assign the same on all ranks."""
+        """Options are heeded from the next step on; memory is kept where it fits. Assign the same
+        on all ranks."""
         running: _Running | None = self.__dict__.get("_running")
         if name not in OPTIONS or running is None:
             super().__setattr__(name, value)
@@ -152,7 +175,8 @@ class PowerSGDState:
 
     @property
     def iter(self) -> int:
-        """Number of steps taken. May be set, which moves the step from which on gradients are compressed."""
+        """Number of steps taken. May be set, which moves the step from which on gradients are
+        compressed."""
         if self._driver is not None:
             return self._driver.memory.steps
         memory = self._loaded["memory"]
@@ -179,12 +203,14 @@ class PowerSGDState:
 
     @property
     def error_dict(self) -> dict[str, Tensor]:
-        """The compression error so far on this rank, by the parameter's name (torch: by the bucket's number)."""
+        """The compression error so far on this rank, by the parameter's name (torch: by the
+        bucket's number)."""
         return self._memories("error")
 
     @property
     def q_memory_dict(self) -> dict[str, Tensor]:
-        """The factors that the next step begins with, transposed, by the parameter's name (torch: by the bucket's number)."""
+        """The factors that the next step begins with, transposed, by the parameter's name (torch:
+        by the bucket's number)."""
         return self._memories("q")
 
     def _memories(self, key: str) -> dict[str, Tensor]:
@@ -192,15 +218,17 @@ class PowerSGDState:
         return {name: memory[key] for name, memory in tensors.items() if key in memory}
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """(rate, elements before compression, elements after) of the compressed steps' gradients so far."""
+        """(rate, elements before compression, elements after) of the compressed steps' gradients so
+        far."""
         now = self._running.elements if self._running else (0, 0)
         before, after = (old + new for old, new in zip(self._loaded["elements"], now, strict=True))
         return (before / after if after else 0), before, after
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
-        """Backward passes in this context leave no trace in the memory, see `CommHook.discarded`: for gradients that no optimizer will step with.
-        Beyond torch. Enter it on all ranks alike, round the whole backward pass."""
+        """Backward passes in this context leave no trace in the memory, see `CommHook.discarded`:
+        for gradients that no optimizer will step with. Beyond torch. Enter it on all ranks alike,
+        round the whole backward pass."""
         before, self._discarding = self._discarding, True
         try:
             yield
@@ -221,45 +249,63 @@ class PowerSGDState:
         elif memory := self._loaded["memory"]:
             errors, tensors = self.algorithm(square=False).per_replica, memory["tensors"]
             forgotten = {
-                name: {k: torch.zeros_like(x) if k in errors else x for k, x in tensors[name].items()}
+                name: {
+                    k: torch.zeros_like(x) if k in errors else x for k, x in tensors[name].items()
+                }
                 for name in chosen("names", names, tensors)
             }
-            self._loaded = {**self._loaded, "memory": {**memory, "tensors": {**tensors, **forgotten}}}
+            self._loaded = {
+                **self._loaded,
+                "memory": {**memory, "tensors": {**tensors, **forgotten}},
+            }
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's memory as plain nested dictionaries of tensors (copies), numbers and names: what `torch.save` writes of it,
-        `torch.load(weights_only=True)` reads. Pickling this object, as with torch's, keeps the configuration too."""
+        """This rank's memory as plain nested dictionaries of tensors (copies), numbers and names:
+        what `torch.save` writes of it, `torch.load(weights_only=True)` reads. Pickling this object,
+        as with torch's, keeps the configuration too."""
         kept = {**self._loaded, "elements": list(self.compression_stats()[1:])}
         if self._running is not None and self._running.driver is not None:
             # As with torch's, one rank's serves all if it has to. What was sent is in "elements".
             own = self._running.driver.memory.own()
-            kept["memory"] = {key: value for key, value in own.items() if key not in ("rank", "replicas", "sent")}
+            kept["memory"] = {
+                key: value for key, value in own.items() if key not in ("rank", "replicas", "sent")
+            }
             kept["names"] = self._running.names
         return kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, on the same rank, before training or in the middle of it.
+        """Take back what `state_dict` gave, on the same rank, before training or in the middle of
+        it.
 
         Raises:
-            ValueError: the dictionary is no such state; or, now or in the first step, it is of other parameters or another configuration.
-                Nothing has been changed then.
+            ValueError: the dictionary is no such state; or, now or in the first step, it is of
+                other parameters or another configuration. Nothing has been changed then.
         """
         loaded = _require_own(state)
         if self._running is not None and self._running.driver is not None:
             if self._running.names != loaded["names"] or loaded["memory"] is None:
-                raise ValueError(f"the state is of parameters {loaded['names']}; this one is of {self._running.names}")
+                raise ValueError(
+                    f"the state is of parameters {loaded['names']}; this one is of"
+                    f" {self._running.names}"
+                )
             counted = self._running.elements
             self._running.driver.load_state_dict(loaded["memory"])
-            loaded["elements"] = [n - now for n, now in zip(loaded["elements"], counted, strict=True)]
+            loaded["elements"] = [
+                n - now for n, now in zip(loaded["elements"], counted, strict=True)
+            ]
         self._loaded = loaded
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("The process group cannot be saved and is left out of the saved state.")
         passing = ("process_group", "_running", "_names", "_discarding")
-        return {k: v for k, v in self.__dict__.items() if k not in passing} | {"_loaded": self.state_dict()}
+        return {k: v for k, v in self.__dict__.items() if k not in passing} | {
+            "_loaded": self.state_dict()
+        }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        logger.warning("The process group is set to the default one; set `state.process_group` for another.")
+        logger.warning(
+            "The process group is set to the default one; set `state.process_group` for another."
+        )
         self.__dict__.update(state)
         self.process_group, self._running, self._names, self._discarding = None, None, None, False
 
@@ -269,23 +315,38 @@ class PowerSGDState:
         if self._running is None:
             self._running = _Running(self, square, wire_dtype)
         if self._running.variant != (square, wire_dtype):
-            raise ValueError("this PowerSGDState serves another hook already; use one state per hook")
+            raise ValueError(
+                "this PowerSGDState serves another hook already; use one state per hook"
+            )
         return self._running.on_bucket(bucket)
 
 
 def _require_own(state: Mapping[str, Any]) -> dict[str, Any]:
     """What `PowerSGDState.state_dict` gave. Raises ValueError for anything else."""
     given = state if isinstance(state, Mapping) else {}
-    if given.get("format") is True or given.get("format") != 1 or not {"memory", "names", "elements"} <= given.keys():
+    if (
+        given.get("format") is True
+        or given.get("format") != 1
+        or not {"memory", "names", "elements"} <= given.keys()
+    ):
         raise ValueError(
-            f"not what PowerSGDState.state_dict() gives: format 1 and not {given.get('format')!r}, with {sorted(map(str, given))}"
+            f"not what PowerSGDState.state_dict() gives: format 1 and not {given.get('format')!r},"
+            f" with {sorted(map(str, given))}"
         )
     names, memory, elements = given["names"], given["memory"], given["elements"]
-    if not isinstance(names, Mapping) or not all(isinstance(x, (list, tuple)) for x in names.values()):
-        raise ValueError(f"names={names!r} in the state must be lists of parameters' names, by dtype")
+    if not isinstance(names, Mapping) or not all(
+        isinstance(x, (list, tuple)) for x in names.values()
+    ):
+        raise ValueError(
+            f"names={names!r} in the state must be lists of parameters' names, by dtype"
+        )
     counts = elements if isinstance(elements, (list, tuple)) else ()
-    if len(counts) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in counts):
-        raise ValueError(f"elements={elements!r} in the state must be two numbers, before and after compression")
+    if len(counts) != 2 or any(
+        isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in counts
+    ):
+        raise ValueError(
+            f"elements={elements!r} in the state must be two numbers, before and after compression"
+        )
     if memory is not None:
         checkpoint.require_kind(memory, "compressor", checkpoint.COMMON)
         checkpoint.step_in(memory)
@@ -298,8 +359,9 @@ def _require_own(state: Mapping[str, Any]) -> dict[str, Any]:
 class _Running:
     """The memory of a `PowerSGDState` once its hook has been called.
 
-    A hook that is registered with a state is not told which module it serves. The buckets of the first step hold the parameters in the
-    order of the module, last bucket first: so that step waits for the last of them, and then everybody has a name.
+    A hook that is registered with a state is not told which module it serves. The buckets of the
+    first step hold the parameters in the order of the module, last bucket first: so that step waits
+    for the last of them, and then everybody has a name.
     """
 
     def __init__(self, state: PowerSGDState, square: bool, wire_dtype: str | None) -> None:
@@ -372,30 +434,44 @@ class _Running:
             bucket.future.set_result(bucket.buffer)
         raise_after_backward(
             RuntimeError(
-                "skip_all_reduce_unused_params=True of DDP has left buckets out of the first step, by which a PowerSGDState learns the parameters: "
-                "use all of them in this step, or gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank)), which asks the model. Nothing was averaged"
+                "skip_all_reduce_unused_params=True of DDP has left buckets out of the first step,"
+                " by which a PowerSGDState learns the parameters: use all of them in this step, or"
+                " gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank)), which asks the"
+                " model. Nothing was averaged"
             )
         )
 
     def _run_first_step(self) -> None:
         buckets, self._first_step = self._first_step, []
-        if complex_shapes := [tuple(p.shape) for bucket in buckets for p in bucket.parameters if p.is_complex()]:
+        if complex_shapes := [
+            tuple(p.shape) for bucket in buckets for p in bucket.parameters if p.is_complex()
+        ]:
             raise ValueError(
-                f"parameters of shapes {some(complex_shapes)} are complex: a bucket holds two numbers for each of their elements, and hooks are shown "
-                "half of them as the gradient. Use allreduce_hook, which averages buckets as they are"
+                f"parameters of shapes {some(complex_shapes)} are complex: a bucket holds two"
+                " numbers for each of their elements, and hooks are shown half of them as the"
+                " gradient. Use allreduce_hook, which averages buckets as they are"
             )
         self._algorithm, self._reconfigured = self._configured(), False
-        # By dtype, because a bucket holds one: parameters of different dtypes interleave differently with every bucket size.
+        # By dtype, because a bucket holds one: parameters of different dtypes interleave
+        # differently with every bucket size.
         in_module_order: dict[str, list[Tensor]] = {}
         for bucket in reversed(buckets):
             for p in bucket.parameters:
                 in_module_order.setdefault(dtype_name(p.dtype), []).append(p)
         names = self._names_for(in_module_order)
-        self.names = {dtype: [names[p] for p in of_dtype] for dtype, of_dtype in in_module_order.items()}
+        self.names = {
+            dtype: [names[p] for p in of_dtype] for dtype, of_dtype in in_module_order.items()
+        }
         group = given_or_default(self._state.process_group)
         # In a wrapper's hands gradients may have another dtype than their parameters.
-        gradients = {p: g for bucket in buckets for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
-        in_order = {names[p]: gradients[p] for of_dtype in in_module_order.values() for p in of_dtype}
+        gradients = {
+            p: g
+            for bucket in buckets
+            for p, g in zip(bucket.parameters, bucket.gradients, strict=True)
+        }
+        in_order = {
+            names[p]: gradients[p] for of_dtype in in_module_order.values() for p in of_dtype
+        }
         driver = self._made(specs_of(in_order), buckets[0].buffer.device, group)
         warn(self._algorithm, driver.specs, INSTEAD)
         driver.memory.steps = self._state._first_iter
@@ -406,8 +482,11 @@ class _Running:
         for bucket in buckets:
             self._hook(bucket)
 
-    def _made(self, specs: Mapping[str, Spec], device: torch.device, group: dist.ProcessGroup) -> Driver:
-        """A driver. Nobody has registered it, so ranks compare what they know of it in its first step."""
+    def _made(
+        self, specs: Mapping[str, Spec], device: torch.device, group: dist.ProcessGroup
+    ) -> Driver:
+        """A driver. Nobody has registered it, so ranks compare what they know of it in its first
+        step."""
         driver = Driver(self._algorithm, specs, device, group)
         driver.obstacle = wrong_here(self._algorithm, specs, dist.get_world_size(group), device)
         return driver
@@ -416,8 +495,9 @@ class _Running:
         unknown = [tuple(p.shape) for p in bucket.parameters if p not in self._known]
         if unknown:
             raise ValueError(
-                f"this PowerSGDState serves a model that has no parameters of shapes {some(unknown)}: another one, or one wrapped before they were trained. "
-                "Give each model, and each wrapper, a state of its own; `load_state_dict` takes memory over"
+                "this PowerSGDState serves a model that has no parameters of shapes"
+                f" {some(unknown)}: another one, or one wrapped before they were trained. Give each"
+                " model, and each wrapper, a state of its own; `load_state_dict` takes memory over"
             )
 
     def _names_for(self, in_module_order: Mapping[str, Sequence[Tensor]]) -> dict[Tensor, str]:
@@ -425,18 +505,30 @@ class _Running:
         if names is None:
             several = len(in_module_order) > 1
             of_dtype = self._state._loaded["names"] or {
-                dtype: [f"parameter.{dtype}.{i}" if several else f"parameter.{i}" for i in range(len(ps))]
+                dtype: [
+                    f"parameter.{dtype}.{i}" if several else f"parameter.{i}"
+                    for i in range(len(ps))
+                ]
                 for dtype, ps in in_module_order.items()
             }
-            here, there = ({d: len(x) for d, x in each.items()} for each in (in_module_order, of_dtype))
+            here, there = (
+                {d: len(x) for d, x in each.items()} for each in (in_module_order, of_dtype)
+            )
             if here != there:
-                raise ValueError(f"the loaded state is of a model with {there} parameters; DDP averages {here} here")
+                raise ValueError(
+                    f"the loaded state is of a model with {there} parameters; DDP averages {here}"
+                    " here"
+                )
             return {
-                p: name for dtype, ps in in_module_order.items() for p, name in zip(ps, of_dtype[dtype], strict=True)
+                p: name
+                for dtype, ps in in_module_order.items()
+                for p, name in zip(ps, of_dtype[dtype], strict=True)
             }
         unknown = [tuple(p.shape) for ps in in_module_order.values() for p in ps if p not in names]
         if unknown:
-            raise ValueError(f"named_parameters lacks parameters of shapes {some(unknown)} that DDP averages")
+            raise ValueError(
+                f"named_parameters lacks parameters of shapes {some(unknown)} that DDP averages"
+            )
         return names
 
     def _after_step(self) -> None:
@@ -444,7 +536,9 @@ class _Running:
         if self.driver.memory.steps <= self._algorithm.start_step:
             self._before_start = self.driver.dense_elements, self.driver.memory.sent.elements
         elif self.driver.memory.steps >= self._next_report:
-            self._next_report = self.driver.memory.steps + self._state.compression_stats_logging_frequency
+            self._next_report = (
+                self.driver.memory.steps + self._state.compression_stats_logging_frequency
+            )
             logger.info(
                 "Compression stats after %d steps: rate %.2f, elements before %d, after %d",
                 self.driver.memory.steps,
@@ -454,14 +548,16 @@ class _Running:
 
 @uncompiled
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
-    """PowerSGD, see `gradwire.PowerSGD`: two all-reduces a step where the factors fit one message, whatever the number of buckets.
+    """PowerSGD, see `gradwire.PowerSGD`: two all-reduces a step where the factors fit one message,
+    whatever the number of buckets.
 
     Args:
         state: options and memory, one for each DDP module.
         bucket: that DDP hands over: dense gradients of one float dtype, on one device.
 
     Returns:
-        A future of the averaged bucket, a tensor of the same shape and dtype. It is completed when the last bucket of the step has arrived.
+        A future of the averaged bucket, a tensor of the same shape and dtype. It is completed when
+        the last bucket of the step has arrived.
 
     Raises:
         ValueError: a parameter or option that cannot be served, named, in the first step.
@@ -473,14 +569,16 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:  # noqa: N802
     """PowerSGD on flattened tensors, each viewed as a square matrix, vectors too.
 
-    torch flattens a whole bucket into one square; here it is each tensor, so that memory belongs to parameters and survives the
-    rebuilding of buckets.
+    torch flattens a whole bucket into one square; here it is each tensor, so that memory belongs to
+    parameters and survives the rebuilding of buckets.
     """
     return state._on_bucket(bucket, square=True)
 
 
 @uncompiled
-def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def allreduce_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[Tensor]:
     """Average the bucket as it is: what DDP does without a hook.
 
     Args:
@@ -499,19 +597,30 @@ class _InDtype(AllReduce):
 
     dtype: str = "float32"
 
-    async def step(self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any) -> Stepped[A]:
-        averages, _ = await super().step(ops, {n: ops.cast(g, self.dtype) for n, g in gradients.items()}, state, step)
-        return {name: ops.cast(averages[name], ops.dtype_of(g)) for name, g in gradients.items()}, state
+    async def step(
+        self, ops: Ops[A], gradients: Mapping[str, A], state: State[A], step: Any
+    ) -> Stepped[A]:
+        averages, _ = await super().step(
+            ops, {n: ops.cast(g, self.dtype) for n, g in gradients.items()}, state, step
+        )
+        return {
+            name: ops.cast(averages[name], ops.dtype_of(g)) for name, g in gradients.items()
+        }, state
 
 
 @uncompiled
-def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """An all-reduce, see `allreduce_hook`, in float16, half the bytes of float32. Sums above 65,504 become inf."""
+def fp16_compress_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[Tensor]:
+    """An all-reduce, see `allreduce_hook`, in float16, half the bytes of float32. Sums above 65,504
+    become inf."""
     return one_message(process_group, bucket, _InDtype(dtype="float16"))
 
 
 @uncompiled
-def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def bf16_compress_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[Tensor]:
     """An all-reduce, see `allreduce_hook`, in bfloat16, half the bytes of float32, on Gloo too."""
     return one_message(process_group, bucket, _InDtype(dtype="bfloat16"))
 
@@ -542,7 +651,9 @@ def _wrapper(hook: Hook, dtype: str) -> Hook:
     def wrapped(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if hook in (powerSGD_hook, batched_powerSGD_hook):
             low_rank: PowerSGDState = state
-            return low_rank._on_bucket(bucket, square=hook is batched_powerSGD_hook, wire_dtype=dtype)
+            return low_rank._on_bucket(
+                bucket, square=hook is batched_powerSGD_hook, wire_dtype=dtype
+            )
         if hook is allreduce_hook:
             return one_message(state, bucket, _InDtype(dtype=dtype))
         original = bucket.buffer()
@@ -564,7 +675,8 @@ def single(value: Any) -> Tensor:
 def one_message(
     process_group: dist.ProcessGroup | None, bucket: GradBucket, algorithm: Algorithm
 ) -> torch.futures.Future[Tensor]:
-    """Run an algorithm of a single message. The callback only unpacks: it launches nothing, so the order of messages is the buckets'."""
+    """Run an algorithm of a single message. The callback only unpacks: it launches nothing, so the
+    order of messages is the buckets'."""
     buffer = Bucket.read(bucket).buffer
     ops = TorchOps(buffer.device)
     step = Step(Collectives(ProcessGroups(given_or_default(process_group)), ops))

@@ -3,7 +3,9 @@
 from gradwire.torch_backend import DDPCommHookType, register_ddp_comm_hook
 register_ddp_comm_hook(DDPCommHookType.POWER_SGD_RANK2, ddp)
 """
-# No `from __future__ import annotations`: DDP compares the hook's annotations with the real objects.
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the real
+# objects.
 
 from enum import Enum
 from functools import partial
@@ -27,7 +29,8 @@ from gradwire.torch_backend.engine.torch_modes import uncompiled
 
 @uncompiled
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average nothing: each rank goes on with its own gradients, and replicas drift apart. To see what communication costs a step.
+    """Average nothing: each rank goes on with its own gradients, and replicas drift apart. To see
+    what communication costs a step.
 
     Args:
         _: ignored.
@@ -49,15 +52,17 @@ def _register_low_rank(hook: Any, rank: int, model: Any, state: Any) -> None:
 
 def _refuse(name: str, model: Any, state: Any) -> None:
     raise ValueError(
-        f"DDPCommHookType.{name} is not here: torch's quantization hooks gather every rank's gradient in full on every rank. BF16_COMPRESS "
-        "halves the bytes, POWER_SGD saves more"
+        f"DDPCommHookType.{name} is not here: torch's quantization hooks gather every rank's"
+        " gradient in full on every rank. BF16_COMPRESS halves the bytes, POWER_SGD saves more"
     )
 
 
 class DDPCommHookType(Enum):
-    """The hooks by torch's names. A value registers its hook: `DDPCommHookType.ALLREDUCE.value(model=ddp, state=process_group)`.
+    """The hooks by torch's names. A value registers its hook:
+    `DDPCommHookType.ALLREDUCE.value(model=ddp, state=process_group)`.
 
-    PowerSGD averages in full for the first 1000 steps, as torch's does. `QUANTIZE_PER_TENSOR` and `QUANTIZE_PER_CHANNEL` raise ValueError.
+    PowerSGD averages in full for the first 1000 steps, as torch's does. `QUANTIZE_PER_TENSOR` and
+    `QUANTIZE_PER_CHANNEL` raise ValueError.
     """
 
     # Tuples: a partial alone would become a method of the class.
@@ -76,7 +81,9 @@ class DDPCommHookType(Enum):
         self._value_ = register
 
 
-def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: nn.Module, state: Any = None) -> None:
+def register_ddp_comm_hook(
+    comm_hook_type: DDPCommHookType, model: nn.Module, state: Any = None
+) -> None:
     """Register one of torch's hooks, in gradwire's form.
 
     Examples:
@@ -100,7 +107,8 @@ def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: nn.Module, st
     given: object = comm_hook_type
     if not isinstance(given, DDPCommHookType):
         raise TypeError(
-            f"comm_hook_type={given!r} is no member of gradwire.torch_backend.DDPCommHookType; import it from there, as this function"
+            f"comm_hook_type={given!r} is no member of gradwire.torch_backend.DDPCommHookType;"
+            " import it from there, as this function"
         )
     register: Any = comm_hook_type.value
     register(model=model, state=state)

@@ -1,4 +1,5 @@
-"""Blocks of codes: added, scaled and coded in one pass, decoded and averaged in another; and what was sent and received is settled in one."""
+"""Blocks of codes: added, scaled and coded in one pass, decoded and averaged in another; and what
+was sent and received is settled in one."""
 
 from __future__ import annotations
 
@@ -21,15 +22,19 @@ SUMMED = 1 << 14
 
 
 class Memory(Protocol):
-    """The kernels that these are a part of: they know which loops there are, and where results lie."""
+    """The kernels that these are a part of: they know which loops there are, and where results
+    lie."""
 
     loops: Loops
 
-    def temporary(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor: ...
+    def temporary(
+        self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor: ...
 
 
 def has(ops: Memory, codec: Codec, *fields: Tensor) -> bool:
-    """Whether loops know a codec and what has been made with it, or is to be: rows without gaps, of float32 or codes."""
+    """Whether loops know a codec and what has been made with it, or is to be: rows without gaps, of
+    float32 or codes."""
     return (
         ops.loops.have("encode", torch.float32)
         and kind_of(codec) is not None
@@ -37,8 +42,11 @@ def has(ops: Memory, codec: Codec, *fields: Tensor) -> bool:
     )
 
 
-def sums(ops: Memory, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> tuple[list[Tensor | Sum], list[int]]:
-    """`x + y` for each pair, to be added when they are coded; of those that are small, or do not lie in one piece, `x` and its number."""
+def sums(
+    ops: Memory, xs: Sequence[Tensor], ys: Sequence[Tensor]
+) -> tuple[list[Tensor | Sum], list[int]]:
+    """`x + y` for each pair, to be added when they are coded; of those that are small, or do not
+    lie in one piece, `x` and its number."""
     answers: list[Tensor | Sum] = list(xs)
     now: list[int] = []
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
@@ -76,7 +84,12 @@ def decode_mean(ops: Memory, codec: Codec, of_each: Sequence[Tensor], out: Tenso
     """`Ops.decode_mean`, in float32."""
     codes, scales = of_each
     shape = codes.shape[1], _width(codec, codes)
-    fits = out is not None and out.dtype == torch.float32 and out.is_contiguous() and out.numel() == shape[0] * shape[1]
+    fits = (
+        out is not None
+        and out.dtype == torch.float32
+        and out.is_contiguous()
+        and out.numel() == shape[0] * shape[1]
+    )
     place = out.view(shape) if out is not None and fits else ops.temporary(shape, scales)
     _run("decode_mean", codec, shape, *map(_below, of_each), place)
     return place
@@ -88,17 +101,30 @@ def encode_mean(
     """`Ops.encode_mean`, in float32."""
     codes, scales = of_each
     shape = codes.shape[1], _width(codec, codes)
-    fields, lost = _places(ops, codec, *shape, scales), ops.temporary((shape[0] if keeps else 0, shape[1]), scales)
+    fields, lost = (
+        _places(ops, codec, *shape, scales),
+        ops.temporary((shape[0] if keeps else 0, shape[1]), scales),
+    )
     _run("encode_mean", codec, shape, *map(_below, of_each), *fields, lost)
     return fields, lost if keeps else None
 
 
 def settle(
-    ops: Memory, x: Residual[Tensor], sent: Payload[Tensor], error: Tensor, received: Payload[Tensor]
+    ops: Memory,
+    x: Residual[Tensor],
+    sent: Payload[Tensor],
+    error: Tensor,
+    received: Payload[Tensor],
 ) -> Tensor | None:
-    """`error` becomes `x - sent`, and `x`, which is returned, what was received. None, and nothing is done, where no loop does that."""
+    """`error` becomes `x - sent`, and `x`, which is returned, what was received. None, and nothing
+    is done, where no loop does that."""
     own = x.x
-    if x.computed or not isinstance(sent, Coded) or not isinstance(received, Coded) or not has(ops, sent.codec):
+    if (
+        x.computed
+        or not isinstance(sent, Coded)
+        or not isinstance(received, Coded)
+        or not has(ops, sent.codec)
+    ):
         return None
     if (
         own.dtype != torch.float32
@@ -108,17 +134,31 @@ def settle(
         return None
     codes, scales = received.codes, received.scales
     several = codes.ndim == 3
-    both = (codes[0], scales[0], codes[1], scales[1]) if several else (codes, scales, codes[:0], scales[:0])
+    both = (
+        (codes[0], scales[0], codes[1], scales[1])
+        if several
+        else (codes, scales, codes[:0], scales[:0])
+    )
     rows, b = sent.codes.shape[0], _width(sent.codec, sent.codes)
     lost = own.new_empty(0, b) if sent.lost is None else sent.lost
     arrays = [sent.codes, sent.scales, lost, *both]
-    if received.codec != sent.codec or (several and len(codes) != 2) or not all(map(Tensor.is_contiguous, arrays)):
+    if (
+        received.codec != sent.codec
+        or (several and len(codes) != 2)
+        or not all(map(Tensor.is_contiguous, arrays))
+    ):
         return None
     whole = own.numel() // b
     flat, errors = own.view(-1), error.view(-1)
     if whole:
         parts = [y[:whole] if i != 2 else y for i, y in enumerate(arrays)]
-        _settle(sent.codec, flat[: whole * b].view(whole, b), errors[: whole * b].view(whole, b), parts, sent.first)
+        _settle(
+            sent.codec,
+            flat[: whole * b].view(whole, b),
+            errors[: whole * b].view(whole, b),
+            parts,
+            sent.first,
+        )
     if whole < rows:  # the last row, which zeros fill up
         count = own.numel() - whole * b
         row, left = own.new_zeros(2, 1, b)
@@ -144,7 +184,9 @@ def _run(name: str, codec: Codec, shape: Sequence[int], *arrays: Tensor) -> None
 
 def _places(ops: Memory, codec: Codec, rows: int, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for the codes and scales of so many rows of n numbers."""
-    codes, scales = (ops.temporary((rows, m), like, getattr(torch, dtype)) for m, dtype in codec.fields(n))
+    codes, scales = (
+        ops.temporary((rows, m), like, getattr(torch, dtype)) for m, dtype in codec.fields(n)
+    )
     return codes, scales
 
 

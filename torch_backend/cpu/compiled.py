@@ -1,4 +1,5 @@
-"""Loops as they are compiled, where numba is installed: once for each machine, kept on disk where there is a place for that."""
+"""Loops as they are compiled, where numba is installed: once for each machine, kept on disk where
+there is a place for that."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ logger = logging.getLogger("gradwire")
 
 #: Dtypes that loops compute in.
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
-#: Loops, and what each takes before the range of its rows: matrices of its dtype "x", of codes "c", of numbers "n", and integers "i".
+#: Loops, and what each takes before the range of its rows: matrices of its dtype "x", of codes "c",
+#: of numbers "n", and integers "i".
 ARGUMENTS = {
     "add_and_project": "xxxx",
     "settle": "xxxxxx",
@@ -40,13 +42,18 @@ ARGUMENTS = {
     "settle_codes": "xxcxxicxcxi",
     "sum_of_signs": "cxxnxi",
 }
-#: Loops of PowerSGD, of all that sends codes, and of signs: the latter two compute in float32 alone, the bits that torch's operations come to, so that no rank need know whether
-#: another has them.
-THIN, CODES = ("add_and_project", "settle"), ("encode", "encode_sum", "decode_mean", "encode_mean", "settle_codes")
+#: Loops of PowerSGD, of all that sends codes, and of signs: the latter two compute in float32
+#: alone, the bits that torch's operations come to, so that no rank need know whether another has
+#: them.
+THIN, CODES = (
+    ("add_and_project", "settle"),
+    ("encode", "encode_sum", "decode_mean", "encode_mean", "settle_codes"),
+)
 SIGNS = ("sum_of_signs",)
 #: How loops know codecs, see `gradwire.torch_backend.cpu.loops`.
 KINDS = {(Integers, 8): 0, (Integers, 4): 1, (Float8, 8): 2, (E3M0, 4): 3}
-#: Numbers of a model with fewer than so many parameters are in a processor's cache, and what is compiled pays for nothing.
+#: Numbers of a model with fewer than so many parameters are in a processor's cache, and what is
+#: compiled pays for nothing.
 LEAST = 1 << 20
 
 _compiling = threading.Lock()
@@ -54,13 +61,16 @@ _compiling = threading.Lock()
 
 @functools.cache
 def _numba() -> Any:
-    """The module; None where it is not installed, cannot be imported, or is told to compile nothing."""
+    """The module; None where it is not installed, cannot be imported, or is told to compile
+    nothing."""
     if importlib.util.find_spec("numba") is None:
         return None
     try:
         numba: Any = importlib.import_module("numba")
     except Exception as error:  # made for another NumPy, say
-        logger.warning("gradwire runs without its compiled loops, with more passes over memory: %r", error)
+        logger.warning(
+            "gradwire runs without its compiled loops, with more passes over memory: %r", error
+        )
         return None
     return None if numba.config.DISABLE_JIT else numba
 
@@ -83,16 +93,17 @@ def compiled(name: str, dtype: torch.dtype) -> Callable[..., None]:
     with _compiling:
         try:
             made = numba.njit(signature, cache=True, **options)(loop)
-        except (
-            Exception
-        ):  # neither beside the source nor in the user's folder may anything be written, or what is there is of no use
+        # neither beside the source nor in the user's folder may anything be written, or what is
+        # there is of no use
+        except Exception:
             made = numba.njit(signature, **options)(loop)
     return made  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Loops:
-    """What is compiled: names of loops, each with a dtype. `card` says it to other ranks; "" if there is nothing."""
+    """What is compiled: names of loops, each with a dtype. `card` says it to other ranks; "" if
+    there is nothing."""
 
     made: frozenset[tuple[str, torch.dtype]] = frozenset()
     card: str = ""
@@ -106,7 +117,8 @@ class Loops:
 
 
 def prepare(wanted: Iterable[tuple[str, torch.dtype]]) -> Loops:
-    """Compile loops, each for a dtype. It takes seconds where nothing is kept on disk, in which nobody should wait for a message."""
+    """Compile loops, each for a dtype. It takes seconds where nothing is kept on disk, in which
+    nobody should wait for a message."""
     made = sorted(set(wanted), key=str)
     numba = _numba() if made else None
     if numba is None:
@@ -115,7 +127,9 @@ def prepare(wanted: Iterable[tuple[str, torch.dtype]]) -> Loops:
         for name, dtype in made:
             compiled(name, dtype)
     except Exception as error:  # of numba itself, or of what it compiles with
-        logger.warning("gradwire runs without its compiled loops, with more passes over memory: %r", error)
+        logger.warning(
+            "gradwire runs without its compiled loops, with more passes over memory: %r", error
+        )
         return Loops()
     source = Path(__file__).with_name("loops.py").read_bytes()
     names = ", ".join(f"{name} of {DTYPES[dtype]}" for name, dtype in made)
@@ -131,18 +145,33 @@ def loops_for(
     *,
     least: int | None = None,
 ) -> Loops:
-    """What of these loops an algorithm can use on a device: nothing but on a processor, for a model of so many numbers. None: of `LEAST`."""
-    if device.type != "cpu" or sum(spec.size for spec in specs.values()) < (LEAST if least is None else least):
+    """What of these loops an algorithm can use on a device: nothing but on a processor, for a model
+    of so many numbers. None: of `LEAST`."""
+    if device.type != "cpu" or sum(spec.size for spec in specs.values()) < (
+        LEAST if least is None else least
+    ):
         return Loops()
     dtypes = {getattr(torch, spec.dtype) for spec in specs.values()}
     wanted: list[tuple[str, torch.dtype]] = []
     for each in nested(algorithm):
         if (hints := getattr(each, "hints", None)) is not None and hints.linear:
-            wanted += [(name, dtype) for name in THIN if name in names for dtype in dtypes & DTYPES.keys()]
+            wanted += [
+                (name, dtype) for name in THIN if name in names for dtype in dtypes & DTYPES.keys()
+            ]
         if isinstance(each, Quantizer) and kind_of(CODECS[each.dtype]) is not None:
-            wanted += [(name, dtype) for name in CODES if name in names for dtype in dtypes & {torch.float32}]
+            wanted += [
+                (name, dtype)
+                for name in CODES
+                if name in names
+                for dtype in dtypes & {torch.float32}
+            ]
         if isinstance(each, Sign):
-            wanted += [(name, dtype) for name in SIGNS if name in names for dtype in dtypes & {torch.float32}]
+            wanted += [
+                (name, dtype)
+                for name in SIGNS
+                if name in names
+                for dtype in dtypes & {torch.float32}
+            ]
     return prepare(wanted)
 
 

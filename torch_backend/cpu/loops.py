@@ -1,10 +1,12 @@
 """The loops that numba compiles: serial, without the interpreter's lock, over a range of rows.
 
-Each has one order in which it adds, written out here: so any number of threads, each with rows of its own, comes to the same bits, and so does any
-processor. Nothing is contracted or reordered (no `fastmath`). A sum along a row has `LANES` accumulators, which a processor adds to side by side.
+Each has one order in which it adds, written out here: so any number of threads, each with rows of
+its own, comes to the same bits, and so does any processor. Nothing is contracted or reordered (no
+`fastmath`). A sum along a row has `LANES` accumulators, which a processor adds to side by side.
 
-All arrays lie in rows without gaps. Loops count from 0: of an index that numba does not know to be positive it asks whether it is negative, and then
-nothing is computed side by side. All are in this file, by whose contents numba keeps what it has compiled.
+All arrays lie in rows without gaps. Loops count from 0: of an index that numba does not know to be
+positive it asks whether it is negative, and then nothing is computed side by side. All are in this
+file, by whose contents numba keeps what it has compiled.
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ def _combined(t, p, q, i):
         t[k] = p[0, i] * q[0, k]
     j = 1
     while j + 4 <= r:
-        _times_rows_added(t, p[j, i], q[j], p[j + 1, i], q[j + 1], p[j + 2, i], q[j + 2], p[j + 3, i], q[j + 3])
+        _times_rows_added(
+            t, p[j, i], q[j], p[j + 1, i], q[j + 1], p[j + 2, i], q[j + 2], p[j + 3, i], q[j + 3]
+        )
         j += 4
     while j < r:
         _times_row_added(t, p[j, i], q[j])
@@ -96,13 +100,23 @@ def _taken_and_replaced(x, e, lost, new):
 
 
 def settle(x, e, p, q, s, t, begin, end):
-    """Rows of e (n, m) become those of x less p.T @ q, and those of x become s.T @ t: p and s (r, n), q and t (r, m)."""
+    """Rows of e (n, m) become those of x less p.T @ q, and those of x become s.T @ t: p and s (r,
+    n), q and t (r, m)."""
     r, m = q.shape
     lost, new = np.empty(m, x.dtype), np.empty(m, x.dtype)
     for i in range(begin, end):
         xs, es = x[i], e[i]
         if r == 4:
-            p0, p1, p2, p3, s0, s1, s2, s3 = p[0, i], p[1, i], p[2, i], p[3, i], s[0, i], s[1, i], s[2, i], s[3, i]
+            p0, p1, p2, p3, s0, s1, s2, s3 = (
+                p[0, i],
+                p[1, i],
+                p[2, i],
+                p[3, i],
+                s[0, i],
+                s[1, i],
+                s[2, i],
+                s[3, i],
+            )
             q0, q1, q2, q3, t0, t1, t2, t3 = q[0], q[1], q[2], q[3], t[0], t[1], t[2], t[3]
             for k in range(m):
                 es[k] = xs[k] - (((p0 * q0[k] + p1 * q1[k]) + p2 * q2[k]) + p3 * q3[k])
@@ -113,10 +127,12 @@ def settle(x, e, p, q, s, t, begin, end):
         _taken_and_replaced(xs, es, lost, new)
 
 
-# --- blocks of codes: rows (R, B) of float32, of each of which codes (R, m) and a scale (R, 1) are made, bit for bit as in `gradwire.core.codecs`
+# --- blocks of codes: rows (R, B) of float32, of each of which codes (R, m) and a scale (R, 1) are
+# made, bit for bit as in `gradwire.core.codecs`
 
-# Of an unsigned index nobody asks whether it is negative. Rows are said by their number: a view of each would be counted as it comes and goes, which takes
-# longer than a row of 128; and bits are those of a number, not of memory that it would be written to first.
+# Of an unsigned index nobody asks whether it is negative. Rows are said by their number: a view of
+# each would be counted as it comes and goes, which takes longer than a row of 128; and bits are
+# those of a number, not of memory that it would be written to first.
 
 #: Kinds of codes: odd ones are two in a byte.
 INT8, INT4, E4M3, E3M0 = range(4)
@@ -128,7 +144,8 @@ _RECIPROCALS = np.array([1 / 127, 1 / 8, 1 / 448, 1 / 64], np.float32)
 _MAGIC, _TINY = np.float32(1.5 * 2**23), np.float32(2.0**-100)
 _MAGNITUDE, _INFINITE, _ROUNDED = np.int32(0x7FFFFFFF), np.int32(0x7F800000), np.int32(-256)
 _SEVEN, _EIGHT = np.float32(7), np.float32(8)
-#: Of float8_e4m3fn: what is above its largest number, its least number with a full mantissa, and a float32 whose last place is its least number.
+#: Of float8_e4m3fn: what is above its largest number, its least number with a full mantissa, and a
+#: float32 whose last place is its least number.
 _BEYOND, _NORMAL, _LAST_PLACE = np.float32(464), np.float32(2.0**-6), np.float32(2.0**14)
 _LEAST, _OF_LAST_PLACE = np.float32(2.0**-9), 0x46800000
 #: Times this what is halfway between two powers of two is the larger.
@@ -209,13 +226,17 @@ def _encode_row(x, i, codes, scales, j, kind):
             codes[j, k] = _nearest(x[i, k], reciprocal)
     elif kind == INT4:
         for k in range(m):
-            codes[j, k] = _nibble(x[i, k], reciprocal) | (_nibble(x[i, np.uintp(m + k)], reciprocal) << 4)
+            codes[j, k] = _nibble(x[i, k], reciprocal) | (
+                _nibble(x[i, np.uintp(m + k)], reciprocal) << 4
+            )
     elif kind == E4M3:
         for k in range(m):
             codes[j, k] = _float8(x[i, k], reciprocal)
     else:
         for k in range(m):
-            codes[j, k] = _power(x[i, k], reciprocal) | (_power(x[i, np.uintp(m + k)], reciprocal) << 4)
+            codes[j, k] = _power(x[i, k], reciprocal) | (
+                _power(x[i, np.uintp(m + k)], reciprocal) << 4
+            )
 
 
 @_inner
@@ -267,7 +288,8 @@ def _decode_row(codes, scales, i, kind, out, j):
 
 @_inner
 def _mean_of_rows(codes, scales, each, replicas, i, kind, out, j, one):
-    """Row j of out becomes the mean of rows i of all replicas, of which each has so many rows of codes and scales, added one after the other. `one` (1, B) is worked in."""
+    """Row j of out becomes the mean of rows i of all replicas, of which each has so many rows of
+    codes and scales, added one after the other. `one` (1, B) is worked in."""
     share = np.float32(1 / replicas)
     _decode_row(codes, scales, i, kind, out, j)
     for w in range(1, replicas):
@@ -294,17 +316,23 @@ def encode_sum(x, y, codes, scales, kind, begin, end):
 
 
 def decode_mean(codes, scales, out, kind, begin, end):
-    """Rows of out (R, B) become the mean of what those of codes (W·R, m) and scales (W·R, 1) stand for, one replica below the other."""
+    """Rows of out (R, B) become the mean of what those of codes (W·R, m) and scales (W·R, 1) stand
+    for, one replica below the other."""
     each, one = len(out), np.empty((1, out.shape[1]), np.float32)
     for i in range(begin, end):
         _mean_of_rows(codes, scales, each, len(codes) // each, i, kind, out, i, one)
 
 
 def encode_mean(codes, scales, mean_codes, mean_scales, lost, kind, begin, end):
-    """The same, encoded; and what that takes from the mean, times -W, in lost (R, B), if that has rows."""
+    """The same, encoded; and what that takes from the mean, times -W, in lost (R, B), if that has
+    rows."""
     each, b = len(mean_codes), codes.shape[1] * (1 + kind % 2)
     replicas = len(codes) // max(1, each)
-    mean, one, factor = np.empty((1, b), np.float32), np.empty((1, b), np.float32), np.float32(-replicas)
+    mean, one, factor = (
+        np.empty((1, b), np.float32),
+        np.empty((1, b), np.float32),
+        np.float32(-replicas),
+    )
     for i in range(begin, end):
         _mean_of_rows(codes, scales, each, replicas, i, kind, mean, 0, one)
         _encode_row(mean, 0, mean_codes, mean_scales, i, kind)
@@ -314,9 +342,12 @@ def encode_mean(codes, scales, mean_codes, mean_scales, lost, kind, begin, end):
                 lost[i, k] = (mean[0, k] - one[0, k]) * factor
 
 
-def settle_codes(x, error, sent, sent_scales, lost, first, codes, scales, other, other_scales, kind, begin, end):
-    """Rows of error (R, B) become those of x less what was sent, codes (R, m) and scales (R, 1) and, from row `first` on, the rows lost (some, B); and those of x what codes
-    and scales stand for that were received, or the mean of these and of others, if there are such."""
+def settle_codes(
+    x, error, sent, sent_scales, lost, first, codes, scales, other, other_scales, kind, begin, end
+):
+    """Rows of error (R, B) become those of x less what was sent, codes (R, m) and scales (R, 1)
+    and, from row `first` on, the rows lost (some, B); and those of x what codes and scales stand
+    for that were received, or the mean of these and of others, if there are such."""
     b, both, half = x.shape[1], len(other) > 0, np.float32(0.5)
     one = np.empty((1, b), np.float32)
     for i in range(begin, end):
@@ -333,15 +364,17 @@ def settle_codes(x, error, sent, sent_scales, lost, first, codes, scales, other,
                 x[i, k] = (x[i, k] + one[0, k]) * half
 
 
-# --- signs: bytes (W, n / 8) in blocks of 512 elements, of which byte j has elements j, 64 + j, 128 + j, …
+# --- signs: bytes (W, n / 8) in blocks of 512 elements, of which byte j has elements j, 64 + j, 128
+# + j, …
 
 #: Bytes of a block.
 BYTES = 64
 
 
 def sum_of_signs(bits, above, below, numbers, out, runs, begin, end):
-    """Blocks of out (blocks, 512) become the sum of the numbers that bits of all replicas stand for, one after the other: those above (W, N), or below, of which `numbers`
-    (1, n / runs) says which one each run of so many elements, a multiple of 64, has."""
+    """Blocks of out (blocks, 512) become the sum of the numbers that bits of all replicas stand
+    for, one after the other: those above (W, N), or below, of which `numbers` (1, n / runs) says
+    which one each run of so many elements, a multiple of 64, has."""
     replicas, zero = len(bits), np.float32(0)
     for i in range(begin, end):
         for w in range(replicas):
@@ -355,4 +388,6 @@ def sum_of_signs(bits, above, below, numbers, out, runs, begin, end):
                         out[i, np.uintp(j * BYTES + k)] = own if replicas == 1 else zero + own
                 else:
                     for k in range(BYTES):
-                        out[i, np.uintp(j * BYTES + k)] += high if (bits[w, first + k] >> j) & 1 else low
+                        out[i, np.uintp(j * BYTES + k)] += (
+                            high if (bits[w, first + k] >> j) & 1 else low
+                        )

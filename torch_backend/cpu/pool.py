@@ -1,6 +1,8 @@
-"""A pool of as many threads as torch has, for loops that are serial and leave the interpreter's lock.
+"""A pool of as many threads as torch has, for loops that are serial and leave the interpreter's
+lock.
 
-Not numba's own: of its layers one aborts when two threads call it at once, and another hangs in a process that was forked.
+Not numba's own: of its layers one aborts when two threads call it at once, and another hangs in a
+process that was forked.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ _size = 0
 
 
 def over_rows(rows: int, least: int, loop: Callable[[int, int], None]) -> None:
-    """Call `loop(begin, end)` for parts of so many rows, of `least` rows or more, side by side; and wait for all of them."""
+    """Call `loop(begin, end)` for parts of so many rows, of `least` rows or more, side by side; and
+    wait for all of them."""
     parts = min(torch.get_num_threads(), rows // max(1, least))
     if parts < 2:
         loop(0, rows)
@@ -45,7 +48,8 @@ def _threads(number: int) -> ThreadPoolExecutor:
 
 
 def _begin_anew() -> None:
-    """Make threads anew in a process that was forked: they are not, and another one may have held the lock."""
+    """Make threads anew in a process that was forked: they are not, and another one may have held
+    the lock."""
     global _lock, _pool, _size
     _lock, _pool, _size = threading.Lock(), None, 0
 

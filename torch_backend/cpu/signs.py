@@ -15,11 +15,23 @@ BLOCK, RUN, LEAST = 512, 64, 32
 def sum_of_signs(
     loops: Loops, bits: Tensor, above: Tensor, below: Tensor, of_run: Tensor, runs: int, out: Tensor
 ) -> bool:
-    """`out` (n,), of whole blocks, becomes the sum over replicas (W, …) of what their bits stand for. False, and nothing is done, where no loop does that."""
-    if not loops.have("sum_of_signs", out.dtype) or runs % RUN or not len(out) or above.dtype != out.dtype:
+    """`out` (n,), of whole blocks, becomes the sum over replicas (W, …) of what their bits stand
+    for. False, and nothing is done, where no loop does that."""
+    if (
+        not loops.have("sum_of_signs", out.dtype)
+        or runs % RUN
+        or not len(out)
+        or above.dtype != out.dtype
+    ):
         return False
     arrays = [x.contiguous().numpy() for x in (bits, above, below)]
-    loop, numbers, blocks = compiled("sum_of_signs", torch.float32), of_run.view(1, -1).numpy(), out.view(-1, BLOCK)
+    loop, numbers, blocks = (
+        compiled("sum_of_signs", torch.float32),
+        of_run.view(1, -1).numpy(),
+        out.view(-1, BLOCK),
+    )
     place = blocks.numpy()
-    over_rows(len(blocks), LEAST, lambda begin, end: loop(*arrays, numbers, place, runs, begin, end))
+    over_rows(
+        len(blocks), LEAST, lambda begin, end: loop(*arrays, numbers, place, runs, begin, end)
+    )
     return True

@@ -1,4 +1,5 @@
-"""A gradient and its error, which are added when they are first multiplied by something, or coded: in one pass, where a loop does that."""
+"""A gradient and its error, which are added when they are first multiplied by something, or coded:
+in one pass, where a loop does that."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class _Several(Terms):
 
 
 class Sum:
-    """`x + y`, in the place of `x`: to programs an array, of which they see what `Ops.add_each` promises, in another shape or transposed."""
+    """`x + y`, in the place of `x`: to programs an array, of which they see what `Ops.add_each`
+    promises, in another shape or transposed."""
 
     def __init__(
         self,
@@ -75,7 +77,9 @@ class Sum:
 
     @property
     def mT(self) -> Sum:  # noqa: N802
-        return Sum(self._terms.x, None, terms=self._terms, shape=self._shape, swapped=not self._swapped)
+        return Sum(
+            self._terms.x, None, terms=self._terms, shape=self._shape, swapped=not self._swapped
+        )
 
     def data_ptr(self) -> int:
         """The address at which it lies."""
@@ -92,14 +96,16 @@ class Sum:
 
     @property
     def open(self) -> tuple[Tensor, Tensor] | None:
-        """Both terms, in this shape, of a transposed matrix (`self.mT` is as it lies); None once they are added, or of anything else."""
+        """Both terms, in this shape, of a transposed matrix (`self.mT` is as it lies); None once
+        they are added, or of anything else."""
         if self._terms.y is None or not self._swapped or self.ndim != 2:
             return None
         return self._terms.x.view(self._shape), self._terms.y.view(self._shape)
 
     @property
     def unadded(self) -> tuple[Tensor, list[Terms]]:
-        """The array as it lies, in this shape, of which some is not added yet; and what lies in it, one below the other."""
+        """The array as it lies, in this shape, of which some is not added yet; and what lies in it,
+        one below the other."""
         return self._terms.x.view(self._shape), self._terms.parts
 
     def close(self) -> None:

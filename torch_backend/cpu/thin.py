@@ -1,4 +1,5 @@
-"""Thin factors of large matrices: a gradient and its error are added and projected in one pass, and what was sent and received is settled in another."""
+"""Thin factors of large matrices: a gradient and its error are added and projected in one pass, and
+what was sent and received is settled in another."""
 
 from __future__ import annotations
 
@@ -13,18 +14,28 @@ from gradwire.torch_backend.cpu.compiled import Loops, compiled
 from gradwire.torch_backend.cpu.pool import over_rows
 from gradwire.torch_backend.cpu.sums import Sum
 
-#: Elements of a tensor from which a pass over memory costs more than a call, and those that a thread gets at least.
+#: Elements of a tensor from which a pass over memory costs more than a call, and those that a
+#: thread gets at least.
 LARGE = 1 << 14
-#: The largest rank with which one pass takes less time than torch's operations: in projecting, and in settling.
+#: The largest rank with which one pass takes less time than torch's operations: in projecting, and
+#: in settling.
 PROJECTED, SETTLED = 4, 8
 
 
-def sums(loops: Loops, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> tuple[list[Tensor | Sum], list[int]]:
-    """`x + y` for each pair, to be added later; of those that are small, or do not lie in one piece, `x` and its number."""
+def sums(
+    loops: Loops, xs: Sequence[Tensor], ys: Sequence[Tensor]
+) -> tuple[list[Tensor | Sum], list[int]]:
+    """`x + y` for each pair, to be added later; of those that are small, or do not lie in one
+    piece, `x` and its number."""
     answers: list[Tensor | Sum] = list(xs)
     now: list[int] = []
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        if x.numel() >= LARGE and x.ndim > 1 and loops.have("add_and_project", x.dtype) and _fit(x, y):
+        if (
+            x.numel() >= LARGE
+            and x.ndim > 1
+            and loops.have("add_and_project", x.dtype)
+            and _fit(x, y)
+        ):
             answers[i] = Sum(x, y)
         else:
             now.append(i)
@@ -32,7 +43,8 @@ def sums(loops: Loops, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> tuple[list
 
 
 def project(q: Tensor, y: Sum, out: Tensor) -> bool:
-    """`out` (r, n) becomes q (r, m) times `y` (m, n), a transposed matrix. False, and nothing is done, where no loop does that."""
+    """`out` (r, n) becomes q (r, m) times `y` (m, n), a transposed matrix. False, and nothing is
+    done, where no loop does that."""
     terms = y.open
     if terms is None or q.ndim != 2 or len(q) > PROJECTED or not _fit(q, terms[0], same_size=False):
         return False
@@ -44,9 +56,14 @@ def project(q: Tensor, y: Sum, out: Tensor) -> bool:
 
 
 def settle(
-    loops: Loops, x: Residual[Tensor], sent: Payload[Tensor], error: Tensor, received: Payload[Tensor]
+    loops: Loops,
+    x: Residual[Tensor],
+    sent: Payload[Tensor],
+    error: Tensor,
+    received: Payload[Tensor],
 ) -> Tensor | None:
-    """`error` becomes `x - sent`, and `x`, which is returned, what was received. None, and nothing is done, where no loop does that."""
+    """`error` becomes `x - sent`, and `x`, which is returned, what was received. None, and nothing
+    is done, where no loop does that."""
     if x.computed or not isinstance(sent, LowRank) or not isinstance(received, LowRank):
         return None
     own = x.x
@@ -59,12 +76,21 @@ def settle(
         or received.matrix_shape != shape
     ):
         return None
-    factors = [factor if factor.is_contiguous() else factor.contiguous() for factor in (*sent, *received)]
-    if received.p.shape[-2] != r or not _fit(own, error) or any(factor.dtype != own.dtype for factor in factors):
+    factors = [
+        factor if factor.is_contiguous() else factor.contiguous() for factor in (*sent, *received)
+    ]
+    if (
+        received.p.shape[-2] != r
+        or not _fit(own, error)
+        or any(factor.dtype != own.dtype for factor in factors)
+    ):
         return None
     loop = compiled("settle", own.dtype)
     stack = shape if len(shape) == 3 else (1, *shape)
-    each = [y.numpy().reshape((stack[0], -1, y.shape[-1])) for y in (own.view(stack), error.view(stack), *factors)]
+    each = [
+        y.numpy().reshape((stack[0], -1, y.shape[-1]))
+        for y in (own.view(stack), error.view(stack), *factors)
+    ]
     for i in range(stack[0]):
         matrices = [y[i] for y in each]
         _by_rows(matrices[0], lambda begin, end, matrices=matrices: loop(*matrices, begin, end))

@@ -1,6 +1,8 @@
-"""`Auto` under DDP: times of steps, one small message for them, and another driver in the same step on all ranks.
+"""`Auto` under DDP: times of steps, one small message for them, and another driver in the same step
+on all ranks.
 
-What is chosen is decided by `gradwire.core.advise.choosing.chooser.Chooser`, or was by the run whose decisions are repeated.
+What is chosen is decided by `gradwire.core.advise.choosing.chooser.Chooser`, or was by the run
+whose decisions are repeated.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from torch import Tensor
 
 from gradwire.core.advise.advice import name_of
 from gradwire.core.advise.choosing.chooser import Chooser
-from gradwire.core.advise.choosing.methods import Auto, Chosen, Decisions, change_in_words, expected_order, methods_of
+from gradwire.core.advise.choosing.methods import (
+    Auto,
+    Chosen,
+    Decisions,
+    change_in_words,
+    expected_order,
+    methods_of,
+)
 from gradwire.core.advise.choosing.step_times import StepTimes
 from gradwire.core.algorithm import Algorithm
 from gradwire.core.algorithms.two_level import without_levels
@@ -57,11 +66,14 @@ class Choice:
     log: Path | None
 
 
-def choice_for(auto: Auto, parameters: Mapping[str, Tensor], groups: ProcessGroups, device: torch.device) -> Choice:
+def choice_for(
+    auto: Auto, parameters: Mapping[str, Tensor], groups: ProcessGroups, device: torch.device
+) -> Choice:
     """Find and try out the methods, and make their groups. To be called on all ranks.
 
     Raises:
-        ValueError: on all ranks, if they find different methods, a comparison or decisions cannot be read, or ranks come and go.
+        ValueError: on all ranks, if they find different methods, a comparison or decisions cannot
+            be read, or ranks come and go.
     """
     group, specs = groups.whole, specs_of(parameters)
     obstacle = ""
@@ -69,7 +81,8 @@ def choice_for(auto: Auto, parameters: Mapping[str, Tensor], groups: ProcessGrou
     partitions: list[Groups] = []
     if store_of(group) is None:
         obstacle = (
-            "Auto() compares times of ranks that stay, and those of this process group come and go; give one method"
+            "Auto() compares times of ranks that stay, and those of this process group come and go;"
+            " give one method"
         )
     try:
         near = nodes_of(group, device)
@@ -89,10 +102,14 @@ def choice_for(auto: Auto, parameters: Mapping[str, Tensor], groups: ProcessGrou
     order: list[int] = []
     if group.rank() == 0 and not obstacle:
         try:
-            order = expected_order(auto, methods, lambda method: method_cost(method, specs, group.size(), device))
+            order = expected_order(
+                auto, methods, lambda method: method_cost(method, specs, group.size(), device)
+            )
         except (OSError, ValueError) as error:
             obstacle = f"probe={str(auto.probe)!r}: {error}"
-    order, (text, unreadable) = gathered_by_all((order, _read(auto, group.rank())), group, device)[0]
+    order, (text, unreadable) = gathered_by_all((order, _read(auto, group.rank())), group, device)[
+        0
+    ]
     methods = [methods[number] for number in order] if len(order) == len(methods) else methods
     decisions = None
     try:
@@ -100,10 +117,17 @@ def choice_for(auto: Auto, parameters: Mapping[str, Tensor], groups: ProcessGrou
     except ValueError as error:
         unreadable = str(error)
     if unreadable:
-        obstacle = obstacle or f"decisions={str(auto.decisions)!r}: {unreadable}. Remove it, and another is written"
+        obstacle = (
+            obstacle
+            or f"decisions={str(auto.decisions)!r}: {unreadable}. Remove it, and another is written"
+        )
     settings = {"methods of Auto": str(methods), "groups": str(partitions)}
     require_same_on_all_ranks(group, settings, {}, obstacle, device)
-    log = Path(auto.decisions) if auto.decisions is not None and text is None and group.rank() == 0 else None
+    log = (
+        Path(auto.decisions)
+        if auto.decisions is not None and text is None and group.rank() == 0
+        else None
+    )
     return Choice(methods, groups.also(dict.fromkeys(partitions)), decisions, log)
 
 
@@ -140,7 +164,9 @@ class Choosing:
         changes: of the method that is chosen. Those for a trial are in the log of decisions alone.
     """
 
-    def __init__(self, choice: Choice, driver: Callable[[], Driver], use: Callable[[Driver], None]) -> None:
+    def __init__(
+        self, choice: Choice, driver: Callable[[], Driver], use: Callable[[Driver], None]
+    ) -> None:
         self._choice, self._driver, self._use = choice, driver, use
         device = driver().ops.device
         self._device = device
@@ -169,13 +195,15 @@ class Choosing:
     # --- a step
 
     def before_step(self, step: int) -> None:
-        """The first gradients of a step have come. Raises RuntimeError while a CUDA graph captures it."""
+        """The first gradients of a step have come. Raises RuntimeError while a CUDA graph captures
+        it."""
         driver = self._driver()
         if capturing():
             chosen = name_of(self._methods[self._chooser.chosen])
             raise RuntimeError(
-                f"Auto() chooses the method of each step, and a CUDA graph repeats one: fix the method that it has chosen, {chosen}. "
-                "handle.reconfigure(...) on all ranks before the capture does"
+                "Auto() chooses the method of each step, and a CUDA graph repeats one: fix the"
+                f" method that it has chosen, {chosen}. handle.reconfigure(...) on all ranks before"
+                " the capture does"
             )
         self._step = None
         if driver.discarding or driver.measurement is not None or self._alone:
@@ -211,17 +239,22 @@ class Choosing:
 
     def _measure(self, step: _Step) -> None:
         if step.before is not None:
-            outside, whole = (self._seconds(step.before, moment) for moment in (step.begin, step.end))
+            outside, whole = (
+                self._seconds(step.before, moment) for moment in (step.begin, step.end)
+            )
             self._times.add(outside, whole, step.timed)
         if step.shared:
             self._send()
 
     def _send(self) -> None:
-        """Tell all ranks what a step takes here: they go by the slowest, and by none if it has no time."""
+        """Tell all ranks what a step takes here: they go by the slowest, and by none if it has no
+        time."""
         own = self._times.take()
         mine = [0.0, 1.0] if own is None else [own, 0.0]
         message = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        work = dist.all_reduce(message, dist.ReduceOp.MAX, group=self._driver().process_group, async_op=True)
+        work = dist.all_reduce(
+            message, dist.ReduceOp.MAX, group=self._driver().process_group, async_op=True
+        )
         self._message = work, message
 
     def _read_message(self) -> None:
@@ -231,12 +264,18 @@ class Choosing:
         try:
             work.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"Auto(): a rank does not answer when times of steps are compared: {error}") from error
+            raise RuntimeError(
+                f"Auto(): a rank does not answer when times of steps are compared: {error}"
+            ) from error
         seconds, missing = message.tolist()
         before = len(self._chooser.changes)
         self._chooser.observe(None if missing else seconds)
         for change in self._chooser.changes[before:]:
-            self._note_change(change.step, change.method, f"{time_of(change.seconds)} and {time_of(change.before)}")
+            self._note_change(
+                change.step,
+                change.method,
+                f"{time_of(change.seconds)} and {time_of(change.before)}",
+            )
 
     def _note_change(self, step: int, number: int, times: str = "") -> None:
         method = name_of(self._methods[number])
@@ -255,7 +294,8 @@ class Choosing:
     # --- another method
 
     def _change(self, step: int, number: int) -> None:
-        """Another driver goes on from this one's memory. What of it has no place there is added to the next gradients."""
+        """Another driver goes on from this one's memory. What of it has no place there is added to
+        the next gradients."""
         old = self._driver()
         new = self._made(number)
         new.owed.errors = {**old.owed.errors, **_left_over(old, new)}
@@ -271,7 +311,10 @@ class Choosing:
         old = self._driver()
         scaler = old.memory.scale.scaler
         return old.successor(
-            self._methods[number], self._choice.groups, message_bytes=old.message_bytes, grad_scaler=scaler
+            self._methods[number],
+            self._choice.groups,
+            message_bytes=old.message_bytes,
+            grad_scaler=scaler,
         )
 
     def _write(self, step: int, number: int) -> None:
@@ -280,9 +323,12 @@ class Choosing:
                 file.write(Decisions.line(step, self._methods[number]))
 
     def loaded(self, state: Mapping[str, Any], strict: bool) -> StateMismatch:
-        """Go on from a saved state with the method that it is of; times are measured anew. Returns what did not fit, and raises as `load_state_dict` does."""
+        """Go on from a saved state with the method that it is of; times are measured anew. Returns
+        what did not fit, and raises as `load_state_dict` does."""
         name = state.get("algorithm")
-        numbers = [i for i, m in enumerate(self._methods) if name in (repr(m), repr(without_levels(m)))]
+        numbers = [
+            i for i, m in enumerate(self._methods) if name in (repr(m), repr(without_levels(m)))
+        ]
         number = self._number if not numbers or self._number in numbers else numbers[0]
         driver = self._driver() if number == self._number else self._made(number)
         difference = driver.load_state_dict(state, strict)
@@ -302,6 +348,8 @@ def _left_over(old: Driver, new: Driver) -> dict[str, Tensor]:
     for name, memory in old.memory.state.tensors.items():
         there = new.memory.state.tensors.get(name, {})
         for key, x in memory.items():
-            if key in old.algorithm.per_replica and not (key in there and there[key].shape == x.shape):
+            if key in old.algorithm.per_replica and not (
+                key in there and there[key].shape == x.shape
+            ):
                 found[name] = x
     return found

@@ -16,7 +16,20 @@ from gradwire.torch_backend.torch_internals import leaves_of
 
 #: What cannot hold a tensor.
 PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, enum.Enum, range, slice, np.ndarray, np.generic),
+    *(
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        enum.Enum,
+        range,
+        slice,
+        np.ndarray,
+        np.generic,
+    ),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator),
 )
 
@@ -35,7 +48,8 @@ class Found:
 
 
 def tensors_in(outputs: Any) -> Found:
-    """All tensors in any nesting of sequences, sets, mappings, dataclasses, namespaces and types registered with torch's pytree."""
+    """All tensors in any nesting of sequences, sets, mappings, dataclasses, namespaces and types
+    registered with torch's pytree."""
     found, seen, stack = Found([], set()), set(), [outputs]
     while stack:
         item = stack.pop()
@@ -63,7 +77,11 @@ def _parts(item: Any) -> list[Any] | None:
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         # Also where the dataclass is a mapping: it may hide some fields from its keys.
         known = True
-        parts += [getattr(item, field.name) for field in dataclasses.fields(item) if hasattr(item, field.name)]
+        parts += [
+            getattr(item, field.name)
+            for field in dataclasses.fields(item)
+            if hasattr(item, field.name)
+        ]
     if isinstance(item, SimpleNamespace):
         known, parts = True, list(vars(item).values())
     if not known:
@@ -73,7 +91,8 @@ def _parts(item: Any) -> list[Any] | None:
 
 
 def reached(tensors: Iterable[Tensor], parameters: Mapping[Tensor, int]) -> set[int]:
-    """The numbers of those parameters that some of the tensors depend on: a walk over the autograd graph."""
+    """The numbers of those parameters that some of the tensors depend on: a walk over the autograd
+    graph."""
     numbers: set[int] = set()
     seen: set[Any] = set()
     stack: list[Any] = []

@@ -1,4 +1,5 @@
-"""An algorithm without DDP: it averages gradients that somebody else has made, between backward and step.
+"""An algorithm without DDP: it averages gradients that somebody else has made, between backward and
+step.
 
     averager = gradwire.torch_backend.Averager(PowerSGD(rank=4), dict(model.named_parameters()))
     ...
@@ -32,10 +33,12 @@ from gradwire.torch_backend.setup.sharded_models import is_dtensor, sharded_para
 
 
 class Averager(Handle):
-    """Averages gradients over the ranks of a group, in place, by any algorithm. All of a step are given at once: nothing overlaps with the
-    backward pass, and a step of `PowerSGD` is two messages.
+    """Averages gradients over the ranks of a group, in place, by any algorithm. All of a step are
+    given at once: nothing overlaps with the backward pass, and a step of `PowerSGD` is two
+    messages.
 
-    To be made on all ranks of the group, with the same tensors in the same order. It communicates once, to check that, and then in each call.
+    To be made on all ranks of the group, with the same tensors in the same order. It communicates
+    once, to check that, and then in each call.
 
     Examples:
         >>> import gradwire, torch
@@ -43,17 +46,19 @@ class Averager(Handle):
         >>> model = torch.nn.Linear(512, 512)
         >>> averager = Averager(gradwire.PowerSGD(rank=4), dict(model.named_parameters()))
         >>> model(torch.ones(2, 512)).sum().backward()
-        >>> averages = averager({name: p.grad for name, p in model.named_parameters()})    # the same tensors
+        >>> gradients = {name: p.grad for name, p in model.named_parameters()}
+        >>> averages = averager(gradients)    # the same tensors
         >>> averager.stats().collectives
         2
 
     Args:
         algorithm: what to run, the same on every rank.
-        tensors: name → parameter, or anything of its shape, dtype and device: gradients will come under these names. Memory belongs to the
-            names. Of a DTensor give the local part, `p.to_local()`, and the group of the ranks that hold the same part. Not kept.
+        tensors: name → parameter, or anything of its shape, dtype and device: gradients will come
+            under these names. Memory belongs to the names. Of a DTensor give the local part,
+            `p.to_local()`, and the group of the ranks that hold the same part. Not kept.
         group: whose ranks are averaged over; None is the default group.
-        unused: gradients may be None, where a parameter took no part in this rank's forward pass. They count as zeros. Costs a small message
-            in each step, for which the host waits.
+        unused: gradients may be None, where a parameter took no part in this rank's forward pass.
+            They count as zeros. Costs a small message in each step, for which the host waits.
         grad_scaler: the scaler of the loss; see `register_comm_hook`.
 
     Warns:
@@ -61,7 +66,8 @@ class Averager(Handle):
 
     Raises:
         TypeError: `algorithm` is no algorithm, or something in `tensors` is no tensor.
-        ValueError: something cannot be served (named), or ranks ask for different things; on all ranks.
+        ValueError: something cannot be served (named), or ranks ask for different things; on all
+            ranks.
     """
 
     in_buckets = False
@@ -95,20 +101,29 @@ class Averager(Handle):
         """Average the gradients of a step. To be called on all ranks.
 
         Args:
-            gradients: name → this rank's gradient, of every tensor; overwritten with the average. None, with `unused=True`, if there is none.
+            gradients: name → this rank's gradient, of every tensor; overwritten with the average.
+                None, with `unused=True`, if there is none.
 
         Returns:
-            The averages by name: the same tensors, and new ones in place of None. With `unused=True`, only of what some rank has used.
+            The averages by name: the same tensors, and new ones in place of None. With
+                `unused=True`, only of what some rank has used.
 
         Raises:
             TypeError: a gradient is a DTensor.
-            ValueError: names are missing or unknown, or a gradient has another shape or dtype, is sparse, or is None without `unused`.
-                Nothing has been sent then, and the other ranks wait.
+            ValueError: names are missing or unknown, or a gradient has another shape or dtype, is
+                sparse, or is None without `unused`. Nothing has been sent then, and the other ranks
+                wait.
         """
         self._check(gradients)
         absent = [name for name in self._specs if gradients[name] is None]
-        usage = self._driver.send_usage([name not in absent for name in self._specs]) if self._unused else None
-        everything = {name: self._zeros(name) if (g := gradients[name]) is None else g for name in self._specs}
+        usage = (
+            self._driver.send_usage([name not in absent for name in self._specs])
+            if self._unused
+            else None
+        )
+        everything = {
+            name: self._zeros(name) if (g := gradients[name]) is None else g for name in self._specs
+        }
         self._driver.add(everything, first=True, last=True, unused=absent if self._unused else None)
         if usage is None:
             return everything
@@ -125,24 +140,31 @@ class Averager(Handle):
             lacking = [name for name in self._specs if name not in gradients]
             unknown = [name for name in gradients if name not in self._specs]
             raise ValueError(
-                f"gradients must have the names of tensors: {some(lacking)} missing, {some(unknown)} unknown. A parameter without a gradient "
-                "is there as None, with unused=True"
+                f"gradients must have the names of tensors: {some(lacking)} missing,"
+                f" {some(unknown)} unknown. A parameter without a gradient is there as None, with"
+                " unused=True"
             )
         for name, g in gradients.items():
             if g is None:
                 if not self._unused:
                     raise ValueError(
-                        f"gradients[{name!r}] is None. If a forward pass may leave parameters out, say so: Averager(..., unused=True)"
+                        f"gradients[{name!r}] is None. If a forward pass may leave parameters out,"
+                        " say so: Averager(..., unused=True)"
                     )
                 continue
             if is_dtensor(g):
-                raise TypeError(f"gradients[{name!r}] is a DTensor; give its local part, p.grad.to_local()")
+                raise TypeError(
+                    f"gradients[{name!r}] is a DTensor; give its local part, p.grad.to_local()"
+                )
             spec = self._specs[name]
             if g.is_sparse:
-                raise ValueError(f"gradients[{name!r}] is sparse; build the embedding with sparse=False")
+                raise ValueError(
+                    f"gradients[{name!r}] is sparse; build the embedding with sparse=False"
+                )
             if g.shape != spec.shape or dtype_name(g.dtype) != spec.dtype:
                 raise ValueError(
-                    f"gradients[{name!r}] is {tuple(g.shape)} {dtype_name(g.dtype)}; the tensor was {tuple(spec.shape)} {spec.dtype}"
+                    f"gradients[{name!r}] is {tuple(g.shape)} {dtype_name(g.dtype)}; the tensor was"
+                    f" {tuple(spec.shape)} {spec.dtype}"
                 )
 
 
@@ -151,7 +173,10 @@ def _obstacle(algorithm: Algorithm, tensors: Mapping[str, Tensor]) -> str:
     if not tensors:
         return "tensors={} has nothing to average"
     if name := sharded_parameter(tensors):
-        return f"tensors[{name!r}] is a DTensor; give its local part, p.to_local(), and the group of the ranks that hold the same part"
+        return (
+            f"tensors[{name!r}] is a DTensor; give its local part, p.to_local(), and the group of"
+            " the ranks that hold the same part"
+        )
     devices = {x.device for x in tensors.values()}
     if len(devices) > 1:
         return f"tensors are on {sorted(map(str, devices))}; make an Averager for each device"

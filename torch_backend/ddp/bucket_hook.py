@@ -1,9 +1,13 @@
 """What DDP calls in a step: a hook that hands its buckets to a driver.
 
-Buckets come in ascending order. But with `skip_all_reduce_unused_params=True` DDP hands over none of which the pass has used nothing, and that may be the first
-one or the last. So a pass begins with the first bucket that comes, and has ended at the latest when autograd has: before DDP waits for the futures.
+Buckets come in ascending order. But with `skip_all_reduce_unused_params=True` DDP hands over none
+of which the pass has used nothing, and that may be the first one or the last. So a pass begins with
+the first bucket that comes, and has ended at the latest when autograd has: before DDP waits for the
+futures.
 """
-# No `from __future__ import annotations`: DDP compares the hook's annotations with the real objects.
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the real
+# objects.
 
 import math
 from collections.abc import Callable, Mapping
@@ -36,38 +40,49 @@ class Bucket:
         buffer = bucket.buffer()
         if buffer.is_sparse:
             raise ValueError(
-                "the gradient is sparse; make it dense (`sparse=False` in the embedding) or leave it out of DDP"
+                "the gradient is sparse; make it dense (`sparse=False` in the embedding) or leave"
+                " it out of DDP"
             )
         parameters = bucket.parameters()
         gradients = [
             g if p.is_contiguous() else _laid_out_like(p, g)
             for p, g in zip(parameters, bucket.gradients(), strict=True)
         ]
-        return cls(bucket.index(), bucket.is_last(), buffer, parameters, gradients, new_future(buffer.device))
+        return cls(
+            bucket.index(),
+            bucket.is_last(),
+            buffer,
+            parameters,
+            gradients,
+            new_future(buffer.device),
+        )
 
 
 def _laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The view of a gradient as it lies: in a bucket that is as its parameter does (channels_last, transposed), but hooks are shown a contiguous view, with
-    its elements in the wrong places."""
+    """The view of a gradient as it lies: in a bucket that is as its parameter does (channels_last,
+    transposed), but hooks are shown a contiguous view, with its elements in the wrong places."""
     if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return gradient
     return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
 
 
 class _Later(torch.futures.Future[Tensor]):
-    """Completed by the thread that calls hooks, in the call for the last bucket: in an earlier call nobody may wait for it."""
+    """Completed by the thread that calls hooks, in the call for the last bucket: in an earlier call
+    nobody may wait for it."""
 
     def wait(self) -> Tensor:
         if not self.done():
             raise RuntimeError(
-                "a hook waits for the future of a bucket, which is completed in the call for the last bucket of the step: waiting would never end. "
-                "Return it, or what its `then` returns"
+                "a hook waits for the future of a bucket, which is completed in the call for the"
+                " last bucket of the step: waiting would never end. Return it, or what its `then`"
+                " returns"
             )
         return super().wait()
 
 
 def new_future(device: torch.device) -> torch.futures.Future[Tensor]:
-    """A future for a tensor on `device`. On CUDA its completion orders streams and makes no host wait."""
+    """A future for a tensor on `device`. On CUDA its completion orders streams and makes no host
+    wait."""
     return _Later() if device.type == "cpu" else _Later(devices=[device])
 
 
@@ -83,10 +98,12 @@ class BackwardPass:
 
     def __init__(self) -> None:
         self._number = 0
-        self._seen: float = math.inf  # the bucket that came last; of a pass that has ended no other is awaited
+        # the bucket that came last; of a pass that has ended no other is awaited
+        self._seen: float = math.inf
 
     def enter(self, index: int, is_last: bool, at_end: Callable[[], None]) -> bool:
-        """A bucket has come. Returns whether it begins a pass; one that has failed halfway is followed by another without an end.
+        """A bucket has come. Returns whether it begins a pass; one that has failed halfway is
+        followed by another without an end.
 
         Args:
             index, is_last: of the bucket.
@@ -102,7 +119,8 @@ class BackwardPass:
 
     def _await(self, number: int, at_end: Callable[[], None]) -> None:
         def passed() -> None:
-            # A pass inside of another (reentrant checkpointing) ends in the middle of a node of that, which brings the other buckets.
+            # A pass inside of another (reentrant checkpointing) ends in the middle of a node of
+            # that, which brings the other buckets.
             if self._number == number and self._seen < math.inf and not in_node():
                 self._seen = math.inf
                 at_end()
@@ -114,11 +132,13 @@ class BackwardPass:
 class BucketHook:
     """Hands DDP's buckets to a driver, and completes the futures that DDP waits for.
 
-    A future may be completed after its hook call has returned. All of a step are completed in the call for its last bucket, where
-    the driver finishes; or when autograd has, if DDP leaves that bucket out.
+    A future may be completed after its hook call has returned. All of a step are completed in the
+    call for its last bucket, where the driver finishes; or when autograd has, if DDP leaves that
+    bucket out.
 
     Attributes:
-        used: parameters that have received a gradient since the last step; emptied here. None: nobody keeps count.
+        used: parameters that have received a gradient since the last step; emptied here. None:
+            nobody keeps count.
         at_start: called with the step's number when its first bucket comes.
         at_end: called when the step has ended.
     """
@@ -126,7 +146,9 @@ class BucketHook:
     at_start: Callable[[int], None] | None = None
     at_end: Callable[[], None] | None = None
 
-    def __init__(self, driver: Driver, names: Mapping[Tensor, str], used: set[str] | None = None) -> None:
+    def __init__(
+        self, driver: Driver, names: Mapping[Tensor, str], used: set[str] | None = None
+    ) -> None:
         self.driver = driver
         self.names = names
         self._parameters = list(names)  # which live as long as their ids are in use here
@@ -146,7 +168,9 @@ class BucketHook:
                 except Exception as error:
                     self._failed = error
         self._waiting.append(bucket)
-        gradients = {self._names[id(p)]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)}
+        gradients = {
+            self._names[id(p)]: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True)
+        }
         self._add(gradients, first=first, last=bucket.is_last)
         if bucket.is_last:
             self._end()
@@ -169,7 +193,8 @@ class BucketHook:
         waiting, self._waiting = self._waiting, []
         for each in waiting:
             each.future.set_result(each.buffer)
-        failed, self._failed = self._failed, None  # whose traceback holds what the step has worked on
+        # whose traceback holds what the step has worked on
+        failed, self._failed = self._failed, None
         if self.at_end is not None:
             try:
                 self.at_end()
@@ -180,17 +205,20 @@ class BucketHook:
 
 
 def raise_after_backward(error: Exception) -> None:
-    """Raise when the reducer has finished the backward pass, of which it would otherwise take no other."""
+    """Raise when the reducer has finished the backward pass, of which it would otherwise take no
+    other."""
 
     def last() -> None:
         raise error
 
-    # The reducer queues its own callback when this hook has returned, so the first of ours comes before that, and the second after it.
+    # The reducer queues its own callback when this hook has returned, so the first of ours comes
+    # before that, and the second after it.
     queue_callback(lambda: queue_callback(last))
 
 
 class Slot:
-    """DDP keeps its one hook for life. It is this one's, and every bucket goes to whoever has the slot.
+    """DDP keeps its one hook for life. It is this one's, and every bucket goes to whoever has the
+    slot.
 
     Attributes:
         on_bucket: who has it.
@@ -209,11 +237,13 @@ class Slot:
         return read.future
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A DDP that is pickled or copied takes no hook along: the copy has a reducer of its own, which has none."""
+        """A DDP that is pickled or copied takes no hook along: the copy has a reducer of its own,
+        which has none."""
         return LeftBehind, ()
 
     def take(self, on_bucket: BucketHook) -> None:
-        """Give the slot to somebody. What the one before has sent and not finished comes to its end."""
+        """Give the slot to somebody. What the one before has sent and not finished comes to its
+        end."""
         self.on_bucket.driver.abandon()
         self.on_bucket, self.free = on_bucket, False
 
@@ -223,5 +253,6 @@ class LeftBehind:
 
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         raise RuntimeError(
-            "this hook was left behind when its DDP was pickled; call register_comm_hook(ddp, algorithm) again"
+            "this hook was left behind when its DDP was pickled; call register_comm_hook(ddp,"
+            " algorithm) again"
         )

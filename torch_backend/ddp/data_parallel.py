@@ -25,7 +25,12 @@ from gradwire.torch_backend.engine.groups.nodes import on_nodes
 from gradwire.torch_backend.engine.groups.process_groups import given_or_default
 from gradwire.torch_backend.engine.torch_modes import outside_inference_mode
 from gradwire.torch_backend.monitor.watcher import UnknownParameters
-from gradwire.torch_backend.setup.consistency import copy_from_first_rank, describe, obstacle, require_initialized
+from gradwire.torch_backend.setup.consistency import (
+    copy_from_first_rank,
+    describe,
+    obstacle,
+    require_initialized,
+)
 from gradwire.torch_backend.setup.handle import Handle
 from gradwire.torch_backend.setup.registration import (
     announce,
@@ -40,12 +45,14 @@ ALL_REDUCE = AllReduce()
 
 
 def _divided(algorithm: Algorithm) -> bool:
-    """Plain averaging sends the buckets as they are, so gradients can be divided on their way into them."""
+    """Plain averaging sends the buckets as they are, so gradients can be divided on their way into
+    them."""
     return type(algorithm) is AllReduce
 
 
 def _bucket_by_bucket(driver: Driver, message_bytes: int | None) -> None:
-    """Send each bucket as a message where nothing is compressed, unless the user has said otherwise."""
+    """Send each bucket as a message where nothing is compressed, unless the user has said
+    otherwise."""
     if message_bytes is None and not driver.memory.state.tensors:
         driver.message_bytes = 0
 
@@ -59,8 +66,13 @@ class ParallelHandle(Handle):
         self._message_bytes = message_bytes
 
     def reconfigure(self, algorithm: Algorithm) -> StateMismatch:
-        options: dict[str, Any] = {"message_bytes": self._message_bytes, "divided": _divided(algorithm)}
-        driver, difference = reconfigured(self._driver, algorithm, {"call": "reconfigure"}, **options)
+        options: dict[str, Any] = {
+            "message_bytes": self._message_bytes,
+            "divided": _divided(algorithm),
+        }
+        driver, difference = reconfigured(
+            self._driver, algorithm, {"call": "reconfigure"}, **options
+        )
         _bucket_by_bucket(driver, self._message_bytes)
         self._reducer.use(driver)
         self._driver = driver
@@ -70,23 +82,29 @@ class ParallelHandle(Handle):
 
 
 class DataParallel(nn.Module):
-    """A module whose gradients are averaged over all ranks during the backward pass, by any algorithm.
+    """A module whose gradients are averaged over all ranks during the backward pass, by any
+    algorithm.
 
         model = DataParallel(model)
         model(x).sum().backward()        # model.module's gradients are averages now
 
-    It does what `DistributedDataParallel` does, step for step: with the default algorithm its gradients are the same bits on Gloo, in the
-    same buckets, and its state dict has the same keys. All that decides anything is Python: `gradwire.core.buckets.reducer` and
+    It does what `DistributedDataParallel` does, step for step: with the default algorithm its
+    gradients are the same bits on Gloo, in the same buckets, and its state dict has the same keys.
+    All that decides anything is Python: `gradwire.core.buckets.reducer` and
     `gradwire.core.buckets.assignment`.
 
-    **Use `DistributedDataParallel` with `register_comm_hook` instead** for: `torch.compile` of the wrapped model, uneven inputs (`join`),
-    `static_graph`, sparse gradients, mixed-precision wrappers, models that spread over several devices, or very many small parameters
-    (this runs some Python for each). Use this one to see or change how gradients are reduced, where a tool has taken DDP's only hook, for
-    gradients through several backward passes, or where DDP's conditions on the forward pass are in the way.
+    **Use `DistributedDataParallel` with `register_comm_hook` instead** for: `torch.compile` of the
+    wrapped model, uneven inputs (`join`), `static_graph`, sparse gradients, mixed-precision
+    wrappers, models that spread over several devices, or very many small parameters (this runs some
+    Python for each). Use this one to see or change how gradients are reduced, where a tool has
+    taken DDP's only hook, for gradients through several backward passes, or where DDP's conditions
+    on the forward pass are in the way.
 
-    Gradients are views of the buckets: what `p.grad` was after one step is overwritten by the next, `zero_grad()` or not. Each backward
-    pass averages, whether the forward pass went through this wrapper or not, unless the last forward pass through it was under
-    `no_sync`. A backward pass raises, on the ranks concerned, if parameters had no gradient in it and `find_unused_parameters` is off.
+    Gradients are views of the buckets: what `p.grad` was after one step is overwritten by the next,
+    `zero_grad()` or not. Each backward pass averages, whether the forward pass went through this
+    wrapper or not, unless the last forward pass through it was under `no_sync`. A backward pass
+    raises, on the ranks concerned, if parameters had no gradient in it and `find_unused_parameters`
+    is off.
 
     Examples:
         >>> import gradwire, torch
@@ -97,29 +115,36 @@ class DataParallel(nn.Module):
         (18432, [['bias', 'weight']])
 
     Args:
-        module: gradients of float dtypes, dense, on one device. Parameters and buffers are overwritten with rank 0's.
+        module: gradients of float dtypes, dense, on one device. Parameters and buffers are
+            overwritten with rank 0's.
         algorithm: what to run, the same on every rank.
         process_group: whose ranks are averaged over; None is the default group.
         bucket_cap_mb: size of a bucket in MiB; a bucket exceeds it by less than one parameter.
-        first_bucket_mb: size of the first one in MiB, small so that communication begins early. (DDP takes 1 MiB unless it is told
-            `bucket_cap_mb`, which then holds for the first one too.)
-        find_unused_parameters: a backward pass may leave parameters out, not the same ones on all ranks. Costs a walk over the autograd
-            graph in each forward pass and one small message in each step; on CUDA the host waits for it where this rank left parameters out.
-            A parameter that no rank used keeps the gradient it had, usually None. Buckets are not rebuilt then.
-        message_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: where an
-            algorithm compresses, 1 MiB (4 MiB on an accelerator); else each bucket is a message. With two levels, what travels inside a node
-            counts a 32nd.
+        first_bucket_mb: size of the first one in MiB, small so that communication begins early.
+            (DDP takes 1 MiB unless it is told `bucket_cap_mb`, which then holds for the first one
+            too.)
+        find_unused_parameters: a backward pass may leave parameters out, not the same ones on all
+            ranks. Costs a walk over the autograd graph in each forward pass and one small message
+            in each step; on CUDA the host waits for it where this rank left parameters out. A
+            parameter that no rank used keeps the gradient it had, usually None. Buckets are not
+            rebuilt then.
+        message_bytes: buckets are collected until their payload has so many bytes, and then share
+            one message. None: where an algorithm compresses, 1 MiB (4 MiB on an accelerator); else
+            each bucket is a message. With two levels, what travels inside a node counts a 32nd.
         grad_scaler: see `register_comm_hook`.
 
     Attributes:
         module: the module.
-        handle: statistics and memory of the algorithm, and everything else that a `CommHook` does but `unregister`: `reconfigure(AllReduce())` ends
-            compression. The module's weights are in `state_dict()`, the compressor's memory in `handle.state_dict()`.
+        handle: statistics and memory of the algorithm, and everything else that a `CommHook` does
+            but `unregister`: `reconfigure(AllReduce())` ends compression. The module's weights are
+            in `state_dict()`, the compressor's memory in `handle.state_dict()`.
         process_group: whose ranks are averaged over.
 
     Raises:
-        TypeError: `module` is not a module, or is a DistributedDataParallel, or sharded by FSDP; or `algorithm` is no algorithm.
-        ValueError: nothing to train, something cannot be served (named), or ranks differ in what they wrap (said how, on all ranks).
+        TypeError: `module` is not a module, or is a DistributedDataParallel, or sharded by FSDP; or
+            `algorithm` is no algorithm.
+        ValueError: nothing to train, something cannot be served (named), or ranks differ in what
+            they wrap (said how, on all ranks).
     """
 
     @outside_inference_mode
@@ -139,10 +164,13 @@ class DataParallel(nn.Module):
         super().__init__()
         if is_fsdp(module):
             raise TypeError(
-                f"module is a {type(module).__name__}, sharded by FSDP, which averages by itself. {INSTEAD}"
+                f"module is a {type(module).__name__}, sharded by FSDP, which averages by itself."
+                f" {INSTEAD}"
             )
         if not isinstance(module, nn.Module) or isinstance(module, DistributedDataParallel):
-            raise TypeError(f"module is a {type(module).__name__}; wrap the model itself, an nn.Module")
+            raise TypeError(
+                f"module is a {type(module).__name__}; wrap the model itself, an nn.Module"
+            )
         require_gradient_algorithm(algorithm)
         require_initialized(dict(module.named_parameters()))
         limits = bucket_limits(bucket_cap_mb, first_bucket_mb)
@@ -150,7 +178,8 @@ class DataParallel(nn.Module):
         parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if not parameters:
             raise ValueError(
-                "module has no parameter with requires_grad=True, so there is nothing to average; use it as it is"
+                "module has no parameter with requires_grad=True, so there is nothing to average;"
+                " use it as it is"
             )
         algorithm = on_nodes(algorithm, group, next(iter(parameters.values())).device)
         settings = {
@@ -160,14 +189,26 @@ class DataParallel(nn.Module):
             "message_bytes": str(message_bytes),
             "grad_scaler": str(grad_scaler is not None),
         }
-        described = describe(dict(module.named_parameters())) | describe(dict(module.named_buffers()), "buffer")
+        described = describe(dict(module.named_parameters())) | describe(
+            dict(module.named_buffers()), "buffer"
+        )
         frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
         why_not = obstacle(module, algorithm, parameters)
-        groups, trial = prepared(algorithm, parameters, group, settings, why_not, described=described, frozen=frozen)
+        groups, trial = prepared(
+            algorithm, parameters, group, settings, why_not, described=described, frozen=frozen
+        )
         copy_from_first_rank([*module.parameters(), *module.buffers()], group)
         device = next(iter(parameters.values())).device
         specs, divided = specs_of(parameters), _divided(algorithm)
-        driver = Driver(algorithm, specs, device, groups, message_bytes, grad_scaler=grad_scaler, divided=divided)
+        driver = Driver(
+            algorithm,
+            specs,
+            device,
+            groups,
+            message_bytes,
+            grad_scaler=grad_scaler,
+            divided=divided,
+        )
         announce(driver, trial)
         _bucket_by_bucket(driver, message_bytes)
         self.module = module
@@ -180,7 +221,8 @@ class DataParallel(nn.Module):
         self._buffers_may_differ = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module. Arguments and result are its own. Buffers are rank 0's in the first forward pass, and in each that follows a step."""
+        """Run the module. Arguments and result are its own. Buffers are rank 0's in the first
+        forward pass, and in each that follows a step."""
         training = torch.is_grad_enabled()
         if training:
             self._unknown.look(self._reducer.driver.memory.steps)
@@ -199,8 +241,8 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate: backward passes of forward passes in this context add up gradients and send nothing. The first pass after it
-        averages the sum."""
+        """Accumulate: backward passes of forward passes in this context add up gradients and send
+        nothing. The first pass after it averages the sum."""
         before, self._synchronizing = self._synchronizing, False
         try:
             yield
@@ -208,5 +250,6 @@ class DataParallel(nn.Module):
             self._synchronizing = before
 
     def buckets(self) -> list[list[str]]:
-        """Names of the parameters in each bucket, in the order in which buckets are sent. They change once, after the first step."""
+        """Names of the parameters in each bucket, in the order in which buckets are sent. They
+        change once, after the first step."""
         return self._reducer.buckets

@@ -26,7 +26,11 @@ from gradwire.torch_backend.engine.groups.nodes import on_nodes
 from gradwire.torch_backend.engine.torch_modes import outside_inference_mode
 from gradwire.torch_backend.monitor.stats import Stats
 from gradwire.torch_backend.monitor.watcher import UnknownParameters
-from gradwire.torch_backend.setup.consistency import meet_to_change, obstacle, require_same_on_all_ranks
+from gradwire.torch_backend.setup.consistency import (
+    meet_to_change,
+    obstacle,
+    require_same_on_all_ranks,
+)
 from gradwire.torch_backend.setup.handle import Handle
 from gradwire.torch_backend.setup.registration import announce, prepared, require_gradient_algorithm
 from gradwire.torch_backend.setup.sharded_models import INSTEAD, is_fsdp
@@ -49,8 +53,9 @@ def register_comm_hook(
 ) -> "CommHook":
     """Let `algorithm` average the gradients of a DDP module. The training loop stays as it is.
 
-    To be called on all ranks, once, before the first backward pass; works with any bucket size, `find_unused_parameters`, `static_graph`,
-    `gradient_as_bucket_view` and `no_sync`. It communicates once, to check that all ranks ask for the same.
+    To be called on all ranks, once, before the first backward pass; works with any bucket size,
+    `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view` and `no_sync`. It
+    communicates once, to check that all ranks ask for the same.
 
     Examples:
         >>> import gradwire, torch
@@ -62,47 +67,65 @@ def register_comm_hook(
         (18432, 1050624)
 
     Args:
-        ddp: the wrapped model, or what `torch.compile` has made of it. Gradients of float dtypes, dense, on one device.
-        algorithm: what to run, the same on every rank: `PowerSGD(rank=4)`, `AllReduce()`, `WireDtype(...)`, your own; or `gradwire.Auto()`, which finds the fastest
-            while the training runs.
-        message_bytes: buckets are collected until their payload has so many bytes, and then share one message. None: 1 MiB; 4 MiB for
-            compressed gradients on an accelerator, where messages are quick and kernels count. With two levels, what travels inside a node
-            counts a 32nd.
-        grad_scaler: the scaler of the loss. The compression error is in units of scaled gradients and has to follow when the scale
-            changes; without this it counts for too much, or too little, in the steps after.
+        ddp: the wrapped model, or what `torch.compile` has made of it. Gradients of float dtypes,
+            dense, on one device.
+        algorithm: what to run, the same on every rank: `PowerSGD(rank=4)`, `AllReduce()`,
+            `WireDtype(...)`, your own; or `gradwire.Auto()`, which finds the fastest while the
+            training runs.
+        message_bytes: buckets are collected until their payload has so many bytes, and then share
+            one message. None: 1 MiB; 4 MiB for compressed gradients on an accelerator, where
+            messages are quick and kernels count. With two levels, what travels inside a node counts
+            a 32nd.
+        grad_scaler: the scaler of the loss. The compression error is in units of scaled gradients
+            and has to follow when the scale changes; without this it counts for too much, or too
+            little, in the steps after.
 
     Returns:
         A handle with the hook's statistics and state.
 
     Warns:
-        CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see `gradwire.core.plan.advice`. And once in training,
-            a UserWarning, if parameters are thawed or added of which DDP knows nothing.
+        CompressionWarning: much stays uncompressed, or a tensor looks like a stack; see
+            `gradwire.core.plan.advice`. And once in training, a UserWarning, if parameters are
+            thawed or added of which DDP knows nothing.
 
-    Logs, on the first rank, one line to the logger `gradwire`: what is compressed, bytes, messages and memory.
+    Logs, on the first rank, one line to the logger `gradwire`: what is compressed, bytes, messages
+    and memory.
 
     Raises:
         TypeError: `ddp` is not a DistributedDataParallel, or `algorithm` is no algorithm.
-        ValueError: a parameter or option cannot be served (named), `ddp` has a hook already, or ranks ask for different things. The
-            module is unchanged then.
+        ValueError: a parameter or option cannot be served (named), `ddp` has a hook already, or
+            ranks ask for different things. The module is unchanged then.
     """
     ddp = before_compile(ddp)
     if is_fsdp(ddp):
-        raise TypeError(f"ddp is a {type(ddp).__name__}, sharded by FSDP, which averages by itself. {INSTEAD}")
+        raise TypeError(
+            f"ddp is a {type(ddp).__name__}, sharded by FSDP, which averages by itself. {INSTEAD}"
+        )
     if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"ddp is a {type(ddp).__name__}; wrap the model first: DistributedDataParallel(model)")
+        raise TypeError(
+            f"ddp is a {type(ddp).__name__}; wrap the model first: DistributedDataParallel(model)"
+        )
     auto = algorithm if isinstance(algorithm, Auto) else None
     if isinstance(algorithm, Auto):
         algorithm = AllReduce()
     require_gradient_algorithm(algorithm)
     algorithm = on_nodes(algorithm, ddp.process_group, next(ddp.parameters()).device)
     parameters = _trained_parameters(ddp)
-    settings = {"auto": str(auto), "message_bytes": str(message_bytes), "grad_scaler": str(grad_scaler is not None)}
+    settings = {
+        "auto": str(auto),
+        "message_bytes": str(message_bytes),
+        "grad_scaler": str(grad_scaler is not None),
+    }
     frozen = [name for name, p in ddp.module.named_parameters() if not p.requires_grad]
     obstacle = _obstacle(ddp, algorithm, parameters)
-    groups, trial = prepared(algorithm, parameters, ddp.process_group, settings, obstacle, frozen=frozen)
+    groups, trial = prepared(
+        algorithm, parameters, ddp.process_group, settings, obstacle, frozen=frozen
+    )
     device = next(iter(parameters.values())).device
     choice = None if auto is None else choice_for(auto, parameters, groups, device)
-    driver = Driver(algorithm, specs_of(parameters), device, groups, message_bytes, grad_scaler=grad_scaler)
+    driver = Driver(
+        algorithm, specs_of(parameters), device, groups, message_bytes, grad_scaler=grad_scaler
+    )
     announce(driver, trial)
     handle = hooked(ddp, driver, parameters)
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
@@ -114,7 +137,9 @@ def register_comm_hook(
     return handle
 
 
-def hooked(ddp: DistributedDataParallel, driver: Driver, parameters: Mapping[str, Tensor]) -> "CommHook":
+def hooked(
+    ddp: DistributedDataParallel, driver: Driver, parameters: Mapping[str, Tensor]
+) -> "CommHook":
     """Let a driver average what DDP has in its buckets. There must be no `hook_obstacle`."""
     slot = _slot_of(ddp)
     handle = CommHook(driver, parameters, None, slot=slot)
@@ -122,7 +147,8 @@ def hooked(ddp: DistributedDataParallel, driver: Driver, parameters: Mapping[str
         note_hooks(ddp, _hooks_of(ddp))
         try:
             ddp.register_comm_hook(None, handle.hook)
-        except RuntimeError:  # of the reducer, which has a built-in hook; DDP has noted ours before it asked
+        except RuntimeError:
+            # of the reducer, which has a built-in hook; DDP has noted ours before it asked
             note_hooks(ddp, [noted for noted in noted_hooks(ddp) if noted[0] != handle.hook])
             raise
     return handle
@@ -133,15 +159,19 @@ def hook_obstacle(ddp: DistributedDataParallel) -> str:
     slot = _slot_of(ddp)
     if getattr(ddp, "mixed_precision", None) is not None:
         return (
-            "ddp was made with mixed_precision=…, which takes DDP's only communication hook for itself; leave mixed_precision out, and run the forward pass "
-            "under torch.autocast"
+            "ddp was made with mixed_precision=…, which takes DDP's only communication hook for"
+            " itself; leave mixed_precision out, and run the forward pass under torch.autocast"
         )
     if slot is None and _hooks_of(ddp):
-        return "ddp has a communication hook already, and DDP takes only one; wrap the model anew to change it"
+        return (
+            "ddp has a communication hook already, and DDP takes only one; wrap the model anew to"
+            " change it"
+        )
     if slot is not None and not slot.free:
         return (
-            "ddp has a communication hook already, of gradwire's. unregister() of the handle that register_comm_hook or local_sgd returned makes place "
-            "for another, and reconfigure(...) changes it"
+            "ddp has a communication hook already, of gradwire's. unregister() of the handle that"
+            " register_comm_hook or local_sgd returned makes place for another, and"
+            " reconfigure(...) changes it"
         )
     return ""
 
@@ -155,7 +185,7 @@ class CommHook(Handle):
         >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
         >>> handle = register_comm_hook(ddp, gradwire.PowerSGD(rank=1))
         >>> ddp(torch.ones(2, 64)).sum().backward()
-        >>> len(handle.reconfigure(gradwire.PowerSGD(rank=2)).reshaped)    # the factor begins anew, the error stays
+        >>> len(handle.reconfigure(gradwire.PowerSGD(rank=2)).reshaped)  # the factor
         1
         >>> state = handle.state_dict()
         >>> state["step"], sorted(state["tensors"]["weight"]), sorted(state["local"]["weight"])
@@ -165,7 +195,12 @@ class CommHook(Handle):
     instead = "register_comm_hook(ddp, algorithm)"
 
     def __init__(
-        self, driver: Driver, parameters: Mapping[str, Tensor], used: set[str] | None, *, slot: Slot | None = None
+        self,
+        driver: Driver,
+        parameters: Mapping[str, Tensor],
+        used: set[str] | None,
+        *,
+        slot: Slot | None = None,
     ) -> None:
         super().__init__(driver)
         self._on_bucket = BucketHook(driver, {p: name for name, p in parameters.items()}, used)
@@ -180,12 +215,14 @@ class CommHook(Handle):
 
     @property
     def hook(self) -> Callable[[object, GradBucket], torch.futures.Future[Tensor]]:
-        """The function that DDP calls, for tools that register hooks themselves. Its first argument is not used."""
+        """The function that DDP calls, for tools that register hooks themselves. Its first argument
+        is not used."""
         return self._slot.hook
 
     def unregister(self) -> None:
-        """Give the gradients back: from the next step on DDP averages them as they are, as if no hook had been registered. To be called on
-        all ranks, between steps. `register_comm_hook` may then be called on the same DDP again.
+        """Give the gradients back: from the next step on DDP averages them as they are, as if no
+        hook had been registered. To be called on all ranks, between steps. `register_comm_hook` may
+        then be called on the same DDP again.
 
         Statistics and memory stay readable, and are gone with the handle.
 
@@ -195,7 +232,9 @@ class CommHook(Handle):
         driver = self._driver
         settings = {"call": "unregister", "step": str(driver.memory.steps)}
         meet_to_change(driver.memory.placement.meetings)
-        require_same_on_all_ranks(driver.process_group, settings, {}, self._why_not(), driver.ops.device)
+        require_same_on_all_ranks(
+            driver.process_group, settings, {}, self._why_not(), driver.ops.device
+        )
         self.leave()
 
     @outside_inference_mode
@@ -237,7 +276,11 @@ class CommHook(Handle):
 
     def stats(self) -> Stats:
         found = super().stats()
-        return found if self._choosing is None else replace(found, choices=tuple(self._choosing.changes))
+        return (
+            found
+            if self._choosing is None
+            else replace(found, choices=tuple(self._choosing.changes))
+        )
 
     stats.__doc__ = Handle.stats.__doc__
 
@@ -248,7 +291,9 @@ class CommHook(Handle):
 
     load_state_dict.__doc__ = Handle.load_state_dict.__doc__
 
-    def _notice(self, used: set[str] | None, hooks: list[RemovableHandle], look: Callable[[int], None]) -> None:
+    def _notice(
+        self, used: set[str] | None, hooks: list[RemovableHandle], look: Callable[[int], None]
+    ) -> None:
         """Keep count of used parameters, by these hooks, and look for new ones."""
         self._on_bucket.used, self._note_hooks = used, hooks
         self._look = self._on_bucket.at_start = look
@@ -268,14 +313,18 @@ def _slot_of(ddp: DistributedDataParallel) -> Slot | None:
 
 def _hooks_of(ddp: DistributedDataParallel) -> list[Any]:
     """What DDP has noted, but for hooks that were left behind in pickling."""
-    return [each for each in noted_hooks(ddp) if not isinstance(getattr(each[0], "__self__", None), LeftBehind)]
+    return [
+        each
+        for each in noted_hooks(ddp)
+        if not isinstance(getattr(each[0], "__self__", None), LeftBehind)
+    ]
 
 
 def _note_used(
     ddp: DistributedDataParallel, parameters: Mapping[str, Tensor]
 ) -> tuple[set[str] | None, list[RemovableHandle]]:
-    """A set that every parameter enters when its gradient is accumulated, and what does it. The reducer keeps the same account, but cannot be
-    asked for it while it runs a hook."""
+    """A set that every parameter enters when its gradient is accumulated, and what does it. The
+    reducer keeps the same account, but cannot be asked for it while it runs a hook."""
     if not ddp.find_unused_parameters or ddp.static_graph:
         return None, []
     used: set[str] = set()
@@ -289,13 +338,16 @@ def _note_used(
     return used, hooks
 
 
-def _obstacle(ddp: DistributedDataParallel, algorithm: Algorithm, parameters: Mapping[str, Tensor]) -> str:
+def _obstacle(
+    ddp: DistributedDataParallel, algorithm: Algorithm, parameters: Mapping[str, Tensor]
+) -> str:
     """Why this rank cannot take part; "" if it can."""
     if why_not := hook_obstacle(ddp):
         return why_not
     if hands_single_gradients(ddp):
         return (
-            'torch._dynamo.config.optimize_ddp="python_reducer" hands hooks single gradients instead of buckets; set it to '
-            '"ddp_optimizer", the default, before the model is wrapped'
+            'torch._dynamo.config.optimize_ddp="python_reducer" hands hooks single gradients'
+            ' instead of buckets; set it to "ddp_optimizer", the default, before the model is'
+            " wrapped"
         )
     return obstacle(ddp.module, algorithm, parameters)

@@ -24,13 +24,19 @@ from gradwire.torch_backend.torch_internals import in_backward, queue_callback
 
 
 class BackwardReducer:
-    """Watches gradients arrive, keeps them in flat buckets, and hands each bucket to a driver when its turn has come.
+    """Watches gradients arrive, keeps them in flat buckets, and hands each bucket to a driver when
+    its turn has come.
 
-    Everything that it decides is decided by `gradwire.core.buckets.reducer.Reducer`; here are hooks and memory. Limits of buckets are in bytes.
+    Everything that it decides is decided by `gradwire.core.buckets.reducer.Reducer`; here are hooks
+    and memory. Limits of buckets are in bytes.
     """
 
     def __init__(
-        self, driver: Driver, parameters: Mapping[str, Tensor], limits: Sequence[int], find_unused: bool
+        self,
+        driver: Driver,
+        parameters: Mapping[str, Tensor],
+        limits: Sequence[int],
+        find_unused: bool,
     ) -> None:
         self.driver = driver
         self.find_unused = find_unused
@@ -40,8 +46,9 @@ class BackwardReducer:
         self._number = {p: i for i, p in enumerate(self._parameters)}
         self._specs = [driver.specs[name] for name in parameters]
         self.use(driver)
-        # Nobody knows yet in which order gradients come. Where parameters may be left out it can be another one in every step: then it
-        # is taken to be the reverse of the order in the module, for good. Elsewhere the first step is one bucket, to see the order.
+        # Nobody knows yet in which order gradients come. Where parameters may be left out it can be
+        # another one in every step: then it is taken to be the reverse of the order in the module,
+        # for good. Elsewhere the first step is one bucket, to see the order.
         first_limits = self._limits if find_unused else [sys.maxsize]
         self._rebuilt = find_unused
         self._state = Reducer(list(parameters), self._assign(first_limits)[::-1])
@@ -57,7 +64,10 @@ class BackwardReducer:
         """Let this driver average from the next step on."""
         self.driver.abandon()
         self.driver = driver
-        self._factors = [share(driver.process_group, p.dtype) if driver.divided else None for p in self._parameters]
+        self._factors = [
+            share(driver.process_group, p.dtype) if driver.divided else None
+            for p in self._parameters
+        ]
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -81,7 +91,8 @@ class BackwardReducer:
         everything_unused = False
         if self.find_unused and not accumulating:
             if found.opaque:
-                # Whatever is not seen may reach any parameter. Those without a gradient in the end are the unused ones.
+                # Whatever is not seen may reach any parameter. Those without a gradient in the end
+                # are the unused ones.
                 self._reached = set(range(len(self._parameters)))
             else:
                 now = reached(found.tensors, self._number)
@@ -116,14 +127,16 @@ class BackwardReducer:
 
         for i, p in enumerate(self._parameters):
             p.register_post_accumulate_grad_hook(hook(i))  # type: ignore[no-untyped-call]
-        # Held from now on, as DDP holds them: a node accumulates on the stream on which it was made, and all have to be one stream's.
+        # Held from now on, as DDP holds them: a node accumulates on the stream on which it was
+        # made, and all have to be one stream's.
         self._accumulators = [p.expand_as(p).grad_fn.next_functions[0][0] for p in self._parameters]  # type: ignore[union-attr]
 
     def _on_output(self, everything_unused: bool) -> None:
-        # A backward pass may run others inside it (reentrant checkpointing), and a callback runs at the end of the innermost. The outputs
-        # belong to the outermost.
+        # A backward pass may run others inside it (reentrant checkpointing), and a callback runs at
+        # the end of the innermost. The outputs belong to the outermost.
         self._watch_for_the_end()
-        if everything_unused and not self._state.active:  # no gradient will come, and the other ranks wait
+        # no gradient will come, and the other ranks wait
+        if everything_unused and not self._state.active:
             self._begin()
 
     def _on_gradient(self, i: int) -> None:
@@ -168,7 +181,8 @@ class BackwardReducer:
             self._rebuild()
 
     def _launch(self, buckets: Sequence[int]) -> None:
-        # The last one ends the step and waits for all messages, so it is kept for the end of the pass.
+        # The last one ends the step and waits for all messages, so it is kept for the end of the
+        # pass.
         for k in buckets:
             if k < len(self._state.buckets) - 1:
                 self._send_bucket(k)
@@ -185,7 +199,9 @@ class BackwardReducer:
         last = k == len(self._state.buckets) - 1
         usage = None
         if last and self.find_unused:
-            usage = self.driver.send_usage([i not in self._absent for i in range(len(self._parameters))])
+            usage = self.driver.send_usage(
+                [i not in self._absent for i in range(len(self._parameters))]
+            )
         names = self._state.names
         self.driver.add(
             {names[i]: self._views[i] for i in members},
@@ -196,8 +212,8 @@ class BackwardReducer:
         return usage
 
     def _give_to_absent(self, usage: Running[Tensor] | None) -> None:
-        """A parameter that only other ranks used receives their average; one that nobody used stays without a gradient, so that an
-        optimizer leaves it alone."""
+        """A parameter that only other ranks used receives their average; one that nobody used stays
+        without a gradient, so that an optimizer leaves it alone."""
         if usage is None:
             return
         usage.receive()
@@ -216,11 +232,14 @@ class BackwardReducer:
                 view.mul_(factor)
             return
         if gradient.layout != torch.strided:
-            raise RuntimeError(f"the gradient of parameter {self._state.names[i]!r} is sparse; make it dense")
+            raise RuntimeError(
+                f"the gradient of parameter {self._state.names[i]!r} is sparse; make it dense"
+            )
         if gradient.requires_grad:
             raise RuntimeError(
-                f"the gradient of parameter {self._state.names[i]!r} has a graph of its own: backward(create_graph=True) cannot be "
-                "averaged. Use torch.autograd.grad for the inner derivatives."
+                f"the gradient of parameter {self._state.names[i]!r} has a graph of its own:"
+                " backward(create_graph=True) cannot be averaged. Use torch.autograd.grad for the"
+                " inner derivatives."
             )
         if factor is None:
             view.copy_(gradient)
@@ -242,11 +261,13 @@ class BackwardReducer:
         self._views = [views[i] for i in range(len(self._parameters))]
 
     def _rebuild(self) -> None:
-        """Buckets in the order in which rank 0's gradients came. Their memory is taken in the next pass, when that of the old ones is
-        free."""
+        """Buckets in the order in which rank 0's gradients came. Their memory is taken in the next
+        pass, when that of the old ones is free."""
         self._rebuilt = True
         group = self.driver.process_group
-        order = torch.tensor(self._state.arrival_order(), dtype=torch.int64, device=self.driver.ops.device)
+        order = torch.tensor(
+            self._state.arrival_order(), dtype=torch.int64, device=self.driver.ops.device
+        )
         dist.broadcast(order, dist.get_global_rank(group, 0), group=group)
         self._state.rebuild(self._assign(self._limits, order.tolist()))
         self._flats, self._views = [], []

@@ -1,4 +1,5 @@
-"""A process of the doctor: `python -m gradwire.torch_backend.doctor JSON`. Rows go to the standard output, a line each."""
+"""A process of the doctor: `python -m gradwire.torch_backend.doctor JSON`. Rows go to the standard
+output, a line each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The checks of one rank: its kernels, the messages of its group, and every algorithm through a hook of DDP, each step from the known state before it."""
+"""The checks of one rank: its kernels, the messages of its group, and every algorithm through a
+hook of DDP, each step from the known state before it."""
 
 from __future__ import annotations
 
@@ -36,12 +37,16 @@ BUCKET_MB = 0.3
 
 
 def check_kernels(section: Section, device: torch.device, *, quick: bool) -> None:
-    """Every kernel and codec on a device, as a step calls them: under the user's own settings of precision, which steps leave aside."""
+    """Every kernel and codec on a device, as a step calls them: under the user's own settings of
+    precision, which steps leave aside."""
     ops = TorchOps(device)
 
     def checked(check: kernels.Check) -> None:
         with torch.no_grad(), plain_arithmetic(device):
-            found = check.call(ops, {name: torch.from_numpy(x.copy()).to(device) for name, x in check.given.items()})
+            found = check.call(
+                ops,
+                {name: torch.from_numpy(x.copy()).to(device) for name, x in check.given.items()},
+            )
         check.require([_in_numpy(x) for x in found])
 
     for name, check in kernels.checks(quick=quick).items():
@@ -69,9 +74,12 @@ def check_methods(
     *,
     loops: bool = False,
 ) -> None:
-    """Averages and memory of each algorithm, on this rank; and that all ranks have received the same bits. With `loops`: once more with what numba compiles for it."""
+    """Averages and memory of each algorithm, on this rank; and that all ranks have received the
+    same bits. With `loops`: once more with what numba compiles for it."""
     for algorithm in algorithms:
-        section.check(repr(algorithm), functools.partial(_check_method, algorithm, group, device, loops=loops))
+        section.check(
+            repr(algorithm), functools.partial(_check_method, algorithm, group, device, loops=loops)
+        )
 
 
 def note_unseen(section: Section, device: torch.device, say: Any) -> None:
@@ -80,7 +88,9 @@ def note_unseen(section: Section, device: torch.device, say: Any) -> None:
         say(unseen_row(section.part, name))
 
 
-def _check_method(algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device, *, loops: bool) -> str:
+def _check_method(
+    algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device, *, loops: bool
+) -> str:
     specs = known_specs(algorithm, "float32")
     steps = list(known_steps(algorithm, specs, dist.get_world_size(group)))
     wrong = _wrong_steps(algorithm, specs, steps, group, device, Loops())
@@ -105,26 +115,42 @@ def _wrong_steps(
 ) -> str:
     """What is wrong in known steps, in words; "" if nothing is."""
     rank, wrong = dist.get_rank(group), ""
-    module = _Given({name: torch.ones(spec.shape, dtype=torch.float32, device=device) for name, spec in specs.items()})
+    module = _Given(
+        {
+            name: torch.ones(spec.shape, dtype=torch.float32, device=device)
+            for name, spec in specs.items()
+        }
+    )
     ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=BUCKET_MB)
     handle = register_comm_hook(ddp, algorithm)
     handle._driver.ops.loops = loops
     for step in steps:
         handle.load_state_dict(_saved(algorithm, step, rank))
         module.zero_grad()
-        ddp({name: torch.from_numpy(x).to(device) for name, x in step.gradients[rank].items()}).backward()
-        averages = {name: _in_numpy(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+        ddp(
+            {name: torch.from_numpy(x).to(device) for name, x in step.gradients[rank].items()}
+        ).backward()
+        averages = {
+            name: _in_numpy(p.grad) for name, p in module.named_parameters() if p.grad is not None
+        }
         state = handle.rank_state_dict()
-        tensors = {name: {k: _in_numpy(x) for k, x in each.items()} for name, each in state["tensors"].items()}
+        tensors = {
+            name: {k: _in_numpy(x) for k, x in each.items()}
+            for name, each in state["tensors"].items()
+        }
         after = State({k: _in_numpy(x) for k, x in state["shared"].items()}, tensors)
-        others = _other_bits(step, averages, group, device)  # which asks the first rank, whatever is wrong here
+        # which asks the first rank, whatever is wrong here
+        others = _other_bits(step, averages, group, device)
         wrong = wrong or step.wrong_on(rank, averages, after) or others
     handle.unregister()
     return wrong
 
 
 def _other_bits(
-    step: KnownStep, averages: dict[str, npt.NDArray[Any]], group: dist.ProcessGroup, device: torch.device
+    step: KnownStep,
+    averages: dict[str, npt.NDArray[Any]],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> str:
     """Whether the first rank of the group has received other averages, in words."""
     if step.bad:
@@ -134,7 +160,8 @@ def _other_bits(
     dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
     differ = int(np.count_nonzero(mine != _in_numpy(first)))
     return (
-        f"in step {step.number} ranks received other averages: {differ} elements differ from those of the first rank"
+        f"in step {step.number} ranks received other averages: {differ} elements differ from those"
+        " of the first rank"
         if differ
         else ""
     )
@@ -142,7 +169,11 @@ def _other_bits(
 
 def _saved(algorithm: Algorithm, step: KnownStep, rank: int) -> dict[str, Any]:
     state = step.before[rank]
-    return {**head("compressor", repr(algorithm), step.number), "shared": state.shared, "tensors": state.tensors}
+    return {
+        **head("compressor", repr(algorithm), step.number),
+        "shared": state.shared,
+        "tensors": state.tensors,
+    }
 
 
 def _in_numpy(x: Any) -> npt.NDArray[Any]:
@@ -150,12 +181,15 @@ def _in_numpy(x: Any) -> npt.NDArray[Any]:
     if not isinstance(x, Tensor):
         return np.array(x)
     x = x.detach().cpu()
-    found: npt.NDArray[Any] = (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).numpy().copy()
+    found: npt.NDArray[Any] = (
+        (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).numpy().copy()
+    )
     return found
 
 
 class _Given(nn.Module):
-    """A loss whose gradients are what is given: the sum of parameter times gradient. A gradient that is not finite comes through as it is."""
+    """A loss whose gradients are what is given: the sum of parameter times gradient. A gradient
+    that is not finite comes through as it is."""
 
     def __init__(self, parameters: dict[str, Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""What numba compiles for processors, beside NumPy and beside torch's operations, whose bits codes and their means have to have."""
+"""What numba compiles for processors, beside NumPy and beside torch's operations, whose bits codes
+and their means have to have."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def check_loops(section: Section, device: torch.device) -> None:
 
     def compiled() -> str:
         ops.loops = prepare((name, torch.float32) for name in ARGUMENTS)
-        return ops.loops.card or "none, so torch's operations are used: numba is not installed, or not to be used"
+        return (
+            ops.loops.card
+            or "none, so torch's operations are used: numba is not installed, or not to be used"
+        )
 
     section.check("compiled loops", compiled)
     if ops.loops:
@@ -48,16 +52,25 @@ def _check(check: Check, plain: TorchOps, ops: TorchOps) -> None:
 
 def _made(check: Check, ops: TorchOps) -> list[NDArray]:
     with torch.no_grad():
-        answers = check.call(ops, {name: torch.from_numpy(x.copy()) for name, x in check.given.items()})
+        answers = check.call(
+            ops, {name: torch.from_numpy(x.copy()) for name, x in check.given.items()}
+        )
     return [x.numpy() for x in answers]
 
 
 def _require_bits(found: list[NDArray], plain: list[NDArray]) -> None:
-    """Require equal bits of what is finite: which NaN or inf a code of a row with such is, nobody says."""
+    """Require equal bits of what is finite: which NaN or inf a code of a row with such is, nobody
+    says."""
     for i, (mine, right) in enumerate(zip(found, plain, strict=True)):
-        both = np.where(np.isfinite(mine), mine, np.nan), np.where(np.isfinite(right), right, np.nan)
+        both = (
+            np.where(np.isfinite(mine), mine, np.nan),
+            np.where(np.isfinite(right), right, np.nan),
+        )
         if not np.array_equal(*both, equal_nan=True):
-            differ = np.count_nonzero(~((both[0] == both[1]) | (np.isnan(both[0]) & np.isnan(both[1]))))
+            differ = np.count_nonzero(
+                ~((both[0] == both[1]) | (np.isnan(both[0]) & np.isnan(both[1])))
+            )
             raise Fault(
-                f"array {i} of {len(plain)} differs from what torch's operations make of it in {differ} of {right.size} elements"
+                f"array {i} of {len(plain)} differs from what torch's operations make of it in"
+                f" {differ} of {right.size} elements"
             )

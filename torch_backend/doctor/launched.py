@@ -1,4 +1,5 @@
-"""The doctor of ranks that `torchrun` has started: each checks its own device, all of them the messages, and every few the algorithms."""
+"""The doctor of ranks that `torchrun` has started: each checks its own device, all of them the
+messages, and every few the algorithms."""
 
 from __future__ import annotations
 
@@ -24,16 +25,20 @@ from gradwire.torch_backend.doctor.compiled_loops import check_loops
 from gradwire.torch_backend.doctor.machine import ALIKE, facts, first_device
 from gradwire.torch_backend.doctor.replayed_steps import check_replays
 
-#: Ranks that average together: each computes what all of them ought to come to. Ranks that stand far from each other are in one group, so that messages
-#: cross the network between nodes.
+#: Ranks that average together: each computes what all of them ought to come to. Ranks that stand
+#: far from each other are in one group, so that messages cross the network between nodes.
 TOGETHER = 8
 
 
-def examine(algorithms: Sequence[Algorithm], report: Report, *, seconds: float, quick: bool) -> None:
+def examine(
+    algorithms: Sequence[Algorithm], report: Report, *, seconds: float, quick: bool
+) -> None:
     """Check all ranks. The report fills on rank 0; on the others it gets the faults."""
     os.environ["GRADWIRE_SELFCHECK"] = "0"  # that is what happens here
     until, device = time.monotonic() + seconds, first_device()
-    world = join("nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo", device, seconds)
+    world = join(
+        "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo", device, seconds
+    )
     torch.set_num_threads(1)
     host, size, rank = dist.new_group(backend="gloo"), dist.get_world_size(), dist.get_rank()
     library = dist.get_backend()
@@ -50,7 +55,12 @@ def examine(algorithms: Sequence[Algorithm], report: Report, *, seconds: float, 
     if not quick:
         check_loops(section, device)
     merged()
-    section = Section(f"torch, {size} ranks, {library}, {device.type}", rows.append, until, of_first(device, world))
+    section = Section(
+        f"torch, {size} ranks, {library}, {device.type}",
+        rows.append,
+        until,
+        of_first(device, world),
+    )
     check_messages(section, world, device)
     merged()
     if report.faults and any(row.check == "messages" for row in report.faults):
@@ -59,7 +69,10 @@ def examine(algorithms: Sequence[Algorithm], report: Report, *, seconds: float, 
     groups = [[*range(first, size, count)] for first in range(count)]
     own = [dist.new_group(ranks) for ranks in groups][rank % count]
     several = Section(
-        f"torch, {len(groups[rank % count])} ranks, {library}, {device.type}", rows.append, until, of_first(device, own)
+        f"torch, {len(groups[rank % count])} ranks, {library}, {device.type}",
+        rows.append,
+        until,
+        of_first(device, own),
     )
     for algorithm in algorithms:
         check_methods(several, own, device, [algorithm], loops=not quick)
@@ -83,16 +96,22 @@ def _compare_machines(mine: dict[str, Any], host: dist.ProcessGroup, report: Rep
         for who, value in values.items():
             ranks.setdefault(str(value), []).append(who.removeprefix("rank "))
         said = "; ".join(
-            f"{value} on ranks {', '.join(who[:4])}{' …' if len(who) > 4 else ''}" for value, who in ranks.items()
+            f"{value} on ranks {', '.join(who[:4])}{' …' if len(who) > 4 else ''}"
+            for value, who in ranks.items()
         )
         verdict = FAULT if name in ALIKE else NOTE
         if name == "gpu":
             said += (
-                ": what is computed after an average is rounded otherwise on each, so replicas drift apart by rounding"
+                ": what is computed after an average is rounded otherwise on each, so replicas"
+                " drift apart by rounding"
             )
         report.add(Row("torch, machines", name, verdict, f"ranks differ: {said}"))
     if not apart:
-        report.add(Row("torch, machines", "versions and hardware", OK, f"the same on {len(everyone)} ranks"))
+        report.add(
+            Row(
+                "torch, machines", "versions and hardware", OK, f"the same on {len(everyone)} ranks"
+            )
+        )
 
 
 def _merge(rows: Sequence[Row], host: dist.ProcessGroup, report: Report) -> None:
@@ -104,4 +123,6 @@ def _merge(rows: Sequence[Row], host: dist.ProcessGroup, report: Report) -> None
     for rank, found in enumerate(everyone[1:], 1):
         for row in found:
             if row.verdict == FAULT:
-                report.add(Row(row.part, f"{row.check}, rank {rank}", FAULT, row.detail, row.seconds))
+                report.add(
+                    Row(row.part, f"{row.check}, rank {rank}", FAULT, row.detail, row.seconds)
+                )

@@ -14,7 +14,8 @@ from gradwire.core.simulate.doctor.report import versions_of
 
 DRIVER = Path("/proc/driver/nvidia/version")
 PACKAGES = ("gradwire", "numpy", "numba", "triton")
-#: Facts in which ranks may not differ: between other versions of these, messages or numbers are others.
+#: Facts in which ranks may not differ: between other versions of these, messages or numbers are
+#: others.
 ALIKE = ("torch", "cuda", "nccl", "gradwire")
 
 
@@ -38,7 +39,11 @@ def facts(device: torch.device) -> dict[str, Any]:
             found["nccl"] = ".".join(map(str, nccl()))
     if DRIVER.exists():
         found["driver"] = DRIVER.read_text().splitlines()[0]
-    found |= {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))}
+    found |= {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("NCCL_", "GLOO_"))
+    }
     return found
 
 
@@ -52,7 +57,9 @@ def unseen(device: torch.device) -> str:
 def first_device() -> torch.device:
     """The accelerator that torch sees, or the CPU."""
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        return torch.device(
+            "cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+        )
     accelerator: Any = getattr(torch, "accelerator", None)
     if accelerator is not None and accelerator.is_available():
         found: torch.device = accelerator.current_accelerator()

@@ -1,4 +1,5 @@
-"""Steps that are replayed as graphs of the device, beside eager ones on the same gradients: equal to the last bit, or it is said in which step what differs."""
+"""Steps that are replayed as graphs of the device, beside eager ones on the same gradients: equal
+to the last bit, or it is said in which step what differs."""
 
 from __future__ import annotations
 
@@ -17,23 +18,32 @@ from gradwire.torch_backend.engine.cuda_graphs import has_graphs
 from gradwire.torch_backend.engine.driver import Driver
 from gradwire.torch_backend.engine.replays import EQUAL
 
-#: Steps that are replayed, of each kind: the first has an inf on one rank, and the second goes on from there.
+#: Steps that are replayed, of each kind: the first has an inf on one rank, and the second goes on
+#: from there.
 REPLAYED = 3
 
 
 def check_replays(
-    section: Section, group: dist.ProcessGroup, device: torch.device, algorithms: Sequence[Algorithm]
+    section: Section,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    algorithms: Sequence[Algorithm],
 ) -> None:
-    """Averages, memory and skipped steps of each algorithm on this rank, replayed and eager. Nothing where the device has no graphs."""
+    """Averages, memory and skipped steps of each algorithm on this rank, replayed and eager.
+    Nothing where the device has no graphs."""
     if not has_graphs(device):
         return
     for algorithm in algorithms:
-        section.check(f"replays of {algorithm!r}", functools.partial(_check, algorithm, group, device))
+        section.check(
+            f"replays of {algorithm!r}", functools.partial(_check, algorithm, group, device)
+        )
 
 
 def _check(algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device) -> str:
     specs = known_specs(algorithm, "float32")
-    eager, replayed = (_Steps(algorithm, specs, group, device, replay=replay) for replay in (False, True))
+    eager, replayed = (
+        _Steps(algorithm, specs, group, device, replay=replay) for replay in (False, True)
+    )
     first = algorithm.start_step + EQUAL * algorithm.cycle
     steps = first + REPLAYED * algorithm.cycle
     wrong = ""
@@ -52,7 +62,10 @@ def _check(algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device)
 def _difference(step: int, eager: dict[str, Tensor], replayed: dict[str, Tensor]) -> str:
     for name, x in eager.items():
         if differ := int((_bits(x) != _bits(replayed[name])).sum()):
-            return f"step {step} comes out otherwise where it is replayed: {name} differs in {differ} of {x.numel()} elements. Set handle.replay = False here"
+            return (
+                f"step {step} comes out otherwise where it is replayed: {name} differs in {differ}"
+                f" of {x.numel()} elements. Set handle.replay = False here"
+            )
     return ""
 
 
@@ -75,9 +88,13 @@ class _Steps:
     ) -> None:
         self.driver = Driver(algorithm, specs, device, group)
         self.driver.replays.wanted = replay
-        self._rank, self._last = dist.get_rank(group), dist.get_rank(group) + 1 == dist.get_world_size(group)
+        self._rank, self._last = (
+            dist.get_rank(group),
+            dist.get_rank(group) + 1 == dist.get_world_size(group),
+        )
         self._gradients = {
-            name: torch.zeros(spec.shape, dtype=torch.float32, device=device) for name, spec in specs.items()
+            name: torch.zeros(spec.shape, dtype=torch.float32, device=device)
+            for name, spec in specs.items()
         }
 
     def take(self, step: int, *, bad: bool) -> None:
@@ -94,6 +111,10 @@ class _Steps:
         """What has to be the same."""
         memory = self.driver.memory.state
         found = {f"the average of {name!r}": x for name, x in self._gradients.items()}
-        found |= {f"memory {key!r} of {name!r}": x for name, own in memory.tensors.items() for key, x in own.items()}
+        found |= {
+            f"memory {key!r} of {name!r}": x
+            for name, own in memory.tensors.items()
+            for key, x in own.items()
+        }
         found |= {f"memory {key!r}": x for key, x in memory.shared.items()}
         return found | {"the number of skipped steps": self.driver.skipped.count}

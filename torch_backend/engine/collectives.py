@@ -51,7 +51,8 @@ ALL_REDUCES = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.
 
 
 class Pending:
-    """A request on its way: wait for its `works`, which send such a tensor, and `unpacked` gives the answers. What is `watched` is to be finite."""
+    """A request on its way: wait for its `works`, which send such a tensor, and `unpacked` gives
+    the answers. What is `watched` is to be finite."""
 
     def __init__(
         self,
@@ -79,7 +80,8 @@ class Pending:
     busy = False
 
     def wait(self, times: StepTimes | None = None) -> tuple[Tensor, ...]:
-        """The answers. On the CPU this blocks until they are there; on CUDA only the current stream waits. Notes how long."""
+        """The answers. On the CPU this blocks until they are there; on CUDA only the current stream
+        waits. Notes how long."""
         self.compute_overlap()
         self.arrive(times)
         return self.unpacked()
@@ -95,7 +97,8 @@ class Pending:
         """The work that was meant for the time of waiting."""
 
     def settle(self) -> None:
-        """Wait for messages whose answers nobody wants. Raises RuntimeError, saying where each rank is, if one does not come."""
+        """Wait for messages whose answers nobody wants. Raises RuntimeError, saying where each rank
+        is, if one does not come."""
         where = self.whereabouts
         if where is not None:
             where.waits = True
@@ -136,8 +139,10 @@ class Message:
 
 
 class Reducing(Pending):
-    """A `Reduce` request whose all-reduces have been launched: one flat buffer per dtype, packed in these buffers. Arrays that lie side by side
-    in memory and are donated travel from where they are. `divided`: they have been multiplied by `share` already. `fused`: kernels that multiply as they pack."""
+    """A `Reduce` request whose all-reduces have been launched: one flat buffer per dtype, packed in
+    these buffers. Arrays that lie side by side in memory and are donated travel from where they
+    are. `divided`: they have been multiplied by `share` already. `fused`: kernels that multiply as
+    they pack."""
 
     def __init__(
         self,
@@ -161,16 +166,29 @@ class Reducing(Pending):
         if len(dtypes) == 1 and all(sizes):  # as a rule, and then there is nothing to sort
             donated = all(request.donated)
             everything = range(len(sizes))
-            self.messages.append(self._launch(everything, request.arrays, donated, self._shapes, sizes, group, buffers))
+            self.messages.append(
+                self._launch(
+                    everything, request.arrays, donated, self._shapes, sizes, group, buffers
+                )
+            )
         else:
             for members in group_by(range(len(sizes)), map(message_key, request.arrays)):
                 if indices := [i for i in members if sizes[i]]:
-                    arrays, shapes = [request.arrays[i] for i in indices], [self._shapes[i] for i in indices]
+                    arrays, shapes = (
+                        [request.arrays[i] for i in indices],
+                        [self._shapes[i] for i in indices],
+                    )
                     donated = all(request.donated[i] for i in indices)
                     own = [sizes[i] for i in indices]
-                    self.messages.append(self._launch(indices, arrays, donated, shapes, own, group, buffers))
+                    self.messages.append(
+                        self._launch(indices, arrays, donated, shapes, own, group, buffers)
+                    )
         self.works = [message.work for message in self.messages]
-        self.watched = [m.flat for m in self.messages if m.flat.dtype.is_floating_point] if request.watched else ()
+        self.watched = (
+            [m.flat for m in self.messages if m.flat.dtype.is_floating_point]
+            if request.watched
+            else ()
+        )
 
     def _launch(
         self,
@@ -187,10 +205,18 @@ class Reducing(Pending):
         if flat is None:
             flat = buffers.take((sum(sizes),), arrays[0])
             if self._divides and self._fused is not None and flat.dtype != torch.float64:
-                self._fused.multiplied_copies(flat.split_with_sizes(sizes), arrays, 1.0 / dist.get_world_size(group))
+                self._fused.multiplied_copies(
+                    flat.split_with_sizes(sizes), arrays, 1.0 / dist.get_world_size(group)
+                )
                 divides = False
             else:
-                torch.cat([x if len(s) == 1 else x.reshape(-1) for x, s in zip(arrays, shapes, strict=True)], out=flat)
+                torch.cat(
+                    [
+                        x if len(s) == 1 else x.reshape(-1)
+                        for x, s in zip(arrays, shapes, strict=True)
+                    ],
+                    out=flat,
+                )
         if divides:
             flat.mul_(share(group, flat.dtype))
         (work,) = self._send(all_reduce, flat, ALL_REDUCES[self.request.op], group)
@@ -209,7 +235,9 @@ class Reducing(Pending):
                 everything = len(message.sizes) == len(answers)
                 pieces = message.flat.split_with_sizes(message.sizes)
                 shapes = self._shapes if everything else [self._shapes[i] for i in message.indices]
-                shaped = [x if len(s) == 1 else x.view(s) for x, s in zip(pieces, shapes, strict=True)]
+                shaped = [
+                    x if len(s) == 1 else x.view(s) for x, s in zip(pieces, shapes, strict=True)
+                ]
                 if everything:
                     return tuple(shaped)
                 for i, piece in zip(message.indices, shaped, strict=True):
@@ -248,9 +276,12 @@ class Collectives:
         self._divided = divided
         self._exchanges: dict[Groups | None, Exchange] = {}
 
-    def perform(self, request: Any) -> tuple[Any, ...] | Pending | Question | Arrived | Program[Any]:
-        """The answers; or what to wait for before there are any; or a program, and what it returns is the answer. Raises
-        UnknownRequest for what is not in the table, and does not answer itself."""
+    def perform(
+        self, request: Any
+    ) -> tuple[Any, ...] | Pending | Question | Arrived | Program[Any]:
+        """The answers; or what to wait for before there are any; or a program, and what it returns
+        is the answer. Raises UnknownRequest for what is not in the table, and does not answer
+        itself."""
         method = TABLE.get(type(request))
         if method is not None:
             launched, before = self.times.now() if method in MESSAGES else None, self.sent.nbytes
@@ -275,7 +306,9 @@ class Collectives:
 
     def sum_of(self, scalars: Sequence[Tensor]) -> Tensor:
         """The sum of these, over all replicas: one message."""
-        pending = self.perform(Reduce((torch.stack(list(scalars)).sum(),), (True,), watched=False, op="sum"))
+        pending = self.perform(
+            Reduce((torch.stack(list(scalars)).sum(),), (True,), watched=False, op="sum")
+        )
         assert isinstance(pending, Pending)
         (total,) = pending.wait(self.times)
         return total
@@ -283,7 +316,9 @@ class Collectives:
     def _reduce(self, request: Reduce[Tensor]) -> Pending:
         group = self.groups.whole if request.groups is None else self.groups[request.groups]
         fused = self.ops.fused
-        pending = Reducing(request, group, self.scratch, self.send, divided=self._divided, fused=fused)
+        pending = Reducing(
+            request, group, self.scratch, self.send, divided=self._divided, fused=fused
+        )
         for message in pending.messages:
             elements = message.flat.numel()
             self._count(elements, elements * message.flat.element_size())
@@ -302,21 +337,28 @@ class Collectives:
             (size * own[exchange.rank],) if request.counts else tuple(x.shape)
             for x, own in zip(request.arrays, parts, strict=True)
         ]
-        launched = launch_all_to_all(self.send, exchange, self.scratch, request.arrays, parts, shapes)
+        launched = launch_all_to_all(
+            self.send, exchange, self.scratch, request.arrays, parts, shapes
+        )
         self._count_halves(launched.sent)
         return _half(request, launched)
 
     def _reduce_scatter(self, request: ReduceScatter[Tensor]) -> Pending:
-        # In nodes all are on their way at once, and memory is used again. A sharded optimizer has a few at a time, and gives them back.
+        # In nodes all are on their way at once, and memory is used again. A sharded optimizer has a
+        # few at a time, and gives them back.
         scratch = None if request.groups is None else self.scratch
         exchange = self.exchange(request.groups)
-        launched = launch_reduce_scatter(self.send, exchange, scratch, request.arrays, request.counts, share)
+        launched = launch_reduce_scatter(
+            self.send, exchange, scratch, request.arrays, request.counts, share
+        )
         self._count_each_half(launched.sent)
         return _half(request, launched)
 
     def _all_gather(self, request: AllGather[Tensor]) -> Pending:
         exchange = self.exchange(request.groups)
-        launched = launch_all_gather(self.send, exchange, request.arrays, request.counts, request.out)
+        launched = launch_all_gather(
+            self.send, exchange, request.arrays, request.counts, request.out
+        )
         self._count_each_half(launched.sent)
         return _half(request, launched)
 
@@ -373,7 +415,8 @@ class Collectives:
             self._count_halves([x])
 
     def _count_halves(self, xs: Sequence[Tensor]) -> None:
-        """Count what sends as much as half an all-reduce of these, of which those of one dtype are one message."""
+        """Count what sends as much as half an all-reduce of these, of which those of one dtype are
+        one message."""
         for dtype in dict.fromkeys([x.dtype for x in xs]):
             if elements := sum(x.numel() for x in xs if x.dtype == dtype):
                 self._count(-(-elements // 2), -(-elements * dtype.itemsize // 2))
@@ -385,7 +428,8 @@ def _half(request: Fusable[Tensor], launched: Launched, watched: Sequence[Tensor
 
 #: What a program may ask for.
 TABLE: dict[
-    type[Request], Callable[[Collectives, Any], tuple[Any, ...] | Pending | Question | Arrived | Program[Any]]
+    type[Request],
+    Callable[[Collectives, Any], tuple[Any, ...] | Pending | Question | Arrived | Program[Any]],
 ] = {
     Reduce: Collectives._reduce,
     Gather: Collectives._gather,
@@ -419,16 +463,24 @@ def answerable(request: Request, *, optimizer: bool) -> bool:
 
 def asked_in(requests: Iterable[Request]) -> frozenset[Asked]:
     """What these ask of all programs of a step together."""
-    kinds = {LocalNorm: Asked.NORM, SumScalar: Asked.SUM, OptimizerStep: Asked.UPDATE, StepIsFinite: Asked.FINITE}
+    kinds = {
+        LocalNorm: Asked.NORM,
+        SumScalar: Asked.SUM,
+        OptimizerStep: Asked.UPDATE,
+        StepIsFinite: Asked.FINITE,
+    }
     return frozenset(kinds[type(request)] for request in requests if type(request) in kinds)
 
 
 def share(group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
-    """The scalar that arrays of this dtype are multiplied by before they are summed over the ranks, so that the sum is the average.
+    """The scalar that arrays of this dtype are multiplied by before they are summed over the ranks,
+    so that the sum is the average.
 
-    As the C++ reducer of DDP does it, bit for bit: before the sum, which large float16 gradients would make overflow; by the reciprocal
-    of the number of ranks, which is not rounded to less than float32. A tensor: torch takes three times as long over a Python number.
-    It is on the CPU wherever the arrays are, since a product with a scalar of the device rounds that to the arrays' dtype first.
+    As the C++ reducer of DDP does it, bit for bit: before the sum, which large float16 gradients
+    would make overflow; by the reciprocal of the number of ranks, which is not rounded to less than
+    float32. A tensor: torch takes three times as long over a Python number. It is on the CPU
+    wherever the arrays are, since a product with a scalar of the device rounds that to the arrays'
+    dtype first.
     """
     wide = torch.promote_types(dtype, torch.float32)
     return torch.tensor(1.0 / dist.get_world_size(group), dtype=wide, device="cpu")

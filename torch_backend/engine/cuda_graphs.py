@@ -1,11 +1,13 @@
-"""CUDA graphs: what a user may capture (`torch.cuda.graph`), and what is refused because a graph repeats kernels and not Python; and graphs of our own.
+"""CUDA graphs: what a user may capture (`torch.cuda.graph`), and what is refused because a graph
+repeats kernels and not Python; and graphs of our own.
 
-A captured step is replayed with the memory it was captured with: gradients, error and factors, all updated in place. What the host knows stands
-still: the number of the step, a schedule, the loss scale, which parameters took part. A step that rests on any of it would go on with what was
-true at capture, unnoticed; so it is refused in the first captured backward pass.
+A captured step is replayed with the memory it was captured with: gradients, error and factors, all
+updated in place. What the host knows stands still: the number of the step, a schedule, the loss
+scale, which parameters took part. A step that rests on any of it would go on with what was true at
+capture, unnoticed; so it is refused in the first captured backward pass.
 
-What lies between two messages of a step is captured and replayed by the engine itself (`gradwire.torch_backend.engine.replays`), which knows when the host
-would decide something else:
+What lies between two messages of a step is captured and replayed by the engine itself
+(`gradwire.torch_backend.engine.replays`), which knows when the host would decide something else:
 
     graphs = graphs_for(device)              # None: the device has none, as the CPU
     with graphs.capture() as graph:
@@ -26,7 +28,10 @@ import torch
 from gradwire.core.plan.dry_run import DryRun
 from gradwire.torch_backend.torch_internals import end_allocation
 
-OUTSIDE = "Leave it out of the graph: capture the forward pass alone (torch.cuda.make_graphed_callables before DDP wraps the model)"
+OUTSIDE = (
+    "Leave it out of the graph: capture the forward pass alone (torch.cuda.make_graphed_callables"
+    " before DDP wraps the model)"
+)
 
 
 def capturable(device: torch.device) -> bool:
@@ -40,7 +45,8 @@ def capturing() -> bool:
 
 
 def refuse_capture(what: str | Callable[[], str]) -> None:
-    """Raise RuntimeError if a graph is being captured, for something that rests on the host in every step: `what` and why, or what puts it into words."""
+    """Raise RuntimeError if a graph is being captured, for something that rests on the host in
+    every step: `what` and why, or what puts it into words."""
     if capturing():
         said = what if isinstance(what, str) else what()
         raise RuntimeError(f"{said} cannot be captured in a CUDA graph. {OUTSIDE}")
@@ -53,35 +59,42 @@ def require_capturable(
     grad_scaler: bool,
     usage: bool,
 ) -> None:
-    """Raise RuntimeError, naming the option and the fix, unless every replay of a step after so many is a step. Nothing is computed.
+    """Raise RuntimeError, naming the option and the fix, unless every replay of a step after so
+    many is a step. Nothing is computed.
 
-    `grad_scaler`: memory follows the scale of a loss scaler. `usage`: parameters that took no part in the forward pass are told apart.
+    `grad_scaler`: memory follows the scale of a loss scaler. `usage`: parameters that took no part
+    in the forward pass are told apart.
     """
     algorithm = dry.algorithm
     if steps <= algorithm.start_step:
         raise RuntimeError(
-            f"{algorithm!r} is captured in a CUDA graph as step {steps}, and memory that lasts is made in the first one that is not dense: take "
-            f"at least {algorithm.start_step + 1} steps before the capture (torch asks for 11 of DDP)"
+            f"{algorithm!r} is captured in a CUDA graph as step {steps}, and memory that lasts is"
+            f" made in the first one that is not dense: take at least {algorithm.start_step + 1}"
+            " steps before the capture (torch asks for 11 of DDP)"
         )
     if algorithm.cycle > 1:
         raise RuntimeError(
-            f"{algorithm!r} alternates between {algorithm.cycle} kinds of step, and the host has to know whose turn it is; a CUDA graph repeats "
-            f"one. Leave half_step out, or do not capture the backward pass"
+            f"{algorithm!r} alternates between {algorithm.cycle} kinds of step, and the host has to"
+            " know whose turn it is; a CUDA graph repeats one. Leave half_step out, or do not"
+            " capture the backward pass"
         )
     if grad_scaler:
         raise RuntimeError(
-            "grad_scaler= lets memory follow the loss scale, which the host reads; a CUDA graph would keep the scale of its capture. Train in "
-            "bfloat16 without a GradScaler, or do not capture the backward pass"
+            "grad_scaler= lets memory follow the loss scale, which the host reads; a CUDA graph"
+            " would keep the scale of its capture. Train in bfloat16 without a GradScaler, or do"
+            " not capture the backward pass"
         )
     if usage:
         raise RuntimeError(
-            "find_unused_parameters=True tells parameters apart by what the host has seen; a CUDA graph would repeat what it saw at capture. "
-            "Leave it out, since a graph always uses the same parameters, or do not capture the backward pass"
+            "find_unused_parameters=True tells parameters apart by what the host has seen; a CUDA"
+            " graph would repeat what it saw at capture. Leave it out, since a graph always uses"
+            " the same parameters, or do not capture the backward pass"
         )
     if dry.cycle[0].by_number:
         raise RuntimeError(
-            f"{algorithm!r} does something else in each step, by the step's number (warm_start=False draws a matrix anew), and a CUDA graph "
-            "repeats one. Use warm_start=True, or do not capture the backward pass"
+            f"{algorithm!r} does something else in each step, by the step's number"
+            " (warm_start=False draws a matrix anew), and a CUDA graph repeats one. Use"
+            " warm_start=True, or do not capture the backward pass"
         )
 
 
@@ -93,10 +106,12 @@ class Graph(Protocol):
 
 
 class Graphs(Protocol):
-    """The graphs of one owner on one device, which share one pool of memory and are never at work at the same time."""
+    """The graphs of one owner on one device, which share one pool of memory and are never at work
+    at the same time."""
 
     def capture(self) -> AbstractContextManager[Graph]:
-        """What is launched within is captured and not run. Raises RuntimeError where that cannot be."""
+        """What is launched within is captured and not run. Raises RuntimeError where that cannot
+        be."""
 
     @property
     def nbytes(self) -> int:
@@ -104,20 +119,23 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """`Graphs` on CUDA. A capture may begin in autograd's thread while a watchdog asks for events in another, so it minds its own thread alone; and it is not
-    `torch.cuda.graph`, which waits for the device, collects garbage and empties caches.
+    """`Graphs` on CUDA. A capture may begin in autograd's thread while a watchdog asks for events
+    in another, so it minds its own thread alone; and it is not `torch.cuda.graph`, which waits for
+    the device, collects garbage and empties caches.
 
     Args:
         device: where the work is.
     """
 
-    #: CUDA has ended these, and torch has not: allocators may go on asking them whether they capture.
+    #: CUDA has ended these, and torch has not: allocators may go on asking them whether they
+    #: capture.
     _broken: ClassVar[list[Any]] = []
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
-        #: Those of the pool. torch gives up a pool with its last graph, and refuses it from then on.
+        #: Those of the pool. torch gives up a pool with its last graph, and refuses it from then
+        #: on.
         self._alive: weakref.WeakSet[Any] = weakref.WeakSet()
         # The default stream cannot be captured.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -134,15 +152,16 @@ class CudaGraphs:
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 yield graph
             except BaseException:
-                with suppress(RuntimeError):  # the stream is let go, and the first error is the one to tell
+                # the stream is let go, and the first error is the one to tell
+                with suppress(RuntimeError):
                     self._end(graph)
                 raise
             self._end(graph)
         self._alive.add(graph)
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture. What waits for the device breaks it; then torch raises before it has told its allocator, which from then on would give nothing back
-        that another stream has used."""
+        """End a capture. What waits for the device breaks it; then torch raises before it has told
+        its allocator, which from then on would give nothing back that another stream has used."""
         try:
             graph.capture_end()
         except RuntimeError:

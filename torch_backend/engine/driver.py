@@ -1,4 +1,5 @@
-"""The torch driver between two steps: what it is made of, its statistics, another algorithm or a loaded memory in its place.
+"""The torch driver between two steps: what it is made of, its statistics, another algorithm or a
+loaded memory in its place.
 
 What happens in a step is in `gradwire.torch_backend.engine.step`.
 """
@@ -45,19 +46,22 @@ def specs_of(parameters: Mapping[str, Tensor]) -> dict[str, Spec]:
 
 
 class Driver(GradientStep):
-    """An algorithm at work on one rank. Raises ValueError for whatever the algorithm refuses, by name.
+    """An algorithm at work on one rank. Raises ValueError for whatever the algorithm refuses, by
+    name.
 
     Args:
         algorithm: what to run.
         specs: parameter name → shape and dtype, of all parameters it may meet.
         device: of the gradients.
-        process_group: whose ranks are the replicas; or groups of them as well, if the algorithm averages in groups.
-        message_bytes: payload at which a group is closed; 0 makes every call of `add` a group of its own. None: 1 MiB; 4 MiB for compressed
-            steps on an accelerator.
-        grad_scaler: the loss scaler in whose units gradients come; memory of them follows its scale. None: they are not scaled, or by a
-            constant.
-        divided: gradients come multiplied by `gradwire.torch_backend.engine.collectives.share`, which saves a pass over them where they have to be
-            copied anyway. Only for an algorithm that sends them as they are, and computes nothing.
+        process_group: whose ranks are the replicas; or groups of them as well, if the algorithm
+            averages in groups.
+        message_bytes: payload at which a group is closed; 0 makes every call of `add` a group of
+            its own. None: 1 MiB; 4 MiB for compressed steps on an accelerator.
+        grad_scaler: the loss scaler in whose units gradients come; memory of them follows its
+            scale. None: they are not scaled, or by a constant.
+        divided: gradients come multiplied by `gradwire.torch_backend.engine.collectives.share`,
+            which saves a pass over them where they have to be copied anyway. Only for an algorithm
+            that sends them as they are, and computes nothing.
     """
 
     def __init__(
@@ -76,7 +80,11 @@ class Driver(GradientStep):
         self.specs = dict(specs)
         self.ops = TorchOps(device)
         self.ops.loops = loops_for(algorithm, specs, device)
-        self.groups = process_group if isinstance(process_group, ProcessGroups) else ProcessGroups(process_group)
+        self.groups = (
+            process_group
+            if isinstance(process_group, ProcessGroups)
+            else ProcessGroups(process_group)
+        )
         self.process_group = self.groups.whole
         self.message_bytes = message_bytes
         self.divided = divided
@@ -87,20 +95,28 @@ class Driver(GradientStep):
         self._dry = dry_run(algorithm, self.specs, replicas)
         self.settings = Settings(self._asks(settings_of(self._dry.requests)), device)
         self._remembered = frozenset(self._dry.memory.tensors)
-        state = factors_side_by_side(algorithm.init(self.ops, self.specs), apart=algorithm.per_replica)
+        state = factors_side_by_side(
+            algorithm.init(self.ops, self.specs), apart=algorithm.per_replica
+        )
         self.memory = Memory(algorithm, state, self._placement(), grad_scaler)
         self._meeting = self.memory.placement.meetings[0]
         self.collectives = Collectives(self.groups, self.ops, divided=divided)
         self.collectives.sent = self.memory.sent
         self.collectives.levels = levels = levels_of(algorithm)
-        self.collectives.whereabouts = Whereabouts(self._meeting, repr(algorithm), self.memory, self.collectives)
+        self.collectives.whereabouts = Whereabouts(
+            self._meeting, repr(algorithm), self.memory, self.collectives
+        )
         near = None if levels is None else levels.near(replicas)
-        self._programs = Step(self.collectives, unscaled=lambda norm: self.memory.scale.unscaled(norm), near=near)
+        self._programs = Step(
+            self.collectives, unscaled=lambda norm: self.memory.scale.unscaled(norm), near=near
+        )
         self._foresee()
         rank, knows = self.process_group.rank(), self.ops.host_knows
         self.skipped = SkippedSteps(repr(algorithm), device, rank, seen_by_host=knows)
         times = self.collectives.times
-        self.watch = Watcher(repr(algorithm), algorithm.start_step, times, self.process_group, skipped=self.skipped)
+        self.watch = Watcher(
+            repr(algorithm), algorithm.start_step, times, self.process_group, skipped=self.skipped
+        )
         self.replays = Replays(self, near)
 
     def _asks(self, settings: dict[str, float]) -> dict[str, float]:
@@ -116,7 +132,8 @@ class Driver(GradientStep):
         self._programs.abandon()
 
     def send_usage(self, used: Sequence[bool]) -> Running[Tensor]:
-        """Tell all ranks which parameters this one has used: on its way, for each whether some rank has."""
+        """Tell all ranks which parameters this one has used: on its way, for each whether some rank
+        has."""
         usage = self.ops.from_host(used, torch.uint8)
         return Step(self.collectives).start(reduce_max(usage, out=usage, watched=False))
 
@@ -125,21 +142,26 @@ class Driver(GradientStep):
         skipped = int(self.skipped.count)  # first: the times are of what the device has finished
         found = self.watch.stats(self.memory.steps, skipped, self.memory.sent)
         replays, card = self.replays, self.ops.loops.card
-        return replace(found, replayed_steps=replays.replayed, graph_bytes=replays.nbytes, compiled_loops=card)
+        return replace(
+            found, replayed_steps=replays.replayed, graph_bytes=replays.nbytes, compiled_loops=card
+        )
 
     def measure(self) -> Measurement:
-        """Compare steps with a full average, from the next one on until `measurement` is None again. Every rank calls this."""
+        """Compare steps with a full average, from the next one on until `measurement` is None
+        again. Every rank calls this."""
         require_all_ranks(self._meeting, "measured()", "local_error_norm()")
         self.measurement = Measurement(self.process_group, divided=self.divided)
         return self.measurement
 
     def local_error_norm(self) -> float:
-        """2-norm of this rank's error memory over all tensors; 0.0 without any. On CUDA this waits for the device."""
+        """2-norm of this rank's error memory over all tensors; 0.0 without any. On CUDA this waits
+        for the device."""
         norm = norm_of(self.memory.errors())
         return 0.0 if norm is None else float(norm)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> StateMismatch:
-        """Go on from a saved state in any form; see `gradwire.torch_backend.Handle.load_state_dict`."""
+        """Go on from a saved state in any form; see
+        `gradwire.torch_backend.Handle.load_state_dict`."""
         found = self.memory.fit(state, strict)
         self.memory.take(found)
         self._foresee()
@@ -152,8 +174,8 @@ class Driver(GradientStep):
         return Driver(algorithm, self.specs, self.ops.device, groups, **options)
 
     def continue_from(self, other: Driver) -> StateMismatch:
-        """Take over the memory of a driver of another algorithm on the same parameters, as far as it fits, with its counts and its units.
-        Returns what did not fit."""
+        """Take over the memory of a driver of another algorithm on the same parameters, as far as
+        it fits, with its counts and its units. Returns what did not fit."""
         difference = self.memory.continue_from(other.memory)
         self._foresee()
         self.skipped.continue_from(other.skipped)

@@ -1,4 +1,5 @@
-"""What concerns all programs of a step, and so is answered by the driver: norms, sums, updates, whether all was finite."""
+"""What concerns all programs of a step, and so is answered by the driver: norms, sums, updates,
+whether all was finite."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class Arrived:
 
 
 class Asked(IntEnum):
-    """What concerns all programs of a step, in the order in which they are answered when nothing is on its way any more."""
+    """What concerns all programs of a step, in the order in which they are answered when nothing is
+    on its way any more."""
 
     NORM = 0
     SUM = 1
@@ -27,7 +29,8 @@ class Asked(IntEnum):
 
 @dataclass(slots=True)
 class Question:
-    """What a program adds to it: the norm of its gradients, its addend, or its gradients and whether the step counts."""
+    """What a program adds to it: the norm of its gradients, its addend, or its gradients and
+    whether the step counts."""
 
     asked: Asked
     value: Any = None

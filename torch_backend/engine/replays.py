@@ -1,18 +1,24 @@
-"""Steps that are replayed: what lies between two messages of a program is captured once as a graph of the device, and launched as a whole from then on.
+"""Steps that are replayed: what lies between two messages of a program is captured once as a graph
+of the device, and launched as a whole from then on.
 
     eager, eager, eager     steps whose host decides the same: their key
-    capture                 the programs of the next such step run once more, without a device and without messages: each stretch between two of them
+    capture                 the programs of the next such step run once more, without a device and
+                            without messages: each stretch between two of them
                             becomes a graph, each message is noted
     replay, replay, …       a graph, a message, a graph, … while the key is the same
 
-A stretch is of one group, since no message is to wait for another group's. The ends of all groups, between which there is no message, are one graph.
+A stretch is of one group, since no message is to wait for another group's. The ends of all groups,
+between which there is no message, are one graph.
 
-A key is all that the host decides: which gradients, in which groups, where they lie, where memory lies, the phase of the algorithm. What the device
-decides (whether a step is finite, a weight, a setting) is in its memory, which graphs read. Where an algorithm computes with the number of the step,
-that is a scalar of the device too. So a replayed step comes to the bits of an eager one, and sends the same messages: each rank replays or not by itself.
+A key is all that the host decides: which gradients, in which groups, where they lie, where memory
+lies, the phase of the algorithm. What the device decides (whether a step is finite, a weight, a
+setting) is in its memory, which graphs read. Where an algorithm computes with the number of the
+step, that is a scalar of the device too. So a replayed step comes to the bits of an eager one, and
+sends the same messages: each rank replays or not by itself.
 
-A capture runs nothing and sends nothing, so one that fails has changed nothing: its key stays eager. If a gradient lies elsewhere in the middle of
-a step, the groups before it are replayed and the others are not: what concerns all programs of a step is answered by the engine in either case.
+A capture runs nothing and sends nothing, so one that fails has changed nothing: its key stays
+eager. If a gradient lies elsewhere in the middle of a step, the groups before it are replayed and
+the others are not: what concerns all programs of a step is answered by the engine in either case.
 """
 
 from __future__ import annotations
@@ -34,7 +40,14 @@ from gradwire.core.protocol.programs import Program
 from gradwire.torch_backend.engine.collectives import Collectives, Pending
 from gradwire.torch_backend.engine.cuda_graphs import Graph, Graphs, graphs_for
 from gradwire.torch_backend.engine.scheduler import Running, Step
-from gradwire.torch_backend.engine.stretches import Averaged, Number, Recorder, Recording, RecordingStep, Stretch
+from gradwire.torch_backend.engine.stretches import (
+    Averaged,
+    Number,
+    Recorder,
+    Recording,
+    RecordingStep,
+    Stretch,
+)
 from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
@@ -42,15 +55,18 @@ from gradwire.torch_backend.state.memory import Memory
 
 logger = logging.getLogger("gradwire")
 
-#: Steps of one key before it is captured: buckets are rebuilt after the first, and constants are made.
+#: Steps of one key before it is captured: buckets are rebuilt after the first, and constants are
+#: made.
 EQUAL = 3
 #: Kinds of step that are kept at a time.
 SETS = 4
-#: Eligible steps in a row, none of which had a key that was known, after which nobody looks for keys any more.
+#: Eligible steps in a row, none of which had a key that was known, after which nobody looks for
+#: keys any more.
 TRIES = 20
 #: Keys that are remembered.
 KNOWN = 8
-#: So many steps have gone by a set before it makes place for another: not fewer than `KNOWN`, or kinds that take turns would be captured in turns.
+#: So many steps have gone by a set before it makes place for another: not fewer than `KNOWN`, or
+#: kinds that take turns would be captured in turns.
 MISSES = 8
 #: Steps that are replayed for each capture, on average: a capture takes the host as long as a step.
 WORTH = 2
@@ -66,7 +82,11 @@ def addresses(state: State[Tensor]) -> tuple[int, ...]:
 
 def key_of(gradients: Mapping[str, Tensor]) -> GroupKey:
     """Which gradients these are, and where they lie."""
-    return (*gradients, *[x.data_ptr() for x in gradients.values()], *[x.stride() for x in gradients.values()])
+    return (
+        *gradients,
+        *[x.data_ptr() for x in gradients.values()],
+        *[x.stride() for x in gradients.values()],
+    )
 
 
 class Captured(Protocol):
@@ -89,7 +109,8 @@ class Captured(Protocol):
 
 @dataclass(slots=True)
 class Tape:
-    """A group's program, stretch by stretch, and its end, for steps in which other groups are not replayed."""
+    """A group's program, stretch by stretch, and its end, for steps in which other groups are not
+    replayed."""
 
     key: GroupKey
     stretches: list[Stretch]
@@ -98,7 +119,8 @@ class Tape:
 
 @dataclass(slots=True)
 class Set:
-    """The groups of one kind of step, and the end of all of them. `filled`: which answers are in slots. `missed`: steps since it was replayed last."""
+    """The groups of one kind of step, and the end of all of them. `filled`: which answers are in
+    slots. `missed`: steps since it was replayed last."""
 
     kind: Any
     tapes: list[Tape]
@@ -166,7 +188,8 @@ SENT = [f.name for f in fields(Sent)]
 
 @contextmanager
 def _no_garbage_collected() -> Iterator[None]:
-    """What a collection gives back, graphs and communicators of somebody else, CUDA lets nobody give back while a stream is captured."""
+    """What a collection gives back, graphs and communicators of somebody else, CUDA lets nobody
+    give back while a stream is captured."""
     if not gc.isenabled():
         yield
         return
@@ -228,10 +251,19 @@ class Replays:
         foreseen, shared = collectives.foreseen, memory.state.shared.values()
         phase = tuple(x.item() if foreseen is None else foreseen.value(x).item() for x in shared)
         whole = collectives.groups.whole
-        return phase, addresses(memory.state), id(whole), whole.size(), torch.are_deterministic_algorithms_enabled()
+        return (
+            phase,
+            addresses(memory.state),
+            id(whole),
+            whole.size(),
+            torch.are_deterministic_algorithms_enabled(),
+        )
 
-    def start(self, step: Step, gradients: Mapping[str, Tensor]) -> tuple[Running[Averaged], Tape] | None:
-        """Start the program of the next group by a replay: the program, and where it is from. None: it is not replayed."""
+    def start(
+        self, step: Step, gradients: Mapping[str, Tensor]
+    ) -> tuple[Running[Averaged], Tape] | None:
+        """Start the program of the next group by a replay: the program, and where it is from. None:
+        it is not replayed."""
         if self._kind is None:
             return None
         key, place = key_of(gradients), len(self._keys)
@@ -253,9 +285,14 @@ class Replays:
             each.ending.replay()
 
     def _found(self, key: GroupKey) -> Set | None:
-        """The set that a step of this kind begins, whose first group has this key. Of several that which was replayed last: later groups may lie elsewhere now."""
+        """The set that a step of this kind begins, whose first group has this key. Of several that
+        which was replayed last: later groups may lie elsewhere now."""
         steps = self._owner.memory.steps
-        begun = [each for each in self._sets if each.serves(self._kind, steps) and each.tapes[0].key == key]
+        begun = [
+            each
+            for each in self._sets
+            if each.serves(self._kind, steps) and each.tapes[0].key == key
+        ]
         found = min(begun, key=lambda each: each.missed, default=None)
         for each in self._sets:
             each.missed += 1
@@ -277,7 +314,10 @@ class Replays:
             self.replayed += 1
         elif not self._note((kind, keys)):
             return
-        if any(n >= EQUAL and known[1] == keys and known not in self._failed for known, n in self._known.items()):
+        if any(
+            n >= EQUAL and known[1] == keys and known not in self._failed
+            for known, n in self._known.items()
+        ):
             # Which need not be this one: its turn has come for the gradients that are here.
             following = self._kind_of_next()
             enough = self._known[following, keys] >= EQUAL and (following, keys) not in self._failed
@@ -300,8 +340,8 @@ class Replays:
 
     def _give_up(self) -> None:
         logger.info(
-            "%r: steps are not replayed, since gradients lie elsewhere in each of them, or soon. Gradients stay where they are with "
-            "zero_grad(set_to_none=False), or in DDP's buckets",
+            "%r: steps are not replayed, since gradients lie elsewhere in each of them, or soon."
+            " Gradients stay where they are with zero_grad(set_to_none=False), or in DDP's buckets",
             self._owner.algorithm,
         )
         self.wanted, self.given_up, self._unknown = False, True, 0
@@ -309,14 +349,19 @@ class Replays:
         self._sets.clear()
 
     def _has(self, kind: Any, keys: tuple[GroupKey, ...]) -> bool:
-        """Whether there is a set of these: another with the same first group has been taken for it."""
-        return any(each.serves(kind, self._owner.memory.steps) and each.keys == keys for each in self._sets)
+        """Whether there is a set of these: another with the same first group has been taken for
+        it."""
+        return any(
+            each.serves(kind, self._owner.memory.steps) and each.keys == keys for each in self._sets
+        )
 
     def _has_place(self) -> bool:
         self._sets = [each for each in self._sets if each.missed < MISSES]
         return len(self._sets) < SETS
 
-    def _capture(self, kind: Any, keys: tuple[GroupKey, ...], groups: Sequence[Mapping[str, Tensor]]) -> None:
+    def _capture(
+        self, kind: Any, keys: tuple[GroupKey, ...], groups: Sequence[Mapping[str, Tensor]]
+    ) -> None:
         owner = self._owner
         recorder = Recorder.of(owner.collectives)
         step: RecordingStep | None = None
@@ -332,10 +377,15 @@ class Replays:
             step = RecordingStep(recorder, self._graphs, self._near)
             with owner.arithmetic(recorder.scratch), owner.ops.captured(), _no_garbage_collected():
                 captured = self._captured(step, keys, groups, number)
-        except Exception as error:  # nothing was run and nothing was sent: the next step is eager, as this one was
+        except Exception as error:
+            # nothing was run and nothing was sent: the next step is eager, as this one was
             self._failed.add((kind, keys))
             self.obstacle = str(error)
-            logger.info("%r: steps of one kind stay eager, since a capture failed: %s", owner.algorithm, error)
+            logger.info(
+                "%r: steps of one kind stay eager, since a capture failed: %s",
+                owner.algorithm,
+                error,
+            )
             if step is not None:
                 step.abandon()
             return
@@ -345,7 +395,11 @@ class Replays:
         owner.collectives.scratch = Scratch()  # replays do not ask for it
 
     def _captured(
-        self, step: RecordingStep, keys: Sequence[GroupKey], groups: Sequence[Mapping[str, Tensor]], number: Number
+        self,
+        step: RecordingStep,
+        keys: Sequence[GroupKey],
+        groups: Sequence[Mapping[str, Tensor]],
+        number: Number,
     ) -> tuple[list[Tape], Graph]:
         programs = []
         for gradients in groups:
@@ -353,14 +407,18 @@ class Replays:
             programs.append(Recording(step, make))
             step.run(programs[-1])
         step.finish()
-        ends = [(gradients, program.result) for gradients, program in zip(groups, programs, strict=True)]
+        ends = [
+            (gradients, program.result) for gradients, program in zip(groups, programs, strict=True)
+        ]
         tapes = [
             Tape(key, program.stretches, self._ending(step, [end]))
             for key, program, end in zip(keys, programs, ends, strict=True)
         ]
         return tapes, tapes[0].ending if len(tapes) == 1 else self._ending(step, ends)
 
-    def _ending(self, step: RecordingStep, ends: Sequence[tuple[Mapping[str, Tensor], Averaged]]) -> Graph:
+    def _ending(
+        self, step: RecordingStep, ends: Sequence[tuple[Mapping[str, Tensor], Averaged]]
+    ) -> Graph:
         with step.graphs.capture() as ending:
             self._owner.end_of(ends)
         return ending

@@ -1,12 +1,13 @@
 """Programs at work on this rank: the engine under everything that runs an algorithm.
 
     step = Step(collectives)
-    running = step.start(algorithm.step(ops, gradients, state, 0))     # as far as its first message, which is on its way
+    running = step.start(algorithm.step(ops, gradients, state, 0))    # its first message has left
     step.finish()
     averages, state = running.result
 
-Hooks, wrappers, sharded optimizers and local SGD differ only in when they start programs and when they wait. What is sent, and in which
-order, is a function of the order of the programs alone: nothing is launched because a message happened to come back first.
+Hooks, wrappers, sharded optimizers and local SGD differ only in when they start programs and when
+they wait. What is sent, and in which order, is a function of the order of the programs alone:
+nothing is launched because a message happened to come back first.
 """
 
 from __future__ import annotations
@@ -19,30 +20,41 @@ from torch import Tensor
 
 from gradwire.core.kernels.arrays import group_by
 from gradwire.core.protocol.groups import Groups
-from gradwire.core.protocol.programs import Collective, Fusable, Program, Request, cannot_answer, parted
+from gradwire.core.protocol.programs import (
+    Collective,
+    Fusable,
+    Program,
+    Request,
+    cannot_answer,
+    parted,
+)
 from gradwire.torch_backend.engine.collectives import Collectives, Pending
 from gradwire.torch_backend.engine.questions import Arrived, Asked, Question
 from gradwire.torch_backend.ops.workspace import Scratch
 
 T = TypeVar("T")
 
-#: (gradients of owned pieces, whether the step counts: a boolean scalar or None) of each program → what the optimizer makes of them.
+#: (gradients of owned pieces, whether the step counts: a boolean scalar or None) of each program →
+#: what the optimizer makes of them.
 Optimize = Callable[[Sequence[tuple[dict[str, Tensor], Tensor | None]]], list[dict[str, Tensor]]]
 
 
-#: On a device programs go on from what has arrived in so many batches: launches are what they cost, and what a batch sends travels while the next one computes.
+#: On a device programs go on from what has arrived in so many batches: launches are what they cost,
+#: and what a batch sends travels while the next one computes.
 BATCHES = 3
 
 
 class Running(Generic[T]):
-    """A program, as far as it has come: what it has sent is `pending`, a `question` waits until all programs of the step have come so far, and a request is `held`
-    until those of its batch have. `holds`: it stops at a request that is answered here or sent, and does not perform it yet."""
+    """A program, as far as it has come: what it has sent is `pending`, a `question` waits until all
+    programs of the step have come so far, and a request is `held` until those of its batch have.
+    `holds`: it stops at a request that is answered here or sent, and does not perform it yet."""
 
     __slots__ = ("_stack", "_step", "ended", "held", "holds", "pending", "question", "result")
 
     def __init__(self, step: Step, program: Program[T]) -> None:
         self._step = step
-        self._stack: list[Program[Any]] = [program]  # a branch runs on top of the program that asked for it
+        # a branch runs on top of the program that asked for it
+        self._stack: list[Program[Any]] = [program]
         self.pending: Pending | None = None
         self.question: Question | None = None
         self.held: Request | None = None
@@ -51,7 +63,8 @@ class Running(Generic[T]):
         self.result: T
 
     def advance(self, answers: Any) -> None:
-        """Run until the program waits for others, has ended, or holds a request. One that was held is performed first."""
+        """Run until the program waits for others, has ended, or holds a request. One that was held
+        is performed first."""
         self.pending = self.question = None
         request, self.held = self.held, None
         step, stack = self._step, self._stack
@@ -66,7 +79,11 @@ class Running(Generic[T]):
                     return
                 answers = (stop.value,)
                 continue
-            if self.holds and isinstance(request, Request) and (request.local or isinstance(request, Collective)):
+            if (
+                self.holds
+                and isinstance(request, Request)
+                and (request.local or isinstance(request, Collective))
+            ):
                 self.held = request
                 return
             asked, request = request, None
@@ -111,7 +128,8 @@ class Step:
         unscaled: what is made of the norm of all their gradients.
         optimize: takes the optimizer's step. None: there is none.
         in_flight: so many of them may have messages on their way. None: all.
-        near: groups of the ranks of a node. What they send each other is soon there, so a program goes on from it when the next one has started.
+        near: groups of the ranks of a node. What they send each other is soon there, so a program
+            goes on from it when the next one has started.
         update_at_once: each program's gradients are an optimizer's step of their own.
     """
 
@@ -134,9 +152,11 @@ class Step:
         self._near = near
         self._watched: list[Tensor] = []
         self._launches_cost = in_flight is None and not collectives.ops.host_knows
-        #: Whether launches cost more than what they compute, and programs of one step do it together.
+        #: Whether launches cost more than what they compute, and programs of one step do it
+        #: together.
         self.fuses = self._launches_cost
-        #: Requests about memory in this step, and answers to them and to those to come; and such requests of steps before, by the first of them.
+        #: Requests about memory in this step, and answers to them and to those to come; and such
+        #: requests of steps before, by the first of them.
         self._about_memory: list[Fusable[Tensor]] = []
         self._answered: dict[Hashable, Any] = {}
         self._foreseen: dict[Hashable, list[Fusable[Tensor]]] = {}
@@ -145,8 +165,8 @@ class Step:
         """Begin anew. A step that never came to its end is given up.
 
         Args:
-            apart: each program computes by itself whatever it costs, as one that is replayed: what many compute
-                together a device may round otherwise.
+            apart: each program computes by itself whatever it costs, as one that is replayed: what
+                many compute together a device may round otherwise.
         """
         self.abandon()
         self.fuses = self._launches_cost and not apart
@@ -156,8 +176,12 @@ class Step:
         if self._about_memory:
             first = _keys_of(self._about_memory[0])
             others = [each for each in self._foreseen.items() if each[0] != first]
-            # Half-steps alternate between two. What is held for longer may be memory that somebody has replaced.
-            self._foreseen, self._about_memory = dict([*others[-1:], (first, self._about_memory)]), []
+            # Half-steps alternate between two. What is held for longer may be memory that somebody
+            # has replaced.
+            self._foreseen, self._about_memory = (
+                dict([*others[-1:], (first, self._about_memory)]),
+                [],
+            )
         self.collectives.scratch.rewind()
 
     def abandon(self) -> None:
@@ -186,11 +210,13 @@ class Step:
             pass
 
     def advance(self) -> bool:
-        """Receive the messages of one round, after which those of the next are on their way; or answer what concerns all. False: all programs have
-        ended."""
+        """Receive the messages of one round, after which those of the next are on their way; or
+        answer what concerns all. False: all programs have ended."""
         waiting = [running for running in self.programs if not running.ended]
         sent = [running for running in waiting if running.pending is not None]
-        fuses = self.fuses and len(sent) > BATCHES and all(type(running) is Running for running in sent)
+        fuses = (
+            self.fuses and len(sent) > BATCHES and all(type(running) is Running for running in sent)
+        )
         some = -(-len(sent) // BATCHES) if fuses else 1
         for start in range(0, len(sent), some):
             if fuses:
@@ -202,7 +228,8 @@ class Step:
         return bool(waiting)
 
     def receive(self, batch: Sequence[Running[Any]]) -> None:
-        """Wait for the messages of some programs, and go on with these: what they compute alike is computed at once."""
+        """Wait for the messages of some programs, and go on with these: what they compute alike is
+        computed at once."""
         arrived: list[tuple[Any, ...]] = []
         watched: list[Tensor] = []
         for running in batch:
@@ -216,7 +243,9 @@ class Step:
         for running, answers in zip(batch, arrived, strict=True):
             running.holds = True
             running.advance(answers)
-        while local := [running for running in batch if running.held is not None and running.held.local]:
+        while local := [
+            running for running in batch if running.held is not None and running.held.local
+        ]:
             requests: list[Any] = [running.held for running in local]
             for members in group_by(range(len(local)), [each.key() for each in requests]):
                 own = [requests[i] for i in members]
@@ -235,13 +264,15 @@ class Step:
         return [each.answer() for each in requests]
 
     def perform(self, request: Any) -> Any:
-        """What `Collectives` answer. A local request about memory is answered for all programs of the step when the first of them asks: for those that have asked in a
-        step that began so."""
+        """What `Collectives` answer. A local request about memory is answered for all programs of
+        the step when the first of them asks: for those that have asked in a step that began so."""
         if not (isinstance(request, Fusable) and request.lasting):
             return self.collectives.perform(request)
         keys = _keys_of(request)
         if not self._about_memory:
-            self._compute_ahead([each for each in self._foreseen.get(keys, ()) if each.key() == request.key()])
+            self._compute_ahead(
+                [each for each in self._foreseen.get(keys, ()) if each.key() == request.key()]
+            )
         self._about_memory.append(request)
         known = [self._answered.get(key) for key in keys]
         return request.answer() if any(each is None for each in known) else tuple(known)
@@ -280,7 +311,9 @@ class Step:
             for running, question in zip(waiting, questions, strict=True)
             if question and question.asked is asked
         ]
-        answers = self.answers(asked, [running.question.value for running in who if running.question])
+        answers = self.answers(
+            asked, [running.question.value for running in who if running.question]
+        )
         for i, (running, answer) in enumerate(zip(who, answers, strict=True)):
             running.advance(answer)
             self._receive_earlier(who[: i + 1])
@@ -298,7 +331,11 @@ class Step:
             answer = collectives.sum_of(values)
         else:
             finite = self.finite()
-            answer = torch.ones((), dtype=torch.bool, device=collectives.ops.device) if finite is None else finite
+            answer = (
+                torch.ones((), dtype=torch.bool, device=collectives.ops.device)
+                if finite is None
+                else finite
+            )
         return [(answer,)] * len(values)
 
     def _receive_earlier(self, started: Sequence[Running[Any]]) -> None:
@@ -310,10 +347,14 @@ class Step:
 
 
 def run_alone(
-    collectives: Collectives, program: Program[T], make_step: Callable[[Collectives], Step] | None = None
+    collectives: Collectives,
+    program: Program[T],
+    make_step: Callable[[Collectives], Step] | None = None,
 ) -> T:
-    """What a program returns that is all of a step, of this kind. Its arrays may lie in messages: copy what is to last."""
-    # Messages are not kept: programs that run now and then would hold on to the size of the model in between.
+    """What a program returns that is all of a step, of this kind. Its arrays may lie in messages:
+    copy what is to last."""
+    # Messages are not kept: programs that run now and then would hold on to the size of the model
+    # in between.
     collectives.scratch = Scratch()
     step = (make_step or Step)(collectives)
     try:

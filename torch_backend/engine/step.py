@@ -1,21 +1,27 @@
 """One step of averaging gradients on one rank, in the order in which it happens.
 
-    begin       what a step that failed has left is dropped; what cannot be is refused, before anything is sent
+    begin       what a step that failed has left is dropped; what cannot be is refused, before
+                anything is sent
     take        gradients come, some at a time, as the backward pass makes them
-    group       those that have come are a group as soon as their compressed payload is worth a message
+    group       those that have come are a group as soon as their compressed payload is worth a
+                message
     send        the group's program starts, and its first message is on its way
-    receive     when the last gradients have come: round by round, in the order of the groups, until all programs have ended
+    receive     when the last gradients have come: round by round, in the order of the groups,
+                until all programs have ended
     commit      the memory becomes what the programs have made of it
     hand over   averages are written over the gradients
     report      whoever watches is told, by one event
 
-`GradientStep.add` is that list. What a training may do without is a step that is there or not, and costs nothing where it is not: a loss scale to follow, weights of
-replicas, unused parameters, a step that is discarded, a comparison with the full average, a capture by a CUDA graph, a profiler that looks on; and a group whose
-program is replayed (`gradwire.torch_backend.engine.replays`).
+`GradientStep.add` is that list. What a training may do without is a step that is there or not, and
+costs nothing where it is not: a loss scale to follow, weights of replicas, unused parameters, a
+step that is discarded, a comparison with the full average, a capture by a CUDA graph, a profiler
+that looks on; and a group whose program is replayed (`gradwire.torch_backend.engine.replays`).
 
-Nothing here is launched from a callback. A group's first message goes out when the group is complete; everything after it happens when the last gradients have
-arrived, group by group, round by round; but with two levels a group goes on between nodes when the next one is complete. So the order of collectives is a function of
-the order of the groups alone: it cannot depend on which message happened to come back first. On CUDA all of it is stream work and the host never waits.
+Nothing here is launched from a callback. A group's first message goes out when the group is
+complete; everything after it happens when the last gradients have arrived, group by group, round by
+round; but with two levels a group goes on between nodes when the next one is complete. So the order
+of collectives is a function of the order of the groups alone: it cannot depend on which message
+happened to come back first. On CUDA all of it is stream work and the host never waits.
 """
 
 from __future__ import annotations
@@ -51,22 +57,30 @@ from gradwire.torch_backend.ops.workspace import Scratch
 from gradwire.torch_backend.state.memory import Memory
 from gradwire.torch_backend.state.owed import Owed
 from gradwire.torch_backend.state.settings import Settings
-from gradwire.torch_backend.torch_internals import foreach_copy_, operations_are_watched, profiler_runs
+from gradwire.torch_backend.torch_internals import (
+    foreach_copy_,
+    operations_are_watched,
+    profiler_runs,
+)
 
-#: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to matter more than latency.
+#: A group of buckets is closed when its payload reaches this many bytes: enough for bandwidth to
+#: matter more than latency.
 MESSAGE_BYTES = 1 << 20
-#: The same on an accelerator, where every group costs some hundred kernels. Few groups, but more than one where compressed gradients are some MiB, since the
-#: messages of a single one would leave when the backward pass is over.
+#: The same on an accelerator, where every group costs some hundred kernels. Few groups, but more
+#: than one where compressed gradients are some MiB, since the messages of a single one would leave
+#: when the backward pass is over.
 MESSAGE_BYTES_ON_DEVICE = 4 << 20
-#: So many bytes inside a node count like one between nodes: about as much faster is the network there. Without them a model
-#: whose factors are few would begin to average inside its nodes when the backward pass is over.
+#: So many bytes inside a node count like one between nodes: about as much faster is the network
+#: there. Without them a model whose factors are few would begin to average inside its nodes when
+#: the backward pass is over.
 INSIDE = 32
 NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 @dataclass(slots=True)
 class Group:
-    """Some gradients of a step, and the program that averages them. `tape`: what it is replayed from."""
+    """Some gradients of a step, and the program that averages them. `tape`: what it is replayed
+    from."""
 
     gradients: dict[str, Tensor]
     running: Running[tuple[dict[str, Tensor], State[Tensor]]]
@@ -75,7 +89,8 @@ class Group:
 
 
 class GradientStep:
-    """The steps of one algorithm on one rank. `gradwire.torch_backend.engine.driver.Driver` makes its parts.
+    """The steps of one algorithm on one rank. `gradwire.torch_backend.engine.driver.Driver` makes
+    its parts.
 
     Attributes:
         algorithm, specs, ops: what runs, on which parameters, with which kernels.
@@ -87,12 +102,16 @@ class GradientStep:
         weighted: replicas count by their weights.
         weight: what this one counts for, a scalar on the device.
         settings: what the algorithm asks for by name.
-        measurement: while it is there, it compares each step with a full average. There on all ranks, or on none.
-        discarding: while it is true, steps leave no trace in the memory and are not counted. Equal on all ranks.
-        obstacle: why this rank cannot take the first step, where no registration has told the others; "" if it can.
+        measurement: while it is there, it compares each step with a full average. There on all
+            ranks, or on none.
+        discarding: while it is true, steps leave no trace in the memory and are not counted. Equal
+            on all ranks.
+        obstacle: why this rank cannot take the first step, where no registration has told the
+            others; "" if it can.
         replays: steps of it that are replayed.
         owed: compression errors of an algorithm before, to be added to the next gradients.
-        dense_elements: of all gradients that came to this driver, and to those it has continued from.
+        dense_elements: of all gradients that came to this driver, and to those it has continued
+            from.
     """
 
     algorithm: Algorithm
@@ -118,7 +137,8 @@ class GradientStep:
     _meeting: Meeting
     #: Of which parameters some rank has memory.
     _remembered: frozenset[str]
-    #: Whether a CUDA graph may capture steps, and captures this one; whether ranks have compared what they go on from.
+    #: Whether a CUDA graph may capture steps, and captures this one; whether ranks have compared
+    #: what they go on from.
     _capturable: bool
     _captured = False
     _compared = False
@@ -134,16 +154,24 @@ class GradientStep:
         self._dense_sizes: dict[tuple[str, ...], tuple[int, int]] = {}
 
     def add(
-        self, gradients: Mapping[str, Tensor], *, first: bool, last: bool, unused: Collection[str] | None = None
+        self,
+        gradients: Mapping[str, Tensor],
+        *,
+        first: bool,
+        last: bool,
+        unused: Collection[str] | None = None,
     ) -> None:
         """Take some of this step's gradients; after the last ones, finish the step.
 
         Args:
-            gradients: name → gradient, overwritten with the average by the time the last ones have been added.
-            first: these begin a step. What a step that never came to its end has left behind is dropped.
+            gradients: name → gradient, overwritten with the average by the time the last ones have
+                been added.
+            first: these begin a step. What a step that never came to its end has left behind is
+                dropped.
             last: these end it.
-            unused: names of parameters that took no part in this rank's forward pass (their gradients are zero), or None if nobody
-                keeps count. A parameter that no rank used keeps its memory: its average would never reach an optimizer.
+            unused: names of parameters that took no part in this rank's forward pass (their
+                gradients are zero), or None if nobody keeps count. A parameter that no rank used
+                keeps its memory: its average would never reach an optimizer.
         """
         if first:
             self._begin(usage=unused is not None)
@@ -172,7 +200,12 @@ class GradientStep:
         if not self._compared:  # once: on the host, and with no message
             loops = self.ops.loops
             if not require_same_state(
-                self._meeting, self.memory.steps, repr(self.algorithm), self.memory.loaded, self.obstacle, loops.card
+                self._meeting,
+                self.memory.steps,
+                repr(self.algorithm),
+                self.memory.loaded,
+                self.obstacle,
+                loops.card,
             ):
                 self.ops.loops = Loops()
             self._compared = True
@@ -189,10 +222,18 @@ class GradientStep:
             self.replays.begin(self._may_be_replayed(usage))
 
     def _may_be_replayed(self, usage: bool) -> bool:
-        """Whether the host decides nothing in this step but what is in a key of `Replays`, and nobody looks at single operations."""
-        decides = usage or self.discarding or self.measurement is not None or self.memory.scale.scaler is not None
+        """Whether the host decides nothing in this step but what is in a key of `Replays`, and
+        nobody looks at single operations."""
+        decides = (
+            usage
+            or self.discarding
+            or self.measurement is not None
+            or self.memory.scale.scaler is not None
+        )
         dense = self.divided or self.memory.steps < self.algorithm.start_step
-        return not (self._captured or decides or dense or self.owed.errors or operations_are_watched())
+        return not (
+            self._captured or decides or dense or self.owed.errors or operations_are_watched()
+        )
 
     def _clear(self) -> None:
         self._programs.begin(apart=self.replays.wanted or self.replays.given_up)
@@ -202,8 +243,9 @@ class GradientStep:
             self.owed.begin()
 
     def _prepare_capture(self, usage: bool) -> None:
-        """Raises RuntimeError for a step that a CUDA graph cannot repeat. Memory for the step is the graph's own from now on: it stays as long
-        as the graph does, whatever later steps ask for."""
+        """Raises RuntimeError for a step that a CUDA graph cannot repeat. Memory for the step is
+        the graph's own from now on: it stays as long as the graph does, whatever later steps ask
+        for."""
         if self.measurement is not None:
             refuse_capture("handle.measured(), which compares a step with a full average,")
         scaled = self.memory.scale.scaler is not None
@@ -224,7 +266,8 @@ class GradientStep:
 
     @contextmanager
     def arithmetic(self, scratch: Scratch) -> Iterator[None]:
-        """Compute, within, by the algorithm's settings and not the user's; with this memory to work in."""
+        """Compute, within, by the algorithm's settings and not the user's; with this memory to work
+        in."""
         with torch.no_grad(), plain_arithmetic(self.ops.device), self.ops.scratch(scratch):
             yield
 
@@ -248,11 +291,16 @@ class GradientStep:
         if self.message_bytes is not None:
             return self.message_bytes
         compresses = self._remembered and self.memory.steps >= self.algorithm.start_step
-        return MESSAGE_BYTES_ON_DEVICE if compresses and self.ops.device.type != "cpu" else MESSAGE_BYTES
+        return (
+            MESSAGE_BYTES_ON_DEVICE
+            if compresses and self.ops.device.type != "cpu"
+            else MESSAGE_BYTES
+        )
 
     def _payload(self, gradients: Mapping[str, Tensor]) -> int:
-        """Bytes that these send between nodes, and those inside in the same unit, see `INSIDE`. What a group sends is the sum over its parts, which is quicker than
-        asking about all of them each time."""
+        """Bytes that these send between nodes, and those inside in the same unit, see `INSIDE`.
+        What a group sends is the sum over its parts, which is quicker than asking about all of them
+        each time."""
         key = self.memory.steps >= self.algorithm.start_step, tuple(gradients)
         if key not in self._payloads:
             sent = self._dry.only(gradients).at(self.memory.steps).traffic
@@ -263,19 +311,27 @@ class GradientStep:
     # --- send
 
     def _send(self) -> None:
-        """Start the program of a group. Whatever is there is one; and the last gradients may add nothing."""
+        """Start the program of a group. Whatever is there is one; and the last gradients may add
+        nothing."""
         if not self._open and self._groups:
             return
         gradients, self._open, self._open_payload = self._open, {}, 0
         with self._span("send"):
-            if self.replays.wanted and (replayed := self.replays.start(self._programs, gradients)) is not None:
+            if (
+                self.replays.wanted
+                and (replayed := self.replays.start(self._programs, gradients)) is not None
+            ):
                 self._groups.append(Group(gradients, *replayed))
                 return
             donated = self._donated(gradients)
             state = self.memory.state.of(donated)
             if self.discarding:
                 state = self._to_be_dropped(state)
-            usage = self._usage_of(state, donated) if self._unused is not None and not self.discarding else None
+            usage = (
+                self._usage_of(state, donated)
+                if self._unused is not None and not self.discarding
+                else None
+            )
             if self.measurement is not None:
                 self.measurement.take(donated, state.tensors)
             if self.skipped.examines and not self.discarding and not self._captured:
@@ -285,10 +341,13 @@ class GradientStep:
             self._groups.append(Group(gradients, running, usage=usage))
 
     def _donated(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # A gradient in channels_last strides is taken in its logical order, so that memory means the same on every backend.
-        # In the order of the model where there is memory, not of arrival: then a model that is one group sums in the same order before and
-        # after buckets are rebuilt, and a run that is resumed has the same bits on any number of ranks.
-        order = [name for name in self.specs if name in gradients] if self._remembered else gradients
+        # A gradient in channels_last strides is taken in its logical order, so that memory means
+        # the same on every backend. In the order of the model where there is memory, not of
+        # arrival: then a model that is one group sums in the same order before and after buckets
+        # are rebuilt, and a run that is resumed has the same bits on any number of ranks.
+        order = (
+            [name for name in self.specs if name in gradients] if self._remembered else gradients
+        )
         return {name: gradients[name].contiguous() for name in order}
 
     def _program(
@@ -301,21 +360,30 @@ class GradientStep:
     def program_of(
         self, gradients: Mapping[str, Tensor], number: Any
     ) -> Program[tuple[dict[str, Tensor], State[Tensor]]]:
-        """The program of a group, in a step that leaves its traces and in which all parameters take part."""
+        """The program of a group, in a step that leaves its traces and in which all parameters take
+        part."""
         donated = self._donated(gradients)
         return self._program(donated, self.memory.state.of(donated), number)
 
-    def end_of(self, groups: Sequence[tuple[Mapping[str, Tensor], tuple[dict[str, Tensor], State[Tensor]]]]) -> None:
-        """Launch what the end of groups is, of each its gradients and the result: memory, and averages over gradients. Raises RuntimeError if memory would lie
-        elsewhere from now on."""
+    def end_of(
+        self, groups: Sequence[tuple[Mapping[str, Tensor], tuple[dict[str, Tensor], State[Tensor]]]]
+    ) -> None:
+        """Launch what the end of groups is, of each its gradients and the result: memory, and
+        averages over gradients. Raises RuntimeError if memory would lie elsewhere from now on."""
         memory = self.memory.state
-        after = State(dict(memory.shared), {name: dict(own) for name, own in memory.tensors.items()}, memory.model)
+        after = State(
+            dict(memory.shared),
+            {name: dict(own) for name, own in memory.tensors.items()},
+            memory.model,
+        )
         for _, (_, state) in groups:
             keep(state, after)
         if addresses(after) != addresses(memory):
             raise RuntimeError(f"memory of {self.algorithm!r} lies elsewhere after a step")
         gradients = {name: x for each, _ in groups for name, x in each.items()}
-        write_over(gradients, {name: x for _, (averages, _) in groups for name, x in averages.items()})
+        write_over(
+            gradients, {name: x for _, (averages, _) in groups for name, x in averages.items()}
+        )
 
     def _usage_of(self, state: State[Tensor], order: Collection[str]) -> Usage | None:
         """What this rank did not use of a group, to be told with its first message."""
@@ -325,12 +393,16 @@ class GradientStep:
         return Usage(self.ops, self._unused, state, remembered, weighted=self.weighted)
 
     def _to_be_dropped(self, state: State[Tensor]) -> State[Tensor]:
-        """The state for a step that leaves no trace: factors as they are, and no errors, in memory of their own."""
+        """The state for a step that leaves no trace: factors as they are, and no errors, in memory
+        of their own."""
         if not self._groups:
             self._shared_before = {key: x.clone() for key, x in state.shared.items()}
         errors = self.algorithm.per_replica
         tensors = {
-            name: {key: torch.zeros_like(x) if key in errors else x.clone() for key, x in memory.items()}
+            name: {
+                key: torch.zeros_like(x) if key in errors else x.clone()
+                for key, x in memory.items()
+            }
             for name, memory in state.tensors.items()
         }
         return State(state.shared, tensors, state.model)
@@ -343,7 +415,8 @@ class GradientStep:
 
     def _commit(self) -> None:
         if self.discarding:
-            for key, x in self._shared_before.items():  # in place: the host foresees these very scalars
+            # in place: the host foresees these very scalars
+            for key, x in self._shared_before.items():
                 self.memory.state.shared[key].copy_(x)
             return
         if tapes := [group.tape for group in self._groups if group.tape is not None]:
@@ -369,7 +442,8 @@ class GradientStep:
     # --- hand over, report
 
     def _hand_over(self) -> None:
-        """Write averages over gradients; after the memory, which may be what is now written over."""
+        """Write averages over gradients; after the memory, which may be what is now written
+        over."""
         for group in self._groups:
             self._count_dense(group.gradients)
             if group.tape is None:
@@ -385,7 +459,10 @@ class GradientStep:
         names = tuple(gradients)
         if names not in self._dense_sizes:
             specs = [self.specs[name] for name in names]
-            self._dense_sizes[names] = sum(spec.nbytes for spec in specs), sum(spec.size for spec in specs)
+            self._dense_sizes[names] = (
+                sum(spec.nbytes for spec in specs),
+                sum(spec.size for spec in specs),
+            )
         nbytes, elements = self._dense_sizes[names]
         self.memory.sent.dense_bytes += nbytes
         self.dense_elements += elements
@@ -393,7 +470,9 @@ class GradientStep:
     def _report(self) -> None:
         if not self.discarding and not self._captured:
             scale = self.memory.scale.value
-            self.watch.step_ended(StepEnded(self.memory.steps, self._progress, self.memory.errors, scale))
+            self.watch.step_ended(
+                StepEnded(self.memory.steps, self._progress, self.memory.errors, scale)
+            )
 
     def _progress(self) -> Progress:
         sent = self.memory.sent
@@ -429,10 +508,13 @@ def keep(after: State[Tensor], memory: State[Tensor]) -> None:
 
 
 def owned(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Memory after a step, where it was before. What a program returns may lie in a message, in a bucket or in scratch memory, all of which
-    the next step writes over; only what it updated in place is there already. A CUDA graph goes on with the memory it was captured with."""
+    """Memory after a step, where it was before. What a program returns may lie in a message, in a
+    bucket or in scratch memory, all of which the next step writes over; only what it updated in
+    place is there already. A CUDA graph goes on with the memory it was captured with."""
     moved = {
-        key: x.clone() for key, x in new.items() if x is not old.get(key) and not (key in old and x.is_set_to(old[key]))
+        key: x.clone()
+        for key, x in new.items()
+        if x is not old.get(key) and not (key in old and x.is_set_to(old[key]))
     }
     for key, x in moved.items():
         if key in old and (old[key].shape, old[key].dtype) == (x.shape, x.dtype):

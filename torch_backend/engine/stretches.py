@@ -1,4 +1,5 @@
-"""The programs of a step as graphs: they run once more, without a device and without messages, and each stretch between two messages is captured.
+"""The programs of a step as graphs: they run once more, without a device and without messages, and
+each stretch between two messages is captured.
 
 recorder = Recorder.of(collectives)
 step = RecordingStep(recorder, graphs, near)
@@ -34,7 +35,8 @@ Averaged = tuple[dict[str, Tensor], State[Tensor]]
 
 
 class Number:
-    """The number of a step that is captured. It is compared on the host, which notes the answers, and computed with on the device.
+    """The number of a step that is captured. It is compared on the host, which notes the answers,
+    and computed with on the device.
 
     Args:
         steps: the number.
@@ -127,7 +129,9 @@ class Recorder(Collectives):
         before = astuple(self.sent)
         answer = super().perform(request)
         if isinstance(answer, Pending):
-            answer.counts = tuple(now - then for now, then in zip(astuple(self.sent), before, strict=True))
+            answer.counts = tuple(
+                now - then for now, then in zip(astuple(self.sent), before, strict=True)
+            )
         return answer
 
 
@@ -137,7 +141,8 @@ class Stretch:
 
     Attributes:
         graph: the work.
-        compute_overlap: what is launched before the messages that it waits for have arrived, if anything is.
+        compute_overlap: what is launched before the messages that it waits for have arrived, if
+            anything is.
         flags: whether what arrived before it is finite.
         pending, question, ended: where the program is then.
         slot: where the answer is that it goes on with; None: messages.
@@ -183,17 +188,22 @@ class Recording(Running[Averaged]):
             super().advance(answers)
 
     @contextmanager
-    def _stretch(self, compute_overlap: Graph | None = None, slot: Tensor | None = None) -> Iterator[None]:
+    def _stretch(
+        self, compute_overlap: Graph | None = None, slot: Tensor | None = None
+    ) -> Iterator[None]:
         known = len(self._recording.flags)
         with self._recording.graphs.capture() as graph:
             yield
         flags = self._recording.flags[known:]
         pending = None if self.pending is None else message_of(self.pending)
-        self.stretches.append(Stretch(graph, compute_overlap, flags, pending, self.question, self.ended, slot))
+        self.stretches.append(
+            Stretch(graph, compute_overlap, flags, pending, self.question, self.ended, slot)
+        )
 
 
 class RecordingStep(Step):
-    """The programs of a step that is captured. What concerns all of them is answered with memory in which each replay finds its answer."""
+    """The programs of a step that is captured. What concerns all of them is answered with memory in
+    which each replay finds its answer."""
 
     def __init__(self, collectives: Recorder, graphs: Graphs, near: Groups | None) -> None:
         super().__init__(collectives, near=near)
@@ -202,7 +212,9 @@ class RecordingStep(Step):
 
     def finish(self) -> None:
         super().finish()
-        self.programs = []  # which have this step: together they would keep the memory of graphs until Python looks for such cycles
+        # which have this step: together they would keep the memory of graphs until Python looks for
+        # such cycles
+        self.programs = []
 
     @property
     def flags(self) -> list[Tensor]:
@@ -215,8 +227,14 @@ class RecordingStep(Step):
 
 
 def message_of(pending: Pending) -> Pending:
-    """What has to be kept of a request to send it again: not the arrays that were packed, whose memory serves what is captured later."""
+    """What has to be kept of a request to send it again: not the arrays that were packed, whose
+    memory serves what is captured later."""
     kept = Pending.__new__(Pending)
-    kept.works, kept.watched, kept.nbytes, kept.counts = pending.works, (), pending.nbytes, pending.counts
+    kept.works, kept.watched, kept.nbytes, kept.counts = (
+        pending.works,
+        (),
+        pending.nbytes,
+        pending.counts,
+    )
     kept.groups, kept.whereabouts, kept.said = pending.groups, pending.whereabouts, pending.said
     return kept

@@ -1,4 +1,5 @@
-"""Parameters that no rank used: their memory stays as it was, since their average would never reach an optimizer."""
+"""Parameters that no rank used: their memory stays as it was, since their average would never reach
+an optimizer."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ T = TypeVar("T")
 
 
 class Usage:
-    """What this rank did not use of some gradients, told to the others with the first message that can take it along.
+    """What this rank did not use of some gradients, told to the others with the first message that
+    can take it along.
 
-    `state` is their memory, of which the program gets copies where it may have to be undone. `remembered` are those of which some rank has memory.
-    `weighted`: gradients are summed by weight, so this is too, and shares their message.
+    `state` is their memory, of which the program gets copies where it may have to be undone.
+    `remembered` are those of which some rank has memory. `weighted`: gradients are summed by
+    weight, so this is too, and shares their message.
     """
 
     def __init__(
@@ -33,17 +36,24 @@ class Usage:
         weighted: bool = False,
     ) -> None:
         self._ops = ops
-        self._names = {name: i for i, name in enumerate(remembered) if name in unused and name in state.tensors}
-        # Per tensor with memory, 1.0 if this rank used the parameter. The mean is 0 for those that no rank used.
-        self._used = ops.from_host([float(name not in unused) for name in remembered], torch.float32)
+        self._names = {
+            name: i for i, name in enumerate(remembered) if name in unused and name in state.tensors
+        }
+        # Per tensor with memory, 1.0 if this rank used the parameter. The mean is 0 for those that
+        # no rank used.
+        self._used = ops.from_host(
+            [float(name not in unused) for name in remembered], torch.float32
+        )
         self._request: Fusable[Tensor] | None = cast(
-            "Fusable[Tensor]", (reduce_sum if weighted else mean)(self._used, watched=False).send(cast(Any, None))
+            "Fusable[Tensor]",
+            (reduce_sum if weighted else mean)(self._used, watched=False).send(cast(Any, None)),
         )
         for name in self._names:
             state.tensors[name] = {key: x.clone() for key, x in state.tensors[name].items()}
 
     async def sent_with(self, program: Program[T]) -> T:
-        """The program, which sends this as well: in its first message if that is an average of all replicas, else before it."""
+        """The program, which sends this as well: in its first message if that is an average of all
+        replicas, else before it."""
         return await relay(program, self._answer)
 
     async def _answer(self, request: Request) -> tuple[Any, ...]:

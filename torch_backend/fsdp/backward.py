@@ -1,11 +1,15 @@
-"""Gradients of a sharded model's backward pass, unit by unit into one driver while the pass goes on.
+"""Gradients of a sharded model's backward pass, unit by unit into one driver while the pass goes
+on.
 
-FSDP calls a hook when the gradients of a unit have been reduced over the shards, and puts them into `.grad` when that returns. So the hook takes
-nothing: when the next unit's is called, the gradients before are in their places, summed with those of earlier micro-batches, divided, in the
-dtype of the parameter. From there the driver takes them. When the pass is over it has all, finishes, and writes the averages where the gradients were.
+FSDP calls a hook when the gradients of a unit have been reduced over the shards, and puts them into
+`.grad` when that returns. So the hook takes nothing: when the next unit's is called, the gradients
+before are in their places, summed with those of earlier micro-batches, divided, in the dtype of the
+parameter. From there the driver takes them. When the pass is over it has all, finishes, and writes
+the averages where the gradients were.
 
-The first pass shows in which order units come; from then on each is handed over when those before it have been. The order is that of replica 0, for
-all replicas of this shard. Gradients that `CPUOffloadPolicy` moves to the CPU are handed over at the end of the pass.
+The first pass shows in which order units come; from then on each is handed over when those before
+it have been. The order is that of replica 0, for all replicas of this shard. Gradients that
+`CPUOffloadPolicy` moves to the CPU are handed over at the end of the pass.
 """
 
 from __future__ import annotations
@@ -40,13 +44,15 @@ def hook_obstacle(model: nn.Module) -> str:
     if before is None or before.free:
         return ""
     return (
-        "model has replicas whose gradients are averaged already. unregister() of the handle that compress_replicas or local_sgd returned makes place "
-        "for another, and reconfigure(...) changes it"
+        "model has replicas whose gradients are averaged already. unregister() of the handle that"
+        " compress_replicas or local_sgd returned makes place for another, and reconfigure(...)"
+        " changes it"
     )
 
 
 class ShardedBackward:
-    """Watches the units of a sharded model, and hands their gradients to a driver. There must be no `hook_obstacle`.
+    """Watches the units of a sharded model, and hands their gradients to a driver. There must be no
+    `hook_obstacle`.
 
     Args:
         driver: averages.
@@ -56,7 +62,8 @@ class ShardedBackward:
     Attributes:
         driver, layout, find_unused: as given.
         free: it averages for nobody's handle, and may be closed.
-        takes_thawed: while it is free, it averages gradients of layers that were thawed since as well.
+        takes_thawed: while it is free, it averages gradients of layers that were thawed since as
+            well.
         closed: it does nothing more.
     """
 
@@ -73,8 +80,11 @@ class ShardedBackward:
         self.layout = layout
         self.find_unused = find_unused
         device = layout.device
-        self._stream: Any = None if device.type == "cpu" else torch.get_device_module(device).Stream(device=device)
-        self._order: list[int] = []  # of the units that are handed over as they come; the others at the end
+        self._stream: Any = (
+            None if device.type == "cpu" else torch.get_device_module(device).Stream(device=device)
+        )
+        # of the units that are handed over as they come; the others at the end
+        self._order: list[int] = []
         self._known = False
         self._forget_pass()
         self_ref = weakref.ref(self)
@@ -84,7 +94,8 @@ class ShardedBackward:
             def on_unit(reduced: Tensor) -> None:
                 if (backward := self_ref()) is not None and not backward.closed:
                     if not reduced.is_cpu:
-                        # FSDP casts, adds or copies it on this stream, and lets go of it before that has happened.
+                        # FSDP casts, adds or copies it on this stream, and lets go of it before
+                        # that has happened.
                         reduced.record_stream(torch.accelerator.current_stream(reduced.device))
                     backward._on_unit(k)
 
@@ -114,7 +125,8 @@ class ShardedBackward:
         self.driver = driver
 
     def close(self) -> None:
-        """Make place for another, which hooks the units anew. Gradients are averaged by nobody in between."""
+        """Make place for another, which hooks the units anew. Gradients are averaged by nobody in
+        between."""
         self.closed = True
         self.driver.abandon()
         for hook in self._forward_hooks:
@@ -130,13 +142,18 @@ class ShardedBackward:
         self._accumulating: bool | None = None
 
     def _before_forward(self) -> None:
-        """Forget what a failed backward pass has left behind, and take in what is thawed, where no handle minds."""
+        """Forget what a failed backward pass has left behind, and take in what is thawed, where no
+        handle minds."""
         if in_backward():
             return
         if self._watching:
             self.driver.abandon()
             self._forget_pass()
-        if self.free and self.takes_thawed and any(p.requires_grad for p in self.layout.frozen.values()):
+        if (
+            self.free
+            and self.takes_thawed
+            and any(p.requires_grad for p in self.layout.frozen.values())
+        ):
             # Another, which hooks units that had no trained parameters too. The model keeps it.
             layout = self.layout.thawed()
             groups = ProcessGroups(layout.replicas)
@@ -144,8 +161,8 @@ class ShardedBackward:
             ShardedBackward(plain, layout, self.find_unused).free = True
 
     def _after_forward(self, outputs: Any) -> None:
-        # A backward pass may run others inside it (reentrant checkpointing), and a callback runs at the end of the innermost. The outputs
-        # belong to the outermost.
+        # A backward pass may run others inside it (reentrant checkpointing), and a callback runs at
+        # the end of the innermost. The outputs belong to the outermost.
         self_ref = weakref.ref(self)
 
         @uncompiled
@@ -162,8 +179,9 @@ class ShardedBackward:
             refuse_compiled_autograd()
             self._forget_pass()
             self._watching = True
-            # FSDP has callbacks as well, one for each outermost unit, in which units come whose inputs need no gradient. By the time the first
-            # one is called all of them are queued, so what is queued then comes last.
+            # FSDP has callbacks as well, one for each outermost unit, in which units come whose
+            # inputs need no gradient. By the time the first one is called all of them are queued,
+            # so what is queued then comes last.
             queue_callback(lambda: queue_callback(self._end))
 
     def _on_unit(self, k: int) -> None:
@@ -173,9 +191,11 @@ class ShardedBackward:
         if k in self._handed:
             name = self.layout.units[k].name
             raise RuntimeError(
-                f"module {name!r} received gradients again in one backward pass, after the first had been handed over to be averaged. It did so "
-                "once in the first pass, and is called more often now; call it equally often in each step, or accumulate: "
-                "model.set_requires_all_reduce(False) for all backward passes of a step but the last"
+                f"module {name!r} received gradients again in one backward pass, after the first"
+                " had been handed over to be averaged. It did so once in the first pass, and is"
+                " called more often now; call it equally often in each step, or accumulate:"
+                " model.set_requires_all_reduce(False) for all backward passes of a step but the"
+                " last"
             )
 
     def _land(self) -> None:
@@ -194,7 +214,8 @@ class ShardedBackward:
                 self._hand_over(unit)
 
     def _hand_over(self, k: int) -> None:
-        """Hand over to the driver the gradients of a unit whose turn it is and that is not the last."""
+        """Hand over to the driver the gradients of a unit whose turn it is and that is not the
+        last."""
         self._handed.add(k)
         gradients, absent = self._gradients(self.layout.units[k].parameters)
         if gradients:
@@ -202,7 +223,9 @@ class ShardedBackward:
 
     def _add(self, gradients: dict[str, Tensor], absent: list[str], *, last: bool) -> None:
         first, self._begun = not self._begun, True
-        self.driver.add(gradients, first=first, last=last, unused=absent if self.find_unused else None)
+        self.driver.add(
+            gradients, first=first, last=last, unused=absent if self.find_unused else None
+        )
 
     @uncompiled
     def _end(self) -> None:
@@ -228,28 +251,38 @@ class ShardedBackward:
         if absent and not self.find_unused:
             self.driver.abandon()
             raise RuntimeError(
-                f"parameters {some(absent)} have no gradient at the end of the backward pass, and the other replicas may wait for them. If a forward pass "
-                "may leave parameters out, say so: compress_replicas(..., unused=True). If they are frozen, set requires_grad=False on all ranks"
+                f"parameters {some(absent)} have no gradient at the end of the backward pass, and"
+                " the other replicas may wait for them. If a forward pass may leave parameters"
+                " out, say so: compress_replicas(..., unused=True). If they are frozen, set"
+                " requires_grad=False on all ranks"
             )
-        for k in self._order[len(self._handed) :]:  # one by one, as on ranks where they have come in time
+        # one by one, as on ranks where they have come in time
+        for k in self._order[len(self._handed) :]:
             self._hand_over(k)
         usage = None
         if self.find_unused:
             usage = self.driver.send_usage([h.parameter.grad is not None for h in held.values()])
         gradients, absent = self._gradients(
-            [name for k, unit in enumerate(units) if k not in self._handed for name in unit.parameters]
+            [
+                name
+                for k, unit in enumerate(units)
+                if k not in self._handed
+                for name in unit.parameters
+            ]
         )
         if gradients or self._begun:
             self._add(gradients, absent, last=True)
         if usage is not None:
-            # A parameter that other replicas used receives their average; one that nobody used stays without a gradient.
+            # A parameter that other replicas used receives their average; one that nobody used
+            # stays without a gradient.
             usage.receive()
             for (name, h), by_somebody in zip(held.items(), usage.result.tolist(), strict=True):
                 if by_somebody and name in self._zeros:
                     h.parameter.grad = h.distributed(self._zeros[name])
 
     def _gradients(self, names: list[str]) -> tuple[dict[str, Tensor], list[str]]:
-        """This rank's gradients of parameters that are not frozen now; zeros for those that have none, whose names are returned as well."""
+        """This rank's gradients of parameters that are not frozen now; zeros for those that have
+        none, whose names are returned as well."""
         found, absent = {}, []
         for name in names:
             p = self.layout.held[name].parameter
@@ -266,37 +299,48 @@ class ShardedBackward:
         if unknown:
             self.driver.abandon()
             raise RuntimeError(
-                f"parameters {some(unknown)} have gradients that nobody averages: they were frozen when compress_replicas, or local_sgd, was called. "
-                "Call handle.unregister(), and the same again; load_state_dict(state, strict=False) takes the memory of compress_replicas over"
+                f"parameters {some(unknown)} have gradients that nobody averages: they were frozen"
+                " when compress_replicas, or local_sgd, was called. Call handle.unregister(), and"
+                " the same again; load_state_dict(state, strict=False) takes the memory of"
+                " compress_replicas over"
             )
 
     def _learn(self, came: list[int]) -> None:
-        """Learn in which order units are handed over from now on. Those that came more than once in a pass wait for its end, as does the last one."""
+        """Learn in which order units are handed over from now on. Those that came more than once in
+        a pass wait for its end, as does the last one."""
         self._known = True
         times = Counter(came)
         mine = [k for k in dict.fromkeys(came) if times[k] == 1][:-1]
         if self.layout.offloaded:
-            mine = []  # gradients are on their way to pinned memory, and FSDP waits for them at the end of the pass
+            # gradients are on their way to pinned memory, and FSDP waits for them at the end of the
+            # pass
+            mine = []
         group = self.driver.process_group
-        order = torch.full((len(self.layout.units),), -1, dtype=torch.int64, device=self.driver.ops.device)
+        order = torch.full(
+            (len(self.layout.units),), -1, dtype=torch.int64, device=self.driver.ops.device
+        )
         order[: len(mine)] = torch.tensor(mine, dtype=torch.int64, device="cpu")
         dist.broadcast(order, dist.get_global_rank(group, 0), group=group)
         self._order = [k for k in order.tolist() if k >= 0]
 
     def _on_stream(self) -> AbstractContextManager[Any]:
-        """Work on the stream where gradients were put in their places. Who comes after the pass waits for it."""
+        """Work on the stream where gradients were put in their places. Who comes after the pass
+        waits for it."""
         return nullcontext() if self._stream is None else _Stream(self._stream)
 
 
 class _Stream:
-    """A stream on which work goes, within, after what is on the current one; the current one waits for it in the end."""
+    """A stream on which work goes, within, after what is on the current one; the current one waits
+    for it in the end."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._within = torch.get_device_module(stream.device).stream(stream)
 
     def __enter__(self) -> None:
-        self._outside = torch.get_device_module(self._stream.device).current_stream(self._stream.device)
+        self._outside = torch.get_device_module(self._stream.device).current_stream(
+            self._stream.device
+        )
         self._stream.wait_stream(self._outside)
         self._within.__enter__()
 

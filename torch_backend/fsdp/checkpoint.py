@@ -1,12 +1,15 @@
 """The memory of a sharded model's replicas outside a program: as sharded tensors, and gathered.
 
-**Sharded**, for `torch.distributed.checkpoint`: the form that FSDP2 gives a model's own state. What lies as its parameter does (the error, the outer parameters) is
-a DTensor, laid out as the parameter is, so that it is written by its shards and read by any number of others. All else is small, and the same on all ranks:
+**Sharded**, for `torch.distributed.checkpoint`: the form that FSDP2 gives a model's own state. What
+lies as its parameter does (the error, the outer parameters) is a DTensor, laid out as the parameter
+is, so that it is written by its shards and read by any number of others. All else is small, and the
+same on all ranks:
 
-    {"format": 1, "kind": …, "algorithm": …, "step": …, "scale": …, "replicas": W, "sharded": {parameter: {key: DTensor}}, "rest": bytes}
+    {"format": 1, "kind": …, "algorithm": …, "step": …, "scale": …, "replicas": W, "sharded":
+    {parameter: {key: DTensor}}, "rest": bytes}
 
-**Gathered**, for a file of one rank: the portable form of `gradwire.core.state.checkpoint`, with the blocks under names of their own
-(`gradwire.torch_backend.state.blocks`).
+**Gathered**, for a file of one rank: the portable form of `gradwire.core.state.checkpoint`, with
+the blocks under names of their own (`gradwire.torch_backend.state.blocks`).
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from gradwire.torch_backend.state.rank_memory import packed
 
 
 class Sharded(Replicated):
-    """Each rank has a block of each parameter, as some rank of each replica has. Its number counts shard by shard, of one replica after the other."""
+    """Each rank has a block of each parameter, as some rank of each replica has. Its number counts
+    shard by shard, of one replica after the other."""
 
     def __init__(self, layout: Layout, groups: ProcessGroups) -> None:
         super().__init__(groups, layout.device)
@@ -54,8 +58,9 @@ class Sharded(Replicated):
         return {key: round(sum(each[key] for each in of_shards) / len(of_shards)) for key in sent}
 
     def whole(self, memory: Memory, sliced: bool) -> dict[str, Any]:
-        """The sharded form, `sliced` or not, on all ranks. Which parameters have what in it does not depend on the number of shards: the error of a block that is too small
-        to be compressed is zero."""
+        """The sharded form, `sliced` or not, on all ranks. Which parameters have what in it does
+        not depend on the number of shards: the error of a block that is too small to be compressed
+        is zero."""
         state, per_replica, layout = memory.lent(), memory.per_replica, self.layout
         state["sent"] = self.mean_sent(state["sent"])
 
@@ -70,17 +75,27 @@ class Sharded(Replicated):
             x: Tensor | None = state["tensors"].get(name, {}).get(key)
             if x is not None:
                 return x
-            return torch.zeros(layout.held[name].local.shape, dtype=large[name, key], device=layout.device)
+            return torch.zeros(
+                layout.held[name].local.shape, dtype=large[name, key], device=layout.device
+            )
 
         here = {(name, key): None for name, kept in state["tensors"].items() for key in kept}
         differ = [(name, key) for name, key in large | here if key in per_replica]
         weights = [counted(key, state["tensors"].get(name, {})) for name, key in differ]
         given = [own(name, key) for name, key in differ]
-        means = dict(zip(differ, means_over(given, self.groups.whole, layout.device, weights=weights), strict=True))
+        means = dict(
+            zip(
+                differ,
+                means_over(given, self.groups.whole, layout.device, weights=weights),
+                strict=True,
+            )
+        )
         parts: dict[str, dict[str, Tensor]] = {}
         for name, key in large:
             x = means[name, key] if key in per_replica else own(name, key)
-            parts.setdefault(name, {})[key] = layout.held[name].distributed(x.to(layout.device, copy=True))
+            parts.setdefault(name, {})[key] = layout.held[name].distributed(
+                x.to(layout.device, copy=True)
+            )
         rest: dict[str, dict[str, Any]] = {"tensors": {}, "local": {}}
         for name, kept in state["tensors"].items():
             block = layout.held[name].piece.name(name)
@@ -93,11 +108,15 @@ class Sharded(Replicated):
                 together[section] |= blocks
         together["shared"] = {key: x.cpu() for key, x in state.pop("shared").items()}
         del state["tensors"]
-        state |= {"algorithm": repr(without_levels(memory.algorithm)), "replicas": self.groups.whole.size()}
+        state |= {
+            "algorithm": repr(without_levels(memory.algorithm)),
+            "replicas": self.groups.whole.size(),
+        }
         return {**state, "sharded": parts, "rest": packed(together)}
 
     def portable(self, memory: Memory, errors: str, to: int | None) -> dict[str, Any] | None:
-        """Gathered from shards one parameter at a time: no rank needs memory for more than it keeps."""
+        """Gathered from shards one parameter at a time: no rank needs memory for more than it
+        keeps."""
         replica, shard = (None, None) if to is None else divmod(to, self.layout.shards.size())
         state = super().portable(memory, errors, replica)
         if state is None:
@@ -122,7 +141,9 @@ class Sharded(Replicated):
         try:
             rest = torch.load(io.BytesIO(bytes(state.pop("rest"))), weights_only=True)
         except Exception as error:
-            raise ValueError(f'"rest" of the state is not what state_dict() gave: {error}') from error
+            raise ValueError(
+                f'"rest" of the state is not what state_dict() gave: {error}'
+            ) from error
         parts = state.pop("sharded")
         state |= rest
         for name, kept in parts.items():
@@ -132,9 +153,12 @@ class Sharded(Replicated):
             block = name if held is None else held.piece.name(name)
             for key, x in kept.items():
                 if held is not None and key in memory.per_replica and key not in here:
-                    continue  # of such a block, or an empty one, local SGD keeps the outer parameters alone
+                    # of such a block, or an empty one, local SGD keeps the outer parameters alone
+                    continue
                 section, own = (
-                    ("local", local_part(x)[None]) if key in memory.per_replica else ("tensors", local_part(x))
+                    ("local", local_part(x)[None])
+                    if key in memory.per_replica
+                    else ("tensors", local_part(x))
                 )
                 state[section].setdefault(block, {})[key] = own.cpu()
             state["tensors"].setdefault(block, {})

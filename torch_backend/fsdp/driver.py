@@ -1,8 +1,10 @@
-"""The driver of one shard: its replicas average, and the shards agree on what concerns the whole model.
+"""The driver of one shard: its replicas average, and the shards agree on what concerns the whole
+model.
 
-A norm is one of all shards' gradients, and a step counts for all shards or for none: a gradient that is not finite on one rank is one of the
-whole model, and the optimizer will skip the step everywhere. That is a scalar between the shards of a replica, which are near each other, once in
-a step for each of the two, where an algorithm asks for it.
+A norm is one of all shards' gradients, and a step counts for all shards or for none: a gradient
+that is not finite on one rank is one of the whole model, and the optimizer will skip the step
+everywhere. That is a scalar between the shards of a replica, which are near each other, once in a
+step for each of the two, where an algorithm asks for it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class ShardStep(Step):
     Args:
         collectives: between the replicas of this shard.
         shards: the group of the shards.
-        asked: what the program of some shard asks of the whole model: each of these is answered once in a step, by all shards together.
+        asked: what the program of some shard asks of the whole model: each of these is answered
+            once in a step, by all shards together.
         unscaled: what is made of a norm.
     """
 
@@ -56,10 +59,13 @@ class ShardStep(Step):
         self._norm = self._all_finite = None
 
     def finish(self) -> None:
-        """Run all programs to their end. What other shards ask and this one does not is answered here."""
+        """Run all programs to their end. What other shards ask and this one does not is answered
+        here."""
         super().finish()
         if Asked.NORM in self._asked and self._norm is None:
-            self._norm_of_all(torch.zeros((), dtype=torch.float32, device=self.collectives.ops.device))
+            self._norm_of_all(
+                torch.zeros((), dtype=torch.float32, device=self.collectives.ops.device)
+            )
         self.finite()
 
     def finite(self) -> Tensor | None:
@@ -98,18 +104,21 @@ def asked(algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout) -> fr
 def asked_by_some_shard(
     algorithm: Algorithm, specs: Mapping[str, Spec], layout: Layout, settings: Mapping[str, float]
 ) -> tuple[frozenset[Asked], dict[str, float]]:
-    """What an algorithm asks for on some shard, since of blocks of other sizes it may ask other things: of the whole model, and by name, with defaults.
-    `settings` are those of this shard."""
+    """What an algorithm asks for on some shard, since of blocks of other sizes it may ask other
+    things: of the whole model, and by name, with defaults. `settings` are those of this shard."""
     found: frozenset[Asked] = frozenset()
     named: dict[str, float] = {}
-    for mine, own in gathered_by_all((asked(algorithm, specs, layout), dict(settings)), layout.shards, layout.device):
+    for mine, own in gathered_by_all(
+        (asked(algorithm, specs, layout), dict(settings)), layout.shards, layout.device
+    ):
         found |= mine
         named |= own
     return found, named
 
 
 class ShardDriver(Driver):
-    """A driver of the blocks that a rank holds of a sharded model. To be made on all ranks of the shards, which it asks what they need.
+    """A driver of the blocks that a rank holds of a sharded model. To be made on all ranks of the
+    shards, which it asks what they need.
 
     Args:
         algorithm: see `Driver`.
@@ -129,9 +138,14 @@ class ShardDriver(Driver):
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.layout = layout
-        super().__init__(algorithm, specs, layout.device, groups, message_bytes, grad_scaler=grad_scaler)
+        super().__init__(
+            algorithm, specs, layout.device, groups, message_bytes, grad_scaler=grad_scaler
+        )
         self._programs = ShardStep(
-            self.collectives, layout.shards, self._asked, unscaled=lambda norm: self.memory.scale.unscaled(norm)
+            self.collectives,
+            layout.shards,
+            self._asked,
+            unscaled=lambda norm: self.memory.scale.unscaled(norm),
         )
 
     def _asks(self, settings: dict[str, float]) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Which part of a sharded model this rank holds, and with whom: checked, before anything is hooked."""
+"""Which part of a sharded model this rank holds, and with whom: checked, before anything is
+hooked."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ RIGHT = """Shard over the inner axis of a mesh alone, and give the outer one to 
 class Held:
     """A parameter of the model, of which this rank holds a block.
 
-    FSDP may put another tensor in a parameter's place (`to_empty`, `load_state_dict(assign=True)`), and in between the whole one.
+    FSDP may put another tensor in a parameter's place (`to_empty`, `load_state_dict(assign=True)`),
+    and in between the whole one.
 
     Attributes:
         module, attribute: where it lives.
@@ -64,7 +66,9 @@ class Held:
         from torch.distributed.tensor import DTensor
 
         p = self.parameter
-        return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        return DTensor.from_local(
+            local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
 
 
 @dataclass
@@ -104,7 +108,8 @@ class Layout:
 
     @property
     def offloaded(self) -> bool:
-        """Whether the blocks and their gradients are on the CPU, and the shards compute on a device."""
+        """Whether the blocks and their gradients are on the CPU, and the shards compute on a
+        device."""
         held = next(iter(self.held.values()))
         return self.device.type == "cpu" != held.parameter.device_mesh.device_type
 
@@ -113,10 +118,13 @@ class Layout:
         return Blocks(self.held)
 
     def thawed(self) -> Layout:
-        """This layout with the parameters that have begun to require a gradient since. Raises ValueError for one that cannot be served, by name."""
+        """This layout with the parameters that have begun to require a gradient since. Raises
+        ValueError for one that cannot be served, by name."""
         peers, mesh = _peers(self.replicas), next(iter(self.held.values())).parameter.device_mesh
         found = {name: p for name, p in self.frozen.items() if p.requires_grad}
-        held = self.held | {name: _held(self.model, name, p, peers, mesh) for name, p in found.items()}
+        held = self.held | {
+            name: _held(self.model, name, p, peers, mesh) for name, p in found.items()
+        }
         frozen = {name: p for name, p in self.frozen.items() if name not in found}
         return replace(self, held=held, frozen=frozen, units=units_of(self.model, held))
 
@@ -126,12 +134,15 @@ class Layout:
 
         Raises:
             TypeError: `model` is no module that `fully_shard` has sharded.
-            ValueError: what cannot be served, by name, with the lines that set it up right; or this torch is too old, with the version that is not.
+            ValueError: what cannot be served, by name, with the lines that set it up right; or this
+                torch is too old, with the version that is not.
         """
         _require_fsdp2(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trained:
-            raise ValueError("model has no parameter with requires_grad=True, so there is nothing to average")
+            raise ValueError(
+                "model has no parameter with requires_grad=True, so there is nothing to average"
+            )
         peers = _peers(replicas)
         shard_mesh: DeviceMesh | None = None
         held: dict[str, Held] = {}
@@ -139,7 +150,9 @@ class Layout:
             held[name] = _held(model, name, p, peers, shard_mesh)
             shard_mesh = held[name].parameter.device_mesh
         assert shard_mesh is not None
-        frozen: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        frozen: dict[str, Tensor] = {
+            name: p for name, p in model.named_parameters() if not p.requires_grad
+        }
         return cls(model, held, frozen, units_of(model, held), shard_mesh.get_group(), replicas)
 
 
@@ -160,7 +173,8 @@ class Blocks(Mapping[str, Tensor]):
 
 
 def obstacle_of_shards(layout: Layout, asked: str, obstacle: str) -> str:
-    """The obstacle of some shard, or that shards ask for different things: the replicas of the others have to learn of it as well."""
+    """The obstacle of some shard, or that shards ask for different things: the replicas of the
+    others have to learn of it as well."""
     everyone = gathered_by_all((obstacle, asked, sorted(layout.held)), layout.shards, layout.device)
     for shard, (theirs, *_) in enumerate(everyone):
         if theirs:
@@ -185,23 +199,39 @@ def _require_fsdp2(model: object) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     if isinstance(model, DistributedDataParallel):
-        raise TypeError("model is a DistributedDataParallel, which register_comm_hook(ddp, algorithm) compresses")
+        raise TypeError(
+            "model is a DistributedDataParallel, which register_comm_hook(ddp, algorithm)"
+            " compresses"
+        )
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; give a module that fully_shard has sharded. {RIGHT}")
+        raise TypeError(
+            f"model is a {type(model).__name__}; give a module that fully_shard has sharded."
+            f" {RIGHT}"
+        )
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise TypeError(f"model is sharded by FullyShardedDataParallel, FSDP1; compress_replicas takes FSDP2. {RIGHT}")
+        raise TypeError(
+            "model is sharded by FullyShardedDataParallel, FSDP1; compress_replicas takes FSDP2."
+            f" {RIGHT}"
+        )
     sharded = [module for module in model.modules() if is_fsdp(module)]
     if not sharded:
-        raise TypeError(f"model is a {type(model).__name__} that fully_shard has not sharded. {RIGHT}")
+        raise TypeError(
+            f"model is a {type(model).__name__} that fully_shard has not sharded. {RIGHT}"
+        )
     require_sharded_models(sharded)
 
 
 def replica_group(mesh: object) -> dist.ProcessGroup:
-    """The group behind the axis of the replicas. Raises TypeError for what is no mesh, and ValueError for one of several axes."""
+    """The group behind the axis of the replicas. Raises TypeError for what is no mesh, and
+    ValueError for one of several axes."""
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh is a {type(mesh).__name__}; give the axis of the replicas, mesh['replicate']")
+        raise TypeError(
+            f"mesh is a {type(mesh).__name__}; give the axis of the replicas, mesh['replicate']"
+        )
     if mesh.ndim != 1:
-        raise ValueError(f"mesh is {_described(mesh)}; give its axis of the replicas alone. {RIGHT}")
+        raise ValueError(
+            f"mesh is {_described(mesh)}; give its axis of the replicas alone. {RIGHT}"
+        )
     return mesh.get_group()
 
 
@@ -211,12 +241,14 @@ def _peers(replicas: dist.ProcessGroup) -> set[int]:
 
 
 def _held(model: nn.Module, name: str, p: Tensor, peers: set[int], mesh: DeviceMesh | None) -> Held:
-    """What this rank holds of a parameter, which is to be sharded over this mesh; None: over any."""
+    """What this rank holds of a parameter, which is to be sharded over this mesh; None: over
+    any."""
     parameter = _sharded(name, p, peers)
     if mesh is not None and parameter.device_mesh != mesh:
         raise ValueError(
-            f"parameter {name!r} is sharded over {_described(parameter.device_mesh)}, others over {_described(mesh)}; "
-            "compress_replicas takes models that are sharded over one mesh. gradwire.torch_backend.Averager takes any tensors"
+            f"parameter {name!r} is sharded over {_described(parameter.device_mesh)}, others over"
+            f" {_described(mesh)}; compress_replicas takes models that are sharded over one mesh."
+            " gradwire.torch_backend.Averager takes any tensors"
         )
     owner, _, attribute = name.rpartition(".")
     return Held(model.get_submodule(owner), attribute, _piece(parameter), parameter)
@@ -227,24 +259,26 @@ def _sharded(name: str, p: Tensor, peers: set[int]) -> DTensor:
 
     if not isinstance(p, DTensor):
         raise ValueError(  # noqa: TRY004 - of one parameter among others
-            f"parameter {name!r} is not sharded, so FSDP averages nothing of it. Call fully_shard on the model itself last, for what its "
-            "layers have left, or set requires_grad=False"
+            f"parameter {name!r} is not sharded, so FSDP averages nothing of it. Call fully_shard"
+            " on the model itself last, for what its layers have left, or set requires_grad=False"
         )
     found = peers & set(p.device_mesh.mesh.flatten().tolist())
     if found and any(placement.is_replicate() for placement in p.placements):
         raise ValueError(
-            f"parameter {name!r} is replicated over {_described(p.device_mesh)}, where ranks {some(sorted(found))} are replicas of this one, and "
-            f"torch averages its gradient over them in full before any hook is called. {RIGHT}"
+            f"parameter {name!r} is replicated over {_described(p.device_mesh)}, where ranks"
+            f" {some(sorted(found))} are replicas of this one, and torch averages its gradient over"
+            f" them in full before any hook is called. {RIGHT}"
         )
     if found:
         raise ValueError(
-            f"parameter {name!r} is sharded over {_described(p.device_mesh)}, and ranks {some(sorted(found))} of that are in mesh, as replicas of "
-            f"this one. {RIGHT}"
+            f"parameter {name!r} is sharded over {_described(p.device_mesh)}, and ranks"
+            f" {some(sorted(found))} of that are in mesh, as replicas of this one. {RIGHT}"
         )
     if p.device_mesh.ndim > 1 or not all(placement.is_shard() for placement in p.placements):
         raise ValueError(
-            f"parameter {name!r} is {p.placements} on {_described(p.device_mesh)}; compress_replicas takes models that fully_shard alone has "
-            "sharded, over one axis. With tensor parallelism give gradwire.torch_backend.Averager the local parts"
+            f"parameter {name!r} is {p.placements} on {_described(p.device_mesh)};"
+            " compress_replicas takes models that fully_shard alone has sharded, over one axis."
+            " With tensor parallelism give gradwire.torch_backend.Averager the local parts"
         )
     return p
 
@@ -260,4 +294,7 @@ def _piece(p: DTensor) -> Piece:
 
 def _described(mesh: DeviceMesh) -> str:
     axes = mesh.mesh_dim_names or tuple(f"axis {i}" for i in range(mesh.ndim))
-    return f"a mesh of {' × '.join(f'{axis} {n}' for axis, n in zip(axes, mesh.mesh.shape, strict=True))}"
+    return (
+        "a mesh of"
+        f" {' × '.join(f'{axis} {n}' for axis, n in zip(axes, mesh.mesh.shape, strict=True))}"
+    )

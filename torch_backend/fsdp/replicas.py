@@ -37,7 +37,12 @@ from gradwire.torch_backend.setup.consistency import (
     require_same_on_all_ranks,
 )
 from gradwire.torch_backend.setup.handle import Handle
-from gradwire.torch_backend.setup.registration import announce, prepared, require_gradient_algorithm, tried
+from gradwire.torch_backend.setup.registration import (
+    announce,
+    prepared,
+    require_gradient_algorithm,
+    tried,
+)
 from gradwire.torch_backend.torch_internals import before_compile, steps_in_backward
 
 
@@ -52,37 +57,49 @@ def compress_replicas(
     message_bytes: AtLeast0 | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> ReplicaHandle:
-    """Let `algorithm` average the gradients of a sharded model over its replicas. The training loop stays as it is.
+    """Let `algorithm` average the gradients of a sharded model over its replicas. The training loop
+    stays as it is.
 
-    `fully_shard` is called on layers and model with the inner axis of a mesh alone, so that FSDP knows of no replicas. It goes on to reduce gradients
-    over the shards; what it leaves, the block of each parameter's gradient that this rank holds, is compressed as a matrix of its own and averaged with
-    the same block of the other replicas, during the backward pass.
+    `fully_shard` is called on layers and model with the inner axis of a mesh alone, so that FSDP
+    knows of no replicas. It goes on to reduce gradients over the shards; what it leaves, the block
+    of each parameter's gradient that this rank holds, is compressed as a matrix of its own and
+    averaged with the same block of the other replicas, during the backward pass.
 
-    To be called on all ranks, after `fully_shard` and before the first backward pass. It communicates, to check that all ranks ask for the same.
-    Works with any `MixedPrecisionPolicy` (what is averaged has the dtype of the parameters), `reshard_after_forward`, prefetching, activation
-    checkpointing, and several optimizers. With gradient accumulation all backward passes but the last run under
-    `model.set_requires_gradient_sync(False)`, `model.set_requires_all_reduce(False)` or `model.set_is_last_backward(False)`.
+    To be called on all ranks, after `fully_shard` and before the first backward pass. It
+    communicates, to check that all ranks ask for the same. Works with any `MixedPrecisionPolicy`
+    (what is averaged has the dtype of the parameters), `reshard_after_forward`, prefetching,
+    activation checkpointing, and several optimizers. With gradient accumulation all backward passes
+    but the last run under `model.set_requires_gradient_sync(False)`,
+    `model.set_requires_all_reduce(False)` or `model.set_is_last_backward(False)`.
 
     Args:
-        model: sharded by `fully_shard`, all of its trained parameters over one axis of a mesh; or what `torch.compile` has made of it.
-        algorithm: what to run, the same on every rank. Patterns of names in it are of the model's parameters.
-        mesh: the axis of the replicas, `mesh["replicate"]`: its ranks hold the same block of the model.
-        unused: a forward pass may leave parameters out on some replicas, experts for instance; they count as zeros. Costs a small message in each
-            step, for which the host waits. What none has used keeps its gradient None.
-        message_bytes: collect blocks until their payload has so many bytes, see `register_comm_hook`.
+        model: sharded by `fully_shard`, all of its trained parameters over one axis of a mesh; or
+            what `torch.compile` has made of it.
+        algorithm: what to run, the same on every rank. Patterns of names in it are of the model's
+            parameters.
+        mesh: the axis of the replicas, `mesh["replicate"]`: its ranks hold the same block of the
+            model.
+        unused: a forward pass may leave parameters out on some replicas, experts for instance; they
+            count as zeros. Costs a small message in each step, for which the host waits. What none
+            has used keeps its gradient None.
+        message_bytes: collect blocks until their payload has so many bytes, see
+            `register_comm_hook`.
         grad_scaler: the scaler of the loss, see `register_comm_hook`.
 
     Returns:
         A handle with statistics and memory.
 
     Warns:
-        CompressionWarning: see `register_comm_hook`; of the blocks, not of whole parameters. And on torch 2.15 and later, if FSDP reduces in a longer dtype than
-            `param_dtype`, since `reduce_dtype` is None.
+        CompressionWarning: see `register_comm_hook`; of the blocks, not of whole parameters. And on
+            torch 2.15 and later, if FSDP reduces in a longer dtype than `param_dtype`, since
+            `reduce_dtype` is None.
 
     Raises:
-        TypeError: `model` is not sharded by FSDP2, `mesh` is no mesh, or `algorithm` is no algorithm.
-        ValueError: torch averages over the replicas by itself (a 2-D mesh, `replicate`), or something else cannot be served (named); or ranks
-            ask for different things; or torch is older than 2.7, and FSDP2 has no hook to use. The model is unchanged then.
+        TypeError: `model` is not sharded by FSDP2, `mesh` is no mesh, or `algorithm` is no
+            algorithm.
+        ValueError: torch averages over the replicas by itself (a 2-D mesh, `replicate`), or
+            something else cannot be served (named); or ranks ask for different things; or torch is
+            older than 2.7, and FSDP2 has no hook to use. The model is unchanged then.
     """
     require_gradient_algorithm(algorithm)
     refuse_levels(algorithm)
@@ -100,29 +117,42 @@ def compress_replicas(
     obstacle = obstacle_of_shards(layout, repr(algorithm), _obstacle(model, layout, algorithm))
     described = describe(parts, "block of parameter")
     groups, trial = prepared(
-        algorithm, parts, layout.replicas, settings, obstacle, described=described, frozen=layout.frozen
+        algorithm,
+        parts,
+        layout.replicas,
+        settings,
+        obstacle,
+        described=described,
+        frozen=layout.frozen,
     )
-    driver = ShardDriver(algorithm, layout, specs_of(parts), groups, message_bytes, grad_scaler=grad_scaler)
+    driver = ShardDriver(
+        algorithm, layout, specs_of(parts), groups, message_bytes, grad_scaler=grad_scaler
+    )
     announce(driver, trial)
     warn_of_wide_shards(layout.units)
     return ReplicaHandle(driver, ShardedBackward(driver, layout, unused))
 
 
 class ReplicaHandle(Handle):
-    """What `compress_replicas` returns: a handle of this rank's blocks, and of the whole model's memory where that is saved and loaded.
+    """What `compress_replicas` returns: a handle of this rank's blocks, and of the whole model's
+    memory where that is saved and loaded.
 
-    Its state has three forms, and `load_state_dict` takes each of them, and what a handle of DDP gives:
+    Its state has three forms, and `load_state_dict` takes each of them, and what a handle of DDP
+    gives:
 
     - `state_dict()` is sharded as the model's own state is, for `torch.distributed.checkpoint`:
-      `dcp.save({"model": model, "compressor": handle}, checkpoint_id=folder)`. Errors are the mean over the replicas, as DTensors that are laid out like
-      the parameters. All else is small, and the same on every rank.
-    - `gathered_state_dict(errors, to)` is the portable one, with each block under a name of its own, "layers.0.weight[128:256]". Ranks are counted shard by
-      shard of the first replica, then of the next.
+      `dcp.save({"model": model, "compressor": handle}, checkpoint_id=folder)`. Errors are the mean
+      over the replicas, as DTensors that are laid out like the parameters. All else is small, and
+      the same on every rank.
+    - `gathered_state_dict(errors, to)` is the portable one, with each block under a name of its
+      own, "layers.0.weight[128:256]". Ranks are counted shard by shard of the first replica, then
+      of the next.
     - `rank_state_dict()` is this rank's, for the same rank of as many replicas and shards.
 
-    The first two serve any number of replicas and of shards. With another number of shards blocks are cut anew. Errors are put together and cut again,
-    so their mean stays what it was. A block begins with the factor of the one that it shares most rows with; factors of rows, which `half_step` has,
-    begin anew.
+    The first two serve any number of replicas and of shards. With another number of shards blocks
+    are cut anew. Errors are put together and cut again, so their mean stays what it was. A block
+    begins with the factor of the one that it shares most rows with; factors of rows, which
+    `half_step` has, begin anew.
     """
 
     _driver: ShardDriver
@@ -144,7 +174,9 @@ class ReplicaHandle(Handle):
             or tried(algorithm, driver.specs, layout.replicas.size(), driver.ops.device).obstacle
         )
         why_not = obstacle_of_shards(layout, repr(algorithm), why_not)
-        require_same_on_all_ranks(layout.replicas, {"call": "reconfigure"}, {}, why_not, driver.ops.device)
+        require_same_on_all_ranks(
+            layout.replicas, {"call": "reconfigure"}, {}, why_not, driver.ops.device
+        )
         return super().reconfigure(algorithm)
 
     reconfigure.__doc__ = Handle.reconfigure.__doc__
@@ -154,8 +186,9 @@ class ReplicaHandle(Handle):
         self._backward.use(driver)
 
     def unregister(self) -> None:
-        """Give the gradients back: from the next step on replicas average them as they are, as on a 2-D mesh, those of layers that were thawed since
-        among them. To be called on all ranks, between steps. `compress_replicas` may then be called on the same model again.
+        """Give the gradients back: from the next step on replicas average them as they are, as on a
+        2-D mesh, those of layers that were thawed since among them. To be called on all ranks,
+        between steps. `compress_replicas` may then be called on the same model again.
 
         Statistics and memory stay readable, and are gone with the handle.
 
@@ -165,19 +198,25 @@ class ReplicaHandle(Handle):
         driver = self._driver
         settings = {"call": "unregister", "step": str(driver.memory.steps)}
         meet_to_change(driver.memory.placement.meetings)
-        require_same_on_all_ranks(driver.process_group, settings, {}, self._why_not(), driver.ops.device)
-        plain = Driver(AllReduce(), driver.specs, driver.ops.device, ProcessGroups(driver.process_group))
+        require_same_on_all_ranks(
+            driver.process_group, settings, {}, self._why_not(), driver.ops.device
+        )
+        plain = Driver(
+            AllReduce(), driver.specs, driver.ops.device, ProcessGroups(driver.process_group)
+        )
         self._backward.use(plain)
         self._backward.free = True
         self._registered = False
 
 
 def refuse_levels(algorithm: object) -> None:
-    """Raise ValueError for two levels of replicas: FSDP has divided the model already, and each rank compresses its own blocks."""
+    """Raise ValueError for two levels of replicas: FSDP has divided the model already, and each
+    rank compresses its own blocks."""
     if without_levels(algorithm) is not algorithm:
         raise ValueError(
-            f"{algorithm!r} averages inside a node, and FSDP has done so already, so that each rank compresses its own blocks. Shard within "
-            f"nodes, and give {without_levels(algorithm)!r}"
+            f"{algorithm!r} averages inside a node, and FSDP has done so already, so that each rank"
+            " compresses its own blocks. Shard within nodes, and give"
+            f" {without_levels(algorithm)!r}"
         )
 
 
@@ -193,20 +232,31 @@ def _obstacle(model: nn.Module, layout: Layout, algorithm: Algorithm) -> str:
         return offloaded
     if not any(x.numel() for x in parts.values()):
         return "this rank holds no part of any parameter; shard the model over fewer ranks"
-    if stepping := [name for name, held in layout.held.items() if steps_in_backward(held.parameter)]:
-        return f"parameter {stepping[0]!r} is stepped by an optimizer in the backward pass; step after it"
+    if stepping := [
+        name for name, held in layout.held.items() if steps_in_backward(held.parameter)
+    ]:
+        return (
+            f"parameter {stepping[0]!r} is stepped by an optimizer in the backward pass; step"
+            " after it"
+        )
     if Asked.SUM in asked(algorithm, specs_of(parts), layout):
-        return f"{algorithm!r} asks for sum_scalar, a sum over the whole model, of which each rank holds a part"
+        return (
+            f"{algorithm!r} asks for sum_scalar, a sum over the whole model, of which each rank"
+            " holds a part"
+        )
     return algorithm_obstacle(algorithm)
 
 
 def _without_library(layout: Layout, device: torch.device) -> str:
-    """Parameters that `CPUOffloadPolicy` keeps on the CPU have their gradients there, and NCCL cannot average those."""
+    """Parameters that `CPUOffloadPolicy` keeps on the CPU have their gradients there, and NCCL
+    cannot average those."""
     backend = dist.get_backend_config(layout.replicas)
     kinds = {pair.partition(":")[0] for pair in backend.split(",") if ":" in pair}
     if not kinds or device.type in kinds:
         return ""
     return (
-        f"parameters are on the {device.type.upper()}, where CPUOffloadPolicy keeps them and their gradients, and the replicas' group has libraries "
-        f'for {sorted(kinds)} alone. Make groups with both: init_process_group("cpu:gloo,cuda:nccl")'
+        f"parameters are on the {device.type.upper()}, where CPUOffloadPolicy keeps them and their"
+        " gradients, and the replicas' group has libraries "
+        f"for {sorted(kinds)} alone. Make groups with both:"
+        ' init_process_group("cpu:gloo,cuda:nccl")'
     )

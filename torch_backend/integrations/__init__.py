@@ -1,13 +1,17 @@
-"""Support for other libraries: Hugging Face's Trainer and accelerate, Lightning. Each is imported when its name is asked for.
+"""Support for other libraries: Hugging Face's Trainer and accelerate, Lightning. Each is imported
+when its name is asked for.
 
-    from gradwire.torch_backend.integrations import AcceleratorCompression, LightningCompression, TrainerCompression
+    from gradwire.torch_backend.integrations import AcceleratorCompression, LightningCompression,
+    TrainerCompression
 
-    trainer.add_callback(TrainerCompression(trainer, PowerSGD(rank=4)))                   # transformers
-    trainer = Trainer(callbacks=[LightningCompression(PowerSGD(rank=4))])                 # Lightning
-    compression = AcceleratorCompression(accelerator, model, PowerSGD(rank=4))            # accelerate
+    trainer.add_callback(TrainerCompression(trainer, PowerSGD(rank=4)))            # transformers
+    trainer = Trainer(callbacks=[LightningCompression(PowerSGD(rank=4))])          # Lightning
+    compression = AcceleratorCompression(accelerator, model, PowerSGD(rank=4))     # accelerate
 
-Each registers the hook on the DDP that the tool makes, with its loss scaler; saves and restores the compressor's memory in its checkpoints, for any
-number of processes; and logs what compression does to its trackers. `training_of_trainer` and `training_of_lightning` make of them what `gradwire.compare` trains.
+Each registers the hook on the DDP that the tool makes, with its loss scaler; saves and restores the
+compressor's memory in its checkpoints, for any number of processes; and logs what compression does
+to its trackers. `training_of_trainer` and `training_of_lightning` make of them what
+`gradwire.compare` trains.
 """
 
 from __future__ import annotations
@@ -19,7 +23,10 @@ if TYPE_CHECKING:
     from gradwire.torch_backend.integrations.accelerate import AcceleratorCompression
     from gradwire.torch_backend.integrations.lightning import LightningCompression
     from gradwire.torch_backend.integrations.trainer import TrainerCompression
-    from gradwire.torch_backend.integrations.training import training_of_lightning, training_of_trainer
+    from gradwire.torch_backend.integrations.training import (
+        training_of_lightning,
+        training_of_trainer,
+    )
 
 __all__ = [
     "AcceleratorCompression",
@@ -40,5 +47,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -22,8 +22,9 @@ _numbers: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 class AcceleratorCompression(Compression):
     """`algorithm` averages the gradients of a model that accelerate trains with DDP.
 
-    Registers the hook, with the scaler of fp16, and itself with the accelerator: `save_state` saves the memory, each process its own besides, and
-    `load_state` restores it: bit for bit on as many processes, with the mean error on any other number.
+    Registers the hook, with the scaler of fp16, and itself with the accelerator: `save_state` saves
+    the memory, each process its own besides, and `load_state` restores it: bit for bit on as many
+    processes, with the mean error on any other number.
 
         compression.log(step)      # to the accelerator's trackers
 
@@ -31,7 +32,8 @@ class AcceleratorCompression(Compression):
         accelerator: the `accelerate.Accelerator`.
         model: what `prepare` returned.
         algorithm: what to run, see `register_comm_hook`.
-        message_bytes: collect buckets until their payload has so many bytes, see `register_comm_hook`.
+        message_bytes: collect buckets until their payload has so many bytes, see
+            `register_comm_hook`.
 
     Attributes:
         handle: of the hook, see docs/handles.md; None in a run of one process.
@@ -40,7 +42,14 @@ class AcceleratorCompression(Compression):
         TypeError, ValueError: see `register_comm_hook`. Nothing is registered then.
     """
 
-    def __init__(self, accelerator: Any, model: Any, algorithm: Algorithm, *, message_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        accelerator: Any,
+        model: Any,
+        algorithm: Algorithm,
+        *,
+        message_bytes: int | None = None,
+    ) -> None:
         super().__init__(algorithm, message_bytes=message_bytes)
         self._accelerator = accelerator
         self.attach(model, accelerator.scaler)
@@ -48,14 +57,19 @@ class AcceleratorCompression(Compression):
         number = next(_numbers.setdefault(accelerator, itertools.count()))
         file = f"compressor_{number}.pt" if number else "compressor.pt"
         # Both are called on every process, with the folder, the latter before `load_state_dict`.
-        accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.save_own(Path(folder, file)))
-        accelerator.register_load_state_pre_hook(lambda models, folder: self.look_beside(Path(folder, file)))
+        accelerator.register_save_state_pre_hook(
+            lambda models, weights, folder: self.save_own(Path(folder, file))
+        )
+        accelerator.register_load_state_pre_hook(
+            lambda models, folder: self.look_beside(Path(folder, file))
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.restore()
 
     def log(self, step: int | None = None) -> None:
-        """Send what compression does to the trackers. On a GPU the main process waits for the device."""
+        """Send what compression does to the trackers. On a GPU the main process waits for the
+        device."""
         if self._accelerator.is_main_process and (figures := self.figures()):
             self._accelerator.log(figures, step=step)

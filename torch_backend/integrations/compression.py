@@ -1,4 +1,5 @@
-"""What all integrations do: an algorithm on the DDP that a tool has made, its memory for the tool's checkpoints, its figures for trackers."""
+"""What all integrations do: an algorithm on the DDP that a tool has made, its memory for the tool's
+checkpoints, its figures for trackers."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ logger = logging.getLogger("gradwire")
 class Compression:
     """An algorithm that waits for a DDP.
 
-    One process averages nothing, and tools then make no DDP: there is no handle, and memory that a checkpoint brings is handed on to the next one as
-    it is, for more processes.
+    One process averages nothing, and tools then make no DDP: there is no handle, and memory that a
+    checkpoint brings is handed on to the next one as it is, for more processes.
 
     Args:
         algorithm, message_bytes: see `register_comm_hook`.
@@ -39,7 +40,10 @@ class Compression:
 
     @checked
     def __init__(
-        self, algorithm: Annotated[Algorithm, require_algorithm], *, message_bytes: AtLeast0 | None = None
+        self,
+        algorithm: Annotated[Algorithm, require_algorithm],
+        *,
+        message_bytes: AtLeast0 | None = None,
     ) -> None:
         self.algorithm = algorithm
         self.handle: CommHook | None = None
@@ -49,7 +53,8 @@ class Compression:
         self._beside: str | Path | None = None
 
     def attach(self, model: Any, grad_scaler: torch.amp.GradScaler | None) -> None:
-        """Register the hook on what the tool trains, unless it has been; and give it the memory that was loaded. Every rank calls this.
+        """Register the hook on what the tool trains, unless it has been; and give it the memory
+        that was loaded. Every rank calls this.
 
         Raises:
             TypeError: several processes train, and it is no DDP.
@@ -68,11 +73,13 @@ class Compression:
         self.restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """The memory of all ranks with the mean error, see `CommHook.state_dict`; empty if there is none. Every rank calls this."""
+        """The memory of all ranks with the mean error, see `CommHook.state_dict`; empty if there is
+        none. Every rank calls this."""
         return dict(self._held) if self.handle is None else self.handle.state_dict()
 
     def save_own(self, path: str | Path) -> None:
-        """Write this rank's own memory beside the file with the memory of all, by itself. Raises OSError."""
+        """Write this rank's own memory beside the file with the memory of all, by itself. Raises
+        OSError."""
         if self.handle is not None:
             save_beside(path, self.handle._driver.memory)
 
@@ -82,25 +89,31 @@ class Compression:
             remove_beside(path, self.handle._driver.memory)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`, of any number of ranks, at the next `attach` or `restore`: tools load before they make their DDP."""
+        """Go on from a `state_dict`, of any number of ranks, at the next `attach` or `restore`:
+        tools load before they make their DDP."""
         self._held = dict(state)
 
     def look_beside(self, path: str | Path) -> None:
-        """Go on from what `save_own` wrote beside this file, if as many ranks have: at the next `attach` or `restore` as well."""
+        """Go on from what `save_own` wrote beside this file, if as many ranks have: at the next
+        `attach` or `restore` as well."""
         self._beside = path
 
     def restore(self) -> None:
         """Give the hook the memory that was loaded. Every rank calls this.
 
         Raises:
-            ValueError: see `CommHook.load_state_dict`; or some ranks have no memory of their own beside the file, and others have.
+            ValueError: see `CommHook.load_state_dict`; or some ranks have no memory of their own
+                beside the file, and others have.
         """
         if self.handle is not None and self._held:
-            load_beside(self._beside, self._held, self.handle._driver.memory, self.handle.load_state_dict)
+            load_beside(
+                self._beside, self._held, self.handle._driver.memory, self.handle.load_state_dict
+            )
             self._held, self._beside = {}, None
 
     def figures(self) -> dict[str, float]:
-        """What trackers draw: `Stats.scalars`, each name after "gradwire/"; nothing if there is no hook."""
+        """What trackers draw: `Stats.scalars`, each name after "gradwire/"; nothing if there is no
+        hook."""
         if self.handle is None:
             return {}
         return {f"gradwire/{name}": value for name, value in self.handle.stats().scalars().items()}

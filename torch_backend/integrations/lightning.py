@@ -34,16 +34,20 @@ def _callbacks() -> list[Any]:
 class LightningCompression(*_callbacks()):  # type: ignore[misc]
     """A callback: `algorithm` averages the gradients of a Lightning `Trainer` that trains with DDP.
 
-    The hook is registered when training starts, with the scaler of "16-mixed". The memory is saved in Lightning's checkpoints, and
-    each process's own beside them, in `….ckpt.rank0`, …, where checkpoints are local files. `fit(ckpt_path=...)` restores it: bit for bit on as many
-    processes, with the mean error on any other number. What it does goes to the trainer's loggers every `log_every_n_steps` steps.
+    The hook is registered when training starts, with the scaler of "16-mixed". The memory is saved
+    in Lightning's checkpoints, and each process's own beside them, in `….ckpt.rank0`, …, where
+    checkpoints are local files. `fit(ckpt_path=...)` restores it: bit for bit on as many processes,
+    with the mean error on any other number. What it does goes to the trainer's loggers every
+    `log_every_n_steps` steps.
 
     Args:
         algorithm: what to run, see `register_comm_hook`.
-        message_bytes: collect buckets until their payload has so many bytes, see `register_comm_hook`.
+        message_bytes: collect buckets until their payload has so many bytes, see
+            `register_comm_hook`.
 
     Raises:
-        TypeError: `algorithm` is no algorithm; when training starts, if several processes train without DDP.
+        TypeError: `algorithm` is no algorithm; when training starts, if several processes train
+            without DDP.
         ValueError: when training starts: see `register_comm_hook`.
     """
 
@@ -55,7 +59,8 @@ class LightningCompression(*_callbacks()):  # type: ignore[misc]
 
     @property
     def handle(self) -> CommHook | None:
-        """The handle of the hook, see docs/handles.md; None before training, and in a run of one process."""
+        """The handle of the hook, see docs/handles.md; None before training, and in a run of one
+        process."""
         return self._compression.handle
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -77,7 +82,9 @@ class LightningCompression(*_callbacks()):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.ckpt_path is not None and _is_local(trainer.ckpt_path):
             self._compression.look_beside(trainer.ckpt_path)
-        self._compression.attach(trainer.strategy.model, getattr(trainer.precision_plugin, "scaler", None))
+        self._compression.attach(
+            trainer.strategy.model, getattr(trainer.precision_plugin, "scaler", None)
+        )
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         step = trainer.global_step

@@ -30,32 +30,44 @@ _Callback: Any = import_module("transformers").TrainerCallback
 
 
 class TrainerCompression(_Callback):  # type: ignore[misc]
-    """A callback: `algorithm` averages the gradients of a `transformers.Trainer` that trains with DDP.
+    """A callback: `algorithm` averages the gradients of a `transformers.Trainer` that trains with
+    DDP.
 
-    The hook is registered when training begins, with the scaler of fp16. The memory is saved with the optimizer, in `compressor.pt` (not with
-    `save_only_model=True`), and each process's own in `compressor.pt.rank0`, …. It comes back where the optimizer does: bit for bit on as many
+    The hook is registered when training begins, with the scaler of fp16. The memory is saved with
+    the optimizer, in `compressor.pt` (not with `save_only_model=True`), and each process's own in
+    `compressor.pt.rank0`, …. It comes back where the optimizer does: bit for bit on as many
     processes, with the mean error on any other number. What it does is logged whenever the loss is.
 
     Args:
         trainer: to which this is added: a callback is not told whose it is.
         algorithm: what to run, see `register_comm_hook`.
-        message_bytes: collect buckets until their payload has so many bytes, see `register_comm_hook`.
+        message_bytes: collect buckets until their payload has so many bytes, see
+            `register_comm_hook`.
 
     Raises:
-        TypeError: `algorithm` is no algorithm; when training begins, if several processes train without DDP.
+        TypeError: `algorithm` is no algorithm; when training begins, if several processes train
+            without DDP.
         ValueError: when training begins: see `register_comm_hook`.
     """
 
-    def __init__(self, trainer: Any, algorithm: Algorithm, *, message_bytes: int | None = None) -> None:
+    def __init__(
+        self, trainer: Any, algorithm: Algorithm, *, message_bytes: int | None = None
+    ) -> None:
         self._compression = Compression(algorithm, message_bytes=message_bytes)
         self._trainer = trainer
-        # Events tell of a checkpoint after it was written, and of none that is read. Both of these are called on every rank.
-        trainer._save_optimizer_and_scheduler = _both(trainer._save_optimizer_and_scheduler, self._save)
-        trainer._load_optimizer_and_scheduler = _both(trainer._load_optimizer_and_scheduler, self._load)
+        # Events tell of a checkpoint after it was written, and of none that is read. Both of these
+        # are called on every rank.
+        trainer._save_optimizer_and_scheduler = _both(
+            trainer._save_optimizer_and_scheduler, self._save
+        )
+        trainer._load_optimizer_and_scheduler = _both(
+            trainer._load_optimizer_and_scheduler, self._load
+        )
 
     @property
     def handle(self) -> CommHook | None:
-        """The handle of the hook, see docs/handles.md; None before training, and in a run of one process."""
+        """The handle of the hook, see docs/handles.md; None before training, and in a run of one
+        process."""
         return self._compression.handle
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -63,7 +75,8 @@ class TrainerCompression(_Callback):  # type: ignore[misc]
         self._compression.attach(trainer.model_wrapped, trainer.accelerator.scaler)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        # Callbacks are called one after the other, and trackers come first: so this is an entry of its own.
+        # Callbacks are called one after the other, and trackers come first: so this is an entry of
+        # its own.
         if logs and "loss" in logs and (figures := self._compression.figures()):
             self._trainer.log(figures)
 
@@ -79,7 +92,9 @@ class TrainerCompression(_Callback):  # type: ignore[misc]
             return
         file = Path(folder, FILE)
         if file.exists():
-            self._compression.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            self._compression.load_state_dict(
+                torch.load(file, map_location="cpu", weights_only=True)
+            )
             self._compression.look_beside(file)
         else:
             logger.warning("%s has no %s: the compressor's memory begins anew", folder, FILE)

@@ -1,12 +1,14 @@
 """What `gradwire.compare` trains, from what is written for Hugging Face's Trainer or for Lightning.
 
     def make():
-        return training_of_trainer(Trainer(model_of(), arguments, train_dataset=train, eval_dataset=held_out))
+        return training_of_trainer(Trainer(model_of(), arguments, train_dataset=train,
+        eval_dataset=held_out))
 
     def make():
         return training_of_lightning(MyModule(), MyData(), gradient_clip_val=1.0)
 
-Replicas share the model, and take the tool's batches in turns, as its processes would. Callbacks are not called, and nothing is logged or saved.
+Replicas share the model, and take the tool's batches in turns, as its processes would. Callbacks
+are not called, and nothing is logged or saved.
 """
 
 from __future__ import annotations
@@ -25,31 +27,42 @@ from gradwire.torch_backend.advise.compare.training import Training
 
 
 def training_of_trainer(trainer: Any) -> Training:
-    """The training of a `transformers.Trainer` that has not trained: its model, loss, data, optimizer, schedule, clipping and accumulation. Batches of the
-    `eval_dataset` are the held-out windows.
+    """The training of a `transformers.Trainer` that has not trained: its model, loss, data,
+    optimizer, schedule, clipping and accumulation. Batches of the `eval_dataset` are the held-out
+    windows.
 
-    Where gradients are accumulated the loss is the mean of those of the batches, also where the Trainer weighs batches by their tokens.
+    Where gradients are accumulated the loss is the mean of those of the batches, also where the
+    Trainer weighs batches by their tokens.
 
     Args:
         trainer: with `max_steps`, which the schedule follows.
 
     Raises:
-        TypeError: several `eval_dataset`s; or, when training begins, a schedule that follows a metric.
-        ValueError: it has an optimizer already, of which replicas may need one each; `fp16`, whose loss scaler has no place here; or no `max_steps`.
+        TypeError: several `eval_dataset`s; or, when training begins, a schedule that follows a
+            metric.
+        ValueError: it has an optimizer already, of which replicas may need one each; `fp16`, whose
+            loss scaler has no place here; or no `max_steps`.
     """
     args = trainer.args
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
         raise ValueError(
-            "trainer has an optimizer or a scheduler already; give it optimizer_cls_and_kwargs, or override create_optimizer"
+            "trainer has an optimizer or a scheduler already; give it optimizer_cls_and_kwargs, or"
+            " override create_optimizer"
         )
     if args.fp16:
-        raise ValueError("trainer.args.fp16=True scales the loss, which is not done here; set bf16=True, or neither")
+        raise ValueError(
+            "trainer.args.fp16=True scales the loss, which is not done here; set bf16=True, or"
+            " neither"
+        )
     if args.max_steps < 1:
         raise ValueError(
-            f"trainer.args.max_steps={args.max_steps}; set it to the steps of the whole run, which the schedule follows"
+            f"trainer.args.max_steps={args.max_steps}; set it to the steps of the whole run, which"
+            " the schedule follows"
         )
     if isinstance(trainer.eval_dataset, dict):
-        raise TypeError(f"trainer.eval_dataset has {len(trainer.eval_dataset)} parts; give one of them")
+        raise TypeError(
+            f"trainer.eval_dataset has {len(trainer.eval_dataset)} parts; give one of them"
+        )
 
     def optimizer(parameters: Any) -> Any:
         trainer.create_optimizer_and_scheduler(args.max_steps)
@@ -77,30 +90,41 @@ def training_of_trainer(trainer: Any) -> Training:
 
 
 def training_of_lightning(
-    module: Any, data: Any = None, *, accumulate_grad_batches: int = 1, gradient_clip_val: float | None = None
+    module: Any,
+    data: Any = None,
+    *,
+    accumulate_grad_batches: int = 1,
+    gradient_clip_val: float | None = None,
 ) -> Training:
-    """The training of a `LightningModule`: what its `training_step` returns, by what `configure_optimizers` returns. What `validation_step` returns of each batch of
-    `val_dataloader` is a held-out window; without either there are none.
+    """The training of a `LightningModule`: what its `training_step` returns, by what
+    `configure_optimizers` returns. What `validation_step` returns of each batch of `val_dataloader`
+    is a held-out window; without either there are none.
 
     Args:
         module: with automatic optimization, and one optimizer.
-        data: a `LightningDataModule`, or a `DataLoader` to train on. None: the module has loaders of its own.
+        data: a `LightningDataModule`, or a `DataLoader` to train on. None: the module has loaders
+            of its own.
         accumulate_grad_batches: as of Lightning's `Trainer`.
         gradient_clip_val: likewise; the norm is clipped.
 
     Raises:
-        TypeError: when training begins: a schedule that follows a metric, or a step that returns no loss.
-        ValueError: the module optimizes by hand; or, when training begins, it has several optimizers.
+        TypeError: when training begins: a schedule that follows a metric, or a step that returns no
+            loss.
+        ValueError: the module optimizes by hand; or, when training begins, it has several
+            optimizers.
     """
     if not module.automatic_optimization:
         raise ValueError(
-            "module.automatic_optimization=False; write its step as make(replica, replicas), see gradwire.compare"
+            "module.automatic_optimization=False; write its step as make(replica, replicas), see"
+            " gradwire.compare"
         )
     loaders = module if data is None else data
     if hasattr(data, "setup"):
         data.prepare_data()
         data.setup("fit")
-    dealt = _Dealt(loaders.train_dataloader if hasattr(loaders, "train_dataloader") else lambda: loaders)
+    dealt = _Dealt(
+        loaders.train_dataloader if hasattr(loaders, "train_dataloader") else lambda: loaders
+    )
     validates = _overridden(loaders, "val_dataloader") and _overridden(module, "validation_step")
     held_out: Any = loaders.val_dataloader() if validates else ()
 
@@ -117,7 +141,9 @@ def training_of_lightning(
         return _scheduled(module.configure_optimizers(), dealt)
 
     def evaluate(model: nn.Module) -> list[Tensor]:
-        return [step("validation_step", model, batch, number) for number, batch in enumerate(held_out)]
+        return [
+            step("validation_step", model, batch, number) for number, batch in enumerate(held_out)
+        ]
 
     return Training(
         module,
@@ -166,7 +192,8 @@ class _Counted:
 
 
 def _step_each_epoch(optimizer: torch.optim.Optimizer, scheduler: Any, dealt: _Dealt) -> None:
-    """Step a scheduler before the first step of the optimizer in each further epoch: that one has ended is known when the next one begins."""
+    """Step a scheduler before the first step of the optimizer in each further epoch: that one has
+    ended is known when the next one begins."""
     done = 0
 
     def before(*_: Any) -> None:
@@ -179,7 +206,8 @@ def _step_each_epoch(optimizer: torch.optim.Optimizer, scheduler: Any, dealt: _D
 
 
 def _scheduled(configured: Any, dealt: _Dealt) -> Any:
-    """Optimizer and scheduler, or the former alone, of what `configure_optimizers` returns in any of its forms."""
+    """Optimizer and scheduler, or the former alone, of what `configure_optimizers` returns in any
+    of its forms."""
     schedulers: Any = ()
     if isinstance(configured, dict):
         configured, schedulers = configured["optimizer"], configured.get("lr_scheduler", ())
@@ -187,9 +215,14 @@ def _scheduled(configured: Any, dealt: _Dealt) -> Any:
         configured, schedulers = configured
     optimizers = list(configured) if isinstance(configured, list | tuple) else [configured]
     schedulers = list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers]
-    if len(optimizers) != 1 or len(schedulers) > 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
+    if (
+        len(optimizers) != 1
+        or len(schedulers) > 1
+        or not isinstance(optimizers[0], torch.optim.Optimizer)
+    ):
         raise ValueError(
-            f"configure_optimizers returns {len(optimizers)} optimizers and {len(schedulers)} schedulers; return one optimizer, and one scheduler at most"
+            f"configure_optimizers returns {len(optimizers)} optimizers and {len(schedulers)}"
+            " schedulers; return one optimizer, and one scheduler at most"
         )
     if not schedulers:
         return optimizers[0]
@@ -205,7 +238,10 @@ def _scheduled(configured: Any, dealt: _Dealt) -> Any:
 
 def _stepped_by_itself(optimizer: Any, scheduler: Any) -> tuple[Any, Any]:
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise TypeError("ReduceLROnPlateau follows a metric, which is not there; give a schedule that follows steps")
+        raise TypeError(
+            "ReduceLROnPlateau follows a metric, which is not there; give a schedule that follows"
+            " steps"
+        )
     return optimizer, scheduler
 
 
@@ -215,6 +251,9 @@ def _clipping(model: nn.Module, norm: float) -> Callable[[], Any]:
 
 
 def _overridden(thing: Any, name: str) -> bool:
-    """Whether somebody wrote this method, of which Lightning's classes have one that does nothing."""
+    """Whether somebody wrote this method, of which Lightning's classes have one that does
+    nothing."""
     method = getattr(type(thing), name, None)
-    return method is not None and not method.__module__.startswith(("lightning.", "pytorch_lightning."))
+    return method is not None and not method.__module__.startswith(
+        ("lightning.", "pytorch_lightning.")
+    )

@@ -1,4 +1,5 @@
-"""What local SGD needs to know before it begins, or goes on with another schedule: that it fits these ranks and parameters, and can be served."""
+"""What local SGD needs to know before it begins, or goes on with another schedule: that it fits
+these ranks and parameters, and can be served."""
 
 from __future__ import annotations
 
@@ -42,8 +43,11 @@ class Fitted:
     obstacle: str = ""
 
 
-def fitted(local: LocalSGD, group: dist.ProcessGroup, parameters: Mapping[str, Tensor], *, averager: bool) -> Fitted:
-    """A schedule for this group and these parameters. `averager`: there is somebody who can average gradients, if it wants that. To be called on all ranks."""
+def fitted(
+    local: LocalSGD, group: dist.ProcessGroup, parameters: Mapping[str, Tensor], *, averager: bool
+) -> Fitted:
+    """A schedule for this group and these parameters. `averager`: there is somebody who can average
+    gradients, if it wants that. To be called on all ranks."""
     replicas, specs = dist.get_world_size(group), specs_of(parameters)
     device = next((x.device for x in parameters.values()), None)
     try:
@@ -56,16 +60,26 @@ def fitted(local: LocalSGD, group: dist.ProcessGroup, parameters: Mapping[str, T
     if averages_gradients(local) and not averager:
         return Fitted(
             local,
-            obstacle=f"{local!r} averages gradients as well, and a plain module has nobody to do it; wrap it in DistributedDataParallel first",
+            obstacle=(
+                f"{local!r} averages gradients as well, and a plain module has nobody to do it;"
+                " wrap it in DistributedDataParallel first"
+            ),
         )
     if type(local.compressor).__repr__ is object.__repr__:
         return Fitted(
             local,
-            obstacle=f"compressor {type(local.compressor).__name__} has no repr to compare its options by; make it a frozen dataclass",
+            obstacle=(
+                f"compressor {type(local.compressor).__name__} has no repr to compare its options"
+                " by; make it a frozen dataclass"
+            ),
         )
     subgroups = local.subgroups(replicas)
     groups = [level.groups for level in local.levels(replicas)]
-    found = [each for each in [*groups, subgroups if subgroups and len(subgroups) > 1 else None] if each is not None]
+    found = [
+        each
+        for each in [*groups, subgroups if subgroups and len(subgroups) > 1 else None]
+        if each is not None
+    ]
     if local.compressor is None:
         return Fitted(local, found)
     trial = tried(local.compressor, local.kept(specs), replicas, device)
@@ -80,7 +94,10 @@ def averages_gradients(local: LocalSGD) -> bool:
 def radial_obstacle(local: LocalSGD, target: Target) -> str:
     """Why lengths of tensors cannot be averaged; "" if they can."""
     if local.radial and target.partial:
-        return f"radial={local.radial!r} takes lengths of whole tensors, and a rank of a sharded model has blocks of them; leave it out"
+        return (
+            f"radial={local.radial!r} takes lengths of whole tensors, and a rank of a sharded model"
+            " has blocks of them; leave it out"
+        )
     return ""
 
 
@@ -99,16 +116,27 @@ def obstacle_of(
     if why_not := radial_obstacle(local, target):
         return why_not
     if moments == "reset" and local.delayed:
-        return f"moments='reset' with {local!r}: parameters are merged, and not replaced, when an average is taken; use 'average' or 'keep'"
+        return (
+            f"moments='reset' with {local!r}: parameters are merged, and not replaced, when an"
+            " average is taken; use 'average' or 'keep'"
+        )
     if optimizer is None and moments != "keep":
         return f"moments={moments!r} needs the optimizer"
     if optimizer is not None:
         own = {id(p) for p in module.parameters()}
-        foreign = [tuple(p.shape) for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
+        foreign = [
+            tuple(p.shape) for g in optimizer.param_groups for p in g["params"] if id(p) not in own
+        ]
         if foreign:
-            return f"optimizer steps parameters of shapes {some(foreign)} that are not in module, and nobody would average them"
+            return (
+                f"optimizer steps parameters of shapes {some(foreign)} that are not in module, and"
+                " nobody would average them"
+            )
         if type(optimizer).__name__ in SHARDED:
-            return f"{type(optimizer).__name__} needs equal gradients on all ranks; give an optimizer that steps alone"
+            return (
+                f"{type(optimizer).__name__} needs equal gradients on all ranks; give an optimizer"
+                " that steps alone"
+            )
         if (
             moments == "average"
             and target.device is not None
@@ -116,5 +144,8 @@ def obstacle_of(
         ):
             return f"moments='average': {type(optimizer).__name__} {why}; use 'keep' or 'reset'"
         if moments == "reset" and isinstance(optimizer, torch.optim.Adagrad):
-            return "moments='reset' drops what Adagrad makes only when it is built; use 'average' or 'keep'"
+            return (
+                "moments='reset' drops what Adagrad makes only when it is built; use 'average' or"
+                " 'keep'"
+            )
     return obstacle(module, AllReduce(), target.parameters)

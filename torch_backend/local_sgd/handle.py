@@ -103,7 +103,8 @@ class LocalSGDHandle:
         self._average_gradients()
 
     def _adopt(self, local: LocalSGD, groups: ProcessGroups) -> None:
-        """Do this from the next step on, with a memory that begins with the parameters as they are."""
+        """Do this from the next step on, with a memory that begins with the parameters as they
+        are."""
         settings = Settings(self._target.settings_of(local), self._ops.device)
         settings.continue_from(self._settings)
         self.local, self._groups, self._settings = local, groups, settings
@@ -113,7 +114,9 @@ class LocalSGDHandle:
         self._collectives.levels = levels_of(local)
         self._make_step = self._target.step_of(local)
         times = self._collectives.times = StepTimes(self._ops.device, local.cycle)
-        self._watch = Watcher(repr(local), local.start_step, times, groups.whole, cycle=local.cycle, work="averaging")
+        self._watch = Watcher(
+            repr(local), local.start_step, times, groups.whole, cycle=local.cycle, work="averaging"
+        )
         state = self._initial_state()
         state = state if self._host is None else self._host.place(state)
         self._memory = Memory(local, state, self._target.placement(groups, self._ops.device))
@@ -121,13 +124,18 @@ class LocalSGDHandle:
         if self._host is not None:
             self._memory.wait = self._host.wait
         meeting = self._memory.placement.meetings[0]
-        self._collectives.whereabouts = Whereabouts(meeting, repr(local), self._memory, self._collectives)
+        self._collectives.whereabouts = Whereabouts(
+            meeting, repr(local), self._memory, self._collectives
+        )
         self._in_flight = self._make_in_flight()
         self._memory.left = {} if local.delayed else None
-        self._run_of_skips = RunOfSkips(repr(local), groups.whole.rank(), SAID_AFTER, SKIPPED_AVERAGES)
+        self._run_of_skips = RunOfSkips(
+            repr(local), groups.whole.rank(), SAID_AFTER, SKIPPED_AVERAGES
+        )
 
     def _make_in_flight(self) -> InFlight | None:
-        """Make what keeps averages that are taken later. They have process groups of their own, so that nothing waits behind them."""
+        """Make what keeps averages that are taken later. They have process groups of their own, so
+        that nothing waits behind them."""
         if not self.local.delayed:
             return None
         specs, groups = specs_of(self._parameters), self._groups.anew()
@@ -146,8 +154,9 @@ class LocalSGDHandle:
 
     @property
     def weight(self) -> float:
-        """What this replica counts for in what leaves after the next step of the optimizer: its tokens since the last average, 0 if it is absent. 1 until it
-        is set. Before `start_step`, and with a `subgroup`, gradients are weighed by it too.
+        """What this replica counts for in what leaves after the next step of the optimizer: its
+        tokens since the last average, 0 if it is absent. 1 until it is set. Before `start_step`,
+        and with a `subgroup`, gradients are weighed by it too.
 
             handle = local_sgd(model, optimizer, gradwire.diloco(100, weighted=True))
             handle.weight = tokens
@@ -160,14 +169,17 @@ class LocalSGDHandle:
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        self._weight = counted_weight(weight, self.local, weighted=self.local.weighted, instead="give it weighted=True")
+        self._weight = counted_weight(
+            weight, self.local, weighted=self.local.weighted, instead="give it weighted=True"
+        )
         if self._gradients is not None:
             self._gradients.weight.fill_(self._weight)
 
     @property
     def replay(self) -> bool:
-        """Whether averages of gradients are replayed as CUDA graphs, where somebody averages them: within a `subgroup`; on CUDA they are. See `Handle.replay`. Those of
-        parameters, which come now and then, are not."""
+        """Whether averages of gradients are replayed as CUDA graphs, where somebody averages them:
+        within a `subgroup`; on CUDA they are. See `Handle.replay`. Those of parameters, which come
+        now and then, are not."""
         return self._replay if self._gradients is None else self._gradients.replays.wanted
 
     @replay.setter
@@ -177,9 +189,9 @@ class LocalSGDHandle:
             self._gradients.replays.wanted = self._replay
 
     def set(self, **settings: float) -> None:
-        """Tell the compressor something of the averages that leave from now on, until it is told otherwise: what it asks for with
-        `await setting(ops, name, default)`.
-        The same on every rank. It survives `reconfigure` where the other compressor asks for it too.
+        """Tell the compressor something of the averages that leave from now on, until it is told
+        otherwise: what it asks for with `await setting(ops, name, default)`. The same on every
+        rank. It survives `reconfigure` where the other compressor asks for it too.
 
         Raises:
             TypeError: a value is no number.
@@ -189,15 +201,20 @@ class LocalSGDHandle:
 
     @property
     def steps(self) -> int:
-        """Calls of `optimizer.step()` since registration, or since the beginning of the run that a loaded state is of."""
+        """Calls of `optimizer.step()` since registration, or since the beginning of the run that a
+        loaded state is of."""
         return self._memory.steps
 
     def __repr__(self) -> str:
         """What it does, and what it has saved."""
         stats = self.stats()
         sent = stats.bytes_sent if stats.between_bytes is None else stats.between_bytes
-        saved = f"{size_of(max(stats.dense_bytes - sent, 0))} saved" + (" between nodes" if stats.within_bytes else "")
-        spent = f", {stats.compress_share:.0%} of a step spent averaging" if stats.step_seconds else ""
+        saved = f"{size_of(max(stats.dense_bytes - sent, 0))} saved" + (
+            " between nodes" if stats.within_bytes else ""
+        )
+        spent = (
+            f", {stats.compress_share:.0%} of a step spent averaging" if stats.step_seconds else ""
+        )
         what = f"{self.local!r}: {len(self._parameters)} tensors, {size_of(self._dense)}"
         what = what if self._registered else f"unregistered; {what}"
         return f"{type(self).__name__}({what}; {stats.steps} steps, {saved}{spent})"
@@ -208,7 +225,8 @@ class LocalSGDHandle:
             return self.local.init(self._ops, parameters, self._replicas)
 
     def _begin(self) -> None:
-        """Begin, before each step of the optimizer. Raises RuntimeError for what is not as it was registered."""
+        """Begin, before each step of the optimizer. Raises RuntimeError for what is not as it was
+        registered."""
         self._note_found()
         self._assumed.require(self.steps)
         if not self._has_begun and self.local.has_outer:
@@ -228,11 +246,14 @@ class LocalSGDHandle:
             self._host.store(self._initial_state(), self._memory.state, self._memory.state.tensors)
 
     def _follow_loaded(self, before: str) -> None:
-        """Weights were loaded in the middle of training. If they are others than those `before`, so is what is remembered: replicas part from what is there now, on all
-        ranks."""
+        """Weights were loaded in the middle of training. If they are others than those `before`, so
+        is what is remembered: replicas part from what is there now, on all ranks."""
         if (now := digest_of(self._parameters)) == before:
             return
-        why = "The model's load_state_dict() was called in the middle of training, and outer parameters are those of all ranks: load the same on all of them"
+        why = (
+            "The model's load_state_dict() was called in the middle of training, and outer"
+            " parameters are those of all ranks: load the same on all of them"
+        )
         meeting = self._memory.placement.meetings[0]
         if meeting.come("weights that were loaded", why, now, longest=LONGEST):
             self.synchronize()  # a part of them, and the rest differs
@@ -242,11 +263,13 @@ class LocalSGDHandle:
 
     @uncompiled
     def step(self) -> None:
-        """Count a step, and average if it is time to. `optimizer.step()` calls this; call it yourself if you gave no optimizer.
+        """Count a step, and average if it is time to. `optimizer.step()` calls this; call it
+        yourself if you gave no optimizer.
 
         Raises:
-            RuntimeError: under DDP's `join()`, where ranks step a different number of times; or captured in a CUDA graph; or unregistered; or
-                parameters are not as they were at registration: frozen then, and with gradients now, or other tensors.
+            RuntimeError: under DDP's `join()`, where ranks step a different number of times; or
+                captured in a CUDA graph; or unregistered; or parameters are not as they were at
+                registration: frozen then, and with gradients now, or other tensors.
         """
         if not self._registered:
             raise RuntimeError(self._why_not())
@@ -286,19 +309,33 @@ class LocalSGDHandle:
         due = self._due(step)
         # In their logical order, so that memory means the same on every backend.
         params = {n: p.detach().contiguous() for n, p in self._parameters.items()}
-        if self.local.has_outer:  # a replica that has broken goes back to the outer parameters as a whole
+        # a replica that has broken goes back to the outer parameters as a whole
+        if self.local.has_outer:
             params = self._target.all_or_none(self._ops, params)
-        extras: dict[str, dict[str, Tensor]] = {n: {"": b.detach().contiguous()} for n, b in self._buffers.items()}
+        extras: dict[str, dict[str, Tensor]] = {
+            n: {"": b.detach().contiguous()} for n, b in self._buffers.items()
+        }
         if due:
             extras |= self._moments.taken(due, followed=self.local.has_outer)
         arrived = {} if self._in_flight is None else self._or_forget(self._in_flight.arrived, step)
         taken: list[Tensor] = []
         program = self.local.average(
-            self._ops, params, state, step, self._replicas, extras, arrived, turn, self._weight, taken
+            self._ops,
+            params,
+            state,
+            step,
+            self._replicas,
+            extras,
+            arrived,
+            turn,
+            self._weight,
+            taken,
         )
         program = with_settings(program, self._settings)
         after, state, others = self._or_forget(
-            lambda program: run_alone(self._collectives, program, self._make_step), program, turn.arrives | turn.later
+            lambda program: run_alone(self._collectives, program, self._make_step),
+            program,
+            turn.arrives | turn.later,
         )
         if self.local.has_outer:
             self._moments.follow(after)
@@ -321,15 +358,19 @@ class LocalSGDHandle:
                 self._note_found()
 
     def _turn(self, step: int) -> Turn:
-        """What happens after this step. Of what would arrive only what has left: nothing has, since this schedule began or since its message was lost."""
+        """What happens after this step. Of what would arrive only what has left: nothing has, since
+        this schedule began or since its message was lost."""
         turn, left = self.local.turn(step), self._memory.left
         if left is None:
             return turn
         arrives = frozenset(f for f in turn.arrives if left.get(f) == step - self.local.overlap)
         return replace(turn, arrives=arrives, later=frozenset(f for f in turn.later if f in left))
 
-    def _or_forget(self, receive: Callable[[Any], T], what: Any, besides: Collection[int] = ()) -> T:
-        """What receives messages. What has left in a message that fails, or is sent `besides`, is forgotten: parameters still hold it, and the next difference will."""
+    def _or_forget(
+        self, receive: Callable[[Any], T], what: Any, besides: Collection[int] = ()
+    ) -> T:
+        """What receives messages. What has left in a message that fails, or is sent `besides`, is
+        forgotten: parameters still hold it, and the next difference will."""
         try:
             return receive(what)
         except BaseException:
@@ -352,8 +393,8 @@ class LocalSGDHandle:
                     kept[DIFFERENCE].zero_()
 
     def _note_found(self) -> None:
-        """Note what the last averages have found: what is broken begins anew, and what was skipped is counted. On a device before the next step of the optimizer, when it
-        has long come."""
+        """Note what the last averages have found: what is broken begins anew, and what was skipped
+        is counted. On a device before the next step of the optimizer, when it has long come."""
         broken, taken = self._unseen
         self._unseen = (None, ())
         if broken is not None:
@@ -364,23 +405,38 @@ class LocalSGDHandle:
             self._run_of_skips.seen(self._averages, self._skipped_averages)
 
     def _fetch(self, turn: Turn) -> tuple[State[Tensor], Collection[str]]:
-        """The memory for the averages of this turn, where the parameters are; and whose is used in them."""
+        """The memory for the averages of this turn, where the parameters are; and whose is used in
+        them."""
         memory, parts = self._memory.state, self.local.parts(specs_of(self._parameters))
         if self._host is None:
             return memory, set()
         longest = self.local.longest
         leave = {f for period, f in turn.due if period == longest}
-        used = {name for f in (range(len(parts)) if turn.begins else leave | turn.arrives) for name in parts[f]}
-        return self._host.fetch(memory, used, outer=self._parameters if leave and len(parts) > 1 else ()), used
+        used = {
+            name
+            for f in (range(len(parts)) if turn.begins else leave | turn.arrives)
+            for name in parts[f]
+        }
+        return (
+            self._host.fetch(
+                memory, used, outer=self._parameters if leave and len(parts) > 1 else ()
+            ),
+            used,
+        )
 
     def _keep(self, state: State[Tensor], used: Collection[str]) -> State[Tensor]:
-        """Take over the memory after an average. Returned is where a message finds its own, to which it may write."""
+        """Take over the memory after an average. Returned is where a message finds its own, to
+        which it may write."""
         if self._host is None:
             keep(state, self._memory.state)
             return self._memory.state
         memory = self._memory.state
         self._host.keep(state, memory, used)
-        tensors = {name: {k: x.clone() for k, x in state.tensors[name].items()} for name in used if self.local.delayed}
+        tensors = {
+            name: {k: x.clone() for k, x in state.tensors[name].items()}
+            for name in used
+            if self.local.delayed
+        }
         return State(memory.shared, tensors)
 
     def _due(self, step: int) -> Collection[str]:
@@ -396,8 +452,9 @@ class LocalSGDHandle:
 
     @property
     def synchronized(self) -> bool:
-        """Whether parameters (and averaged buffers) are the same on all ranks now, as they were left by the last step: then a checkpoint of
-        one rank holds them for all. With several fragments they never are all at once after `start_step`, unless by `synchronize`."""
+        """Whether parameters (and averaged buffers) are the same on all ranks now, as they were
+        left by the last step: then a checkpoint of one rank holds them for all. With several
+        fragments they never are all at once after `start_step`, unless by `synchronize`."""
         if self.steps <= self.local.start_step and self._buffers:
             return self.steps == self._equal_at and not self._assumed.others_stepped
         return self._parameters_are_equal
@@ -408,14 +465,22 @@ class LocalSGDHandle:
             return False
         if self.steps <= self.local.start_step or self.steps == self._equal_at:
             return True
-        if self.local.fragments > 1 or self.local.delayed or self.local.merge or self.steps == self._scheduled_from:
+        if (
+            self.local.fragments > 1
+            or self.local.delayed
+            or self.local.merge
+            or self.steps == self._scheduled_from
+        ):
             return False
-        of_all = [level.period for level in self.local.levels(self._replicas) if level.groups is None]
+        of_all = [
+            level.period for level in self.local.levels(self._replicas) if level.groups is None
+        ]
         return any(self.local.due(self.steps - 1, period) for period in of_all)
 
     def synchronize(self) -> None:
-        """Average all parameters and averaged buffers over all ranks now, whatever the schedule says: for the end of training, or before
-        an evaluation. To be called on all ranks. Outer parameters and memories stay as they are. By weight, if the schedule is `weighted`."""
+        """Average all parameters and averaged buffers over all ranks now, whatever the schedule
+        says: for the end of training, or before an evaluation. To be called on all ranks. Outer
+        parameters and memories stay as they are. By weight, if the schedule is `weighted`."""
         start = self._watch.times.now()
         with torch.no_grad():
             parameters, buffers = dict(self._parameters), dict(self._buffers)
@@ -430,32 +495,39 @@ class LocalSGDHandle:
             for (key, name), x in found.items():
                 if not key:
                     _put(given[key, name], x)
-            self._moments.put({name: {key: found[key, name] for key in kept} for name, kept in moments.items()}, set())
+            self._moments.put(
+                {name: {key: found[key, name] for key in kept} for name, kept in moments.items()},
+                set(),
+            )
         self._watch.times.worked(start)
         self._equal_at = self.steps
         self._assumed.stepped()
 
     @outside_inference_mode
     def reconfigure(self, local: LocalSGD) -> StateMismatch:
-        """Go on with another schedule, outer optimizer or compressor, from the next step on. To be called on all ranks, between steps.
+        """Go on with another schedule, outer optimizer or compressor, from the next step on. To be
+        called on all ranks, between steps.
 
             handle.reconfigure(diloco(500, compressor=PowerSGD(rank=4)))
 
-        Memory is kept where it fits: outer parameters, velocities, a compressor's errors, factors of the same shape. Steps and statistics count on,
-        so `start_step` means what it says. Parameters that differ between ranks are averaged first, as by `synchronize`, where the new schedule takes
-        them to be equal: it makes outer parameters of them, or averages gradients of replicas that went their own ways. If it averages those of all
-        replicas again (`start_step` is still to come), the optimizer's moments are made equal too, as by `unregister`.
+        Memory is kept where it fits: outer parameters, velocities, a compressor's errors, factors
+        of the same shape. Steps and statistics count on, so `start_step` means what it says.
+        Parameters that differ between ranks are averaged first, as by `synchronize`, where the new
+        schedule takes them to be equal: it makes outer parameters of them, or averages gradients of
+        replicas that went their own ways. If it averages those of all replicas again (`start_step`
+        is still to come), the optimizer's moments are made equal too, as by `unregister`.
 
         Args:
-            local: what to do, the same on every rank. `buffers`, `moments` and `message_bytes` stay as they are.
+            local: what to do, the same on every rank. `buffers`, `moments` and `message_bytes` stay
+                as they are.
 
         Returns:
             What of the memory did not fit.
 
         Raises:
             TypeError: no `LocalSGD`.
-            ValueError: it cannot be served (named), or ranks ask for different things or are at different steps; on all ranks. Nothing has
-                been changed then.
+            ValueError: it cannot be served (named), or ranks ask for different things or are at
+                different steps; on all ranks. Nothing has been changed then.
         """
         if why_not := self._why_not():
             raise ValueError(why_not)
@@ -464,7 +536,10 @@ class LocalSGDHandle:
         whole, before = self._groups.whole, self.local
         meet_to_change(self._memory.placement.meetings)
         fit_here = fitted(local, whole, self._parameters, averager=self._target.averages)
-        local, why_not = fit_here.local, fit_here.obstacle or radial_obstacle(fit_here.local, self._target)
+        local, why_not = (
+            fit_here.local,
+            fit_here.obstacle or radial_obstacle(fit_here.local, self._target),
+        )
         settings = {"call": "reconfigure", "local": repr(local), "step": str(self.steps)}
         why_not = self._target.obstacle_of_all(why_not, repr(settings))
         require_same_on_all_ranks(whole, settings, {}, why_not, self._ops.device)
@@ -473,7 +548,10 @@ class LocalSGDHandle:
         subgroups = local.subgroups(self._replicas)
         if self.steps < local.start_step:
             self._make_equal()
-        elif (local.has_outer and not before.has_outer) or subgroups not in (None, before.subgroups(self._replicas)):
+        elif (local.has_outer and not before.has_outer) or subgroups not in (
+            None,
+            before.subgroups(self._replicas),
+        ):
             self._synchronize_if_needed()
         equal, memory = self._parameters_are_equal, self._memory
         self._drop(for_good=True)
@@ -491,8 +569,9 @@ class LocalSGDHandle:
         return difference
 
     def _keep_on_their_way(self, before: LocalSGD, left: Mapping[int, int]) -> None:
-        """Keep those of the differences that have left with the schedule before that this one would have sent too, and would not have taken yet. Nobody has lost
-        the others: parameters hold them."""
+        """Keep those of the differences that have left with the schedule before that this one would
+        have sent too, and would not have taken yet. Nobody has lost the others: parameters hold
+        them."""
         local, specs = self.local, specs_of(self._parameters)
         if self._memory.left is None:
             return
@@ -500,30 +579,37 @@ class LocalSGDHandle:
         kept = {
             f: step
             for f, step in left.items()
-            if same and local.due(step, local.longest, f) and (local.eager or step + local.overlap >= self.steps)
+            if same
+            and local.due(step, local.longest, f)
+            and (local.eager or step + local.overlap >= self.steps)
         }
         self._forget([f for f in range(local.fragments) if f not in kept])
         self._memory.left = kept
 
     @outside_inference_mode
     def unregister(self) -> None:
-        """Take local SGD away: from the next step on gradients are averaged as they are, by DDP or between the replicas of a sharded model, and the
-        optimizer steps as it does by itself. To be called on all ranks, between steps. `register_comm_hook`, `compress_replicas` or `local_sgd`
+        """Take local SGD away: from the next step on gradients are averaged as they are, by DDP or
+        between the replicas of a sharded model, and the optimizer steps as it does by itself. To be
+        called on all ranks, between steps. `register_comm_hook`, `compress_replicas` or `local_sgd`
         may then be called on the same module again.
 
-        Replicas are made equal for that, since they have gone their own ways: parameters and averaged buffers are averaged as by `synchronize`.
-        The optimizer's moments are averaged too, or dropped with `moments="reset"`; what else it keeps (counters of steps, factors of other
-        shapes) is that of the first rank. Of optimizers that were not given to `local_sgd` that is left to you. Gradients of a plain module are
-        averaged by nobody.
+        Replicas are made equal for that, since they have gone their own ways: parameters and
+        averaged buffers are averaged as by `synchronize`. The optimizer's moments are averaged too,
+        or dropped with `moments="reset"`; what else it keeps (counters of steps, factors of other
+        shapes) is that of the first rank. Of optimizers that were not given to `local_sgd` that is
+        left to you. Gradients of a plain module are averaged by nobody.
 
         Statistics and memory stay readable, and are gone with the handle.
 
         Raises:
-            ValueError: it has been unregistered before; or ranks call different things, or are at different steps.
+            ValueError: it has been unregistered before; or ranks call different things, or are at
+                different steps.
         """
         meet_to_change(self._memory.placement.meetings)
         settings = {"call": "unregister", "step": str(self.steps)}
-        require_same_on_all_ranks(self._groups.whole, settings, {}, self._why_not(), self._ops.device)
+        require_same_on_all_ranks(
+            self._groups.whole, settings, {}, self._why_not(), self._ops.device
+        )
         self._drop(for_good=True)
         self._make_equal()
         self._leave_optimizer()
@@ -532,7 +618,8 @@ class LocalSGDHandle:
         self._target.leave()
 
     def _drop(self, *, for_good: bool = False) -> None:
-        """Forget what is on its way, of which the memory has what it is made of; and that anything ever was, `for_good`."""
+        """Forget what is on its way, of which the memory has what it is made of; and that anything
+        ever was, `for_good`."""
         if self._in_flight is not None and for_good:
             self._in_flight.close()
             self._in_flight = None
@@ -558,46 +645,61 @@ class LocalSGDHandle:
             self.synchronize()
 
     def stats(self) -> Stats:
-        """Steps, bytes and collectives since registration, or since the beginning of the run that a loaded state is of, of gradients and parameters. `dense_bytes` is what averaging the gradients in
-        each step would have sent. Steps that a rank skips are not counted, since each rank has its own; `skipped_averages` are. Times are of the last 50 steps, or of a whole cycle of the
-        schedule: a step reaches from one of the optimizer to the next."""
+        """Steps, bytes and collectives since registration, or since the beginning of the run that a
+        loaded state is of, of gradients and parameters. `dense_bytes` is what averaging the
+        gradients in each step would have sent. Steps that a rank skips are not counted, since each
+        rank has its own; `skipped_averages` are. Times are of the last 50 steps, or of a whole
+        cycle of the schedule: a step reaches from one of the optimizer to the next."""
         stats = self._watch.stats(self.steps, 0, self._memory.sent)
         self._note_found()
         if (gradients := self._gradients) is not None:
-            stats = replace(stats, replayed_steps=gradients.replays.replayed, graph_bytes=gradients.replays.nbytes)
-        return replace(stats, skipped_averages=self._skipped_averages, compiled_loops=self._ops.loops.card)
+            stats = replace(
+                stats,
+                replayed_steps=gradients.replays.replayed,
+                graph_bytes=gradients.replays.nbytes,
+            )
+        return replace(
+            stats, skipped_averages=self._skipped_averages, compiled_loops=self._ops.loops.card
+        )
 
     def _progress(self) -> Progress:
         sent = self._memory.sent
         return Progress(self._memory.steps, sent.between, sent.dense_bytes)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step and the memory of all ranks (outer parameters, velocities, the mean of a compressor's errors), for a checkpoint that any number of
-        ranks can continue, together with the parameters of one of them. Every rank calls this, and every rank receives the same.
+        """The step and the memory of all ranks (outer parameters, velocities, the mean of a
+        compressor's errors), for a checkpoint that any number of ranks can continue, together with
+        the parameters of one of them. Every rank calls this, and every rank receives the same.
 
-        Between two averages the parameters of one rank are not those of all, and what the others have learned since would be lost. So call
-        `synchronize` before you save, or save when `synchronized`.
+        Between two averages the parameters of one rank are not those of all, and what the others
+        have learned since would be lost. So call `synchronize` before you save, or save when
+        `synchronized`.
 
         Returns:
             Plain nested dictionaries of tensors on the CPU, numbers and strings, by parameter name.
 
         Raises:
-            RuntimeError: on every rank, if parameters differ between ranks now; or some ranks have not called it within 10 minutes, or the timeout that the process group was given.
+            RuntimeError: on every rank, if parameters differ between ranks now; or some ranks have
+                not called it within 10 minutes, or the timeout that the process group was given.
         """
         return self._state_dict()
 
     def _state_dict(self, *, sliced: bool = False) -> dict[str, Any]:
         if not self._parameters_are_equal:
             raise RuntimeError(
-                f"after {self.steps} steps of {self.local!r} each rank has parameters of its own, and a checkpoint of one rank would lose what "
-                "the others have learned since the last average. Call synchronize() on every rank before you save parameters and state, or save "
-                "where handle.synchronized is true; or save rank_state_dict() with the parameters and the optimizer of each rank"
+                f"after {self.steps} steps of {self.local!r} each rank has parameters of its own,"
+                " and a checkpoint of one rank would lose what the others have learned since the"
+                " last average. Call synchronize() on every rank before you save parameters and"
+                " state, or save where handle.synchronized is true; or save rank_state_dict() with"
+                " the parameters and the optimizer of each rank"
             )
         return self._memory.whole(sliced=sliced)
 
     def outer_parameters(self) -> dict[str, Tensor]:
-        """The outer parameters by name, which is what the papers of DiLoCo evaluate: `torch.func.functional_call(model, handle.outer_parameters(), batch)`. They
-        are the memory itself, or a copy of what is on the host, in `state_dtype`, not to be changed; of a sharded model this rank's blocks. The same on all ranks, but for `eager` ones.
+        """The outer parameters by name, which is what the papers of DiLoCo evaluate:
+        `torch.func.functional_call(model, handle.outer_parameters(), batch)`. They are the memory
+        itself, or a copy of what is on the host, in `state_dtype`, not to be changed; of a sharded
+        model this rank's blocks. The same on all ranks, but for `eager` ones.
 
         Raises:
             ValueError: plain averaging has none.
@@ -609,23 +711,28 @@ class LocalSGDHandle:
 
     @property
     def sharded_state(self) -> ShardedState:
-        """The state for `torch.distributed.checkpoint`: what `state_dict` gives, and where it does; and each rank's own memory as an entry of its own. As many
-        ranks go on bit for bit, another number from the mean."""
+        """The state for `torch.distributed.checkpoint`: what `state_dict` gives, and where it does;
+        and each rank's own memory as an entry of its own. As many ranks go on bit for bit, another
+        number from the mean."""
         return ShardedState(self, self._memory)
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """The step and this rank's memory, copied where it is: to be saved on each rank, with its parameters and its optimizer, and loaded by the
-        same rank of the same number of them. Communicates nothing."""
+        """The step and this rank's memory, copied where it is: to be saved on each rank, with its
+        parameters and its optimizer, and loaded by the same rank of the same number of them.
+        Communicates nothing."""
         return {**self._memory.own(), "synchronized": self._parameters_are_equal}
 
     @outside_inference_mode
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, or from the `rank_state_dict` of this rank. To be called on all ranks: it compares the step and the
-        memory, so that none waits for averages that others have behind them.
+        """Continue from a `state_dict`, or from the `rank_state_dict` of this rank. To be called on
+        all ranks: it compares the step and the memory, so that none waits for averages that others
+        have behind them.
 
         Raises:
-            ValueError: on every rank, with nothing changed, if the state does not fit on one of them, or they differ.
-            RuntimeError: some ranks have not called it within 10 minutes, or the timeout that the process group was given.
+            ValueError: on every rank, with nothing changed, if the state does not fit on one of
+                them, or they differ.
+            RuntimeError: some ranks have not called it within 10 minutes, or the timeout that the
+                process group was given.
         """
         why_not, found = "", None
         try:
@@ -633,9 +740,15 @@ class LocalSGDHandle:
         except ValueError as error:
             why_not = str(error)
         why_not = self._target.obstacle_of_all(why_not)
-        together = "load_state_dict() compares the step, so every rank calls it, with the same state"
+        together = (
+            "load_state_dict() compares the step, so every rank calls it, with the same state"
+        )
         self._memory.placement.meetings[0].come("load_state_dict()", together, longest=LONGEST)
-        settings = {} if found is None else {"step": str(found.steps), "state": found.digest, "left": str(found.left)}
+        settings = (
+            {}
+            if found is None
+            else {"step": str(found.steps), "state": found.digest, "left": str(found.left)}
+        )
         require_same_on_all_ranks(self._groups.whole, settings, {}, why_not, self._ops.device)
         assert found is not None  # or there is an obstacle
         self._drop()
@@ -650,19 +763,27 @@ class LocalSGDHandle:
         self._has_begun = self._has_loaded = True
 
     def _left_by(self, steps: int) -> dict[int, int]:
-        """The steps after which differences left that are on their way after so many, if the schedule has been this one long enough."""
+        """The steps after which differences left that are on their way after so many, if the
+        schedule has been this one long enough."""
         local = self.local
         since = max(0, steps - (local.longest if local.eager else local.overlap))
-        return {f: step for step in range(since, steps) for f in local.leaving(step, self._replicas)}
+        return {
+            f: step for step in range(since, steps) for f in local.leaving(step, self._replicas)
+        }
 
 
 class _Gradients(Driver):
-    """Averages gradients under DDP, at the step that the handle counts: a backward pass more or less does not move the schedule."""
+    """Averages gradients under DDP, at the step that the handle counts: a backward pass more or
+    less does not move the schedule."""
 
     def __init__(self, handle: LocalSGDHandle, message_bytes: int | None) -> None:
         specs = specs_of(handle._parameters)
         super().__init__(
-            handle.local.gradients(handle._replicas), specs, handle._ops.device, handle._groups, message_bytes
+            handle.local.gradients(handle._replicas),
+            specs,
+            handle._ops.device,
+            handle._groups,
+            message_bytes,
         )
         # DDP's reducer holds this driver, where Python cannot see what would lead back to DDP.
         self._handle = weakref.ref(handle)
@@ -671,7 +792,12 @@ class _Gradients(Driver):
         self.watch.partial = True
 
     def add(
-        self, gradients: Mapping[str, Tensor], *, first: bool, last: bool, unused: Collection[str] | None = None
+        self,
+        gradients: Mapping[str, Tensor],
+        *,
+        first: bool,
+        last: bool,
+        unused: Collection[str] | None = None,
     ) -> None:
         if first and (handle := self._handle()) is not None:
             self.memory.steps = handle._memory.steps

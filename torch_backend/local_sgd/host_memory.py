@@ -1,6 +1,8 @@
-"""Memory of local SGD in the host's: outer parameters, velocities and differences are needed after a few of all steps, and take no room on the device in between.
+"""Memory of local SGD in the host's: outer parameters, velocities and differences are needed after
+a few of all steps, and take no room on the device in between.
 
-It is copied through pinned memory on a stream of its own, so that the host waits for none of it, and what is copied back travels while training goes on.
+It is copied through pinned memory on a stream of its own, so that the host waits for none of it,
+and what is copied back travels while training goes on.
 """
 
 from __future__ import annotations
@@ -33,28 +35,47 @@ class HostMemory:
         self._copied: Any = None if on_cpu else torch.Event(device)
 
     def place(self, state: State[Tensor]) -> State[Tensor]:
-        """A memory on the host with what is in this one, which is on the device. What a program shares stays there."""
-        sizes = {(name, key): x.nbytes for name, memory in state.tensors.items() for key, x in memory.items()}
+        """A memory on the host with what is in this one, which is on the device. What a program
+        shares stays there."""
+        sizes = {
+            (name, key): x.nbytes
+            for name, memory in state.tensors.items()
+            for key, x in memory.items()
+        }
         tensors: dict[str, dict[str, Tensor]] = {name: {} for name in state.tensors}
         for size, places in in_buffers(sizes):
-            buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._stream is not None)
+            buffer = torch.empty(
+                size, dtype=torch.uint8, device="cpu", pin_memory=self._stream is not None
+            )
             for (name, key), start in places.items():
                 x = state.tensors[name][key]
                 # No view, which would count writes to its neighbours as its own.
                 place = torch.empty(0, dtype=x.dtype, device="cpu")
                 strides = torch.empty(x.shape, dtype=x.dtype, device="meta").stride()
-                tensors[name][key] = place.set_(buffer.untyped_storage(), start // x.itemsize, x.shape, strides)
-        host = State(state.shared, {n: {key: tensors[n][key] for key in kept} for n, kept in state.tensors.items()})
+                tensors[name][key] = place.set_(
+                    buffer.untyped_storage(), start // x.itemsize, x.shape, strides
+                )
+        host = State(
+            state.shared,
+            {n: {key: tensors[n][key] for key in kept} for n, kept in state.tensors.items()},
+        )
         self.store(state, host, host.tensors)
         return host
 
-    def fetch(self, host: State[Tensor], names: Collection[str], outer: Collection[str] = ()) -> State[Tensor]:
-        """The memory with copies on the device of what is remembered of `names`, and of the parameters in `outer` the outer ones."""
+    def fetch(
+        self, host: State[Tensor], names: Collection[str], outer: Collection[str] = ()
+    ) -> State[Tensor]:
+        """The memory with copies on the device of what is remembered of `names`, and of the
+        parameters in `outer` the outer ones."""
         tensors: dict[str, dict[str, Tensor]] = dict(host.tensors)
         with self._on_stream():
             for name in {*names, *outer} & host.tensors.keys():
                 tensors[name] = {
-                    key: x.to(self._device, non_blocking=True, copy=True) if name in names or key == OUTER else x
+                    key: (
+                        x.to(self._device, non_blocking=True, copy=True)
+                        if name in names or key == OUTER
+                        else x
+                    )
                     for key, x in host.tensors[name].items()
                 }
         if self._stream is not None:
@@ -67,7 +88,8 @@ class HostMemory:
         return State(host.shared, tensors)
 
     def store(self, state: State[Tensor], host: State[Tensor], names: Collection[str]) -> None:
-        """Copy what is remembered of `names` from the device to the host. The device's may be let go of, and not be written to."""
+        """Copy what is remembered of `names` from the device to the host. The device's may be let
+        go of, and not be written to."""
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._on_stream():
@@ -94,15 +116,20 @@ class HostMemory:
 
 
 def in_buffers(sizes: Mapping[K, int]) -> Iterator[tuple[int, dict[K, int]]]:
-    """Buffers for arrays of so many bytes: the size of each, a power of two, and where in it which arrays begin.
+    """Buffers for arrays of so many bytes: the size of each, a power of two, and where in it which
+    arrays begin.
 
-    torch rounds each allocation of pinned memory up to a power of two (CachingHostAllocator.h): arrays by themselves take up to twice their bytes, and so
-    does a single buffer for all. The larger arrays are placed first, so that those of a model fill all buffers but the last.
+    torch rounds each allocation of pinned memory up to a power of two (CachingHostAllocator.h):
+    arrays by themselves take up to twice their bytes, and so does a single buffer for all. The
+    larger arrays are placed first, so that those of a model fill all buffers but the last.
     """
     left = sorted(sizes, key=sizes.__getitem__, reverse=True)
     while left:
         needed = sum(_aligned(sizes[array]) for array in left)
-        at_most, at_least = 1 << (needed.bit_length() - 1), 1 << (_aligned(sizes[left[0]]) - 1).bit_length()
+        at_most, at_least = (
+            1 << (needed.bit_length() - 1),
+            1 << (_aligned(sizes[left[0]]) - 1).bit_length(),
+        )
         size, end, places = max(at_most, at_least), 0, {}
         for array in left:
             if end + sizes[array] <= size:

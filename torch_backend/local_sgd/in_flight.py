@@ -1,7 +1,8 @@
 """Averages that are on their way while training goes on: local SGD with `overlap`, or `eager`.
 
-A message leaves after one step of the optimizer and is taken after a later one. What it is made of stays in the memory until then. So whatever is
-dropped here, by an exception or since the process has ended, is sent again by who goes on from the memory.
+A message leaves after one step of the optimizer and is taken after a later one. What it is made of
+stays in the memory until then. So whatever is dropped here, by an exception or since the process
+has ended, is sent again by who goes on from the memory.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class _Message:
 
 
 class InFlight:
-    """The messages of one rank. All ranks start and receive them after the same steps, in the order of the fragments.
+    """The messages of one rank. All ranks start and receive them after the same steps, in the order
+    of the fragments.
 
     Args:
         local: of which averages are taken later.
@@ -67,7 +69,8 @@ class InFlight:
         self._replicas = groups.whole.size()
         self._period = local.levels(self._replicas)[0].period
         self._late = self._period if local.eager else local.overlap
-        # Messages of several dtypes count for more rounds than they are: then they are received earlier than they would have to be.
+        # Messages of several dtypes count for more rounds than they are: then they are received
+        # earlier than they would have to be.
         traffic = dry_run(local._algorithm, local.kept(specs), self._replicas).traffic
         self._rounds = max(step.collectives for step in traffic)
         self._on_their_way: dict[int, _Message] = {}
@@ -78,21 +81,28 @@ class InFlight:
         return len(self._on_their_way)
 
     def leave(self, step: int, state: State[Tensor], settings: Mapping[str, Tensor]) -> None:
-        """Send what leaves after this step. `state` is the memory after it; `settings` are those of now, whatever is said while it is on its way."""
+        """Send what leaves after this step. `state` is the memory after it; `settings` are those of
+        now, whatever is said while it is on its way."""
         settings = {name: x.clone() for name, x in settings.items()}
         for fragment in self._local.leaving(step, self._replicas):
             collectives = Collectives(self._groups, self._ops)
             collectives.sent, collectives.times = self._beside.sent, self._beside.times
-            collectives.whereabouts, collectives.levels = self._beside.whereabouts, self._beside.levels
+            collectives.whereabouts, collectives.levels = (
+                self._beside.whereabouts,
+                self._beside.levels,
+            )
             collectives.beside = self._beside
             index = self._local.round(step, self._period, fragment)
-            program = with_settings(self._local.message(self._ops, self._specs, state, fragment, index), settings)
+            program = with_settings(
+                self._local.message(self._ops, self._specs, state, fragment, index), settings
+            )
             own = self._make_step(collectives)
             self._on_their_way[fragment] = _Message(step, own, own.start(program))
 
     def advance(self, step: int) -> None:
-        """Receive the rounds that have had their share of the time, so that the next ones travel meanwhile. What a program writes to memory it does when it has
-        asked whether all was finite, and that it is told when its message is taken, however many rounds that has."""
+        """Receive the rounds that have had their share of the time, so that the next ones travel
+        meanwhile. What a program writes to memory it does when it has asked whether all was finite,
+        and that it is told when its message is taken, however many rounds that has."""
         for fragment, message in list(self._on_their_way.items()):
             due = int((step - message.left) * self._rounds / self._late)
             while message.rounds < due and not message.running.ended and not message.asks_if_finite:
@@ -101,7 +111,9 @@ class InFlight:
 
     def arrived(self, step: int) -> dict[int, Stepped[Tensor]]:
         """What is taken after this step, by fragment. Waits for it."""
-        taken = [f for f, message in self._on_their_way.items() if step - message.left >= self._late]
+        taken = [
+            f for f, message in self._on_their_way.items() if step - message.left >= self._late
+        ]
         found = {}
         for fragment in taken:
             message = self._on_their_way[fragment]
@@ -111,7 +123,8 @@ class InFlight:
         return found
 
     def _or_lost(self, fragment: int, receive: Callable[[], object]) -> None:
-        """Receive something of a message. One that fails is given up, so that the steps to come do not wait for it."""
+        """Receive something of a message. One that fails is given up, so that the steps to come do
+        not wait for it."""
         try:
             receive()
         except BaseException:

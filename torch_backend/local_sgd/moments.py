@@ -1,4 +1,5 @@
-"""What an optimizer remembers of a parameter, when parameters are averaged: kept, averaged as well, or dropped. Weights that it keeps go with the parameters in any case."""
+"""What an optimizer remembers of a parameter, when parameters are averaged: kept, averaged as well,
+or dropped. Weights that it keeps go with the parameters in any case."""
 
 from __future__ import annotations
 
@@ -32,20 +33,24 @@ from gradwire.torch_backend.setup.optimizer_state import (
 
 #: A scalar parameter's moments look like it.
 COUNTER = "step"
-#: Averages at which ranks tell each other what their optimizers remember, until one of them remembers something.
+#: Averages at which ranks tell each other what their optimizers remember, until one of them
+#: remembers something.
 ATTEMPTS = 3
 #: Why ranks may not come to that.
 NOT_THERE = "Every rank takes equally many steps; those others have taken fewer, or have ended"
 
 
 class Moments:
-    """The moments of an optimizer: those tensors that it keeps for a parameter and that have its shape. Counters are left alone.
+    """The moments of an optimizer: those tensors that it keeps for a parameter and that have its
+    shape. Counters are left alone.
 
-    Parameters are named, as the optimizer knows them; of a DTensor the local part is averaged. `what` is "keep", "average" or "reset". `group` None: of replicas that come
-    and go, which tell each other nothing.
+    Parameters are named, as the optimizer knows them; of a DTensor the local part is averaged.
+    `what` is "keep", "average" or "reset". `group` None: of replicas that come and go, which tell
+    each other nothing.
 
-    Some optimizers keep weights in their state: masters in float32, from which the next step makes the parameters, whatever is in these; or the weights that a
-    schedule-free one steps. They are averaged with the parameters, or moved as these are where an outer optimizer makes them.
+    Some optimizers keep weights in their state: masters in float32, from which the next step makes
+    the parameters, whatever is in these; or the weights that a schedule-free one steps. They are
+    averaged with the parameters, or moved as these are where an outer optimizer makes them.
     """
 
     def __init__(
@@ -69,21 +74,28 @@ class Moments:
         self._ahead: MayBeWeights | None = None
 
     def expect_weights(self) -> None:
-        """Expect weights of an optimizer that has two modes: those that it steps, as those of all replicas, which have nobody to ask. One that has not stepped yet counts as what its
+        """Expect weights of an optimizer that has two modes: those that it steps, as those of all
+        replicas, which have nobody to ask. One that has not stepped yet counts as what its
         parameters are."""
         if has_two_modes(self._optimizer):
             self._keys, self._weights = {STEPPED: None}, frozenset({STEPPED})
 
-    def taken(self, due: Collection[str], *, followed: bool = False) -> dict[str, dict[str, Tensor]]:
-        """The moments to be averaged, of the parameters that are: parameter → name of the moment → tensor. The same names and shapes on all ranks.
+    def taken(
+        self, due: Collection[str], *, followed: bool = False
+    ) -> dict[str, dict[str, Tensor]]:
+        """The moments to be averaged, of the parameters that are: parameter → name of the moment →
+        tensor. The same names and shapes on all ranks.
 
-        A rank that has none yet (its optimizer skipped every step, or the parameter has received no gradient there) counts as zeros; of weights, as what its parameter is.
-        `followed`: weights are not averaged, since `follow` moves them.
+        A rank that has none yet (its optimizer skipped every step, or the parameter has received no
+        gradient there) counts as zeros; of weights, as what its parameter is. `followed`: weights
+        are not averaged, since `follow` moves them.
         """
         if not followed or self._what == "average":
             self._look()
         weights = frozenset() if followed else self._weights
-        return self._taken(due, self._keys.keys() - self._weights | weights if self._what == "average" else weights)
+        return self._taken(
+            due, self._keys.keys() - self._weights | weights if self._what == "average" else weights
+        )
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """The weights of all parameters, see `taken`."""
@@ -92,14 +104,16 @@ class Moments:
         return self._taken(self._parameters.keys(), self._weights)
 
     def look_ahead(self) -> None:
-        """Look for weights after the step before an average, so that the host does not wait for it then."""
+        """Look for weights after the step before an average, so that the host does not wait for it
+        then."""
         wanted = (not self._keys and self._attempts) or (not self._weights and self._own_attempts)
         if wanted and self._optimizer is not None:
             self._ahead = may_be_weights(self._optimizer, self._parameters.values())
             self._foreseen.note({} if self._ahead.flags is None else {"weights": self._ahead.flags})
 
     def _found_weights(self) -> tuple[set[str], set[str]]:
-        """See `MayBeWeights.weights`. The host waits where nobody has looked ahead, or something has come since."""
+        """See `MayBeWeights.weights`. The host waits where nobody has looked ahead, or something
+        has come since."""
         assert self._optimizer is not None
         seen, self._ahead = self._ahead, None
         if seen is None or seen.names != names_in(self._optimizer, self._parameters.values()):
@@ -120,13 +134,17 @@ class Moments:
             return {}
         stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         return {
-            name: {key: self._moment(p, key, self._keys[key]).detach().contiguous() for key in sorted(keys)}
+            name: {
+                key: self._moment(p, key, self._keys[key]).detach().contiguous()
+                for key in sorted(keys)
+            }
             for name, p in self._parameters.items()
             if name in due and id(p) in stepped
         }
 
     def follow(self, parameters: Mapping[str, Tensor]) -> None:
-        """Move weights as far, before these take the places of the parameters. So what rounding has kept from the parameters is not lost. It takes no message."""
+        """Move weights as far, before these take the places of the parameters. So what rounding has
+        kept from the parameters is not lost. It takes no message."""
         if not self._weights and self._own_attempts and self._optimizer is not None:
             self._own_attempts -= 1
             self._found(*self._found_weights())
@@ -139,12 +157,17 @@ class Moments:
                 x.copy_(torch.where(moved.isfinite(), moved, new.to(x.dtype)))
 
     def put(self, averages: Mapping[str, Mapping[str, Tensor]], averaged: Collection[str]) -> None:
-        """Take the averages over, where there is something to replace, and they are finite; or drop the moments of the parameters that were `averaged`. A parameter whose
-        master was averaged is what that is, rounded once."""
+        """Take the averages over, where there is something to replace, and they are finite; or drop
+        the moments of the parameters that were `averaged`. A parameter whose master was averaged is
+        what that is, rounded once."""
         for name, moments in averages.items():
             p = self._parameters[name]
             mine = self._of(p)
-            finite = torch.stack([value.isfinite().all() for value in moments.values()]).all() if moments else None
+            finite = (
+                torch.stack([value.isfinite().all() for value in moments.values()]).all()
+                if moments
+                else None
+            )
             for key, value in moments.items():
                 if key in mine:
                     mine[key].copy_(torch.where(finite, value, mine[key]))  # type: ignore[arg-type]
@@ -156,12 +179,18 @@ class Moments:
                 self._optimizer.state.pop(self._parameters[name], None)
 
     def broken(self) -> Broken | None:
-        """The parameters of which the optimizer remembers inf or NaN, from which no step of its own leads back; None if it remembers nothing."""
-        return None if self._optimizer is None else broken_of(self._optimizer, self._parameters.values())
+        """The parameters of which the optimizer remembers inf or NaN, from which no step of its own
+        leads back; None if it remembers nothing."""
+        return (
+            None
+            if self._optimizer is None
+            else broken_of(self._optimizer, self._parameters.values())
+        )
 
     def make_equal(self, collectives: Collectives) -> None:
-        """Let ranks that are given equal gradients take equal steps from now on: moments are averaged over all ranks, or dropped with "reset", and the rest
-        of the optimizer's memory becomes that of the first rank. To be called on all ranks."""
+        """Let ranks that are given equal gradients take equal steps from now on: moments are
+        averaged over all ranks, or dropped with "reset", and the rest of the optimizer's memory
+        becomes that of the first rank. To be called on all ranks."""
         if self._optimizer is None:
             return
         everything = set(self._parameters)
@@ -171,7 +200,9 @@ class Moments:
             taken = self._taken(everything, self._keys)
             flat = {(n, key): x for n, moments in taken.items() for key, x in moments.items()}
             averages: dict[str, dict[str, Tensor]] = {}
-            for (name, key), x in run_alone(collectives, mean_each(flat, watched=False)).items() if flat else ():
+            for (name, key), x in (
+                run_alone(collectives, mean_each(flat, watched=False)).items() if flat else ()
+            ):
                 averages.setdefault(name, {})[key] = x
             self.put(averages, set())
         else:
@@ -183,7 +214,9 @@ class Moments:
         assert self._group is not None
         state, mine = self._optimizer.state, {}
         for name, p in self._parameters.items():
-            mine[name] = {key: _Like.of(x) if _beside(p, x) else x for key, x in state.get(p, {}).items()}
+            mine[name] = {
+                key: _Like.of(x) if _beside(p, x) else x for key, x in state.get(p, {}).items()
+            }
         received: list[Tensor] = []
         device = next(iter(self._parameters.values())).device
         for name, kept in gathered_by_all(mine, self._group, device)[0].items():
@@ -192,7 +225,9 @@ class Moments:
             for key, x in kept.items():
                 if isinstance(x, _Like):
                     new[key] = (
-                        old[key] if x == (_Like.of(old[key]) if _beside(p, old.get(key)) else None) else x.empty(p)
+                        old[key]
+                        if x == (_Like.of(old[key]) if _beside(p, old.get(key)) else None)
+                        else x.empty(p)
                     )
                     received.append(local_part(new[key]))
                 else:
@@ -221,14 +256,20 @@ class Moments:
         }
 
     def _agree(self) -> None:
-        """Which moments there are, and which of them are weights. An optimizer makes them in its first step, which ranks need not take at the same time."""
+        """Which moments there are, and which of them are weights. An optimizer makes them in its
+        first step, which ranks need not take at the same time."""
         assert self._optimizer is not None
         mine: dict[str, str | None] = {}
         for p in self._parameters.values():
-            mine |= {key: None if x.dtype == p.dtype else dtype_name(x.dtype) for key, x in self._of(p).items()}
+            mine |= {
+                key: None if x.dtype == p.dtype else dtype_name(x.dtype)
+                for key, x in self._of(p).items()
+            }
         masters, others = self._found_weights()
         for theirs, *weights in self._gathered([mine, sorted(masters), sorted(others)]):
-            self._keys |= {key: None if name is None else getattr(torch, name) for key, name in theirs.items()}
+            self._keys |= {
+                key: None if name is None else getattr(torch, name) for key, name in theirs.items()
+            }
             self._found(*weights)
         self._keys = {key: self._keys[key] for key in sorted(self._keys)}
 
@@ -238,25 +279,37 @@ class Moments:
         if self._meeting.store is None and dist.get_world_size(self._group) > 1:
             return gathered_by_all(mine, self._group, next(iter(self._parameters.values())).device)
         card = json.dumps(mine)
-        return [json.loads(card) for card in self._meeting.come("an average of local SGD", NOT_THERE, card) or [card]]
+        return [
+            json.loads(card)
+            for card in self._meeting.come("an average of local SGD", NOT_THERE, card) or [card]
+        ]
 
 
 class Broken:
-    """The parameters of which an optimizer remembers inf or NaN: found where that is, and looked at later, so that nobody waits for a device."""
+    """The parameters of which an optimizer remembers inf or NaN: found where that is, and looked at
+    later, so that nobody waits for a device."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], finite: Tensor) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], finite: Tensor
+    ) -> None:
         self._optimizer, self._parameters, self.finite = optimizer, parameters, finite
 
     def drop(self, finite_ones: Tensor | None = None) -> None:
-        """Let the optimizer begin anew with these parameters. `finite_ones`: a copy of `finite` on the host."""
+        """Let the optimizer begin anew with these parameters. `finite_ones`: a copy of `finite` on
+        the host."""
         for p, finite in zip(
-            self._parameters, (self.finite if finite_ones is None else finite_ones).tolist(), strict=True
+            self._parameters,
+            (self.finite if finite_ones is None else finite_ones).tolist(),
+            strict=True,
         ):
             if finite:
                 continue
-            if isinstance(self._optimizer, torch.optim.Adagrad):  # which makes this when it is built, and never again
+            # which makes this when it is built, and never again
+            if isinstance(self._optimizer, torch.optim.Adagrad):
                 groups = self._optimizer.param_groups
-                group = next(group for group in groups if any(p is each for each in group["params"]))
+                group = next(
+                    group for group in groups if any(p is each for each in group["params"])
+                )
                 self._optimizer.state[p]["sum"].fill_(group["initial_accumulator_value"])
             else:
                 self._optimizer.state.pop(p, None)
@@ -283,7 +336,11 @@ def _floating(x: Any) -> list[Tensor]:
         return [local_part(x)] if x.is_floating_point() and x.numel() else []
     if isinstance(x, Mapping):
         x = x.values()
-    return [y for each in x for y in _floating(each)] if isinstance(x, (list, tuple, ValuesView)) else []
+    return (
+        [y for each in x for y in _floating(each)]
+        if isinstance(x, (list, tuple, ValuesView))
+        else []
+    )
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""Something that happens after every step of an optimizer, on every rank, also where a `GradScaler` skips the step.
+"""Something that happens after every step of an optimizer, on every rank, also where a `GradScaler`
+skips the step.
 
-A scaler that finds inf in the gradients does not call `optimizer.step()` at all. Where gradients differ between ranks one rank may skip
-and another not, and whatever the ranks do together after a step would then hang. Optimizers may tell the scaler that they handle this
-themselves (by an attribute that torch's fused ones have): it then always calls `step()`, with `optimizer.found_inf` and
-`optimizer.grad_scale` set.
+A scaler that finds inf in the gradients does not call `optimizer.step()` at all. Where gradients
+differ between ranks one rank may skip and another not, and whatever the ranks do together after a
+step would then hang. Optimizers may tell the scaler that they handle this themselves (by an
+attribute that torch's fused ones have): it then always calls `step()`, with `optimizer.found_inf`
+and `optimizer.grad_scale` set.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from gradwire.torch_backend.torch_internals import SKIPS_BY_ITSELF
 
 @contextmanager
 def scaled_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Gradients are, within, what a step is to be made of: unscaled; or gone, if a scaler found inf, since a step without any gradient
-    does nothing. Without a scaler they are as they were."""
+    """Gradients are, within, what a step is to be made of: unscaled; or gone, if a scaler found
+    inf, since a step without any gradient does nothing. Without a scaler they are as they were."""
     held: list[tuple[Tensor, Tensor]] = []
     flags: Any = optimizer
     found_inf: Tensor | None = getattr(flags, "found_inf", None)
@@ -30,7 +32,9 @@ def scaled_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if found_inf is not None:
         # The optimizer must not see what it cannot serve; the scaler deletes both afterwards.
         flags.found_inf = flags.grad_scale = None
-        with_gradient = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        with_gradient = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
         if found_inf.item():
             held = [(p, p.grad) for p in with_gradient]
             for p in with_gradient:
@@ -50,8 +54,8 @@ def scaled_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def step_on_every_rank(
     optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]
 ) -> Callable[[], None]:
-    """Call `before` and `after` each step of the optimizer. One that leaves skipping to the scaler is made to skip by itself. Returns what leaves the
-    optimizer as it was."""
+    """Call `before` and `after` each step of the optimizer. One that leaves skipping to the scaler
+    is made to skip by itself. Returns what leaves the optimizer as it was."""
     running = ExitStack()
     skips_by_itself = getattr(optimizer, SKIPS_BY_ITSELF, False)
 
@@ -69,7 +73,10 @@ def step_on_every_rank(
 
     marked = vars(optimizer).get(SKIPS_BY_ITSELF)
     setattr(optimizer, SKIPS_BY_ITSELF, True)
-    hooks = [optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step)]
+    hooks = [
+        optimizer.register_step_pre_hook(before_step),
+        optimizer.register_step_post_hook(after_step),
+    ]
 
     def leave() -> None:
         for hook in hooks:

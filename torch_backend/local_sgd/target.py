@@ -1,5 +1,5 @@
-"""What local SGD trains: a module, a DDP, or a model that FSDP has sharded. They differ in whose gradients are averaged and by whom, and in what a rank has
-of a parameter."""
+"""What local SGD trains: a module, a DDP, or a model that FSDP has sharded. They differ in whose
+gradients are averaged and by whom, and in what a rank has of a parameter."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class Target:
         return ""
 
     def obstacle_of_all(self, why_not: str, asked: str = "") -> str:
-        """The obstacle of this rank, or of another that is part of the same replica; also if what they ask for differs."""
+        """The obstacle of this rank, or of another that is part of the same replica; also if what
+        they ask for differs."""
         return why_not
 
     def placement(self, groups: ProcessGroups, device: torch.device) -> Replicated:
@@ -77,14 +78,17 @@ class Target:
 
     def settings_of(self, local: LocalSGD) -> dict[str, float]:
         """What the compressor asks for by name, with defaults."""
-        return asked_by(local.compressor, local.kept(specs_of(self.parameters)), dist.get_world_size(self.group))
+        return asked_by(
+            local.compressor, local.kept(specs_of(self.parameters)), dist.get_world_size(self.group)
+        )
 
     def step_of(self, local: LocalSGD) -> Callable[[Collectives], Step]:
         """What makes a step in which parameters are averaged. To be called on all ranks."""
         return Step
 
     def all_or_none(self, ops: TorchOps, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters to be averaged, of which all are NaN if some are not finite, where this rank has only a part of them."""
+        """Parameters to be averaged, of which all are NaN if some are not finite, where this rank
+        has only a part of them."""
         return parameters
 
     def require_steps(self) -> None:
@@ -106,7 +110,9 @@ class DdpTarget(Target):
     averages = averages_always = True
     anew = "wrap the model anew and call local_sgd again"
 
-    def __init__(self, ddp: DistributedDataParallel, trained: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, trained: Mapping[str, Tensor], group: dist.ProcessGroup
+    ) -> None:
         super().__init__(trained, group)
         self._ddp = weakref.ref(ddp)  # which must not be held by what its reducer holds
         self._hook: CommHook | None = None
@@ -120,8 +126,9 @@ class DdpTarget(Target):
             return "process_group is not that of the DDP; leave it out"
         if ddp.broadcast_buffers and any(True for _ in ddp.module.buffers()):
             return (
-                "ddp broadcasts buffers before each forward pass, a message in each step; build it with "
-                "DistributedDataParallel(model, broadcast_buffers=False): local SGD averages them with the parameters"
+                "ddp broadcasts buffers before each forward pass, a message in each step; build it"
+                " with DistributedDataParallel(model, broadcast_buffers=False): local SGD averages"
+                " them with the parameters"
             )
         return ""
 
@@ -129,8 +136,8 @@ class DdpTarget(Target):
         ddp = self._ddp()
         if ddp is not None and joins(ddp):
             raise RuntimeError(
-                "local SGD needs the same number of steps on all ranks, and DDP's join() is for when they differ; give all ranks equally "
-                "many batches"
+                "local SGD needs the same number of steps on all ranks, and DDP's join() is for"
+                " when they differ; give all ranks equally many batches"
             )
 
     def average_by(self, driver: Driver) -> None:
@@ -145,7 +152,8 @@ class DdpTarget(Target):
 
 
 class ShardedTarget(Target):
-    """A model that FSDP has sharded: a rank averages its own blocks, and the shards of a replica agree on what concerns all of them."""
+    """A model that FSDP has sharded: a rank averages its own blocks, and the shards of a replica
+    agree on what concerns all of them."""
 
     kind = "block of parameter"
     averages = partial = True
@@ -166,11 +174,17 @@ class ShardedTarget(Target):
         asked = super().settings_of(local)
         if local.compressor is None:
             return asked
-        return asked_by_some_shard(local.compressor, local.kept(specs_of(self.parameters)), self.layout, asked)[1]
+        return asked_by_some_shard(
+            local.compressor, local.kept(specs_of(self.parameters)), self.layout, asked
+        )[1]
 
     def step_of(self, local: LocalSGD) -> Callable[[Collectives], Step]:
         compressor, specs = local.compressor, specs_of(self.parameters)
-        asked = frozenset() if compressor is None else asked_by_some_shard(compressor, specs, self.layout, {})[0]
+        asked = (
+            frozenset()
+            if compressor is None
+            else asked_by_some_shard(compressor, specs, self.layout, {})[0]
+        )
         return partial(ShardStep, shards=self.layout.shards, asked=asked)
 
     def all_or_none(self, ops: TorchOps, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -189,7 +203,9 @@ class ShardedTarget(Target):
             before.close()
 
     def leave(self) -> None:
-        self.average_by(Driver(AllReduce(), specs_of(self.parameters), self.layout.device, self.group))
+        self.average_by(
+            Driver(AllReduce(), specs_of(self.parameters), self.layout.device, self.group)
+        )
         assert self._backward is not None
         self._backward.free = True
         # What was thawed before now has gone its own ways on each replica, and is refused.
@@ -197,7 +213,8 @@ class ShardedTarget(Target):
 
 
 def target_of(module: nn.Module, process_group: dist.ProcessGroup | None) -> Target:
-    """What `local_sgd` was given. Raises ValueError for a sharded model without the group of its replicas, see also `Layout.of`."""
+    """What `local_sgd` was given. Raises ValueError for a sharded model without the group of its
+    replicas, see also `Layout.of`."""
     ddp = module if isinstance(module, DistributedDataParallel) else None
     inner: nn.Module = module if ddp is None else ddp.module
     group = given_or_default(process_group or (None if ddp is None else ddp.process_group))
@@ -207,8 +224,8 @@ def target_of(module: nn.Module, process_group: dist.ProcessGroup | None) -> Tar
     if any(is_fsdp(each) for each in inner.modules()):
         if process_group is None:
             raise ValueError(
-                f"module is a {type(module).__name__}, sharded by FSDP, whose replicas are not all ranks; give "
-                "process_group=mesh.get_group('replicate')"
+                f"module is a {type(module).__name__}, sharded by FSDP, whose replicas are not all"
+                " ranks; give process_group=mesh.get_group('replicate')"
             )
         target = ShardedTarget(Layout.of(inner, group), trained)
     target.frozen = {n: p for n, p in inner.named_parameters() if not p.requires_grad}

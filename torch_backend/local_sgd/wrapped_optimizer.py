@@ -8,7 +8,8 @@ import torch
 
 from gradwire.torch_backend.torch_internals import takes_step_hooks
 
-#: Wrappers that call the step of their `optimizer` when it is time to: of accelerate and of Lightning.
+#: Wrappers that call the step of their `optimizer` when it is time to: of accelerate and of
+#: Lightning.
 WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")
 
 
@@ -18,16 +19,19 @@ def is_wrapped(optimizer: object) -> bool:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside; None stays None. Raises TypeError for what is no torch optimizer, or takes no step hooks."""
+    """The optimizer inside; None stays None. Raises TypeError for what is no torch optimizer, or
+    takes no step hooks."""
     while is_wrapped(optimizer):
         optimizer = optimizer.optimizer
     if optimizer is None:
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give one of torch.optim, or None")
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; give one of torch.optim, or None"
+        )
     if not takes_step_hooks(optimizer):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}, which takes no step hooks; give the optimizer that it wraps, or None and call "
-            "handle.step() after each step"
+            f"optimizer is a {type(optimizer).__name__}, which takes no step hooks; give the"
+            " optimizer that it wraps, or None and call handle.step() after each step"
         )
     return optimizer

@@ -1,4 +1,5 @@
-"""How far the averages of a step are from those that a full average would have given: on request, for it costs a full average."""
+"""How far the averages of a step are from those that a full average would have given: on request,
+for it costs a full average."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from gradwire.core.algorithms.compressor import ERROR
 class Approximation:
     """What compression made of the gradients of one step, all ranks together.
 
-    The averages are compared with the mean of what the ranks put in: gradients, and the errors of the steps before. Error feedback sends that later, so
-    a relative error of 0.9 is no 0.9 of the gradient lost; it says how long gradients take to arrive.
+    The averages are compared with the mean of what the ranks put in: gradients, and the errors of
+    the steps before. Error feedback sends that later, so a relative error of 0.9 is no 0.9 of the
+    gradient lost; it says how long gradients take to arrive.
 
     Attributes:
         step: how many steps had been finished after it; None until a step has been measured.
-        relative_error: 2-norm of the difference over that of the mean; 0.0 for an exact average, 1.0 if nothing was sent.
+        relative_error: 2-norm of the difference over that of the mean; 0.0 for an exact average,
+            1.0 if nothing was sent.
         by_parameter: the same for each parameter.
     """
 
@@ -34,7 +37,8 @@ class Approximation:
 class Measurement:
     """Takes notes of one step for an `Approximation`. Takes the memory of another gradient.
 
-    Nothing that goes wrong here ends a step: it is kept as the `failure`, and ranks go on with equal messages.
+    Nothing that goes wrong here ends a step: it is kept as the `failure`, and ranks go on with
+    equal messages.
 
     Args:
         group: of the replicas.
@@ -68,7 +72,9 @@ class Measurement:
             self._given, self._fails = {}, True
             self.failure = f"{type(error).__name__}: {error}"
 
-    def take(self, gradients: Mapping[str, Tensor], memory: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def take(
+        self, gradients: Mapping[str, Tensor], memory: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
         """These go in now, with their errors."""
         with self._noting_failures():
             for name, gradient in () if self._fails else gradients.items():
@@ -82,7 +88,9 @@ class Measurement:
 
     def compare(self, averages: Mapping[str, Tensor], step: int) -> None:
         """Compare gradients with what has become of them, on all ranks."""
-        fails = torch.tensor(self._fails, dtype=torch.int32, device=next(iter(averages.values())).device)
+        fails = torch.tensor(
+            self._fails, dtype=torch.int32, device=next(iter(averages.values())).device
+        )
         dist.all_reduce(fails, dist.ReduceOp.MAX, group=self._group)
         if fails.item():
             self.failure = self.failure or "it went wrong on another rank"
@@ -91,9 +99,14 @@ class Measurement:
             dist.all_reduce(x, group=self._group)
         with self._noting_failures():
             pairs = ((averages[name] - x, x) for name, x in self._given.items())
-            squares = torch.stack([x.double().square().sum() for pair in pairs for x in pair]).cpu().view(-1, 2)
+            squares = (
+                torch.stack([x.double().square().sum() for pair in pairs for x in pair])
+                .cpu()
+                .view(-1, 2)
+            )
             self.found.by_parameter = {
-                name: _ratio(*each) for name, each in zip(self._given, squares.tolist(), strict=True)
+                name: _ratio(*each)
+                for name, each in zip(self._given, squares.tolist(), strict=True)
             }
             self.found.relative_error = _ratio(*squares.sum(0).tolist())
             self.found.step = step

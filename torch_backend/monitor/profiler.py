@@ -1,4 +1,5 @@
-"""Ranges in torch's profiler, named after what is done: "gradwire: PowerSGD send". Made while `gradwire.torch_backend.torch_internals.profiler_runs`, and else not."""
+"""Ranges in torch's profiler, named after what is done: "gradwire: PowerSGD send". Made while
+`gradwire.torch_backend.torch_internals.profiler_runs`, and else not."""
 
 from __future__ import annotations
 

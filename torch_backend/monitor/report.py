@@ -12,12 +12,14 @@ from gradwire.torch_backend.monitor.timers import Times
 
 logger = logging.getLogger("gradwire")
 
-#: A step that takes so many times as long is longer, and not by chance; and links are not always as quick as their quickest message.
+#: A step that takes so many times as long is longer, and not by chance; and links are not always as
+#: quick as their quickest message.
 LONGER, SLOWER = 1.05, 1.25
 
 
 class Progress(NamedTuple):
-    """The counts of a run so far. Bytes are totals; with two levels those sent are between nodes."""
+    """The counts of a run so far. Bytes are totals; with two levels those sent are between
+    nodes."""
 
     steps: int
     bytes_sent: int
@@ -25,9 +27,15 @@ class Progress(NamedTuple):
 
 
 def log_costs(
-    what: str, since: Progress, now: Progress, read: Callable[[], Times], before: Times | None, work: str
+    what: str,
+    since: Progress,
+    now: Progress,
+    read: Callable[[], Times],
+    before: Times | None,
+    work: str,
 ) -> None:
-    """Log in one line what compression has saved and what it costs; as a warning where it costs more. Nothing where nothing was saved.
+    """Log in one line what compression has saved and what it costs; as a warning where it costs
+    more. Nothing where nothing was saved.
 
     Args:
         what: the `repr` of the algorithm.
@@ -37,7 +45,10 @@ def log_costs(
         work: what is done beside waiting, as the line calls it.
     """
     steps = now.steps - since.steps
-    sent, dense = (now.bytes_sent - since.bytes_sent) / steps, (now.dense_bytes - since.dense_bytes) / steps
+    sent, dense = (
+        (now.bytes_sent - since.bytes_sent) / steps,
+        (now.dense_bytes - since.dense_bytes) / steps,
+    )
     if sent >= dense:
         return
     times = read()
@@ -56,22 +67,32 @@ def _line(now: Progress, sent: float, dense: float, times: Times, loss: str, wor
         return line
     working, waiting = (
         f"{time_of(seconds)} {doing} ({seconds / times.step_seconds:.0%})"
-        for seconds, doing in ((times.compress_seconds, work), (times.wait_seconds, "waiting for messages"))
+        for seconds, doing in (
+            (times.compress_seconds, work),
+            (times.wait_seconds, "waiting for messages"),
+        )
     )
     line += f"; a step takes {time_of(times.step_seconds)}, of which {working} and {waiting}; "
     if loss:
-        return f"{line}it costs more than it saves: {loss}. Plain DDP, or AllReduce(), is quicker here"
+        return (
+            f"{line}it costs more than it saves: {loss}. Plain DDP, or AllReduce(), is quicker here"
+        )
     longest = time_of(times.compress_seconds + times.wait_seconds)
-    return f"{line}it pays if sending {size_of(dense)} in full would hold a step up for more than {longest}"
+    return (
+        f"{line}it pays if sending {size_of(dense)} in full would hold a step up for more than"
+        f" {longest}"
+    )
 
 
 def verdict(now: Times, dense: float, before: Times | None = None) -> str:
     """Why compression costs more than it saves; "" if it does not, or if nobody can tell.
 
-    It does if a step takes 5 % longer than one in full would take at most. That is what steps took `before` that averaged in full (`start_step`). If there
-    were none, it is what remains of a step without compressing and waiting, and the time of `dense` bytes on the link: at the rate of the quickest
-    message, less a fifth, which holds a step up no longer, for DDP sends them during the backward pass. Latency is part of that rate. Where it counts,
-    larger messages are quicker than it shows: then compression may cost more than it saves, and this is silent.
+    It does if a step takes 5 % longer than one in full would take at most. That is what steps took
+    `before` that averaged in full (`start_step`). If there were none, it is what remains of a step
+    without compressing and waiting, and the time of `dense` bytes on the link: at the rate of the
+    quickest message, less a fifth, which holds a step up no longer, for DDP sends them during the
+    backward pass. Latency is part of that rate. Where it counts, larger messages are quicker than
+    it shows: then compression may cost more than it saves, and this is silent.
 
     Args:
         now: of steps that compress.

@@ -1,6 +1,7 @@
 """What the notes of steps come to: averages over the last ones, read when somebody asks.
 
-On the CPU a note is the time of day. On a device it is an event on its current stream, which only those look at who read: at those that have happened.
+On the CPU a note is the time of day. On a device it is an event on its current stream, which only
+those look at who read: at those that have happened.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: A step that takes so many times the usual, beside averaging, holds a pause: an evaluation, a checkpoint.
+#: A step that takes so many times the usual, beside averaging, holds a pause: an evaluation, a
+#: checkpoint.
 PAUSE = 10.0
 
 #: Seconds on the CPU, an event on a device; None while nothing is noted.
@@ -23,9 +25,11 @@ class Times:
 
     Attributes:
         steps: over so many.
-        step_seconds: from the first gradients of a step to those of the next; 0.0 if no two steps followed each other.
+        step_seconds: from the first gradients of a step to those of the next; 0.0 if no two steps
+            followed each other.
         compress_seconds, wait_seconds: of a step.
-        bytes_per_second: of the message that was quickest from its launch to its arrival: payload over time, so latency is in it.
+        bytes_per_second: of the message that was quickest from its launch to its arrival: payload
+            over time, so latency is in it.
     """
 
     steps: int = 0
@@ -65,15 +69,21 @@ def times_of(noted: Sequence[Notes], after: Notes | None) -> Times:
     works = [sum(seconds_between(*pair) for pair in each.work) for each in steps]
     messages = [message for each in steps for message in each.messages]
     wait = sum(seconds_between(start, arrived) for _, _, start, arrived in messages)
-    rates = [nbytes / max(seconds_between(launched, arrived), 1e-9) for nbytes, launched, _, arrived in messages]
-    # In full, and what training itself takes of it: a step that averages parameters now and then may take many times as long.
+    rates = [
+        nbytes / max(seconds_between(launched, arrived), 1e-9)
+        for nbytes, launched, _, arrived in messages
+    ]
+    # In full, and what training itself takes of it: a step that averages parameters now and then
+    # may take many times as long.
     following = [*steps[1:], after if len(steps) == len(noted) else None]
     whole = [
         (seconds_between(a.begin, b.begin), worked)
         for a, b, worked in zip(steps, following, works, strict=True)
         if b is not None and b.follows and _reached(b.begin)
     ]
-    usual = PAUSE * statistics.median(seconds - worked for seconds, worked in whole) if whole else 0.0
+    usual = (
+        PAUSE * statistics.median(seconds - worked for seconds, worked in whole) if whole else 0.0
+    )
     between = [seconds for seconds, worked in whole if seconds - worked <= usual]
     return Times(
         len(steps),

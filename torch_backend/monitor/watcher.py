@@ -1,7 +1,9 @@
-"""What is noted in each step, by everything that watches a training: times, skipped steps, the error, parameters that nobody knows.
+"""What is noted in each step, by everything that watches a training: times, skipped steps, the
+error, parameters that nobody knows.
 
-A driver hands over one `StepEnded` when a step has come to its end, and notes the time on its way. Whatever is made of the notes (`gradwire.torch_backend.monitor.timers`,
-`stats`, `report`) is made when somebody reads them. Nothing is sent, and on a device the host waits for nothing.
+A driver hands over one `StepEnded` when a step has come to its end, and notes the time on its way.
+Whatever is made of the notes (`gradwire.torch_backend.monitor.timers`, `stats`, `report`) is made
+when somebody reads them. Nothing is sent, and on a device the host waits for nothing.
 
     times = StepTimes(device)
     times.begin()                    # the first gradients of a step have come
@@ -9,7 +11,7 @@ A driver hands over one `StepEnded` when a step has come to its end, and notes t
     ...                              # compress, send, wait
     times.worked(start)
     times.end()
-    times.read()                     # Times(steps=1, step_seconds=…, compress_seconds=…, wait_seconds=…, bytes_per_second=…)
+    times.read()                     # Times(steps=1, step_seconds=…, compress_seconds=…, …)
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ def moment_on(device: torch.device) -> Moment:
 
 
 class StepTimes:
-    """Notes of the last steps of one rank, as many at any time of a run. Nothing is launched for them.
+    """Notes of the last steps of one rank, as many at any time of a run. Nothing is launched for
+    them.
 
     Args:
         device: where the work is done.
@@ -89,7 +92,8 @@ class StepTimes:
         self._follows = False
 
     def skip(self) -> None:
-        """Note nothing until the next step begins, for instance because a CUDA graph captures this one."""
+        """Note nothing until the next step begins, for instance because a CUDA graph captures this
+        one."""
         self._open, self._follows = None, False
 
     def now(self) -> Moment:
@@ -121,12 +125,14 @@ class StepTimes:
         self._steps.clear()
 
     def read(self) -> Times:
-        """Averages over the last steps, 50 at most, or a whole cycle. On a device they are of those that it has finished: nobody waits."""
+        """Averages over the last steps, 50 at most, or a whole cycle. On a device they are of those
+        that it has finished: nobody waits."""
         return times_of(list(self._steps), self._open)
 
 
 class SkippedSteps:
-    """The count of one driver, kept where its gradients are. On a device the host looks at it after every tenth step, at what had arrived by then:
+    """The count of one driver, kept where its gradients are. On a device the host looks at it after
+    every tenth step, at what had arrived by then:
     nothing is launched but a copy of the number, and nobody waits.
 
     Args:
@@ -151,11 +157,13 @@ class SkippedSteps:
         self.examines = False
 
     def examine(self, gradients: Mapping[str, Tensor]) -> None:
-        """Note which of this rank's gradients are not finite. To be called where `examines` says so: on the CPU alone, since on a device the host would wait."""
+        """Note which of this rank's gradients are not finite. To be called where `examines` says
+        so: on the CPU alone, since on a device the host would wait."""
         self._names += [name for name, x in gradients.items() if not x.isfinite().all()]
 
     def add(self, finite: Tensor) -> None:
-        """A step has ended, and was skipped if it is not `finite`: a boolean scalar. Also while a CUDA graph is captured."""
+        """A step has ended, and was skipped if it is not `finite`: a boolean scalar. Also while a
+        CUDA graph is captured."""
         self.count += ~finite
 
     def look(self, steps: int) -> None:
@@ -178,7 +186,8 @@ class SkippedSteps:
             self._arrived.record(torch.accelerator.current_stream(self.count.device))
 
     def _note(self, steps: int, skipped: int) -> None:
-        """Tell the run of a step that was skipped, and first of the step before it; of others it need not know."""
+        """Tell the run of a step that was skipped, and first of the step before it; of others it
+        need not know."""
         before, self._seen = self._seen, (steps, skipped)
         names, self._names = self._names, []
         self.examines = False
@@ -198,9 +207,17 @@ class SkippedSteps:
 
 
 class UnknownParameters:
-    """Warns once of parameters that have come to require gradients since these were known; and says what happened `then`, and what to do."""
+    """Warns once of parameters that have come to require gradients since these were known; and says
+    what happened `then`, and what to do."""
 
-    def __init__(self, module: nn.Module, known: Iterable[Tensor], ignored: Collection[str] = (), *, then: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        known: Iterable[Tensor],
+        ignored: Collection[str] = (),
+        *,
+        then: str,
+    ) -> None:
         self._module = weakref.ref(module)
         self._known = list(known)  # which live as long as their ids are in use here
         self._ids = {id(p) for p in self._known}
@@ -210,7 +227,8 @@ class UnknownParameters:
         self._said = False
 
     def look(self, step: int) -> None:
-        """Look at the beginning of each step, with its number. A large module is not walked through in each of them."""
+        """Look at the beginning of each step, with its number. A large module is not walked through
+        in each of them."""
         if step % self._every or self._said or (module := self._module()) is None:
             return
         if not self._any_unknown(module):
@@ -223,7 +241,8 @@ class UnknownParameters:
         if names:
             self._said = True
             warnings.warn(
-                f"nobody averages {some(names)}, so replicas drift apart: they were frozen, or not there, when {self._then}",
+                f"nobody averages {some(names)}, so replicas drift apart: they were frozen, or not"
+                f" there, when {self._then}",
                 stacklevel=2,
             )
 
@@ -248,9 +267,11 @@ class Watcher:
         work: what is done beside waiting, as the line calls it.
 
     Attributes:
-        before: times of steps that averaged in full, if there were enough of them before `start_step`.
+        before: times of steps that averaged in full, if there were enough of them before
+            `start_step`.
         logs: whether to say in the log what compression costs; not where messages go nowhere.
-        partial: steps are part of longer ones, which somebody else notes with the same times. What gradients save by themselves says nothing then.
+        partial: steps are part of longer ones, which somebody else notes with the same times. What
+            gradients save by themselves says nothing then.
     """
 
     def __init__(
@@ -301,7 +322,9 @@ class Watcher:
         elif self._since is None:
             self._since = event.progress()
         elif steps - self._since.steps == self._observed and self._says:
-            log_costs(self._what, self._since, event.progress(), self.times.read, self.before, self._work)
+            log_costs(
+                self._what, self._since, event.progress(), self.times.read, self.before, self._work
+            )
 
     @property
     def _says(self) -> bool:
@@ -327,6 +350,9 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor | None:
     """2-norm of all of them together, on their device; None of none."""
     if not tensors:
         return None
-    norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).float() for x in tensors]
+    norms = [
+        torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).float()
+        for x in tensors
+    ]
     whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return whole

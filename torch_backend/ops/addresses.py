@@ -1,8 +1,10 @@
-"""Places of tensors in memory, so that what is done to many takes one kernel: side by side in one vector, or anywhere, by a table of addresses.
+"""Places of tensors in memory, so that what is done to many takes one kernel: side by side in one
+vector, or anywhere, by a table of addresses.
 
-A kernel in Triton is told of many tensors by a table of addresses and sizes on the device. Tensors lie where they lay in
-the step before, as a rule: a table is made once for such addresses. It is written by kernels that carry its numbers as
-arguments, and not from memory of the host, which a CUDA graph would read again at each replay.
+A kernel in Triton is told of many tensors by a table of addresses and sizes on the device. Tensors
+lie where they lay in the step before, as a rule: a table is made once for such addresses. It is
+written by kernels that carry its numbers as arguments, and not from memory of the host, which a
+CUDA graph would read again at each replay.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ ALIGNED = 16
 
 
 def side_by_side(arrays: Sequence[Tensor]) -> Tensor | None:
-    """The one vector that these arrays, of one dtype, fill without gaps, in order; None if they do not."""
+    """The one vector that these arrays, of one dtype, fill without gaps, in order; None if they do
+    not."""
     first = arrays[0]
     begin = end = first.data_ptr()
     for x in arrays:
@@ -32,7 +35,12 @@ def side_by_side(arrays: Sequence[Tensor]) -> Tensor | None:
         end += x.nbytes
     size = ((end - begin) // first.element_size(),)
     bucket = view_base(first)  # often they are views of just that vector, which spares making it
-    if bucket is not None and bucket.shape == size and bucket.dtype == first.dtype and bucket.data_ptr() == begin:
+    if (
+        bucket is not None
+        and bucket.shape == size
+        and bucket.dtype == first.dtype
+        and bucket.data_ptr() == begin
+    ):
         return bucket
     storage = first.untyped_storage()
     if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
@@ -40,7 +48,9 @@ def side_by_side(arrays: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided(size, (1,), first.storage_offset())
 
 
-def neighbours_joined(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def neighbours_joined(
+    xs: Sequence[Tensor], ys: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The same pairs, small ones that lie side by side in memory on either side as one."""
     x, y = side_by_side(xs), side_by_side(ys)
     if x is not None and y is not None:
@@ -64,12 +74,14 @@ def _joined(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Iterable[tuple[Tensor
 
 
 def table_of(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """int64 (R, C), to be read by what is launched on the current stream, and not to be written to."""
+    """int64 (R, C), to be read by what is launched on the current stream, and not to be written
+    to."""
     numbers, width = tuple(chain.from_iterable(rows)), len(rows[0])
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, width)
     if torch.cuda.is_current_stream_capturing():
-        return _written(numbers, device).view(-1, width)  # in the graph's own memory, at each replay
+        # in the graph's own memory, at each replay
+        return _written(numbers, device).view(-1, width)
     stream: int = torch.cuda.current_stream(device).cuda_stream
     return _kept(numbers, device, stream).view(-1, width)
 
@@ -86,7 +98,8 @@ def _written(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def with_programs(rows: Iterable[tuple[int, ...]]) -> tuple[int, list[tuple[int, ...]]]:
-    """How many programs work on these, and rows that begin with the first of each. Of each row the first number says how many it takes."""
+    """How many programs work on these, and rows that begin with the first of each. Of each row the
+    first number says how many it takes."""
     first, told = 0, []
     for programs, *numbers in rows:
         told.append((first, *numbers))

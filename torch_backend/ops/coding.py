@@ -1,4 +1,5 @@
-"""Kernels of codes, bits, signs and positions, in torch: what an average of full precision, or of low rank, never asks for."""
+"""Kernels of codes, bits, signs and positions, in torch: what an average of full precision, or of
+low rank, never asks for."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from gradwire.torch_backend.torch_internals import foreach_norm
 
 
 class CodingOps(Workspace):
-    """What `gradwire.torch_backend.ops.kernels.TorchOps` overrides of `Ops` for methods that send codes, signs, or some elements."""
+    """What `gradwire.torch_backend.ops.kernels.TorchOps` overrides of `Ops` for methods that send
+    codes, signs, or some elements."""
 
     def scales(self, x: Tensor, largest: float, *, signed: bool = False) -> tuple[Tensor, Tensor]:
         if not x.shape[-1]:
@@ -56,14 +58,26 @@ class CodingOps(Workspace):
     def decode_rows(self, codec: Any, *fields: Tensor, out: Tensor | None = None) -> Tensor:
         if codes.has(self, codec, *fields):
             return codes.decode_mean(self, codec, [x.unsqueeze(0) for x in fields], out)
-        if self.fused is not None and self.codes_stay(codec, fields[0]) and (out is None or out.dtype == torch.float32):
+        if (
+            self.fused is not None
+            and self.codes_stay(codec, fields[0])
+            and (out is None or out.dtype == torch.float32)
+        ):
             own, of_rows = fields
             if own.is_contiguous() and of_rows.is_contiguous():
-                place = self.temporary(tuple(own.shape), of_rows) if out is None else out.view(own.shape)
-                return self.fused.decoded_each(self.scalar(True, torch.bool), [own], [of_rows], [place])[0]
+                place = (
+                    self.temporary(tuple(own.shape), of_rows)
+                    if out is None
+                    else out.view(own.shape)
+                )
+                return self.fused.decoded_each(
+                    self.scalar(True, torch.bool), [own], [of_rows], [place]
+                )[0]
         return super().decode_rows(codec, *fields, out=out)
 
-    def decode_mean(self, codec: Any, *of_each: Tensor, dtype: str = "float32", out: Tensor | None = None) -> Tensor:
+    def decode_mean(
+        self, codec: Any, *of_each: Tensor, dtype: str = "float32", out: Tensor | None = None
+    ) -> Tensor:
         if dtype == "float32" and codes.has(self, codec, *of_each):
             return codes.decode_mean(self, codec, of_each, out)
         return super().decode_mean(codec, *of_each, dtype=dtype, out=out)
@@ -76,7 +90,9 @@ class CodingOps(Workspace):
         if self.fused is None or not self.codes_stay(codec, of_each[0][0]):
             return super().encode_mean(codec, *of_each, dtype=dtype, keeps=keeps)
         stored, scales = of_each
-        mean_codes, mean_scales, lost = self.fused.quantize_mean_of_codes(stored, scales, codec.largest, keeps=keeps)
+        mean_codes, mean_scales, lost = self.fused.quantize_mean_of_codes(
+            stored, scales, codec.largest, keeps=keeps
+        )
         return (mean_codes, mean_scales), lost
 
     def nearest_bytes(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -94,8 +110,9 @@ class CodingOps(Workspace):
             x = x.masked_fill(x.isnan(), math.inf)
         if x.dtype == torch.float64:
             return x.sort(dim=-1, descending=True, stable=True).indices[..., :k].to(torch.int32)
-        # `topk` promises nothing about equal elements, and is many times quicker than a sort. So no two are equal: one integer holds the number,
-        # as one that has the same order, and below it the position.
+        # `topk` promises nothing about equal elements, and is many times quicker than a sort. So no
+        # two are equal: one integer holds the number, as one that has the same order, and below it
+        # the position.
         if x.is_floating_point():
             bits = (x.to(torch.float32) + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
             x = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -108,21 +125,35 @@ class CodingOps(Workspace):
     def scatter_add(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
         if self.host_knows:
             return x.scatter_add_(-1, index.long(), values)
-        # On CUDA `scatter_add_` adds in any order, so that ranks may differ in the last bit; this sorts the positions.
-        rows = [self.numbers(m, torch.int64).view(-1, *[1] * (x.ndim - 1 - i)) for i, m in enumerate(x.shape[:-1])]
+        # On CUDA `scatter_add_` adds in any order, so that ranks may differ in the last bit; this
+        # sorts the positions.
+        rows = [
+            self.numbers(m, torch.int64).view(-1, *[1] * (x.ndim - 1 - i))
+            for i, m in enumerate(x.shape[:-1])
+        ]
         return x.index_put_((*rows, index.long()), values, accumulate=True)
 
     def take_rows(self, x: Tensor, which: RowNumbers) -> Tensor:
         dtype = x.dtype
-        if not x.shape[-1] * x.itemsize % 8 and _can_be_viewed(x, 8):  # a device moves words sooner than bytes
+        # a device moves words sooner than bytes
+        if not x.shape[-1] * x.itemsize % 8 and _can_be_viewed(x, 8):
             x = x.view(torch.int64)
-        if self.fused is not None and x.ndim <= 3 and x.stride(-1) == 1 and 0 < x.shape[-1] <= self.fused.widest:
+        if (
+            self.fused is not None
+            and x.ndim <= 3
+            and x.stride(-1) == 1
+            and 0 < x.shape[-1] <= self.fused.widest
+        ):
             return self.fused.take_rows(x, self._row_numbers_of(which)).view(dtype)
         if x.ndim == 3 and not x.is_contiguous():  # parts of messages
             n = x.shape[1]
             return x[
-                self._row_numbers_of(RowNumbers((which.key, n, 0), which.n, lambda: which.make() // np.int32(n))),
-                self._row_numbers_of(RowNumbers((which.key, n, 1), which.n, lambda: which.make() % np.int32(n))),
+                self._row_numbers_of(
+                    RowNumbers((which.key, n, 0), which.n, lambda: which.make() // np.int32(n))
+                ),
+                self._row_numbers_of(
+                    RowNumbers((which.key, n, 1), which.n, lambda: which.make() % np.int32(n))
+                ),
             ].view(dtype)
         place = self.temporary((which.n, x.shape[-1]), x)
         rows = x.view(-1, x.shape[-1])
@@ -139,7 +170,9 @@ class CodingOps(Workspace):
         bits = x.contiguous().view(torch.uint8).view(-1)
         parts = [bits[: 8 * whole]] * (whole > 0)
         if left:
-            parts.append(torch.nn.functional.pad(bits[8 * whole :], (0, 8 * (whole + left) - len(bits))))
+            parts.append(
+                torch.nn.functional.pad(bits[8 * whole :], (0, 8 * (whole + left) - len(bits)))
+            )
         shifts = self.numbers(8, torch.uint8).unsqueeze(-1)
         packed = [(part.view(8, -1) << shifts).sum(0, dtype=torch.uint8) for part in parts]
         return packed[0] if len(packed) == 1 else torch.cat([bits[:0], *packed])
@@ -162,7 +195,11 @@ class CodingOps(Workspace):
         if self.fused is not None and n and 0 < bits < 16:
             return self.fused.unpack_integers(data, bits, n).view(*data.shape[:-1], *shape)
         found = sparse.unpack_integers(self, data, bits, n)
-        return super().unpack_integers(data, bits, shape) if found is None else found.view(*data.shape[:-1], *shape)
+        return (
+            super().unpack_integers(data, bits, shape)
+            if found is None
+            else found.view(*data.shape[:-1], *shape)
+        )
 
     def largest_each(self, xs: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor]:
         return sparse.largest_each(self, xs, k)
@@ -226,7 +263,9 @@ class CodingOps(Workspace):
         high, low = (x[0] if len(x) == 1 else torch.cat(list(x), 1) for x in (above, below))
         return signs.sum_of_signs(self, every, high, low, shapes, sharing)
 
-    def _along_rows(self, shapes: Sequence[tuple[int, ...]], sharing: Sequence[tuple[int, ...]]) -> bool:
+    def _along_rows(
+        self, shapes: Sequence[tuple[int, ...]], sharing: Sequence[tuple[int, ...]]
+    ) -> bool:
         return all(map(signs.shares_along_rows, shapes, sharing))
 
     def view_as(self, x: Tensor, dtype: str) -> Tensor:
@@ -260,8 +299,11 @@ class CodingOps(Workspace):
 
 
 def _can_be_viewed(x: Tensor, itemsize: int) -> bool:
-    """Whether torch views it, as it lies, as elements of another size: not if one would begin between two of a larger size."""
+    """Whether torch views it, as it lies, as elements of another size: not if one would begin
+    between two of a larger size."""
     if itemsize == x.itemsize or (itemsize < x.itemsize and x.is_contiguous()):
         return True
     offsets = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
-    return x.numel() > 0 and x.stride(-1) == 1 and not any(n * x.itemsize % itemsize for n in offsets)
+    return (
+        x.numel() > 0 and x.stride(-1) == 1 and not any(n * x.itemsize % itemsize for n in offsets)
+    )

@@ -1,5 +1,5 @@
-"""Thin factors with Triton, all that are there at once: products with their matrices in two launches, orthonormal rows in five, or six. The programs are in
-`triton_factors.py`.
+"""Thin factors with Triton, all that are there at once: products with their matrices in two
+launches, orthonormal rows in five, or six. The programs are in `triton_factors.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from gradwire.torch_backend.ops.workspace import Workspace
 
 #: Numbers that a program of a product adds up.
 PART = 2048
-#: Columns of a program that orthonormalizes, and elements that it multiplies at a time: so few that a handful of matrices is work for all of a GPU.
+#: Columns of a program that orthonormalizes, and elements that it multiplies at a time: so few that
+#: a handful of matrices is work for all of a GPU.
 CHUNK, ELEMENTS = 128, 1024
 #: The most rows of a factor: its Gram matrix is in a processor's registers.
 ROWS = 64
@@ -34,10 +35,15 @@ def _tile(size: int, *, along: bool) -> dict[str, int]:
     """Numbers that are summed, and columns of a tile: for factors of so many rows."""
     if size >= MANY:
         return TILES
-    return {"summed": 512 // size, "columns": 16} if along else {"summed": 16, "columns": 512 // size}
+    return (
+        {"summed": 512 // size, "columns": 16} if along else {"summed": 16, "columns": 512 // size}
+    )
 
 
-@operator("Tensor[] x, Tensor[] y, Tensor table, int programs, int size, bool along, bool aligned, *, Tensor(a!) parts")
+@operator(
+    "Tensor[] x, Tensor[] y, Tensor table, int programs, int size, bool along, bool aligned, *,"
+    " Tensor(a!) parts"
+)
 def products(
     x: Sequence[Tensor],
     y: Sequence[Tensor],
@@ -51,7 +57,9 @@ def products(
 ) -> None:
     options: dict[str, Any] = {"size": size, "along": along, "aligned": aligned, "part": PART}
     options |= _tile(size, along=along) | {"enable_fp_fusion": True}
-    launch("triton_factors.products", programs, parts.device, x[0], table, len(table), parts, **options)
+    launch(
+        "triton_factors.products", programs, parts.device, x[0], table, len(table), parts, **options
+    )
 
 
 @operator("Tensor parts, Tensor table, int programs, *, Tensor(a!)[] out")
@@ -75,7 +83,8 @@ def multiplies(x: Tensor, y: Tensor) -> bool:
 
 
 def multiplied(ops: Workspace, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
-    """`x @ y` of all, side by side in their order, of what `multiplies` says: factors (r, k) or (b, r, k), matrices (k, m) or (b, k, m)."""
+    """`x @ y` of all, side by side in their order, of what `multiplies` says: factors (r, k) or (b,
+    r, k), matrices (k, m) or (b, k, m)."""
     shapes = [(*x.shape[:-1], y.shape[-1]) for x, y in zip(xs, ys, strict=True)]
     out: list[Tensor] = list(xs)
     for some in group_by(range(len(xs)), [x.dtype for x in xs]):
@@ -94,7 +103,8 @@ def multiplied(ops: Workspace, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> li
 
 
 def _key(x: Tensor, y: Tensor) -> tuple[torch.dtype, int, bool, bool]:
-    """dtype, rows filled up, whether numbers that are summed are side by side, and whether all begin at multiples of 16."""
+    """dtype, rows filled up, whether numbers that are summed are side by side, and whether all
+    begin at multiples of 16."""
     along = y.stride(-2) == 1 and y.stride(-1) != 1
     apart = y.stride(-1) if along else y.stride(-2)
     aligned = are_aligned([y], [apart, *y.shape[-2:], *y.stride()[:-2]])
@@ -117,7 +127,12 @@ def _of_one_kind(
         (r, k), m = x.shape[-2:], y.shape[-1]
         number = -(-k // PART)
         for i in range(math.prod(x.shape[:-2])):
-            apart = (x.stride(-2), _address(x, i), y.stride(-1) if along else y.stride(-2), _address(y, i))
+            apart = (
+                x.stride(-2),
+                _address(x, i),
+                y.stride(-1) if along else y.stride(-2),
+                _address(y, i),
+            )
             rows.append((number * -(-m // columns), r, k, m, *apart, elements))
             sums.append((-(-r * m // VECTOR), r * m, number, elements, _address(z, i)))
             elements += number * r * m
@@ -143,23 +158,31 @@ def _by_rows(x: Tensor) -> Tensor:
 
 
 def _options(name: str, size: int) -> dict[str, int]:
-    """The options of one of these kernels, for matrices of so many rows: how many columns it takes at a time, if it goes over columns, and how many threads have what is in them."""
+    """The options of one of these kernels, for matrices of so many rows: how many columns it takes
+    at a time, if it goes over columns, and how many threads have what is in them."""
     if name not in ("first_factors", "second_factors"):
         return {"columns": min(CHUNK, ELEMENTS // size), "num_stages": 1}
     return {"num_warps": 8 if size == ROWS else 4}
 
 
-def _launch(name: str, programs: int, like: Tensor, *arguments: Any, size: int, **options: Any) -> None:
+def _launch(
+    name: str, programs: int, like: Tensor, *arguments: Any, size: int, **options: Any
+) -> None:
     options |= _options(name, size) | {"size": size, "chunk": CHUNK}
     launch(f"triton_factors.{name}", programs, like.device, *arguments, **options)
 
 
 @operator("Tensor[] x, Tensor table, int programs, int size, *, Tensor(a!) found")
-def largest_of_rows(x: Sequence[Tensor], table: Tensor, programs: int, size: int, *, found: Tensor) -> None:
+def largest_of_rows(
+    x: Sequence[Tensor], table: Tensor, programs: int, size: int, *, found: Tensor
+) -> None:
     _launch("largest", programs, table, x[0], table, len(table), found, size=size)
 
 
-@operator("Tensor[] x, Tensor[] fresh, Tensor table, Tensor found, int programs, int size, *, Tensor(a!) grams")
+@operator(
+    "Tensor[] x, Tensor[] fresh, Tensor table, Tensor found, int programs, int size, *, Tensor(a!)"
+    " grams"
+)
 def grams(
     x: Sequence[Tensor],
     fresh: Sequence[Tensor],
@@ -175,13 +198,15 @@ def grams(
 
 
 @operator("Tensor table, Tensor grams, int size, *, Tensor(a!) small, Tensor(b!) usable")
-def first_factors(table: Tensor, grams: Tensor, size: int, *, small: Tensor, usable: Tensor) -> None:
+def first_factors(
+    table: Tensor, grams: Tensor, size: int, *, small: Tensor, usable: Tensor
+) -> None:
     _launch("first_factors", len(table), table, table, grams, small, usable, size=size)
 
 
 @operator(
-    "Tensor[] x, Tensor[] fresh, Tensor table, Tensor found, Tensor small, Tensor usable, int programs, int size, *, "
-    "Tensor(a!) once, Tensor(b!) grams"
+    "Tensor[] x, Tensor[] fresh, Tensor table, Tensor found, Tensor small, Tensor usable, int"
+    " programs, int size, *, Tensor(a!) once, Tensor(b!) grams"
 )
 def first_products(
     x: Sequence[Tensor],
@@ -217,8 +242,11 @@ def orthonormalizes(x: Tensor) -> bool:
     return bool(x.numel()) and x.dtype.itemsize <= 4 and x.shape[-2] <= ROWS
 
 
-def orthonormalized(ops: Workspace, arrays: Sequence[Tensor], fresh: Sequence[Tensor]) -> list[Tensor]:
-    """`gradwire.torch_backend.ops.orthonormalize.orthonormalized_unseen`, of what `orthonormalizes` says: new matrices, side by side."""
+def orthonormalized(
+    ops: Workspace, arrays: Sequence[Tensor], fresh: Sequence[Tensor]
+) -> list[Tensor]:
+    """`gradwire.torch_backend.ops.orthonormalize.orthonormalized_unseen`, of what `orthonormalizes`
+    says: new matrices, side by side."""
     keys = [(x.dtype, max(2, 1 << (x.shape[-2] - 1).bit_length())) for x in arrays]
     answers = list(arrays)
     for members in group_by(range(len(arrays)), keys):
@@ -240,7 +268,9 @@ def _in_float32(ops: Workspace, arrays: list[Tensor]) -> list[Tensor]:
     sizes = [x.numel() for x in arrays]
     flat = side_by_side(arrays)
     if flat is None:
-        flat = torch.cat([x.reshape(-1) for x in arrays], out=ops.temporary((sum(sizes),), arrays[0]))
+        flat = torch.cat(
+            [x.reshape(-1) for x in arrays], out=ops.temporary((sum(sizes),), arrays[0])
+        )
     wide = ops.temporary(flat.shape, flat, torch.float32).copy_(flat)
     return [part.view(x.shape) for part, x in zip(torch.split(wide, sizes), arrays, strict=True)]
 
@@ -250,7 +280,10 @@ def _of_one_size(
 ) -> list[Tensor]:
     first, total = arrays[0], sum(x.numel() for x in arrays)
     room = ops.temporary((total,), first, dtype)
-    out = [part.view(x.shape) for part, x in zip(torch.split(room, [x.numel() for x in arrays]), arrays, strict=True)]
+    out = [
+        part.view(x.shape)
+        for part, x in zip(torch.split(room, [x.numel() for x in arrays]), arrays, strict=True)
+    ]
     rows: list[tuple[int, ...]] = []
     chunks = elements = 0
     for x, new, y in zip(arrays, fresh or arrays, out, strict=True):
@@ -270,14 +303,17 @@ def _of_one_size(
             largest_of_rows(arrays, table, programs, size, found=found)
         grams(arrays, fresh, table, found, programs, size, grams=of_chunks)
         first_factors(table, of_chunks, size, small=small, usable=usable)
-        first_products(arrays, fresh, table, found, small, usable, programs, size, once=once, grams=of_chunks)
+        first_products(
+            arrays, fresh, table, found, small, usable, programs, size, once=once, grams=of_chunks
+        )
         second_factors(table, of_chunks, size, small=small)
         second_products(table, small, once, programs, size, out=out)
     return out
 
 
 def _matrices(x: Tensor, new: Tensor, out: Tensor) -> Iterator[tuple[int, ...]]:
-    """Sides; strides and addresses of it and of what its negligible rows become; the address of the result."""
+    """Sides; strides and addresses of it and of what its negligible rows become; the address of the
+    result."""
     r, n = x.shape[-2:]
     for i in range(math.prod(x.shape[:-2])):
         yield r, n, *_place(x, i), *_place(new, i), out.data_ptr() + i * r * n * out.itemsize

@@ -15,8 +15,9 @@ HALVES = ("bf16", "fp16")
 
 
 def plain_arithmetic(device: torch.device) -> AbstractContextManager[None]:
-    """Arithmetic without autocast, and without TF32 or bfloat16 passes in float32 products: a backward pass inherits both from the user. On CUDA partial sums of products
-    in half precision are in float32 too, which torch leaves to cuBLAS unless told otherwise."""
+    """Arithmetic without autocast, and without TF32 or bfloat16 passes in float32 products: a
+    backward pass inherits both from the user. On CUDA partial sums of products in half precision
+    are in float32 too, which torch leaves to cuBLAS unless told otherwise."""
     plain = _full_precision_already() and not torch.is_autocast_enabled(device.type)
     if device.type != "cuda":
         # As usual: entering and leaving autocast takes as long as sending a small bucket.
@@ -27,7 +28,8 @@ def plain_arithmetic(device: torch.device) -> AbstractContextManager[None]:
 def _full_precision_already() -> bool:
     try:
         return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # the user has set it with `torch.backends.*.fp32_precision`, as torch advises from 2.9 on
+    except RuntimeError:
+        # the user has set it with `torch.backends.*.fp32_precision`, as torch advises from 2.9 on
         return not {"tf32", "bf16"} & {backend.fp32_precision for backend in _matmul_backends()}
 
 
@@ -38,7 +40,8 @@ def _matmul_backends() -> list[Any]:
 
 
 def arithmetic(device: torch.device) -> Callable[[], None]:
-    """How the process computes products on a device now, without autocast, which is a thread's. What is returned sets it again."""
+    """How the process computes products on a device now, without autocast, which is a thread's.
+    What is returned sets it again."""
     settings = [_precision(), _sums()] if device.type == "cuda" else [_precision()]
 
     def put_back() -> None:
@@ -50,8 +53,9 @@ def arithmetic(device: torch.device) -> Callable[[], None]:
 
 @contextmanager
 def _whole_sums(within: AbstractContextManager[None]) -> Iterator[None]:
-    """Products of half precision on CUDA that are summed in float32, whatever the number of addends: many parts of a long sum may be summed apart, and the
-    parts be rounded, or overflow, before they meet."""
+    """Products of half precision on CUDA that are summed in float32, whatever the number of
+    addends: many parts of a long sum may be summed apart, and the parts be rounded, or overflow,
+    before they meet."""
     put_back = _sums()
     try:
         for name in HALVES:
@@ -83,7 +87,8 @@ def _quick() -> list[str]:
 
 
 def _reduction(name: str) -> Any:
-    """Whether parts may be in half precision; and, where torch has a second part to it, whether there may be any."""
+    """Whether parts may be in half precision; and, where torch has a second part to it, whether
+    there may be any."""
     option, matmul = f"allow_{name}_reduced_precision_reduction", torch.backends.cuda.matmul
     found, split = getattr(matmul, option), getattr(matmul, f"{option}_split_k", None)
     return found if split is None else (found, split)

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from gradwire.core.kernels import payloads
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
-from gradwire.core.kernels.payloads import Coded, Dense, LowRank, Payload, Residual, decay_error, largest_error
+from gradwire.core.kernels.payloads import (
+    Coded,
+    Dense,
+    LowRank,
+    Payload,
+    Residual,
+    decay_error,
+    largest_error,
+)
 from gradwire.core.ops import INTEGERS, LARGEST_E4M3, LONGEST_FLOAT16
 from gradwire.torch_backend.cpu import codes, thin
 from gradwire.torch_backend.cpu.sums import Sum, value_of
@@ -45,8 +53,9 @@ WIDE = 8
 class TorchOps(CodingOps):
     """`Ops` for tensors on one device.
 
-    On the CPU a boolean tensor is as good as a Python bool, and `where` computes one side only. On CUDA reading it would make the host
-    wait for the device, so both sides exist and the device selects.
+    On the CPU a boolean tensor is as good as a Python bool, and `where` computes one side only. On
+    CUDA reading it would make the host wait for the device, so both sides exist and the device
+    selects.
     """
 
     def iota(self, n: int) -> Tensor:
@@ -77,7 +86,8 @@ class TorchOps(CodingOps):
 
     def asarray(self, numbers: Any, dtype: str) -> Tensor:
         given = np.array(numbers)
-        if given.dtype.kind not in "biuf":  # a float that ml_dtypes teaches to NumPy, and not to torch
+        # a float that ml_dtypes teaches to NumPy, and not to torch
+        if given.dtype.kind not in "biuf":
             given = given.astype(np.float32)
         return self.on_device(self.cast(torch.from_numpy(given), dtype))
 
@@ -97,7 +107,8 @@ class TorchOps(CodingOps):
                 return place
             y = y.value
         if out is None:
-            if not self.host_knows:  # whose allocator keeps memory, and is quicker than asking for it here
+            # whose allocator keeps memory, and is quicker than asking for it here
+            if not self.host_knows:
                 return torch.matmul(x, y)
             out = self.temporary((*x.shape[:-1], y.shape[-1]), x)
         large = self.host_knows and y.ndim == 2 and y.numel() > LARGE
@@ -106,8 +117,9 @@ class TorchOps(CodingOps):
         return torch.matmul(x, y, out=out)
 
     def _times_transposed(self, factor: Tensor, matrix: Tensor, out: Tensor) -> Tensor:
-        """A factor times a large gradient, transposed. BLAS takes two thirds of the time if it is given a few rows of the gradient after the
-        other or, for more rows of the factor, if it is asked for the transposed product."""
+        """A factor times a large gradient, transposed. BLAS takes two thirds of the time if it is
+        given a few rows of the gradient after the other or, for more rows of the factor, if it is
+        asked for the transposed product."""
         (r, m), n = factor.shape, matrix.shape[0]
         if r > WIDE:
             return out.copy_(torch.matmul(matrix, factor.mT, out=self.temporary((n, r), factor)).mT)
@@ -117,11 +129,15 @@ class TorchOps(CodingOps):
         out.view(r, blocks, -1).copy_(parts.transpose(0, 1))
         return out
 
-    def subtract_product(self, x: Tensor | Sum, p: Tensor, q: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def subtract_product(
+        self, x: Tensor | Sum, p: Tensor, q: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
         x = x.value if isinstance(x, Sum) else x
         return (torch.addmm if x.ndim == 2 else torch.baddbmm)(x, p.mT, q, alpha=-1, out=out)
 
-    def where(self, ok: Tensor, x: Tensor, y: Tensor | float, *, out: Tensor | None = None) -> Tensor:
+    def where(
+        self, ok: Tensor, x: Tensor, y: Tensor | float, *, out: Tensor | None = None
+    ) -> Tensor:
         if self.host_knows and ok.ndim == 0:
             if ok:
                 return x if out is None else out.copy_(x)
@@ -133,7 +149,12 @@ class TorchOps(CodingOps):
         return torch.where(ok, x, y) if out is None else torch.where(ok, x, y, out=out)
 
     def add_each(
-        self, xs: Sequence[Tensor], ys: Sequence[Tensor], *, multiplied: bool = False, coded: bool = False
+        self,
+        xs: Sequence[Tensor],
+        ys: Sequence[Tensor],
+        *,
+        multiplied: bool = False,
+        coded: bool = False,
     ) -> list[Tensor]:
         if self.fused is not None and all(x.is_contiguous() for x in xs):
             self.fused.add_each(xs, ys)
@@ -147,7 +168,12 @@ class TorchOps(CodingOps):
         return answers
 
     def where_each(
-        self, ok: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], *, limits: Sequence[float] = ()
+        self,
+        ok: Tensor,
+        xs: Sequence[Tensor],
+        ys: Sequence[Tensor],
+        *,
+        limits: Sequence[float] = (),
     ) -> list[Tensor]:
         if self.fused is not None:
             self.fused.copy_if(ok, xs, ys)
@@ -157,7 +183,9 @@ class TorchOps(CodingOps):
             if len(small) > 4:  # to join them takes four kernels
                 pairs = [pair for pair in pairs if pair[1].numel() > LARGE]
                 for new, old in _by_dtype(*zip(*small, strict=True)):
-                    parts = torch.split(torch.where(ok, _flat(new), _flat(old)), [y.numel() for y in old])
+                    parts = torch.split(
+                        torch.where(ok, _flat(new), _flat(old)), [y.numel() for y in old]
+                    )
                     foreach_copy_(old, [x.view(y.shape) for x, y in zip(parts, old, strict=True)])
             for x, y in pairs:
                 torch.where(ok, x, y, out=y)
@@ -178,16 +206,21 @@ class TorchOps(CodingOps):
         *,
         decay: float = 1.0,
     ) -> list[Tensor]:
-        """The same, of all dense tensors at a time, but for large ones on the CPU; and with Triton of all others of one kind, where it has a kernel for that."""
+        """The same, of all dense tensors at a time, but for large ones on the CPU; and with Triton
+        of all others of one kind, where it has a kernel for that."""
         after = list(errors)
         dense: list[int] = []
         left: list[int] = []
         for i, (each, payload) in enumerate(zip(x, sent, strict=True)):
             whole = isinstance(payload, Dense) and not each.computed
             # What is large takes fewer passes over memory by itself.
-            (dense if whole and not (self.host_knows and each.x.numel() > LARGE) else left).append(i)
+            (dense if whole and not (self.host_knows and each.x.numel() > LARGE) else left).append(
+                i
+            )
         if dense:
-            for members, taken in _by_dtype([x[i].x for i in dense], [sent[i].witness for i in dense]):
+            for members, taken in _by_dtype(
+                [x[i].x for i in dense], [sent[i].witness for i in dense]
+            ):
                 foreach_sub_(members, taken)
             limits = [largest_error(self, errors[i]) for i in dense]
             rests = [x[i].x if decay == 1 else decay_error(self, x[i].x, decay) for i in dense]
@@ -200,7 +233,12 @@ class TorchOps(CodingOps):
             undone = {late[i] for i in self.fused.errors_after(ok, *own)}
             left = [i for i in left if x[i].computed or i in undone]
         rest = payloads.errors_after(
-            self, ok, [x[i] for i in left], [sent[i] for i in left], [errors[i] for i in left], decay
+            self,
+            ok,
+            [x[i] for i in left],
+            [sent[i] for i in left],
+            [errors[i] for i in left],
+            decay,
         )
         for i, error in zip(left, rest, strict=True):
             after[i] = error
@@ -224,8 +262,12 @@ class TorchOps(CodingOps):
             if place is not None and is_product(each, place):
                 factors[i] = each
         self.fused.products_or_nan(ok, list(factors.values()), [answers[i] for i in factors])
-        left = [i for i, each in enumerate(received) if not isinstance(each, Coded) and i not in factors]
-        rest = payloads.dense_or_nan(self, ok, [received[i] for i in left], [places[i] for i in left])
+        left = [
+            i for i, each in enumerate(received) if not isinstance(each, Coded) and i not in factors
+        ]
+        rest = payloads.dense_or_nan(
+            self, ok, [received[i] for i in left], [places[i] for i in left]
+        )
         for i, dense in zip(left, rest, strict=True):
             answers[i] = dense
         return answers
@@ -241,7 +283,8 @@ class TorchOps(CodingOps):
         *,
         decay: float = 1.0,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Settle by a loop for each tensor, where there is one for what was sent of it and received."""
+        """Settle by a loop for each tensor, where there is one for what was sent of it and
+        received."""
         if not self.loops.card:
             after = self.errors_after(ok, x, sent, errors, decay=decay)
             return after, self.dense_or_nan(finite, received, [left.x for left in x])
@@ -261,15 +304,23 @@ class TorchOps(CodingOps):
         return after, dense
 
     def cast_each(
-        self, xs: Sequence[Tensor], dtypes: Sequence[str], errors: Sequence[Tensor], *, decay: float = 1.0
+        self,
+        xs: Sequence[Tensor],
+        dtypes: Sequence[str],
+        errors: Sequence[Tensor],
+        *,
+        decay: float = 1.0,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Cast in place, of two dtypes at a time: three passes over memory beside the cast, and nothing new but what that returns."""
+        """Cast in place, of two dtypes at a time: three passes over memory beside the cast, and
+        nothing new but what that returns."""
         shorter = [self.cast(x, dtype) for x, dtype in zip(xs, dtypes, strict=True)]
         for x, y, error in zip(xs, shorter, errors, strict=True):
             error.add_(torch.nan_to_num_(x.sub_(y), 0.0, 0.0, 0.0), alpha=decay)
         return shorter, list(errors)
 
-    def nan_unless(self, ok: Tensor, xs: Sequence[Tensor], *, out: Sequence[Tensor] | None = None) -> list[Tensor]:
+    def nan_unless(
+        self, ok: Tensor, xs: Sequence[Tensor], *, out: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
         if out is not None:
             if self.host_knows:
                 return [self.where(ok, x, math.nan, out=y) for x, y in zip(xs, out, strict=True)]
@@ -288,7 +339,12 @@ class TorchOps(CodingOps):
         return answers
 
     def where_lazy(
-        self, ok: Tensor, x: Callable[[Tensor | None], Tensor], y: Tensor, *, limit: float = math.inf
+        self,
+        ok: Tensor,
+        x: Callable[[Tensor | None], Tensor],
+        y: Tensor,
+        *,
+        limit: float = math.inf,
     ) -> Tensor:
         if self.host_knows:
             return x(y) if ok else _limit(y, limit)
@@ -312,10 +368,12 @@ class TorchOps(CodingOps):
         largest = [torch.linalg.vector_norm(x, ord=math.inf) for x in arrays if x.numel()]
         if not largest:
             return self.iota(1)[0] == 0
-        return (largest[0] if len(largest) == 1 else torch.stack(largest).amax()) < math.inf  # both keep a NaN
+        # both keep a NaN
+        return (largest[0] if len(largest) == 1 else torch.stack(largest).amax()) < math.inf
 
     def are_finite(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Flags, in arrays of any shape, all of which are true if all elements of these are finite."""
+        """Flags, in arrays of any shape, all of which are true if all elements of these are
+        finite."""
         return [self.all_finite(*xs)] if self.fused is None else self.fused.are_finite(xs)
 
     def matmul_each(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
@@ -327,7 +385,8 @@ class TorchOps(CodingOps):
         if epsilon or x.dtype == torch.float64 or not x.numel():
             return gram_schmidt(self, x, epsilon, out=x)
         if self.host_knows:
-            # One pass where all rows are clearly independent, a fraction of the cost of Gram-Schmidt or QR.
+            # One pass where all rows are clearly independent, a fraction of the cost of
+            # Gram-Schmidt or QR.
             wide, rows = self.doubles(2, x.shape)
             gram = wide.copy_(x) @ wide.mT
             triangle, failed = torch.linalg.cholesky_ex(gram)
@@ -337,7 +396,9 @@ class TorchOps(CodingOps):
                 return x.copy_(torch.linalg.solve_triangular(triangle, wide, upper=False, out=rows))
         return x.copy_(orthonormalized_unseen(self, [x], [])[0])
 
-    def orthonormalize_each(self, arrays: Sequence[Tensor], fresh: Sequence[Tensor], epsilon: float) -> list[Tensor]:
+    def orthonormalize_each(
+        self, arrays: Sequence[Tensor], fresh: Sequence[Tensor], epsilon: float
+    ) -> list[Tensor]:
         if self.host_knows or epsilon:
             return each_shape(self, arrays, fresh, epsilon)
         if self.fused is None or not all(map(factors.orthonormalizes, arrays)):
@@ -392,14 +453,17 @@ class TorchOps(CodingOps):
 
     def elementwise_each(self, f: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
         order = self.join_order(lists[0])
-        wholes = [side_by_side([xs[i] for i in order]) for xs in lists] if len(order) > 1 else [None]
+        wholes = (
+            [side_by_side([xs[i] for i in order]) for xs in lists] if len(order) > 1 else [None]
+        )
         if any(x is None for x in wholes):
             return super().elementwise_each(f, *lists)
         parts = torch.split(f(*wholes), [lists[0][i].numel() for i in order])
         own = dict(zip(order, parts, strict=True))
         return [own[i].view(x.shape) for i, x in enumerate(lists[0])]
 
-    unstack = staticmethod(Tensor.unbind)  # type: ignore[assignment]  # as it is, with no function round it
+    # as it is, with no function round it
+    unstack = staticmethod(Tensor.unbind)  # type: ignore[assignment]
 
 
 def _flat(arrays: Sequence[Tensor]) -> Tensor:
@@ -407,13 +471,18 @@ def _flat(arrays: Sequence[Tensor]) -> Tensor:
 
 
 def _limit(y: Tensor, limit: float) -> Tensor:
-    """`y` with its elements brought into [-limit, limit], in place; see `gradwire.core.kernels.payloads.largest_error`."""
-    short = y.dtype == torch.float16 and torch.linalg.vector_norm(y, dtype=torch.float32) < LONGEST_FLOAT16
+    """`y` with its elements brought into [-limit, limit], in place; see
+    `gradwire.core.kernels.payloads.largest_error`."""
+    short = (
+        y.dtype == torch.float16
+        and torch.linalg.vector_norm(y, dtype=torch.float32) < LONGEST_FLOAT16
+    )
     return y if short else y.clamp_(-limit, limit)
 
 
 def _by_dtype(xs: Sequence[Tensor], others: Sequence[T]) -> Iterable[tuple[list[Tensor], list[T]]]:
-    """Pairs of lists of one dtype: given several, what torch does to a list it does tensor by tensor."""
+    """Pairs of lists of one dtype: given several, what torch does to a list it does tensor by
+    tensor."""
     dtypes = [x.dtype for x in xs]
     for dtype in dict.fromkeys(dtypes):
         if dtypes.count(dtype) == len(xs):

@@ -1,15 +1,19 @@
 """Orthonormal rows from small Gram matrices, for all shapes at once, unseen by the host.
 
-    G = X Xᵀ,  G = L Lᵀ,  X ← L⁻¹ X        twice ("CholeskyQR2", Yamamoto, Nakatsukasa, Yanagisawa and Fukaya 2015)
+    G = X Xᵀ,  G = L Lᵀ,  X ← L⁻¹ X        twice ("CholeskyQR2", Yamamoto et al. 2015)
 
-Gram-Schmidt takes eleven kernels for every row of every shape, which an accelerator spends on launching them. Here the wide products are
-five for each shape, and what happens to the small matrices happens to those of all shapes together. Everything is in float64, whose
-squares hold every float32.
+Gram-Schmidt takes eleven kernels for every row of every shape, which an accelerator spends on
+launching them. Here the wide products are five for each shape, and what happens to the small
+matrices happens to those of all shapes together. Everything is in float64, whose squares hold every
+float32.
 
-A Gram matrix cannot tell a dependent row: after a row of which a part p was left, the next one's is known up to 1e-16/p². So rows are judged twice.
-The first pass makes orthonormal the rows that are clearly independent, and of each other row what those leave of it: a difference of wide rows,
-which is as exact as they are. The second pass decides, by Gram-Schmidt's rule, which of these are rounding noise. Those that are nearly dependent on each
-other alone it cannot tell from noise either, and drops: some 1e-4 of a row at most, in one of thousands of factors, which error feedback returns.
+A Gram matrix cannot tell a dependent row: after a row of which a part p was left, the next one's is
+known up to 1e-16/p². So rows are judged twice. The first pass makes orthonormal the rows that are
+clearly independent, and of each other row what those leave of it: a difference of wide rows, which
+is as exact as they are. The second pass decides, by Gram-Schmidt's rule, which of these are
+rounding noise. Those that are nearly dependent on each other alone it cannot tell from noise
+either, and drops: some 1e-4 of a row at most, in one of thousands of factors, which error feedback
+returns.
 """
 
 from __future__ import annotations
@@ -25,11 +29,14 @@ from gradwire.core.kernels.arrays import call_key, group_by
 from gradwire.core.kernels.gram_schmidt import DEPENDENT, NEGLIGIBLE, each_shape
 from gradwire.core.ops import Ops
 
-#: A row that keeps more than this part of its norm, once the rows before it are projected out, is clearly independent.
+#: A row that keeps more than this part of its norm, once the rows before it are projected out, is
+#: clearly independent.
 CLEAR = 3e-3
-#: Added to the diagonal of Gram matrices of unit rows, so that the factor of a singular one exists. More than rounding, in sums of any length.
+#: Added to the diagonal of Gram matrices of unit rows, so that the factor of a singular one exists.
+#: More than rounding, in sums of any length.
 SHIFT = 1e-12
-#: Rows of an inverse factor are no longer than this, or what they make is not orthonormal: the shift is in it, times the square.
+#: Rows of an inverse factor are no longer than this, or what they make is not orthonormal: the
+#: shift is in it, times the square.
 LONGEST = 2e3
 
 
@@ -38,15 +45,20 @@ class Workspace(Ops[Tensor], Protocol):
 
     @property
     def device(self) -> torch.device: ...
-    def temporary(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor: ...
+    def temporary(
+        self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor: ...
     def briefly(self) -> AbstractContextManager[None]: ...
     def scalar(self, y: float, dtype: torch.dtype) -> Tensor: ...
     def constant(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor: ...
 
 
-def orthonormalized_unseen(ops: Workspace, arrays: Sequence[Tensor], fresh: Sequence[Tensor]) -> list[Tensor]:
-    """`gradwire.core.kernels.gram_schmidt.each_shape` without epsilon, up to rounding: new matrices, in which dependent rows are zero, and so are rows
-    with inf or NaN. Matrices are on one device. float64 is left to Gram-Schmidt, since its squares overflow."""
+def orthonormalized_unseen(
+    ops: Workspace, arrays: Sequence[Tensor], fresh: Sequence[Tensor]
+) -> list[Tensor]:
+    """`gradwire.core.kernels.gram_schmidt.each_shape` without epsilon, up to rounding: new
+    matrices, in which dependent rows are zero, and so are rows with inf or NaN. Matrices are on one
+    device. float64 is left to Gram-Schmidt, since its squares overflow."""
     answers = list(arrays)
     doubles: list[int] = []
     by_rank: dict[int, list[list[int]]] = {}
@@ -60,16 +72,22 @@ def orthonormalized_unseen(ops: Workspace, arrays: Sequence[Tensor], fresh: Sequ
         narrow = [_room(ops, [arrays[i] for i in members]) for members in groups]
         with ops.briefly():  # what is in float64 is large, and P's and Q's memory may be the same
             wide = [_stacked(ops, [arrays[i] for i in members]) for members in groups]
-            new = [_stacked(ops, [fresh[i] for i in members]) for members in groups] if fresh else []
+            new = (
+                [_stacked(ops, [fresh[i] for i in members]) for members in groups] if fresh else []
+            )
             _clean(ops, wide, new)
             for room, rows in zip(narrow, _orthonormal(ops, wide), strict=True):
                 room.copy_(rows.view(room.shape))
         for members, room in zip(groups, narrow, strict=True):
-            for i, matrices in zip(members, room.view(len(members), *arrays[members[0]].shape).unbind(), strict=True):
+            for i, matrices in zip(
+                members, room.view(len(members), *arrays[members[0]].shape).unbind(), strict=True
+            ):
                 answers[i] = matrices
     if doubles:
         some = [fresh[i] for i in doubles] if fresh else []
-        for i, x in zip(doubles, each_shape(ops, [arrays[i] for i in doubles], some, 0.0), strict=True):
+        for i, x in zip(
+            doubles, each_shape(ops, [arrays[i] for i in doubles], some, 0.0), strict=True
+        ):
             answers[i] = x
     return answers
 
@@ -87,8 +105,11 @@ def _stacked(ops: Workspace, matrices: Sequence[Tensor]) -> Tensor:
 
 
 def _clean(ops: Workspace, wide: list[Tensor], fresh: list[Tensor]) -> None:
-    """Put rows of `fresh` in the place of negligible ones of batches (k, rank, n), or zeros in the place of those that are not finite."""
-    largest = torch.cat([torch.linalg.vector_norm(x, ord=torch.inf, dim=-1) for x in wide]).unsqueeze(-1)
+    """Put rows of `fresh` in the place of negligible ones of batches (k, rank, n), or zeros in the
+    place of those that are not finite."""
+    largest = torch.cat(
+        [torch.linalg.vector_norm(x, ord=torch.inf, dim=-1) for x in wide]
+    ).unsqueeze(-1)
     if fresh:
         reliable = largest > largest.amax(dim=-2, keepdim=True) * NEGLIGIBLE
         for x, new, keep in zip(wide, fresh, _split(reliable, wide), strict=True):
@@ -120,8 +141,8 @@ def _orthonormal(ops: Workspace, wide: list[Tensor]) -> list[Tensor]:
     gram = gram * scale * scale.mT
     pivots = torch.linalg.cholesky_ex(gram + constant(0.0, SHIFT))[0].diagonal(dim1=-2, dim2=-1)
     clear = (pivots > CLEAR).unsqueeze(-1)
-    # The others are taken to be orthogonal to each other, and so long that this matrix is positive: what the clear rows before leave of them comes out
-    # divided by about the root of this.
+    # The others are taken to be orthogonal to each other, and so long that this matrix is positive:
+    # what the clear rows before leave of them comes out divided by about the root of this.
     longer = 1.0 + rank
     first = _inverse_factor(torch.where(clear | clear.mT, gram, constant(0.0, longer)), identity)
     once = [ops.temporary(tuple(x.shape), x) for x in wide]
@@ -129,7 +150,9 @@ def _orthonormal(ops: Workspace, wide: list[Tensor]) -> list[Tensor]:
     gram = _grams(once)
     squares = _squares(gram)
     left = squares > DEPENDENT**2 / longer
-    second = _inverse_factor(torch.where(left & left.mT, gram, identity) * constant(1.0, 1.0 + SHIFT), identity)
+    second = _inverse_factor(
+        torch.where(left & left.mT, gram, identity) * constant(1.0, 1.0 + SHIFT), identity
+    )
     kept = (second.square() @ squares < LONGEST**2) & left
     _multiply(second * kept, once, wide)
     return wide
@@ -145,7 +168,8 @@ def _squares(gram: Tensor) -> Tensor:
 
 
 def _inverse_factor(gram: Tensor, identity: Tensor) -> Tensor:
-    """L⁻¹ of G = L Lᵀ. The small triangle is inverted, since products with wide rows are what BLAS is good at."""
+    """L⁻¹ of G = L Lᵀ. The small triangle is inverted, since products with wide rows are what BLAS
+    is good at."""
     factor = torch.linalg.cholesky_ex(gram)[0]
     inverse: Tensor = torch.linalg.solve_triangular(factor, identity.expand_as(gram), upper=False)
     return inverse

@@ -1,7 +1,8 @@
 """Signs of many tensors as one vector of bits, and the sum of what those of all replicas stand for.
 
-The vector is cut into blocks of 512 elements, of which byte j has elements j, 64 + j, 128 + j, …; what is left, into eight parts. So few elements of all
-replicas are unpacked, added up and forgotten at a time.
+The vector is cut into blocks of 512 elements, of which byte j has elements j, 64 + j, 128 + j, …;
+what is left, into eight parts. So few elements of all replicas are unpacked, added up and forgotten
+at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ BLOCK, BYTES = 512, 64
 UNPACKED = 1 << 22
 #: Tensors of fewer elements are copied to lie side by side.
 SMALL = 1 << 16
-#: Of tensors that lie in one vector, runs that share a number begin at multiples of this, if they do.
+#: Of tensors that lie in one vector, runs that share a number begin at multiples of this, if they
+#: do.
 RUN = 64
 
 Shape = tuple[int, ...]
@@ -37,7 +39,8 @@ class Lot(NamedTuple):
 
     Attributes:
         members: their numbers.
-        starts, ends: where each begins, and where it ends; between them there may be up to seven bits that stand for nothing.
+        starts, ends: where each begins, and where it ends; between them there may be up to seven
+            bits that stand for nothing.
         size: elements of the vector.
         runs: of so many elements each has one number.
         numbers: which, of those of all tensors; of each run of the vector.
@@ -66,10 +69,15 @@ def lots(shapes: tuple[Shape, ...], sharing: tuple[Shape, ...]) -> tuple[Lot, ..
     # Backwards, since in DDP's buckets the last parameter is the first.
     for i in reversed(range(len(shapes))):
         found.setdefault(math.prod(shapes[i]) // counts[i] % RUN == 0, []).append(i)
-    return tuple(_lot(members, [math.prod(shape) for shape in shapes], counts, firsts) for members in found.values())
+    return tuple(
+        _lot(members, [math.prod(shape) for shape in shapes], counts, firsts)
+        for members in found.values()
+    )
 
 
-def _lot(members: Sequence[int], sizes: Sequence[int], counts: Sequence[int], firsts: Sequence[int]) -> Lot:
+def _lot(
+    members: Sequence[int], sizes: Sequence[int], counts: Sequence[int], firsts: Sequence[int]
+) -> Lot:
     padded = [-(-sizes[i] // 8) * 8 for i in members]
     *starts, size = accumulate([0, *padded])
     long = [sizes[i] // counts[i] for i in members]
@@ -100,7 +108,8 @@ def _positive(ops: Workspace, xs: Sequence[Tensor], lot: Lot) -> Tensor:
 
 
 def _side_by_side(xs: Sequence[Tensor], lot: Lot) -> Iterator[tuple[Tensor, int]]:
-    """All tensors as few vectors, and how far it is from each to the next: such as lie side by side, and small ones copied."""
+    """All tensors as few vectors, and how far it is from each to the next: such as lie side by
+    side, and small ones copied."""
     i = 0
     while i < len(xs):
         first, j = i, i + 1
@@ -113,7 +122,11 @@ def _side_by_side(xs: Sequence[Tensor], lot: Lot) -> Iterator[tuple[Tensor, int]
         whole = side_by_side(xs[i:j])
         if whole is None:
             j = i + 1
-            while j < len(xs) and lot.starts[j] == lot.ends[j - 1] and max(xs[j - 1].numel(), xs[j].numel()) < SMALL:
+            while (
+                j < len(xs)
+                and lot.starts[j] == lot.ends[j - 1]
+                and max(xs[j - 1].numel(), xs[j].numel()) < SMALL
+            ):
                 j += 1
             whole = torch.cat([x.reshape(-1) for x in xs[i:j]]) if j > i + 1 else xs[i].reshape(-1)
         i = j
@@ -161,12 +174,22 @@ def sum_of_signs(
     return [answers[i] for i in range(len(shapes))]
 
 
-def _added(ops: Workspace, bits: Tensor, above: Tensor, below: Tensor, lot: Lot, of_run: Tensor) -> Tensor:
+def _added(
+    ops: Workspace, bits: Tensor, above: Tensor, below: Tensor, lot: Lot, of_run: Tensor
+) -> Tensor:
     replicas, whole = len(bits), lot.size // BLOCK * BLOCK
     total = ops.temporary((lot.size,), above)
-    done = whole if blocks.sum_of_signs(ops.loops, bits, above, below, of_run, lot.runs, total[:whole]) else 0
+    done = (
+        whole
+        if blocks.sum_of_signs(ops.loops, bits, above, below, of_run, lot.runs, total[:whole])
+        else 0
+    )
     step = max(BLOCK, UNPACKED // replicas // BLOCK * BLOCK)
-    ends = [*range(done + step, whole, step), *([whole] * (whole > done)), *([lot.size] * (whole < lot.size))]
+    ends = [
+        *range(done + step, whole, step),
+        *([whole] * (whole > done)),
+        *([lot.size] * (whole < lot.size)),
+    ]
     shifts = ops.numbers(8, torch.uint8).view(-1, 1)
     for start, end in zip([done, *ends], ends, strict=False):
         width = BYTES if end <= whole else (end - start) // 8

@@ -1,4 +1,5 @@
-"""The largest elements of many matrices, their positions as bytes, and their sum at their places: each at once for all matrices and replicas."""
+"""The largest elements of many matrices, their positions as bytes, and their sum at their places:
+each at once for all matrices and replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from gradwire.torch_backend.ops.workspace import Workspace
 
 #: Elements that are searched at a time, on the CPU and on a device: each needs 16 bytes beside it.
 SEARCHED = 1 << 20, 1 << 25
-#: Matrices of other widths are searched as one, filled up with so many zeros at most; or a quarter of all, if that is more.
+#: Matrices of other widths are searched as one, filled up with so many zeros at most; or a quarter
+#: of all, if that is more.
 FILLED = 1 << 20
 #: Elements that are added up at a time: each needs 16 bytes beside it.
 ADDED = 1 << 24
@@ -27,9 +29,12 @@ Part = tuple[int, int, tuple[int, int] | None]
 
 
 def largest_each(ops: Workspace, xs: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor]:
-    """`Ops.largest_each`. Matrices of several widths are filled up to be one: of zeros the last are never chosen."""
+    """`Ops.largest_each`. Matrices of several widths are filled up to be one: of zeros the last are
+    never chosen."""
     found = [_largest(ops, _joined(ops, xs[lot]), k) for lot in _lots([tuple(x.shape) for x in xs])]
-    index, values = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True))
+    index, values = (
+        each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True)
+    )
     return index.to(torch.int32), values
 
 
@@ -73,13 +78,15 @@ def _searched(ops: Workspace, x: Tensor, k: int) -> Tensor:
     if x.dtype == torch.float64:
         size = x.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
         return size.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    # `topk` promises nothing about equal elements. So no two are equal: one integer holds the magnitude, whose bits have the order of integers, and below it the
-    # position.
+    # `topk` promises nothing about equal elements. So no two are equal: one integer holds the
+    # magnitude, whose bits have the order of integers, and below it the position.
     if ops.fused is not None and x.numel():
         keys = ops.fused.search_keys(x)
     else:
         size = (x.to(torch.float32).view(torch.int32) & 0x7FFFFFFF).clamp_max_(INFINITE)
-        keys = size.to(torch.int64).mul_(1 << 32).bitwise_or_(ops.numbers(x.shape[1], torch.int64, -1))
+        keys = (
+            size.to(torch.int64).mul_(1 << 32).bitwise_or_(ops.numbers(x.shape[1], torch.int64, -1))
+        )
     return keys.topk(k, dim=-1, sorted=False).indices
 
 
@@ -90,7 +97,8 @@ def scatter_sum_each(
     every: Sequence[Tensor],
     order: Sequence[int] | None,
 ) -> list[Tensor]:
-    """`Ops.scatter_sum_each`: all parts lie in one vector, and what several replicas have sent is added to it at once, in their order."""
+    """`Ops.scatter_sum_each`: all parts lie in one vector, and what several replicas have sent is
+    added to it at once, in their order."""
     order = range(len(parts)) if order is None else order
     sizes = [n * m for n, m, _ in parts]
     firsts = dict(zip(order, accumulate([0, *(sizes[i] for i in order)]), strict=False))
@@ -112,11 +120,17 @@ def scatter_sum_each(
         total[firsts[i] : firsts[i] + size].view(n, -1)
         for i, (size, (n, _, _)) in enumerate(zip(sizes, parts, strict=True))
     ]
-    return [x if tiles is None else of_tiles(x, *tiles) for x, (_, _, tiles) in zip(found, parts, strict=True)]
+    return [
+        x if tiles is None else of_tiles(x, *tiles)
+        for x, (_, _, tiles) in zip(found, parts, strict=True)
+    ]
 
 
-def _add(ops: Workspace, total: Tensor, index: Tensor, rows: Tensor, values: Tensor, *, distinct: bool) -> None:
-    """Add values (W, R, k) to a vector, one replica after the other, in rows that begin at `rows` (R, 1). `distinct`: no two have one place."""
+def _add(
+    ops: Workspace, total: Tensor, index: Tensor, rows: Tensor, values: Tensor, *, distinct: bool
+) -> None:
+    """Add values (W, R, k) to a vector, one replica after the other, in rows that begin at `rows`
+    (R, 1). `distinct`: no two have one place."""
     if ops.fused is not None and not distinct:
         ops.fused.add_at(total, index, rows, values)
         return
@@ -126,7 +140,8 @@ def _add(ops: Workspace, total: Tensor, index: Tensor, rows: Tensor, values: Ten
     elif ops.host_knows:
         total.scatter_add_(0, at, added)
     else:
-        # On CUDA `scatter_add_` adds in any order, so that ranks may differ in the last bit; this sorts the positions.
+        # On CUDA `scatter_add_` adds in any order, so that ranks may differ in the last bit; this
+        # sorts the positions.
         total.index_put_((at,), added, accumulate=True)
 
 
@@ -135,15 +150,20 @@ def _add(ops: Workspace, total: Tensor, index: Tensor, rows: Tensor, values: Ten
 
 @cache
 def _shared(bits: int) -> tuple[int, int, np.ndarray, np.ndarray]:
-    """How integers of so few bits, below 8, share bytes: in how many equal pieces they are cut, how many rows of bytes one of each piece share, and two tables. Bit i of
-    byte row j is bit (j + i · rows) // pieces of the integer of piece (j + i · rows) % pieces (`gradwire.core.kernels.bits`).
+    """How integers of so few bits, below 8, share bytes: in how many equal pieces they are cut, how
+    many rows of bytes one of each piece share, and two tables. Bit i of byte row j is bit (j + i ·
+    rows) // pieces of the integer of piece (j + i · rows) % pieces (`gradwire.core.kernels.bits`).
 
     Returns:
-        pieces, rows, uint8 (rows, pieces, 2**bits): what an integer has in each byte; int32 (rows, pieces, 256): what a byte has of each.
+        pieces, rows, uint8 (rows, pieces, 2**bits): what an integer has in each byte; int32 (rows,
+            pieces, 256): what a byte has of each.
     """
     pieces = 8 // math.gcd(bits, 8)
     rows = bits * pieces // 8
-    packed, unpacked = np.zeros((rows, pieces, 1 << bits), np.uint8), np.zeros((rows, pieces, 256), np.int32)
+    packed, unpacked = (
+        np.zeros((rows, pieces, 1 << bits), np.uint8),
+        np.zeros((rows, pieces, 256), np.int32),
+    )
     for j in range(rows):
         for i in range(8):
             bit, piece = divmod(j + i * rows, pieces)
@@ -162,12 +182,17 @@ def pack_integers(ops: Workspace, x: Tensor, bits: int) -> Tensor | None:
     parts = [x.to(torch.uint8)] * whole  # which keeps the lowest eight bits
     if rest:
         # Of each piece the rows of its own in the table.
-        table = ops.constant(("packed", rest), lambda: ops.asarray(packed.reshape(rows, -1).T, "uint8"))
+        table = ops.constant(
+            ("packed", rest), lambda: ops.asarray(packed.reshape(rows, -1).T, "uint8")
+        )
         first = ops.constant(
-            ("first of packed", rest), lambda: ops.asarray([[i << rest] for i in range(pieces)], "int32")
+            ("first of packed", rest),
+            lambda: ops.asarray([[i << rest] for i in range(pieces)], "int32"),
         )
         high = x >> 8 if whole else x
-        found = table.index_select(0, (high.view(pieces, -1) + first).view(-1)).view(pieces, -1, rows)
+        found = table.index_select(0, (high.view(pieces, -1) + first).view(-1)).view(
+            pieces, -1, rows
+        )
         # Of one bit each piece has others, so that the sum is what is in any of them.
         parts.append(found.sum(0, dtype=torch.uint8).mT.reshape(-1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,22 +1,27 @@
-"""What is done to the factors of PowerSGD, of many matrices at once, in Triton. `factors.py` launches it.
+"""What is done to the factors of PowerSGD, of many matrices at once, in Triton. `factors.py`
+launches it.
 
 Products: thin factors times matrices.
 
-The sum over what is multiplied is cut in parts of `part` numbers, so that a long one is many programs' work. `products` makes them, `sum_of_parts` adds them up in order.
-A row of the `table` is of a matrix: its first program; r, k and m of x (r, k) and y (k, m); how far it is from a row of x to the next, and the address; likewise of y, from
-a row or, if it is stored column by column (`along`), from a column; where its parts begin, in elements.
+The sum over what is multiplied is cut in parts of `part` numbers, so that a long one is many
+programs' work. `products` makes them, `sum_of_parts` adds them up in order. A row of the `table` is
+of a matrix: its first program; r, k and m of x (r, k) and y (k, m); how far it is from a row of x
+to the next, and the address; likewise of y, from a row or, if it is stored column by column
+(`along`), from a column; where its parts begin, in elements.
 
 Orthonormal rows: what `orthonormalize.py` does, whose formulas and decisions these are.
 
     grams            of chunks of columns, each by a program
-    first_factors    of a matrix by a program: their sum, which rows are clearly independent, and the small triangle that makes them orthonormal
+    first_factors    of a matrix by a program: their sum, which rows are clearly independent, and
+                     the small triangle that makes them orthonormal
     first_products   the rows times it, and Gram matrices of chunks of what that makes
     second_factors   the same again, and which rows are kept
     second_products  the rows times that
 
-All in float64. A row of the `table` is of a matrix: its first program, r and n, the number of its first chunk, how far it is from a row to the next and the address; the
-same of what replaces negligible rows; where its rows lie in float64, in elements; where the result lies. `size` is r filled up to a power of two, so nothing depends on
-which other matrices there are.
+All in float64. A row of the `table` is of a matrix: its first program, r and n, the number of its
+first chunk, how far it is from a row to the next and the address; the same of what replaces
+negligible rows; where its rows lie in float64, in elements; where the result lies. `size` is r
+filled up to a power of two, so nothing depends on which other matrices there are.
 """
 
 from __future__ import annotations
@@ -59,7 +64,8 @@ def products(
     summed: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """parts (k / part, r, m). `size` is r filled up to a power of two. Below 16 all products of a tile are kept until the end of the part: so few are multiplied element by element."""
+    """parts (k / part, r, m). `size` is r filled up to a power of two. Below 16 all products of a
+    tile are kept until the end of the part: so few are multiplied element by element."""
     row, program, _ = _row_of(table, count, PRODUCT)
     dtype: tl.constexpr = like.dtype.element_ty
     wide: tl.constexpr = parts.dtype.element_ty
@@ -79,7 +85,9 @@ def products(
         total = tl.zeros((size, summed, columns), wide)
     for start in range(0, part, summed):
         l = number * part + start + tl.arange(0, summed)
-        own = tl.load(x + i[:, None] * x_apart + l[None, :], mask=(i < r)[:, None] & (l < k)[None, :], other=0)
+        own = tl.load(
+            x + i[:, None] * x_apart + l[None, :], mask=(i < r)[:, None] & (l < k)[None, :], other=0
+        )
         if along:
             inside = (j < m)[:, None] & (l < k)[None, :]
             matrix = tl.load(y + j[:, None] * y_apart + l[None, :], mask=inside, other=0)
@@ -106,7 +114,8 @@ def products(
 
 @triton.jit
 def sum_of_parts(like, table, count, parts, block: tl.constexpr):
-    """out = the sum of parts of n elements, one after the other. A row: first program, n, how many parts, where they begin, out."""
+    """out = the sum of parts of n elements, one after the other. A row: first program, n, how many
+    parts, where they begin, out."""
     row, program, _ = _row_of(table, count, SUM)
     n, number = tl.load(row + 1), _side(row + 2, False)
     dtype: tl.constexpr = like.dtype.element_ty
@@ -139,8 +148,11 @@ def _chunks(n, chunk: tl.constexpr):
 
 
 @triton.jit
-def largest(like, table, count, found, size: tl.constexpr, chunk: tl.constexpr, columns: tl.constexpr):
-    """The bits of the largest magnitude of each row of a chunk, int32 (chunks, size), of which NaN is the largest."""
+def largest(
+    like, table, count, found, size: tl.constexpr, chunk: tl.constexpr, columns: tl.constexpr
+):
+    """The bits of the largest magnitude of each row of a chunk, int32 (chunks, size), of which NaN
+    is the largest."""
     row, part, _ = _row_of(table, count, COLUMNS)
     r, n, first = _sides(row)
     x, apart = _matrix(row, 4, like.dtype.element_ty)
@@ -162,7 +174,9 @@ def _reliable(found, first, chunks, size: tl.constexpr):
     for start in range(0, chunks, TOGETHER):
         for part in tl.static_range(TOGETHER):
             there = start + part < chunks
-            most = tl.maximum(most, tl.load(found + (first + start + part) * size + i, mask=there, other=0))
+            most = tl.maximum(
+                most, tl.load(found + (first + start + part) * size + i, mask=there, other=0)
+            )
     limit = tl.max(most, axis=0).to(tl.float32, bitcast=True).to(tl.float64) * NEGLIGIBLE
     return most.to(tl.float32, bitcast=True).to(tl.float64) > limit
 
@@ -172,7 +186,9 @@ def _wide(x, x_apart, new, new_apart, reliable, i, j, inside, refreshes: tl.cons
     """Elements in float64: those of rows that are not reliable are others."""
     own = tl.load(x + i * x_apart + j, mask=inside, other=0).to(tl.float64)
     if refreshes:
-        own = tl.where(reliable, own, tl.load(new + i * new_apart + j, mask=inside, other=0).to(tl.float64))
+        own = tl.where(
+            reliable, own, tl.load(new + i * new_apart + j, mask=inside, other=0).to(tl.float64)
+        )
     return own
 
 
@@ -208,7 +224,8 @@ def grams(
     chunk: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """The products of rows of each chunk, (chunks, size, size). A row with inf or NaN makes its own products NaN, and no others."""
+    """The products of rows of each chunk, (chunks, size, size). A row with inf or NaN makes its own
+    products NaN, and no others."""
     row, part, _ = _row_of(table, count, COLUMNS)
     r, n, first = _sides(row)
     x, apart = _matrix(row, 4, like.dtype.element_ty)
@@ -219,7 +236,9 @@ def grams(
     for start in range(0, chunk, columns):
         j = part * chunk + start + tl.arange(0, columns)
         inside = (i < r)[:, None] & (j < n)[None, :]
-        rows = _wide(x, apart, new, new_apart, keep[:, None], i[:, None], j[None, :], inside, refreshes)
+        rows = _wide(
+            x, apart, new, new_apart, keep[:, None], i[:, None], j[None, :], inside, refreshes
+        )
         gram = _added_to_gram(gram, rows, size)
     _store_gram(gram_of, first + part, gram, size)
 
@@ -315,7 +334,10 @@ def second_factors(table, gram_of, small, size: tl.constexpr, chunk: tl.constexp
     gram = tl.where(left[:, None] & left[None, :], gram, ones) * (1.0 + ones * SHIFT)
     result = _inverse_factor(gram, size)
     kept = (tl.sum(result * result * squares[None, :], axis=1) < LONGEST * LONGEST) & left
-    tl.store(small + number * size * size + i[:, None] * size + i[None, :], tl.where(kept[:, None], result, 0.0))
+    tl.store(
+        small + number * size * size + i[:, None] * size + i[None, :],
+        tl.where(kept[:, None], result, 0.0),
+    )
 
 
 @triton.jit
@@ -349,13 +371,19 @@ def first_products(
         inside = (i < r)[:, None] & (j < n)[None, :]
         if size >= 16 and DOUBLES:
             used = inside & (tl.load(usable + i) > 0)[:, None]
-            own = _wide(x, apart, new, new_apart, keep[:, None], i[:, None], j[None, :], used, refreshes)
+            own = _wide(
+                x, apart, new, new_apart, keep[:, None], i[:, None], j[None, :], used, refreshes
+            )
             factor = tl.load(small + i[:, None] * size + i[None, :])
             rows = tl.dot(factor, own, input_precision="ieee", out_dtype=tl.float64)
         else:
             rows = tl.zeros((size, columns), tl.float64)
             for k in range(r):
-                reliable = tl.sum(tl.where(i == k, keep.to(tl.int32), 0), axis=0) > 0 if refreshes else True
+                reliable = (
+                    tl.sum(tl.where(i == k, keep.to(tl.int32), 0), axis=0) > 0
+                    if refreshes
+                    else True
+                )
                 used = j < tl.where(tl.load(usable + k) > 0, n, 0)
                 one = _wide(x, apart, new, new_apart, reliable, k, j, used, refreshes)
                 rows += tl.load(small + i * size + k)[:, None] * one[None, :]
@@ -366,7 +394,9 @@ def first_products(
 
 
 @triton.jit
-def second_products(like, table, count, small, once, size: tl.constexpr, chunk: tl.constexpr, columns: tl.constexpr):
+def second_products(
+    like, table, count, small, once, size: tl.constexpr, chunk: tl.constexpr, columns: tl.constexpr
+):
     """The result = the small matrix times `once`, side by side."""
     row, part, number = _row_of(table, count, COLUMNS)
     r, n, _ = _sides(row)
@@ -389,5 +419,7 @@ def second_products(like, table, count, small, once, size: tl.constexpr, chunk: 
                 line += n
                 rows += tl.load(small + i * size + k)[:, None] * one[None, :]
         tl.store(
-            out + i[:, None].to(tl.int64) * n + j[None, :], rows.to(tl.float32).to(like.dtype.element_ty), mask=inside
+            out + i[:, None].to(tl.int64) * n + j[None, :],
+            rows.to(tl.float32).to(like.dtype.element_ty),
+            mask=inside,
         )

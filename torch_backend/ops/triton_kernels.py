@@ -1,10 +1,14 @@
-"""Kernels in Triton (Tillet, Kung and Cox 2019), each of which reads and writes what is large once. `fused.py` launches them.
+"""Kernels in Triton (Tillet, Kung and Cox 2019), each of which reads and writes what is large once.
+`fused.py` launches them.
 
-They are compiled without contracted multiply-adds: each product is rounded, as by NumPy, torch and JAX; but those of two factors, which are summed as by a library of
-matrix products. Loops over replicas and over a factor's rows go in order, so results do not depend on how the device is loaded. Offsets into what is large are int64.
+They are compiled without contracted multiply-adds: each product is rounded, as by NumPy, torch and
+JAX; but those of two factors, which are summed as by a library of matrix products. Loops over
+replicas and over a factor's rows go in order, so results do not depend on how the device is loaded.
+Offsets into what is large are int64.
 
-What works on many tensors in one launch is given a `table` (`tables.py`): a row of each of `count`, of the first program that works on it, sizes and addresses.
-`aligned` promises that all of these are multiples of 16.
+What works on many tensors in one launch is given a `table` (`tables.py`): a row of each of `count`,
+of the first program that works on it, sizes and addresses. `aligned` promises that all of these are
+multiples of 16.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ INFINITE = tl.constexpr(0x7F800000)
 
 @triton.jit
 def _row_of(table, count, columns: tl.constexpr):
-    """The row that this program works on, the last that begins with it or before it; its number among those that do; and that of the row."""
+    """The row that this program works on, the last that begins with it or before it; its number
+    among those that do; and that of the row."""
     program = tl.program_id(0)
     low = program * 0
     high = low + count
@@ -44,7 +49,8 @@ def _size(place, aligned: tl.constexpr):
 
 @triton.jit
 def _long(n, like):
-    """A number of the launch as an int64, as `like` is. Triton takes a 1 for a constant, which knows of no types."""
+    """A number of the launch as an int64, as `like` is. Triton takes a 1 for a constant, which
+    knows of no types."""
     return like * 0 + n
 
 
@@ -63,7 +69,8 @@ def _address(place, dtype: tl.constexpr, aligned: tl.constexpr):
 
 @triton.jit
 def copy_if(ok, like, table, count, aligned: tl.constexpr, block: tl.constexpr):
-    """out = x, or nothing at all, if the boolean at `ok` holds. A row: first program, n elements, x, out, all of `like`'s dtype."""
+    """out = x, or nothing at all, if the boolean at `ok` holds. A row: first program, n elements,
+    x, out, all of `like`'s dtype."""
     if tl.load(ok):
         row, part, _ = _row_of(table, count, 4)
         dtype: tl.constexpr = like.dtype.element_ty
@@ -92,7 +99,8 @@ def add_to(like, table, count, aligned: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def multiplied_copy(like, table, count, factor, aligned: tl.constexpr, block: tl.constexpr):
-    """out = x times a float32. A row: first program, n elements, x, out, all of `like`'s dtype, which is no float64."""
+    """out = x times a float32. A row: first program, n elements, x, out, all of `like`'s dtype,
+    which is no float64."""
     row, part, _ = _row_of(table, count, 4)
     dtype: tl.constexpr = like.dtype.element_ty
     n = _size(row + 1, aligned)
@@ -102,9 +110,12 @@ def multiplied_copy(like, table, count, factor, aligned: tl.constexpr, block: tl
 
 
 @triton.jit
-def finite(like, table, count, found, aligned: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr):
-    """found (programs,): whether all elements of so many blocks of a vector are finite. A row: first program, how many programs look at a vector, n elements, how
-    far it is from a vector to the next, the first one."""
+def finite(
+    like, table, count, found, aligned: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr
+):
+    """found (programs,): whether all elements of so many blocks of a vector are finite. A row:
+    first program, how many programs look at a vector, n elements, how far it is from a vector to
+    the next, the first one."""
     row, part, _ = _row_of(table, count, 5)
     dtype: tl.constexpr = like.dtype.element_ty
     across, n = tl.load(row + 1), _size(row + 2, aligned)
@@ -132,9 +143,11 @@ def product_if(
     columns: tl.constexpr,
     depth: tl.constexpr,
 ):
-    """`subtracts`: out = x - pᵀ q, or nothing at all: x (b, n, m), p (b, r, n) and q (b, r, m), of which a program makes a tile. Otherwise out = pᵀ q, or NaN.
-    Summed in float32, or `double`; products of factors that are `halves`, as x is, are exact in it. `depth` rows of the factors are multiplied at a time. A row:
-    first program, n, m, r, how far it is from a matrix of p to the next, and from a row; likewise of q; x, p, q, out."""
+    """`subtracts`: out = x - pᵀ q, or nothing at all: x (b, n, m), p (b, r, n) and q (b, r, m), of
+    which a program makes a tile. Otherwise out = pᵀ q, or NaN. Summed in float32, or `double`;
+    products of factors that are `halves`, as x is, are exact in it. `depth` rows of the factors are
+    multiplied at a time. A row: first program, n, m, r, how far it is from a matrix of p to the
+    next, and from a row; likewise of q; x, p, q, out."""
     holds = tl.load(ok)
     if holds or not subtracts:
         row, tile, _ = _row_of(table, count, 12)
@@ -160,8 +173,16 @@ def product_if(
         else:
             for start in range(0, r, depth):
                 k = start + tl.arange(0, depth)
-                own = tl.load(p + k[None, :] * p_row + i[:, None], mask=(k < r)[None, :] & (i < n)[:, None], other=0)
-                line = tl.load(q + k[:, None] * q_row + j[None, :], mask=(k < r)[:, None] & (j < m)[None, :], other=0)
+                own = tl.load(
+                    p + k[None, :] * p_row + i[:, None],
+                    mask=(k < r)[None, :] & (i < n)[:, None],
+                    other=0,
+                )
+                line = tl.load(
+                    q + k[:, None] * q_row + j[None, :],
+                    mask=(k < r)[:, None] & (j < m)[None, :],
+                    other=0,
+                )
                 if not halves:
                     own, line = own.to(wide), line.to(wide)
                 product = tl.dot(own, line, product, input_precision="ieee", out_dtype=wide)
@@ -169,7 +190,10 @@ def product_if(
         inside = (i < n)[:, None] & (j < m)[None, :]
         at = (batch * n + i)[:, None] * m + j[None, :]
         if subtracts:
-            result = tl.load(_address(row + 8, dtype, aligned) + at, mask=inside, other=0).to(wide) - product
+            result = (
+                tl.load(_address(row + 8, dtype, aligned) + at, mask=inside, other=0).to(wide)
+                - product
+            )
         else:
             result = tl.where(holds, product, float("nan"))
         tl.store(_address(row + 11, dtype, aligned) + at, result.to(dtype), mask=inside)
@@ -177,7 +201,8 @@ def product_if(
 
 @triton.jit
 def _quantized(x, inverse):
-    """The codes and scales of float32 (R, B) by `gradwire.core.kernels.rounding.quantized`, where 1 / `inverse` is the largest code."""
+    """The codes and scales of float32 (R, B) by `gradwire.core.kernels.rounding.quantized`, where 1
+    / `inverse` is the largest code."""
     # Magnitudes as integers have their order, and NaN is the largest.
     size = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     exact = size.to(tl.float32, bitcast=True) * inverse
@@ -195,7 +220,9 @@ def _store(codes, scales, code, scale, row, at, inside, rows):
 
 
 @triton.jit
-def quantize(x, codes, scales, rows, inverse, width: tl.constexpr, padded: tl.constexpr, some: tl.constexpr):
+def quantize(
+    x, codes, scales, rows, inverse, width: tl.constexpr, padded: tl.constexpr, some: tl.constexpr
+):
     """Codes and scales of the rows x (rows, width). padded is the power of two from width on."""
     row = tl.program_id(0).to(tl.int64) * some + tl.arange(0, some)
     column = tl.arange(0, padded)
@@ -224,8 +251,8 @@ def quantize_mean(
     padded: tl.constexpr,
     some: tl.constexpr,
 ):
-    """Codes and scales of the mean of what those of all replicas, (replicas, rows, width), stand for: `share` times their sum.
-    keeps: and `factor` times what rounding takes from it."""
+    """Codes and scales of the mean of what those of all replicas, (replicas, rows, width), stand
+    for: `share` times their sum. keeps: and `factor` times what rounding takes from it."""
     row = tl.program_id(0).to(tl.int64) * some + tl.arange(0, some)
     column = tl.arange(0, padded)
     at = row[:, None] * width + column[None, :]
@@ -251,16 +278,25 @@ def _decoded(codes, scales, i, inside, width: tl.constexpr):
 
 
 @triton.jit
-def subtract_decoded_if(ok, like, table, count, aligned: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
-    """out = x - (what codes stand for), or nothing at all. A row: first program, n elements, for which `lost` counts as well from element `begin` to before
-    `end`; x, codes, scales, lost, out."""
+def subtract_decoded_if(
+    ok, like, table, count, aligned: tl.constexpr, width: tl.constexpr, block: tl.constexpr
+):
+    """out = x - (what codes stand for), or nothing at all. A row: first program, n elements, for
+    which `lost` counts as well from element `begin` to before `end`; x, codes, scales, lost,
+    out."""
     if tl.load(ok):
         row, part, _ = _row_of(table, count, 9)
         dtype: tl.constexpr = like.dtype.element_ty
         n, begin, end = _size(row + 1, aligned), _size(row + 2, aligned), _size(row + 3, aligned)
         i = part * block + tl.arange(0, block)
         inside = i < n
-        sent = _decoded(_address(row + 5, tl.uint8, aligned), _address(row + 6, tl.float32, False), i, inside, width)
+        sent = _decoded(
+            _address(row + 5, tl.uint8, aligned),
+            _address(row + 6, tl.float32, False),
+            i,
+            inside,
+            width,
+        )
         lost = _address(row + 7, tl.float32, aligned)
         sent += tl.load(lost + (i - begin), mask=inside & (i >= begin) & (i < end), other=0)
         rest = tl.load(_address(row + 4, dtype, aligned) + i, mask=inside).to(tl.float32) - sent
@@ -294,13 +330,15 @@ def sum_of_signs(
     bits_of: tl.constexpr,
     block: tl.constexpr,
 ):
-    """out = the sum over replicas of a number from `above` where the bit of an element is set, else from `below`. `bits_of` elements lie in a block of an eighth of as many
-    bytes, and what is left after `whole` elements in `rest` bytes."""
+    """out = the sum over replicas of a number from `above` where the bit of an element is set, else
+    from `below`. `bits_of` elements lie in a block of an eighth of as many bytes, and what is left
+    after `whole` elements in `rest` bytes."""
     start = tl.program_id(0).to(tl.int64) * block
     i = start + tl.arange(0, block)
     inside = i < n
     eighth: tl.constexpr = bits_of // 8
-    # Where an element is from the beginning of the first block on; where its byte is, and which bit of it. Divisions of int64, and by what is not known before, are long.
+    # Where an element is from the beginning of the first block on; where its byte is, and which bit
+    # of it. Divisions of int64, and by what is not known before, are long.
     here = (start % bits_of).to(tl.int32) + tl.arange(0, block)
     if start + block <= whole:
         byte = here // bits_of * eighth + here % eighth
@@ -327,8 +365,20 @@ def sum_of_signs(
 
 
 @triton.jit
-def take_rows(x, index, out, rows, n, batch, apart, width: tl.constexpr, padded: tl.constexpr, some: tl.constexpr):
-    """out (rows, width) = rows of x, whose numbers are at `index`: of matrices of n rows, which are `batch` elements from each other, and their rows `apart`."""
+def take_rows(
+    x,
+    index,
+    out,
+    rows,
+    n,
+    batch,
+    apart,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    some: tl.constexpr,
+):
+    """out (rows, width) = rows of x, whose numbers are at `index`: of matrices of n rows, which are
+    `batch` elements from each other, and their rows `apart`."""
     row = tl.program_id(0).to(tl.int64) * some + tl.arange(0, some)
     column = tl.arange(0, padded)
     which = tl.load(index + row, mask=row < rows, other=0).to(tl.int64)
@@ -340,11 +390,14 @@ def take_rows(x, index, out, rows, n, batch, apart, width: tl.constexpr, padded:
 
 @triton.jit
 def search_keys(x, keys, n, m, block: tl.constexpr):
-    """keys = of each of n elements of rows of m a number that is larger where its magnitude is, and of equal ones where it comes first: above, the bits of the
-    magnitude; below, how many of its row come after it. NaN counts as inf."""
+    """keys = of each of n elements of rows of m a number that is larger where its magnitude is, and
+    of equal ones where it comes first: above, the bits of the magnitude; below, how many of its row
+    come after it. NaN counts as inf."""
     start = tl.program_id(0).to(tl.int64) * block
     i = start + tl.arange(0, block)
-    size = tl.load(x + i, mask=i < n, other=0).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    size = (
+        tl.load(x + i, mask=i < n, other=0).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    )
     size = tl.minimum(size, INFINITE)
     column = ((start % m).to(tl.int32) + tl.arange(0, block)) % m
     tl.store(keys + i, (size.to(tl.int64) << 32) | (m - 1 - column).to(tl.int64), mask=i < n)
@@ -352,7 +405,8 @@ def search_keys(x, keys, n, m, block: tl.constexpr):
 
 @triton.jit
 def add_at(index, rows, values, out, replicas, count, k, padded: tl.constexpr):
-    """out += values (replicas, count, k) at `index` in `count` rows that begin at `rows`: a program for each row, one replica after the other."""
+    """out += values (replicas, count, k) at `index` in `count` rows that begin at `rows`: a program
+    for each row, one replica after the other."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, padded)
     out += tl.load(rows + row)
@@ -368,8 +422,10 @@ def add_at(index, rows, values, out, replicas, count, k, padded: tl.constexpr):
 
 @triton.jit
 def pack_integers(x, out, n, whole, left, bits: tl.constexpr, block: tl.constexpr):
-    """out = n integers of so many bits, less than 16, int32, as bytes: if these are more than 8, the lowest eight of each in `whole` bytes; then `left` bytes, of which
-    bit i of byte l is bit i * left + l of the bits that remain, those of all integers side by side (`gradwire.core.kernels.bits`)."""
+    """out = n integers of so many bits, less than 16, int32, as bytes: if these are more than 8,
+    the lowest eight of each in `whole` bytes; then `left` bytes, of which bit i of byte l is bit i
+    * left + l of the bits that remain, those of all integers side by side
+    (`gradwire.core.kernels.bits`)."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     byte = tl.load(x + at, mask=at < whole, other=0) & 255
     for i in tl.static_range(8):
@@ -381,8 +437,11 @@ def pack_integers(x, out, n, whole, left, bits: tl.constexpr, block: tl.constexp
 
 
 @triton.jit
-def unpack_integers(data, out, n, whole, left, apart, across, bits: tl.constexpr, block: tl.constexpr):
-    """out (…, n), int32, of what `pack_integers` made of each row; `apart` bytes are from a row to the next."""
+def unpack_integers(
+    data, out, n, whole, left, apart, across, bits: tl.constexpr, block: tl.constexpr
+):
+    """out (…, n), int32, of what `pack_integers` made of each row; `apart` bytes are from a row to
+    the next."""
     row = (tl.program_id(0) // across).to(tl.int64)
     at = (tl.program_id(0) % across).to(tl.int64) * block + tl.arange(0, block)
     inside = at < n

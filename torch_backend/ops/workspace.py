@@ -1,4 +1,5 @@
-"""The places where arrays lie. Memory is used again, by the next step or by the next rows of a matrix, so that a step allocates next to nothing."""
+"""The places where arrays lie. Memory is used again, by the next step or by the next rows of a
+matrix, so that a step allocates next to nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from gradwire.torch_backend.ops.addresses import side_by_side
 from gradwire.torch_backend.ops.fused import TorchFused, available
 from gradwire.torch_backend.torch_internals import foreach_copy_
 
-#: Buffers that so many steps have not asked for are given up: steps may alternate, and DDP rebuilds its buckets once.
+#: Buffers that so many steps have not asked for are given up: steps may alternate, and DDP rebuilds
+#: its buckets once.
 FORGET_AFTER = 4
 #: Elements whose intermediate results stay in a processor's cache.
 IN_CACHE = 1 << 18
@@ -43,7 +45,8 @@ class _Pool:
 
 
 class Scratch:
-    """Uninitialized tensors of one device, handed out once per step. A step asks for the same shapes as the one before, in any order."""
+    """Uninitialized tensors of one device, handed out once per step. A step asks for the same
+    shapes as the one before, in any order."""
 
     def __init__(self) -> None:
         self._pools: dict[tuple[torch.dtype, tuple[int, ...]], _Pool] = {}
@@ -52,7 +55,8 @@ class Scratch:
         self.brief = Stack(spare=0)
 
     def another(self) -> Scratch:
-        """One of which nothing is taken, and whose brief memory is as large as this one's from the beginning."""
+        """One of which nothing is taken, and whose brief memory is as large as this one's from the
+        beginning."""
         made = Scratch()
         made.brief = Stack(spare=0, room=self.brief.room)
         return made
@@ -66,8 +70,11 @@ class Scratch:
             elif self._step - pool.last_used >= FORGET_AFTER:
                 del self._pools[key]
 
-    def take(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A contiguous tensor of this shape, on `like`'s device and, unless another is given, of its dtype."""
+    def take(
+        self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A contiguous tensor of this shape, on `like`'s device and, unless another is given, of
+        its dtype."""
         key = (dtype or like.dtype, shape)
         pool = self._pools.get(key)
         if pool is None:
@@ -79,7 +86,8 @@ class Scratch:
 
 
 class Stack:
-    """Uninitialized tensors of one device for a short time, one after the other in the same bytes, which so stay in a processor's cache.
+    """Uninitialized tensors of one device for a short time, one after the other in the same bytes,
+    which so stay in a processor's cache.
 
     Args:
         spare: how much more memory is taken than is needed at first, in parts of that.
@@ -97,7 +105,9 @@ class Stack:
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._tensors: dict[tuple[int, tuple[int, ...], torch.dtype], tuple[int, Tensor]] = {}
 
-    def take(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def take(
+        self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """A contiguous tensor of this shape and, unless another is given, of `like`'s dtype."""
         key = self.taken, shape, dtype or like.dtype
         if key not in self._tensors:  # to make it takes longer than to find it
@@ -105,7 +115,9 @@ class Stack:
         self.taken, tensor = self._tensors[key]
         return tensor
 
-    def _made(self, start: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[int, Tensor]:
+    def _made(
+        self, start: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> tuple[int, Tensor]:
         """The place where the next tensor begins, and this one."""
         end = start + math.prod(shape) * dtype.itemsize
         if end > self._bytes.numel():  # what was taken before keeps the memory that it has
@@ -116,13 +128,15 @@ class Stack:
 
 
 class Workspace(Ops[Tensor]):
-    """What `gradwire.torch_backend.ops.kernels.TorchOps` overrides of `Ops` to say where arrays lie: in scratch memory, as rows of a matrix, on the device.
+    """What `gradwire.torch_backend.ops.kernels.TorchOps` overrides of `Ops` to say where arrays
+    lie: in scratch memory, as rows of a matrix, on the device.
 
     Attributes:
         device: where all arrays are.
         host_knows: the host may look at numbers without waiting for a device.
         fused: kernels in Triton, if there are any.
-        loops: what is compiled for a processor, and may be used. All replicas have the same, or none.
+        loops: what is compiled for a processor, and may be used. All replicas have the same, or
+            none.
         short_lived: memory for a short time, given back by whoever takes it.
     """
 
@@ -159,17 +173,26 @@ class Workspace(Ops[Tensor]):
         """An array of the host's memory on the device. Raises RuntimeError in a capture."""
         if self._captured:
             raise RuntimeError(
-                "numbers of the host are put on the device, which a graph would read again where they no longer are"
+                "numbers of the host are put on the device, which a graph would read again where"
+                " they no longer are"
             )
         # From pinned memory, since for other memory the host waits until the device has it.
-        return numbers if self.device.type == "cpu" else numbers.pin_memory().to(self.device, non_blocking=True)
+        return (
+            numbers
+            if self.device.type == "cpu"
+            else numbers.pin_memory().to(self.device, non_blocking=True)
+        )
 
     def scalar(self, y: float, dtype: torch.dtype) -> Tensor:
-        """A number on the device, made once: each time anew it is a kernel, and from host memory the host waits as well."""
-        return self.constant(("scalar", str(y), dtype), lambda: torch.full((), y, dtype=dtype, device=self.device))
+        """A number on the device, made once: each time anew it is a kernel, and from host memory
+        the host waits as well."""
+        return self.constant(
+            ("scalar", str(y), dtype), lambda: torch.full((), y, dtype=dtype, device=self.device)
+        )
 
     def numbers(self, n: int, dtype: torch.dtype, sign: int = 1) -> Tensor:
-        """0, 1, … n-1, or from the last to the first, not to be written to. Made once, unless they are many."""
+        """0, 1, … n-1, or from the last to the first, not to be written to. Made once, unless they
+        are many."""
         ends = (0, n) if sign > 0 else (n - 1, -1)
 
         def make() -> Tensor:
@@ -183,10 +206,16 @@ class Workspace(Ops[Tensor]):
                 self._constants[key] = make()
         return self._constants[key]
 
-    def temporary(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def temporary(
+        self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Uninitialized memory that a step may write to, and the next one too."""
         dtype = dtype or like.dtype
-        return like.new_empty(shape, dtype=dtype) if self._scratch is None else self._scratch.take(shape, like, dtype)
+        return (
+            like.new_empty(shape, dtype=dtype)
+            if self._scratch is None
+            else self._scratch.take(shape, like, dtype)
+        )
 
     @contextmanager
     def briefly(self) -> Iterator[None]:
@@ -202,19 +231,28 @@ class Workspace(Ops[Tensor]):
     def _place(
         self, x: Tensor, out: Tensor | None, y: object = None, dtype: torch.dtype | None = None
     ) -> Tensor | None:
-        """Memory for a result of the shape and, unless another is given, of the dtype of `x`. None: in new memory."""
+        """Memory for a result of the shape and, unless another is given, of the dtype of `x`. None:
+        in new memory."""
         if out is not None or self._scratch is not self.short_lived:
             return out
-        if isinstance(y, Tensor) and x.is_floating_point() and y.dtype == torch.int8 and x.shape == (*y.shape[:-1], 1):
+        if (
+            isinstance(y, Tensor)
+            and x.is_floating_point()
+            and y.dtype == torch.int8
+            and x.shape == (*y.shape[:-1], 1)
+        ):
             return self.short_lived.take(tuple(y.shape), x, dtype)
-        if isinstance(y, Tensor) and (y.dtype != x.dtype or y.shape[:-1] != x.shape[:-1] or y.shape[-1] > x.shape[-1]):
+        if isinstance(y, Tensor) and (
+            y.dtype != x.dtype or y.shape[:-1] != x.shape[:-1] or y.shape[-1] > x.shape[-1]
+        ):
             return None  # it may have another shape
         return self.short_lived.take(tuple(x.shape), x, dtype)
 
     @contextmanager
     def scratch(self, memory: Scratch | Stack | None) -> Iterator[None]:
-        """Put results of the size of a factor, within, into `memory`, which is used again in the next step. What is to last longer has to
-        be copied, as the memory of an algorithm is when a step is committed."""
+        """Put results of the size of a factor, within, into `memory`, which is used again in the
+        next step. What is to last longer has to be copied, as the memory of an algorithm is when a
+        step is committed."""
         before, self._scratch = self._scratch, memory
         try:
             yield
@@ -230,21 +268,34 @@ class Workspace(Ops[Tensor]):
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Launch, within, what goes into graphs. Constants that are made are theirs: afterwards nobody else knows them. RuntimeError is raised where
-        numbers of the host would be put on the device."""
+        """Launch, within, what goes into graphs. Constants that are made are theirs: afterwards
+        nobody else knows them. RuntimeError is raised where numbers of the host would be put on the
+        device."""
         before, self._constants, self._captured = self._constants, dict(self._constants), True
         try:
             yield
         finally:
             self._constants, self._captured = before, False
 
-    def rows(self, arrays: Sequence[Tensor], n: int, *, out: Tensor | None = None, donated: bool = False) -> Tensor:
+    def rows(
+        self, arrays: Sequence[Tensor], n: int, *, out: Tensor | None = None, donated: bool = False
+    ) -> Tensor:
         if any(isinstance(x, Sum) for x in arrays):
-            whole = side_by_side([place_of(x) for x in arrays]) if donated and out is None and n == 1 else None
+            whole = (
+                side_by_side([place_of(x) for x in arrays])
+                if donated and out is None and n == 1
+                else None
+            )
             if whole is not None:
-                return joined_sums(whole, arrays)  # type: ignore[return-value]  # to programs it is an array
+                # to programs it is an array
+                return joined_sums(whole, arrays)  # type: ignore[return-value]
             arrays = [value_of(x) for x in arrays]
-        if out is None and len(arrays) == 1 and arrays[0].is_contiguous() and arrays[0].numel() % n == 0:
+        if (
+            out is None
+            and len(arrays) == 1
+            and arrays[0].is_contiguous()
+            and arrays[0].numel() % n == 0
+        ):
             return arrays[0].view(n, -1)
         if donated and out is None and n == 1 and (joined := side_by_side(arrays)) is not None:
             return joined.view(1, -1)
@@ -253,16 +304,23 @@ class Workspace(Ops[Tensor]):
         if n == 1 and out is None:
             return torch.cat([x.reshape(1, -1) for x in arrays], dim=1, out=matrix)
         for x, columns in zip(arrays, torch.split(matrix, lengths, dim=1), strict=True):
-            if x.data_ptr() != columns.data_ptr() or x.stride() != columns.stride():  # else it lies there already
+            # else it lies there already
+            if x.data_ptr() != columns.data_ptr() or x.stride() != columns.stride():
                 _fill(columns, x)
         return matrix
 
     def from_rows(
-        self, matrix: Tensor, shapes: Sequence[tuple[int, ...]], *, out: Sequence[Tensor] | None = None
+        self,
+        matrix: Tensor,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        out: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
         n = matrix.shape[0]
         arrays = [matrix.new_empty(shape) for shape in shapes] if out is None else list(out)
-        for x, columns in zip(arrays, torch.split(matrix, [-(-x.numel() // n) for x in arrays], dim=1), strict=True):
+        for x, columns in zip(
+            arrays, torch.split(matrix, [-(-x.numel() // n) for x in arrays], dim=1), strict=True
+        ):
             if x.is_contiguous() and x.numel() == columns.numel():
                 if x.data_ptr() != columns.data_ptr():  # else it lies there already
                     x.view(columns.shape).copy_(columns)
@@ -281,10 +339,13 @@ class Workspace(Ops[Tensor]):
         first = arrays[0]
         return torch.stack(list(arrays), out=self.temporary((len(arrays), *first.shape), first))
 
-    def by_rows(self, f: Callable[..., Tensor], *arrays: Tensor, out: Tensor | None = None) -> Tensor:
+    def by_rows(
+        self, f: Callable[..., Tensor], *arrays: Tensor, out: Tensor | None = None
+    ) -> Tensor:
         n, width = arrays[0].shape[-2:]
         some = max(1, IN_CACHE // max(1, width)) if self.host_knows else n
-        # Of a single row a view may have other strides, and then torch takes it for other memory that overlaps.
+        # Of a single row a view may have other strides, and then torch takes it for other memory
+        # that overlaps.
         rows = None if out is None or not n else out if out.ndim == 2 else out.view(n, -1)
         if n <= some and self._scratch is not self.short_lived:
             return _within(rows, f(*arrays, out=rows))
@@ -313,17 +374,26 @@ class Workspace(Ops[Tensor]):
         """Copy each array to its place, of its shape and dtype."""
         # As vectors where they are: torch copies several at a time only where strides are the same.
         pairs = [
-            (place.view(-1), x.view(-1)) if place.is_contiguous() and x.is_contiguous() else (place, x)
+            (
+                (place.view(-1), x.view(-1))
+                if place.is_contiguous() and x.is_contiguous()
+                else (place, x)
+            )
             for place, x in zip(places, xs, strict=True)
         ]
         foreach_copy_([place for place, _ in pairs], [x for _, x in pairs])
 
     def add_in_order(self, out: Tensor, every: Tensor) -> None:
-        """Add to an array on the CPU each of several (W, …), one after the other: an absent replica, of zeros, changes no bit, and no processor has an order of its own."""
-        row = self.constant(("into one row", len(every)), lambda: self.zeros((len(every),), "int64"))
+        """Add to an array on the CPU each of several (W, …), one after the other: an absent
+        replica, of zeros, changes no bit, and no processor has an order of its own."""
+        row = self.constant(
+            ("into one row", len(every)), lambda: self.zeros((len(every),), "int64")
+        )
         out.unsqueeze(0).index_add_(0, row, every)
 
-    def add_to_slice(self, x: Tensor, part: Tensor, n: int, i: Any, shape: tuple[int, ...]) -> Tensor:
+    def add_to_slice(
+        self, x: Tensor, part: Tensor, n: int, i: Any, shape: tuple[int, ...]
+    ) -> Tensor:
         k = part.shape[0]
         x[i * k : (i + 1) * k] += part
         return x
@@ -347,11 +417,16 @@ def _within(out: Tensor | None, result: Tensor) -> Tensor:
     if out is None:
         return result
     place = out.view(result.shape)
-    return place if place.data_ptr() == result.data_ptr() and place.dtype == result.dtype else place.copy_(result)
+    return (
+        place
+        if place.data_ptr() == result.data_ptr() and place.dtype == result.dtype
+        else place.copy_(result)
+    )
 
 
 def _fill(columns: Tensor, x: Tensor) -> None:
-    """Write `x`, flattened, row by row into a matrix of at least as many elements, and zeros into the rest."""
+    """Write `x`, flattened, row by row into a matrix of at least as many elements, and zeros into
+    the rest."""
     n, k = columns.shape
     if x.numel() == n * k:
         columns.copy_(x.reshape(n, k))

@@ -1,1 +1,2 @@
-"""What happens once, before the first step: an algorithm is tried out, ranks are compared, process groups are made."""
+"""What happens once, before the first step: an algorithm is tried out, ranks are compared, process
+groups are made."""

@@ -1,4 +1,5 @@
-"""What every entry point does before the first step: a dry run of the algorithm, compare with all ranks, make process groups, say what will be done."""
+"""What every entry point does before the first step: a dry run of the algorithm, compare with all
+ranks, make process groups, say what will be done."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ logger = logging.getLogger("gradwire")
 
 
 def require_gradient_algorithm(algorithm: object) -> None:
-    """Raise TypeError for what is no algorithm. A schedule is one for `local_sgd`, which `rank_checks.obstacle` says."""
+    """Raise TypeError for what is no algorithm. A schedule is one for `local_sgd`, which
+    `rank_checks.obstacle` says."""
     if not isinstance(algorithm, Schedule):
         require_algorithm(algorithm)
 
@@ -83,8 +85,8 @@ def prepared(
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of running the steps of an algorithm without data: an obstacle, "" if there is none; the groups that it averages in; and what it
-    does, None where nobody has tried."""
+    """What came of running the steps of an algorithm without data: an obstacle, "" if there is
+    none; the groups that it averages in; and what it does, None where nobody has tried."""
 
     obstacle: str = ""
     groups: Sequence[Groups] = ()
@@ -98,21 +100,25 @@ def tried(
     device: torch.device | None,
     frozen: Collection[str] = (),
 ) -> Trial:
-    """Run the steps of an algorithm without data, once; then on known data, where the device is an accelerator: see `gradwire.torch_backend.setup.self_check`."""
+    """Run the steps of an algorithm without data, once; then on known data, where the device is an
+    accelerator: see `gradwire.torch_backend.setup.self_check`."""
     trial = _dry(algorithm, specs, replicas, frozen)
     if trial.obstacle or trial.summary is None:
         return trial
     return replace(trial, obstacle=wrong_here(algorithm, specs, replicas, device))
 
 
-def _dry(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen: Collection[str]) -> Trial:
+def _dry(
+    algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen: Collection[str]
+) -> Trial:
     try:
         dry = dry_run(algorithm, specs, replicas)
         for request in dry.requests:
             if not answerable(request, optimizer=False):
                 return Trial(
-                    f"{algorithm!r} asks for {type(request).__name__}, which nobody answers while gradients are averaged; "
-                    "gradwire.torch_backend.ZeroOptimizer has the driver of sharded optimizers"
+                    f"{algorithm!r} asks for {type(request).__name__}, which nobody answers while"
+                    " gradients are averaged; gradwire.torch_backend.ZeroOptimizer has the driver"
+                    " of sharded optimizers"
                 )
         settings_of(dry.requests)
         levels, groups = levels_of(algorithm), list(dry.groups)
@@ -126,8 +132,8 @@ def _dry(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, frozen:
         if not fits:
             return Trial(str(error))
         return Trial(
-            f"{error.option} pattern {error.pattern!r} fits frozen parameters only, {some(fits, 1)}, which have no gradient to average; "
-            "leave it out"
+            f"{error.option} pattern {error.pattern!r} fits frozen parameters only,"
+            f" {some(fits, 1)}, which have no gradient to average; leave it out"
         )
     except (ValueError, UnknownRequest, NotPortable) as error:
         return Trial(str(error))
@@ -147,38 +153,57 @@ def announce(driver: Driver, trial: Trial) -> None:
 def _on_nodes(driver: Driver) -> str:
     """Whether two levels would send less between the nodes that torchrun has told of."""
     local, ranks = os.environ.get("LOCAL_WORLD_SIZE", ""), dist.get_world_size(driver.process_group)
-    if not local.isdigit() or not int(local) or ranks != dist.get_world_size() or ranks % int(local):
+    if (
+        not local.isdigit()
+        or not int(local)
+        or ranks != dist.get_world_size()
+        or ranks % int(local)
+    ):
         return ""
     library: Library = "gloo" if driver.ops.device.type == "cpu" else "nccl"
-    return advice_on_nodes(driver.algorithm, driver.specs, links_of(None, ranks, ranks // int(local), library))
+    return advice_on_nodes(
+        driver.algorithm, driver.specs, links_of(None, ranks, ranks // int(local), library)
+    )
 
 
 def in_one_line(driver: Driver) -> str:
     """What it does; the `repr` alone of an algorithm that cannot be tried without data."""
     try:
-        return str(summary(driver.algorithm, driver.specs, dist.get_world_size(driver.process_group)))
+        return str(
+            summary(driver.algorithm, driver.specs, dist.get_world_size(driver.process_group))
+        )
     except Exception:
         return repr(driver.algorithm)
 
 
 @outside_inference_mode
 def reconfigured(
-    driver: Driver, algorithm: Algorithm, settings: Mapping[str, str], *, in_buckets: bool = True, **options: Any
+    driver: Driver,
+    algorithm: Algorithm,
+    settings: Mapping[str, str],
+    *,
+    in_buckets: bool = True,
+    **options: Any,
 ) -> tuple[Driver, StateMismatch]:
-    """A driver of another algorithm that goes on from the step and the memory of this one, of which nothing is changed; and what of the memory does not fit it. To be
-    called on all ranks. `settings` have to be equal on them besides, and `options` of `Driver` are given in place of this one's.
+    """A driver of another algorithm that goes on from the step and the memory of this one, of which
+    nothing is changed; and what of the memory does not fit it. To be called on all ranks.
+    `settings` have to be equal on them besides, and `options` of `Driver` are given in place of
+    this one's.
 
     Raises:
         TypeError: no algorithm.
         ValueError: on all ranks, if it cannot be served or they differ.
-        RuntimeError: some ranks have not called it within 10 minutes, or the timeout that the process group was given.
+        RuntimeError: some ranks have not called it within 10 minutes, or the timeout that the
+            process group was given.
     """
     require_gradient_algorithm(algorithm)
     meet_to_change(driver.memory.placement.meetings)
     algorithm = on_nodes(algorithm, driver.process_group, driver.ops.device)
     trial = Trial(algorithm_obstacle(algorithm, in_buckets=in_buckets))
     if not trial.obstacle:
-        trial = tried(algorithm, driver.specs, dist.get_world_size(driver.process_group), driver.ops.device)
+        trial = tried(
+            algorithm, driver.specs, dist.get_world_size(driver.process_group), driver.ops.device
+        )
     settings = {
         "algorithm": repr(algorithm),
         "step": str(driver.memory.steps),
@@ -186,7 +211,10 @@ def reconfigured(
         "groups": str(list(trial.groups)),
     }
     require_same_on_all_ranks(driver.process_group, settings, {}, trial.obstacle, driver.ops.device)
-    kept: dict[str, Any] = {"message_bytes": driver.message_bytes, "grad_scaler": driver.memory.scale.scaler}
+    kept: dict[str, Any] = {
+        "message_bytes": driver.message_bytes,
+        "grad_scaler": driver.memory.scale.scaler,
+    }
     new = driver.successor(algorithm, driver.groups.also(trial.groups), **kept | options)
     difference = new.continue_from(driver)
     new.discarding = driver.discarding

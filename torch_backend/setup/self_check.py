@@ -1,4 +1,5 @@
-"""Known answers on this rank's device: steps of an algorithm by the kernels that will run it, against NumPy's."""
+"""Known answers on this rank's device: steps of an algorithm by the kernels that will run it,
+against NumPy's."""
 
 from __future__ import annotations
 
@@ -21,22 +22,31 @@ from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.ops.workspace import Scratch
 
 
-def wrong_here(algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, device: torch.device | None) -> str:
-    """What an algorithm gets wrong on a device, in words; "" if nothing is, or it was not looked at: see `gradwire.core.simulate.self_check.self_check`.
+def wrong_here(
+    algorithm: Algorithm, specs: Mapping[str, Spec], replicas: int, device: torch.device | None
+) -> str:
+    """What an algorithm gets wrong on a device, in words; "" if nothing is, or it was not looked
+    at: see `gradwire.core.simulate.self_check.self_check`.
 
-    Nothing of the user's settings has a part in it, and none is changed. While a CUDA graph is captured nothing can be looked at.
+    Nothing of the user's settings has a part in it, and none is changed. While a CUDA graph is
+    captured nothing can be looked at.
     """
     if device is None or device.type == "meta" or capturing():
         return ""
     place = Place(_kind(device), f"torch {torch.__version__}", on_cpu=device.type == "cpu")
-    return self_check(algorithm, specs, replicas, place, lambda what, dtype: _Steps(what, dtype, device))
+    return self_check(
+        algorithm, specs, replicas, place, lambda what, dtype: _Steps(what, dtype, device)
+    )
 
 
 def _kind(device: torch.device) -> str:
     """What of a device decides how it computes."""
     if device.type != "cuda":
         return device.type
-    return f"cuda ({torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda or torch.version.hip})"
+    return (
+        f"cuda ({torch.cuda.get_device_name(device)}, CUDA"
+        f" {torch.version.cuda or torch.version.hip})"
+    )
 
 
 class _Steps:
@@ -57,7 +67,9 @@ class _Steps:
         """The averages and the memory of each replica."""
         with _apart(self._device), self._ops.scratch(Scratch()):
             programs = [
-                self._algorithm.step(self._ops, self._gradients(g), self._memory(state), known.number)
+                self._algorithm.step(
+                    self._ops, self._gradients(g), self._memory(state), known.number
+                )
                 for g, state in zip(known.gradients, known.before, strict=True)
             ]
             results = lock_step_of(programs, self._to_numpy, self._from_numpy)
@@ -70,7 +82,9 @@ class _Steps:
     def _memory(self, state: State[NDArray]) -> State[Tensor]:
         shared = {key: self._tensor(x, self._dtypes.shared[key]) for key, x in state.shared.items()}
         tensors = {
-            name: {key: self._tensor(x, self._dtypes.tensors[name][key]) for key, x in memory.items()}
+            name: {
+                key: self._tensor(x, self._dtypes.tensors[name][key]) for key, x in memory.items()
+            }
             for name, memory in state.tensors.items()
         }
         return State(shared, tensors)
@@ -84,7 +98,9 @@ class _Steps:
 
     def _to_numpy(self, x: Tensor) -> NDArray:
         x = x.detach().to("cpu")
-        if x.dtype in (torch.float16, torch.bfloat16) or (x.is_floating_point() and x.dtype.itemsize == 1):
+        if x.dtype in (torch.float16, torch.bfloat16) or (
+            x.is_floating_point() and x.dtype.itemsize == 1
+        ):
             x = x.to(torch.float32)
         found: NDArray = x.numpy().copy()
         return found
@@ -92,7 +108,8 @@ class _Steps:
 
 @contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """A context apart: without gradients, the user's autocast and precision of products, and with the device as the current one."""
+    """A context apart: without gradients, the user's autocast and precision of products, and with
+    the device as the current one."""
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.no_grad(), plain_arithmetic(device), torch.device("cpu"), current:
         yield

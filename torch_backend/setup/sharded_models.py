@@ -1,4 +1,5 @@
-"""Models whose parameters are sharded already (FSDP, DTensors): refused by name, with what serves them."""
+"""Models whose parameters are sharded already (FSDP, DTensors): refused by name, with what serves
+them."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ from torch import Tensor
 
 #: What compresses between replicas of a sharded model.
 INSTEAD = (
-    "Shard over one axis of the mesh, fully_shard(model, mesh=mesh['shard']), and compress over the other: "
-    "gradwire.torch_backend.compress_replicas(model, algorithm, mesh['replicate']); or average between backward and step: "
-    "gradwire.torch_backend.Averager(algorithm, {name: p.to_local() for name, p in model.named_parameters()}, mesh.get_group('replicate'))"
+    "Shard over one axis of the mesh, fully_shard(model, mesh=mesh['shard']), and compress over the"
+    " other: gradwire.torch_backend.compress_replicas(model, algorithm, mesh['replicate']); or"
+    " average between backward and step: gradwire.torch_backend.Averager(algorithm, {name:"
+    " p.to_local() for name, p in model.named_parameters()}, mesh.get_group('replicate'))"
 )
 
 
 def is_fsdp(module: object) -> bool:
-    """Whether a module is wrapped in FSDP1, or `fully_shard` has made it one of FSDP2's. Nothing is imported for it."""
+    """Whether a module is wrapped in FSDP1, or `fully_shard` has made it one of FSDP2's. Nothing is
+    imported for it."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     kinds = (getattr(fsdp, name, None) for name in ("FSDPModule", "FullyShardedDataParallel"))
     return isinstance(module, tuple(kind for kind in kinds if kind is not None))

@@ -1,12 +1,15 @@
-"""Memory of parameters that are cut into blocks, in a saved state: each block under a name of its own, and cut anew where blocks are others.
+"""Memory of parameters that are cut into blocks, in a saved state: each block under a name of its
+own, and cut anew where blocks are others.
 
     "layer.weight[0:128]"      rows 0 to 127 of the parameter "layer.weight"
     "layer.weight[:, 64:128]"  columns 64 to 127
     "layer.weight"             all of it
 
-What replicas remember each for itself, the error, lies as its parameter does: it is put together of the blocks in a state and cut again. A factor
-of one block is not a part of another's. Where blocks are others it carries over if its shape does not depend on where the parameter was cut: a
-block begins with the factor of the one that it shares most with, which is a start as good as that of the step before. Others begin anew.
+What replicas remember each for itself, the error, lies as its parameter does: it is put together of
+the blocks in a state and cut again. A factor of one block is not a part of another's. Where blocks
+are others it carries over if its shape does not depend on where the parameter was cut: a block
+begins with the factor of the one that it shares most with, which is a start as good as that of the
+step before. Others begin anew.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ class Piece:
 
     def name(self, parameter: str) -> str:
         """What this block of the parameter is called in a saved state."""
-        return parameter if self.whole else f"{parameter}[{':, ' * self.axis}{self.start}:{self.stop}]"
+        return (
+            parameter if self.whole else f"{parameter}[{':, ' * self.axis}{self.start}:{self.stop}]"
+        )
 
     def common(self, other: Piece) -> int:
         """How many indices two blocks have in common."""
@@ -56,12 +61,17 @@ def parameter_of(name: str) -> tuple[str, Piece | None]:
     found = NAME.fullmatch(name)
     if found is None:
         return name, None
-    return found["parameter"], Piece(found["before"].count(":"), int(found["start"]), int(found["stop"]))
+    return found["parameter"], Piece(
+        found["before"].count(":"), int(found["start"]), int(found["stop"])
+    )
 
 
-def recut(state: Mapping[str, Any], pieces: Mapping[str, Piece], current: State[Tensor]) -> dict[str, Any]:
-    """A portable state of any blocks, with tensors in it, cut into these pieces of parameters; all of what is not named. It is under the names of the
-    parameters. What this model has no such parameter for is still in it, by its own name.
+def recut(
+    state: Mapping[str, Any], pieces: Mapping[str, Piece], current: State[Tensor]
+) -> dict[str, Any]:
+    """A portable state of any blocks, with tensors in it, cut into these pieces of parameters; all
+    of what is not named. It is under the names of the parameters. What this model has no such
+    parameter for is still in it, by its own name.
 
     `current` is the memory here, which says what there is to find and is what begins anew.
     """
@@ -77,7 +87,9 @@ def recut(state: Mapping[str, Any], pieces: Mapping[str, Piece], current: State[
                 _put(found, name if len(theirs) > 1 else parameter, memory)
             continue
         exact = _named(theirs, wanted)
-        if exact is not None and (len(theirs) == 1 or ours is None or ours.keys() <= {key for _, key in exact}):
+        if exact is not None and (
+            len(theirs) == 1 or ours is None or ours.keys() <= {key for _, key in exact}
+        ):
             _put(found, parameter, exact)
         elif theirs and ours is not None:
             _put(found, parameter, _cut(theirs, wanted, exact or {}, ours))
@@ -95,7 +107,9 @@ def _blocks(state: Mapping[str, Any], current: State[Tensor]) -> dict[str, list[
     blocks: dict[str, list[Block]] = {}
     for name in names:
         parameter, piece = (name, None) if name in current.tensors else parameter_of(name)
-        memory = {(s, key): x for s in ("tensors", "local") for key, x in state[s].get(name, {}).items()}
+        memory = {
+            (s, key): x for s in ("tensors", "local") for key, x in state[s].get(name, {}).items()
+        }
         blocks.setdefault(parameter, []).append((name, piece, memory))
     return blocks
 
@@ -120,7 +134,9 @@ def _put(state: dict[str, Any], name: str, memory: Memory) -> None:
         state[section].setdefault(name, {})[key] = x
 
 
-def _cut(blocks: list[Block], wanted: Piece | None, exact: Memory, ours: Mapping[str, Tensor]) -> Memory:
+def _cut(
+    blocks: list[Block], wanted: Piece | None, exact: Memory, ours: Mapping[str, Tensor]
+) -> Memory:
     sections = {key: section for _, _, memory in blocks for section, key in memory}
     cut: Memory = {}
     for key, here in ours.items():
@@ -135,22 +151,32 @@ def _cut(blocks: list[Block], wanted: Piece | None, exact: Memory, ours: Mapping
     return cut
 
 
-def _lies_as_its_parameter(blocks: list[Block], place: tuple[str, str], wanted: Piece | None) -> bool:
-    """Whether what replicas have for themselves, and what else has the length of its block along the axis of the cut."""
+def _lies_as_its_parameter(
+    blocks: list[Block], place: tuple[str, str], wanted: Piece | None
+) -> bool:
+    """Whether what replicas have for themselves, and what else has the length of its block along
+    the axis of the cut."""
     found = [(piece, memory[place]) for _, piece, memory in blocks if place in memory]
 
     def has_its_length(piece: Piece | None, x: Tensor) -> bool:
         if piece is None:  # all of it
-            return wanted is not None and x.dim() > wanted.axis and x.shape[wanted.axis] == wanted.length
+            return (
+                wanted is not None
+                and x.dim() > wanted.axis
+                and x.shape[wanted.axis] == wanted.length
+            )
         return x.dim() > piece.axis and x.shape[piece.axis] == piece.size
 
-    return bool(found) and (place[0] == "local" or all(has_its_length(piece, x) for piece, x in found))
+    return bool(found) and (
+        place[0] == "local" or all(has_its_length(piece, x) for piece, x in found)
+    )
 
 
 def _assembled(
     blocks: list[Block], wanted: Piece | None, place: tuple[str, str], shape: Sequence[int]
 ) -> Tensor | None:
-    """What is wanted of all blocks together. Blocks that were not compressed had no error: zeros. None if these are not of such a parameter."""
+    """What is wanted of all blocks together. Blocks that were not compressed had no error: zeros.
+    None if these are not of such a parameter."""
     parts = [(piece, memory[place]) for _, piece, memory in blocks if place in memory]
     leading = int(place[0] == "local")  # an axis for the replicas
     full = list(shape)
@@ -160,15 +186,20 @@ def _assembled(
     for piece, x in parts:
         if piece is not None and (piece.axis >= len(full) or piece.stop > full[piece.axis]):
             return None
-        target = whole if piece is None else whole.narrow(piece.axis + leading, piece.start, piece.size)
+        target = (
+            whole if piece is None else whole.narrow(piece.axis + leading, piece.start, piece.size)
+        )
         if target.shape != x.shape:
             return None
         target.copy_(x)
-    return whole if wanted is None else whole.narrow(wanted.axis + leading, wanted.start, wanted.size)
+    return (
+        whole if wanted is None else whole.narrow(wanted.axis + leading, wanted.start, wanted.size)
+    )
 
 
 def _carried(blocks: list[Block], wanted: Piece | None, key: str, here: Tensor) -> Tensor:
-    """The factor of the block that has most in common with the one that is wanted; else what is here."""
+    """The factor of the block that has most in common with the one that is wanted; else what is
+    here."""
     best, most = here.cpu(), -1
     for _, piece, memory in blocks:
         x = memory.get(("tensors", key))

@@ -1,4 +1,5 @@
-"""What memory that is saved and loaded needs besides: the units of a loss scale, other libraries' arrays, and all ranks at once."""
+"""What memory that is saved and loaded needs besides: the units of a loss scale, other libraries'
+arrays, and all ranks at once."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from gradwire.torch_backend.torch_internals import foreach_mul_, tensor_of_scale
 
 
 class LossScale:
-    """The scale in whose units error memory is; its `value` is a tensor on the device where reading it would make the host wait.
+    """The scale in whose units error memory is; its `value` is a tensor on the device where reading
+    it would make the host wait.
 
-    A `GradScaler` multiplies the loss, so gradients and the compression error are multiples of its scale; when that changes,
-    what is remembered has to follow.
+    A `GradScaler` multiplies the loss, so gradients and the compression error are multiples of its
+    scale; when that changes, what is remembered has to follow.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
@@ -35,7 +37,8 @@ class LossScale:
                 self.value = torch.full_like(scale, self.value)
             if errors:  # torch refuses an empty list
                 foreach_mul_(list(errors), scale / self.value)
-            # In place: steps may run on different streams, and memory belongs to the one that took it.
+            # In place: steps may run on different streams, and memory belongs to the one that took
+            # it.
             self.value.copy_(scale)
         else:
             self._rescale(errors, scale)
@@ -60,7 +63,8 @@ def scale_of(scaler: torch.amp.GradScaler) -> float | Tensor:
 
 
 def to_tensors(state: Any) -> Any:
-    """A state with tensors in place of NumPy's and JAX's arrays, which checkpoint libraries and the other backend give."""
+    """A state with tensors in place of NumPy's and JAX's arrays, which checkpoint libraries and the
+    other backend give."""
     if isinstance(state, Mapping):
         return {key: to_tensors(value) for key, value in state.items()}
     if isinstance(state, (Tensor, bool, int, float, str)) or not hasattr(state, "__array__"):
@@ -72,10 +76,11 @@ def to_tensors(state: Any) -> Any:
 
 
 def require_all_ranks(meeting: Meeting, subject: str, instead: str) -> None:
-    """Raise RuntimeError if some ranks do not come to a collective call, which would keep the others waiting."""
+    """Raise RuntimeError if some ranks do not come to a collective call, which would keep the
+    others waiting."""
     reason = (
-        f"{subject} communicates, so every rank calls it, before anything that only one of them does (`if rank == 0:`). {instead} "
-        "communicates nothing"
+        f"{subject} communicates, so every rank calls it, before anything that only one of them"
+        f" does (`if rank == 0:`). {instead} communicates nothing"
     )
     meeting.come(subject, reason, longest=LONGEST)
 
@@ -83,4 +88,6 @@ def require_all_ranks(meeting: Meeting, subject: str, instead: str) -> None:
 def require_receiver(to: int | None, size: int) -> None:
     """Raise ValueError if `to` is neither a rank of so many nor None, all of them."""
     if to is not None and not 0 <= to < size:
-        raise ValueError(f"to={to} is no rank of the {size} in the process group; None sends to all")
+        raise ValueError(
+            f"to={to} is no rank of the {size} in the process group; None sends to all"
+        )

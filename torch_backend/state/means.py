@@ -1,4 +1,5 @@
-"""Means of what each rank has for itself, over all of them, in float64: whole, or a slice for each rank."""
+"""Means of what each rank has for itself, over all of them, in float64: whole, or a slice for each
+rank."""
 
 from __future__ import annotations
 
@@ -27,20 +28,22 @@ def means_over(
     to: int | None = None,
     weights: Sequence[Tensor | None] = (),
 ) -> list[Tensor]:
-    """The means of tensors over the ranks of a group, on the CPU, in messages of 64 MiB however many
-    tensors there are: more memory it takes nowhere.
+    """The means of tensors over the ranks of a group, on the CPU, in messages of 64 MiB however
+    many tensors there are: more memory it takes nowhere.
 
     Args:
         tensors: of any dtypes, anywhere. They are summed in float64, on the `device`.
         to: the rank of the group that receives them, and others nothing of use. None: all do.
-        weights: of each tensor, a scalar by which this rank counts, unless that is 0 on all; None: all
-            count alike. Empty: of all tensors.
+        weights: of each tensor, a scalar by which this rank counts, unless that is 0 on all; None:
+            all count alike. Empty: of all tensors.
     """
     counts = _Counts(weights or [None] * len(tensors), group, device, to)
 
     def average(lot: Sequence[tuple[int, int, int]]) -> None:
         """A message, to its places. Nothing of it is left when the next one is made."""
-        addends = torch.cat([counts.addend(i, tensors[i].reshape(-1)[start:stop]) for i, start, stop in lot])
+        addends = torch.cat(
+            [counts.addend(i, tensors[i].reshape(-1)[start:stop]) for i, start, stop in lot]
+        )
         total = torch.split(_sum_over(addends, group, to), [stop - start for _, start, stop in lot])
         for (i, start, stop), part in zip(lot, total, strict=True):
             means[i].view(-1)[start:stop].copy_(part.div_(counts.of[i]))
@@ -52,10 +55,14 @@ def means_over(
 
 
 def mean_slices(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, weights: Sequence[Tensor | None]
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    weights: Sequence[Tensor | None],
 ) -> list[Tensor]:
-    """The means of tensors over the ranks of a group, (1, …), as DTensors of which each rank has a slice of
-    the longest axis: nobody holds them whole, and `torch.distributed.checkpoint` writes each slice once.
+    """The means of tensors over the ranks of a group, (1, …), as DTensors of which each rank has a
+    slice of the longest axis: nobody holds them whole, and `torch.distributed.checkpoint` writes
+    each slice once.
 
     Messages are of 64 MiB however many tensors there are. Arguments are those of `means_over`.
     """
@@ -86,26 +93,40 @@ def mean_slices(
         received = torch.empty_like(given)
         dist.all_to_all_single(received, given, group=group)
         del given
-        total = torch.split(received.view(ranks, -1).sum(0), [stop - start for _, start, stop in lot])
+        total = torch.split(
+            received.view(ranks, -1).sum(0), [stop - start for _, start, stop in lot]
+        )
         for (i, start, stop), part in zip(lot, total, strict=True):
             place = means[i].view(-1)[start:stop]
             place.copy_(part[: place.numel()].div_(counts.of[i]))
 
-    means = [torch.empty(slice_of(i, here).shape, dtype=x.dtype, device=device) for i, x in enumerate(tensors)]
-    sizes = [x.numel() // max(1, x[None].shape[axis]) * n for x, axis, n in zip(tensors, axes, each, strict=True)]
+    means = [
+        torch.empty(slice_of(i, here).shape, dtype=x.dtype, device=device)
+        for i, x in enumerate(tensors)
+    ]
+    sizes = [
+        x.numel() // max(1, x[None].shape[axis]) * n
+        for x, axis, n in zip(tensors, axes, each, strict=True)
+    ]
     for lot in _lots(sizes, max(1, SUMMED_AT_ONCE // ranks)):
         average(lot)
     mesh = DeviceMesh.from_group(group, device.type)
     return [
         DTensor.from_local(
-            own, mesh, [Shard(axis)], run_check=False, shape=x[None].shape, stride=x[None].contiguous().stride()
+            own,
+            mesh,
+            [Shard(axis)],
+            run_check=False,
+            shape=x[None].shape,
+            stride=x[None].contiguous().stride(),
         )
         for own, x, axis in zip(means, tensors, axes, strict=True)
     ]
 
 
 def put_together(x: Tensor) -> Tensor:
-    """A tensor of which each rank has a slice, whole, on the CPU; any other one as it is. Every rank calls this."""
+    """A tensor of which each rank has a slice, whole, on the CPU; any other one as it is. Every
+    rank calls this."""
     return x.full_tensor().cpu() if hasattr(x, "full_tensor") else x
 
 
@@ -113,10 +134,16 @@ class _Counts:
     """What each tensor of this rank counts for, and all ranks' together: `of`."""
 
     def __init__(
-        self, weights: Sequence[Tensor | None], group: dist.ProcessGroup, device: torch.device, to: int | None
+        self,
+        weights: Sequence[Tensor | None],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        to: int | None,
     ) -> None:
         self._device = device
-        self._here = [None if w is None else w.reshape(()).to(device, torch.float64) for w in weights]
+        self._here = [
+            None if w is None else w.reshape(()).to(device, torch.float64) for w in weights
+        ]
         self.of: list[Any] = [dist.get_world_size(group)] * len(weights)
         weighted = [i for i, w in enumerate(self._here) if w is not None]
         if weighted:
@@ -131,7 +158,8 @@ class _Counts:
 
 
 def _lots(sizes: Sequence[int], at_once: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Vectors of these sizes in messages of so many elements: of each which elements of which vector are in it."""
+    """Vectors of these sizes in messages of so many elements: of each which elements of which
+    vector are in it."""
     lot, room = list[tuple[int, int, int]](), at_once
     for i, size in enumerate(sizes):
         start = 0

@@ -1,7 +1,9 @@
 """An algorithm's memory on this rank: where it lies, and its forms outside a program.
 
-**Own**, of this rank alone; **portable**, of all ranks, see `gradwire.core.state.checkpoint`; **whole**, what tools save on every rank. A placement knows what
-belongs to whom: `Replicated` where each rank has whole parameters, `gradwire.torch_backend.fsdp.checkpoint.Sharded` where it has blocks of them.
+**Own**, of this rank alone; **portable**, of all ranks, see `gradwire.core.state.checkpoint`;
+**whole**, what tools save on every rank. A placement knows what belongs to whom: `Replicated` where
+each rank has whole parameters, `gradwire.torch_backend.fsdp.checkpoint.Sharded` where it has blocks
+of them.
 """
 
 from __future__ import annotations
@@ -27,8 +29,19 @@ from gradwire.torch_backend.engine.groups.process_groups import ProcessGroups
 from gradwire.torch_backend.monitor.stats import Sent
 from gradwire.torch_backend.ops.kernels import TorchOps
 from gradwire.torch_backend.state.blocks import Piece, recut
-from gradwire.torch_backend.state.loss_scale import LossScale, require_all_ranks, require_receiver, to_tensors
-from gradwire.torch_backend.state.means import counted, mean_over, mean_slices, means_over, put_together
+from gradwire.torch_backend.state.loss_scale import (
+    LossScale,
+    require_all_ranks,
+    require_receiver,
+    to_tensors,
+)
+from gradwire.torch_backend.state.means import (
+    counted,
+    mean_over,
+    mean_slices,
+    means_over,
+    put_together,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +83,8 @@ class Memory:
         sent: in them, by this rank.
         scale: in whose units errors are.
         loaded: digest of what was loaded into it, "" if nothing was.
-        left: of fragments whose differences are on their way, after which step they have left. None: there are no such.
+        left: of fragments whose differences are on their way, after which step they have left.
+            None: there are no such.
         wait: called before the host reads or writes the memory.
     """
 
@@ -99,7 +113,8 @@ class Memory:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a state says of itself that is of this very rank, of as many, and of this algorithm."""
+        """What a state says of itself that is of this very rank, of as many, and of this
+        algorithm."""
         return {"algorithm": repr(self.algorithm), **self.placement.identity}
 
     def errors(self, names: Collection[str] | None = None) -> list[Tensor]:
@@ -117,7 +132,12 @@ class Memory:
         """The own form, of copies. Communicates nothing."""
         lent = self.lent()
         tensors = {name: _copies(memory) for name, memory in lent["tensors"].items()}
-        return {**lent, "shared": _copies(lent["shared"]), "tensors": tensors, **self.placement.identity}
+        return {
+            **lent,
+            "shared": _copies(lent["shared"]),
+            "tensors": tensors,
+            **self.placement.identity,
+        }
 
     def lent(self) -> dict[str, Any]:
         """The memory itself, as a state of one replica that does not say whose it is."""
@@ -135,21 +155,24 @@ class Memory:
         return state if scale == 1 else state | {"scale": scale}
 
     def whole(self, *, sliced: bool = False) -> dict[str, Any]:
-        """The whole form, with the mean error; `sliced`: as tensors of which each rank has a slice. Every rank calls this. Raises RuntimeError if
-        some do not."""
+        """The whole form, with the mean error; `sliced`: as tensors of which each rank has a slice.
+        Every rank calls this. Raises RuntimeError if some do not."""
         self.placement.meet("state_dict()")
         # The scale always: tools fill what a new run gives, key by key.
         return {"scale": 1.0, **self.placement.whole(self, sliced)}
 
     def portable(self, errors: str = "mean", to: int | None = 0) -> dict[str, Any] | None:
-        """The portable form, on the CPU of rank `to` or of all, with one row of errors, their "mean", or "all". Every rank calls this.
+        """The portable form, on the CPU of rank `to` or of all, with one row of errors, their
+        "mean", or "all". Every rank calls this.
 
         Raises:
             ValueError: an argument is none of these.
             RuntimeError: some ranks have not called it.
         """
         if errors not in ("mean", "all"):
-            raise ValueError(f"errors={errors!r} must be 'mean', one copy, or 'all', one of each rank")
+            raise ValueError(
+                f"errors={errors!r} must be 'mean', one copy, or 'all', one of each rank"
+            )
         require_receiver(to, self.placement.place[1])
         self.placement.meet("gathered_state_dict()")
         return self.placement.portable(self, errors, to)
@@ -163,18 +186,33 @@ class Memory:
         checkpoint.require_kind(saved, self.kind, ())
         state = self.placement.given(to_tensors(saved), self)
         checkpoint.require_kind(state, self.kind, checkpoint.COMMON)
-        steps, scale, name = checkpoint.step_in(state), checkpoint.scale_in(state), repr(self.algorithm)
+        steps, scale, name = (
+            checkpoint.step_in(state),
+            checkpoint.scale_in(state),
+            repr(self.algorithm),
+        )
         if "rank" in state:
             self.placement.require_own(state)
         elif "replicas" in state:
             checkpoint.require_portable(state)
-            name, state = repr(without_levels(self.algorithm)), recut(state, self.placement.pieces, self.state)
+            name, state = (
+                repr(without_levels(self.algorithm)),
+                recut(state, self.placement.pieces, self.state),
+            )
             state = self._row(state)
         loaded, difference = checkpoint.fit(state, name, self.state, self.kind)
         if difference and strict:
             raise ValueError(f"{difference}. Load it with strict=False to keep what fits")
         left, sent = _left_in(state), Sent.of_state(state["sent"]) if "sent" in state else None
-        return Fitted(loaded, difference, steps, scale, _digest(loaded, self.state, self.per_replica), left, sent)
+        return Fitted(
+            loaded,
+            difference,
+            steps,
+            scale,
+            _digest(loaded, self.state, self.per_replica),
+            left,
+            sent,
+        )
 
     def take(self, found: Fitted) -> None:
         """Go on from what fits, in place."""
@@ -190,12 +228,13 @@ class Memory:
         self.loaded = f"{self.loaded} {found.digest}" if found.difference else found.digest
 
     def continue_from(self, other: Memory) -> StateMismatch:
-        """Take over the memory of another algorithm for the same parameters, as far as it fits, with its steps and its units. To be called on all ranks.
-        Returns what did not fit."""
+        """Take over the memory of another algorithm for the same parameters, as far as it fits,
+        with its steps and its units. To be called on all ranks. Returns what did not fit."""
         name, before = repr(without_levels(self.algorithm)), other.lent()
         if not self.placement.keeps_rows(self.algorithm, other.algorithm):
             # Ranks that become a node go on with one error.
-            whole = Replicated.portable(other.placement, other, "mean", None)  # of whole parameters, or of blocks
+            # of whole parameters, or of blocks
+            whole = Replicated.portable(other.placement, other, "mean", None)
             assert whole is not None
             before = self._row(whole)
         equal_now = set(other.per_replica) - set(self.per_replica)
@@ -229,7 +268,8 @@ class Memory:
 
 
 class Replicated:
-    """Each rank is a replica and has whole parameters. With two levels the ranks of a node remember the same, and have one row among them.
+    """Each rank is a replica and has whole parameters. With two levels the ranks of a node remember
+    the same, and have one row among them.
 
     Attributes:
         groups: of the replicas.
@@ -250,7 +290,8 @@ class Replicated:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The number of this rank, and how many there are: shard by shard of one replica after the other."""
+        """The number of this rank, and how many there are: shard by shard of one replica after the
+        other."""
         own = self.identity
         shards = own.get("shards", 1)
         return own["rank"] * shards + own.get("shard", 0), own["replicas"] * shards
@@ -261,8 +302,12 @@ class Replicated:
             require_all_ranks(meeting, subject, "rank_state_dict()")
 
     def mean_sent(self, sent: Mapping[str, int]) -> dict[str, int]:
-        """What a rank has sent, on average: a state of all ranks says that. Every rank calls this."""
-        mean = mean_over(torch.tensor(list(sent.values()), dtype=torch.float64, device=self.device), self.groups.whole)
+        """What a rank has sent, on average: a state of all ranks says that. Every rank calls
+        this."""
+        mean = mean_over(
+            torch.tensor(list(sent.values()), dtype=torch.float64, device=self.device),
+            self.groups.whole,
+        )
         return dict(zip(sent, map(round, mean.tolist()), strict=True))
 
     def require_own(self, state: Mapping[str, Any]) -> None:
@@ -271,15 +316,21 @@ class Replicated:
         whose = {key: state.get(key) for key in mine}
         if whose != mine:
             raise ValueError(
-                f"the state is that of {_listed(whose)}, with the error of that rank; this is {_listed(mine)}. Load what state_dict() gives, "
-                "which serves every rank of any number of ranks; of the states of all ranks, gradwire.core.state.checkpoint.gather makes one"
+                f"the state is that of {_listed(whose)}, with the error of that rank; this is"
+                f" {_listed(mine)}. Load what state_dict() gives, which serves every rank of any"
+                " number of ranks; of the states of all ranks,"
+                " gradwire.core.state.checkpoint.gather makes one"
             )
 
     def given(self, state: Mapping[str, Any], memory: Memory) -> Mapping[str, Any]:
-        """A state in any form as a portable one, or as one of one rank. Of slices, every rank calls this."""
+        """A state in any form as a portable one, or as one of one rank. Of slices, every rank calls
+        this."""
         if "local" not in state:
             return state
-        whole = {name: {key: put_together(x) for key, x in kept.items()} for name, kept in state["local"].items()}
+        whole = {
+            name: {key: put_together(x) for key, x in kept.items()}
+            for name, kept in state["local"].items()
+        }
         return {**state, "local": whole}
 
     def whole(self, memory: Memory, sliced: bool) -> dict[str, Any]:
@@ -289,7 +340,8 @@ class Replicated:
         return state
 
     def portable(self, memory: Memory, errors: str, to: int | None) -> dict[str, Any] | None:
-        """The portable form, on rank `to` or on all; `errors` may also be "slices", on all, one of the mean each."""
+        """The portable form, on rank `to` or on all; `errors` may also be "slices", on all, one of
+        the mean each."""
         partition, members = inter_node_groups(memory.algorithm, self.groups.whole)
         state, per_replica = memory.lent(), memory.per_replica
         state["sent"] = self.mean_sent(state["sent"])
@@ -302,7 +354,9 @@ class Replicated:
             name: _on_cpu({k: x for k, x in kept.items() if k not in per_replica})
             for name, kept in state["tensors"].items()
         }
-        own = [(name, k) for name, kept in state["tensors"].items() for k in kept if k in per_replica]
+        own = [
+            (name, k) for name, kept in state["tensors"].items() for k in kept if k in per_replica
+        ]
         memories = [state["tensors"][name][k] for name, k in own]
         weights = [counted(k, state["tensors"][name]) for name, k in own]
         if errors == "slices":
@@ -320,19 +374,21 @@ class Replicated:
         return {**state, "shared": _on_cpu(state["shared"]), "tensors": tensors, "local": local}
 
     def row(self, algorithm: Any) -> tuple[int, int]:
-        """Which row of a portable state is this rank's, of how many: that of its node, if the algorithm has two levels."""
+        """Which row of a portable state is this rank's, of how many: that of its node, if the
+        algorithm has two levels."""
         members = inter_node_groups(algorithm, self.groups.whole)[1]
         return members.index(self.groups.whole.rank()), len(members)
 
     def keeps_rows(self, algorithm: Any, before: Any) -> bool:
-        """Whether what a rank remembers of the algorithm before is its own with this one too: its node is the rank alone, or has the same ranks."""
+        """Whether what a rank remembers of the algorithm before is its own with this one too: its
+        node is the rank alone, or has the same ranks."""
         groups = inter_node_groups(algorithm, self.groups.whole)[0]
         return groups is None or groups == inter_node_groups(before, self.groups.whole)[0]
 
 
 def factors_side_by_side(state: State[Tensor], apart: Collection[str]) -> State[Tensor]:
-    """The same memory, of which all arrays of one key and dtype are views of one array, in order: as they lie in a message, so that one kernel takes
-    them all over.
+    """The same memory, of which all arrays of one key and dtype are views of one array, in order:
+    as they lie in a message, so that one kernel takes them all over.
 
     Args:
         state: fresh.
@@ -346,18 +402,23 @@ def factors_side_by_side(state: State[Tensor], apart: Collection[str]) -> State[
     tensors = {name: dict(memory) for name, memory in state.tensors.items()}
     for (key, _), arrays in places.items():
         flat = torch.cat([x.reshape(-1) for _, x in arrays])
-        for (name, x), piece in zip(arrays, torch.split(flat, [x.numel() for _, x in arrays]), strict=True):
+        for (name, x), piece in zip(
+            arrays, torch.split(flat, [x.numel() for _, x in arrays]), strict=True
+        ):
             tensors[name][key] = piece.view(x.shape)
     return State(state.shared, tensors)
 
 
 def _digest(loaded: State[Tensor], current: State[Tensor], per_replica: Collection[str]) -> str:
-    """The digest of what has to be the same on all ranks in a state that is about to be loaded: everything but per-replica memory, in the dtypes here."""
+    """The digest of what has to be the same on all ranks in a state that is about to be loaded:
+    everything but per-replica memory, in the dtypes here."""
     found = hashlib.sha256()
 
     def note(name: str, x: Tensor, here: Tensor) -> None:
         found.update(name.encode())
-        found.update(x.detach().to("cpu", here.dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        found.update(
+            x.detach().to("cpu", here.dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data
+        )
 
     for key in sorted(loaded.shared):
         note(key, loaded.shared[key], current.shared[key])
@@ -378,7 +439,11 @@ def _rows(x: Tensor, group: dist.ProcessGroup, to: int | None) -> Tensor:
         dist.gather(own, received, dist.get_global_rank(group, to), group=group)
     elif received is not None:
         dist.all_gather(received, own, group=group)
-    return x if received is None else torch.stack([r.view(x.dtype).reshape(x.shape).cpu() for r in received])
+    return (
+        x
+        if received is None
+        else torch.stack([r.view(x.dtype).reshape(x.shape).cpu() for r in received])
+    )
 
 
 def _copies(memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -399,5 +464,7 @@ def _left_in(state: Mapping[str, Any]) -> dict[int, int] | None:
     if left is None:
         return None
     if not isinstance(left, list) or not all(type(step) is int for step in left):
-        raise ValueError(f"left={left!r} in the state must be a list of steps, one for each fragment")
+        raise ValueError(
+            f"left={left!r} in the state must be a list of steps, one for each fragment"
+        )
     return {fragment: step for fragment, step in enumerate(left) if step >= 0}

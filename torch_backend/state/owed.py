@@ -1,4 +1,5 @@
-"""Compression errors that no memory has a place for any more, as after a change of the algorithm: they are added to the next gradients, once."""
+"""Compression errors that no memory has a place for any more, as after a change of the algorithm:
+they are added to the next gradients, once."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Owed:
         self._paid: list[str] = []
 
     def begin(self) -> None:
-        """Begin a step. What has been added to the gradients of one that never ended is owed still."""
+        """Begin a step. What has been added to the gradients of one that never ended is owed
+        still."""
         self._paid = []
 
     @torch.no_grad()
@@ -34,7 +36,8 @@ class Owed:
             self._paid.append(name)
 
     def settle(self, ops: TorchOps, groups: Iterable[Mapping[str, Tensor]]) -> None:
-        """Forget what has been added, unless the step is not finite, and no optimizer takes it. Once for each change of the algorithm, the host waits.
+        """Forget what has been added, unless the step is not finite, and no optimizer takes it.
+        Once for each change of the algorithm, the host waits.
 
         Args:
             groups: the averages of the step, by parameter.

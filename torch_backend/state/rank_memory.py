@@ -1,7 +1,8 @@
 """Each rank's own memory in a checkpoint, beside the mean, and which of the two a run goes on from.
 
-The mean of the errors serves any number of ranks, and is all that a linear method needs. Of others (`TopK`, `Sign`, codes) the same mean of other
-errors sends something else. So each rank saves its own as well, by itself and without sending it to anybody: as many ranks go on from that, bit for
+The mean of the errors serves any number of ranks, and is all that a linear method needs. Of others
+(`TopK`, `Sign`, codes) the same mean of other errors sends something else. So each rank saves its
+own as well, by itself and without sending it to anybody: as many ranks go on from that, bit for
 bit, and another number from the mean.
 """
 
@@ -26,8 +27,10 @@ logger = logging.getLogger("gradwire")
 
 #: Keys of each rank's memory, by its number, and of how many ranks have saved.
 OWN, RANKS = "own", "ranks"
-#: `torch.distributed.checkpoint` refuses to read a key that was not saved, and each rank reads its own. So ranks that may come have empty ones.
-#: A rank beyond these asks for none, and then none is saved either: it could not tell a checkpoint of as many ranks, which had its own, from one of fewer.
+#: `torch.distributed.checkpoint` refuses to read a key that was not saved, and each rank reads its
+#: own. So ranks that may come have empty ones. A rank beyond these asks for none, and then none is
+#: saved either: it could not tell a checkpoint of as many ranks, which had its own, from one of
+#: fewer.
 SLOTS = 256
 
 
@@ -40,13 +43,16 @@ class Remembering(Protocol):
 
 
 class ShardedState:
-    """What `torch.distributed.checkpoint` saves and loads of a compressor: the `sharded_state` of its handle."""
+    """What `torch.distributed.checkpoint` saves and loads of a compressor: the `sharded_state` of
+    its handle."""
 
     def __init__(self, handle: Remembering, memory: Memory) -> None:
         self._handle, self._memory = handle, memory
 
     def state_dict(self) -> dict[str, Any]:
-        """What the handle's `state_dict` gives, the mean error in slices, of which each rank has one; and under "own" this rank's memory as bytes, by its number, of up to `SLOTS` ranks. Every rank calls this."""
+        """What the handle's `state_dict` gives, the mean error in slices, of which each rank has
+        one; and under "own" this rank's memory as bytes, by its number, of up to `SLOTS` ranks.
+        Every rank calls this."""
         whole = self._handle._state_dict(sliced=True)
         if not self._memory.per_replica:
             return whole
@@ -56,13 +62,16 @@ class ShardedState:
             slots[str(number)] = packed(on_cpu(self._handle.rank_state_dict()))
         elif number == 0:
             logger.warning(
-                "sharded_state of %d ranks has the mean of their compression errors alone: it keeps each rank's own of up to %d. To go on bit for bit, save rank_state_dict() of each",
+                "sharded_state of %d ranks has the mean of their compression errors alone: it keeps"
+                " each rank's own of up to %d. To go on bit for bit, save rank_state_dict() of"
+                " each",
                 *(ranks, SLOTS),
             )
         return {**whole, RANKS: ranks} | ({OWN: slots} if slots else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from this rank's own memory if as many ranks have saved it, of this algorithm; else from the mean.
+        """Continue from this rank's own memory if as many ranks have saved it, of this algorithm;
+        else from the mean.
 
         Raises:
             ValueError: see `Handle.load_state_dict`. Nothing has been changed then.
@@ -79,7 +88,8 @@ class ShardedState:
 
 
 def save_beside(path: str | Path, memory: Memory) -> None:
-    """Write this rank's own memory beside a checkpoint's file, if it has any. Communicates nothing. Raises OSError."""
+    """Write this rank's own memory beside a checkpoint's file, if it has any. Communicates nothing.
+    Raises OSError."""
     if memory.per_replica:
         file = _path_of(path, memory)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -88,23 +98,31 @@ def save_beside(path: str | Path, memory: Memory) -> None:
 
 
 def load_beside(
-    path: str | Path | None, whole: Mapping[str, Any], memory: Memory, load: Callable[[Mapping[str, Any]], object]
+    path: str | Path | None,
+    whole: Mapping[str, Any],
+    memory: Memory,
+    load: Callable[[Mapping[str, Any]], object],
 ) -> None:
-    """Continue from what `save_beside` wrote, if as many ranks have, of this algorithm; else from `whole`. Every rank calls this, and they tell each other
-    whether they have found theirs.
+    """Continue from what `save_beside` wrote, if as many ranks have, of this algorithm; else from
+    `whole`. Every rank calls this, and they tell each other whether they have found theirs.
 
     Raises:
-        ValueError: on every rank, if some of them do not find theirs; see also `Handle.load_state_dict`. Nothing has been changed then.
+        ValueError: on every rank, if some of them do not find theirs; see also
+            `Handle.load_state_dict`. Nothing has been changed then.
     """
     own, why_not = _read(path, memory) if path is not None and memory.per_replica else (None, "")
     if own is not None and not _belongs(own, whole, memory):
         own, why_not = None, "it is of another number of ranks, another step or another algorithm"
-    found = gathered_by_all((own is not None, why_not), memory.placement.groups.whole, memory.placement.device)
+    found = gathered_by_all(
+        (own is not None, why_not), memory.placement.groups.whole, memory.placement.device
+    )
     without = [rank for rank, (has, _) in enumerate(found) if not has]
     if 0 < len(without) < len(found):
         raise ValueError(
-            f"ranks [{some(without)}] have no memory of their own beside {path} ({found[without[0]][1]}), and others have. The mean of some ranks' errors is "
-            "not that of all: bring all of these files back; or remove all of them, and every rank begins with the mean"
+            f"ranks [{some(without)}] have no memory of their own beside {path}"
+            f" ({found[without[0]][1]}), and others have. The mean of some ranks' errors is not"
+            " that of all: bring all of these files back; or remove all of them, and every rank"
+            " begins with the mean"
         )
     if own is None and why_not:
         logger.info("Every rank begins with the mean of the errors in %s: %s", path, why_not)

@@ -15,7 +15,8 @@ from gradwire.core.protocol.settings import require_settings, settings_of
 
 
 class Settings(dict[str, Tensor]):
-    """Name → scalar of float32 on the device: a captured graph goes by what is there when it is replayed.
+    """Name → scalar of float32 on the device: a captured graph goes by what is there when it is
+    replayed.
 
     Args:
         asked: name → default, of what the algorithm asks for.
@@ -24,14 +25,15 @@ class Settings(dict[str, Tensor]):
 
     def __init__(self, asked: Mapping[str, float], device: torch.device) -> None:
         super().__init__()
-        #: Of which the loop has said something: the others are as the algorithm has them by default.
+        #: Of which the loop has said something: the others are as the algorithm has them by
+        #: default.
         self.said: set[str] = set()
         for name, x in asked.items():
             self[name] = torch.tensor(x, dtype=torch.float32, device=device)
 
     def say(self, given: Mapping[str, Any], algorithm: object) -> None:
-        """Take over what the loop says. Raises ValueError for what the algorithm does not ask for, and TypeError or ValueError for no
-        number; nothing has been changed then."""
+        """Take over what the loop says. Raises ValueError for what the algorithm does not ask for,
+        and TypeError or ValueError for no number; nothing has been changed then."""
         require_settings(algorithm, given, self)
         numbers = {name: float(value) for name, value in given.items()}
         for name, number in numbers.items():
@@ -45,6 +47,9 @@ class Settings(dict[str, Tensor]):
             self.said.add(name)
 
 
-def asked_by(algorithm: Algorithm | None, specs: Mapping[str, Spec], replicas: int) -> dict[str, float]:
-    """The settings that an algorithm asks for, with their defaults. Raises ValueError for one with two defaults."""
+def asked_by(
+    algorithm: Algorithm | None, specs: Mapping[str, Spec], replicas: int
+) -> dict[str, float]:
+    """The settings that an algorithm asks for, with their defaults. Raises ValueError for one with
+    two defaults."""
     return {} if algorithm is None else settings_of(dry_run(algorithm, specs, replicas).requests)

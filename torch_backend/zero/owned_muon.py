@@ -1,10 +1,13 @@
-"""Muon on a model that `fully_shard` has sharded: each matrix is gathered to one rank, orthogonalized there, and scattered back.
+"""Muon on a model that `fully_shard` has sharded: each matrix is gathered to one rank,
+orthogonalized there, and scattered back.
 
-    momentum, on the blocks  →  all-to-all  →  Newton-Schulz, on the whole matrix  →  all-to-all  →  weights, on the blocks
+    momentum, on the blocks  →  all-to-all  →  Newton-Schulz, on the whole matrix  →  all-to-all  →
+    weights, on the blocks
 
-Every shard of a replica owns one matrix of a round. The matrices of the next round travel while those of this one are orthogonalized (DMuon, arXiv
-2606.27153). Under HSDP replicas own different matrices, and broadcast the results. Momentum and weights are elementwise, so the state is sharded as the
-parameters are: tools for sharded models save it as that of any other optimizer.
+Every shard of a replica owns one matrix of a round. The matrices of the next round travel while
+those of this one are orthogonalized (DMuon, arXiv 2606.27153). Under HSDP replicas own different
+matrices, and broadcast the results. Momentum and weights are elementwise, so the state is sharded
+as the parameters are: tools for sharded models save it as that of any other optimizer.
 """
 
 from __future__ import annotations
@@ -46,23 +49,38 @@ class Place:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> Place:
-        """The place that these say. Raises ValueError for the first that is not sharded by rows alone over the mesh of all, naming it."""
+        """The place that these say. Raises ValueError for the first that is not sharded by rows
+        alone over the mesh of all, naming it."""
         first: DeviceMesh | None = None
         for name, p in parameters.items():
             mesh, placements = getattr(p, "device_mesh", None), tuple(getattr(p, "placements", ()))
             if mesh is None:
                 raise ValueError(
-                    f"parameter {name!r} is no DTensor and others are: call fully_shard on the whole model"
+                    f"parameter {name!r} is no DTensor and others are: call fully_shard on the"
+                    " whole model"
                 )
             first = first or mesh
-            rows = placements and type(placements[-1]).__name__ == "Shard" and placements[-1].is_shard(0)
-            if mesh != first or len(placements) > 2 or not rows or not all(x.is_replicate() for x in placements[:-1]):
+            rows = (
+                placements
+                and type(placements[-1]).__name__ == "Shard"
+                and placements[-1].is_shard(0)
+            )
+            if (
+                mesh != first
+                or len(placements) > 2
+                or not rows
+                or not all(x.is_replicate() for x in placements[:-1])
+            ):
                 raise ValueError(
-                    f"parameter {name!r} is {placements} on {mesh}; ZeroOptimizer takes DTensors that fully_shard has divided by rows over one mesh, "
-                    "(shard) or (replicate, shard). With tensor parallelism use torch's optimizers"
+                    f"parameter {name!r} is {placements} on {mesh}; ZeroOptimizer takes DTensors"
+                    " that fully_shard has divided by rows over one mesh, (shard) or (replicate,"
+                    " shard). With tensor parallelism use torch's optimizers"
                 )
             if local_part(p).device.type != mesh.device_type:
-                raise ValueError(f"parameter {name!r} is offloaded to the CPU; leave offload_policy out of fully_shard")
+                raise ValueError(
+                    f"parameter {name!r} is offloaded to the CPU; leave offload_policy out of"
+                    " fully_shard"
+                )
         assert first is not None
         ranks, here = first.mesh.reshape(-1, first.mesh.shape[-1]), first.get_coordinate()
         assert here is not None
@@ -74,7 +92,9 @@ class Place:
             first.get_group(0) if len(ranks) > 1 else None,
         )
         if dist.get_process_group_ranks(place.shards) != ranks[place.replica].tolist():
-            raise ValueError(f"the ranks of the mesh {first} are not in order; make it by init_device_mesh")
+            raise ValueError(
+                f"the ranks of the mesh {first} are not in order; make it by init_device_mesh"
+            )
         return place
 
     def blocks(self, shape: Sequence[int]) -> list[int]:
@@ -95,15 +115,22 @@ class OwnedMuon(torch.optim.Optimizer):
         place: where this rank is.
     """
 
-    def __init__(self, rule: Rule, group: dict[str, Any], names: Mapping[Tensor, str], place: Place) -> None:
+    def __init__(
+        self, rule: Rule, group: dict[str, Any], names: Mapping[Tensor, str], place: Place
+    ) -> None:
         self._class, self._place = rule.optimizer_class, place
         plain = rule.optimizer([dict(group)])  # which checks options and shapes
         super().__init__(plain.param_groups, plain.defaults)
         self._options = tuple(plain.defaults)  # torch puts more into them later
         matrices = [p for own in self.param_groups for p in own["params"]]
         if len(dtypes := {p.dtype for p in matrices}) > 1:
-            raise ValueError(f"{rule.subject}: matrices are of {sorted(map(str, dtypes))}; give each dtype a pattern")
-        specs = {names[p]: Spec(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in matrices}
+            raise ValueError(
+                f"{rule.subject}: matrices are of {sorted(map(str, dtypes))}; give each dtype a"
+                " pattern"
+            )
+        specs = {
+            names[p]: Spec(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in matrices
+        }
         work = {name: rule.work(spec) for name, spec in specs.items()}
         owners = shard_by_parameter(specs, place.mesh.numel(), work).owners
         #: Of each rank, by its place in the mesh, what it owns, the most work first.
@@ -117,7 +144,9 @@ class OwnedMuon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update parameters that have a gradient, on all ranks."""
         del closure
-        group_of = {p: group for group in self.param_groups for p in group["params"] if p.grad is not None}
+        group_of = {
+            p: group for group in self.param_groups for p in group["params"] if p.grad is not None
+        }
         rounds = self._rounds(set(group_of))
         momenta = {p: self._momentum(p, group) for p, group in group_of.items()}
         returning = []
@@ -127,7 +156,9 @@ class OwnedMuon(torch.optim.Optimizer):
             assert arriving is not None
             mine, whole = own[self._place.replica][self._place.shard], arriving()
             returning.append(
-                self._scattered(own, whole if mine is None else self._orthogonal(whole, mine, group_of[mine]))
+                self._scattered(
+                    own, whole if mine is None else self._orthogonal(whole, mine, group_of[mine])
+                )
             )
             arriving = coming
         for own, returned in zip(rounds, returning, strict=True):
@@ -139,7 +170,9 @@ class OwnedMuon(torch.optim.Optimizer):
         """Round → replica → shard → the matrix that it owns."""
         shards = self._place.mesh.shape[1]
         owned = [[p for p in own if p in present] for own in self._owned]
-        rounds = [[own[i] if i < len(own) else None for own in owned] for i in range(max(map(len, owned)))]
+        rounds = [
+            [own[i] if i < len(own) else None for own in owned] for i in range(max(map(len, owned)))
+        ]
         return [[own[i : i + shards] for i in range(0, len(own), shards)] for own in rounds]
 
     def _momentum(self, p: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -152,7 +185,9 @@ class OwnedMuon(torch.optim.Optimizer):
         momentum.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
-    def _gathered(self, own: list[list[Tensor | None]], momenta: Mapping[Tensor, Tensor]) -> Callable[[], Tensor]:
+    def _gathered(
+        self, own: list[list[Tensor | None]], momenta: Mapping[Tensor, Tensor]
+    ) -> Callable[[], Tensor]:
         """The matrix that this rank owns in a round, flat, when it has come."""
         place = self._place
         here = own[place.replica]
@@ -163,7 +198,8 @@ class OwnedMuon(torch.optim.Optimizer):
         return self._exchanged(torch.cat(blocks), counts, [x.numel() for x in blocks], here)
 
     def _scattered(self, own: list[list[Tensor | None]], whole: Tensor) -> Callable[[], Tensor]:
-        """This rank's blocks of what the shards of its replica own in a round, when they have come."""
+        """This rank's blocks of what the shards of its replica own in a round, when they have
+        come."""
         place = self._place
         here = own[place.replica]
         mine = here[place.shard]
@@ -181,7 +217,9 @@ class OwnedMuon(torch.optim.Optimizer):
             return lambda: into
         self.messages += 1
         self.bytes_sent += sum(p.numel() for p in here if p is not None) * sent.element_size() // 2
-        work = dist.all_to_all_single(into, sent, received, counts, group=self._place.shards, async_op=True)
+        work = dist.all_to_all_single(
+            into, sent, received, counts, group=self._place.shards, async_op=True
+        )
 
         def arrived() -> Tensor:
             work.wait()
@@ -197,7 +235,9 @@ class OwnedMuon(torch.optim.Optimizer):
         self._class([stand_in], **options | {"momentum": 0.0, "nesterov": False}).step()
         return stand_in.detach().reshape(-1)
 
-    def _of_all_replicas(self, own: list[list[Tensor | None]], returned: Tensor) -> dict[Tensor, Tensor]:
+    def _of_all_replicas(
+        self, own: list[list[Tensor | None]], returned: Tensor
+    ) -> dict[Tensor, Tensor]:
         """This rank's block of the change of each matrix of a round."""
         place, changes, sending = self._place, {}, []
         for replica, here in enumerate(own):
@@ -227,7 +267,8 @@ class OnShards(Mixture):
         refused: what an optimizer has against its arguments.
 
     Raises:
-        ValueError: parameters that are divided in another way, or ranks that ask for different things.
+        ValueError: parameters that are divided in another way, or ranks that ask for different
+            things.
     """
 
     def __init__(
@@ -242,16 +283,26 @@ class OnShards(Mixture):
         place = Place.of(trained)
 
         def parts() -> list[torch.optim.Optimizer]:
-            named = [{**group, "params": [(names[p], p) for p in group["params"]]} for group in groups]
+            named = [
+                {**group, "params": [(names[p], p) for p in group["params"]]} for group in groups
+            ]
             return [
-                OwnedMuon(rule, group, names, place) if rule.shard == "parameter" else rule.optimizer([group])
+                (
+                    OwnedMuon(rule, group, names, place)
+                    if rule.shard == "parameter"
+                    else rule.optimizer([group])
+                )
                 for rule, group in zip(rules, named, strict=True)
             ]
 
         def agreed() -> list[torch.optim.Optimizer]:
             return agreed_on(place.shards, settings, trained, parts, refused)
 
-        found = agreed() if place.replicas is None else agreed_on(place.replicas, settings, trained, agreed, None)
+        found = (
+            agreed()
+            if place.replicas is None
+            else agreed_on(place.replicas, settings, trained, agreed, None)
+        )
         super().__init__(found)
         self._names = names
         self._steps = 0
@@ -265,8 +316,13 @@ class OnShards(Mixture):
     def stats(self) -> Stats:
         """Steps, and what they have sent: a round's matrices count half for each way."""
         muons = [part for part in self.parts if isinstance(part, OwnedMuon)]
-        messages, sent = sum(part.messages for part in muons), sum(part.bytes_sent for part in muons)
-        return Stats(self._steps, 0, messages, sent, self._steps * sum(p.nbytes for p in self._names))
+        messages, sent = (
+            sum(part.messages for part in muons),
+            sum(part.bytes_sent for part in muons),
+        )
+        return Stats(
+            self._steps, 0, messages, sent, self._steps * sum(p.nbytes for p in self._names)
+        )
 
     def whole(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """A state with whole tensors. All ranks call it."""
@@ -274,18 +330,25 @@ class OnShards(Mixture):
         def full(x: Any) -> Any:
             return x.full_tensor() if is_dtensor(x) else x
 
-        state = {number: {key: full(x) for key, x in own.items()} for number, own in state_dict["state"].items()}
+        state = {
+            number: {key: full(x) for key, x in own.items()}
+            for number, own in state_dict["state"].items()
+        }
         return {**state_dict, "state": state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of these parameters, or of whole ones, in which case all ranks call it. Raises ValueError for what does not fit; nothing is changed then."""
+        """Load the state of these parameters, or of whole ones, in which case all ranks call it.
+        Raises ValueError for what does not fit; nothing is changed then."""
         from torch.distributed.tensor import distribute_tensor
 
         theirs, ours = (
-            [len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], self.param_groups)
+            [len(group["params"]) for group in groups]
+            for groups in (state_dict["param_groups"], self.param_groups)
         )
         if theirs != ours:
-            raise ValueError(f"the state has parameter groups of {theirs} parameters, this optimizer of {ours}")
+            raise ValueError(
+                f"the state has parameter groups of {theirs} parameters, this optimizer of {ours}"
+            )
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         of_number: dict[Any, Any] = dict(zip(numbers, parameters, strict=True))
@@ -296,7 +359,10 @@ class OnShards(Mixture):
             p = of_number[number]
             what = f"{key!r} of parameter {self._names[p]!r}"
             if x.shape != p.shape:
-                raise ValueError(f"{what} has shape {tuple(x.shape)} in the state, and the parameter {tuple(p.shape)}")
+                raise ValueError(
+                    f"{what} has shape {tuple(x.shape)} in the state, and the parameter"
+                    f" {tuple(p.shape)}"
+                )
             if is_dtensor(x):
                 return x
             if not x.isfinite().all():

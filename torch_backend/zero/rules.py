@@ -1,4 +1,5 @@
-"""Which optimizer takes which parameters: one class for all, or several by patterns of names, each with its options and its way to be divided.
+"""Which optimizer takes which parameters: one class for all, or several by patterns of names, each
+with its options and its way to be divided.
 
 ZeroOptimizer(
     model.named_parameters(),
@@ -55,7 +56,8 @@ class Rule:
         return self.optimizer_class(groups, **self.options)
 
     def require_divisible(self, device: torch.device) -> None:
-        """Raise ValueError for an optimizer that no rank can run for its part of the model, in pieces of parameters if so they are divided."""
+        """Raise ValueError for an optimizer that no rank can run for its part of the model, in
+        pieces of parameters if so they are divided."""
         require_shardable(self.optimizer_class)
         require_savable(
             self.optimizer_class, self.options, device
@@ -65,8 +67,9 @@ class Rule:
         )
 
     def work(self, spec: Spec) -> int:
-        """What an update of a parameter costs, beside those of other rules: its elements; n·m·min(n, m) where a matrix is orthogonalized by
-        the products of Newton-Schulz (Jordan et al. 2024, "Muon")."""
+        """What an update of a parameter costs, beside those of other rules: its elements;
+        n·m·min(n, m) where a matrix is orthogonalized by the products of Newton-Schulz (Jordan et
+        al. 2024, "Muon")."""
         options = inspect.signature(self.optimizer_class).parameters
         orthogonalizes = "ns_steps" in options or "muon" in self.optimizer_class.__name__.lower()
         return spec.size * min(spec.shape) if orthogonalizes and len(spec.shape) == 2 else spec.size
@@ -86,24 +89,37 @@ def rules_of(
         optimizer_class, options, shard: as `ZeroOptimizer` was given them.
         groups: of parameters, as they were given.
         names: of the parameters.
-        frozen: names of those that are not trained. A pattern may be for them alone, and then makes no group.
+        frozen: names of those that are not trained. A pattern may be for them alone, and then makes
+            no group.
 
     Raises:
         TypeError: no class of optimizers, or patterns beside what belongs into them.
-        ValueError: `shard` is none that there is, a parameter without a pattern, or a pattern without a parameter.
+        ValueError: `shard` is none that there is, a parameter without a pattern, or a pattern
+            without a parameter.
     """
     if not isinstance(optimizer_class, Mapping):
-        rule = Rule(_checked_class("optimizer_class", optimizer_class), options, _checked_way("shard", shard, WAYS), "")
+        rule = Rule(
+            _checked_class("optimizer_class", optimizer_class),
+            options,
+            _checked_way("shard", shard, WAYS),
+            "",
+        )
         return list(groups), [rule] * len(groups)
     if not optimizer_class:
-        raise ValueError("optimizer_class={} holds no pattern; give {pattern: (class, options, shard)}")
+        raise ValueError(
+            "optimizer_class={} holds no pattern; give {pattern: (class, options, shard)}"
+        )
     if options or shard != "element":
         given = sorted(options) or ["shard"]
         raise TypeError(
-            f"{given[0]}= stands beside optimizer_class={{pattern: …}}; put it into the patterns: {{pattern: (class, options, shard)}}"
+            f"{given[0]}= stands beside optimizer_class={{pattern: …}}; put it into the patterns:"
+            " {pattern: (class, options, shard)}"
         )
     if len(groups) != 1 or groups[0].keys() != {"params"}:
-        raise TypeError("params holds parameter groups, and the patterns make them; give model.named_parameters()")
+        raise TypeError(
+            "params holds parameter groups, and the patterns make them; give"
+            " model.named_parameters()"
+        )
     rules = {pattern: _parsed(pattern, entry) for pattern, entry in optimizer_class.items()}
     require_matches("optimizer_class", rules, [*names.values(), *frozen])
     taken: dict[str, list[Tensor]] = {pattern: [] for pattern in rules}
@@ -115,14 +131,19 @@ def rules_of(
         else:
             taken[first].append(p)
     if unmatched:
-        raise ValueError(f"optimizer_class has no pattern for {some(unmatched)}; add one, such as '*' at the end")
+        raise ValueError(
+            f"optimizer_class has no pattern for {some(unmatched)}; add one, such as '*' at the end"
+        )
     for pattern, own in taken.items():
         if not own and any(matches(name, pattern) for name in names.values()):
             raise ValueError(
-                f"optimizer_class pattern {pattern!r} gets no parameter, since a pattern before it takes all of its own; the first that matches "
-                "decides: put it further up, or leave it out"
+                f"optimizer_class pattern {pattern!r} gets no parameter, since a pattern before it"
+                " takes all of its own; the first that matches decides: put it further up, or"
+                " leave it out"
             )
-    return [{"params": own} for own in taken.values() if own], [rules[pattern] for pattern, own in taken.items() if own]
+    return [{"params": own} for own in taken.values() if own], [
+        rules[pattern] for pattern, own in taken.items() if own
+    ]
 
 
 def _parsed(pattern: Any, entry: Any) -> Rule:
@@ -131,13 +152,19 @@ def _parsed(pattern: Any, entry: Any) -> Rule:
         raise TypeError(f"{subject}: a pattern of parameter names is a string")
     if not (isinstance(entry, (tuple, list)) and len(entry) == 3):
         raise TypeError(
-            f"{subject}={entry!r} is no (class, options, shard), such as (torch.optim.AdamW, {{'lr': 1e-3}}, 'element')"
+            f"{subject}={entry!r} is no (class, options, shard), such as (torch.optim.AdamW,"
+            " {'lr': 1e-3}, 'element')"
         )
     optimizer_class, options, shard = entry
     if not isinstance(options, Mapping):
-        raise TypeError(f"{subject}: options={options!r} is no dictionary of the optimizer's arguments")
+        raise TypeError(
+            f"{subject}: options={options!r} is no dictionary of the optimizer's arguments"
+        )
     return Rule(
-        _checked_class(subject, optimizer_class), dict(options), _checked_way(subject, shard, WAYS[:2]), subject
+        _checked_class(subject, optimizer_class),
+        dict(options),
+        _checked_way(subject, shard, WAYS[:2]),
+        subject,
     )
 
 
@@ -148,7 +175,8 @@ def _checked_class(subject: str, given: Any) -> type[torch.optim.Optimizer]:
         found = getattr(torch.optim, given, None)
         if found is None:
             raise ValueError(
-                f"{subject}: torch {torch.__version__} has no torch.optim.{given}; give a class of your own"
+                f"{subject}: torch {torch.__version__} has no torch.optim.{given}; give a class of"
+                " your own"
             )
         given = found
     if not (isinstance(given, type) and issubclass(given, torch.optim.Optimizer)):
@@ -163,21 +191,28 @@ def _checked_way(subject: str, given: Any, ways: Sequence[str]) -> str:
 
 
 def misfit(
-    rules: Sequence[Rule], groups: Sequence[dict[str, Any]], names: Mapping[Tensor, str], refused: Exception
+    rules: Sequence[Rule],
+    groups: Sequence[dict[str, Any]],
+    names: Mapping[Tensor, str],
+    refused: Exception,
 ) -> Exception:
-    """What one of several optimizers has `refused`, with its pattern, and with the parameter where it is about one."""
+    """What one of several optimizers has `refused`, with its pattern, and with the parameter where
+    it is about one."""
     for rule, group in zip(rules, groups, strict=True) if rules[0].subject else ():
         for p in group["params"]:
             try:
                 rule.optimizer([{"params": [torch.nn.Parameter(p.detach().new_zeros(p.shape))]}])
             except Exception as error:
                 about = f"refuses {names[p]!r} of shape {tuple(p.shape)}, or its options"
-                return ValueError(f"{rule.subject}: {rule.optimizer_class.__name__} {about}: {error}")
+                return ValueError(
+                    f"{rule.subject}: {rule.optimizer_class.__name__} {about}: {error}"
+                )
     return refused
 
 
 class Mixture(torch.optim.Optimizer):
-    """Several optimizers as one, each with one of the parameter groups. Groups and state are theirs."""
+    """Several optimizers as one, each with one of the parameter groups. Groups and state are
+    theirs."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts = list(parts)
@@ -202,7 +237,9 @@ class Mixture(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state as any optimizer does; the groups are those of the parts, in their order."""
         for part, group in zip(self.parts, state_dict["param_groups"], strict=True):
-            own = {number: x for number, x in state_dict["state"].items() if number in group["params"]}
+            own = {
+                number: x for number, x in state_dict["state"].items() if number in group["params"]
+            }
             part.load_state_dict({"state": own, "param_groups": [group]})
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
@@ -218,7 +255,9 @@ class _States(Mapping[Tensor, Any]):
 
     def __setitem__(self, p: Tensor, value: Any) -> None:
         owner = next(
-            part for part in self._parts if any(p is own for group in part.param_groups for own in group["params"])
+            part
+            for part in self._parts
+            if any(p is own for group in part.param_groups for own in group["params"])
         )
         owner.state[p] = value
 

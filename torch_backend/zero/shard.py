@@ -24,7 +24,8 @@ class Shard:
         options: of each group, as they were given.
         shards: who owns what.
         rank: in the process group.
-        master_dtype: pieces are copies in this dtype; None: views of the parameters, where that is possible.
+        master_dtype: pieces are copies in this dtype; None: views of the parameters, where that is
+            possible.
         pieces: by name, of what this rank owns something.
         optimizer: of the pieces.
     """
@@ -46,10 +47,15 @@ class Shard:
         """Own what these shards say, without any state."""
         self.shards = shards
         self.pieces = self._pieces(self.parameters)
-        groups = [self._group(names, options) for names, options in zip(self.group_names, self.options, strict=True)]
+        groups = [
+            self._group(names, options)
+            for names, options in zip(self.group_names, self.options, strict=True)
+        ]
         self.optimizer = made(self.rules, groups)
 
-    def add(self, parameters: Mapping[str, Tensor], options: dict[str, Any], shards: Shards) -> None:
+    def add(
+        self, parameters: Mapping[str, Tensor], options: dict[str, Any], shards: Shards
+    ) -> None:
         """Take a further group of parameters. These shards divide the others as before."""
         self.shards = shards
         self.parameters.update(parameters)
@@ -61,7 +67,9 @@ class Shard:
 
     def _pieces(self, names: Iterable[str]) -> dict[str, torch.nn.Parameter]:
         owned = ((name, *self.shards.owned(name, self.rank)) for name in names)
-        return {name: torch.nn.Parameter(self._cut(name)) for name, start, stop in owned if start < stop}
+        return {
+            name: torch.nn.Parameter(self._cut(name)) for name, start, stop in owned if start < stop
+        }
 
     def _group(self, names: Sequence[str], options: Mapping[str, Any]) -> dict[str, Any]:
         return {**options, "params": [self.pieces[name] for name in names if name in self.pieces]}
@@ -76,7 +84,8 @@ class Shard:
         return piece if self.master_dtype is None else piece.to(self.master_dtype, copy=True)
 
     def of_whole(self, name: str, whole: Tensor) -> Tensor:
-        """What this rank owns of a tensor like a parameter, flat. Elements are numbered in their logical order, whatever the strides."""
+        """What this rank owns of a tensor like a parameter, flat. Elements are numbered in their
+        logical order, whatever the strides."""
         start, stop = self.shards.owned(name, self.rank)
         return whole.reshape(-1)[start:stop]
 
@@ -88,11 +97,16 @@ class Shard:
             if now.data_ptr() != piece.data_ptr():  # element by element, and unseen by the host
                 torch.where(now == piece.to(now.dtype), piece, now.to(piece.dtype), out=piece)
 
-    def trial(self, name: str, options: Mapping[str, Any]) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
-        """An optimizer of zeros like this rank's piece of a parameter, and those. `options` of its group."""
+    def trial(
+        self, name: str, options: Mapping[str, Any]
+    ) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
+        """An optimizer of zeros like this rank's piece of a parameter, and those. `options` of its
+        group."""
         stand_in = torch.nn.Parameter(torch.zeros_like(self.pieces[name]))
         stand_in.grad = torch.zeros_like(stand_in)
-        kept = {key: value for key, value in options.items() if key not in ("params", "param_names")}
+        kept = {
+            key: value for key, value in options.items() if key not in ("params", "param_names")
+        }
         return self.rule_of(name).optimizer([{**kept, "params": [stand_in]}]), stand_in
 
     @property
@@ -107,10 +121,13 @@ class Shard:
 
     def rule_of(self, name: str) -> Rule:
         """The rule of the group that the parameter is in."""
-        return next(rule for rule, names in zip(self.rules, self.group_names, strict=True) if name in names)
+        return next(
+            rule for rule, names in zip(self.rules, self.group_names, strict=True) if name in names
+        )
 
     def first_state(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What the first step makes an optimizer remember of this rank's piece of a parameter, tried out with zeros. `options` of its group."""
+        """What the first step makes an optimizer remember of this rank's piece of a parameter,
+        tried out with zeros. `options` of its group."""
         trial, stand_in = self.trial(name, options)
         with torch.no_grad():
             trial.step()

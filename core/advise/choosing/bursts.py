@@ -8,9 +8,11 @@ from statistics import fmean
 class Bursts:
     """Bursts of one network: some steps in a row that take longer by themselves.
 
-    A burst costs each method something else, and it is only known what it costs the one at work. So each method is thought to lose nothing until one has hit it, and
-    then as often as bursts come as much as it has lost on average: who has been hit waits until as much time as that is gone, as in the ski-rental problem, and no
-    choice between two costs more than twice the best one (Karlin, Manasse, Rudolph, Sleator 1988, "Competitive snoopy caching").
+    A burst costs each method something else, and it is only known what it costs the one at work. So
+    each method is thought to lose nothing until one has hit it, and then as often as bursts come as
+    much as it has lost on average: who has been hit waits until as much time as that is gone, as in
+    the ski-rental problem, and no choice between two costs more than twice the best one (Karlin,
+    Manasse, Rudolph, Sleator 1988, "Competitive snoopy caching").
 
     Examples:
         >>> from gradwire.core.advise.choosing.bursts import Bursts

@@ -1,10 +1,11 @@
-"""Which method averages the next step of a training, by the times of the steps before: pure decisions, without a clock, a message or a framework.
+"""Which method averages the next step of a training, by the times of the steps before: pure
+decisions, without a clock, a message or a framework.
 
     chooser = Chooser(candidates=3)
     method = chooser.advance()           # of the next step, 0 is uncompressed averages
     ...                                  # the step: if chooser.timed, its time counts
-    if chooser.shared:                   # the mean of what has been timed since the last time is to be told to all replicas
-        chooser.observe(seconds)         # that of the slowest one, when it is known: any number of steps later, in order
+    if chooser.shared:                   # the mean of what has been timed since is told to all
+        chooser.observe(seconds)         # that of the slowest one, any number of steps later
 
 Whoever gives equal times receives equal methods, so replicas that observe the same choose the same.
 """
@@ -33,8 +34,8 @@ STEPS_FOR_TRIALS, SHARE_FOR_TRIALS = 10, 0.006
 FIRST_GAP, LONGEST_GAP = 32, 3600.0
 #: Steps of the chosen method for which one time is told, and so many times are remembered.
 WINDOW, WINDOWS = 4, 12
-#: The network has become another one if windows that follow each other differ from the others, in the logarithm, by so many of their usual differences; by
-#: one of these at least, and at most.
+#: The network has become another one if windows that follow each other differ from the others, in
+#: the logarithm, by so many of their usual differences; by one of these at least, and at most.
 FEW, LEAST, OTHER = 7.0, 0.05, 0.14
 #: Networks that are remembered.
 NETWORKS = 4
@@ -43,7 +44,8 @@ PATIENCE, MORE_PATIENCE = 2, 4
 
 
 class Change(NamedTuple):
-    """Another method is chosen from this step on. `seconds` and `before`: of a step of it, and of the one before."""
+    """Another method is chosen from this step on. `seconds` and `before`: of a step of it, and of
+    the one before."""
 
     step: int
     method: int
@@ -52,7 +54,8 @@ class Change(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """The methods of some steps, which of the steps are timed, and after which ones the median of the times is shared."""
+    """The methods of some steps, which of the steps are timed, and after which ones the median of
+    the times is shared."""
 
     methods: Sequence[int]
     timed: Sequence[bool]
@@ -73,14 +76,15 @@ Seconds = list[float | None]
 class Chooser:
     """Finds the fastest of some methods while a training goes on.
 
-    First uncompressed averages are timed. Each other method then has a *trial* against the chosen one: two
-    timed steps, after which the slower one is put aside if it takes 1.5 times as long; four more of
-    either, and it is chosen if a sequential test finds it faster (`paired_test`: an error rate of
-    5 % for each trial). Two steps are no test: where they err, a later trial finds out. The fastest
-    of the rest and uncompressed averages have trials in turn, after 32 steps, 64, 128, …, up to an hour.
-    Where nobody can tell, evidence is kept for the next one. If steps of the chosen method begin to
-    take another time by themselves, everything may have changed, and all have trials again; unless
-    they take what they took in a network that was there before: then its fastest method is chosen.
+    First uncompressed averages are timed. Each other method then has a *trial* against the chosen
+    one: two timed steps, after which the slower one is put aside if it takes 1.5 times as long;
+    four more of either, and it is chosen if a sequential test finds it faster (`paired_test`: an
+    error rate of 5 % for each trial). Two steps are no test: where they err, a later trial finds
+    out. The fastest of the rest and uncompressed averages have trials in turn, after 32 steps, 64,
+    128, …, up to an hour. Where nobody can tell, evidence is kept for the next one. If steps of the
+    chosen method begin to take another time by themselves, everything may have changed, and all
+    have trials again; unless they take what they took in a network that was there before: then its
+    fastest method is chosen.
 
     Bursts, in which steps take longer for a while, count by what they add to a step in the long run
     (`Bursts`). After one, whoever would be faster with that has a trial.
@@ -89,7 +93,8 @@ class Chooser:
     more than ten steps of the chosen method and 0.6 % of the training so far.
 
     Args:
-        candidates: so many methods, in the order of their trials. The first are uncompressed averages.
+        candidates: so many methods, in the order of their trials. The first are uncompressed
+            averages.
         chosen, step: where a training goes on: its method, and the number of the next step.
 
     Attributes:
@@ -151,7 +156,9 @@ class Chooser:
         self._note(self.chosen, first)
         while True:
             rival = self._less_hit()
-            rival = rival if rival is not None else next(filter(self._affordable, self._rivals()), None)
+            rival = (
+                rival if rival is not None else next(filter(self._affordable, self._rivals()), None)
+            )
             if rival is not None:
                 yield from self._trial(rival)
             else:
@@ -166,14 +173,17 @@ class Chooser:
         if self._since < self._gap:
             return
         rest = {method: s for method, s in known.items() if method not in self._aside}
-        rivals = [min(each, key=lambda method: (each[method], method)) for each in (rest, known) if each][:1]
+        rivals = [
+            min(each, key=lambda method: (each[method], method)) for each in (rest, known) if each
+        ][:1]
         if self.chosen != 0 and 0 in known and 0 not in rivals:
             rivals.append(0)
         if rivals:
             yield rivals[self._turn % len(rivals)]
 
     def _less_hit(self) -> int | None:
-        """Who would be faster in the long run after a burst, by what is known of bursts. That pays for a trial."""
+        """Who would be faster in the long run after a burst, by what is known of bursts. That pays
+        for a trial."""
         if not self._hit or self._departed:
             return None
         self._hit = False
@@ -190,7 +200,10 @@ class Chooser:
             return True
         longer = max(0.0, self._seconds[rival] - own) if rival in self._seconds else (FAR - 1) * own
         steps = SCREENED + 1 if longer >= (FAR - 1) * own else SCREENED + PAIRS + 2
-        return self._spent + steps * longer <= STEPS_FOR_TRIALS * own + SHARE_FOR_TRIALS * self._elapsed
+        return (
+            self._spent + steps * longer
+            <= STEPS_FOR_TRIALS * own + SHARE_FOR_TRIALS * self._elapsed
+        )
 
     def _trial(self, rival: int) -> Generator[_Round, Seconds, None]:
         own = self.chosen
@@ -209,7 +222,9 @@ class Chooser:
         elif winner is None:
             ours = yield _steps(own, 1, SCREENED)
             rounds = 0
-            while (winner := self._compared(rival, theirs, own, ours)) is None and rounds < self._rounds(rival):
+            while (
+                winner := self._compared(rival, theirs, own, ours)
+            ) is None and rounds < self._rounds(rival):
                 seconds = yield _both(rival, own, PAIRS)
                 theirs, ours, rounds = seconds[:PAIRS], seconds[PAIRS:], rounds + 1
         self._end_trial(rival, winner)
@@ -246,12 +261,16 @@ class Chooser:
     def _rounds(self, rival: int) -> int:
         """How many a trial may have: more where they cost nothing, since the rival looks faster."""
         found = self._seconds
-        looks_faster = rival in found and self.chosen in found and self._mean(rival) < self._mean(self.chosen)
+        looks_faster = (
+            rival in found and self.chosen in found and self._mean(rival) < self._mean(self.chosen)
+        )
         return MOST_ROUNDS if looks_faster else 1
 
     def _end_trial(self, rival: int, winner: int | None) -> None:
         self._since, self._turn = 0, self._turn + 1
-        self._gap = min(2 * self._gap, max(FIRST_GAP, int(LONGEST_GAP / self._seconds.get(self.chosen, 1.0))))
+        self._gap = min(
+            2 * self._gap, max(FIRST_GAP, int(LONGEST_GAP / self._seconds.get(self.chosen, 1.0)))
+        )
         if winner is not None:
             self._tests.pop(rival, None)  # what has been decided is no evidence for the next time
         if winner == rival:
@@ -269,7 +288,9 @@ class Chooser:
 
     def _watch(self) -> Generator[_Round, Seconds, None]:
         """Some steps of the chosen method, of which one time is told."""
-        (seconds,) = yield _Round([self.chosen] * WINDOW, [True] * WINDOW, [False] * (WINDOW - 1) + [True])
+        (seconds,) = yield _Round(
+            [self.chosen] * WINDOW, [True] * WINDOW, [False] * (WINDOW - 1) + [True]
+        )
         if seconds is None:
             return
         self._elapsed += WINDOW * seconds
@@ -294,10 +315,21 @@ class Chooser:
                 self._burst_ended()
 
     def _departs(self, seconds: float, usual: float) -> int:
-        """1: it takes longer than usual, beyond the noise that was seen; -1: less; 0: about as long."""
-        noise = median(abs(math.log(each / usual)) for each in self._windows) if self._windows else math.inf
+        """1: it takes longer than usual, beyond the noise that was seen; -1: less; 0: about as
+        long."""
+        noise = (
+            median(abs(math.log(each / usual)) for each in self._windows)
+            if self._windows
+            else math.inf
+        )
         difference = math.log(seconds / usual)
-        return 0 if abs(difference) <= min(max(FEW * noise, LEAST), OTHER) else 1 if difference > 0 else -1
+        return (
+            0
+            if abs(difference) <= min(max(FEW * noise, LEAST), OTHER)
+            else 1
+            if difference > 0
+            else -1
+        )
 
     def _burst_ended(self) -> None:
         if self._burst > 0:
@@ -307,7 +339,8 @@ class Chooser:
                 self._doubt()
 
     def _doubt(self) -> None:
-        """Bursts are seldom seen while a method has a trial: whatever looked slow has another one."""
+        """Bursts are seldom seen while a method has a trial: whatever looked slow has another
+        one."""
         own = self._seconds[self.chosen]
         for method in [m for m, s in self._seconds.items() if m != self.chosen and s >= FAR * own]:
             self._forget(method)
@@ -319,10 +352,13 @@ class Chooser:
             self._untried.append(method)
 
     def _another_network(self, seconds: float, way: int) -> None:
-        """The chosen method takes so long now: go on as in a network that was there before, or measure all anew."""
+        """The chosen method takes so long now: go on as in a network that was there before, or
+        measure all anew."""
         own = self.chosen
         alike = (
-            n for n in reversed(self._networks) if own in n.seconds and abs(math.log(seconds / n.seconds[own])) <= LEAST
+            n
+            for n in reversed(self._networks)
+            if own in n.seconds and abs(math.log(seconds / n.seconds[own])) <= LEAST
         )
         known = next(alike, None)
         self._networks.append(_Network(own, dict(self._seconds)))
@@ -336,7 +372,8 @@ class Chooser:
             self._choose(known.fastest)
 
     def _begin_anew(self, seconds: float) -> None:
-        """All methods have trials again, the fastest so far first: what is known of them is of another network."""
+        """All methods have trials again, the fastest so far first: what is known of them is of
+        another network."""
         known = {method: s for method, s in self._seconds.items() if method != self.chosen}
         rest = [method for method in self._untried if method not in known]
         self._untried = [*sorted(known, key=lambda method: (known[method], method)), *rest]
@@ -352,7 +389,8 @@ class Chooser:
     def _note(self, method: int, seconds: Seconds) -> None:
         known = [s for s in seconds if s is not None]
         if known:
-            self._seconds[method] = median_low(known)  # a burst makes steps longer, and nothing makes them shorter
+            # a burst makes steps longer, and nothing makes them shorter
+            self._seconds[method] = median_low(known)
             self._elapsed += sum(known)
 
     def _account(self, rival: int, theirs: Seconds, own: int, ours: Seconds) -> None:
@@ -362,7 +400,9 @@ class Chooser:
         if rival in self._seconds and own in self._seconds:
             longer = self._seconds[rival] - self._seconds[own]
             longest = STEPS_FOR_TRIALS * self._seconds[own]  # a burst would be more
-            self._spent += min(longest, max(longer * (len(theirs) + 1), -longer * (len(ours) + 1) if ours else 0.0))
+            self._spent += min(
+                longest, max(longer * (len(theirs) + 1), -longer * (len(ours) + 1) if ours else 0.0)
+            )
 
 
 def _steps(method: int, settling: int, timed: int) -> _Round:

@@ -1,4 +1,5 @@
-"""`Auto`: among which methods a training chooses while it runs, and the log by which a run is repeated."""
+"""`Auto`: among which methods a training chooses while it runs, and the log by which a run is
+repeated."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from gradwire.core.text.options import OWN_CHECK, check_options
 
 
 class Chosen(NamedTuple):
-    """A method that is chosen from this step on: its number, 0 for uncompressed averages, and how it is written."""
+    """A method that is chosen from this step on: its number, 0 for uncompressed averages, and how
+    it is written."""
 
     step: int
     number: int
@@ -33,15 +35,16 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class Auto:
-    """The fastest of several algorithms, to be given in the place of one, found while the training runs.
+    """The fastest of several algorithms, to be given in the place of one, found while the training
+    runs.
 
         handle = register_comm_hook(ddp, gradwire.Auto())
         handle = register_comm_hook(ddp, gradwire.Auto(loss="2%"))
         auto = gradwire.jax_backend.AutoStep(gradwire.Auto(), build, axis_name="data")
 
     Each method averages some real steps, whose time on the slowest rank is compared with that of
-    others; see `gradwire.core.advise.choosing.chooser.Chooser`. All ranks change in the same step. Where nothing
-    is faster than uncompressed averages, uncompressed averages stay.
+    others; see `gradwire.core.advise.choosing.chooser.Chooser`. All ranks change in the same step.
+    Where nothing is faster than uncompressed averages, uncompressed averages stay.
 
     Examples:
         >>> import gradwire
@@ -52,18 +55,18 @@ class Auto:
         (AllReduce(), ['int8', 'bfloat16'])
 
     Args:
-        loss: by how much a method's held-out loss may be higher than that of uncompressed averages, as
-            `gradwire.advise` has it: "2%", or 0.02. None: methods that only round, to 8 bits or more,
-            whose loss cannot be told from that of uncompressed averages.
-        comparison: what `gradwire.compare` has found on this model with as many replicas, or its file;
-            its methods are chosen among. None: those whose loss this project has measured on one small
-            model (docs/frontier.md).
-        decisions: a file. If it is not there, rank 0 writes to it which method averages from which step
-            on. If it is there, methods are those in it, whatever they cost: the run is repeated bit for
-            bit. Where it ends its last method stays.
-        probe: what `gradwire probe` has measured of this network, or its file. Then each method computes
-            for about a second where this is registered, and has its trial in the order of what
-            `gradwire.advise` expects of it. None: in the order of what they send, least first.
+        loss: by how much a method's held-out loss may be higher than that of uncompressed averages,
+            as `gradwire.advise` has it: "2%", or 0.02. None: methods that only round, to 8 bits or
+            more, whose loss cannot be told from that of uncompressed averages.
+        comparison: what `gradwire.compare` has found on this model with as many replicas, or its
+            file; its methods are chosen among. None: those whose loss this project has measured on
+            one small model (docs/frontier.md).
+        decisions: a file. If it is not there, rank 0 writes to it which method averages from which
+            step on. If it is there, methods are those in it, whatever they cost: the run is
+            repeated bit for bit. Where it ends its last method stays.
+        probe: what `gradwire probe` has measured of this network, or its file. Then each method
+            computes for about a second where this is registered, and has its trial in the order of
+            what `gradwire.advise` expects of it. None: in the order of what they send, least first.
 
     Raises:
         TypeError: an argument is of another type.
@@ -76,8 +79,9 @@ class Auto:
     probe: Annotated[Probe | str | Path | None, OWN_CHECK] = None
 
     instead: ClassVar[str] = (
-        "chooses the method of a DDP while it trains: give it to gradwire.torch_backend.register_comm_hook, in JAX to gradwire.jax_backend.AutoStep, "
-        "and here one method, such as the one that it has chosen (handle.stats().choices)"
+        "chooses the method of a DDP while it trains: give it to"
+        " gradwire.torch_backend.register_comm_hook, in JAX to gradwire.jax_backend.AutoStep, and"
+        " here one method, such as the one that it has chosen (handle.stats().choices)"
     )
 
     def __post_init__(self) -> None:
@@ -87,8 +91,15 @@ class Auto:
         except ValueError as error:
             raise ValueError(f"loss={error}") from error
         if self.comparison is not None and self.loss is None:
-            raise ValueError("comparison= says what methods do to the loss; say how much it may be higher, loss='2%'")
-        given = {"comparison": (Comparison, str, Path), "decisions": (str, Path), "probe": (Probe, str, Path)}
+            raise ValueError(
+                "comparison= says what methods do to the loss; say how much it may be higher,"
+                " loss='2%'"
+            )
+        given = {
+            "comparison": (Comparison, str, Path),
+            "decisions": (str, Path),
+            "probe": (Probe, str, Path),
+        }
         for name, kinds in given.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
@@ -96,9 +107,14 @@ class Auto:
 
 
 def methods_of(
-    auto: Auto, specs: Mapping[str, Spec], replicas: int, near: int | Groups = 1, own: Sequence[Any] = ()
+    auto: Auto,
+    specs: Mapping[str, Spec],
+    replicas: int,
+    near: int | Groups = 1,
+    own: Sequence[Any] = (),
 ) -> list[Any]:
-    """The methods among which it chooses, uncompressed averages first and then by what they send between nodes, least first.
+    """The methods among which it chooses, uncompressed averages first and then by what they send
+    between nodes, least first.
 
     Args:
         specs: of the gradients.
@@ -116,7 +132,7 @@ def methods_of(
         found = auto.comparison
         found = found if isinstance(found, Comparison) else Comparison.load(found, own)
         methods, losses = [PLAIN, *found.algorithms], found.losses(specs, replicas).methods
-    (limit, *_) = limits_of(auto.loss)
+    limit, *_ = limits_of(auto.loss)
     fitting = [
         method
         for method in dict.fromkeys(methods)
@@ -129,7 +145,8 @@ def methods_of(
 
 
 def expected_order(auto: Auto, methods: Sequence[Any], cost: Callable[[Any], Cost]) -> list[int]:
-    """The numbers of the methods in the order of their trials: as they are, or by what a probe lets expect of a step in which nothing overlaps.
+    """The numbers of the methods in the order of their trials: as they are, or by what a probe lets
+    expect of a step in which nothing overlaps.
 
     Args:
         cost: of a method on this device.
@@ -143,7 +160,9 @@ def expected_order(auto: Auto, methods: Sequence[Any], cost: Callable[[Any], Cos
 
     def seconds(number: int) -> float:
         found = cost(methods[number])
-        return found.compute + found.per_step(sum(seconds_of(message, probe) for message in found.messages))
+        return found.compute + found.per_step(
+            sum(seconds_of(message, probe) for message in found.messages)
+        )
 
     return [0, *sorted(range(1, len(methods)), key=seconds)]
 
@@ -158,7 +177,8 @@ def _sent(method: Any, specs: Mapping[str, Spec], replicas: int) -> float:
 
 
 def change_in_words(step: int, method: str, before: str, times: str = "") -> str:
-    """The line for the log: from this step on another method is chosen. `times`: of a step of both, where they are known."""
+    """The line for the log: from this step on another method is chosen. `times`: of a step of both,
+    where they are known."""
     said = f", whose steps take {times}" if times else ""
     return f"Auto: from step {step} on {method} averages, after {before}{said}"
 
@@ -183,8 +203,15 @@ class Decisions:
                 step, method = (json.loads(line)[key] for key in ("step", "method"))
             except (ValueError, LookupError, TypeError) as error:
                 raise ValueError(f"{line[:80]!r} is no decision: {error}") from error
-            if method not in names or type(step) is not int or (self._steps and step <= self._steps[-1]):
-                raise ValueError(f"from step {step} on {method}: methods here are {', '.join(names)}, and steps rise")
+            if (
+                method not in names
+                or type(step) is not int
+                or (self._steps and step <= self._steps[-1])
+            ):
+                raise ValueError(
+                    f"from step {step} on {method}: methods here are {', '.join(names)}, and steps"
+                    " rise"
+                )
             self._steps.append(step)
             self._numbers.append(names.index(method))
 

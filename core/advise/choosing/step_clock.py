@@ -1,4 +1,5 @@
-"""A training by a clock that is simulated: what it costs that a `Chooser` finds the method while it runs."""
+"""A training by a clock that is simulated: what it costs that a `Chooser` finds the method while it
+runs."""
 
 from __future__ import annotations
 
@@ -8,11 +9,14 @@ from statistics import fmean
 
 from gradwire.core.advise.choosing.chooser import Chooser
 
-#: The time of a step, from its number, its method and the time since the beginning, all in seconds: of the slowest replica.
+#: The time of a step, from its number, its method and the time since the beginning, all in seconds:
+#: of the slowest replica.
 StepSeconds = Callable[[int, int, float], float]
 
 
-def clocked(chooser: Chooser | int, seconds: StepSeconds, steps: int, late: int = 1) -> tuple[float, list[int]]:
+def clocked(
+    chooser: Chooser | int, seconds: StepSeconds, steps: int, late: int = 1
+) -> tuple[float, list[int]]:
     """Take so many steps.
 
     Args:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from statistics import fmean, median
 
-#: A step before which so many times as long passed as usual, and more than this part of a usual step, is left out; what is usual is known of so many.
+#: A step before which so many times as long passed as usual, and more than this part of a usual
+#: step, is left out; what is usual is known of so many.
 PAUSE, SHORT, REMEMBERED = 3.0, 0.05, 20
 
 
@@ -28,8 +29,11 @@ class StepTimes:
         self._recent: list[float] = []
 
     def add(self, outside: float, whole: float, counts: bool = True) -> None:
-        """Take a step: the seconds in which nothing of it ran, since the one before, and all of them. Not `counts`: it only says what is usual."""
-        if len(self._outside) >= 3 and outside > PAUSE * median(self._outside) + SHORT * median(self._whole):
+        """Take a step: the seconds in which nothing of it ran, since the one before, and all of
+        them. Not `counts`: it only says what is usual."""
+        if len(self._outside) >= 3 and outside > PAUSE * median(self._outside) + SHORT * median(
+            self._whole
+        ):
             return
         self._outside.append(outside)
         self._whole.append(whole)

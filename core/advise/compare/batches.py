@@ -7,7 +7,8 @@ from typing import Any
 
 
 def endless(batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-    """Batches, begun again where they end; a `DistributedSampler` is told the epoch. Raises ValueError if there are none."""
+    """Batches, begun again where they end; a `DistributedSampler` is told the epoch. Raises
+    ValueError if there are none."""
     loader, epoch, fresh = batches(), 0, True
     while True:
         sampler: Any = getattr(loader, "sampler", None)
@@ -20,6 +21,8 @@ def endless(batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         if count:
             epoch, fresh = epoch + 1, False
         elif fresh:
-            raise ValueError("batches(replica, replicas) gives no batch; give a DataLoader, or another iterable")
+            raise ValueError(
+                "batches(replica, replicas) gives no batch; give a DataLoader, or another iterable"
+            )
         else:  # an iterator, which has come to its end
             loader, fresh = batches(), True

@@ -31,9 +31,11 @@ NAME, SENT, RATE, LOSS = 18, 9, 6, 8
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs of some methods on one training, and what they say. It prints as a table of 80 characters.
+    """The runs of some methods on one training, and what they say. It prints as a table of 80
+    characters.
 
-    Where learning rates are searched, every other held-out window decides about the rate, with the first seed, and the others about the verdict.
+    Where learning rates are searched, every other held-out window decides about the rate, with the
+    first seed, and the others about the verdict.
 
     Attributes:
         runs: what was trained, and how it went.
@@ -49,7 +51,8 @@ class Comparison:
 
         Args:
             path: the file.
-            own: methods of one's own: a file has their names alone. Runs of one that is not among them are left out.
+            own: methods of one's own: a file has their names alone. Runs of one that is not among
+                them are left out.
 
         Warns:
             CompressionWarning: runs are left out.
@@ -60,13 +63,17 @@ class Comparison:
         """
         runs, found = Runs.load(path), []
         known = {name_of(each): each for each in own}
-        for name in dict.fromkeys(run.method for run in runs.done.values() if run.method != name_of(PLAIN)):
+        for name in dict.fromkeys(
+            run.method for run in runs.done.values() if run.method != name_of(PLAIN)
+        ):
             try:
                 found.append(known[name] if name in known else parse_algorithm(name))
             except NotAnAlgorithm:
                 fix = "give the method itself, on the command line by --algorithm module:Class(…)"
                 warnings.warn(
-                    f"{path}: {name} is left out, a method of your own; {fix}", CompressionWarning, stacklevel=2
+                    f"{path}: {name} is left out, a method of your own; {fix}",
+                    CompressionWarning,
+                    stacklevel=2,
                 )
         return cls(runs, found)
 
@@ -85,26 +92,36 @@ class Comparison:
         return sorted(self._chosen(PLAIN))
 
     def tried(self, algorithm: Any) -> dict[float, float]:
-        """Factor on the learning rate → held-out loss of that part of the windows which the verdict leaves out, with the first seed; infinite where a run has
-        broken."""
+        """Factor on the learning rate → held-out loss of that part of the windows which the verdict
+        leaves out, with the first seed; infinite where a run has broken."""
         found = {}
         for factor in self.runs.factors:
             run = self.runs.done.get((name_of(algorithm), 0, factor))
             if run is not None and run.held_out:
-                loss = float(np.mean(run.held_out[self._last(algorithm, run.held_out) or max(run.held_out)][::2]))
+                loss = float(
+                    np.mean(
+                        run.held_out[self._last(algorithm, run.held_out) or max(run.held_out)][::2]
+                    )
+                )
                 found[factor] = loss if math.isfinite(loss) else math.inf
         return found
 
     def factor(self, algorithm: Any) -> float | None:
-        """The factor on the user's learning rate with which a method is compared: that of least loss; None before all were tried."""
+        """The factor on the user's learning rate with which a method is compared: that of least
+        loss; None before all were tried."""
         if not self.searched:
             return self.runs.factors[0]
         losses = self.tried(algorithm)
-        return min(losses, key=lambda factor: losses[factor]) if len(losses) == len(self.runs.factors) else None
+        return (
+            min(losses, key=lambda factor: losses[factor])
+            if len(losses) == len(self.runs.factors)
+            else None
+        )
 
     def verdict(self, algorithm: Any) -> Verdict:
-        """How a method's held-out loss differs from that of uncompressed averages, at the last step after which both were evaluated; with the seeds that both were run
-        with. Nothing is said of a local method before three averages of all parameters."""
+        """How a method's held-out loss differs from that of uncompressed averages, at the last step
+        after which both were evaluated; with the seeds that both were run with. Nothing is said of
+        a local method before three averages of all parameters."""
         plain, own = self._chosen(PLAIN), self._chosen(algorithm)
         seeds = [seed for seed in sorted(plain) if seed in own]
         both = [runs[seed].held_out for seed in seeds for runs in (plain, own)]
@@ -124,22 +141,30 @@ class Comparison:
     def _chosen(self, algorithm: Any) -> dict[int, Run]:
         """The runs with the factor that was chosen, by seed."""
         name, factor = name_of(algorithm), self.factor(algorithm)
-        return {run.seed: run for run in self.runs.done.values() if (run.method, run.factor) == (name, factor)}
+        return {
+            run.seed: run
+            for run in self.runs.done.values()
+            if (run.method, run.factor) == (name, factor)
+        }
 
     def losses(self, specs: Mapping[str, Spec], replicas: int) -> Losses:
         """What it says of methods, for a model and so many replicas.
 
         Raises:
-            ValueError: it is of another model, or of another number of replicas; or has no interval for any method.
+            ValueError: it is of another model, or of another number of replicas; or has no interval
+                for any method.
         """
         runs = self.runs
         if runs.replicas != replicas:
             raise ValueError(
-                f"it is of {runs.replicas} replicas, and the probe of {replicas}: compare with --replicas {replicas}"
+                f"it is of {runs.replicas} replicas, and the probe of {replicas}: compare with"
+                f" --replicas {replicas}"
             )
         models = {run.model for run in runs.done.values()}
         if models != {described(specs)}:
-            raise ValueError(f"it is of {', '.join(sorted(models))}, and the model has {described(specs)}")
+            raise ValueError(
+                f"it is of {', '.join(sorted(models))}, and the model has {described(specs)}"
+            )
         found = {}
         for algorithm in self.algorithms:
             verdict, rate = self.verdict(algorithm), self.factor(algorithm)
@@ -147,10 +172,13 @@ class Comparison:
                 found[name_of(algorithm)] = LossDifference(verdict.difference, verdict.bound, rate)
         if not found:
             raise ValueError(
-                "it has no interval for any method: compare with --seeds 3, and the --steps that it asks for"
+                "it has no interval for any method: compare with --seeds 3, and the --steps that it"
+                " asks for"
             )
         return Losses(
-            f"{runs.training}, {runs.steps} steps, {len(self.seeds)} seeds (gradwire compare)", found, own=True
+            f"{runs.training}, {runs.steps} steps, {len(self.seeds)} seeds (gradwire compare)",
+            found,
+            own=True,
         )
 
     def notes(self) -> list[str]:
@@ -159,10 +187,14 @@ class Comparison:
         plain = list(self._chosen(PLAIN).values())
         if plain and (risen := warm_up(plain[0].rates)) * 2 > runs.steps:
             found.append(
-                f"The learning rate rises for {risen} of the {runs.steps} steps: give --steps {2 * risen} or more, twice the warm-up, at least"
+                f"The learning rate rises for {risen} of the {runs.steps} steps: give --steps"
+                f" {2 * risen} or more, twice the warm-up, at least"
             )
         if plain and not any(run.held_out for run in plain):
-            found.append("There are no held-out losses, so there are no verdicts: give Training(..., evaluate=)")
+            found.append(
+                "There are no held-out losses, so there are no verdicts: give Training(...,"
+                " evaluate=)"
+            )
         found += self._edges()
         for algorithm in self.algorithms:
             about = doubts(algorithm, runs.replicas, runs.steps, searched=self.searched)
@@ -175,16 +207,20 @@ class Comparison:
             return []
         grid, found = self.runs.factors, []
         for end, next_to_it in ((grid[0], grid[1]), (grid[-1], grid[-2])):
-            there = [name_of(each) for each in (PLAIN, *self.algorithms) if self.factor(each) == end]
+            there = [
+                name_of(each) for each in (PLAIN, *self.algorithms) if self.factor(each) == end
+            ]
             if there:
                 wider = " ".join(f"{factor:g}" for factor in sorted([*grid, end**2 / next_to_it]))
                 found.append(
-                    f"The best learning rate, × {end:g}, is at the edge of the grid, and may lie beyond: give --rates {wider} (for {', '.join(there)})"
+                    f"The best learning rate, × {end:g}, is at the edge of the grid, and may lie"
+                    f" beyond: give --rates {wider} (for {', '.join(there)})"
                 )
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """The verdicts as plain data, for JSON, with the factor on the learning rate, and the losses by which it was chosen; None for what is no number."""
+        """The verdicts as plain data, for JSON, with the factor on the learning rate, and the
+        losses by which it was chosen; None for what is no number."""
         return {
             name_of(algorithm): {
                 "step": found.step,
@@ -193,7 +229,9 @@ class Comparison:
                 "margin": found.margin,
                 "seeds": found.seeds,
                 "rate": self.factor(algorithm),
-                "tried": {f"{factor:g}": _number(loss) for factor, loss in self.tried(algorithm).items()},
+                "tried": {
+                    f"{factor:g}": _number(loss) for factor, loss in self.tried(algorithm).items()
+                },
                 "verdict": str(found),
             }
             for algorithm in (PLAIN, *self.algorithms)
@@ -201,19 +239,24 @@ class Comparison:
         }
 
     def curves(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Method → the steps after which it was evaluated, and the held-out loss there, the mean over windows and seeds."""
+        """Method → the steps after which it was evaluated, and the held-out loss there, the mean
+        over windows and seeds."""
         return {
             name: (steps, [float(np.mean(each)) for each in losses])
             for name, (steps, losses) in self.seed_curves().items()
         }
 
     def seed_curves(self) -> dict[str, tuple[list[int], list[list[float]]]]:
-        """Method → the steps after which it was evaluated, and the held-out loss of each seed there, the mean over windows."""
+        """Method → the steps after which it was evaluated, and the held-out loss of each seed
+        there, the mean over windows."""
         found = {}
         for algorithm in (PLAIN, *self.algorithms):
             runs = [run.held_out for _, run in sorted(self._chosen(algorithm).items())]
             steps = sorted(set.intersection(*(set(run) for run in runs))) if runs else []
-            found[name_of(algorithm)] = steps, [[float(np.mean(run[step])) for run in runs] for step in steps]
+            found[name_of(algorithm)] = (
+                steps,
+                [[float(np.mean(run[step])) for run in runs] for step in steps],
+            )
         return found
 
     def seconds(
@@ -225,8 +268,9 @@ class Comparison:
         nodes: int | None = None,
         library: Library = "nccl",
     ) -> dict[str, float]:
-        """How long a step takes under each method that was run, in seconds, if a link joins the replicas, or so many nodes of them: by `gradwire.utilization`, whose
-        arguments these are. What compressing takes is not in it.
+        """How long a step takes under each method that was run, in seconds, if a link joins the
+        replicas, or so many nodes of them: by `gradwire.utilization`, whose arguments these are.
+        What compressing takes is not in it.
 
         Raises:
             ValueError: as `gradwire.utilization`.
@@ -250,7 +294,10 @@ class Comparison:
 
     def __str__(self) -> str:
         runs, seeds = self.runs, len(self.seeds)
-        above = f"{runs.training}: {many(runs.replicas, 'replica')}, {many(runs.steps, 'step')}, {many(seeds, 'seed')}"
+        above = (
+            f"{runs.training}: {many(runs.replicas, 'replica')}, {many(runs.steps, 'step')},"
+            f" {many(seeds, 'seed')}"
+        )
         rate = f"{'rate':>{RATE}}" if self._tells_rates else ""
         lines = [
             textwrap.fill(above, WIDTH),

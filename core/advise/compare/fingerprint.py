@@ -1,4 +1,5 @@
-"""The fingerprint by which a training is known again: how it is written, and what its first steps come to."""
+"""The fingerprint by which a training is known again: how it is written, and what its first steps
+come to."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Fingerprint:
     """The fingerprint of a training.
 
     Attributes:
-        source: digest of how it is written, without comments: the module that builds it, those in the same folder that it uses, and what it is called with.
+        source: digest of how it is written, without comments: the module that builds it, those in
+            the same folder that it uses, and what it is called with.
         losses, rates: of the first steps.
         held_out: of each held-out window after them.
     """
@@ -70,13 +72,18 @@ def _near(mine: Sequence[float], theirs: Sequence[float]) -> bool:
 
 
 def source_of(make: Callable[..., Any]) -> str:
-    """A digest of how a training is written; "" where nobody has its source. What differs in comments and layout alone is the same."""
+    """A digest of how a training is written; "" where nobody has its source. What differs in
+    comments and layout alone is the same."""
     function, given = make, ""
     while isinstance(function, functools.partial):
         given += repr((function.args, sorted(function.keywords.items())))
         function = function.func
     function = inspect.unwrap(function)
-    given += "".join(repr(cell.cell_contents) for cell in getattr(function, "__closure__", None) or () if _plain(cell))
+    given += "".join(
+        repr(cell.cell_contents)
+        for cell in getattr(function, "__closure__", None) or ()
+        if _plain(cell)
+    )
     module = inspect.getmodule(function)
     written = "" if module is None else "".join(_read(file) for file in sorted(_files(module)))
     return hashlib.sha256((given + written).encode()).hexdigest()[:16] if written else ""
@@ -92,7 +99,11 @@ def _plain(cell: Any) -> bool:
 def _files(first: ModuleType) -> Iterator[Path]:
     """The files of a module, and of those in its folder or below that its names lead to."""
     todo, seen = [first], set()
-    folder = None if getattr(first, "__file__", None) is None else Path(str(first.__file__)).resolve().parent
+    folder = (
+        None
+        if getattr(first, "__file__", None) is None
+        else Path(str(first.__file__)).resolve().parent
+    )
     while folder is not None and todo:
         module = todo.pop()
         file = Path(str(getattr(module, "__file__", None) or "")).resolve()
@@ -101,7 +112,11 @@ def _files(first: ModuleType) -> Iterator[Path]:
         seen.add(file)
         yield file
         for value in vars(module).values():
-            near = value if isinstance(value, ModuleType) else sys.modules.get(str(getattr(value, "__module__", "")))
+            near = (
+                value
+                if isinstance(value, ModuleType)
+                else sys.modules.get(str(getattr(value, "__module__", "")))
+            )
             todo += [] if near is None else [near]
 
 

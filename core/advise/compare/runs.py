@@ -50,10 +50,14 @@ class Run:
 
 
 def described(specs: Mapping[str, Spec]) -> str:
-    """A model in words that differ between models whose parameters have other shapes or dtypes. Names do not count: backends have their own."""
+    """A model in words that differ between models whose parameters have other shapes or dtypes.
+    Names do not count: backends have their own."""
     shapes = sorted((tuple(spec.shape), spec.dtype) for spec in specs.values())
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
-    return f"{len(specs)} parameters of {size_of(sum(spec.nbytes for spec in specs.values()))} ({digest})"
+    return (
+        f"{len(specs)} parameters of {size_of(sum(spec.nbytes for spec in specs.values()))}"
+        f" ({digest})"
+    )
 
 
 @dataclass
@@ -83,10 +87,14 @@ class Runs:
         return next((run.specs for run in self.done.values()), {})
 
     def add(self, run: Run) -> None:
-        """Note a run, in place of one with the same method, seed and factor. Raises ValueError if it is of another model than those that are there."""
+        """Note a run, in place of one with the same method, seed and factor. Raises ValueError if
+        it is of another model than those that are there."""
         other = next(iter(self.done.values()), run)
         if other.specs is not run.specs and other.model != run.model:
-            raise ValueError(f"it trains {run.model}, and runs that are kept are of {other.model}; name another file")
+            raise ValueError(
+                f"it trains {run.model}, and runs that are kept are of {other.model}; name another"
+                " file"
+            )
         self.done[run.method, run.seed, run.factor] = run
 
     def has(self, method: str, seed: int, factor: float, looks: Sequence[int]) -> bool:
@@ -104,7 +112,9 @@ class Runs:
             "factors": list(self.factors),
             "fingerprint": None if self.fingerprint is None else self.fingerprint.written(),
             "shapes": {name: _written(spec) for name, spec in self.specs.items()},
-            "runs": [{k: x for k, x in asdict(run).items() if k != "specs"} for run in self.done.values()],
+            "runs": [
+                {k: x for k, x in asdict(run).items() if k != "specs"} for run in self.done.values()
+            ],
         }
         with whole_file(path) as file:
             file.write((json.dumps(data) + "\n").encode())
@@ -125,17 +135,23 @@ class Runs:
             runs.fingerprint = None if known is None else Fingerprint.read(known)
             specs = {name: _read(spec) for name, spec in data["shapes"].items()}
             for run in data["runs"]:
-                held_out = {int(step): [float(x) for x in losses] for step, losses in run["held_out"].items()}
+                held_out = {
+                    int(step): [float(x) for x in losses]
+                    for step, losses in run["held_out"].items()
+                }
                 runs.add(Run(**run | {"held_out": held_out, "specs": specs}))
         except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path} is no comparison of gradwire ({type(error).__name__}: {error})") from error
+            raise ValueError(
+                f"{path} is no comparison of gradwire ({type(error).__name__}: {error})"
+            ) from error
         if data["format"] != FORMAT:
             raise ValueError(f"{path} has the format {data['format']!r}, not {FORMAT!r}")
         return runs
 
     def continued(self, path: str | Path) -> Runs:
-        """The same, with what a file has of this very training, of other factors too, which is named; this, if there is no file, or if its runs are of the
-        training as it was before. Raises ValueError for a file of another comparison."""
+        """The same, with what a file has of this very training, of other factors too, which is
+        named; this, if there is no file, or if its runs are of the training as it was before.
+        Raises ValueError for a file of another comparison."""
         if not Path(path).exists():
             return self
         found = Runs.load(path)
@@ -143,12 +159,14 @@ class Runs:
             mine, theirs = getattr(self, name), getattr(found, name)
             if mine != theirs:
                 raise ValueError(
-                    f"{path} has runs with {name}={theirs!r}, and not {mine!r}; name another file, or remove it"
+                    f"{path} has runs with {name}={theirs!r}, and not {mine!r}; name another file,"
+                    " or remove it"
                 )
         why_not = self._changed_since(found)
         if why_not and found.done:
             note = (
-                f"{path} has {len(found.done)} runs of another training, of which {why_not} differ: all are made anew"
+                f"{path} has {len(found.done)} runs of another training, of which {why_not} differ:"
+                " all are made anew"
             )
             return replace(self, notes=(note,))
         notes = (f"Taken from {path}: {found._listed()}",) if found.done else ()
@@ -157,20 +175,30 @@ class Runs:
     def _changed_since(self, before: Runs) -> str:
         if self.fingerprint is None:
             return ""
-        return "marks" if before.fingerprint is None else self.fingerprint.difference(before.fingerprint)
+        return (
+            "marks"
+            if before.fingerprint is None
+            else self.fingerprint.difference(before.fingerprint)
+        )
 
     def _listed(self) -> str:
         seeds: dict[str, set[int]] = {}
         for run in self.done.values():
             seeds.setdefault(run.method, set()).add(run.seed)
-        return "; ".join(f"{method} (seeds {', '.join(map(str, sorted(own)))})" for method, own in seeds.items())
+        return "; ".join(
+            f"{method} (seeds {', '.join(map(str, sorted(own)))})" for method, own in seeds.items()
+        )
 
 
 def _written(spec: Spec) -> dict[str, Any]:
     stacked = getattr(spec.shape, "stacked", 0)
-    return {"shape": list(spec.shape), "dtype": spec.dtype} | ({"stacked": stacked} if stacked else {})
+    return {"shape": list(spec.shape), "dtype": spec.dtype} | (
+        {"stacked": stacked} if stacked else {}
+    )
 
 
 def _read(written: Mapping[str, Any]) -> Spec:
     shape = tuple(written["shape"])
-    return Spec(StackedShape(shape, written["stacked"]) if "stacked" in written else shape, written["dtype"])
+    return Spec(
+        StackedShape(shape, written["stacked"]) if "stacked" in written else shape, written["dtype"]
+    )

@@ -1,8 +1,11 @@
-"""Whether a method trains worse than uncompressed averages: an interval for the difference of held-out losses, from pairs with the same seed and the same window.
+"""Whether a method trains worse than uncompressed averages: an interval for the difference of
+held-out losses, from pairs with the same seed and the same window.
 
-Losses of held-out windows differ much more from each other than methods do on one window, so windows are paired, and so are seeds. Both are a sample: other
-seeds and other windows would have given another mean difference. The variance of that is estimated from the spread over seeds and the spread over windows, which
-is what drawing both anew would give; Student's t with Welch's and Satterthwaite's degrees of freedom makes an interval of it.
+Losses of held-out windows differ much more from each other than methods do on one window, so
+windows are paired, and so are seeds. Both are a sample: other seeds and other windows would have
+given another mean difference. The variance of that is estimated from the spread over seeds and the
+spread over windows, which is what drawing both anew would give; Student's t with Welch's and
+Satterthwaite's degrees of freedom makes an interval of it.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ class Verdict:
     Attributes:
         step: after so many steps; None if nothing can be said.
         loss: of the method, the mean over seeds and windows.
-        difference: of the mean losses, in parts of that of uncompressed averages: 0.01 is 1 % worse.
-        margin: half the interval that holds the difference with 95 % confidence; None from one seed, which says nothing of others.
+        difference: of the mean losses, in parts of that of uncompressed averages: 0.01 is 1 %
+            worse.
+        margin: half the interval that holds the difference with 95 % confidence; None from one
+            seed, which says nothing of others.
         seeds: how many there were of both.
         bound: below which the difference is with 90 % confidence, one-sided; None as `margin`.
     """
@@ -39,7 +44,9 @@ class Verdict:
     bound: float | None = None
 
     def __str__(self) -> str:
-        return self.in_short() + ("" if self.step is None else f", {self.seeds} seed{'s' * (self.seeds != 1)}")
+        return self.in_short() + (
+            "" if self.step is None else f", {self.seeds} seed{'s' * (self.seeds != 1)}"
+        )
 
     def in_short(self) -> str:
         """The same without the number of seeds."""
@@ -55,18 +62,27 @@ class Verdict:
         digits = 1 if margin >= 0.05 else 2
         if abs(percent) <= margin:
             return f"not told apart ({percent:+.{digits}f} % ± {margin:.{digits}f}) {where}"
-        return f"{'worse' if percent > 0 else 'better'} by {abs(percent):.{digits}f} % ± {margin:.{digits}f} {where}"
+        return (
+            f"{'worse' if percent > 0 else 'better'} by {abs(percent):.{digits}f} % ±"
+            f" {margin:.{digits}f} {where}"
+        )
 
 
-def verdict(step: int, plain: Sequence[Sequence[float]], method: Sequence[Sequence[float]]) -> Verdict:
-    """The verdict about the losses of the same windows after so many steps, (seeds, windows) of uncompressed averages and of a method.
+def verdict(
+    step: int, plain: Sequence[Sequence[float]], method: Sequence[Sequence[float]]
+) -> Verdict:
+    """The verdict about the losses of the same windows after so many steps, (seeds, windows) of
+    uncompressed averages and of a method.
 
     Raises:
         ValueError: they have not the same seeds and windows.
     """
     reference, losses = np.asarray(plain, np.float64), np.asarray(method, np.float64)
     if reference.shape != losses.shape or reference.ndim != 2 or not reference.size:
-        raise ValueError(f"losses of shapes {reference.shape} and {losses.shape} are no pairs of (seeds, windows)")
+        raise ValueError(
+            f"losses of shapes {reference.shape} and {losses.shape} are no pairs of (seeds,"
+            " windows)"
+        )
     seeds, windows = losses.shape
     scale = abs(reference.mean())
     differences = (losses - reference) / scale
@@ -80,7 +96,8 @@ def verdict(step: int, plain: Sequence[Sequence[float]], method: Sequence[Sequen
 def margin(differences: npt.NDArray[np.float64], confidence: float = CONFIDENCE) -> float:
     """Half the interval for the mean of (seeds, windows), two of each or more."""
     over_seeds, over_windows = (
-        float(differences.mean(axis=1 - axis).var(ddof=1)) / differences.shape[axis] for axis in (0, 1)
+        float(differences.mean(axis=1 - axis).var(ddof=1)) / differences.shape[axis]
+        for axis in (0, 1)
     )
     variance = over_seeds + over_windows
     if not variance:
@@ -91,7 +108,8 @@ def margin(differences: npt.NDArray[np.float64], confidence: float = CONFIDENCE)
 
 
 def quantile(freedom: float, confidence: float = CONFIDENCE) -> float:
-    """What the size of a variable of Student's t distribution exceeds with probability 1 - `confidence`, for 1 degree of freedom or more.
+    """What the size of a variable of Student's t distribution exceeds with probability 1 -
+    `confidence`, for 1 degree of freedom or more.
 
     With t = √ν·tan φ the density is proportional to cos(φ)^(ν-1), on a bounded interval.
     """

@@ -1,7 +1,8 @@
 """A tensor as blocks of equal length, and the bits that positions in them need.
 
-Sparse methods keep a few elements of each block. All shapes are then known before anything runs, and a position is a small number: 12 bits in a block
-of 4096 elements, whatever the size of the tensor.
+Sparse methods keep a few elements of each block. All shapes are then known before anything runs,
+and a position is a small number: 12 bits in a block of 4096 elements, whatever the size of the
+tensor.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Blocks:
 
     Attributes:
         shape: of the tensor.
-        strips, rows, columns: it is seen as so many strips of so many rows; a block holds columns of a strip, one after the other. With one
-            row, elements as they lie.
+        strips, rows, columns: it is seen as so many strips of so many rows; a block holds columns
+            of a strip, one after the other. With one row, elements as they lie.
         count, length: of the blocks. The last rows and the last block may be filled up with zeros.
     """
 
@@ -43,7 +44,8 @@ class Blocks:
         return self.shape[-1] if len(self.shape) > 1 else self.length
 
     def and_below(self, other: Blocks) -> Blocks | None:
-        """The blocks of two matrices of one width, one below the other; None if nothing of a block may be filled up."""
+        """The blocks of two matrices of one width, one below the other; None if nothing of a block
+        may be filled up."""
         if (self.rows, self.width) != (other.rows, other.width) or not (self.exact and other.exact):
             return None
         shape = (math.prod(self.shape) + math.prod(other.shape)) // self.width, self.width
@@ -63,7 +65,11 @@ class Blocks:
     @property
     def exact(self) -> bool:
         """Whether nothing is filled up."""
-        return self.strips * self.rows * self.columns == self.count * self.length == math.prod(self.shape)
+        return (
+            self.strips * self.rows * self.columns
+            == self.count * self.length
+            == math.prod(self.shape)
+        )
 
     def cut(self, ops: Ops[A], x: A) -> A:
         """The blocks of a tensor, (count, length)."""
@@ -75,12 +81,18 @@ class Blocks:
 
     @property
     def tiles(self) -> tuple[int, int] | None:
-        """(rows, tiles side by side), where blocks are the tiles of a matrix (`Ops.scatter_sum`)."""
+        """(rows, tiles side by side), where blocks are the tiles of a matrix
+        (`Ops.scatter_sum`)."""
         across, rest = divmod(self.rows * self.columns, self.length)
-        return None if self.rows == 1 or rest or self.length % self.rows or not self.exact else (self.rows, across)
+        return (
+            None
+            if self.rows == 1 or rest or self.length % self.rows or not self.exact
+            else (self.rows, across)
+        )
 
     def whole(self, found: A) -> A:
-        """The tensor of which `cut` makes the blocks that are `found`, as `Ops.scatter_sum` returns them with these `tiles`."""
+        """The tensor of which `cut` makes the blocks that are `found`, as `Ops.scatter_sum` returns
+        them with these `tiles`."""
         return self.joined(found) if self.tiles is None else reshape_if_needed(found, self.shape)
 
     def joined(self, blocks: A) -> A:
@@ -91,10 +103,12 @@ class Blocks:
         return reshape_if_needed(_first(flat, math.prod(self.shape)), self.shape)
 
     def are_those_of(self, piece: Blocks, axis: int) -> bool:
-        """Whether these are the blocks of equal pieces of the tensor, cut along an axis, of which `piece` are those of one."""
+        """Whether these are the blocks of equal pieces of the tensor, cut along an axis, of which
+        `piece` are those of one."""
         if self.rows == 1:
             return math.prod(piece.shape[axis:]) % self.length == 0
-        for each in (self, piece):  # in a strip are whole blocks, of columns that are those of the tensor
+        # in a strip are whole blocks, of columns that are those of the tensor
+        for each in (self, piece):
             if each.columns != each.shape[-1] or each.rows * each.columns % self.length:
                 return False
         return axis == len(self.shape) - 1 or math.prod(piece.shape[axis:-1]) % self.rows == 0
@@ -107,8 +121,10 @@ def blocks_of(name: str, shape: tuple[int, ...], per: int | tuple[int, int]) -> 
     Args:
         name: of the parameter, for messages.
         shape: of a tensor that is not empty.
-        per: elements of a block, as they lie; or rows and columns of a tile of the matrix that `gradwire.core.algorithms.shared.views` sees. Tiles whose
-            sides divide those of the matrix are exact; others hold as many elements, of neighbouring columns. A vector has no tiles.
+        per: elements of a block, as they lie; or rows and columns of a tile of the matrix that
+            `gradwire.core.algorithms.shared.views` sees. Tiles whose sides divide those of the
+            matrix are exact; others hold as many elements, of neighbouring columns. A vector has no
+            tiles.
     """
     size, view = math.prod(shape), view_of(name, shape)
     strips, rows, columns, most = 1, 1, size, per

@@ -1,14 +1,17 @@
-"""How a tensor is a batch of matrices: (batch axes | row axes | column axes), its elements in the order in which they lie.
+"""How a tensor is a batch of matrices: (batch axes | row axes | column axes), its elements in the
+order in which they lie.
 
-By default three and more axes are cut into rows and columns where the two factors of a matrix are smallest, with n + m least:
+By default three and more axes are cut into rows and columns where the two factors of a matrix are
+smallest, with n + m least:
 
     torch   (out, in, kh, kw)   →  out | in·kh·kw
     Flax    (kh, kw, in, out)   →  kh·kw·in | out
             (d, heads, hd)      →  d | heads·hd
             (heads, hd, d)      →  heads·hd | d
 
-No shape tells a stack of layers or experts, (12, 512, 2048), from a matrix (12·512, 2048). A pattern of names does (`PowerSGD(stacked=…)`), or what
-the framework knows of the tensor (`StackedShape`). A stack is 12 matrices that share one request and one product, and no direction.
+No shape tells a stack of layers or experts, (12, 512, 2048), from a matrix (12·512, 2048). A
+pattern of names does (`PowerSGD(stacked=…)`), or what the framework knows of the tensor
+(`StackedShape`). A stack is 12 matrices that share one request and one product, and no direction.
 """
 
 from __future__ import annotations
@@ -77,7 +80,8 @@ class View:
         return (self.m, self.n) if self.transposed else (self.n, self.m)
 
     def matrices(self, ops: Ops[A], x: A) -> A:
-        """`x` as (n, m), or (number, n, m) of a stack, transposed if this view is; padded with zeros where it is the square that holds `x`."""
+        """`x` as (n, m), or (number, n, m) of a stack, transposed if this view is; padded with
+        zeros where it is the square that holds `x`."""
         shape = self.shape
         if x.shape != shape:
             if math.prod(shape) != math.prod(x.shape):
@@ -98,14 +102,20 @@ def _joined(axes: tuple[int, ...]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def default_rows(shape: tuple[int, ...]) -> int:
-    """How many of these axes, two or more, are rows: so many that n + m is least, and of those the fewest."""
+    """How many of these axes, two or more, are rows: so many that n + m is least, and of those the
+    fewest."""
     return min(range(1, len(shape)), key=lambda k: math.prod(shape[:k]) + math.prod(shape[k:]))
 
 
 def view_of(
-    name: str, shape: tuple[int, ...], stacked: int = 0, rows: int | None = None, transposed: bool = False
+    name: str,
+    shape: tuple[int, ...],
+    stacked: int = 0,
+    rows: int | None = None,
+    transposed: bool = False,
 ) -> View | None:
-    """How a tensor is seen; None for a vector, a scalar, or a stack of those, which have no columns.
+    """How a tensor is seen; None for a vector, a scalar, or a stack of those, which have no
+    columns.
 
     Args:
         name: of the parameter, for messages.
@@ -120,16 +130,18 @@ def view_of(
     shape = tuple(shape)
     if stacked > len(shape):
         raise ValueError(
-            f"stacked says that the first {stacked} axes of parameter {name!r} are a stack, which has the shape {shape}; put a pattern "
-            f"before it that leaves this one out: {{{name!r}: 0, …}}"
+            f"stacked says that the first {stacked} axes of parameter {name!r} are a stack, which"
+            f" has the shape {shape}; put a pattern before it that leaves this one out: {{{name!r}:"
+            " 0, …}"
         )
     batch, matrix = shape[:stacked], shape[stacked:]
     if len(matrix) < 2:
         return None
     if rows is not None and rows >= len(matrix):
         raise ValueError(
-            f"rows gives parameter {name!r} {rows} row axes, and the shape of its matrix is {matrix}: leave at least one axis for the "
-            "columns, or put a pattern before it for this one"
+            f"rows gives parameter {name!r} {rows} row axes, and the shape of its matrix is"
+            f" {matrix}: leave at least one axis for the columns, or put a pattern before it for"
+            " this one"
         )
     cut = default_rows(matrix) if rows is None else rows
     return View(batch, matrix[:cut], matrix[cut:], transposed)
@@ -144,7 +156,8 @@ def square_view(shape: tuple[int, ...], transposed: bool = False) -> View:
 
 
 def all_views(shape: tuple[int, ...]) -> Iterator[tuple[int, int, View]]:
-    """Every view of a tensor of two or more axes: (stacked, rows, view), the fewest stacked axes first."""
+    """Every view of a tensor of two or more axes: (stacked, rows, view), the fewest stacked axes
+    first."""
     for stacked in range(len(shape) - 1):
         for rows in range(1, len(shape) - stacked):
             cut = stacked + rows
@@ -152,11 +165,13 @@ def all_views(shape: tuple[int, ...]) -> Iterator[tuple[int, int, View]]:
 
 
 def reproducing(name: str, shape: tuple[int, ...], factor: tuple[int, ...]) -> str:
-    """The options under which the factor q of a tensor has this shape: (r, m), (r, n) if transposed, or (number, r, …) of a stack. "" if
-    there are none."""
+    """The options under which the factor q of a tensor has this shape: (r, m), (r, n) if
+    transposed, or (number, r, …) of a stack. "" if there are none."""
     for transposed in (False, True):
         for stacked, rows, view in all_views(tuple(shape)):
             if (*view.stack, view.n if transposed else view.m) == (*factor[:-2], factor[-1]):
-                options = [f"stacked={{{name!r}: {stacked}}}"] * bool(factor[2:]) + [f"rows={{{name!r}: {rows}}}"]
+                options = [f"stacked={{{name!r}: {stacked}}}"] * bool(factor[2:]) + [
+                    f"rows={{{name!r}: {rows}}}"
+                ]
                 return ", ".join(options)
     return ""

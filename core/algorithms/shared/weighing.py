@@ -2,13 +2,16 @@
 
     averages, state = await Weighing(ops, weight).run(algorithm.step(ops, gradients, state, step))
 
-    mean(x)    =  Σ w·x / Σ w          # w·x and w in one message; what an absent replica has is never looked at
-    gather(x)  →  x of each replica, and `await replica_weights()` says by what a method has to multiply it
+    mean(x)    =  Σ w·x / Σ w    # w·x and w in one message; an absent replica's is not looked at
+    gather(x)  →  x of each replica, and `await replica_weights()` says what each one weighs
 
-The program is the one that all other replicas run, and knows of no weights: each request says how it is asked (`Request.weighed`).
+The program is the one that all other replicas run, and knows of no weights: each request says how
+it is asked (`Request.weighed`).
 
-Floats of 16 bits are not multiplied before they are sent: weights rounded to so few bits do not sum to 1, and an average that is taken again and again would
-grow or shrink. They are sent as they are, summed in float32 where they arrive, and rounded once: the mean of a `Coder` whose codes are they themselves.
+Floats of 16 bits are not multiplied before they are sent: weights rounded to so few bits do not sum
+to 1, and an average that is taken again and again would grow or shrink. They are sent as they are,
+summed in float32 where they arrive, and rounded once: the mean of a `Coder` whose codes are they
+themselves.
 """
 
 from __future__ import annotations
@@ -39,31 +42,36 @@ class Weighing(Generic[A]):
 
     Args:
         ops: kernels.
-        weight: of this replica, a number or a scalar array, finite and at least 0. A sum of weights is formed in float32.
-        keeps: where nobody counts and the host does not know it, averages of all replicas are the arrays themselves, and not NaN.
+        weight: of this replica, a number or a scalar array, finite and at least 0. A sum of weights
+            is formed in float32.
+        keeps: where nobody counts and the host does not know it, averages of all replicas are the
+            arrays themselves, and not NaN.
         name: of the method, for what is said about it.
 
     Attributes:
         weight: of this replica, or, after `count_as`, of its group.
     """
 
-    def __init__(self, ops: Ops[A], weight: Any, *, keeps: bool = False, name: str = "this method") -> None:
+    def __init__(
+        self, ops: Ops[A], weight: Any, *, keeps: bool = False, name: str = "this method"
+    ) -> None:
         self.ops, self.keeps, self.name = ops, keeps, name
         self.weight: A = weight_of(ops, weight)
         self._whole: Groups | None = None
         self._totals: dict[Groups | None, A] = {}
         self._of_all: dict[Groups | None, Weights[A]] = {}
-        #: Of the program and its branches: what has been gathered, and whether weights have been asked for.
+        #: Of the program and its branches: what has been gathered, and whether weights have been
+        #: asked for.
         self._noted: dict[str, bool] = {}
 
     async def run(self, program: Program[T]) -> T:
-        """What the program returns. Raises UnknownRequest for one that sends what no weight can be given to, and `NobodyCounts`, if the host knows that
-        all replicas weigh 0."""
+        """What the program returns. Raises UnknownRequest for one that sends what no weight can be
+        given to, and `NobodyCounts`, if the host knows that all replicas weigh 0."""
         result = await self._relay(program)
         if "gathered" in self._noted and "asked" not in self._noted:
             raise UnknownRequest(
-                f"{self.name} gathers what replicas have sent without asking what they weigh; let it multiply by `await replica_weights()`, "
-                "or leave out the weights"
+                f"{self.name} gathers what replicas have sent without asking what they weigh; let"
+                " it multiply by `await replica_weights()`, or leave out the weights"
             )
         return result
 
@@ -79,7 +87,10 @@ class Weighing(Generic[A]):
 
     def refuse(self, request: Request, why: str) -> UnknownRequest:
         """What is raised for a request that cannot be weighed."""
-        return UnknownRequest(f"{self.name} asks for a {type(request).__name__}, {why}: its replicas cannot be weighed")
+        return UnknownRequest(
+            f"{self.name} asks for a {type(request).__name__}, {why}: its replicas cannot be"
+            " weighed"
+        )
 
     @property
     def present(self) -> bool | None:
@@ -96,17 +107,24 @@ class Weighing(Generic[A]):
             return await ask(request)  # of which nothing is sent
         wide = [i for i, x in enumerate(request.arrays) if self.ops.dtype_of(x) in WIDE]
         answers: dict[int, A] = {}
-        for chosen, means in ((wide, self._wide_means), (_others(request, wide), self._short_means)):
+        for chosen, means in (
+            (wide, self._wide_means),
+            (_others(request, wide), self._short_means),
+        ):
             if chosen:
                 arrays = tuple(request.arrays[i] for i in chosen)
-                asked = replace(request, arrays=arrays, donated=tuple(request.donated[i] for i in chosen))
+                asked = replace(
+                    request, arrays=arrays, donated=tuple(request.donated[i] for i in chosen)
+                )
                 answers |= zip(chosen, await means(asked), strict=True)
         return tuple(answers[i] for i in range(len(request)))
 
     async def _wide_means(self, request: Any) -> tuple[A, ...]:
         ops, groups = self.ops, request.groups
         total = self._totals.get(groups)
-        sent = tuple(self._times(x, given) for x, given in zip(request.arrays, request.donated, strict=True))
+        sent = tuple(
+            self._times(x, given) for x, given in zip(request.arrays, request.donated, strict=True)
+        )
         donated = (True,) * len(sent)
         if total is None:
             sent += (ops.cast(self.weight, ops.dtype_of(request.arrays[0])).reshape((1,)),)
@@ -124,15 +142,19 @@ class Weighing(Generic[A]):
         return self._kept(request, means, total)
 
     def _watches(self, groups: Groups | None) -> bool:
-        """Whether weights are looked at also of an uncompressed average, which watches nothing else: by them all of it may be NaN."""
+        """Whether weights are looked at also of an uncompressed average, which watches nothing
+        else: by them all of it may be NaN."""
         return groups == self._whole and not self.keeps
 
     def _times(self, x: A, donated: bool) -> A:
-        """This replica's part of a sum. What is absent is left as it is: if nobody counts, nobody has lost anything."""
+        """This replica's part of a sum. What is absent is left as it is: if nobody counts, nobody
+        has lost anything."""
         ops, dtype, present = self.ops, self.ops.dtype_of(x), self.present
         if present is False:
             return ops.zeros(tuple(x.shape), dtype)
-        product = ops.multiply(x, ops.cast(self.weight, dtype), out=x if donated and present else None)
+        product = ops.multiply(
+            x, ops.cast(self.weight, dtype), out=x if donated and present else None
+        )
         return product if present else ops.where(self.weight > 0, product, 0.0)
 
     async def _short_means(self, request: Any) -> tuple[A, ...]:
@@ -140,10 +162,15 @@ class Weighing(Generic[A]):
         ops, groups, means = self.ops, request.groups, list(request.arrays)
         if not any(math.prod(x.shape) for x in request.arrays):
             return tuple(request.arrays)
-        if groups is not None and len(set(map(len, groups))) > 1:  # which cannot hand each other equal parts
+        # which cannot hand each other equal parts
+        if groups is not None and len(set(map(len, groups))) > 1:
             longer = tuple(ops.cast(x, "float32") for x in request.arrays)
-            found = await self._wide_means(replace(request, arrays=longer, donated=(False,) * len(longer)))
-            return tuple(ops.cast(y, ops.dtype_of(x)) for x, y in zip(request.arrays, found, strict=True))
+            found = await self._wide_means(
+                replace(request, arrays=longer, donated=(False,) * len(longer))
+            )
+            return tuple(
+                ops.cast(y, ops.dtype_of(x)) for x, y in zip(request.arrays, found, strict=True)
+            )
         noted = dict(self._noted)
         for dtype in dict.fromkeys(map(ops.dtype_of, request.arrays)):
             chosen = [i for i, x in enumerate(request.arrays) if ops.dtype_of(x) == dtype]
@@ -169,7 +196,8 @@ class Weighing(Generic[A]):
         return tuple(means)
 
     async def _watch(self, total: A) -> None:
-        """A step in which nobody counts is not finite, nor is one whose weights sum to what is no number above 0."""
+        """A step in which nobody counts is not finite, nor is one whose weights sum to what is no
+        number above 0."""
         await watch(self.ops.where(total > 0, total, math.nan))
 
     def _found(self, groups: Groups | None, total: A) -> A:
@@ -191,7 +219,8 @@ class Weighing(Generic[A]):
         return await self.total_of(self._whole)
 
     async def count_as(self, groups: Groups) -> None:
-        """Let this replica weigh as much as its group does from now on, and the others in it are the same."""
+        """Let this replica weigh as much as its group does from now on, and the others in it are
+        the same."""
         self.weight = await self.total_of(groups)
         self._totals, self._of_all = {}, {}
         size = len(groups[0])
@@ -200,7 +229,8 @@ class Weighing(Generic[A]):
     # ---- what is gathered
 
     async def gathered(self, request: Any, *, exchanged: bool = False) -> tuple[A, ...]:
-        """The answers, which are as they would be; the first time the weight goes with them. `exchanged`: each replica receives its own rows."""
+        """The answers, which are as they would be; the first time the weight goes with them.
+        `exchanged`: each replica receives its own rows."""
         ops, groups = self.ops, request.groups
         self._noted["gathered"] = True
         if groups in self._of_all:
@@ -216,8 +246,8 @@ class Weighing(Generic[A]):
         return tuple(answers)
 
     async def _learn(self, groups: Groups | None, every: A, *, exchanged: bool = False) -> None:
-        """What replicas weigh has come. If it was `exchanged`, JAX does not know that it is the same on all of them: what a method makes of that is sent, and
-        watched, once more."""
+        """What replicas weigh has come. If it was `exchanged`, JAX does not know that it is the
+        same on all of them: what a method makes of that is sent, and watched, once more."""
         ops = self.ops
         every = ops.view_as(every, "float32").reshape((-1,))
         self._of_all[groups], total = Weights.of(ops, every), in_order(ops, every)

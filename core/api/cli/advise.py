@@ -42,15 +42,17 @@ def print_advice(
     """Measure and print. Raises BadArgument."""
     if (step_ms is None) == (measure is None):
         raise BadArgument(
-            "give --step-ms, the time of a step of one replica alone, or --measure module:train_step, which does one"
+            "give --step-ms, the time of a step of one replica alone, or --measure"
+            " module:train_step, which does one"
         )
     if step_ms is not None and not 0 < step_ms < math.inf:
         raise BadArgument(f"--step-ms {step_ms:g} must be more than 0, and a number")
     if model.framework not in ("", probe.framework):
         # A note only: shapes are shapes, and a tree of arrays may be anybody's.
         print(
-            f"gradwire: MODEL is of {model.framework} and --probe of {probe.framework}: what follows is about training in {probe.framework}. "
-            f"For the other, make the probe with `gradwire probe --framework {model.framework}`",
+            f"gradwire: MODEL is of {model.framework} and --probe of {probe.framework}: what"
+            f" follows is about training in {probe.framework}. For the other, make the probe with"
+            f" `gradwire probe --framework {model.framework}`",
             file=sys.stderr,
         )
     step: float | Callable[[], Any] = (step_ms or 0) / 1e3
@@ -65,7 +67,9 @@ def print_advice(
         try:
             compared, losses = compared_losses(comparison, model.specs, probe, algorithms)
         except OSError as error:
-            raise BadArgument(f"--compare {comparison}: {error.strerror}; make it with `gradwire compare`") from error
+            raise BadArgument(
+                f"--compare {comparison}: {error.strerror}; make it with `gradwire compare`"
+            ) from error
         except ValueError as error:
             raise BadArgument(f"--compare: {error}") from error
         algorithms = algorithms or compared
@@ -80,5 +84,9 @@ def print_advice(
 def _shown(methods: Sequence[Any]) -> Iterable[Any]:
     console = Console(file=sys.stderr)
     return track(
-        methods, "measuring what methods cost here", console=console, transient=True, disable=not sys.stderr.isatty()
+        methods,
+        "measuring what methods cost here",
+        console=console,
+        transient=True,
+        disable=not sys.stderr.isatty(),
     )

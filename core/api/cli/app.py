@@ -1,10 +1,9 @@
 """The commands and their arguments.
 
 gradwire plan model:build --algorithm "PowerSGD(rank=4)" --replicas 16 --link 10Gbit --latency 50us
-torchrun --nproc-per-node=8 --no-python gradwire probe --output probe.json
-gradwire advise model:build --probe probe.json --step-ms 180
-gradwire compare my_training:make --algorithm "PowerSGD(rank=4)" --algorithm "diloco(30)" --steps 300 --seeds 3
-gradwire doctor --quick
+torchrun --nproc-per-node=8 --no-python gradwire probe --output probe.json gradwire advise
+model:build --probe probe.json --step-ms 180 gradwire compare my_training:make --algorithm
+"PowerSGD(rank=4)" --algorithm "diloco(30)" --steps 300 --seeds 3 gradwire doctor --quick
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ from gradwire.core.text import units
 T = TypeVar("T")
 #: Replicas. Groups of more are lists that nobody has memory for.
 MOST = 1 << 20
-#: Exit statuses: of a wrong argument, of what could not be written, as on a full disk or where nobody reads on (`| head`), and of Ctrl-C.
+#: Exit statuses: of a wrong argument, of what could not be written, as on a full disk or where
+#: nobody reads on (`| head`), and of Ctrl-C.
 WRONG, UNWRITTEN, INTERRUPTED = 2, 1, 130
 
 app = typer.Typer(
@@ -43,22 +43,29 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    epilog=f"An --algorithm is written as in Python, of {', '.join(NAMES)}: \"WireDtype(PowerSGD(16), 'int8')\". int8 alone is an average in 8 bits; "
-    'a class of your own is "module:Class(option=3)".',
+    epilog=(
+        f'An --algorithm is written as in Python, of {", ".join(NAMES)}: "WireDtype(PowerSGD(16),'
+        " 'int8')\". int8 alone is an average in 8 bits; a class of your own is"
+        ' "module:Class(option=3)".'
+    ),
 )
 
 Model = Annotated[
     str,
     typer.Argument(
-        help="module:callable that returns a torch, Flax or Equinox model or a tree of arrays; a class or a config.json of transformers; "
-        "a safetensors file; a JSON of shapes.",
+        help=(
+            "module:callable that returns a torch, Flax or Equinox model or a tree of arrays; a"
+            " class or a config.json of transformers; a safetensors file; a JSON of shapes."
+        ),
         metavar="MODEL",
     ),
 ]
 Algorithms = Annotated[
     list[str],
     typer.Option(
-        "--algorithm", "-a", help='As in Python: "PowerSGD(rank=4)"; or int8; or module:Class(…). Several times.'
+        "--algorithm",
+        "-a",
+        help='As in Python: "PowerSGD(rank=4)"; or int8; or module:Class(…). Several times.',
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -84,23 +91,39 @@ def plan(
     model: Model,
     algorithm: Algorithms = ["PowerSGD(rank=4)"],  # noqa: B006  (typer reads it)
     replicas: Annotated[int, typer.Option(min=1, max=MOST, help="How many replicas average.")] = 2,
-    link: Annotated[str, typer.Option(help="Rate of the slowest link, per direction: 10Gbit, 1.25GB/s.")] = "10Gbit",
+    link: Annotated[
+        str, typer.Option(help="Rate of the slowest link, per direction: 10Gbit, 1.25GB/s.")
+    ] = "10Gbit",
     latency: Annotated[str, typer.Option(help="Time of one hop: 50us.")] = "50us",
     nodes: Annotated[
         int | None,
-        typer.Option(min=1, help="Machines. What stays inside one is not on the link. None: one for each replica."),
+        typer.Option(
+            min=1,
+            help="Machines. What stays inside one is not on the link. None: one for each replica.",
+        ),
     ] = None,
     library: Annotated[
-        str, typer.Option(help="What carries messages, where a machine has several replicas: nccl or gloo.")
+        str,
+        typer.Option(
+            help="What carries messages, where a machine has several replicas: nccl or gloo."
+        ),
     ] = "nccl",
-    step_ms: Annotated[float | None, typer.Option(help="A step of one replica alone, in milliseconds.")] = None,
+    step_ms: Annotated[
+        float | None, typer.Option(help="A step of one replica alone, in milliseconds.")
+    ] = None,
     utilization: Annotated[
-        bool, typer.Option("--utilization", help="Also the share of the time that computes, and the link for 90 %.")
+        bool,
+        typer.Option(
+            "--utilization", help="Also the share of the time that computes, and the link for 90 %."
+        ),
     ] = False,
-    summary: Annotated[bool, typer.Option("--summary", help="The totals, without the table of tensors.")] = False,
+    summary: Annotated[
+        bool, typer.Option("--summary", help="The totals, without the table of tensors.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """What a step sends, tensor by tensor, for one algorithm or several side by side, and how long the link takes for it."""
+    """What a step sends, tensor by tensor, for one algorithm or several side by side, and how long
+    the link takes for it."""
     loaded = load_model(model)
     algorithms = algorithms_of(algorithm)
     if library not in RINGS:
@@ -122,21 +145,34 @@ def plan(
 
 @app.command(short_help="Measure the network between processes.")
 def probe(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the first process writes it.")] = Path(
-        "probe.json"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Where the first process writes it.")
+    ] = Path("probe.json"),
     framework: Annotated[
-        str | None, typer.Option(help="torch (under torchrun) or jax. None: torch where torchrun has started this.")
+        str | None,
+        typer.Option(
+            help="torch (under torchrun) or jax. None: torch where torchrun has started this."
+        ),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Machines. None: as the launcher says.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Machines. None: as the launcher says.")
+    ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="nccl or gloo, for torch. None: nccl where there are GPUs, each for one process.")
+        str | None,
+        typer.Option(
+            help="nccl or gloo, for torch. None: nccl where there are GPUs, each for one process."
+        ),
     ] = None,
     coordinator: Annotated[str | None, typer.Option(help="HOST:PORT for jax.distributed.")] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="How many there are, for jax.distributed.")] = None,
-    process: Annotated[int | None, typer.Option(min=0, help="Which of them this is, for jax.distributed.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="How many there are, for jax.distributed.")
+    ] = None,
+    process: Annotated[
+        int | None, typer.Option(min=0, help="Which of them this is, for jax.distributed.")
+    ] = None,
 ) -> None:
-    """Measure latency and bandwidth between the processes that torchrun or jax.distributed has joined, in some seconds."""
+    """Measure latency and bandwidth between the processes that torchrun or jax.distributed has
+    joined, in some seconds."""
     run_probe(framework, output, nodes, backend, coordinator, processes, process)
 
 
@@ -144,33 +180,51 @@ def probe(
 def advise(
     model: Model,
     probe: Annotated[str, typer.Option(help="What `gradwire probe` has written.")] = "probe.json",
-    step_ms: Annotated[float | None, typer.Option(help="A step of one replica alone, in milliseconds.")] = None,
+    step_ms: Annotated[
+        float | None, typer.Option(help="A step of one replica alone, in milliseconds.")
+    ] = None,
     measure: Annotated[
-        str | None, typer.Option(help="module:train_step instead: a function that does such a step on this device.")
+        str | None,
+        typer.Option(
+            help="module:train_step instead: a function that does such a step on this device."
+        ),
     ] = None,
     algorithm: Annotated[
         list[str] | None,
-        typer.Option("--algorithm", "-a", help="What to compare with uncompressed averages. None: one of each kind."),
+        typer.Option(
+            "--algorithm",
+            "-a",
+            help="What to compare with uncompressed averages. None: one of each kind.",
+        ),
     ] = None,
     loss: Annotated[
         str | None,
         typer.Option(
-            help="By how much the loss may be higher than that of uncompressed averages: 1%. None: the best at 0.5, 2 and 5 %."
+            help=(
+                "By how much the loss may be higher than that of uncompressed averages: 1%. None:"
+                " the best at 0.5, 2 and 5 %."
+            )
         ),
     ] = None,
     compare: Annotated[
         str | None,
         typer.Option(
-            help="What `gradwire compare` has written of this model: its losses are weighed. None: those of one small model."
+            help=(
+                "What `gradwire compare` has written of this model: its losses are weighed. None:"
+                " those of one small model."
+            )
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Whether compression helps, and which: predicted steps of all methods, from what they cost on this device, and one recommendation."""
+    """Whether compression helps, and which: predicted steps of all methods, from what they cost on
+    this device, and one recommendation."""
     algorithms = algorithms_of(algorithm)
     limits = argument("--loss", limits_of, loss) if loss is not None else limits_of(None)
     network = argument("--probe", load_probe, probe)
-    print_advice(load_model(model), network, step_ms, measure, algorithms, limits, compare, as_json=json)
+    print_advice(
+        load_model(model), network, step_ms, measure, algorithms, limits, compare, as_json=json
+    )
 
 
 class _Compare(TyperCommand):
@@ -185,40 +239,69 @@ def compare(
     training: Annotated[
         str,
         typer.Argument(
-            help="module:callable that builds a training, see gradwire.torch_backend.Training.", metavar="TRAINING"
+            help="module:callable that builds a training, see gradwire.torch_backend.Training.",
+            metavar="TRAINING",
         ),
     ],
     algorithm: Annotated[
-        list[str], typer.Option("--algorithm", "-a", help="What to compare with uncompressed averages. Several times.")
+        list[str],
+        typer.Option(
+            "--algorithm", "-a", help="What to compare with uncompressed averages. Several times."
+        ),
     ],
-    replicas: Annotated[int, typer.Option(min=1, help="How many replicas train, on this device.")] = 4,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="How many replicas train, on this device.")
+    ] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 300,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each method; one gives no intervals.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Runs of each method; one gives no intervals.")
+    ] = 3,
     rates: Annotated[
         list[float],
-        typer.Option(help="Factors on your learning rate, `--rates 0.5 1 2`, of which each method is given its best."),
+        typer.Option(
+            help=(
+                "Factors on your learning rate, `--rates 0.5 1 2`, of which each method is given"
+                " its best."
+            )
+        ),
     ] = [1.0],  # noqa: B006  (typer reads it)
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Where runs are kept, and a comparison that was stopped goes on.")
+        Path,
+        typer.Option(
+            "--output", "-o", help="Where runs are kept, and a comparison that was stopped goes on."
+        ),
     ] = Path("comparison.json"),
     link: Annotated[
-        str | None, typer.Option(help="Draw losses against time too, over a link between replicas: 1Gbit, 125MB/s.")
+        str | None,
+        typer.Option(
+            help="Draw losses against time too, over a link between replicas: 1Gbit, 125MB/s."
+        ),
     ] = None,
     latency: Annotated[str, typer.Option(help="With --link: time of one hop, 50us.")] = "50us",
     probe: Annotated[
-        str | None, typer.Option(help="The same, over the link that `gradwire probe` has measured: its file.")
+        str | None,
+        typer.Option(help="The same, over the link that `gradwire probe` has measured: its file."),
     ] = None,
     step_ms: Annotated[
-        float | None, typer.Option(help="With either: a step of one replica alone, in milliseconds.")
+        float | None,
+        typer.Option(help="With either: a step of one replica alone, in milliseconds."),
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(help="The losses drawn, with all seeds: .svg, .png or .pdf. None: an SVG beside the output."),
+        typer.Option(
+            help=(
+                "The losses drawn, with all seeds: .svg, .png or .pdf. None: an SVG beside the"
+                " output."
+            )
+        ),
     ] = None,
-    csv: Annotated[Path | None, typer.Option(help="All losses as a table, a row for each evaluation.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="All losses as a table, a row for each evaluation.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Train your own model under several methods, on this device, and say how their held-out losses differ."""
+    """Train your own model under several methods, on this device, and say how their held-out losses
+    differ."""
     algorithms = algorithms_of(algorithm)
     network = Network.of(
         step_ms,
@@ -228,7 +311,17 @@ def compare(
         replicas,
     )
     status = print_comparison(
-        training, algorithms, replicas, steps, seeds, rates, output, network, picture, csv, as_json=json
+        training,
+        algorithms,
+        replicas,
+        steps,
+        seeds,
+        rates,
+        output,
+        network,
+        picture,
+        csv,
+        as_json=json,
     )
     if status:
         raise typer.Exit(status)
@@ -236,16 +329,25 @@ def compare(
 
 @app.command(short_help="Check that gradwire is right on this hardware.")
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="One algorithm of each kind, within a minute.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One algorithm of each kind, within a minute.")
+    ] = False,
     algorithm: Annotated[
-        list[str] | None, typer.Option("--algorithm", "-a", help="What to try. None: all that are shipped.")
+        list[str] | None,
+        typer.Option("--algorithm", "-a", help="What to try. None: all that are shipped."),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The report, written after each check: send it with a bug report.")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The report, written after each check: send it with a bug report.",
+        ),
     ] = Path("doctor.json"),
     json: Json = False,
 ) -> None:
-    """Check that gradwire is right here: kernels, messages and algorithms beside known answers, on this machine or under torchrun."""
+    """Check that gradwire is right here: kernels, messages and algorithms beside known answers, on
+    this machine or under torchrun."""
     algorithms = algorithms_of(algorithm)
     status = run_doctor(algorithms or None, output, quick=quick, as_json=json)
     if status:
@@ -270,12 +372,15 @@ def algorithms_of(texts: list[str] | None) -> list[Any]:
     def own(name: str) -> Callable[..., Any]:
         return load_callable(name, "--algorithm")
 
-    return [argument("--algorithm", lambda each: parse_algorithm(each, own), text) for text in texts or []]
+    return [
+        argument("--algorithm", lambda each: parse_algorithm(each, own), text)
+        for text in texts or []
+    ]
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run a command. What is wrong with its arguments goes to the standard error in one line, and the exit status is 2. It is 130 after Ctrl-C, and 1 where
-    the output cannot be written."""
+    """Run a command. What is wrong with its arguments goes to the standard error in one line, and
+    the exit status is 2. It is 130 after Ctrl-C, and 1 where the output cannot be written."""
     if sys.stdout is None:  # closed, `>&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):

@@ -49,28 +49,39 @@ class Network:
 
     @classmethod
     def of(
-        cls, step_ms: float | None, link: float | None, latency: float, probe: Probe | None, replicas: int
+        cls,
+        step_ms: float | None,
+        link: float | None,
+        latency: float,
+        probe: Probe | None,
+        replicas: int,
     ) -> Network | None:
         """What the options say; None: nothing. Raises BadArgument."""
         if link is None and probe is None:
             if step_ms is not None:
                 raise BadArgument(
-                    f"--step-ms {step_ms:g} is for a picture of the losses against time: give --link or --probe too"
+                    f"--step-ms {step_ms:g} is for a picture of the losses against time: give"
+                    " --link or --probe too"
                 )
             return None
         if link is not None and probe is not None:
-            raise BadArgument("--link with --probe: give one of them, the rate of a link or what was measured of one")
+            raise BadArgument(
+                "--link with --probe: give one of them, the rate of a link or what was measured"
+                " of one"
+            )
         if step_ms is None or not 0 < step_ms < math.inf:
             given = "" if step_ms is None else f" --step-ms {step_ms:g} is none:"
             raise BadArgument(
-                f"--link and --probe need --step-ms, the time of a step of one replica alone;{given} give more than 0"
+                "--link and --probe need --step-ms, the time of a step of one replica"
+                f" alone;{given} give more than 0"
             )
         if link is not None:
             return cls(step_ms / 1e3, link, latency, rate_of(link))
         assert probe is not None
         if probe.replicas != replicas:
             raise BadArgument(
-                f"--probe is of {probe.replicas} replicas, and --replicas {replicas}: give --replicas {probe.replicas}"
+                f"--probe is of {probe.replicas} replicas, and --replicas {replicas}: give"
+                f" --replicas {probe.replicas}"
             )
         level = probe.level(ALL)
         return cls(step_ms / 1e3, level.bandwidth, level.latency, probe.network)
@@ -102,9 +113,11 @@ def print_comparison(
     *,
     as_json: bool,
 ) -> int:
-    """Train, print, and draw if somebody can, with a `network` the losses against time too; returns the exit status. Raises BadArgument.
+    """Train, print, and draw if somebody can, with a `network` the losses against time too; returns
+    the exit status. Raises BadArgument.
 
-    `picture` is where, in the format of its suffix; None: beside the output, as SVG. To `table` all losses are written as CSV.
+    `picture` is where, in the format of its suffix; None: beside the output, as SVG. To `table` all
+    losses are written as CSV.
     """
     if picture is not None:
         _require_drawable(picture)
@@ -155,7 +168,8 @@ def print_comparison(
 
 
 def each_after(option: str, args: Sequence[str]) -> Iterator[str]:
-    """The arguments with an option that takes several values, `--rates 0.5 1 2`, before each of them, as click reads it."""
+    """The arguments with an option that takes several values, `--rates 0.5 1 2`, before each of
+    them, as click reads it."""
     several = first = False
     for arg in args:
         if several and not first and not _is_number(arg):
@@ -208,14 +222,22 @@ def _drawn(comparison: Comparison, path: Path, network: Network | None) -> str:
         (line,) = axes[0].plot(*means[name], marker=".", label=name)
         if losses and len(losses[0]) > 1:  # between the seeds
             axes[0].fill_between(
-                steps, list(map(min, losses)), list(map(max, losses)), color=line.get_color(), alpha=0.2, linewidth=0
+                steps,
+                list(map(min, losses)),
+                list(map(max, losses)),
+                color=line.get_color(),
+                alpha=0.2,
+                linewidth=0,
             )
     axes[0].set(xlabel="step", ylabel="held-out loss", title=comparison.runs.training)
     axes[0].legend(fontsize="small")
     if network is not None:
         for name, (seconds, losses_then) in network.curves(comparison).items():
             axes[1].plot(seconds, losses_then, marker=".", label=name)
-        axes[1].set(xlabel="estimated seconds (compute and network, compression excluded)", title=str(network))
+        axes[1].set(
+            xlabel="estimated seconds (compute and network, compression excluded)",
+            title=str(network),
+        )
     with whole_file(path) as file:
         figure.savefig(file, format=path.suffix[1:])
     return f" and {path}"

@@ -14,10 +14,23 @@ from gradwire.core.simulate.doctor.report import FAULT, NOTE, OK, SKIPPED, Repor
 from gradwire.doctoring import doctor
 
 #: Facts of a machine that a reader wants to see first.
-SHOWN = ("torch", "jax", "gpu", "device", "driver", "nccl", "cuda", "platform", "gradwire", "python")
+SHOWN = (
+    "torch",
+    "jax",
+    "gpu",
+    "device",
+    "driver",
+    "nccl",
+    "cuda",
+    "platform",
+    "gradwire",
+    "python",
+)
 
 
-def run_doctor(algorithms: Sequence[Any] | None, output: Path, *, quick: bool, as_json: bool) -> int:
+def run_doctor(
+    algorithms: Sequence[Any] | None, output: Path, *, quick: bool, as_json: bool
+) -> int:
     """Check, print, and return the exit status: 1 if anything is wrong. Raises BadArgument."""
     if not output.parent.is_dir():
         raise BadArgument(f"--output {output}: there is no folder {output.parent}")
@@ -45,7 +58,13 @@ def _conclude(report: Report, output: Path) -> None:
     for facts in {str(_main(each)): _main(each) for each in report.machine}.values():
         say("machine " + ", ".join(f"{name} {value}" for name, value in facts.items()))
     counts = Counter(row.verdict for row in report.rows)
-    say(", ".join(f"{counts[verdict]} {verdict}" for verdict in (OK, FAULT, NOTE, SKIPPED) if counts[verdict]))
+    say(
+        ", ".join(
+            f"{counts[verdict]} {verdict}"
+            for verdict in (OK, FAULT, NOTE, SKIPPED)
+            if counts[verdict]
+        )
+    )
     for row in report.faults:
         say(f"WRONG HERE: {row.part}, {row.check}: {row.detail}")
     if report.faults:

@@ -1,4 +1,5 @@
-"""What MODEL means on the command line: parameters by name, from a file or from a function, without memory for their values."""
+"""What MODEL means on the command line: parameters by name, from a file or from a function, without
+memory for their values."""
 
 from __future__ import annotations
 
@@ -20,11 +21,14 @@ from gradwire.core.plan.parameters import specs_of
 from gradwire.core.text.wording import meant
 
 FILES = (".safetensors", ".json")
-FORMS = "give module:callable, a .safetensors file, a config.json of transformers, or a .json of shapes"
+FORMS = (
+    "give module:callable, a .safetensors file, a config.json of transformers, or a .json of shapes"
+)
 
 
 class BadArgument(ValueError):
-    """An argument of the command line that cannot be used. The message names it, its value and the fix."""
+    """An argument of the command line that cannot be used. The message names it, its value and the
+    fix."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,9 @@ def load_model(text: str) -> Model:
                 return _built(text, built_from_config(path))
             return Model(specs_in(path), "")
         except FileNotFoundError as error:
-            lacks = "" if error.filename in (None, text) else f" as {error.filename}, which it names"
+            lacks = (
+                "" if error.filename in (None, text) else f" as {error.filename}, which it names"
+            )
             raise BadArgument(f"MODEL {text}: there is no such file{lacks}") from error
         except OSError as error:
             raise BadArgument(f"MODEL {text}: {error.strerror}") from error
@@ -53,7 +59,8 @@ def load_model(text: str) -> Model:
     built = _built(text, built_by_default(load_callable(text, "MODEL")))
     if not built.specs:
         raise BadArgument(
-            f"MODEL {text!r} returns nothing that is trained; return the model, with parameters that require gradients"
+            f"MODEL {text!r} returns nothing that is trained; return the model, with parameters"
+            " that require gradients"
         )
     return built
 
@@ -62,7 +69,9 @@ def load_callable(text: str, argument: str) -> Callable[[], Any]:
     """What `module:callable` names, of a module here or installed. Raises BadArgument."""
     module, colon, name = text.partition(":")
     if not colon or not module or not name or module.startswith("."):
-        raise BadArgument(f"{argument} {text!r}: {FORMS if argument == 'MODEL' else 'give module:callable'}")
+        raise BadArgument(
+            f"{argument} {text!r}: {FORMS if argument == 'MODEL' else 'give module:callable'}"
+        )
     found = _imported(module, f"{argument} {text!r}")
     for part in name.split("."):
         if not hasattr(found, part):
@@ -71,14 +80,19 @@ def load_callable(text: str, argument: str) -> Callable[[], Any]:
             raise BadArgument(f"{argument} {text!r}: {module} has no {part}; {fix}")
         found = getattr(found, part)
     if not callable(found):
-        raise BadArgument(f"{argument} {text!r} is of type {type(found).__name__}; name a function without arguments")
+        raise BadArgument(
+            f"{argument} {text!r} is of type {type(found).__name__}; name a function without"
+            " arguments"
+        )
     return found  # type: ignore[no-any-return]
 
 
 def _imported(module: str, said: str) -> Any:
-    """A module here or installed. A script that reads its arguments when it is imported is not given this command's. Raises BadArgument."""
+    """A module here or installed. A script that reads its arguments when it is imported is not
+    given this command's. Raises BadArgument."""
     arguments, sys.argv = sys.argv, [module]
-    sys.path.insert(0, "")  # `gradwire` as a script does not look where it was started; `python -m` does
+    # `gradwire` as a script does not look where it was started; `python -m` does
+    sys.path.insert(0, "")
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -93,12 +107,22 @@ def _imported(module: str, said: str) -> Any:
 
 
 def _whose(error: BaseException, module: str) -> str:
-    """That a module of the user's failed when it was imported, where, and what to do if it is a script."""
-    installed = (__file__, *(sysconfig.get_path(which) for which in ("stdlib", "platstdlib", "purelib", "platlib")))
+    """That a module of the user's failed when it was imported, where, and what to do if it is a
+    script."""
+    installed = (
+        __file__,
+        *(sysconfig.get_path(which) for which in ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
     frames = traceback.extract_tb(error.__traceback__)
-    where = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith("<frozen")]
+    where = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in frames
+        if not frame.filename.startswith("<frozen")
+    ]
     own = [each for each in where if not each.startswith(installed)]
-    kind = "ended with status" if isinstance(error, SystemExit) else f"raised {type(error).__name__}:"
+    kind = (
+        "ended with status" if isinstance(error, SystemExit) else f"raised {type(error).__name__}:"
+    )
     fix = "what trains, or reads arguments, belongs under `if __name__ == '__main__':`"
     if isinstance(error, ModuleNotFoundError):
         fix = f"install {error.name} beside gradwire"
@@ -109,9 +133,17 @@ def _built(text: str, build: Callable[[], Any]) -> Model:
     """The model that a function returns, run where it takes no memory."""
     loaded = [name for name in ("torch", "jax") if name in sys.modules]
     # What a function imports itself comes too late, so all that it may mean is loaded.
-    present = loaded or [name for name in ("torch", "jax") if importlib.util.find_spec(name) is not None]
-    meta: Any = importlib.import_module("torch").device("meta") if "torch" in present else nullcontext()
-    trace: Any = importlib.import_module("gradwire.jax_backend.advise.model_shapes") if "jax" in present else None
+    present = loaded or [
+        name for name in ("torch", "jax") if importlib.util.find_spec(name) is not None
+    ]
+    meta: Any = (
+        importlib.import_module("torch").device("meta") if "torch" in present else nullcontext()
+    )
+    trace: Any = (
+        importlib.import_module("gradwire.jax_backend.advise.model_shapes")
+        if "jax" in present
+        else None
+    )
     try:
         with meta:
             made = build() if trace is None else trace.abstract_parameters(build)
@@ -122,6 +154,7 @@ def _built(text: str, build: Callable[[], Any]) -> Model:
         return Model(specs_of(made), "")
     except Exception as error:
         raise BadArgument(
-            f"MODEL {text!r} cannot be built without memory for its weights ({type(error).__name__}: {error}). It is called without "
-            "arguments, on torch's meta device or inside jax.eval_shape: it must return the model and load nothing"
+            f"MODEL {text!r} cannot be built without memory for its weights"
+            f" ({type(error).__name__}: {error}). It is called without arguments, on torch's meta"
+            " device or inside jax.eval_shape: it must return the model and load nothing"
         ) from error

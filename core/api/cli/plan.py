@@ -42,7 +42,8 @@ CHARGED: dict[Way, str] = {"ring": "round a ring", "tree": "in a tree", "direct"
 
 @dataclass(frozen=True)
 class Link:
-    """The slowest link between replicas: bytes per second, seconds per hop; how many replicas there are, on how many nodes; what carries their messages."""
+    """The slowest link between replicas: bytes per second, seconds per hop; how many replicas there
+    are, on how many nodes; what carries their messages."""
 
     bandwidth: float
     latency: float
@@ -53,7 +54,8 @@ class Link:
     def __post_init__(self) -> None:
         if self.replicas % self.nodes:
             raise BadArgument(
-                f"--nodes {self.nodes}: {self.replicas} replicas cannot be divided among so many machines"
+                f"--nodes {self.nodes}: {self.replicas} replicas cannot be divided among so many"
+                " machines"
             )
 
     @property
@@ -62,12 +64,18 @@ class Link:
         return 1 < self.nodes < self.replicas
 
     def seconds(self, plan: Plan) -> float:
-        """How long the link takes for a step, by the α-β model. What stays on a node is not on the link."""
-        return plan.seconds(self.replicas, self.latency, self.bandwidth, nodes=self.nodes, library=self.library)
+        """How long the link takes for a step, by the α-β model. What stays on a node is not on the
+        link."""
+        return plan.seconds(
+            self.replicas, self.latency, self.bandwidth, nodes=self.nodes, library=self.library
+        )
 
     def hops(self, plan: Plan) -> dict[Way, float]:
-        """The hops of a step for which `seconds` charges the latency, by the way of their messages."""
-        return plan.hops(self.replicas, self.latency, self.bandwidth, nodes=self.nodes, library=self.library)
+        """The hops of a step for which `seconds` charges the latency, by the way of their
+        messages."""
+        return plan.hops(
+            self.replicas, self.latency, self.bandwidth, nodes=self.nodes, library=self.library
+        )
 
     def nbytes(self, plan: Plan) -> float:
         """What leaves a node in a step."""
@@ -83,8 +91,9 @@ def print_plans(
     summary: bool = False,
     as_json: bool,
 ) -> None:
-    """Print the plans of these algorithms for a model, of a `summary` the totals alone; with the seconds of a step, also for which share of the time replicas
-    compute. Raises BadArgument for what an algorithm refuses."""
+    """Print the plans of these algorithms for a model, of a `summary` the totals alone; with the
+    seconds of a step, also for which share of the time replicas compute. Raises BadArgument for
+    what an algorithm refuses."""
     plans = [_planned(model, algorithm, link) for algorithm in algorithms]
     if as_json:
         print(
@@ -104,7 +113,8 @@ def print_plans(
     dense = [] if any(plan.algorithm == DENSE for plan in plans) else [_planned(model, DENSE, link)]
     rate, latency = rate_of(link.bandwidth), time_of(link.latency)
     say(
-        f"{'' if summary else chr(10)}A step of {many(link.replicas, 'replica')} on {many(link.nodes, 'node')}, {rate}, {latency}:\n"
+        f"{'' if summary else chr(10)}A step of {many(link.replicas, 'replica')} on"
+        f" {many(link.nodes, 'node')}, {rate}, {latency}:\n"
     )
     if link.shared:
         say(f"{SHARED[link.library]}\n")
@@ -121,7 +131,9 @@ def print_plans(
 def _planned(model: Model, algorithm: Algorithm | LocalSGD, link: Link) -> Plan:
     per_node = link.replicas // link.nodes
     try:
-        own: Any = algorithm.on_nodes_of(per_node) if hasattr(algorithm, "on_nodes_of") else algorithm
+        own: Any = (
+            algorithm.on_nodes_of(per_node) if hasattr(algorithm, "on_nodes_of") else algorithm
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CompressionWarning)  # it is printed below the tables
             return make_plan(model.specs, own, world_size=link.replicas)
@@ -131,20 +143,29 @@ def _planned(model: Model, algorithm: Algorithm | LocalSGD, link: Link) -> Plan:
 
 def _tensors(plans: Sequence[Plan]) -> Table:
     headings = [escape(in_lines(written(plan.algorithm))) for plan in plans]
-    table = plain_table("tensor", ("shape", "right"), ("dense", "right"), *((heading, "right") for heading in headings))
+    table = plain_table(
+        "tensor",
+        ("shape", "right"),
+        ("dense", "right"),
+        *((heading, "right") for heading in headings),
+    )
     for i, tensor in enumerate(plans[0].tensors):
         sent = [plan.tensors[i] for plan in plans]
         table.add_row(
             escape(tensor.name),
             "×".join(map(str, tensor.shape)) or "scalar",
             size_of(tensor.dense_bytes),
-            *(size_of(t.wire_bytes) if t.compressed else f"[dim]{size_of(t.wire_bytes)}[/dim]" for t in sent),
+            *(
+                size_of(t.wire_bytes) if t.compressed else f"[dim]{size_of(t.wire_bytes)}[/dim]"
+                for t in sent
+            ),
         )
     return table
 
 
 def _totals(plans: Sequence[Plan], link: Link) -> Table:
-    """ "sent" is what a replica hands over. Where replicas share a link, what leaves their node stands beside it, and "fewer" is of that."""
+    """ "sent" is what a replica hands over. Where replicas share a link, what leaves their node
+    stands beside it, and "fewer" is of that."""
     shared = ["off node"] if link.shared else []
     columns = ["sent", *shared, "fewer", "messages", "link time", "memory"]
     table = plain_table("algorithm", *((column, "right") for column in columns))
@@ -188,7 +209,8 @@ def _shares(plans: Sequence[Plan], model: Model, link: Link, step: float) -> Tab
 
 
 def _used(plan: Plan, model: Model, link: Link, step: float | None) -> dict[str, Any]:
-    """The share of the time that computes, and the bits per second for 90 %, None if latency alone takes more. A step that nobody knows: nothing."""
+    """The share of the time that computes, and the bits per second for 90 %, None if latency alone
+    takes more. A step that nobody knows: nothing."""
     if step is None:
         return {}
     given: dict[str, Any] = {"step": step, "latency": link.latency}

@@ -1,4 +1,5 @@
-"""Models of transformers by their configuration alone: a `config.json`, or a class. Neither weights nor the network are asked for.
+"""Models of transformers by their configuration alone: a `config.json`, or a class. Neither weights
+nor the network are asked for.
 
 built_from_config(Path("config.json"))
 built_by_default(transformers.GPT2LMHeadModel)
@@ -23,7 +24,8 @@ def is_configuration(path: Path) -> bool:
 
 
 def built_from_config(path: Path) -> Callable[[], Any]:
-    """What builds the model of a `config.json`: the first of its architectures that transformers has, or the bare model.
+    """What builds the model of a `config.json`: the first of its architectures that transformers
+    has, or the bare model.
 
     Raises:
         ValueError: transformers is not here, or does not know the type.
@@ -31,11 +33,17 @@ def built_from_config(path: Path) -> Callable[[], Any]:
     try:
         library = importlib.import_module("transformers")
     except ModuleNotFoundError as error:
-        raise ValueError(f"{path} is a configuration of transformers; `pip install transformers torch`") from error
+        raise ValueError(
+            f"{path} is a configuration of transformers; `pip install transformers torch`"
+        ) from error
     try:
-        config = library.AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+        config = library.AutoConfig.from_pretrained(
+            str(path), trust_remote_code=False, local_files_only=True
+        )
     except (KeyError, OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: transformers {library.__version__} does not read it: {error}") from error
+        raise ValueError(
+            f"{path}: transformers {library.__version__} does not read it: {error}"
+        ) from error
     for name in config.architectures or ():
         if hasattr(library, name):
             model = getattr(library, name)
@@ -44,7 +52,8 @@ def built_from_config(path: Path) -> Callable[[], Any]:
 
 
 def built_by_default(found: Callable[[], Any]) -> Callable[[], Any]:
-    """The callable itself; of a class of transformers what builds it with the configuration that it has by default."""
+    """The callable itself; of a class of transformers what builds it with the configuration that it
+    has by default."""
     config = getattr(found, "config_class", None)
     if not isinstance(found, type) or config is None:
         return found

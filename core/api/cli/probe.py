@@ -1,4 +1,5 @@
-"""`gradwire probe`: joins the processes that a launcher has started, measures, and writes what was found."""
+"""`gradwire probe`: joins the processes that a launcher has started, measures, and writes what was
+found."""
 
 from __future__ import annotations
 
@@ -29,9 +30,16 @@ def run_probe(
 ) -> None:
     """Measure, and write the probe on the first process. Raises BadArgument."""
     if framework is None:
-        framework = "jax" if coordinator is not None else "torch" if _of_launcher("WORLD_SIZE", 1) > 1 else ""
+        framework = (
+            "jax"
+            if coordinator is not None
+            else "torch"
+            if _of_launcher("WORLD_SIZE", 1) > 1
+            else ""
+        )
     _require_sense(framework, backend, coordinator, processes, process)
-    if _of_launcher("RANK", process or 0) == 0 and not output.parent.is_dir():  # before anybody measures
+    # before anybody measures
+    if _of_launcher("RANK", process or 0) == 0 and not output.parent.is_dir():
         raise BadArgument(f"--output {output}: there is no folder {output.parent}")
     try:
         if framework == "torch":
@@ -52,7 +60,11 @@ def run_probe(
 
 
 def _require_sense(
-    framework: str, backend: str | None, coordinator: str | None, processes: int | None, process: int | None
+    framework: str,
+    backend: str | None,
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
 ) -> None:
     if framework not in ("torch", "jax", ""):
         raise BadArgument(f"--framework {framework} is unknown; give torch or jax")
@@ -73,7 +85,9 @@ def _require_sense(
 def _of_launcher(variable: str, otherwise: int) -> int:
     text = os.environ.get(variable, str(otherwise))
     if not text.isdecimal():
-        raise BadArgument(f"{variable}={text!r} in the environment is no number: leave it to torchrun")
+        raise BadArgument(
+            f"{variable}={text!r} in the environment is no number: leave it to torchrun"
+        )
     return int(text)
 
 
@@ -98,22 +112,32 @@ def _torch(nodes: int | None, backend: str | None) -> tuple[Probe, bool]:
 
 
 def _gpu(gpus: int) -> int:
-    """The GPU of this process. Raises BadArgument if there is none for each: NCCL takes two processes on one for an error, unless NCCL_HOSTID tells them apart."""
+    """The GPU of this process. Raises BadArgument if there is none for each: NCCL takes two
+    processes on one for an error, unless NCCL_HOSTID tells them apart."""
     local, processes = _of_launcher("LOCAL_RANK", 0), _of_launcher("LOCAL_WORLD_SIZE", 1)
     if not gpus:
-        raise BadArgument("--backend nccl: torch finds no GPU here, or has no NCCL; give --backend gloo")
+        raise BadArgument(
+            "--backend nccl: torch finds no GPU here, or has no NCCL; give --backend gloo"
+        )
     if processes > gpus and "NCCL_HOSTID" not in os.environ:
         raise BadArgument(
-            f"LOCAL_WORLD_SIZE={processes} processes on a machine with {gpus} GPU{'s' * (gpus > 1)}, of which NCCL wants one for each: "
-            f"start {gpus}, or give --backend gloo, which sends from host memory"
+            f"LOCAL_WORLD_SIZE={processes} processes on a machine with {gpus}"
+            f" GPU{'s' * (gpus > 1)}, of which NCCL wants one for each: start {gpus}, or give"
+            " --backend gloo, which sends from host memory"
         )
     return local % gpus
 
 
-def _jax(nodes: int | None, coordinator: str | None, processes: int | None, process: int | None) -> tuple[Probe, bool]:
+def _jax(
+    nodes: int | None, coordinator: str | None, processes: int | None, process: int | None
+) -> tuple[Probe, bool]:
     jax: Any = importlib.import_module("jax")
     if coordinator is not None:
-        print(f"gradwire: process {process} waits for all {processes} at {coordinator}", file=sys.stderr, flush=True)
+        print(
+            f"gradwire: process {process} waits for all {processes} at {coordinator}",
+            file=sys.stderr,
+            flush=True,
+        )
         jax.distributed.initialize(coordinator, processes, process)
     if jax.device_count() < 2:
         raise BadArgument(HOW)

@@ -1,4 +1,5 @@
-"""How tables are printed: in columns of text, as wide as they are where nobody looks at a terminal."""
+"""How tables are printed: in columns of text, as wide as they are where nobody looks at a
+terminal."""
 
 from __future__ import annotations
 
@@ -26,13 +27,17 @@ def screen_width() -> int | None:
 
 
 def console() -> Console:
-    """The console that tables are printed on: without any codes where NO_COLOR is set (https://no-color.org)."""
+    """The console that tables are printed on: without any codes where NO_COLOR is set
+    (https://no-color.org)."""
     plain = bool(os.environ.get("NO_COLOR"))
-    return Console(width=screen_width() or WIDE, highlight=False, color_system=None if plain else "auto")
+    return Console(
+        width=screen_width() or WIDE, highlight=False, color_system=None if plain else "auto"
+    )
 
 
 def show(table: Table) -> None:
-    """Print it. Of a screen that is narrower than its numbers, lines are broken by the terminal, and nothing is left out."""
+    """Print it. Of a screen that is narrower than its numbers, lines are broken by the terminal,
+    and nothing is left out."""
     out, names = console(), [column for column in table.columns if not column.no_wrap]
     for column in names:  # which may be folded anywhere
         column.max_width = NARROW
@@ -54,12 +59,15 @@ def plain_table(*columns: str | tuple[str, str]) -> Table:
     for column in columns:
         heading, justify = (column, "left") if isinstance(column, str) else column
         right = justify == "right"
-        table.add_column(heading, justify="right" if right else "left", overflow="fold", no_wrap=right)
+        table.add_column(
+            heading, justify="right" if right else "left", overflow="fold", no_wrap=right
+        )
     return table
 
 
 def in_lines(name: str, most: int = 0) -> str:
-    """The name of an algorithm that has more characters than this, in lines where it may be broken: as a heading it is longer than the numbers below it."""
+    """The name of an algorithm that has more characters than this, in lines where it may be broken:
+    as a heading it is longer than the numbers below it."""
     if len(name) <= most:
         return name
     return re.sub(r"=(\w+\()", r"=\n  \1", name.replace("(", "\n(", 1).replace(", ", ",\n "))

@@ -1,7 +1,8 @@
-"""Known answers of what steps are made of, where a backend may have one loop for several kernels: sums that are projected, codes and their means, and the end of a step.
+"""Known answers of what steps are made of, where a backend may have one loop for several kernels:
+sums that are projected, codes and their means, and the end of a step.
 
 for name, check in composites().items():
-    found = check.call(ops, arrays)                      # see `gradwire.core.simulate.doctor.kernels`
+    found = check.call(ops, arrays)    # see `gradwire.core.simulate.doctor.kernels`
     check.require(found)                                 # raises Fault
 """
 
@@ -26,7 +27,8 @@ MATRIX = (131, 261)
 
 
 def composites() -> dict[str, Check]:
-    """All of them, by name. Those that have `strays` are the same bits by any loops of one backend."""
+    """All of them, by name. Those that have `strays` are the same bits by any loops of one
+    backend."""
     return dict([*_factors(), *_codes(), ("signs of several tensors", _signed())])
 
 
@@ -34,13 +36,16 @@ def _factors() -> Iterator[tuple[str, Check]]:
     rng, (n, m) = np.random.default_rng(3), MATRIX
     for r in (1, 2, 3, 4, 7):
         shapes = {"x": (n, m), "y": (n, m), "p": (r, n), "q": (r, m), "s": (r, n), "t": (r, m)}
-        given = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        given = {
+            name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
+        }
         yield f"sum, projected ({n}, {m}), rank {r}", Check(given, _projected_sum, NEAR)
         yield f"end of a step ({n}, {m}), rank {r}", Check(given, _settled_factors, NEAR)
 
 
 def _projected_sum(ops: Ops[Any], a: Arrays) -> list[Any]:
-    """Gradient and error, added where they are first multiplied; then what is sent is taken from the sum."""
+    """Gradient and error, added where they are first multiplied; then what is sent is taken from
+    the sum."""
     (total,) = ops.add_each([ops.add(a["x"], 0.0)], [a["y"]], multiplied=True)
     p = ops.matmul(a["q"], total.mT)
     return [p, ops.matmul(a["p"], total), ops.subtract_product(total, a["s"], a["t"])]
@@ -49,7 +54,9 @@ def _projected_sum(ops: Ops[Any], a: Arrays) -> list[Any]:
 def _settled(ops: Ops[Any], x: Any, sent: Payload[Any], received: Payload[Any]) -> list[Any]:
     """The new error, and the average, of a step that is finite."""
     ok = ops.all_finite(x)
-    after, dense = ops.settle(ok, ok, [Residual(ops, ops.add(x, 0.0))], [sent], [ops.add(x, 1.0)], [received])
+    after, dense = ops.settle(
+        ok, ok, [Residual(ops, ops.add(x, 0.0))], [sent], [ops.add(x, 1.0)], [received]
+    )
     return [*after, *dense]
 
 
@@ -65,26 +72,40 @@ def _codes() -> Iterator[tuple[str, Check]]:
             given = {"x": hostile(shape)}
             yield f"rows of {name} {list(shape)}", Check(given, _rows_of(name), NEAR, STRAYS, step)
             clear = _clear(shape)
-            # Of numbers that cancel, a code that is one apart changes the mean by a step of the largest of them.
+            # Of numbers that cancel, a code that is one apart changes the mean by a step of the
+            # largest of them.
             several = {"x": np.stack([clear, 0.5 * clear, 0.25 * clear[:, ::-1]])}
-            yield f"mean of 3, {name} {list(shape)}", Check(several, _mean_of(name), NEAR, STRAYS, 4 * step)
+            yield (
+                f"mean of 3, {name} {list(shape)}",
+                Check(several, _mean_of(name), NEAR, STRAYS, 4 * step),
+            )
             end, one = f"end of a step, {name} {list(shape)}", {"x": clear}
             yield end, Check(one, _settled_codes(name), NEAR, STRAYS, 4 * step)
             # In which order these are taken away is not said, so the last bit is not either.
-            yield f"{end}, some rows rounded twice", Check(one, _settled_codes(name, twice=True), 64 * NEAR)
+            yield (
+                f"{end}, some rows rounded twice",
+                Check(one, _settled_codes(name, twice=True), 64 * NEAR),
+            )
 
 
 def _signed() -> Check:
     """There and back, to the same bits everywhere."""
     rng = np.random.default_rng(4)
     shapes = {"x": (128, 512), "y": (3, 67)}
-    return Check({name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}, signs)
+    return Check(
+        {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()},
+        signs,
+    )
 
 
 def _clear(shape: tuple[int, int]) -> Any:
     """Hostile rows, without those that are not finite and those that a sum or a device may lose."""
     x = hostile(shape, 1)
-    return np.where((np.isfinite(x) & (np.abs(x) < 1e30) & (np.abs(x) > 1e-30)).all(1, keepdims=True), x, np.float32(0))
+    return np.where(
+        (np.isfinite(x) & (np.abs(x) < 1e30) & (np.abs(x) > 1e-30)).all(1, keepdims=True),
+        x,
+        np.float32(0),
+    )
 
 
 def _rows_of(name: str) -> Callable[[Any, Arrays], list[Any]]:
@@ -95,7 +116,11 @@ def _rows_of(name: str) -> Callable[[Any, Arrays], list[Any]]:
         x = a["x"]
         back = ops.decode_rows(codec, *ops.encode_rows(codec, x))
         (total,) = ops.add_each([ops.add(x, 0.0)], [x * 0.125], coded=True)
-        return [back, ops.add(x, back * -1.0), ops.decode_rows(codec, *ops.encode_rows(codec, total))]
+        return [
+            back,
+            ops.add(x, back * -1.0),
+            ops.decode_rows(codec, *ops.encode_rows(codec, total)),
+        ]
 
     return call
 
@@ -113,16 +138,24 @@ def _mean_of(name: str) -> Callable[[Any, Arrays], list[Any]]:
 
 
 def _settled_codes(name: str, *, twice: bool = False) -> Callable[[Any, Arrays], list[Any]]:
-    """Received as an average, and from two replicas; or `twice`: of a replica that has rounded some rows of the mean."""
+    """Received as an average, and from two replicas; or `twice`: of a replica that has rounded some
+    rows of the mean."""
     codec = CODECS[name]
 
     def call(ops: Ops[Any], a: Arrays) -> list[Any]:
         x = a["x"]
-        (codes, scales), mean, other = (ops.encode_rows(codec, x * factor) for factor in (1.0, 0.5, 0.25))
+        (codes, scales), mean, other = (
+            ops.encode_rows(codec, x * factor) for factor in (1.0, 0.5, 0.25)
+        )
         if twice:
-            return _settled(ops, x, Coded(codec, codes, scales, x[3:9] * 0.125, 3), Coded(codec, *mean))
+            return _settled(
+                ops, x, Coded(codec, codes, scales, x[3:9] * 0.125, 3), Coded(codec, *mean)
+            )
         both = [ops.stack([y, z]) for y, z in zip(mean, other, strict=True)]
         sent = Coded(codec, codes, scales)
-        return [*_settled(ops, x, sent, Coded(codec, *mean)), *_settled(ops, x, sent, Coded(codec, *both))]
+        return [
+            *_settled(ops, x, sent, Coded(codec, *mean)),
+            *_settled(ops, x, sent, Coded(codec, *both)),
+        ]
 
     return call

@@ -1,8 +1,9 @@
-"""Known answers of kernels and codecs: what a backend's arithmetic has to give, on hostile values and sizes, beside NumPy's.
+"""Known answers of kernels and codecs: what a backend's arithmetic has to give, on hostile values
+and sizes, beside NumPy's.
 
 for name, check in checks().items():
     right = check.right                                  # of NumPy
-    found = check.call(ops, arrays)                      # arrays of the backend, made of check.given; compiled if that is how it computes
+    found = check.call(ops, arrays)      # arrays of the backend, made of check.given
     check.require(found)                                 # raises Fault
 """
 
@@ -29,7 +30,8 @@ NDArray = npt.NDArray[Any]
 Arrays = dict[str, Any]
 #: Rows of blocks: a shape that compilers cut into tiles, and sizes that fit no tile.
 SHAPES = ((1024, 128), (67, 24), (1, 128), (3, 16))
-#: Of the norm of a product, or of a sum of squares. Float32 is some 2**-22 off, ten bits of mantissa are 2**-12.
+#: Of the norm of a product, or of a sum of squares. Float32 is some 2**-22 off, ten bits of
+#: mantissa are 2**-12.
 NEAR = 2.0**-17
 #: Of codes so many may be one step apart, for rounding that falls between two of them.
 STRAYS = 500
@@ -45,7 +47,8 @@ class Check:
         given: name → array in NumPy.
         call: (ops, arrays) → arrays.
         near: how far each may be, relative to its norm; 0: the same bits.
-        strays: as `near`, but for one element in so many, which may be anywhere within `stride`; 0: none.
+        strays: as `near`, but for one element in so many, which may be anywhere within `stride`; 0:
+            none.
         stride: relative to the largest element of its row.
     """
 
@@ -59,7 +62,10 @@ class Check:
     def right(self) -> list[NDArray]:
         """What NumPy makes of it."""
         with np.errstate(all="ignore"):
-            return [np.asarray(x) for x in self.call(NumpyOps(), {name: x.copy() for name, x in self.given.items()})]
+            return [
+                np.asarray(x)
+                for x in self.call(NumpyOps(), {name: x.copy() for name, x in self.given.items()})
+            ]
 
     def require(self, found: list[NDArray]) -> None:
         """Raises Fault: which of the arrays is wrong, and by how much."""
@@ -72,12 +78,15 @@ class Check:
             if mine.shape != right.shape:
                 raise Fault(f"{which} has shape {list(mine.shape)}, not {list(right.shape)}")
             if self.near or self.strays:
-                self._require_near(which, np.asarray(mine, np.float64), np.asarray(right, np.float64))
+                self._require_near(
+                    which, np.asarray(mine, np.float64), np.asarray(right, np.float64)
+                )
             elif not np.array_equal(mine, right, equal_nan=right.dtype.kind == "f"):
                 wrong = ~((mine == right) | ((mine != mine) & (right != right)))
                 at = tuple(int(n) for n in np.argwhere(wrong)[0])
                 raise Fault(
-                    f"{which} differs in {np.count_nonzero(wrong)} of {right.size} elements: {mine[at]} at {list(at)}, not {right[at]}"
+                    f"{which} differs in {np.count_nonzero(wrong)} of {right.size} elements:"
+                    f" {mine[at]} at {list(at)}, not {right[at]}"
                 )
 
     def _require_near(self, which: str, mine: NDArray, right: NDArray) -> None:
@@ -87,12 +96,17 @@ class Check:
         clear = np.isfinite(right)
         if not np.isfinite(mine[clear]).all():
             raise Fault(
-                f"{which} is not finite in {np.count_nonzero(~np.isfinite(mine[clear]))} elements that ought to be"
+                f"{which} is not finite in {np.count_nonzero(~np.isfinite(mine[clear]))} elements"
+                " that ought to be"
             )
         off = np.where(clear, mine - np.where(clear, right, 0), 0)
         if self.strays:
             x = np.broadcast_to(
-                self.given["x"][: right.shape[0]] if right.ndim == self.given["x"].ndim else self.given["x"][0],
+                (
+                    self.given["x"][: right.shape[0]]
+                    if right.ndim == self.given["x"].ndim
+                    else self.given["x"][0]
+                ),
                 right.shape,
             )
             size = np.abs(np.where(np.isfinite(x), x, 0)).max(-1, keepdims=True)
@@ -102,28 +116,37 @@ class Check:
                 or (np.abs(off) > self.stride * size + SMALLEST).any()
             ):
                 raise Fault(
-                    f"{which} is another number in {np.count_nonzero(apart)} of {off.size} elements, by up to {np.abs(off).max():.3g}"
+                    f"{which} is another number in {np.count_nonzero(apart)} of {off.size}"
+                    f" elements, by up to {np.abs(off).max():.3g}"
                 )
             return
         norm = float(np.linalg.norm(np.where(clear, right, 0))) or 1.0
         if np.linalg.norm(off) > self.near * norm + SMALLEST:
-            raise Fault(f"{which} is {np.linalg.norm(off) / norm:.2g} of its norm off; {self.near:.2g} is allowed")
+            raise Fault(
+                f"{which} is {np.linalg.norm(off) / norm:.2g} of its norm off; {self.near:.2g} is"
+                " allowed"
+            )
 
 
 def checks(*, quick: bool = False) -> dict[str, Check]:
-    """All of them, by name; if `quick`, of each kind the first shape, and of codecs those that most are made of."""
+    """All of them, by name; if `quick`, of each kind the first shape, and of codecs those that most
+    are made of."""
     found = dict([*_arithmetic(), *_selection(), *_codecs()])
     return {name: check for name, check in found.items() if not quick or _is_first(name)}
 
 
 def _is_first(name: str) -> bool:
     kind, _, shape = name.partition(" [") if " [" in name else name.partition(" (")
-    return shape in ("", "256, 512), rank 4", "64, 1024)", "256, 512]") or kind in ("codec int8", "codec int4")
+    return shape in ("", "256, 512), rank 4", "64, 1024)", "256, 512]") or kind in (
+        "codec int8",
+        "codec int4",
+    )
 
 
 def hostile(shape: tuple[int, int], seed: int = 0) -> NDArray:
-    """float32 rows: most of them normally distributed at sizes from 2**-60 to 2**60, and, where there is room, one of zeros, one of equal numbers, one of whole
-    and half steps, one of the smallest numbers, one with a NaN, one with an inf, one of 1e38."""
+    """float32 rows: most of them normally distributed at sizes from 2**-60 to 2**60, and, where
+    there is room, one of zeros, one of equal numbers, one of whole and half steps, one of the
+    smallest numbers, one with a NaN, one with an inf, one of 1e38."""
     rng = np.random.default_rng([seed, *shape])
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-60, 61, (shape[0], 1)))
     kinds: tuple[Callable[[], Any], ...] = (
@@ -151,7 +174,11 @@ def _arithmetic() -> Iterator[tuple[str, Check]]:
         shape = f"({n}, {m}), rank {r}"
         yield (
             f"matmul {shape}",
-            Check(given, lambda ops, a: [ops.matmul(a["p"], a["x"]), ops.matmul(a["q"], a["x"].mT)], NEAR),
+            Check(
+                given,
+                lambda ops, a: [ops.matmul(a["p"], a["x"]), ops.matmul(a["q"], a["x"].mT)],
+                NEAR,
+            ),
         )
         yield (
             f"subtract_product {shape}",
@@ -166,7 +193,11 @@ def _arithmetic() -> Iterator[tuple[str, Check]]:
         "norms",
         Check(
             {"x": clear},
-            lambda ops, a: [ops.norm(a["x"]), ops.mean_abs(a["x"]), ops.norm_of_all([a["x"], a["x"][0]])],
+            lambda ops, a: [
+                ops.norm(a["x"]),
+                ops.mean_abs(a["x"]),
+                ops.norm_of_all([a["x"], a["x"][0]]),
+            ],
             NEAR,
         ),
     )
@@ -188,7 +219,21 @@ def _arithmetic() -> Iterator[tuple[str, Check]]:
         Check(
             {
                 "x": np.array(
-                    [0.5, 1.5, -2.5, 126.5, -127.5, 300.0, -300.0, 3e9, -3e9, math.inf, -math.inf, math.nan], np.float32
+                    [
+                        0.5,
+                        1.5,
+                        -2.5,
+                        126.5,
+                        -127.5,
+                        300.0,
+                        -300.0,
+                        3e9,
+                        -3e9,
+                        math.inf,
+                        -math.inf,
+                        math.nan,
+                    ],
+                    np.float32,
                 )
             },
             _conversions,
@@ -216,7 +261,8 @@ def _subtracted(ops: Ops[Any], a: Arrays) -> list[Any]:
 
 
 def _projected(ops: Ops[Any], a: Arrays) -> list[Any]:
-    """The product with the projection on the rows, in which signs and the order of directions do not count."""
+    """The product with the projection on the rows, in which signs and the order of directions do
+    not count."""
     (q,) = ops.orthonormalize_each([ops.add(a["q"], 0.0)], [], 0.0)
     return [ops.matmul(ops.matmul(a["x"], q.mT), q)]
 
@@ -257,7 +303,9 @@ def _selection() -> Iterator[tuple[str, Check]]:
         yield f"top_k, take, scatter_add ({n}, {m})", Check(given, chosen)
     for shape in ((256, 512), (67, 129), (9,), (1,)):
         given = {"x": rng.standard_normal(shape).astype(np.float32)}
-        bits = Check(given, lambda ops, a: [ops.unpack_bits(ops.pack_bits(a["x"] > 0), tuple(a["x"].shape))])
+        bits = Check(
+            given, lambda ops, a: [ops.unpack_bits(ops.pack_bits(a["x"] > 0), tuple(a["x"].shape))]
+        )
         yield f"bits there and back {list(shape)}", bits
     given = {
         "x": rng.standard_normal((256, 512)).astype(np.float32),
@@ -268,19 +316,25 @@ def _selection() -> Iterator[tuple[str, Check]]:
     integers = {"x": rng.integers(0, 1 << 12, (64, 128)).astype(np.int32)}
     yield (
         "integers of 12 bits there and back",
-        Check(integers, lambda ops, a: [ops.unpack_integers(ops.pack_integers(a["x"], 12), 12, (64, 128))]),
+        Check(
+            integers,
+            lambda ops, a: [ops.unpack_integers(ops.pack_integers(a["x"], 12), 12, (64, 128))],
+        ),
     )
     yield (
         "bytes there and back",
         Check(
             {"x": hostile((64, 1))},
-            lambda ops, a: [ops.storage.from_bytes(ops, ops.storage.to_bytes(ops, a["x"]), "float32")],
+            lambda ops, a: [
+                ops.storage.from_bytes(ops, ops.storage.to_bytes(ops, a["x"]), "float32")
+            ],
         ),
     )
 
 
 def signs(ops: Ops[Any], a: Arrays) -> list[Any]:
-    """Signs of several tensors of three replicas, with one number for all of a tensor, or for each row."""
+    """Signs of several tensors of three replicas, with one number for all of a tensor, or for each
+    row."""
     arrays = list(a.values())
     shapes = [tuple(x.shape) for x in arrays]
     found: list[Any] = []
@@ -311,7 +365,10 @@ def _codecs() -> Iterator[tuple[str, Check]]:
             step = 1.0 if name in ("int2", "e3m0") else 2.0 / (1 << (getattr(codec, "bits", 8) - 1))
             strays = STRAYS if isinstance(codec, BlockCodec) else 0
             call = _coded(codec)
-            yield f"codec {name} {list(shape)}", Check({"x": hostile(shape)}, call, NEAR, strays, step)
+            yield (
+                f"codec {name} {list(shape)}",
+                Check({"x": hostile(shape)}, call, NEAR, strays, step),
+            )
     given = {"x": np.stack([hostile((128, 128), seed) for seed in range(3)])}
     yield "codec int8, mean of 3", Check(given, _mean_of_codes, NEAR, STRAYS, 4 / 127)
 
@@ -328,7 +385,8 @@ def _coded(codec: Codec) -> Callable[[Any, Arrays], list[Any]]:
 
 
 def _mean_of_codes(ops: Ops[Any], a: Arrays) -> list[Any]:
-    """Average as each replica does its part: codes of several replicas, decoded, summed, and encoded."""
+    """Average as each replica does its part: codes of several replicas, decoded, summed, and
+    encoded."""
     codec, replicas = CODECS["int8"], a["x"].shape[0]
     coded = [codec.encode(ops, ops.add(a["x"][i], 0.0)) for i in range(replicas)]
     codes, scales = (ops.stack([own[j] for own in coded]) for j in range(2))

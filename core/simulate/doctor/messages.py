@@ -1,4 +1,5 @@
-"""Known answers of messages: what each kind of request brings to each replica, of numbers that tell who sent them.
+"""Known answers of messages: what each kind of request brings to each replica, of numbers that tell
+who sent them.
 
 right = answers(3)                                # of each replica, name → array, by NumPy
 found = run(messages(ops, given(rank, 3)))        # by a backend's driver
@@ -22,7 +23,8 @@ N = 12
 
 
 def given(replica: int, replicas: int) -> dict[str, NDArray]:
-    """What one replica sends: numbers that no other replica has, whole and small, so that sums are exact in any order."""
+    """What one replica sends: numbers that no other replica has, whole and small, so that sums are
+    exact in any order."""
     x = np.arange(N, dtype=np.float32) + 100 * replica
     return {
         "x": x,
@@ -54,17 +56,21 @@ async def messages(ops: Ops[Any], x: dict[str, Any]) -> dict[str, Any]:
 
 def answers(replicas: int) -> list[dict[str, NDArray]]:
     """What each replica ought to be answered."""
-    return lock_step([messages(NumpyOps(), given(replica, replicas)) for replica in range(replicas)])
+    return lock_step(
+        [messages(NumpyOps(), given(replica, replicas)) for replica in range(replicas)]
+    )
 
 
 def require_right(found: dict[str, Any], replica: int, replicas: int) -> str:
-    """How many kinds of messages were right. Raises Fault, naming the first that was not, and whose numbers came instead."""
+    """How many kinds of messages were right. Raises Fault, naming the first that was not, and whose
+    numbers came instead."""
     right = answers(replicas)[replica]
     for name, expected in right.items():
         mine = np.asarray(found[name])
         if mine.shape != np.shape(expected) or not np.allclose(mine, expected, rtol=1e-6, atol=0):
             raise Fault(
-                f"{name} on replica {replica} of {replicas} is {_some(mine)}, not {_some(np.asarray(expected))}"
+                f"{name} on replica {replica} of {replicas} is {_some(mine)}, not"
+                f" {_some(np.asarray(expected))}"
             )
     return f"{len(right)} kinds"
 

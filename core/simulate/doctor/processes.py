@@ -1,4 +1,5 @@
-"""Processes that check something and say a row a line: started together, read as they speak, and gone afterwards whatever happens.
+"""Processes that check something and say a row a line: started together, read as they speak, and
+gone afterwards whatever happens.
 
 job = Job("torch, 2 ranks, gloo, cpu", [(command, environment)] * 2, seconds=60)
 run_job(job, report.add)
@@ -24,9 +25,11 @@ from gradwire.core.simulate.doctor.report import FAULT, Row
 
 #: Before the JSON of a row, and of what a process says of its machine.
 ROW, MACHINE = "gradwire-row ", "gradwire-machine "
-#: Seconds after which processes that ought to have ended are ended; and lines of output that explain one that failed.
+#: Seconds after which processes that ought to have ended are ended; and lines of output that
+#: explain one that failed.
 PATIENCE, LINES = 60.0, 12
-#: NCCL refuses two ranks of one host that share a GPU. With names of their own they are two hosts to it, which talk by sockets, as on Ethernet.
+#: NCCL refuses two ranks of one host that share a GPU. With names of their own they are two hosts
+#: to it, which talk by sockets, as on Ethernet.
 SOCKETS = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -72,14 +75,23 @@ def say_machine(facts: Mapping[str, Any]) -> None:
     print(MACHINE + json.dumps(facts, default=str), flush=True)
 
 
-def run_job(job: Job, add: Callable[[Row], object], machine: Callable[[dict[str, Any]], object]) -> None:
-    """Run it, adding rows as they come: all of the first process, and faults of the others. A process that fails or does not end is a fault, too."""
+def run_job(
+    job: Job, add: Callable[[Row], object], machine: Callable[[dict[str, Any]], object]
+) -> None:
+    """Run it, adding rows as they come: all of the first process, and faults of the others. A
+    process that fails or does not end is a fault, too."""
     lines: queue.Queue[tuple[int, str | None]] = queue.Queue()
     started, readers = [], []
     try:
-        for number, (arguments, environment) in enumerate(zip(job.arguments, job.environment, strict=True)):
+        for number, (arguments, environment) in enumerate(
+            zip(job.arguments, job.environment, strict=True)
+        ):
             started.append(_start(job.module, arguments, environment))
-            readers.append(threading.Thread(target=_read, args=(number, started[-1].stdout, lines), daemon=True))
+            readers.append(
+                threading.Thread(
+                    target=_read, args=(number, started[-1].stdout, lines), daemon=True
+                )
+            )
             readers[-1].start()
         _listen(job, started, lines, add, machine)
     finally:
@@ -91,7 +103,9 @@ def run_job(job: Job, add: Callable[[Row], object], machine: Callable[[dict[str,
             reader.join()
 
 
-def _start(module: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+def _start(
+    module: str, arguments: Mapping[str, Any], environment: Mapping[str, str]
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", module, json.dumps(arguments)],
         env={**os.environ, "PYTHONUNBUFFERED": "1", "GRADWIRE_SELFCHECK": "0", **environment},
@@ -127,7 +141,14 @@ def _listen(
             number, line = lines.get(timeout=max(0.0, end - time.monotonic()))
         except queue.Empty:
             who = ", ".join(f"process {n}" for n in sorted(talking))
-            add(Row(job.part, "all in time", FAULT, f"{who} did not end: the last check that ended was {last}"))
+            add(
+                Row(
+                    job.part,
+                    "all in time",
+                    FAULT,
+                    f"{who} did not end: the last check that ended was {last}",
+                )
+            )
             return
         if line is None:
             talking.discard(number)

@@ -67,7 +67,9 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     path: Path | None = None
     show: Callable[[Row], object] = print
-    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    _one_at_a_time: threading.Lock = field(
+        default_factory=threading.Lock, repr=False, compare=False
+    )
 
     def add(self, row: Row) -> None:
         """Keep a row, show it, and save everything so far. Threads may call it."""
@@ -95,7 +97,11 @@ class Report:
 
     def to_json(self) -> str:
         """All of it, for a report of a fault."""
-        return json.dumps({"machine": self.machine, "rows": [asdict(row) for row in self.rows]}, indent=1, default=str)
+        return json.dumps(
+            {"machine": self.machine, "rows": [asdict(row) for row in self.rows]},
+            indent=1,
+            default=str,
+        )
 
 
 class Section:
@@ -105,11 +111,16 @@ class Section:
         part: see `Row`.
         say: takes each row.
         until: by `time.monotonic()`, when what is left is skipped.
-        agree: makes of what this process thinks (there is time for more) what all of them do. None: this process decides.
+        agree: makes of what this process thinks (there is time for more) what all of them do. None:
+            this process decides.
     """
 
     def __init__(
-        self, part: str, say: Callable[[Row], object], until: float, agree: Callable[[bool], bool] | None = None
+        self,
+        part: str,
+        say: Callable[[Row], object],
+        until: float,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
         self.part = part
         self._say = say
@@ -118,7 +129,8 @@ class Section:
         self.broken = False
 
     def check(self, name: str, call: Callable[[], str | None]) -> None:
-        """Run a check, which returns a detail or raises. After an exception that is no `Fault` the section is `broken`: ranks may stand at different messages."""
+        """Run a check, which returns a detail or raises. After an exception that is no `Fault` the
+        section is `broken`: ranks may stand at different messages."""
         if self.broken or not self._agree(time.monotonic() < self._until):
             why = "a check before it was broken off" if self.broken else "no time was left"
             self._say(Row(self.part, name, SKIPPED, why))
@@ -152,13 +164,21 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
 def differing(machines: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Facts in which processes differ: of each fact, process → value."""
     names = dict.fromkeys(name for facts in machines.values() for name in facts)
-    each = {name: {process: facts.get(name) for process, facts in machines.items()} for name in names}
-    return {name: values for name, values in each.items() if len({str(value) for value in values.values()}) > 1}
+    each = {
+        name: {process: facts.get(name) for process, facts in machines.items()} for name in names
+    }
+    return {
+        name: values
+        for name, values in each.items()
+        if len({str(value) for value in values.values()}) > 1
+    }
 
 
 def _said(error: Exception) -> str:
     frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if "gradwire" in f.filename or "_backend" in f.filename
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "gradwire" in f.filename or "_backend" in f.filename
     ]
     where = f", at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}{where}"

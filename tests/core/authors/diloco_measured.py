@@ -1,9 +1,12 @@
-"""Makes diloco_measured.json: the utilization of DiLoCo over shaped links, as somebody has measured it. `test_utilization` compares it with gradwire's.
+"""Makes diloco_measured.json: the utilization of DiLoCo over shaped links, as somebody has measured
+it. `test_utilization` compares it with gradwire's.
 
     git clone https://github.com/Adnan082/diloco-measured && git -C diloco-measured checkout 07b7885
-    python tests/core/authors/diloco_measured.py diloco-measured > tests/core/authors/diloco_measured.json
+    python tests/core/authors/diloco_measured.py diloco-measured >
+    tests/core/authors/diloco_measured.json
 
-Of results/raw there (Apache License 2.0): four L40S, NCCL over TCP, `tc`, a GPT of 30,846,720 float32 parameters; medians of three runs. None of its code is here.
+Of results/raw there (Apache License 2.0): four L40S, NCCL over TCP, `tc`, a GPT of 30,846,720
+float32 parameters; medians of three runs. None of its code is here.
 """
 
 import json
@@ -27,6 +30,16 @@ if __name__ == "__main__":
         runs.setdefault((spec["H"], spec["bandwidth_requested_bps"] // 10**6), []).append(seen)
     rows = []
     for (period, megabits), seen in sorted(runs.items()):
-        step, share, bits = (round(statistics.median(column), 6) for column in zip(*seen, strict=True))
-        rows.append({"period": period, "megabits": megabits, "step": step, "utilization": share, "link": bits})
+        step, share, bits = (
+            round(statistics.median(column), 6) for column in zip(*seen, strict=True)
+        )
+        rows.append(
+            {
+                "period": period,
+                "megabits": megabits,
+                "step": step,
+                "utilization": share,
+                "link": bits,
+            }
+        )
     print("[" + ",\n ".join(map(json.dumps, rows)) + "]")

@@ -1,10 +1,12 @@
-"""Makes muloco.json: what the JAX code of MuLoCo's authors makes of a quadratic. `test_local_sgd` compares it with gradwire's DiLoCo.
+"""Makes muloco.json: what the JAX code of MuLoCo's authors makes of a quadratic. `test_local_sgd`
+compares it with gradwire's DiLoCo.
 
     git clone https://github.com/bentherien/muloco-1 && git -C muloco-1 checkout 33cc333
     pip install chex
     JAX_ENABLE_X64=1 python tests/core/authors/muloco.py muloco-1 > tests/core/authors/muloco.json
 
-`muloco_wrapper` in muloco/jax/muloco.py there (MIT License) is DiLoCo for one replica. It runs as it is, in float64. None of its code is here.
+`muloco_wrapper` in muloco/jax/muloco.py there (MIT License) is DiLoCo for one replica. It runs as
+it is, in float64. None of its code is here.
 """
 
 import json
@@ -29,7 +31,12 @@ if __name__ == "__main__":
     from muloco.jax import muloco_wrapper
 
     a, target, begin = problem()
-    tx = muloco_wrapper(optax.sgd(RATE), outer_lr=OUTER["lr"], outer_momentum=OUTER["momentum"], sync_interval=PERIOD)
+    tx = muloco_wrapper(
+        optax.sgd(RATE),
+        outer_lr=OUTER["lr"],
+        outer_momentum=OUTER["momentum"],
+        sync_interval=PERIOD,
+    )
     p = jnp.array(begin)
     state, seen = tx.init(p), {}
     for step in range(1, STEPS + 1):

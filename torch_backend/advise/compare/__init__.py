@@ -1,1 +1,2 @@
-"""R replicas of a user's own training on one device, under any method: what `gradwire.compare` runs."""
+"""R replicas of a user's own training on one device, under any method: what `gradwire.compare`
+runs."""

@@ -9,11 +9,16 @@ import torch
 
 
 def settings_of_this_thread() -> Callable[[], AbstractContextManager[None]]:
-    """The current device and its stream, autocast and the default device. What is returned is called in another thread, within which they are these."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    """The current device and its stream, autocast and the default device. What is returned is
+    called in another thread, within which they are these."""
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     stream = None if accelerator is None else torch.accelerator.current_stream()
     kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    dtypes = {
+        kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)
+    }
     cached, default = torch.is_autocast_cache_enabled(), torch.get_default_device()
 
     @contextmanager

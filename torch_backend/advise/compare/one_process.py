@@ -1,11 +1,13 @@
-"""The process groups of R replicas in one process: real drivers, real messages, nobody to send them to.
+"""The process groups of R replicas in one process: real drivers, real messages, nobody to send them
+to.
 
     world = World(4)
     drivers = world.on_each(lambda rank: Driver(algorithm, specs, device, world.groups(rank)))
     world.on_each(lambda rank: drivers[rank].add(gradients[rank], first=True, last=True))
 
-Each replica is a thread, of which one runs at a time: it runs until it waits for a message that another has not sent, and then the next one does. Current
-device and stream, autocast and default device are those of who starts them. Sums have the bits of Gloo's all-reduce on the CPU.
+Each replica is a thread, of which one runs at a time: it runs until it waits for a message that
+another has not sent, and then the next one does. Current device and stream, autocast and default
+device are those of who starts them. Sums have the bits of Gloo's all-reduce on the CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class World:
 
     Args:
         size: how many.
-        enter, leave: called with the number of a replica when it begins to run, and when it has run, until it waits or has ended.
+        enter, leave: called with the number of a replica when it begins to run, and when it has
+            run, until it waits or has ended.
     """
 
     def __init__(
@@ -103,7 +106,12 @@ class World:
         self._enter(rank)
 
     def post(
-        self, key: Any, members: Sequence[int], place: int, what: Any, deliver: Callable[[list[Any]], None]
+        self,
+        key: Any,
+        members: Sequence[int],
+        place: int,
+        what: Any,
+        deliver: Callable[[list[Any]], None],
     ) -> _Work:
         """Send something; who sends last delivers what all members have sent, in their order."""
         self._in_vain = 0
@@ -137,7 +145,8 @@ class _Work:
 
 
 class _Group:
-    """What `torch.distributed` is given in place of a process group. No message waits behind another."""
+    """What `torch.distributed` is given in place of a process group. No message waits behind
+    another."""
 
     def __init__(self, world: World, members: tuple[int, ...], rank: int) -> None:
         self.world, self.members, self.place = world, members, members.index(rank)
@@ -212,19 +221,25 @@ class _Exchange(Exchange):
 
         return [self._members.post(whole, deliver)]
 
-    def swap(self, given: Tensor, sent: Sequence[int], received: Tensor, counts: Sequence[int]) -> list[Any]:
+    def swap(
+        self, given: Tensor, sent: Sequence[int], received: Tensor, counts: Sequence[int]
+    ) -> list[Any]:
         def deliver(everyones: list[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
             for rank, (_, mine) in enumerate(everyones):
                 for part, (theirs, _) in zip(mine, everyones, strict=True):
                     if part.numel():
                         part.copy_(theirs[rank])
 
-        return [self._members.post((torch.split(given, list(sent)), torch.split(received, list(counts))), deliver)]
+        return [
+            self._members.post(
+                (torch.split(given, list(sent)), torch.split(received, list(counts))), deliver
+            )
+        ]
 
 
 def ring_sum(vectors: Sequence[Tensor]) -> Tensor:
-    """The sum of one vector of each rank, with the bits of Gloo's ring: in a chunk of its own each rank comes last, after those below it from the one
-    before the first, downwards."""
+    """The sum of one vector of each rank, with the bits of Gloo's ring: in a chunk of its own each
+    rank comes last, after those below it from the one before the first, downwards."""
     ranks, n, itemsize = len(vectors), vectors[0].numel(), vectors[0].element_size()
     if ranks == 1:
         return vectors[0].clone()

@@ -1,10 +1,12 @@
-"""R replicas of a training whose step is the user's own: R models, and gradients that are averaged where a backward pass ends.
+"""R replicas of a training whose step is the user's own: R models, and gradients that are averaged
+where a backward pass ends.
 
     def make(replica, replicas):
         ...
-        return model, optimizer, step      # step() → loss: forward, backward, clipping, optimizer. A fourth, evaluate() → losses of held-out windows
+        return model, optimizer, step      # step() → loss: forward, backward, clipping, optimizer
 
-For a training that does not come apart in the pieces of a `Training`. It takes the memory of R trainings.
+For a training that does not come apart in the pieces of a `Training`. It takes the memory of R
+trainings.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class OpaqueReplicas:
         ValueError: what the algorithm refuses, by name; there is no memory for so many.
     """
 
-    def __init__(self, make: Callable[[int, int], Any], algorithm: Any, replicas: int, seed: int) -> None:
+    def __init__(
+        self, make: Callable[[int, int], Any], algorithm: Any, replicas: int, seed: int
+    ) -> None:
         self.made: list[tuple[Any, ...]] = []
         for rank in range(replicas):
             seed_all(seed)  # the same weights
@@ -68,7 +72,9 @@ class OpaqueReplicas:
         self._generators = [drawn_by(rank, seed, self.device) for rank in range(replicas)]
         self._arithmetic = [arithmetic(self.device)] * replicas
         self.world = World(replicas, self._enter, self._leave)
-        self._hooked = self._on_each(lambda rank: _Hooked(self.world.groups(rank), algorithm, *self.made[rank][:2]))
+        self._hooked = self._on_each(
+            lambda rank: _Hooked(self.world.groups(rank), algorithm, *self.made[rank][:2])
+        )
 
     def step(self) -> float:
         """A step of all replicas. Returns the mean of their losses."""
@@ -77,7 +83,8 @@ class OpaqueReplicas:
         return float(np.mean(losses))
 
     def _loss_of_a_step(self, rank: int) -> float:
-        # A backward pass on a device ends in a thread that the passes of all replicas share: who waited there for another would wait for ever.
+        # A backward pass on a device ends in a thread that the passes of all replicas share: who
+        # waited there for another would wait for ever.
         with set_multithreading_enabled(False):
             loss = self.made[rank][2]()
         return float(loss.detach() if isinstance(loss, Tensor) else loss)
@@ -88,7 +95,8 @@ class OpaqueReplicas:
         return int(self._hooked[0].sent)
 
     def held_out(self) -> list[float]:
-        """The losses of the held-out windows, under the model of the first replica: those that average parameters have just done so."""
+        """The losses of the held-out windows, under the model of the first replica: those that
+        average parameters have just done so."""
         before = drawn(self.device)
         model, _, _, evaluate = self.made[0]
         found = held_out_losses(model, evaluate)
@@ -108,15 +116,19 @@ class OpaqueReplicas:
         self._arithmetic[rank]()
 
     def _leave(self, rank: int) -> None:
-        """Others may go on in their own steps, with the arithmetic that users have set, while this one waits in a step of the method's."""
+        """Others may go on in their own steps, with the arithmetic that users have set, while this
+        one waits in a step of the method's."""
         self._generators[rank] = drawn(self.device)
         self._arithmetic[rank] = arithmetic(self.device)
 
 
 class _Hooked:
-    """A method at work on one replica: on its gradients where a backward pass ends, on its parameters after the optimizer's step."""
+    """A method at work on one replica: on its gradients where a backward pass ends, on its
+    parameters after the optimizer's step."""
 
-    def __init__(self, groups: Any, algorithm: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, groups: Any, algorithm: Any, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
         self._parameters = _trained(model)
         self._armed = self._averaged = False
         self.rate = 0.0
@@ -124,7 +136,9 @@ class _Hooked:
         self._driver: Driver | None = None
         if isinstance(algorithm, LocalSGD):
             buffers = dict(model.named_buffers())
-            self._handle, target = handle_of(algorithm, groups, self._parameters, self._parameters, buffers)
+            self._handle, target = handle_of(
+                algorithm, groups, self._parameters, self._parameters, buffers
+            )
             self._driver = target.driver
             step_on_every_rank(optimizer, self._handle._begin, self._handle._end)
         else:
@@ -150,12 +164,15 @@ class _Hooked:
         if self._driver is None:
             return
         if self._averaged:
-            raise ValueError("step() has two backward passes; give the pieces, Training(..., accumulate=2)")
+            raise ValueError(
+                "step() has two backward passes; give the pieces, Training(..., accumulate=2)"
+            )
         gradients: dict[str, Tensor] = {}
         for name, p in self._parameters.items():
             if p.grad is None:
                 raise ValueError(
-                    f"parameter {name!r} has no gradient; give the pieces, a Training, which may leave some out"
+                    f"parameter {name!r} has no gradient; give the pieces, a Training, which may"
+                    " leave some out"
                 )
             gradients[name] = p.grad
         self._averaged = True
@@ -172,10 +189,15 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
 
 def _checked(made: Any) -> tuple[Any, ...]:
     known = isinstance(made, tuple) and len(made) in (3, 4) and all(map(callable, made[2:]))
-    if not (known and isinstance(made[0], nn.Module) and isinstance(made[1], torch.optim.Optimizer)):
+    if not (
+        known and isinstance(made[0], nn.Module) and isinstance(made[1], torch.optim.Optimizer)
+    ):
         raise TypeError(
-            f"make(replica, replicas) returns {type(made).__name__}; return (model, optimizer, step) or (model, optimizer, step, evaluate)"
+            f"make(replica, replicas) returns {type(made).__name__}; return (model, optimizer,"
+            " step) or (model, optimizer, step, evaluate)"
         )
     if not _trained(made[0]):
-        raise ValueError("model has no parameter with requires_grad=True, so there is nothing to train")
+        raise ValueError(
+            "model has no parameter with requires_grad=True, so there is nothing to train"
+        )
     return tuple(made)

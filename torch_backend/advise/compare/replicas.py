@@ -1,6 +1,8 @@
-"""R replicas of a `Training` on one device, a step at a time: the real driver, or the real handle of local SGD, and one model that they share.
+"""R replicas of a `Training` on one device, a step at a time: the real driver, or the real handle
+of local SGD, and one model that they share.
 
-The bits are those of R processes on the CPU that train with `Averager`, or with `local_sgd`, over Gloo.
+The bits are those of R processes on the CPU that train with `Averager`, or with `local_sgd`, over
+Gloo.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ OF_A_REPLICA = 4
 
 
 class Replicas:
-    """Replicas that average gradients: equal, so one set of parameters and one optimizer serve them all.
+    """Replicas that average gradients: equal, so one set of parameters and one optimizer serve them
+    all.
 
     Args:
         training: theirs.
@@ -61,7 +64,8 @@ class Replicas:
         self.rate = 0.0
         require_memory(self._bytes_of(size_in_bytes(self.parameters)), replicas, self.device)
         self._buffers = [
-            {name: b.detach().clone() for name, b in training.model.named_buffers()} for _ in range(replicas)
+            {name: b.detach().clone() for name, b in training.model.named_buffers()}
+            for _ in range(replicas)
         ]
         self._generators = [drawn_by(rank, seed, self.device) for rank in range(replicas)]
         self._batches: list[Iterator[Any]] = [
@@ -73,7 +77,9 @@ class Replicas:
 
     def _set_up(self, algorithm: Any) -> None:
         self._optimizer, self._scheduler = self.training.made_optimizer()
-        self._drivers = self._on_each(lambda rank: driver_of(algorithm, self.world.groups(rank), self.parameters))
+        self._drivers = self._on_each(
+            lambda rank: driver_of(algorithm, self.world.groups(rank), self.parameters)
+        )
 
     def step(self) -> float:
         """A step of all replicas. Returns the mean of their losses."""
@@ -105,7 +111,8 @@ class Replicas:
         return found
 
     def _on_each(self, function: Any) -> list[Any]:
-        """Call it on each replica within one setting of arithmetic, which drivers would set and set back in turns."""
+        """Call it on each replica within one setting of arithmetic, which drivers would set and set
+        back in turns."""
         with plain_arithmetic(self.device):
             return self.world.on_each(function)
 
@@ -115,13 +122,18 @@ class Replicas:
         """The averages for each replica; None of what no replica has used."""
         absent = [[name for name, g in own.items() if g is None] for own in gradients]
         given = [
-            {name: torch.zeros_like(self.parameters[name]) if g is None else g for name, g in own.items()}
+            {
+                name: torch.zeros_like(self.parameters[name]) if g is None else g
+                for name, g in own.items()
+            }
             for own in gradients
         ]
         count = any(absent)
 
         def add(rank: int) -> None:
-            drivers[rank].add(given[rank], first=True, last=True, unused=absent[rank] if count else None)
+            drivers[rank].add(
+                given[rank], first=True, last=True, unused=absent[rank] if count else None
+            )
 
         self._on_each(add)
         nobody = set.intersection(*map(set, absent))
@@ -139,7 +151,9 @@ class Replicas:
             losses.append(loss.item())
         for name, p in self.parameters.items():
             if p.grad is not None and p.grad.is_sparse:
-                raise ValueError(f"the gradient of {name!r} is sparse; build the embedding with sparse=False")
+                raise ValueError(
+                    f"the gradient of {name!r} is sparse; build the embedding with sparse=False"
+                )
         return float(np.mean(losses))
 
     def _require_shards(self, rank: int, batch: Any) -> None:
@@ -151,7 +165,8 @@ class Replicas:
         self._compared = True
         if same_batch(self._first, batch):
             raise ValueError(
-                f"batches(0, {self.replicas}) and batches(1, {self.replicas}) begin with the same batch; give each replica its own shard"
+                f"batches(0, {self.replicas}) and batches(1, {self.replicas}) begin with the same"
+                " batch; give each replica its own shard"
             )
         self._first = None
 
@@ -180,26 +195,37 @@ class Replicas:
         put_back(before, self.device)
 
     def _named_buffers(self, rank: int) -> dict[str, Tensor]:
-        """The buffers of the model by name. Raises ValueError if they are not those with which training began."""
+        """The buffers of the model by name. Raises ValueError if they are not those with which
+        training began."""
         found, own = dict(self.training.model.named_buffers()), self._buffers[rank]
         for name in found.keys() | own.keys():
             mine, theirs = own.get(name), found.get(name)
-            if mine is None or theirs is None or (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+            if (
+                mine is None
+                or theirs is None
+                or (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype)
+            ):
                 raise ValueError(
-                    f"buffer {name!r} comes, goes or changes its shape or dtype in training, and cannot be kept for each replica; register it once"
+                    f"buffer {name!r} comes, goes or changes its shape or dtype in training, and"
+                    " cannot be kept for each replica; register it once"
                 )
         return found
 
     def _bytes_of(self, parameters: int) -> int:
-        """What replicas take beside the model, of so many bytes of parameters: a gradient and a residual each."""
+        """What replicas take beside the model, of so many bytes of parameters: a gradient and a
+        residual each."""
         return 2 * self.replicas * parameters
 
 
 class LocalReplicas(Replicas):
-    """Replicas that train by themselves: a set of parameters and an optimizer for each, which have their turns in the model."""
+    """Replicas that train by themselves: a set of parameters and an optimizer for each, which have
+    their turns in the model."""
 
     def _set_up(self, algorithm: Any) -> None:
-        self._sets = [{name: p.detach().clone() for name, p in self.parameters.items()} for _ in range(self.replicas)]
+        self._sets = [
+            {name: p.detach().clone() for name, p in self.parameters.items()}
+            for _ in range(self.replicas)
+        ]
         made = [self.training.made_optimizer() for _ in range(self.replicas)]
         self._optimizers, self._schedulers = [each[0] for each in made], [each[1] for each in made]
         buffers = self._buffers
@@ -226,7 +252,9 @@ class LocalReplicas(Replicas):
                 if drivers[rank] is None:
                     self._step_of(rank)
         if all(driver is not None for driver in drivers):
-            averages = self._averaged([driver for driver in drivers if driver is not None], gradients)
+            averages = self._averaged(
+                [driver for driver in drivers if driver is not None], gradients
+            )
             for rank in range(self.replicas):
                 with self._as(rank):
                     for name, p in self.parameters.items():
@@ -242,13 +270,15 @@ class LocalReplicas(Replicas):
             self._refuse_weights_in(self._optimizers[rank])
 
     def _refuse_weights_in(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError for an optimizer whose state, after its first step, holds weights: local SGD averages them with the parameters, and here nobody would."""
+        """Raise ValueError for an optimizer whose state, after its first step, holds weights: local
+        SGD averages them with the parameters, and here nobody would."""
         masters, others = weights_in(optimizer, self.parameters.values())
         if kept := sorted(masters | others):
             name = type(optimizer).__name__
             raise ValueError(
-                f"{name} keeps weights in its state, as {some(kept)}, which replicas in turns do not average: local SGD cannot be compared with it. Give torch.optim.AdamW or the like, "
-                "on parameters in float32"
+                f"{name} keeps weights in its state, as {some(kept)}, which replicas in turns do"
+                " not average: local SGD cannot be compared with it. Give torch.optim.AdamW or the"
+                " like, on parameters in float32"
             )
 
     @property
@@ -256,12 +286,15 @@ class LocalReplicas(Replicas):
         return int(self._handles[0].stats().bytes_sent)
 
     def held_out(self) -> list[float]:
-        """The held-out loss under the outer parameters, if there are any, or the mean of those of the replicas."""
+        """The held-out loss under the outer parameters, if there are any, or the mean of those of
+        the replicas."""
         handle, sets = self._handles[0], self._sets
         if handle.synchronized:
             common: Mapping[str, Tensor] = sets[0]
         elif handle.local.has_outer and handle.steps > handle.local.start_step:
-            common = {name: x.to(sets[0][name].dtype) for name, x in handle.outer_parameters().items()}
+            common = {
+                name: x.to(sets[0][name].dtype) for name, x in handle.outer_parameters().items()
+            }
         else:
             common = {name: torch.stack([own[name] for own in sets]).mean(0) for name in sets[0]}
         own, self._sets = self._sets, [dict(common)] * self.replicas
@@ -311,7 +344,8 @@ def handle_of(
     stepped: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
 ) -> tuple[LocalSGDHandle, OwnParameters]:
-    """The handle of one replica, and its parameters, `own`, which the optimizer knows as `stepped`. Raises ValueError for what does not fit."""
+    """The handle of one replica, and its parameters, `own`, which the optimizer knows as `stepped`.
+    Raises ValueError for what does not fit."""
     target = OwnParameters(own, groups.whole)
     fit_here = fitted(local, groups.whole, own, averager=True)
     if fit_here.obstacle:
@@ -325,10 +359,12 @@ def handle_of(
 
 
 def replicas_of(training: Training, algorithm: Any, replicas: int, seed: int) -> Replicas:
-    """Replicas under a method. Raises as `Replicas`, and ValueError for nodes that are not given by numbers."""
+    """Replicas under a method. Raises as `Replicas`, and ValueError for nodes that are not given by
+    numbers."""
     if getattr(algorithm, "mentions_nodes", False):
         raise ValueError(
-            f'{algorithm!r}: replicas of one process are on no nodes; say who shares one by a number in place of "node"'
+            f"{algorithm!r}: replicas of one process are on no nodes; say who shares one by a"
+            ' number in place of "node"'
         )
     kind = LocalReplicas if isinstance(algorithm, LocalSGD) else Replicas
     return kind(training, algorithm, replicas, seed)
@@ -336,7 +372,9 @@ def replicas_of(training: Training, algorithm: Any, replicas: int, seed: int) ->
 
 def largest_rate(optimizer: torch.optim.Optimizer) -> float:
     """The largest learning rate of its groups; 0.0 without any."""
-    return max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=0.0)
+    return max(
+        (float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=0.0
+    )
 
 
 def size_in_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -349,7 +387,8 @@ def require_memory(needed: int, replicas: int, device: torch.device) -> None:
     free = free_bytes(device)
     if free is not None and needed > free:
         raise ValueError(
-            f"replicas={replicas} take about {size_of(needed)} on {device}, of which {size_of(free)} are free; give fewer replicas"
+            f"replicas={replicas} take about {size_of(needed)} on {device}, of which"
+            f" {size_of(free)} are free; give fewer replicas"
         )
 
 
@@ -359,7 +398,9 @@ def free_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+            return next(
+                1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable")
+            )
     except (OSError, StopIteration):
         return None
 

@@ -32,7 +32,8 @@ def run(
     """Train anew under a method.
 
     Args:
-        make: called without arguments, after torch's, NumPy's and Python's generators are seeded; returns a `Training`. Or (replica, replicas) → what
+        make: called without arguments, after torch's, NumPy's and Python's generators are seeded;
+            returns a `Training`. Or (replica, replicas) → what
             `gradwire.torch_backend.advise.compare.opaque` says.
         algorithm: how gradients, or parameters, are averaged.
         replicas, steps, seed: of the run.
@@ -52,8 +53,13 @@ def run(
     else:
         training = make()
         if not isinstance(training, Training):
-            raise TypeError(f"make() returns a {type(training).__name__}; return a gradwire.torch_backend.Training")
-        training = replace(training, optimizer=partial(_scaled_optimizer, training.optimizer, factor))
+            raise TypeError(
+                f"make() returns a {type(training).__name__}; return a"
+                " gradwire.torch_backend.Training"
+            )
+        training = replace(
+            training, optimizer=partial(_scaled_optimizer, training.optimizer, factor)
+        )
         trained = replicas_of(training, algorithm, replicas, seed)
         evaluates = training.evaluate is not None
     losses, rates, held_out = [], [], {}
@@ -81,14 +87,17 @@ def _scaled_optimizer(make: Callable[[Any], Any], factor: float, parameters: Any
     return made
 
 
-def _scaled_step(make: Callable[[int, int], Any], factor: float, replica: int, replicas: int) -> Any:
+def _scaled_step(
+    make: Callable[[int, int], Any], factor: float, replica: int, replicas: int
+) -> Any:
     made = make(replica, replicas)
     scale_rates(made[1] if isinstance(made, tuple) and len(made) > 1 else None, factor)
     return made
 
 
 def scale_rates(optimizer: Any, factor: float) -> None:
-    """Multiply the learning rates of an optimizer while it steps: schedulers, and whoever sets them, see their own. What is no optimizer is left to who checks.
+    """Multiply the learning rates of an optimizer while it steps: schedulers, and whoever sets
+    them, see their own. What is no optimizer is left to who checks.
 
     Raises:
         ValueError: it has none.
@@ -96,7 +105,9 @@ def scale_rates(optimizer: Any, factor: float) -> None:
     if factor == 1 or not isinstance(optimizer, torch.optim.Optimizer):
         return
     if not any("lr" in group for group in optimizer.param_groups):
-        raise ValueError(f"{type(optimizer).__name__} has no learning rate 'lr' to search with rates")
+        raise ValueError(
+            f"{type(optimizer).__name__} has no learning rate 'lr' to search with rates"
+        )
     own: list[Any] = []
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:

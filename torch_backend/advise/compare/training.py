@@ -21,28 +21,31 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """A training in pieces, of which `gradwire.compare` makes steps of R replicas on one device. They share the model.
+    """A training in pieces, of which `gradwire.compare` makes steps of R replicas on one device.
+    They share the model.
 
         def make():
             model = Transformer()
             return Training(
-                model,
-                optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-3),
-                batches=lambda replica, replicas: DataLoader(data, 32, sampler=DistributedSampler(data, replicas, replica)),
-                loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-                after_backward=lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-                evaluate=lambda model: [F.cross_entropy(model(x), y) for x, y in held_out],
+                model, optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-3),
+                batches=lambda replica, replicas: DataLoader(data, 32,
+                sampler=DistributedSampler(data, replicas, replica)), loss=lambda model, batch:
+                F.cross_entropy(model(batch[0]), batch[1]), after_backward=lambda:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), evaluate=lambda model:
+                [F.cross_entropy(model(x), y) for x, y in held_out],
             )
 
     Args:
         model: on its device, not wrapped in DDP.
-        optimizer: parameters → the optimizer, or (optimizer, scheduler), which is stepped after each step of the optimizer.
-        batches: (replica, replicas) → the batches of a replica, each replica its own. What comes to an end is begun again.
+        optimizer: parameters → the optimizer, or (optimizer, scheduler), which is stepped after
+            each step of the optimizer.
+        batches: (replica, replicas) → the batches of a replica, each replica its own. What comes to
+            an end is begun again.
         loss: (model, batch) → a scalar tensor.
         after_backward: called where gradients are averaged, before the optimizer: clipping.
         accumulate: batches for each step; their gradients are averaged.
-        evaluate: model → the losses of held-out windows, two or more, the same windows each time; called without gradients, the model in `eval()`. None: there
-            will be no verdicts.
+        evaluate: model → the losses of held-out windows, two or more, the same windows each time;
+            called without gradients, the model in `eval()`. None: there will be no verdicts.
 
     Raises:
         TypeError: an argument is something else, named.
@@ -62,24 +65,32 @@ class Training:
             raise TypeError(f"model is a {type(self.model).__name__}; give a torch.nn.Module")
         if isinstance(self.model, DistributedDataParallel):
             raise TypeError(
-                "model is a DistributedDataParallel; give the module inside: replicas are in one process here"
+                "model is a DistributedDataParallel; give the module inside: replicas are in one"
+                " process here"
             )
         if isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"optimizer is a {type(self.optimizer).__name__} already; give what makes it: lambda parameters: "
-                f"{type(self.optimizer).__name__}(parameters, …), since replicas may need one each"
+                f"optimizer is a {type(self.optimizer).__name__} already; give what makes it:"
+                f" lambda parameters: {type(self.optimizer).__name__}(parameters, …), since"
+                " replicas may need one each"
             )
         for name in ("optimizer", "batches", "loss", "after_backward"):
             if not callable(getattr(self, name)):
-                raise TypeError(f"{name} is a {type(getattr(self, name)).__name__}; give a function")
+                raise TypeError(
+                    f"{name} is a {type(getattr(self, name)).__name__}; give a function"
+                )
         if self.evaluate is not None and not callable(self.evaluate):
-            raise TypeError(f"evaluate is a {type(self.evaluate).__name__}; give a function, or None")
+            raise TypeError(
+                f"evaluate is a {type(self.evaluate).__name__}; give a function, or None"
+            )
         if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int):
             raise TypeError(f"accumulate={self.accumulate!r} must be an int")
         if self.accumulate < 1:
             raise ValueError(f"accumulate={self.accumulate} must be at least 1")
         if not self.parameters:
-            raise ValueError("model has no parameter with requires_grad=True, so there is nothing to train")
+            raise ValueError(
+                "model has no parameter with requires_grad=True, so there is nothing to train"
+            )
         require_initialized(self.parameters)
 
     @property
@@ -93,11 +104,15 @@ class Training:
         return next(iter(self.parameters.values())).device
 
     def made_optimizer(self) -> tuple[torch.optim.Optimizer, Any]:
-        """An optimizer of the model's parameters, and its scheduler or None. Raises TypeError if it is none."""
+        """An optimizer of the model's parameters, and its scheduler or None. Raises TypeError if it
+        is none."""
         made = self.optimizer(list(self.parameters.values()))
         optimizer, scheduler = made if isinstance(made, tuple) else (made, None)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer(parameters) returns a {type(optimizer).__name__}; return a torch optimizer")
+            raise TypeError(
+                f"optimizer(parameters) returns a {type(optimizer).__name__}; return a torch"
+                " optimizer"
+            )
         return optimizer, scheduler
 
     def loss_of(self, batch: Any) -> Tensor:
@@ -105,12 +120,15 @@ class Training:
         loss = self.loss(self.model, batch)
         if not isinstance(loss, Tensor) or loss.dim():
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
-            raise TypeError(f"loss(model, batch) returns a {type(loss).__name__}{shape}; return a scalar tensor")
+            raise TypeError(
+                f"loss(model, batch) returns a {type(loss).__name__}{shape}; return a scalar tensor"
+            )
         return loss
 
 
 def held_out_losses(model: nn.Module, evaluate: Callable[[], Any]) -> list[float]:
-    """What `evaluate` returns, without gradients and with the model in `eval()`. Raises ValueError for fewer than two losses."""
+    """What `evaluate` returns, without gradients and with the model in `eval()`. Raises ValueError
+    for fewer than two losses."""
     training = model.training
     model.eval()
     try:
@@ -122,7 +140,8 @@ def held_out_losses(model: nn.Module, evaluate: Callable[[], Any]) -> list[float
     losses = [float(x) for x in found] if several else []
     if len(losses) < 2:
         raise ValueError(
-            f"evaluate returns {found!r}; return the losses of several held-out windows, of which an interval can be made"
+            f"evaluate returns {found!r}; return the losses of several held-out windows, of which"
+            " an interval can be made"
         )
     return losses
 

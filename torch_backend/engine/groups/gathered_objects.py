@@ -1,4 +1,5 @@
-"""Any Python objects from all ranks of a group, for what is checked or saved, and not for what trains."""
+"""Any Python objects from all ranks of a group, for what is checked or saved, and not for what
+trains."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def gathered_by_all(mine: T, group: dist.ProcessGroup | None, device: torch.device | None) -> list[T]:
+def gathered_by_all(
+    mine: T, group: dist.ProcessGroup | None, device: torch.device | None
+) -> list[T]:
     """What each rank gives, on all ranks. `device`: where NCCL moves it, this rank's own."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     with _on(device):
@@ -19,7 +22,9 @@ def gathered_by_all(mine: T, group: dist.ProcessGroup | None, device: torch.devi
     return everyone
 
 
-def gathered_by(to: int | None, mine: T, group: dist.ProcessGroup, device: torch.device | None) -> list[T] | None:
+def gathered_by(
+    to: int | None, mine: T, group: dist.ProcessGroup, device: torch.device | None
+) -> list[T] | None:
     """What each rank gives, on rank `to` of the group; None elsewhere. `to` None: on all ranks."""
     if to is None:
         return gathered_by_all(mine, group, device)
@@ -30,4 +35,6 @@ def gathered_by(to: int | None, mine: T, group: dist.ProcessGroup, device: torch
 
 
 def _on(device: torch.device | None) -> Any:
-    return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
+    return (
+        torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
+    )

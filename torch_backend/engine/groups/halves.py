@@ -1,7 +1,7 @@
 """Messages that send half of what an all-reduce does: how they are packed, launched and cut apart.
 
-Each function launches what is asked for, and says what to wait for. ZeRO, codes, signs and positions travel so; averages
-of full precision and of low rank do not.
+Each function launches what is asked for, and says what to wait for. ZeRO, codes, signs and
+positions travel so; averages of full precision and of low rank do not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.torch_backend.engine.groups.joined_rows import average_parts, cut_columns, rows_by_dtype
+from gradwire.torch_backend.engine.groups.joined_rows import (
+    average_parts,
+    cut_columns,
+    rows_by_dtype,
+)
 from gradwire.torch_backend.engine.groups.point_to_point import Exchange
 from gradwire.torch_backend.ops.workspace import Scratch
 
@@ -26,7 +30,8 @@ class Launched(NamedTuple):
 
     Attributes:
         works: to wait for.
-        sent: what each message makes all ranks' parts of together, which counts as half an all-reduce of it.
+        sent: what each message makes all ranks' parts of together, which counts as half an
+            all-reduce of it.
         unpacked: gives the answers, once all have arrived.
         watched: what arrives of floats.
     """
@@ -37,7 +42,9 @@ class Launched(NamedTuple):
     watched: Sequence[Tensor] = ()
 
 
-def launch_gather(send: Send, exchange: Exchange, scratch: Scratch, arrays: Sequence[Tensor]) -> Launched:
+def launch_gather(
+    send: Send, exchange: Exchange, scratch: Scratch, arrays: Sequence[Tensor]
+) -> Launched:
     """Send each rank's arrays to all, which have them below each other."""
     works, received = [], []
     for indices, rows in rows_by_dtype(arrays, 1, exchange, 1):
@@ -72,9 +79,13 @@ def launch_all_to_all(
         counts = [parts[i] for i in indices]
         widths = [own[exchange.rank] for own in counts]
         given = rows[0].view(-1)
-        # From memory that lasts: what was made for this message might be used anew while a stream still sends it.
+        # From memory that lasts: what was made for this message might be used anew while a stream
+        # still sends it.
         if len(indices) > 1 or not given.is_cpu:
-            pieces = [row.view(-1).split_with_sizes(list(own)) for row, own in zip(rows, counts, strict=True)]
+            pieces = [
+                row.view(-1).split_with_sizes(list(own))
+                for row, own in zip(rows, counts, strict=True)
+            ]
             given = scratch.take((sum(row.numel() for row in rows),), given)
             torch.cat([piece[r] for r in range(size) for piece in pieces], out=given)
         arrives = scratch.take((size, sum(widths)), given)

@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 def on_nodes(algorithm: T, group: dist.ProcessGroup, device: torch.device | None = None) -> T:
-    """An algorithm with "node" in it replaced by who shares a machine; itself if it says nothing of nodes. To be called on all ranks.
+    """An algorithm with "node" in it replaced by who shares a machine; itself if it says nothing of
+    nodes. To be called on all ranks.
 
     Raises:
         ValueError: machines have different numbers of ranks.
@@ -29,14 +30,15 @@ def on_nodes(algorithm: T, group: dist.ProcessGroup, device: torch.device | None
 
 
 def nodes_of(group: dist.ProcessGroup, device: torch.device | None = None) -> int | Groups:
-    """How many ranks there are on each machine, as torchrun says it in LOCAL_WORLD_SIZE, or the names
-    of the hosts, for which ranks communicate; or the ranks of each, where those of a machine do not
-    follow each other. Raises ValueError if machines have different numbers of them."""
+    """How many ranks there are on each machine, as torchrun says it in LOCAL_WORLD_SIZE, or the
+    names of the hosts, for which ranks communicate; or the ranks of each, where those of a machine
+    do not follow each other. Raises ValueError if machines have different numbers of them."""
     local, ranks = os.environ.get("LOCAL_WORLD_SIZE", ""), dist.get_world_size(group)
     if local.isdigit() and int(local) and ranks == dist.get_world_size():
         if ranks % int(local):
             raise ValueError(
-                f"'node', but LOCAL_WORLD_SIZE={local} ranks on each machine do not make {ranks}; start equally many on each"
+                f"'node', but LOCAL_WORLD_SIZE={local} ranks on each machine do not make {ranks};"
+                " start equally many on each"
             )
         return int(local)
     hosts = gathered_by_all(socket.gethostname(), group, device)
@@ -45,12 +47,18 @@ def nodes_of(group: dist.ProcessGroup, device: torch.device | None = None) -> in
         nodes.setdefault(host, []).append(rank)
     if len({len(members) for members in nodes.values()}) > 1:
         sizes = {host: len(members) for host, members in nodes.items()}
-        raise ValueError(f"'node', but machines have different numbers of ranks: {sizes}; start equally many on each")
+        raise ValueError(
+            f"'node', but machines have different numbers of ranks: {sizes}; start equally many on"
+            " each"
+        )
     return as_number(tuple(tuple(members) for members in nodes.values()))
 
 
-def inter_node_groups(algorithm: Any, group: dist.ProcessGroup) -> tuple[Groups | None, tuple[int, ...]]:
-    """The inter-node groups, and that of this rank. None, and all ranks: nodes are single ranks, or there is one level."""
+def inter_node_groups(
+    algorithm: Any, group: dist.ProcessGroup
+) -> tuple[Groups | None, tuple[int, ...]]:
+    """The inter-node groups, and that of this rank. None, and all ranks: nodes are single ranks, or
+    there is one level."""
     levels = levels_of(algorithm)
     if levels is None or len(levels.near(group.size())[0]) == 1:
         return None, tuple(range(group.size()))

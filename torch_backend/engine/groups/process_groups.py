@@ -23,8 +23,11 @@ from gradwire.torch_backend.torch_internals import (
 )
 
 
-def given_or_default(group: dist.ProcessGroup | None, argument: str = "process_group") -> dist.ProcessGroup:
-    """The group, or the default one in place of None. Raises ValueError, naming the argument, if there is none yet."""
+def given_or_default(
+    group: dist.ProcessGroup | None, argument: str = "process_group"
+) -> dist.ProcessGroup:
+    """The group, or the default one in place of None. Raises ValueError, naming the argument, if
+    there is none yet."""
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError(f"{argument}=None needs torch.distributed.init_process_group first")
@@ -32,14 +35,17 @@ def given_or_default(group: dist.ProcessGroup | None, argument: str = "process_g
 
 
 class ProcessGroups:
-    """The group that this rank belongs to, of each partition of the ranks; of `whole`, replica i is rank i.
+    """The group that this rank belongs to, of each partition of the ranks; of `whole`, replica i is
+    rank i.
 
-    To be made on all ranks of `whole`, with the same partitions in the same order: making a group communicates. New groups have the
-    library and the timeout of `whole`, and the same partition twice is made once.
+    To be made on all ranks of `whole`, with the same partitions in the same order: making a group
+    communicates. New groups have the library and the timeout of `whole`, and the same partition
+    twice is made once.
 
     Raises:
-        ValueError: groups are to be made within a part of the world, and `init_process_group` was given a `device_id`, or the members
-            of one of them do not belong to equally many groups already.
+        ValueError: groups are to be made within a part of the world, and `init_process_group` was
+            given a `device_id`, or the members of one of them do not belong to equally many groups
+            already.
     """
 
     def __init__(self, whole: dist.ProcessGroup, partitions: Iterable[Groups | None] = ()) -> None:
@@ -53,7 +59,9 @@ class ProcessGroups:
 
     def also(self, partitions: Iterable[Groups]) -> ProcessGroups:
         """The same groups, and those of further partitions, of which only the new ones are made."""
-        more = ProcessGroups(self.whole, [groups for groups in partitions if groups not in self._own])
+        more = ProcessGroups(
+            self.whole, [groups for groups in partitions if groups not in self._own]
+        )
         more._own = self._own | more._own
         return more
 
@@ -71,7 +79,9 @@ class ProcessGroups:
         if groups is None:
             return self.whole
         if groups not in self._own:
-            raise ValueError(f"no process group was made for groups {groups}; those made are {list(self._own)}")
+            raise ValueError(
+                f"no process group was made for groups {groups}; those made are {list(self._own)}"
+            )
         return self._own[groups]
 
     @property
@@ -84,10 +94,14 @@ class ProcessGroups:
         return Exchange(self[groups], device, numbers=self._numbers(groups))
 
     def _numbers(self, groups: Groups | None) -> list[int] | None:
-        """The ranks of this rank's group in the order in which it was named, as numbers that torch has given them in it; None if that is the same."""
+        """The ranks of this rank's group in the order in which it was named, as numbers that torch
+        has given them in it; None if that is the same."""
         if groups is None:
             return None
-        ranks, named = dist.get_process_group_ranks(self.whole), next(own for own in groups if self.rank in own)
+        ranks, named = (
+            dist.get_process_group_ranks(self.whole),
+            next(own for own in groups if self.rank in own),
+        )
         numbers = [dist.get_group_rank(self[groups], ranks[member]) for member in named]
         return None if numbers == sorted(numbers) else numbers
 
@@ -99,17 +113,23 @@ def _make(whole: dist.ProcessGroup, groups: Groups) -> dist.ProcessGroup:
     bound = dist.group.WORLD.bound_device_id if dist.group.WORLD is not None else None
     if not everybody and bound is not None:
         raise ValueError(
-            f"process_group is a part of the world, and init_process_group was given device_id={bound}: torch would make the subgroups "
-            f"{groups} by splitting the communicator of all ranks, and wait for ever for those that are not here. Leave out device_id"
+            "process_group is a part of the world, and init_process_group was given"
+            f" device_id={bound}: torch would make the subgroups {groups} by splitting the"
+            " communicator of all ranks, and wait for ever for those that are not here. Leave out"
+            " device_id"
         )
     if everybody and _splits(whole):
-        # One call for all of a partition, where `new_group` meets in the store once for each group of it.
-        split = dist.split_group(whole, [list(members) for members in groups], timeout=timeout_of(whole))
+        # One call for all of a partition, where `new_group` meets in the store once for each group
+        # of it.
+        split = dist.split_group(
+            whole, [list(members) for members in groups], timeout=timeout_of(whole)
+        )
         assert isinstance(split, dist.ProcessGroup)
         return split
     # In a part of the world, only the members can make a group.
     apart = nullcontext() if everybody else named_apart(_found_by_members(whole, groups))
-    # As those of `whole`, unless that is of the default kind anyway (which may be one library for each kind of device).
+    # As those of `whole`, unless that is of the default kind anyway (which may be one library for
+    # each kind of device).
     backend = None if whole is dist.group.WORLD else dist.get_backend(whole)
     own: dist.ProcessGroup | None = None
     for members in groups:
@@ -133,7 +153,8 @@ def _make(whole: dist.ProcessGroup, groups: Groups) -> dist.ProcessGroup:
 
 
 def _splits(whole: dist.ProcessGroup) -> bool:
-    """Whether torch can divide the communicator of all ranks: that of one library which can, bound to a device, and so there already."""
+    """Whether torch can divide the communicator of all ranks: that of one library which can, bound
+    to a device, and so there already."""
     bound = dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
     libraries = libraries_of(whole)
     return bound and len(libraries) == 1 and bool(libraries[0].supports_splitting)
@@ -142,18 +163,22 @@ def _splits(whole: dist.ProcessGroup) -> bool:
 def _found_by_members(whole: dist.ProcessGroup, groups: Groups) -> str:
     """A name for groups that not all ranks make, the same for their members, and given once.
 
-    Before torch 2.14 members find each other by the number of groups that each belongs to: if one belongs to more, for logging or checkpoints, they wait
-    for each other until time is up, and ValueError is raised."""
+    Before torch 2.14 members find each other by the number of groups that each belongs to: if one
+    belongs to more, for logging or checkpoints, they wait for each other until time is up, and
+    ValueError is raised."""
     store, rank = store_of(whole), dist.get_rank(whole)
     assert store is not None
     call = store.add(f"gradwire/calls/{rank}", 1)
     store.set(f"gradwire/groups/{call}/{rank}", str(number_of_groups()))
-    counts = [int(store.get(f"gradwire/groups/{call}/{r}")) for r in range(dist.get_world_size(whole))]
+    counts = [
+        int(store.get(f"gradwire/groups/{call}/{r}")) for r in range(dist.get_world_size(whole))
+    ]
     for members in groups:
         if len({counts[m] for m in members}) > 1:
             raise ValueError(
-                f"ranks {members} of process_group belong to {[counts[m] for m in members]} process groups, and torch needs equal numbers "
-                "to make a group in a part of the world. Make other groups (torch.distributed.new_group) afterwards"
+                f"ranks {members} of process_group belong to {[counts[m] for m in members]} process"
+                " groups, and torch needs equal numbers to make a group in a part of the world."
+                " Make other groups (torch.distributed.new_group) afterwards"
             )
     return f"{whole.group_name}/{call}"
 
@@ -168,16 +193,18 @@ def node_size(whole: dist.ProcessGroup) -> int:
     """How many ranks torchrun has started on each machine.
 
     Raises:
-        ValueError: torchrun has not said so, or `whole` is not all ranks, so that its numbers say nothing about machines.
+        ValueError: torchrun has not said so, or `whole` is not all ranks, so that its numbers say
+            nothing about machines.
     """
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not local.isdigit() or not int(local):
         raise ValueError(
-            f"'node' needs the number of ranks on each machine, but LOCAL_WORLD_SIZE={local!r} in the environment: start with torchrun, "
-            "set it, or give subgroup"
+            f"'node' needs the number of ranks on each machine, but LOCAL_WORLD_SIZE={local!r} in"
+            " the environment: start with torchrun, set it, or give subgroup"
         )
     if dist.get_world_size(whole) != dist.get_world_size():
         raise ValueError(
-            "'node' is known for the default process group only; give the subgroups as a partition such as ((0, 1), (2, 3))"
+            "'node' is known for the default process group only; give the subgroups as a partition"
+            " such as ((0, 1), (2, 3))"
         )
     return int(local)

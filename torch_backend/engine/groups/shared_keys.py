@@ -1,4 +1,5 @@
-"""Keys in the store that all ranks of a group share: many read at once, and what one finds out for all.
+"""Keys in the store that all ranks of a group share: many read at once, and what one finds out for
+all.
 
 The store is one process with one thread, which the launcher and NCCL ask as well. What every rank
 asks about every other rank are W² requests.
@@ -33,8 +34,8 @@ def read_all(store: dist.Store, keys: Sequence[str]) -> list[bytes | None]:
 
 
 def missing(store: dist.Store, keys: Sequence[str]) -> list[int]:
-    """The positions of the keys that nobody has set, in requests that grow with their number and not
-    with that of `keys`."""
+    """The positions of the keys that nobody has set, in requests that grow with their number and
+    not with that of `keys`."""
 
     def within(first: int, stop: int) -> Iterator[int]:
         if first == stop or store.check(list(keys[first:stop])):
@@ -55,7 +56,8 @@ def claimed(store: dist.Store, key: str, rank: int) -> bool:
 
 
 def found_by_one(store: dist.Store, key: str, rank: int, find: Callable[[], str]) -> str:
-    """What one rank finds out, for all: the first that asks. If it dies meanwhile, the next does."""
+    """What one rank finds out, for all: the first that asks. If it dies meanwhile, the next
+    does."""
     for attempt in count():
         if claimed(store, f"{key}/claimed/{attempt}", rank):
             found = find()

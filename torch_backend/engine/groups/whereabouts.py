@@ -1,9 +1,10 @@
-"""The place at which each rank is: told to the store in the background, and read when a message does not come.
+"""The place at which each rank is: told to the store in the background, and read when a message
+does not come.
 
-A message that waits for a rank says nothing of it: Gloo gives up after half an hour, or hears that a connection was closed. So a thread of each process
-writes down once a second how far its drivers have come, of many ranks less often. Training neither
-sends anything for that nor waits for it. After a failure one rank reads what all have written, and
-the others read what it says.
+A message that waits for a rank says nothing of it: Gloo gives up after half an hour, or hears that
+a connection was closed. So a thread of each process writes down once a second how far its drivers
+have come, of many ranks less often. Training neither sends anything for that nor waits for it.
+After a failure one rank reads what all have written, and the others read what it says.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ RECENT = 60.0
 
 
 class Whereabouts:
-    """Those of one driver, on all ranks. To be made on all of them, with the meeting of the same driver.
+    """Those of one driver, on all ranks. To be made on all of them, with the meeting of the same
+    driver.
 
     Args:
         meeting: knows the store that the ranks share. None: ranks alone need not be found.
@@ -56,7 +58,8 @@ class Whereabouts:
             _watch(self)
 
     def note(self, *, left: bool = False) -> None:
-        """Write down where this rank is. Where there is no store any more, nothing is written, nor tried again."""
+        """Write down where this rank is. Where there is no store any more, nothing is written, nor
+        tried again."""
         store = self._meeting.store
         if store is None or (place := self._place(left)) is None:
             return
@@ -100,14 +103,17 @@ class Whereabouts:
         return 1 if self._meeting.size <= OFTEN else SELDOM
 
     def shared_report(self) -> str:
-        """The report of whichever rank was the first to ask for one, in a failure of the last minute."""
+        """The report of whichever rank was the first to ask for one, in a failure of the last
+        minute."""
         store = self._meeting.store
         assert store is not None
         try:
             for number in count(self._reports):
                 self._reports = number + 1
                 key = f"{self._meeting.name}/report/{number}"
-                made, report = json.loads(found_by_one(store, key, self._meeting.rank, self._dated_report))
+                made, report = json.loads(
+                    found_by_one(store, key, self._meeting.rank, self._dated_report)
+                )
                 if abs(time.time() - made) < RECENT:
                     return str(report)
         except Exception as error:
@@ -144,7 +150,10 @@ class Whereabouts:
 
 
 def _unknown(error: Exception) -> str:
-    return f"where the ranks are is not known: their store cannot be read ({error}), as when the rank has left that keeps it"
+    return (
+        f"where the ranks are is not known: their store cannot be read ({error}), as when the rank"
+        " has left that keeps it"
+    )
 
 
 def _listed(ranks: list[int]) -> str:
@@ -158,7 +167,10 @@ def _words(note: dict[str, Any] | None, longest: float) -> str:
     sent, silent = note["messages"], time.time() - note["time"]
     place = f"{note['step']} steps of {note['what']} done, {sent} messages sent"
     if note["waits"]:
-        place = f"in step {note['step'] + 1} of {note['what']}, waiting for message {sent}, a {note['last']}"
+        place = (
+            f"in step {note['step'] + 1} of {note['what']}, waiting for message {sent}, a"
+            f" {note['last']}"
+        )
     if note["doing"]:
         place += f", come to {note['doing']}"
     if note["left"]:
@@ -173,7 +185,8 @@ _stopped = threading.Event()
 
 
 def _watch(one: Whereabouts) -> None:
-    """Watch from now on. The thread is one for all of a process, and a process that was forked from it has to start its own."""
+    """Watch from now on. The thread is one for all of a process, and a process that was forked from
+    it has to start its own."""
     global _thread
     with _lock:
         _watched.add(one)
@@ -181,8 +194,9 @@ def _watch(one: Whereabouts) -> None:
             _stopped.clear()
             _thread = threading.Thread(target=_note_all, name="gradwire-whereabouts", daemon=True)
             _thread.start()
-            # Also at the end of a process of `multiprocessing`, which runs no `atexit`; and not in those that are forked from this one. A thread that comes
-            # back from the store while the interpreter shuts down would end the process with a signal.
+            # Also at the end of a process of `multiprocessing`, which runs no `atexit`; and not in
+            # those that are forked from this one. A thread that comes back from the store while the
+            # interpreter shuts down would end the process with a signal.
             Finalize(None, _leave, exitpriority=0)
 
 

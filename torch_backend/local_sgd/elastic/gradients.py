@@ -22,7 +22,8 @@ from gradwire.torch_backend.setup.assumptions import Assumptions
 
 
 class ElasticGradients(ElasticHandle):
-    """What `elastic` returns for an algorithm: each `optimizer.step()` is a round, and does nothing where the vote is against it."""
+    """What `elastic` returns for an algorithm: each `optimizer.step()` is a round, and does nothing
+    where the vote is against it."""
 
     def __init__(
         self,
@@ -46,7 +47,8 @@ class ElasticGradients(ElasticHandle):
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(given is not None for given in (*args[1:], *kwargs.values())):
             raise ValueError(
-                "optimizer.step() was given a closure, which makes gradients of its own after they have been averaged here; call it before, and step() without it"
+                "optimizer.step() was given a closure, which makes gradients of its own after they"
+                " have been averaged here; call it before, and step() without it"
             )
         present = self.quorum.meet(self.steps, joining=self._joining)
         averages = None

@@ -29,7 +29,9 @@ KEY = "gradwire"
 def rest_of(module: nn.Module, but: Collection[Tensor]) -> dict[str, Tensor]:
     """What a model is besides these tensors: frozen parameters, and buffers of any dtype."""
     known = {id(x) for x in but}
-    return {n: x for n, x in (*module.named_parameters(), *module.named_buffers()) if id(x) not in known}
+    return {
+        n: x for n, x in (*module.named_parameters(), *module.named_buffers()) if id(x) not in known
+    }
 
 
 class ElasticHandle:
@@ -68,11 +70,16 @@ class ElasticHandle:
         """Raise RuntimeError before each step for what is not as it was when this replica came."""
         self._assumed.require(self.steps)
         self._assumed.remembers_weights = getattr(self._memory.algorithm, "has_outer", False)
-        before, remembers = self._assumed.unloaded, self._trains_on and self._assumed.remembers_weights
+        before, remembers = (
+            self._assumed.unloaded,
+            self._trains_on and self._assumed.remembers_weights,
+        )
         if before is not None and remembers and digest_of(self._parameters) != before:
             raise RuntimeError(
-                "weights were loaded into the module in the middle of training, and outer parameters are of those before, which would pull them back: load the state that "
-                "was saved with them into the handle, too, on all replicas; or end the run, and begin another with these weights"
+                "weights were loaded into the module in the middle of training, and outer"
+                " parameters are of those before, which would pull them back: load the state that"
+                " was saved with them into the handle, too, on all replicas; or end the run, and"
+                " begin another with these weights"
             )
         if remembers:
             self._assumed.notice_written()
@@ -85,12 +92,14 @@ class ElasticHandle:
 
     @property
     def steps(self) -> int:
-        """How far the run has come, in steps of the optimizer: the position in the data that a newcomer goes on from."""
+        """How far the run has come, in steps of the optimizer: the position in the data that a
+        newcomer goes on from."""
         return self._memory.steps
 
     @property
     def rounds(self) -> int:
-        """Averages that counted, of the whole run; the first is the one in which the first replicas met."""
+        """Averages that counted, of the whole run; the first is the one in which the first replicas
+        met."""
         return int(self.quorum.manager.current_step())
 
     @property
@@ -100,8 +109,9 @@ class ElasticHandle:
 
     @property
     def weight(self) -> float:
-        """What this replica counts for in the averages that leave from now on: 1, or the tokens that it has seen, say. It may be set where the algorithm is
-        `Weighted(…)` or the schedule `weighted`. In the round in which a replica comes it counts for nothing.
+        """What this replica counts for in the averages that leave from now on: 1, or the tokens
+        that it has seen, say. It may be set where the algorithm is `Weighted(…)` or the schedule
+        `weighted`. In the round in which a replica comes it counts for nothing.
 
         Raises:
             TypeError, ValueError: it is no weight, or all replicas count alike.
@@ -112,12 +122,14 @@ class ElasticHandle:
     def weight(self, weight: float) -> None:
         what = self._memory.algorithm
         instead = "give Weighted(…) or weighted=True to all of them"
-        self._weight = counted_weight(weight, what, weighted=getattr(what, "weighted", False), instead=instead)
+        self._weight = counted_weight(
+            weight, what, weighted=getattr(what, "weighted", False), instead=instead
+        )
 
     def set(self, **settings: float) -> None:
-        """Tell the algorithm, or a schedule's compressor, something of the averages that leave from now on, until it is told otherwise: what it asks for with
-        `await setting(ops, name, default)`.
-        Each replica's own loop says it, a newcomer's too, the same on all of them.
+        """Tell the algorithm, or a schedule's compressor, something of the averages that leave from
+        now on, until it is told otherwise: what it asks for with `await setting(ops, name,
+        default)`. Each replica's own loop says it, a newcomer's too, the same on all of them.
 
         Raises:
             TypeError: a value is no number.
@@ -125,17 +137,23 @@ class ElasticHandle:
         """
         what, specs = self._memory.algorithm, specs_of(self._parameters)
         if not self._settings:
-            asks, given = (what.compressor, what.kept(specs)) if isinstance(what, LocalSGD) else (what, specs)
+            asks, given = (
+                (what.compressor, what.kept(specs)) if isinstance(what, LocalSGD) else (what, specs)
+            )
             asked = asked_by(asks, given, self.quorum.groups.whole.size())
             self._settings = Settings(asked, self._ops.device)
         self._settings.say(settings, what)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._memory.algorithm!r}: {self.steps} steps, {self.rounds} rounds)"
+        return (
+            f"{type(self).__name__}({self._memory.algorithm!r}: {self.steps} steps, {self.rounds}"
+            " rounds)"
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """The step and the memory of this replica, copied to the CPU: for a checkpoint, with its parameters, its optimizer and `manager.state_dict()`.
-        That of any replica serves all. Communicates nothing."""
+        """The step and the memory of this replica, copied to the CPU: for a checkpoint, with its
+        parameters, its optimizer and `manager.state_dict()`. That of any replica serves all.
+        Communicates nothing."""
         lent = self._memory.lent()
         return {**lent, **_copied_to_host(lent["shared"], lent["tensors"])}
 
@@ -143,7 +161,8 @@ class ElasticHandle:
         """Go on from a `state_dict`. Load the state of one replica on all of them, or on none.
 
         Raises:
-            ValueError: it is no such state or does not fit, said how. Nothing has been changed then.
+            ValueError: it is no such state or does not fit, said how. Nothing has been changed
+                then.
         """
         self._memory.take(self._memory.fit(state))
         self._trains_on = False
@@ -189,19 +208,25 @@ class ElasticHandle:
                     self._memory.state.tensors[name][key].copy_(x)
 
     def _copied(self, names: Collection[str] | None = None) -> State[Tensor]:
-        """The memory, of which that of the parameters with these names is a copy; None: of all. A round works on it, and is taken if the vote is for it."""
+        """The memory, of which that of the parameters with these names is a copy; None: of all. A
+        round works on it, and is taken if the vote is for it."""
         state = self._memory.state
         return State(
             {key: x.clone() for key, x in state.shared.items()},
             {
-                n: {key: x.clone() for key, x in m.items()} if names is None or n in names else dict(m)
+                n: (
+                    {key: x.clone() for key, x in m.items()}
+                    if names is None or n in names
+                    else dict(m)
+                )
                 for n, m in state.tensors.items()
             },
         )
 
 
 def _on_host(state: Any) -> Any:
-    """A copy of an optimizer's state, its tensors on the CPU: one by one, so that a device never has them twice."""
+    """A copy of an optimizer's state, its tensors on the CPU: one by one, so that a device never
+    has them twice."""
     if isinstance(state, Tensor):
         return on_host(state)
     if isinstance(state, dict):
@@ -212,12 +237,17 @@ def _on_host(state: Any) -> Any:
 
 
 def _copied_to_host(
-    shared: Mapping[str, Tensor], tensors: Mapping[str, Mapping[str, Tensor]], without: Collection[str] = ()
+    shared: Mapping[str, Tensor],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    without: Collection[str] = (),
 ) -> dict[str, Any]:
     """A memory, `without` those of some names."""
     return {
         "shared": {key: on_host(x) for key, x in shared.items()},
-        "tensors": {n: {key: on_host(x) for key, x in m.items() if key not in without} for n, m in tensors.items()},
+        "tensors": {
+            n: {key: on_host(x) for key, x in m.items() if key not in without}
+            for n, m in tensors.items()
+        },
     }
 
 

@@ -1,6 +1,8 @@
-"""Which replicas take part in a round: torchft's quorum, and what gradwire has to know of its members besides.
+"""Which replicas take part in a round: torchft's quorum, and what gradwire has to know of its
+members besides.
 
-A round is `meet`, messages, `vote`. A lost replica fails the messages of one round at most; the vote is then no, and the next quorum is without it.
+A round is `meet`, messages, `vote`. A lost replica fails the messages of one round at most; the
+vote is then no, and the next quorum is without it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from gradwire.torch_backend.ops.kernels import TorchOps
 logger = logging.getLogger("gradwire")
 T = TypeVar("T")
 
-#: What a message that does not come is reported by: c10d's errors are RuntimeErrors, those of its stores and sockets these others.
+#: What a message that does not come is reported by: c10d's errors are RuntimeErrors, those of its
+#: stores and sockets these others.
 LOST = (RuntimeError, TimeoutError, ConnectionError)
 
 
@@ -101,7 +104,8 @@ class Quorum:
             joining: it has not taken part in a round yet.
 
         Raises:
-            ValueError: this replica was made for something else than the others are. Its manager has been shut down, so that nobody waits for it.
+            ValueError: this replica was made for something else than the others are. Its manager
+                has been shut down, so that nobody waits for it.
             RuntimeError: there is no quorum, as `Manager.start_quorum` says.
         """
         manager = self.manager
@@ -125,7 +129,8 @@ class Quorum:
         return Present(leading, mine.counts, bool(counting), len(counting) == len(cards))
 
     def attempt(self, send: Callable[[], T]) -> T | None:
-        """What takes messages; None if one does not come, or nobody counts, and then the vote will be no."""
+        """What takes messages; None if one does not come, or nobody counts, and then the vote will
+        be no."""
         try:
             return send()
         except torch.OutOfMemoryError:
@@ -136,8 +141,8 @@ class Quorum:
             return None
 
     def vote(self) -> bool:
-        """Whether this round counts: everything has come, here. Where it does not for one replica and does for another, the next quorum makes the former
-        equal to the latter."""
+        """Whether this round counts: everything has come, here. Where it does not for one replica
+        and does for another, the next quorum makes the former equal to the latter."""
         return bool(self.manager.should_commit())
 
     def _agree(self, mine: Card, cards: list[Card]) -> bool:
@@ -146,11 +151,14 @@ class Quorum:
         if mine.asks != first.asks:
             self.manager.shutdown(wait=False)
             raise ValueError(
-                f"this replica asks for {mine.asks}, and the others train with {first.asks}; start it with the same options"
+                f"this replica asks for {mine.asks}, and the others train with {first.asks}; start"
+                " it with the same options"
             )
         others = {card.asks for card in cards} - {mine.asks}
         if others:
-            error = ValueError(f"a replica has come that asks for {min(others)}, and this one for {mine.asks}")
+            error = ValueError(
+                f"a replica has come that asks for {min(others)}, and this one for {mine.asks}"
+            )
             logger.warning("A round fails: %s", error)
             self.manager.report_error(error)
         return not others
@@ -172,14 +180,24 @@ class _Members(ProcessGroups):
 
 
 def _told(mine: Card, group: dist.ProcessGroup, device: torch.device) -> list[Card]:
-    """The cards of all members, by the one gather that all groups of torchft have under each torch: `all_gather_object` uses another since torch 2.15."""
+    """The cards of all members, by the one gather that all groups of torchft have under each torch:
+    `all_gather_object` uses another since torch 2.15."""
     written = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([written.numel()], dtype=torch.int64, device=device), group=group)
+    sizes = [
+        torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))
+    ]
+    dist.all_gather(
+        sizes, torch.tensor([written.numel()], dtype=torch.int64, device=device), group=group
+    )
     counts = [int(size) for size in sizes]
     cards = [torch.zeros(max(counts), dtype=torch.uint8, device=device) for _ in counts]
-    dist.all_gather(cards, torch.nn.functional.pad(written, (0, max(counts) - written.numel())), group=group)
-    return [pickle.loads(card[:n].cpu().numpy().tobytes()) for card, n in zip(cards, counts, strict=True)]
+    dist.all_gather(
+        cards, torch.nn.functional.pad(written, (0, max(counts) - written.numel())), group=group
+    )
+    return [
+        pickle.loads(card[:n].cpu().numpy().tobytes())
+        for card, n in zip(cards, counts, strict=True)
+    ]
 
 
 def on_host(x: Tensor) -> Tensor:

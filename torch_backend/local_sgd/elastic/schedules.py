@@ -30,8 +30,9 @@ from gradwire.torch_backend.setup.assumptions import Assumptions
 
 
 class ElasticLocalSGD(ElasticHandle):
-    """What `elastic` returns for a schedule: each average of parameters is a round. Where the vote is against it, a replica trains on from where it is, and
-    its next difference holds the work of both periods."""
+    """What `elastic` returns for a schedule: each average of parameters is a round. Where the vote
+    is against it, a replica trains on from where it is, and its next difference holds the work of
+    both periods."""
 
     def __init__(
         self,
@@ -50,13 +51,17 @@ class ElasticLocalSGD(ElasticHandle):
         self._parts = local.parts(self._specs)
         self._late = local.longest if local.eager else local.overlap
         self._in_flight: InFlight | None = None
-        self._moments = Moments(optimizer, parameters, "keep", None)  # of each replica its own, but for weights
+        # of each replica its own, but for weights
+        self._moments = Moments(optimizer, parameters, "keep", None)
         if not local.has_outer:
             self._moments.expect_weights()
         #: Of the message that is on its way.
         self._left: _Left | None = None
-        state = local.init(TorchOps(quorum.device), {n: p.detach() for n, p in parameters.items()}, 1)
-        #: Of the outer steps of a round, whether they could be taken; and how many could not, of all.
+        state = local.init(
+            TorchOps(quorum.device), {n: p.detach() for n, p in parameters.items()}, 1
+        )
+        #: Of the outer steps of a round, whether they could be taken; and how many could not, of
+        #: all.
         self._finite: list[Tensor] = []
         self._averages = self._skipped_averages = 0
         self._run_of_skips = RunOfSkips(repr(local), 0, SAID_AFTER, SKIPPED_AVERAGES)
@@ -86,9 +91,12 @@ class ElasticLocalSGD(ElasticHandle):
         if self._host is None or names is None:
             return super()._copied(names)
         state = self._memory.state
-        fetched = self._host.fetch(state, names, outer=self._parameters if len(self._parts) > 1 else ())
+        fetched = self._host.fetch(
+            state, names, outer=self._parameters if len(self._parts) > 1 else ()
+        )
         return State(
-            {key: x.clone() for key, x in state.shared.items()}, {n: dict(m) for n, m in fetched.tensors.items()}
+            {key: x.clone() for key, x in state.shared.items()},
+            {n: dict(m) for n, m in fetched.tensors.items()},
         )
 
     def _own(self) -> frozenset[str]:
@@ -110,8 +118,13 @@ class ElasticLocalSGD(ElasticHandle):
         if self._left is not None and step - self._left.step >= self._late:
             self._arrive(step)
         if due := self._due(step):
-            if self.local.eager and self._left is None and not self.local.round(step, self._late, due[0]):
-                self._take(self._average(Present(step), {}))  # of the first difference each knows only its own
+            if (
+                self.local.eager
+                and self._left is None
+                and not self.local.round(step, self._late, due[0])
+            ):
+                # of the first difference each knows only its own
+                self._take(self._average(Present(step), {}))
             self._round()
         self._memory.steps += 1
         self._assumed.stepped()  # with the averages
@@ -121,7 +134,8 @@ class ElasticLocalSGD(ElasticHandle):
         return [f for f in range(len(self._parts)) if self.local.due(step, self.local.longest, f)]
 
     def _round(self) -> bool:
-        """The quorum, and the average or the message of what is due. Returns whether replicas have trained before."""
+        """The quorum, and the average or the message of what is due. Returns whether replicas have
+        trained before."""
         present = self.quorum.meet(self.steps, joining=self._joining)
         if present is not None:
             self._memory.steps = present.steps
@@ -147,7 +161,8 @@ class ElasticLocalSGD(ElasticHandle):
         return taken
 
     def _note_skipped(self) -> None:
-        """Note what an average has left as it was since it was not finite; and what an optimizer remembers of that goes."""
+        """Note what an average has left as it was since it was not finite; and what an optimizer
+        remembers of that goes."""
         for ok in self._finite:
             self._averages += 1
             self._skipped_averages += not ok
@@ -175,7 +190,11 @@ class ElasticLocalSGD(ElasticHandle):
         if self._host is None:
             return keep(state, self._memory.state)
         memory = self._memory.state
-        used = [n for n, kept in state.tensors.items() if all(x is not memory.tensors[n][k] for k, x in kept.items())]
+        used = [
+            n
+            for n, kept in state.tensors.items()
+            if all(x is not memory.tensors[n][k] for k, x in kept.items())
+        ]
         self._host.keep(state, memory, used)
 
     @torch.no_grad()
@@ -187,19 +206,38 @@ class ElasticLocalSGD(ElasticHandle):
         arrived: Mapping[int, Stepped[Tensor]] | None = None,
         turn: Turn | None = None,
     ) -> _After:
-        """What the schedule makes of parameters and memory after this step, or what of it is in this `turn`. Neither is touched; averaged buffers are written over."""
+        """What the schedule makes of parameters and memory after this step, or what of it is in
+        this `turn`. Neither is touched; averaged buffers are written over."""
         step, local = present.steps, self._local(present)
         if state is None:
             state = self._copied({n for f in self._due(step) for n in self._parts[f]})
-        parameters = {n: p.detach().clone(memory_format=torch.contiguous_format) for n, p in self._parameters.items()}
-        extras = {n: {"": b.clone(memory_format=torch.contiguous_format)} for n, b in buffers.items()}
-        weights = {} if local.has_outer else self._moments.taken({n for f in self._due(step) for n in self._parts[f]})
+        parameters = {
+            n: p.detach().clone(memory_format=torch.contiguous_format)
+            for n, p in self._parameters.items()
+        }
+        extras = {
+            n: {"": b.clone(memory_format=torch.contiguous_format)} for n, b in buffers.items()
+        }
+        weights = (
+            {}
+            if local.has_outer
+            else self._moments.taken({n for f in self._due(step) for n in self._parts[f]})
+        )
         extras |= {n: {key: x.clone() for key, x in kept.items()} for n, kept in weights.items()}
         collectives, replicas = self.quorum.collectives, self.quorum.groups.whole.size()
         weight = self._weight * present.counts
         with plain_arithmetic(self._ops.device):
             program = local.average(
-                self._ops, parameters, state, step, replicas, extras, arrived, turn, weight, self._finite
+                self._ops,
+                parameters,
+                state,
+                step,
+                replicas,
+                extras,
+                arrived,
+                turn,
+                weight,
+                self._finite,
             )
             after, memory, others = run_alone(collectives, with_settings(program, self._settings))
         for name, b in buffers.items():
@@ -219,15 +257,20 @@ class ElasticLocalSGD(ElasticHandle):
             leaves = replace(self.local.turn(step), arrives=frozenset())
             after = self._average(present, self._buffers, state, turn=leaves)
             state = after.state
-            # Of a replica that has broken, which goes back to its outer parameters, whatever the vote will be.
+            # Of a replica that has broken, which goes back to its outer parameters, whatever the
+            # vote will be.
             for name, x in after.parameters.items():
                 self._parameters[name].detach().copy_(x)
         elif local.weighted:
             for kept in state.tensors.values():
                 if DIFFERENCE in kept:
                     weight = self._weight * present.counts
-                    kept[WEIGHT] = torch.tensor(weight, dtype=torch.float32, device=self._ops.device)
-        self._in_flight = InFlight(local, self._specs, quorum.groups, self._ops, Step, quorum.collectives)
+                    kept[WEIGHT] = torch.tensor(
+                        weight, dtype=torch.float32, device=self._ops.device
+                    )
+        self._in_flight = InFlight(
+            local, self._specs, quorum.groups, self._ops, Step, quorum.collectives
+        )
         with torch.no_grad(), plain_arithmetic(self._ops.device):
             self._in_flight.leave(step, state, self._settings)
         return _Left(step, present, state)
@@ -251,8 +294,12 @@ class ElasticLocalSGD(ElasticHandle):
                 arrived = self.quorum.attempt(lambda: flight.arrived(step))
             if arrived is not None:
                 # What leaves after this step too does so in a round of its own.
-                arrives = None if self.local.eager else replace(self.local.turn(step), due=frozenset())
-                after = self._average(replace(left.present, steps=step), {}, left.state, arrived, arrives)
+                arrives = (
+                    None if self.local.eager else replace(self.local.turn(step), due=frozenset())
+                )
+                after = self._average(
+                    replace(left.present, steps=step), {}, left.state, arrived, arrives
+                )
         with suppress(*LOST):
             flight.drop()
         self._vote(after)
@@ -260,7 +307,8 @@ class ElasticLocalSGD(ElasticHandle):
 
 @dataclass(frozen=True)
 class _Left:
-    """A message that is on its way: after which step it has left, among whom, and the memory that it is made of."""
+    """A message that is on its way: after which step it has left, among whom, and the memory that
+    it is made of."""
 
     step: int
     present: Present
@@ -269,7 +317,8 @@ class _Left:
 
 @dataclass(frozen=True)
 class _After:
-    """What a round has made: parameters, memory, and averages of what an optimizer keeps of weights."""
+    """What a round has made: parameters, memory, and averages of what an optimizer keeps of
+    weights."""
 
     parameters: dict[str, Tensor]
     state: State[Tensor]
