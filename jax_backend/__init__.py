@@ -3,8 +3,9 @@
     from flax.training.train_state import TrainState
     from gradwire.jax_backend import power_sgd, replicate
 
-    tx = optax.chain(power_sgd(rank=4, axis_name="data"), optax.adamw(3e-4)) state =
-    replicate(TrainState.create(apply_fn=model.apply, params=params, tx=tx), axis_name="data")
+    tx = optax.chain(power_sgd(rank=4, axis_name="data"), optax.adamw(3e-4))
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    state = replicate(state, axis_name="data")
 
     def train_step(state, batch):                     # no pmean on the gradients
         loss, gradients = jax.value_and_grad(loss_fn)(state.params, batch)
@@ -14,9 +15,10 @@
 
 The same over a `Mesh`, where memory that differs between replicas needs a spec of its own:
 
-    specs = partition_specs(state, "data") state = distribute(state, mesh, "data") train_step =
-    jax.jit(jax.shard_map(train_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs,
-    P()), check_vma=False))
+    specs = partition_specs(state, "data")
+    state = distribute(state, mesh, "data")
+    places = {"in_specs": (specs, P("data")), "out_specs": (specs, P())}
+    train_step = jax.jit(jax.shard_map(train_step, mesh=mesh, **places, check_vma=False))
 
 With `check_vma=True` differentiate with respect to `mark_varying(state.params, "data")`.
 

@@ -105,8 +105,7 @@ def test_blocks_are_read_and_what_they_show_is_compared() -> None:
     assert all(itertools.starmap(differs, different))
 
 
-# --- what is named
-# ---------------------------------------------------------------------------------------------------------------
+# --- what is named ------------------------------------------------------------------------------
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 
@@ -237,8 +236,7 @@ def test_what_targets_run_is_there_and_is_in_a_test_and_ci_runs_all_tests() -> N
     assert "make test-all" in script
 
 
-# --- the site
-# --------------------------------------------------------------------------------------------------------------------
+# --- the site -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -34,8 +34,7 @@ from tests.launch import ROOT, run_ranks
 from tests.mutate import draw, everything, lines_of, mutated, places
 from tests.portability import CONFIGURATIONS
 
-# --- launches
-# --------------------------------------------------------------------------------------------------------------------
+# --- launches -----------------------------------------------------------------------------------
 
 FAILS = """
 import os, time
@@ -113,8 +112,7 @@ def test_without_a_compiler_tests_say_so_and_fail_in_ci(
         require_compiler("the emulated accelerator")
 
 
-# --- other machines
-# --------------------------------------------------------------------------------------------------------------
+# --- other machines -----------------------------------------------------------------------------
 
 #: In place of pytest: it writes down what it and its processes see, and a report of a test that
 #: failed.
@@ -242,8 +240,7 @@ def test_inputs_are_moved_by_one_unit_in_the_last_place(monkeypatch: pytest.Monk
     assert gradients["half"].equal(half)
 
 
-# --- mutations
-# -------------------------------------------------------------------------------------------------------------------
+# --- mutations ----------------------------------------------------------------------------------
 
 SOURCE = '''
 def f(x: int = 2, *, y: bool = True) -> int:

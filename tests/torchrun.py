@@ -1,8 +1,8 @@
 """torchrun's command line for pages: one process for each node, whose ranks are forked as all
 commands are.
 
-    python tests/torchrun.py --nnodes=2 --node-rank=1 --master-addr=127.0.0.1 --master-port=29500
-    --nproc-per-node=2 train.py
+    python tests/torchrun.py --nnodes=2 --node-rank=1 --master-addr=127.0.0.1 \\
+        --master-port=29500 --nproc-per-node=2 train.py
 
 The number of a node that meets others by `--rdzv-endpoint` is NODE, of the environment, or Slurm's.
 Restarts, and what torchrun does besides, are torchrun's: what asks for a restart runs under it.

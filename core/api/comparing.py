@@ -40,8 +40,9 @@ def compare(
     """Train under uncompressed averages and under each method, with the same weights, shards and
     seeds, and compare held-out losses.
 
-        comparison = gradwire.compare(make, [gradwire.PowerSGD(rank=4), gradwire.diloco(30)],
-        steps=300) print(comparison)
+        methods = [gradwire.PowerSGD(rank=4), gradwire.diloco(30)]
+        comparison = gradwire.compare(make, methods, steps=300)
+        print(comparison)
 
     R replicas run on one device, one after the other, by the engine that would run them on R. So a
     run takes the time of R replicas, and says nothing of time.

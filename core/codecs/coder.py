@@ -1,7 +1,8 @@
 """The quantized mean: of what all replicas have, quantized once by each, summed in float32.
 
-    x ── encode ── all-to-all ── decode, sum ── encode ── all-gather ── decode ── the mean, the same
-    bits everywhere
+    x ── encode ── all-to-all ── decode, sum ── encode ── all-gather ── decode ── the mean
+
+It has the same bits everywhere.
 
 Each replica forms its part of the mean. Nothing is rounded more than twice, whatever the number of
 replicas, and as many bytes travel as in an all-reduce of the codes. Two replicas send each other

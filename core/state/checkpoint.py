@@ -4,14 +4,14 @@ of them, in one form for all backends.
 **Of one replica**, as the torch handles' `rank_state_dict` gives it, which also says whose it is
 ("rank" and "replicas"):
 
-    {"format": 1, "kind": "compressor", "algorithm": repr, "step": n, "shared": {key: array},
-    "tensors": {parameter: {key: array}}}
+    {"format": 1, "kind": "compressor", "algorithm": repr, "step": n,
+     "shared": {key: array}, "tensors": {parameter: {key: array}}}
 
 **Portable**, of all replicas. What differs between them has moved to "local", with a leading axis:
 one row for each replica, or one row alone, their mean:
 
-    {"format": 1, "kind": …, "algorithm": repr, "step": n, "replicas": W, "shared": …, "tensors": …,
-    "local": {parameter: {key: rows}}}
+    {"format": 1, "kind": …, "algorithm": repr, "step": n, "replicas": W,
+     "shared": …, "tensors": …, "local": {parameter: {key: rows}}}
 
 All kinds of states are so: "compressor", "local_sgd" and "sharded_optimizer".
 
@@ -369,8 +369,8 @@ def renamed(
 ) -> dict[str, Any]:
     """A state under other parameter names: what another framework calls them.
 
-        moved = renamed(state, lambda name: name.replace(".", "/").replace("weight", "kernel"),
-        algorithm=repr(theirs))
+        theirs = lambda name: name.replace(".", "/").replace("weight", "kernel")
+        moved = renamed(state, theirs, algorithm=repr(algorithm))
 
     Args:
         state: in either form.

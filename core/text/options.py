@@ -10,8 +10,10 @@ it must be.
         def __post_init__(self) -> None:
             check_options(self)
 
-    @checked def register(model: nn.Module, *, message_bytes: Annotated[int, at_least(0)] | None =
-    None) -> Handle: ...
+    @checked
+    def register(
+        model: nn.Module, *, message_bytes: Annotated[int, at_least(0)] | None = None
+    ) -> Handle: ...
 
 Numbers of NumPy and of 0-dimensional arrays become Python's. A bool is no number, a str is no bool,
 and neither NaN nor an infinity is a number. What stands beside a type in `Annotated` limits it:

@@ -1,5 +1,4 @@
-"""DDP as most scripts have it: mixed precision, accumulation, clipping, a schedule, evaluation,
-TensorBoard, a resume.
+"""DDP as most scripts have it: mixed precision, accumulation, clipping, a schedule, evaluation, TensorBoard, a resume.
 
 torchrun --nproc-per-node=2 examples/scripts/ddp.py --steps 100
 torchrun --nproc-per-node=2 examples/scripts/ddp.py --steps 200     # goes on from the 100
@@ -38,21 +37,13 @@ def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 torch.manual_seed(0)
-model = nn.Sequential(
-    nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)
-).to(device)
+model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
 scaler = torch.amp.GradScaler(device.type, enabled=cuda)
 ddp = DistributedDataParallel(model)
-# the line that is added
-handle = register_comm_hook(ddp, gradwire.PowerSGD(rank=4, start_step=10), grad_scaler=scaler)
-parts: dict[str, Any] = {
-    "model": model,
-    "optimizer": optimizer,
-    "schedule": schedule,
-    "scaler": scaler,
-}
+handle = register_comm_hook(ddp, gradwire.PowerSGD(rank=4, start_step=10), grad_scaler=scaler)  # the line that is added
+parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
 done = 0
 if args.checkpoint.exists():
     state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
@@ -67,8 +58,7 @@ for step in range(done, args.steps):
             loss = nn.functional.cross_entropy(ddp(x), y) / 2
         scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    # gradients are the averages: all ranks clip alike
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # gradients are the averages: all ranks clip alike
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
@@ -77,13 +67,10 @@ for step in range(done, args.steps):
         x, y = batch(10**6 + rank)
         dist.all_reduce(right := (model(x).argmax(1) == y).float().mean() / world)
         state = {name: part.state_dict() for name, part in parts.items()}
-        # all ranks call it
-        state |= {"compressor": handle.gathered_state_dict("all"), "steps": step + 1}
+        state |= {"compressor": handle.gathered_state_dict("all"), "steps": step + 1}  # all ranks call it
         if rank == 0:
             torch.save(state, args.checkpoint)
-            print(
-                f"step {step + 1}: {right.item():.0%} of the held-out points are right", flush=True
-            )
+            print(f"step {step + 1}: {right.item():.0%} of the held-out points are right", flush=True)
         if rank == 0 and args.tensorboard:
             with import_module("torch.utils.tensorboard").SummaryWriter(args.tensorboard) as writer:
                 for name, value in handle.stats().scalars().items():

@@ -21,9 +21,7 @@ import gradwire
 from gradwire.torch_backend import compress_replicas
 
 parser = argparse.ArgumentParser()
-parser.add_argument(
-    "--replicas", type=int, default=2, help="nodes; the ranks of a node shard the model"
-)
+parser.add_argument("--replicas", type=int, default=2, help="nodes; the ranks of a node shard the model")
 parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--checkpoint", type=Path, default="fsdp2")
 args = parser.parse_args()
@@ -32,9 +30,7 @@ cuda = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
 dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 rank, world = dist.get_rank(), dist.get_world_size()
-mesh = init_device_mesh(
-    device.type, (args.replicas, world // args.replicas), mesh_dim_names=("replicate", "shard")
-)
+mesh = init_device_mesh(device.type, (args.replicas, world // args.replicas), mesh_dim_names=("replicate", "shard"))
 
 torch.manual_seed(0)  # the same weights in every replica: nobody copies them
 layers = [nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True) for _ in range(2)]
@@ -42,27 +38,18 @@ model = nn.Sequential(nn.Embedding(256, 128), *layers, nn.Linear(128, 256)).to(d
 for layer in layers:
     fully_shard(layer, mesh=mesh["shard"])
 fully_shard(model, mesh=mesh["shard"])
-# the line that is added
-handle = compress_replicas(model, gradwire.PowerSGD(rank=4), mesh["replicate"])
+handle = compress_replicas(model, gradwire.PowerSGD(rank=4), mesh["replicate"])  # the line that is added
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 if args.checkpoint.exists():
     weights, moments = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {
-        "model": weights,
-        "optimizer": moments,
-        "compressor": handle.sharded_state,
-    }
+    state: dict[str, Any] = {"model": weights, "optimizer": moments, "compressor": handle.sharded_state}
     dcp.load(state, checkpoint_id=args.checkpoint)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 for step in range(handle.stats().steps, args.steps):
     # Your data: here words of one letter, so that the next letter is known.
-    words = torch.randint(
-        0, 256, (16, 1), generator=torch.Generator().manual_seed(world * step + rank)
-    )
+    words = torch.randint(0, 256, (16, 1), generator=torch.Generator().manual_seed(world * step + rank))
     tokens = words.expand(16, 33).to(device)
     loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
@@ -73,10 +60,7 @@ for step in range(handle.stats().steps, args.steps):
         print(f"step {step + 1}  loss {loss.item():.3f}", flush=True)
 
 weights, moments = get_state_dict(model, optimizer)
-dcp.save(
-    {"model": weights, "optimizer": moments, "compressor": handle.sharded_state},
-    checkpoint_id=args.checkpoint,
-)
+dcp.save({"model": weights, "optimizer": moments, "compressor": handle.sharded_state}, checkpoint_id=args.checkpoint)
 if rank == 0:
     print(handle)
 dist.destroy_process_group()

@@ -1,5 +1,4 @@
-"""Hugging Face's Trainer: a callback registers the hook, keeps its memory in the Trainer's
-checkpoints and logs what it does.
+"""Hugging Face's Trainer: a callback registers the hook, keeps its memory in the Trainer's checkpoints and logs what it does.
 
 torchrun --nproc-per-node=2 examples/scripts/hf_trainer.py --steps 20
 torchrun --nproc-per-node=2 examples/scripts/hf_trainer.py --steps 40     # goes on from the 20
@@ -48,6 +47,5 @@ arguments = TrainingArguments(
     report_to="none",  # or "wandb", "tensorboard": the figures of the compression go there too
 )
 trainer = Trainer(model, arguments, train_dataset=Words())
-# the line that is added
-trainer.add_callback(TrainerCompression(trainer, gradwire.PowerSGD(rank=4)))
+trainer.add_callback(TrainerCompression(trainer, gradwire.PowerSGD(rank=4)))  # the line that is added
 trainer.train(resume_from_checkpoint=any(args.folder.glob("checkpoint-*")))

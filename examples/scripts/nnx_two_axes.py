@@ -1,5 +1,4 @@
-"""Flax nnx on a mesh of two axes: the compiler shards the model over "ici", gradwire compresses
-over "dcn"; orbax keeps the state.
+"""Flax nnx on a mesh of two axes: the compiler shards the model over "ici", gradwire compresses over "dcn"; orbax keeps the state.
 
 python examples/scripts/nnx_two_axes.py --steps 50
 python examples/scripts/nnx_two_axes.py --steps 100     # goes on from the 50
@@ -17,27 +16,14 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradwire.jax_backend import (
-    abstract_state,
-    distribute,
-    mark_varying,
-    partition_specs,
-    power_sgd,
-    stats,
-)
+from gradwire.jax_backend import abstract_state, distribute, mark_varying, partition_specs, power_sgd, stats
 
 parser = argparse.ArgumentParser()
-parser.add_argument(
-    "--slices", type=int, default=2, help="replicas; the devices of each shard the model"
-)
+parser.add_argument("--slices", type=int, default=2, help="replicas; the devices of each shard the model")
 parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--checkpoint", type=Path, default="nnx")
 args = parser.parse_args()
-mesh = jax.make_mesh(
-    (args.slices, jax.device_count() // args.slices),
-    ("dcn", "ici"),
-    axis_types=(AxisType.Auto,) * 2,
-)
+mesh = jax.make_mesh((args.slices, jax.device_count() // args.slices), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
 
 
 class Block(nnx.Module):
@@ -51,13 +37,9 @@ class Block(nnx.Module):
 
 graphdef, variables = nnx.split(Block(nnx.Rngs(0)))
 start: Any = nnx.to_pure_dict(variables)
-lying = {
-    "up": {"kernel": P(None, "ici"), "bias": P("ici")},
-    "down": {"kernel": P("ici"), "bias": P()},
-}
+lying = {"up": {"kernel": P(None, "ici"), "bias": P("ici")}, "down": {"kernel": P("ici"), "bias": P()}}
 start = jax.device_put(start, jax.tree.map(lambda spec: NamedSharding(mesh, spec), lying))
-# the first link is the one that is added
-tx = optax.chain(power_sgd(rank=4, axis_name="dcn"), optax.adamw(3e-3))
+tx = optax.chain(power_sgd(rank=4, axis_name="dcn"), optax.adamw(3e-3))  # the first link is the one that is added
 
 
 def make(params: Any) -> dict[str, Any]:
@@ -70,11 +52,7 @@ def train_step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], jax
 
     loss, gradients = jax.value_and_grad(loss_of)(mark_varying(state["params"], "dcn"))
     updates, opt_state = tx.update(gradients, state["opt_state"], state["params"])
-    state = {
-        "params": optax.apply_updates(state["params"], updates),
-        "opt_state": opt_state,
-        "step": state["step"] + 1,
-    }
+    state = {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state, "step": state["step"] + 1}
     return state, jax.lax.pmean(loss, "dcn")
 
 
@@ -92,9 +70,7 @@ with ocp.CheckpointManager(args.checkpoint.absolute()) as manager:
         "out_specs": (specs, P()),
         "axis_names": {"dcn"},
     }
-    step = jax.jit(
-        jax.shard_map(train_step, **maps), donate_argnums=0, out_shardings=(shardings, None)
-    )
+    step = jax.jit(jax.shard_map(train_step, **maps), donate_argnums=0, out_shardings=(shardings, None))
     for number in range(int(state["step"]), args.steps):
         x = jax.random.normal(jax.random.key(number), (256, 64))  # your data
         state, loss = step(state, jax.device_put(x, NamedSharding(mesh, P(("dcn", "ici")))))

@@ -19,9 +19,7 @@ from gradwire.torch_backend import register_comm_hook
 def train(config: dict[str, int]) -> None:
     rank, world = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)
-    )
+    model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10))
     ddp = prepare_model(model)
     handle = register_comm_hook(ddp, gradwire.PowerSGD(rank=4))  # the line that is added
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
@@ -44,8 +42,6 @@ parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--workers", type=int, default=2)
 args = parser.parse_args()
 trainer = TorchTrainer(
-    train,
-    train_loop_config={"steps": args.steps},
-    scaling_config=ScalingConfig(num_workers=args.workers),
+    train, train_loop_config={"steps": args.steps}, scaling_config=ScalingConfig(num_workers=args.workers)
 )
 trainer.fit()

@@ -1,9 +1,8 @@
-"""Sites that come and go, by torchft: DiLoCo with compressed differences among those that are
-there.
+"""Sites that come and go, by torchft: DiLoCo with compressed differences among those that are there.
 
-torchft_lighthouse --bind "[::]:29500" --min_replicas 2 & export
-TORCHFT_LIGHTHOUSE=http://localhost:29500 python examples/scripts/torchft_sites.py --site 0 & python
-examples/scripts/torchft_sites.py --site 1
+torchft_lighthouse --bind "[::]:29500" --min_replicas 2 &
+export TORCHFT_LIGHTHOUSE=http://localhost:29500
+python examples/scripts/torchft_sites.py --site 0 & python examples/scripts/torchft_sites.py --site 1
 
 Kill a site, and start it again: it receives everything from another, and goes on with it.
 """
@@ -25,9 +24,7 @@ parser.add_argument("--site", type=int, required=True)
 parser.add_argument("--steps", type=int, default=100)
 args = parser.parse_args()
 
-model = nn.Sequential(
-    nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)
-)
+model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
 
@@ -47,18 +44,13 @@ manager = Manager(
     rank=0,
     world_size=1,
 )
-# a newcomer receives it too
-manager.register_state_dict_fn("schedule", schedule.load_state_dict, schedule.state_dict)
+manager.register_state_dict_fn("schedule", schedule.load_state_dict, schedule.state_dict)  # a newcomer receives it too
 local = gradwire.diloco(20, compressor=gradwire.PowerSGD(rank=4))
-# the line that is added; the loop is that of one site
-handle = elastic(model, optimizer, local, manager)
+handle = elastic(model, optimizer, local, manager)  # the line that is added; the loop is that of one site
 
 while handle.steps < args.steps:
-    # Your data, at the position of the run and of this site: here points, and in which of ten
-    # sectors each lies.
-    x = torch.randn(
-        64, 32, generator=torch.Generator().manual_seed(1000 * handle.steps + args.site)
-    )
+    # Your data, at the position of the run and of this site: here points, and in which of ten sectors each lies.
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1000 * handle.steps + args.site))
     y = torch.atan2(x[:, 0], x[:, 1]).add(3.1416).mul(10 / 6.2832).long().clamp(0, 9)
     loss = nn.functional.cross_entropy(model(x), y)
     optimizer.zero_grad()
@@ -69,9 +61,6 @@ while handle.steps < args.steps:
     schedule.step()
     if handle.rounds > rounds:
         sites = manager.num_participants()
-        print(
-            f"step {handle.steps}, round {handle.rounds} of {sites} sites, loss {loss.item():.3f}",
-            flush=True,
-        )
+        print(f"step {handle.steps}, round {handle.rounds} of {sites} sites, loss {loss.item():.3f}", flush=True)
 print(handle, flush=True)
 manager.shutdown()

@@ -45,8 +45,9 @@ class Training:
     come to each replica whole; on devices of their own replicas run with no mesh in context.
 
         def make(wrap, seed):
-            params = model.init(jax.random.key(seed), jnp.zeros((1, 64)))["params"] state =
-            TrainState.create(apply_fn=model.apply, params=params, tx=wrap(optax.adamw(1e-3)))
+            params = model.init(jax.random.key(seed), jnp.zeros((1, 64)))["params"]
+            tx = wrap(optax.adamw(1e-3))
+            state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
             return Training(state, train_step, batches, evaluate)
 
     Args:

@@ -49,8 +49,9 @@ NDArray = np.ndarray[Any, Any]
 def partition_specs(state: Any, axis_name: AxisName) -> Any:
     """`PartitionSpec`s of a training state in global form, for `jax.shard_map`.
 
-        specs = partition_specs(state, "data") step = jax.jit(jax.shard_map(train_step, mesh=mesh,
-        in_specs=(specs, P("data")), out_specs=(specs, P()), check_vma=False))
+        specs = partition_specs(state, "data")
+        places = {"in_specs": (specs, P("data")), "out_specs": (specs, P())}
+        step = jax.jit(jax.shard_map(train_step, mesh=mesh, **places, check_vma=False))
 
     Examples:
         >>> import jax.numpy as jnp

@@ -284,9 +284,8 @@ class Survey:
             ):  # of what has no memory this alone tells
                 raise ValueError(
                     f"{leaf.name} has shape {np.shape(leaf.value)}: the state is in pmap form, or"
-                    " that of several members of an ensemble. Bring it back first:"
-                    " unreplicate(state); of members that of each, jax.tree.map(lambda x: x[0],"
-                    " state)"
+                    " that of several members of an ensemble. Give it unreplicate(state); of"
+                    " members that of each, jax.tree.map(lambda x: x[0], state)"
                 )
             if (leaf.placement and np.ndim(leaf.value) == 2) or (
                 leaf.of == PIECES and leaf.keys[:-3] in sharded

@@ -149,17 +149,18 @@ def zero1(
     """Average gradients over replicas and optimize, each replica its part: reduce-scatter, `inner`,
     all-gather of the updates.
 
-        tx = zero1(optax.adamw(schedule, mask=decay_mask), axis_name="data",
-        replicas=jax.device_count()) state = replicate(TrainState.create(apply_fn=model.apply,
-        params=params, tx=tx), axis_name="data")
+        adamw = optax.adamw(schedule, mask=decay_mask)
+        tx = zero1(adamw, axis_name="data", replicas=jax.device_count())
+        state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+        state = replicate(state, axis_name="data")
 
     Give it *local* gradients, with no `pmean` before it. `inner` is called with trees like the
     parameters, in which every parameter of n elements is a piece of ⌈n/W⌉ of them with the
     parameter's number of dimensions, so masks by name and by dimensions mean what they mean without
     it. After `power_sgd`, which leaves every replica with the average:
 
-        tx = optax.chain(power_sgd(4, axis_name="data"), zero1(optax.adamw(3e-4), axis_name="data",
-        replicas=…, averaged=True))
+        sharded = zero1(optax.adamw(3e-4), axis_name="data", replicas=…, averaged=True)
+        tx = optax.chain(power_sgd(4, axis_name="data"), sharded)
 
     Where `jax.shard_map` leaves axes to the compiler (`axis_names={"dcn"}`) pieces of parameters
     are refused: the optimizer's state is divided along those axes already. `shard="parameter"`
@@ -512,8 +513,8 @@ def clip_by_global_norm(max_norm: Positive, axis_name: AxisName) -> optax.Gradie
     """`optax.clip_by_global_norm` for pieces of gradients, inside `zero1`: the norm is that of all
     pieces of all replicas.
 
-        zero1(optax.chain(clip_by_global_norm(1.0, "data"), optax.adamw(3e-4)), axis_name="data",
-        replicas=…)
+        inner = optax.chain(clip_by_global_norm(1.0, "data"), optax.adamw(3e-4))
+        tx = zero1(inner, axis_name="data", replicas=…)
 
     Anywhere else it would count every gradient W times. Costs the sum of one scalar over the
     replicas.

@@ -45,6 +45,12 @@ def in_fragments(count, **options):
     assert len(fragments_of(specs, count, options.get("layout", "strided"))) == count
 
 
+def backwards():
+    """As `x[::-1]` of an axis, in every framework."""
+    ops, x = PoisonOps(), np.arange(3.0)
+    assert ops.take(x, np.array([2, 1, 0], np.int32)).tolist() == [2.0, 1.0, 0.0]
+
+
 TURNS = "tests/jax/test_local_sgd.py::test_a_turn_of_another_step_is_counted_and_refused"
 CHECKPOINTS = (
     "tests/torch/test_ddp_features.py::test_gradients_are_averages_whatever_passes_there_are"
@@ -77,6 +83,7 @@ ROWS = {
     ),
     "give that of the step, tx.turn(n), or one after the other of tx.turns(state)": TURNS,
     "take it from the transformation that averages: tx.turn(n) or tx.turns(state)": TURNS,
+    "take(x, positions)": backwards,
     "write it as PowerSGD(rank=4)": lambda: step(parse_algorithm("PowerSGD(rank=4)")),
     "write WireDtype(AllReduce(), {}), or {} alone": lambda: [
         step(parse_algorithm(text)) for text in ("WireDtype(AllReduce(), 'int8')", "int8")

@@ -154,7 +154,7 @@ MUTATIONS = {
         "Foreseen.value", "X.synchronize()", "pass", ways("half_step")
     ),
     "pinned_memory_written_early": Mutation(
-        "TorchOps.on_device",
+        "Workspace.on_device",
         "return X if Y else Z",
         "if Y:\n"
         "    return X\n"
@@ -173,7 +173,7 @@ MUTATIONS = {
         in_file("test_streams.py", "test_messages_travel_during_the_backward_pass[DDP]"),
     ),
     "constants_made_anew": Mutation(
-        "TorchOps.constant", "key not in self._constants", "True", ways("rank_2", "int8")
+        "Workspace.constant", "key not in self._constants", "True", ways("rank_2", "int8")
     ),
     "times_noted_in_a_capture": Mutation(
         "GradientStep._begin",
@@ -220,7 +220,7 @@ MUTATIONS = {
         "Step.begin", "X.scratch.rewind()", "pass", ways("PowerSGD, forty steps")
     ),
     "numbers_from_pageable_memory": Mutation(
-        "TorchOps.from_host",
+        "Workspace.from_host",
         "self.on_device(torch.tensor(X, dtype=Y, device='cpu'))",
         "torch.tensor(X, dtype=Y, device=self.device)",
         ways("DDP, unused parameters"),
@@ -308,8 +308,7 @@ MUTATIONS = {
 }
 
 
-# --- the change
-# ------------------------------------------------------------------------------------------------------------------
+# --- the change ---------------------------------------------------------------------------------
 
 
 def changed(source: str, pattern: str, becomes: str) -> tuple[str, int]:
@@ -380,8 +379,7 @@ def mutated(mutation: Mutation) -> tuple[Path, str]:
     return file, ast.unparse(ast.fix_missing_locations(tree))
 
 
-# --- what comes of them
-# ----------------------------------------------------------------------------------------------------------
+# --- what comes of them -------------------------------------------------------------------------
 
 
 def verdict(folder: Path, tests: Sequence[Tests], limit: float) -> str:

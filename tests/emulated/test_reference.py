@@ -62,8 +62,7 @@ def wrapped(model, algorithm, group):
 DOORS = {"DDP": hooked, "DataParallel": wrapped}
 
 
-# --- a request, with the collectives of NCCL, and with those that a library without them has
-# --------------------------------------
+# --- a request, with the collectives of NCCL, and with those that a library without them has ----
 
 
 EXCHANGES = [name for name in ASKED if name.startswith(("a gather", "an all-", "a reduce-"))]
@@ -81,8 +80,7 @@ def test_a_request_is_answered_as_the_core_says(world, variant):
     require_right(name, [Answered(**own) for own in world.everyones(vars(seen))])
 
 
-# --- a mean
-# ----------------------------------------------------------------------------------------------------------------------
+# --- a mean -------------------------------------------------------------------------------------
 
 
 def averaged(model, gradient, group):
@@ -160,8 +158,7 @@ def test_a_mean_is_rounded_once(world, name):
         assert off.max() <= (0.501 if dtype != torch.float32 else 1.0)
 
 
-# --- PowerSGD
-# --------------------------------------------------------------------------------------------------------------------
+# --- PowerSGD -----------------------------------------------------------------------------------
 
 SHAPES = {
     "w": (33, 17),
@@ -239,8 +236,7 @@ def test_the_numbers_are_numpys(world, door):
         model.zero_grad()
 
 
-# --- the self-check, which looks here as on any accelerator
-# --------------------------------------------------------------------------
+# --- the self-check, which looks here as on any accelerator -------------------------------------
 
 
 @cases.each(["half_step", "top_k", "wire_int8"])

@@ -30,8 +30,7 @@ from gradwire.torch_backend.integrations.compression import Compression
 from tests.fuzz.engine import Target
 from tests.torch.models import mlp
 
-# --- the core
-# --------------------------------------------------------------------------------------------------------------------
+# --- the core -----------------------------------------------------------------------------------
 
 SHAPES = {"layers.0.w": (16, 12), "layers.1.w": (16, 12), "b": (16,), "s": (), "z": (0, 4)}
 SPECS = {name: g.Spec(shape) for name, shape in SHAPES.items()}
@@ -132,8 +131,7 @@ CORE = {
     ),
 }
 
-# --- torch, on one rank: each time with a model of its own
-# -------------------------------------------------------------------------
+# --- torch, on one rank: each time with a model of its own --------------------------------------
 
 ALGORITHM = {"algorithm": g.PowerSGD(1)}
 
@@ -222,8 +220,7 @@ TORCH = {
     "Compression": Target(Compression, ALGORITHM),
 }
 
-# --- JAX, traced once for two replicas
-# ---------------------------------------------------------------------------------------------
+# --- JAX, traced once for two replicas ----------------------------------------------------------
 
 AXIS = "data"
 NAMED = {"axis_name": AXIS}

@@ -147,6 +147,15 @@ def moments_of_all():
         gw.local_sgd(inner, LocalSGD(2), axis_name=AXIS, moments=what).init(PARAMS)
 
 
+def moments_in_codes():
+    codes = optax.GradientTransformation(
+        lambda params: {"m": jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.int8), params)},
+        lambda updates, state, params=None: (updates, state),
+    )
+    for what in ("reset", "keep"):
+        gw.local_sgd(codes, LocalSGD(2), axis_name=AXIS, moments=what).init(PARAMS)
+
+
 def of_pmap_or_of_members():
     tx = gw.all_reduce_mean(axis_name=AXIS)
     members = jax.vmap(tx.init)(jax.tree.map(lambda x: jnp.stack([x] * 4), PARAMS))
@@ -215,6 +224,7 @@ ROWS = {
     "Give all the same Auto(…), and the same files": TWO,
     "Give axis_name={} here, or make the state anew for another axis": along_its_axis,
     "Take optax.flatten out of inner, or use moments='keep'": moments_of_all,
+    "Use moments='reset' or 'keep'": moments_in_codes,
     "Give it unreplicate(state)": of_pmap_or_of_members,
     "Give it unreplicate(state), or call it in the training step": in_pmap_form,
     "Give jax.shard_map the same mesh with that axis left to the compiler: mesh=mesh.update(axis_types=…), of AxisType.Auto there": with_that_axis_left_to_the_compiler,

@@ -106,8 +106,7 @@ def same_bits(a, b):
     return a.map(lambda x: x.tobytes()) == b.map(lambda x: x.tobytes())
 
 
-# --- compression
-# -----------------------------------------------------------------------------------------------------------------
+# --- compression --------------------------------------------------------------------------------
 
 
 def compression(seed):
@@ -181,8 +180,7 @@ def resized(simulator, replicas, shapes):
     return other
 
 
-# --- local SGD
-# -------------------------------------------------------------------------------------------------------------------
+# --- local SGD ----------------------------------------------------------------------------------
 
 
 def local(seed):
@@ -262,8 +260,7 @@ def schedule(rng, parameters):
     return local, replicas
 
 
-# --- gradients as they should not be
-# -----------------------------------------------------------------------------------------------
+# --- gradients as they should not be ------------------------------------------------------------
 
 #: Steps that may be bad, usual ones by which all has to be well, and how many of these one after
 #: the other.

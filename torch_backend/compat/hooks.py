@@ -2,8 +2,8 @@
 line changes.
 
     from gradwire.torch_backend import PowerSGDState, powerSGD_hook
-    ddp.register_comm_hook(PowerSGDState(process_group=None, matrix_approximation_rank=4),
-    powerSGD_hook)
+    state = PowerSGDState(process_group=None, matrix_approximation_rank=4)
+    ddp.register_comm_hook(state, powerSGD_hook)
 
 Unlike torch's, these run with any number of buckets on Gloo and NCCL, from step 0 on. New code
 registers an algorithm with `gradwire.torch_backend.register_comm_hook`.

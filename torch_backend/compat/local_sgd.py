@@ -3,9 +3,10 @@
     from gradwire.torch_backend import PostLocalSGDState, post_localSGD_hook
     from gradwire.torch_backend import PeriodicModelAverager, PostLocalSGDOptimizer
 
-    ddp.register_comm_hook(PostLocalSGDState(process_group=None, subgroup=None,
-    start_localSGD_iter=100), post_localSGD_hook) optimizer = PostLocalSGDOptimizer(optimizer,
-    PeriodicModelAverager(period=4, warmup_steps=100))
+    state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=100)
+    ddp.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=4, warmup_steps=100)
+    optimizer = PostLocalSGDOptimizer(optimizer, averager)
 
 They count and average as torch's do, and differ where torch's go wrong: parameters without a
 gradient in a step are averaged as well; a hook and an averager whose warm-ups leave a gap are

@@ -5,8 +5,8 @@ lies as its parameter does (the error, the outer parameters) is a DTensor, laid 
 is, so that it is written by its shards and read by any number of others. All else is small, and the
 same on all ranks:
 
-    {"format": 1, "kind": …, "algorithm": …, "step": …, "scale": …, "replicas": W, "sharded":
-    {parameter: {key: DTensor}}, "rest": bytes}
+    {"format": 1, "kind": …, "algorithm": …, "step": …, "scale": …, "replicas": W,
+     "sharded": {parameter: {key: DTensor}}, "rest": bytes}
 
 **Gathered**, for a file of one rank: the portable form of `gradwire.core.state.checkpoint`, with
 the blocks under names of their own (`gradwire.torch_backend.state.blocks`).

@@ -1,8 +1,9 @@
 """Support for other libraries: Hugging Face's Trainer and accelerate, Lightning. Each is imported
 when its name is asked for.
 
-    from gradwire.torch_backend.integrations import AcceleratorCompression, LightningCompression,
-    TrainerCompression
+    from gradwire.torch_backend.integrations import (
+        AcceleratorCompression, LightningCompression, TrainerCompression
+    )
 
     trainer.add_callback(TrainerCompression(trainer, PowerSGD(rank=4)))            # transformers
     trainer = Trainer(callbacks=[LightningCompression(PowerSGD(rank=4))])          # Lightning

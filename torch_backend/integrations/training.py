@@ -1,8 +1,8 @@
 """What `gradwire.compare` trains, from what is written for Hugging Face's Trainer or for Lightning.
 
     def make():
-        return training_of_trainer(Trainer(model_of(), arguments, train_dataset=train,
-        eval_dataset=held_out))
+        data = {"train_dataset": train, "eval_dataset": held_out}
+        return training_of_trainer(Trainer(model_of(), arguments, **data))
 
     def make():
         return training_of_lightning(MyModule(), MyData(), gradient_clip_val=1.0)

@@ -40,7 +40,7 @@ SHIFT = 1e-12
 LONGEST = 2e3
 
 
-class Workspace(Ops[Tensor], Protocol):
+class KernelsWithMemory(Ops[Tensor], Protocol):
     """Kernels with memory to work in, see `gradwire.torch_backend.ops.kernels.TorchOps`."""
 
     @property
@@ -54,7 +54,7 @@ class Workspace(Ops[Tensor], Protocol):
 
 
 def orthonormalized_unseen(
-    ops: Workspace, arrays: Sequence[Tensor], fresh: Sequence[Tensor]
+    ops: KernelsWithMemory, arrays: Sequence[Tensor], fresh: Sequence[Tensor]
 ) -> list[Tensor]:
     """`gradwire.core.kernels.gram_schmidt.each_shape` without epsilon, up to rounding: new
     matrices, in which dependent rows are zero, and so are rows with inf or NaN. Matrices are on one
@@ -92,19 +92,21 @@ def orthonormalized_unseen(
     return answers
 
 
-def _room(ops: Workspace, matrices: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+def _room(
+    ops: KernelsWithMemory, matrices: Sequence[Tensor], dtype: torch.dtype | None = None
+) -> Tensor:
     """Memory for all of these, one after the other along their first axis."""
     first, *rest = matrices[0].shape
     return ops.temporary((len(matrices) * first, *rest), matrices[0], dtype)
 
 
-def _stacked(ops: Workspace, matrices: Sequence[Tensor]) -> Tensor:
+def _stacked(ops: KernelsWithMemory, matrices: Sequence[Tensor]) -> Tensor:
     """(k, r, n) in float64; stacks one after the other."""
     out = _room(ops, matrices, torch.float64)
     return torch.cat(list(matrices), out=out).view(-1, *matrices[0].shape[-2:])
 
 
-def _clean(ops: Workspace, wide: list[Tensor], fresh: list[Tensor]) -> None:
+def _clean(ops: KernelsWithMemory, wide: list[Tensor], fresh: list[Tensor]) -> None:
     """Put rows of `fresh` in the place of negligible ones of batches (k, rank, n), or zeros in the
     place of those that are not finite."""
     largest = torch.cat(
@@ -120,7 +122,7 @@ def _clean(ops: Workspace, wide: list[Tensor], fresh: list[Tensor]) -> None:
             torch.where(keep, x, ops.scalar(0.0, torch.float64), out=x)
 
 
-def _orthonormal(ops: Workspace, wide: list[Tensor]) -> list[Tensor]:
+def _orthonormal(ops: KernelsWithMemory, wide: list[Tensor]) -> list[Tensor]:
     """Orthonormal rows of finite batches (k, rank, n) with different n, which are overwritten."""
     rank = wide[0].shape[-2]
     gram = _grams(wide)

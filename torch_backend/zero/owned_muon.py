@@ -1,8 +1,8 @@
 """Muon on a model that `fully_shard` has sharded: each matrix is gathered to one rank,
 orthogonalized there, and scattered back.
 
-    momentum, on the blocks  →  all-to-all  →  Newton-Schulz, on the whole matrix  →  all-to-all  →
-    weights, on the blocks
+    momentum, on the blocks  →  all-to-all  →  Newton-Schulz, on the whole matrix
+                                                          →  all-to-all  →  weights, on the blocks
 
 Every shard of a replica owns one matrix of a round. The matrices of the next round travel while
 those of this one are orthogonalized (DMuon, arXiv 2606.27153). Under HSDP replicas own different

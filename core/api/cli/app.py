@@ -1,9 +1,10 @@
 """The commands and their arguments.
 
-gradwire plan model:build --algorithm "PowerSGD(rank=4)" --replicas 16 --link 10Gbit --latency 50us
-torchrun --nproc-per-node=8 --no-python gradwire probe --output probe.json gradwire advise
-model:build --probe probe.json --step-ms 180 gradwire compare my_training:make --algorithm
-"PowerSGD(rank=4)" --algorithm "diloco(30)" --steps 300 --seeds 3 gradwire doctor --quick
+gradwire plan model:build -a "PowerSGD(rank=4)" --replicas 16 --link 10Gbit --latency 50us
+torchrun --nproc-per-node=8 --no-python gradwire probe --output probe.json
+gradwire advise model:build --probe probe.json --step-ms 180
+gradwire compare my_training:make -a "PowerSGD(rank=4)" -a "diloco(30)" --steps 300 --seeds 3
+gradwire doctor --quick
 """
 
 from __future__ import annotations

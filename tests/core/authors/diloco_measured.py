@@ -2,8 +2,8 @@
 it. `test_utilization` compares it with gradwire's.
 
     git clone https://github.com/Adnan082/diloco-measured && git -C diloco-measured checkout 07b7885
-    python tests/core/authors/diloco_measured.py diloco-measured >
-    tests/core/authors/diloco_measured.json
+    cd tests/core/authors
+    python diloco_measured.py ../../../diloco-measured > diloco_measured.json
 
 Of results/raw there (Apache License 2.0): four L40S, NCCL over TCP, `tc`, a GPT of 30,846,720
 float32 parameters; medians of three runs. None of its code is here.

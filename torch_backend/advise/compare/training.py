@@ -27,12 +27,14 @@ class Training:
         def make():
             model = Transformer()
             return Training(
-                model, optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-3),
-                batches=lambda replica, replicas: DataLoader(data, 32,
-                sampler=DistributedSampler(data, replicas, replica)), loss=lambda model, batch:
-                F.cross_entropy(model(batch[0]), batch[1]), after_backward=lambda:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), evaluate=lambda model:
-                [F.cross_entropy(model(x), y) for x, y in held_out],
+                model,
+                optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-3),
+                batches=lambda replica, replicas: DataLoader(
+                    data, 32, sampler=DistributedSampler(data, replicas, replica)
+                ),
+                loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+                after_backward=lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+                evaluate=lambda model: [F.cross_entropy(model(x), y) for x, y in held_out],
             )
 
     Args:
