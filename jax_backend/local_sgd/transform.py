@@ -1,17 +1,19 @@
 """Local SGD in JAX: an optimizer of which every replica has its own, and parameters that are
 averaged now and then.
 
-tx = local_sgd(optax.sgd(0.1), LocalSGD(8, start_step=1000), axis_name="data")
-state = per_replica(TrainState.create(apply_fn=model.apply, params=params, tx=tx))
-state = replicate(state, axis_name="data")
+    tx = local_sgd(optax.sgd(0.1), LocalSGD(8, start_step=1000), axis_name="data")
+    state = per_replica(TrainState.create(apply_fn=model.apply, params=params, tx=tx))
+    state = replicate(state, axis_name="data")
 
-def train_step(state, batch):
-    mine = this_replica(state) loss, gradients = jax.value_and_grad(loss_fn)(mine.params, batch)
-    mine = mine.apply_gradients(grads=gradients) params, opt_state = tx.average_params(mine.params,
-    mine.opt_state) return stack_replicas(mine.replace(params=params, opt_state=opt_state)),
-    jax.lax.pmean(loss, "data")
+    def train_step(state, batch):
+        mine = this_replica(state)
+        loss, gradients = jax.value_and_grad(loss_fn)(mine.params, batch)
+        mine = mine.apply_gradients(grads=gradients)
+        params, opt_state = tx.average_params(mine.params, mine.opt_state)
+        mine = mine.replace(params=params, opt_state=opt_state)
+        return stack_replicas(mine), jax.lax.pmean(loss, "data")
 
-train_step = jax.pmap(train_step, axis_name="data", donate_argnums=0)
+    train_step = jax.pmap(train_step, axis_name="data", donate_argnums=0)
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Local SGD in torch: one call, and the training loop stays as it is.
 
-ddp = DistributedDataParallel(model) optimizer = torch.optim.SGD(model.parameters(), lr=0.1) handle
-= gradwire.torch_backend.local_sgd(ddp, optimizer, gradwire.LocalSGD(period=8, start_step=1000,
-subgroup="node"))
+ddp = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = gradwire.LocalSGD(period=8, start_step=1000, subgroup="node")
+handle = gradwire.torch_backend.local_sgd(ddp, optimizer, schedule)
 """
 
 from __future__ import annotations

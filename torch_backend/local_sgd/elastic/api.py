@@ -1,7 +1,8 @@
 """Replicas that come and go: one call, under a torchft `Manager`.
 
-manager = torchft.Manager(pg=torchft.ProcessGroupGloo(), min_replica_size=1, use_async_quorum=False,
-...) handle = gradwire.torch_backend.elastic(model, optimizer, gradwire.diloco(500), manager)
+groups = torchft.ProcessGroupGloo()
+manager = torchft.Manager(pg=groups, min_replica_size=1, use_async_quorum=False, ...)
+handle = gradwire.torch_backend.elastic(model, optimizer, gradwire.diloco(500), manager)
 """
 
 from __future__ import annotations
