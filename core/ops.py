@@ -99,10 +99,11 @@ class Ops(Primitives[A], Protocol):
     #: others.
     multiplies_together: bool = True
 
-    def codes_stay(self, codec: Any, x: A) -> bool:
+    def codes_stay(self, codec: Any, x: A, each: int | None = None) -> bool:
         """Whether codes of rows like `x` (R, B) stay codes (`gradwire.core.kernels.payloads.Coded`)
         until `settle`, and means are formed of them by `encode_mean`: where that takes fewer passes
-        over memory than to decode what arrives."""
+        over memory than to decode what arrives. `each`: elements, on average, of the arrays that
+        the rows are of, where each would be settled by itself."""
         return False
 
     @property

@@ -279,6 +279,61 @@ def test_requests_are_named_where_they_are_defined_and_in_one_file_of_a_backend(
         assert named == {name for name, kind in kinds.items() if not kind.local}
 
 
+# ---- what would take as long as tensors times tensors
+
+
+def lists_of(function: ast.AST) -> set[str]:
+    """Names that are lists in a function, or sequences that it is given."""
+    kinds = (ast.List, ast.ListComp)
+    found: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=False))
+                found |= {
+                    name.id
+                    for name, x in pairs
+                    if isinstance(name, ast.Name) and isinstance(x, kinds)
+                }
+        given = node.annotation if isinstance(node, (ast.arg, ast.AnnAssign)) else None
+        if given is not None and re.match(r"(list|Sequence)\[", ast.unparse(given)):
+            name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
+            found.add(name)
+    return found
+
+
+#: Where a list is short whatever the model.
+SHORT = {
+    "core/advise/choosing/methods.py": "methods",
+    "jax_backend/zero/independent.py": "kinds of parameters",
+}
+
+
+def test_no_loop_looks_through_a_list():
+    """Ten thousand tensors, each looked for among ten thousand, take half a second in every step."""
+    loops = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.For, ast.While)
+    seen, slow = 0, set()
+    for file, tree in modules().values():
+        for function in ast.walk(tree):
+            if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            lists = lists_of(function)
+            for loop in ast.walk(function):
+                for node in ast.walk(loop) if isinstance(loop, loops) else ():
+                    if isinstance(node, ast.Compare) and isinstance(
+                        node.ops[0], (ast.In, ast.NotIn)
+                    ):
+                        seen += 1
+                        (among,) = node.comparators[:1]
+                        text = ast.unparse(among)
+                        if text in lists or text.endswith(".values()"):
+                            slow.add((str(file.relative_to(ROOT)), ast.unparse(node)))
+    assert seen > 300
+    assert {file for file, _ in slow} == SHORT.keys(), sorted(slow)
+
+
 # ---- names that the page about the architecture gives
 
 

@@ -8,7 +8,7 @@ from gradwire.core.algorithm import Algorithm
 #: On every axis.
 METHODS: dict[str, Algorithm] = {
     "AllReduce": AllReduce(),
-    "PowerSGD": PowerSGD(2),
+    "PowerSGD": PowerSGD(4),
     "int8": WireDtype(AllReduce(), "int8"),
     "Quantize": Quantize("int8"),
     "TopK": TopK(16),
@@ -21,7 +21,7 @@ GATHERED = ("TopK", "Sign")
 def methods(ranks: int) -> dict[str, Algorithm]:
     """Those, and what is made for a number of ranks: nodes of a quarter of them each, of at most
     eight."""
-    return METHODS | {"TwoLevel": TwoLevel(PowerSGD(2), within=min(8, max(2, ranks // 4)))}
+    return METHODS | {"TwoLevel": TwoLevel(PowerSGD(4), within=min(8, max(2, ranks // 4)))}
 
 
 def shapes(tensors: int, width: int = 64) -> dict[str, tuple[int, ...]]:

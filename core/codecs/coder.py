@@ -137,7 +137,7 @@ class Coder(RowCoder[A]):
             start = 0
             for i in some:
                 pack = packs[i]
-                stays = late and pack.shares is not None and self._stays(like)
+                stays = late and pack.shares is not None and self._stays(like, pack)
                 end = start + pack.each(size)
                 rows = [packer.put_together(y[:, start:end], pack) for y in everything]
                 if stays:
@@ -192,7 +192,7 @@ class Coder(RowCoder[A]):
             of_both = self.fields_of(list(islice(arrived, len(own))), pack.matrix)
             if (
                 late
-                and self._stays(pack.matrix)
+                and self._stays(pack.matrix, pack)
                 and self._weights is None
                 and self._cannot_overflow(of_both)
             ):
@@ -390,9 +390,12 @@ class Coder(RowCoder[A]):
             ),
         )
 
-    def _stays(self, rows: A) -> bool:
-        """Whether codes of such rows (R, B) stay codes."""
-        return self.ops.codes_stay(self.codec, rows)
+    def _stays(self, rows: A, pack: Pack[A] | None = None) -> bool:
+        """Whether codes of such rows (R, B) stay codes: those of a pack for each of its arrays."""
+        if pack is None:
+            return self.ops.codes_stay(self.codec, rows)
+        arrays = sum(len(part.members) for part in pack.parts)
+        return self.ops.codes_stay(self.codec, rows, pack.rows * rows.shape[1] // arrays)
 
     def _average_decoded(self, of_each: Sequence[A], dtype: str, out: A | None = None) -> A:
         """Summed in float32, of float64 in float64."""

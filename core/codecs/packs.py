@@ -108,7 +108,8 @@ class Packer(Generic[A]):
             ]
             alone = [] if replicas == 2 else alone
             packs += [Pack([self._joined(arrays, [i])]) for i in alone]
-            rest = [i for i in members if i not in alone]
+            by_themselves = set(alone)
+            rest = [i for i in members if i not in by_themselves]
             if rest and apart:
                 one = self._joined(arrays, rest)
                 packs.append(Pack([one], self._shares(one, rest, replicas, firsts)))

@@ -86,8 +86,9 @@ def _by_pattern(names: Sequence[str], patterns: tuple[str, ...]) -> dict[str, in
                 " for the rest"
             )
         found[name] = number
+    used = set(found.values())
     for number, pattern in enumerate(patterns):
-        if number not in found.values():
+        if number not in used:
             raise ValueError(f"layout={patterns!r}: no parameter is left for {pattern!r}")
     return found
 

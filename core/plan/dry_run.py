@@ -11,9 +11,7 @@ the averaging of local SGD, is `rehearsed`.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -30,6 +28,7 @@ from gradwire.core.local_sgd.algorithm import LocalGradients
 from gradwire.core.ops import Spec
 from gradwire.core.plan.traffic import LevelBytes, Message, Traffic, bytes_by_level, counted
 from gradwire.core.protocol import run
+from gradwire.core.protocol.collector import AT_REST
 from gradwire.core.protocol.groups import Groups, UnknownWorldSize, group_size, require_partition
 from gradwire.core.protocol.programs import Program, Request, UnknownRequest, cannot_answer
 
@@ -271,23 +270,9 @@ class _Runs(dict[Hashable, DryRun]):
 def rehearsed(program: Program[Any], phase: int = 0, world_size: int | None = None) -> DryStep:
     """A program over `AbstractArray`s, as the replica of some index in its group runs it."""
     dry = _Answers(phase, world_size)
-    with _collector_paused():
+    with AT_REST:
         result = run(program, dry.answer)
     return DryStep(tuple(dry.requests), dry.traffic, tuple(dry.messages), result)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Python's collector of cycles does not run meanwhile. Thousands of tensors are as many
-    coroutines that are alive at once, and it would go through all of them again and again: plans
-    of 8,000 matrices took twice as long for each as those of 1,000."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 class _Answers:
@@ -423,11 +408,12 @@ def summary(
 
 def state_bytes(state: State[AbstractArray], of: Iterable[str] | None = None) -> int:
     """Bytes of all memories of tensors; or `of` those with these names alone."""
+    wanted = None if of is None else set(of)
     return sum(
         x.nbytes
         for memory in state.tensors.values()
         for key, x in memory.items()
-        if of is None or key in of
+        if wanted is None or key in wanted
     )
 
 

@@ -94,8 +94,9 @@ class Reduce(Fusable[A], Collective):
         return answers
 
     async def coded(self, coder: Any) -> tuple[A, ...]:
-        mine = [i for i, x in enumerate(self.arrays) if self.op != "max" and coder.shrinks(x)]
-        rest = [i for i in range(len(self)) if i not in mine]
+        shrinks = [self.op != "max" and coder.shrinks(x) for x in self.arrays]
+        mine = [i for i, does in enumerate(shrinks) if does]
+        rest = [i for i, does in enumerate(shrinks) if not does]
         asked = replace(
             self,
             arrays=tuple(self.arrays[i] for i in rest),

@@ -18,6 +18,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
 from typing import Any
 
 from gradwire.core.algorithm import check_specs
@@ -403,10 +404,14 @@ def _greedy(
     away already."""
     owners, work = dict(given or {}), dict(work or {})
     costs = {name: work.get(name, spec.size) for name, spec in specs.items()}
-    load = [sum(costs[n] for n, owner in owners.items() if owner == r) for r in range(world_size)]
+    load = [0] * world_size
+    for name, replica in owners.items():
+        load[replica] += costs[name]
+    least = [(has, replica) for replica, has in enumerate(load)]
+    heapify(least)
     for bucket in sorted(buckets, key=lambda bucket: -sum(costs[name] for name in bucket)):
-        replica = load.index(min(load))
-        load[replica] += sum(costs[name] for name in bucket)
+        has, replica = least[0]
+        heapreplace(least, (has + sum(costs[name] for name in bucket), replica))
         owners |= dict.fromkeys(bucket, replica)
     return WholeShards(specs, world_size, owners, work)
 

@@ -428,7 +428,7 @@ def _pieces_of_slices(
     """
     devices = slice_size()
     lying = [i for i in members if tuple(arrays[i].shape) in given]
-    equal = [i for i in members if i not in lying]
+    equal = [i for i in members if tuple(arrays[i].shape) not in given]
     surplus = (devices - 1) * sum(arrays[i].nbytes for i in equal)
     if not packs and NEGLIGIBLE * surplus < sum(arrays[i].nbytes for i in members):
         return _each(arrays, members)

@@ -164,9 +164,9 @@ def to_rows(arrays: Sequence[jax.Array], n: int) -> jax.Array:
     a parameter that is sharded by rows, or by columns, lies in such pieces, and nothing has to
     move.
     """
-    even = [i for i, x in enumerate(arrays) if _is_even(x.shape, n)]
-    rows = [jnp.moveaxis(_split(arrays[i], n), -2, 0).reshape(n, -1) for i in even]
-    rest = [x.reshape(-1) for i, x in enumerate(arrays) if i not in even]
+    even = [x for x in arrays if _is_even(x.shape, n)]
+    rows = [jnp.moveaxis(_split(x, n), -2, 0).reshape(n, -1) for x in even]
+    rest = [x.reshape(-1) for x in arrays if not _is_even(x.shape, n)]
     if rest:
         flat = jnp.concatenate(rest)
         rows += whole([jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)])

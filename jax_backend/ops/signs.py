@@ -42,7 +42,8 @@ def pack_signs(ops: Any, xs: Sequence[jax.Array], sharing: Sequence[Shape]) -> l
     """`Ops.pack_signs`: the bits of what is joined first."""
     some = joined(ops, [tuple(x.shape) for x in xs], sharing)
     rows = [jnp.concatenate([xs[i].reshape(-1, LANES) for i in some])] if some else []
-    return signs.pack_signs(ops, [*rows, *(x for i, x in enumerate(xs) if i not in set(some))])
+    beside = set(some)
+    return signs.pack_signs(ops, [*rows, *(x for i, x in enumerate(xs) if i not in beside)])
 
 
 def sum_of_signs(
@@ -57,7 +58,8 @@ def sum_of_signs(
     some = joined(ops, shapes, sharing)
     replicas = every[0].shape[0]
     numbers = [signs.beside(each, sharing, (replicas,)) for each in (above, below)]
-    rest = [i for i in range(len(shapes)) if i not in set(some)]
+    beside = set(some)
+    rest = [i for i in range(len(shapes)) if i not in beside]
     high, low = ([x[i].reshape(replicas, -1) for i in rest] for x in numbers)
     kinds, lies = [sharing[i] for i in rest], [shapes[i] for i in rest]
     if not some:

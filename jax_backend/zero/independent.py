@@ -212,12 +212,10 @@ def _thinned(shards: StackShards) -> dict[str, Spec]:
     taken: dict[str, Spec] = {}
     for each in kinds:
         alike = [name for name in shards.specs if kind(name) == each]
-        of_stacks = [
-            name
-            for name in alike
-            if shards.places.get(name, ("",))[0] in shards.stacks.keys() - shards.ragged
-        ]
+        stacks = shards.stacks.keys() - shards.ragged
+        of_stacks = [name for name in alike if shards.places.get(name, ("",))[0] in stacks]
         # Of another kind of this shape one, for two would be a stack here.
-        others = {shards.is_kept(name): name for name in reversed(alike) if name not in of_stacks}
+        beside = [name for name in alike if shards.places.get(name, ("",))[0] not in stacks]
+        others = {shards.is_kept(name): name for name in reversed(beside)}
         taken |= dict.fromkeys([*of_stacks[:2], *list(others.values())[:1]], small[each])
     return {name: taken[name] for name in shards.specs if name in taken}

@@ -155,7 +155,8 @@ class Owners:
 
         idle = [r for r in range(len(self.names)) if r not in made][:1]
         places = [*busy, *idle]
-        numbers = [places.index(r) if r in made else len(busy) for r in range(len(self.names))]
+        place_of = {r: i for i, r in enumerate(busy)}
+        numbers = [place_of.get(r, len(busy)) for r in range(len(self.names))]
         chosen = jnp.asarray(numbers)[lax.axis_index(axis)]
         result: tuple[Vectors, Vectors] = lax.switch(chosen, [branch(r) for r in places])
         return result

@@ -90,7 +90,7 @@ class _Shards(ElementShards):
 
     def together(self, names: Sequence[str]) -> list[list[str]]:
         apart = [[name] for name in names if self._is_apart([name])]
-        others = [name for name in names if [name] not in apart]
+        others = [name for name in names if not self._is_apart([name])]
         return [*apart, *super().together(others)]
 
     def message(self, ops: Ops[jax.Array], arrays: Mapping[str, jax.Array]) -> jax.Array:  # type: ignore[override]

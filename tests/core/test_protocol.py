@@ -3,8 +3,10 @@ the simulator, which says who disagrees and leaves its input alone."""
 
 import gc
 import math
+import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from gradwire.core.ops import WIRE_ITEMSIZE
 from gradwire.core.plan.dry_run import rehearsed
 from gradwire.core.plan.traffic import traffic_of as counted
 from gradwire.core.protocol import together
+from gradwire.core.protocol.collector import AT_REST
 from gradwire.core.protocol.control_requests import Branch, OptimizerStep, StepIsFinite
 from gradwire.core.protocol.exchanges import Gather
 from gradwire.core.protocol.local_requests import Orthonormalize
@@ -679,3 +682,55 @@ for way in ways:
     assert np.allclose(np.asarray(way(), np.float32), 1, rtol=1e-3)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
+
+
+# ---- the collector of cycles, while programs run
+
+
+@pytest.fixture
+def collects():
+    """As it was, whatever a test has made of it."""
+    was = gc.isenabled()
+    gc.enable()
+    yield
+    (gc.enable if was else gc.disable)()
+
+
+def test_the_collector_rests_as_long_as_anyone_is_within(collects):
+    with AT_REST:
+        with AT_REST:
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    with AT_REST:
+        pass
+    assert not gc.isenabled()
+
+
+def test_the_collector_is_back_after_an_error_and_when_another_thread_has_left(collects):
+    entered, leave = threading.Event(), threading.Event()
+
+    def within():
+        with AT_REST:
+            entered.set()
+            assert leave.wait(60)
+
+    thread = threading.Thread(target=within)
+    thread.start()
+    assert entered.wait(60)
+    with pytest.raises(KeyError), AT_REST:
+        raise KeyError
+    assert not gc.isenabled()
+    leave.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_the_child_of_a_fork_collects(collects):
+    with AT_REST:
+        child = os.fork()
+        if not child:
+            os._exit(0 if gc.isenabled() else 1)
+        assert not gc.isenabled()
+    assert os.waitpid(child, 0)[1] == 0

@@ -88,9 +88,9 @@ def in_torch_by_few_rows(kernel, arrays):
 def in_torch_loops(kernel, arrays):
     """With what numba compiles for processors."""
     ops = TorchOps(torch.device("cpu"))
-    ops.loops = prepare((name, torch.float32) for name in ARGUMENTS)
+    ops.loops = prepare(((name, torch.float32) for name in ARGUMENTS), large=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(thin, "LARGE", 1)
+        patch.setattr(thin, "PER_THREAD", 1)
         return _from_tensor(kernel(ops, **{k: _tensor(v) for k, v in arrays.items()}))
 
 

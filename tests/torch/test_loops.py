@@ -42,15 +42,16 @@ def everything_compiled():
     """Also for models and tensors that are too small to gain by it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "LEAST", 0)
-        patch.setattr(thin, "LARGE", 1)
+        patch.setattr(compiled, "LARGE", 1)
+        patch.setattr(thin, "PER_THREAD", 1)
         yield patch
 
 
 @pytest.fixture
 def ops():
     made = TorchOps(CPU)
-    made.loops = compiled.prepare(THIN + CODES)
     with everything_compiled():
+        made.loops = compiled.prepare(THIN + CODES)
         yield made
 
 
@@ -312,7 +313,7 @@ import torch
 from gradwire.torch_backend.cpu import compiled, pool, thin
 from gradwire.torch_backend.cpu.sums import Sum
 assert "numba" not in sys.modules
-thin.LARGE = 1
+thin.PER_THREAD = 1
 def projected():
     torch.set_num_threads(2)
     out = torch.empty(4, 64)
@@ -553,6 +554,22 @@ def steps_beside(group, algorithm, made, *, loops):
             assert before == {name: (x.stride(), x.data_ptr()) for name, x in given.items()}
             found += [x.double() for x in given.values()]
     return [*found, *(x.double() for x in driver.memory.errors())], driver
+
+
+@pytest.mark.parametrize(("tensors", "calls"), [(1, 3), (64, 0)])
+def test_small_tensors_are_settled_together(alone, tensors, calls, monkeypatch):
+    """A loop for each of thousands takes longer to call than to run."""
+    monkeypatch.setattr(compiled, "LEAST", 0)
+    settled, right = [], codes.settle
+    monkeypatch.setattr(codes, "settle", lambda *given: settled.append(given) or right(*given))
+    shape = (compiled.LARGE // tensors // 32, 32)
+    for step in range(3):
+        given = {f"{i}": torch.from_numpy(numbers("usual", shape, i)) for i in range(tensors)}
+        if not step:
+            driver = Driver(Quantize("int8"), specs_of(given), CPU, alone)
+        driver.add(given, first=True, last=True)
+    assert driver.ops.loops
+    assert len(settled) == calls
 
 
 @pytest.mark.parametrize("algorithm", [PowerSGD(2), Quantize("int8")], ids=repr)

@@ -55,6 +55,8 @@ KINDS = {(Integers, 8): 0, (Integers, 4): 1, (Float8, 8): 2, (E3M0, 4): 3}
 #: Numbers of a model with fewer than so many parameters are in a processor's cache, and what is
 #: compiled pays for nothing.
 LEAST = 1 << 20
+#: Elements of a tensor from which a pass over memory costs more than a call.
+LARGE = 1 << 14
 
 _compiling = threading.Lock()
 
@@ -103,10 +105,11 @@ def compiled(name: str, dtype: torch.dtype) -> Callable[..., None]:
 @dataclass(frozen=True)
 class Loops:
     """What is compiled: names of loops, each with a dtype. `card` says it to other ranks; "" if
-    there is nothing."""
+    there is nothing. Tensors of fewer elements than `large` get no loop of their own."""
 
     made: frozenset[tuple[str, torch.dtype]] = frozenset()
     card: str = ""
+    large: int = LARGE
 
     def __bool__(self) -> bool:
         return bool(self.card)
@@ -116,7 +119,7 @@ class Loops:
         return (name, dtype) in self.made
 
 
-def prepare(wanted: Iterable[tuple[str, torch.dtype]]) -> Loops:
+def prepare(wanted: Iterable[tuple[str, torch.dtype]], large: int | None = None) -> Loops:
     """Compile loops, each for a dtype. It takes seconds where nothing is kept on disk, in which
     nobody should wait for a message."""
     made = sorted(set(wanted), key=str)
@@ -134,7 +137,7 @@ def prepare(wanted: Iterable[tuple[str, torch.dtype]]) -> Loops:
     source = Path(__file__).with_name("loops.py").read_bytes()
     names = ", ".join(f"{name} of {DTYPES[dtype]}" for name, dtype in made)
     card = f"numba {numba.__version__}, loops {hashlib.sha256(source).hexdigest()[:8]}: {names}"
-    return Loops(frozenset(made), card)
+    return Loops(frozenset(made), card, LARGE if large is None else large)
 
 
 def loops_for(
@@ -146,7 +149,7 @@ def loops_for(
     least: int | None = None,
 ) -> Loops:
     """What of these loops an algorithm can use on a device: nothing but on a processor, for a model
-    of so many numbers. None: of `LEAST`."""
+    of so many numbers, and there for tensors of any size. None: of `LEAST`."""
     if device.type != "cpu" or sum(spec.size for spec in specs.values()) < (
         LEAST if least is None else least
     ):
@@ -172,7 +175,7 @@ def loops_for(
                 if name in names
                 for dtype in dtypes & {torch.float32}
             ]
-    return prepare(wanted)
+    return prepare(wanted, None if least is None else 1)
 
 
 def kind_of(codec: Codec) -> int | None:

@@ -275,6 +275,7 @@ def _decode_row(codes, scales, i, kind, out, j):
                 out[j, np.uintp(m + c + k)] = _of_nibble(codes[i, c + k] >> 4, scale)
         for k in range(whole, m):
             out[j, k] = _of_nibble(codes[i, k] & 15, scale)
+        for k in range(whole, m):
             out[j, np.uintp(m + k)] = _of_nibble(codes[i, k] >> 4, scale)
     elif kind == E4M3:
         for k in range(m):
@@ -342,15 +343,69 @@ def encode_mean(codes, scales, mean_codes, mean_scales, lost, kind, begin, end):
                 lost[i, k] = (mean[0, k] - one[0, k]) * factor
 
 
+@_inner
+def _settle_bytes(x, error, sent, codes, other, i, scales, both):
+    """What `settle_codes` makes of row i of integers of a byte, in one pass over it."""
+    of_sent, of_codes, of_other = scales
+    if both:
+        for k in range(x.shape[1]):
+            one = of_codes * np.float32(np.int8(codes[i, k]))
+            another = of_other * np.float32(np.int8(other[i, k]))
+            error[i, k] = x[i, k] - of_sent * np.float32(np.int8(sent[i, k]))
+            x[i, k] = (one + another) * _HALF
+    else:
+        for k in range(x.shape[1]):
+            error[i, k] = x[i, k] - of_sent * np.float32(np.int8(sent[i, k]))
+            x[i, k] = of_codes * np.float32(np.int8(codes[i, k]))
+
+
+@_inner
+def _settle_nibbles(x, error, sent, codes, other, i, scales, both):
+    """The same of integers of half a byte, in whole tiles."""
+    of_sent, of_codes, of_other = scales
+    m = sent.shape[1]
+    whole = m // TILE * TILE  # of this numba knows that it is a number of tiles
+    if both:
+        for c in range(0, whole, TILE):
+            for k in range(TILE):
+                one = _of_nibble(codes[i, c + k] & 15, of_codes)
+                another = _of_nibble(other[i, c + k] & 15, of_other)
+                error[i, c + k] = x[i, c + k] - _of_nibble(sent[i, c + k] & 15, of_sent)
+                x[i, c + k] = (one + another) * _HALF
+            for k in range(TILE):
+                at = np.uintp(m + c + k)
+                one = _of_nibble(codes[i, c + k] >> 4, of_codes)
+                another = _of_nibble(other[i, c + k] >> 4, of_other)
+                error[i, at] = x[i, at] - _of_nibble(sent[i, c + k] >> 4, of_sent)
+                x[i, at] = (one + another) * _HALF
+    else:
+        for c in range(0, whole, TILE):
+            for k in range(TILE):
+                error[i, c + k] = x[i, c + k] - _of_nibble(sent[i, c + k] & 15, of_sent)
+                x[i, c + k] = _of_nibble(codes[i, c + k] & 15, of_codes)
+            for k in range(TILE):
+                at = np.uintp(m + c + k)
+                error[i, at] = x[i, at] - _of_nibble(sent[i, c + k] >> 4, of_sent)
+                x[i, at] = _of_nibble(codes[i, c + k] >> 4, of_codes)
+
+
 def settle_codes(
     x, error, sent, sent_scales, lost, first, codes, scales, other, other_scales, kind, begin, end
 ):
     """Rows of error (R, B) become those of x less what was sent, codes (R, m) and scales (R, 1)
     and, from row `first` on, the rows lost (some, B); and those of x what codes and scales stand
     for that were received, or the mean of these and of others, if there are such."""
-    b, both, half = x.shape[1], len(other) > 0, np.float32(0.5)
+    b, both = x.shape[1], len(other) > 0
+    at_once = kind == INT8 or (kind == INT4 and sent.shape[1] % TILE == 0)
     one = np.empty((1, b), np.float32)
     for i in range(begin, end):
+        if at_once and not first <= i < first + len(lost):
+            of_all = sent_scales[i, 0], scales[i, 0], other_scales[i, 0] if both else _ZERO
+            if kind == INT8:
+                _settle_bytes(x, error, sent, codes, other, i, of_all, both)
+            else:
+                _settle_nibbles(x, error, sent, codes, other, i, of_all, both)
+            continue
         _decode_row(sent, sent_scales, i, kind, one, 0)
         if first <= i < first + len(lost):
             for k in range(b):
@@ -361,7 +416,7 @@ def settle_codes(
         if both:
             _decode_row(other, other_scales, i, kind, one, 0)
             for k in range(b):
-                x[i, k] = (x[i, k] + one[0, k]) * half
+                x[i, k] = (x[i, k] + one[0, k]) * _HALF
 
 
 # --- signs: bytes (W, n / 8) in blocks of 512 elements, of which byte j has elements j, 64 + j, 128
@@ -377,17 +432,19 @@ def sum_of_signs(bits, above, below, numbers, out, runs, begin, end):
     which one each run of so many elements, a multiple of 64, has."""
     replicas, zero = len(bits), np.float32(0)
     for i in range(begin, end):
+        first = np.uintp(i * BYTES)
         for w in range(replicas):
             for j in range(8):
                 number = numbers[0, np.uintp((i * 8 + j) * BYTES // runs)]
                 high, low = above[w, number], below[w, number]
-                first = np.uintp(i * BYTES)
+                # A byte: what is shifted would be a word, of which eight times fewer are looked at
+                # side by side.
+                looked_at = np.uint8(1 << j)
                 if w == 0:
                     for k in range(BYTES):
-                        own = high if (bits[w, first + k] >> j) & 1 else low
+                        own = high if (bits[w, first + np.uintp(k)] & looked_at) != 0 else low
                         out[i, np.uintp(j * BYTES + k)] = own if replicas == 1 else zero + own
                 else:
                     for k in range(BYTES):
-                        out[i, np.uintp(j * BYTES + k)] += (
-                            high if (bits[w, first + k] >> j) & 1 else low
-                        )
+                        own = high if (bits[w, first + np.uintp(k)] & looked_at) != 0 else low
+                        out[i, np.uintp(j * BYTES + k)] += own

@@ -14,9 +14,8 @@ from gradwire.torch_backend.cpu.compiled import Loops, compiled
 from gradwire.torch_backend.cpu.pool import over_rows
 from gradwire.torch_backend.cpu.sums import Sum
 
-#: Elements of a tensor from which a pass over memory costs more than a call, and those that a
-#: thread gets at least.
-LARGE = 1 << 14
+#: Elements that a thread gets at least.
+PER_THREAD = 1 << 14
 #: The largest rank with which one pass takes less time than torch's operations: in projecting, and
 #: in settling.
 PROJECTED, SETTLED = 4, 8
@@ -31,7 +30,7 @@ def sums(
     now: list[int] = []
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
         if (
-            x.numel() >= LARGE
+            x.numel() >= loops.large
             and x.ndim > 1
             and loops.have("add_and_project", x.dtype)
             and _fit(x, y)
@@ -70,7 +69,7 @@ def settle(
     shape, r = sent.matrix_shape, sent.p.shape[-2]
     if (
         r > SETTLED
-        or own.numel() < LARGE
+        or own.numel() < loops.large
         or not loops.have("settle", own.dtype)
         or math.prod(shape) != own.numel()
         or received.matrix_shape != shape
@@ -103,4 +102,4 @@ def _fit(x: Tensor, y: Tensor, *, same_size: bool = True) -> bool:
 
 
 def _by_rows(x: np.ndarray, loop: object) -> None:
-    over_rows(x.shape[0], -(-LARGE // max(1, x.shape[1])), loop)  # type: ignore[arg-type]
+    over_rows(x.shape[0], -(-PER_THREAD // max(1, x.shape[1])), loop)  # type: ignore[arg-type]

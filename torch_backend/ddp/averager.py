@@ -115,7 +115,7 @@ class Averager(Handle):
                 wait.
         """
         self._check(gradients)
-        absent = [name for name in self._specs if gradients[name] is None]
+        absent = {name for name in self._specs if gradients[name] is None}
         usage = (
             self._driver.send_usage([name not in absent for name in self._specs])
             if self._unused

@@ -28,7 +28,7 @@ def check_loops(section: Section, device: torch.device) -> None:
     plain, ops = TorchOps(device), TorchOps(device)
 
     def compiled() -> str:
-        ops.loops = prepare((name, torch.float32) for name in ARGUMENTS)
+        ops.loops = prepare(((name, torch.float32) for name in ARGUMENTS), large=1)
         return (
             ops.loops.card
             or "none, so torch's operations are used: numba is not installed, or not to be used"

@@ -23,11 +23,10 @@ the others are not: what concerns all programs of a step is answered by the engi
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -35,6 +34,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm, State
+from gradwire.core.protocol.collector import AT_REST
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.programs import Program
 from gradwire.torch_backend.engine.collectives import Collectives, Pending
@@ -184,20 +184,6 @@ def send(pending: Pending, collectives: Collectives) -> None:
 
 
 SENT = [f.name for f in fields(Sent)]
-
-
-@contextmanager
-def _no_garbage_collected() -> Iterator[None]:
-    """What a collection gives back, graphs and communicators of somebody else, CUDA lets nobody
-    give back while a stream is captured."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Replays:
@@ -375,7 +361,7 @@ class Replays:
                 self.wanted = False
                 return
             step = RecordingStep(recorder, self._graphs, self._near)
-            with owner.arithmetic(recorder.scratch), owner.ops.captured(), _no_garbage_collected():
+            with owner.arithmetic(recorder.scratch), owner.ops.captured(), AT_REST:
                 captured = self._captured(step, keys, groups, number)
         except Exception as error:
             # nothing was run and nothing was sent: the next step is eager, as this one was

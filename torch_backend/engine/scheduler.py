@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.kernels.arrays import group_by
+from gradwire.core.protocol.collector import AT_REST
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.programs import (
     Collective,
@@ -65,6 +66,10 @@ class Running(Generic[T]):
     def advance(self, answers: Any) -> None:
         """Run until the program waits for others, has ended, or holds a request. One that was held
         is performed first."""
+        with AT_REST:
+            self._advance(answers)
+
+    def _advance(self, answers: Any) -> None:
         self.pending = self.question = None
         request, self.held = self.held, None
         step, stack = self._step, self._stack

@@ -39,10 +39,12 @@ class CodingOps(Workspace):
             scale = torch.where(x.amax(-1, keepdim=True) >= size, -scale, scale)
         return scale, scale.reciprocal()
 
-    def codes_stay(self, codec: Any, x: Tensor) -> bool:
+    def codes_stay(self, codec: Any, x: Tensor, each: int | None = None) -> bool:
         if self.fused is not None:
             of_bytes = type(codec) is Integers and codec.bits == 8
             return of_bytes and x.shape[1] <= self.fused.widest and x.dtype != torch.float64
+        if each is not None and each < self.loops.large:  # a loop takes longer to call than to run
+            return False
         return x.dtype == torch.float32 and codes.has(self, codec)
 
     def quantize(self, x: Tensor, largest: float) -> tuple[Tensor, Tensor]:

@@ -168,6 +168,7 @@ def named_groups(
     groups = given if isinstance(given[0], dict) else [{"params": given}]
     cleaned: list[dict[str, Any]] = []
     names: dict[Tensor, str] = {}
+    taken: set[str] = set()
     frozen: dict[str, Tensor] = {}
     for number, group in enumerate(groups):
         if not isinstance(group, dict):
@@ -196,9 +197,10 @@ def named_groups(
                 raise ValueError(
                     f"parameter {name!r} is given twice; a parameter belongs to one group"
                 )
-            if name in names.values():
+            if name in taken:
                 raise ValueError(f"two parameters are called {name!r}; names must be distinct")
             names[p] = name
+            taken.add(name)
             kept.append(p)
         cleaned.append({**group, "params": kept})
     return cleaned, names, frozen

@@ -130,4 +130,5 @@ class ShardedStep:
 def _by_message(gradients: Mapping[str, Tensor]) -> list[list[str]]:
     """Names of what travels together."""
     small = [name for name, g in gradients.items() if g.nbytes < LARGE]
-    return [[name] for name in gradients if name not in small] + ([small] if small else [])
+    large = [[name] for name, g in gradients.items() if g.nbytes >= LARGE]
+    return [*large, small] if small else large

@@ -268,4 +268,5 @@ class Weighing(Generic[A]):
 
 
 def _others(request: Any, chosen: Sequence[int]) -> list[int]:
-    return [i for i in range(len(request)) if i not in chosen]
+    taken = set(chosen)
+    return [i for i in range(len(request)) if i not in taken]

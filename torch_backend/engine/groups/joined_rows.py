@@ -3,6 +3,7 @@ and averaged by their owner."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -26,10 +27,9 @@ def rows_by_dtype(
     copy."""
     for members in group_by(range(len(arrays)), map(message_key, arrays)):
         indices = [i for i in members if arrays[i].numel()]
-        large = [
-            i for i in indices if exchange.direct and arrays[i].nbytes >= parts * WORTH_A_MESSAGE
-        ]
-        small = [i for i in indices if i not in large]
+        least = parts * WORTH_A_MESSAGE if exchange.direct else math.inf
+        large = [i for i in indices if arrays[i].nbytes >= least]
+        small = [i for i in indices if arrays[i].nbytes < least]
         for together in [*([i] for i in large), *([small] if small else [])]:
             yield together, [arrays[i].reshape(rows, -1) for i in together]
 
