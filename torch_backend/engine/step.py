@@ -37,6 +37,7 @@ from torch import Tensor
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import DryRun
+from gradwire.core.protocol.collector import AT_REST
 from gradwire.core.protocol.programs import Program
 from gradwire.core.protocol.settings import with_settings
 from gradwire.torch_backend.cpu.compiled import Loops
@@ -179,7 +180,7 @@ class GradientStep:
         if not last and not self._is_a_group(gradients):
             return
         start = self.watch.times.now()
-        with self._own_arithmetic():
+        with AT_REST, self._own_arithmetic():
             self._send()
             if last:
                 self._receive()

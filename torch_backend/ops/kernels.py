@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.kernels import payloads
+from gradwire.core.kernels.arrays import group_by
 from gradwire.core.kernels.gram_schmidt import each_shape, gram_schmidt
 from gradwire.core.kernels.payloads import (
     Coded,
@@ -452,15 +453,23 @@ class TorchOps(CodingOps):
         return torch.round(x, out=self._place(x, out))
 
     def elementwise_each(self, f: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
-        order = self.join_order(lists[0])
-        wholes = (
-            [side_by_side([xs[i] for i in order]) for xs in lists] if len(order) > 1 else [None]
-        )
-        if any(x is None for x in wholes):
-            return super().elementwise_each(f, *lists)
-        parts = torch.split(f(*wholes), [lists[0][i].numel() for i in order])
-        own = dict(zip(order, parts, strict=True))
-        return [own[i].view(x.shape) for i, x in enumerate(lists[0])]
+        answers: list[Any] = [None] * len(lists[0])
+        memory = [x.untyped_storage().data_ptr() for x in lists[0]]
+        for members in group_by(range(len(answers)), memory):
+            own = [[xs[i] for i in members] for xs in lists]
+            order = self.join_order(own[0])
+            wholes = (
+                [side_by_side([xs[i] for i in order]) for xs in own] if len(order) > 1 else [None]
+            )
+            if any(x is None for x in wholes):
+                found = super().elementwise_each(f, *own)
+            else:
+                parts = torch.split(f(*wholes), [own[0][i].numel() for i in order])
+                places = dict(zip(order, parts, strict=True))
+                found = [places[k] for k in range(len(order))]
+            for i, x in zip(members, found, strict=True):
+                answers[i] = x.view(lists[0][i].shape)
+        return answers
 
     # as it is, with no function round it
     unstack = staticmethod(Tensor.unbind)  # type: ignore[assignment]

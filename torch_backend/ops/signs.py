@@ -120,15 +120,18 @@ def _side_by_side(xs: Sequence[Tensor], lot: Lot) -> Iterator[tuple[Tensor, int]
         ):
             j += 1
         whole = side_by_side(xs[i:j])
-        if whole is None:
-            j = i + 1
+        if whole is None or whole.numel() < SMALL:
+            copied = i + 1
             while (
-                j < len(xs)
-                and lot.starts[j] == lot.ends[j - 1]
-                and max(xs[j - 1].numel(), xs[j].numel()) < SMALL
+                copied < len(xs)
+                and lot.starts[copied] == lot.ends[copied - 1]
+                and max(xs[copied - 1].numel(), xs[copied].numel()) < SMALL
             ):
-                j += 1
-            whole = torch.cat([x.reshape(-1) for x in xs[i:j]]) if j > i + 1 else xs[i].reshape(-1)
+                copied += 1
+            if whole is None or copied > j:
+                j = copied
+                some = [x.reshape(-1) for x in xs[i:j]]
+                whole = torch.cat(some) if len(some) > 1 else some[0]
         i = j
         yield whole, (lot.starts[j] if j < len(xs) else lot.size) - lot.starts[first]
 
