@@ -17,13 +17,18 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from frontier.reading import excesses, longest, uncompressed, upper_bound  # noqa: E402
 from measuring import write_part  # noqa: E402
-from subjects import RECOMMENDED  # noqa: E402
+from subjects import LEAST, RECOMMENDED  # noqa: E402
 
 RESULTS = Path(__file__).parents[1] / "results"
 PAGE = Path(__file__).parents[2] / "README.md"
 LINKS = {"1gbit": "at 1 Gbit/s", "10gbit": "at 10 Gbit/s", "unlimited": "without a limit"}
 #: A method as the losses name it, and as the steps do.
-SHOWN = {"uncompressed": "DDP", "int8": "int8", "PowerSGD 16, int8": RECOMMENDED}
+SHOWN = {
+    "uncompressed": "DDP",
+    "int8": "int8",
+    "PowerSGD 16, int8": RECOMMENDED,
+    "PowerSGD 4, int8, Muon": LEAST,
+}
 #: What the notes below the table are about: the model of the losses, and that of the steps.
 LOSSES, STEPS = "¹", "²"
 

@@ -16,6 +16,8 @@ ALONE = "each host alone"
 SMALL_GROUPS = "groups of 128 KiB"
 #: The name of `WireDtype(PowerSGD(16), "int8")`, which pages recommend.
 RECOMMENDED = "PowerSGD, rank 16, int8"
+#: That of `WireDtype(PowerSGD(4), "int8")`, which sends least of what Muon makes up for.
+LEAST = "PowerSGD, rank 4, int8"
 
 
 @dataclass

@@ -25,7 +25,7 @@ from gradwire.torch_backend.engine.step import MESSAGE_BYTES
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from given import HandedOver, drawn
 from shapes import gpt
-from subjects import ALONE, RECOMMENDED, SMALL_GROUPS, Subject, parser, rows, sent_bytes
+from subjects import ALONE, LEAST, RECOMMENDED, SMALL_GROUPS, Subject, parser, rows, sent_bytes
 
 PERIOD = 10  # of DiLoCo
 ONE_BUCKET = 1000.0  # MiB
@@ -122,6 +122,7 @@ def subjects(
         ours(f"PowerSGD, rank {rank}, {SMALL_GROUPS}", PowerSGD(rank), message_bytes=1 << 17),
         ours(f"PowerSGD, rank {rank}, half-step", PowerSGD(rank, half_step=True)),
         ours(RECOMMENDED, WireDtype(PowerSGD(16), "int8")),
+        ours(LEAST, WireDtype(PowerSGD(4), "int8")),
         alone(),
         zero(),
         local(),

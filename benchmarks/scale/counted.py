@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,8 @@ WIDTH = 512
 
 #: The first steps make memory.
 STEPS = 3
+#: How often a plan is made.
+PLANNED = 3
 
 
 def operations(algorithm: Algorithm, ranks: int, tensors: int) -> int:
@@ -67,9 +70,12 @@ def of_plans(tensors: Sequence[int], said: Callable[[str], None], ranks: int = 8
     for name, algorithm in METHODS.items():
         seconds = {}
         for n in tensors:
-            began = time.process_time()
-            plan(shapes(n), algorithm, world_size=ranks)
-            seconds[n] = time.process_time() - began
+            took = []
+            for _ in range(PLANNED):
+                began = time.process_time()
+                plan(shapes(n), algorithm, world_size=ranks)
+                took.append(time.process_time() - began)
+            seconds[n] = statistics.median(took)
             said(f"a plan of {n:,} tensors: {name}")
         curves.append(Curve("tensors", name, "seconds of a plan", seconds, peer=1.0))
     return curves
