@@ -103,6 +103,16 @@ def test_the_first_screen_shows_what_methods_lose_and_links_take(
     )
 
 
+def test_what_a_step_needs_grows_no_faster_than_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every curve that was published; and pages show them."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    pages, rows = importlib.import_module("scale.pages"), results("scale")["rows"]
+    assert len(rows) > 100
+    assert [row for row in rows if not row["holds"]] == []
+    assert pages.table(rows) in (DOCS / "evidence.md").read_text()
+    assert pages.short_table(rows) in (DOCS / "performance.md").read_text()
+
+
 def test_the_advice_is_the_one_that_was_measured() -> None:
     """And sends what its methods send today."""
     advice = read_advice(results("advice-readme")["advice"])

@@ -36,6 +36,10 @@ from advice.regret import regrets  # noqa: E402
 RATES = ["100mbit", "1gbit", "10gbit", "unlimited"]
 #: Of two hosts: milliseconds to the other, and the rate in Mbit/s.
 DELAYS = ["1ms@1000mbit", "10ms@1000mbit"]
+#: Hosts of several ranks, which share a link, and the links of those cells.
+NODES, LINKS_OF_NODES = ["2x2", "2x4"], ["1gbit", "10gbit", "unlimited"]
+#: Their models: eight ranks share the cores that two had.
+MODELS_OF_NODES = ["GPT, 25 million", "MLP, long steps", "GPT that computes"]
 #: The cells, which were fixed before any was measured: of models that hardly compute all links; of
 #: those that compute, these.
 LINKS_THAT_COMPUTE = ["100mbit", "1gbit", "10gbit", "10ms@1000mbit"]
@@ -59,7 +63,8 @@ def parse() -> argparse.Namespace:
     p.add_argument(
         "--delays", nargs="*", default=DELAYS, help="of links between two hosts: 1ms@1000mbit"
     )
-    p.add_argument("--hosts", type=int, nargs="+", default=[2, 4], help="numbers of hosts")
+    p.add_argument("--hosts", type=int, nargs="*", default=[2, 4], help="of one rank each")
+    p.add_argument("--nodes", nargs="*", default=NODES, help="hosts of several ranks: 2x4")
     p.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     p.add_argument("--fresh", action="store_true", help="measure again what the output has already")
     p.add_argument("--output", type=Path, default=HERE.parent / "results" / "advice.json")
@@ -71,7 +76,9 @@ def parse() -> argparse.Namespace:
     return p.parse_args()
 
 
-def launch(hosts: int, link: str, models: list[str], calibrations: Path) -> list[dict[str, Any]]:
+def launch(
+    hosts: int, ranks: int, link: str, models: list[str], calibrations: Path
+) -> list[dict[str, Any]]:
     """The rows of these models on one link."""
     if "@" in link:
         delay, rate = link.split("@")
@@ -91,7 +98,11 @@ def launch(hosts: int, link: str, models: list[str], calibrations: Path) -> list
                     f"--nnodes={hosts}",
                     f"--node-rank={host}",
                 ),
-                *("--nproc-per-node=1", f"--master-addr={lab.address(0)}", f"--master-port={PORT}"),
+                *(
+                    f"--nproc-per-node={ranks}",
+                    f"--master-addr={lab.address(0)}",
+                    f"--master-port={PORT}",
+                ),
                 *(f"--local-addr={lab.address(host)}", str(HERE / "worker.py")),
                 *("--calibrations", str(calibrations), "--models", *models),
             ]
@@ -99,25 +110,30 @@ def launch(hosts: int, link: str, models: list[str], calibrations: Path) -> list
         rows: list[dict[str, Any]] = json.loads(
             lab.run(command, timeout=1800)[0].strip().splitlines()[-1]
         )
-    return [{"hosts": hosts, "link": link, **row} for row in rows]
+    return [{"hosts": hosts, "ranks": ranks, "link": link, **row} for row in rows]
 
 
-def cells(args: argparse.Namespace) -> list[tuple[int, str]]:
-    """Numbers of hosts and links, those first that take least time: they also find out what methods
-    cost."""
-    found = [(hosts, rate) for hosts in args.hosts for rate in reversed(args.rates)]
+def cells(args: argparse.Namespace) -> list[tuple[int, int, str]]:
+    """Numbers of hosts, of ranks on each, and links, those first that take least time: they also
+    find out what methods cost."""
+    found = [(hosts, 1, rate) for hosts in args.hosts for rate in reversed(args.rates)]
+    for each in args.nodes:
+        hosts, ranks = map(int, each.split("x"))
+        found += [(hosts, ranks, rate) for rate in reversed(args.rates) if rate in LINKS_OF_NODES]
     why_not = delay_obstacle()
     if args.delays and 2 in args.hosts and why_not:
         print(f"left out: {', '.join(args.delays)}: {why_not}", flush=True)
     elif 2 in args.hosts:
-        found += [(2, delay) for delay in args.delays]
-    return sorted(found, key=lambda cell: (cell[0], cell[1] == "100mbit"))
+        found += [(2, 1, delay) for delay in args.delays]
+    return sorted(found, key=lambda cell: (cell[1], cell[0], cell[2] == "100mbit"))
 
 
-def links_of(model: str, args: argparse.Namespace) -> list[str]:
-    """Of the cells of a model; links that were asked for by name, beyond all tables, are
-    anybody's."""
-    return [*CELLS[model], *({*args.rates, *args.delays} - {*RATES, *DELAYS})]
+def models_of(ranks: int, link: str, args: argparse.Namespace) -> list[str]:
+    """Those of a cell; links that were asked for by name, beyond all tables, are anybody's."""
+    asked = {*args.rates, *args.delays} - {*RATES, *DELAYS}
+    if ranks > 1:
+        return [model for model in args.models if model in MODELS_OF_NODES]
+    return [model for model in args.models if link in CELLS[model] or link in asked]
 
 
 def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -133,6 +149,7 @@ def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
             for which, of in (
                 ("all models", rows),
                 ("models that compute", [row for row in rows if row["model"] in COMPUTING]),
+                ("hosts of several ranks", [row for row in rows if row["ranks"] > 1]),
             )
             if of
         },
@@ -141,7 +158,7 @@ def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def show(row: dict[str, Any]) -> None:
     print(
-        f"{row['hosts']} hosts  {row['link']:>14}  {row['model']:<16}  alone {row['compute_ms']:7.0f} ms  take {row['recommended']}"
+        f"{row['hosts']} × {row['ranks']}  {row['link']:>14}  {row['model']:<16}  alone {row['compute_ms']:7.0f} ms  take {row['recommended']}"
         f"  fastest {row['fastest']}  {row['to_fastest']:.2f} of it",
         flush=True,
     )
@@ -157,6 +174,12 @@ def short(algorithm: str) -> str:
     """For a narrow table."""
     code = re.fullmatch(r"WireDtype\(AllReduce\(\), '(\w+)'\)", algorithm)
     return algorithm if algorithm == "plain" else f"`{code[1]}`" if code else f"`{algorithm}`"
+
+
+def place(row: dict[str, Any]) -> str:
+    """A cell without its model."""
+    ranks = f" × {row['ranks']}" if row["ranks"] > 1 else ""
+    return f"{row['hosts']}{ranks}, {row['link'].replace('@', ', ')}"
 
 
 def percent(regret: dict[str, float]) -> str:
@@ -180,7 +203,7 @@ def page(result: dict[str, Any]) -> str:
             for which, each in found["regret"].items()
         ),
         "",
-        "| hosts, link | model | plain | recommended: predicted / measured | fastest | |",
+        "| hosts × ranks, link | model | plain | recommended: predicted / measured | fastest | |",
         "|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
@@ -188,7 +211,7 @@ def page(result: dict[str, Any]) -> str:
         chosen, fastest = by_name[row["recommended"]], by_name[row["fastest"]]
         verdict = "" if row["to_fastest"] <= FAST else f"**missed: {row['to_fastest']:.2f}×**"
         lines.append(
-            f"| {row['hosts']}, {row['link'].replace('@', ', ')} | {row['model']} | {by_name['plain']['measured_ms']:,.0f} ms "
+            f"| {place(row)} | {row['model']} | {by_name['plain']['measured_ms']:,.0f} ms "
             f"| {short(row['recommended'])}: {chosen['predicted_ms']:,.0f} / {chosen['measured_ms']:,.0f} ms "
             f"| {short(row['fastest'])}, {fastest['measured_ms']:,.0f} ms | {verdict} |"
         )
@@ -203,11 +226,11 @@ def page(result: dict[str, Any]) -> str:
             "",
             "Predicted wrong by more than 25 %:",
             "",
-            "| hosts, link | model | method | predicted / measured |",
+            "| hosts × ranks, link | model | method | predicted / measured |",
             "|---|---|---|---|",
         ]
         lines += [
-            f"| {row['hosts']}, {row['link'].replace('@', ', ')} | {row['model']} | {short(m['algorithm'])} "
+            f"| {place(row)} | {row['model']} | {short(m['algorithm'])} "
             f"| {m['predicted_ms']:,.0f} / {m['measured_ms']:,.0f} ms |"
             for row, m in wrong
         ]
@@ -226,18 +249,19 @@ def main() -> None:
     todo = cells(args)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as calibrations:
-        for number, (hosts, link) in enumerate(todo):
-            done = {row["model"] for row in known if (row["hosts"], row["link"]) == (hosts, link)}
-            models = [
-                name for name in args.models if name not in done and link in links_of(name, args)
-            ]
+        for number, (hosts, ranks, link) in enumerate(todo):
+            cell = hosts, ranks, link
+            done = {
+                row["model"] for row in known if (row["hosts"], row["ranks"], row["link"]) == cell
+            }
+            models = [name for name in models_of(ranks, link, args) if name not in done]
             print(
-                f"[{number + 1}/{len(todo)}, {time.perf_counter() - began:.0f} s] {hosts} hosts, {link}: {', '.join(models) or 'known'}",
+                f"[{number + 1}/{len(todo)}, {time.perf_counter() - began:.0f} s] {hosts} hosts × {ranks}, {link}: {', '.join(models) or 'known'}",
                 flush=True,
             )
             if not models:
                 continue
-            rows = launch(hosts, link, models, Path(calibrations))
+            rows = launch(*cell, models, Path(calibrations))
             known += rows
             for row in rows:
                 show(row)
@@ -255,6 +279,7 @@ def result_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     ordered = sorted(
         rows,
         key=lambda row: (
+            row["ranks"],
             row["hosts"],
             "@" in row["link"],
             RATES.index(row["link"]) if row["link"] in RATES else 9,

@@ -1,4 +1,4 @@
-"""One host of a cell of the advice benchmark; started by `torchrun`. Prints its rows as the last
+"""A rank on a host of a cell of the advice benchmark; started by `torchrun`. Prints its rows as the last
 line.
 
 Probe, steps alone and costs of methods are measured as an advice would, on all hosts at once, since
@@ -41,9 +41,10 @@ LONG, LEAST, MOST = 1.5, 2, 7
 HOPELESS = 3.0
 
 
-def methods() -> list[Any]:
+def methods(probe: Any) -> list[Any]:
     """Those of an advice that average in each step."""
-    return [algorithm for algorithm in default_methods() if not isinstance(algorithm, LocalSGD)]
+    per_node = probe.replicas // probe.nodes if probe.nodes > 1 else 1
+    return [each for each in default_methods(per_node) if not isinstance(each, LocalSGD)]
 
 
 def calibrated(
@@ -53,7 +54,7 @@ def calibrated(
     them once."""
     file = (
         folder
-        / f"{name.replace(',', '').replace(' ', '-')}-{probe.replicas}-{dist.get_rank()}.pickle"
+        / f"{name.replace(',', '').replace(' ', '-')}-{probe.replicas}-{probe.nodes}-{dist.get_rank()}.pickle"
     )
     known = torch.tensor(float(file.exists()))
     dist.all_reduce(known, dist.ReduceOp.MIN)
@@ -68,7 +69,7 @@ def calibrated(
             dist.barrier()
             yield algorithm
 
-    costs = method_costs(model_specs(model, "torch"), probe, methods(), side_by_side)
+    costs = method_costs(model_specs(model, "torch"), probe, methods(probe), side_by_side)
     dist.barrier()
     file.write_bytes(pickle.dumps((compute, costs)))
     return compute, costs
@@ -133,7 +134,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
-    probe = gw.probe(nodes=dist.get_world_size())
+    probe = gw.probe()
     found = []
     for name in args.models:
         model = MODELS[name][0]()
@@ -146,7 +147,7 @@ def main() -> None:
         advice = weigh(costs, model_specs(model, "torch"), probe, compute, (math.inf,))
         best = min(method.step for method in advice.methods)
         times = {}
-        for algorithm in methods():
+        for algorithm in methods(probe):
             expected = advice.method(name_of(algorithm)).step
             times[name_of(algorithm)] = measured(
                 name, model, algorithm, once=expected > HOPELESS * best

@@ -2,7 +2,7 @@
 
     make bench-scale                                          # a quarter of an hour on two cores; writes benchmarks/results/scale.json
     python benchmarks/scale --only leaves --leaves 100 400    # one part; the others stay as they are in the file
-    python benchmarks/scale --only pages                      # docs/evidence.md, from what is in the file
+    python benchmarks/scale --only pages                      # docs/evidence.md and docs/performance.md, from what is in the file
 
 Counts (operations, bytes, requests, equations) are exact. Seconds are processor time, of the rank
 that needs most. Each curve has the exponent of the power of the size that fits it, and is held to
@@ -79,6 +79,12 @@ def parse() -> argparse.Namespace:
         default=ROOT / "docs" / "evidence.md",
         help="with a table between marks",
     )
+    p.add_argument(
+        "--short-page",
+        type=Path,
+        default=ROOT / "docs" / "performance.md",
+        help="with a short one",
+    )
     return p.parse_args()
 
 
@@ -126,7 +132,7 @@ def main() -> None:
         sep="\n",
     )
     if "pages" in args.only:
-        fill(args.page, known)
+        fill(args.page, args.short_page, known)
 
 
 if __name__ == "__main__":

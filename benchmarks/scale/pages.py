@@ -1,4 +1,4 @@
-"""The table of docs/evidence.md."""
+"""The tables of docs/evidence.md, and what docs/performance.md has of them."""
 
 from __future__ import annotations
 
@@ -49,6 +49,37 @@ def exponent(row: Mapping[str, Any]) -> str:
     return shown if row["holds"] else f"**{shown}, above {row['peer']:.2f}**"
 
 
-def fill(page: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the table between the marks of the page."""
+#: The columns of the short table: a part, what was counted or measured in it, and a heading.
+SHORT = (
+    ("counted", "operations of a step", "operations, ranks"),
+    ("ranks", "processor seconds of a step", "time, ranks"),
+    ("tensors", "processor seconds of a step", "time, tensors"),
+    ("leaves", "equations", "JAX: equations, leaves"),
+)
+#: What others are beside.
+PEERS = {"DDP": "DDP, `pmean`", "pmean": "DDP, `pmean`"}
+
+
+def short_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The exponents of a step for each method."""
+    found: dict[str, dict[str, str]] = {}
+    sizes: dict[str, str] = {}
+    for measured, what, heading in SHORT:
+        for row in rows:
+            if (row["measured"], row["what"]) == (measured, what):
+                subject = PEERS.get(row["subject"], row["subject"])
+                found.setdefault(subject, {})[heading] = exponent(row)
+                first, *_, last = row["values"]
+                sizes[heading] = f"{heading} {int(first):,} to {int(last):,}"
+    order = sorted(found, key=lambda subject: subject not in PEERS.values())
+    lines = [f"| exponent of | {' | '.join(sizes.values())} |", f"|---|{'---|' * len(sizes)}"]
+    for subject in order:
+        cells = [found[subject].get(heading, "") for heading in sizes]
+        lines.append(f"| {subject} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fill(page: Path, short: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the tables between the marks of the pages."""
     write_part(page, "scale", table(rows))
+    write_part(short, "growth", short_table(rows))

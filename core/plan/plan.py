@@ -20,6 +20,7 @@ from gradwire.core.plan.local_sgd import local_traffic, memory_bytes
 from gradwire.core.plan.parameters import specs_of
 from gradwire.core.plan.result import BucketPlan, LevelPlan, Plan, TensorPlan, average, kinds_of
 from gradwire.core.plan.traffic import Traffic
+from gradwire.core.protocol.collector import AT_REST
 from gradwire.core.text.options import Replicas, checked
 
 
@@ -93,31 +94,32 @@ def plan(
     if isinstance(algorithm, LocalSGD):  # which cannot use what a framework knows of a shape
         plain = {name: Spec(tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
         return _local_plan(algorithm, plain, world_size)
-    dry = dry_run(algorithm, specs, world_size)
-    inner, places = innermost(algorithm), _places(algorithm, world_size)
-    near = None if two is None or world_size is None else two.near(world_size)
-    one_node = (
-        near is not None and len(near) == 1
-    )  # between no nodes: an uncompressed average, which compresses nothing
-    tensors = []
-    for name, spec in specs.items():
-        steps = dry.alone(name).traffic
-        sent = average(
-            (t.nbytes if one_node else t.far_bytes(algorithm) * places, 1) for t in steps
+    with AT_REST:  # thousands of objects for thousands of tensors
+        dry = dry_run(algorithm, specs, world_size)
+        inner, places = innermost(algorithm), _places(algorithm, world_size)
+        near = None if two is None or world_size is None else two.near(world_size)
+        one_node = (
+            near is not None and len(near) == 1
+        )  # between no nodes: an uncompressed average, which compresses nothing
+        tensors = []
+        for name, spec in specs.items():
+            steps = dry.alone(name).traffic
+            sent = average(
+                (t.nbytes if one_node else t.far_bytes(algorithm) * places, 1) for t in steps
+            )
+            tensors.append(
+                _tensor(inner, name, spec, name in dry.memory.tensors and not one_node, sent)
+            )
+        return Plan(
+            algorithm,
+            tuple(tensors),
+            tuple(dry.traffic),
+            sum(s.nbytes for s in specs.values()),
+            _buckets(algorithm, specs, bucket_cap_mb, first_bucket_mb),
+            outgrown_at(algorithm, specs),
+            _levels(algorithm, dry.traffic, world_size),
+            state_bytes(dry.memory),
         )
-        tensors.append(
-            _tensor(inner, name, spec, name in dry.memory.tensors and not one_node, sent)
-        )
-    return Plan(
-        algorithm,
-        tuple(tensors),
-        tuple(dry.traffic),
-        sum(s.nbytes for s in specs.values()),
-        _buckets(algorithm, specs, bucket_cap_mb, first_bucket_mb),
-        outgrown_at(algorithm, specs),
-        _levels(algorithm, dry.traffic, world_size),
-        state_bytes(dry.memory),
-    )
 
 
 def _buckets(
