@@ -157,9 +157,7 @@ def steps_of(
     sent = (handle.stats().bytes_sent - counted) / STEPS if handle else 4 * elements(given)
     found["bytes of a step"] = sent
     if store:
-        found["requests to the store, with its process group"] = (
-            began + store.requests[True] - asked
-        )
+        found["store requests, group included"] = began + store.requests[True] - asked
     return found
 
 
