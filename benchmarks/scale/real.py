@@ -132,9 +132,10 @@ def steps_of(
     has asked of the store."""
     gradients = drawn(dict(given), seed=dist.get_rank())
     method = None if name == PEER else methods(dist.get_world_size())[name]
+    model: Any = None
     seconds = []
     for _ in range(MODELS):
-        whole, model, handle = HandedOver(dict(given)), None, None
+        model, handle, whole = None, None, HandedOver(dict(given))
         gc.collect()  # DDP, hook and parameters hold each other
         dist.barrier()
         cpu, asked = time.process_time(), store.requests[True] if store else 0
