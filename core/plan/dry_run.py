@@ -28,9 +28,8 @@ from gradwire.core.local_sgd.algorithm import LocalGradients
 from gradwire.core.ops import Spec
 from gradwire.core.plan.traffic import LevelBytes, Message, Traffic, bytes_by_level, counted
 from gradwire.core.protocol import run
-from gradwire.core.protocol.collector import AT_REST
 from gradwire.core.protocol.groups import Groups, UnknownWorldSize, group_size, require_partition
-from gradwire.core.protocol.programs import Program, Request, UnknownRequest, cannot_answer
+from gradwire.core.protocol.programs import AT_REST, Program, Request, UnknownRequest, cannot_answer
 
 T = TypeVar("T")
 OPS = AbstractOps()

@@ -20,7 +20,7 @@ from gradwire.core.plan.local_sgd import local_traffic, memory_bytes
 from gradwire.core.plan.parameters import specs_of
 from gradwire.core.plan.result import BucketPlan, LevelPlan, Plan, TensorPlan, average, kinds_of
 from gradwire.core.plan.traffic import Traffic
-from gradwire.core.protocol.collector import AT_REST
+from gradwire.core.protocol.programs import AT_REST
 from gradwire.core.text.options import Replicas, checked
 
 

@@ -3,7 +3,6 @@ the simulator, which says who disagrees and leaves its input alone."""
 
 import gc
 import math
-import os
 import subprocess
 import sys
 import threading
@@ -21,11 +20,10 @@ from gradwire.core.ops import WIRE_ITEMSIZE
 from gradwire.core.plan.dry_run import rehearsed
 from gradwire.core.plan.traffic import traffic_of as counted
 from gradwire.core.protocol import together
-from gradwire.core.protocol.collector import AT_REST
 from gradwire.core.protocol.control_requests import Branch, OptimizerStep, StepIsFinite
 from gradwire.core.protocol.exchanges import Gather
 from gradwire.core.protocol.local_requests import Orthonormalize
-from gradwire.core.protocol.programs import STATED, Collective, Fusable, Request, ask
+from gradwire.core.protocol.programs import AT_REST, STATED, Collective, Fusable, Request, ask
 from gradwire.core.protocol.reductions import Reduce, SumScalar
 from gradwire.core.simulate import NumpyOps, lock_step
 
@@ -727,10 +725,17 @@ def test_the_collector_is_back_after_an_error_and_when_another_thread_has_left(c
     assert gc.isenabled()
 
 
-def test_the_child_of_a_fork_collects(collects):
-    with AT_REST:
-        child = os.fork()
-        if not child:
-            os._exit(0 if gc.isenabled() else 1)
-        assert not gc.isenabled()
-    assert os.waitpid(child, 0)[1] == 0
+FORKING = """
+import gc, os
+from gradwire.core.protocol.programs import AT_REST
+with AT_REST:
+    child = os.fork()
+    if not child:
+        os._exit(0 if gc.isenabled() else 1)
+    assert not gc.isenabled()
+assert os.waitpid(child, 0)[1] == 0 and gc.isenabled()
+"""
+
+
+def test_the_child_of_a_fork_collects():
+    subprocess.run([sys.executable, "-c", FORKING], check=True, timeout=60)

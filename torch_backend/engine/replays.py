@@ -34,9 +34,8 @@ import torch
 from torch import Tensor
 
 from gradwire.core.algorithm import Algorithm, State
-from gradwire.core.protocol.collector import AT_REST
 from gradwire.core.protocol.groups import Groups
-from gradwire.core.protocol.programs import Program
+from gradwire.core.protocol.programs import AT_REST, Program
 from gradwire.torch_backend.engine.collectives import Collectives, Pending
 from gradwire.torch_backend.engine.cuda_graphs import Graph, Graphs, graphs_for
 from gradwire.torch_backend.engine.scheduler import Running, Step

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from gradwire.core.kernels.arrays import group_by
-from gradwire.core.protocol.collector import AT_REST
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.programs import (
+    AT_REST,
     Collective,
     Fusable,
     Program,

@@ -37,8 +37,7 @@ from torch import Tensor
 from gradwire.core.algorithm import Algorithm, State
 from gradwire.core.ops import Spec
 from gradwire.core.plan.dry_run import DryRun
-from gradwire.core.protocol.collector import AT_REST
-from gradwire.core.protocol.programs import Program
+from gradwire.core.protocol.programs import AT_REST, Program
 from gradwire.core.protocol.settings import with_settings
 from gradwire.torch_backend.cpu.compiled import Loops
 from gradwire.torch_backend.engine.collectives import Collectives
