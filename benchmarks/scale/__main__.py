@@ -60,7 +60,11 @@ def parse() -> argparse.Namespace:
     p.add_argument("--of", type=int, default=40, help="tensors, where ranks grow")
     p.add_argument("--tensors", nargs="+", type=int, default=[100, 1_000, 10_000])
     p.add_argument(
-        "--planned", nargs="+", type=int, default=[100, 1_000, 8_000], help="tensors of plans"
+        "--planned",
+        nargs="+",
+        type=int,
+        default=[100, 1_000, 8_000, 50_000],
+        help="tensors of plans",
     )
     p.add_argument(
         "--leaves",
