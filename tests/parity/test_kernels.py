@@ -453,7 +453,7 @@ KERNELS = {
     "reuse_sent": lambda ops, batch, **_: ops.storage.reuse_sent(batch[1:2], batch, lambda sent: sent[1:2]),
     "scatter_sum_each": lambda ops, batch, **_: ops.rows(ops.scatter_sum_each([(1, 8, None), (3, 9, None)], positions_in(ops, batch), batch, order=[1, 0]), 1),
     "scatter_sum_each, tiles": lambda ops, batch, **_: ops.rows(ops.scatter_sum_each([(2, 8, (4, 2)), (2, 8, None)], positions_in(ops, batch), batch), 1),
-    "scatter_sum_each, of one": lambda ops, batch, **_: ops.rows(ops.scatter_sum_each([(3, 9, None), (1, 8, None)], None, positions_in(ops, batch)(batch[1])[0], batch[1], finish=lambda x: x / 3), 1),
+    "scatter_sum_each, of one": lambda ops, batch, **_: ops.rows(ops.scatter_sum_each([(3, 9, None), (1, 8, None)], None, positions_in(ops, batch)(batch[1])[0], batch[1], finish=lambda x: ops.cast(x / 3, ops.dtype_of(x))), 1),
     "largest_each": lambda ops, batch, x, **_: placed(ops, [batch[0], x, batch[2]], 4),
     "largest_each, ties": lambda ops, x, **_: placed(ops, [ops.asarray([[1, -0.0, 0.0, -0.0, NAN, 2, INF, -NAN, 2, -INF, -2]], ops.dtype_of(x)), x], 5),
     "elementwise_each": lambda ops, x, y, batch, **_: ops.elementwise_each(lambda x, y: ops.multiply(x, y, out=x), [batch[0], x], [batch[2], y])[1],
