@@ -106,6 +106,25 @@ def errors(handle):
     return copy.deepcopy(handle._choosing._driver().memory.state.tensors)
 
 
+def said_when_saved(handle):
+    """Whether every way to save a state says what it lacks; none else may."""
+    said, sink = [], logging.Handler()
+    sink.emit = lambda record: said.append(record.getMessage())
+    memory = logging.getLogger("gradwire.torch_backend.state.memory")
+    memory.addHandler(sink)
+    try:
+        ways = handle.state_dict, handle.rank_state_dict, handle.gathered_state_dict
+        for save in (*ways, handle.sharded_state.state_dict):
+            save()
+            yes = bool(said)
+            said.clear()
+            if not yes:
+                return False
+    finally:
+        memory.removeHandler(sink)
+    return True
+
+
 @cases.case
 def test_what_was_not_sent_is_added_once_also_after_a_step_that_is_not_finite(world):
     """In sum the optimizer is given the sum of all gradients, but for what the method at work still
@@ -130,6 +149,7 @@ def test_what_was_not_sent_is_added_once_also_after_a_step_that_is_not_finite(wo
             assert (
                 same_bits(errors(handle), before) if step == 2 else choosing._driver().owed.errors
             )
+            assert said_when_saved(handle) == (step == 4)
             continue
         alone = mlp(*WIDTHS)
         alone.load_state_dict(ddp.module.state_dict())

@@ -298,7 +298,7 @@ class Choosing:
         the next gradients."""
         old = self._driver()
         new = self._made(number)
-        new.owed.errors = {**old.owed.errors, **_left_over(old, new)}
+        new.owed.errors.update({**old.owed.errors, **_left_over(old, new)})
         new.continue_from(old)
         if number in self._loops:  # else ranks compare what they go on from, once for each method
             new.ops.loops = self._loops[number]

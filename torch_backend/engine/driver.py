@@ -110,6 +110,7 @@ class Driver(GradientStep):
         self._programs = Step(
             self.collectives, unscaled=lambda norm: self.memory.scale.unscaled(norm), near=near
         )
+        self.memory.owed = self.owed.errors
         self._foresee()
         rank, knows = self.process_group.rank(), self.ops.host_knows
         self.skipped = SkippedSteps(repr(algorithm), device, rank, seen_by_host=knows)

@@ -86,6 +86,8 @@ class Memory:
         left: of fragments whose differences are on their way, after which step they have left.
             None: there are no such.
         wait: called before the host reads or writes the memory.
+        owed: errors of the method before that no step has added to gradients yet, by parameter. No
+            saved state has them: it says so.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Memory:
         self.loaded = ""
         self.left: dict[int, int] | None = None
         self.wait: Callable[[], None] = lambda: None
+        self.owed: Mapping[str, Tensor] = {}
 
     @property
     def per_replica(self) -> Collection[str]:
@@ -130,6 +133,7 @@ class Memory:
 
     def own(self) -> dict[str, Any]:
         """The own form, of copies. Communicates nothing."""
+        self._say_what_is_owed()
         lent = self.lent()
         tensors = {name: _copies(memory) for name, memory in lent["tensors"].items()}
         return {
@@ -157,6 +161,7 @@ class Memory:
     def whole(self, *, sliced: bool = False) -> dict[str, Any]:
         """The whole form, with the mean error; `sliced`: as tensors of which each rank has a slice.
         Every rank calls this. Raises RuntimeError if some do not."""
+        self._say_what_is_owed()
         self.placement.meet("state_dict()")
         # The scale always: tools fill what a new run gives, key by key.
         return {"scale": 1.0, **self.placement.whole(self, sliced)}
@@ -174,8 +179,19 @@ class Memory:
                 f"errors={errors!r} must be 'mean', one copy, or 'all', one of each rank"
             )
         require_receiver(to, self.placement.place[1])
+        self._say_what_is_owed()
         self.placement.meet("gathered_state_dict()")
         return self.placement.portable(self, errors, to)
+
+    def _say_what_is_owed(self) -> None:
+        if self.owed:
+            logger.warning(
+                "This state lacks the compression errors of %d parameters: those of the method"
+                " before %r, which the next gradients that are finite will contain. Save it after"
+                " that step, and nothing is lost",
+                len(self.owed),
+                self.algorithm,
+            )
 
     def fit(self, saved: Mapping[str, Any], strict: bool = True) -> Fitted:
         """What of a state in any form has a place here. Changes nothing.
