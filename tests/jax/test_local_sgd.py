@@ -387,20 +387,26 @@ def test_a_nan_on_one_replica_costs_a_period_and_no_more(inner, moments, options
     params = {"w": jnp.ones((12, 8)), "b": jnp.ones(4)}
     one = jax.tree.map(lambda x: x[0], started(tx, params, 1))
 
-    def run(broken, replica):
-        def step(carry, n):
-            training, mean = carry
-            bad = jnp.where((n == broken) & (replica == 1), jnp.nan, 0.0)
-            gradients = jax.tree.map(lambda x: x - (0.1 * replica + 0.01 * n) + bad, training[0])
-            training, mean = tx.step(gradients, training, 0.9 * mean + 0.1 + bad)
-            return (training, mean), tx.outer_params(training[1])["b"]
+    def step(broken, replica, n, carry):
+        training, mean = carry
+        bad = jnp.where((n == broken) & (replica == 1), jnp.nan, 0.0)
+        gradients = jax.tree.map(lambda x: x - (0.1 * replica + 0.01 * n) + bad, training[0])
+        training, mean = tx.step(gradients, training, 0.9 * mean + 0.1 + bad)
+        return (training, mean), tx.outer_params(training[1])["b"]
 
-        (training, mean), outer = lax.scan(step, (one, jnp.ones(2)), jnp.arange(period * periods))
-        return training, mean, outer
-
-    each = jax.vmap(jax.vmap(run, in_axes=(None, 0), axis_name=AXIS), in_axes=(0, None))
     never, when = 10**6, np.arange(2 * period, 3 * period) + options.get("start_step", 0)
-    training, mean, outer = jax.jit(each)(jnp.array([never, *when]), jnp.arange(replicas))
+    broken, replica = jnp.array([never, *when]), jnp.arange(replicas)
+    each = jax.vmap(jax.vmap(step, (None, 0, None, 0), axis_name=AXIS), (0, None, None, 0))
+    begin = jax.tree.map(
+        lambda x: jnp.tile(x, (len(broken), replicas, *[1] * x.ndim)), (one, jnp.ones(2))
+    )
+    # What is mapped lies within the loop: JAX maps a loop once for each part of its state.
+    (training, mean), outer = jax.jit(
+        lambda begin: lax.scan(
+            lambda carry, n: each(broken, replica, n, carry), begin, jnp.arange(period * periods)
+        )
+    )(begin)
+    outer = np.moveaxis(outer, 0, 2)
     assert all(
         np.isfinite(x).all() for x in jax.tree.leaves((training[0], training[1].inner, mean))
     )
