@@ -4,7 +4,7 @@ oldest -- tests/core`.
 Each row has an environment of its own under build/versions, made by uv, some gigabytes large: a
 Python, a torch, and the oldest or the newest of all other packages that `pyproject.toml` accepts. A
 row is made and tested after the other. In it run the tests of the core, the parity tables of both
-backends, and the quick tests of requests, FSDP, ZeRO and local SGD in torch, and of what comes and
+backends, and the quick tests of requests, saved states, FSDP, ZeRO and local SGD in torch, and of what comes and
 goes by torchft, where it is installed: torch's own process groups that can be given other members
 are there since 2.15. What a version cannot is refused where it is registered; a test that meets
 with that is counted as "xfailed", see `tests/torch/conftest.py`.
@@ -52,6 +52,7 @@ TORCH = tuple(
             "compat_local_sgd",
         ),
         *("zero_features", "zero_mixture", "zero_state", "local_sgd", "local_sgd_composition"),
+        *("states", "two_levels"),
     )
 )
 TESTS = ("tests/core", *PARITY, *TORCH, "tests/chaos")
