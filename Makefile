@@ -55,9 +55,10 @@ test-portability: $(READY) ## the tests of `make test` as on other processors, o
 
 # What compiles for accelerators: libtpu, and XLA for CUDA.
 COMPILERS := libtpu==0.0.52 jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2
+# The first test of a model waits for all its methods: 130 s of a processor, and more of the clock where others need it too.
 test-compiled: $(READY) ## what the compilers of TPU and H100 make of it, without one of them; fetches 340 MB into build/compilers
 	test -d build/compilers/libtpu || $(BIN)/pip install -q --no-compile --no-deps --target build/compilers $(COMPILERS)
-	GRADWIRE_TEST_COMPILED=1 $(PYTEST) -rP tests/compiled $(ARGS)
+	GRADWIRE_TEST_COMPILED=1 $(PYTEST) -o timeout=1860 -o faulthandler_timeout=1900 -rP tests/compiled $(ARGS)
 
 VERSIONS ?=
 test-versions: $(READY) ## the core, the parity tables and torch on the oldest and newest Python, torch and jax, and on torch between; only VERSIONS="oldest"
