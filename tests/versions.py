@@ -4,10 +4,10 @@ oldest -- tests/core`.
 Each row has an environment of its own under build/versions, made by uv, some gigabytes large: a
 Python, a torch, and the oldest or the newest of all other packages that `pyproject.toml` accepts. A
 row is made and tested after the other. In it run the tests of the core, the parity tables of both
-backends, and the quick tests of requests, saved states, FSDP, ZeRO and local SGD in torch, and of what comes and
-goes by torchft, where it is installed: torch's own process groups that can be given other members
-are there since 2.15. What a version cannot is refused where it is registered; a test that meets
-with that is counted as "xfailed", see `tests/torch/conftest.py`.
+backends, and the quick tests of requests, saved states, FSDP, ZeRO and local SGD in torch, and of
+what comes and goes by torchft, where it is installed: torch's own process groups that can be given
+other members are there since 2.15. What a version cannot is refused where it is registered; a test
+that meets with that is counted as "xfailed", see `tests/torch/conftest.py`.
 
 torch comes from the index that UV_TORCH_BACKEND names, by default "cpu", PyTorch's own of builds
 for CPUs. Where that cannot be reached, `UV_TORCH_BACKEND= make test-versions` takes the build of
