@@ -35,8 +35,17 @@ def outgrown_at(algorithm: Algorithm, specs: Mapping[str, Spec]) -> int | None:
         steps = dry_run(algorithm, specs, replicas).traffic
         return sum(step.nbytes for step in steps) / len(steps)
 
+    def gathered(replicas: int) -> float:
+        """Without what is the second half of an average, whose shares are filled up."""
+        steps = dry_run(algorithm, specs, replicas).traffic
+        parts = [part for step in steps for part in step.parts if part.pattern != "all_reduce"]
+        sign = [1 if part.pattern == "all_gather" else -1 for part in parts]
+        return sum(s * part.nbytes for s, part in zip(sign, parts, strict=True)) / len(steps)
+
     try:
         few, many = sent(algorithm, FEW), sent(algorithm, MANY)
+        if gathered(MANY) <= FILLED * few:
+            return None
     except NoPartition:  # its groups are of some number of replicas
         return None
     if many - few <= FILLED * few:

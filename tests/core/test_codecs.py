@@ -751,6 +751,7 @@ def test_what_gathers_says_when_it_stops_paying_and_what_does_not_never_does():
         WireDtype(AllReduce(), "int8"),
         AllReduce(),
         PowerSGD(2),
+        WireDtype(PowerSGD(16, min_compression_rate=1), "int8"),
     ):
         assert outgrown_at(algorithm, small) is None
     found = outgrown_at(TopK(16, per=64), small)
