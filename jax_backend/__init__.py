@@ -1,9 +1,11 @@
 """gradwire for JAX: Optax transformations that average gradients over replicas, compressed.
 
     from flax.training.train_state import TrainState
-    from gradwire.jax_backend import power_sgd, replicate
+    from gradwire import PowerSGD, WireDtype
+    from gradwire.jax_backend import average_gradients, replicate
 
-    tx = optax.chain(power_sgd(rank=4, axis_name="data"), optax.adamw(3e-4))
+    average = average_gradients(WireDtype(PowerSGD(16), "int8"), axis_name="data")
+    tx = optax.chain(average, optax.adamw(3e-4))
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
     state = replicate(state, axis_name="data")
 

@@ -108,7 +108,7 @@ def relative_error(
     """How well the algorithm does with the gradients of a step: on request, since it costs a full
     average. Inside the map.
 
-        compressor = power_sgd(rank=4, axis_name="data")
+        compressor = average_gradients(WireDtype(PowerSGD(16), "int8"), axis_name="data")
         averages, after = compressor.update(gradients, before)
         error = relative_error(gradients, averages, before, axis_name="data")
 
@@ -219,9 +219,9 @@ def stats(state: Any) -> Stats:
     Examples:
         >>> import jax.numpy as jnp
         >>> from gradwire.jax_backend import power_sgd, stats
-        >>> new = stats(power_sgd(4, axis_name="data").init({"w": jnp.zeros((512, 512))}))
+        >>> new = stats(power_sgd(16, axis_name="data").init({"w": jnp.zeros((512, 512))}))
         >>> int(new.steps), float(new.wire_bytes), float(new.local_error_norm)
-        (0, 16384.0, 0.0)
+        (0, 65536.0, 0.0)
 
     In several processes any of them may call it alone: nothing is sent, and the error norm is that
     of its own replicas.

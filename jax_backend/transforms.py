@@ -77,7 +77,7 @@ def power_sgd(
     """Average gradients over replicas as low-rank factors (Vogels, Karimireddy and Jaggi 2019,
     arXiv 1905.13727).
 
-        tx = optax.chain(power_sgd(4, axis_name="data"), optax.adamw(3e-4))
+        tx = optax.chain(power_sgd(16, axis_name="data"), optax.adamw(3e-4))
 
     A step is two all-reduces for the whole model; with `half_step=True` it is one.
 
@@ -86,14 +86,14 @@ def power_sgd(
         >>> from jax.sharding import PartitionSpec as P
         >>> from gradwire.jax_backend import distribute, partition_specs, power_sgd, stats
         >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> tx = power_sgd(4, axis_name="data")
+        >>> tx = power_sgd(16, axis_name="data")
         >>> state = distribute(tx.init({"w": jnp.zeros((512, 512))}), mesh, "data")
         >>> specs = partition_specs(state, "data")
         >>> places = {"in_specs": (P(), specs), "out_specs": (P(), specs)}
         >>> update = jax.shard_map(tx.update, mesh=mesh, **places, check_vma=False)
         >>> averages, state = jax.jit(update)({"w": jnp.ones((512, 512))}, state)
         >>> int(stats(state).wire_bytes), int(stats(state).compression_ratio)
-        (16384, 64)
+        (65536, 16)
 
     Args:
         rank: of the approximation; or a mapping from patterns of parameter names to ranks, 0 to

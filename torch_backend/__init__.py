@@ -1,13 +1,15 @@
 """gradwire for PyTorch: any algorithm as a communication hook of `DistributedDataParallel`, or in a
 wrapper of our own.
 
-    ddp = DistributedDataParallel(model)
-    gradwire.torch_backend.register_comm_hook(ddp, gradwire.PowerSGD(rank=4))
+    method = gradwire.WireDtype(gradwire.PowerSGD(16), "int8")
 
-    model = gradwire.torch_backend.DataParallel(model, gradwire.PowerSGD(rank=4))
+    ddp = DistributedDataParallel(model)
+    gradwire.torch_backend.register_comm_hook(ddp, method)
+
+    model = gradwire.torch_backend.DataParallel(model, method)
 
     # Sharded by FSDP2:
-    gradwire.torch_backend.compress_replicas(model, gradwire.PowerSGD(rank=4), mesh["replicate"])
+    gradwire.torch_backend.compress_replicas(model, method, mesh["replicate"])
 
 by itself, between backward and step, for engines that take no hook: `Averager`;
 

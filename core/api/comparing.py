@@ -40,7 +40,7 @@ def compare(
     """Train under uncompressed averages and under each method, with the same weights, shards and
     seeds, and compare held-out losses.
 
-        methods = [gradwire.PowerSGD(rank=4), gradwire.diloco(30)]
+        methods = [gradwire.WireDtype(gradwire.PowerSGD(16), "int8"), gradwire.diloco(30)]
         comparison = gradwire.compare(make, methods, steps=300)
         print(comparison)
 

@@ -334,7 +334,7 @@ def local_sgd(
     Args:
         inner: any optimizer. `optax.MultiSteps` belongs inside; steps are then micro-steps.
         local: what to do. A compressor may have two levels: `diloco(100, subgroup="node",
-            compressor=TwoLevel(PowerSGD(4), within="ici"))`.
+            compressor=TwoLevel(WireDtype(AllReduce(), "bfloat16"), within="ici"))`.
         axis_name: the axis of the replicas, see `power_sgd`. Of several, the first is the slowest
             in the numbering of replicas. The axis that two levels name in `within` is the last of
             them, given here or not.

@@ -157,10 +157,11 @@ def zero1(
     Give it *local* gradients, with no `pmean` before it. `inner` is called with trees like the
     parameters, in which every parameter of n elements is a piece of ⌈n/W⌉ of them with the
     parameter's number of dimensions, so masks by name and by dimensions mean what they mean without
-    it. After `power_sgd`, which leaves every replica with the average:
+    it. After `average_gradients`, which leaves every replica with the average:
 
         sharded = zero1(optax.adamw(3e-4), axis_name="data", replicas=…, averaged=True)
-        tx = optax.chain(power_sgd(4, axis_name="data"), sharded)
+        average = average_gradients(WireDtype(PowerSGD(16), "int8"), axis_name="data")
+        tx = optax.chain(average, sharded)
 
     Where `jax.shard_map` leaves axes to the compiler (`axis_names={"dcn"}`) pieces of parameters
     are refused: the optimizer's state is divided along those axes already. `shard="parameter"`

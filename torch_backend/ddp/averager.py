@@ -1,7 +1,8 @@
 """An algorithm without DDP: it averages gradients that somebody else has made, between backward and
 step.
 
-    averager = gradwire.torch_backend.Averager(PowerSGD(rank=4), dict(model.named_parameters()))
+    method = WireDtype(PowerSGD(16), "int8")
+    averager = gradwire.torch_backend.Averager(method, dict(model.named_parameters()))
     ...
     loss.backward()
     averager({name: p.grad for name, p in model.named_parameters()})
@@ -44,12 +45,13 @@ class Averager(Handle):
         >>> import gradwire, torch
         >>> from gradwire.torch_backend import Averager
         >>> model = torch.nn.Linear(512, 512)
-        >>> averager = Averager(gradwire.PowerSGD(rank=4), dict(model.named_parameters()))
+        >>> method = gradwire.WireDtype(gradwire.PowerSGD(16), "int8")
+        >>> averager = Averager(method, dict(model.named_parameters()))
         >>> model(torch.ones(2, 512)).sum().backward()
         >>> gradients = {name: p.grad for name, p in model.named_parameters()}
         >>> averages = averager(gradients)    # the same tensors
         >>> averager.stats().collectives
-        2
+        4
 
     Args:
         algorithm: what to run, the same on every rank.

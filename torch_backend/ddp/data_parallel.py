@@ -1,6 +1,6 @@
 """`DataParallel`: data-parallel training of any torch module, in Python that can be read.
 
-model = gradwire.torch_backend.DataParallel(model, PowerSGD(rank=4))
+model = gradwire.torch_backend.DataParallel(model, WireDtype(PowerSGD(16), "int8"))
 """
 
 from __future__ import annotations
@@ -109,10 +109,11 @@ class DataParallel(nn.Module):
     Examples:
         >>> import gradwire, torch
         >>> from gradwire.torch_backend import DataParallel
-        >>> model = DataParallel(torch.nn.Linear(512, 512), gradwire.PowerSGD(rank=4))
+        >>> method = gradwire.WireDtype(gradwire.PowerSGD(16), "int8")
+        >>> model = DataParallel(torch.nn.Linear(512, 512), method)
         >>> model(torch.ones(2, 512)).sum().backward()
         >>> model.handle.stats().bytes_sent, model.buckets()
-        (18432, [['bias', 'weight']])
+        (17424, [['bias', 'weight']])
 
     Args:
         module: gradients of float dtypes, dense, on one device. Parameters and buffers are

@@ -1,7 +1,7 @@
 """gradwire as a communication hook of `DistributedDataParallel`.
 
 ddp = DistributedDataParallel(model)
-handle = gradwire.torch_backend.register_comm_hook(ddp, PowerSGD(rank=4))
+handle = gradwire.torch_backend.register_comm_hook(ddp, WireDtype(PowerSGD(16), "int8"))
 """
 
 from collections.abc import Callable, Mapping
@@ -61,16 +61,17 @@ def register_comm_hook(
         >>> import gradwire, torch
         >>> from gradwire.torch_backend import register_comm_hook
         >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(512, 512))
-        >>> handle = register_comm_hook(ddp, gradwire.PowerSGD(rank=4))
+        >>> method = gradwire.WireDtype(gradwire.PowerSGD(16), "int8")
+        >>> handle = register_comm_hook(ddp, method)
         >>> ddp(torch.ones(2, 512)).sum().backward()
         >>> handle.stats().bytes_sent, handle.stats().dense_bytes
-        (18432, 1050624)
+        (17424, 1050624)
 
     Args:
         ddp: the wrapped model, or what `torch.compile` has made of it. Gradients of float dtypes,
             dense, on one device.
-        algorithm: what to run, the same on every rank: `PowerSGD(rank=4)`, `AllReduce()`,
-            `WireDtype(...)`, your own; or `gradwire.Auto()`, which finds the fastest while the
+        algorithm: what to run, the same on every rank: `WireDtype(AllReduce(), "int8")`,
+            `PowerSGD(rank=16)`, your own; or `gradwire.Auto()`, which finds the fastest while the
             training runs.
         message_bytes: buckets are collected until their payload has so many bytes, and then share
             one message. None: 1 MiB; 4 MiB for compressed gradients on an accelerator, where
@@ -183,9 +184,9 @@ class CommHook(Handle):
         >>> import gradwire, torch
         >>> from gradwire.torch_backend import register_comm_hook
         >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-        >>> handle = register_comm_hook(ddp, gradwire.PowerSGD(rank=1))
+        >>> handle = register_comm_hook(ddp, gradwire.PowerSGD(rank=8))
         >>> ddp(torch.ones(2, 64)).sum().backward()
-        >>> len(handle.reconfigure(gradwire.PowerSGD(rank=2)).reshaped)  # the factor
+        >>> len(handle.reconfigure(gradwire.PowerSGD(rank=16)).reshaped)  # the factor
         1
         >>> state = handle.state_dict()
         >>> state["step"], sorted(state["tensors"]["weight"]), sorted(state["local"]["weight"])

@@ -4,7 +4,8 @@ mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
 for layer in model.layers:
     fully_shard(layer, mesh=mesh["shard"])
 fully_shard(model, mesh=mesh["shard"])
-handle = gradwire.torch_backend.compress_replicas(model, PowerSGD(rank=4), mesh["replicate"])
+method = WireDtype(PowerSGD(16), "int8")
+handle = gradwire.torch_backend.compress_replicas(model, method, mesh["replicate"])
 """
 
 from __future__ import annotations

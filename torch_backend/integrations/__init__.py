@@ -5,9 +5,10 @@ when its name is asked for.
         AcceleratorCompression, LightningCompression, TrainerCompression
     )
 
-    trainer.add_callback(TrainerCompression(trainer, PowerSGD(rank=4)))            # transformers
-    trainer = Trainer(callbacks=[LightningCompression(PowerSGD(rank=4))])          # Lightning
-    compression = AcceleratorCompression(accelerator, model, PowerSGD(rank=4))     # accelerate
+    method = WireDtype(PowerSGD(16), "int8")
+    trainer.add_callback(TrainerCompression(trainer, method))            # transformers
+    trainer = Trainer(callbacks=[LightningCompression(method)])          # Lightning
+    compression = AcceleratorCompression(accelerator, model, method)     # accelerate
 
 Each registers the hook on the DDP that the tool makes, with its loss scaler; saves and restores the
 compressor's memory in its checkpoints, for any number of processes; and logs what compression does

@@ -1,7 +1,7 @@
 """accelerate.
 
 model, optimizer, data = accelerator.prepare(model, optimizer, data)
-compression = AcceleratorCompression(accelerator, model, PowerSGD(rank=4))
+compression = AcceleratorCompression(accelerator, model, WireDtype(PowerSGD(16), "int8"))
 """
 
 from __future__ import annotations

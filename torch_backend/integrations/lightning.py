@@ -1,6 +1,6 @@
 """Lightning, as `lightning.pytorch` or as `pytorch_lightning`.
 
-trainer = Trainer(strategy="ddp", callbacks=[LightningCompression(PowerSGD(rank=4))])
+trainer = Trainer(strategy="ddp", callbacks=[LightningCompression(WireDtype(PowerSGD(16), "int8"))])
 trainer.fit(module, data)                          # or trainer.fit(module, data, ckpt_path=...)
 """
 

@@ -1,7 +1,7 @@
 """Hugging Face's Trainer.
 
 trainer = Trainer(model, args, train_dataset=data)
-trainer.add_callback(TrainerCompression(trainer, PowerSGD(rank=4)))
+trainer.add_callback(TrainerCompression(trainer, WireDtype(PowerSGD(16), "int8")))
 trainer.train()                                   # or trainer.train(resume_from_checkpoint=True)
 """
 

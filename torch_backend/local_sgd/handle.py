@@ -508,7 +508,7 @@ class LocalSGDHandle:
         """Go on with another schedule, outer optimizer or compressor, from the next step on. To be
         called on all ranks, between steps.
 
-            handle.reconfigure(diloco(500, compressor=PowerSGD(rank=4)))
+            handle.reconfigure(diloco(500, compressor=WireDtype(AllReduce(), "bfloat16")))
 
         Memory is kept where it fits: outer parameters, velocities, a compressor's errors, factors
         of the same shape. Steps and statistics count on, so `start_step` means what it says.

@@ -93,7 +93,7 @@ class Handle:
         """What this replica counts for, from the next step on: the tokens of its batch, 0 if it is
         absent. 1 until it is set.
 
-            handle = register_comm_hook(ddp, gradwire.Weighted(PowerSGD(rank=4)))
+            handle = register_comm_hook(ddp, Weighted(WireDtype(PowerSGD(16), "int8")))
             handle.weight = batch.numel()
             loss.backward()
 
@@ -120,7 +120,7 @@ class Handle:
         host decides the same in each of them. On CUDA they are; with `Auto`, which looks at few
         steps of a method, they are not.
 
-            handle = register_comm_hook(ddp, PowerSGD(rank=4))
+            handle = register_comm_hook(ddp, WireDtype(PowerSGD(16), "int8"))
             handle.replay = False           # every step is eager
 
         To be set between steps, on all ranks: one that eager steps compute on alone joins what

@@ -1,9 +1,9 @@
 """The commands and their arguments.
 
-gradwire plan model:build -a "PowerSGD(rank=4)" --replicas 16 --link 10Gbit --latency 50us
+gradwire plan model:build -a "WireDtype(PowerSGD(16), 'int8')" --replicas 16 --link 10Gbit
 torchrun --nproc-per-node=8 --no-python gradwire probe --output probe.json
 gradwire advise model:build --probe probe.json --step-ms 180
-gradwire compare my_training:make -a "PowerSGD(rank=4)" -a "diloco(30)" --steps 300 --seeds 3
+gradwire compare my_training:make -a "WireDtype(PowerSGD(16), 'int8')" -a int8 --steps 300 --seeds 3
 gradwire doctor --quick
 """
 
@@ -66,7 +66,7 @@ Algorithms = Annotated[
     typer.Option(
         "--algorithm",
         "-a",
-        help='As in Python: "PowerSGD(rank=4)"; or int8; or module:Class(…). Several times.',
+        help='As in Python: "PowerSGD(rank=16)"; or int8; or module:Class(…). Several times.',
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -90,7 +90,7 @@ def gradwire(
 @app.command(short_help="What a step sends, and how long a link takes for it.")
 def plan(
     model: Model,
-    algorithm: Algorithms = ["PowerSGD(rank=4)"],  # noqa: B006  (typer reads it)
+    algorithm: Algorithms = ["WireDtype(PowerSGD(16), 'int8')"],  # noqa: B006  (typer reads it)
     replicas: Annotated[int, typer.Option(min=1, max=MOST, help="How many replicas average.")] = 2,
     link: Annotated[
         str, typer.Option(help="Rate of the slowest link, per direction: 10Gbit, 1.25GB/s.")
