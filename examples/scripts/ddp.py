@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import gradwire
+from gradwire import PowerSGD, WireDtype
 from gradwire.torch_backend import register_comm_hook
 
 parser = argparse.ArgumentParser()
@@ -42,7 +42,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
 scaler = torch.amp.GradScaler(device.type, enabled=cuda)
 ddp = DistributedDataParallel(model)
-handle = register_comm_hook(ddp, gradwire.PowerSGD(rank=4, start_step=10), grad_scaler=scaler)  # the line that is added
+handle = register_comm_hook(ddp, WireDtype(PowerSGD(16, start_step=10), "int8"), grad_scaler=scaler)  # the added line
 parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
 done = 0
 if args.checkpoint.exists():

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import gradwire
+from gradwire import PowerSGD, WireDtype
 from gradwire.torch_backend import compress_replicas
 
 parser = argparse.ArgumentParser()
@@ -38,7 +38,7 @@ model = nn.Sequential(nn.Embedding(256, 128), *layers, nn.Linear(128, 256)).to(d
 for layer in layers:
     fully_shard(layer, mesh=mesh["shard"])
 fully_shard(model, mesh=mesh["shard"])
-handle = compress_replicas(model, gradwire.PowerSGD(rank=4), mesh["replicate"])  # the line that is added
+handle = compress_replicas(model, WireDtype(PowerSGD(16), "int8"), mesh["replicate"])  # the line that is added
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 if args.checkpoint.exists():

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-import gradwire
+from gradwire import PowerSGD, WireDtype
 from gradwire.torch_backend.integrations import TrainerCompression
 
 parser = argparse.ArgumentParser()
@@ -47,5 +47,5 @@ arguments = TrainingArguments(
     report_to="none",  # or "wandb", "tensorboard": the figures of the compression go there too
 )
 trainer = Trainer(model, arguments, train_dataset=Words())
-trainer.add_callback(TrainerCompression(trainer, gradwire.PowerSGD(rank=4)))  # the line that is added
+trainer.add_callback(TrainerCompression(trainer, WireDtype(PowerSGD(16), "int8")))  # the line that is added
 trainer.train(resume_from_checkpoint=any(args.folder.glob("checkpoint-*")))

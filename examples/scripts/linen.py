@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
 
-from gradwire.jax_backend import power_sgd, replicate, set_replicas, stats, unreplicate
+from gradwire import PowerSGD, WireDtype
+from gradwire.jax_backend import average_gradients, replicate, set_replicas, stats, unreplicate
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=50)
@@ -48,7 +49,8 @@ def train_step(state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainStat
 
 model = Classifier()
 params = model.init(jax.random.key(0), jnp.zeros((1, 32)))["params"]
-average = power_sgd(rank=4, axis_name="data")  # the line that is added, in place of a pmean of the gradients
+method = WireDtype(PowerSGD(16), "int8")
+average = average_gradients(method, axis_name="data")  # the line that is added, in place of a pmean of the gradients
 tx = optax.chain(average, optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(3e-3, 1000)))
 state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 if args.checkpoint.exists():

@@ -16,7 +16,8 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradwire.jax_backend import abstract_state, distribute, mark_varying, partition_specs, power_sgd, stats
+from gradwire import PowerSGD, WireDtype
+from gradwire.jax_backend import abstract_state, average_gradients, distribute, mark_varying, partition_specs, stats
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--slices", type=int, default=2, help="replicas; the devices of each shard the model")
@@ -39,7 +40,8 @@ graphdef, variables = nnx.split(Block(nnx.Rngs(0)))
 start: Any = nnx.to_pure_dict(variables)
 lying = {"up": {"kernel": P(None, "ici"), "bias": P("ici")}, "down": {"kernel": P("ici"), "bias": P()}}
 start = jax.device_put(start, jax.tree.map(lambda spec: NamedSharding(mesh, spec), lying))
-tx = optax.chain(power_sgd(rank=4, axis_name="dcn"), optax.adamw(3e-3))  # the first link is the one that is added
+average = average_gradients(WireDtype(PowerSGD(16), "int8"), axis_name="dcn")
+tx = optax.chain(average, optax.adamw(3e-3))  # the first link is the one that is added
 
 
 def make(params: Any) -> dict[str, Any]:
@@ -64,13 +66,9 @@ with ocp.CheckpointManager(args.checkpoint.absolute()) as manager:
     else:  # with as many slices, of any number of devices
         state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(shapes))
     specs = partition_specs(state, "dcn")  # by hand over "dcn"; over "ici" as arrays lie
-    maps: dict[str, Any] = {
-        "mesh": mesh,
-        "in_specs": (specs, P("dcn")),
-        "out_specs": (specs, P()),
-        "axis_names": {"dcn"},
-    }
-    step = jax.jit(jax.shard_map(train_step, **maps), donate_argnums=0, out_shardings=(shardings, None))
+    places: dict[str, Any] = {"mesh": mesh, "in_specs": (specs, P("dcn")), "out_specs": (specs, P())}
+    mapped = jax.shard_map(train_step, **places, axis_names={"dcn"})
+    step = jax.jit(mapped, donate_argnums=0, out_shardings=(shardings, None))
     for number in range(int(state["step"]), args.steps):
         x = jax.random.normal(jax.random.key(number), (256, 64))  # your data
         state, loss = step(state, jax.device_put(x, NamedSharding(mesh, P(("dcn", "ici")))))

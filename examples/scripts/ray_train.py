@@ -12,7 +12,7 @@ from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 from torch import nn
 
-import gradwire
+from gradwire import PowerSGD, WireDtype
 from gradwire.torch_backend import register_comm_hook
 
 
@@ -21,7 +21,7 @@ def train(config: dict[str, int]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10))
     ddp = prepare_model(model)
-    handle = register_comm_hook(ddp, gradwire.PowerSGD(rank=4))  # the line that is added
+    handle = register_comm_hook(ddp, WireDtype(PowerSGD(16), "int8"))  # the line that is added
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
     for step in range(config["steps"]):
         # Your data: here points, and in which of ten sectors each lies.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torchft import Manager, ProcessGroupGloo
 
-import gradwire
+from gradwire import TopK, diloco
 from gradwire.torch_backend import elastic
 
 parser = argparse.ArgumentParser()
@@ -45,7 +45,8 @@ manager = Manager(
     world_size=1,
 )
 manager.register_state_dict_fn("schedule", schedule.load_state_dict, schedule.state_dict)  # a newcomer receives it too
-local = gradwire.diloco(20, compressor=gradwire.PowerSGD(rank=4))
+sparse = TopK(64, per=(64, 64), bits=2, mean="senders", error_feedback=0.95)  # a 64th of the elements: SparseLoCo
+local = diloco(20, lr=1.0, momentum=0, compressor=sparse)
 handle = elastic(model, optimizer, local, manager)  # the line that is added; the loop is that of one site
 
 while handle.steps < args.steps:
