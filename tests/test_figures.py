@@ -1,8 +1,12 @@
 """Pages show what was measured: figures of benchmarks/results."""
 
+import ast
+import contextlib
 import importlib
 import json
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import gradwire
 from benchmarks.advice.readme import read as read_advice
 from benchmarks.shapes import gpt
 from tests.launch import ROOT
+from tests.pages import pages
 
 DOCS = ROOT / "docs"
 
@@ -278,3 +283,116 @@ def test_what_is_kept_in_two_bits() -> None:
         4 * 1024 * 4096 / gradwire.plan(model, gradwire.TopK(64, bits=2), world_size=2).wire_bytes
     )
     assert f"{fewer:.0f} times fewer than float32" in (DOCS / "methods.md").read_text()
+
+
+#: Pages about figures, about what others call their methods, and about what PowerSGD is.
+ABOUT_METHODS = {
+    *("CHANGELOG.md", "docs/evidence.md", "docs/performance.md", "docs/papers.md"),
+    *("docs/coming-from.md", "docs/error-feedback.md"),
+}
+#: Whoever calls them hands on a method with which to train.
+REGISTERING = re.compile(
+    r"\b(?:register_comm_hook|compress_replicas|DataParallel|Averager|elastic|local_sgd|reconfigure"
+    r"|average_gradients|power_sgd|diloco|zero1|\w+Compression)\("
+)
+
+
+def called(text: str, start: int) -> str:
+    """From `start` to the end of the call that begins there; marks of a diff and of a session are
+    left out."""
+    depth = 0
+    for found in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if found[0] == "(" else -1
+        if not depth:
+            return re.sub(r"\n\s*(?:>>>|\.\.\.|\+)", "\n", text[start : found.end()])
+    return ""
+
+
+def registered(text: str) -> Iterator[tuple[str, Any]]:
+    """Calls that register a method, as they are written, and the methods: of the call, or of what
+    stands in the text as `NAME = …`. Each is whole: `WireDtype(PowerSGD(4), "int8")`, not what is
+    inside."""
+
+    def methods(node: ast.AST, seen: frozenset[str]) -> Iterator[Any]:
+        if isinstance(node, ast.Name) and node.id not in seen:
+            for line in re.findall(rf"^\W*{node.id} = ([^#\n]+)", text, re.MULTILINE):
+                if REGISTERING.search(line):  # a handle, or what has one; it is looked at by itself
+                    continue
+                with contextlib.suppress(SyntaxError):
+                    yield from methods(ast.parse(line, mode="eval"), seen | {node.id})
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).split(".")[-1]
+            options = [k for k in node.keywords if k.arg not in ("axis_name", "within")]
+            if name == "power_sgd":
+                node = ast.Call(ast.Name("PowerSGD"), node.args, options)
+            with contextlib.suppress(Exception):  # it is no method, or none of gradwire's own
+                method = eval(ast.unparse(node).replace("gradwire.", ""), {**vars(gradwire)})
+                if callable(getattr(method, "step", None)) or isinstance(method, gradwire.LocalSGD):
+                    yield method
+                    return
+        for child in ast.iter_child_nodes(node):
+            yield from methods(child, seen)
+
+    for found in REGISTERING.finditer(text):
+        with contextlib.suppress(SyntaxError):
+            call = called(text, found.start())
+            tree = ast.parse(call, mode="eval")
+            yield from ((call, method) for method in methods(tree, frozenset()))
+
+
+def beaten(method: Any, rows: Mapping[Any, Any], period: int) -> str | None:
+    """Which row of the frontier beats a method. The outermost part of it that was measured says so:
+    the whole, or what is on two levels, or counts by weights. How often local SGD averages is the
+    reader's choice; what it sends then is compared as if that were every `period` steps."""
+    if "start_step" in getattr(method, "__dataclass_fields__", ()):
+        method = replace(method, start_step=0)
+    if isinstance(method, gradwire.LocalSGD):
+        if method.compressor == gradwire.LocalSGD(1).compressor:
+            return None
+        method = replace(method, period=period)
+    if method in rows:
+        better = rows[method]
+        return better and better["name"]
+    inside = (getattr(method, name, None) for name in ("algorithm", "compressor"))
+    return next((name for each in inside if each and (name := beaten(each, rows, period))), None)
+
+
+def test_no_sample_registers_a_method_that_another_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a script to copy, nor a docstring."""
+    for folder in ("examples", "benchmarks"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    reading, subjects = (importlib.import_module(f"frontier.{n}") for n in ("reading", "subjects"))
+    steps, methods = reading.longest(results("frontier")["methods"])
+    rows = {
+        subjects.BY_NAME[m["name"]].algorithm: reading.dominating(m, methods, steps)
+        for m in methods
+        if not subjects.BY_NAME[m["name"]].muon
+    }
+
+    def beaten_in(text: str) -> list[str | None]:
+        return [beaten(method, rows, subjects.PERIOD) for _, method in registered(text)]
+
+    good, whole = "PowerSGD 16, int8", 'WireDtype(PowerSGD(4), "int8")'
+    assert beaten_in("+handle = register_comm_hook(ddp, gradwire.PowerSGD(rank=4))") == [good]
+    assert beaten_in("average = power_sgd(4, axis_name=axis, within=n)") == [good]
+    assert beaten_in("method = PowerSGD(4, start_step=9)\n...\nAverager(method, shapes)") == [good]
+    assert beaten_in("local_sgd(ddp, optimizer, LocalSGD(8, compressor=PowerSGD(4)))") == [good]
+    assert beaten_in("reconfigure(TwoLevel(\n>>> Weighted(PowerSGD(4)), within=2))") == [good]
+    assert beaten_in('elastic(m, o, diloco(9, compressor=WireDtype(AllReduce(), "e3m0")))')[
+        -1:
+    ] == ["SparseLoCo"]
+    assert beaten_in(f"register_comm_hook(ddp, {whole}), diloco(100)") == [None, None]
+    assert beaten_in("plan(model, PowerSGD(4)), register_comm_hook(ddp, PowerSGD(rank))") == []
+
+    sources = [path for path in pages() if path not in ABOUT_METHODS]
+    rooms = ("core", "torch_backend", "jax_backend", "examples")
+    sources += [str(f.relative_to(ROOT)) for room in rooms for f in (ROOT / room).rglob("*.py")]
+    found = {
+        (source, call): name
+        for source in sources
+        for call, method in registered((ROOT / source).read_text())
+        if (name := beaten(method, rows, subjects.PERIOD))
+    }
+    assert not found, "\n".join(
+        f"{s}: {call}\n    {name} beats it" for (s, call), name in found.items()
+    )
