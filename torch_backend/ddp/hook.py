@@ -183,9 +183,9 @@ class CommHook(Handle):
     Examples:
         >>> import gradwire, torch
         >>> from gradwire.torch_backend import register_comm_hook
-        >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+        >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(256, 256))
         >>> handle = register_comm_hook(ddp, gradwire.PowerSGD(rank=8))
-        >>> ddp(torch.ones(2, 64)).sum().backward()
+        >>> ddp(torch.ones(2, 256)).sum().backward()
         >>> len(handle.reconfigure(gradwire.PowerSGD(rank=16)).reshaped)  # the factor
         1
         >>> state = handle.state_dict()
