@@ -11,6 +11,7 @@ import gradwire
 from gradwire import AllReduce, PowerSGD, Quantize, Sign, TopK, WireDtype
 from gradwire.core.kernels.numpy import NumpyOps
 from gradwire.jax_backend import abstract_state, average_gradients, partition_specs
+from gradwire.jax_backend.ops import packing
 from gradwire.jax_backend.ops.batched_small import PART, STACK_BYTES, bundles_of
 from tests.bounds import relative
 from tests.jax.replicas import AXIS, Replicas, gradients, mesh_of
@@ -238,3 +239,10 @@ def test_a_leaf_more_takes_few_operations(algorithm, a_leaf, a_shape):
     )
     assert (more - one) / 40 <= a_leaf
     assert (of_five - more) / 4 <= a_shape
+
+
+def test_a_few_pieces_of_one_array_have_starts_that_xla_does_not_know():
+    """Six matrices of each shape are usual. XLA would compile a kernel for each start."""
+    found: list = []
+    jax.make_jaxpr(lambda x: found.extend(packing._starts([0, 1, 2, 3, 4, 5], x)))(jnp.ones(8))
+    assert all(isinstance(start, jax.core.Tracer) for start in found)
