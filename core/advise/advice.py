@@ -299,7 +299,9 @@ def _recommend(methods: Sequence[MethodAdvice], limit: float, losses: Losses) ->
     chosen = min(near, key=lambda method: (_rank(method), method.step))
     if chosen is plain:
         which = f"whose loss is surely within {100 * limit:g} % of theirs"
-        return Choice(limit, "plain", _leave_it(plain, fastest, which))
+        left_out = [method for method in methods if method not in eligible]
+        said = _leave_it(plain, fastest, which, alone=len(eligible) == 1)
+        return Choice(limit, "plain", said + _faster(left_out, plain.step))
     reason = (
         f"a step takes {time_of(chosen.step)}, and {time_of(plain.step)} with uncompressed"
         f" averages, {plain.step / chosen.step:.1f} times as long. They wait"
@@ -339,17 +341,26 @@ def _rank(method: MethodAdvice) -> float:
     return -1.0 if method.loss is None else max(0.0, method.loss.difference)
 
 
-def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, which: str) -> str:
+def _faster(left_out: Sequence[MethodAdvice], step: float) -> str:
+    """What the quickest of those that were left out for their loss would take, if it is less."""
+    quickest = min(left_out, key=lambda method: method.step, default=None)
+    if quickest is None or EQUAL * quickest.step > step:
+        return ""
+    but = "nobody has measured its loss" if quickest.loss is None else "loses more"
+    return f" {quickest.algorithm} would take {time_of(quickest.step)}, but {but}."
+
+
+def _leave_it(plain: MethodAdvice, fastest: MethodAdvice, which: str, *, alone: bool) -> str:
     if plain.exposed < (EQUAL - 1) * plain.step:
         return (
             f"communication costs {time_of(plain.exposed)} of a step of {time_of(plain.step)};"
             " there is nothing to gain."
         )
     if fastest is plain:
+        others = "; the others save less than they take to compute and to send more messages"
         return (
             f"no method {which} is faster. Uncompressed averages wait {time_of(plain.exposed)} of"
-            f" {time_of(plain.step)}; the others save less than they take to compute and to send"
-            " more messages."
+            f" {time_of(plain.step)}{'' if alone else others}."
         )
     return (
         f"uncompressed averages are within 5 % of the fastest, {fastest.algorithm}"
