@@ -36,7 +36,7 @@ def outgrown_at(algorithm: Algorithm, specs: Mapping[str, Spec]) -> int | None:
         return sum(step.nbytes for step in steps) / len(steps)
 
     def gathered(replicas: int) -> float:
-        """Without what is the second half of an average, whose shares are filled up."""
+        """Bytes of gathers alone: the second half of an average, filled up, does not count."""
         steps = dry_run(algorithm, specs, replicas).traffic
         parts = [part for step in steps for part in step.parts if part.pattern != "all_reduce"]
         sign = [1 if part.pattern == "all_gather" else -1 for part in parts]
