@@ -483,7 +483,7 @@ def on_host(tensors):
     DEVICE.type == "cuda", reason="kernels that are compiled take no tensors of the CPU"
 )
 @cases.each(WHOLE_STEPS, slow=WHOLE_STEPS.keys() - {"int8", "quantize", "low rank", "signs"})
-def test_steps_are_those_without_the_kernels(world, variant):
+def test_whole_steps_are_those_without_the_kernels(world, variant):
     """On the host, where they are interpreted; else on the device, since products and sums of all
     elements are rounded otherwise there."""
     algorithm, exact = variant
