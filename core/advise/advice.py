@@ -299,7 +299,8 @@ def _recommend(methods: Sequence[MethodAdvice], limit: float, losses: Losses) ->
     chosen = min(near, key=lambda method: (_rank(method), method.step))
     if chosen is plain:
         which = f"whose loss is surely within {100 * limit:g} % of theirs"
-        left_out = [method for method in methods if method not in eligible]
+        known = {method.algorithm for method in eligible}
+        left_out = [method for method in methods if method.algorithm not in known]
         said = _leave_it(plain, fastest, which, alone=len(eligible) == 1)
         return Choice(limit, "plain", said + _faster(left_out, plain.step))
     reason = (
