@@ -335,22 +335,21 @@ def says_who_is_missing(process, mesh, state, sharded):
     alone(process, "AutoStep.step", lambda: auto._part(1))
     auto._part(1)
 
-    # And a step, which waits in its own program, or for what it is told.
-    state, rows, heard = auto.init(), jax.NamedSharding(mesh, jax.P(AXIS)), len(said)
+    # And a step, which waits in its own program, or for what it is told. The first one compiles:
+    # there, on a busy machine, one of them is late by itself.
+    state, rows = auto.init(), jax.NamedSharding(mesh, jax.P(AXIS))
     batch = jax.make_array_from_process_local_data(rows, np.ones((1, 32), np.float32))
     state = jax.block_until_ready(auto.step(state, batch))
+    heard = len(said)
     if process:
         number = int(service.blocking_key_value_get("heard", 100_000))
         service.blocking_key_value_get(f"said/{number + 1}", 100_000)
     else:
         service.key_value_set("heard", str(heard))
     jax.block_until_ready(auto.step(state, batch))
-    assert process or said[heard:] == [said[heard]], said
-    assert (
-        process
-        or "AutoStep.step: process 0 waits for processes [1]. All processes must call"
-        in said[heard]
-    ), said
+    # Said again after ten times as long, which a busy machine may take as well.
+    sentence = "AutoStep.step: process 0 waits for processes [1]. All processes must call"
+    assert process or [x for x in set(said[heard:]) if sentence in x] == [said[heard]], said
 
 
 def alone(process, name, call):
