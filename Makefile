@@ -171,7 +171,7 @@ soak-torch: $(READY) ## three real processes, random faults, all ranks compared 
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.torch_soak --steps $(STEPS) $(ARGS)
 
 CHAOS_MINUTES ?= 10
-chaos: $(READY) ## replicas over a real lighthouse that are killed, frozen, slow and replaced, for CHAOS_MINUTES (10), then without chaos for comparison
+chaos: $(READY) ## replicas over a real lighthouse that are killed, frozen, slow and replaced, for CHAOS_MINUTES (10), then without chaos for comparison; and ranks that choose their method
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --minutes $(CHAOS_MINUTES) $(ARGS)
 
 soak-long: $(READY) ## two real processes, 5,000 steps behind each front door and 200 process groups, memory and threads watched, in ten minutes

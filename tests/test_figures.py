@@ -17,6 +17,7 @@ import torch
 import gradwire
 from benchmarks.advice.readme import read as read_advice
 from benchmarks.shapes import gpt
+from tests.chaos import choosing
 from tests.launch import ROOT
 from tests.pages import pages
 
@@ -220,6 +221,8 @@ def test_the_published_chaos_found_nothing() -> None:
     assert max(row.get("rounds to heal, at most", 0) for row in found["events"].values()) <= 2
     assert abs(found["standard errors from undisturbed"]) <= 2
     assert found["minutes"] == 10
+    assert not choosing.wrong(found["auto"])
+    assert {*choosing.KINDS} == {*found["auto"]["events"]}
 
 
 #: What stands between marks is written by programs, blocks of code are run, and nobody reads other

@@ -74,7 +74,11 @@ def parse() -> argparse.Namespace:
         help="of which equations are counted",
     )
     p.add_argument(
-        "--compiled", nargs="*", type=int, default=[100, 400, 1000], help="leaves that are compiled too"
+        "--compiled",
+        nargs="*",
+        type=int,
+        default=[100, 400, 1000],
+        help="leaves that are compiled too",
     )
     p.add_argument("--output", type=Path, default=HERE.parent / "results" / "scale.json")
     p.add_argument(

@@ -524,8 +524,13 @@ class AutoStep:
 
     def _write(self, step: int, number: int) -> None:
         if self._log is not None:
+            trial, chosen = 0, number
+            if self._chooser is not None:
+                trial, chosen = self._chooser.trial, self._order[self._chooser.chosen]
             with self._log.open("a") as file:
-                file.write(Decisions.line(step, self._methods[number]))
+                file.write(
+                    Decisions.line(step, self._methods[number], trial, self._methods[chosen])
+                )
 
 
 @dataclass

@@ -2,11 +2,13 @@
 results go to benchmarks/results/chaos.json and .md.
 
     python -m tests.chaos --minutes 10
+    python -m tests.chaos --auto             # of `Auto` alone, in the same files
     python -m tests.chaos --short FOLDER     # every kind of disturbance once, in half a minute; with --native by torch's own groups
 
 A real lighthouse and four replicas over Gloo train a small model by DiLoCo in two fragments whose
 compressed messages overlap with training. Then the same number of rounds is trained without chaos,
-with five seeds.
+with five seeds. After that four ranks under torchrun choose their method while they train
+(`choosing.py`).
 """
 
 import argparse
@@ -16,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos import verdict
+from tests.chaos import choosing, verdict
 from tests.chaos.arena import Arena
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -111,25 +113,38 @@ def short(folder: Path, native: bool) -> None:
         )
 
 
-def table(found: dict) -> str:
-    rows, loss, calm = found["events"], found["loss"], found["losses undisturbed"]
+def events_table(rows: dict) -> str:
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
     events = "\n".join(
         f"| {k} | {' | '.join(str(row.get(c, '–')) for c in columns)} |" for k, row in rows.items()
     )
+    return f"| event | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}\n{events}"
+
+
+def table(found: dict) -> str:
+    rows, loss, calm = found["events"], found["loss"], found["losses undisturbed"]
+    auto = found["auto"]
     return f"""# Ten minutes of chaos
 
 Made by `make chaos`. {found["what"]} on {REPLICAS} replicas, each a process, over Gloo and a real lighthouse: {found["rounds"]} rounds in
 {found["minutes"]:g} minutes, and {found["replicas started"]} replicas started.
 
-| event | {" | ".join(columns)} |
-|---|{"---|" * len(columns)}
-{events}
+{events_table(rows)}
 
 - Rounds after which live replicas held different bits of outer parameters: {len(found["rounds after which live replicas differed"])}.
 - The longest pause between two rounds: {found["longest pause between rounds, seconds"]} s. A replica that says nothing for 2 s is given up, a message after 5 s.
 - Loss after {found["rounds"]} rounds: {loss[0]:.6f}; undisturbed with seeds 0 to {len(calm) - 1}: {", ".join(f"{x:.6f}" for x in calm)}. The
   difference is {found["standard errors from undisturbed"]:+.2f} standard errors.
+
+## A training that chooses its method
+
+`Auto(loss="5%")` on {choosing.RANKS} ranks over Gloo under torchrun, which starts all of them again when one is lost: {auto["steps"]} steps, a checkpoint
+after each {choosing.chooser.BETWEEN} of them. Its methods were {", ".join(f"`{name}`" for name in auto["methods"])}, in turn {auto["changes of the method"] + 1} times.
+
+{events_table(auto["events"])}
+
+- Steps in which ranks had different methods: {len(auto["steps in which ranks had different methods"])}; after which they had different weights: {len(auto["steps after which ranks had different weights"])}.
+- The weights after each step are, bit for bit, those of a run that nobody disturbed and that has the methods of this one: {"yes" if auto["the weights are those of the undisturbed run"] else "no"}.
 """
 
 
@@ -140,6 +155,7 @@ def main() -> None:
     parser.add_argument(
         "--pace", type=float, default=0.1, help="seconds between two steps, for two cores"
     )
+    parser.add_argument("--auto", action="store_true", help="this part alone")
     parser.add_argument("--short", type=Path, metavar="FOLDER")
     parser.add_argument("--native", action="store_true")
     arguments = parser.parse_args()
@@ -147,18 +163,31 @@ def main() -> None:
         short(arguments.short, arguments.native)
         return
     with tempfile.TemporaryDirectory() as folder:
-        found = chaos(Path(folder) / "chaos", arguments.minutes, arguments.pace)
-        print(json.dumps(found, indent=1), flush=True)
-        calm = [
-            undisturbed(Path(folder) / str(seed), seed, found["rounds"])
-            for seed in range(arguments.seeds)
-        ]
-    (loss,), found["losses undisturbed"] = found["loss"], calm
-    found["standard errors from undisturbed"] = off = round(verdict.deviation(loss, calm), 2)
+        if arguments.auto:
+            found = json.loads((RESULTS / "chaos.json").read_text())
+        else:
+            found = chaos(Path(folder) / "chaos", arguments.minutes, arguments.pace)
+            print(json.dumps(found, indent=1), flush=True)
+            (loss,), found["losses undisturbed"] = (
+                found["loss"],
+                [
+                    undisturbed(Path(folder) / str(seed), seed, found["rounds"])
+                    for seed in range(arguments.seeds)
+                ],
+            )
+            found["standard errors from undisturbed"] = round(
+                verdict.deviation(loss, found["losses undisturbed"]), 2
+            )
+        count = max(1, round(60 * arguments.minutes / 2 / BETWEEN))
+        kinds = [choosing.KINDS[n % len(choosing.KINDS)] for n in range(count)]
+        found["auto"] = choosing.disturbed(
+            Path(folder) / "auto", kinds, BETWEEN / 2, arguments.pace / 4
+        )
     (RESULTS / "chaos.json").write_text(json.dumps(found, indent=1) + "\n")
     (RESULTS / "chaos.md").write_text(table(found))
     print(table(found))
     lost, heal = "rounds lost by a survivor, at most", "rounds to heal, at most"
+    off = found["standard errors from undisturbed"]
     wrong = {
         "replicas differed": found["rounds after which live replicas differed"],
         "more than one round lost": [k for k, row in found["events"].items() if row[lost] > 1],
@@ -168,7 +197,8 @@ def main() -> None:
         "an end by an error": [
             code for code in found["exit codes of those that lived to the end"] if code
         ],
-        "another loss": [loss] if abs(off) > 2 else [],
+        "another loss": found["loss"] if abs(off) > 2 else [],
+        **choosing.wrong(found["auto"]),
     }
     if wrong := {what: where for what, where in wrong.items() if where}:
         raise SystemExit(f"chaos has found: {wrong}")

@@ -8,7 +8,7 @@ import uuid
 import pytest
 import torch.distributed as dist
 
-from tests.chaos import verdict
+from tests.chaos import choosing, verdict
 from tests.launch import ROOT, end_all, environment
 
 pytest.importorskip("torchft")
@@ -34,6 +34,12 @@ def test_survivors_go_on_and_newcomers_heal(tmp_path, native):
         end_all(mark)
     said = log.read_text()
     assert (code, said.count("healed after")) == (0, 2), said[-6000:]
+
+
+@pytest.mark.slow
+def test_ranks_that_choose_go_on_alike_whoever_is_lost(tmp_path):
+    found = choosing.disturbed(tmp_path, ("kill in a trial", "freeze"), 1.0, 0.01)
+    assert not choosing.wrong(found), found
 
 
 def line(name, time, **what):

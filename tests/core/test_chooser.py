@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gradwire import Auto, Probe, Spec
 from gradwire.core.advise.choosing.chooser import Chooser
-from gradwire.core.advise.choosing.methods import expected_order, methods_of
+from gradwire.core.advise.choosing.methods import Decisions, expected_order, methods_of
 from gradwire.core.advise.choosing.paired_test import ERROR, PairedTest
 from gradwire.core.advise.choosing.step_clock import clocked
 from gradwire.core.advise.cost import Cost, cost_of
@@ -204,3 +204,58 @@ def test_a_probe_says_in_which_order_methods_have_their_trials() -> None:
         samples = ((1, 1e-6 * seconds), (1 << 20, seconds))
         probe = Probe("torch", "cpu", 4, 4, (Level("all", 4, samples, samples, 0.0),))
         assert expected_order(Auto(loss="2%", probe=probe), methods, cost) == expected
+
+
+class Logged(Chooser):
+    """One whose decisions are written, as drivers do, and how many lines there were before each
+    step."""
+
+    def __init__(self, methods: list[str]) -> None:
+        super().__init__(len(methods))
+        self.methods, self.number, self.lines = methods, 0, [""]
+        self.known: list[int] = []
+
+    def advance(self) -> int:
+        number = super().advance()
+        if number != self.number:
+            chosen = self.methods[self.chosen]
+            self.lines.append(
+                Decisions.line(len(self.known), self.methods[number], self.trial, chosen)
+            )
+        self.number = number
+        self.known.append(len(self.lines))
+        return number
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seconds=st.lists(st.floats(0.2, 3.0), min_size=2, max_size=4),
+    late=st.integers(1, 3),
+    steps=st.integers(1, 300),
+    seed=st.integers(0, 2**20),
+)
+def test_a_log_repeats_a_run_and_never_stays_in_a_trial(
+    seconds: list[float], late: int, steps: int, seed: int
+) -> None:
+    """Whenever it ended, in a trial too: the steps that were taken are the same, and what stays
+    after them is what was chosen then."""
+    noise = np.exp(np.random.default_rng(seed).normal(0, 0.05, (steps, len(seconds)))).tolist()
+    names = [f"method {number}" for number in range(len(seconds))]
+    chooser = Logged(names)
+    chosen = []
+
+    def took(step: int, method: int, now: float) -> float:
+        chosen.append(chooser.chosen)
+        return seconds[method] * noise[step][method]
+
+    _, methods = clocked(chooser, took, steps, late)
+    for end in {1, steps // 3 + 1, steps}:
+        decisions = Decisions(names, "".join(chooser.lines[: chooser.known[end - 1]]))
+        assert [decisions.at(step) for step in range(end)] == methods[:end]
+        assert decisions.at(end + 100) == chosen[end - 1]
+
+
+@pytest.mark.parametrize("line", ["3", "{}", '{"step": 1, "method": "a", "trial": "long"}'])
+def test_what_is_no_log_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match="is no decision"):
+        Decisions(["a"], line)

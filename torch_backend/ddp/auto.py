@@ -319,8 +319,9 @@ class Choosing:
 
     def _write(self, step: int, number: int) -> None:
         if self._choice.log is not None:
+            trial, chosen = self._chooser.trial, self._methods[self._chooser.chosen]
             with self._choice.log.open("a") as file:
-                file.write(Decisions.line(step, self._methods[number]))
+                file.write(Decisions.line(step, self._methods[number], trial, chosen))
 
     def loaded(self, state: Mapping[str, Any], strict: bool) -> StateMismatch:
         """Go on from a saved state with the method that it is of; times are measured anew. Returns
@@ -332,13 +333,14 @@ class Choosing:
         number = self._number if not numbers or self._number in numbers else numbers[0]
         driver = self._driver() if number == self._number else self._made(number)
         difference = driver.load_state_dict(state, strict)
-        if number != self._number:
+        if another := number != self._number:
             self._use(driver)
-            self._write(driver.memory.steps, number)
         driver.owed.errors.clear()
         if self._message is not None:
             self._message[0].wait()
         self._restart(number, driver.memory.steps)
+        if another:
+            self._write(driver.memory.steps, number)
         return difference
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from itertools import takewhile
 from statistics import median, median_low
 from typing import NamedTuple
 
@@ -102,12 +103,14 @@ class Chooser:
         changes: of that.
         timed, shared: of the step that `advance` was called for last: whether its time counts;
             whether times are to be told after it, and observed.
+        trial: for so many steps, with that one, its method stays without being chosen. 0: it is.
     """
 
     def __init__(self, candidates: int, chosen: int = 0, step: int = 0) -> None:
         self.chosen = chosen
         self.changes: list[Change] = []
         self.timed = self.shared = False
+        self.trial = 0
         self._step = step
         self._seconds: dict[int, float] = {}  # of a step of each, by its last trial
         self._untried = [method for method in range(candidates) if method != chosen]
@@ -131,6 +134,8 @@ class Chooser:
         self._since += 1
         idle = self.chosen, False, False  # what decides what follows is on its way
         method, self.timed, self.shared = self._upcoming.popleft() if self._upcoming else idle
+        same = takewhile(lambda step: step[0] == method, self._upcoming)
+        self.trial = 0 if method == self.chosen else 1 + len(list(same))
         return method
 
     def observe(self, seconds: float | None) -> None:

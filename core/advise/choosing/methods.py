@@ -63,7 +63,8 @@ class Auto:
             one small model (docs/frontier.md).
         decisions: a file. If it is not there, rank 0 writes to it which method averages from which
             step on. If it is there, methods are those in it, whatever they cost: the run is
-            repeated bit for bit. Where it ends its last method stays.
+            repeated bit for bit. Where it ends the method that was chosen stays, also after a
+            restart of the run that wrote it; remove it to choose anew.
         probe: what `gradwire probe` has measured of this network, or its file. Then each method
             computes for about a second where this is registered, and has its trial in the order of
             what `gradwire.advise` expects of it. None: in the order of what they send, least first.
@@ -198,13 +199,16 @@ class Decisions:
         self._steps: list[int] = []
         self._numbers: list[int] = []
         names = [repr(method) for method in methods]
+        trial, chosen = 0, ""
         for line in text.splitlines():
             try:
-                step, method = (json.loads(line)[key] for key in ("step", "method"))
-            except (ValueError, LookupError, TypeError) as error:
+                found = json.loads(line)
+                step, method = found["step"], found["method"]
+                trial, chosen = int(found.get("trial", 0)), found.get("chosen", method)
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise ValueError(f"{line[:80]!r} is no decision: {error}") from error
             if (
-                method not in names
+                not {method, chosen} <= {*names}
                 or type(step) is not int
                 or (self._steps and step <= self._steps[-1])
             ):
@@ -214,11 +218,16 @@ class Decisions:
                 )
             self._steps.append(step)
             self._numbers.append(names.index(method))
+        if trial:  # the run ended in it
+            self._steps.append(self._steps[-1] + trial)
+            self._numbers.append(names.index(chosen))
 
     @staticmethod
-    def line(step: int, method: Any) -> str:
-        """That from this step on it averages."""
-        return json.dumps({"step": step, "method": repr(method)}) + "\n"
+    def line(step: int, method: Any, trial: int = 0, chosen: Any = None) -> str:
+        """That from this step on it averages; or for so many steps, in a trial, while another is
+        chosen."""
+        of = {"trial": trial, "chosen": repr(chosen)} if trial else {}
+        return json.dumps({"step": step, "method": repr(method), **of}) + "\n"
 
     def at(self, step: int) -> int:
         """The number of the method that averages this step."""
