@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.bounds import watch_this_process
+from tests.frames import with_room
 from tests.launch import quickly_compiled, take_device_branch, xla_flags
 
 # Set, not defaulted: these tests count devices and bits. Processes that tests start inherit it.
@@ -39,6 +40,15 @@ MAPS = 4_000
 
 _branch = take_device_branch()
 watch_this_process()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> object:
+    """All tests run where deep calls cost nothing more."""
+    loop = session.config.pluginmanager.subset_hook_caller(
+        "pytest_runtestloop", [sys.modules[__name__]]
+    )
+    return with_room(loop, session=session)
 
 
 @pytest.hookimpl(wrapper=True)

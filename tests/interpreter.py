@@ -31,6 +31,7 @@ if __name__ == "__main__":
 
 import jax
 
+from tests.frames import with_room
 from tests.launch import PYTHON, take_device_branch
 
 #: What scripts import anyway; `torch._dynamo` is what the first optimizer and the first DDP would.
@@ -143,7 +144,7 @@ def become(call: dict[str, Any], files: list[int], program: str) -> NoReturn:
             if name in os.environ:
                 jax.config.update(name.lower(), kind(os.environ[name]))
         with_branch = take_device_branch()
-        run(call["arguments"])
+        with_room(run, call["arguments"])
         code = 0
         del with_branch
     except SystemExit as ended:

@@ -100,6 +100,40 @@ def test_an_interpreter_ends_with_the_test_that_waits_for_it(
     assert started[0].returncode is not None
 
 
+#: Prints how often the system had to find memory for this process.
+DEEP = """
+import resource
+
+def leaf():
+    pass
+
+def descend(depth):
+    for _ in range(5_000):
+        leaf()
+    if depth:
+        descend(depth - 1)
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+descend(0)
+before = faults()
+descend(300)
+found = faults() - before
+print(found)
+"""
+
+
+def test_deep_calls_ask_the_system_for_no_memory() -> None:
+    """Where a frame is the first that has no place, each call of it did."""
+    exec(DEEP, (here := {}))
+    forked = subprocess.run(
+        [launch.interpreter(), "-c", DEEP], capture_output=True, text=True, check=True
+    )
+    assert here["found"] < 2_500
+    assert int(forked.stdout) < 2_500
+
+
 @pytest.mark.parametrize("in_ci", [False, True])
 def test_without_a_compiler_tests_say_so_and_fail_in_ci(
     monkeypatch: pytest.MonkeyPatch, in_ci: bool
