@@ -126,7 +126,8 @@ def jax_processes(
 ) -> None:
     """Run `script PORT PROCESS_ID COUNT ...args` in `count` processes, for `jax.distributed`, with
     so many CPU devices each. Raises as `run_ranks`."""
-    flags, port = xla_flags(f"--xla_force_host_platform_device_count={devices}"), free_port()
+    count_of = f"--xla_force_host_platform_device_count={devices}"
+    flags, port = quickly_compiled(xla_flags(count_of)), free_port()
     env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     _run([(script, port, i, count, *args) for i in range(count)], [env] * count, timeout)
 
