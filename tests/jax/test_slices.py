@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +51,11 @@ def of_slices_of_four():
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
     }
     run = subprocess.run(
-        [launch.interpreter(), sliced.__file__], env=env, capture_output=True, text=True, timeout=240
+        [launch.interpreter(), sliced.__file__],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert not run.returncode, run.stderr[-3000:]
     return json.loads(run.stdout)
