@@ -356,12 +356,16 @@ class Ops(Primitives[A], Protocol):
 
     def sum_of_each(self, f: Callable[..., A], *arrays: A) -> A:
         """`f(*(x[0] for x in arrays)) + f(*(x[1] for x in arrays)) + …`, for arrays (W, n, B) and
-        an `f` that makes rows of rows, whatever lies before them. An accelerator may add in another
-        order: what has to be equal on all replicas is formed by one of them."""
+        an `f` that makes new rows of rows, whatever lies before them. An accelerator may add in
+        another order: what has to be equal on all replicas is formed by one of them."""
         total = f(*[x[0] for x in arrays])
         for i in range(1, arrays[0].shape[0]):
             total = total + f(*[x[i] for x in arrays])
         return total
+
+    def sum_in_order(self, x: A) -> A:
+        """The sum of a vector's numbers, one after the other: more zeros change no bit."""
+        return self.loop(x.shape[0] - 1, lambda i, total: total + x[i + 1], x[0], fused=True)
 
     def join_order(self, arrays: Sequence[A]) -> list[int] | None:
         """The order in which arrays are better joined (`rows`) than computed with one by one. None:

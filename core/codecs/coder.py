@@ -399,7 +399,7 @@ class Coder(RowCoder[A]):
 
     def _average_decoded(self, of_each: Sequence[A], dtype: str, out: A | None = None) -> A:
         """Summed in float32, of float64 in float64."""
-        ops, size, weights, summed = self.ops, of_each[0].shape[0], self._weights, wide_dtype(dtype)
+        ops, weights, summed = self.ops, self._weights, wide_dtype(dtype)
 
         def decoded(*y: A) -> A:
             return ops.cast(self.codec.decode(ops, *y), summed)
@@ -408,15 +408,11 @@ class Coder(RowCoder[A]):
             return mean_decoded(ops, self.codec, of_each, summed, out)
         counted = weights
 
-        def of_replica(i: Any) -> A:
-            return counted.times(ops, decoded(*[y[i] for y in of_each]), i)
+        def weighed(*given: A) -> A:
+            *y, these = given
+            return Weights(these, counted.total).times_each(ops, decoded(*y))
 
-        total = ops.loop(
-            size - 1,
-            lambda i, total: ops.add(total, of_replica(i + 1), out=total),
-            of_replica(0),
-            fused=True,
-        )
+        total = ops.sum_of_each(weighed, *of_each, counted.of_each)
         # halfway between two numbers of 16 bits the last bit of the reciprocal would decide
         if self.casts:
             return ops.divide(

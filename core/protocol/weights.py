@@ -48,37 +48,25 @@ class Weights(NamedTuple, Generic[A]):
         scaled = ops.divide(every, ops.where(largest > 0, power, 1.0))
         # Beside far larger ones a replica that counts still does.
         scaled = ops.where((every > 0) & (scaled < _TINY), scaled * 0.0 + _TINY, scaled)
-        return cls(scaled, in_order(ops, scaled))
-
-    def times(self, ops: Ops[A], x: A, replica: Any) -> A:
-        """What a replica (an int or traced) has sent, times its weight: zeros of one that is
-        absent, whatever it has sent."""
-        weight = self.of_each[replica]
-        return ops.where(weight > 0, ops.multiply(x, ops.cast(weight, ops.dtype_of(x))), 0.0)
+        return cls(scaled, ops.sum_in_order(scaled))
 
     def present(self, ops: Ops[A], every: A) -> A:
         """What all replicas have sent, (W, …), with zeros for those that are absent."""
         return ops.where(self._beside(every) > 0, every, 0.0)
 
     def times_each(self, ops: Ops[A], every: A) -> A:
-        """`times` of what all replicas have sent (W, …)."""
+        """What all replicas have sent (W, …), times their weights: zeros of those that are absent,
+        whatever they have sent."""
         weights = ops.cast(self._beside(every), ops.dtype_of(every))
         return ops.multiply(self.present(ops, every), weights)
 
     def _beside(self, every: A) -> A:
-        return self.of_each.reshape((-1, *[1] * (len(every.shape) - 1)))
+        own = tuple(self.of_each.shape)
+        return self.of_each.reshape((*own, *[1] * (len(every.shape) - len(own))))
 
     def share(self, ops: Ops[A], total: A) -> A:
         """The mean of which this is the weighted sum."""
         return ops.divide(total, ops.cast(self.total, ops.dtype_of(total)), out=total)
-
-
-def in_order(ops: Ops[A], every: A) -> A:
-    """The sum of (W,) numbers of float32, one after the other: an absent replica changes no bit."""
-    total: A = ops.zeros((), "float32")
-    for i in range(every.shape[0]):
-        total = total + every[i]
-    return total
 
 
 def require_weight(weight: Any, what: str = "weight") -> float:
@@ -149,8 +137,8 @@ async def replica_weights(groups: Groups | None = None) -> Weights[Any] | None:
     """What each replica weighs, or each of this replica's group: for methods that `gather`. None:
     all the same.
 
-    Ask after the gather: the weights then travel with it. `Weights.times` multiplies what a replica
-    has sent; divide by `Weights.total`.
+    Ask after the gather: the weights then travel with it. `Weights.times_each` multiplies what
+    replicas have sent; divide by `Weights.total`.
     """
     return await ask_one(ReplicaWeights(groups))
 

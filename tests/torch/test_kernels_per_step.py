@@ -18,9 +18,11 @@ from gradwire import (
     Spec,
     TopK,
     TwoLevel,
+    Weighted,
     WireDtype,
     diloco,
 )
+from gradwire.core.algorithms.shared.weighing import Weighing
 from gradwire.torch_backend.advise.method_cost import message_groups, method_cost
 from gradwire.torch_backend.advise.step_time import step_compute
 from gradwire.torch_backend.engine.driver import Driver, specs_of
@@ -108,19 +110,28 @@ AT_SCALE += [
 ]
 
 
-@pytest.mark.parametrize("algorithm", AT_SCALE, ids=repr)
-def test_what_the_host_dispatches_does_not_grow_with_replicas(algorithm) -> None:
-    """Of 40 small tensors on the CPU, 60 operations and 25 a tensor; and, on a device with Triton,
-    60 launches and 5 a tensor."""
+#: And by weight, and in nodes, which cost a device some launches more for each tensor.
+BY_WEIGHT = [Weighted(each) for each in AT_SCALE]
+IN_NODES = [TwoLevel(each, within=4) for each in (PowerSGD(4), Sign())]
+
+
+@pytest.mark.parametrize("algorithm", [*AT_SCALE, *BY_WEIGHT, *IN_NODES], ids=repr)
+def test_what_the_host_dispatches_does_not_grow_with_replicas(algorithm, monkeypatch) -> None:
+    """Of 40 small tensors on the CPU, 60 operations and 25 a tensor, by weight 35; and, on a
+    device with Triton, 60 launches and 5 a tensor."""
+    monkeypatch.setattr(Weighing, "_counted", lambda self, total: True)  # nothing is computed
     shapes = {str(i): (64, 64) if i % 2 else (64,) for i in range(40)}
-    for replicas in (8, 64, 512):
+    for replicas in (8, 64) if algorithm in BY_WEIGHT else (8, 64, 512):
         step = gradwire_step(shapes, algorithm, replicas=replicas)
         for _ in range(2):
             with Kernels():
                 step.run()
         with Kernels() as seen:
             step.run()
-        assert seen.operations <= 60 + 25 * len(shapes), replicas
+        each = 35 if algorithm in BY_WEIGHT else 25  # what is not computed is any number
+        assert seen.operations <= 60 + each * len(shapes), replicas
+        if algorithm not in AT_SCALE:
+            continue
         with on_a_device(fused=True):
             step = gradwire_step(shapes, algorithm, replicas=replicas)
         with Kernels():

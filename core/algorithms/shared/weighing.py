@@ -29,7 +29,7 @@ from gradwire.core.protocol.exchanges import gather
 from gradwire.core.protocol.groups import Groups
 from gradwire.core.protocol.programs import Program, Request, UnknownRequest, ask, relay
 from gradwire.core.protocol.reductions import reduce_sum
-from gradwire.core.protocol.weights import NobodyCounts, Weights, in_order, weight_of
+from gradwire.core.protocol.weights import NobodyCounts, Weights, weight_of
 
 T = TypeVar("T")
 
@@ -50,6 +50,7 @@ class Weighing(Generic[A]):
 
     Attributes:
         weight: of this replica, or, after `count_as`, of its group.
+        counts: whether that is above 0, an array.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Weighing(Generic[A]):
     ) -> None:
         self.ops, self.keeps, self.name = ops, keeps, name
         self.weight: A = weight_of(ops, weight)
+        self.counts: A = self.weight > 0
         self._whole: Groups | None = None
         self._totals: dict[Groups | None, A] = {}
         self._of_all: dict[Groups | None, Weights[A]] = {}
@@ -95,7 +97,11 @@ class Weighing(Generic[A]):
     @property
     def present(self) -> bool | None:
         """Whether this replica counts; None where the host does not know."""
-        return self.ops.truth(self.weight > 0)
+        return self.ops.truth(self.counts)
+
+    def _counted(self, total: A) -> bool | None:
+        """Whether anybody of whom this is the sum does; None where the host does not know."""
+        return self.ops.truth(total > 0)
 
     # ---- averages
 
@@ -134,10 +140,10 @@ class Weighing(Generic[A]):
         if total is None:
             total = self._found(groups, ops.cast(sums[-1], "float32").reshape(()))
             sums = sums[:-1]
-        if ops.truth(total > 0) is False:
+        if self._counted(total) is False:
             return tuple(request.arrays)  # only of a group; see `_found`
         means = [ops.divide(x, ops.cast(total, ops.dtype_of(x)), out=x) for x in sums]
-        if (request.watched or (came and self._watches(groups))) and ops.truth(total > 0) is None:
+        if (request.watched or (came and self._watches(groups))) and self._counted(total) is None:
             await self._watch(total)
         return self._kept(request, means, total)
 
@@ -155,7 +161,7 @@ class Weighing(Generic[A]):
         product = ops.multiply(
             x, ops.cast(self.weight, dtype), out=x if donated and present else None
         )
-        return product if present else ops.where(self.weight > 0, product, 0.0)
+        return product if present else ops.where(self.counts, product, 0.0)
 
     async def _short_means(self, request: Any) -> tuple[A, ...]:
         """The means of arrays of 16 bits: of each dtype by itself."""
@@ -182,17 +188,17 @@ class Weighing(Generic[A]):
         self._noted.clear()  # it was not the method that has gathered
         self._noted.update(noted)
         total = self._of_all[groups].total
-        if ops.truth(total > 0) is False:
+        if self._counted(total) is False:
             return tuple(request.arrays)
         return self._kept(request, means, total)
 
     def _kept(self, request: Any, means: Sequence[A], total: A) -> tuple[A, ...]:
         """The means; or the arrays themselves where nobody may count, and they are to stay."""
-        ops, unknown = self.ops, self.ops.truth(total > 0) is None
+        ops, some = self.ops, total > 0
         # Some of the replicas may all be absent.
         apart = request.groups is not None and request.groups != self._whole
-        if unknown and (apart or self.keeps):
-            means = [ops.where(total > 0, y, x) for x, y in zip(request.arrays, means, strict=True)]
+        if (apart or self.keeps) and self._counted(total) is None:
+            means = [ops.where(some, y, x) for x, y in zip(request.arrays, means, strict=True)]
         return tuple(means)
 
     async def _watch(self, total: A) -> None:
@@ -202,7 +208,7 @@ class Weighing(Generic[A]):
 
     def _found(self, groups: Groups | None, total: A) -> A:
         self._totals[groups] = total
-        if groups == self._whole and self.ops.truth(total > 0) is False:
+        if groups == self._whole and self._counted(total) is False:
             raise NobodyCounts
         return total
 
@@ -222,6 +228,7 @@ class Weighing(Generic[A]):
         """Let this replica weigh as much as its group does from now on, and the others in it are
         the same."""
         self.weight = await self.total_of(groups)
+        self.counts = self.weight > 0
         self._totals, self._of_all = {}, {}
         size = len(groups[0])
         self._whole = tuple(zip(*groups, strict=True)) if size > 1 else None
@@ -250,12 +257,12 @@ class Weighing(Generic[A]):
         same on all of them: what a method makes of that is sent, and watched, once more."""
         ops = self.ops
         every = ops.view_as(every, "float32").reshape((-1,))
-        self._of_all[groups], total = Weights.of(ops, every), in_order(ops, every)
-        if groups == self._whole and ops.truth(total > 0) is False:
+        self._of_all[groups], total = Weights.of(ops, every), ops.sum_in_order(every)
+        if groups == self._whole and self._counted(total) is False:
             raise NobodyCounts
         if not exchanged:
             self._totals[groups] = total
-            if groups == self._whole and ops.truth(total > 0) is None:
+            if groups == self._whole and self._counted(total) is None:
                 await self._watch(total)
 
     async def of_all(self, groups: Groups | None) -> Weights[A]:
