@@ -2,7 +2,7 @@
 fed with measured steps.
 
     python benchmarks/auto.py                    # writes benchmarks/results/auto.json
-    python benchmarks/auto.py --links            # trains on links that are shaped, Auto and each of its methods (Linux, as root; an hour, on a quiet machine)
+    python benchmarks/auto.py --links            # trains on links that are shaped, Auto and each of its methods (Linux, as root; twenty minutes of a quiet machine)
 
 Steps are those of benchmarks/results/advice.json and network-two-levels.json, between hosts on
 shaped links, with noise. Beside each link as it is: one that changes, bursts, and a rank that is
@@ -41,6 +41,8 @@ SETS = {
     'Auto(loss="2%")': ("Quantize(dtype='int4')", "PowerSGD(rank=16)", *ROUNDING),
 }
 TWO_LEVELS = ("DDP", "two levels, dense")
+#: How many `Auto()` has where nodes have several ranks.
+METHODS_OF_NODES = 5
 NOISE = 0.03
 #: Steps of a burst; one comes in 250 steps, on average.
 BURST = 5
@@ -115,81 +117,85 @@ def row_of(trace: np.ndarray, steps: int, bursts: float = 0.0) -> dict[str, Any]
     }
 
 
-def on_links(
-    steps: int, layers: int, vocabulary: int, traces: Collection[str]
-) -> list[dict[str, Any]]:
+def on_links(steps: int, model: list[str], traces: Collection[str]) -> Iterator[dict[str, Any]]:
     """Real trainings of two hosts on links whose rate changes with the step: Auto, and each of its
     methods."""
-    sys.path.insert(0, str(WORKER.parent))
-    from lab import PORT, Lab, obstacle
-
-    if why := obstacle():
-        raise SystemExit(why)
     half = steps // 2
     bursts = {
         begin + i: rate
         for begin in range(half, steps, 250)
         for i, rate in ((0, "100mbit"), (BURST, None))
     }
-    rates: dict[str, tuple[dict[int, str | None], float]] = {
-        **{name: ({0: name}, 0.0) for name in ("100mbit", "1gbit")},
-        "unlimited": ({0: None}, 0.0),
-        "becomes slow": ({0: None, half: "100mbit"}, 0.0),
-        "becomes fast": ({0: "100mbit", half: None}, 0.0),
-        "bursts": ({0: None, **bursts}, 0.0),
-        "a late rank": ({0: "1gbit"}, 0.1),
+    #: Rates from so many steps on, by how much a rank is late, and ranks of each host.
+    rates: dict[str, tuple[dict[int, str | None], float, int]] = {
+        **{name: ({0: name}, 0.0, 1) for name in ("100mbit", "1gbit")},
+        "unlimited": ({0: None}, 0.0, 1),
+        "becomes slow": ({0: None, half: "100mbit"}, 0.0, 1),
+        "becomes fast": ({0: "100mbit", half: None}, 0.0, 1),
+        "bursts": ({0: None, **bursts}, 0.0, 1),
+        "a late rank": ({0: "1gbit"}, 0.1, 1),
+        "2 x 2": ({0: "1gbit"}, 0.0, 2),
     }
-    rows = []
-    for name, (changes, late) in rates.items():
+    slow: list[float] = []
+    for name, (changes, late, ranks) in rates.items():
         if traces and name not in traces:
             continue
-        row: dict[str, Any] = {"trace": name, "steps": steps}
-        for method in ("Auto", "plain", "int8", "bfloat16"):
-            with Lab(2, changes[0]) as lab, tempfile.TemporaryDirectory() as folder:
-                progress = Path(folder) / "step"
+        options = [f"--steps={steps}", f"--late={late}", *model]
+        fixed = [
+            _trained(changes, ranks, [*options, f"--method={number}"])
+            for number in range(METHODS_OF_NODES if ranks > 1 else 1 + len(ROUNDING))
+        ]
+        auto = _trained(changes, ranks, [*options, "--method=Auto"])
+        seconds = [each["seconds"] for each in fixed]
+        slow = seconds if name == "100mbit" else slow
+        allowed = 1.02 * min(seconds) + 20 * seconds[0] / steps
+        if name == "bursts":
+            allowed += 2 * BURST * (max(slow, default=0.0) - min(slow, default=0.0)) / steps
+        row = {
+            "trace": name,
+            "steps": steps,
+            "seconds": auto["seconds"],
+            "to_best": auto["seconds"] / min(seconds),
+            "to_plain": auto["seconds"] / seconds[0],
+            "plain_steps_beyond_102_percent": (auto["seconds"] - 1.02 * min(seconds))
+            / (seconds[0] / steps),
+            "holds": auto["seconds"] <= allowed,
+            "choices": auto["choices"],
+            "fixed": {each["method"]: each["seconds"] for each in fixed},
+        }
+        print(
+            f"{name:<14} {row['to_best']:.3f} of the best, {row['to_plain']:.3f} of plain,"
+            f" holds: {row['holds']}",
+            flush=True,
+        )
+        yield row
 
-                options = [
-                    f"--method={method}",
-                    f"--steps={steps}",
-                    f"--late={late}",
-                    f"--progress={progress}",
-                ]
-                options += [f"--layers={layers}", f"--vocabulary={vocabulary}"]
 
-                def command(host: int, lab: Lab = lab, options: list[str] = options) -> list[str]:
-                    return [
-                        *(
-                            sys.executable,
-                            "-m",
-                            "torch.distributed.run",
-                            "--nnodes=2",
-                            f"--node-rank={host}",
-                        ),
-                        *(
-                            "--nproc-per-node=1",
-                            f"--master-addr={lab.address(0)}",
-                            f"--master-port={PORT}",
-                        ),
-                        *(f"--local-addr={lab.address(host)}", str(WORKER), *options),
-                    ]
+def _trained(changes: dict[int, str | None], ranks: int, options: list[str]) -> dict[str, Any]:
+    """What a training of two hosts tells whose links change."""
+    from lab import PORT, Lab
 
-                ended = threading.Event()
-                follower = threading.Thread(
-                    target=_follow, args=(lab, progress, dict(changes), ended)
-                )
-                follower.start()
-                try:
-                    found = json.loads(lab.run(command, timeout=7200)[0].strip().splitlines()[-1])
-                finally:
-                    ended.set()
-                    follower.join()
-            row |= {method: found["seconds"]} | (
-                {"choices": found["choices"]} if method == "Auto" else {}
-            )
-        row["to_best"] = row["Auto"] / min(row[method] for method in ("plain", "int8", "bfloat16"))
-        print(f"{name:<14} {row['to_best']:.3f} of the best", flush=True)
-        rows.append(row)
-    return rows
+    with Lab(2, changes[0]) as lab, tempfile.TemporaryDirectory() as folder:
+        progress, ended = Path(folder) / "step", threading.Event()
+
+        def command(host: int) -> list[str]:
+            return [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
+                *(f"--node-rank={host}", f"--nproc-per-node={ranks}"),
+                *(f"--master-addr={lab.address(0)}", f"--master-port={PORT}"),
+                *(f"--local-addr={lab.address(host)}", str(WORKER), *options),
+                f"--progress={progress}",
+            ]
+
+        follower = threading.Thread(target=_follow, args=(lab, progress, dict(changes), ended))
+        follower.start()
+        try:
+            lines = lab.run(command, timeout=7200)[0].strip().splitlines()
+        finally:
+            ended.set()
+            follower.join()
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
 
 
 def _follow(
@@ -218,24 +224,25 @@ def main() -> None:
         default=[],
         help="with --links: some of them, such as 'becomes slow'; none: all",
     )
-    p.add_argument(
-        "--layers",
-        type=int,
-        default=6,
-        help="with --links: of the GPT; 6 make 25 million parameters",
-    )
-    p.add_argument("--vocabulary", type=int, default=12_000, help="with --links: of the GPT")
+    for option, size in (("--layers", 1), ("--width", 128), ("--vocabulary", 1000)):
+        p.add_argument(option, type=int, default=size, help="with --links: of the GPT")
     p.add_argument("--output", type=Path, help="benchmarks/results/auto.json, or auto-links.json")
     args = p.parse_args()
     args.output = args.output or RESULTS / ("auto-links.json" if args.links else "auto.json")
     if args.links:
-        save(
-            {
-                "command": "python benchmarks/auto.py --links",
-                "rows": on_links(args.steps[0], args.layers, args.vocabulary, args.traces),
-            },
-            args.output,
-        )
+        sys.path.insert(0, str(WORKER.parent))
+        from lab import obstacle
+
+        if why := obstacle():
+            raise SystemExit(why)
+        sizes = [f"--{name}={getattr(args, name)}" for name in ("layers", "width", "vocabulary")]
+        given, found = " ".join(sizes), []
+        for row in on_links(args.steps[0], sizes, args.traces):
+            found.append(row)
+            save(
+                {"command": f"python benchmarks/auto.py --links {given}", "rows": found},
+                args.output,
+            )
         return
     subjects = [
         (name, model, links)

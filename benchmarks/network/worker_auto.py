@@ -6,32 +6,27 @@ A step hands given gradients over, and averages them.
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire.torch_backend as gw
-from gradwire import AllReduce, Auto, WireDtype
+from gradwire import Auto, Spec
+from gradwire.core.advise.choosing.methods import methods_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from given import HandedOver, drawn
 from shapes import gpt
 
-METHODS: dict[str, Any] = {
-    "Auto": Auto(),
-    "plain": AllReduce(),
-    **{d: WireDtype(AllReduce(), d) for d in ("int8", "bfloat16")},
-}
-
 
 def main() -> None:
     p = argparse.ArgumentParser()
-    p.add_argument("--method", choices=METHODS, required=True)
+    p.add_argument("--method", required=True, help="Auto, or the number of one of its methods")
     p.add_argument("--steps", type=int, required=True)
     p.add_argument(
         "--late",
@@ -39,7 +34,7 @@ def main() -> None:
         required=True,
         help="seconds by which the last rank comes late, in each second step",
     )
-    for option in ("--layers", "--vocabulary"):
+    for option in ("--layers", "--width", "--vocabulary"):
         p.add_argument(option, type=int, required=True)
     p.add_argument(
         "--progress", type=Path, required=True, help="where rank 0 writes which step has come"
@@ -47,10 +42,13 @@ def main() -> None:
     args = p.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    shapes, rank = gpt(layers=args.layers, vocabulary=args.vocabulary), dist.get_rank()
+    shapes, rank = gpt(args.layers, args.width, args.vocabulary), dist.get_rank()
+    specs = {name: Spec(shape, "float32") for name, shape in shapes.items()}
+    methods = methods_of(Auto(), specs, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
+    algorithm = Auto() if args.method == "Auto" else methods[int(args.method)]
     given = drawn(shapes, seed=rank)
     ddp = DistributedDataParallel(HandedOver(shapes), gradient_as_bucket_view=True)
-    handle = gw.register_comm_hook(ddp, METHODS[args.method])
+    handle = gw.register_comm_hook(ddp, algorithm)
     dist.barrier()
     began = time.perf_counter()
     for step in range(args.steps):
@@ -65,7 +63,8 @@ def main() -> None:
     choices = handle.stats().choices
     dist.destroy_process_group()
     if rank == 0:
-        print(json.dumps({"seconds": seconds, "choices": choices}), flush=True)
+        found = {"method": repr(algorithm), "seconds": seconds, "choices": choices}
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
