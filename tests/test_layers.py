@@ -306,7 +306,6 @@ def lists_of(function: ast.AST) -> set[str]:
 
 #: Where a list is short whatever the model.
 SHORT = {
-    "core/advise/choosing/methods.py": "methods",
     "jax_backend/zero/independent.py": "kinds of parameters",
 }
 
