@@ -88,7 +88,9 @@ async def weighed(
     ops, kept = weighing.ops, {}
     for name, memory in state.tensors.items() if not weighing.present else ():
         own = {key: x for key, x in memory.items() if key in per_replica}
-        kept[name] = {key: ops.multiply(x, 1.0) for key, x in own.items()}  # not donated
+        kept[name] = {
+            key: ops.add(ops.zeros(tuple(x.shape), ops.dtype_of(x)), x) for key, x in own.items()
+        }
     averages, after = await weighing.run(program)
     for name, own in kept.items():
         for key, x in own.items():
