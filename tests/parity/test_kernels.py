@@ -588,6 +588,7 @@ KERNELS = {
     "to_bytes": lambda ops, batch, **_: ops.storage.from_bytes(ops, ops.storage.to_bytes(ops, ops.cast(batch[0], "float32")), "float32"),
     "to_blocks": lambda ops, x, **_: ops.storage.from_blocks(ops.storage.to_blocks(ops, x, 5, 8), tuple(x.shape)),
     "sum_of_each": lambda ops, batch, **_: ops.sum_of_each(lambda x: ops.multiply(x, 2.0), batch),
+    "sum_in_order": lambda ops, v, **_: ops.sum_in_order(ops.cast(v, "float32")),
     "quantize, codes": lambda ops, x, **_: ops.quantize(x, 127.0)[0],
     "quantize, scales": lambda ops, x, **_: ops.quantize(x, 127.0)[1],
     **{f"{name}, {codec}": partial(of_codes, name, codec) for name in CODED for codec in ("int8", "int4")},
