@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import tempfile
 import threading
@@ -28,8 +29,11 @@ from typing import Any
 
 import numpy as np
 from measuring import save
+from shapes import gpt
 
+from gradwire import Auto, Spec
 from gradwire.core.advise.choosing.chooser import Chooser
+from gradwire.core.advise.choosing.methods import methods_of
 from gradwire.core.advise.choosing.step_clock import clocked
 
 RESULTS = Path(__file__).parent / "results"
@@ -41,8 +45,6 @@ SETS = {
     'Auto(loss="2%")': ("Quantize(dtype='int4')", "PowerSGD(rank=16)", *ROUNDING),
 }
 TWO_LEVELS = ("DDP", "two levels, dense")
-#: How many `Auto()` has where nodes have several ranks.
-METHODS_OF_NODES = 5
 NOISE = 0.03
 #: Steps of a burst; one comes in 250 steps, on average.
 BURST = 5
@@ -104,24 +106,33 @@ def row_of(trace: np.ndarray, steps: int, bursts: float = 0.0) -> dict[str, Any]
     ]
     chooser = Chooser(trace.shape[1])
     total, _ = clocked(chooser, lambda step, method, now: seconds[step][method], steps)
-    best, plain = min(fixed), fixed[0] / steps
     return {
         "steps": steps,
+        **judged(total, fixed, steps, bursts),
+        "best": fixed.index(min(fixed)),
+        "ends": chooser.chosen,
+    }
+
+
+def judged(total: float, fixed: list[float], steps: int, bursts: float) -> dict[str, Any]:
+    """Seconds of a training beside those of each method from the start on, uncompressed averages
+    first, and the seconds of two bursts."""
+    best, plain = min(fixed), fixed[0] / steps
+    return {
         "to_best": total / best,
         "to_plain": total / fixed[0],
         "plain_steps_beyond_102_percent": (total - 1.02 * best) / plain,
         "plain_steps_of_two_bursts": bursts / plain,
-        "best": fixed.index(best),
-        "ends": chooser.chosen,
         "holds": total <= 1.02 * best + bursts + (0 if steps >= 10_000 else 20 * plain),
     }
 
 
 def on_links(
-    steps: int, model: list[str], traces: Collection[str], repeats: int
+    steps: int, sizes: dict[str, int], traces: Collection[str], repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Real trainings of two hosts on links whose rate changes with the step: Auto, and each of its
     methods. Of several of each the one whose seconds are the median."""
+    specs = {name: Spec(shape, "float32") for name, shape in gpt(**sizes).items()}
     half = steps // 2
     bursts = {
         begin + i: rate
@@ -142,9 +153,10 @@ def on_links(
     for name, (changes, late, ranks) in rates.items():
         if traces and name not in traces:
             continue
-        options = [f"--steps={steps}", f"--late={late}", *model]
-        methods = range(METHODS_OF_NODES if ranks > 1 else 1 + len(ROUNDING))
-        kinds = ["--method=Auto", *(f"--method={number}" for number in methods)]
+        options = [f"--steps={steps}", f"--late={late}"]
+        options += [f"--{of}={size}" for of, size in sizes.items()]
+        methods = methods_of(Auto(), specs, 2 * ranks, ranks)
+        kinds = ["--method=Auto", *(f"--method={number}" for number in range(len(methods)))]
         # in turn: two trainings by one method are up to a fifth apart where steps are short
         auto, *fixed = (
             sorted(same, key=lambda each: each["seconds"])[repeats // 2]
@@ -158,18 +170,12 @@ def on_links(
         )
         seconds = [each["seconds"] for each in fixed]
         slow = seconds if name == "100mbit" else slow
-        allowed = 1.02 * min(seconds) + 20 * seconds[0] / steps
-        if name == "bursts":
-            allowed += 2 * BURST * (max(slow, default=0.0) - min(slow, default=0.0)) / steps
+        two_bursts = 2 * BURST * (max(slow) - min(slow)) / steps if slow else 0.0
         row = {
             "trace": name,
             "steps": steps,
             "seconds": auto["seconds"],
-            "to_best": auto["seconds"] / min(seconds),
-            "to_plain": auto["seconds"] / seconds[0],
-            "plain_steps_beyond_102_percent": (auto["seconds"] - 1.02 * min(seconds))
-            / (seconds[0] / steps),
-            "holds": auto["seconds"] <= allowed,
+            **judged(auto["seconds"], seconds, steps, two_bursts if name == "bursts" else 0.0),
             "choices": auto["choices"],
             "fixed": {each["method"]: each["seconds"] for each in fixed},
         }
@@ -246,14 +252,11 @@ def main() -> None:
 
         if why := obstacle():
             raise SystemExit(why)
-        sizes = [f"--{name}={getattr(args, name)}" for name in ("layers", "width", "vocabulary")]
-        given, found = " ".join(sizes), []
+        sizes = {name: getattr(args, name) for name in ("layers", "width", "vocabulary")}
+        command, found = f"python benchmarks/auto.py {shlex.join(sys.argv[1:])}", []
         for row in on_links(args.steps[0], sizes, args.traces, args.repeats):
             found.append(row)
-            save(
-                {"command": f"python benchmarks/auto.py --links {given}", "rows": found},
-                args.output,
-            )
+            save({"command": command, "rows": found}, args.output)
         return
     subjects = [
         (name, model, links)

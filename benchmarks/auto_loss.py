@@ -26,6 +26,7 @@ from measuring import save, told_by_ranks
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "examples")]
 from auto import NOISE, RESULTS, SETS, measured  # noqa: E402
+from frontier.__main__ import machine  # noqa: E402
 from frontier.reading import longest, uncompressed, upper_bound  # noqa: E402
 from frontier.runs import REPLICAS, Run, Settings, weights  # noqa: E402
 from frontier.subjects import BY_NAME, Subject  # noqa: E402
@@ -101,34 +102,29 @@ def main() -> None:
     found = json.loads(args.output.read_text()) if args.output.exists() else {}
     losses: dict[str, float] = found.get("losses", {}) if found.get("decisions") == lines else {}
     rest = [seed for seed in range(args.seeds) if str(seed) not in losses]
+
+    def summary() -> dict[str, Any]:
+        pairs = [(losses[str(n)], plain["losses"]["torch"][n]) for n in map(int, losses)]
+        parts = [mine / theirs - 1 for mine, theirs in pairs]
+        return {
+            "command": "python benchmarks/auto_loss.py",
+            "machine": machine(),
+            "steps": steps,
+            "decisions": lines,
+            "losses": losses,
+            "uncompressed": plain["losses"]["torch"][: args.seeds],
+            "higher": mean(parts),
+            "bound": upper_bound(parts) if len(parts) > 1 else None,
+        }
+
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "decisions.jsonl"
         log.write_text("".join(lines))
-        for seed, loss in told_by_ranks(work, str(log), rate, rest, steps):
+        for seed, loss in told_by_ranks(work, str(log), rate, rest, steps) if rest else ():
             losses[str(seed)] = round(loss, 6)
-            print(
-                f"seed {seed}: loss {loss:.4f}, uncompressed {plain['losses']['torch'][seed]:.4f}"
-            )
-            parts = [
-                losses[str(n)] / plain["losses"]["torch"][n] - 1
-                for n in range(args.seeds)
-                if str(n) in losses
-            ]
-            bound = upper_bound(parts) if len(parts) > 1 else None
-            save(
-                {
-                    "command": "python benchmarks/auto_loss.py",
-                    "machine": frontier["machine"],
-                    "steps": steps,
-                    "decisions": lines,
-                    "losses": losses,
-                    "uncompressed": plain["losses"]["torch"][: args.seeds],
-                    "higher": mean(parts),
-                    "bound": bound,
-                },
-                args.output,
-            )
-    print(f"loss higher by {mean(parts):+.2%}, with 90 % confidence below {bound:+.2%}")
+            print(f"seed {seed}: {loss:.4f}, uncompressed {plain['losses']['torch'][seed]:.4f}")
+            save(summary(), args.output)
+    print({key: summary()[key] for key in ("higher", "bound")})
 
 
 if __name__ == "__main__":
