@@ -168,16 +168,13 @@ def main() -> None:
         else:
             found = chaos(Path(folder) / "chaos", arguments.minutes, arguments.pace)
             print(json.dumps(found, indent=1), flush=True)
-            (loss,), found["losses undisturbed"] = (
-                found["loss"],
-                [
-                    undisturbed(Path(folder) / str(seed), seed, found["rounds"])
-                    for seed in range(arguments.seeds)
-                ],
-            )
-            found["standard errors from undisturbed"] = round(
-                verdict.deviation(loss, found["losses undisturbed"]), 2
-            )
+            (loss,) = found["loss"]
+            calm = [
+                undisturbed(Path(folder) / str(seed), seed, found["rounds"])
+                for seed in range(arguments.seeds)
+            ]
+            found["losses undisturbed"] = calm
+            found["standard errors from undisturbed"] = round(verdict.deviation(loss, calm), 2)
         count = max(1, round(60 * arguments.minutes / 2 / BETWEEN))
         kinds = [choosing.KINDS[n % len(choosing.KINDS)] for n in range(count)]
         found["auto"] = choosing.disturbed(

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -153,9 +153,14 @@ class Arena:
 
     def lines(self, name: str = "*") -> Iterator[dict[str, Any]]:
         """What replicas have written, in the order of time."""
-        found = []
-        for path in self.folder.glob("replica*" if name == "*" else name):
-            for line in path.read_text().splitlines():
-                with suppress(ValueError):  # cut off, or a warning
-                    found.append(json.loads(line))
-        return iter(sorted(found, key=lambda line: line["time"]))
+        return iter(written(self.folder.glob("replica*" if name == "*" else name)))
+
+
+def written(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """The lines of JSON in these files, in the order of time."""
+    found = []
+    for file in files:
+        for line in file.read_text().splitlines():
+            with suppress(ValueError):  # cut off, or a warning
+                found.append(json.loads(line))
+    return sorted(found, key=lambda line: line["time"])

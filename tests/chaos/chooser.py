@@ -3,11 +3,10 @@ checkpoint where it is started again. It writes a line for each step.
 
     torchrun … chooser.py FOLDER PACE [DECISIONS]
 
-It ends before the step that the file FOLDER/stop names, once there is one. It learns to sort, as
-`replica.py` does. With DECISIONS the methods are those in that file.
+It ends before the step that the file FOLDER/stop names, once there is one. With
+DECISIONS the methods are those in that file.
 """
 
-import hashlib
 import json
 import os
 import sys
@@ -22,23 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import Auto
 from gradwire.torch_backend import register_comm_hook
+from tests.chaos.sorting import batch, digest, loss_of, new_model
 
-WIDTH = 16
 #: Steps between two checkpoints.
 BETWEEN = 10
-
-
-def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(rank * 1_000_003 + step)
-    x = torch.rand(32, WIDTH, generator=generator)
-    return x, x.sort(dim=1).values
-
-
-def digest(model: torch.nn.Module) -> str:
-    found = hashlib.sha256()
-    for x in model.parameters():
-        found.update(x.detach().numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def newest(folder: Path, ranks: int) -> tuple[int, int]:
@@ -53,9 +39,7 @@ def main(folder: Path, pace: float, decisions: str | None = None) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     log = (folder / f"rank{rank}").open("a")
-    model = torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, 64), torch.nn.Tanh(), torch.nn.Linear(64, WIDTH)
-    )
+    model = new_model()
     # Buckets that stay as they are: else each attempt begins with others, and sums in another order.
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -72,9 +56,8 @@ def main(folder: Path, pace: float, decisions: str | None = None) -> None:
     for step in count(begin):
         if stop.exists() and step >= int(stop.read_text()):
             break
-        x, y = batch(rank, step)
         optimizer.zero_grad()
-        (ddp(x) - y).square().mean().backward()
+        loss_of(ddp, *batch(0, rank, step)).backward()
         optimizer.step()
         line = {
             "step": step,
@@ -82,7 +65,7 @@ def main(folder: Path, pace: float, decisions: str | None = None) -> None:
             "pid": os.getpid(),
             "attempt": attempt,
             "method": repr(handle.algorithm),
-            "weights": digest(model),
+            "weights": digest(model.parameters()),
             "time": time.time(),
         }
         print(json.dumps(line), file=log, flush=True)

@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any
 
 from tests.chaos import chooser
+from tests.chaos.arena import written
 from tests.launch import ROOT, end_all, environment, interpreter
 
 RANKS = 4
@@ -60,13 +61,7 @@ class Training:
 
     def lines(self) -> Lines:
         """What ranks have written, in the order of time."""
-        found = []
-        for rank in range(RANKS):
-            file = self.folder / f"rank{rank}"
-            for line in file.read_text().splitlines() if file.exists() else []:
-                with suppress(ValueError):  # cut off
-                    found.append(json.loads(line))
-        return sorted(found, key=lambda line: line["time"])
+        return written(self.folder.glob("rank*"))
 
     def alive(self) -> list[int]:
         """Processes of the last attempt in which all ranks have taken a step."""

@@ -5,7 +5,6 @@ It learns to sort. The data are those of its number at the position of the run, 
 on where the others are.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -22,26 +21,7 @@ from torchft.process_group import ProcessGroupGloo
 
 import gradwire
 from gradwire.torch_backend import elastic
-
-WIDTH = 16
-
-
-def batch(seed: int, number: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of this replica, at this position."""
-    generator = torch.Generator().manual_seed((seed * 1000 + number) * 1_000_003 + step)
-    x = torch.rand(32, WIDTH, generator=generator)
-    return x, x.sort(dim=1).values
-
-
-def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (model(x) - y).square().mean()
-
-
-def digest(tensors) -> str:
-    found = hashlib.sha256()
-    for x in tensors:
-        found.update(x.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()[:12]
+from tests.chaos.sorting import batch, digest, loss_of, new_model
 
 
 def group_of(number: int, port: str) -> dist.ProcessGroup:
@@ -71,9 +51,7 @@ def main(
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, 64), torch.nn.Tanh(), torch.nn.Linear(64, WIDTH)
-    )
+    model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     alone = {"rank": 0, "world_size": 1, "store_addr": "localhost", "store_port": store.port}

@@ -349,7 +349,7 @@ def says_who_is_missing(process, mesh, state, sharded):
     jax.block_until_ready(auto.step(state, batch))
     # Said again after ten times as long, which a busy machine may take as well.
     sentence = "AutoStep.step: process 0 waits for processes [1]. All processes must call"
-    assert process or [x for x in set(said[heard:]) if sentence in x] == [said[heard]], said
+    assert process or ({*said[heard:]} == {said[heard]} and sentence in said[heard]), said
 
 
 def alone(process, name, call):
