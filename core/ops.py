@@ -364,7 +364,7 @@ class Ops(Primitives[A], Protocol):
         return total
 
     def sum_in_order(self, x: A) -> A:
-        """The sum of a vector's numbers, one after the other: more zeros change no bit."""
+        """The sum of a vector's numbers: the same bits on all replicas, and with more zeros."""
         return self.loop(x.shape[0] - 1, lambda i, total: total + x[i + 1], x[0], fused=True)
 
     def join_order(self, arrays: Sequence[A]) -> list[int] | None:

@@ -300,8 +300,8 @@ class CodingOps(Workspace):
         return total
 
     def sum_in_order(self, x: Tensor) -> Tensor:
-        if not self.host_knows:  # in one order where all have the same kernels
-            return x.sum()
+        if not self.host_knows:  # in float64, where the order of a device changes no bit of the sum
+            return x.sum(dtype=torch.float64).to(x.dtype)
         total = x[0].clone()
         self.add_in_order(total, x[1:])
         return total
