@@ -139,6 +139,22 @@ def test_what_the_host_dispatches_does_not_grow_with_replicas(algorithm, monkeyp
         assert counted(step)[0] <= 60 + 5 * len(shapes), replicas
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", AT_SCALE, ids=repr)
+def test_4096_replicas_take_hardly_an_operation_more_than_512(algorithm) -> None:
+    """One in twenty, of what is added up in slices."""
+    shapes, found = {str(i): (64, 64) if i % 2 else (64,) for i in range(40)}, []
+    for replicas in (512, 4096):
+        step, counts = gradwire_step(shapes, algorithm, replicas=replicas), []
+        for _ in range(4):  # in some steps each tensor is looked at once more
+            with Kernels() as seen:
+                step.run()
+            counts.append(seen.operations)
+        found.append(min(counts))
+    assert found[1] <= 1.05 * found[0], found
+    assert found[1] <= 60 + 25 * len(shapes), found
+
+
 def test_what_is_in_float64_lies_in_memory_that_p_and_q_share() -> None:
     ops, scratch = TorchOps(torch.device("cpu")), Scratch()
     ops.host_knows = False

@@ -23,8 +23,9 @@ from gradwire.torch_backend.ops.workspace import Workspace
 
 #: Elements of a block, and bytes.
 BLOCK, BYTES = 512, 64
-#: Elements that are unpacked at a time, of all replicas together: each needs some 10 bytes.
-UNPACKED = 1 << 22
+#: Elements that are unpacked at a time, of all replicas together: each needs some 10 bytes. Of each
+#: replica no fewer than the second, so that many replicas need no more operations than some.
+UNPACKED, EACH = 1 << 22, 1 << 13
 #: Tensors of fewer elements are copied to lie side by side.
 SMALL = 1 << 16
 #: Of tensors that lie in one vector, runs that share a number begin at multiples of this, if they
@@ -187,7 +188,7 @@ def _added(
         if blocks.sum_of_signs(ops.loops, bits, above, below, of_run, lot.runs, total[:whole])
         else 0
     )
-    step = max(BLOCK, UNPACKED // replicas // BLOCK * BLOCK)
+    step = max(EACH, UNPACKED // replicas // BLOCK * BLOCK)
     ends = [
         *range(done + step, whole, step),
         *([whole] * (whole > done)),
