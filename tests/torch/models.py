@@ -47,32 +47,47 @@ def mlp(
     return nn.Sequential(*layers[:-1])
 
 
-def loss_on(
+def batches_on(
     width: int, batch: int = 24, dtype: torch.dtype = torch.float32, *, spread: float = 0.05
-) -> Loss:
-    """Regression on data of the rank and the step: `loss(model, rank, step)`.
+) -> Callable[[int, int], Tensor]:
+    """Inputs of the rank and the step.
 
-    Inputs lie near a plane, so gradients have little beyond rank 2: where directions of nearly
-    equal weight compete, rounding decides which is sent next. With `spread=1` they lie in all
-    directions alike: for half precision, in which the small ones would be rounding alone, and for
-    few steps.
+    They lie near a plane, so gradients have little beyond rank 2: where directions of nearly equal
+    weight compete, rounding decides which is sent next. With `spread=1` they lie in all directions
+    alike: for half precision, in which the small ones would be rounding alone, and for few steps.
     """
     plane = torch.randn(2, width, generator=torch.Generator().manual_seed(width)) * torch.tensor(
         [[1.0], [0.5]]
     )
 
-    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    def inputs(rank: int, step: int) -> Tensor:
         data = torch.Generator().manual_seed(1000 * rank + step)
         near, off = (
             torch.randn(batch, 2, generator=data) @ plane,
             torch.randn(batch, width, generator=data),
         )
-        x = ((1 - spread) * near + spread * off).to(dtype)
-        y = model(x)
-        # a double rounded to a float is no smooth function of it
-        wide = torch.promote_types(y.dtype, torch.float32)
-        target: Tensor = torch.sin(3 * x[:, : y.shape[1]].to(wide) + rank)
-        return (y.to(wide) - target).square().mean()
+        return ((1 - spread) * near + spread * off).to(dtype)
+
+    return inputs
+
+
+def off_the_sine(y: Tensor, x: Tensor, rank: int) -> Tensor:
+    """The loss of outputs of these inputs."""
+    # a double rounded to a float is no smooth function of it
+    wide = torch.promote_types(y.dtype, torch.float32)
+    target: Tensor = torch.sin(3 * x[:, : y.shape[1]].to(wide) + rank)
+    return (y.to(wide) - target).square().mean()
+
+
+def loss_on(
+    width: int, batch: int = 24, dtype: torch.dtype = torch.float32, *, spread: float = 0.05
+) -> Loss:
+    """Regression on data of the rank and the step, see `batches_on`: `loss(model, rank, step)`."""
+    inputs = batches_on(width, batch, dtype, spread=spread)
+
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        x = inputs(rank, step)
+        return off_the_sine(model(x), x, rank)
 
     return loss
 

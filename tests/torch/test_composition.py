@@ -23,7 +23,7 @@ from gradwire.torch_backend import DataParallel, PowerSGDState, integrations, po
 from tests.compiler import require_compiler
 from tests.torch.compare import relative, same_bits, weights
 from tests.torch.doors import FORMS
-from tests.torch.models import TAKEN, Branches, branching_loss, loss_on, mlp
+from tests.torch.models import TAKEN, Branches, batches_on, loss_on, mlp, off_the_sine
 from tests.torch.ranks import Cases
 from tests.torch.tools import lightning_fit, lightning_module, new_accelerator, new_trainer, quiet
 from tests.torch.training import distance, hooked, paralleled, sgd, train
@@ -37,6 +37,7 @@ MAX_NORM = 0.1
 UNUSED = {"find_unused_parameters": True}
 #: The step and rank of an overflow, whereupon the scale is halved. It doubles after two good steps.
 OVERFLOW = (3, 1)
+INPUTS = batches_on(40)
 
 cases = Cases(__file__, ranks=RANKS)
 pytestmark = pytest.mark.slow
@@ -52,15 +53,23 @@ def parts(how):
     return 1 if how == "static_graph" else MICRO_BATCHES
 
 
-def part_loss(model, rank, part, how, micro_batches=None, overflow=True):
-    """Of one micro-batch, each of which takes other branches, or none; or all, if the graph is
-    static. One of them overflows."""
-    static, micro_batches = how == "static_graph", micro_batches or parts(how)
-    loss = (
-        loss_on(40)(model, rank, part) if static else branching_loss(model, rank, part % len(TAKEN))
-    )
-    loss = loss / micro_batches
-    return loss * float("inf") if overflow and (part // micro_batches, rank) == OVERFLOW else loss
+@torch.compiler.disable  # else a program would be compiled for each number of a micro-batch
+def part_of(rank, part, how, micro_batches=None, overflow=True):
+    """Of one micro-batch the inputs, which branches it takes, and a factor of its loss: each takes
+    others, or none; or all, if the graph is static. One of them overflows."""
+    micro_batches = micro_batches or parts(how)
+    taken = TAKEN[0] if how == "static_graph" else TAKEN[part % len(TAKEN)]
+    overflows = overflow and (part // micro_batches, rank) == OVERFLOW
+    factor = torch.tensor(float("inf") if overflows else 1.0) / micro_batches
+    return INPUTS(rank, part if how == "static_graph" else part % len(TAKEN)), taken[rank], factor
+
+
+def loss_of(model, rank, x, taken, factor):
+    return off_the_sine(model(x, taken), x, rank) * factor
+
+
+def part_loss(model, rank, part, how, **of):
+    return loss_of(model, rank, *part_of(rank, part, how, **of))
 
 
 def scaled(model, rank, part, how):
@@ -91,15 +100,15 @@ def plain_loop(world, model, wrapped, scaler, how):
     """The loop of a torch user."""
     optimizer, wrapped = sgd(model), compiled(wrapped, how)
 
-    def backward(part):
-        scaler.scale(part_loss(wrapped, world.rank, part, how)).backward()
+    def forward_and_backward(*part):
+        scaler.scale(loss_of(wrapped, world.rank, *part)).backward()
 
-    backward = compiled(backward, how, "compiled step")
+    forward_and_backward = compiled(forward_and_backward, how, "compiled step")
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(parts(how)):
             with wrapped.no_sync() if part + 1 < parts(how) else nullcontext():
-                backward(step * parts(how) + part)
+                forward_and_backward(*part_of(world.rank, step * parts(how) + part, how))
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         scaler.step(optimizer)
@@ -136,11 +145,14 @@ def under_accelerate(world, model, how):
     wrapped, optimizer = accelerator.prepare(model, sgd(model))
     accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
     handle = integrations.AcceleratorCompression(accelerator, wrapped, ALGORITHM).handle
-    backward = lambda part: accelerator.backward(scaled(wrapped, world.rank, part, how))  # noqa: E731
-    backward = compiled(backward, how, "compiled step")
+
+    def forward_and_backward(*part):
+        accelerator.backward(loss_of(wrapped, world.rank, *part) * parts(how))
+
+    forward_and_backward = compiled(forward_and_backward, how, "compiled step")
     for part in range(STEPS * parts(how)):
         with accelerator.accumulate(wrapped):
-            backward(part)
+            forward_and_backward(*part_of(world.rank, part, how))
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(wrapped.parameters(), MAX_NORM)
             optimizer.step()
@@ -161,24 +173,6 @@ def under_lightning(world, model, how):
     module = lightning_module(
         model, lambda module, part: scaled(module.net, world.rank, part, how), sgd
     )
-    automatic = {"accumulate_grad_batches": parts(how), "gradient_clip_val": MAX_NORM}
-    if how == "compiled step":  # then the module steps itself
-
-        def by_hand(batch, batch_idx=None):
-            optimizer, last = module.optimizers(), int(batch) % MICRO_BATCHES == MICRO_BATCHES - 1
-            with nullcontext() if last else module.trainer.strategy.block_backward_sync():
-                module.manual_backward(
-                    scaled(module.net, world.rank, int(batch), how) / MICRO_BATCHES
-                )
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        module.on_before_optimizer_step = lambda optimizer: module.clip_gradients(
-            optimizer, MAX_NORM
-        )
-        module.automatic_optimization, automatic = False, {}
-        module.training_step = compiled(by_hand, how, "compiled step")
     lightning_fit(
         compiled(module, how),
         RANKS,
@@ -187,7 +181,8 @@ def under_lightning(world, model, how):
         plugins=[Float32("16-mixed", "cpu", scaler=new_scaler())],
         callbacks=[compression],
         max_epochs=1,
-        **automatic,
+        accumulate_grad_batches=parts(how),
+        gradient_clip_val=MAX_NORM,
     )
     return compression.handle
 
