@@ -217,6 +217,7 @@ def traced(algorithm, shapes, leaves):
     return equations(jax.make_jaxpr(update)(gradients, state).jaxpr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "a_leaf", "a_shape"),
     [

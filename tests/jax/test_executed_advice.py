@@ -262,6 +262,7 @@ def test_every_advice_has_a_row():
     assert advice("jax_backend") == set(ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", ROWS)
 def test_advice_works(told):
     require_done(ROWS[told])

@@ -289,6 +289,7 @@ def test_no_message_stands_in_a_branch(compressor):
     assert not any(each.branches for each in sent(5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", [False, True], ids=["counted", "turn"])
 @pytest.mark.parametrize("options", [(10, 3, 3), (5, 3, 4), (5, 3, None)], ids=str)
 def test_two_events_of_a_schedule_in_one_step_are_two_outer_steps(options, told):

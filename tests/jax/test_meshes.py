@@ -27,28 +27,17 @@ def expected():
 
 #: Types of the axes, the mesh in context ("another" has axes that the compiler manages), and
 #: whether parameters lie there: sharded if there are two axes.
-FEW = [
-    ((EXPLICIT,), None, True),
-    ((EXPLICIT, EXPLICIT), "it", True),
-    ((EXPLICIT, AUTO), "another", True),
-]
 KINDS = [(EXPLICIT,), *set(itertools.product((EXPLICIT, AUTO), repeat=2)) - {(AUTO, AUTO)}]
-MORE = [
-    case
-    for case in itertools.product(sorted(KINDS, key=str), (None, "it", "another"), (True,))
-    if case not in FEW
-]
-MORE += [
+CASES = list(itertools.product(sorted(KINDS, key=str), (None, "it", "another"), (True,)))
+CASES += [
     ((EXPLICIT, EXPLICIT), "it", False),
     ((EXPLICIT,), "another", False),
     ((AUTO, AUTO), "it", True),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "inside", "placed"),
-    [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kinds", "inside", "placed"), CASES)
 def test_states_on_meshes_of_any_axes(expected, kinds, inside, placed):
     shape = (4,) if len(kinds) == 1 else (2, 2)
     require_the_same(on_a_mesh(shape, kinds, inside, placed=placed), expected[shape])

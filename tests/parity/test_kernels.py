@@ -638,9 +638,8 @@ def test_kernels_agree_with_numpy(name, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(d, marks=pytest.mark.slow if d == "float16" else ()) for d in DTYPES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_kernels_agree_with_numpy(request, dtype):
     """In one program: compiling is what takes the time."""
     if dtype == "float16":
