@@ -221,8 +221,22 @@ def test_the_published_chaos_found_nothing() -> None:
     assert max(row.get("rounds to heal, at most", 0) for row in found["events"].values()) <= 2
     assert abs(found["standard errors from undisturbed"]) <= 2
     assert found["minutes"] == 10
-    assert not choosing.wrong(found["auto"])
-    assert {*choosing.KINDS} == {*found["auto"]["events"]}
+    assert found["auto"].keys() == choosing.SCRIPTS.keys()
+    for auto in found["auto"].values():
+        assert not choosing.wrong(auto)
+        assert {*choosing.KINDS} == {*auto["events"]}
+
+
+def test_choosing_costs_what_the_page_says() -> None:
+    clock, links = results("auto"), results("auto-links")
+    page = (DOCS / "choosing.md").read_text()
+    for found in (clock, links):
+        assert [row for row in found["rows"] if not row["holds"]] == []
+    assert f"all of {len(clock['rows'])} trainings" in page
+    kept, of = clock["others"]
+    assert f"{kept:,} of {of:,}" in page
+    for row in links["rows"]:
+        assert re.search(rf"\| {re.escape(row['trace'])} \|.*\| {row['to_best']:.2f} \|", page), row
 
 
 #: What stands between marks is written by programs, blocks of code are run, and nobody reads other

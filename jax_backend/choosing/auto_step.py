@@ -170,8 +170,9 @@ class AutoStep:
 
     @property
     def method(self) -> str:
-        """How the chosen method is written: what `init` takes when the run is resumed."""
-        return name_of(self._methods[self.choices[-1].number if self.choices else self._number])
+        """How the method is written whose state `step` has returned, in a trial that of the trial:
+        what `init` takes when the run is resumed from this state."""
+        return name_of(self._methods[self._number])
 
     def init(self, method: str | None = None) -> Any:
         """The training state before the first step, on its devices; in several processes all must
@@ -213,7 +214,8 @@ class AutoStep:
             raise RuntimeError(
                 "AutoStep.step chooses on the host which compiled step comes next, and cannot be"
                 " part of a compiled one, such as a lax.scan over steps. Call it in a loop of"
-                f" Python; or fix the method that it has chosen, {self.method}:"
+                " Python; or fix the method that it has chosen,"
+                f" {self.choices[-1].method if self.choices else self.method}:"
                 " average_gradients(…) with that"
             )
         self._late.begins()

@@ -7,8 +7,8 @@ results go to benchmarks/results/chaos.json and .md.
 
 A real lighthouse and four replicas over Gloo train a small model by DiLoCo in two fragments whose
 compressed messages overlap with training. Then the same number of rounds is trained without chaos,
-with five seeds. After that four ranks under torchrun choose their method while they train
-(`choosing.py`).
+with five seeds. After that four ranks under torchrun choose their method while they train, and two
+processes in JAX (`choosing.py`).
 """
 
 import argparse
@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos import choosing, verdict
+from tests.chaos import attempt, choosing, verdict
 from tests.chaos.arena import Arena
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -123,7 +123,6 @@ def events_table(rows: dict) -> str:
 
 def table(found: dict) -> str:
     rows, loss, calm = found["events"], found["loss"], found["losses undisturbed"]
-    auto = found["auto"]
     return f"""# Ten minutes of chaos
 
 Made by `make chaos`. {found["what"]} on {REPLICAS} replicas, each a process, over Gloo and a real lighthouse: {found["rounds"]} rounds in
@@ -136,15 +135,27 @@ Made by `make chaos`. {found["what"]} on {REPLICAS} replicas, each a process, ov
 - Loss after {found["rounds"]} rounds: {loss[0]:.6f}; undisturbed with seeds 0 to {len(calm) - 1}: {", ".join(f"{x:.6f}" for x in calm)}. The
   difference is {found["standard errors from undisturbed"]:+.2f} standard errors.
 
-## A training that chooses its method
+## Trainings that choose their method
 
-`Auto(loss="5%")` on {choosing.RANKS} ranks over Gloo under torchrun, which starts all of them again when one is lost: {auto["steps"]} steps, a checkpoint
-after each {choosing.chooser.BETWEEN} of them. Its methods were {", ".join(f"`{name}`" for name in auto["methods"])}, in turn {auto["changes of the method"] + 1} times.
+Under torchrun, which starts all ranks again when one is lost. There is a checkpoint after each {attempt.BETWEEN} steps.
 
-{events_table(auto["events"])}
+{"".join(auto_table(backend, found["auto"][backend]) for backend in choosing.SCRIPTS)}"""
 
-- Steps in which ranks had different methods: {len(auto["steps in which ranks had different methods"])}; after which they had different weights: {len(auto["steps after which ranks had different weights"])}.
-- The weights after each step are, bit for bit, those of a run that nobody disturbed and that has the methods of this one: {"yes" if auto["the weights are those of the undisturbed run"] else "no"}.
+
+def auto_table(backend: str, found: dict) -> str:
+    name, ranks = {
+        "torch": ('torch, `Auto(loss="5%")`', "ranks over Gloo"),
+        "jax": ('JAX, `AutoStep(Auto(loss="5%"), …)`', "processes with one device each"),
+    }[backend]
+    return f"""### {name}
+
+{found["steps"]} steps on {choosing.SCRIPTS[backend][1]} {ranks}. The methods were {", ".join(f"`{name}`" for name in found["methods"])}, in turn {found["changes of the method"] + 1} times.
+
+{events_table(found["events"])}
+
+- Steps in which ranks had different methods: {len(found["steps in which ranks had different methods"])}; after which they had different weights: {len(found["steps after which ranks had different weights"])}.
+- The weights after each step are, bit for bit, those of a run that nobody disturbed and that has the methods of this one: {"yes" if found["the weights are those of the undisturbed run"] else "no"}.
+
 """
 
 
@@ -177,9 +188,12 @@ def main() -> None:
             found["standard errors from undisturbed"] = round(verdict.deviation(loss, calm), 2)
         count = max(1, round(60 * arguments.minutes / 2 / BETWEEN))
         kinds = [choosing.KINDS[n % len(choosing.KINDS)] for n in range(count)]
-        found["auto"] = choosing.disturbed(
-            Path(folder) / "auto", kinds, BETWEEN / 2, arguments.pace / 4
-        )
+        found["auto"] = {
+            backend: choosing.disturbed(
+                backend, Path(folder) / backend, kinds, BETWEEN / 2, arguments.pace / 4
+            )
+            for backend in choosing.SCRIPTS
+        }
     (RESULTS / "chaos.json").write_text(json.dumps(found, indent=1) + "\n")
     (RESULTS / "chaos.md").write_text(table(found))
     print(table(found))
@@ -195,7 +209,11 @@ def main() -> None:
             code for code in found["exit codes of those that lived to the end"] if code
         ],
         "another loss": found["loss"] if abs(off) > 2 else [],
-        **choosing.wrong(found["auto"]),
+        **{
+            f"{backend}: {what}": where
+            for backend, auto in found["auto"].items()
+            for what, where in choosing.wrong(auto).items()
+        },
     }
     if wrong := {what: where for what, where in wrong.items() if where}:
         raise SystemExit(f"chaos has found: {wrong}")

@@ -1,4 +1,4 @@
-"""`Auto` under torchrun while ranks are killed, two at once and in the middle of trials too, and
+"""`Auto`, and `AutoStep` in JAX, under torchrun while ranks are killed, two at once and in the middle of trials too, and
 frozen: what it has to show.
 
 All ranks have the same method in every step. Whoever is lost, all begin again and go on from the
@@ -22,11 +22,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.chaos import chooser
 from tests.chaos.arena import written
+from tests.chaos.attempt import BETWEEN
 from tests.launch import ROOT, end_all, environment, interpreter
 
-RANKS = 4
+#: By backend: the script of a rank, and how many there are.
+SCRIPTS = {"torch": ("chooser.py", 4), "jax": ("chooser_jax.py", 2)}
 KINDS = ("kill", "freeze", "kill", "kill two at once", "kill", "kill in a trial")
 #: Seconds for which a rank is frozen.
 FROZEN = 2.0
@@ -37,13 +38,16 @@ Lines = list[dict[str, Any]]
 class Training:
     """Ranks under torchrun, which starts all again when one is lost."""
 
-    def __init__(self, folder: Path, pace: float, decisions: Path | None = None) -> None:
+    def __init__(
+        self, backend: str, folder: Path, pace: float, decisions: Path | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.mark = folder, uuid.uuid4().hex
+        script, self.ranks = SCRIPTS[backend]
         command = [
             *(interpreter(), "-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc-per-node={RANKS}", "--max-restarts=1000", "--monitor-interval=0.1"),
-            *(str(chooser.__file__), str(folder), str(pace)),
+            *(f"--nproc-per-node={self.ranks}", "--max-restarts=1000", "--monitor-interval=0.1"),
+            *(str(Path(__file__).with_name(script)), str(folder), str(pace)),
             *([str(decisions)] if decisions else []),
         ]
         with (folder / "log").open("w") as out:
@@ -69,7 +73,7 @@ class Training:
         for line in self.lines():
             pids[line["attempt"]][line["rank"]] = line["pid"]
         last = max(pids, default=None)
-        return [*pids[last].values()] if last is not None and len(pids[last]) == RANKS else []
+        return [*pids[last].values()] if last is not None and len(pids[last]) == self.ranks else []
 
     def disturb(self, kind: str, draw: random.Random) -> float:
         """When it was done."""
@@ -114,11 +118,13 @@ class Training:
         return self.process.wait(limit)
 
 
-def disturbed(folder: Path, kinds: Sequence[str], between: float, pace: float) -> dict[str, Any]:
+def disturbed(
+    backend: str, folder: Path, kinds: Sequence[str], between: float, pace: float
+) -> dict[str, Any]:
     """What a training shows that is disturbed in these ways, with so many seconds between two of
     them."""
     draw, events = random.Random(0), []
-    with Training(folder / "disturbed", pace) as training:
+    with Training(backend, folder / "disturbed", pace) as training:
         training.wait_for_steps(20, 120)
         for kind in kinds:
             time.sleep(draw.uniform(0.5, 1.5) * between)
@@ -133,7 +139,7 @@ def disturbed(folder: Path, kinds: Sequence[str], between: float, pace: float) -
     calm_folder = folder / "undisturbed"
     calm_folder.mkdir()
     (calm_folder / "stop").write_text(str(steps))
-    with Training(calm_folder, 0.0, log) as training:
+    with Training(backend, calm_folder, 0.0, log) as training:
         calm_code, calm = training.process.wait(300), training.lines()
     return {
         "steps": steps,
@@ -212,7 +218,7 @@ def wrong(found: dict) -> dict[str, Any]:
                 "the weights are those of the undisturbed run"
             ],
             "more lost than since a checkpoint": [
-                kind for kind, row in found["events"].items() if row[again] > chooser.BETWEEN + 1
+                kind for kind, row in found["events"].items() if row[again] > BETWEEN + 1
             ],
             "one method alone": len(found["methods"]) < 2,
         }.items()

@@ -37,8 +37,9 @@ def test_survivors_go_on_and_newcomers_heal(tmp_path, native):
 
 
 @pytest.mark.slow
-def test_ranks_that_choose_go_on_alike_whoever_is_lost(tmp_path):
-    found = choosing.disturbed(tmp_path, ("kill in a trial", "freeze"), 1.0, 0.01)
+@pytest.mark.parametrize("backend", choosing.SCRIPTS)
+def test_ranks_that_choose_go_on_alike_whoever_is_lost(tmp_path, backend):
+    found = choosing.disturbed(backend, tmp_path, ("kill in a trial", "freeze"), 1.0, 0.01)
     assert not choosing.wrong(found), found
 
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradwire import AllReduce, Auto, PowerSGD, Probe, Quantize
+from gradwire.core.advise.advice import name_of
 from gradwire.core.advise.cost import Cost
 from gradwire.core.advise.probe import Level
 from gradwire.core.advise.timeline import Group
@@ -187,6 +188,7 @@ def test_what_was_not_sent_is_added_once_also_after_a_step_that_is_not_finite(
         assert off < 3e-5 if step in (0, 5, 6) else off > 1e-3, step
 
 
+@pytest.mark.slow
 def test_a_state_is_continued_with_its_method_by_any_number_of_replicas(tmp_path, monkeypatch):
     """From a checkpoint in global form; and a state that somebody has copied is not taken for
     another one."""
@@ -210,6 +212,28 @@ def test_a_state_is_continued_with_its_method_by_any_number_of_replicas(tmp_path
         assert np.isfinite(more).all()
 
 
+def test_a_state_of_a_trial_is_continued_with_the_method_of_the_trial(monkeypatch):
+    monkeypatch.setattr(auto_step, "methods_of", lambda *given: METHODS)
+    mesh = mesh_of(2)
+    auto = AutoStep(Auto(), on_a_mesh(mesh), axis_name=AXIS, mesh=mesh)
+    Clock((1.0, 1.2, 1.2), monkeypatch).auto = auto
+    state = auto.init()
+    while auto._number == auto.choices[-1].number if auto.choices else True:
+        state, _ = trained(auto, state, 1, mesh)
+    tried, saved, method = auto._number, jax.device_get(state), auto.method
+    assert method == name_of(METHODS[tried])
+    resumed = AutoStep(Auto(), on_a_mesh(mesh), axis_name=AXIS, mesh=mesh)
+    fresh = resumed.init(method)
+    restored = jax.tree.unflatten(jax.tree.structure(fresh), jax.tree.leaves(saved))
+    after, _ = trained(resumed, distribute(restored, mesh, AXIS), 0, mesh)
+    data = jax.device_put(batch(0, 2), NamedSharding(mesh, P(AXIS)))
+    expected, _ = auto._steps[tried](state, *data)
+    found, _ = resumed.step(after, *data)
+    assert resumed.choices[-1].number == tried
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
 def test_a_method_that_cannot_be_compiled_is_left_out(monkeypatch, caplog):
     mesh = mesh_of(2)
     auto = AutoStep(Auto(), on_a_mesh(mesh), axis_name=AXIS, mesh=mesh)
@@ -224,6 +248,7 @@ def test_a_method_that_cannot_be_compiled_is_left_out(monkeypatch, caplog):
     assert "whose step was not compiled: division by zero" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_train_state_under_pmap(monkeypatch):
     """Whose optimizer is part of its structure. And another number of rows in the last batch: a
     step that is compiled is not timed."""
